@@ -1,0 +1,176 @@
+"""Memory is a tape of events, and an excursion is its fold.
+
+A *tape* is what happens to one rank's memory in order: tensors are held and dropped, and named
+*seams* mark the places where schedules, prefetchers and hooks insert events of their own. The fold
+of a stretch of tape is an *excursion*: a net change that stays, and a peak above where it began.
+Excursions compose without looking at the events again::
+
+    (net, peak) then (net', peak')  =  (net + net',  max(peak, net + peak'))      first peak wins ties
+    the same one n times            =  (n net,  peak + (n - 1) max(net, 0))
+
+so layers compose into stages, and stages into schedules. Composition is associative with a zero.
+All sizes are bytes, each tensor rounded up to 512 B as PyTorch's CUDA allocator does
+(``CUDACachingAllocator.cpp``, ``round_size``): the *requested* reading of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import reduce
+from typing import NamedTuple
+
+ROUND = 512
+"""Bytes to which the allocator rounds every request."""
+
+
+class Category(IntEnum):
+    """What a tensor is for. The order is that of a report's breakdown."""
+
+    PARAMETERS = 0
+    MAIN_PARAMETERS = 1
+    GRADIENTS = 2
+    OPTIMIZER_STATES = 3
+    BUFFERS = 4
+    INPUTS = 5
+    ACTIVATIONS = 6
+    LOGITS = 7
+    TEMPORARIES = 8
+    GATHERED_PARAMETERS = 9
+    COMMUNICATION_BUFFERS = 10
+    WORKSPACES = 11
+    BLOCK_ROUNDING = 12
+
+    @property
+    def key(self) -> str:
+        """The category's name in JSON: ``main_parameters``."""
+        return self.name.lower()
+
+
+Bytes = tuple[int, ...]
+"""One byte count per category, indexed by it."""
+
+NOTHING: Bytes = (0,) * len(Category)
+
+
+def rounded(size: int) -> int:
+    """``size`` bytes as the allocator rounds a request: up to a multiple of 512, at least 512."""
+    return max(ROUND, -(-size // ROUND) * ROUND)
+
+
+class Hold(NamedTuple):
+    """A tensor comes to life. ``bytes`` is rounded; ``shape`` and ``dtype`` are for people."""
+
+    tensor: int
+    bytes: int
+    category: Category
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    stream: int = 0
+
+
+class Drop(NamedTuple):
+    """A tensor's last reader is done with it. Repeats size and category, so that any stretch folds alone."""
+
+    tensor: int
+    bytes: int
+    category: Category
+
+
+class Seam(NamedTuple):
+    """A named place between events, such as ``layer.3/forward``; holds nothing itself."""
+
+    name: str
+
+
+Event = Hold | Drop | Seam
+Tape = tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Excursion:
+    """The fold of a stretch of tape: a ``net`` change, and a ``peak`` above the start, both by category.
+
+    ``peak`` ≥ max(0, ``net``) in total; ``place`` names the seam and tensor where it is reached, and
+    is empty where the peak is the start itself.
+    """
+
+    net: int = 0
+    peak: int = 0
+    net_by: Bytes = NOTHING
+    peak_by: Bytes = NOTHING
+    place: str = ""
+
+    def then(self, after: Excursion) -> Excursion:
+        """This excursion followed by ``after``."""
+        net_by = tuple(map(int.__add__, self.net_by, after.net_by))
+        peak = self.net + after.peak
+        if peak > self.peak:
+            peak_by = tuple(map(int.__add__, self.net_by, after.peak_by))
+            return Excursion(self.net + after.net, peak, net_by, peak_by, after.place)
+        return Excursion(self.net + after.net, self.peak, net_by, self.peak_by, self.place)
+
+    def times(self, n: int) -> Excursion:
+        """This excursion ``n`` ≥ 0 times in a row."""
+        if n <= 1:
+            return self if n == 1 else ZERO
+        net_by = tuple(n * size for size in self.net_by)
+        if self.net <= 0:
+            return Excursion(n * self.net, self.peak, net_by, self.peak_by, self.place)
+        before = tuple((n - 1) * size for size in self.net_by)
+        peak_by = tuple(map(int.__add__, before, self.peak_by))
+        return Excursion(n * self.net, self.peak + (n - 1) * self.net, net_by, peak_by, self.place)
+
+    def within(self, module: str) -> Excursion:
+        """The same, its place prefixed by the module that it happened in."""
+        if not self.place:
+            return self
+        return Excursion(self.net, self.peak, self.net_by, self.peak_by, f"{module}/{self.place}")
+
+
+ZERO = Excursion()
+
+
+def change(size: int, category: Category, place: str = "") -> Excursion:
+    """The excursion of one change of ``size`` bytes (held if positive, dropped if negative)."""
+    by = tuple(size if index == category else 0 for index in range(len(Category)))
+    return Excursion(size, max(size, 0), by, by if size > 0 else NOTHING, place if size > 0 else "")
+
+
+def compose(excursions: Iterable[Excursion]) -> Excursion:
+    """All of ``excursions``, one after the other."""
+    return reduce(Excursion.then, excursions, ZERO)
+
+
+def fold(tape: Iterable[Event]) -> Excursion:
+    """The excursion of ``tape``. Equal to composing its events' changes, in one pass."""
+    net = peak = 0
+    net_by, peak_by = list(NOTHING), NOTHING
+    place = peak_place = ""
+    for event in tape:
+        if isinstance(event, Hold):
+            net += event.bytes
+            net_by[event.category] += event.bytes
+            if net > peak:
+                peak, peak_by = net, tuple(net_by)
+                peak_place = f"{place}/{event.name}" if place else event.name
+        elif isinstance(event, Drop):
+            net -= event.bytes
+            net_by[event.category] -= event.bytes
+        else:
+            place = event.name
+    return Excursion(net, peak, tuple(net_by), peak_by, peak_place)
+
+
+def insert(tape: Tape, at: Callable[[Seam], Tape]) -> Tape:
+    """``tape`` with the events that ``at(seam)`` returns put behind each seam."""
+
+    def stitched() -> Iterator[Event]:
+        for event in tape:
+            yield event
+            if isinstance(event, Seam):
+                yield from at(event)
+
+    return tuple(stitched())
