@@ -1,0 +1,255 @@
+"""PyTorch and Hugging Face transformers with nothing in between: ``single``, ``ddp``, ``device-map``.
+
+One micro-batch at a time: forward, backward, and after the last one the optimizer step and
+``zero_grad(set_to_none=True)``. As in transformers' Trainer, the model's output (and its logits) is
+gone before backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from ..layers import ends, huggingface, huggingface_2020
+from ..layers.autograd import Recorder, Tensor, recomputed
+from ..layers.edges import arrive, depart
+from ..layers.huggingface import LayerShape, Shared
+from ..layers.module import SHARED, Interface, Module, Options, Run, Tapes, build, hold_bytes
+from ..plan.errors import PlanError
+from ..plan.plan import Plan
+from ..program import Program, Span, drop_all
+from ..tape import Category, Drop, Hold, Tape, rounded
+from .ddp import bucket_sizes
+from .states import QUANTISATION_MAPS, full, optimizer_states, step_temporaries
+
+MASK, COS, SIN = SHARED, SHARED - 1, SHARED - 2
+"""Ids of the tensors that a forward pass makes once for all layers."""
+
+
+def shared_tensors(r: Recorder, shape: LayerShape) -> Shared:
+    """The shared tensors as a layer sees them: held by others."""
+    spec, s = shape.spec, shape.s
+    rotary = spec.positions == "rotary"
+    return Shared(
+        r.outside((shape.b, 1, s, s), shape.dtype, id=MASK) if spec.causal and not shape.flash else None,
+        r.outside((1, s, spec.head_dim), shape.dtype, id=COS) if rotary else None,
+        r.outside((1, s, spec.head_dim), shape.dtype, id=SIN) if rotary else None,
+    )
+
+
+@lru_cache(maxsize=1024)
+def layer_module(shape: LayerShape, recompute: bool, code: str, options: Options) -> Module:
+    """One layer of the family."""
+    layers = huggingface_2020.LAYERS if code == "2020" else huggingface.LAYERS
+    recipe_of = layers[shape.spec.family]
+
+    def recipe(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        shared = shared_tensors(r, shape)
+        hidden = x
+        if recompute:
+            return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)))
+        return Run(recipe_of(r, x, shared, shape))
+
+    return build("layer", recipe, hidden_interface(shape), options)
+
+
+def hidden_interface(shape: LayerShape) -> Interface:
+    return Interface((shape.b, shape.s, shape.spec.hidden), shape.dtype)
+
+
+@lru_cache(maxsize=1024)
+def end_modules(shape: LayerShape, options: Options) -> tuple[Module, Module | None, Module]:
+    """Embedding, final norm (``None`` for post-norm models), head with loss."""
+    spec = shape.spec
+
+    def embed(r: Recorder, x: Tensor | None) -> Run:
+        embedded = ends.EMBEDDINGS[spec.family](r, shape)
+        mask, cos, sin = embedded.shared.mask, embedded.shared.cos, embedded.shared.sin
+        return Run(embedded.hidden, embedded.frame, {MASK: mask, COS: cos, SIN: sin})
+
+    def head(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        loss, logits = ends.head(r, x, shape)
+        return Run(None, until_end=[logits], loss=loss)
+
+    def norm(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(ends.final_norm(r, x, shape))
+
+    interface = hidden_interface(shape)
+    tied = frozenset({"word.weight"}) if spec.tied_embeddings else frozenset()
+    return (
+        build("embedding", embed, Interface(None, shape.dtype), options, tied),
+        build("final_norm", norm, interface, options) if spec.final_norm else None,
+        build("head", head, interface, options),
+    )
+
+
+def returns(embedding: Module, kept: frozenset[int]) -> Module:
+    """What ends when ``model.forward`` returns: the variables of its frame, and shared tensors that no
+    layer keeps (those that were saved, or are needed to recompute, wait for ``releases``)."""
+    frame = _drops(embedding.left)
+    ended = _drops(hold for hold in embedding.shares if hold.tensor not in kept)
+    tapes = Tapes(frame + ended, (), 0, 0)
+    return Module("return", tapes, tapes, frame + _drops(embedding.shares), ())
+
+
+def releases(embedding: Module, kept: frozenset[int]) -> Module:
+    """Behind the last layer's backward: shared tensors that the layers had kept."""
+    tapes = Tapes((), _drops(hold for hold in embedding.shares if hold.tensor in kept), 0, 0)
+    return Module("release", tapes, tapes, (), ())
+
+
+def _drops(holds: Iterable[Hold]) -> Tape:
+    return tuple(Drop(hold.tensor, hold.bytes, hold.category) for hold in holds)
+
+
+def _everything(embedding: Module) -> frozenset[int]:
+    return frozenset(hold.tensor for hold in embedding.shares)
+
+
+def layer_shape(plan: Plan) -> LayerShape:
+    """Sizes of one micro-batch."""
+    batch, hardware = plan.batch, plan.hardware
+    assert batch.seq is not None
+    assert hardware.gpus is not None
+    visible = hardware.gpus if batch.multiply_by_visible_gpus else 1
+    return LayerShape(plan.model, batch.mbs * visible, batch.seq, plan.precision.dtype, plan.attention == "flash")
+
+
+def check(plan: Plan) -> None:
+    """Refuses what these recipes do not cover."""
+    family = plan.model.family
+    if family not in huggingface.LAYERS:
+        known = ", ".join(huggingface.LAYERS)
+        raise PlanError("model.family", family, f"has no recipe in framework {plan.framework} yet (these have: {known})")
+    if plan.recompute.mode == "selective":
+        raise PlanError("recompute.mode", "selective", "transformers recomputes whole layers: none or full")
+    if plan.recompute.mode == "full" and (plan.recompute.method != "uniform" or plan.recompute.layers != 1):
+        raise PlanError("recompute.method", plan.recompute.method, "transformers recomputes every layer: uniform, layers 1")
+    if plan.precision.gradients != plan.precision.dtype:
+        raise PlanError("precision.gradients", plan.precision.gradients, f"gradients have the parameters' dtype here: {plan.precision.dtype}")
+
+
+def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
+    """One program per device."""
+    check(plan)
+    shape = layer_shape(plan)
+    layer = layer_module(shape, plan.recompute.mode == "full", plan.code, options)
+    embedding, norm, head = end_modules(shape, options)
+    kept = _everything(embedding) if plan.recompute.mode == "full" else layer.saved_shared
+    first = [Span(embedding, ("embedding",)), Span(releases(embedding, kept), ("release",))]
+    last = [Span(norm, ("final_norm",))] if norm is not None else []
+    last += [Span(returns(embedding, kept), ("return",))]
+    if plan.framework != "device-map":
+        names = tuple(f"layer.{i}" for i in range(plan.model.layers))
+        spans = (*first, Span(layer, names), *last, Span(head, ("head",)))
+        return (_program(plan, shape, 0, spans, options),)
+    assert plan.device_map is not None
+    return tuple(
+        _program(plan, shape, device, spans, options)
+        for device, spans in _device_spans(plan.device_map, shape, layer, first, last, head)
+    )
+
+
+def _device_spans(
+    device_map: dict[int, tuple[int, ...]],
+    shape: LayerShape,
+    layer: Module,
+    first: list[Span],
+    last: list[Span],
+    head: Module,
+) -> list[tuple[int, tuple[Span, ...]]]:
+    """Embedding and head on the first device, final norm on the last, as ``parallelize`` places them."""
+    hidden = (shape.b, shape.s, shape.spec.hidden)
+    here, away = Span(arrive(hidden, shape.dtype), ("arrive",)), Span(depart(hidden, shape.dtype), ("depart",))
+    devices = sorted(device_map)
+    result = []
+    for device in devices:
+        middle = Span(layer, tuple(f"layer.{i}" for i in device_map[device]))
+        spans = [*first, middle] if device == devices[0] else [here, middle]
+        if device == devices[-1]:
+            spans += last
+        if len(devices) > 1:
+            spans += [away]
+        if device == devices[0]:
+            if len(devices) > 1:
+                spans += [here]
+            spans += [Span(head, ("head",))]
+        result.append((device, tuple(spans)))
+    return result
+
+
+def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...], options: Options) -> Program:
+    dtype = plan.precision.dtype
+    states = (
+        full("parameter", Category.PARAMETERS, dtype),
+        *optimizer_states(plan.optimizer, dtype, embeddings_32bit=plan.optimizer.embeddings_32bit),
+    )
+    assert plan.batch.gbs is not None
+    assert plan.layout.dp is not None
+    program = Program(
+        stage=stage,
+        ranks=tuple(range(plan.layout.dp)) if plan.framework == "ddp" else (stage,),
+        entries=tuple(name for span in spans if span.module.name not in EDGES for name in span.names),
+        spans=spans,
+        states=states,
+        extra=(),
+        step=(),
+        drops_gradients=True,
+        flight=1,
+        microbatches=plan.batch.gbs // (shape.b * plan.layout.dp) or 1,
+        initialisation=None,
+    )
+    tensors = list(program.parameter_tensors())
+    extra = [*inputs(shape, stage), *buffers(plan, stage)]
+    if plan.optimizer.name == "adam8bit":
+        extra.append(Hold(0, rounded(QUANTISATION_MAPS), Category.OPTIMIZER_STATES, "quantisation_maps"))
+    if plan.framework == "ddp":
+        sizes = bucket_sizes([parameter.bytes(dtype) for parameter in reversed(tensors)])
+        extra += [Hold(0, rounded(size), Category.COMMUNICATION_BUFFERS, "ddp_bucket") for size in sizes]
+    step = drop_all(step_temporaries(plan.optimizer, tensors, dtype), 1)
+    return replace_program(program, tuple(extra), step)
+
+
+EDGES = frozenset({"return", "release", "arrive", "depart"})
+"""Modules that are no entries of the layer list."""
+
+
+def replace_program(program: Program, extra: tuple[Hold, ...], step: Tape) -> Program:
+    return replace(program, extra=extra, step=step)
+
+
+def inputs(shape: LayerShape, stage: int) -> list[Hold]:
+    """Token ids and labels, (b, s) int64 each, on the first device."""
+    if stage:
+        return []
+    size = hold_bytes((shape.b, shape.s), "int64")
+    return [Hold(0, size, Category.INPUTS, name, (shape.b, shape.s), "int64") for name in ("input_ids", "labels")]
+
+
+def buffers(plan: Plan, stage: int) -> list[Hold]:
+    """Registered buffers: rotary frequencies, BERT's position and token-type ids, the masks of 2020's GPT-2."""
+    spec = plan.model
+    kept = Category.BUFFERS
+    result: list[Hold] = []
+    if plan.code == "2020":
+        assert plan.device_map is not None or plan.framework != "device-map"
+        count = len(plan.device_map[stage]) if plan.device_map is not None else spec.layers
+        n = spec.positions_max
+        for _ in range(count):
+            result.append(Hold(0, hold_bytes((n, n), "uint8"), kept, "causal_mask", (1, 1, n, n), "uint8"))
+            result.append(Hold(0, rounded(4), kept, "masked_bias", (), "fp32"))
+    if stage:
+        return result
+    if spec.positions == "rotary":
+        result += [
+            Hold(0, hold_bytes((spec.head_dim // 2,), "fp32"), kept, name, (spec.head_dim // 2,), "fp32")
+            for name in ("inv_freq", "original_inv_freq")
+        ]
+    if spec.family == "bert":
+        n = spec.positions_max
+        result += [Hold(0, hold_bytes((n,), "int64"), kept, name, (1, n), "int64") for name in ("position_ids", "token_type_ids")]
+    return result

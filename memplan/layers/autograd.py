@@ -1,0 +1,434 @@
+"""A miniature of PyTorch's autograd that knows only who holds which storage, and until when.
+
+A recipe is written like the module it describes and run once on tensors that have a shape, a dtype
+and no elements. What makes its tape right is what makes PyTorch's memory what it is:
+
+* a storage lives while a Python variable, a saved tensor or a gradient in flight refers to it, so
+  the storages here are ordinary objects and CPython's reference counting ends them at the same
+  line as in the real module;
+* a node saves exactly the tensors that ``tools/autograd/derivatives.yaml`` names for it;
+* backward runs ready nodes newest first, gradient accumulators before all (``engine.cpp``,
+  ``CompareNodeTaskTime``); a node's incoming gradients are dropped when it returns, then its saved
+  tensors (``call_function``, ``evaluate_function``);
+* a second gradient for the same tensor is added in place where the first has no other owner
+  (``input_buffer.cpp``, ``can_accumulate_inplace``); fake tensors, being a subclass, never are, so
+  a comparison with a fake-tensor trace switches that off.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from sys import getrefcount
+
+from ..tape import Category, Drop, Event, Hold, Seam, Tape, rounded
+
+ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
+"""Bytes of one element."""
+
+Shape = tuple[int, ...]
+
+
+def size_of(shape: Shape, dtype: str) -> int:
+    """Bytes that a tensor requests, before rounding."""
+    return prod(shape) * ITEMSIZE[dtype]
+
+
+class Storage:
+    """Memory behind one or more tensors; its death is an event on the tape."""
+
+    __slots__ = ("at", "bytes", "category", "id", "recorder")
+
+    def __init__(self, recorder: Recorder, id: int, size: int, category: Category, at: int) -> None:
+        self.recorder = recorder
+        self.id = id
+        self.bytes = size
+        self.category = category
+        self.at = at
+        """Where its hold is among the recorder's events; −1 if it was held before."""
+
+    def __del__(self) -> None:
+        self.recorder.dropped(self)
+
+
+class Tensor:
+    """A shape and a dtype over a storage, with the node that computes its gradient."""
+
+    __slots__ = ("dtype", "node", "shape", "slot", "storage")
+
+    def __init__(self, storage: Storage, shape: Shape, dtype: str, node: Node | None = None, slot: int = 0) -> None:
+        self.storage = storage
+        self.shape = shape
+        self.dtype = dtype
+        self.node = node
+        self.slot = slot
+        """Which output of ``node`` this is."""
+
+    def view(self, *shape: int) -> Tensor:
+        """The same storage and gradient under another shape (view, transpose, expand)."""
+        return Tensor(self.storage, shape, self.dtype, self.node, self.slot)
+
+    def detached(self) -> Tensor:
+        return Tensor(self.storage, self.shape, self.dtype)
+
+
+Gradients = list["Tensor | None"]
+Backward = Callable[["Recorder", Gradients], Sequence["Tensor | None"]]
+
+
+class Node:
+    """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
+
+    __slots__ = ("backward", "frame", "inputs", "outputs", "saved", "sequence")
+
+    def __init__(
+        self, sequence: int, inputs: tuple[Edge | None, ...], saved: tuple[Storage, ...], backward: Backward, outputs: int
+    ) -> None:
+        self.sequence = sequence
+        self.inputs = inputs
+        self.saved = saved
+        self.backward = backward
+        self.outputs = outputs
+        self.frame: Frame | None = None
+        """Where the saved tensors come from when they are recomputed."""
+
+
+Edge = tuple[Node, int]
+"""A node, and which of its outputs."""
+
+
+class Accumulate(Node):
+    """The end of a path: adds into a parameter's gradient, or hands back a layer's input gradient."""
+
+    __slots__ = ("leaf",)
+
+    def __init__(self, leaf: Leaf) -> None:
+        super().__init__(2**62, (), (), _nothing, 1)
+        self.leaf = leaf
+
+
+def _nothing(recorder: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+    return ()
+
+
+class Leaf:
+    """A tensor that gradients arrive at: a parameter, or a layer's input."""
+
+    __slots__ = ("dtype", "gradient", "has_gradient", "is_parameter", "name", "node", "shape")
+
+    def __init__(self, name: str, shape: Shape, dtype: str, is_parameter: bool, has_gradient: bool) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self.is_parameter = is_parameter
+        self.has_gradient = has_gradient
+        """A gradient is there already (every micro-batch but the first)."""
+        self.gradient: Tensor | None = None
+        self.node = Accumulate(self)
+
+
+@dataclass
+class Recorder:
+    """Runs recipes and keeps their tape."""
+
+    accumulates_in_place: bool = True
+    """As on CUDA; ``False`` as on fake tensors."""
+    first_microbatch: bool = True
+    """Gradients appear, rather than being added to."""
+    events: list[Event] = field(default_factory=list)
+    parameters: dict[str, Leaf] = field(default_factory=dict)
+    grad_enabled: bool = True
+    closed: bool = False
+    next_id: int = 1
+    sequence: int = 0
+    saved_outside: set[int] = field(default_factory=set)
+    """Ids of storages held before the recording that a node saved."""
+    frame: Frame | None = None
+    """The recompute region that is being run, if any."""
+    present: frozenset[str] = frozenset()
+    """Parameters that have a gradient already, from another module that shares them."""
+    recomputes: bool = False
+    """Something was recomputed."""
+
+    # -- storages ---------------------------------------------------------------------------------
+
+    def empty(self, shape: Shape, dtype: str, name: str, category: Category = Category.TEMPORARIES) -> Tensor:
+        """A new tensor. ``TEMPORARIES`` that outlive their forward pass become ``ACTIVATIONS``."""
+        size = rounded(size_of(shape, dtype))
+        identity = self.next_id
+        self.next_id += 1
+        storage = Storage(self, identity, size, category, len(self.events))
+        self.events.append(Hold(identity, size, category, name, shape, dtype))
+        return Tensor(storage, shape, dtype)
+
+    def outside(
+        self, shape: Shape, dtype: str, category: Category = Category.ACTIVATIONS, id: int = 0, drops: bool = False
+    ) -> Tensor:
+        """A tensor that was held before; with ``drops`` its end is an event here, else somebody else's."""
+        owner = self if drops else _STATIC.recorder
+        return Tensor(Storage(owner, id, rounded(size_of(shape, dtype)), category, -1), shape, dtype)
+
+    def hand_over(self, tensor: Tensor) -> int:
+        """Gives ``tensor`` to whoever comes next: its end is no event here. Returns its id."""
+        tensor.storage.recorder = _STATIC.recorder
+        return tensor.storage.id
+
+    def dropped(self, storage: Storage) -> None:
+        if not self.closed:
+            self.events.append(Drop(storage.id, storage.bytes, storage.category))
+
+    def recategorise(self, storage: Storage, category: Category) -> None:
+        if storage.at >= 0 and storage.category != category:
+            hold = self.events[storage.at]
+            assert isinstance(hold, Hold)
+            self.events[storage.at] = hold._replace(category=category)
+            storage.category = category
+
+    def seam(self, name: str) -> None:
+        self.events.append(Seam(name))
+
+    # -- graph ------------------------------------------------------------------------------------
+
+    def parameter(self, name: str, shape: Shape, dtype: str) -> Tensor:
+        """A parameter: held elsewhere (static memory), its gradient accumulated here."""
+        leaf = self.parameters.get(name)
+        if leaf is None:
+            leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)
+            self.parameters[name] = leaf
+        return Tensor(_STATIC, shape, dtype, leaf.node)
+
+    def leaf(self, tensor: Tensor, name: str = "input") -> tuple[Tensor, Leaf]:
+        """``tensor`` as the start of a graph, with the leaf that receives its gradient."""
+        leaf = Leaf(name, tensor.shape, tensor.dtype, False, False)
+        return Tensor(tensor.storage, tensor.shape, tensor.dtype, leaf.node), leaf
+
+    def node(
+        self, inputs: Sequence[Tensor], saved: Iterable[Tensor], backward: Backward, outputs: int = 1
+    ) -> Node | None:
+        """The backward node of an operator on ``inputs``; ``None`` where no gradient is needed."""
+        if not self.grad_enabled:
+            return None
+        edges = tuple((tensor.node, tensor.slot) if tensor.node is not None else None for tensor in inputs)
+        if not any(edges):
+            return None
+        self.sequence += 1
+        storages = tuple(tensor.storage for tensor in saved)[::-1]  # a tuple dies back to front
+        if self.frame is not None:
+            return self.frame.node(Node(self.sequence, edges, (), backward, outputs), storages)
+        for storage in storages:
+            if storage.at < 0:
+                self.saved_outside.add(storage.id)
+        return Node(self.sequence, edges, storages, backward, outputs)
+
+    def backward(self, output: list[Tensor], gradient: list[Tensor]) -> None:
+        """Runs the graph below ``output[0]`` from ``gradient[0]``. Both lists are emptied, so that the
+        caller's variables keep neither alive."""
+        root = output.pop().node
+        assert root is not None
+        waiting = _dependencies(root)
+        buffers: dict[Node, Gradients] = {root: [gradient.pop()]}
+        ready: list[tuple[int, int, Node]] = [(-root.sequence, 0, root)]
+        pushed = 0
+        del root
+        while ready:
+            node = heapq.heappop(ready)[2]
+            arrived = buffers.pop(node)
+            if isinstance(node, Accumulate):
+                self._accumulate(node.leaf, arrived)
+                del arrived, node
+                continue
+            if node.frame is not None:
+                node.frame.unpack(self, node)
+            produced = list(node.backward(self, arrived))
+            if node.frame is not None:
+                node.saved = ()  # recomputed tensors belong to the node alone and die within its apply
+            del arrived
+            node.saved = ()
+            node.backward = _nothing
+            node.frame = None
+            produced.reverse()
+            for edge in node.inputs:
+                produced_one = produced.pop()
+                if edge is None:
+                    continue
+                target, slot = edge
+                buffer = buffers.setdefault(target, [None] * target.outputs)
+                if produced_one is not None:
+                    self._arrive(buffer, slot, produced_one)
+                del produced_one
+                waiting[target] -= 1
+                if not waiting[target]:
+                    pushed += 1
+                    heapq.heappush(ready, (-target.sequence, pushed, target))
+                del target, buffer
+            del node, produced, edge
+
+    def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor) -> None:
+        held = buffer[slot]
+        if held is None:
+            buffer[slot] = gradient
+        elif self.accumulates_in_place and getrefcount(held.storage) == 2:
+            return
+        elif self.accumulates_in_place and getrefcount(gradient.storage) == 2:
+            buffer[slot] = gradient
+        else:
+            buffer[slot] = self.empty(held.shape, held.dtype, "gradient_sum")
+
+    def _accumulate(self, leaf: Leaf, arrived: Gradients) -> None:
+        gradient = arrived[0]
+        arrived.clear()
+        if gradient is None:
+            return
+        if not leaf.is_parameter:
+            leaf.gradient = gradient
+        elif not leaf.has_gradient:
+            self.recategorise(gradient.storage, Category.GRADIENTS)
+            leaf.gradient = gradient
+            leaf.has_gradient = True
+
+    # -- result -----------------------------------------------------------------------------------
+
+    def settle(self, start: int = 0) -> None:
+        """Ends a forward pass: what was recorded since ``start`` and is still held are activations."""
+        alive = {event.tensor for event in self.events[start:] if isinstance(event, Hold)}
+        alive -= {event.tensor for event in self.events[start:] if isinstance(event, Drop)}
+        for at in range(start, len(self.events)):
+            event = self.events[at]
+            if isinstance(event, Hold) and event.category == Category.TEMPORARIES and event.tensor in alive:
+                self.events[at] = event._replace(category=Category.ACTIVATIONS)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def tape(self, start: int = 0, end: int | None = None) -> Tape:
+        """What was recorded from event ``start`` up to ``end``, with each drop in its hold's category."""
+        categories = {event.tensor: event.category for event in self.events if isinstance(event, Hold)}
+        return tuple(
+            event._replace(category=categories.get(event.tensor, event.category)) if isinstance(event, Drop) else event
+            for event in self.events[start:end]
+        )
+
+
+class _Static(Recorder):
+    """Where parameters' storages belong: never an event."""
+
+    def dropped(self, storage: Storage) -> None:
+        return
+
+
+_STATIC = Storage(_Static(), 0, 0, Category.PARAMETERS, 0)
+
+
+class _StopRecompute(Exception):  # noqa: N818 - not an error
+    """The last saved tensor has been recomputed."""
+
+
+class Frame:
+    """A region recomputed as ``torch.utils.checkpoint(use_reentrant=False)`` does.
+
+    Forward builds the graph and keeps none of its saved tensors, only the region's input. The first
+    node that needs one runs the region again, up to the last tensor that was saved
+    (``checkpoint.py``, ``_checkpoint_hook``, ``_recomputation_hook``, early stop); each recomputed
+    tensor dies when its node has used it.
+    """
+
+    __slots__ = ("again", "nodes", "region")
+
+    def __init__(self, region: Callable[[], Tensor]) -> None:
+        self.region = region
+        self.nodes: list[Node] = []
+        """Nodes that saved something, in forward order."""
+        self.again: list[tuple[Storage, ...]] | None = None
+
+    def node(self, node: Node, storages: tuple[Storage, ...]) -> Node:
+        """Called for each node that the region makes, in forward and when recomputed."""
+        if not storages:
+            return node
+        if self.again is None:
+            node.frame = self
+            self.nodes.append(node)
+            return node
+        self.again.append(storages)
+        if len(self.again) == len(self.nodes):
+            raise _StopRecompute
+        return node
+
+    def unpack(self, recorder: Recorder, node: Node) -> None:
+        """Gives ``node`` its saved tensors, running the region again if nobody has."""
+        if self.again is None:
+            self.again = []
+            self.recompute(recorder)
+            for target, storages in zip(self.nodes, self.again, strict=True):
+                target.saved = storages
+            self.nodes, self.again = [], []
+
+    def recompute(self, recorder: Recorder) -> None:
+        start = len(recorder.events)
+        outer, recorder.frame = recorder.frame, self
+        recorder.seam("recompute")
+        with suppress(_StopRecompute):
+            self.region()
+        recorder.frame = outer
+        recorder.settle(start)
+
+
+def recomputed(recorder: Recorder, region: Callable[[], Tensor]) -> Tensor:
+    """``region`` without its saved tensors; see ``Frame``."""
+    recorder.recomputes = True
+    outer, recorder.frame = recorder.frame, Frame(region)
+    out = region()
+    recorder.frame = outer
+    return out
+
+
+def recomputed_reentrant(
+    recorder: Recorder, region: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+) -> Tensor:
+    """``region`` as ``CheckpointFunction`` recomputes it (Megatron ``mpu/random.py``, DeepSpeed
+    ``runtime/activation_checkpointing/checkpointing.py``, ``torch.utils.checkpoint`` reentrant).
+
+    Forward runs without a graph and saves the inputs themselves. Backward runs the whole region
+    again with one, then its backward, while the incoming gradient and the output are held.
+    """
+    recorder.recomputes = True
+    enabled, recorder.grad_enabled = recorder.grad_enabled, False
+    out = region(recorder, *inputs)
+    recorder.grad_enabled = enabled
+    parts = tuple((x.storage, x.shape, x.dtype) for x in inputs)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradient = gradients[0]
+        assert gradient is not None
+        start = len(r.events)
+        r.seam("recompute")
+        leaves = [r.leaf(Tensor(*part), "input") for part in parts]
+        again = region(r, *(x for x, _ in leaves))
+        r.settle(start)
+        r.backward([again.view(*again.shape)], [gradient.view(*gradient.shape)])
+        return [leaf.gradient for _, leaf in leaves]
+
+    out.node = recorder.node(inputs, (), backward)
+    for x in inputs:
+        if x.storage.at < 0:
+            recorder.saved_outside.add(x.storage.id)
+    return out
+
+
+def _dependencies(root: Node) -> dict[Node, int]:
+    """How many gradients each node below ``root`` waits for."""
+    count: dict[Node, int] = {}
+    seen = {root}
+    todo = [root]
+    while todo:
+        for edge in todo.pop().inputs:
+            if edge is None:
+                continue
+            target = edge[0]
+            count[target] = count.get(target, 0) + 1
+            if target not in seen:
+                seen.add(target)
+                todo.append(target)
+    return count

@@ -1,0 +1,186 @@
+"""Transformer layers as Megatron-LM wrote them in 2021/22 and BigScience's fork runs them.
+
+bigscience-workshop/Megatron-DeepSpeed, ``megatron/model/transformer.py``, ``fused_softmax.py``,
+``fused_bias_gelu.py``, ``fused_layer_norm.py``, ``megatron/mpu/layers.py`` and ``mpu/mappings.py``
+(November 2021). Tensor-parallel collectives work in place and allocate nothing here. Sequence
+parallelism and selective recompute are those of Korthikanti et al. (arXiv 2205.05198).
+
+Shapes: s sequence, b micro-batch, h hidden, a heads, d head size, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..plan.spec import ModelSpec
+from ..tape import Category
+from . import ops
+from .autograd import Gradients, Recorder, Tensor, recomputed_reentrant
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelShape:
+    """One micro-batch of one architecture on one tensor-parallel rank."""
+
+    spec: ModelSpec
+    b: int
+    s: int
+    t: int
+    dtype: str
+    vocab: int
+    """Padded vocabulary, a multiple of 128 t (``megatron/tokenizer``, ``_vocab_size_with_padding``)."""
+    sequence_parallel: bool = False
+    selective: bool = False
+    fused_softmax: bool = True
+
+    @property
+    def hidden(self) -> tuple[int, int, int]:
+        """Shape of the hidden state outside the tensor-parallel regions: (s, b, h), or (s/t, b, h)."""
+        return (self.s // self.t if self.sequence_parallel else self.s, self.b, self.spec.hidden)
+
+
+def softmax_is_fused(b: int, s: int, heads: int) -> bool:
+    """``FusedScaleMaskSoftmax.is_kernel_available`` (limit 2048 of November 2021)."""
+    return 16 < s <= 2048 and s % 4 == 0 and (b * heads) % 4 == 0
+
+
+def column_parallel(r: Recorder, x: Tensor, name: str, n: int, shape: ParallelShape, *, bias: bool) -> Tensor:
+    """``ColumnParallelLinear``: n outputs on this rank. With sequence parallelism the input is gathered,
+    used, dropped, and gathered again in backward: only its shard is saved."""
+    h = x.shape[-1]
+    weight = r.parameter(f"{name}.weight", (n, h), x.dtype)
+    added = [r.parameter(f"{name}.bias", (n,), x.dtype)] if bias else []
+    if not shape.sequence_parallel:
+        return ops.linear(r, x, weight, added[0] if bias else None, name=name)
+    s, b, dtype, shard = shape.s, shape.b, x.dtype, x.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gathered = r.empty((s, b, h), dtype, f"{name}_gathered", Category.COMMUNICATION_BUFFERS)
+        grad = r.empty((s, b, h), dtype, f"grad_{name}_input")
+        grad_weight = r.empty((n, h), dtype, f"grad_{name}_weight")
+        grad_bias = [r.empty((n,), dtype, f"grad_{name}_bias")] if bias else []
+        scattered = r.empty(shard, dtype, f"grad_{name}_scattered")
+        del gathered, grad
+        return [scattered, grad_weight, *grad_bias]
+
+    node = r.node((x, weight, *added), (x, weight), backward)
+    gathered = r.empty((s, b, h), dtype, f"{name}_gathered", Category.COMMUNICATION_BUFFERS)
+    out = r.empty((s, b, n), dtype, name)
+    del gathered
+    out.node = node
+    return out
+
+
+def row_parallel(r: Recorder, x: Tensor, name: str, shape: ParallelShape) -> Tensor:
+    """``RowParallelLinear`` without its bias (``skip_bias_add``): all-reduced in place, or reduce-scattered."""
+    h = shape.spec.hidden
+    out = ops.linear(r, x, r.parameter(f"{name}.weight", (h, x.shape[-1]), x.dtype), name=name)
+    if not shape.sequence_parallel:
+        return out
+    full, dtype = out.shape, out.dtype
+    scattered = r.empty(shape.hidden, dtype, f"{name}_scattered")
+    scattered.node = r.node((out,), (), lambda r, gradients: [r.empty(full, dtype, f"grad_{name}_gathered")])
+    return scattered
+
+
+def bias_dropout_add(r: Recorder, x: Tensor, residual: Tensor, name: str, p: float) -> Tensor:
+    """``bias_dropout_add_fused_train``: one fused kernel that keeps the mask; the bias is added here."""
+    bias = r.parameter(f"{name}.bias", (x.shape[-1],), x.dtype)
+    out = r.empty(x.shape, x.dtype, f"{name}_residual")
+    mask = [r.empty(x.shape, "bool", f"{name}_dropout_mask")] if p > 0 else []
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad = r.empty(shape, dtype, f"grad_{name}_dropout")
+        return [grad, r.empty(shape[-1:], dtype, f"grad_{name}_bias"), gradients[0]]
+
+    out.node = r.node((x, bias, residual), mask, backward)
+    return out
+
+
+def layer_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``MixedFusedLayerNorm`` (apex kernels): saves its input and fp32 mean and inverse deviation."""
+    weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
+    bias = r.parameter(f"{name}.bias", (x.shape[-1],), x.dtype)
+    return ops.layer_norm(r, x, weight, bias, name)
+
+
+def bias_gelu(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``GeLUFunction``: one fused kernel, saves input and bias; the bias gradient is a sum of the input's."""
+    bias = r.parameter(f"{name}.bias", (x.shape[-1],), x.dtype)
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad = r.empty(shape, dtype, f"grad_{name}_gelu")
+        return [grad, r.empty(shape[-1:], dtype, f"grad_{name}_bias")]
+
+    node = r.node((x, bias), (x, bias), backward)
+    out = r.empty(shape, dtype, f"{name}_gelu")
+    out.node = node
+    return out
+
+
+def attention_probabilities(r: Recorder, scores: Tensor, shape: ParallelShape) -> Tensor:
+    """``FusedScaleMaskSoftmax``: one kernel whose backward writes into its incoming gradient, or five
+    operators with an fp32 copy of the scores where the kernel does not fit."""
+    if shape.fused_softmax:
+        out = r.empty(scores.shape, scores.dtype, "probabilities")
+        out.node = r.node((scores,), (out,), lambda r, gradients: gradients)
+        return out
+    upcast = ops.cast(r, scores, "fp32", "scores_fp32")
+    upcast = ops.scale(r, upcast, "scores_scaled")
+    upcast = ops.elementwise(r, "scores_masked", (upcast,))
+    return ops.cast(r, ops.softmax(r, upcast, "probabilities_fp32"), scores.dtype, "probabilities")
+
+
+def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: ParallelShape) -> Tensor:
+    """Scores, softmax, dropout and context on (b a/t, s, d); the caller's variables keep the scores."""
+    b, s, n, d = shape.b, shape.s, shape.spec.heads // shape.t, shape.spec.head_dim
+    scores_shape = (b * n, s, s)
+    matmul_result = r.empty(scores_shape, shape.dtype, "matmul_result")
+    matmul_result = ops.matmul(r, q, k, scores_shape, "scores")
+    attention_scores = matmul_result.view(b, n, s, s)
+    probabilities = attention_probabilities(r, attention_scores, shape)
+    probabilities = ops.dropout(r, probabilities, shape.spec.attention_dropout, "attention_dropout")
+    context = ops.matmul(r, probabilities.view(*scores_shape), v, (b * n, s, d), "context")
+    context = ops.contiguous(r, context, (s, b, n * d), "context_contiguous")
+    return context  # noqa: RET504 - the variables end their tensors' lives
+
+
+def parallel_attention(r: Recorder, hidden: Tensor, shape: ParallelShape) -> Tensor:
+    """``ParallelAttention.forward``: queries, keys and values are strided views of one tensor."""
+    b, s, n, d = shape.b, shape.s, shape.spec.heads // shape.t, shape.spec.head_dim
+    mixed = column_parallel(r, hidden, "qkv", 3 * n * d, shape, bias=True)
+    q, k, v = ops.split(r, mixed, [(b * n, s, d)] * 3, "qkv")
+    if shape.selective:
+        context = recomputed_reentrant(r, lambda r, q, k, v: core_attention(r, q, k, v, shape), (q, k, v))
+        return row_parallel(r, context, "attention_output", shape)
+    matmul_result = r.empty((b * n, s, s), shape.dtype, "matmul_result")
+    matmul_result = ops.matmul(r, q, k, (b * n, s, s), "scores")
+    attention_scores = matmul_result.view(b, n, s, s)
+    probabilities = attention_probabilities(r, attention_scores, shape)
+    probabilities = ops.dropout(r, probabilities, shape.spec.attention_dropout, "attention_dropout")
+    context = ops.matmul(r, probabilities.view(b * n, s, s), v, (b * n, s, d), "context")
+    context = ops.contiguous(r, context, (s, b, n * d), "context_contiguous")
+    output = row_parallel(r, context, "attention_output", shape)
+    return output  # noqa: RET504 - the scores live until here
+
+
+def parallel_mlp(r: Recorder, hidden: Tensor, shape: ParallelShape) -> Tensor:
+    """``ParallelMLP.forward``."""
+    intermediate = column_parallel(r, hidden, "up", shape.spec.ffn // shape.t, shape, bias=False)
+    intermediate = bias_gelu(r, intermediate, "up")
+    return row_parallel(r, intermediate, "down", shape)
+
+
+def layer(r: Recorder, hidden: Tensor, shape: ParallelShape) -> Tensor:
+    """``ParallelTransformerLayer.forward`` (pre-norm, fused bias-dropout-add)."""
+    p = shape.spec.hidden_dropout
+    normed = layer_norm(r, hidden, "attention_norm")
+    attended = parallel_attention(r, normed, shape)
+    summed = bias_dropout_add(r, attended, hidden, "attention_output", p)
+    normed = layer_norm(r, summed, "mlp_norm")
+    fed = parallel_mlp(r, normed, shape)
+    output = bias_dropout_add(r, fed, summed, "down", p)
+    return output  # noqa: RET504

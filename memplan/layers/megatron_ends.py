@@ -1,0 +1,153 @@
+"""What lies before and after the layers in BigScience's Megatron-DeepSpeed: embedding, head and losses.
+
+``megatron/model/language_model.py`` (``EmbeddingPipe``, ``parallel_lm_logits``), ``gpt_model.py``,
+``mpu/layers.py`` (``VocabParallelEmbedding``) and ``mpu/cross_entropy.py``, November 2021.
+Shapes: b micro-batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan.spec import ModelSpec
+from ..tape import Category
+from . import ops
+from .autograd import Gradients, Recorder, Tensor
+from .megatron import ParallelShape, layer_norm
+from .module import STALE
+
+LOGITS = Category.LOGITS
+
+
+def embedding(r: Recorder, shape: ParallelShape) -> Tensor:
+    """``EmbeddingPipe.forward`` with the lambda behind it: (s, b, h).
+
+    The vocabulary-parallel lookup keeps the shifted indices (int64) and the mask of foreign tokens
+    (bool); its backward zeroes those rows in a copy of the gradient before the dense (v/t, h) gradient.
+    """
+    spec, b, s, h, dtype = shape.spec, shape.b, shape.s, shape.spec.hidden, shape.dtype
+    words = vocab_parallel_embedding(r, shape)
+    if spec.embedding_norm:
+        words = layer_norm(r, words, "embedding_norm")
+    hidden = words
+    if spec.positions == "learned":
+        table = r.parameter("position.weight", (spec.positions_max, h), dtype)
+        ids = r.outside((b, s), "int64", Category.INPUTS)
+        places = ops.embedding(r, table, ids, "position_embeddings")
+        hidden = ops.add(r, words, places, "embedding_sum")
+        del places
+    del words
+    hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
+    return transpose(r, hidden, (s, b, h), "embedding_transposed")
+
+
+def vocab_parallel_embedding(r: Recorder, shape: ParallelShape) -> Tensor:
+    b, s, h, dtype = shape.b, shape.s, shape.spec.hidden, shape.dtype
+    weight = r.parameter("word.weight", (shape.vocab // shape.t, h), dtype)
+    if shape.t == 1:
+        return ops.embedding(r, weight, r.outside((b, s), "int64", Category.INPUTS), "word_embeddings")
+    below, above = r.empty((b, s), "bool", "tokens_below"), r.empty((b, s), "bool", "tokens_above")
+    foreign = r.empty((b, s), "bool", "tokens_foreign")
+    del below, above
+    indices = r.empty((b, s), "int64", "masked_input")
+    out = ops.embedding(r, weight, indices, "word_embeddings")
+    zeroed = out.view(*out.shape)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty((b, s, h), dtype, "grad_word_embeddings_zeroed")]
+
+    zeroed.node = r.node((out,), (foreign,), backward)
+    return zeroed
+
+
+def transpose(r: Recorder, x: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    """``x.transpose(0, 1).contiguous()``: a copy unless b = 1 makes it a view, as its gradient is one."""
+    return ops.contiguous(r, x, shape, name) if shape[1] > 1 and shape[0] > 1 else x.view(*shape)
+
+
+def final_norm(r: Recorder, hidden: Tensor, shape: ParallelShape) -> Tensor:
+    """The lambda back to (b, s, h), then ``MixedFusedLayerNorm``."""
+    s, b, h = hidden.shape
+    hidden = ops.contiguous(r, hidden, (b, s, h), "hidden_transposed") if b > 1 else hidden.view(b, s, h)
+    return layer_norm(r, hidden, "final_norm")
+
+
+def head(r: Recorder, hidden: Tensor, shape: ParallelShape) -> tuple[Tensor, Tensor]:
+    """``EmbeddingPipe`` as head, ``float16_to_fp32`` and ``CrossEntropy``: ``(loss, logits kept by the engine)``.
+
+    The pipeline engine stores the model's output in the slot of its micro-batch (two on the last
+    stage) and never clears it (``runtime/pipe/engine.py``, ``_exec_forward_pass``), so two copies of
+    the fp32 logits stay; a new one displaces the older.
+    """
+    b, s, v = shape.b, shape.s, shape.vocab // shape.t
+    weight = r.parameter("word.weight", (v, shape.spec.hidden), shape.dtype)
+    logits = ops.linear(r, hidden, weight, name="logits", category=LOGITS)
+    upcast = ops.cast(r, logits, "fp32", "logits_fp32", LOGITS)
+    del logits
+    stale = r.outside((b, s, v), "fp32", LOGITS, STALE, drops=True)
+    del stale
+    return vocab_parallel_cross_entropy(r, upcast), upcast
+
+
+def vocab_parallel_cross_entropy(r: Recorder, logits: Tensor) -> Tensor:
+    """``_VocabParallelCrossEntropy`` on (b, s, v/t) fp32, all in the logits' own storage.
+
+    The maximum is subtracted, the exponential taken and the division done in place, and in backward
+    the saved softmax becomes the gradient; only (b, s)-sized tensors are new.
+    """
+    b, s = logits.shape[:2]
+    maximum, where = r.empty((b, s), "fp32", "logits_max"), r.empty((b, s), "int64", "logits_argmax")
+    del where
+    outside = r.empty((b, s), "bool", "target_mask")
+    target = r.empty((b * s,), "int64", "masked_target")
+    predicted, total = r.empty((b, s), "fp32", "predicted_logits"), r.empty((b, s), "fp32", "sum_exp_logits")
+    out = r.empty((b, s), "fp32", "loss_per_token")
+    del maximum, predicted, total
+    softmax = logits.storage
+    shape = logits.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [Tensor(softmax, shape, "fp32")]
+
+    out.node = r.node((logits,), (outside, target), backward)
+    loss = r.empty((), "fp32", "loss")
+    loss.node = r.node((out,), (), lambda r, gradients: [r.empty((b, s), "fp32", "grad_loss_per_token")])
+    return loss
+
+
+def adaptive_sizes(spec: ModelSpec, cutoffs: tuple[int, ...], div_value: float) -> list[tuple[int, int]]:
+    """(projection width, outputs) of each tail cluster of ``torch.nn.AdaptiveLogSoftmaxWithLoss``."""
+    edges = [*cutoffs, spec.vocab]
+    return [
+        (int(spec.hidden // div_value ** (i + 1)), edges[i + 1] - edges[i]) for i in range(len(cutoffs))
+    ]
+
+
+def adaptive_head(
+    r: Recorder, hidden: Tensor, shape: ParallelShape, cutoffs: tuple[int, ...], div_value: float
+) -> tuple[Tensor, Tensor | None]:
+    """``torch.nn.AdaptiveLogSoftmaxWithLoss`` on (b s, h) in the parameters' dtype, whole on every rank.
+
+    An upper bound: every tail cluster is given all b s tokens, while each token enters at most one
+    (``torch/nn/modules/adaptive.py``). No part is sharded by tensor parallelism.
+    """
+    n, dtype = shape.b * shape.s, shape.dtype
+    x = hidden.view(n, shape.spec.hidden)
+    tails = adaptive_sizes(shape.spec, cutoffs, div_value)
+    first = cutoffs[0] + len(tails)
+    out = adaptive_cluster(r, ops.linear(
+        r, x, r.parameter("head.weight", (first, shape.spec.hidden), dtype), name="head_logits", category=LOGITS))
+    for i, (width, outputs) in enumerate(tails):
+        part = ops.linear(r, x, r.parameter(f"tail.{i}.projection", (width, shape.spec.hidden), dtype), name=f"tail_{i}_projection")
+        part = adaptive_cluster(r, ops.linear(
+            r, part, r.parameter(f"tail.{i}.weight", (outputs, width), dtype), name=f"tail_{i}_logits", category=LOGITS))
+        out = ops.add(r, out, part, "loss")
+    return out, None
+
+
+def adaptive_cluster(r: Recorder, logits: Tensor) -> Tensor:
+    """``log_softmax`` in fp32 over one cluster, and the gather of its targets: a scalar."""
+    upcast = ops.cast(r, logits, "fp32", "cluster_logits_fp32", LOGITS)
+    labels = r.empty((logits.shape[0],), "int64", "relative_target")
+    del logits
+    return ops.nll_loss(r, ops.log_softmax(r, upcast), labels)

@@ -1,0 +1,211 @@
+"""A module's recipe, run and folded: the unit that stages and schedules are composed of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..tape import Category, Excursion, Hold, Tape, fold, rounded
+from .autograd import ITEMSIZE, Recorder, Shape, Tensor, size_of
+
+INPUT, GRAD_OUTPUT = -1, -2
+"""Ids of a module's input and of the gradient of its output, which its neighbours made."""
+
+STALE = -3
+"""Id of a tensor that an earlier micro-batch left in a slot and that this one displaces."""
+
+SHARED = -10
+"""Ids at and below are of tensors that one module of a stage makes and several read."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter tensor as one rank holds it."""
+
+    name: str
+    shape: Shape
+
+    @cached_property
+    def elements(self) -> int:
+        n = 1
+        for dim in self.shape:
+            n *= dim
+        return n
+
+    def bytes(self, dtype: str) -> int:
+        """Bytes of a tensor of this shape, rounded."""
+        return rounded(self.elements * ITEMSIZE[dtype])
+
+
+@dataclass(frozen=True, eq=False)
+class Tapes:
+    """Forward and backward of one module for one micro-batch.
+
+    ``input`` and ``grad_output`` are dropped in it, ``output`` and ``grad_input`` are left behind.
+    """
+
+    forward: Tape
+    backward: Tape
+    output: int
+    """Id of the output; 0 where there is none (a loss)."""
+    grad_input: int
+    """Id of the input's gradient; 0 where there is none (an embedding)."""
+
+    @cached_property
+    def forward_fold(self) -> Excursion:
+        return fold(self.forward)
+
+    @cached_property
+    def backward_fold(self) -> Excursion:
+        return fold(self.backward)
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """One entry of a rank's layer list, in every role that it plays.
+
+    ``first`` leaves gradients behind, ``steady`` adds to them, ``evaluation`` has no graph.
+    """
+
+    name: str
+    first: Tapes
+    steady: Tapes
+    evaluation: Tape
+    parameters: tuple[Parameter, ...]
+    left: tuple[Hold, ...] = ()
+    """Tensors in the variables of a caller, alive after this module until a later one returns."""
+    shares: tuple[Hold, ...] = ()
+    """Tensors made here for several modules to read, under their shared ids."""
+    saved_shared: frozenset[int] = frozenset()
+    """Ids of shared tensors that this module keeps until its backward."""
+
+    @cached_property
+    def evaluation_fold(self) -> Excursion:
+        return fold(self.evaluation)
+
+
+@dataclass(slots=True)
+class Run:
+    """What a recipe gives back: its output, and what its caller still holds."""
+
+    output: Tensor | None
+    left: list[Tensor] = field(default_factory=list)
+    shared: dict[int, Tensor | None] = field(default_factory=dict)
+    """By the id under which other modules know them."""
+    until_end: list[Tensor] = field(default_factory=list)
+    """Dropped when the micro-batch's forward has ended (logits in the model's output)."""
+    slot: Tensor | None = None
+    """Displaces a tensor that an earlier micro-batch left (``STALE``), and stays until it is displaced."""
+    loss: Tensor | None = None
+
+
+Recipe = Callable[[Recorder, Tensor | None], Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """The input that a recipe expects, if any."""
+
+    shape: Shape | None
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How autograd behaves; see ``layers.autograd``."""
+
+    accumulates_in_place: bool = True
+
+
+def build(
+    name: str, recipe: Recipe, interface: Interface, options: Options, present: frozenset[str] = frozenset()
+) -> Module:
+    """Runs ``recipe`` in each role. Parameters named in ``present`` have a gradient already in the first one."""
+    first, recorder, run = _tapes(recipe, interface, Recorder(options.accumulates_in_place, True), present)
+    steady, _, _ = _tapes(recipe, interface, Recorder(options.accumulates_in_place, False), present)
+    evaluation = _evaluation(recipe, interface)
+    leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
+    parameters = tuple(Parameter(leaf.name, leaf.shape) for leaf in leaves)
+    return Module(
+        name,
+        first,
+        steady,
+        evaluation,
+        parameters,
+        tuple(_hold_of(recorder, id) for id in run.left),
+        tuple(_hold_of(recorder, id)._replace(tensor=known) for known, id in run.shared.items()),
+        frozenset(id for id in recorder.saved_outside if id <= SHARED),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ids:
+    left: list[int]
+    shared: dict[int, int]
+
+
+def _hold_of(recorder: Recorder, id: int) -> Hold:
+    return next(event for event in recorder.events if isinstance(event, Hold) and event.tensor == id)
+
+
+def _tapes(
+    recipe: Recipe, interface: Interface, recorder: Recorder, present: frozenset[str]
+) -> tuple[Tapes, Recorder, _Ids]:
+    recorder.present = present
+    leaf = None
+    x = None
+    if interface.shape is not None:
+        x = recorder.outside(interface.shape, interface.dtype, Category.ACTIVATIONS, INPUT, drops=True)
+        x, leaf = recorder.leaf(x)
+    run = recipe(recorder, x)
+    del x
+    run.until_end.clear()
+    shared = {known: recorder.hand_over(t) for known, t in run.shared.items() if t is not None}
+    ids = _Ids([recorder.hand_over(t) for t in run.left], shared)
+    run.left.clear()
+    run.shared.clear()
+    if run.slot is not None:
+        recorder.hand_over(run.slot)
+        run.slot = None
+    recorder.settle()
+    middle = len(recorder.events)
+    output = 0
+    if run.output is not None:
+        output = recorder.hand_over(run.output)
+        root = [run.output]
+        gradient = [recorder.outside(root[0].shape, root[0].dtype, Category.TEMPORARIES, GRAD_OUTPUT, drops=True)]
+        run.output = None
+    else:
+        assert run.loss is not None
+        root = [run.loss.view(*run.loss.shape)]
+        gradient = [recorder.empty((), run.loss.dtype, "grad_loss")]
+    recorder.backward(root, gradient)
+    run.loss = None
+    grad_input = 0
+    if leaf is not None and leaf.gradient is not None:
+        grad_input = recorder.hand_over(leaf.gradient)
+    recorder.close()
+    tapes = Tapes(recorder.tape(0, middle), recorder.tape(middle), output, grad_input)
+    return tapes, recorder, ids
+
+
+def _evaluation(recipe: Recipe, interface: Interface) -> Tape:
+    recorder = Recorder(grad_enabled=False)
+    x = None
+    if interface.shape is not None:
+        x = recorder.outside(interface.shape, interface.dtype, Category.ACTIVATIONS, INPUT, drops=True)
+    run = recipe(recorder, x)
+    del x
+    for tensor in (*run.left, *run.shared.values(), run.output, run.slot):
+        if tensor is not None:
+            recorder.hand_over(tensor)
+    run.until_end.clear()
+    run.loss = None
+    recorder.close()
+    return recorder.tape()
+
+
+def hold_bytes(shape: Shape, dtype: str) -> int:
+    """Bytes of a tensor, rounded as a request."""
+    return rounded(size_of(shape, dtype))

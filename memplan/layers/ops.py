@@ -1,0 +1,395 @@
+"""PyTorch's operators as recipes use them: what each allocates, saves, and does in backward.
+
+What a node saves is in ``tools/autograd/derivatives.yaml``; where an operator is a composite, the
+C++ that composes it is named. Gradients of one node are computed in the alphabetical order of its
+arguments' names, as the code generator writes them (``mat2`` before ``self``). Shapes are those of
+the real tensors; b micro-batch, s sequence, h hidden, a heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..tape import Category
+from .autograd import Gradients, Recorder, Shape, Tensor
+
+TEMPORARIES = Category.TEMPORARIES
+
+
+def elementwise(
+    r: Recorder,
+    name: str,
+    inputs: Sequence[Tensor],
+    saves: Sequence[Tensor] = (),
+    *,
+    dtype: str | None = None,
+    shape: Shape | None = None,
+    saves_output: bool = False,
+    category: Category = TEMPORARIES,
+) -> Tensor:
+    """An operator with one fresh output whose gradients are one fresh tensor per input that needs one."""
+    like = tuple((x.shape, x.dtype) if x.node is not None else None for x in inputs)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [x and r.empty(*x, f"grad_{name}") for x in like]
+
+    node = None if saves_output else r.node(inputs, saves, backward)
+    out = r.empty(shape or inputs[0].shape, dtype or inputs[0].dtype, name, category)
+    out.node = r.node(inputs, (*saves, out), backward) if saves_output else node
+    return out
+
+
+def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
+    """``x + y``: saves nothing; both inputs receive the incoming gradient itself."""
+    out = r.empty(x.shape, x.dtype, name)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradient = gradients[0]
+        assert gradient is not None
+        return [gradient, gradient.view(*gradient.shape)]
+
+    out.node = r.node((x, y), (), backward)
+    return out
+
+
+def add_constant(r: Recorder, x: Tensor, name: str = "add") -> Tensor:
+    """``x + c`` with a number, or a tensor without gradient (an attention mask)."""
+    out = r.empty(x.shape, x.dtype, name)
+    out.node = r.node((x,), (), lambda r, gradients: gradients)
+    return out
+
+
+def scale(r: Recorder, x: Tensor, name: str = "scaled") -> Tensor:
+    """``x * c`` or ``x / c`` with a number: saves nothing, one fresh gradient."""
+    return elementwise(r, name, (x,))
+
+
+def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
+    """``x * y``: ``MulBackward0`` saves each factor that the other's gradient needs.
+
+    The gradient of ``other`` is computed before that of ``self``; where a factor was broadcast, its
+    gradient is computed at the full shape and then summed (``engine.cpp``, ``validate_outputs``).
+    """
+    full = x.shape if _size(x.shape) >= _size(y.shape) else y.shape
+    dtype = x.dtype
+    shape_x, shape_y = x.shape, y.shape
+    need_x, need_y = x.node is not None, y.node is not None
+    saves = ([y] if need_x else []) + ([x] if need_y else [])
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad_y = r.empty(full, dtype, f"grad_{name}_other") if need_y else None
+        grad_x = r.empty(full, dtype, f"grad_{name}_self") if need_x else None
+        if grad_x and _size(shape_x) < _size(full):
+            grad_x = r.empty(shape_x, dtype, f"grad_{name}_self_sum")
+        if grad_y and _size(shape_y) < _size(full):
+            grad_y = r.empty(shape_y, dtype, f"grad_{name}_other_sum")
+        return [grad_x, grad_y]
+
+    node = r.node((x, y), saves, backward)
+    out = r.empty(full, dtype, name)
+    out.node = node
+    return out
+
+
+def _size(shape: Shape) -> int:
+    n = 1
+    for dim in shape:
+        n *= dim
+    return n
+
+
+def cast(r: Recorder, x: Tensor, dtype: str, name: str, category: Category = TEMPORARIES) -> Tensor:
+    """``x.to(dtype)``; nothing where the dtype is that already. The gradient is cast back."""
+    if x.dtype == dtype:
+        return x
+    out = r.empty(x.shape, dtype, name, category)
+    back = x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradient = gradients[0]
+        assert gradient is not None
+        return [r.empty(gradient.shape, back, f"grad_{name}", category)]
+
+    out.node = r.node((x,), (), backward)
+    return out
+
+
+def contiguous(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
+    """``contiguous`` or ``reshape`` of a transposed tensor: a copy whose gradient goes back as a view."""
+    out = r.empty(shape, x.dtype, name)
+    back = x.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradient = gradients[0]
+        assert gradient is not None
+        return [gradient.view(*back)]
+
+    out.node = r.node((x,), (), backward)
+    return out
+
+
+def copied_gradient(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """A view whose gradient cannot be one (a transpose, then a reshape): it is copied on the way back."""
+    shape = x.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradient = gradients[0]
+        assert gradient is not None
+        return [r.empty(shape, gradient.dtype, f"grad_{name}_contiguous")]
+
+    return Tensor(x.storage, shape, x.dtype, r.node((x,), (), backward))
+
+
+def linear(
+    r: Recorder,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    name: str = "linear",
+    category: Category = TEMPORARIES,
+) -> Tensor:
+    """``x @ weight (+ bias)`` of shape (…, n) from (…, k); weight (n, k) or (k, n).
+
+    With bias ``addmm`` (gradients: mat1 = x, mat2 = weight, then self = bias by ``sum``), without
+    ``mm`` (mat2 = weight before self = x). Saves x and the weight.
+    """
+    k = x.shape[-1]
+    n = weight.shape[0] if weight.shape[1] == k else weight.shape[1]
+    shape, dtype = x.shape, x.dtype
+    weight_shape = weight.shape
+    needs_x = x.node is not None
+    has_bias = bias is not None
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        if has_bias:
+            grad_x = r.empty(shape, dtype, f"grad_{name}_input") if needs_x else None
+            grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight")
+            return [grad_x, grad_w, r.empty((n,), dtype, f"grad_{name}_bias")]
+        grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight")
+        grad_x = r.empty(shape, dtype, f"grad_{name}_input") if needs_x else None
+        return [grad_x, grad_w]
+
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    saves = (x, weight) if has_bias else (weight, x)
+    node = r.node(inputs, saves, backward)
+    out = r.empty((*x.shape[:-1], n), x.dtype, name, category)
+    out.node = node
+    return out
+
+
+def matmul(r: Recorder, x: Tensor, y: Tensor, shape: Shape, name: str) -> Tensor:
+    """Batched ``x @ y`` (``bmm``): saves both; the gradient of ``mat2`` comes before that of ``self``."""
+    shape_x, shape_y, dtype = x.shape, y.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad_y = r.empty(shape_y, dtype, f"grad_{name}_mat2")
+        grad_x = r.empty(shape_x, dtype, f"grad_{name}_self")
+        return [grad_x, grad_y]
+
+    node = r.node((x, y), (y, x), backward)
+    out = r.empty(shape, x.dtype, name)
+    out.node = node
+    return out
+
+
+def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: bool = False) -> list[Tensor]:
+    """Views of ``x`` along the last dimension; in backward one ``cat`` (``split_with_sizes_backward``).
+
+    ``keeps``: somebody holds a view until then.
+    """
+    whole, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(whole, dtype, f"grad_{name}_cat")]
+
+    node = r.node((x,), (x,) if keeps else (), backward, outputs=len(shapes))
+    return [Tensor(x.storage, shape, dtype, node, slot) for slot, shape in enumerate(shapes)]
+
+
+def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = None) -> Tensor:
+    """Saves its result. ``_softmax`` may convert (half to float) within the kernel."""
+    out = r.empty(x.shape, dtype or x.dtype, name)
+    shape, back = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, back, f"grad_{name}")]
+
+    out.node = r.node((x,), (out,), backward)
+    return out
+
+
+def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
+    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved."""
+    if p == 0.0:
+        return x
+    out = r.empty(x.shape, x.dtype, name)
+    mask = r.empty(x.shape, "bool", f"{name}_mask")
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, f"grad_{name}")]
+
+    out.node = r.node((x,), (mask,), backward)
+    return out
+
+
+def embedding(r: Recorder, weight: Tensor, indices: Tensor, name: str) -> Tensor:
+    """Rows of ``weight`` by ``indices`` (saved); backward makes a dense gradient of the whole table."""
+    out = r.empty((*indices.shape, weight.shape[1]), weight.dtype, name)
+    table, dtype = weight.shape, weight.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(table, dtype, f"grad_{name}_weight")]
+
+    out.node = r.node((weight,), (indices,), backward)
+    return out
+
+
+def layer_norm(r: Recorder, x: Tensor, weight: Tensor, bias: Tensor, name: str, statistics: str = "fp32") -> Tensor:
+    """``native_layer_norm``: saves input, mean and reciprocal deviation (fp32 on CUDA), and the weight."""
+    out = r.empty(x.shape, x.dtype, name)
+    mean = r.empty((*x.shape[:-1], 1), statistics, f"{name}_mean")
+    rstd = r.empty((*x.shape[:-1], 1), statistics, f"{name}_rstd")
+    shape, dtype, h = x.shape, x.dtype, x.shape[-1]
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad_x = r.empty(shape, dtype, f"grad_{name}_input")
+        grad_w = r.empty((h,), dtype, f"grad_{name}_weight")
+        return [grad_x, grad_w, r.empty((h,), dtype, f"grad_{name}_bias")]
+
+    out.node = r.node((x, weight, bias), (x, mean, rstd), backward)
+    return out
+
+
+def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention") -> Tensor:
+    """``_scaled_dot_product_flash_attention`` on (b, a, s, d): saves q, k, v, output and log-sum-exp.
+
+    The log-sum-exp is (b, a, s) fp32; two scalars hold the random state. Backward makes the three
+    gradients; what the kernel allocates inside (``dq_accum``) is in ``facts``.
+    """
+    b, a, s, _ = q.shape
+    out = r.empty(q.shape, q.dtype, name)
+    logsumexp = r.empty((b, a, s), "fp32", f"{name}_logsumexp")
+    seed = r.empty((2,), "int64", f"{name}_rng_state")
+    offset = r.empty((), "int64", f"{name}_rng_unused")
+    shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
+
+    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward)
+    return out
+
+
+def log_softmax(r: Recorder, x: Tensor, name: str = "log_probabilities") -> Tensor:
+    """Saves its result; logits-sized in both directions."""
+    out = r.empty(x.shape, x.dtype, name, Category.LOGITS)
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, "grad_logits", Category.LOGITS)]
+
+    out.node = r.node((x,), (out,), backward)
+    return out
+
+
+def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
+    """Mean negative log likelihood of (n, v): saves x, labels and the total weight; a scalar."""
+    out = r.empty((), x.dtype, "loss")
+    weight = r.empty((), x.dtype, "total_weight")
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, "grad_log_probabilities", Category.LOGITS)]
+
+    out.node = r.node((x,), (x, labels, weight), backward)
+    return out
+
+
+def custom(
+    r: Recorder,
+    inputs: Sequence[Tensor],
+    saves: Sequence[Tensor],
+    out: Tensor,
+    backward: Callable[[Recorder, Gradients], Sequence[Tensor | None]],
+) -> Tensor:
+    """A hand-written ``autograd.Function`` with output ``out``."""
+    out.node = r.node(inputs, saves, backward)
+    out.slot = 0
+    return out
+
+
+def power(r: Recorder, x: Tensor, name: str = "pow") -> Tensor:
+    """``x.pow(n)``: saves x; backward makes ``x^(n-1)``, that times n, and the product with the gradient."""
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        lower = r.empty(shape, dtype, f"{name}_lower")
+        scaled = r.empty(shape, dtype, f"{name}_lower_scaled")
+        product = r.empty(shape, dtype, f"grad_{name}")
+        del scaled, lower
+        return [product]
+
+    node = r.node((x,), (x,), backward)
+    out = r.empty(shape, dtype, name)
+    out.node = node
+    return out
+
+
+def tanh(r: Recorder, x: Tensor, name: str = "tanh") -> Tensor:
+    """Saves its result."""
+    return elementwise(r, name, (x,), saves_output=True)
+
+
+def mean_last(r: Recorder, x: Tensor, name: str = "mean") -> Tensor:
+    """``x.mean(-1, keepdim=True)``: saves nothing; the gradient is expanded and divided (full size)."""
+    out = r.empty((*x.shape[:-1], 1), x.dtype, name)
+    shape, dtype = x.shape, x.dtype
+    out.node = r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
+    return out
+
+
+def rsqrt(r: Recorder, x: Tensor, name: str = "rsqrt") -> Tensor:
+    """Saves its result; backward makes its cube in two steps."""
+    out = r.empty(x.shape, x.dtype, name)
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        cube = r.empty(shape, dtype, f"{name}_cube")
+        scaled = r.empty(shape, dtype, f"{name}_scaled")
+        product = r.empty(shape, dtype, f"grad_{name}")
+        del scaled, cube
+        return [product]
+
+    out.node = r.node((x,), (out,), backward)
+    return out
+
+
+def slice_last(r: Recorder, x: Tensor, width: int, name: str) -> Tensor:
+    """A view of part of the last dimension; ``slice_backward`` fills a tensor of the whole size."""
+    whole, dtype = x.shape, x.dtype
+    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_slice")])
+    return Tensor(x.storage, (*x.shape[:-1], width), dtype, node)
+
+
+def cat_last(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """``cat``: a copy; the gradients are views of the incoming one."""
+    out = r.empty((*x.shape[:-1], x.shape[-1] + y.shape[-1]), x.dtype, name)
+    shapes = (x.shape, y.shape)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradient = gradients[0]
+        assert gradient is not None
+        return [gradient.view(*shape) for shape in shapes]
+
+    out.node = r.node((x, y), (), backward)
+    return out
+
+
+def expanded(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
+    """``expand`` then ``reshape``: a copy at ``shape``; backward sums to the size before."""
+    out = r.empty(shape, x.dtype, name)
+    before, dtype = x.shape, x.dtype
+    out.node = r.node((x,), (), lambda r, gradients: [r.empty(before, dtype, f"grad_{name}_sum")])
+    return out

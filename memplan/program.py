@@ -1,0 +1,162 @@
+"""What one rank does in one iteration, and its fold: static memory, micro-batches, optimizer step.
+
+A program is written by a framework, folded by the estimate (and the search), and unrolled into a
+tape of events where the allocator replays it. Peaks of both are of the same events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from .frameworks.states import State
+from .layers.module import Module, Parameter
+from .pipeline.schedule import Passes, fold_iteration
+from .tape import NOTHING, Bytes, Category, Excursion, Hold, Tape, change, compose, fold
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A module, or several equal ones in a row."""
+
+    module: Module
+    names: tuple[str, ...]
+
+    @property
+    def forward(self) -> Excursion:
+        return self._named(self.module.steady.forward_fold, "forward", len(self.names) - 1)
+
+    def backward(self, first: bool) -> Excursion:
+        """The modules run last to first; a peak of growing memory is in the last one to run."""
+        tapes = self.module.first if first else self.module.steady
+        return self._named(tapes.backward_fold, "backward", 0)
+
+    def evaluation(self) -> Excursion:
+        return self._named(self.module.evaluation_fold, "forward", len(self.names) - 1)
+
+    def _named(self, excursion: Excursion, phase: str, last: int) -> Excursion:
+        at = last if excursion.net > 0 else len(self.names) - 1 - last
+        return excursion.times(len(self.names)).within(f"{phase}/{self.names[at]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One rank's iteration."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    entries: tuple[str, ...]
+    """Names of the entries of the layer list that this stage holds."""
+    spans: tuple[Span, ...]
+    states: tuple[State, ...]
+    """Kept for every parameter of every module."""
+    extra: tuple[Hold, ...]
+    """Kept besides: flat buffers, inputs, communication buffers, workspaces."""
+    step: Tape
+    """The optimizer step, from where the last backward pass ended."""
+    drops_gradients: bool
+    """Gradients end after the step (``zero_grad(set_to_none=True)``) rather than being static."""
+    flight: int
+    microbatches: int
+    initialisation: int | None
+    """Peak bytes while the optimizer is built, above nothing; ``None`` where it is not known."""
+    upper_bound: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+    def parameters(self) -> int:
+        return sum(len(span.names) * module_elements(span.module) for span in self.spans)
+
+    def parameter_tensors(self) -> Iterator[Parameter]:
+        for span in self.spans:
+            for _ in span.names:
+                yield from span.module.parameters
+
+
+@lru_cache(maxsize=4096)
+def module_elements(module: Module) -> int:
+    return sum(parameter.elements for parameter in module.parameters)
+
+
+@lru_cache(maxsize=4096)
+def module_states(module: Module, states: tuple[State, ...]) -> Bytes:
+    """Bytes that one module keeps between iterations, by category."""
+    by = list(NOTHING)
+    for parameter in module.parameters:
+        for state in states:
+            by[state.category] += state.size(parameter)
+    return tuple(by)
+
+
+def static(program: Program) -> Excursion:
+    """What is held between iterations, as one excursion from nothing."""
+    by = list(NOTHING)
+    for span in program.spans:
+        for category, size in enumerate(module_states(span.module, program.states)):
+            by[category] += size * len(span.names)
+    for hold in program.extra:
+        by[hold.category] += hold.bytes
+    total = sum(by)
+    return Excursion(total, total, tuple(by), tuple(by), "static")
+
+
+def passes(program: Program) -> Passes:
+    """Forward and backward of one micro-batch through the stage."""
+    return Passes(
+        compose(span.forward for span in program.spans),
+        compose(span.backward(True) for span in reversed(program.spans)),
+        compose(span.backward(False) for span in reversed(program.spans)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """An iteration's fold. ``peak`` and ``peak_by`` count from nothing, in bytes."""
+
+    static: int
+    peak: int
+    peak_by: Bytes
+    place: str
+    """``microbatch/phase/module/…/tensor``, or ``step/optimizer/tensor``."""
+    step_peak: int
+    backward_peak: int
+    after_forward: int
+    """Held when the first forward pass has ended."""
+
+
+def fold_program(program: Program) -> Folded:
+    """The requested bytes of one steady iteration."""
+    kept = static(program)
+    once = passes(program)
+    micro = fold_iteration(once, program.flight, program.microbatches)
+    iteration = kept.then(micro)
+    step = fold(program.step).within("step/optimizer")
+    whole = iteration.then(step)
+    ended = whole.net - (whole.net_by[Category.GRADIENTS] if program.drops_gradients else 0)
+    assert ended == kept.net, f"stage {program.stage}: an iteration leaves {ended - kept.net} bytes behind"
+    return Folded(
+        kept.net,
+        whole.peak,
+        whole.peak_by,
+        whole.place,
+        iteration.net + fold(program.step).peak,
+        iteration.peak,
+        kept.net + once.forward.net,
+    )
+
+
+def fold_evaluation(program: Program) -> int:
+    """Peak bytes of a forward pass without a graph, one micro-batch at a time."""
+    forward = compose(span.evaluation() for span in program.spans)
+    return static(program).then(forward).peak
+
+
+def drop_all(holds: Sequence[Hold], start: int) -> Tape:
+    """A tape that holds ``holds`` one after the other, then drops them. Ids from ``start``."""
+    from .tape import Drop
+
+    taken = tuple(hold._replace(tensor=start + i) for i, hold in enumerate(holds))
+    return (*taken, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in taken))
+
+
+__all__ = ["Folded", "Program", "Span", "change", "fold_evaluation", "fold_program", "passes", "static"]
