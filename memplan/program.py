@@ -7,7 +7,8 @@ tape of events where the allocator replays it. Peaks of both are of the same eve
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 
 from .frameworks.states import State
@@ -40,6 +41,15 @@ class Span:
         return excursion.times(len(self.names)).within(f"{phase}/{self.names[at]}")
 
 
+class Gradients(Enum):
+    """When the gradients that backward leaves behind end."""
+
+    ACCUMULATE = "after the step"
+    """They are added to by every micro-batch and end with the step (``zero_grad(set_to_none=True)``)."""
+    PER_MICROBATCH = "after each backward"
+    """They are moved into a static buffer behind every backward pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """One rank's iteration."""
@@ -54,15 +64,16 @@ class Program:
     extra: tuple[Hold, ...]
     """Kept besides: flat buffers, inputs, communication buffers, workspaces."""
     step: Tape
-    """The optimizer step, from where the last backward pass ended."""
-    drops_gradients: bool
-    """Gradients end after the step (``zero_grad(set_to_none=True)``) rather than being static."""
-    flight: int
-    microbatches: int
-    initialisation: int | None
-    """Peak bytes while the optimizer is built, above nothing; ``None`` where it is not known."""
-    upper_bound: bool = False
-    notes: tuple[str, ...] = field(default=())
+    """The optimizer step from where the last backward pass ended, with gradients."""
+    late_step: Tape = ()
+    """The rest of the step, once the gradients that backward left have ended."""
+    gradients: Gradients = Gradients.ACCUMULATE
+    flight: int = 1
+    microbatches: int = 1
+    initialisation: int | None = None
+    """Peak bytes while the optimizer is built, counted from nothing; ``None`` where it is not known."""
+    late_states: bool = False
+    """Optimizer states appear in the first step rather than when the optimizer is built."""
 
     def parameters(self) -> int:
         return sum(len(span.names) * module_elements(span.module) for span in self.spans)
@@ -102,11 +113,16 @@ def static(program: Program) -> Excursion:
 
 def passes(program: Program) -> Passes:
     """Forward and backward of one micro-batch through the stage."""
-    return Passes(
-        compose(span.forward for span in program.spans),
-        compose(span.backward(True) for span in reversed(program.spans)),
-        compose(span.backward(False) for span in reversed(program.spans)),
-    )
+    forward = compose(span.forward for span in program.spans)
+    first = compose(span.backward(True) for span in reversed(program.spans))
+    if program.gradients is Gradients.PER_MICROBATCH:
+        alone = first.then(_end_of_gradients(first))
+        return Passes(forward, alone, alone)
+    return Passes(forward, first, compose(span.backward(False) for span in reversed(program.spans)))
+
+
+def _end_of_gradients(excursion: Excursion) -> Excursion:
+    return change(-excursion.net_by[Category.GRADIENTS], Category.GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +146,17 @@ def fold_program(program: Program) -> Folded:
     once = passes(program)
     micro = fold_iteration(once, program.flight, program.microbatches)
     iteration = kept.then(micro)
-    step = fold(program.step).within("step/optimizer")
-    whole = iteration.then(step)
-    ended = whole.net - (whole.net_by[Category.GRADIENTS] if program.drops_gradients else 0)
-    assert ended == kept.net, f"stage {program.stage}: an iteration leaves {ended - kept.net} bytes behind"
+    step = fold(program.step)
+    late = fold(program.late_step)
+    optimizer = compose((step, _end_of_gradients(micro), late)).within("step/optimizer")
+    whole = iteration.then(optimizer)
+    assert whole.net == kept.net, f"stage {program.stage}: an iteration leaves {whole.net - kept.net} bytes behind"
     return Folded(
         kept.net,
         whole.peak,
         whole.peak_by,
         whole.place,
-        iteration.net + fold(program.step).peak,
+        iteration.net + optimizer.peak,
         iteration.peak,
         kept.net + once.forward.net,
     )

@@ -60,12 +60,13 @@ def hidden_interface(shape: LayerShape) -> Interface:
 
 
 @lru_cache(maxsize=1024)
-def end_modules(shape: LayerShape, options: Options) -> tuple[Module, Module | None, Module]:
+def end_modules(shape: LayerShape, code: str, options: Options) -> tuple[Module, Module | None, Module]:
     """Embedding, final norm (``None`` for post-norm models), head with loss."""
     spec = shape.spec
 
     def embed(r: Recorder, x: Tensor | None) -> Run:
-        embedded = ends.EMBEDDINGS[spec.family](r, shape)
+        embeddings = huggingface_2020.EMBEDDINGS if code == "2020" else ends.EMBEDDINGS
+        embedded = embeddings[spec.family](r, shape)
         mask, cos, sin = embedded.shared.mask, embedded.shared.cos, embedded.shared.sin
         return Run(embedded.hidden, embedded.frame, {MASK: mask, COS: cos, SIN: sin})
 
@@ -124,62 +125,52 @@ def check(plan: Plan) -> None:
     family = plan.model.family
     if family not in huggingface.LAYERS:
         known = ", ".join(huggingface.LAYERS)
-        raise PlanError("model.family", family, f"has no recipe in framework {plan.framework} yet (these have: {known})")
+        raise PlanError(
+            "model.family", family, f"has no recipe in framework {plan.framework} yet (these have: {known})"
+        )
     if plan.recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "transformers recomputes whole layers: none or full")
     if plan.recompute.mode == "full" and (plan.recompute.method != "uniform" or plan.recompute.layers != 1):
-        raise PlanError("recompute.method", plan.recompute.method, "transformers recomputes every layer: uniform, layers 1")
+        raise PlanError(
+            "recompute.method", plan.recompute.method, "transformers recomputes every layer: uniform, layers 1"
+        )
     if plan.precision.gradients != plan.precision.dtype:
-        raise PlanError("precision.gradients", plan.precision.gradients, f"gradients have the parameters' dtype here: {plan.precision.dtype}")
+        raise PlanError(
+            "precision.gradients",
+            plan.precision.gradients,
+            f"gradients have the parameters' dtype here: {plan.precision.dtype}",
+        )
 
 
 def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
-    """One program per device."""
+    """One program per device: of a device map, embedding and head on the first, final norm on the last,
+    as ``parallelize`` places them."""
     check(plan)
     shape = layer_shape(plan)
     layer = layer_module(shape, plan.recompute.mode == "full", plan.code, options)
-    embedding, norm, head = end_modules(shape, options)
+    embedding, norm, head = end_modules(shape, plan.code, options)
     kept = _everything(embedding) if plan.recompute.mode == "full" else layer.saved_shared
     first = [Span(embedding, ("embedding",)), Span(releases(embedding, kept), ("release",))]
-    last = [Span(norm, ("final_norm",))] if norm is not None else []
-    last += [Span(returns(embedding, kept), ("return",))]
+    normed = [Span(norm, ("final_norm",))] if norm is not None else []
+    last = [Span(returns(embedding, kept), ("return",)), Span(head, ("head",))]
     if plan.framework != "device-map":
         names = tuple(f"layer.{i}" for i in range(plan.model.layers))
-        spans = (*first, Span(layer, names), *last, Span(head, ("head",)))
-        return (_program(plan, shape, 0, spans, options),)
+        return (_program(plan, shape, 0, (*first, Span(layer, names), *normed, *last), options),)
     assert plan.device_map is not None
-    return tuple(
-        _program(plan, shape, device, spans, options)
-        for device, spans in _device_spans(plan.device_map, shape, layer, first, last, head)
-    )
-
-
-def _device_spans(
-    device_map: dict[int, tuple[int, ...]],
-    shape: LayerShape,
-    layer: Module,
-    first: list[Span],
-    last: list[Span],
-    head: Module,
-) -> list[tuple[int, tuple[Span, ...]]]:
-    """Embedding and head on the first device, final norm on the last, as ``parallelize`` places them."""
     hidden = (shape.b, shape.s, shape.spec.hidden)
     here, away = Span(arrive(hidden, shape.dtype), ("arrive",)), Span(depart(hidden, shape.dtype), ("depart",))
-    devices = sorted(device_map)
+    devices = sorted(plan.device_map)
     result = []
     for device in devices:
-        middle = Span(layer, tuple(f"layer.{i}" for i in device_map[device]))
-        spans = [*first, middle] if device == devices[0] else [here, middle]
-        if device == devices[-1]:
-            spans += last
+        middle = Span(layer, tuple(f"layer.{i}" for i in plan.device_map[device]))
+        is_first, is_last = device == devices[0], device == devices[-1]
+        spans = [*(first if is_first else [here]), middle, *(normed if is_last else [])]
         if len(devices) > 1:
-            spans += [away]
-        if device == devices[0]:
-            if len(devices) > 1:
-                spans += [here]
-            spans += [Span(head, ("head",))]
-        result.append((device, tuple(spans)))
-    return result
+            spans.append(away)
+        if is_first:
+            spans += [*([here] if len(devices) > 1 else []), *last]
+        result.append(_program(plan, shape, device, tuple(spans), options))
+    return tuple(result)
 
 
 def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...], options: Options) -> Program:
@@ -198,10 +189,8 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...],
         states=states,
         extra=(),
         step=(),
-        drops_gradients=True,
-        flight=1,
         microbatches=plan.batch.gbs // (shape.b * plan.layout.dp) or 1,
-        initialisation=None,
+        late_states=True,
     )
     tensors = list(program.parameter_tensors())
     extra = [*inputs(shape, stage), *buffers(plan, stage)]
@@ -251,5 +240,8 @@ def buffers(plan: Plan, stage: int) -> list[Hold]:
         ]
     if spec.family == "bert":
         n = spec.positions_max
-        result += [Hold(0, hold_bytes((n,), "int64"), kept, name, (1, n), "int64") for name in ("position_ids", "token_type_ids")]
+        result += [
+            Hold(0, hold_bytes((n,), "int64"), kept, name, (1, n), "int64")
+            for name in ("position_ids", "token_type_ids")
+        ]
     return result

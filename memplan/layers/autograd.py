@@ -85,7 +85,12 @@ class Node:
     __slots__ = ("backward", "frame", "inputs", "outputs", "saved", "sequence")
 
     def __init__(
-        self, sequence: int, inputs: tuple[Edge | None, ...], saved: tuple[Storage, ...], backward: Backward, outputs: int
+        self,
+        sequence: int,
+        inputs: tuple[Edge | None, ...],
+        saved: tuple[Storage, ...],
+        backward: Backward,
+        outputs: int,
     ) -> None:
         self.sequence = sequence
         self.inputs = inputs
@@ -138,6 +143,8 @@ class Recorder:
     """As on CUDA; ``False`` as on fake tensors."""
     first_microbatch: bool = True
     """Gradients appear, rather than being added to."""
+    present: frozenset[str] = frozenset()
+    """Parameters that have a gradient already, from another module that shares them."""
     events: list[Event] = field(default_factory=list)
     parameters: dict[str, Leaf] = field(default_factory=dict)
     grad_enabled: bool = True
@@ -148,10 +155,10 @@ class Recorder:
     """Ids of storages held before the recording that a node saved."""
     frame: Frame | None = None
     """The recompute region that is being run, if any."""
-    present: frozenset[str] = frozenset()
-    """Parameters that have a gradient already, from another module that shares them."""
-    recomputes: bool = False
-    """Something was recomputed."""
+    kept: Storage | None = None
+    """The gradient of the output, where a caller keeps it throughout backward."""
+    prefix: str = ""
+    """Put before the names of parameters, where a module holds several layers."""
 
     # -- storages ---------------------------------------------------------------------------------
 
@@ -194,6 +201,7 @@ class Recorder:
 
     def parameter(self, name: str, shape: Shape, dtype: str) -> Tensor:
         """A parameter: held elsewhere (static memory), its gradient accumulated here."""
+        name = self.prefix + name
         leaf = self.parameters.get(name)
         if leaf is None:
             leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)
@@ -377,23 +385,19 @@ class Frame:
 
 def recomputed(recorder: Recorder, region: Callable[[], Tensor]) -> Tensor:
     """``region`` without its saved tensors; see ``Frame``."""
-    recorder.recomputes = True
     outer, recorder.frame = recorder.frame, Frame(region)
     out = region()
     recorder.frame = outer
     return out
 
 
-def recomputed_reentrant(
-    recorder: Recorder, region: Callable[..., Tensor], inputs: tuple[Tensor, ...]
-) -> Tensor:
+def recomputed_reentrant(recorder: Recorder, region: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
     """``region`` as ``CheckpointFunction`` recomputes it (Megatron ``mpu/random.py``, DeepSpeed
     ``runtime/activation_checkpointing/checkpointing.py``, ``torch.utils.checkpoint`` reentrant).
 
     Forward runs without a graph and saves the inputs themselves. Backward runs the whole region
     again with one, then its backward, while the incoming gradient and the output are held.
     """
-    recorder.recomputes = True
     enabled, recorder.grad_enabled = recorder.grad_enabled, False
     out = region(recorder, *inputs)
     recorder.grad_enabled = enabled

@@ -5,12 +5,14 @@ These are no operators, so their tapes are written out event by event.
 
 from __future__ import annotations
 
-from ..tape import Category, Drop, Hold
+from math import prod
+
+from ..tape import Category, Drop, Hold, Tape
 from .autograd import Shape
-from .module import GRAD_OUTPUT, INPUT, Module, Tapes, hold_bytes
+from .module import GRAD_OUTPUT, INPUT, SHARED, Module, Tapes, hold_bytes
 
 
-def edge(name: str, tapes: Tapes, evaluation: tuple[Hold | Drop, ...]) -> Module:
+def edge(name: str, tapes: Tapes, evaluation: Tape) -> Module:
     """A module without parameters that is the same in every role."""
     return Module(name, tapes, tapes, evaluation, ())
 
@@ -29,3 +31,77 @@ def depart(shape: Shape, dtype: str) -> Module:
     drop = Drop(INPUT, size, Category.ACTIVATIONS)
     hold = Hold(1, size, Category.TEMPORARIES, "grad_hidden_received", shape, dtype)
     return edge("depart", Tapes((drop,), (hold,), 0, 1), (drop,))
+
+
+PART_OUTPUT, FULL_OUTPUT, FULL_GRADIENT, RECEIVED = SHARED - 10, SHARED - 11, SHARED - 12, SHARED - 13
+"""Ids of what DeepSpeed's pipeline engine keeps across the modules of one micro-batch."""
+
+
+def pipe_receive(shape: Shape, dtype: str, t: int) -> Module:
+    """``PipelineEngine._exec_recv_activations`` and the head of ``_exec_forward_pass``.
+
+    With t > 1 activations travel in t parts: the receive buffer is cloned, cloned again, and gathered
+    into a full tensor (NCCL's list ``all_gather`` goes through one flat copy,
+    ``ProcessGroupNCCL.cpp``, ``newLikeFlat``); with t = 1 the clone and the received tensor both stay.
+    Afterwards the gradient goes back in parts, too (``_exec_send_grads``).
+    """
+    full = hold_bytes(shape, dtype)
+    activations, buffers = Category.ACTIVATIONS, Category.COMMUNICATION_BUFFERS
+    back = Drop(GRAD_OUTPUT, full, Category.TEMPORARIES)
+    if t == 1:
+        received = Hold(RECEIVED, full, activations, "pipe_received", shape, dtype)
+        cloned = Hold(1, full, activations, "pipe_input", shape, dtype)
+        ended = Drop(RECEIVED, full, activations)
+        return edge("receive", Tapes((received, cloned), (ended, back), 1, 0), (received, cloned, ended))
+    part = hold_bytes((prod(shape) // t,), dtype)
+    forward: Tape = (
+        Hold(2, part, buffers, "pipe_received_part", (), dtype),
+        Hold(3, part, buffers, "pipe_input_part", (), dtype),
+        Hold(1, full, activations, "pipe_input", shape, dtype),
+        Hold(4, full, buffers, "all_gather_flat", shape, dtype),
+        Drop(4, full, buffers),
+        Drop(3, part, buffers),
+        Drop(2, part, buffers),
+    )
+    backward: Tape = (Hold(5, part, buffers, "grad_part", (), dtype), back, Drop(5, part, buffers))
+    return edge("receive", Tapes(forward, backward, 1, 0), forward)
+
+
+def pipe_send(shape: Shape, dtype: str, t: int) -> Module:
+    """``_exec_send_activations`` and the head of ``_exec_backward_pass``.
+
+    The output is kept as this rank's part; for backward the whole output and the whole gradient are
+    rebuilt, and both stay until the stage's backward has ended (``pipe_ends``).
+    """
+    full = hold_bytes(shape, dtype)
+    activations, buffers, temporaries = Category.ACTIVATIONS, Category.COMMUNICATION_BUFFERS, Category.TEMPORARIES
+    gradient = Hold(FULL_GRADIENT, full, temporaries, "pipe_gradient", shape, dtype)
+    if t == 1:
+        kept = Hold(PART_OUTPUT, full, activations, "pipe_output", shape, dtype)
+        # the output itself is kept: it changes hands rather than being copied
+        forward: Tape = (Drop(INPUT, full, activations), kept)
+        return edge("send", Tapes(forward, (gradient,), 0, FULL_GRADIENT), (Drop(INPUT, full, activations),))
+    part = hold_bytes((prod(shape) // t,), dtype)
+    kept = Hold(PART_OUTPUT, part, activations, "pipe_output_part", (), dtype)
+    backward: Tape = (
+        Hold(FULL_OUTPUT, full, temporaries, "pipe_output_rebuilt", shape, dtype),
+        gradient,
+        Hold(4, full, buffers, "all_gather_flat", shape, dtype),
+        Drop(4, full, buffers),
+    )
+    drop = Drop(INPUT, full, activations)
+    return edge(
+        "send", Tapes((kept, drop), backward, 0, FULL_GRADIENT), (kept, drop, Drop(PART_OUTPUT, part, activations))
+    )
+
+
+def pipe_ends(shape: Shape, dtype: str, t: int) -> Module:
+    """The end of a stage's backward: what ``pipe_send`` kept is dropped."""
+    full = hold_bytes(shape, dtype)
+    kept = hold_bytes((prod(shape) // t,), dtype)
+    backward: Tape = (
+        Drop(FULL_GRADIENT, full, Category.TEMPORARIES),
+        *((Drop(FULL_OUTPUT, full, Category.TEMPORARIES),) if t > 1 else ()),
+        Drop(PART_OUTPUT, kept, Category.ACTIVATIONS),
+    )
+    return edge("ends", Tapes((), backward, 0, 0), ())

@@ -59,8 +59,8 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def gpt2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``GPT2Model.forward`` up to the first block."""
+def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -> Embedded:
+    """``GPT2Model.forward`` up to the first block; in 2020 each block had the mask as a buffer instead."""
     spec = shape.spec
     word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
     inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
@@ -68,7 +68,7 @@ def gpt2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     table = r.parameter("position.weight", (spec.positions_max, spec.hidden), shape.dtype)
     position_embeds = ops.embedding(r, table, position_ids, "position_embeddings")
     hidden = ops.add(r, inputs_embeds, position_embeds.view(*inputs_embeds.shape), "embedding_sum")
-    mask = causal_mask(r, shape)
+    mask = causal_mask(r, shape) if makes_mask else None
     hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
     return Embedded(hidden, Shared(mask), [position_embeds, inputs_embeds])
 

@@ -12,8 +12,9 @@ the fused projection, whose storage then stays beside the contiguous copies that
 
 from __future__ import annotations
 
-from . import ops
+from . import ends, ops
 from .autograd import Gradients, Recorder, Tensor
+from .ends import Embedded
 from .huggingface import Heads, LayerShape, Shared, batched, gpt2_mlp, layer_norm, linear
 
 
@@ -67,4 +68,10 @@ def gpt2_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -
     return hidden  # noqa: RET504
 
 
+def gpt2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
+    """``GPT2Model.forward`` up to the first block; the mask is a buffer of every block."""
+    return ends.gpt2_embedding(r, shape, makes_mask=False)
+
+
 LAYERS = {"gpt2": gpt2_layer}
+EMBEDDINGS = {"gpt2": gpt2_embedding}

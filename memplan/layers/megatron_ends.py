@@ -20,7 +20,7 @@ LOGITS = Category.LOGITS
 
 
 def embedding(r: Recorder, shape: ParallelShape) -> Tensor:
-    """``EmbeddingPipe.forward`` with the lambda behind it: (s, b, h).
+    """``EmbeddingPipe.forward``: (b, s, h).
 
     The vocabulary-parallel lookup keeps the shifted indices (int64) and the mask of foreign tokens
     (bool); its backward zeroes those rows in a copy of the gradient before the dense (v/t, h) gradient.
@@ -38,7 +38,7 @@ def embedding(r: Recorder, shape: ParallelShape) -> Tensor:
         del places
     del words
     hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
-    return transpose(r, hidden, (s, b, h), "embedding_transposed")
+    return hidden  # noqa: RET504 - the variable ends its tensor's life
 
 
 def vocab_parallel_embedding(r: Recorder, shape: ParallelShape) -> Tensor:
@@ -60,15 +60,31 @@ def vocab_parallel_embedding(r: Recorder, shape: ParallelShape) -> Tensor:
     return zeroed
 
 
-def transpose(r: Recorder, x: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    """``x.transpose(0, 1).contiguous()``: a copy unless b = 1 makes it a view, as its gradient is one."""
-    return ops.contiguous(r, x, shape, name) if shape[1] > 1 and shape[0] > 1 else x.view(*shape)
+def transposed(r: Recorder, x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """The lambdas of the layer list, ``x.transpose(0, 1).contiguous()``: a copy, whose gradient is a view.
+
+    For b = 1 the copy is made, too: a transposed dimension of size 1 counts as contiguous only where
+    its strides do not matter, so this one is a view.
+    """
+    if shape[0] == 1 or shape[1] == 1:
+        return view(r, x, shape)
+    return ops.contiguous(r, x, shape, "transposed")
 
 
-def final_norm(r: Recorder, hidden: Tensor, shape: ParallelShape) -> Tensor:
-    """The lambda back to (b, s, h), then ``MixedFusedLayerNorm``."""
-    s, b, h = hidden.shape
-    hidden = ops.contiguous(r, hidden, (b, s, h), "hidden_transposed") if b > 1 else hidden.view(b, s, h)
+def view(r: Recorder, x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """The same storage; a node of its own, so that the module has something to run backward."""
+    back = x.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradient = gradients[0]
+        assert gradient is not None
+        return [gradient.view(*back)]
+
+    return Tensor(x.storage, shape, x.dtype, r.node((x,), (), backward))
+
+
+def final_norm(r: Recorder, hidden: Tensor) -> Tensor:
+    """``MixedFusedLayerNorm``."""
     return layer_norm(r, hidden, "final_norm")
 
 
@@ -118,14 +134,12 @@ def vocab_parallel_cross_entropy(r: Recorder, logits: Tensor) -> Tensor:
 def adaptive_sizes(spec: ModelSpec, cutoffs: tuple[int, ...], div_value: float) -> list[tuple[int, int]]:
     """(projection width, outputs) of each tail cluster of ``torch.nn.AdaptiveLogSoftmaxWithLoss``."""
     edges = [*cutoffs, spec.vocab]
-    return [
-        (int(spec.hidden // div_value ** (i + 1)), edges[i + 1] - edges[i]) for i in range(len(cutoffs))
-    ]
+    return [(int(spec.hidden // div_value ** (i + 1)), edges[i + 1] - edges[i]) for i in range(len(cutoffs))]
 
 
 def adaptive_head(
     r: Recorder, hidden: Tensor, shape: ParallelShape, cutoffs: tuple[int, ...], div_value: float
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """``torch.nn.AdaptiveLogSoftmaxWithLoss`` on (b s, h) in the parameters' dtype, whole on every rank.
 
     An upper bound: every tail cluster is given all b s tokens, while each token enters at most one
@@ -135,14 +149,28 @@ def adaptive_head(
     x = hidden.view(n, shape.spec.hidden)
     tails = adaptive_sizes(shape.spec, cutoffs, div_value)
     first = cutoffs[0] + len(tails)
-    out = adaptive_cluster(r, ops.linear(
-        r, x, r.parameter("head.weight", (first, shape.spec.hidden), dtype), name="head_logits", category=LOGITS))
+    out = adaptive_cluster(
+        r,
+        ops.linear(
+            r, x, r.parameter("head.weight", (first, shape.spec.hidden), dtype), name="head_logits", category=LOGITS
+        ),
+    )
     for i, (width, outputs) in enumerate(tails):
-        part = ops.linear(r, x, r.parameter(f"tail.{i}.projection", (width, shape.spec.hidden), dtype), name=f"tail_{i}_projection")
-        part = adaptive_cluster(r, ops.linear(
-            r, part, r.parameter(f"tail.{i}.weight", (outputs, width), dtype), name=f"tail_{i}_logits", category=LOGITS))
+        part = ops.linear(
+            r, x, r.parameter(f"tail.{i}.projection", (width, shape.spec.hidden), dtype), name=f"tail_{i}_projection"
+        )
+        part = adaptive_cluster(
+            r,
+            ops.linear(
+                r,
+                part,
+                r.parameter(f"tail.{i}.weight", (outputs, width), dtype),
+                name=f"tail_{i}_logits",
+                category=LOGITS,
+            ),
+        )
         out = ops.add(r, out, part, "loss")
-    return out, None
+    return out
 
 
 def adaptive_cluster(r: Recorder, logits: Tensor) -> Tensor:

@@ -116,14 +116,16 @@ class Options:
     """How autograd behaves; see ``layers.autograd``."""
 
     accumulates_in_place: bool = True
+    drops_gradient: bool = True
+    """The gradient of the output ends here; ``False`` where a caller keeps it."""
 
 
 def build(
     name: str, recipe: Recipe, interface: Interface, options: Options, present: frozenset[str] = frozenset()
 ) -> Module:
     """Runs ``recipe`` in each role. Parameters named in ``present`` have a gradient already in the first one."""
-    first, recorder, run = _tapes(recipe, interface, Recorder(options.accumulates_in_place, True), present)
-    steady, _, _ = _tapes(recipe, interface, Recorder(options.accumulates_in_place, False), present)
+    first, recorder, run = _tapes(recipe, interface, Recorder(options.accumulates_in_place, True, present), options)
+    steady, _, _ = _tapes(recipe, interface, Recorder(options.accumulates_in_place, False, present), options)
     evaluation = _evaluation(recipe, interface)
     leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
     parameters = tuple(Parameter(leaf.name, leaf.shape) for leaf in leaves)
@@ -149,10 +151,7 @@ def _hold_of(recorder: Recorder, id: int) -> Hold:
     return next(event for event in recorder.events if isinstance(event, Hold) and event.tensor == id)
 
 
-def _tapes(
-    recipe: Recipe, interface: Interface, recorder: Recorder, present: frozenset[str]
-) -> tuple[Tapes, Recorder, _Ids]:
-    recorder.present = present
+def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> tuple[Tapes, Recorder, _Ids]:
     leaf = None
     x = None
     if interface.shape is not None:
@@ -174,7 +173,10 @@ def _tapes(
     if run.output is not None:
         output = recorder.hand_over(run.output)
         root = [run.output]
-        gradient = [recorder.outside(root[0].shape, root[0].dtype, Category.TEMPORARIES, GRAD_OUTPUT, drops=True)]
+        gradient = [
+            recorder.outside(root[0].shape, root[0].dtype, Category.TEMPORARIES, GRAD_OUTPUT, options.drops_gradient)
+        ]
+        recorder.kept = None if options.drops_gradient else gradient[0].storage
         run.output = None
     else:
         assert run.loss is not None

@@ -45,17 +45,27 @@ def partition(method: str | Sequence[int | str], entries: Sequence[Entry], stage
         return balanced([entry.parameters for entry in entries], stages)
     if name.startswith("type:"):
         return balanced(type_weights(method[len("type:") :], entries), stages)
-    raise PlanError(FIELD, method, "must be uniform, parameters, type:REGEX, type:REGEX:WEIGHT|REGEX:WEIGHT or a list of boundaries")
+    raise PlanError(
+        FIELD, method, "must be uniform, parameters, type:REGEX, type:REGEX:WEIGHT|REGEX:WEIGHT or a list of boundaries"
+    )
 
 
 def explicit(edges: list[int], entries: int, stages: int) -> list[int]:
     """Boundaries given by hand, checked: every entry in one stage, in order."""
     if len(edges) != stages + 1:
-        raise PlanError(FIELD, edges, f"has {len(edges)} boundaries; {stages} stages need {stages + 1}: the first entry of each and the end")
+        raise PlanError(
+            FIELD,
+            edges,
+            f"has {len(edges)} boundaries; {stages} stages need {stages + 1}: the first entry of each and the end",
+        )
     if edges[0] != 0:
         raise PlanError(FIELD, edges, f"forgets entries 0 to {edges[0] - 1}: must begin with 0")
     if edges[-1] != entries:
-        raise PlanError(FIELD, edges, f"ends at {edges[-1]}; the layer list has {entries} entries, so the last boundary must be {entries}")
+        raise PlanError(
+            FIELD,
+            edges,
+            f"ends at {edges[-1]}; the layer list has {entries} entries, so the last boundary must be {entries}",
+        )
     for low, high in zip(edges, edges[1:], strict=False):
         if high < low:
             raise PlanError(FIELD, edges, f"repeats entries {high} to {low - 1}: boundaries must not fall")
@@ -76,7 +86,9 @@ def type_weights(pattern: str, entries: Sequence[Entry]) -> list[float]:
         try:
             terms.append((re.compile(expression, re.IGNORECASE), float(weight)))
         except ValueError:
-            raise PlanError(FIELD, f"type:{pattern}", f"{weight!r} is not a weight; write type:embed:2|transformer:1") from None
+            raise PlanError(
+                FIELD, f"type:{pattern}", f"{weight!r} is not a weight; write type:embed:2|transformer:1"
+            ) from None
         except re.error as error:
             raise PlanError(FIELD, f"type:{pattern}", f"{expression!r} is not a regular expression: {error}") from None
     weights = [next((weight for regex, weight in terms if regex.search(entry.kind)), 0.0) for entry in entries]

@@ -6,7 +6,7 @@ fields). Sizes are element counts; nothing here knows about ranks, bytes or fram
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,8 +15,10 @@ Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rotary", "alibi", "none"]
 Activation = Literal["gelu", "gelu_new", "swiglu"]
 
-Size = Field(ge=1, le=2**31)
-Probability = Field(ge=0.0, lt=1.0)
+Size = Annotated[int, Field(ge=1, le=2**31)]
+LayerCount = Annotated[int, Field(ge=1, le=100_000)]
+Rows = Annotated[int, Field(ge=0, le=2**31)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ModelSpec(BaseModel):
@@ -28,48 +30,51 @@ class ModelSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
-    family: Family
-    layers: int = Size
-    hidden: int = Size
-    heads: int = Size
-    kv_heads: int = Size
-    """Key/value heads: equal to ``heads`` for MHA, 1 for MQA, between for GQA."""
-    head_dim: int = Size
-    ffn: int = Size
-    """Width of the MLP's inner layer (of one of the two up projections for SwiGLU)."""
-    vocab: int = Size
-    positions_max: int = Size
-    """Rows of the learned position table; for rotary and ALiBi the longest sequence trained."""
+    name: str = Field(
+        description="name of the model", json_schema_extra={"flag": "--model-name"}, min_length=1, max_length=200
+    )
+    family: Family = Field(description="code that the model runs as: Hugging Face's model_type, or gpt for Megatron's")
+    layers: LayerCount = Field(description="transformer layers")
+    hidden: Size = Field(description="hidden size")
+    heads: Size = Field(description="attention heads")
+    kv_heads: Size = Field(description="key/value heads: as many as heads for MHA, 1 for MQA, between for GQA")
+    head_dim: Size = Field(description="features of one head")
+    ffn: Size = Field(description="width of the MLP's inner layer (of one of the two up projections for SwiGLU)")
+    vocab: Size = Field(description="tokens in the vocabulary, before any padding")
+    positions_max: Size = Field(
+        description="rows of the learned position table; for rotary and ALiBi the longest sequence trained"
+    )
 
-    norm: Norm
-    norm_place: Literal["pre", "post"] = "pre"
-    positions: Positions
-    activation: Activation
-    attention_bias: bool = True
-    """Bias on the query/key/value projections."""
-    attention_output_bias: bool = True
-    mlp_bias: bool = True
-    qk_norm: bool = False
-    """RMSNorm over each head of queries and keys (Qwen 3)."""
-    causal: bool = True
-    sliding_window: int | None = Field(default=None, ge=1)
+    norm: Norm = Field(description="LayerNorm (weight and bias) or RMSNorm (weight)")
+    norm_place: Literal["pre", "post"] = Field("pre", description="norms before each block, or after it as in BERT")
+    positions: Positions = Field(description="how positions enter")
+    activation: Activation = Field(description="MLP activation; gelu_new is the tanh form as Python operators")
+    attention_bias: bool = Field(True, description="bias on the query/key/value projections")
+    attention_output_bias: bool = Field(True, description="bias on the attention's output projection")
+    mlp_bias: bool = Field(True, description="bias on the MLP's projections")
+    qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys, as in Qwen 3")
+    causal: bool = Field(True, description="causal attention; false for an encoder")
+    sliding_window: Size | None = Field(None, description="tokens that attention looks back, if limited")
 
-    tied_embeddings: bool = True
-    embedding_norm: bool = False
-    final_norm: bool = True
-    token_types: int = Field(default=0, ge=0)
-    """Rows of the token-type table (BERT); 0 where there is none."""
-    mlm_head: bool = False
-    """BERT's head: dense, activation and norm before the decoder, which has a bias."""
+    tied_embeddings: bool = Field(True, description="the head shares the embedding's weight")
+    embedding_norm: bool = Field(False, description="norm after the embedding, as in BLOOM and BERT")
+    final_norm: bool = Field(True, description="norm before the head")
+    token_types: Rows = Field(0, description="rows of the token-type table (BERT); 0 where there is none")
+    mlm_head: bool = Field(
+        False, description="BERT's head: dense, activation and norm before a decoder that has a bias"
+    )
 
-    embedding_dropout: float = Probability
-    attention_dropout: float = Probability
-    hidden_dropout: float = Probability
+    embedding_dropout: Probability = Field(description="dropout after the embedding")
+    attention_dropout: Probability = Field(description="dropout of the attention's probabilities")
+    hidden_dropout: Probability = Field(description="dropout of each block's output")
 
-    published_parameters: int | None = Field(default=None, ge=1)
-    """Parameter count as published by the model's authors, for the test that counts ours."""
-    source: str = ""
+    published_parameters: int | None = Field(
+        None,
+        ge=1,
+        description="parameters as published by the authors, to test our count",
+        json_schema_extra={"flag": ""},
+    )
+    source: str = Field("", description="where the sizes come from", json_schema_extra={"flag": ""})
 
     @property
     def qkv_features(self) -> int:

@@ -1,0 +1,276 @@
+"""Blocks of one stream and one size class, as PyTorch's CUDA caching allocator keeps them.
+
+Sizes and addresses are counted in units of 512 B, the allocator's granularity. A block is one
+integer, its *code*: the size above the low ``SHIFT`` bits, the address in them. Codes therefore
+sort by (size, address), the order in which ``BlockComparatorSize`` searches for the best fit.
+Neighbours need no links: two free neighbours are always merged, so an address is an edge of at
+most one free block, and a dictionary from edges to codes finds both neighbours of a block.
+
+Source: ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` of torch 2.13; each
+docstring names the function that it follows. Addresses only break ties between blocks of equal
+size; they rise in the order in which segments are taken, by which torch 2.13 breaks ties.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
+
+UNIT_BITS = 9
+"""A unit is 2^9 = 512 B, ``kMinBlockSize``."""
+SHIFT = 40
+ADDRESS = (1 << SHIFT) - 1
+"""The low bits of a code: 2^40 units are 512 TiB of addresses."""
+MIB = 1 << 20 >> UNIT_BITS
+"""Units in a MiB."""
+
+LARGEST_SMALL = 1 * MIB
+"""``kSmallSize``: the largest request that a small pool serves."""
+SMALL_SEGMENT = 2 * MIB
+"""``kSmallBuffer``: a segment, or an expandable page, of a small pool."""
+OWN_SEGMENT = 10 * MIB
+"""``kMinLargeAlloc``: from here on a request gets a segment of its own size."""
+SEGMENT_STEP = 2 * MIB
+"""``kRoundLarge``: such a segment is rounded up to a multiple of this."""
+UNBOUNDED = ADDRESS
+"""More than any size. Expandable segments end there; PyTorch reserves 9/8 of the device's memory."""
+
+Pool = TypeVar("Pool", bound="SegmentPool")
+
+
+class Rules(NamedTuple):
+    """What tells one pool from another, in units of 512 B."""
+
+    least_rest: int
+    """The smallest remainder that is split off a block (``should_split``)."""
+    segment: int
+    """The segment of requests below ``OWN_SEGMENT``, or the page of an expandable segment."""
+    max_split: int = UNBOUNDED
+    """Blocks of this size or more are not split, and serve no smaller request."""
+    max_rounding: int = 0
+    """A request of ``max_split`` or more takes no block that is larger by this or more."""
+
+
+class SegmentPool:
+    """Blocks inside segments that ``cudaMalloc`` returned.
+
+    ``free`` holds the codes of the free blocks in order; ``edges`` maps both edges of each of them
+    to its code; ``segments`` maps the address of each segment to its size; ``reserved`` is their sum.
+    """
+
+    __slots__ = ("edges", "free", "least_rest", "picky", "reserved", "rules", "segments", "split_below", "top")
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.least_rest = rules.least_rest
+        self.split_below = rules.max_split
+        self.picky = rules.max_split < UNBOUNDED
+        self.free: list[int] = []
+        self.edges: dict[int, int] = {}
+        self.segments: dict[int, int] = {}
+        self.reserved = 0
+        self.top = 0
+
+    def take(self, units: int) -> int:
+        """Hand out the best-fitting block, cut to ``units`` where its rest is worth keeping; its code.
+
+        ``get_free_block``, failing that ``alloc_block``; then ``should_split`` and ``alloc_found_block``.
+        """
+        free = self.free
+        index = bisect_left(free, units << SHIFT)
+        if index < len(free) and not self.picky:
+            code = free.pop(index)
+        else:
+            index = self._pick(index, units)
+            code = self._grow(units) if index < 0 else free.pop(index)
+
+        edges = self.edges
+        address = code & ADDRESS
+        edges.pop(address, None)
+        behind = address + units
+        rest = (code >> SHIFT) - units
+        if rest >= self.least_rest and units < self.split_below:
+            remainder = rest << SHIFT | behind
+            edges[behind] = edges[behind + rest] = remainder
+            insort(free, remainder)
+            return units << SHIFT | address
+        edges.pop(behind + rest, None)
+        return code
+
+    def give(self, code: int) -> None:
+        """Take a block back, merged with its free neighbours: ``free_block``, ``try_merge_blocks``."""
+        free = self.free
+        edges = self.edges
+        address = code & ADDRESS
+        end = address + (code >> SHIFT)
+        before = edges.pop(address, None)
+        if before is not None:
+            del free[bisect_left(free, before)]
+            address = before & ADDRESS
+            code = end - address << SHIFT | address
+        after = edges.pop(end, None)
+        if after is not None:
+            del free[bisect_left(free, after)]
+            end += after >> SHIFT
+            code = end - address << SHIFT | address
+        edges[address] = edges[end] = code
+        insort(free, code)
+
+    def release(self) -> None:
+        """Give the wholly free segments back to the device: ``release_blocks``."""
+        segments = self.segments
+        for code in [code for code in self.free if segments.get(code & ADDRESS) == code >> SHIFT]:
+            self._forget(code)
+            self.reserved -= segments.pop(code & ADDRESS)
+
+    def copy(self: Pool) -> Pool:
+        """An independent copy."""
+        twin = type(self)(self.rules)
+        twin.free = self.free.copy()
+        twin.edges = self.edges.copy()
+        twin.segments = self.segments.copy()
+        twin.reserved = self.reserved
+        twin.top = self.top
+        return twin
+
+    def _pick(self, index: int, units: int) -> int:
+        """Position of the free block to use, at or after ``index``, which fits; -1 where none will do."""
+        if index == len(self.free):
+            return -1
+        held = self.free[index] >> SHIFT
+        max_split = self.rules.max_split
+        limit = max_split if units < max_split else units + self.rules.max_rounding
+        return index if held < limit else -1
+
+    def _grow(self, units: int) -> int:
+        """Code of a new segment with room for ``units``: ``get_allocation_size``, ``alloc_block``."""
+        size = self.rules.segment if units < OWN_SEGMENT else -(-units // SEGMENT_STEP) * SEGMENT_STEP
+        address = self.top
+        self.top += size + 1  # the gap keeps blocks of different segments from being neighbours
+        self.segments[address] = size
+        self.reserved += size
+        return size << SHIFT | address
+
+    def _forget(self, code: int) -> None:
+        """Strike a free block off the books."""
+        address = code & ADDRESS
+        del self.free[bisect_left(self.free, code)]
+        del self.edges[address], self.edges[address + (code >> SHIFT)]
+
+
+class ExpandablePool(SegmentPool):
+    """Blocks inside one expandable segment, mapped page by page (``expandable_segments:True``).
+
+    Addresses below ``top`` are mapped, except for the holes that ``release`` left: ``segments`` maps
+    the address of each to its size.
+    """
+
+    __slots__ = ("unlimited",)
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self.split_below = UNBOUNDED  # should_split disregards max_split_size here
+        self.unlimited = not self.picky
+        self.picky = True
+
+    def release(self) -> None:
+        """Unmap the pages that lie wholly inside free blocks: ``release_blocks``, ``unmap_block``."""
+        page = self.rules.segment
+        for code in self.free.copy():
+            address = code & ADDRESS
+            end = address + (code >> SHIFT)
+            first, last = -(-address // page) * page, end // page * page
+            if first < last:
+                self._forget(code)
+                if address < first:
+                    self.give(first - address << SHIFT | address)
+                if last < end:
+                    self.give(end - last << SHIFT | last)
+                self.segments[first] = last - first
+                self.reserved -= last - first
+        self._join_holes()
+
+    def _pick(self, index: int, units: int) -> int:
+        """The best fit, a block in front of unmapped memory counting as what it can grow to."""
+        free = self.free
+        if index == len(free):
+            return -1
+        code = free[index]
+        if self.segments or (code & ADDRESS) + (code >> SHIFT) == self.top:
+            while index + 1 < len(free) and self._reach(free[index + 1]) < self._reach(free[index]):
+                index += 1
+        return index if self.unlimited else super()._pick(index, units)
+
+    def _reach(self, code: int) -> int:
+        """Size of a free block and of the unmapped memory behind it (``expandable_size``)."""
+        size = code >> SHIFT
+        end = (code & ADDRESS) + size
+        return size + (UNBOUNDED if end == self.top else self.segments.get(end, 0))
+
+    def _grow(self, units: int) -> int:
+        """Code of the free block that mapping more pages makes, at the lowest address with room.
+
+        ``find_expandable_block``, ``try_allocate_expandable_block``, ``map_block``.
+        """
+        start = next(start for start in self._starts() if self._has_room(start, units))
+        size = 0
+        while size < units:
+            size += self._swallow(start + size) or self._map(start + size, units - size)
+        size += self._swallow(start + size)
+        return size << SHIFT | start
+
+    def _starts(self) -> Iterator[int]:
+        """Where growing may begin: unmapped memory, or the free block in front of it."""
+        for unmapped in (*sorted(self.segments), self.top):
+            before = self.edges.get(unmapped)
+            yield unmapped if before is None else before & ADDRESS
+
+    def _has_room(self, start: int, units: int) -> bool:
+        """Whether ``units`` from ``start`` on hold nothing live (``has_available_address_space``)."""
+        room = 0
+        while room < units and start + room != self.top:
+            step = self.segments.get(start + room) or self._free_at(start + room)
+            if not step:
+                return False
+            room += step
+        return True
+
+    def _free_at(self, address: int) -> int:
+        """Size of the free block that begins at ``address``; 0 where none does."""
+        code = self.edges.get(address)
+        return code >> SHIFT if code is not None and code & ADDRESS == address else 0
+
+    def _swallow(self, address: int) -> int:
+        """Take the free block at ``address`` off the books; its size, 0 where there is none."""
+        size = self._free_at(address)
+        if size:
+            self._forget(size << SHIFT | address)
+        return size
+
+    def _map(self, address: int, units: int) -> int:
+        """Map pages for ``units`` at ``address``, at most to the end of the hole; the size mapped."""
+        page = self.rules.segment
+        size = -(-units // page) * page
+        if address == self.top:
+            self.top += size
+        else:
+            hole = self.segments.pop(address)
+            size = min(size, hole)
+            if size < hole:
+                self.segments[address + size] = hole - size
+        self.reserved += size
+        return size
+
+    def _join_holes(self) -> None:
+        """Merge holes that touch; one that touches ``top`` lowers it."""
+        holes: dict[int, int] = {}
+        first = end = -1
+        for address, size in sorted(self.segments.items()):
+            first = first if address == end else address
+            end = address + size
+            holes[first] = end - first
+        if holes and end == self.top:
+            self.top = first
+            del holes[first]
+        self.segments = holes

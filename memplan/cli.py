@@ -1,0 +1,53 @@
+"""The ``memplan`` command: runs one command, and turns whatever ends it into an exit code and at most one line.
+
+Exit codes: 0 done and it fits, 1 done and it does not fit, 2 the input is wrong, 3 the environment is
+missing something, 130 interrupted. Everything is imported inside ``main``, so that Ctrl-C during the
+imports is quiet, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+WRONG_INPUT = 2
+WRONG_ENVIRONMENT = 3
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``memplan`` with ``arguments`` (the process's own by default) and returns the exit code."""
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # 20 ms of looking for plugins
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        from .commands.output import silence
+
+        silence()
+        return 0
+    except OSError as error:
+        return _fail(f"memplan: {error.strerror or error}", WRONG_ENVIRONMENT)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    from .commands.app import run_command
+    from .plan.errors import PlanError
+
+    try:
+        return run_command(arguments)
+    except PlanError as error:
+        return _fail(str(error), WRONG_INPUT)
+
+
+def _fail(line: str, code: int) -> int:
+    print(line, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The commands of ``memplan``, a file each. What a command needs it imports when it runs."""

@@ -1,0 +1,136 @@
+"""``memplan estimate``: the memory of every stage, with what and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..plan.errors import PlanError
+from ..plan.read import Flags, ReadPlan
+from .output import console, print_json, printing
+from .plan_flags import with_plan_flags
+
+if TYPE_CHECKING:
+    from ..result import Estimate
+
+_OUTPUT = "Output"
+_SEVERAL = "Side by side"
+
+DOES_NOT_FIT = 1
+
+
+@with_plan_flags
+def estimate(
+    plan: Annotated[
+        str | None, typer.Argument(help="YAML or JSON file, name of a built-in example, or - for standard input.")
+    ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option("--compare", metavar="PLAN2 …", help="other plans to put beside it", rich_help_panel=_SEVERAL),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            metavar="FLAG=A,B",
+            help="values of a field to put side by side, as optimizer=adamw,adam8bit; again for every combination",
+            rich_help_panel=_SEVERAL,
+        ),
+    ] = None,
+    detail: Annotated[
+        int | None,
+        typer.Option(
+            "--detail", metavar="STAGE", help="the stage's tape: every tensor, layer by layer", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="only the verdict", rich_help_panel=_OUTPUT)] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="every stage and reading", rich_help_panel=_OUTPUT)
+    ] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
+    ] = False,
+    flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
+) -> int:
+    """Memory of every stage of a training job: does it fit, and if not, what is in the way?
+
+    Exit code 0: it fits. 1: it does not. 2: the plan is wrong.
+    """
+    from .variants import read_variants
+
+    if not compare and not vary:
+        from ..plan.read import read_plan
+
+        read = read_plan(plan, flags)
+        return (
+            _detail(read, detail, no_color, verbose)
+            if detail is not None
+            else _one(read, json, quiet, verbose, no_color)
+        )
+    if detail is not None:
+        raise typer.BadParameter("--detail shows one plan's stage; leave out --compare and --vary")
+    variants = read_variants(plan, flags, compare or (), vary or ())
+    return _several(variants, json, no_color)
+
+
+def _one(read: ReadPlan, json: bool, quiet: bool, verbose: bool, no_color: bool) -> int:
+    estimated = _estimated(read)
+    if json:
+        from ..report.json import to_json
+
+        print_json(to_json(estimated))
+    else:
+        from ..report.table import print_estimate
+
+        with printing():
+            print_estimate(estimated, console(no_color), verbose=verbose, quiet=quiet)
+    return _code([estimated])
+
+
+def _several(variants: dict[str, ReadPlan], json: bool, no_color: bool) -> int:
+    estimates = [_estimated(read) for read in variants.values()]
+    names = list(variants)
+    if json:
+        from ..report.json import comparison_to_json
+
+        print_json(comparison_to_json(names, estimates))
+    else:
+        from ..report.comparison import print_comparison
+
+        with printing():
+            print_comparison(names, estimates, console(no_color))
+    return _code(estimates)
+
+
+def _detail(read: ReadPlan, stage: int, no_color: bool, verbose: bool) -> int:
+    from ..estimate import detail
+    from ..report.detail import print_detail
+
+    try:
+        tapes = detail(read.plan, stage)
+    except PlanError as error:
+        raise error.located(read.origins) from None
+    with printing():
+        print_detail(tapes, console(no_color), verbose=verbose)
+    return 0
+
+
+def _estimated(read: ReadPlan) -> Estimate:
+    from ..estimate import estimate
+    from ..result import Notice
+
+    try:
+        estimated = estimate(read.plan)
+    except PlanError as error:
+        raise error.located(read.origins) from None
+    notices = tuple(Notice("custom-code", message) for message in read.warnings)
+    return replace(estimated, warnings=(*notices, *estimated.warnings)) if notices else estimated
+
+
+def _code(estimates: Sequence[Estimate]) -> int:
+    """1 if any of them does not fit; where no GPU was named there is nothing to fit into."""
+    return DOES_NOT_FIT if any(estimated.fits is False for estimated in estimates) else 0

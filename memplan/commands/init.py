@@ -1,0 +1,105 @@
+"""``memplan init``: a commented plan to start from."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.read import Flags
+from .output import printing
+from .plan_flags import with_plan_flags
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEFAULT_MODEL = "gpt2-xl"
+
+
+@with_plan_flags
+def init(
+    path: Annotated[str | None, typer.Argument(help="File to write; standard output if left out.")] = None,
+    example: Annotated[
+        str | None, typer.Option("--example", metavar="NAME", help="a copy of a built-in example")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite the file")] = False,
+    flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
+) -> int:
+    """A commented plan with every field. Flags set fields: memplan init plan.yaml --model llama-3-8b --gpu h200."""
+    text = _example(example, flags) if example is not None else _template(path, flags)
+    if path is None or path == "-":
+        with printing():
+            print(text, end="")
+        return 0
+    from pathlib import Path
+
+    _write(Path(path), text, force)
+    return 0
+
+
+def _template(path: str | None, flags: Flags) -> str:
+    from ..plan.fields import by_flag
+    from ..plan.read import read_plan
+    from ..plan.template import plan_template
+
+    flags = {"model": DEFAULT_MODEL, **flags}
+    plan = read_plan(None, flags).plan
+    values = {by_flag()[name].path: _as_yaml(value) for name, value in flags.items()}
+    if plan.device_map is not None:
+        values["device_map"] = json.dumps({str(device): list(layers) for device, layers in plan.device_map.items()})
+    return plan_template(values, path or "plan.yaml")
+
+
+def _as_yaml(value: str | tuple[str, ...]) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(dict(pair.split("=", 1) for pair in value))
+
+
+def _example(name: str, flags: Flags) -> str:
+    from ..plan.library import examples
+    from ..plan.text import read_text
+
+    if flags:
+        problem = "copies the example as it is; change fields when estimating it, or in the file"
+        raise PlanError("", ABSENT, problem, origin=Origin("--example"))
+    if name not in examples():
+        problem = f"is not a built-in example ({', '.join(examples())})"
+        raise PlanError("example", name, problem, origin=Origin("--example"), known=examples())
+    return read_text(examples()[name])
+
+
+def _write(path: Path, text: str, force: bool) -> None:
+    """Writes all of ``text`` or nothing, and never over a file unless ``force``."""
+    import os
+    import tempfile
+
+    origin = Origin(str(path))
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o666 & ~_umask())
+            if force:
+                os.replace(temporary, path)
+            else:
+                os.link(temporary, path)
+        finally:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+    except FileExistsError:
+        raise PlanError("", ABSENT, "is there already; --force overwrites it", origin=origin) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise PlanError("", ABSENT, f"cannot be written: {str(reason).lower()}", origin=origin) from None
+
+
+def _umask() -> int:
+    import os
+
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

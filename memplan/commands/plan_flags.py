@@ -1,0 +1,103 @@
+"""A flag for every field of a plan, made from the fields' table, for the commands that take a plan."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+
+from ..plan.fields import Kind, PlanField, by_flag
+from ..plan.read import Flags
+
+_PANELS = {
+    "": "Job",
+    "hardware": "Hardware",
+    "layout": "Layout",
+    "batch": "Batch",
+    "precision": "Precision",
+    "optimizer": "Optimizer",
+    "recompute": "Recompute",
+    "loss": "Loss",
+    "pipeline": "Pipeline",
+    "model": "Architecture, over the model's own",
+}
+_METAVARS = {
+    Kind.INTEGER: "N",
+    Kind.NUMBER: "X",
+    Kind.TEXT: "TEXT",
+    Kind.CHOICE: "NAME",
+    Kind.INTEGERS: "N,N,…",
+    Kind.PARTITION: "METHOD",
+    Kind.SIZE: "SIZE",
+    Kind.DEVICE_MAP: "MAP|FILE",
+    Kind.VARIABLES: "NAME=VALUE",
+    Kind.MODEL: "NAME|PATH",
+}
+_MARK = "plan_"
+
+
+def with_plan_flags(command: Callable[..., int]) -> Callable[..., int]:
+    """``command`` with a flag for every field, all of them given to it as ``flags``: those that were set."""
+
+    @wraps(command)
+    def with_flags(**values: Any) -> int:
+        flags = {}
+        for name in [name for name in values if name.startswith(_MARK)]:
+            value = values.pop(name)
+            if value is not None and value != []:
+                flags[name.removeprefix(_MARK).replace("_", "-")] = _as_text(value)
+        return command(**values, flags=flags)
+
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "flags"]
+    parameters = [*own, *map(_parameter, _shown_order(by_flag().values()))]
+    with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_flags
+
+
+def flag_names() -> Iterable[str]:
+    """Names of all flags, with their hyphens."""
+    return [field.flag for field in by_flag().values()]
+
+
+def _as_text(value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return tuple(value) if isinstance(value, list) else str(value)
+
+
+def _shown_order(fields: Iterable[PlanField]) -> list[PlanField]:
+    """The order of the help: the model's own sizes, which few jobs change, last."""
+    return sorted(fields, key=lambda field: field.section == "model" and field.name != "layers")
+
+
+def _parameter(field: PlanField) -> inspect.Parameter:
+    annotation: Any = str | None
+    declarations, metavar = [field.flag], _METAVARS.get(field.kind)
+    if field.kind is Kind.SWITCH:
+        annotation = bool | None
+        declarations = [f"{field.flag}/--no-{field.flag[2:]}"]
+    elif field.kind is Kind.VARIABLES:
+        annotation = list[str] | None
+    panel = "Job" if field.path == "model.layers" else _PANELS[field.section]
+    option = typer.Option(*declarations, help=_help(field), metavar=metavar, rich_help_panel=panel)
+    return inspect.Parameter(
+        _MARK + field.flag[2:].replace("-", "_"),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[annotation, option],
+    )
+
+
+def _help(field: PlanField) -> str:
+    parts = [field.description]
+    if field.choices:
+        parts.append(", ".join(field.choices))
+    return ": ".join(parts)
+
+
+__all__ = ["Flags", "flag_names", "with_plan_flags"]

@@ -1,0 +1,21 @@
+"""Commands that have a name and no code yet: they say so instead of not being there."""
+
+from __future__ import annotations
+
+import typer
+
+from ..plan.errors import ABSENT, Origin, PlanError
+
+PLANNED = {
+    "suggest-partition": "Balanced partitions, micro-batch sizes and layouts that fit, fastest first.",
+    "validate": "Run the plan for real, briefly, and print measured beside estimated.",
+    "trace": "Record the tape of PyTorch code on fake tensors.",
+    "export": "Write the plan as a framework's own configuration.",
+    "runs": "List the runs that were validated.",
+}
+"""What each will do, by name."""
+
+
+def not_built_yet(context: typer.Context) -> int:
+    name = context.info_name
+    raise PlanError("", ABSENT, "is not built yet; memplan estimate is", origin=Origin(f"memplan {name}"))

@@ -1,0 +1,202 @@
+"""GPUs that plans can name, with the memory that their drivers show.
+
+``capacity_bytes`` is the total of ``nvidia-smi`` (``rocm-smi`` for AMD). Drivers from 510 on count
+their own share in it, so a process gets less: ``usable_bytes``, the total of ``cudaMemGetInfo`` and of
+PyTorch's out-of-memory messages, where somebody has published it. Compute capabilities are those of
+https://developer.nvidia.com/cuda-gpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .facts import cuda_context
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One model of GPU. Sizes in bytes."""
+
+    name: str
+    title: str
+    """As the driver writes it."""
+    capacity_bytes: int
+    compute_capability: tuple[int, int] | None
+    """``None`` for GPUs that do not run CUDA."""
+    context_bytes: int | None
+    """``facts.cuda_context`` with its defaults; ``None`` where nobody has published a reading."""
+    sources: tuple[str, ...]
+    """Of the capacity, and of what is usable."""
+    usable_bytes: int | None = None
+    note: str = ""
+
+
+def _gpu(
+    name: str,
+    title: str,
+    mebibytes: int,
+    compute_capability: tuple[int, int] | None,
+    *sources: str,
+    usable: float | None = None,
+    note: str = "",
+) -> Gpu:
+    """``usable`` in GiB, often to 0.01 only, as PyTorch's messages print it."""
+    context = cuda_context(name)
+    return Gpu(
+        name,
+        title,
+        mebibytes * _MIB,
+        compute_capability,
+        context.bytes if context else None,
+        tuple(source if source.startswith("https") else f"https://github.com/{source}" for source in sources),
+        None if usable is None else round(usable * _GIB),
+        note,
+    )
+
+
+_MODAL = "modal-labs/modal-client/pull/2797"
+_CAPTURES = "utkuozdemir/nvidia_gpu_exporter/tree/main/internal/captures"
+
+_GPUS = (
+    _gpu(
+        "v100-16gb",
+        "Tesla V100-SXM2-16GB",
+        16_160,
+        (7, 0),
+        "4paradigm/k8s-vgpu-scheduler/issues/7",
+        "cvg/nice-slam/issues/43",
+        usable=16_160 / 1024,
+        note="driver 440",
+    ),
+    _gpu(
+        "v100-32gb",
+        "Tesla V100-SXM2-32GB",
+        32_510,
+        (7, 0),
+        "https://gist.github.com/c0dc1ce096bdccf9efde304d024a4d2e",
+        "deepspeedai/DeepSpeed/issues/3312",
+        "vllm-project/vllm/pull/4021",
+        usable=32_510 / 1024,
+        note="driver 440; 550 counts 32,768 MiB",
+    ),
+    _gpu(
+        "a100-40gb",
+        "NVIDIA A100-SXM4-40GB",
+        40_960,
+        (8, 0),
+        _MODAL,
+        "bottlerocket-os/bottlerocket/issues/3873",
+        usable=42_298_834_944 / _GIB,
+        note="drivers before 510: 40,536 MiB",
+    ),
+    _gpu(
+        "a100-80gb",
+        "NVIDIA A100-SXM4-80GB",
+        81_920,
+        (8, 0),
+        _MODAL,
+        "lianqi1008/Control-GIC/issues/6",
+        usable=79.14,
+    ),
+    _gpu(
+        "h100-80gb",
+        "NVIDIA H100 80GB HBM3",
+        81_559,
+        (9, 0),
+        _CAPTURES,
+        _MODAL,
+        "vllm-project/vllm/issues/27508",
+        usable=79.11,
+    ),
+    _gpu(
+        "h100-94gb",
+        "NVIDIA H100 NVL",
+        95_830,
+        (9, 0),
+        "vllm-project/vllm/issues/28143",
+        "ali-vilab/VACE/issues/56",
+        usable=93.00,
+    ),
+    _gpu(
+        "h100-96gb",
+        "NVIDIA GH200 480GB",
+        97_871,
+        (9, 0),
+        "NVIDIA/apex/issues/1833",
+        note="read on a GH200, whose H100 has 96 GB; no reading of an H100 with 96 GB beside an x86 host was found",
+    ),
+    _gpu("h200", "NVIDIA H200", 143_771, (9, 0), _CAPTURES, "vllm-project/vllm/issues/34553", usable=139.80),
+    _gpu(
+        "b200",
+        "NVIDIA B200",
+        183_359,
+        (10, 0),
+        "sgl-project/sglang/issues/27487",
+        "unslothai/unsloth/pull/8669",
+        usable=182_633 / 1024,
+    ),
+    _gpu("gb200", "NVIDIA GB200", 189_471, (10, 0), "vllm-project/vllm/issues/24272"),
+    _gpu("l40s", "NVIDIA L40S", 46_068, (8, 9), _CAPTURES, _MODAL, usable=44.39, note="usable: total less reserved"),
+    _gpu("a10", "NVIDIA A10", 23_028, (8, 6), _MODAL),
+    _gpu(
+        "a10g",
+        "NVIDIA A10G",
+        23_028,
+        (8, 6),
+        "huggingface/text-generation-inference/issues/206",
+        note="drivers before 510: 22,731 MiB",
+    ),
+    _gpu("l4", "NVIDIA L4", 23_034, (8, 9), _MODAL, "NVIDIA/TensorRT-LLM/issues/2398"),
+    _gpu("t4", "Tesla T4", 15_360, (7, 5), _MODAL, "mbzuai-oryx/GeoPixel/issues/5", usable=14.58),
+    _gpu("mi300x", "AMD Instinct MI300X", 196_592, None, "ROCm/legacy-rocm-build/issues/4750", note="rocm-smi"),
+    _gpu(
+        "rtx-5090",
+        "NVIDIA GeForce RTX 5090",
+        32_607,
+        (12, 0),
+        "noonghunna/club-3090/issues/1261",
+        "Wan-Video/Wan2.1/issues/465",
+        usable=31.37,
+    ),
+    _gpu(
+        "rtx-4090",
+        "NVIDIA GeForce RTX 4090",
+        24_564,
+        (8, 9),
+        "RLinf/RLinf/issues/255",
+        "ali-vilab/VGen/issues/104",
+        "vllm-project/vllm/issues/42049",
+        usable=23.52,
+        note="usable: 23.64 GiB with older drivers",
+    ),
+    _gpu(
+        "rtx-3090",
+        "NVIDIA GeForce RTX 3090",
+        24_576,
+        (8, 6),
+        "NVlabs/sionna/blob/main/examples/Discover_Sionna.ipynb",
+        "noonghunna/club-3090/issues/1128",
+        "GaoLii/DSP/issues/10",
+        usable=23.70,
+        note="drivers before 510: 24,268 MiB",
+    ),
+    _gpu(
+        "rtx-pro-6000",
+        "NVIDIA RTX PRO 6000 Blackwell",
+        97_887,
+        (12, 0),
+        "ggml-org/llama.cpp/pull/23604",
+        usable=97_247 / 1024,
+    ),
+    _gpu(
+        "rtx-a6000", "NVIDIA RTX A6000", 49_140, (8, 6), "NVlabs/sionna/blob/main/tutorials/phy/Discover_Sionna.ipynb"
+    ),
+)
+
+GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
+"""By name, data centres first."""

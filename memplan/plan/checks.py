@@ -1,0 +1,228 @@
+"""Rules between the fields of a plan whose defaults are filled in. Each says what is allowed."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import ABSENT, PlanError
+from .plan import Plan
+from .spec import ModelSpec
+
+MODELLED = ("single", "ddp", "device-map", "megatron-deepspeed")
+"""Frameworks whose memory is modelled; the other names are kept for the day that theirs is."""
+
+MOST_TOKENS = 2**40
+"""Tokens in one micro-batch, beyond which a size is surely a slip."""
+
+
+def check_framework(plan: Plan) -> None:
+    """Refuses what has a name and no model yet, saying what has one."""
+    layout = plan.layout
+    if plan.framework not in MODELLED:
+        problem = f"is not modelled yet; {', '.join(MODELLED[:-1])} and {MODELLED[-1]} are"
+        raise PlanError("framework", plan.framework, problem)
+    for name, what in (
+        ("cp", "context parallelism is not modelled yet; tensor, pipeline and data parallelism are"),
+        ("ep", "expert parallelism is not modelled yet, nor are models with experts; dense ones are"),
+        ("vpp", "virtual stages are not modelled yet; one stage per pipeline rank is"),
+    ):
+        if getattr(layout, name) > 1:
+            raise PlanError(f"layout.{name}", getattr(layout, name), f"must be 1: {what}")
+    if layout.zero >= 2:
+        raise PlanError("layout.zero", layout.zero, "must be 0 or 1: ZeRO stages 2 and 3 are not modelled yet")
+    if layout.sequence_parallel:
+        problem = "must be false: Megatron-DeepSpeed does not have it, and the frameworks that do are not modelled yet"
+        raise PlanError("layout.sequence_parallel", True, problem)
+
+
+def check_model(model: ModelSpec) -> None:
+    """Sizes of the architecture that must fit one another."""
+    if model.heads % model.kv_heads:
+        problem = f"must divide the {model.heads} attention heads ({_divisors(model.heads)})"
+        raise PlanError("model.kv_heads", model.kv_heads, problem)
+    if model.positions == "rotary" and model.head_dim % 2:
+        raise PlanError("model.head_dim", model.head_dim, "must be even: rotary positions turn features in pairs")
+
+
+def check_hardware(plan: Plan) -> None:
+    """The number of GPUs is the product of the layout's sizes."""
+    gpus, layout = plan.hardware.gpus, plan.layout
+    assert gpus is not None
+    assert layout.dp is not None
+    product = layout.tp * layout.pp * layout.dp * layout.cp
+    if plan.framework != "device-map" and gpus != product:
+        sizes = f"{layout.tp} x {layout.pp} x {layout.dp} x {layout.cp} = {product}"
+        raise PlanError(
+            "hardware.gpus", gpus, f"must be tp x pp x dp x cp = {sizes}; leave out dp or gpus to derive it"
+        )
+
+
+def check_layout(plan: Plan) -> None:
+    """What the framework can parallelise, and what divides what."""
+    framework, layout, model = plan.framework, plan.layout, plan.model
+    if framework != "megatron-deepspeed":
+        _check_undivided(plan)
+        return
+    for size, what in (
+        (model.heads, "attention heads"),
+        (model.kv_heads, "key/value heads"),
+        (model.ffn, "features of the MLP (ffn)"),
+        (model.hidden, "features of the hidden size"),
+    ):
+        if size % layout.tp:
+            raise PlanError("layout.tp", layout.tp, f"must divide the {size} {what} ({_divisors(size)})")
+    if layout.pp > model.layers:
+        problem = f"must be at most the {model.layers} layers of the model, so that every stage can have one"
+        raise PlanError("layout.pp", layout.pp, problem)
+
+
+def _check_undivided(plan: Plan) -> None:
+    """``single``, ``ddp`` and ``device-map`` keep every parameter whole."""
+    framework, layout = plan.framework, plan.layout
+    for name in ("tp", "pp"):
+        if getattr(layout, name) > 1:
+            problem = f"must be 1 with framework {framework}; megatron-deepspeed splits a model"
+            raise PlanError(f"layout.{name}", getattr(layout, name), problem)
+    if layout.zero:
+        problem = f"must be 0 with framework {framework}; megatron-deepspeed has ZeRO-1"
+        raise PlanError("layout.zero", layout.zero, problem)
+    if framework == "single" and plan.hardware.gpus != 1:
+        field, value = ("layout.dp", layout.dp) if plan.hardware.gpus == layout.dp else ("hardware.gpus", None)
+        value = plan.hardware.gpus if value is None else value
+        raise PlanError(field, value, "must be 1 with framework single, which is one process on one GPU; ddp uses more")
+    if framework == "device-map" and layout.dp != 1:
+        raise PlanError("layout.dp", layout.dp, "must be 1 with framework device-map, which is one process")
+
+
+def check_batch(plan: Plan) -> None:
+    """Whole micro-batches on every rank, and sequences that the positions reach."""
+    batch, layout, model = plan.batch, plan.layout, plan.model
+    assert batch.gbs is not None
+    assert batch.seq is not None
+    assert layout.dp is not None
+    assert plan.hardware.gpus is not None
+    if batch.multiply_by_visible_gpus and plan.framework != "device-map":
+        problem = f"must be false with framework {plan.framework}: only a single process sees several GPUs (device-map)"
+        raise PlanError("batch.multiply_by_visible_gpus", True, problem)
+    visible = plan.hardware.gpus if batch.multiply_by_visible_gpus else 1
+    at_once = batch.mbs * visible * layout.dp
+    if batch.gbs % at_once:
+        sizes = f"mbs {batch.mbs}" + (f" x {visible} visible GPUs" if visible > 1 else "") + f" x dp {layout.dp}"
+        raise PlanError("batch.gbs", batch.gbs, f"must be a multiple of {sizes} = {at_once}")
+    if model.positions == "learned" and batch.seq > model.positions_max:
+        problem = f"must be at most {model.positions_max}, the learned positions of {model.name}"
+        raise PlanError("batch.seq", batch.seq, problem)
+    if batch.mbs * visible * batch.seq > MOST_TOKENS:
+        raise PlanError("batch.mbs", batch.mbs, f"times seq {batch.seq} is more than {MOST_TOKENS:,} tokens at once")
+
+
+def check_precision(plan: Plan) -> None:
+    """Gradients have the parameters' dtype, unless a framework accumulates them elsewhere."""
+    dtype, gradients = plan.precision.dtype, plan.precision.gradients
+    allowed = {dtype, "fp32"} if plan.framework == "megatron-deepspeed" else {dtype}
+    if gradients not in allowed:
+        problem = f"must be {' or '.join(sorted(allowed))} with framework {plan.framework} and dtype {dtype}"
+        raise PlanError("precision.gradients", gradients, problem)
+
+
+def check_optimizer(plan: Plan) -> None:
+    """Which implementation there is of which optimizer, where."""
+    optimizer = plan.optimizer
+    field, value = "optimizer.implementation", optimizer.implementation
+    if optimizer.name == "adam8bit":
+        if value is not None:
+            raise PlanError(field, value, "must be left out: adam8bit has one implementation, bitsandbytes'")
+        return
+    if optimizer.block_size is not None:
+        problem = f"must be left out: {optimizer.name} has no 8-bit states; adam8bit has"
+        raise PlanError("optimizer.block_size", optimizer.block_size, problem)
+    if value == "apex":
+        if plan.framework != "megatron-deepspeed":
+            raise PlanError(field, value, f"must be foreach, for-loop or fused with framework {plan.framework}")
+        if optimizer.name not in ("adam", "adamw"):
+            raise PlanError(field, value, f"must be foreach, for-loop or fused for {optimizer.name}")
+
+
+def check_recompute(plan: Plan) -> None:
+    """Details of full recompute belong to full recompute."""
+    recompute = plan.recompute
+    if recompute.mode != "full":
+        for name, value in (("layers", recompute.layers), ("method", recompute.method)):
+            if value not in (None, "uniform"):
+                problem = f"belongs to full recompute, and recompute.mode is {recompute.mode}"
+                raise PlanError(f"recompute.{name}", value, problem)
+    elif recompute.layers is not None and recompute.layers > plan.model.layers:
+        problem = f"must be at most the {plan.model.layers} layers of the model"
+        raise PlanError("recompute.layers", recompute.layers, problem)
+
+
+def check_loss(plan: Plan) -> None:
+    """Which loss there is where, and clusters that rise below the vocabulary."""
+    loss, vocab = plan.loss, plan.model.vocab
+    if loss.kind == "vocab-parallel" and plan.framework != "megatron-deepspeed":
+        problem = f"must be plain or adaptive-softmax with framework {plan.framework}"
+        raise PlanError("loss.kind", loss.kind, problem)
+    if loss.kind != "adaptive-softmax":
+        if loss.cutoffs is not None:
+            problem = f"belongs to the adaptive softmax, and loss.kind is {loss.kind}"
+            raise PlanError("loss.cutoffs", list(loss.cutoffs), problem)
+        return
+    if plan.model.mlm_head:
+        problem = f"must be plain or vocab-parallel: the head of {plan.model.name} has no adaptive softmax"
+        raise PlanError("loss.kind", loss.kind, problem)
+    if loss.cutoffs is None:
+        problem = f"is missing: a vocabulary of {vocab} has no default; name the first token of each tail cluster"
+        raise PlanError("loss.cutoffs", ABSENT, problem)
+    if list(loss.cutoffs) != sorted(set(loss.cutoffs)) or not loss.cutoffs or loss.cutoffs[-1] >= vocab:
+        problem = f"must rise and stay below the vocabulary of {vocab}"
+        raise PlanError("loss.cutoffs", list(loss.cutoffs), problem)
+
+
+def check_code(plan: Plan) -> None:
+    """The code of October 2020 is known for one model."""
+    if plan.code == "current":
+        return
+    if plan.model.family != "gpt2" or plan.framework == "megatron-deepspeed":
+        problem = "must be current: of 2020, only transformers' GPT-2 is modelled (single, ddp and device-map)"
+        raise PlanError("code", plan.code, problem)
+    if plan.attention != "eager":
+        raise PlanError("attention", plan.attention, "must be eager with code 2020, which had no other")
+    if plan.precision.dtype != "fp32":
+        raise PlanError("precision.dtype", plan.precision.dtype, "must be fp32 with code 2020")
+
+
+def check_pipeline(plan: Plan) -> None:
+    """A partition that can be computed; whether it fits the list of layers is for the framework to say."""
+    field, partition = "pipeline.partition", plan.pipeline.partition
+    if isinstance(partition, str):
+        _check_method(partition)
+        return
+    stages = plan.layout.pp
+    starts = [entry for entry in partition if isinstance(entry, int)]
+    if len(starts) < len(partition):
+        problem = "must be a method (uniform, parameters, type:REGEX), or whole numbers such as 0,4,8"
+        raise PlanError(field, list(partition), problem)
+    if len(starts) != stages + 1:
+        problem = f"must be {stages + 1} numbers for {stages} stages: the first entry of each, and the list's length"
+        raise PlanError(field, starts, problem)
+    if starts[0] != 0 or sorted(set(starts)) != starts:
+        raise PlanError(field, starts, "must start with 0 and rise, so that every entry is in exactly one stage")
+
+
+def _check_method(method: str) -> None:
+    if method in ("uniform", "parameters"):
+        return
+    kind, colon, expressions = method.partition(":")
+    if kind.lower() != "type" or not colon or not expressions or len(method) > 200:
+        problem = "must be uniform, parameters, type:REGEX, type:REGEX:WEIGHT|REGEX:WEIGHT, or numbers such as 0,4,8"
+        raise PlanError("pipeline.partition", method, problem, known=("uniform", "parameters", "type:transformer"))
+    try:
+        re.compile(expressions)
+    except re.error as error:
+        raise PlanError("pipeline.partition", method, f"is not a regular expression: {error}") from None
+
+
+def _divisors(number: int) -> str:
+    """Divisors of ``number`` in words, the first ten."""
+    found = [divisor for divisor in range(1, min(number, 4096) + 1) if number % divisor == 0]
+    return ", ".join(str(divisor) for divisor in found[:10]) + (", …" if len(found) > 10 else "")

@@ -1,0 +1,118 @@
+"""What a user sees when a plan is wrong: one line with field, value, what is allowed, and where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+LONGEST_VALUE = 60
+"""Characters of a wrong value that an error repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from: a file (or ``standard input``) and line, or a flag."""
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+class _Absent:
+    """The value of a field that was not given."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT: Final = _Absent()
+
+
+class PlanError(ValueError):
+    """The plan cannot be used as it is.
+
+    ``field`` is a dotted path such as ``layout.tp`` (empty for a whole file), ``problem`` says what is
+    allowed. Code that only sees values leaves ``origin`` out; whoever read the plan adds it with
+    ``located``. ``str()`` is a single line.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        value: object,
+        problem: str,
+        *,
+        origin: Origin | None = None,
+        known: Iterable[str] = (),
+    ) -> None:
+        super().__init__(field, value, problem)
+        self.field = field
+        self.value = value
+        self.problem = problem
+        self.origin = origin
+        self.known = tuple(known)
+        """Names that were possible here; the nearest is suggested."""
+
+    @property
+    def suggestion(self) -> str | None:
+        """The known name that the wrong one was probably meant to be."""
+        wrong = self.field.rpartition(".")[2] if self.value is ABSENT else self.value
+        return nearest(wrong, self.known) if isinstance(wrong, str) else None
+
+    def located(self, origins: Mapping[str, Origin]) -> PlanError:
+        """The same error with the origin of its field, or of the nearest section around it."""
+        if self.origin is not None:
+            return self
+        return PlanError(self.field, self.value, self.problem, origin=origin_of(self.field, origins), known=self.known)
+
+    def __str__(self) -> str:
+        suggestion = self.suggestion
+        subject = self.field
+        if subject and self.value is not ABSENT:
+            subject = f"{subject} = {shown(self.value)}"
+        problem = f"{self.problem}; did you mean {suggestion}?" if suggestion else self.problem
+        parts = [str(self.origin) if self.origin else "", subject, problem]
+        return _one_line(": ".join(part for part in parts if part))
+
+
+def origin_of(field: str, origins: Mapping[str, Origin]) -> Origin | None:
+    """Origin of ``field`` or of the closest enclosing section that has one; ``""`` is the whole plan."""
+    while field and field not in origins:
+        field = field.rpartition(".")[0]
+    return origins.get(field)
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str | None:
+    """The one of ``known`` that ``wrong`` resembles, if any does."""
+    import difflib
+
+    by_plain_name = {name.lower().replace("_", "-"): name for name in known}
+    plain = wrong[:LONGEST_VALUE].lower().replace("_", "-")
+    for match in difflib.get_close_matches(plain, by_plain_name, n=1, cutoff=0.6):
+        return by_plain_name[match]
+    starts = [name for plain_name, name in by_plain_name.items() if len(plain) > 2 and plain_name.startswith(plain)]
+    return starts[0] if starts else None
+
+
+def shown(value: object) -> str:
+    """``value`` as an error repeats it: as YAML would write it, cut if long."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length() * 3 // 10} digits"
+    if isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key}: {shown(item)}" for key, item in list(value.items())[:8]) + "}"
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(shown(item) for item in value[:16]) + "]"
+    else:
+        text = str(value) or "''"
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,0 +1,143 @@
+"""The fields of a plan as a table, derived from the pydantic models: path, flag, kind, choices, description.
+
+Whatever treats fields alike (flags, ``init``, error messages, the checks of a file's values) reads this
+table, so a field that is added to ``plan.py`` or ``spec.py`` has all of it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from .plan import Plan
+
+
+class Kind(Enum):
+    """How a field is written."""
+
+    INTEGER = "a whole number"
+    NUMBER = "a number"
+    SWITCH = "true or false"
+    TEXT = "text"
+    CHOICE = "one of a few names"
+    INTEGERS = "whole numbers separated by commas"
+    PARTITION = "a method, or whole numbers separated by commas"
+    SIZE = "bytes, or a size such as 16GiB"
+    DEVICE_MAP = "a mapping of devices to layers"
+    VARIABLES = "a mapping of names to values"
+    MODEL = "a name, a path, or a mapping"
+
+
+_KIND_OF_PATH = {
+    "hardware.capacity": Kind.SIZE,
+    "pipeline.partition": Kind.PARTITION,
+    "device_map": Kind.DEVICE_MAP,
+    "environment": Kind.VARIABLES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanField:
+    """One field of a plan. ``path`` is dotted; ``section`` is the part before the last dot."""
+
+    path: str
+    flag: str
+    """``--tp``; empty where a field describes a model without changing the estimate."""
+    kind: Kind
+    choices: tuple[str, ...]
+    description: str
+    default: object
+    required: bool
+
+    @property
+    def section(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def allowed(self) -> str:
+        """What may be written, for an error or the help."""
+        return f"one of {', '.join(self.choices)}" if self.choices else self.kind.value
+
+
+@cache
+def plan_fields() -> Mapping[str, PlanField]:
+    """Every field of a plan by its path, in the order of ``plan.py``."""
+    return MappingProxyType({field.path: field for field in _fields(Plan, "")})
+
+
+@cache
+def sections() -> Mapping[str, type[BaseModel]]:
+    """The sections of a plan by name, ``model`` among them."""
+    return MappingProxyType({name: section for name, info in Plan.model_fields.items() if (section := _section(info))})
+
+
+@cache
+def by_flag() -> Mapping[str, PlanField]:
+    """Every field that has a flag, by the flag without its hyphens: ``tp``."""
+    return MappingProxyType({field.flag[2:]: field for field in plan_fields().values() if field.flag})
+
+
+MODEL = PlanField(
+    "model",
+    "--model",
+    Kind.MODEL,
+    (),
+    "name of a spec, path to a spec, path to a Hugging Face config.json or its folder",
+    None,
+    True,
+)
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[PlanField]:
+    for name, info in model.model_fields.items():
+        section = _section(info)
+        if section is None:
+            yield _field(prefix + name, info)
+            continue
+        if name == "model":
+            yield MODEL
+        yield from _fields(section, f"{name}.")
+
+
+def _section(info: FieldInfo) -> type[BaseModel] | None:
+    kind = info.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _field(path: str, info: FieldInfo) -> PlanField:
+    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    flag = extra.get("flag", "--" + path.rpartition(".")[2].replace("_", "-"))
+    kind, choices = (_KIND_OF_PATH[path], ()) if path in _KIND_OF_PATH else _kind(info.annotation)
+    return PlanField(
+        path=path,
+        flag=str(flag),
+        kind=kind,
+        choices=choices,
+        description=info.description or "",
+        default=info.get_default(call_default_factory=True) if not info.is_required() else None,
+        required=info.is_required(),
+    )
+
+
+def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kind(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return _kind(next(part for part in get_args(annotation) if part is not type(None)))
+    if origin is Literal:
+        return Kind.CHOICE, get_args(annotation)
+    if origin is tuple:
+        return Kind.INTEGERS, ()
+    return {int: Kind.INTEGER, float: Kind.NUMBER, bool: Kind.SWITCH, str: Kind.TEXT}[annotation], ()

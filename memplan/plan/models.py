@@ -1,0 +1,130 @@
+"""From ``model:`` to a complete architecture: a built-in spec, a file, or either with fields changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from .errors import Origin, PlanError
+from .library import model_specs
+from .node import Node
+from .normalise import section_fields
+from .spec import ModelSpec
+from .text import read_text
+from .yaml_nodes import parse_yaml
+
+_CHANGES_NOTHING = frozenset({"name", "embedding_dropout", "attention_dropout", "hidden_dropout", "source"})
+"""Fields of a spec that leave its parameter count as it is."""
+
+
+class Found(NamedTuple):
+    """A mapping of spec fields, and what the reader should know about how it was found."""
+
+    spec: Node
+    notes: tuple[str, ...] = ()
+
+
+def complete_model(model: Node, folder: Path) -> Found:
+    """The mapping of spec fields that ``model`` describes. Relative paths start from ``folder``.
+
+    ``{base: NAME, layers: 62}`` is the base with fields changed. Sizes that follow from others are
+    filled in: head_dim = hidden / heads, kv_heads = heads, and ffn = 4 hidden where the base has it so.
+    """
+    items = dict(model.mapping)
+    base = items.pop("base", None)
+    if base is None:
+        changes = Node(items, model.origin)
+        return Found(_with_derived_sizes(changes, {}, changes.mapping) if items else model)
+    found = _base(base, folder)
+    if not items:
+        return found
+    changed = found.spec.with_items(items)
+    if items.keys() - _CHANGES_NOTHING:
+        changed = changed.without(*({"published_parameters"} - items.keys()))
+    return Found(_with_derived_sizes(changed, found.spec.mapping, items), found.notes)
+
+
+def read_spec(path: Path, name: str | None = None) -> Found:
+    """The mapping of spec fields in the YAML or JSON file at ``path``; a Hugging Face configuration is converted.
+
+    ``name`` is what errors call the file, if not its path.
+    """
+    if path.is_dir():
+        path = path / "config.json"
+    source = parse_yaml(read_text(path, "model"), name or str(path))
+    if not isinstance(source.value, dict):
+        raise PlanError("model", source.plain(), "a model spec is a mapping of fields", origin=source.origin)
+    if path.suffix == ".json" and not {"family", "norm"} <= source.mapping.keys():
+        from .huggingface import spec_of_config, warnings_of_config
+
+        return Found(spec_of_config(source, path), warnings_of_config(source, path))
+    items = dict(source.mapping)
+    items.setdefault("name", Node(path.stem, source.origin))
+    spec = section_fields("model", Node(items, source.origin))
+    return Found(_with_derived_sizes(spec, {}, spec.mapping))
+
+
+def load_spec(name: str) -> ModelSpec:
+    """The built-in spec ``name``, or the spec or configuration at that path."""
+    from .validation import validated_spec
+
+    found = _base(Node(name, Origin("model")), Path())
+    return validated_spec(found.spec)
+
+
+def _base(base: Node, folder: Path) -> Found:
+    name = base.value
+    if not isinstance(name, str) or not name:
+        problem = "must be the name of a model spec, or a path to a spec, a config.json or its folder"
+        raise PlanError("model", base.plain(), problem, origin=base.origin)
+    if name in model_specs():
+        return read_spec(model_specs()[name], f"model spec {name}")
+    path = folder / Path(name).expanduser()
+    if _looks_like_path(name) or _exists(path):
+        try:
+            return read_spec(path)
+        except PlanError as error:
+            if error.problem == "no such file":
+                raise PlanError("model", name, "no such file", origin=base.origin) from None
+            raise
+    problem = "is not a model that is built in (`memplan models` lists them), nor a path"
+    raise PlanError("model", name, problem, origin=base.origin, known=model_specs())
+
+
+def _looks_like_path(name: str) -> bool:
+    return "/" in name or name.startswith((".", "~")) or name.endswith((".yaml", ".yml", ".json"))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _with_derived_sizes(spec: Node, base: dict[str, Node], given: dict[str, Node]) -> Node:
+    """``spec`` with the sizes that nobody gave, or that followed from others in the base, derived."""
+
+    def size(fields: dict[str, Node], name: str) -> int | None:
+        value = fields[name].value if name in fields else None
+        return value if type(value) is int and value > 0 else None
+
+    def follows(name: str, rule: int | None) -> bool:
+        return name not in given and (not base or size(base, name) == rule)
+
+    hidden, heads = size(spec.mapping, "hidden"), size(spec.mapping, "heads")
+    base_hidden, base_heads = size(base, "hidden"), size(base, "heads")
+    derived: dict[str, Node] = {}
+    if heads and follows("kv_heads", base_heads):
+        derived["kv_heads"] = Node(heads, spec.mapping["heads"].origin)
+    if hidden and heads and follows("head_dim", base_hidden // base_heads if base_hidden and base_heads else None):
+        if hidden % heads:
+            wrong = "heads" if "heads" in given else "hidden"
+            value = spec.mapping[wrong]
+            problem = f"heads must divide hidden ({hidden} / {heads}) unless head_dim is given"
+            raise PlanError(f"model.{wrong}", value.plain(), problem, origin=value.origin)
+        derived["head_dim"] = Node(hidden // heads, spec.mapping["heads"].origin)
+    gated = "activation" in spec.mapping and spec.mapping["activation"].value == "swiglu"
+    if hidden and not gated and follows("ffn", 4 * base_hidden if base_hidden else None):
+        derived["ffn"] = Node(4 * hidden, spec.mapping["hidden"].origin)
+    return spec.with_items(derived) if derived else spec

@@ -1,0 +1,123 @@
+"""From what people write to what the models of ``plan.py`` hold: shorthands, lists in text, sizes with units.
+
+Everything here is kind to form and silent about content: what it cannot make sense of stays as it is,
+and validation refuses it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .errors import ABSENT, PlanError
+from .fields import Kind, PlanField, plan_fields, sections
+from .node import Node
+from .sizes import parse_size
+from .yaml_nodes import scalar
+
+_INTEGERS = re.compile(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)+,?\s*")
+_RANGE = re.compile(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6}))?\s*")
+_MOST_LAYERS = 100_000
+
+
+def normalised(plan: Node) -> Node:
+    """The plan as a mapping of sections, each field in the form that its model holds."""
+    if not isinstance(plan.value, dict):
+        raise PlanError("", plan.plain(), "a plan is a mapping of fields, such as `model: gpt2-xl`", origin=plan.origin)
+    fields, items = plan_fields(), dict(plan.mapping)
+    items.pop("$schema", None)
+    for name, section in sections().items():
+        if name in items:
+            items[name] = _section(name, items[name], getattr(section, "shorthand", None))
+    for name, node in items.items():
+        if name in fields and fields[name].kind is not Kind.MODEL:
+            items[name] = field_value(fields[name], node)
+    return Node(items, plan.origin)
+
+
+def section_fields(name: str, node: Node) -> Node:
+    """The mapping of section ``name`` with each field in the form that its model holds."""
+    fields = plan_fields()
+    items = {
+        key: field_value(fields[path], item) if (path := f"{name}.{key}") in fields else item
+        for key, item in node.mapping.items()
+    }
+    return Node(items, node.origin)
+
+
+def field_value(field: PlanField, node: Node) -> Node:
+    """``node`` in the form that the model of ``field`` holds."""
+    if field.kind in (Kind.TEXT, Kind.CHOICE):
+        return _text(node)
+    if field.kind is Kind.SIZE:
+        return _size(node)
+    if field.kind in (Kind.INTEGERS, Kind.PARTITION):
+        return _integers(node, alone=field.kind is Kind.INTEGERS)
+    if field.kind is Kind.DEVICE_MAP and isinstance(node.value, dict):
+        return Node({device: _layers(device, layers) for device, layers in node.mapping.items()}, node.origin)
+    if field.kind is Kind.VARIABLES and isinstance(node.value, dict):
+        return Node({name: _text(value) for name, value in node.mapping.items()}, node.origin)
+    if field.kind is Kind.VARIABLES and node.value is None:
+        return Node({}, node.origin)
+    return node
+
+
+def _section(name: str, node: Node, shorthand: str | None) -> Node:
+    if name == "model" and not isinstance(node.value, dict):
+        return Node({"base": _text(node)}, node.origin)
+    if isinstance(node.value, dict):
+        return section_fields(name, node)
+    if node.value is None:
+        return Node({}, node.origin)
+    if shorthand is not None and not isinstance(node.value, list):
+        return section_fields(name, Node({shorthand: node}, node.origin))
+    return node
+
+
+def _text(node: Node) -> Node:
+    """An unquoted scalar as it was written: ``code: 2020`` is text there."""
+    return Node(node.text, node.origin, node.text) if node.text is not None and node.value is not None else node
+
+
+def _size(node: Node) -> Node:
+    size = parse_size(node.value) if isinstance(node.value, str) else None
+    return node if size is None else Node(size, node.origin, node.text)
+
+
+def _integers(node: Node, *, alone: bool) -> Node:
+    """``0,4,6`` as a list; a number ``alone`` as a list of one."""
+    if isinstance(node.value, str) and _INTEGERS.fullmatch(node.value):
+        parts = [part.strip() for part in node.value.rstrip(" ,").split(",")]
+        return Node([scalar(part, node.origin) for part in parts], node.origin)
+    if alone and type(node.value) is int:
+        return Node([node], node.origin)
+    return node
+
+
+def _layers(device: str, node: Node) -> Node:
+    """``0-11, 20`` or ``[0-11, 20]`` as the list of those layers."""
+    if isinstance(node.value, list):
+        parts = list(node.value)
+    elif isinstance(node.value, str):
+        parts = [scalar(part.strip(), node.origin) for part in node.value.split(",")]
+    elif node.value is None:
+        parts = []
+    else:
+        parts = [node]
+    layers: list[Node] = []
+    for part in parts:
+        layers.extend(_range(part))
+        if len(layers) > _MOST_LAYERS:
+            raise PlanError(
+                f"device_map.{device}", ABSENT, "names more layers than a model can have", origin=part.origin
+            )
+    return Node(layers, node.origin)
+
+
+def _range(node: Node) -> list[Node]:
+    match = _RANGE.fullmatch(node.value) if isinstance(node.value, str) else None
+    if match is None or match[2] is None:
+        return [node]
+    first, last = int(match[1]), int(match[2])
+    if last < first or last - first > _MOST_LAYERS:
+        return [node]
+    return [Node(layer, node.origin) for layer in range(first, last + 1)]

@@ -1,0 +1,194 @@
+"""Reading a plan: a file, a built-in example, standard input or nothing, then flags over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ABSENT, Origin, PlanError
+from .fields import MODEL, Kind, PlanField, by_flag
+from .library import examples, model_specs
+from .models import complete_model
+from .node import Node
+from .normalise import field_value, normalised
+from .plan import Plan
+from .text import STANDARD_INPUT, read_standard_input, read_text
+from .validation import validated_plan
+from .yaml_nodes import parse_yaml, scalar
+
+COMMAND_LINE = Origin("command line")
+MOST_EXTENDED = 8
+"""Plans that extend one another in a chain."""
+
+Flags = Mapping[str, "str | tuple[str, ...]"]
+"""Values of flags by name without hyphens: ``{"tp": "4", "env": ("NAME=VALUE",)}``."""
+
+_MERGED = frozenset({"environment"})
+"""Fields of which a later layer adds to the earlier, as it does to sections; others are replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A plan as written, before flags: a mapping of sections. ``folder`` is where its relative paths start."""
+
+    plan: Node
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """A plan, where each of its fields came from, and what its reader should be told."""
+
+    plan: Plan
+    origins: Mapping[str, Origin]
+    warnings: tuple[str, ...] = ()
+
+
+def read_plan(source: str | None, flags: Flags | None = None) -> ReadPlan:
+    """The plan in ``source`` (a path, a built-in example's name, ``-`` or nothing) with ``flags`` over it."""
+    return build_plan(load_source(source), flags or {})
+
+
+def load_source(source: str | None) -> Source:
+    """The plan in ``source`` as written, and in the plans that it extends."""
+    if source is None:
+        return Source(Node({}, COMMAND_LINE), Path())
+    if source == "-":
+        text, name, folder = read_standard_input(), STANDARD_INPUT, Path()
+    else:
+        path = _path_of(source)
+        text, name, folder = read_text(path), _name_of(path), path.parent
+    return _extended(Source(normalised(parse_yaml(text, name)), folder), 1)
+
+
+def build_plan(source: Source, flags: Flags, variant: Flags | None = None) -> ReadPlan:
+    """``source`` with ``flags`` over it, and over both the ``variant`` of a comparison."""
+    here = Path() if "model" in flags or "model" in (variant or {}) else source.folder
+    node = _with_flags(source.plan, flags, "--")
+    node = _with_flags(node, variant or {}, "--vary ")
+    warnings: tuple[str, ...] = ()
+    model = node.mapping.get("model")
+    if model is not None and isinstance(model.value, dict):
+        spec, warnings = complete_model(model, here)
+        node = node.with_items({"model": spec})
+    return ReadPlan(validated_plan(node), dict(node.origins()), warnings)
+
+
+def _path_of(source: str) -> Path:
+    if source in examples():
+        return examples()[source]
+    path = Path(source).expanduser()
+    if "/" in source or path.suffix or _is_there(path):
+        return path
+    if source in model_specs():
+        problem = f"is a model, not a plan; estimate it with --model {source}"
+        raise PlanError("plan", source, problem, origin=COMMAND_LINE)
+    built_in = ", ".join(examples())
+    problem = f"is neither a file nor a built-in example ({built_in})"
+    raise PlanError("plan", source, problem, origin=COMMAND_LINE, known=examples())
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _name_of(path: Path) -> str:
+    """What errors call the file: a built-in example by its name."""
+    return f"example {path.stem}" if examples().get(path.stem) == path else str(path)
+
+
+def _extended(source: Source, depth: int) -> Source:
+    extends = source.plan.mapping.get("extends")
+    if extends is None:
+        return source
+    if depth > MOST_EXTENDED:
+        problem = f"makes a chain of more than {MOST_EXTENDED} plans; does one extend itself?"
+        raise PlanError("extends", extends.plain(), problem, origin=extends.origin)
+    if not isinstance(extends.value, str) or not extends.value or extends.value == "-":
+        problem = "must be a path to a plan or the name of a built-in example"
+        raise PlanError("extends", extends.plain(), problem, origin=extends.origin, known=examples())
+    name = extends.value
+    path = examples().get(name, source.folder / Path(name).expanduser())
+    try:
+        text = read_text(path)
+    except PlanError as error:
+        raise PlanError("extends", name, error.problem, origin=extends.origin, known=examples()) from None
+    base = _extended(Source(normalised(parse_yaml(text, _name_of(path))), path.parent), depth + 1)
+    base = Source(_with_model_from(base.plan, base.folder), base.folder)
+    return Source(_over(base.plan, source.plan.without("extends")), source.folder)
+
+
+def _with_model_from(plan: Node, folder: Path) -> Node:
+    """``plan`` with a relative path to its model made to start from its own ``folder``."""
+    model = plan.mapping.get("model")
+    base = model.mapping.get("base") if model is not None else None
+    if model is None or base is None or not isinstance(base.value, str) or base.value in model_specs():
+        return plan
+    moved = Node(str(folder.resolve() / base.value), base.origin)
+    return plan.with_items({"model": model.with_items({"base": moved})})
+
+
+def _over(below: Node, above: Node) -> Node:
+    """``above`` laid over ``below``: sections are merged field by field, other values replaced."""
+    items = dict(below.mapping)
+    for name, node in above.mapping.items():
+        old = items.get(name)
+        replaced = old is None or not isinstance(node.value, dict) or (name == "model" and "base" in node.mapping)
+        if old is None or replaced or name == "device_map":
+            items[name] = node
+        else:
+            items[name] = Node({**old.mapping, **node.mapping}, node.origin)
+    return Node(items, above.origin)
+
+
+def _with_flags(plan: Node, flags: Flags, prefix: str) -> Node:
+    for name, value in sorted(flags.items(), key=lambda flag: flag[0] != "model"):
+        field = by_flag().get(name)
+        if field is None:
+            problem = f"is not a field that can vary; known are {', '.join(by_flag())}"
+            raise PlanError("", ABSENT, f"{name} {problem}", origin=Origin(prefix.strip()), known=())
+        plan = _over(plan, _placed(field, _flag_value(field, value, Origin(prefix + name)), plan.origin))
+    return plan
+
+
+def _placed(field: PlanField, value: Node, root: Origin) -> Node:
+    """``value`` as a plan that holds it in its place and nothing else."""
+    if field is MODEL:
+        return Node({"model": Node({"base": value}, value.origin)}, root)
+    if field.section:
+        value = Node({field.name: value}, value.origin)
+    return Node({field.section or field.name: value}, root)
+
+
+def _flag_value(field: PlanField, value: str | tuple[str, ...], origin: Origin) -> Node:
+    if field.kind is Kind.VARIABLES:
+        pairs = (value,) if isinstance(value, str) else value
+        return Node(dict(_variable(pair, origin) for pair in pairs), origin)
+    text = value if isinstance(value, str) else ",".join(value)
+    if field.kind is Kind.MODEL:
+        return Node(text, origin)
+    if field.kind is Kind.DEVICE_MAP:
+        return _device_map(field, text, origin)
+    return field_value(field, scalar(text, origin))
+
+
+def _variable(pair: str, origin: Origin) -> tuple[str, Node]:
+    name, equals, value = pair.partition("=")
+    if not equals or not name:
+        raise PlanError("environment", pair, "must be NAME=VALUE", origin=origin)
+    return name, Node(value, origin)
+
+
+def _device_map(field: PlanField, text: str, origin: Origin) -> Node:
+    """A device map written out, ``{0: 0-11, 1: 12-23}``, or in the file of that name."""
+    if text.lstrip().startswith("{"):
+        node = parse_yaml(text, origin.source, line=False)
+    elif not text:
+        return Node(None, origin)
+    else:
+        node = parse_yaml(read_text(Path(text).expanduser(), field.path), text)
+    return field_value(field, node)

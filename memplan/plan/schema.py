@@ -1,0 +1,65 @@
+"""The JSON Schema of a plan as people write it: with shorthands, references to models, and sizes with units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .fields import Kind, plan_fields, sections
+from .plan import Plan
+
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def plan_schema() -> dict[str, Any]:
+    """The schema that ships as ``plan.schema.json``."""
+    schema = Plan.model_json_schema()
+    definitions, properties = schema["$defs"], schema["properties"]
+    for name, section in sections().items():
+        definition = definitions[section.__name__]
+        definition.pop("required", None)
+        definition.pop("title", None)
+        for field, value in definition["properties"].items():
+            definition["properties"][field] = _as_written(f"{name}.{field}", value)
+        shorthand = getattr(section, "shorthand", None)
+        if shorthand is not None:
+            reference = {"$ref": f"#/$defs/{section.__name__}"}
+            properties[name] = {"anyOf": [definition["properties"][shorthand], reference]}
+    for name in [name for name in properties if name in plan_fields() and name != "model"]:
+        properties[name] = _as_written(name, properties[name])
+    base = {"type": "string", "description": plan_fields()["model"].description}
+    definitions["ModelSpec"]["properties"] = {"base": base, **definitions["ModelSpec"]["properties"]}
+    properties["model"] = {"anyOf": [base, {"$ref": "#/$defs/ModelSpec"}]}
+    extends = {"type": "string", "description": "plan that this one changes: a path, or the name of a built-in example"}
+    schema["properties"] = {"$schema": {"type": "string"}, "extends": extends, **properties}
+    schema.pop("required", None)
+    return {"$schema": _DRAFT, **_without_titles(schema), "title": "memplan plan"}
+
+
+def _as_written(path: str, value: dict[str, Any]) -> dict[str, Any]:
+    """The schema of one field with the forms that reading it accepts besides its own."""
+    field = plan_fields()[path]
+    value = {key: item for key, item in value.items() if key not in ("flag", "title")}
+    others: list[dict[str, Any]] = []
+    if field.kind in (Kind.SIZE, Kind.INTEGERS):
+        others = [{"type": "string"}]
+    elif path == "headroom":
+        others = [{"type": "integer", "minimum": 0}]
+    elif field.kind is Kind.CHOICE and any(choice.isdigit() for choice in field.choices):
+        others = [{"type": "integer", "enum": [int(choice) for choice in field.choices if choice.isdigit()]}]
+    elif field.kind is Kind.DEVICE_MAP:
+        layers = {"type": ["array", "string", "integer"], "items": {"type": ["integer", "string"]}}
+        devices = {"type": "object", "propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": layers}
+        value, others = {"description": field.description}, [devices, {"type": "null"}]
+    elif field.kind is Kind.VARIABLES:
+        value["additionalProperties"] = {"type": ["string", "number", "boolean"]}
+    if not others:
+        return value
+    about = {key: value.pop(key) for key in ("description", "default") if key in value}
+    return {**about, "anyOf": [*value.pop("anyOf", [value] if value else []), *others]}
+
+
+def _without_titles(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if not (key == "title" and isinstance(item, str))}
+        return {key: _without_titles(item) for key, item in kept.items() if key != "flag"}
+    return [_without_titles(item) for item in value] if isinstance(value, list) else value

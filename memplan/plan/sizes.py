@@ -1,0 +1,58 @@
+"""Sizes of memory as people write them: ``16GiB``, ``512 MiB``, ``24GB``, ``5%``."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import PlanError
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+ALLOWED = "must be bytes, or a size with a unit (KiB, MiB, GiB; kB, MB, GB for powers of ten)"
+LARGEST = 2**50
+"""Bytes: a pebibyte, more than any device has."""
+
+_UNIT_OF = {unit.lower(): size for unit, size in UNITS.items()}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?)\s*([a-zA-Z]{0,3}|%)")
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of ``2GiB``, ``24000 MB`` or ``1024``; ``None`` where that is not a size."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2].lower() not in _UNIT_OF:
+        return None
+    number, unit = match[1], _UNIT_OF[match[2].lower()]
+    if "." not in number:
+        return int(number) * unit
+    whole, _, fraction = number.partition(".")
+    return int(whole) * unit + int(fraction or 0) * unit // int(10 ** len(fraction))
+
+
+def headroom_bytes(headroom: str, capacity: int | None) -> int:
+    """Bytes that ``plan.headroom`` keeps free of a device of ``capacity`` bytes; a percentage is of the capacity.
+
+    Without a capacity there is nothing to keep free of, and a percentage is zero.
+    """
+    match = _SIZE.fullmatch(headroom.strip())
+    if match is not None and match[2] == "%":
+        percent = float(match[1])
+        if percent >= 100:
+            raise PlanError("headroom", headroom, "must be less than 100%")
+        return int((capacity or 0) * percent / 100)
+    size = parse_size(headroom)
+    if size is None:
+        raise PlanError("headroom", headroom, f"{ALLOWED}, or a percentage of the device's memory such as 5%")
+    if size > LARGEST:
+        raise PlanError("headroom", headroom, "is more than any device has")
+    return size

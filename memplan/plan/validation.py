@@ -1,0 +1,132 @@
+"""Pydantic checks types and ranges; here its findings become the one line that a user reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from .errors import ABSENT, PlanError
+from .fields import PlanField, plan_fields, sections
+from .node import Node
+from .plan import Plan
+from .spec import ModelSpec
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_MOST_DIGITS = 300
+_WORDS_FOR_LIMITS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+    "too_long": ("max_length", "a list of at most"),
+    "string_too_short": ("min_length", "text of at least"),
+    "string_too_long": ("max_length", "text of at most"),
+}
+
+
+def validated_plan(plan: Node) -> Plan:
+    """``plan`` as a value of the type, or the error that stands first."""
+    return _validated(Plan, plan, "")
+
+
+def validated_spec(spec: Node) -> ModelSpec:
+    """``spec`` as a value of the type, or the error that stands first."""
+    return _validated(ModelSpec, spec, "model")
+
+
+def _validated(model: type[Model], node: Node, prefix: str) -> Model:
+    try:
+        # JSON mode is strict about types, and still takes a list for a tuple and "0" for a key that is a number.
+        return model.model_validate_json(json.dumps(node.plain()), strict=True)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=True)
+    except ValueError as error:
+        raise PlanError(prefix, ABSENT, f"cannot be read: {error}", origin=node.origin) from None
+    first = min(found, key=lambda item: item["type"] == "missing")
+    raise _translated(first, prefix).located(dict(node.origins(prefix)))
+
+
+def _translated(found: Mapping[str, Any], prefix: str) -> PlanError:
+    path = _path(prefix, found["loc"])
+    kind, value = found["type"], found["input"]
+    if kind == "missing":
+        return _missing(path)
+    if kind == "extra_forbidden":
+        return _unknown(path)
+    field = plan_fields().get(path)
+    if kind == "literal_error" and field is not None:
+        return PlanError(path, value, f"must be {field.allowed}", known=field.choices)
+    if kind in _WORDS_FOR_LIMITS:
+        key, words = _WORDS_FOR_LIMITS[kind]
+        limit = found["ctx"][key]
+        text = f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+        return PlanError(path, value, f"must be {words} {text}")
+    if kind in ("model_type", "model_attributes_type"):
+        return PlanError(path, value, f"must be a mapping of {', '.join(sections()[path].model_fields)}")
+    return PlanError(path, value, _wrong_type(kind, value, field, found["msg"]))
+
+
+def _path(prefix: str, location: tuple[str | int, ...]) -> str:
+    """Dotted path of an error; what a union adds to tell its branches apart is left out."""
+    path = prefix
+    for part in location:
+        if part == "[key]":
+            break
+        longer = f"{path}.{part}" if path else str(part)
+        if plan_fields().get(path) is not None and path not in ("model", "device_map", "environment"):
+            break
+        path = longer
+    return path
+
+
+def _missing(path: str) -> PlanError:
+    if path == "model":
+        problem = "is missing: name one (`memplan models` lists them), as --model gpt2-xl or `model: gpt2-xl` in a plan"
+        return PlanError(path, ABSENT, problem)
+    field = plan_fields().get(path)
+    return PlanError(path, ABSENT, f"is missing: {field.description if field else 'it has no default'}")
+
+
+def _unknown(path: str) -> PlanError:
+    section, _, _ = path.rpartition(".")
+    if section == "model":
+        known = ["base", *ModelSpec.model_fields]
+    else:
+        known = list(sections()[section].model_fields if section else [*Plan.model_fields, "extends"])
+    elsewhere = [other for other in plan_fields() if other.rpartition(".")[2] == path.rpartition(".")[2]]
+    if elsewhere:
+        return PlanError(path, ABSENT, f"is not a field here; it is {' or '.join(elsewhere)}")
+    return PlanError(path, ABSENT, f"is not a field; known are {', '.join(known)}", known=known)
+
+
+def _wrong_type(kind: str, value: object, field: PlanField | None, message: str) -> str:
+    if kind.startswith("int_") or (kind == "float_type" and isinstance(value, str)):
+        return f"must be a {'whole ' if kind.startswith('int_') else ''}number{_hint(value)}"
+    if kind.startswith("bool_"):
+        return "must be true or false"
+    if kind == "float_type":
+        return "must be a number"
+    if field is not None:
+        return f"must be {field.allowed}"
+    if kind == "string_type":
+        return "must be text; put it in quotes"
+    return message[:1].lower() + message[1:]
+
+
+def _hint(value: object) -> str:
+    """How to write the whole number that was probably meant."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"; write {int(value)}"
+    if not isinstance(value, str):
+        return ""
+    plain = value.replace("_", "").replace(",", "").strip()
+    if plain.isascii() and plain.isdigit() and len(plain) < _MOST_DIGITS:
+        if plain == value and not plain.startswith("0"):
+            return f"; write {plain} without quotes"
+        octal = " (a leading zero would be octal to some readers)" if plain.startswith("0") else ""
+        return f"; write {int(plain)}{octal}"
+    return ""

@@ -1,0 +1,70 @@
+"""An estimate as JSON, schema 1: integers in bytes, ``null`` for what cannot be derived. Others build on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .. import __version__
+from ..result import Estimate, StageEstimate
+from ..tape import Category
+
+SCHEMA = 1
+MOMENTS = ("initialisation", "steady", "evaluation", "checkpoint")
+
+
+def to_json(estimate: Estimate) -> dict[str, Any]:
+    """What ``memplan estimate --json`` prints."""
+    return {"schema": SCHEMA, "memplan": __version__, **_estimate(estimate)}
+
+
+def comparison_to_json(names: Sequence[str], estimates: Sequence[Estimate]) -> dict[str, Any]:
+    """What ``--compare`` and ``--vary`` print with ``--json``: the variants in order, the first one the base."""
+    variants = [{"name": name, **_estimate(estimate)} for name, estimate in zip(names, estimates, strict=True)]
+    return {"schema": SCHEMA, "memplan": __version__, "variants": variants}
+
+
+def _estimate(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "plan": estimate.plan.model_dump(mode="json"),
+        "fits": estimate.fits,
+        "capacity_bytes": estimate.capacity,
+        "headroom_bytes": estimate.headroom,
+        "peak_bytes": estimate.peak,
+        "peak_stage": estimate.peak_stage,
+        "stages": [_stage(stage) for stage in estimate.stages],
+        "warnings": [{"code": notice.code, "message": notice.message} for notice in estimate.warnings],
+        "assumptions": list(estimate.assumptions),
+    }
+
+
+def _stage(stage: StageEstimate) -> dict[str, Any]:
+    peak, beyond = stage.peak, stage.beyond
+    return {
+        "stage": stage.stage,
+        "ranks": list(stage.ranks),
+        "modules": list(stage.modules),
+        "parameters": stage.parameters,
+        "requested_bytes": stage.requested,
+        "allocated_bytes": stage.allocated,
+        "reserved_bytes": stage.reserved,
+        "device_bytes": stage.device,
+        "static_bytes": stage.static,
+        "peak": {
+            "moment": peak.moment,
+            "phase": peak.phase,
+            "module": peak.module,
+            "microbatch": peak.microbatch,
+            "upper_bound": peak.upper_bound,
+        },
+        "breakdown": {category.key: stage.of(category) for category in Category},
+        "beyond_allocated": {
+            "allocator_cache": beyond.allocator_cache,
+            "cuda_context": beyond.cuda_context,
+            "nccl": beyond.nccl,
+            "other": beyond.other,
+        },
+        "host_bytes": stage.host,
+        "nvme_bytes": stage.nvme,
+        "moments": {moment: stage.moments.get(moment) for moment in MOMENTS},
+    }

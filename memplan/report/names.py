@@ -1,0 +1,70 @@
+"""Stages, ranks and modules in few characters: ``1–30``, ``embedding, layers 0–2``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from ..plan.plan import Plan
+
+DASH = "–"
+_NUMBERED = re.compile(r"(.+)\.(\d+)")
+
+
+def kind_of(module: str) -> str:
+    """The module without its number: ``layer`` of ``layer.12``; other names as they are."""
+    match = _NUMBERED.fullmatch(module)
+    return match[1] if match else module
+
+
+def span(first: int | str, last: int | str) -> str:
+    """``3–7``, or ``3`` where both ends are the same."""
+    return f"{first}" if first == last else f"{first}{DASH}{last}"
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The stretches of consecutive ``numbers``, each as its first and last."""
+    for _, pairs in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in pairs]
+        yield members[0], members[-1]
+
+
+def modules_text(modules: Sequence[str]) -> str:
+    """``embedding, layer.0, layer.1, layer.2`` as ``embedding, layers 0–2``, in the stage's order."""
+    parts = []
+    for (kind, numbered), members in groupby(modules, key=lambda name: (kind_of(name), kind_of(name) != name)):
+        if not numbered:
+            count = len(list(members))
+            parts.append(kind if count == 1 else f"{count} × {kind}")
+            continue
+        runs = list(_runs(int(name.rpartition(".")[2]) for name in members))
+        several = len(runs) > 1 or runs[0][0] != runs[0][1]
+        parts.append(f"{kind}{'s' * several} " + ", ".join(span(*run) for run in runs))
+    return ", ".join(parts)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``4–7`` where the ranks are consecutive, else how many they are: ``×16``."""
+    runs = list(_runs(sorted(ranks)))
+    return span(*runs[0]) if len(runs) == 1 else f"×{len(ranks)}"
+
+
+def stage_word(plan: Plan) -> str:
+    """What a row of the table is: a pipeline stage, or a device of a device map."""
+    return "device" if plan.framework == "device-map" else "stage"
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan in a line: ``gpt2-xl · single · mbs 1 · seq 1024 · fp32 · adamw``."""
+    layout, batch = plan.layout, plan.batch
+    degrees = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "ep": layout.ep, "vpp": layout.vpp}
+    parts = [plan.model.name, plan.framework]
+    parts += [f"{name} {degree}" for name, degree in degrees.items() if degree not in (None, 1)]
+    parts += [f"zero {layout.zero}"] if layout.zero else []
+    parts += [f"mbs {batch.mbs}"]
+    parts += [f"gbs {batch.gbs}"] if batch.gbs is not None else []
+    parts += [f"seq {batch.seq or plan.model.positions_max}", plan.precision.dtype, plan.optimizer.name]
+    parts += [f"{plan.recompute.mode} recompute"] if plan.recompute.mode != "none" else []
+    parts += [f"{plan.attention} attention"]
+    return " · ".join(parts)

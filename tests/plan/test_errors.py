@@ -1,0 +1,56 @@
+"""One line per error: field, value, what is allowed, origin, nearest name."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan.plan.errors import ABSENT, Origin, PlanError, nearest, shown
+
+
+def test_a_line_names_origin_field_value_and_what_is_allowed() -> None:
+    error = PlanError("layout.tp", 7, "must divide the 80 attention heads (1, 2, 4, …)")
+    located = error.located({"layout.tp": Origin("plan.yaml", 12), "": Origin("plan.yaml")})
+    assert str(located) == "plan.yaml:12: layout.tp = 7: must divide the 80 attention heads (1, 2, 4, …)"
+    assert str(error) == "layout.tp = 7: must divide the 80 attention heads (1, 2, 4, …)"
+
+
+def test_the_origin_of_a_field_that_was_not_given_is_that_of_its_section() -> None:
+    origins = {"": Origin("standard input"), "layout": Origin("standard input", 3)}
+    assert str(PlanError("layout.dp", 3, "no").located(origins)) == "standard input:3: layout.dp = 3: no"
+    assert str(PlanError("batch.gbs", 3, "no").located(origins)) == "standard input: batch.gbs = 3: no"
+
+
+def test_an_origin_that_is_known_stays() -> None:
+    error = PlanError("layout.tp", 7, "no", origin=Origin("--tp"))
+    assert error.located({"layout.tp": Origin("plan.yaml", 1)}) is error
+
+
+def test_the_nearest_name_is_suggested() -> None:
+    assert str(PlanError("framework", "megatron-deepsped", "no", known=["ddp", "megatron-deepspeed"])).endswith(
+        "no; did you mean megatron-deepspeed?"
+    )
+    assert str(PlanError("layout.tpp", ABSENT, "no", known=["tp", "pp"])) == "layout.tpp: no; did you mean tp?"
+    assert PlanError("framework", "zzz", "no", known=["ddp"]).suggestion is None
+    assert nearest("H100", ["h100-80gb", "h200"]) in ("h100-80gb", "h200")
+    assert nearest("embeddings-32bit", ["embeddings_32bit"]) == "embeddings_32bit"
+
+
+def test_long_and_strange_values_are_cut_and_escaped() -> None:
+    assert str(PlanError("a", "x\ny\x1b[31m", "no")) == "a = x\\ny\\x1b[31m: no"
+    assert len(shown("x" * 1000)) == 60
+    assert shown(10**4000).startswith("a number of")
+    assert [shown(value) for value in (None, True, [1, None], {"a": False}, "")] == [
+        "null",
+        "true",
+        "[1, null]",
+        "{a: false}",
+        "''",
+    ]
+
+
+@given(st.text(), st.one_of(st.text(), st.integers(), st.none(), st.lists(st.text())), st.text(), st.text())
+def test_it_is_always_one_line(field: str, value: object, problem: str, source: str) -> None:
+    line = str(PlanError(field, value, problem, origin=Origin(source), known=["a", "tp"]))
+    assert len(line.splitlines()) <= 1
+    assert line.isprintable()

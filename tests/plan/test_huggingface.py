@@ -1,0 +1,193 @@
+"""``config.json``: every family counted as transformers counts it, and nothing guessed or run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memplan.plan.count import parameters
+from memplan.plan.errors import PlanError
+from memplan.plan.huggingface import FAMILIES
+from memplan.plan.library import model_specs
+from memplan.plan.models import load_spec, read_spec
+from memplan.plan.spec import ModelSpec
+from memplan.plan.validation import validated_spec
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 101, "n_embd": 12, "n_layer": 2, "n_head": 3}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 101,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+}
+
+
+def spec_of(config: dict[str, Any], folder: Path) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return load_spec(str(folder))
+
+
+def refusal(config: object, folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    with pytest.raises(PlanError) as caught:
+        load_spec(str(folder / "config.json"))
+    return str(caught.value).removeprefix(str(folder))
+
+
+def transformers_count(config: dict[str, Any]) -> int:
+    """Parameters of the model that transformers makes of ``config``, on the meta device."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    kind = transformers.AutoModelForMaskedLM if config["model_type"] == "bert" else transformers.AutoModelForCausalLM
+    made = transformers.AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = kind.from_config(made)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+sizes = st.integers(1, 9)
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, Any]:
+    """A small configuration of a family that is known, some keys left to their defaults."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3), (6, 6)]))
+    head = 2 * draw(sizes)
+    required = {
+        "gpt2": {"n_layer": draw(st.integers(1, 3)), "n_embd": heads * head, "n_head": heads},
+        "bloom": {"n_layer": draw(st.integers(1, 3)), "hidden_size": heads * head, "n_head": heads},
+    }.get(
+        family,
+        {
+            "num_hidden_layers": draw(st.integers(1, 3)),
+            "hidden_size": heads * head,
+            "num_attention_heads": heads,
+            "intermediate_size": draw(st.integers(1, 40)),
+        },
+    )
+    optional: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+        "gpt2": {"n_inner": st.none() | sizes, "n_positions": sizes, "tie_word_embeddings": st.booleans()},
+        "bert": {"max_position_embeddings": sizes, "type_vocab_size": sizes},
+        "bloom": {"tie_word_embeddings": st.booleans()},
+        "llama": {
+            "num_key_value_heads": st.just(kv_heads),
+            "head_dim": st.none() | st.just(4),
+            "attention_bias": st.booleans(),
+            "mlp_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+        },
+        "mistral": {"head_dim": st.none() | st.just(4), "sliding_window": st.none() | sizes},
+        "qwen3": {"head_dim": st.just(6), "attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
+    }
+    chosen = {name: draw(value) for name, value in optional[family].items() if draw(st.booleans())}
+    if family in ("mistral", "qwen3"):
+        chosen["num_key_value_heads"] = kv_heads
+    return {"model_type": family, "vocab_size": draw(st.integers(8, 99)), **required, **chosen}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(config=configurations())
+def test_counts_as_transformers_does(config: dict[str, Any], tmp_path: Path) -> None:
+    config = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **config}
+    assert parameters(spec_of(config, tmp_path)) == transformers_count(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    defaults = transformers.AutoConfig.for_model(family).to_dict()
+    required = {
+        name: defaults[name]
+        for key in FAMILIES[family].keys.values()
+        for name in key.names
+        if not isinstance(key.default, (int, float, type(None))) and name in defaults
+    }
+    from_little = spec_of({"model_type": family, **required}, tmp_path)
+    from_all = spec_of(defaults, tmp_path)
+    assert from_little == from_all
+
+
+@pytest.mark.parametrize("name", [name for name in model_specs() if load_spec(name).family != "gpt"])
+def test_built_in_specs_count_as_transformers_does(name: str) -> None:
+    spec = load_spec(name)
+    common = {"model_type": spec.family, "vocab_size": spec.vocab, "tie_word_embeddings": spec.tied_embeddings}
+    sizes = {
+        "gpt2": {"n_layer": spec.layers, "n_embd": spec.hidden, "n_head": spec.heads},
+        "bloom": {"n_layer": spec.layers, "hidden_size": spec.hidden, "n_head": spec.heads},
+    }.get(
+        spec.family,
+        {
+            "num_hidden_layers": spec.layers,
+            "hidden_size": spec.hidden,
+            "num_attention_heads": spec.heads,
+            "num_key_value_heads": spec.kv_heads,
+            "intermediate_size": spec.ffn,
+            "max_position_embeddings": spec.positions_max,
+        },
+    )
+    assert parameters(spec) == transformers_count({**common, **sizes})
+
+
+def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    line = refusal({"model_type": "mamba", "hidden_size": 8}, tmp_path)
+    assert line == (
+        "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
+        "known are gpt2, bert, bloom, llama, mistral, qwen3"
+    )
+    assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
+    assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)
+
+
+def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "configuration_evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    auto_map = {"AutoConfig": "configuration_evil.EvilConfig"}
+    assert "(code named in auto_map is never run)" in refusal({"model_type": "evil", "auto_map": auto_map}, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "auto_map": auto_map}))
+    found = read_spec(tmp_path)
+    assert "which was not run: it is read as a plain llama" in found.notes[0]
+    assert validated_spec(found.spec).family == "llama"
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({**GPT2, "n_embd": "768"}, "n_embd = 768: must be a whole number from 1 to 2,147,483,648"),
+        ({**GPT2, "n_embd": -1}, "n_embd = -1: must be a whole number from 1 to"),
+        ({**GPT2, "n_embd": 12.0}, "n_embd = 12.0: must be a whole number"),
+        ({**GPT2, "n_embd": True}, "n_embd = true: must be a whole number"),
+        ({**GPT2, "n_embd": 10**40}, "must be a whole number from 1 to 2,147,483,648"),
+        ({**GPT2, "n_embd": 13}, "n_embd = 13: must be divided by the number of attention heads (3)"),
+        ({**GPT2, "n_layer": 10**9}, "n_layer = 1000000000: must be a whole number from 1 to 100,000"),
+        ({**GPT2, "attn_pdrop": 1.5}, "attn_pdrop = 1.5: must be a probability"),
+        ({**GPT2, "activation_function": "relu"}, "activation_function = relu: is not an activation"),
+        ({**GPT2, "add_cross_attention": True}, "add_cross_attention = true: is not modelled; only false is"),
+        ({key: value for key, value in GPT2.items() if key != "n_layer"}, "n_layer: is missing (the model's layers)"),
+        ({**LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings = no: must be true or false"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config: is set"),
+        ({**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types: mixes full_attention, sliding"),
+        ([1, 2], "model = [1, 2]: a model spec is a mapping of fields"),
+        ("text", "model = text: a model spec is a mapping of fields"),
+    ],
+)
+def test_a_wrong_value_is_named(config: object, line: str, tmp_path: Path) -> None:
+    found = refusal(config, tmp_path)
+    assert line in found
+    assert found.startswith("/config.json:")
+
+
+@given(st.dictionaries(st.sampled_from([*GPT2, *LLAMA]), st.none() | st.integers() | st.text() | st.booleans()))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_any_configuration_gives_a_spec_or_one_line(tmp_path: Path, config: dict[str, Any]) -> None:
+    try:
+        spec_of({"model_type": "llama", **config}, tmp_path)
+    except PlanError as error:
+        assert len(str(error).splitlines()) == 1

@@ -1,0 +1,175 @@
+"""Defaults that depend on other fields, and rules between fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.plan.errors import PlanError
+from memplan.plan.fields import by_flag
+from memplan.plan.library import examples, model_specs
+from memplan.plan.plan import Plan
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+
+
+def resolved(**flags: str) -> Plan:
+    return resolve(read_plan(None, {name.replace("_", "-"): value for name, value in flags.items()}).plan)
+
+
+def refusal(**flags: str) -> str:
+    read = read_plan(None, {name.replace("_", "-"): value for name, value in flags.items()})
+    with pytest.raises(PlanError) as caught:
+        resolve(read.plan)
+    return str(caught.value.located(read.origins))
+
+
+MEGATRON = {"model": "bigscience-104b", "framework": "megatron-deepspeed"}
+
+
+def test_the_smallest_plan_has_every_default() -> None:
+    plan = resolved(model="gpt2", gpu="v100-32gb")
+    assert (plan.hardware.gpus, plan.layout.dp) == (1, 1)
+    assert plan.hardware.capacity == 32_510 << 20
+    assert (plan.batch.gbs, plan.batch.seq) == (1, 1024)
+    assert plan.precision.gradients == "bf16"
+    assert (plan.optimizer.implementation, plan.loss.kind) == ("foreach", "plain")
+
+
+def test_gpus_and_dp_follow_from_each_other() -> None:
+    assert resolved(**MEGATRON, tp="4", pp="8", gpus="64").layout.dp == 2
+    assert resolved(**MEGATRON, tp="4", pp="8", dp="3").hardware.gpus == 96
+    assert resolved(model="gpt2", framework="ddp", gpus="8").layout.dp == 8
+    assert refusal(**MEGATRON, tp="4", pp="8", gpus="65") == (
+        "--gpus: hardware.gpus = 65: must be a multiple of tp x pp x cp = 4 x 8 x 1 = 32"
+    )
+    assert "must be tp x pp x dp x cp = 4 x 8 x 2 x 1 = 64" in refusal(**MEGATRON, tp="4", pp="8", dp="2", gpus="32")
+
+
+def test_megatron_deepspeed_has_its_own_defaults() -> None:
+    plan = resolved(**MEGATRON, tp="4", pp="8", dp="2", recompute="full")
+    assert (plan.optimizer.implementation, plan.loss.kind, plan.recompute.layers) == ("apex", "vocab-parallel", 1)
+    assert plan.batch.gbs == 16
+    assert resolved(**MEGATRON, optimizer="sgd").optimizer.implementation == "foreach"
+    assert resolved(**MEGATRON, optimizer="adam8bit").optimizer.block_size == 2048
+
+
+def test_adaptive_softmax_has_cutoffs_for_larger_vocabularies() -> None:
+    assert resolved(model="bigscience-104b-250k", loss="adaptive-softmax").loss.cutoffs == (20_000, 80_000)
+    assert resolved(model="gpt2", loss="adaptive-softmax").loss.cutoffs == (20_000,)
+    assert "a vocabulary of 100 has no default" in refusal(model="gpt2", vocab="100", loss="adaptive-softmax")
+
+
+def test_a_device_map_is_equal_shares_unless_given() -> None:
+    plan = resolved(model="gpt2", framework="device-map", gpus="5")
+    assert plan.device_map == {0: (0, 1, 2), 1: (3, 4, 5), 2: (6, 7), 3: (8, 9), 4: (10, 11)}
+    assert resolved(model="gpt2", framework="device-map", device_map="{0: 0-5, 1: 6-11}").hardware.gpus == 2
+    assert "needs the number of devices" in refusal(model="gpt2", framework="device-map")
+
+
+def test_the_batch_of_a_process_that_sees_several_gpus() -> None:
+    flags = {"model": "gpt2", "framework": "device-map", "gpus": "4", "multiply_by_visible_gpus": "true"}
+    assert resolved(**flags, mbs="2").batch.gbs == 8
+    assert refusal(**flags, gbs="6") == (
+        "--gbs: batch.gbs = 6: must be a multiple of mbs 1 x 4 visible GPUs x dp 1 = 4"
+    )
+    assert "only a single process sees several GPUs" in refusal(model="gpt2", multiply_by_visible_gpus="true")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({**MEGATRON, "tp": "7"}, "--tp: layout.tp = 7: must divide the 80 attention heads (1, 2, 4, 5, 8, 10, 16, 20, 40, 80)"),
+        ({"model": "llama-3-8b", "framework": "megatron-deepspeed", "tp": "16"}, "must divide the 8 key/value heads (1, 2, 4, 8)"),
+        ({**MEGATRON, "pp": "65"}, "--pp: layout.pp = 65: must be at most the 64 layers of the model"),
+        ({**MEGATRON, "layers": "2", "pp": "4"}, "--pp: layout.pp = 4: must be at most the 2 layers"),
+        ({**MEGATRON, "mbs": "3", "gbs": "4"}, "--gbs: batch.gbs = 4: must be a multiple of mbs 3 x dp 1 = 3"),
+        ({**MEGATRON, "seq": "4096"}, "--seq: batch.seq = 4096: must be at most 2048, the learned positions"),
+        ({**MEGATRON, "zero": "2"}, "--zero: layout.zero = 2: must be 0 or 1: ZeRO stages 2 and 3 are not modelled yet"),
+        ({**MEGATRON, "cp": "2"}, "--cp: layout.cp = 2: must be 1: context parallelism is not modelled yet"),
+        ({**MEGATRON, "ep": "2"}, "--ep: layout.ep = 2: must be 1: expert parallelism"),
+        ({**MEGATRON, "vpp": "2"}, "--vpp: layout.vpp = 2: must be 1: virtual stages"),
+        ({**MEGATRON, "tp": "4", "sequence_parallel": "true"}, "--sequence-parallel: layout.sequence_parallel = true: must be false"),
+        ({"model": "gpt2", "framework": "fsdp"}, "--framework: framework = fsdp: is not modelled yet; single, ddp, device-map and megatron-deepspeed are"),
+        ({"model": "gpt2", "tp": "2"}, "--tp: layout.tp = 2: must be 1 with framework single"),
+        ({"model": "gpt2", "framework": "ddp", "pp": "2"}, "--pp: layout.pp = 2: must be 1 with framework ddp"),
+        ({"model": "gpt2", "framework": "ddp", "zero": "1"}, "--zero: layout.zero = 1: must be 0 with framework ddp"),
+        ({"model": "gpt2", "dp": "2"}, "--dp: layout.dp = 2: must be 1 with framework single"),
+        ({"model": "gpt2", "framework": "device-map", "gpus": "2", "dp": "2"}, "--dp: layout.dp = 2: must be 1 with framework device-map"),
+        ({"model": "gpt2", "gpu": "h100"}, "--gpu: hardware.gpu = h100: is not a GPU that is known"),
+        ({"model": "gpt2", "optimizer_implementation": "apex"}, "must be foreach, for-loop or fused with framework single"),
+        ({**MEGATRON, "optimizer": "sgd", "optimizer_implementation": "apex"}, "must be foreach, for-loop or fused for sgd"),
+        ({"model": "gpt2", "optimizer": "adam8bit", "optimizer_implementation": "fused"}, "must be left out: adam8bit"),
+        ({"model": "gpt2", "optimizer_block_size": "256"}, "must be left out: adamw has no 8-bit states"),
+        ({"model": "gpt2", "gradients": "fp32"}, "--gradients: precision.gradients = fp32: must be bf16 with framework single"),
+        ({**MEGATRON, "dtype": "fp16", "gradients": "bf16"}, "must be fp16 or fp32 with framework megatron-deepspeed"),
+        ({"model": "gpt2", "loss": "vocab-parallel"}, "--loss: loss.kind = vocab-parallel: must be plain or adaptive-softmax"),
+        ({"model": "gpt2", "cutoffs": "10"}, "--cutoffs: loss.cutoffs = [10]: belongs to the adaptive softmax"),
+        ({"model": "gpt2", "loss": "adaptive-softmax", "cutoffs": "20,10"}, "must rise and stay below the vocabulary of 50257"),
+        ({"model": "gpt2", "loss": "adaptive-softmax", "cutoffs": "50257"}, "must rise and stay below"),
+        ({"model": "bert-large", "loss": "adaptive-softmax"}, "the head of bert-large has no adaptive softmax"),
+        ({"model": "gpt2", "recompute_layers": "2"}, "--recompute-layers: recompute.layers = 2: belongs to full recompute"),
+        ({"model": "gpt2", "recompute_method": "block"}, "belongs to full recompute, and recompute.mode is none"),
+        ({"model": "gpt2", "recompute": "full", "recompute_layers": "13"}, "must be at most the 12 layers"),
+        ({"model": "llama-3-8b", "code": "2020"}, "--code: code = 2020: must be current"),
+        ({"model": "gpt2", "code": "2020"}, "must be eager with code 2020"),
+        ({"model": "gpt2", "code": "2020", "attention": "eager"}, "must be fp32 with code 2020"),
+        ({"model": "gpt2", "partition": "even"}, "--partition: pipeline.partition = even: must be uniform, parameters, type:REGEX"),
+        ({"model": "gpt2", "partition": "type:("}, "is not a regular expression"),
+        ({**MEGATRON, "pp": "2", "partition": "0,32"}, "must be 3 numbers for 2 stages"),
+        ({**MEGATRON, "pp": "2", "partition": "0,40,32"}, "must start with 0 and rise"),
+        ({**MEGATRON, "pp": "2", "partition": "1,40,69"}, "must start with 0 and rise"),
+        ({"model": "gpt2", "headroom": "lots"}, "--headroom: headroom = lots: must be bytes"),
+        ({"model": "llama-3-8b", "kv_heads": "7"}, "--kv-heads: model.kv_heads = 7: must divide the 32 attention heads"),
+        ({"model": "llama-3-8b", "head_dim": "3"}, "must be even: rotary positions"),
+        ({"model": "llama-3-8b", "mbs": "2147483648", "seq": "2147483648"}, "is more than 1,099,511,627,776 tokens at once"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_gets_one_line(flags: dict[str, str], line: str) -> None:
+    found = refusal(**flags)
+    assert line in found
+    assert len(found.splitlines()) == 1
+
+
+def test_rotary_and_alibi_may_go_beyond_the_longest_trained() -> None:
+    assert resolved(model="llama-3-8b", seq="16384").batch.seq == 16384
+    assert resolved(model="bloom-176b", seq="4096").batch.seq == 4096
+
+
+@pytest.mark.parametrize("name", examples())
+def test_examples_resolve(name: str) -> None:
+    plan = resolve(read_plan(name).plan)
+    assert plan.hardware.capacity
+
+
+@pytest.mark.parametrize("name", model_specs())
+def test_every_model_resolves(name: str) -> None:
+    plan = resolved(model=name)
+    assert plan.batch.seq == plan.model.positions_max
+
+
+FLAGS: dict[str, st.SearchStrategy[str]] = {
+    **{name: st.integers(1, 16).map(str) for name in ("tp", "pp", "dp", "gpus", "mbs", "gbs", "layers", "cutoffs")},
+    **{
+        name: st.sampled_from(field.choices) for name, field in by_flag().items() if field.choices and name != "family"
+    },
+    "zero": st.sampled_from(["0", "1"]),
+    "partition": st.sampled_from(["uniform", "parameters", "type:embed|transformer", "0,1", "0,5,9"]),
+    "multiply-by-visible-gpus": st.sampled_from(["true", "false"]),
+}
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["gpt2", "llama-3-8b", "bert-large"]), st.fixed_dictionaries({}, optional=FLAGS))
+def test_resolving_gives_a_plan_or_one_line_and_twice_changes_nothing(model: str, flags: dict[str, Any]) -> None:
+    read = read_plan(None, {"model": model, **flags})
+    try:
+        once = resolve(read.plan)
+    except PlanError as error:
+        line = str(error.located(read.origins))
+        assert len(line.splitlines()) == 1
+        return
+    assert resolve(once) == once

@@ -1,0 +1,40 @@
+"""Stages, ranks and modules in few characters (``memplan/report/names.py``)."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.report.names import kind_of, modules_text, plan_text, ranks_text
+
+from .fabricated import PLAN
+
+
+@pytest.mark.parametrize(
+    ("modules", "text"),
+    [
+        (("embedding", "layer.0", "layer.1", "layer.2"), "embedding, layers 0–2"),
+        (("layer.61", "final_norm", "head"), "layer 61, final_norm, head"),
+        (("layer.0", "layer.1", "layer.5"), "layers 0–1, 5"),
+        (("lambda", "lambda", "layer.0"), "2 × lambda, layer 0"),
+        (("layer.0", "layer.0"), "layers 0, 0"),
+        ((), ""),
+    ],
+)
+def test_neighbouring_layers_share_a_range(modules: tuple[str, ...], text: str) -> None:
+    assert modules_text(modules) == text
+
+
+def test_ranks_are_a_range_or_a_count() -> None:
+    assert ranks_text((4, 5, 6, 7)) == "4–7"
+    assert ranks_text((3,)) == "3"
+    assert ranks_text((0, 8, 16)) == "×3"
+
+
+def test_the_kind_of_a_module_is_its_name_without_the_number() -> None:
+    assert (kind_of("layer.12"), kind_of("head"), kind_of("decoder.layer.3")) == ("layer", "head", "decoder.layer")
+
+
+def test_the_plan_in_a_line_leaves_out_degrees_of_one() -> None:
+    text = plan_text(PLAN)
+    assert text.startswith("bigscience-104b-250k · megatron-deepspeed · tp 4 · pp 32 · mbs 1 ")
+    assert "dp" not in text
