@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 WRONG_INPUT = 2
 WRONG_ENVIRONMENT = 3
@@ -19,12 +20,13 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``memplan`` with ``arguments`` (the process's own by default) and returns the exit code."""
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # 20 ms of looking for plugins
+    _prepare_standard_output()
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # SystemExit is how rich, printing the help, says the same
         from .commands.output import silence
 
         silence()
@@ -42,6 +44,14 @@ def _run(arguments: list[str]) -> int:
         return run_command(arguments)
     except PlanError as error:
         return _fail(str(error), WRONG_INPUT)
+
+
+def _prepare_standard_output() -> None:
+    """Characters that the terminal lacks become ``?``; a standard output that is closed swallows everything."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 (stays open for the process)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _fail(line: str, code: int) -> int:

@@ -6,7 +6,7 @@ tape of events where the allocator replays it. Peaks of both are of the same eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -41,6 +41,10 @@ class Span:
         return excursion.times(len(self.names)).within(f"{phase}/{self.names[at]}")
 
 
+SLOT = "logits_of_slot"
+"""Name of a static tensor that lies in a slot until a micro-batch displaces it."""
+
+
 class Gradients(Enum):
     """When the gradients that backward leaves behind end."""
 
@@ -72,16 +76,21 @@ class Program:
     microbatches: int = 1
     initialisation: int | None = None
     """Peak bytes while the optimizer is built, counted from nothing; ``None`` where it is not known."""
+    building: tuple[Hold, ...] = ()
+    """Held only while optimizer states are made."""
+    originals: tuple[Hold, ...] = ()
+    """Parameter tensors that flat ones have replaced; only the allocator remembers them."""
+    gradients_kept: int = 0
+    """Bytes of the gradients that ``late_step`` still reads; the others end before it."""
     late_states: bool = False
     """Optimizer states appear in the first step rather than when the optimizer is built."""
 
     def parameters(self) -> int:
         return sum(len(span.names) * module_elements(span.module) for span in self.spans)
 
-    def parameter_tensors(self) -> Iterator[Parameter]:
-        for span in self.spans:
-            for _ in span.names:
-                yield from span.module.parameters
+    def parameter_tensors(self) -> list[Parameter]:
+        """In the order of the layer list."""
+        return [parameter for span in self.spans for _ in span.names for parameter in span.module.parameters]
 
 
 @lru_cache(maxsize=4096)
@@ -148,7 +157,9 @@ def fold_program(program: Program) -> Folded:
     iteration = kept.then(micro)
     step = fold(program.step)
     late = fold(program.late_step)
-    optimizer = compose((step, _end_of_gradients(micro), late)).within("step/optimizer")
+    kept_gradients = change(min(program.gradients_kept, micro.net_by[Category.GRADIENTS]), Category.GRADIENTS)
+    optimizer = compose((step, _end_of_gradients(micro), kept_gradients, late, _end_of_gradients(kept_gradients)))
+    optimizer = optimizer.within("step/optimizer")
     whole = iteration.then(optimizer)
     assert whole.net == kept.net, f"stage {program.stage}: an iteration leaves {whole.net - kept.net} bytes behind"
     return Folded(

@@ -22,6 +22,11 @@ app = typer.Typer(
 )
 
 
+_EXAMPLES = """Examples: memplan estimate bigscience-104b-250k ·
+memplan estimate --model llama-3-8b --gpu h200 --mbs 2 ·
+memplan estimate plan.yaml --vary optimizer=adamw,adam8bit mbs=1,2"""
+
+
 @app.callback(invoke_without_command=True)
 def _memplan(
     context: typer.Context,
@@ -37,7 +42,7 @@ def _memplan(
         raise typer.Exit()
 
 
-app.command()(estimate)
+app.command(epilog=_EXAMPLES)(estimate)
 app.command()(init)
 app.command()(models)
 app.command()(gpus)
@@ -77,9 +82,9 @@ def _explained(error: Any) -> PlanError:
     if flag is not None and hasattr(error, "possibilities"):
         known = [name for parameter in context.command.params for name in parameter.opts] if context else []
         return PlanError("", ABSENT, _with_guess(f"is not a flag of {path}", nearest(flag, known)), origin=Origin(flag))
-    if flag is not None:
-        return PlanError("", ABSENT, f"needs a value{_meaning(flag)}", origin=Origin(flag))
     message = " ".join(error.format_message().split()).rstrip(".")
+    if flag is not None and "requires" in message:
+        return PlanError("", ABSENT, f"needs a value{_meaning(flag)}", origin=Origin(flag))
     return PlanError("", ABSENT, f"{message[:1].lower()}{message[1:]} (see {path} --help)", origin=Origin(path))
 
 

@@ -58,7 +58,7 @@ def estimate(
 ) -> int:
     """Memory of every stage of a training job: does it fit, and if not, what is in the way?
 
-    Exit code 0: it fits. 1: it does not. 2: the plan is wrong.
+    Exit code 0: it fits. 1: it does not (of several, any). 2: the plan is wrong.
     """
     from .variants import read_variants
 

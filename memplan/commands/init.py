@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -11,9 +12,6 @@ from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags
 from .output import printing
 from .plan_flags import with_plan_flags
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DEFAULT_MODEL = "gpt2-xl"
 
@@ -33,8 +31,6 @@ def init(
         with printing():
             print(text, end="")
         return 0
-    from pathlib import Path
-
     _write(Path(path), text, force)
     return 0
 
@@ -73,33 +69,18 @@ def _example(name: str, flags: Flags) -> str:
 
 def _write(path: Path, text: str, force: bool) -> None:
     """Writes all of ``text`` or nothing, and never over a file unless ``force``."""
-    import os
-    import tempfile
+    from tempfile import TemporaryDirectory
 
     origin = Origin(str(path))
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o666 & ~_umask())
-            if force:
-                os.replace(temporary, path)
-            else:
-                os.link(temporary, path)
-        finally:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
+        with TemporaryDirectory(prefix=".memplan-", dir=path.parent) as folder:
+            whole = Path(folder) / "plan"
+            whole.write_text(text, encoding="utf-8")
+            if path.exists() and not force:
+                raise FileExistsError
+            whole.replace(path)
     except FileExistsError:
         raise PlanError("", ABSENT, "is there already; --force overwrites it", origin=origin) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise PlanError("", ABSENT, f"cannot be written: {str(reason).lower()}", origin=origin) from None
-
-
-def _umask() -> int:
-    import os
-
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

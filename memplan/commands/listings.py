@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -71,7 +72,7 @@ def schema() -> int:
     return 0
 
 
-def _print_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], no_color: bool, left: tuple[int, ...]) -> None:
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], no_color: bool, left: Sequence[int]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

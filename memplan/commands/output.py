@@ -33,11 +33,15 @@ def silence() -> None:
 def print_json(value: Any) -> None:
     """``value`` as the only thing on standard output."""
     with printing():
-        print(json.dumps(value, indent=1, ensure_ascii=False))
+        print(json.dumps(value, indent=1))
 
 
 def console(no_color: bool) -> Console:
     """Standard output for tables, in colour where it is a terminal that wants it."""
     from rich.console import Console
 
-    return Console(no_color=True if no_color else None, highlight=False)
+    class QuietConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return QuietConsole(no_color=True if no_color else None, highlight=False)

@@ -94,10 +94,7 @@ def _parameter(field: PlanField) -> inspect.Parameter:
 
 
 def _help(field: PlanField) -> str:
-    parts = [field.description]
-    if field.choices:
-        parts.append(", ".join(field.choices))
-    return ": ".join(parts)
+    return f"{field.description} ({', '.join(field.choices)})" if field.choices else field.description
 
 
 __all__ = ["Flags", "flag_names", "with_plan_flags"]

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ..layers.autograd import ITEMSIZE
 from ..layers.module import Parameter
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..program import Gradients, drop_all
-from ..tape import Category, Hold, Tape, rounded
+from ..tape import Category, Drop, Hold, Tape, rounded
 from .states import QUANTISATION_MAPS, State, eight_bit_states, full, optimizer_states, step_temporaries
 
 BUCKET_ELEMENTS = 500_000_000
@@ -48,6 +49,12 @@ class Kept:
     gradients: Gradients
     initialisation: int
     """Peak bytes while the optimizer is built, with the parameters."""
+    building: tuple[Hold, ...] = ()
+    """Held only while optimizer states are made."""
+    originals: tuple[Hold, ...] = ()
+    """The model's own parameter tensors, which flat ones replace."""
+    gradients_kept: int = 0
+    """Bytes of the gradients that the second half of the step still reads."""
 
 
 def keep(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
@@ -74,7 +81,7 @@ def _fp32(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
         full("parameter", Category.PARAMETERS, "fp32"),
         *optimizer_states(plan.optimizer, "fp32", embeddings_32bit=plan.optimizer.embeddings_32bit),
     )
-    step = _bucket(parameters, "fp32") + drop_all(step_temporaries(plan.optimizer, list(parameters), "fp32"), 100)
+    step = _buckets(parameters, "fp32") + drop_all(step_temporaries(plan.optimizer, list(parameters), "fp32"), 100)
     return Kept(states, _maps(plan), step, (), Gradients.ACCUMULATE, _total(states, parameters))
 
 
@@ -86,57 +93,78 @@ def _unfused(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
         full("main_parameter", Category.MAIN_PARAMETERS, "fp32"),
         *optimizer_states(plan.optimizer, "fp32", embeddings_32bit=plan.optimizer.embeddings_32bit),
     )
+    ordered = [parameter for _, group in _groups(parameters) for parameter in group]
     casts = [
         Hold(0, parameter.bytes("fp32"), Category.GRADIENTS, f"{parameter.name}/grad_fp32", parameter.shape, "fp32")
-        for parameter in parameters
+        for parameter in ordered
     ]
     temporaries = step_temporaries(plan.optimizer, list(parameters), "fp32")
-    step = _bucket(parameters, "fp16") + drop_all([*casts, *temporaries], 100)
-    gradients = sum(parameter.bytes("fp16") + parameter.bytes("fp32") for parameter in parameters)
-    extra = sum(hold.bytes for hold in temporaries)
-    return Kept(states, _maps(plan), step, (), Gradients.ACCUMULATE, _total(states, parameters) + gradients + extra)
+    step = _buckets(parameters, "fp16") + _in_fp32(ordered) + drop_all([*casts, *temporaries], 100)
+    zeros = [
+        Hold(0, parameter.bytes("fp16"), Category.GRADIENTS, f"{parameter.name}/zeros", parameter.shape, "fp16")
+        for parameter in ordered
+    ]
+    building = (*zeros, *casts, *temporaries)
+    initial = _total(states, parameters) + sum(hold.bytes for hold in building)
+    return Kept(states, _maps(plan), step, (), Gradients.ACCUMULATE, initial, building)
 
 
 def _zero1(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
     """``FP16_DeepSpeedZeroOptimizer(partition_grads=False)``: flat groups, states of a share of each.
 
-    Gradients of all micro-batches accumulate whole. For the step this rank keeps those of its share,
-    measures their norm in fp64 one slice at a time, flattens them and casts them to fp32.
+    The model's own parameter tensors go to the CPU first, group by group, and leave their blocks behind
+    in the allocator's cache. Gradients of all micro-batches accumulate whole; for the step this rank
+    keeps those of its share (``averaged_gradients`` are views of them), measures their norm in fp64 one
+    tensor at a time, flattens them and casts them to fp32. Updated parameters are gathered in shards;
+    NCCL's list ``all_gather`` goes through a flat copy of each.
     """
     dp = plan.layout.dp
     assert dp is not None
     flat: list[Hold] = []
-    late: list[Hold] = []
-    norm = 0
-    for name, group in _groups(parameters):
+    building: list[Hold] = []
+    late: list[Tape] = []
+    gathers: list[Tape] = []
+    kept = 0
+    for at, (name, group) in enumerate(_groups(parameters)):
         padded = _padded([p.elements for p in group], dp)
         share = padded // dp
+        kept += rounded(2 * share)
         flat += [_flat(f"{name}/parameters", Category.PARAMETERS, padded, "fp16")]
         flat += [_flat(f"{name}/main_parameters", Category.MAIN_PARAMETERS, share, "fp32")]
         flat += _flat_states(plan, name, share)
-        late += [
-            _flat(f"{name}/averaged_gradients", Category.GRADIENTS, share, "fp16"),
-            _flat(f"{name}/flat_gradients", Category.GRADIENTS, share, "fp16"),
-            _flat(f"{name}/gradients_fp32", Category.GRADIENTS, share, "fp32"),
-        ]
-        norm = max(norm, min(share, max(p.elements for p in group)))
-    norm_fp64 = Hold(0, rounded(8 * norm), Category.TEMPORARIES, "gradient_norm_fp64", (norm,), "fp64")
-    step = _bucket(parameters, "fp16")
-    initial = sum(hold.bytes for hold in flat) + sum(
-        _flat(name, Category.GRADIENTS, _padded([p.elements for p in group], dp) // dp, "fp32").bytes
-        for name, group in _groups(parameters)
+        gradient = _flat(f"{name}/gradients_fp32", Category.GRADIENTS, share, "fp32")
+        building.append(gradient)
+        largest = min(share, max(p.elements for p in group))
+        norm = Hold(0, rounded(8 * largest), Category.TEMPORARIES, f"{name}/norm_fp64", (largest,), "fp64")
+        copied = _flat(f"{name}/flat_gradients", Category.GRADIENTS, share, "fp16")
+        start = 100 * (at + 1)
+        late.append((*drop_all([norm], start), *_cast(copied, gradient, start + 1)))
+        gathered = dp * (share // max(1, padded // BUCKET_ELEMENTS))
+        gathers.append(drop_all([_flat(f"{name}/all_gather_flat", Category.COMMUNICATION_BUFFERS, gathered, "fp16")], start + 9))
+    ends = tuple(Drop(100 * (at + 1) + 2, hold.bytes, hold.category) for at, hold in enumerate(building))
+    late_step = (*chain(*late), *ends, *chain(*(gathers if dp > 1 else [])))
+    originals = tuple(
+        Hold(0, parameter.bytes("fp16"), Category.PARAMETERS, parameter.name, parameter.shape, "fp16")
+        for parameter in parameters
     )
-    late_step = _with_norm(late, norm_fp64, len(list(_groups(parameters))))
-    return Kept((), (*flat, *_maps(plan)), step, late_step, Gradients.ACCUMULATE, initial)
+    initial = sum(hold.bytes for hold in (*flat, *building))
+    return Kept(
+        (),
+        (*flat, *_maps(plan)),
+        _independent_buckets(parameters),
+        late_step,
+        Gradients.ACCUMULATE,
+        initial,
+        tuple(building),
+        originals,
+        kept,
+    )
 
 
-def _with_norm(late: list[Hold], norm: Hold, groups: int) -> Tape:
-    """The averaged gradients first, the norm over them, then their flat copies."""
-    averaged = [hold for hold in late if hold.name.endswith("averaged_gradients")]
-    copies = [hold for hold in late if not hold.name.endswith("averaged_gradients")]
-    held = drop_all(averaged, 500)
-    holds, drops = held[: len(averaged)], held[len(averaged) :]
-    return (*holds, *drop_all([norm], 600), *drop_all(copies, 700), *drops)
+def _cast(source: Hold, target: Hold, start: int) -> Tape:
+    """``flatten(…).to(float32)``: the flat copy ends once it is cast; the cast stays."""
+    source, target = source._replace(tensor=start), target._replace(tensor=start + 1)
+    return (source, target, Drop(start, source.bytes, source.category))
 
 
 def _bf16(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
@@ -201,21 +229,45 @@ def _maps(plan: Plan) -> tuple[Hold, ...]:
     return (Hold(0, rounded(QUANTISATION_MAPS), Category.OPTIMIZER_STATES, "quantisation_maps"),)
 
 
-def _bucket(parameters: Sequence[Parameter], dtype: str) -> Tape:
-    """``buffered_allreduce_fallback``: flat copies of buckets of gradients, even at dp = 1; the largest counts.
+def _buckets(parameters: Sequence[Parameter], dtype: str) -> Tape:
+    """``allreduce_no_retain``: flat copies of buckets of gradients, one after the other, even at dp = 1.
 
-    A bucket is closed by the tensor that takes it beyond the limit.
+    A bucket is closed by the tensor that takes it beyond ``BUCKET_ELEMENTS``.
     """
-    largest = current = 0
-    for parameter in parameters:
+    tapes: list[Tape] = []
+    current = 0
+    for at, parameter in enumerate(parameters):
         current += parameter.elements
-        if current > BUCKET_ELEMENTS:
-            largest, current = max(largest, current), 0
-    elements = max(largest, current)
-    bucket = Hold(
-        0, rounded(elements * ITEMSIZE[dtype]), Category.COMMUNICATION_BUFFERS, "reduce_bucket", (elements,), dtype
-    )
-    return drop_all([bucket], 1)
+        if current > BUCKET_ELEMENTS or at == len(parameters) - 1:
+            size = rounded(current * ITEMSIZE[dtype])
+            tapes.append(_passing(size, Category.COMMUNICATION_BUFFERS, "reduce_bucket", dtype))
+            current = 0
+    return tuple(chain(*tapes))
+
+
+def _independent_buckets(parameters: Sequence[Parameter]) -> Tape:
+    """``reduce_independent_p_g_buckets_and_remove_grads``: as ``_buckets``, but group by group, and closed
+    before the tensor that would take a bucket beyond ``BUCKET_ELEMENTS``."""
+    tapes: list[Tape] = []
+    current = 0
+    for parameter in (p for _, group in _groups(parameters) for p in group):
+        if current and current + parameter.elements > BUCKET_ELEMENTS:
+            tapes.append(_passing(rounded(2 * current), Category.COMMUNICATION_BUFFERS, "reduce_bucket", "fp16"))
+            current = 0
+        current += parameter.elements
+    tapes.append(_passing(rounded(2 * current), Category.COMMUNICATION_BUFFERS, "reduce_bucket", "fp16"))
+    return tuple(chain(*tapes))
+
+
+def _passing(size: int, category: Category, name: str, dtype: str) -> Tape:
+    """Something that comes and goes at once."""
+    return drop_all([Hold(0, size, category, name, (), dtype)], 1)
+
+
+def _in_fp32(parameters: Sequence[Parameter]) -> Tape:
+    """``CheckOverflow._has_inf_or_nan`` and ``get_grad_norm``: ``grad.float()`` of one parameter at a time."""
+    tapes = (_passing(p.bytes("fp32"), Category.TEMPORARIES, f"{p.name}/grad_float", "fp32") for p in parameters)
+    return tuple(chain(*tapes))
 
 
 def _total(states: Sequence[State], parameters: Iterable[Parameter]) -> int:

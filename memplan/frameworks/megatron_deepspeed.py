@@ -18,7 +18,7 @@ from ..pipeline.partition import Entry, partition
 from ..pipeline.schedule import in_flight
 from ..plan.errors import PlanError
 from ..plan.plan import Loss, Plan
-from ..program import Program, Span, module_elements
+from ..program import SLOT, Program, Span, module_elements
 from ..tape import Category, Hold
 from .deepspeed_states import keep
 
@@ -203,6 +203,9 @@ def _program(
         flight=in_flight(plan.pipeline.schedule, stage, stages, microbatches),
         microbatches=microbatches,
         initialisation=kept.initialisation,
+        building=kept.building,
+        originals=kept.originals,
+        gradients_kept=kept.gradients_kept,
     )
 
 
@@ -300,6 +303,6 @@ def _engine_buffers(
             holds += [Hold(0, hold_bytes((b, s), size), inputs, name, (b, s), size)] * slots
         if plan.loss.kind != "adaptive-softmax":
             v = shape.vocab // t
-            stale = Hold(0, hold_bytes((b, s, v), "fp32"), Category.LOGITS, "logits_of_slot", (b, s, v), "fp32")
+            stale = Hold(0, hold_bytes((b, s, v), "fp32"), Category.LOGITS, SLOT, (b, s, v), "fp32")
             holds += [stale] * 2
     return holds

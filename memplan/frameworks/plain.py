@@ -192,7 +192,7 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...],
         microbatches=plan.batch.gbs // (shape.b * plan.layout.dp) or 1,
         late_states=True,
     )
-    tensors = list(program.parameter_tensors())
+    tensors = program.parameter_tensors()
     extra = [*inputs(shape, stage), *buffers(plan, stage)]
     if plan.optimizer.name == "adam8bit":
         extra.append(Hold(0, rounded(QUANTISATION_MAPS), Category.OPTIMIZER_STATES, "quantisation_maps"))

@@ -134,6 +134,11 @@ class Leaf:
         self.gradient: Tensor | None = None
         self.node = Accumulate(self)
 
+    def take(self) -> Tensor | None:
+        """The gradient, which the leaf then no longer holds."""
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
 
 @dataclass
 class Recorder:
@@ -145,6 +150,8 @@ class Recorder:
     """Gradients appear, rather than being added to."""
     present: frozenset[str] = frozenset()
     """Parameters that have a gradient already, from another module that shares them."""
+    kernel_workspaces: bool = False
+    """Also record what kernels allocate inside."""
     events: list[Event] = field(default_factory=list)
     parameters: dict[str, Leaf] = field(default_factory=dict)
     grad_enabled: bool = True
@@ -412,7 +419,7 @@ def recomputed_reentrant(recorder: Recorder, region: Callable[..., Tensor], inpu
         again = region(r, *(x for x, _ in leaves))
         r.settle(start)
         r.backward([again.view(*again.shape)], [gradient.view(*gradient.shape)])
-        return [leaf.gradient for _, leaf in leaves]
+        return [leaf.take() for _, leaf in leaves]
 
     out.node = recorder.node(inputs, (), backward)
     for x in inputs:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..tape import Category, Excursion, Hold, Tape, fold, rounded
+from ..tape import Category, Excursion, Hold, Seam, Tape, fold, rounded
 from .autograd import ITEMSIZE, Recorder, Shape, Tensor, size_of
 
 INPUT, GRAD_OUTPUT = -1, -2
@@ -14,6 +14,9 @@ INPUT, GRAD_OUTPUT = -1, -2
 
 STALE = -3
 """Id of a tensor that an earlier micro-batch left in a slot and that this one displaces."""
+
+LEFT = -1000
+"""Ids at and below are of tensors that a module left in its caller's variables."""
 
 SHARED = -10
 """Ids at and below are of tensors that one module of a stage makes and several read."""
@@ -79,6 +82,8 @@ class Module:
     """Tensors made here for several modules to read, under their shared ids."""
     saved_shared: frozenset[int] = frozenset()
     """Ids of shared tensors that this module keeps until its backward."""
+    slot: int = 0
+    """Id of the tensor that stays in a slot until a later micro-batch displaces it; 0 where there is none."""
 
     @cached_property
     def evaluation_fold(self) -> Excursion:
@@ -118,14 +123,16 @@ class Options:
     accumulates_in_place: bool = True
     drops_gradient: bool = True
     """The gradient of the output ends here; ``False`` where a caller keeps it."""
+    kernel_workspaces: bool = False
+    """Also what kernels allocate inside, which fake tensors do not show."""
 
 
 def build(
     name: str, recipe: Recipe, interface: Interface, options: Options, present: frozenset[str] = frozenset()
 ) -> Module:
     """Runs ``recipe`` in each role. Parameters named in ``present`` have a gradient already in the first one."""
-    first, recorder, run = _tapes(recipe, interface, Recorder(options.accumulates_in_place, True, present), options)
-    steady, _, _ = _tapes(recipe, interface, Recorder(options.accumulates_in_place, False, present), options)
+    first, recorder, run = _tapes(recipe, interface, _recorder(options, True, present), options)
+    steady, _, _ = _tapes(recipe, interface, _recorder(options, False, present), options)
     evaluation = _evaluation(recipe, interface)
     leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
     parameters = tuple(Parameter(leaf.name, leaf.shape) for leaf in leaves)
@@ -135,20 +142,41 @@ def build(
         steady,
         evaluation,
         parameters,
-        tuple(_hold_of(recorder, id) for id in run.left),
-        tuple(_hold_of(recorder, id)._replace(tensor=known) for known, id in run.shared.items()),
+        tuple(_hold(first, id) for id in range(LEFT, LEFT - len(run.left), -1)),
+        tuple(_hold(first, id) for id in run.shared),
         frozenset(id for id in recorder.saved_outside if id <= SHARED),
+        run.slot,
     )
+
+
+def _recorder(options: Options, first: bool, present: frozenset[str]) -> Recorder:
+    return Recorder(options.accumulates_in_place, first, present, options.kernel_workspaces)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
+    """Where tensors that outlive the module ended up: ids within it."""
+
     left: list[int]
     shared: dict[int, int]
+    slot: int
+
+    def known(self) -> dict[int, int]:
+        """The ids under which other modules drop them."""
+        return {id: LEFT - i for i, id in enumerate(self.left)} | {id: known for known, id in self.shared.items()}
 
 
-def _hold_of(recorder: Recorder, id: int) -> Hold:
-    return next(event for event in recorder.events if isinstance(event, Hold) and event.tensor == id)
+def _hold(tapes: Tapes, id: int) -> Hold:
+    return next(event for event in tapes.forward if isinstance(event, Hold) and event.tensor == id)
+
+
+def _relabelled(tape: Tape, known: dict[int, int]) -> Tape:
+    if not known:
+        return tape
+    return tuple(
+        event if isinstance(event, Seam) else event._replace(tensor=known.get(event.tensor, event.tensor))
+        for event in tape
+    )
 
 
 def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> tuple[Tapes, Recorder, _Ids]:
@@ -161,12 +189,11 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     del x
     run.until_end.clear()
     shared = {known: recorder.hand_over(t) for known, t in run.shared.items() if t is not None}
-    ids = _Ids([recorder.hand_over(t) for t in run.left], shared)
+    slot = recorder.hand_over(run.slot) if run.slot is not None else 0
+    ids = _Ids([recorder.hand_over(t) for t in run.left], shared, slot)
     run.left.clear()
     run.shared.clear()
-    if run.slot is not None:
-        recorder.hand_over(run.slot)
-        run.slot = None
+    run.slot = None
     recorder.settle()
     middle = len(recorder.events)
     output = 0
@@ -188,7 +215,8 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     if leaf is not None and leaf.gradient is not None:
         grad_input = recorder.hand_over(leaf.gradient)
     recorder.close()
-    tapes = Tapes(recorder.tape(0, middle), recorder.tape(middle), output, grad_input)
+    forward = _relabelled(recorder.tape(0, middle), ids.known())
+    tapes = Tapes(forward, recorder.tape(middle), output, grad_input)
     return tapes, recorder, ids
 
 

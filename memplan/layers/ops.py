@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ..tape import Category
 from .autograd import Gradients, Recorder, Shape, Tensor
 
-TEMPORARIES = Category.TEMPORARIES
+TEMPORARIES, WORKSPACES = Category.TEMPORARIES, Category.WORKSPACES
 
 
 def elementwise(
@@ -266,9 +266,13 @@ def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
     """``_scaled_dot_product_flash_attention`` on (b, a, s, d): saves q, k, v, output and log-sum-exp.
 
     The log-sum-exp is (b, a, s) fp32; two scalars hold the random state. Backward makes the three
-    gradients; what the kernel allocates inside (``dq_accum``) is in ``facts``.
+    gradients. Inside, it allocates ``dq_accum`` (b, a, s, d) and ``softmax_d`` (b, a, s) in fp32, s
+    rounded up to 128 and d to 32, and with fewer key heads dk and dv for every query head
+    (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``).
     """
-    b, a, s, _ = q.shape
+    b, a, s, d = q.shape
+    whole = q.shape
+    repeated = k.shape[1] < a
     out = r.empty(q.shape, q.dtype, name)
     logsumexp = r.empty((b, a, s), "fp32", f"{name}_logsumexp")
     seed = r.empty((2,), "int64", f"{name}_rng_state")
@@ -276,7 +280,14 @@ def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
+        made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
+        if r.kernel_workspaces:
+            rows, columns = -(-s // 128) * 128, -(-d // 32) * 32
+            inside = [r.empty((b, a, rows), "fp32", "softmax_d", WORKSPACES)]
+            inside.append(r.empty((b, a, rows, columns), "fp32", "dq_accum", WORKSPACES))
+            inside += [r.empty(whole, dtype, f"{name}_expanded", WORKSPACES) for name in ("dk", "dv") if repeated]
+            del inside
+        return made
 
     out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward)
     return out

@@ -112,7 +112,9 @@ def _fields(model: type[BaseModel], prefix: str) -> Iterator[PlanField]:
 
 def _section(info: FieldInfo) -> type[BaseModel] | None:
     kind = info.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return None
 
 
 def _field(path: str, info: FieldInfo) -> PlanField:

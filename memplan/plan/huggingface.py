@@ -223,7 +223,7 @@ def _family(config: Node) -> tuple[str, _Family]:
 
 def _name(path: Path) -> str:
     stem = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return stem.lower() or "model"
+    return stem.lower()[:100] or "model"
 
 
 def _refuse_what_is_not_modelled(config: Node, family: _Family) -> None:
@@ -252,7 +252,7 @@ def _value(config: Node, spec_field: str, key: _Key) -> Node:
             raise PlanError(name, ABSENT, f"is missing (the model's {spec_field})", origin=config.origin)
         assert key.default is None or isinstance(key.default, (bool, int, float))
         return Node(key.default, config.origin)
-    if node.value is None and (key.default is None or spec_field == "sliding_window"):
+    if node.value is None and (key.default is None or spec_field in _MAY_BE_NULL):
         return node
     allowed, accepts = _RULES.get(spec_field, _SIZE_RULE)
     if not accepts(node.value):
@@ -267,6 +267,7 @@ def _whole(least: int, most: int) -> _Rule:
     return f"a whole number from {least} to {most:,}", lambda value: type(value) is int and least <= value <= most
 
 
+_MAY_BE_NULL = ("sliding_window", "kv_heads")
 _SIZE_RULE = _whole(1, LARGEST)
 _PROBABILITY_RULE: _Rule = (
     "a probability: at least 0 and less than 1",

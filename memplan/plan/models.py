@@ -10,7 +10,7 @@ from .library import model_specs
 from .node import Node
 from .normalise import section_fields
 from .spec import ModelSpec
-from .text import read_text
+from .text import is_folder, is_there, path_of, read_text
 from .yaml_nodes import parse_yaml
 
 _CHANGES_NOTHING = frozenset({"name", "embedding_dropout", "attention_dropout", "hidden_dropout", "source"})
@@ -49,7 +49,7 @@ def read_spec(path: Path, name: str | None = None) -> Found:
 
     ``name`` is what errors call the file, if not its path.
     """
-    if path.is_dir():
+    if is_folder(path):
         path = path / "config.json"
     source = parse_yaml(read_text(path, "model"), name or str(path))
     if not isinstance(source.value, dict):
@@ -79,8 +79,8 @@ def _base(base: Node, folder: Path) -> Found:
         raise PlanError("model", base.plain(), problem, origin=base.origin)
     if name in model_specs():
         return read_spec(model_specs()[name], f"model spec {name}")
-    path = folder / Path(name).expanduser()
-    if _looks_like_path(name) or _exists(path):
+    path = path_of(name, folder)
+    if _looks_like_path(name) or is_there(path):
         try:
             return read_spec(path)
         except PlanError as error:
@@ -93,13 +93,6 @@ def _base(base: Node, folder: Path) -> Found:
 
 def _looks_like_path(name: str) -> bool:
     return "/" in name or name.startswith((".", "~")) or name.endswith((".yaml", ".yml", ".json"))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def _with_derived_sizes(spec: Node, base: dict[str, Node], given: dict[str, Node]) -> Node:

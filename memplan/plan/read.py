@@ -13,7 +13,7 @@ from .models import complete_model
 from .node import Node
 from .normalise import field_value, normalised
 from .plan import Plan
-from .text import STANDARD_INPUT, read_standard_input, read_text
+from .text import STANDARD_INPUT, is_there, path_of, read_standard_input, read_text
 from .validation import validated_plan
 from .yaml_nodes import parse_yaml, scalar
 
@@ -59,7 +59,10 @@ def load_source(source: str | None) -> Source:
     else:
         path = _path_of(source)
         text, name, folder = read_text(path), _name_of(path), path.parent
-    return _extended(Source(normalised(parse_yaml(text, name)), folder), 1)
+    written = parse_yaml(text, name)
+    if written.mapping and not written.mapping.keys() & {"model", "extends"}:
+        _refuse_a_model(written, source)
+    return _extended(Source(normalised(written), folder), 1)
 
 
 def build_plan(source: Source, flags: Flags, variant: Flags | None = None) -> ReadPlan:
@@ -75,11 +78,22 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None) -> Re
     return ReadPlan(validated_plan(node), dict(node.origins()), warnings)
 
 
+def _refuse_a_model(written: Node, source: str) -> None:
+    """Says what to do with a model's configuration or spec that was given as a plan."""
+    for mark, what in (("model_type", "a Hugging Face configuration"), ("family", "a model spec")):
+        if mark in written.mapping:
+            problem = f"is {what}, not a plan; estimate it with --model {source}"
+            raise PlanError("", ABSENT, problem, origin=Origin(written.origin.source))
+
+
 def _path_of(source: str) -> Path:
     if source in examples():
         return examples()[source]
-    path = Path(source).expanduser()
-    if "/" in source or path.suffix or _is_there(path):
+    path = path_of(source)
+    if is_there(path / "config.json"):
+        problem = f"is a model's folder, not a plan; estimate it with --model {source}"
+        raise PlanError("", ABSENT, problem, origin=Origin(source))
+    if "/" in source or path.suffix or is_there(path):
         return path
     if source in model_specs():
         problem = f"is a model, not a plan; estimate it with --model {source}"
@@ -87,13 +101,6 @@ def _path_of(source: str) -> Path:
     built_in = ", ".join(examples())
     problem = f"is neither a file nor a built-in example ({built_in})"
     raise PlanError("plan", source, problem, origin=COMMAND_LINE, known=examples())
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def _name_of(path: Path) -> str:
@@ -112,7 +119,7 @@ def _extended(source: Source, depth: int) -> Source:
         problem = "must be a path to a plan or the name of a built-in example"
         raise PlanError("extends", extends.plain(), problem, origin=extends.origin, known=examples())
     name = extends.value
-    path = examples().get(name, source.folder / Path(name).expanduser())
+    path = examples().get(name, path_of(name, source.folder))
     try:
         text = read_text(path)
     except PlanError as error:
@@ -190,5 +197,5 @@ def _device_map(field: PlanField, text: str, origin: Origin) -> Node:
     elif not text:
         return Node(None, origin)
     else:
-        node = parse_yaml(read_text(Path(text).expanduser(), field.path), text)
+        node = parse_yaml(read_text(path_of(text), field.path), text)
     return field_value(field, node)

@@ -54,12 +54,15 @@ def _as_written(path: str, value: dict[str, Any]) -> dict[str, Any]:
         value["additionalProperties"] = {"type": ["string", "number", "boolean"]}
     if not others:
         return value
-    about = {key: value.pop(key) for key in ("description", "default") if key in value}
+    about: dict[str, Any] = {key: value.pop(key) for key in ("description", "default") if key in value}
     return {**about, "anyOf": [*value.pop("anyOf", [value] if value else []), *others]}
 
 
 def _without_titles(value: Any) -> Any:
+    """``value`` without the titles that pydantic adds, and, as its later releases do, without ``allOf`` of one."""
     if isinstance(value, dict):
+        if len(value.get("allOf", ())) == 1:
+            value = {**{key: item for key, item in value.items() if key != "allOf"}, **value["allOf"][0]}
         kept = {key: item for key, item in value.items() if not (key == "title" and isinstance(item, str))}
         return {key: _without_titles(item) for key, item in kept.items() if key != "flag"}
     return [_without_titles(item) for item in value] if isinstance(value, list) else value

@@ -15,6 +15,31 @@ LARGEST = 1 << 20
 STANDARD_INPUT = "standard input"
 
 
+def path_of(text: str, folder: Path | None = None) -> Path:
+    """The path that ``text`` names, from ``folder`` if it is relative; ``~`` is the user's home."""
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:  # no such user: then it is a name like any other
+        path = Path(text)
+    return path if folder is None else folder / path
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is anything at ``path``; not if nobody can say."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder; not if nobody can say."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def read_text(path: Path, field: str = "") -> str:
     """The text of the file at ``path``, of at most 1 MiB of UTF-8. ``field`` names who asked for it."""
     origin = Origin(str(path))

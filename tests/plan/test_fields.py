@@ -54,7 +54,9 @@ def value_of(plan: Plan, path: str) -> Any:
     return value
 
 
-@pytest.mark.parametrize("field", [f for f in plan_fields().values() if f.path != "model"], ids=lambda field: field.path)
+@pytest.mark.parametrize(
+    "field", [f for f in plan_fields().values() if f.path != "model"], ids=lambda field: field.path
+)
 def test_every_field_has_a_flag_that_takes_effect(field: PlanField) -> None:
     if field.path in ABOUT_A_SPEC:
         assert not field.flag

@@ -1,5 +1,7 @@
 """Reading plans: every source, every form, and the line that a wrong one gets."""
 
+# ruff: noqa: E501 (tables of inputs and the lines that they get)
+
 from __future__ import annotations
 
 import io
@@ -18,6 +20,8 @@ from memplan.plan.fields import plan_fields
 from memplan.plan.plan import Plan
 from memplan.plan.read import ReadPlan, read_plan
 
+from .outcomes import error_of
+
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,17 +38,19 @@ def read_with_origins(text: str, **flags: str) -> ReadPlan:
 
 
 def refusal(text: str | None, **flags: str) -> str:
-    with pytest.raises(PlanError) as caught:
-        if text is None:
-            read_plan(None, {name.replace("_", "-"): value for name, value in flags.items()})
-        else:
-            read(text, **flags)
-    return str(caught.value)
+    if text is not None:
+        return error_of(lambda: read(text, **flags))
+    return error_of(lambda: read_plan(None, {name.replace("_", "-"): value for name, value in flags.items()}))
 
 
 def test_a_plan_is_read_with_the_line_of_every_field() -> None:
     found = read_with_origins("model: gpt2\nlayout:\n  tp: 4\nbatch: {seq: 512}\n", pp="2")
-    assert (found.plan.model.name, found.plan.layout.tp, found.plan.layout.pp, found.plan.batch.seq) == ("gpt2", 4, 2, 512)
+    assert (found.plan.model.name, found.plan.layout.tp, found.plan.layout.pp, found.plan.batch.seq) == (
+        "gpt2",
+        4,
+        2,
+        512,
+    )
     assert str(found.origins["layout.tp"]) == "plan.yaml:3"
     assert str(found.origins["batch.seq"]) == "plan.yaml:4"
     assert str(found.origins["layout.pp"]) == "--pp"
@@ -64,7 +70,9 @@ def test_text_that_looks_like_a_number_is_text_where_text_is_wanted() -> None:
 
 
 def test_lists_may_be_written_with_commas_and_ranges() -> None:
-    plan = read("model: gpt2\npipeline: {partition: '0,4,12'}\nloss:\n  cutoffs: 10,20\ndevice_map: {0: 0-2, 1: [3, 5-6], 2: '4, 7'}\n")
+    plan = read(
+        "model: gpt2\npipeline: {partition: '0,4,12'}\nloss:\n  cutoffs: 10,20\ndevice_map: {0: 0-2, 1: [3, 5-6], 2: '4, 7'}\n"
+    )
     assert plan.pipeline.partition == (0, 4, 12)
     assert plan.loss.cutoffs == (10, 20)
     assert plan.device_map == {0: (0, 1, 2), 1: (3, 5, 6), 2: (4, 7)}
@@ -125,7 +133,9 @@ def test_a_model_may_be_written_out_or_named_by_its_path() -> None:
 
 
 def test_one_plan_may_extend_another() -> None:
-    Path("base.yaml").write_text("model: {base: gpt2, layers: 3}\nlayout: {tp: 2, pp: 4}\noptimizer: adam\ndevice_map: {0: 1}\n")
+    Path("base.yaml").write_text(
+        "model: {base: gpt2, layers: 3}\nlayout: {tp: 2, pp: 4}\noptimizer: adam\ndevice_map: {0: 1}\n"
+    )
     plan = read("extends: base.yaml\nlayout: {pp: 8}\nmodel: {hidden: 960}\ndevice_map: {1: 2}\n")
     assert (plan.layout.tp, plan.layout.pp, plan.optimizer.name) == (2, 8, "adam")
     assert (plan.model.layers, plan.model.hidden, plan.device_map) == (3, 960, {1: (2,)})
@@ -165,16 +175,28 @@ def test_standard_input_is_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model: gpt2\nlayout: 8\n", "plan.yaml:2: layout = 8: must be a mapping of tp, pp, dp"),
         ("model: gpt2\nlayout: {tp: -4}\n", "plan.yaml:2: layout.tp = -4: must be at least 1"),
         ("model: gpt2\nlayout: {tp: 8.0}\n", "plan.yaml:2: layout.tp = 8.0: must be a whole number; write 8"),
-        ("model: gpt2\nlayout: {tp: '8'}\n", "plan.yaml:2: layout.tp = 8: must be a whole number; write 8 without quotes"),
-        ("model: gpt2\nlayout: {tp: 010}\n", "plan.yaml:2: layout.tp = 010: must be a whole number; write 10 (a leading"),
+        (
+            "model: gpt2\nlayout: {tp: '8'}\n",
+            "plan.yaml:2: layout.tp = 8: must be a whole number; write 8 without quotes",
+        ),
+        (
+            "model: gpt2\nlayout: {tp: 010}\n",
+            "plan.yaml:2: layout.tp = 010: must be a whole number; write 10 (a leading",
+        ),
         ("model: gpt2\nlayout: {tp: 1_0}\n", "plan.yaml:2: layout.tp = 1_0: must be a whole number; write 10"),
         ("model: gpt2\nlayout: {tp: 1:30}\n", "plan.yaml:2: layout.tp = 1:30: must be a whole number"),
         ("model: gpt2\nlayout: {tp: true}\n", "plan.yaml:2: layout.tp = true: must be a whole number"),
         ("model: gpt2\nlayout: {tp: null}\n", "plan.yaml:2: layout.tp = null: must be a whole number"),
         ("model: gpt2\nlayout: {tp: 1e3}\n", "plan.yaml:2: layout.tp = 1000.0: must be a whole number; write 1000"),
-        ("model: gpt2\nlayout: {tp: 99999999999999999999}\n", "plan.yaml:2: layout.tp = 99999999999999999999: must be at most"),
+        (
+            "model: gpt2\nlayout: {tp: 99999999999999999999}\n",
+            "plan.yaml:2: layout.tp = 99999999999999999999: must be at most",
+        ),
         (f"model: gpt2\nlayout: {{tp: {'9' * 300}}}\n", "plan.yaml:2: layout.tp = a number of 29"),
-        ("model: gpt2\nlayout: {sequence_parallel: no}\n", "plan.yaml:2: layout.sequence_parallel = no: must be true or false"),
+        (
+            "model: gpt2\nlayout: {sequence_parallel: no}\n",
+            "plan.yaml:2: layout.sequence_parallel = no: must be true or false",
+        ),
         ("model: gpt2\nprecision: fp17\n", "plan.yaml:2: precision.dtype = fp17: must be one of fp32, fp16, bf16"),
         ("model: gpt2\nloss: {div_value: x}\n", "plan.yaml:2: loss.div_value = x: must be a number"),
         ("model: gpt2\nloss: {div_value: 0.5}\n", "plan.yaml:2: loss.div_value = 0.5: must be at least 1"),
@@ -216,6 +238,8 @@ def test_what_is_no_file_is_said_to_be_none() -> None:
         ("nothere.yaml", "nothere.yaml: no such file"),
         (".", ".: is a directory; name a file in it"),
         ("/dev/zero", "/dev/zero: is not a regular file"),
+        ("~nobody-of-that-name/plan.yaml", "~nobody-of-that-name/plan.yaml: no such file"),
+        ("nul\0byte.yaml", "cannot be read: embedded null byte"),
         ("x" * 5000 + "/", "cannot be read: file name too long"),
         ("lama-3-8b", "plan = lama-3-8b: is neither a file nor a built-in example"),
         ("gpt2-xl", "command line: plan = gpt2-xl: is a model, not a plan; estimate it with --model gpt2-xl"),
@@ -223,6 +247,21 @@ def test_what_is_no_file_is_said_to_be_none() -> None:
         with pytest.raises(PlanError) as caught:
             read_plan(source)
         assert line in str(caught.value)
+
+
+def test_a_model_given_as_a_plan_is_told_apart() -> None:
+    Path("m").mkdir()
+    Path("m/config.json").write_text('{"model_type": "llama"}')
+    Path("spec.yaml").write_text("name: x\nfamily: gpt2\n")
+    for source, line in (
+        ("m", "m: is a model's folder, not a plan; estimate it with --model m"),
+        (
+            "m/config.json",
+            "m/config.json: is a Hugging Face configuration, not a plan; estimate it with --model m/config.json",
+        ),
+        ("spec.yaml", "spec.yaml: is a model spec, not a plan; estimate it with --model spec.yaml"),
+    ):
+        assert error_of(lambda source=source: read_plan(source)) == line  # type: ignore[misc]
 
 
 def test_text_that_is_not_utf_8_is_refused_with_its_line() -> None:
@@ -271,20 +310,12 @@ def test_any_value_anywhere_gives_a_plan_or_one_line(values: dict[str, Any]) -> 
             plan[name] = value
         elif isinstance(plan.setdefault(section, {"base": "gpt2"} if section == "model" else {}), dict):
             plan[section][name] = value
-    try:
-        Path("any.yaml").write_text(yaml.safe_dump(plan, allow_unicode=True), encoding="utf-8")
-        read_plan("any.yaml")
-    except PlanError as error:
-        assert len(str(error).splitlines()) == 1
+    Path("any.yaml").write_text(yaml.safe_dump(plan, allow_unicode=True), encoding="utf-8")
+    assert len(error_of(lambda: read_plan("any.yaml")).splitlines()) <= 1
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.text(max_size=200) | st.text("amodel: gpt2\nlayout{}[]-", max_size=100))
 def test_any_text_gives_a_plan_or_one_line(text: str) -> None:
-    try:
-        Path("any.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
-        read_plan("any.yaml")
-    except UnicodeEncodeError:
-        pass
-    except PlanError as error:
-        assert len(str(error).splitlines()) == 1
+    Path("any.yaml").write_text(text, encoding="utf-8", errors="surrogatepass")
+    assert len(error_of(lambda: read_plan("any.yaml")).splitlines()) <= 1

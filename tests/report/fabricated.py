@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from memplan.plan.plan import Batch, Hardware, Layout, Optimizer, Pipeline, Plan, Precision, Recompute
 from memplan.plan.spec import ModelSpec
@@ -187,7 +188,7 @@ def lighter(estimate: Estimate, *, of: Category, by: int) -> Estimate:
     def spared(before: StageEstimate) -> StageEstimate:
         saved = min(by, before.of(of))
         breakdown = tuple(size - saved * (index == of) for index, size in enumerate(before.breakdown))
-        readings = {
+        readings: dict[str, Any] = {
             name: None if (size := getattr(before, name)) is None else size - saved
             for name in ("requested", "allocated", "reserved", "device")
         }

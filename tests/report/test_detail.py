@@ -27,10 +27,15 @@ def test_running_totals_and_nets_are_those_of_the_fold() -> None:
 
 
 def test_a_drop_bears_the_name_of_what_its_own_module_held() -> None:
-    backward = next(section for section in sections_of(tapes()) if section.module == "layer.2" and section.net < 2**28)
-    dropped = [line.name for line in sections_of(tapes())[-1].lines if line.change < 0]
-    assert dropped == ["scores", "norm_out"]
-    assert backward.phase == "forward"
+    own = Hold(1, 512, Category.ACTIVATIONS, "own")
+    other = Hold(1, 512, Category.ACTIVATIONS, "other")
+    made = (
+        ModuleTape("layer.0", "forward", (own,)),
+        ModuleTape("layer.1", "forward", (other,)),
+        ModuleTape("layer.0", "backward", (Drop(1, 512, Category.ACTIVATIONS),)),
+        ModuleTape("head", "backward", (Drop(1, 512, Category.ACTIVATIONS),)),
+    )
+    assert [section.lines[0].name for section in sections_of(made)] == ["own", "other", "own", "other"]
 
 
 def test_saved_is_what_outlives_forward() -> None:

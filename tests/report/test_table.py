@@ -38,7 +38,7 @@ def test_the_verdict_names_stage_need_capacity_and_cause() -> None:
 
 def test_what_fits_says_what_is_left() -> None:
     text = verdict(fitting()).plain
-    assert text == "Fits: stage 31 needs most, 21.10 GiB of 31.75 GiB on v100-32gb; 10.65 GiB free"
+    assert text == "Fits: stage 31 needs most, 21.10 GiB of 31.75 GiB on v100-32gb; 10.64 GiB free"
 
 
 def test_without_a_gpu_there_is_no_verdict_but_a_need() -> None:
