@@ -2,9 +2,9 @@
 
 The fold knows what is requested; the allocator decides what that costs in blocks (*allocated*) and
 segments (*reserved*). Both depend on the order of events, so here they are run one by one: building
-the optimizer, micro-batches as the schedule orders them, the step. Three forward-backward pairs are
-run where the schedule repeats one; what then remains in flight is dropped without its backward,
-which only frees memory.
+the optimizer, micro-batches as the schedule orders them, the step. Three backward passes are run
+where the schedule has more, since from the second on they are alike; what then remains in flight is
+dropped without its backward, which only frees memory.
 
 Stages with equal modules differ in how many forward passes they run before the first backward, and
 those passes are prefixes of one another: they are run once, and every stage branches off a copy.
@@ -22,7 +22,7 @@ from .program import SLOT, Gradients, Program
 from .tape import Bytes, Category, Drop, Hold, Tape
 
 PAIRS = 3
-"""Forward-backward pairs that stand for all of an iteration's."""
+"""Backward passes that stand for all of an iteration's."""
 
 _MODULE = 1 << 13
 _MICROBATCH = 1 << 26
@@ -41,12 +41,14 @@ class Replayed:
     """Live at the peak of ``allocated``, by category, summing to it."""
     static: int
     """Allocated between iterations."""
+    first_iteration: int
+    """Reserved at the end of the first iteration's micro-batches, before any optimizer step was applied."""
 
 
 class _Rank:
     """One rank's memory while its events run."""
 
-    __slots__ = ("allocator", "allocated", "by", "gradients", "live", "next_static", "peak", "peak_by", "slots")
+    __slots__ = ("allocated", "allocator", "by", "gradients", "live", "next_static", "peak", "peak_by", "slots")
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self.allocator = CachingAllocator(settings)
@@ -249,7 +251,8 @@ def _alike(programs: Sequence[Program]) -> list[list[Program]]:
 
 def _iteration(rank: _Rank, program: Program) -> Replayed:
     """From the last warm-up forward to the end of the step; twice where states appear in the first step."""
-    _pairs_and_step(rank, program, program.flight - 1)
+    _microbatches(rank, program, program.flight - 1)
+    first_iteration = rank.allocator.peak_reserved
     if program.late_states:
         for parameter in program.parameter_tensors():
             for state in program.states:
@@ -257,19 +260,20 @@ def _iteration(rank: _Rank, program: Program) -> Replayed:
                     _keep_all(rank, state, [parameter])
         _end_of_step(rank, program)
         rank.peak = 0
-        _pairs_and_step(rank, program, program.flight - 1)
+        _microbatches(rank, program, program.flight - 1)
     _end_of_step(rank, program)
     breakdown = rank.peak_by[:]
     breakdown[Category.BLOCK_ROUNDING] = rank.peak - sum(breakdown)
-    return Replayed(rank.peak, rank.allocator.peak_reserved, tuple(breakdown), rank.allocated)
+    return Replayed(rank.peak, rank.allocator.peak_reserved, tuple(breakdown), rank.allocated, first_iteration)
 
 
-def _pairs_and_step(rank: _Rank, program: Program, in_flight: int) -> None:
-    """The forward-backward pairs of an iteration, and what else is in flight dropped."""
-    pairs = min(PAIRS, program.microbatches - in_flight)
-    for pair in range(pairs):
-        rank.forward(program, in_flight + pair)
-        rank.backward(program, pair, pair == 0 or program.gradients is Gradients.PER_MICROBATCH)
+def _microbatches(rank: _Rank, program: Program, in_flight: int) -> None:
+    """The first backward passes of an iteration, each with the forward that the schedule puts before it;
+    what else is in flight is dropped."""
+    for backward in range(min(PAIRS, program.microbatches)):
+        if in_flight + backward < program.microbatches:
+            rank.forward(program, in_flight + backward)
+        rank.backward(program, backward, backward == 0 or program.gradients is Gradients.PER_MICROBATCH)
         if program.gradients is Gradients.PER_MICROBATCH:
             rank.end_gradients()
     rank.end_microbatches()

@@ -23,4 +23,4 @@ def bucket_sizes(gradients: Iterable[int]) -> list[int]:
         if current >= cap:
             sizes.append(current)
             current, cap = 0, BUCKET
-    return sizes + [current] if current else sizes
+    return [*sizes, current] if current else sizes

@@ -140,7 +140,9 @@ def _zero1(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
         start = 100 * (at + 1)
         late.append((*drop_all([norm], start), *_cast(copied, gradient, start + 1)))
         gathered = dp * (share // max(1, padded // BUCKET_ELEMENTS))
-        gathers.append(drop_all([_flat(f"{name}/all_gather_flat", Category.COMMUNICATION_BUFFERS, gathered, "fp16")], start + 9))
+        gathers.append(
+            drop_all([_flat(f"{name}/all_gather_flat", Category.COMMUNICATION_BUFFERS, gathered, "fp16")], start + 9)
+        )
     ends = tuple(Drop(100 * (at + 1) + 2, hold.bytes, hold.category) for at, hold in enumerate(building))
     late_step = (*chain(*late), *ends, *chain(*(gathers if dp > 1 else [])))
     originals = tuple(

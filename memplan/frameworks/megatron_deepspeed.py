@@ -7,7 +7,9 @@ Layer list: ``megatron/model/gpt_model.py``, ``GPTModelPipe``. Engine:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 from ..layers import megatron_ends as ends
 from ..layers.autograd import Recorder, Tensor, recomputed_reentrant
@@ -30,6 +32,10 @@ EMBEDDING, LAYER, HEAD, NORM, LAMBDA = (
     "<lambda>",
 )
 """Class and function names of the layer list, as ``type:`` matches them."""
+
+
+PASSES_GRADIENT = ("transpose_in", "transpose_out")
+"""Entries whose backward hands on the gradient's own storage."""
 
 
 def padded_vocab(vocab: int, t: int, multiple: int = 128) -> int:
@@ -156,9 +162,9 @@ def stage_bounds(plan: Plan, shape: ParallelShape) -> tuple[list[Entry], list[in
         raise PlanError(
             "pipeline.partition",
             plan.pipeline.partition,
-            f"cuts between entries {head} (head) and {head + 1} (float16_to_fp32): not modelled, keep them in one stage",
+            f"cuts between entries {head} (head) and {head + 1} (float16_to_fp32): not modelled",
         )
-    for stage, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for stage, (low, high) in enumerate(pairwise(bounds)):
         if low == high:
             raise PlanError(
                 "pipeline.partition",
@@ -182,7 +188,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
 def _program(
     plan: Plan, shape: ParallelShape, stage: int, entries: Sequence[Entry], stages: int, options: Options
 ) -> Program:
-    spans = _spans(plan, shape, entries, stage, stages)
+    spans = _spans(plan, shape, entries, stage, stages, options)
     tensors = tuple(p for span in spans for _ in span.names for p in span.module.parameters)
     kept = keep(plan, tensors)
     layout, batch = plan.layout, plan.batch
@@ -209,22 +215,24 @@ def _program(
     )
 
 
-def _spans(plan: Plan, shape: ParallelShape, entries: Sequence[Entry], stage: int, stages: int) -> tuple[Span, ...]:
+def _spans(
+    plan: Plan, shape: ParallelShape, entries: Sequence[Entry], stage: int, stages: int, options: Options
+) -> tuple[Span, ...]:
     """The stage's modules with the pipeline's edges around them."""
     first, last = stage == 0, stage == stages - 1
     kinds = [entry.name for entry in entries if entry.name not in ("to_float16", "to_fp32")]
     names = {entry.name for entry in entries}
     tied_here = plan.loss.kind != "adaptive-softmax" and {"embedding", "head"} <= names
     spans: list[Span] = []
-    position = 0
-    for group in _grouped(plan, kinds):
-        position += len(group)
-        options = Options(drops_gradient=last or position < len(kinds))
+    groups = _grouped(plan, kinds)
+    for at, group in enumerate(groups):
+        kept = not last and all(later[0] in PASSES_GRADIENT for later in groups[at + 1 :])
+        role = replace(options, drops_gradient=not kept)
         if group[0].startswith("layer."):
             recompute = _recomputes(plan, group, kinds)
-            module = layer_module(shape, len(group) if recompute else 0, options)
+            module = layer_module(shape, len(group) if recompute else 0, role)
         else:
-            module = end_module(group[0], shape, plan.loss, tied_here, options)
+            module = end_module(group[0], shape, plan.loss, tied_here, role)
         label = group[0] if len(group) == 1 else f"{group[0]}–{group[-1].removeprefix('layer.')}"
         if spans and spans[-1].module is module:
             spans[-1] = Span(module, (*spans[-1].names, label))

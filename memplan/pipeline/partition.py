@@ -14,7 +14,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from ..plan.errors import PlanError
@@ -66,7 +66,7 @@ def explicit(edges: list[int], entries: int, stages: int) -> list[int]:
             edges,
             f"ends at {edges[-1]}; the layer list has {entries} entries, so the last boundary must be {entries}",
         )
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         if high < low:
             raise PlanError(FIELD, edges, f"repeats entries {high} to {low - 1}: boundaries must not fall")
     return edges

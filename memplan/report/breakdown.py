@@ -11,15 +11,16 @@ from rich.text import Text
 from ..result import Estimate, StageEstimate
 from .bar import SWATCH
 from .names import stage_word
-from .palette import FAINT, Share, allocated_shares, beyond_shares, label
-from .stages import in_colour, unit_of
-from .units import Unit, percent
+from .palette import FAINT, Share, allocated_shares, beyond_shares, label, unknown_beyond
+from .stages import in_colour, measured, unit_of
+from .units import UNKNOWN, Unit, percent
 from .verdict import reading_of
 
 MOMENTS = ("initialisation", "steady", "evaluation", "checkpoint")
+FIRST_ITERATION = "first_iteration_device"
 READINGS = ("requested", "allocated", "reserved", "device")
-SIDE_BY_SIDE = 100
-"""Columns from which ledger and facts stand beside each other."""
+BETWEEN = 6
+"""Columns between ledger and facts where they stand beside each other."""
 
 
 def stage_breakdown(estimate: Estimate, stage: StageEstimate, console: Console) -> RenderableType:
@@ -34,12 +35,20 @@ def stage_breakdown(estimate: Estimate, stage: StageEstimate, console: Console) 
     moments = _facts(
         "moments", MOMENTS, [stage.moments.get(name) for name in MOMENTS], marked=stage.peak.moment, unit=unit
     )
-    facts = Group(readings, Text(), moments)
-    if console.width < SIDE_BY_SIDE:
+    facts = Group(readings, Text(), moments, *_first_iteration(stage, unit))
+    if measured(ledger, console).maximum + BETWEEN + measured(moments, console).maximum > console.width:
         return Group(title, Text(), ledger, Text(), facts)
-    grid = Table.grid(padding=(0, 8, 0, 0))
+    grid = Table.grid(padding=(0, BETWEEN, 0, 0), pad_edge=False)
     grid.add_row(ledger, facts)
     return Group(title, Text(), grid)
+
+
+def _first_iteration(stage: StageEstimate, unit: Unit) -> list[RenderableType]:
+    """What the device shows while no optimizer step has been applied, where that is less."""
+    early = stage.moments.get(FIRST_ITERATION)
+    if early is None or stage.device is None or early >= stage.device:
+        return []
+    return [Text(), Text(f"device before the first applied step  {unit.figure(early)}", FAINT)]
 
 
 def _moment(stage: StageEstimate) -> str:
@@ -52,7 +61,7 @@ def _moment(stage: StageEstimate) -> str:
 
 
 def _ledger(stage: StageEstimate, unit: Unit, *, coloured: bool) -> Table:
-    """Every share, and its % of the headline; a line with ``=`` where a reading is complete."""
+    """Every share that shows in ``unit``, with its % of the headline; a line with ``=`` where a reading is complete."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -61,9 +70,10 @@ def _ledger(stage: StageEstimate, unit: Unit, *, coloured: bool) -> Table:
 
     def add(parts: Sequence[Share]) -> None:
         for part in parts:
-            swatch = (SWATCH, part.colour) if coloured else " "
-            cells = Text.assemble(swatch, f" {part.label}"), unit.figure(part.size), percent(part.size, stage.headline)
-            table.add_row(*cells)
+            if unit.prints(part.size):
+                swatch = (SWATCH, part.colour) if coloured else " "
+                name = Text.assemble(swatch, f" {part.label}")
+                table.add_row(name, unit.figure(part.size), percent(part.size, stage.headline))
 
     def total(name: str, size: int | None) -> None:
         if size is not None:
@@ -77,6 +87,8 @@ def _ledger(stage: StageEstimate, unit: Unit, *, coloured: bool) -> Table:
         total("reserved", stage.reserved)
     if stage.device is not None:
         add(others)
+        for name in unknown_beyond(stage):
+            table.add_row(f"  {name}", UNKNOWN)
         total("device", stage.device)
     return table
 

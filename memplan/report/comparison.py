@@ -74,7 +74,7 @@ def _effect(base: Estimate, variant: Estimate, unit: Unit) -> str:
     """``saves 5.21 GiB at the peak``."""
     change = variant.peak - base.peak
     figure = unit.figure(abs(change))
-    if not figure.strip("0."):
+    if not unit.prints(change):
         return "the same peak"
     return f"saves {figure} {unit.name} at the peak" if change < 0 else f"needs {figure} {unit.name} more at the peak"
 
@@ -104,5 +104,5 @@ def _entries(lines: list[tuple[str, Text]]) -> Table:
     table.add_column(style=FAINT, overflow="fold")
     table.add_column(ratio=1, overflow="fold")
     for name, text in lines:
-        table.add_row(f"  {name}", text)
+        table.add_row(Text(f"  {name}"), text)
     return table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,20 +12,34 @@ from rich.text import Text
 
 from ..result import ModuleTape
 from ..tape import Category, Hold
+from .breakable import Breakable
 from .names import kind_of, modules_text
 from .output import put
 from .palette import COLOURS, FAINT, label
 from .sections import Line, Section, repeats, sections_of
-from .units import MINUS, exact, size
+from .units import MIB, MINUS, Unit, exact, size
 
 GAP = 2
+MIBS = Unit("MiB", MIB, 1)
+
+
+SHORT_LABELS = {
+    Category.MAIN_PARAMETERS: "main params",
+    Category.OPTIMIZER_STATES: "optimizer",
+    Category.GATHERED_PARAMETERS: "gathered",
+    Category.COMMUNICATION_BUFFERS: "comm buffer",
+    Category.WORKSPACES: "workspace",
+    Category.BLOCK_ROUNDING: "rounding",
+}
+"""Labels of one column's width, where the full one is longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Widths:
     """Columns of every table of the report, so that they stand under each other."""
 
-    figure: int
+    change: int
+    running: int
     category: int
     tensor: int
     shape: int
@@ -34,24 +48,26 @@ class Widths:
     @classmethod
     def of(cls, sections: Sequence[Section], console_width: int) -> Widths:
         """What the lines want; where the console is narrower, names and shapes wrap."""
-        lines = [line for section in sections for line in section.lines if line.category is not None]
-        figure = 1 + max((len(exact(line.running)) for line in lines), default=1)
-        category = max((len(_label(line)) for line in lines), default=1)
-        tensor = max((len(line.name) for line in lines), default=1)
-        shape = max((len(_shape(line.shape)) for line in lines), default=1)
-        dtype = max((len(line.dtype) for line in lines), default=1)
-        room = max(12, console_width - 2 * figure - dtype - 5 * GAP)
-        word = max((len(word) for line in lines for word in _label(line).split()), default=1)
-        category = max(word, min(category, room * 28 // 100))
-        tensor = min(tensor, max(4, (room - category) * 55 // 100))
-        return cls(figure, category, tensor, min(shape, max(4, room - category - tensor)), dtype)
+        lines = [line for section in sections for line in section.lines]
+
+        def longest(text: Callable[[Line], str]) -> int:
+            return max((len(text(line)) for line in lines), default=1)
+
+        change = longest(_change)
+        running, category, dtype = longest(_running), longest(_label), longest(lambda line: line.dtype)
+        tensor, shape = longest(lambda line: line.name), longest(lambda line: _shape(line.shape))
+        room = max(8, console_width - change - running - category - dtype - 5 * GAP)
+        if tensor + shape > room:
+            shape = min(shape, max(room * 45 // 100, room - tensor))
+            tensor = min(tensor, room - shape)
+        return cls(change, running, category, tensor, shape, dtype)
 
 
 def print_detail(module_tapes: Sequence[ModuleTape], console: Console, verbose: bool = False) -> None:
     """Prints every event of ``module_tapes``; layers that repeat an earlier one in a line, unless ``verbose``."""
     sections = sections_of(module_tapes)
     widths = Widths.of(sections, console.width)
-    put(console, Text("Exact bytes, each tensor rounded up to 512; second column: running total.", FAINT))
+    put(console, Text("Bytes, each tensor rounded up to 512; the second column is the running total in MiB.", FAINT))
     put(console, *_tape(sections, widths, verbose))
     put(console, *_saved(sections, widths))
 
@@ -95,35 +111,39 @@ def _kept(net: int) -> str:
 
 
 def _events(lines: Sequence[Line], widths: Widths) -> Table:
-    table = _columns(widths, figures=2)
+    table = _columns(widths, running=True)
     for line in lines:
-        sign = "+" if line.change >= 0 else MINUS
-        table.add_row(
-            f"{sign}{exact(abs(line.change))}",
-            exact(line.running),
-            Text(_label(line), _colour(line.category)),
-            Text(line.name),
-            _shape(line.shape),
-            line.dtype,
-        )
+        name, shape = Breakable(line.name), Breakable(_shape(line.shape))
+        category = Text(_label(line), "" if line.category is None else COLOURS[line.category])
+        table.add_row(_change(line), _running(line), category, name, shape, Text(line.dtype))
     return table
 
 
-def _columns(widths: Widths, figures: int) -> Table:
-    table = Table.grid(padding=(0, GAP, 0, 0))
-    for _ in range(figures):
-        table.add_column(justify="right", no_wrap=True, width=widths.figure)
+def _columns(widths: Widths, *, running: bool) -> Table:
+    table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+    for width in (widths.change, widths.running) if running else (widths.change,):
+        table.add_column(justify="right", no_wrap=True, width=width)
     for width in (widths.category, widths.tensor, widths.shape, widths.dtype):
         table.add_column(overflow="fold", width=width)
     return table
 
 
+def _change(line: Line) -> str:
+    if line.category is None:
+        return ""
+    return f"{'+' if line.change >= 0 else MINUS}{exact(abs(line.change))}"
+
+
+def _running(line: Line) -> str:
+    return MIBS.figure(line.running)
+
+
 def _label(line: Line) -> str:
-    return "" if line.category is None else label(line.category.key)
+    return "" if line.category is None else _short(line.category)
 
 
-def _colour(category: Category | None) -> str:
-    return "" if category is None else COLOURS[category]
+def _short(category: Category) -> str:
+    return SHORT_LABELS.get(category, label(category.key))
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -154,8 +174,9 @@ def _looks(hold: Hold) -> tuple[object, ...]:
 
 
 def _holds(holds: Sequence[Hold], widths: Widths) -> Table:
-    table = _columns(widths, figures=1)
+    table = _columns(widths, running=False)
     for hold in holds:
-        category = Text(label(hold.category.key), COLOURS[hold.category])
-        table.add_row(exact(hold.bytes), category, Text(hold.name), _shape(hold.shape), hold.dtype)
+        category = Text(_short(hold.category), COLOURS[hold.category])
+        name, shape = Breakable(hold.name), Breakable(_shape(hold.shape))
+        table.add_row(exact(hold.bytes), category, name, shape, Text(hold.dtype))
     return table

@@ -25,7 +25,7 @@ class Change:
 
 def shown(changes: list[Change], unit: Unit) -> list[Change]:
     """Those that are not zero in print."""
-    return [change for change in changes if unit.figure(abs(change.size)).strip("0.")]
+    return [change for change in changes if unit.prints(change.size)]
 
 
 def by_category(before: StageEstimate, after: StageEstimate) -> list[Change]:

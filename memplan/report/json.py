@@ -10,7 +10,7 @@ from ..result import Estimate, StageEstimate
 from ..tape import Category
 
 SCHEMA = 1
-MOMENTS = ("initialisation", "steady", "evaluation", "checkpoint")
+MOMENTS = ("initialisation", "steady", "evaluation", "checkpoint", "first_iteration_device")
 
 
 def to_json(estimate: Estimate) -> dict[str, Any]:

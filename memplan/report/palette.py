@@ -72,6 +72,11 @@ def beyond_shares(stage: StageEstimate) -> tuple[tuple[Share, ...], tuple[Share,
     return tuple(part for part in parts if part.key == CACHE), tuple(part for part in parts if part.key != CACHE)
 
 
+def unknown_beyond(stage: StageEstimate) -> tuple[str, ...]:
+    """Labels of what the device holds and nobody could say how much of."""
+    return tuple(label(part.name) for part in fields(BeyondAllocated) if getattr(stage.beyond, part.name) is None)
+
+
 def shares(stage: StageEstimate) -> tuple[Share, ...]:
     """The stage's headline reading in parts."""
     cache, others = beyond_shares(stage)

@@ -1,9 +1,10 @@
-"""The rows of the table: one for each stage, or one for a run of stages that read alike."""
+"""The rows of the table: one for each stage, or one for a run of stages that are built alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 from ..result import Estimate, StageEstimate
 from .names import kind_of, modules_text, ranks_text, span
@@ -31,35 +32,41 @@ class Row:
         text = ranks_text(union)
         return text if not text.startswith("×") or len(self.members) == 1 else f"{ranks_text(self.worst.ranks)} each"
 
-    @property
-    def modules(self) -> str:
+    def modules(self, separator: str = ", ") -> str:
+        """``layers 1–60, 2 each``, with ``separator`` before the count."""
         text = modules_text([module for stage in self.members for module in stage.modules])
         each = len(self.members[0].modules)
-        return text if len(self.members) == 1 or each < 2 else f"{text}, {each} each"
+        return text if len(self.members) == 1 or each < 2 else f"{text}{separator}{each} each"
+
+    @property
+    def one_cause(self) -> bool:
+        """Whether all members peak in the same phase, in a module of the same kind, on the same tensor."""
+        return len({_cause(stage) for stage in self.members}) == 1
 
     @property
     def what(self) -> str:
-        """For what the peak is: ``logits_fp32 in head``."""
-        peak, module = self.worst.peak, self.module
+        """For what the peak is: ``logits_fp32 in head``; ``… in layer.*`` where only the layer's number differs."""
+        peak = self.worst.peak
+        numbers = {stage.peak.module for stage in self.members}
+        module = f"{kind_of(peak.module)}.*" if self.one_cause and len(numbers) > 1 else peak.module
         return f"{peak.tensor} in {module}" if peak.tensor else module
 
-    @property
-    def module(self) -> str:
-        """The module of the peak; ``layer.*`` where the members differ in its number."""
-        modules = {stage.peak.module for stage in self.members}
-        return modules.pop() if len(modules) == 1 else f"{kind_of(self.worst.peak.module)}.*"
-
     def when(self, word: str = "micro-batch") -> str:
-        """When the peak is: ``forward, micro-batch 0``; without a number where the members differ in it."""
-        microbatches = {stage.peak.microbatch for stage in self.members}
+        """When the peak is: ``forward, micro-batch 0``; and of which stage, where the members differ in cause."""
+        told = self.members if self.one_cause else (self.worst,)
+        microbatches = {stage.peak.microbatch for stage in told}
         microbatch = microbatches.pop() if len(microbatches) == 1 else None
-        phase = self.worst.peak.phase
-        return phase if microbatch is None else f"{phase}, {word} {microbatch}"
+        parts = [self.worst.peak.phase]
+        parts += [] if microbatch is None else [f"{word} {microbatch}"]
+        parts += [] if self.one_cause else [f"stage {self.worst.stage}"]
+        return ", ".join(parts)
 
     def figures(self, of: Callable[[StageEstimate], int | None], unit: Unit) -> tuple[str, ...]:
-        """A size in ``unit``: once, or of the first and the last member where they differ."""
-        first, last = unit.figure(of(self.members[0])), unit.figure(of(self.members[-1]))
-        return (first,) if first == last else (first, last)
+        """A size in ``unit``: once, or the least and the most where members differ."""
+        sizes = [of(stage) for stage in self.members]
+        known = [size for size in sizes if size is not None]
+        ends = [min(known), max(known)] if known else [None]
+        return tuple(dict.fromkeys(map(unit.figure, ends)))
 
 
 def limit_of(estimate: Estimate) -> int | None:
@@ -73,39 +80,24 @@ def free_on(stage: StageEstimate, limit: int | None) -> int | None:
 
 
 def rows_of(estimate: Estimate, *, folded: bool = True) -> tuple[Row, ...]:
-    """The estimate's rows. Folded, a run of like stages shares one; it is split where sizes turn."""
+    """The estimate's rows. Folded, neighbours that hold the same and both fit, or both do not, share one."""
     limit = limit_of(estimate)
-    rows: list[Row] = []
-    for stage in estimate.stages:
-        if folded and rows and _alike(longer := (*rows[-1].members, stage), limit):
-            rows[-1] = Row(longer)
-        else:
-            rows.append(Row((stage,)))
-    return tuple(rows)
-
-
-def _alike(stages: Sequence[StageEstimate], limit: int | None) -> bool:
-    """Whether one row can speak for ``stages`` (all but the last of which are known to be alike)."""
-    before, last = stages[-2:]
-    return (
-        _appearance(before, limit) == _appearance(last, limit)
-        and _monotone([stage.static for stage in stages])
-        and _monotone([stage.headline for stage in stages])
-    )
+    if not folded:
+        return tuple(Row((stage,)) for stage in estimate.stages)
+    runs = groupby(estimate.stages, key=lambda stage: _appearance(stage, limit))
+    return tuple(Row(tuple(members)) for _, members in runs)
 
 
 def _appearance(stage: StageEstimate, limit: int | None) -> tuple[object, ...]:
-    """What two stages must share to stand in one row."""
-    peak = stage.peak
+    """What two stages must share to stand in one row: what they hold, what is known of it, and the verdict."""
     return (
         tuple(map(kind_of, stage.modules)),
         len(stage.ranks),
         stage.parameters,
-        (peak.phase, kind_of(peak.module), peak.tensor, peak.upper_bound),
         (stage.device is None, stage.reserved is None, stage.allocated is None),
         limit is not None and stage.headline > limit,
     )
 
 
-def _monotone(sizes: Sequence[int]) -> bool:
-    return list(sizes) in (sorted(sizes), sorted(sizes, reverse=True))
+def _cause(stage: StageEstimate) -> tuple[str, str, str]:
+    return stage.peak.phase, kind_of(stage.peak.module), stage.peak.tensor

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from ..result import Estimate, StageEstimate
 from .bar import bar
+from .breakable import Breakable
 from .names import DASH, stage_word
 from .palette import BAD, FAINT, shares
 from .rows import Row, free_on, limit_of, rows_of
@@ -45,8 +46,7 @@ def stage_tables(estimate: Estimate, console: Console, *, folded: bool = True) -
     rows = rows_of(estimate, folded=folded)
 
     def needs(shape: Shape) -> Measurement:
-        unbounded = console.options.update(max_width=10_000)
-        return Measurement.get(console, unbounded, _table(estimate, rows, shape))
+        return measured(_table(estimate, rows, shape), console)
 
     if in_colour(console):
         for shape in (ROOMY, COMPACT):
@@ -64,6 +64,11 @@ def stage_tables(estimate: Estimate, console: Console, *, folded: bool = True) -
 def in_colour(console: Console) -> bool:
     """Whether bars and swatches mean anything on ``console``."""
     return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def measured(table: Table, console: Console) -> Measurement:
+    """The least and the most columns that ``table`` can use, however wide the console is."""
+    return Measurement.get(console, console.options.update(max_width=10_000), table)
 
 
 def peak_reading(estimate: Estimate) -> str:
@@ -113,8 +118,13 @@ def _table(estimate: Estimate, rows: tuple[Row, ...], shape: Shape) -> Table:
     if shape.bar:
         table.add_column("", no_wrap=True)
     for row in rows:
-        cells: list[Text | str] = [row.stages, row.ranks] if shape.ranks else [row.stages]
-        cells += [row.modules, elements(row.worst.parameters), *_sizes(row, estimate, shape), _peak(row, shape)]
+        cells: list[RenderableType] = [row.stages, row.ranks] if shape.ranks else [row.stages]
+        cells += [
+            Breakable(row.modules(", " if shape.one_line else ",\n")),
+            elements(row.worst.parameters),
+            *_sizes(row, estimate, shape),
+            _peak(row, shape),
+        ]
         if shape.bar:
             cells.append(bar(shares(row.worst), _scale(estimate), shape.bar, limit_of(estimate)))
         table.add_row(*cells)
@@ -142,8 +152,8 @@ def _sizes(row: Row, estimate: Estimate, shape: Shape) -> list[Text]:
     return cells if limit is None else [*cells, cell(row.figures(free, unit), over)]
 
 
-def _peak(row: Row, shape: Shape) -> Text:
+def _peak(row: Row, shape: Shape) -> Breakable:
     """For what and when the peak is; marked where it is an upper bound."""
-    bound = " (upper bound)" if row.worst.peak.upper_bound else ""
+    bound = " (upper bound)" if any(stage.peak.upper_bound for stage in row.members) else ""
     when = row.when() if shape.one_line else row.when("mb")
-    return Text.assemble(row.what, ", " if shape.one_line else "\n", (f"{when}{bound}", FAINT))
+    return Breakable(Text.assemble(row.what, ", " if shape.one_line else "\n", (f"{when}{bound}", FAINT)))

@@ -45,6 +45,10 @@ class Unit:
         figure = f"{abs(count) / self.bytes:,.{self.decimals}f}"
         return MINUS + figure if count < 0 and figure.strip("0.") else figure
 
+    def prints(self, count: int) -> bool:
+        """Whether ``count`` bytes are more than a zero in this unit."""
+        return bool(self.figure(abs(count)).strip("0."))
+
     def change(self, count: int) -> str:
         """A difference of ``count`` bytes, signed: ``+0.50``, ``−4.10``, ``0`` for none."""
         if not count:

@@ -1,9 +1,12 @@
 """A small independent witness: what real PyTorch code holds, followed on fake tensors.
 
-Runs a training step under ``FakeTensorMode`` and follows storages (not tensors): each is counted
-once when it first appears as the output of an operator, at its size rounded up to 512 B, until
-Python and autograd let it go. Two of the CPU's behaviours are replaced by CUDA's: dropout through
-``native_dropout`` (one-byte mask) and attention through the flash-attention operator.
+Runs code under ``FakeTensorMode`` and follows storages (not tensors): each is counted once when it
+first appears as the output of an operator, at its size rounded up to 512 B, until Python and
+autograd let it go. Tensors are on the CPU; three of its behaviours are replaced by CUDA's:
+
+* dropout is ``native_dropout``, whose mask has one byte an element;
+* scaled-dot-product attention is the flash-attention operator, which takes fewer key heads as they are;
+* layer norm of 16-bit tensors gives its statistics in fp32.
 """
 
 from __future__ import annotations
@@ -12,66 +15,71 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from memplan.tape import rounded
 
-def rounded(size: int) -> int:
-    return max(512, -(-size // 512) * 512)
+
+class Change(NamedTuple):
+    """A storage comes to life (+1) or ends (−1). The operator, shape and dtype are those of its first tensor."""
+
+    sign: int
+    bytes: int
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass
 class Trace:
+    """What was held, in order."""
+
+    changes: list[Change] = field(default_factory=list)
     live: int = 0
-    peak: int = 0
-    peak_op: str = ""
-    events: list[tuple[str, int, str, tuple[int, ...], str]] = field(default_factory=list)
-    """(+ or −, bytes, operator, shape, dtype)"""
+    host: bool = False
+    """Storages of zero-dimensional tensors that begin now are on the host, and not followed."""
 
-    def reset_peak(self) -> None:
-        self.peak, self.peak_op = self.live, ""
-
-    def hold(self, size: int, op: str, shape: tuple[int, ...], dtype: str) -> None:
-        self.live += size
-        self.events.append(("+", size, op, shape, dtype))
-        if self.live > self.peak:
-            self.peak, self.peak_op = self.live, op
-
-    def drop(self, size: int, op: str, shape: tuple[int, ...], dtype: str) -> None:
-        self.live -= size
-        self.events.append(("-", size, op, shape, dtype))
+    def add(self, change: Change) -> None:
+        self.changes.append(change)
+        self.live += change.sign * change.bytes
 
 
 class Follow(TorchDispatchMode):
+    """Sees every operator below autograd, in forward and backward."""
+
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
         self.seen: dict[int, Any] = {}
 
     def adopt(self, tensor: torch.Tensor, op: str) -> None:
+        """Follows the storage of ``tensor``, unless it is already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.seen:
             return
-        size = rounded(storage.nbytes()) if storage.nbytes() else 0
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        self.trace.hold(size, op, shape, dtype)
-        finalizer = weakref.finalize(storage, self._gone, key, size, op, shape, dtype)
+        size = 0 if self.trace.host and not tensor.dim() else rounded(storage.nbytes())
+        change = Change(1, size, op, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        self.trace.add(change)
+        finalizer = weakref.finalize(storage, self._gone, key, change._replace(sign=-1))
         finalizer.atexit = False
         self.seen[key] = finalizer
 
-    def _gone(self, key: int, size: int, op: str, shape: tuple[int, ...], dtype: str) -> None:
+    def _gone(self, key: int, change: Change) -> None:
         del self.seen[key]
-        self.trace.drop(size, op, shape, dtype)
+        self.trace.add(change)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_layer_norm.default:
+            out = (out[0], out[1].float(), out[2].float())
         for leaf in tree_iter(out):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+            if isinstance(leaf, torch.Tensor):
                 self.adopt(leaf, str(func))
         return out
 
@@ -79,11 +87,14 @@ class Follow(TorchDispatchMode):
 @contextmanager
 def cuda_behaviour() -> Iterator[None]:
     """Dropout and scaled-dot-product attention as CUDA runs them."""
-    dropout, sdpa = torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention
+    functional: Any = torch.nn.functional
+    dropout, sdpa = functional.dropout, functional.scaled_dot_product_attention
 
-    def cuda_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def native_dropout(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         if not training or p == 0.0:
-            return dropout(input, p, training, inplace)
+            return dropout(input, p, training, inplace)  # type: ignore[no-any-return]
         return torch.native_dropout(input, p, True)[0]
 
     def flash(
@@ -95,29 +106,21 @@ def cuda_behaviour() -> Iterator[None]:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-        **_: Any,
     ) -> torch.Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
+        assert attn_mask is None, "flash attention takes no mask"
+        operator = torch.ops.aten._scaled_dot_product_flash_attention
+        return operator(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
 
-    torch.nn.functional.dropout = cuda_dropout
-    torch.nn.functional.scaled_dot_product_attention = flash
-    torch.nn.modules.dropout.F.dropout = cuda_dropout
+    functional.dropout, functional.scaled_dot_product_attention = native_dropout, flash
     try:
         yield
     finally:
-        torch.nn.functional.dropout = dropout
-        torch.nn.functional.scaled_dot_product_attention = sdpa
-        torch.nn.modules.dropout.F.dropout = dropout
-
-
-def fake() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
+        functional.dropout, functional.scaled_dot_product_attention = dropout, sdpa
 
 
 def run(body: Callable[[Trace, Follow], None]) -> Trace:
+    """The trace of ``body``, which makes its tensors itself."""
     trace = Trace()
-    with fake(), cuda_behaviour(), Follow(trace) as follow:
+    with FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour(), Follow(trace) as follow:
         body(trace, follow)
     return trace

@@ -74,7 +74,7 @@ def test_verbose_spells_every_layer_out() -> None:
 
 def test_every_tensor_has_name_shape_dtype_and_exact_bytes() -> None:
     text = detailed(tapes())
-    assert "+4,102,029,312   4,963,172,352  logits" in text
+    assert "+4,102,029,312  4,733.2  logits" in text
     assert "logits_fp32" in text
     assert "2048×8×62592" in text
     assert "Held at the end of forward by layers 0–3: 2 tensors, +215,285,760 (205 MiB) each" in text

@@ -1,0 +1,203 @@
+"""From a plan to a report: what every stage needs, at which moment, and what for.
+
+A framework writes one program per stage; its fold gives the requested bytes and where they peak; the
+allocator's replay gives allocated and reserved; facts about driver and libraries give the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from . import facts
+from .allocator import AllocatorSettings
+from .layers.module import Options
+from .notices import assumptions, warnings
+from .plan.errors import PlanError
+from .plan.plan import Plan
+from .plan.resolve import resolve
+from .plan.sizes import headroom_bytes
+from .program import Folded, Program, fold_evaluation, fold_program
+from .replay import Replayed, replay
+from .result import BeyondAllocated, Estimate, ModuleTape, Notice, Peak, StageEstimate
+from .tape import Category, Hold, rounded
+
+TORCH_VERSIONS: dict[str, facts.Version] = {"megatron-deepspeed": (1, 8)}
+"""PyTorch that a framework's recipes belong to, where it is not today's."""
+
+CURRENT_TORCH: facts.Version = (2, 13)
+
+
+def programs_of(plan: Plan, options: Options) -> tuple[Program, ...]:
+    """What every stage of a resolved plan does."""
+    if plan.framework == "megatron-deepspeed":
+        from .frameworks import megatron_deepspeed
+
+        return megatron_deepspeed.programs(plan, options)
+    from .frameworks import plain
+
+    return plain.programs(plan, options)
+
+
+def fold(plan: Plan) -> tuple[Folded, ...]:
+    """Requested bytes of every stage of a resolved plan: what a search evaluates."""
+    return tuple(fold_program(program) for program in programs_of(plan, Options()))
+
+
+def estimate(plan: Plan) -> Estimate:
+    """The whole report. ``PlanError`` where the plan contradicts itself or is not modelled."""
+    plan = resolve(plan)
+    programs = programs_of(plan, Options())
+    measured = programs_of(plan, Options(kernel_workspaces=True))
+    replayed = replay(measured, allocator_settings(plan), _workspaces(plan))
+    stages = tuple(
+        _stage(plan, program, fold_program(program), result) for program, result in zip(programs, replayed, strict=True)
+    )
+    capacity = plan.hardware.capacity
+    headroom = headroom_bytes(plan.headroom, capacity)
+    fits = None if capacity is None else all(stage.headline <= capacity - headroom for stage in stages)
+    notices = (*warnings(plan, programs), *_reading_warnings(plan))
+    return Estimate(plan, fits, capacity, headroom, stages, notices, assumptions(plan))
+
+
+def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
+    """The tape of one micro-batch through ``stage``, module by module."""
+    programs = programs_of(resolve(plan), Options())
+    if not 0 <= stage < len(programs):
+        raise PlanError("--detail", stage, f"must be a stage from 0 to {len(programs) - 1}")
+    spans = programs[stage].spans
+    forward = [ModuleTape(name, "forward", span.module.first.forward) for span in spans for name in span.names]
+    backward = [
+        ModuleTape(name, "backward", span.module.first.backward)
+        for span in reversed(spans)
+        for name in reversed(span.names)
+    ]
+    step = ModuleTape("optimizer", "step", programs[stage].step + programs[stage].late_step)
+    return tuple(tape for tape in (*forward, *backward, step) if tape.events)
+
+
+# -- readings ---------------------------------------------------------------------------------------
+
+
+def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed) -> StageEstimate:
+    beyond = _beyond(plan, replayed)
+    known = sum(size for size in (beyond.cuda_context, beyond.nccl, beyond.other) if size is not None)
+    device = replayed.reserved + known if beyond.cuda_context is not None else None
+    return StageEstimate(
+        stage=program.stage,
+        ranks=program.ranks,
+        modules=program.entries,
+        parameters=program.parameters(),
+        requested=folded.peak,
+        allocated=replayed.allocated,
+        reserved=replayed.reserved,
+        device=device,
+        static=replayed.static,
+        peak=_peak(folded),
+        breakdown=replayed.breakdown,
+        beyond=beyond,
+        moments={
+            "initialisation": program.initialisation,
+            "steady": replayed.allocated,
+            "evaluation": fold_evaluation(program),
+            "checkpoint": replayed.static,
+            "first_iteration_device": replayed.first_iteration + known if device is not None else None,
+        },
+        in_flight=program.flight,
+    )
+
+
+def _peak(folded: Folded) -> Peak:
+    """The place that the fold carried: ``microbatch/phase/module/…/tensor``."""
+    if folded.place == "static":
+        return Peak("steady", "step", "optimizer", "", None)
+    first, phase, *rest = folded.place.split("/")
+    if first == "step":
+        return Peak("steady", "step", "optimizer", "/".join(rest), None)
+    return Peak("steady", phase, rest[0], "/".join(rest[1:]), int(first))
+
+
+def _beyond(plan: Plan, replayed: Replayed) -> BeyondAllocated:
+    """Context and NCCL where somebody has published them; ``None`` elsewhere."""
+    context = None
+    if plan.hardware.gpu is not None:
+        context = facts.cuda_context(plan.hardware.gpu, plan.environment, _torch_version(plan))
+    nccl = 0 if _alone(plan) else None
+    return BeyondAllocated(
+        allocator_cache=replayed.reserved - replayed.allocated,
+        cuda_context=context.bytes if context is not None else None,
+        nccl=nccl,
+        other=0,
+    )
+
+
+def _alone(plan: Plan) -> bool:
+    return plan.framework in ("single", "device-map") or plan.hardware.gpus == 1
+
+
+def _reading_warnings(plan: Plan) -> tuple[Notice, ...]:
+    """What the device reading leaves out."""
+    gpu = plan.hardware.gpu
+    if gpu is None:
+        return (Notice("no-gpu", "no GPU is named (--gpu): there is nothing to fit into, and no device reading"),)
+    notices = []
+    context = facts.cuda_context(gpu, plan.environment, _torch_version(plan))
+    if context is None:
+        notices.append(
+            Notice(
+                "context-unknown", f"nobody has published the CUDA context of {gpu}: the device reading is not known"
+            )
+        )
+    if not _alone(plan):
+        notices.append(
+            Notice(
+                "nccl-not-counted",
+                "NCCL's buffers are not in the device reading: they depend on the machine's topology "
+                "(12 MiB a channel for each ring, several communicators); leave headroom for them",
+            )
+        )
+    return tuple(notices)
+
+
+def _torch_version(plan: Plan) -> facts.Version:
+    if plan.code == "2020":
+        return (1, 6)
+    return TORCH_VERSIONS.get(plan.framework, CURRENT_TORCH)
+
+
+def allocator_settings(plan: Plan) -> AllocatorSettings:
+    """The allocator as the plan's environment configures it."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = plan.environment.get(name)
+        if value is not None:
+            try:
+                return _parse_settings(value)
+            except ValueError as error:
+                raise PlanError(f"environment.{name}", value, str(error)) from None
+    return AllocatorSettings()
+
+
+@lru_cache(maxsize=64)
+def _parse_settings(value: str) -> AllocatorSettings:
+    return AllocatorSettings.parse(value)
+
+
+def _workspaces(plan: Plan) -> Sequence[Hold]:
+    """What cuBLAS takes from the caching allocator, once."""
+    if plan.hardware.gpu is None:
+        return ()
+    from .gpus import GPUS
+
+    capability = GPUS[plan.hardware.gpu].compute_capability
+    if capability is None:
+        return ()
+    try:
+        found = facts.cublas_workspaces(capability, plan.environment, _torch_version(plan))
+    except ValueError as error:
+        raise PlanError("environment", dict(plan.environment), str(error)) from None
+    return tuple(
+        Hold(0, rounded(fact.bytes), Category.WORKSPACES, fact.name) for fact in found if fact.held and fact.bytes
+    )
+
+
+__all__ = ["detail", "estimate", "fold", "programs_of"]

@@ -1,0 +1,175 @@
+"""What a user should know about a plan: warnings that teach, and the assumptions behind the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .layers.module import hold_bytes
+from .plan.plan import Plan
+from .program import Program
+from .result import Notice
+
+GIB, MIB = 2**30, 2**20
+
+
+def warnings(plan: Plan, programs: Sequence[Program]) -> tuple[Notice, ...]:
+    """All warnings for ``plan``, most consequential first."""
+    return tuple(
+        notice
+        for source in (_logits, _empty_stages, _tied_head, _zero_and_embed, _padded_vocab, _batch, _nodes)
+        for notice in source(plan, programs)
+    )
+
+
+def _logits(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """The upcast of the logits, where one tensor takes a gibibyte or more."""
+    b, s, t = plan.batch.mbs, plan.batch.seq, plan.layout.tp
+    if plan.loss.kind == "adaptive-softmax" or s is None:
+        return
+    if plan.framework == "megatron-deepspeed":
+        from .frameworks.megatron_deepspeed import padded_vocab
+
+        vocab = padded_vocab(plan.model.vocab, t) // t
+    else:
+        vocab = plan.model.vocab
+    size = hold_bytes((b, s, vocab), "fp32")
+    if size < GIB or plan.precision.dtype == "fp32":
+        return
+    yield Notice(
+        "logits-upcast",
+        f"the loss casts ({b}, {s}, {vocab}) logits to fp32 in one tensor of {size:,} bytes ({size / GIB:.2f} GiB); "
+        f"it shrinks with the micro-batch size ({b})",
+    )
+
+
+def _empty_stages(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    without = [p.stage for p in programs if not any(name.startswith("layer.") for name in p.entries)]
+    if without and plan.framework == "megatron-deepspeed":
+        named = ", ".join(map(str, without))
+        yield Notice(
+            "stage-without-layer",
+            f"stage {named} holds no transformer layer; BigScience's pipeline of 2021 could not run such a stage",
+        )
+
+
+def _tied_head(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    if plan.framework != "megatron-deepspeed" or len(programs) == 1 or plan.loss.kind == "adaptive-softmax":
+        return
+    words = next((p for p in programs[-1].parameter_tensors() if p.name == "word.weight"), None)
+    if words is not None:
+        yield Notice(
+            "tied-head-replicated",
+            f"the head is tied to the embedding {len(programs) - 1} stages away: the last stage keeps a copy of it "
+            f"({words.elements:,} parameters a rank) with gradients and optimizer states of its own",
+        )
+
+
+def _zero_and_embed(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    method = plan.pipeline.partition
+    by_embedding = isinstance(method, str) and ("embed" in method.lower() or method.lower() == "parameters")
+    if plan.framework == "megatron-deepspeed" and plan.layout.zero == 1 and by_embedding:
+        yield Notice(
+            "zero1-with-embed-partition",
+            "DeepSpeed of that time hung when ZeRO-1 met a partition by embedding (its issue 1522), "
+            "which is why BigScience turned to 8-bit Adam",
+        )
+
+
+def _padded_vocab(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    if plan.framework != "megatron-deepspeed":
+        return
+    from .frameworks.megatron_deepspeed import padded_vocab
+
+    padded = padded_vocab(plan.model.vocab, plan.layout.tp)
+    if padded != plan.model.vocab:
+        yield Notice(
+            "vocab-padded",
+            f"the vocabulary of {plan.model.vocab:,} is padded to {padded:,}, "
+            f"a multiple of 128 tp = {128 * plan.layout.tp}",
+        )
+
+
+def _batch(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    if plan.batch.multiply_by_visible_gpus and plan.hardware.gpus and plan.hardware.gpus > 1:
+        gpus, mbs = plan.hardware.gpus, plan.batch.mbs
+        yield Notice(
+            "batch-multiplied",
+            f"the Trainer multiplies the per-device batch by the number of visible GPUs: {mbs} x {gpus} = {mbs * gpus} "
+            "sequences pass through every block at once, although one process runs them; so a block costs more on "
+            "more GPUs. Set multiply_by_visible_gpus to false (TrainingArguments: one visible GPU, or model parallel)",
+        )
+
+
+def _nodes(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    if plan.layout.tp > plan.hardware.gpus_per_node:
+        yield Notice(
+            "tp-beyond-node",
+            f"tp = {plan.layout.tp} is larger than a node of {plan.hardware.gpus_per_node} GPUs: every layer's "
+            "all-reduce crosses the network",
+        )
+
+
+COMMON = (
+    "bytes of the most loaded rank of each stage, in steady state, after the first applied optimizer step",
+    "requested: live tensors, each rounded up to 512 bytes; allocated and reserved: their events replayed through "
+    "PyTorch's caching allocator (torch 2.13's rules)",
+    "the allocator never runs out of memory and empty_cache is not called",
+    "evaluation: the same batch, no graph, one micro-batch at a time; saving a checkpoint copies nothing on the device",
+)
+
+PLAIN = (
+    "layers as in transformers 5.x (gpt2, bert, llama, mistral, qwen3), dropout active, no KV cache",
+    "the model's output, and its logits with it, is dropped before backward begins, as in transformers' Trainer",
+    "zero_grad(set_to_none=True) behind every step; optimizer states have the parameters' dtype",
+    "nothing is compiled (torch.compile is not modelled), no autocast",
+)
+
+OLD = (
+    "GPT-2 as in transformers of October 2020 on PyTorch 1.6: the dividend of w / sqrt(d) is saved; keys and values "
+    "stay as views of the fused projection (inferred from the thread's readings)",
+)
+
+MEGATRON = (
+    "BigScience's Megatron-DeepSpeed of November 2021 on PyTorch 1.8: fused softmax (s <= 2048), bias-GELU and "
+    "bias-dropout-add, apex norms; tensor-parallel collectives in place",
+    "DeepSpeed's pipeline engine of v0.5: activations travel as 1/tp parts and are gathered whole; the last stage "
+    "keeps the logits of two micro-batches",
+)
+
+UNFUSED = (
+    "fp16 without ZeRO: FP16_UnfusedOptimizer (DeepSpeed's branch big-science takes it for apex FusedAdam, too), so "
+    "every gradient is cast to fp32 at once in the step",
+)
+
+EIGHT_BIT = (
+    "8-bit Adam keeps 32-bit states for embeddings (bitsandbytes' rule) unless embeddings_32bit is false; in "
+    "BigScience's fork the override did not take effect",
+)
+
+
+def assumptions(plan: Plan) -> tuple[str, ...]:
+    """What the estimate takes for granted."""
+    result = [*COMMON]
+    if plan.framework == "megatron-deepspeed":
+        result += MEGATRON
+        if plan.precision.dtype == "fp16" and plan.layout.zero == 0:
+            result += UNFUSED
+        if plan.optimizer.name == "adam8bit":
+            result += EIGHT_BIT
+        if plan.loss.kind == "adaptive-softmax":
+            result.append("adaptive softmax: an upper bound, every tail cluster is given all tokens; not sharded by tp")
+    else:
+        result += OLD if plan.code == "2020" else ()
+        result += PLAIN if plan.code != "2020" else PLAIN[1:]
+    if plan.framework == "ddp":
+        result.append("DDP with gradient_as_bucket_view=False: buckets beside the gradients")
+    if plan.framework == "device-map":
+        result.append(
+            "embedding and head on the first device, final norm on the last; masks and rotary tables that later "
+            "devices copy are not counted"
+        )
+    if plan.attention == "flash" and plan.framework != "megatron-deepspeed":
+        result.append("flash attention through PyTorch's own kernel, with what it allocates inside in backward")
+    if plan.recompute.mode == "full" and plan.framework != "megatron-deepspeed":
+        result.append("recompute by torch.utils.checkpoint(use_reentrant=False), which stops at the last saved tensor")
+    return tuple(result)

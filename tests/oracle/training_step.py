@@ -1,0 +1,101 @@
+"""One training step of a real transformers model, followed on fake tensors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+
+from .tracer import Change, Follow, Trace, run
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Step:
+    """The second training step of a model (optimizer states exist), as the changes of each stretch.
+
+    Held bytes are counted from nothing: parameters, buffers, optimizer states and token ids are in ``before``.
+    """
+
+    parameters: int
+    before: int
+    forward: list[Change]
+    """Up to the loss alone: the model's output, and with it the logits' variable, is gone."""
+    backward: list[Change]
+    optimizer: list[Change]
+    """``step()`` and ``zero_grad()``; counters that PyTorch keeps on the host are left out."""
+
+
+def traced_step(
+    config: transformers.PreTrainedConfig, b: int, s: int, dtype: str, *, flash: bool, recompute: bool
+) -> Step:
+    """Traces ``ForCausalLM`` (``ForMaskedLM`` for BERT) of ``config`` on ids (b, s), with AdamW (foreach).
+
+    ``flash`` is transformers' ``sdpa``, with fewer key heads handed to the kernel as they are.
+    """
+    steps: list[Step] = []
+    marks: list[int] = []
+
+    def body(trace: Trace, follow: Follow) -> None:
+        model = _model(config, dtype, "sdpa" if flash else "eager")
+        if recompute:
+            model.gradient_checkpointing_enable()
+        parameters = list(model.parameters())
+        for tensor in (*parameters, *model.buffers()):
+            follow.adopt(tensor, "state")
+        optimizer = torch.optim.AdamW(parameters, foreach=True)
+        ids = torch.randint(0, config.vocab_size, (b, s))
+        for _ in range(2):
+            gc.collect()
+            marks.clear()
+            marks.append(len(trace.changes))
+            before = trace.live
+            out = model(input_ids=ids, labels=ids)
+            loss = out.loss
+            del out
+            marks.append(len(trace.changes))
+            loss.backward()
+            marks.append(len(trace.changes))
+            trace.host = True
+            optimizer.step()
+            trace.host = False
+            optimizer.zero_grad()
+            del loss
+        count = sum(parameter.numel() for parameter in parameters)
+        forward, backward, stepped = marks
+        changes = trace.changes
+        steps.append(Step(count, before, changes[forward:backward], changes[backward:stepped], changes[stepped:]))
+        trace.changes = []
+
+    with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}):
+        run(body)
+    return steps[0]
+
+
+def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str) -> Any:
+    auto = transformers.AutoModelForMaskedLM if config.model_type == "bert" else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
+    model.config.use_cache = False
+    return model.train()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what third parties say about code of their own."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
