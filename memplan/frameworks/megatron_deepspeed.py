@@ -34,6 +34,9 @@ EMBEDDING, LAYER, HEAD, NORM, LAMBDA = (
 """Class and function names of the layer list, as ``type:`` matches them."""
 
 
+FAMILIES = ("gpt", "gpt2", "bloom")
+"""Families whose layers Megatron's GPT has."""
+
 PASSES_GRADIENT = ("transpose_in", "transpose_out")
 """Entries whose backward hands on the gradient's own storage."""
 
@@ -174,8 +177,36 @@ def stage_bounds(plan: Plan, shape: ParallelShape) -> tuple[list[Entry], list[in
     return entries, bounds
 
 
+def check(plan: Plan) -> None:
+    """Refuses what BigScience's fork of 2021 could not run, or these recipes do not cover."""
+    spec = plan.model
+    gpt_like = (
+        spec.family in FAMILIES
+        and spec.norm == "layernorm"
+        and spec.norm_place == "pre"
+        and spec.positions in ("learned", "alibi")
+        and spec.activation != "swiglu"
+        and spec.kv_heads == spec.heads
+        and spec.head_dim * spec.heads == spec.hidden
+    )
+    if not gpt_like:
+        problem = (
+            f"cannot run as {spec.name} under megatron-deepspeed: modelled are GPT-like models ({', '.join(FAMILIES)}) "
+            "with pre-LayerNorm, learned positions or ALiBi, GELU and as many key heads as query heads"
+        )
+        raise PlanError("model.family", spec.family, problem)
+    if plan.attention != "eager":
+        raise PlanError("attention", plan.attention, "must be eager: Megatron-DeepSpeed of 2021 had no flash attention")
+    if plan.loss.kind == "plain" and plan.layout.tp > 1:
+        raise PlanError("loss.kind", "plain", f"must be vocab-parallel with tp = {plan.layout.tp}: logits are sharded")
+    if plan.optimizer.name == "adam8bit" and plan.layout.zero == 1 and plan.optimizer.embeddings_32bit:
+        problem = "must be false with ZeRO-1: states are kept over flat groups, where embeddings cannot be told apart"
+        raise PlanError("optimizer.embeddings_32bit", True, problem)
+
+
 def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     """One program per pipeline stage."""
+    check(plan)
     shape = parallel_shape(plan)
     entries, bounds = stage_bounds(plan, shape)
     stages = plan.layout.pp

@@ -122,24 +122,46 @@ def layer_shape(plan: Plan) -> LayerShape:
 
 def check(plan: Plan) -> None:
     """Refuses what these recipes do not cover."""
-    family = plan.model.family
-    if family not in huggingface.LAYERS:
+    spec, recompute, precision = plan.model, plan.recompute, plan.precision
+    if spec.family not in huggingface.LAYERS:
         known = ", ".join(huggingface.LAYERS)
-        raise PlanError(
-            "model.family", family, f"has no recipe in framework {plan.framework} yet (these have: {known})"
+        problem = f"has no recipe in framework {plan.framework} yet; these have: {known}"
+        raise PlanError("model.family", spec.family, problem)
+    if recompute.mode == "selective":
+        raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
+    if recompute.mode == "full" and (recompute.method, recompute.layers) != ("uniform", 1):
+        problem = "must be uniform with layers 1: transformers recomputes every layer by itself"
+        raise PlanError("recompute.method", recompute.method, problem)
+    if precision.gradients != precision.dtype:
+        problem = f"must be {precision.dtype}: gradients have the parameters' dtype here"
+        raise PlanError("precision.gradients", precision.gradients, problem)
+    if plan.loss.kind == "adaptive-softmax":
+        problem = (
+            f"must be plain with framework {plan.framework}; adaptive softmax is modelled under megatron-deepspeed"
         )
-    if plan.recompute.mode == "selective":
-        raise PlanError("recompute.mode", "selective", "transformers recomputes whole layers: none or full")
-    if plan.recompute.mode == "full" and (plan.recompute.method != "uniform" or plan.recompute.layers != 1):
+        raise PlanError("loss.kind", plan.loss.kind, problem)
+    if plan.attention == "flash":
+        check_flash(plan)
+
+
+def check_flash(plan: Plan) -> None:
+    """Where PyTorch would not take its flash kernel (``sdp_utils.cpp``), another one has another footprint."""
+    spec, seq = plan.model, plan.batch.seq
+    assert seq is not None
+    if plan.precision.dtype == "fp32":
         raise PlanError(
-            "recompute.method", plan.recompute.method, "transformers recomputes every layer: uniform, layers 1"
+            "attention", "flash", "must be eager with dtype fp32: the flash kernel takes fp16 and bf16 only"
         )
-    if plan.precision.gradients != plan.precision.dtype:
+    if spec.head_dim > 256:
         raise PlanError(
-            "precision.gradients",
-            plan.precision.gradients,
-            f"gradients have the parameters' dtype here: {plan.precision.dtype}",
+            "attention", "flash", f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}"
         )
+    if spec.sliding_window is not None and seq > spec.sliding_window:
+        problem = (
+            f"must be eager for sequences of {seq}: beyond the sliding window of {spec.sliding_window} transformers "
+            "passes a mask, and PyTorch leaves its flash kernel"
+        )
+        raise PlanError("attention", "flash", problem)
 
 
 def programs(plan: Plan, options: Options) -> tuple[Program, ...]:

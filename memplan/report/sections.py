@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..layers.module import GRAD_OUTPUT, INPUT, STALE
 from ..result import ModuleTape
-from ..tape import Category, Event, Hold, Seam
+from ..tape import Category, Drop, Hold, Seam
 from .names import kind_of
 
 
@@ -49,45 +50,77 @@ class Section:
 
 
 def sections_of(tapes: Sequence[ModuleTape]) -> tuple[Section, ...]:
-    """The sections of ``tapes``, in their order.
-
-    A drop is matched with the latest hold of its tensor that is still alive, in its own module if
-    there is one: layers that share a cached tape use the same ids.
-    """
-    alive: dict[int, list[tuple[int, Hold]]] = {}
-    made: list[list[Hold]] = [[] for _ in tapes]
-    lines: list[tuple[Line, ...]] = []
+    """The sections of ``tapes``, in their order."""
+    living = _Living(tapes)
+    read: list[tuple[Line, ...]] = []
     running = 0
+    for index, tape in enumerate(tapes):
+        lines = []
+        for event in tape.events:
+            if isinstance(event, Seam):
+                lines.append(Line(event.name, running=running))
+                continue
+            change = event.bytes if isinstance(event, Hold) else -event.bytes
+            running += change
+            hold = living.hold(index, event) if isinstance(event, Hold) else living.drop(index, event)
+            name, shape, dtype = (hold.name, hold.shape, hold.dtype) if hold else (_unseen(event.tensor), (), "")
+            lines.append(Line(name, change, running, event.category, shape, dtype))
+        read.append(tuple(lines))
+    return tuple(
+        Section(tape.module, tape.phase, lines, tuple(living.saved[index]))
+        for index, (tape, lines) in enumerate(zip(tapes, read, strict=True))
+    )
 
-    def held(tensor: int, module: str, phase: str) -> Hold | None:
-        holds = alive.get(tensor, [])
-        own = [at for at, (maker, _) in enumerate(holds) if tapes[maker].module == module]
-        if not holds:
-            return None
-        maker, hold = holds.pop(own[-1] if own else -1)
-        if phase == "forward" and tapes[maker].phase == "forward":
-            made[maker].remove(hold)
+
+class _Living:
+    """Which holds are alive as a stage's tape is read, and which of them outlive forward.
+
+    A drop means the latest living hold of its tensor, in its own module if there is one: layers that
+    share a cached tape use the same ids. What a module borrows from a neighbour has an id of its own
+    there, so it is matched with the neighbour's latest living hold of that size and category.
+    """
+
+    def __init__(self, tapes: Sequence[ModuleTape]) -> None:
+        self.tapes = tapes
+        self.alive: dict[int, list[tuple[int, Hold]]] = {}
+        self.made: list[list[Hold]] = [[] for _ in tapes]
+        self.saved: list[list[Hold]] = [[] for _ in tapes]
+        self.forward = {tape.module: index for index, tape in enumerate(tapes) if tape.phase == "forward"}
+
+    def hold(self, index: int, hold: Hold) -> Hold:
+        self.alive.setdefault(hold.tensor, []).append((index, hold))
+        self.made[index].append(hold)
+        if self.tapes[index].phase == "forward":
+            self.saved[index].append(hold)
         return hold
 
-    for index, tape in enumerate(tapes):
-        read = []
-        for event in tape.events:
-            running += _change(event)
-            if isinstance(event, Hold):
-                alive.setdefault(event.tensor, []).append((index, event))
-                made[index].append(event)
-                shown: Hold | None = event
-            elif isinstance(event, Seam):
-                read.append(Line(event.name, running=running))
-                continue
-            else:
-                shown = held(event.tensor, tape.module, tape.phase)
-            name, shape, dtype = (shown.name, shown.shape, shown.dtype) if shown else (f"#{event.tensor}", (), "")
-            read.append(Line(name, _change(event), running, event.category, shape, dtype))
-        lines.append(tuple(read))
-    return tuple(
-        Section(tape.module, tape.phase, read, tuple(kept) if tape.phase == "forward" else ())
-        for tape, read, kept in zip(tapes, lines, made, strict=True)
+    def drop(self, index: int, drop: Drop) -> Hold | None:
+        found = self._borrowed(index, drop) if drop.tensor in (INPUT, GRAD_OUTPUT) else self._own(index, drop.tensor)
+        if found is None:
+            return None
+        maker, hold = found
+        self.alive[hold.tensor].remove(found)
+        if self.tapes[index].phase == "forward":
+            self.saved[maker].remove(hold)
+        return hold
+
+    def _own(self, index: int, tensor: int) -> tuple[int, Hold] | None:
+        holds = self.alive.get(tensor, [])
+        own = [found for found in holds if self.tapes[found[0]].module == self.tapes[index].module]
+        return next(reversed(own or holds), None)
+
+    def _borrowed(self, index: int, drop: Drop) -> tuple[int, Hold] | None:
+        """The input was made by the module before in forward, the output's gradient by the section before."""
+        before = index if drop.tensor == GRAD_OUTPUT else self.forward.get(self.tapes[index].module, 0)
+        made = self.made[before - 1] if before else []
+        same = ((before - 1, hold) for hold in reversed(made) if hold[1:3] == drop[1:3])
+        return next((found for found in same if found in self.alive[found[1].tensor]), None)
+
+
+def _unseen(tensor: int) -> str:
+    """A name for what was made before the tape begins."""
+    return {INPUT: "input", GRAD_OUTPUT: "gradient of the output", STALE: "of an earlier micro-batch"}.get(
+        tensor, f"#{tensor}"
     )
 
 
@@ -104,10 +137,3 @@ def repeats(sections: Iterable[Section]) -> tuple[tuple[tuple[Section, ...], Sec
         else:
             runs.append(((section,), earlier))
     return tuple(runs)
-
-
-def _change(event: Event) -> int:
-    """Bytes by which ``event`` changes what is held."""
-    if isinstance(event, Seam):
-        return 0
-    return event.bytes if isinstance(event, Hold) else -event.bytes

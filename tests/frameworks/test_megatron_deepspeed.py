@@ -134,7 +134,7 @@ def build(flags: dict[str, object], **more: object) -> Plan:
     merged = {**flags, **more}
     seq = min(int(str(merged.pop("seq"))), 1024)
     dp, mbs = int(str(merged["dp"])), int(str(merged["mbs"]))
-    merged |= {"seq": seq, "gbs": 4 * dp * mbs, "heads": 16, "kv-heads": 16, "hidden": 64, "head-dim": 4, "ffn": 256}
+    merged |= {"embeddings-32bit": "false", "seq": seq, "gbs": 4 * dp * mbs, "heads": 16, "kv-heads": 16, "hidden": 64, "head-dim": 4, "ffn": 256}
     return resolve(read_plan(None, {k: str(v) for k, v in merged.items() if v is not None}).plan)
 
 

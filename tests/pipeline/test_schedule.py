@@ -14,7 +14,9 @@ ACTIVATIONS, GRADIENTS, TEMPORARIES = Category.ACTIVATIONS, Category.GRADIENTS, 
 def passes(activations: int, gradients: int, spike: int) -> Passes:
     """A forward pass that leaves activations, and backward passes that end them."""
     forward = compose((change(spike, TEMPORARIES), change(activations, ACTIVATIONS), change(-spike, TEMPORARIES)))
-    steady = compose((change(2 * spike, TEMPORARIES), change(-activations, ACTIVATIONS), change(-2 * spike, TEMPORARIES)))
+    steady = compose(
+        (change(2 * spike, TEMPORARIES), change(-activations, ACTIVATIONS), change(-2 * spike, TEMPORARIES))
+    )
     return Passes(forward, compose((change(gradients, GRADIENTS), steady)), steady)
 
 
@@ -33,8 +35,13 @@ def written_out(passes: Passes, stage: int, stages: int, microbatches: int, sche
 
 
 @given(
-    st.integers(0, 7), st.integers(1, 8), st.integers(1, 20), st.sampled_from(["1f1b", "gpipe"]),
-    st.integers(0, 9), st.integers(0, 9), st.integers(0, 9),
+    st.integers(0, 7),
+    st.integers(1, 8),
+    st.integers(1, 20),
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 9),
 )
 def test_legs_equal_the_passes_written_out(
     stage: int, stages: int, microbatches: int, schedule: str, activations: int, gradients: int, spike: int

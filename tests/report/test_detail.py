@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memplan.layers.module import GRAD_OUTPUT, INPUT
 from memplan.report.detail import print_detail
 from memplan.report.sections import repeats, sections_of
 from memplan.result import ModuleTape
@@ -49,6 +50,21 @@ def test_what_the_next_layer_drops_in_forward_is_not_saved() -> None:
         ModuleTape("layer.1", "forward", (Drop(1, 512, Category.ACTIVATIONS),)),
     )
     assert sections_of(made)[0].saved == ()
+
+
+def test_what_a_module_borrows_bears_the_name_that_its_maker_gave_it() -> None:
+    out, grad = Hold(5, 512, Category.ACTIVATIONS, "out"), Hold(6, 512, Category.TEMPORARIES, "grad_in")
+    made = (
+        ModuleTape("layer.0", "forward", (out,)),
+        ModuleTape("layer.1", "forward", ()),
+        ModuleTape("layer.1", "backward", (Drop(INPUT, 512, Category.ACTIVATIONS), grad)),
+        ModuleTape("layer.0", "backward", (Drop(GRAD_OUTPUT, 512, Category.TEMPORARIES),)),
+    )
+    sections = sections_of(made)
+    assert [line.name for section in sections for line in section.lines] == ["out", "out", "grad_in", "grad_in"]
+    assert sections[0].saved == (out,)
+    sent = (*made[:1], ModuleTape("depart", "forward", (Drop(INPUT, 512, Category.ACTIVATIONS),)))
+    assert sections_of(sent)[0].saved == ()
 
 
 def test_a_drop_of_something_older_than_the_tape_is_shown_by_number() -> None:
