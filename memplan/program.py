@@ -14,7 +14,7 @@ from functools import lru_cache
 from .frameworks.states import State
 from .layers.module import Module, Parameter
 from .pipeline.schedule import Passes, fold_iteration
-from .tape import NOTHING, Bytes, Category, Excursion, Hold, Tape, change, compose, fold
+from .tape import NOTHING, Bytes, Category, Excursion, Hold, Tape, change, compose, fold_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ def fold_program(program: Program) -> Folded:
     once = passes(program)
     micro = fold_iteration(once, program.flight, program.microbatches)
     iteration = kept.then(micro)
-    step = fold(program.step)
-    late = fold(program.late_step)
+    step = fold_once(program.step)
+    late = fold_once(program.late_step)
     kept_gradients = change(min(program.gradients_kept, micro.net_by[Category.GRADIENTS]), Category.GRADIENTS)
     optimizer = compose((step, _end_of_gradients(micro), kept_gradients, late, _end_of_gradients(kept_gradients)))
     optimizer = optimizer.within("step/optimizer")

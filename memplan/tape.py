@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import reduce
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 ROUND = 512
@@ -56,7 +56,7 @@ NOTHING: Bytes = (0,) * len(Category)
 
 def rounded(size: int) -> int:
     """``size`` bytes as the allocator rounds a request: up to a multiple of 512, at least 512."""
-    return max(ROUND, -(-size // ROUND) * ROUND)
+    return -(-size // ROUND) * ROUND or ROUND
 
 
 class Hold(NamedTuple):
@@ -162,6 +162,19 @@ def fold(tape: Iterable[Event]) -> Excursion:
         else:
             place = event.name
     return Excursion(net, peak, tuple(net_by), peak_by, peak_place)
+
+
+class Stretch(tuple[Event, ...]):
+    """A tape that is folded once, for one that many plans share."""
+
+    @cached_property
+    def excursion(self) -> Excursion:
+        return fold(self)
+
+
+def fold_once(tape: Tape) -> Excursion:
+    """``fold(tape)``, remembered where the tape is a ``Stretch``."""
+    return tape.excursion if isinstance(tape, Stretch) else fold(tape)
 
 
 def insert(tape: Tape, at: Callable[[Seam], Tape]) -> Tape:

@@ -149,9 +149,11 @@ def test_json_is_the_only_thing_on_standard_output(run: Run) -> None:
 @needs_estimate
 def test_plans_and_values_stand_side_by_side(run: Run) -> None:
     code, out, _ = run("estimate", "llama-3-8b", "--vary", "optimizer=adamw,adam8bit", "mbs=1,2", "--json")
-    names = [variant["name"] for variant in json.loads(out)["variants"]]
-    assert names == [f"optimizer={name} mbs={mbs}" for name in ("adamw", "adam8bit") for mbs in (1, 2)]
-    assert code == 0
+    variants = json.loads(out)["variants"]
+    assert [variant["name"] for variant in variants] == [
+        f"optimizer={name} mbs={mbs}" for name in ("adamw", "adam8bit") for mbs in (1, 2)
+    ]
+    assert code == (0 if all(variant["fits"] for variant in variants) else 1)
     _, out, _ = run("estimate", "--compare", "gpt2-xl-4gpu", "gpt2-xl-8gpu", "--json")
     assert [variant["name"] for variant in json.loads(out)["variants"]] == ["gpt2-xl-4gpu", "gpt2-xl-8gpu"]
     code, out, _ = run("estimate", "llama-3-8b", "--compare", "gpt2-xl-4gpu", "--no-color")

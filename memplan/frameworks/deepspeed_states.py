@@ -19,14 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 from ..layers.autograd import ITEMSIZE
 from ..layers.module import Parameter
 from ..plan.errors import PlanError
-from ..plan.plan import Plan
+from ..plan.plan import Optimizer, Plan, Precision
 from ..program import Gradients, drop_all
-from ..tape import Category, Drop, Hold, Tape, rounded
+from ..tape import Category, Drop, Hold, Stretch, Tape, rounded
 from .states import QUANTISATION_MAPS, State, eight_bit_states, full, optimizer_states, step_temporaries
 
 BUCKET_ELEMENTS = 500_000_000
@@ -44,8 +45,8 @@ class Kept:
     """Per parameter tensor."""
     flat: tuple[Hold, ...]
     """Per parameter group."""
-    step: Tape
-    late_step: Tape
+    step: Stretch
+    late_step: Stretch
     gradients: Gradients
     initialisation: int
     """Peak bytes while the optimizer is built, with the parameters."""
@@ -57,8 +58,24 @@ class Kept:
     """Bytes of the gradients that the second half of the step still reads."""
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """All of a plan that the wrapper sees: plans that agree in it share the answer."""
+
+    precision: Precision
+    optimizer: Optimizer
+    zero: int
+    dp: int
+
+
 def keep(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
     """States and step for the plan's dtype, ZeRO stage and optimizer."""
+    assert plan.layout.dp is not None
+    return _keep(Setting(plan.precision, plan.optimizer, plan.layout.zero, plan.layout.dp), tuple(parameters))
+
+
+@lru_cache(maxsize=256)
+def _keep(plan: Setting, parameters: tuple[Parameter, ...]) -> Kept:
     dtype = plan.precision.dtype
     if dtype == "bf16":
         return _bf16(plan, parameters)
@@ -68,24 +85,24 @@ def keep(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
             plan.precision.gradients,
             f"DeepSpeed accumulates {dtype} gradients in {dtype}; only bf16 parameters can have fp32 gradients",
         )
-    if plan.layout.zero == 1:
+    if plan.zero == 1:
         if dtype != "fp16":
             raise PlanError("layout.zero", 1, f"ZeRO needs fp16 or bf16 parameters here, not {dtype}")
         return _zero1(plan, parameters)
     return _fp32(plan, parameters) if dtype == "fp32" else _unfused(plan, parameters)
 
 
-def _fp32(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
+def _fp32(plan: Setting, parameters: Sequence[Parameter]) -> Kept:
     """No wrapper: the optimizer works on the parameters themselves."""
     states = (
         full("parameter", Category.PARAMETERS, "fp32"),
         *optimizer_states(plan.optimizer, "fp32", embeddings_32bit=plan.optimizer.embeddings_32bit),
     )
     step = _buckets(parameters, "fp32") + drop_all(step_temporaries(plan.optimizer, list(parameters), "fp32"), 100)
-    return Kept(states, _maps(plan), step, (), Gradients.ACCUMULATE, _total(states, parameters))
+    return Kept(states, _maps(plan), Stretch(step), Stretch(), Gradients.ACCUMULATE, _total(states, parameters))
 
 
-def _unfused(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
+def _unfused(plan: Setting, parameters: Sequence[Parameter]) -> Kept:
     """``FP16_UnfusedOptimizer``: an fp32 copy of every parameter. In the step every fp16 gradient is
     cast to fp32 at once, while the fp16 ones stay; so it is when states are initialised with zeros."""
     states = (
@@ -106,10 +123,10 @@ def _unfused(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
     ]
     building = (*zeros, *casts, *temporaries)
     initial = _total(states, parameters) + sum(hold.bytes for hold in building)
-    return Kept(states, _maps(plan), step, (), Gradients.ACCUMULATE, initial, building)
+    return Kept(states, _maps(plan), Stretch(step), Stretch(), Gradients.ACCUMULATE, initial, building)
 
 
-def _zero1(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
+def _zero1(plan: Setting, parameters: Sequence[Parameter]) -> Kept:
     """``FP16_DeepSpeedZeroOptimizer(partition_grads=False)``: flat groups, states of a share of each.
 
     The model's own parameter tensors go to the CPU first, group by group, and leave their blocks behind
@@ -118,8 +135,7 @@ def _zero1(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
     tensor at a time, flattens them and casts them to fp32. Updated parameters are gathered in shards;
     NCCL's list ``all_gather`` goes through a flat copy of each.
     """
-    dp = plan.layout.dp
-    assert dp is not None
+    dp = plan.dp
     flat: list[Hold] = []
     building: list[Hold] = []
     late: list[Tape] = []
@@ -153,8 +169,8 @@ def _zero1(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
     return Kept(
         (),
         (*flat, *_maps(plan)),
-        _independent_buckets(parameters),
-        late_step,
+        Stretch(_independent_buckets(parameters)),
+        Stretch(late_step),
         Gradients.ACCUMULATE,
         initial,
         tuple(building),
@@ -169,14 +185,13 @@ def _cast(source: Hold, target: Hold, start: int) -> Tape:
     return (source, target, Drop(start, source.bytes, source.category))
 
 
-def _bf16(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
+def _bf16(plan: Setting, parameters: Sequence[Parameter]) -> Kept:
     """``BF16_Optimizer``: partitioned over dp at ZeRO 0 and 1 alike; a static buffer accumulates gradients.
 
     A micro-batch's bf16 gradients all live until its backward has ended, then they are added to the
     buffer (``update_hp_grads``).
     """
-    dp, accumulate = plan.layout.dp, plan.precision.gradients
-    assert dp is not None
+    dp, accumulate = plan.dp, plan.precision.gradients
     assert accumulate is not None
     if accumulate == "fp16":
         raise PlanError("precision.gradients", "fp16", "bf16 gradients accumulate in bf16 or fp32")
@@ -192,10 +207,10 @@ def _bf16(plan: Plan, parameters: Sequence[Parameter]) -> Kept:
     shares = [Parameter(name, (_padded([p.elements for p in group], dp) // dp,)) for name, group in _groups(parameters)]
     late = drop_all(step_temporaries(plan.optimizer, shares, "fp32"), 100)
     initial = sum(hold.bytes for hold in flat)
-    return Kept((), (*flat, *_maps(plan)), (), late, Gradients.PER_MICROBATCH, initial)
+    return Kept((), (*flat, *_maps(plan)), Stretch(), Stretch(late), Gradients.PER_MICROBATCH, initial)
 
 
-def _flat_states(plan: Plan, group: str, share: int) -> list[Hold]:
+def _flat_states(plan: Setting, group: str, share: int) -> list[Hold]:
     """Optimizer states over one flat share of a group."""
     optimizer = plan.optimizer
     parameter = Parameter(group, (share,))
@@ -225,7 +240,7 @@ def _flat(name: str, category: Category, elements: int, dtype: str) -> Hold:
     return Hold(0, rounded(elements * ITEMSIZE[dtype]), category, name, (elements,), dtype)
 
 
-def _maps(plan: Plan) -> tuple[Hold, ...]:
+def _maps(plan: Setting) -> tuple[Hold, ...]:
     if plan.optimizer.name != "adam8bit":
         return ()
     return (Hold(0, rounded(QUANTISATION_MAPS), Category.OPTIMIZER_STATES, "quantisation_maps"),)

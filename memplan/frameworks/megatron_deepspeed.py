@@ -20,6 +20,7 @@ from ..pipeline.partition import Entry, partition
 from ..pipeline.schedule import in_flight
 from ..plan.errors import PlanError
 from ..plan.plan import Loss, Plan
+from ..plan.spec import of_any_depth
 from ..program import SLOT, Program, Span, module_elements
 from ..tape import Category, Hold
 from .deepspeed_states import keep
@@ -52,7 +53,7 @@ def parallel_shape(plan: Plan) -> ParallelShape:
     b, s = plan.batch.mbs, plan.batch.seq
     assert s is not None
     return ParallelShape(
-        spec,
+        of_any_depth(spec),
         b,
         s,
         t,

@@ -15,11 +15,12 @@ from ..layers import ends, huggingface, huggingface_2020
 from ..layers.autograd import Recorder, Tensor, recomputed
 from ..layers.edges import arrive, depart
 from ..layers.huggingface import LayerShape, Shared
-from ..layers.module import SHARED, Interface, Module, Options, Run, Tapes, build, hold_bytes
+from ..layers.module import SHARED, Interface, Module, Options, Parameter, Run, Tapes, build, hold_bytes
 from ..plan.errors import PlanError
-from ..plan.plan import Plan
+from ..plan.plan import Optimizer, Plan
+from ..plan.spec import of_any_depth
 from ..program import Program, Span, drop_all
-from ..tape import Category, Drop, Hold, Tape, rounded
+from ..tape import Category, Drop, Hold, Stretch, Tape, rounded
 from .ddp import bucket_sizes
 from .states import QUANTISATION_MAPS, full, optimizer_states, step_temporaries
 
@@ -88,6 +89,7 @@ def end_modules(shape: LayerShape, code: str, options: Options) -> tuple[Module,
     )
 
 
+@lru_cache(maxsize=1024)
 def returns(embedding: Module, kept: frozenset[int]) -> Module:
     """What ends when ``model.forward`` returns: the variables of its frame, and shared tensors that no
     layer keeps (those that were saved, or are needed to recompute, wait for ``releases``)."""
@@ -97,6 +99,7 @@ def returns(embedding: Module, kept: frozenset[int]) -> Module:
     return Module("return", tapes, tapes, frame + _drops(embedding.shares), ())
 
 
+@lru_cache(maxsize=1024)
 def releases(embedding: Module, kept: frozenset[int]) -> Module:
     """Behind the last layer's backward: shared tensors that the layers had kept."""
     tapes = Tapes((), _drops(hold for hold in embedding.shares if hold.tensor in kept), 0, 0)
@@ -117,7 +120,8 @@ def layer_shape(plan: Plan) -> LayerShape:
     assert batch.seq is not None
     assert hardware.gpus is not None
     visible = hardware.gpus if batch.multiply_by_visible_gpus else 1
-    return LayerShape(plan.model, batch.mbs * visible, batch.seq, plan.precision.dtype, plan.attention == "flash")
+    spec = of_any_depth(plan.model)
+    return LayerShape(spec, batch.mbs * visible, batch.seq, plan.precision.dtype, plan.attention == "flash")
 
 
 def check(plan: Plan) -> None:
@@ -164,11 +168,17 @@ def check_flash(plan: Plan) -> None:
         raise PlanError("attention", "flash", problem)
 
 
+@lru_cache(maxsize=128)
+def layer_names(count: int) -> tuple[str, ...]:
+    return tuple(f"layer.{i}" for i in range(count))
+
+
 def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     """One program per device: of a device map, embedding and head on the first, final norm on the last,
     as ``parallelize`` places them."""
     check(plan)
     shape = layer_shape(plan)
+    options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
     layer = layer_module(shape, plan.recompute.mode == "full", plan.code, options)
     embedding, norm, head = end_modules(shape, plan.code, options)
     kept = _everything(embedding) if plan.recompute.mode == "full" else layer.saved_shared
@@ -176,7 +186,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
     last = [Span(returns(embedding, kept), ("return",)), Span(head, ("head",))]
     if plan.framework != "device-map":
-        names = tuple(f"layer.{i}" for i in range(plan.model.layers))
+        names = layer_names(plan.model.layers)
         return (_program(plan, shape, 0, (*first, Span(layer, names), *normed, *last), options),)
     assert plan.device_map is not None
     hidden = (shape.b, shape.s, shape.spec.hidden)
@@ -214,15 +224,34 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...],
         microbatches=plan.batch.gbs // (shape.b * plan.layout.dp) or 1,
         late_states=True,
     )
-    tensors = program.parameter_tensors()
+    groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
     extra = [*inputs(shape, stage), *buffers(plan, stage)]
     if plan.optimizer.name == "adam8bit":
         extra.append(Hold(0, rounded(QUANTISATION_MAPS), Category.OPTIMIZER_STATES, "quantisation_maps"))
     if plan.framework == "ddp":
-        sizes = bucket_sizes([parameter.bytes(dtype) for parameter in reversed(tensors)])
-        extra += [Hold(0, rounded(size), Category.COMMUNICATION_BUFFERS, "ddp_bucket") for size in sizes]
-    step = drop_all(step_temporaries(plan.optimizer, tensors, dtype), 1)
-    return replace_program(program, tuple(extra), step)
+        extra += ddp_buckets(groups, dtype)
+    return replace_program(program, tuple(extra), optimizer_step(groups, plan.optimizer, dtype))
+
+
+Groups = tuple[tuple[tuple[Parameter, ...], int], ...]
+"""Parameters of each module of a device, and how many such modules follow one another."""
+
+
+def _tensors(groups: Groups) -> list[Parameter]:
+    return [parameter for parameters, count in groups for _ in range(count) for parameter in parameters]
+
+
+@lru_cache(maxsize=128)
+def optimizer_step(groups: Groups, optimizer: Optimizer, dtype: str) -> Stretch:
+    """The step over all parameters, whatever the batch."""
+    return Stretch(drop_all(step_temporaries(optimizer, _tensors(groups), dtype), 1))
+
+
+@lru_cache(maxsize=128)
+def ddp_buckets(groups: Groups, dtype: str) -> tuple[Hold, ...]:
+    """Gradient buckets, those of the last parameters first."""
+    sizes = bucket_sizes(parameter.bytes(dtype) for parameter in reversed(_tensors(groups)))
+    return tuple(Hold(0, rounded(size), Category.COMMUNICATION_BUFFERS, "ddp_bucket") for size in sizes)
 
 
 EDGES = frozenset({"return", "release", "arrive", "depart"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..layers.module import Parameter
 from ..plan.plan import Optimizer
@@ -40,6 +41,7 @@ class State:
         return Hold(tensor, size, self.category, f"{parameter.name}/{self.name}", parameter.shape, dtype)
 
 
+@lru_cache(maxsize=64)
 def full(name: str, category: Category, dtype: str) -> State:
     """A tensor like the parameter, in ``dtype``."""
     return State(name, category, lambda parameter: parameter.bytes(dtype))
@@ -55,10 +57,15 @@ def optimizer_states(optimizer: Optimizer, dtype: str, *, embeddings_32bit: bool
         return eight_bit_states(optimizer.block_size, embeddings_32bit)
     states = (full("exp_avg", kept, dtype), full("exp_avg_sq", kept, dtype))
     if optimizer.implementation == "fused":
-        return (State("step", kept, lambda _: rounded(4)), *states)
+        return (STEP, *states)
     return states
 
 
+STEP = State("step", Category.OPTIMIZER_STATES, lambda _: rounded(4))
+"""The step count of a fused optimizer, one fp32 number for each parameter."""
+
+
+@lru_cache(maxsize=64)
 def eight_bit_states(block: int, embeddings_32bit: bool) -> tuple[State, ...]:
     """Two bytes a parameter and two fp32 scales a block; small tensors (and embeddings) in fp32."""
 

@@ -1,10 +1,12 @@
 """Where a stage begins and ends: hidden states that arrive from another device, or leave for one.
 
-These are no operators, so their tapes are written out event by event.
+These are no operators, so their tapes are written out event by event. Equal ones are one module, by
+which stages are known to be alike.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 from ..tape import Category, Drop, Hold, Tape
@@ -17,6 +19,7 @@ def edge(name: str, tapes: Tapes, evaluation: Tape) -> Module:
     return Module(name, tapes, tapes, evaluation, ())
 
 
+@lru_cache(maxsize=1024)
 def arrive(shape: Shape, dtype: str) -> Module:
     """``hidden.to(device)``: a copy appears here; its gradient goes back and is dropped."""
     size = hold_bytes(shape, dtype)
@@ -25,6 +28,7 @@ def arrive(shape: Shape, dtype: str) -> Module:
     return edge("arrive", Tapes((hold,), backward, 1, 0), (hold,))
 
 
+@lru_cache(maxsize=1024)
 def depart(shape: Shape, dtype: str) -> Module:
     """The other side: the hidden state is dropped once copied; its gradient appears."""
     size = hold_bytes(shape, dtype)
@@ -37,6 +41,7 @@ PART_OUTPUT, FULL_OUTPUT, FULL_GRADIENT, RECEIVED = SHARED - 10, SHARED - 11, SH
 """Ids of what DeepSpeed's pipeline engine keeps across the modules of one micro-batch."""
 
 
+@lru_cache(maxsize=1024)
 def pipe_receive(shape: Shape, dtype: str, t: int) -> Module:
     """``PipelineEngine._exec_recv_activations`` and the head of ``_exec_forward_pass``.
 
@@ -67,6 +72,7 @@ def pipe_receive(shape: Shape, dtype: str, t: int) -> Module:
     return edge("receive", Tapes(forward, backward, 1, 0), forward)
 
 
+@lru_cache(maxsize=1024)
 def pipe_send(shape: Shape, dtype: str, t: int) -> Module:
     """``_exec_send_activations`` and the head of ``_exec_backward_pass``.
 
@@ -95,6 +101,7 @@ def pipe_send(shape: Shape, dtype: str, t: int) -> Module:
     )
 
 
+@lru_cache(maxsize=1024)
 def pipe_ends(shape: Shape, dtype: str, t: int) -> Module:
     """The end of a stage's backward: what ``pipe_send`` kept is dropped."""
     full = hold_bytes(shape, dtype)

@@ -67,7 +67,7 @@ def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -
     position_ids = positions(r, shape.s)
     table = r.parameter("position.weight", (spec.positions_max, spec.hidden), shape.dtype)
     position_embeds = ops.embedding(r, table, position_ids, "position_embeddings")
-    hidden = ops.add(r, inputs_embeds, position_embeds.view(*inputs_embeds.shape), "embedding_sum")
+    hidden = ops.add(r, inputs_embeds, position_embeds, "embedding_sum")
     mask = causal_mask(r, shape) if makes_mask else None
     hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
     return Embedded(hidden, Shared(mask), [position_embeds, inputs_embeds])
@@ -98,7 +98,7 @@ def bert_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     hidden = ops.add(r, words, kinds, "embedding_sum")
     table = r.parameter("position.weight", (spec.positions_max, h), dtype)
     places = ops.embedding(r, table, token_ids(r, shape, 1), "position_embeddings")
-    hidden = ops.add(r, hidden, places.view(*hidden.shape), "embedding_sum")
+    hidden = ops.add(r, hidden, places, "embedding_sum")
     hidden = layer_norm(r, hidden, "embedding_norm")
     hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
     return Embedded(hidden, Shared())

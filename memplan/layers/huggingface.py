@@ -150,7 +150,7 @@ def eager_attention(
 
 
 def softmax_fp32(r: Recorder, x: Tensor) -> Tensor:
-    """``softmax(x, dtype=float32)``: on CUDA one kernel for fp16 (``SoftMax.cpp``, ``half_to_float``), else a cast first."""
+    """``softmax(x, dtype=float32)``: one kernel for fp16 on CUDA (``SoftMax.cpp``, ``half_to_float``), else a cast."""
     if x.dtype == "fp16":
         return ops.softmax(r, x, "probabilities_fp32", "fp32")
     return ops.softmax(r, ops.cast(r, x, "fp32", "scores_fp32"), "probabilities_fp32")

@@ -40,13 +40,15 @@ def elementwise(
 
 
 def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
-    """``x + y``: saves nothing; both inputs receive the incoming gradient itself."""
+    """``x + y``: saves nothing; both inputs receive the incoming gradient itself, summed if y was broadcast."""
     out = r.empty(x.shape, x.dtype, name)
+    shape, dtype = y.shape, y.dtype
+    broadcast = _size(y.shape) < _size(x.shape)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         gradient = gradients[0]
         assert gradient is not None
-        return [gradient, gradient.view(*gradient.shape)]
+        return [gradient, r.empty(shape, dtype, f"grad_{name}_sum") if broadcast else gradient.view(*gradient.shape)]
 
     out.node = r.node((x, y), (), backward)
     return out

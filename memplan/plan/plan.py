@@ -147,7 +147,9 @@ class Plan(_Section):
     precision: Precision = Precision()
     optimizer: Optimizer = Optimizer()
     recompute: Recompute = Recompute()
-    attention: AttentionImplementation = Field("flash", description="eager (scores in memory) or flash")
+    attention: AttentionImplementation | None = Field(
+        None, description="eager (scores in memory) or flash; default: flash where framework and dtype have it"
+    )
     code: Literal["current", "2020"] = Field(
         "current", description="age of the model's code: transformers' of today, or of October 2020 (GPT-2 only)"
     )

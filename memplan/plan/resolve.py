@@ -20,7 +20,18 @@ from .checks import (
 )
 from .device_map import check_device_map, equal_shares
 from .errors import ABSENT, PlanError
-from .plan import Batch, Hardware, Layout, Loss, LossKind, Optimizer, OptimizerImplementation, Plan, Recompute
+from .plan import (
+    AttentionImplementation,
+    Batch,
+    Hardware,
+    Layout,
+    Loss,
+    LossKind,
+    Optimizer,
+    OptimizerImplementation,
+    Plan,
+    Recompute,
+)
 from .sizes import headroom_bytes
 
 BLOCK_SIZE = 2048
@@ -51,6 +62,7 @@ def resolve(plan: Plan) -> Plan:
             "recompute": _recompute(plan.recompute),
             "loss": _loss(plan.loss, plan),
             "device_map": _device_map(plan, hardware),
+            "attention": plan.attention or _attention(plan),
         }
     )
     for check in (
@@ -141,6 +153,12 @@ def _loss(loss: Loss, plan: Plan) -> Loss:
     if kind == "adaptive-softmax" and cutoffs is None:
         cutoffs = tuple(cutoff for cutoff in CUTOFFS if cutoff < plan.model.vocab) or None
     return loss.model_copy(update={"kind": kind, "cutoffs": cutoffs})
+
+
+def _attention(plan: Plan) -> AttentionImplementation:
+    """Flash, but for code that is older than it and for fp32, which its kernel does not take."""
+    older = plan.framework == "megatron-deepspeed" or plan.code == "2020"
+    return "eager" if older or plan.precision.dtype == "fp32" else "flash"
 
 
 def _device_map(plan: Plan, hardware: Hardware) -> dict[int, tuple[int, ...]] | None:

@@ -6,6 +6,7 @@ fields). Sizes are element counts; nothing here knows about ranks, bytes or fram
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -85,3 +86,9 @@ class ModelSpec(BaseModel):
     def attention_features(self) -> int:
         """Features that enter the attention's output projection: ``a d``."""
         return self.heads * self.head_dim
+
+
+@lru_cache(maxsize=256)
+def of_any_depth(spec: ModelSpec) -> ModelSpec:
+    """``spec`` with one layer and without its names: models that agree in the rest are made of equal layers."""
+    return spec.model_copy(update={"name": "", "layers": 1, "published_parameters": None, "source": ""})

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplan.allocator import AllocatorSettings
 from memplan.estimate import detail, estimate
 from memplan.frameworks.megatron_deepspeed import padded_vocab, programs
 from memplan.layers.module import Options
@@ -14,7 +15,6 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import fold_program
 from memplan.replay import replay
-from memplan.allocator import AllocatorSettings
 from memplan.result import Estimate, StageEstimate
 from memplan.tape import Category, Hold
 
@@ -134,7 +134,8 @@ def build(flags: dict[str, object], **more: object) -> Plan:
     merged = {**flags, **more}
     seq = min(int(str(merged.pop("seq"))), 1024)
     dp, mbs = int(str(merged["dp"])), int(str(merged["mbs"]))
-    merged |= {"embeddings-32bit": "false", "seq": seq, "gbs": 4 * dp * mbs, "heads": 16, "kv-heads": 16, "hidden": 64, "head-dim": 4, "ffn": 256}
+    merged |= {"embeddings-32bit": "false", "seq": seq, "gbs": 4 * dp * mbs}
+    merged |= {"heads": 16, "kv-heads": 16, "hidden": 64, "head-dim": 4, "ffn": 256}
     return resolve(read_plan(None, {k: str(v) for k, v in merged.items() if v is not None}).plan)
 
 

@@ -63,7 +63,8 @@ class Follow(TorchDispatchMode):
         key = storage._cdata
         if key in self.seen:
             return
-        size = 0 if self.trace.host and not tensor.dim() else rounded(storage.nbytes())
+        nothing = not storage.nbytes() or (self.trace.host and not tensor.dim())
+        size = 0 if nothing else rounded(storage.nbytes())
         change = Change(1, size, op, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         self.trace.add(change)
         finalizer = weakref.finalize(storage, self._gone, key, change._replace(sign=-1))

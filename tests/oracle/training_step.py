@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from transformers import masking_utils
 
 from .tracer import Change, Follow, Trace, run
 
@@ -76,9 +77,21 @@ def traced_step(
         steps.append(Step(count, before, changes[forward:backward], changes[backward:stepped], changes[stepped:]))
         trace.changes = []
 
-    with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}):
+    with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}), _unpacked():
         run(body)
     return steps[0]
+
+
+@contextmanager
+def _unpacked() -> Iterator[None]:
+    """Rows of one sequence each, which ``find_packed_sequence_indices`` cannot see on fake tensors."""
+    find = masking_utils.find_packed_sequence_indices
+
+    def found_none(position_ids: torch.Tensor) -> None:
+        find(position_ids)
+
+    with patch.object(masking_utils, "find_packed_sequence_indices", found_none):
+        yield
 
 
 def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str) -> Any:

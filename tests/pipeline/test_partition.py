@@ -103,7 +103,7 @@ def test_the_cut_of_2023_has_the_least_spread(weights: list[int], stages: int) -
     ],
 )
 def test_what_cannot_be_cut_is_said_in_one_line(method: str | list[int], says: str) -> None:
-    with pytest.raises(PlanError, match="pipeline.partition") as caught:
+    with pytest.raises(PlanError, match=r"pipeline\.partition") as caught:
         partition(method, gpt(4), 4)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
