@@ -93,7 +93,7 @@ def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed) -> 
         reserved=replayed.reserved,
         device=device,
         static=replayed.static,
-        peak=_peak(folded),
+        peak=_peak(folded, _is_bound(plan, program)),
         breakdown=replayed.breakdown,
         beyond=beyond,
         moments={
@@ -107,14 +107,19 @@ def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed) -> 
     )
 
 
-def _peak(folded: Folded) -> Peak:
+def _peak(folded: Folded, upper_bound: bool) -> Peak:
     """The place that the fold carried: ``microbatch/phase/module/…/tensor``."""
     if folded.place == "static":
-        return Peak("steady", "step", "optimizer", "", None)
+        return Peak("steady", "step", "optimizer", "", None, upper_bound)
     first, phase, *rest = folded.place.split("/")
     if first == "step":
-        return Peak("steady", "step", "optimizer", "/".join(rest), None)
-    return Peak("steady", phase, rest[0], "/".join(rest[1:]), int(first))
+        return Peak("steady", "step", "optimizer", "/".join(rest), None, upper_bound)
+    return Peak("steady", phase, rest[0], "/".join(rest[1:]), int(first), upper_bound)
+
+
+def _is_bound(plan: Plan, program: Program) -> bool:
+    """How many tokens fall into each cluster of an adaptive softmax is known at run time only."""
+    return plan.loss.kind == "adaptive-softmax" and "head" in program.entries
 
 
 def _beyond(plan: Plan, replayed: Replayed) -> BeyondAllocated:

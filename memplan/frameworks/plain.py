@@ -10,50 +10,89 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeGuard
 
 from ..layers import ends, huggingface, huggingface_2020
-from ..layers.autograd import Recorder, Tensor, recomputed
+from ..layers.autograd import Recorder, Shape, Tensor, recomputed
 from ..layers.edges import arrive, depart
 from ..layers.huggingface import LayerShape, Shared
-from ..layers.module import SHARED, Interface, Module, Options, Parameter, Run, Tapes, build, hold_bytes
+from ..layers.module import INPUT, SHARED, Interface, Module, Options, Parameter, Run, Tapes, build, hold_bytes
 from ..plan.errors import PlanError
 from ..plan.plan import Optimizer, Plan
 from ..plan.spec import of_any_depth
 from ..program import Program, Span, drop_all
-from ..tape import Category, Drop, Hold, Stretch, Tape, rounded
+from ..tape import Category, Drop, Event, Hold, Stretch, Tape, rounded
 from .ddp import bucket_sizes
 from .states import QUANTISATION_MAPS, full, optimizer_states, step_temporaries
 
-MASK, COS, SIN = SHARED, SHARED - 1, SHARED - 2
+MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 """Ids of the tensors that a forward pass makes once for all layers."""
 
+EMBEDDED = SHARED - 4
+"""Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
 
-def shared_tensors(r: Recorder, shape: LayerShape) -> Shared:
-    """The shared tensors as a layer sees them: held by others."""
+
+def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Shared:
+    """The shared tensors as a layer sees them: held by others, but for those in ``ended``, which end with it."""
     spec, s = shape.spec, shape.s
     rotary = spec.positions == "rotary"
+    dtype, table = shape.dtype, (1, s, spec.head_dim)
+
+    def outside(shape: Shape, dtype: str, id: int) -> Tensor:
+        return r.outside(shape, dtype, id=id, drops=id in ended and r.grad_enabled)
+
     return Shared(
-        r.outside((shape.b, 1, s, s), shape.dtype, id=MASK) if spec.causal and not shape.flash else None,
-        r.outside((1, s, spec.head_dim), shape.dtype, id=COS) if rotary else None,
-        r.outside((1, s, spec.head_dim), shape.dtype, id=SIN) if rotary else None,
+        outside((shape.b, 1, s, s), dtype, MASK) if spec.causal and not shape.flash else None,
+        outside(table, dtype, COS) if rotary else None,
+        outside(table, dtype, SIN) if rotary else None,
+        outside((1, s), "int64", POSITIONS) if rotary else None,
     )
 
 
 @lru_cache(maxsize=1024)
-def layer_module(shape: LayerShape, recompute: bool, code: str, options: Options) -> Module:
-    """One layer of the family."""
+def layer_module(
+    shape: LayerShape, recompute: bool, code: str, options: Options, ended: frozenset[int] = frozenset()
+) -> Module:
+    """One layer of the family. The first one is the last to let go of shared tensors: ``ended``."""
     layers = huggingface_2020.LAYERS if code == "2020" else huggingface.LAYERS
     recipe_of = layers[shape.spec.family]
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        shared = shared_tensors(r, shape)
+        shared = shared_tensors(r, shape, ended)
         hidden = x
         if recompute:
             return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)))
         return Run(recipe_of(r, x, shared, shape))
 
     return build("layer", recipe, hidden_interface(shape), options)
+
+
+def keeps_embedded(shape: LayerShape) -> bool:
+    """Without dropout the embedding's output is the first layer's input."""
+    return shape.spec.positions == "rotary"
+
+
+@lru_cache(maxsize=1024)
+def with_kept_input(layer: Module) -> Module:
+    """``layer`` as the first one, whose input is ``EMBEDDED`` and ends when the model returns if no node saved it."""
+
+    def without(tape: Tape) -> Tape:
+        return tuple(event for event in tape if not _is_drop_of_input(event))
+
+    def renamed(tapes: Tapes) -> Tapes:
+        backward = tuple(
+            event._replace(tensor=EMBEDDED) if _is_drop_of_input(event) else event for event in tapes.backward
+        )
+        return replace(tapes, forward=without(tapes.forward), backward=backward)
+
+    return replace(
+        layer, first=renamed(layer.first), steady=renamed(layer.steady), evaluation=without(layer.evaluation)
+    )
+
+
+def _is_drop_of_input(event: Event) -> TypeGuard[Drop]:
+    return isinstance(event, Drop) and event.tensor == INPUT
 
 
 def hidden_interface(shape: LayerShape) -> Interface:
@@ -68,8 +107,10 @@ def end_modules(shape: LayerShape, code: str, options: Options) -> tuple[Module,
     def embed(r: Recorder, x: Tensor | None) -> Run:
         embeddings = huggingface_2020.EMBEDDINGS if code == "2020" else ends.EMBEDDINGS
         embedded = embeddings[spec.family](r, shape)
-        mask, cos, sin = embedded.shared.mask, embedded.shared.cos, embedded.shared.sin
-        return Run(embedded.hidden, embedded.frame, {MASK: mask, COS: cos, SIN: sin})
+        shared = embedded.shared
+        kept = embedded.hidden if keeps_embedded(shape) else None
+        ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
+        return Run(embedded.hidden, embedded.frame, ids)
 
     def head(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
@@ -92,18 +133,11 @@ def end_modules(shape: LayerShape, code: str, options: Options) -> tuple[Module,
 @lru_cache(maxsize=1024)
 def returns(embedding: Module, kept: frozenset[int]) -> Module:
     """What ends when ``model.forward`` returns: the variables of its frame, and shared tensors that no
-    layer keeps (those that were saved, or are needed to recompute, wait for ``releases``)."""
+    layer keeps (those that were saved, or are needed to recompute, end with the first layer's backward)."""
     frame = _drops(embedding.left)
     ended = _drops(hold for hold in embedding.shares if hold.tensor not in kept)
     tapes = Tapes(frame + ended, (), 0, 0)
     return Module("return", tapes, tapes, frame + _drops(embedding.shares), ())
-
-
-@lru_cache(maxsize=1024)
-def releases(embedding: Module, kept: frozenset[int]) -> Module:
-    """Behind the last layer's backward: shared tensors that the layers had kept."""
-    tapes = Tapes((), _drops(hold for hold in embedding.shares if hold.tensor in kept), 0, 0)
-    return Module("release", tapes, tapes, (), ())
 
 
 def _drops(holds: Iterable[Hold]) -> Tape:
@@ -173,30 +207,45 @@ def layer_names(count: int) -> tuple[str, ...]:
     return tuple(f"layer.{i}" for i in range(count))
 
 
+def layers(foremost: Module, layer: Module, names: tuple[str, ...]) -> tuple[Span, ...]:
+    """``foremost``, then a ``layer`` for each further name."""
+    if foremost is layer or len(names) == 1:
+        return (Span(foremost, names),)
+    return Span(foremost, names[:1]), Span(layer, names[1:])
+
+
 def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     """One program per device: of a device map, embedding and head on the first, final norm on the last,
     as ``parallelize`` places them."""
     check(plan)
     shape = layer_shape(plan)
     options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
-    layer = layer_module(shape, plan.recompute.mode == "full", plan.code, options)
+    recompute = plan.recompute.mode == "full"
+    layer = layer_module(shape, recompute, plan.code, options)
     embedding, norm, head = end_modules(shape, plan.code, options)
-    kept = _everything(embedding) if plan.recompute.mode == "full" else layer.saved_shared
-    first = [Span(embedding, ("embedding",)), Span(releases(embedding, kept), ("release",))]
+    kept = _everything(embedding) if recompute else layer.saved_shared
+    foremost = layer_module(shape, recompute, plan.code, options, kept)
+    if keeps_embedded(shape):
+        saved = not any(map(_is_drop_of_input, foremost.first.forward))
+        kept = kept | {EMBEDDED} if saved else kept - {EMBEDDED}
+        foremost = with_kept_input(foremost)
+    first = [Span(embedding, ("embedding",))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
     last = [Span(returns(embedding, kept), ("return",)), Span(head, ("head",))]
     if plan.framework != "device-map":
         names = layer_names(plan.model.layers)
-        return (_program(plan, shape, 0, (*first, Span(layer, names), *normed, *last), options),)
+        middle = layers(foremost, layer, names)
+        return (_program(plan, shape, 0, (*first, *middle, *normed, *last), options),)
     assert plan.device_map is not None
     hidden = (shape.b, shape.s, shape.spec.hidden)
     here, away = Span(arrive(hidden, shape.dtype), ("arrive",)), Span(depart(hidden, shape.dtype), ("depart",))
     devices = sorted(plan.device_map)
     result = []
     for device in devices:
-        middle = Span(layer, tuple(f"layer.{i}" for i in plan.device_map[device]))
         is_first, is_last = device == devices[0], device == devices[-1]
-        spans = [*(first if is_first else [here]), middle, *(normed if is_last else [])]
+        names = tuple(f"layer.{i}" for i in plan.device_map[device])
+        middle = layers(foremost if is_first else layer, layer, names)
+        spans = [*(first if is_first else [here]), *middle, *(normed if is_last else [])]
         if len(devices) > 1:
             spans.append(away)
         if is_first:
@@ -254,7 +303,7 @@ def ddp_buckets(groups: Groups, dtype: str) -> tuple[Hold, ...]:
     return tuple(Hold(0, rounded(size), Category.COMMUNICATION_BUFFERS, "ddp_bucket") for size in sizes)
 
 
-EDGES = frozenset({"return", "release", "arrive", "depart"})
+EDGES = frozenset({"return", "arrive", "depart"})
 """Modules that are no entries of the layer list."""
 
 

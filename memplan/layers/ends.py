@@ -36,27 +36,67 @@ def positions(r: Recorder, s: int) -> Tensor:
 def causal_mask(r: Recorder, shape: LayerShape) -> Tensor | None:
     """The additive mask (b, 1, s, s) of eager attention (``masking_utils.py``); flash attention needs none.
 
-    Made from a boolean one; the copies in between are temporaries.
+    Packed rows are looked for either way (``find_packed_sequence_indices``).
     """
-    if shape.flash or not shape.spec.causal:
+    b, s = shape.b, shape.s
+    look_for_packed_rows(r, b, s)
+    if shape.flash:
         return None
-    s = shape.s
-    allowed = r.empty((1, 1, s, s), "bool", "causal_mask_bool")
-    mask = r.empty((shape.b, 1, s, s), shape.dtype, "causal_mask")
-    del allowed
+    allowed = allowed_pairs(r, shape)
+    zero, lowest = r.empty((), shape.dtype, "zero"), r.empty((), shape.dtype, "lowest")
+    mask = r.empty((b, 1, s, s), shape.dtype, "causal_mask")
+    del lowest, zero, allowed
     return mask
 
 
+def look_for_packed_rows(r: Recorder, b: int, s: int) -> None:
+    """Where position ids do not rise by one: seven short temporaries."""
+    before = r.empty((b, 1), "int64", "position_before")
+    prepended = r.empty((b, s + 1), "int64", "positions_prepended")
+    steps = r.empty((b, s), "int64", "position_steps")
+    del prepended
+    breaks = r.empty((b, s), "bool", "position_breaks")
+    rows = r.empty((b, s), "int64", "packed_rows")
+    del breaks, before, steps, rows
+
+
+def allowed_pairs(r: Recorder, shape: LayerShape) -> Tensor:
+    """Which token may look at which (``sdpa_mask``), (1, 1, s, s) bool; a sliding window is one more condition."""
+    b, s = shape.b, shape.s
+    pairs = (1, 1, s, s)
+    batch, head = r.empty((b,), "int64", "batch_indices"), r.empty((1,), "int64", "head_indices")
+    q, k = positions(r, s), positions(r, s)
+    if shape.spec.sliding_window is None:
+        allowed = r.empty(pairs, "bool", "causal_mask_bool")
+    else:
+        true = r.empty((), "bool", "true")
+        first = r.empty((1, 1, s, 1), "int64", "window_begins")
+        inside = r.empty(pairs, "bool", "inside_window")
+        del first
+        windowed = r.empty(pairs, "bool", "window_mask_bool")
+        del inside, true
+        before = r.empty(pairs, "bool", "causal_mask_bool")
+        allowed = r.empty(pairs, "bool", "sliding_mask_bool")
+        del before, windowed
+    del batch, head, q, k
+    return allowed
+
+
 def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
-    """``LlamaRotaryEmbedding.forward``: cos and sin (1, s, d), made in fp32 and cast."""
+    """``LlamaRotaryEmbedding.forward``: cos and sin (1, s, d), made in fp32, scaled and cast."""
     s, d = shape.s, shape.spec.head_dim
+
+    def scaled(name: str) -> Tensor:
+        return ops.scale(r, r.empty((1, s, d), "fp32", f"{name}_unscaled"), f"{name}_fp32")
+
+    position_ids = r.empty((1, s, 1), "fp32", "position_ids_fp32")
     frequencies = r.empty((1, s, d // 2), "fp32", "rotary_frequencies")
+    del position_ids
     angles = r.empty((1, s, d), "fp32", "rotary_angles")
-    cos, sin = r.empty((1, s, d), "fp32", "cos_fp32"), r.empty((1, s, d), "fp32", "sin_fp32")
-    cos = ops.cast(r, cos, shape.dtype, "cos")
-    sin = ops.cast(r, sin, shape.dtype, "sin")
-    del frequencies, angles
-    return cos, sin
+    cos, sin = scaled("cos"), scaled("sin")
+    tables = ops.cast(r, cos, shape.dtype, "cos"), ops.cast(r, sin, shape.dtype, "sin")
+    del frequencies, angles, cos, sin
+    return tables
 
 
 def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -> Embedded:
@@ -70,7 +110,7 @@ def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -
     hidden = ops.add(r, inputs_embeds, position_embeds, "embedding_sum")
     mask = causal_mask(r, shape) if makes_mask else None
     hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
-    return Embedded(hidden, Shared(mask), [position_embeds, inputs_embeds])
+    return Embedded(hidden, Shared(mask), [inputs_embeds, position_embeds])
 
 
 def llama_embedding(r: Recorder, shape: LayerShape) -> Embedded:
@@ -81,7 +121,7 @@ def llama_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     position_ids = positions(r, shape.s)
     mask = causal_mask(r, shape)
     cos, sin = rotary_tables(r, shape)
-    return Embedded(inputs_embeds, Shared(mask, cos, sin), [position_ids])
+    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids))
 
 
 def bert_embedding(r: Recorder, shape: LayerShape) -> Embedded:
@@ -141,10 +181,12 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor
     if not spec.causal:
         return cross_entropy(r, logits, token_ids(r, shape)), logits
     upcast = ops.cast(r, logits, "fp32", "logits_fp32", Category.LOGITS)
-    labels = r.empty((b, s + 1), "int64", "labels_padded")
+    labels = shifted = r.empty((b, s + 1), "int64", "labels_padded")
     if b > 1:
-        labels = r.empty((b, s), "int64", "labels_shifted")
-    return cross_entropy(r, upcast, labels), logits
+        shifted = r.empty((b, s), "int64", "labels_shifted")
+    loss = cross_entropy(r, upcast, shifted)
+    del upcast, labels
+    return loss, logits
 
 
 def cross_entropy(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:

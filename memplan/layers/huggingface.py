@@ -35,6 +35,8 @@ class Shared:
     """Additive mask (b or 1, 1, s, s)."""
     cos: Tensor | None = None
     sin: Tensor | None = None
+    position_ids: Tensor | None = None
+    """(1, s), where layers are handed them without reading them."""
 
 
 Layer = Callable[[Recorder, Tensor, Shared, LayerShape], Tensor]
@@ -212,7 +214,7 @@ def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSha
     k = llama_projection(r, hidden, "key", spec.kv_heads, shape)
     v = llama_projection(r, hidden, "value", spec.kv_heads, shape)
     q, k = rotary(r, q, k, shared)
-    out, weights = attention(r, Heads(q, False), Heads(k, False), Heads(v, True), shared, shape)
+    out, weights = attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)
     out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias)
     return out, weights
 
@@ -288,7 +290,7 @@ def bert_self_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: Laye
 
     def project(name: str) -> Tensor:
         x = linear(r, hidden, name, a * d, spec.attention_bias)
-        if name != "key" and not shape.flash:
+        if not shape.flash and (name != "key" or b > 1):
             x = ops.copied_gradient(r, x, name)
         return x.view(b, a, s, d)
 
@@ -309,6 +311,11 @@ def bert_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -
     spec = shape.spec
     attended, _ = bert_self_attention(r, hidden, shared, shape)
     attended = bert_output(r, attended, hidden, "attention_output", spec)
+    return bert_feed_forward(r, attended, spec)
+
+
+def bert_feed_forward(r: Recorder, attended: Tensor, spec: ModelSpec) -> Tensor:
+    """``feed_forward_chunk``."""
     intermediate = activation(r, linear(r, attended, "up", spec.ffn, spec.mlp_bias), spec)
     return bert_output(r, intermediate, attended, "down", spec)
 

@@ -36,11 +36,20 @@ class Breakable:
 def _lines(text: Text, width: int) -> Iterator[Text]:
     """``text`` in stretches of at most ``width`` columns, or of one piece where that is longer."""
     start = 0
-    for piece in _PIECE.finditer(text.plain):
-        if piece.start() > start and cell_len(text.plain[start : piece.end()].rstrip()) > width:
-            yield _trimmed(text[start : piece.start()])
-            start = piece.start()
+    for piece in _unbroken(text.plain, width):
+        if piece[0] > start and cell_len(text.plain[start : piece[1]].rstrip()) > width:
+            yield _trimmed(text[start : piece[0]])
+            start = piece[0]
     yield _trimmed(text[start:])
+
+
+def _unbroken(plain: str, width: int) -> Iterator[tuple[int, int]]:
+    """Start and end of what stays together: words that fit on a line, and the pieces of those that do not."""
+    for word in re.finditer(r"\s*\S+\s*", plain):
+        if cell_len(word[0].strip()) <= width:
+            yield word.span()
+        else:
+            yield from (piece.span() for piece in _PIECE.finditer(plain, *word.span()) if piece[0])
 
 
 def _trimmed(text: Text) -> Text:

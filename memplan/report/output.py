@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
+from rich.text import Text
 
 _PLAIN = str.maketrans("–−—×·■│→≤…", "---x.#|><.")
 
@@ -27,6 +28,12 @@ class _Tidy:
 def _plain(text: str) -> str:
     """``text`` in ASCII, each character replaced by one of the same width."""
     return text.translate(_PLAIN).encode("ascii", "replace").decode()
+
+
+def put_line(console: Console, text: Text) -> None:
+    """Prints ``text`` on one line, however long, for scripts that read lines."""
+    plain = Text(_plain(text.plain), spans=text.spans) if console.options.ascii_only else text
+    console.print(plain, soft_wrap=True)
 
 
 def put(console: Console, *renderables: RenderableType) -> None:

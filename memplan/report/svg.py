@@ -1,4 +1,4 @@
-"""A real run as a picture: ``python -m memplan.report.svg PLAN OUT.svg``, which ``make picture`` calls.
+"""A real run as a picture: ``python -m memplan.report.svg PLAN OUT.svg [FLAG …]``, as ``make picture`` does.
 
 The command line runs as it does for anyone, in a colour terminal of ``WIDTH`` columns; what it
 prints is drawn. No fonts are fetched: the picture takes the reader's monospaced one.
@@ -40,6 +40,7 @@ def picture(printed: str, command: str, width: int = WIDTH) -> str:
     console.print(Text.assemble(("$ ", "dim"), (command, "bold")), Text(), sep="\n")
     for line in printed.rstrip().splitlines():
         console.print(Text.from_ansi(line), soft_wrap=True)
+    console.print()
     return console.export_svg(title="memplan", theme=THEME, code_format=_FORMAT, unique_id="memplan")
 
 
@@ -59,10 +60,11 @@ def run(*arguments: str, width: int = WIDTH) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m memplan.report.svg PLAN OUT.svg")
-    plan, out = sys.argv[1:]
-    Path(out).write_text(picture(run("estimate", plan), f"memplan estimate {plan}"), encoding="utf-8")
+    if len(sys.argv) < 3:
+        raise SystemExit("usage: python -m memplan.report.svg PLAN OUT.svg [FLAG …]")
+    plan, out, *flags = sys.argv[1:]
+    command = ("estimate", plan, *flags)
+    Path(out).write_text(picture(run(*command), " ".join(("memplan", *command))), encoding="utf-8")
 
 
 if __name__ == "__main__":

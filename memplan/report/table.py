@@ -12,7 +12,7 @@ from rich.text import Text
 from ..result import Estimate
 from .breakdown import READINGS, stage_breakdown
 from .names import plan_text, stage_word
-from .output import put
+from .output import put, put_line
 from .palette import CAUTION, FAINT
 from .stages import plain_table, stage_tables, unit_of
 from .verdict import reading_of, verdict
@@ -24,9 +24,10 @@ SHORT_LIST = 3
 
 def print_estimate(estimate: Estimate, console: Console, verbose: bool = False, quiet: bool = False) -> None:
     """Prints ``estimate``; ``quiet`` only the verdict, ``verbose`` every stage, reading and assumption."""
-    put(console, verdict(estimate))
-    if not quiet:
-        put(console, *_body(estimate, console, verbose))
+    if quiet:
+        put_line(console, verdict(estimate))
+    else:
+        put(console, verdict(estimate), *_body(estimate, console, verbose))
 
 
 def _body(estimate: Estimate, console: Console, verbose: bool) -> Iterator[RenderableType]:

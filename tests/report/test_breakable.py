@@ -20,6 +20,7 @@ def lines(text: str, width: int) -> list[str]:
 def test_names_break_behind_their_separators() -> None:
     assert lines("attention_dropout_mask", 20) == ["attention_dropout_", "mask"]
     assert lines("recompute/grad_down_input in layer.2", 16) == ["recompute/grad_", "down_input in", "layer.2"]
+    assert lines("final_norm, head, to_fp32", 20) == ["final_norm, head,", "to_fp32"]
     assert lines("1×20×2048×2048", 10) == ["1×20×2048×", "2048"]
     assert lines("logits_fp32 in head\nforward", 40) == ["logits_fp32 in head", "forward"]
 

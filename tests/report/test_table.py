@@ -53,7 +53,7 @@ def test_headroom_is_named_and_every_failing_stage_counted() -> None:
 
 
 def test_quiet_prints_the_verdict_alone() -> None:
-    text = printed(lambda console: print_estimate(bigscience(), console, quiet=True), 200)
+    text = printed(lambda console: print_estimate(bigscience(), console, quiet=True), 60)
     assert text.splitlines() == [verdict(bigscience()).plain]
 
 

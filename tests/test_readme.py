@@ -1,0 +1,43 @@
+"""What the README promises: its plan estimates, its commands are commands, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from memplan.cli import main
+
+TOP = Path(__file__).resolve().parent.parent
+README = (TOP / "README.md").read_text(encoding="utf-8")
+COMMANDS = [line.split("#")[0].split("|")[0].strip() for line in README.splitlines() if line.startswith("memplan ")]
+OWN_FILES = ("mine.yaml", "plan.yaml", "path/to/config.json")
+"""Files in examples that are the reader's."""
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if not any(name in line for name in OWN_FILES)])
+def test_each_command_answers(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(command)[1:]) in (0, 1)
+    shown = capsys.readouterr()
+    assert shown.out
+    assert not shown.err
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) >= 6
+
+
+def test_the_plan_is_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert plan
+    (tmp_path / "plan.yaml").write_text(plan[1], encoding="utf-8")
+    assert main(["estimate", str(tmp_path / "plan.yaml"), "-q"]) == 0
+    assert capsys.readouterr().out.startswith("Fits")
+
+
+def test_links_lead_somewhere() -> None:
+    for document in (TOP / "README.md", TOP / "CONTRIBUTING.md", *(TOP / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text(encoding="utf-8")):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
