@@ -8,8 +8,9 @@ and no elements. What makes its tape right is what makes PyTorch's memory what i
   line as in the real module;
 * a node saves exactly the tensors that ``tools/autograd/derivatives.yaml`` names for it;
 * backward runs ready nodes newest first, gradient accumulators before all (``engine.cpp``,
-  ``CompareNodeTaskTime``); a node's incoming gradients are dropped when it returns, then its saved
-  tensors (``call_function``, ``evaluate_function``);
+  ``CompareNodeTaskTime``); what a node returns for a broadcast input is summed to its shape
+  (``validate_outputs``), then the node's incoming gradients are dropped, then its saved tensors
+  (``call_function``, ``evaluate_function``);
 * a second gradient for the same tensor is added in place where the first has no other owner
   (``input_buffer.cpp``, ``can_accumulate_inplace``); fake tensors, being a subclass, never are, so
   a comparison with a fake-tensor trace switches that off.
@@ -23,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from sys import getrefcount
+from typing import NamedTuple
 
 from ..tape import Category, Drop, Event, Hold, Seam, Tape, rounded
 
@@ -75,8 +77,16 @@ class Tensor:
         return Tensor(self.storage, self.shape, self.dtype)
 
 
+class Unsummed(NamedTuple):
+    """The gradient of a broadcast input at the full shape, which the engine still has to sum."""
+
+    gradient: Tensor
+    shape: Shape
+    name: str
+
+
 Gradients = list["Tensor | None"]
-Backward = Callable[["Recorder", Gradients], Sequence["Tensor | None"]]
+Backward = Callable[["Recorder", Gradients], Sequence["Tensor | Unsummed | None"]]
 
 
 class Node:
@@ -115,7 +125,7 @@ class Accumulate(Node):
         self.leaf = leaf
 
 
-def _nothing(recorder: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+def _nothing(recorder: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
     return ()
 
 
@@ -257,14 +267,14 @@ class Recorder:
                 continue
             if node.frame is not None:
                 node.frame.unpack(self, node)
-            produced = list(node.backward(self, arrived))
+            returned = list(node.backward(self, arrived))
             if node.frame is not None:
                 node.saved = ()  # recomputed tensors belong to the node alone and die within its apply
+            produced = self._summed(returned)
             del arrived
             node.saved = ()
             node.backward = _nothing
             node.frame = None
-            produced.reverse()
             for edge in node.inputs:
                 produced_one = produced.pop()
                 if edge is None:
@@ -279,7 +289,17 @@ class Recorder:
                     pushed += 1
                     heapq.heappush(ready, (-target.sequence, pushed, target))
                 del target, buffer
-            del node, produced, edge
+            del node, returned, produced, edge
+
+    def _summed(self, returned: list[Tensor | Unsummed | None]) -> Gradients:
+        """What a node returned, last first; ``returned`` is emptied."""
+        for at, one in enumerate(returned):
+            if isinstance(one, Unsummed):
+                returned[at] = self.empty(one.shape, one.gradient.dtype, one.name)
+            del one
+        produced: Gradients = [one for one in returned[::-1] if not isinstance(one, Unsummed)]
+        returned.clear()
+        return produced
 
     def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor) -> None:
         held = buffer[slot]
@@ -366,7 +386,7 @@ class Frame:
             node.frame = self
             self.nodes.append(node)
             return node
-        self.again.append(storages)
+        self.again.append(storages[::-1])  # variables of a C++ function die last to first
         if len(self.again) == len(self.nodes):
             raise _StopRecompute
         return node

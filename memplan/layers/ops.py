@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..tape import Category
-from .autograd import Gradients, Recorder, Shape, Tensor
+from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed
 
 TEMPORARIES, WORKSPACES = Category.TEMPORARIES, Category.WORKSPACES
 
@@ -42,13 +42,14 @@ def elementwise(
 def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
     """``x + y``: saves nothing; both inputs receive the incoming gradient itself, summed if y was broadcast."""
     out = r.empty(x.shape, x.dtype, name)
-    shape, dtype = y.shape, y.dtype
+    shape = y.shape
     broadcast = _size(y.shape) < _size(x.shape)
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         gradient = gradients[0]
         assert gradient is not None
-        return [gradient, r.empty(shape, dtype, f"grad_{name}_sum") if broadcast else gradient.view(*gradient.shape)]
+        other = gradient.view(*gradient.shape)
+        return [gradient, Unsummed(other, shape, f"grad_{name}_sum") if broadcast else other]
 
     out.node = r.node((x, y), (), backward)
     return out
@@ -69,8 +70,7 @@ def scale(r: Recorder, x: Tensor, name: str = "scaled") -> Tensor:
 def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
     """``x * y``: ``MulBackward0`` saves each factor that the other's gradient needs.
 
-    The gradient of ``other`` is computed before that of ``self``; where a factor was broadcast, its
-    gradient is computed at the full shape and then summed (``engine.cpp``, ``validate_outputs``).
+    The gradient of ``other`` is computed before that of ``self``, of a broadcast factor at the full shape.
     """
     full = x.shape if _size(x.shape) >= _size(y.shape) else y.shape
     dtype = x.dtype
@@ -78,13 +78,13 @@ def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
     need_x, need_y = x.node is not None, y.node is not None
     saves = ([y] if need_x else []) + ([x] if need_y else [])
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad_y = r.empty(full, dtype, f"grad_{name}_other") if need_y else None
-        grad_x = r.empty(full, dtype, f"grad_{name}_self") if need_x else None
-        if grad_x and _size(shape_x) < _size(full):
-            grad_x = r.empty(shape_x, dtype, f"grad_{name}_self_sum")
-        if grad_y and _size(shape_y) < _size(full):
-            grad_y = r.empty(shape_y, dtype, f"grad_{name}_other_sum")
+    def gradient(r: Recorder, shape: Shape, name: str) -> Tensor | Unsummed:
+        whole = r.empty(full, dtype, name)
+        return Unsummed(whole, shape, f"{name}_sum") if _size(shape) < _size(full) else whole
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        grad_y = gradient(r, shape_y, f"grad_{name}_other") if need_y else None
+        grad_x = gradient(r, shape_x, f"grad_{name}_self") if need_x else None
         return [grad_x, grad_y]
 
     node = r.node((x, y), saves, backward)
@@ -153,7 +153,7 @@ def linear(
 ) -> Tensor:
     """``x @ weight (+ bias)`` of shape (…, n) from (…, k); weight (n, k) or (k, n).
 
-    With bias ``addmm`` (gradients: mat1 = x, mat2 = weight, then self = bias by ``sum``), without
+    With bias ``addmm`` (gradients: mat1 = x, mat2 = weight; the engine sums that of self = bias), without
     ``mm`` (mat2 = weight before self = x). Saves x and the weight.
     """
     k = x.shape[-1]
@@ -163,11 +163,13 @@ def linear(
     needs_x = x.node is not None
     has_bias = bias is not None
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         if has_bias:
+            gradient = gradients[0]
+            assert gradient is not None
             grad_x = r.empty(shape, dtype, f"grad_{name}_input") if needs_x else None
             grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight")
-            return [grad_x, grad_w, r.empty((n,), dtype, f"grad_{name}_bias")]
+            return [grad_x, grad_w, Unsummed(gradient, (n,), f"grad_{name}_bias")]
         grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight")
         grad_x = r.empty(shape, dtype, f"grad_{name}_input") if needs_x else None
         return [grad_x, grad_w]

@@ -49,7 +49,7 @@ def traced_step(
     def body(trace: Trace, follow: Follow) -> None:
         model = _model(config, dtype, "sdpa" if flash else "eager")
         if recompute:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         parameters = list(model.parameters())
         for tensor in (*parameters, *model.buffers()):
             follow.adopt(tensor, "state")
