@@ -1,1 +1,1 @@
-"""Accuracy and speed of memplan, runnable by anyone: ``python benchmarks/accuracy.py``, ``python benchmarks/speed.py``."""
+"""Accuracy and speed of memplan, runnable by anyone: ``accuracy.py`` and ``speed.py``."""

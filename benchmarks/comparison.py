@@ -52,8 +52,14 @@ class Table:
         parts = []
         if self.rows:
             worst = max(self.rows, key=lambda row: abs(row.percent))
-            parts.append(f"{len(self.rows)} figures, median |error| {median(abs(r.percent) for r in self.rows):.3f} %")
-            parts.append(f"worst {worst.percent:+.3f} % ({worst.id}, {worst.reading})")
+            middle = median(abs(row.percent) for row in self.rows)
+            parts.append(f"{len(self.rows)} figures")
+            if worst.error:
+                parts.append(
+                    f"median |error| {middle:.3f} %, worst {worst.percent:+.3f} % ({worst.id}, {worst.reading})"
+                )
+            else:
+                parts.append("all exact")
         judged = [row.within for row in self.rows if row.within is not None]
         if judged:
             parts.append(f"{sum(judged)} of {len(judged)} within {self.limit}")

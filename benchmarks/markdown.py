@@ -25,7 +25,7 @@ def document(tables: Sequence[Table]) -> str:
 
 def _section(table: Table) -> list[str]:
     lines = ["", f"## {table.name}", ""]
-    lines += [f"{label}: {text}." for label, text in (("Measured", table.what), ("Source", table.source)) if text]
+    lines += [f"- {label}: {text}" for label, text in (("Measured", table.what), ("Source", table.source)) if text]
     if table.rows:
         columns = COLUMNS if any(row.cause for row in table.rows) else COLUMNS[:-1]
         lines += ["", _line(columns), _line(["---", "---", *["---:"] * 4, *["---"] * (len(columns) - 6)])]

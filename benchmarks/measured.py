@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memplan.estimate import estimate, programs_of
+from memplan import facts
+from memplan.estimate import TORCH_VERSIONS, estimate, programs_of
+from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron import ParallelShape, layer
 from memplan.layers.module import Interface, Module, Options, Run, build
 from memplan.plan.plan import Plan
@@ -59,10 +61,11 @@ def traced(rows: Sequence[Row]) -> Table:
             "Fake tensors, being a subclass, never add a second gradient in place as CUDA tensors do "
             "(input_buffer.cpp, can_accumulate_inplace), so these estimates are made with "
             "`Options(accumulates_in_place=False)`. " + _on_cuda(single),
-            "Causes by name. *steps*: the trace puts AdamW's step counters (one scalar of 512 B for each parameter "
-            "tensor) on the device; PyTorch keeps them on the CPU unless fused or capturable. *labels*: the trace "
-            "passes the same tensor as input_ids and labels; a plan counts both. *norm statistics*: on fake CPU "
-            "tensors a bf16 LayerNorm saves mean and rstd in bf16, CUDA's kernel in fp32.",
+            "Causes by name; each accounts for its difference to the byte. *steps*: the trace runs on fake CPU tensors "
+            "and counts AdamW's step counters, one scalar of 512 B for each parameter tensor; on a GPU they stay in "
+            "host memory unless fused or capturable. *labels*: a plan counts input_ids and labels, the trace has one "
+            "tensor for both. *norm statistics*: of bf16 input the CPU's LayerNorm saves mean and rstd in bf16, "
+            "CUDA's in fp32. What is not explained is one scalar, with recompute two, while backward runs.",
         ),
     )
 
@@ -140,7 +143,7 @@ def _on_cuda(rows: Sequence[Row]) -> str:
             changed.append(f"{row['id']} {(cuda.backward_peak - fake.backward_peak) / MIB:+,.2f} MiB")
     if not changed:
         return "With in-place addition, as on CUDA, every figure of this table is the same."
-    return f"In place, as on CUDA, the peak of forward and backward differs: {'; '.join(changed)}; the others are the same."
+    return f"In place, as on CUDA, peaks of forward and backward differ: {'; '.join(changed)}; the others do not."
 
 
 # -- formulas of a paper ------------------------------------------------------------------------------
@@ -190,18 +193,20 @@ def _korthikanti(row: Row) -> list[Comparison]:
 def _parallel_layer(row: Row, spec: ModelSpec, sharded: bool) -> Module:
     b, s, t = row["micro_batch_size"], row["sequence_length"], row["tp"]
     shape = ParallelShape(spec, b, s, t, "fp16", row["vocab_size"], sequence_parallel=sharded, selective=sharded)
-    return build(
-        "layer", lambda r, x: Run(layer(r, x, shape) if x else None), Interface(shape.hidden, "fp16"), Options()
-    )
+
+    def recipe(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(layer(r, x, shape))
+
+    return build("layer", recipe, Interface(shape.hidden, "fp16"), Options())
 
 
 def _activations(row: Row, module: Module, shards: int) -> int:
     """Bytes that the first stage's layers keep, without the norms' statistics."""
-    tokens = row["micro_batch_size"] * row["sequence_length"] // shards
+    tokens = int(row["micro_batch_size"]) * int(row["sequence_length"]) // shards
     saved = module.first.forward_fold.net - 2 * 2 * 4 * tokens  # two norms, two statistics, fp32
-    p, m = row["pp"], row.get("virtual_pipeline", 1)
-    layers = row["layers"] * (p * m + p - 1) // (p * m) if m > 1 else row["layers"]
-    return saved * layers
+    p, m, layers = int(row["pp"]), int(row.get("virtual_pipeline", 1)), int(row["layers"])
+    return saved * (layers * (p * m + p - 1) // (p * m) if m > 1 else layers)
 
 
 # -- BigScience on A100 -------------------------------------------------------------------------------
@@ -221,10 +226,10 @@ def bigscience(rows: Sequence[Row]) -> Table:
         "6 % or 2 GB",
         tuple(_bigscience(row) for row in rows),
         notes=(
-            "NCCL's buffers are on the device and not in the estimate; so every error is that much low. "
-            "CUDA context: 1,573 MiB, as the same page measured on an A100.",
+            "NCCL's buffers are on the device and not in the estimate; their size there is not published. "
+            f"CUDA context: {_context()}.",
             "The two rows of 72 layers on 6 stages are 8 to 9 % low while the same model on 12 stages is within 3 %: "
-            "not explained.",
+            "more than NCCL explains, and not explained otherwise.",
         ),
     )
 
@@ -269,8 +274,22 @@ def _bigscience(row: Row) -> Comparison:
     assert last is not None
     measured = row["first_or_last_stage_device_gb"] * THOUSAND_MIB
     within = near(measured, max(first, last), 0.06, 2 * THOUSAND_MIB)
-    cause = "NCCL, rounding to 1 GB" if within else "not explained"
-    return Comparison(row["id"], "device", measured, max(first, last), within, cause)
+    return Comparison(
+        row["id"], "device", measured, max(first, last), within, _device_cause(max(first, last) - measured)
+    )
+
+
+def _context() -> str:
+    found = facts.cuda_context("a100-80gb", {}, TORCH_VERSIONS["megatron-deepspeed"])
+    assert found is not None
+    return f"{found.bytes / MIB:,.0f} MiB ({found.note}; {found.source})"
+
+
+def _device_cause(error: int) -> str:
+    """What can be said of a difference between readings in whole GB."""
+    if abs(error) <= THOUSAND_MIB // 2:
+        return "rounding to 1 GB"
+    return "NCCL is not counted; the rest not explained" if error < 0 else "not explained"
 
 
 # -- what has no recipe yet ---------------------------------------------------------------------------

@@ -122,12 +122,17 @@ def static(program: Program) -> Excursion:
 
 def passes(program: Program) -> Passes:
     """Forward and backward of one micro-batch through the stage."""
-    forward = compose(span.forward for span in program.spans)
-    first = compose(span.backward(True) for span in reversed(program.spans))
-    if program.gradients is Gradients.PER_MICROBATCH:
+    return _passes(program.spans, program.gradients)
+
+
+@lru_cache(maxsize=4096)
+def _passes(spans: tuple[Span, ...], gradients: Gradients) -> Passes:
+    forward = compose(span.forward for span in spans)
+    first = compose(span.backward(True) for span in reversed(spans))
+    if gradients is Gradients.PER_MICROBATCH:
         alone = first.then(_end_of_gradients(first))
         return Passes(forward, alone, alone)
-    return Passes(forward, first, compose(span.backward(False) for span in reversed(program.spans)))
+    return Passes(forward, first, compose(span.backward(False) for span in reversed(spans)))
 
 
 def _end_of_gradients(excursion: Excursion) -> Excursion:

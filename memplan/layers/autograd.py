@@ -342,7 +342,9 @@ class Recorder:
         """What was recorded from event ``start`` up to ``end``, with each drop in its hold's category."""
         categories = {event.tensor: event.category for event in self.events if isinstance(event, Hold)}
         return tuple(
-            event._replace(category=categories.get(event.tensor, event.category)) if isinstance(event, Drop) else event
+            event._replace(category=categories[event.tensor])
+            if isinstance(event, Drop) and categories.get(event.tensor, event.category) is not event.category
+            else event
             for event in self.events[start:end]
         )
 

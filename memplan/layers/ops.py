@@ -294,6 +294,7 @@ def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
         return made
 
     out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward)
+    del offset, seed, logsumexp
     return out
 
 

@@ -33,6 +33,8 @@ class Change(NamedTuple):
     op: str
     shape: tuple[int, ...]
     dtype: str
+    storage: int
+    """Its number, in order of appearance."""
 
 
 @dataclass
@@ -41,12 +43,15 @@ class Trace:
 
     changes: list[Change] = field(default_factory=list)
     live: int = 0
+    storages: int = 0
     host: bool = False
     """Storages of zero-dimensional tensors that begin now are on the host, and not followed."""
 
     def add(self, change: Change) -> None:
-        self.changes.append(change)
-        self.live += change.sign * change.bytes
+        """Records ``change``; storages of no bytes are none."""
+        if change.bytes:
+            self.changes.append(change)
+            self.live += change.sign * change.bytes
 
 
 class Follow(TorchDispatchMode):
@@ -65,7 +70,9 @@ class Follow(TorchDispatchMode):
             return
         nothing = not storage.nbytes() or (self.trace.host and not tensor.dim())
         size = 0 if nothing else rounded(storage.nbytes())
-        change = Change(1, size, op, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        self.trace.storages += 1
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        change = Change(1, size, op, tuple(tensor.shape), dtype, self.trace.storages)
         self.trace.add(change)
         finalizer = weakref.finalize(storage, self._gone, key, change._replace(sign=-1))
         finalizer.atexit = False

@@ -1,0 +1,143 @@
+"""How fast an estimate is: the command as a cold process, plans in process, events in the allocator.
+
+    python benchmarks/speed.py [--runs 10]
+
+Times depend on the machine, so they are read beside those of ``python -c pass`` from the same run.
+The process runs with compiled byte code, as an installed package has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from memplan.allocator import AllocatorSettings, CachingAllocator  # noqa: E402
+from memplan.estimate import estimate, fold, programs_of  # noqa: E402
+from memplan.frameworks import plain  # noqa: E402, F401 (imported here, so that no plan pays for it)
+from memplan.layers.module import Options  # noqa: E402
+from memplan.plan.plan import Plan  # noqa: E402
+from memplan.plan.read import read_plan  # noqa: E402
+from memplan.plan.resolve import resolve  # noqa: E402
+from memplan.replay import replay  # noqa: E402
+from memplan.tape import Hold  # noqa: E402
+
+EXAMPLE = "bigscience-104b-250k"
+MEMPLAN = ("-c", "from memplan.cli import main; raise SystemExit(main())")
+
+
+# -- processes ----------------------------------------------------------------------------------------
+
+
+def process_times(arguments: Sequence[str], runs: int, cache: str) -> list[float]:
+    """Seconds of each run of a Python process, after one that compiles what is imported."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": cache}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    times = []
+    for _ in range(runs + 1):
+        start = perf_counter()
+        done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=False)
+        times.append(perf_counter() - start)
+        if done.returncode not in (0, 1):  # 1: it does not fit
+            raise RuntimeError(done.stderr.decode())
+    return times[1:]
+
+
+def processes(runs: int) -> Iterator[tuple[str, str]]:
+    commands = {
+        "python -c pass": ("-c", "pass"),
+        "memplan --version": (*MEMPLAN, "--version"),
+        f"memplan estimate {EXAMPLE} --json": (*MEMPLAN, "estimate", EXAMPLE, "--json"),
+    }
+    empty = 0.0
+    with tempfile.TemporaryDirectory() as cache:
+        for name, arguments in commands.items():
+            times = process_times(arguments, runs, cache)
+            empty = empty or median(times)
+            ratio = median(times) / empty
+            yield name, f"best {min(times):.3f} s, median {median(times):.3f} s, {ratio:.1f} x an empty process"
+
+
+# -- plans in process ---------------------------------------------------------------------------------
+
+
+def distinct_plans() -> Iterator[Plan]:
+    """480 resolved plans of llama-3-405b, no two alike: what a search would ask for."""
+    for framework, gpus in (("single", 1), ("ddp", 8)):
+        flags = {"model": "llama-3-405b", "framework": framework, "gpus": str(gpus), "dtype": "bf16", "gbs": "1024"}
+        base = resolve(read_plan(None, {**flags, "attention": "flash"}).plan)
+        sizes = product((1, 2, 4, 8), (2048, 4096, 8192), (42, 63, 84, 105, 126), ("none", "full"), ("adamw", "sgd"))
+        for mbs, seq, layers, recompute, optimizer in sizes:
+            grouped = 1 if recompute == "full" else None
+            sections = {
+                "model": base.model.model_copy(update={"layers": layers}),
+                "batch": base.batch.model_copy(update={"mbs": mbs, "seq": seq}),
+                "recompute": base.recompute.model_copy(update={"mode": recompute, "layers": grouped}),
+                "optimizer": base.optimizer.model_copy(update={"name": optimizer}),
+            }
+            yield base.model_copy(update=sections)
+
+
+def seconds(function: Callable[[Plan], object], plans: Sequence[Plan]) -> float:
+    start = perf_counter()
+    for plan in plans:
+        function(plan)
+    return perf_counter() - start
+
+
+def in_process() -> Iterator[tuple[str, str]]:
+    plans = list(distinct_plans())
+    cold = seconds(fold, plans)  # the first use in this process: every layer is computed, once
+    warm = min(seconds(fold, plans) for _ in range(3))
+    yield "fold llama-3-405b, cold caches", f"{len(plans) / cold:,.0f} plans/s ({len(plans)} distinct plans)"
+    yield "fold llama-3-405b, warm caches", f"{len(plans) / warm:,.0f} plans/s"
+    few = plans[:: len(plans) // 10]
+    yield "full estimate llama-3-405b", f"{len(few) / seconds(estimate, few):,.1f} plans/s"
+    job = read_plan(EXAMPLE).plan
+    yield f"full estimate {EXAMPLE}, 32 stages", f"{5 / seconds(estimate, [job] * 5):,.1f} plans/s"
+
+
+# -- the allocator ------------------------------------------------------------------------------------
+
+
+def allocator() -> Iterator[tuple[str, str]]:
+    """The example's 32 stages replayed, and one event of a layer's tensors: half of them allocate, half free."""
+    plan = resolve(read_plan(EXAMPLE).plan)
+    programs = programs_of(plan, Options())
+    best = min(seconds(lambda _: replay(programs, AllocatorSettings(), ()), [plan]) for _ in range(3))
+    yield f"replay {EXAMPLE}", f"{1e3 * best:.1f} ms for 32 stages"
+    tape = programs[1].spans[2].module.steady.backward
+    sizes = [event.bytes for event in tape if isinstance(event, Hold)]
+    pool, rounds = CachingAllocator(), 400
+    start = perf_counter()
+    for _ in range(rounds):
+        for key, size in enumerate(sizes):
+            pool.allocate(key, size)
+        for key in range(len(sizes)):
+            pool.free(key)
+    each = (perf_counter() - start) / (2 * rounds * len(sizes))
+    yield "allocator", f"{1e6 * each:.2f} us an event"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="how fast an estimate is")
+    parser.add_argument("--runs", type=int, default=10, help="runs of each process")
+    runs = max(1, parser.parse_args(arguments).runs)
+    for measure in (in_process(), allocator(), processes(runs)):
+        for name, result in measure:
+            print(f"{name:<52} {result}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

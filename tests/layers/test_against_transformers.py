@@ -1,0 +1,275 @@
+"""Recipes against the code that they describe: every event of a training step of real transformers models.
+
+The trace and the tapes are equal event by event, size by size, but for differences that have a name:
+
+* token ids and labels are two tensors in a plan and one in the trace;
+* the loss and its gradient (512 B each) live in the caller's variables, and end with the head in a plan;
+* the two gradients of a tied weight are summed in place on a GPU, out of place on fake tensors;
+* where several tensors end at once, with nothing held in between, their order is that of a frame's variables
+  in one and of a module's list in the other. Within a layer the order is compared, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from memplan.frameworks import plain
+from memplan.layers.module import Module, Options
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.program import Program, fold_program
+from memplan.tape import Drop, Hold, Tape, rounded
+
+from ..oracle.tracer import Change
+from ..oracle.training_step import Step, traced_step
+
+LAYERS, VOCAB = 3, 1003
+GPT2 = {"vocab_size": VOCAB, "n_layer": LAYERS, "n_head": 3, "n_embd": 96, "n_inner": 320, "n_positions": 160}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
+BERT = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 3,
+    "hidden_size": 96,
+    "intermediate_size": 320,
+    "max_position_embeddings": 160,
+}
+LLAMA = {**BERT, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 160}
+LLAMA |= {"intermediate_size": 448}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2-untied": ("gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
+    "bert": ("bert", BERT),
+    "llama": ("llama", LLAMA),
+    "llama-mha-biased": ("llama", LLAMA | {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied-dropout": ("llama", LLAMA | {"tie_word_embeddings": True, "attention_dropout": 0.1}),
+    "mistral": ("mistral", LLAMA | {"sliding_window": 160}),
+    "mistral-no-window": ("mistral", LLAMA | {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen3": ("qwen3", LLAMA),
+    "qwen3-tied": ("qwen3", LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+}
+SHAPES = ((1, 64), (2, 128), (3, 37))
+MODES = (("fp32", "eager"), ("bf16", "eager"), ("bf16", "flash"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one setting; ``b`` sequences of ``s`` tokens."""
+
+    model: str
+    b: int
+    s: int
+    dtype: str
+    attention: str
+    recompute: str
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.b}x{self.s}-{self.dtype}-{self.attention}-recompute-{self.recompute}"
+
+
+CASES = [
+    Case(model, *shape, *mode, recompute)
+    for model in MODELS
+    for shape in SHAPES
+    for mode in MODES
+    for recompute in ("none", "full")
+]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A hold (+1) or drop (−1) of a tape, and whose it is."""
+
+    sign: int
+    bytes: int
+    module: Module
+    name: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A step as the plan tells it and as it was traced."""
+
+    program: Program
+    step: Step
+    ids: int
+    """Bytes of the labels, which the trace does not hold."""
+
+    def events(self, backward: bool) -> list[Event]:
+        spans = reversed(self.program.spans) if backward else self.program.spans
+        modules = [span.module for span in spans for _ in span.names]
+        return [
+            event
+            for module in modules
+            for event in named(module, module.first.backward if backward else module.steady.forward)
+        ]
+
+    def at_middle_layer(self, backward: bool) -> slice:
+        """Where the middle layer is among the events of the plan."""
+        spans = [span for span in self.program.spans for _ in span.names]
+        middle = [at for at, span in enumerate(spans) if span.names[0].startswith("layer.")][LAYERS // 2]
+        before = spans[middle + 1 :] if backward else spans[:middle]
+        lengths = [len(without_scalars(own_events(span.module, backward))) for span in (*before, spans[middle])]
+        return slice(sum(lengths[:-1]), sum(lengths))
+
+
+def own_events(module: Module, backward: bool) -> list[Event]:
+    return list(named(module, module.first.backward if backward else module.steady.forward))
+
+
+def named(module: Module, tape: Tape) -> Iterator[Event]:
+    names = {event.tensor: event.name for event in (*module.first.forward, *tape) if isinstance(event, Hold)}
+    for event in tape:
+        if isinstance(event, Hold | Drop):
+            name = names.get(event.tensor, "")
+            yield Event(1 if isinstance(event, Hold) else -1, event.bytes, module, name)
+
+
+@lru_cache(maxsize=1)
+def compared(case: Case, folder: Path) -> Compared:
+    """``case`` planned from its ``config.json``, and traced."""
+    kind, settings = MODELS[case.model]
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    config.to_json_file(folder / "config.json", use_diff=False)
+    flags = {
+        "model": str(folder),
+        "framework": "single",
+        "dtype": case.dtype,
+        "mbs": str(case.b),
+        "seq": str(case.s),
+        "attention": case.attention,
+        "recompute": case.recompute,
+        "optimizer": "adamw",
+    }
+    plan = resolve(read_plan(None, flags).plan)
+    (program,) = plain.programs(plan, Options(accumulates_in_place=False))
+    flash, recompute = case.attention == "flash", case.recompute == "full"
+    step = traced_step(config, case.b, case.s, case.dtype, flash=flash, recompute=recompute)
+    return Compared(program, step, rounded(8 * case.b * case.s))
+
+
+# -- differences that have a name -------------------------------------------------------------------
+
+
+def without_scalars(events: Iterable[Event]) -> list[Event]:
+    """The plan's events without the ends of the loss and of its gradient."""
+    return [event for event in events if event.sign > 0 or event.name not in ("loss", "grad_loss")]
+
+
+def without_grad_loss(changes: Iterable[Change]) -> list[Change]:
+    """The trace's without the end of the loss's gradient; the loss itself ends after the step."""
+    return [change for change in changes if change.sign > 0 or change.op != "aten.ones_like.default"]
+
+
+def without_sum_of_tied(changes: Sequence[Change], word: tuple[int, ...]) -> list[Change]:
+    """The trace's with the sum of a tied weight's gradients taken in place, in the first of them."""
+    tables = [change.storage for change in changes if change.sign > 0 and change.shape == word]
+    if len(tables) < 3:
+        return list(changes)
+    of_head, _, total = tables
+    kept = {(1, total), (-1, of_head)}
+    return [change for change in changes if (change.sign, change.storage) not in kept]
+
+
+def traced_backward(case: Compared, word: tuple[int, ...]) -> list[Change]:
+    return without_sum_of_tied(without_grad_loss(case.step.backward), word)
+
+
+def word_shape(program: Program) -> tuple[int, ...]:
+    return next(p.shape for p in program.parameter_tensors() if p.name == "word.weight")
+
+
+# -- readings ---------------------------------------------------------------------------------------
+
+
+def sizes(events: Iterable[Event | Change]) -> list[int]:
+    return [event.sign * event.bytes for event in events]
+
+
+def drops_sorted(sizes: Iterable[int]) -> list[int]:
+    """Signed sizes with those that end at once in order of size."""
+    runs = groupby(sizes, lambda size: size < 0)
+    return [size for ended, run in runs for size in (sorted(run) if ended else run)]
+
+
+def peak(start: int, sizes: Iterable[int]) -> int:
+    highest = held = start
+    for size in sizes:
+        held += size
+        highest = max(highest, held)
+    return highest
+
+
+# -- the comparison ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=CASES, ids=str, scope="module")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    return compared(request.param, tmp_path_factory.mktemp("model"))
+
+
+def test_step_of_real_model(case: Compared) -> None:
+    """Parameters, what is held and when, and every event of forward and backward."""
+    program, step = case.program, case.step
+    folded = fold_program(program)
+    assert program.parameters() == step.parameters
+    assert folded.static == step.before + case.ids
+    assert folded.after_forward == step.before + case.ids + sum(sizes(step.forward))
+
+    forward, backward = case.events(False), without_scalars(case.events(True))
+    traced = traced_backward(case, word_shape(program))
+    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(step.forward))
+    assert drops_sorted(sizes(backward)) == drops_sorted(sizes(traced))
+
+    both = sizes(forward + backward)
+    assert peak(folded.static, both) == peak(step.before, sizes(step.forward + traced)) + case.ids
+    assert folded.backward_peak == peak(folded.static, sizes(forward + case.events(True)))
+
+    after = step.before + sum(sizes(step.forward + step.backward))
+    loss = rounded(4)
+    assert folded.step_peak == peak(after, sizes(step.optimizer)) + case.ids - loss
+    assert after + sum(sizes(step.optimizer)) == step.before
+
+
+def test_middle_layer_of_real_model(case: Compared) -> None:
+    """The middle layer's events in their order, and what its forward leaves for backward."""
+    program, step = case.program, case.step
+    at = case.at_middle_layer(False)
+    forward = step.forward[at]
+    assert sizes(forward) == sizes(case.events(False)[at])
+    assert left(forward) == left_by_tape(case.events(False)[at][0].module.steady.forward)
+
+    at = case.at_middle_layer(True)
+    backward = traced_backward(case, word_shape(program))
+    assert sizes(backward[at]) == sizes(without_scalars(case.events(True))[at])
+
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "uint64": "int64"}
+
+
+def left(changes: Sequence[Change]) -> Counter[tuple[int, str]]:
+    """Elements and dtype of what is held at the end and was not at the start."""
+    ended = {change.storage for change in changes if change.sign < 0}
+    return Counter(
+        (prod(change.shape), DTYPES.get(change.dtype, change.dtype))
+        for change in changes
+        if change.sign > 0 and change.storage not in ended
+    )
+
+
+def left_by_tape(tape: Tape) -> Counter[tuple[int, str]]:
+    ended = {event.tensor for event in tape if isinstance(event, Drop)}
+    return Counter(
+        (prod(event.shape), event.dtype) for event in tape if isinstance(event, Hold) and event.tensor not in ended
+    )
