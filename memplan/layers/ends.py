@@ -191,4 +191,5 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor
 
 def cross_entropy(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:
     """``F.cross_entropy``: ``log_softmax``, then ``nll_loss``."""
-    return ops.nll_loss(r, ops.log_softmax(r, logits), labels)
+    log_probabilities = ops.log_softmax(r, logits)
+    return ops.nll_loss(r, log_probabilities, labels)

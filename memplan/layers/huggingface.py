@@ -2,7 +2,9 @@
 
 ``models/gpt2/modeling_gpt2.py``, ``models/bert/modeling_bert.py``, ``models/llama/modeling_llama.py``
 (Mistral's is the same; Qwen 3 adds head norms). A tensor that a module's Python keeps in a variable
-is kept here in a variable of the same scope, which is what ends its life at the same line.
+is kept here in a variable of the same scope, which is what ends its life at the same line. Whether a tensor
+without a variable, made in a call's arguments, ends within the call or behind it depends on Python's version:
+such a call has one of these at most, and does not end it early by giving its name to another tensor.
 Shapes: b micro-batch, s sequence, h hidden, a heads, d head size.
 """
 
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 from ..plan.spec import ModelSpec
 from . import ops
-from .autograd import Recorder, Tensor
+from .autograd import Recorder, Shape, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,12 @@ def batched(r: Recorder, x: Heads, name: str) -> Tensor:
     return x.tensor
 
 
+def product(r: Recorder, x: Heads, y: Heads, names: tuple[str, str], shape: Shape, name: str) -> Tensor:
+    """``matmul`` of heads, whose copies end with it."""
+    left, right = batched(r, x, names[0]), batched(r, y, names[1])
+    return ops.matmul(r, left, right, shape, name)
+
+
 def eager_attention(
     r: Recorder, q: Heads, k: Heads, v: Heads, shared: Shared, shape: LayerShape
 ) -> tuple[Tensor, Tensor]:
@@ -131,12 +139,9 @@ def eager_attention(
     spec = shape.spec
     b, a, s, d = q.tensor.shape
     if spec.heads > spec.kv_heads:
-        k = Heads(ops.expanded(r, k.tensor, (b, a, s, d), "key_repeated"), False)
-        v = Heads(ops.expanded(r, v.tensor, (b, a, s, d), "value_repeated"), False)
+        k, v = repeated(r, k, a, "key"), repeated(r, v, a, "value")
     scores = (b, a, s, s)
-    weights = ops.scale(
-        r, ops.matmul(r, batched(r, q, "query"), batched(r, k, "key"), scores, "scores"), "scores_scaled"
-    )
+    weights = ops.scale(r, product(r, q, k, ("query", "key"), scores, "scores"), "scores_scaled")
     if shared.mask is not None:
         weights = ops.add_constant(r, weights, "scores_masked")
     if spec.norm == "rmsnorm":
@@ -149,6 +154,12 @@ def eager_attention(
         out = ops.copied_gradient(r, out, "context")
     out = ops.contiguous(r, out, (b, s, a * d), "context_contiguous")
     return out, weights
+
+
+def repeated(r: Recorder, x: Heads, a: int, name: str) -> Heads:
+    """``repeat_kv``: ``expand`` then ``reshape``, which is a copy unless there is one head only."""
+    b, heads, s, d = x.tensor.shape
+    return Heads(ops.expanded(r, x.tensor, (b, a, s, d), f"{name}_repeated", copies=heads > 1), heads == 1)
 
 
 def softmax_fp32(r: Recorder, x: Tensor) -> Tensor:
@@ -179,12 +190,9 @@ def rotate_half(r: Recorder, x: Tensor, name: str) -> Tensor:
 def rotary_one(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
     assert shared.cos is not None
     assert shared.sin is not None
-    return ops.add(
-        r,
-        ops.multiply(r, x, shared.cos, f"{name}_cos"),
-        ops.multiply(r, rotate_half(r, x, name), shared.sin, f"{name}_sin"),
-        f"{name}_rotary",
-    )
+    kept = ops.multiply(r, x, shared.cos, f"{name}_cos")
+    turned = ops.multiply(r, rotate_half(r, x, name), shared.sin, f"{name}_sin")
+    return ops.add(r, kept, turned, f"{name}_rotary")
 
 
 def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
@@ -201,7 +209,7 @@ def llama_projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: 
     """A projection as (b, a, s, d); queries and keys of Qwen 3 are normed per head."""
     spec, b, s, d = shape.spec, shape.b, shape.s, shape.spec.head_dim
     x = linear(r, hidden, name, heads * d, spec.attention_bias)
-    if name != "value" or not shape.flash:
+    if heads > 1 and (name != "value" or not shape.flash):
         x = ops.copied_gradient(r, x, name)
     if name != "value" and spec.qk_norm:
         return rms_norm(r, x.view(b, s, heads, d), f"{name}_norm").view(b, heads, s, d)
@@ -220,18 +228,14 @@ def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSha
 
 
 def llama_mlp(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
-    return linear(
-        r,
-        ops.multiply(
-            r,
-            silu(r, linear(r, x, "gate", spec.ffn, spec.mlp_bias)),
-            linear(r, x, "up", spec.ffn, spec.mlp_bias),
-            "gated",
-        ),
-        "down",
-        spec.hidden,
-        spec.mlp_bias,
-    )
+    return linear(r, gated(r, x, spec), "down", spec.hidden, spec.mlp_bias)
+
+
+def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
+    """``act_fn(gate_proj(x)) * up_proj(x)``."""
+    gate = silu(r, linear(r, x, "gate", spec.ffn, spec.mlp_bias))
+    up = linear(r, x, "up", spec.ffn, spec.mlp_bias)
+    return ops.multiply(r, gate, up, "gated")
 
 
 def llama_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
@@ -308,10 +312,16 @@ def bert_output(r: Recorder, hidden: Tensor, residual: Tensor, name: str, spec: 
 
 def bert_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
     """``BertLayer.forward``: post-norm."""
-    spec = shape.spec
-    attended, _ = bert_self_attention(r, hidden, shared, shape)
-    attended = bert_output(r, attended, hidden, "attention_output", spec)
-    return bert_feed_forward(r, attended, spec)
+    output, _ = bert_attention(r, hidden, shared, shape)
+    attended = output
+    return bert_feed_forward(r, attended, shape.spec)
+
+
+def bert_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
+    """``BertAttention.forward``."""
+    attended, weights = bert_self_attention(r, hidden, shared, shape)
+    attended = bert_output(r, attended, hidden, "attention_output", shape.spec)
+    return attended, weights
 
 
 def bert_feed_forward(r: Recorder, attended: Tensor, spec: ModelSpec) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from . import ends, ops
 from .autograd import Gradients, Recorder, Tensor
 from .ends import Embedded
-from .huggingface import Heads, LayerShape, Shared, batched, gpt2_mlp, layer_norm, linear
+from .huggingface import Heads, LayerShape, Shared, batched, gpt2_mlp, layer_norm, linear, product
 
 
 def divide(r: Recorder, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def attention(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
     q, k, v = ops.split(r, qkv, [(b, a, s, d)] * 3, "qkv", keeps=True)
     del qkv
     scores = (b, a, s, s)
-    w = ops.matmul(r, batched(r, Heads(q, True), "query"), batched(r, Heads(k, True), "key"), scores, "scores")
+    w = product(r, Heads(q, True), Heads(k, True), ("query", "key"), scores, "scores")
     w = divide(r, w)
     w = where_masked(r, w, s)
     w = ops.softmax(r, w, "probabilities")
@@ -63,7 +63,9 @@ def gpt2_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -
     attended = attention(r, normed, shape)
     del normed
     hidden = ops.add(r, attended, hidden, "residual_attention")
-    fed = gpt2_mlp(r, layer_norm(r, hidden, "mlp_norm"), shape.spec)
+    normed = layer_norm(r, hidden, "mlp_norm")
+    fed = gpt2_mlp(r, normed, shape.spec)
+    del normed
     hidden = ops.add(r, hidden, fed, "residual_mlp")
     return hidden  # noqa: RET504
 

@@ -149,33 +149,21 @@ def adaptive_head(
     x = hidden.view(n, shape.spec.hidden)
     tails = adaptive_sizes(shape.spec, cutoffs, div_value)
     first = cutoffs[0] + len(tails)
-    out = adaptive_cluster(
-        r,
-        ops.linear(
-            r, x, r.parameter("head.weight", (first, shape.spec.hidden), dtype), name="head_logits", category=LOGITS
-        ),
-    )
+    out = adaptive_cluster(r, x, r.parameter("head.weight", (first, shape.spec.hidden), dtype), "head_logits")
     for i, (width, outputs) in enumerate(tails):
         part = ops.linear(
             r, x, r.parameter(f"tail.{i}.projection", (width, shape.spec.hidden), dtype), name=f"tail_{i}_projection"
         )
-        part = adaptive_cluster(
-            r,
-            ops.linear(
-                r,
-                part,
-                r.parameter(f"tail.{i}.weight", (outputs, width), dtype),
-                name=f"tail_{i}_logits",
-                category=LOGITS,
-            ),
-        )
+        part = adaptive_cluster(r, part, r.parameter(f"tail.{i}.weight", (outputs, width), dtype), f"tail_{i}_logits")
         out = ops.add(r, out, part, "loss")
     return out
 
 
-def adaptive_cluster(r: Recorder, logits: Tensor) -> Tensor:
-    """``log_softmax`` in fp32 over one cluster, and the gather of its targets: a scalar."""
+def adaptive_cluster(r: Recorder, x: Tensor, weight: Tensor, name: str) -> Tensor:
+    """The logits of one cluster, ``log_softmax`` in fp32 over it, and the gather of its targets: a scalar."""
+    logits = ops.linear(r, x, weight, name=name, category=LOGITS)
     upcast = ops.cast(r, logits, "fp32", "cluster_logits_fp32", LOGITS)
     labels = r.empty((logits.shape[0],), "int64", "relative_target")
     del logits
-    return ops.nll_loss(r, ops.log_softmax(r, upcast), labels)
+    log_probabilities = ops.log_softmax(r, upcast)
+    return ops.nll_loss(r, log_probabilities, labels)

@@ -403,9 +403,9 @@ def cat_last(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
     return out
 
 
-def expanded(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
-    """``expand`` then ``reshape``: a copy at ``shape``; backward sums to the size before."""
-    out = r.empty(shape, x.dtype, name)
+def expanded(r: Recorder, x: Tensor, shape: Shape, name: str, *, copies: bool) -> Tensor:
+    """``expand`` then ``reshape`` to ``shape``: a copy or a view; backward sums to the size before."""
+    out = r.empty(shape, x.dtype, name) if copies else Tensor(x.storage, shape, x.dtype)
     before, dtype = x.shape, x.dtype
     out.node = r.node((x,), (), lambda r, gradients: [r.empty(before, dtype, f"grad_{name}_sum")])
     return out

@@ -54,11 +54,11 @@ class Trace:
             self.live += change.sign * change.bytes
 
 
-class Follow(TorchDispatchMode):
+class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator below autograd, in forward and backward."""
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self.seen: dict[int, Any] = {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Step:
-    """The second training step of a model (optimizer states exist), as the changes of each stretch.
+    """A training step of a model whose optimizer states exist, as the changes of each stretch.
 
     Held bytes are counted from nothing: parameters, buffers, optimizer states and token ids are in ``before``.
     """
@@ -44,7 +43,6 @@ def traced_step(
     ``flash`` is transformers' ``sdpa``, with fewer key heads handed to the kernel as they are.
     """
     steps: list[Step] = []
-    marks: list[int] = []
 
     def body(trace: Trace, follow: Follow) -> None:
         model = _model(config, dtype, "sdpa" if flash else "eager")
@@ -55,31 +53,35 @@ def traced_step(
             follow.adopt(tensor, "state")
         optimizer = torch.optim.AdamW(parameters, foreach=True)
         ids = torch.randint(0, config.vocab_size, (b, s))
-        for _ in range(2):
-            gc.collect()
-            marks.clear()
-            marks.append(len(trace.changes))
-            before = trace.live
-            out = model(input_ids=ids, labels=ids)
-            loss = out.loss
-            del out
-            marks.append(len(trace.changes))
-            loss.backward()
-            marks.append(len(trace.changes))
-            trace.host = True
-            optimizer.step()
-            trace.host = False
-            optimizer.zero_grad()
-            del loss
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        update(optimizer, trace)
+        gc.collect()
+        before, start = trace.live, len(trace.changes)
+        out = model(input_ids=ids, labels=ids)
+        loss = out.loss
+        del out
+        middle = len(trace.changes)
+        loss.backward()
+        end = len(trace.changes)
+        update(optimizer, trace)
+        del loss
         count = sum(parameter.numel() for parameter in parameters)
-        forward, backward, stepped = marks
         changes = trace.changes
-        steps.append(Step(count, before, changes[forward:backward], changes[backward:stepped], changes[stepped:]))
+        steps.append(Step(count, before, changes[start:middle], changes[middle:end], changes[end:]))
         trace.changes = []
 
     with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}), _unpacked():
         run(body)
     return steps[0]
+
+
+def update(optimizer: torch.optim.Optimizer, trace: Trace) -> None:
+    """``step()`` and ``zero_grad()``; the counters of steps are on the host."""
+    trace.host = True
+    optimizer.step()
+    trace.host = False
+    optimizer.zero_grad()
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def _unpacked() -> Iterator[None]:
 
 
 def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str) -> Any:
-    auto = transformers.AutoModelForMaskedLM if config.model_type == "bert" else transformers.AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForMaskedLM if config.model_type == "bert" else transformers.AutoModelForCausalLM
     model = auto.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
     model.config.use_cache = False
     return model.train()
@@ -103,12 +105,11 @@ def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str) ->
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what third parties say about code of their own."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    """Without what transformers logs about configurations as small as these."""
+    logging: Any = transformers.logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            yield
+        yield
     finally:
-        transformers.logging.set_verbosity(level)
+        logging.set_verbosity(level)
