@@ -12,10 +12,11 @@ from functools import lru_cache
 from itertools import pairwise
 
 from ..layers import megatron_ends as ends
-from ..layers.autograd import Recorder, Tensor, recomputed_reentrant
+from ..layers.autograd import Recorder, Tensor
 from ..layers.edges import pipe_ends, pipe_receive, pipe_send
 from ..layers.megatron import ParallelShape, layer, softmax_is_fused
 from ..layers.module import Interface, Module, Options, Run, build, hold_bytes
+from ..layers.recompute import recomputed_reentrant
 from ..pipeline.partition import Entry, partition
 from ..pipeline.schedule import in_flight
 from ..plan.errors import PlanError

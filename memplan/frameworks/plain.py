@@ -13,10 +13,11 @@ from functools import lru_cache
 from typing import TypeGuard
 
 from ..layers import ends, huggingface, huggingface_2020
-from ..layers.autograd import Recorder, Shape, Tensor, recomputed
+from ..layers.autograd import Recorder, Shape, Tensor
 from ..layers.edges import arrive, depart
 from ..layers.huggingface import LayerShape, Shared
 from ..layers.module import INPUT, SHARED, Interface, Module, Options, Parameter, Run, Tapes, build, hold_bytes
+from ..layers.recompute import recomputed
 from ..plan.errors import PlanError
 from ..plan.plan import Optimizer, Plan
 from ..plan.spec import of_any_depth

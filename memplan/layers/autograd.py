@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from sys import getrefcount
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..tape import Category, Drop, Event, Hold, Seam, Tape, rounded
+
+if TYPE_CHECKING:
+    from .recompute import Frame
 
 ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 """Bytes of one element."""
@@ -357,97 +359,6 @@ class _Static(Recorder):
 
 
 _STATIC = Storage(_Static(), 0, 0, Category.PARAMETERS, 0)
-
-
-class _StopRecompute(Exception):  # noqa: N818 - not an error
-    """The last saved tensor has been recomputed."""
-
-
-class Frame:
-    """A region recomputed as ``torch.utils.checkpoint(use_reentrant=False)`` does.
-
-    Forward builds the graph and keeps none of its saved tensors, only the region's input. The first
-    node that needs one runs the region again, up to the last tensor that was saved
-    (``checkpoint.py``, ``_checkpoint_hook``, ``_recomputation_hook``, early stop); each recomputed
-    tensor dies when its node has used it.
-    """
-
-    __slots__ = ("again", "nodes", "region")
-
-    def __init__(self, region: Callable[[], Tensor]) -> None:
-        self.region = region
-        self.nodes: list[Node] = []
-        """Nodes that saved something, in forward order."""
-        self.again: list[tuple[Storage, ...]] | None = None
-
-    def node(self, node: Node, storages: tuple[Storage, ...]) -> Node:
-        """Called for each node that the region makes, in forward and when recomputed."""
-        if not storages:
-            return node
-        if self.again is None:
-            node.frame = self
-            self.nodes.append(node)
-            return node
-        self.again.append(storages[::-1])  # variables of a C++ function die last to first
-        if len(self.again) == len(self.nodes):
-            raise _StopRecompute
-        return node
-
-    def unpack(self, recorder: Recorder, node: Node) -> None:
-        """Gives ``node`` its saved tensors, running the region again if nobody has."""
-        if self.again is None:
-            self.again = []
-            self.recompute(recorder)
-            for target, storages in zip(self.nodes, self.again, strict=True):
-                target.saved = storages
-            self.nodes, self.again = [], []
-
-    def recompute(self, recorder: Recorder) -> None:
-        start = len(recorder.events)
-        outer, recorder.frame = recorder.frame, self
-        recorder.seam("recompute")
-        with suppress(_StopRecompute):
-            self.region()
-        recorder.frame = outer
-        recorder.settle(start)
-
-
-def recomputed(recorder: Recorder, region: Callable[[], Tensor]) -> Tensor:
-    """``region`` without its saved tensors; see ``Frame``."""
-    outer, recorder.frame = recorder.frame, Frame(region)
-    out = region()
-    recorder.frame = outer
-    return out
-
-
-def recomputed_reentrant(recorder: Recorder, region: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-    """``region`` as ``CheckpointFunction`` recomputes it (Megatron ``mpu/random.py``, DeepSpeed
-    ``runtime/activation_checkpointing/checkpointing.py``, ``torch.utils.checkpoint`` reentrant).
-
-    Forward runs without a graph and saves the inputs themselves. Backward runs the whole region
-    again with one, then its backward, while the incoming gradient and the output are held.
-    """
-    enabled, recorder.grad_enabled = recorder.grad_enabled, False
-    out = region(recorder, *inputs)
-    recorder.grad_enabled = enabled
-    parts = tuple((x.storage, x.shape, x.dtype) for x in inputs)
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        gradient = gradients[0]
-        assert gradient is not None
-        start = len(r.events)
-        r.seam("recompute")
-        leaves = [r.leaf(Tensor(*part), "input") for part in parts]
-        again = region(r, *(x for x, _ in leaves))
-        r.settle(start)
-        r.backward([again.view(*again.shape)], [gradient.view(*gradient.shape)])
-        return [leaf.take() for _, leaf in leaves]
-
-    out.node = recorder.node(inputs, (), backward)
-    for x in inputs:
-        if x.storage.at < 0:
-            recorder.saved_outside.add(x.storage.id)
-    return out
 
 
 def _dependencies(root: Node) -> dict[Node, int]:

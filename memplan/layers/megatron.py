@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from ..plan.spec import ModelSpec
 from ..tape import Category
 from . import ops
-from .autograd import Gradients, Recorder, Tensor, recomputed_reentrant
+from .autograd import Gradients, Recorder, Tensor
+from .recompute import recomputed_reentrant
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from memplan.frameworks import plain
 from memplan.layers import ops
-from memplan.layers.autograd import Recorder, Tensor, recomputed, recomputed_reentrant
+from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.module import GRAD_OUTPUT, INPUT, Interface, Module, Options, Run, Tapes, build
+from memplan.layers.recompute import recomputed, recomputed_reentrant
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import fold_program
