@@ -135,18 +135,28 @@ def attention_probabilities(r: Recorder, scores: Tensor, shape: ParallelShape) -
     return ops.cast(r, ops.softmax(r, upcast, "probabilities_fp32"), scores.dtype, "probabilities")
 
 
-def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: ParallelShape) -> Tensor:
-    """Scores, softmax, dropout and context on (b a/t, s, d); the caller's variables keep the scores."""
+def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: ParallelShape) -> tuple[Tensor, Tensor]:
+    """Scores, softmax, dropout and context on (b a/t, s, d): the context as (s, b, h/t), and the scores,
+    which ``ParallelAttention.forward`` keeps in a variable until it returns.
+
+    ``baddbmm`` writes beside its first argument: scratch of the scores' size, or ALiBi's own tensor.
+    """
     b, s, n, d = shape.b, shape.s, shape.spec.heads // shape.t, shape.spec.head_dim
     scores_shape = (b * n, s, s)
-    matmul_result = r.empty(scores_shape, shape.dtype, "matmul_result")
-    matmul_result = ops.matmul(r, q, k, scores_shape, "scores")
-    attention_scores = matmul_result.view(b, n, s, s)
+    scratch = [] if shape.spec.positions == "alibi" else [r.empty(scores_shape, shape.dtype, "matmul_result")]
+    attention_scores = ops.matmul(r, q, k, scores_shape, "scores")
+    scratch.clear()
     probabilities = attention_probabilities(r, attention_scores, shape)
     probabilities = ops.dropout(r, probabilities, shape.spec.attention_dropout, "attention_dropout")
-    context = ops.matmul(r, probabilities.view(*scores_shape), v, (b * n, s, d), "context")
+    context = ops.matmul(r, probabilities, v, (b * n, s, d), "context")
     context = ops.contiguous(r, context, (s, b, n * d), "context_contiguous")
-    return context  # noqa: RET504 - the variables end their tensors' lives
+    return context, attention_scores
+
+
+def context_alone(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: ParallelShape) -> Tensor:
+    """``core_attention`` as a region of its own, for selective recompute."""
+    context, _ = core_attention(r, q, k, v, shape)
+    return context
 
 
 def parallel_attention(r: Recorder, hidden: Tensor, shape: ParallelShape) -> Tensor:
@@ -155,17 +165,10 @@ def parallel_attention(r: Recorder, hidden: Tensor, shape: ParallelShape) -> Ten
     mixed = column_parallel(r, hidden, "qkv", 3 * n * d, shape, bias=True)
     q, k, v = ops.split(r, mixed, [(b * n, s, d)] * 3, "qkv")
     if shape.selective:
-        context = recomputed_reentrant(r, lambda r, q, k, v: core_attention(r, q, k, v, shape), (q, k, v))
-        return row_parallel(r, context, "attention_output", shape)
-    matmul_result = r.empty((b * n, s, s), shape.dtype, "matmul_result")
-    matmul_result = ops.matmul(r, q, k, (b * n, s, s), "scores")
-    attention_scores = matmul_result.view(b, n, s, s)
-    probabilities = attention_probabilities(r, attention_scores, shape)
-    probabilities = ops.dropout(r, probabilities, shape.spec.attention_dropout, "attention_dropout")
-    context = ops.matmul(r, probabilities.view(b * n, s, s), v, (b * n, s, d), "context")
-    context = ops.contiguous(r, context, (s, b, n * d), "context_contiguous")
-    output = row_parallel(r, context, "attention_output", shape)
-    return output  # noqa: RET504 - the scores live until here
+        context = recomputed_reentrant(r, lambda r, q, k, v: context_alone(r, q, k, v, shape), (q, k, v))
+    else:
+        context, _scores = core_attention(r, q, k, v, shape)
+    return row_parallel(r, context, "attention_output", shape)
 
 
 def parallel_mlp(r: Recorder, hidden: Tensor, shape: ParallelShape) -> Tensor:
