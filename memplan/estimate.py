@@ -55,9 +55,17 @@ def estimate(plan: Plan) -> Estimate:
     )
     capacity = plan.hardware.capacity
     headroom = headroom_bytes(plan.headroom, capacity)
-    fits = None if capacity is None else all(stage.headline <= capacity - headroom for stage in stages)
+    fits = None if capacity is None else _fits(stages, capacity - headroom)
     notices = (*warnings(plan, programs), *_reading_warnings(plan))
     return Estimate(plan, fits, capacity, headroom, stages, notices, assumptions(plan))
+
+
+def _fits(stages: Sequence[StageEstimate], limit: int) -> bool | None:
+    """Whether every stage's device reading keeps to ``limit`` bytes. A reading that is too much without
+    what is not known of the device does not fit; one that is not, is not known to."""
+    if any(stage.headline > limit for stage in stages):
+        return False
+    return None if any(stage.device is None for stage in stages) else True
 
 
 def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
@@ -157,7 +165,7 @@ def _reading_warnings(plan: Plan) -> tuple[Notice, ...]:
         notices.append(
             Notice(
                 "nccl-not-counted",
-                "NCCL's buffers are not in the device reading: they depend on the machine's topology "
+                "the device reading is a lower bound: NCCL's buffers are not in it; they depend on the topology "
                 "(12 MiB a channel for each ring, several communicators); leave headroom for them",
             )
         )

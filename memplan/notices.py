@@ -16,7 +16,17 @@ def warnings(plan: Plan, programs: Sequence[Program]) -> tuple[Notice, ...]:
     """All warnings for ``plan``, most consequential first."""
     return tuple(
         notice
-        for source in (_logits, _empty_stages, _tied_head, _zero_and_embed, _padded_vocab, _batch, _nodes)
+        for source in (
+            _logits,
+            _recompute,
+            _empty_stages,
+            _tied_head,
+            _zero_and_embed,
+            _zero_alone,
+            _padded_vocab,
+            _batch,
+            _nodes,
+        )
         for notice in source(plan, programs)
     )
 
@@ -40,6 +50,29 @@ def _logits(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
         f"the loss casts ({b}, {s}, {vocab}) logits to fp32 in one tensor of {size:,} bytes ({size / GIB:.2f} GiB); "
         f"it shrinks with the micro-batch size ({b})",
     )
+
+
+def _recompute(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Chunks of several layers that do not line up with a stage are not recomputed at all."""
+    size = plan.recompute.layers
+    if plan.recompute.mode != "full" or plan.recompute.method != "uniform" or size is None or size == 1:
+        return
+    alone = sum(
+        len(span.names)
+        for program in programs
+        for span in program.spans
+        if span.module.name == "layer" and not any(RECOMPUTED in name for name in span.names)
+    )
+    if alone:
+        yield Notice(
+            "not-recomputed",
+            f"{alone} of {plan.model.layers} layers are not recomputed: DeepSpeed cuts a stage into chunks of {size} "
+            "entries from its beginning, and recomputes those that hold transformer layers only",
+        )
+
+
+RECOMPUTED = "–"
+"""In the name of a group of layers: ``layer.0–3``."""
 
 
 def _empty_stages(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
@@ -72,6 +105,14 @@ def _zero_and_embed(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]
             "zero1-with-embed-partition",
             "DeepSpeed of that time hung when ZeRO-1 met a partition by embedding (its issue 1522), "
             "which is why BigScience turned to 8-bit Adam",
+        )
+
+
+def _zero_alone(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    if plan.framework == "megatron-deepspeed" and plan.layout.zero == 1 and plan.layout.dp == 1:
+        yield Notice(
+            "zero1-without-dp",
+            "ZeRO-1 has nothing to shard at dp = 1, and its wrapper needs more in the step than plain fp16",
         )
 
 
@@ -161,6 +202,12 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     else:
         result += OLD if plan.code == "2020" else ()
         result += PLAIN if plan.code != "2020" else PLAIN[1:]
+    if plan.optimizer.name == "sgd":
+        result.append("SGD without momentum (no state) and, with foreach, without weight decay (which adds a copy)")
+    elif plan.optimizer.name == "adam" and plan.framework != "megatron-deepspeed":
+        result.append("Adam without weight decay (with it, each gradient is added to in a copy) and without amsgrad")
+    elif plan.optimizer.name == "adamw":
+        result.append("AdamW decays weights in place; without amsgrad")
     if plan.framework == "ddp":
         result.append("DDP with gradient_as_bucket_view=False: buckets beside the gradients")
     if plan.framework == "device-map":

@@ -14,7 +14,7 @@ from functools import lru_cache
 from .frameworks.states import State
 from .layers.module import Module, Parameter
 from .pipeline.schedule import Passes, fold_iteration
-from .tape import NOTHING, Bytes, Category, Excursion, Hold, Tape, change, compose, fold_once
+from .tape import NOTHING, Bytes, Category, Drop, Excursion, Hold, Tape, change, compose, fold_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +186,5 @@ def fold_evaluation(program: Program) -> int:
 
 def drop_all(holds: Sequence[Hold], start: int) -> Tape:
     """A tape that holds ``holds`` one after the other, then drops them. Ids from ``start``."""
-    from .tape import Drop
-
     taken = tuple(hold._replace(tensor=start + i) for i, hold in enumerate(holds))
     return (*taken, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in taken))
-
-
-__all__ = ["Folded", "Program", "Span", "change", "fold_evaluation", "fold_program", "passes", "static"]

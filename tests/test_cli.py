@@ -53,6 +53,9 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["estimate", "--model", "gpt2", "--tp", "1.5"], "--tp: layout.tp = 1.5: must be a whole number"),
         (["estimate", "--model", "gpt2", "--gbs", "9" * 30], "--gbs: batch.gbs = 999999999999999999999999999999: must be at most"),
         (["estimate", "--tpp", "3"], "--tpp: is not a flag of memplan estimate; did you mean --tp?"),
+        (["estimate", "--from", "megatron", "x"], "--from: reading a framework's own configuration is not built yet"),
+        (["estimate", "--model", "gpt2", "--gpu", "A100"], "did you mean a100-40gb or a100-80gb?"),
+        (["estimate", "--model", "gpt2", "--capacity", "3furlongs"], "--capacity: hardware.capacity = 3furlongs: must be bytes, or a size with a unit (KiB"),
         (["estimate", "--zzzzzz"], "--zzzzzz: is not a flag of memplan estimate; --help lists them"),
         (["estimate", "--json=x"], "option '--json' does not take a value"),
         (["estimate", "--tp"], "--tp: needs a value: tensor-parallel size"),
@@ -196,6 +199,21 @@ def test_code_of_a_configuration_is_not_run_and_a_warning_says_so(run: Run) -> N
     assert code == 0
     assert any("was not run" in warning["message"] for warning in json.loads(out)["warnings"])
     assert not Path("ran").exists()
+
+
+@needs_estimate
+def test_what_a_plan_leaves_open_or_says_in_vain_is_told(run: Run) -> None:
+    flags = ("--model", "llama-3-405b", "--layers", "1", "--env", "PYTORCH_CUDA_ALLOC_CNF=a")
+    code, out, _ = run("estimate", *flags, "--json")
+    warnings = [(warning["code"], warning["message"]) for warning in json.loads(out)["warnings"]]
+    assert code == 0
+    assert warnings[:2] == [
+        (
+            "environment-ignored",
+            "PYTORCH_CUDA_ALLOC_CNF is not read by memplan; did you mean PYTORCH_CUDA_ALLOC_CONF?",
+        ),
+        ("seq-default", "seq defaults to the model's longest, 131072 tokens"),
+    ]
 
 
 def test_version_and_help(run: Run) -> None:

@@ -11,7 +11,7 @@ from .arguments import expanded
 from .estimate import estimate
 from .init import init
 from .listings import gpus, models, schema
-from .planned import PLANNED, not_built_yet
+from .planned import PLANNED, PLANNED_FLAGS, not_built_yet
 
 app = typer.Typer(
     name="memplan",
@@ -79,6 +79,9 @@ def _explained(error: Any) -> PlanError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "memplan"
     flag = getattr(error, "option_name", None)
+    if flag in PLANNED_FLAGS:
+        problem = f"{PLANNED_FLAGS[flag]} is not built yet; write its values as a plan or as flags"
+        return PlanError("", ABSENT, problem, origin=Origin(flag))
     if flag is not None and hasattr(error, "possibilities"):
         known = [name for parameter in context.command.params for name in parameter.opts] if context else []
         return PlanError("", ABSENT, _with_guess(f"is not a flag of {path}", nearest(flag, known)), origin=Origin(flag))

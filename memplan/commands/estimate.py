@@ -127,7 +127,7 @@ def _estimated(read: ReadPlan) -> Estimate:
         estimated = estimate(read.plan)
     except PlanError as error:
         raise error.located(read.origins) from None
-    notices = tuple(Notice("custom-code", message) for message in read.warnings)
+    notices = tuple(Notice(note.code, note.message) for note in read.warnings)
     return replace(estimated, warnings=(*notices, *estimated.warnings)) if notices else estimated
 
 

@@ -1,4 +1,4 @@
-"""Commands that have a name and no code yet: they say so instead of not being there."""
+"""Commands and flags that have a name and no code yet: they say so instead of not being there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ PLANNED = {
     "runs": "List the runs that were validated.",
 }
 """What each will do, by name."""
+
+PLANNED_FLAGS = {"--from": "reading a framework's own configuration"}
+"""What each will mean, by flag of ``estimate``."""
 
 
 def not_built_yet(context: typer.Context) -> int:

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from ..layers import megatron_ends as ends
 from ..layers.autograd import Recorder, Tensor
+from ..layers.coverage import MEGATRON, check_covered
 from ..layers.edges import pipe_ends, pipe_receive, pipe_send
 from ..layers.megatron import ParallelShape, layer, softmax_is_fused
 from ..layers.module import Interface, Module, Options, Run, build, hold_bytes
@@ -36,8 +37,8 @@ EMBEDDING, LAYER, HEAD, NORM, LAMBDA = (
 """Class and function names of the layer list, as ``type:`` matches them."""
 
 
-FAMILIES = ("gpt", "gpt2", "bloom")
-"""Families whose layers Megatron's GPT has."""
+CONVERSIONS = ("to_float16", "to_fp32")
+"""Entries that only convert dtypes: no module of their own."""
 
 PASSES_GRADIENT = ("transpose_in", "transpose_out")
 """Entries whose backward hands on the gradient's own storage."""
@@ -170,33 +171,16 @@ def stage_bounds(plan: Plan, shape: ParallelShape) -> tuple[list[Entry], list[in
             f"cuts between entries {head} (head) and {head + 1} (float16_to_fp32): not modelled",
         )
     for stage, (low, high) in enumerate(pairwise(bounds)):
-        if low == high:
-            raise PlanError(
-                "pipeline.partition",
-                plan.pipeline.partition,
-                f"leaves stage {stage} empty: {len(entries)} entries over {plan.layout.pp} stages",
-            )
+        if not any(entry.name not in CONVERSIONS for entry in entries[low:high]):
+            held = f"with {entries[low].name} alone" if low < high else "empty"
+            problem = f"leaves stage {stage} {held}: {len(entries)} entries over {plan.layout.pp} stages"
+            raise PlanError("pipeline.partition", plan.pipeline.partition, problem)
     return entries, bounds
 
 
 def check(plan: Plan) -> None:
     """Refuses what BigScience's fork of 2021 could not run, or these recipes do not cover."""
-    spec = plan.model
-    gpt_like = (
-        spec.family in FAMILIES
-        and spec.norm == "layernorm"
-        and spec.norm_place == "pre"
-        and spec.positions in ("learned", "alibi")
-        and spec.activation != "swiglu"
-        and spec.kv_heads == spec.heads
-        and spec.head_dim * spec.heads == spec.hidden
-    )
-    if not gpt_like:
-        problem = (
-            f"cannot run as {spec.name} under megatron-deepspeed: modelled are GPT-like models ({', '.join(FAMILIES)}) "
-            "with pre-LayerNorm, learned positions or ALiBi, GELU and as many key heads as query heads"
-        )
-        raise PlanError("model.family", spec.family, problem)
+    check_covered(plan.model, MEGATRON, plan.framework)
     if plan.attention != "eager":
         raise PlanError("attention", plan.attention, "must be eager: Megatron-DeepSpeed of 2021 had no flash attention")
     if plan.loss.kind == "plain" and plan.layout.tp > 1:
@@ -253,7 +237,7 @@ def _spans(
 ) -> tuple[Span, ...]:
     """The stage's modules with the pipeline's edges around them."""
     first, last = stage == 0, stage == stages - 1
-    kinds = [entry.name for entry in entries if entry.name not in ("to_float16", "to_fp32")]
+    kinds = [entry.name for entry in entries if entry.name not in CONVERSIONS]
     names = {entry.name for entry in entries}
     tied_here = plan.loss.kind != "adaptive-softmax" and {"embedding", "head"} <= names
     spans: list[Span] = []

@@ -14,6 +14,7 @@ from typing import TypeGuard
 
 from ..layers import ends, huggingface, huggingface_2020
 from ..layers.autograd import Recorder, Shape, Tensor
+from ..layers.coverage import TRANSFORMERS, check_covered
 from ..layers.edges import arrive, depart
 from ..layers.huggingface import LayerShape, Shared
 from ..layers.module import INPUT, SHARED, Interface, Module, Options, Parameter, Run, Tapes, build, hold_bytes
@@ -161,11 +162,8 @@ def layer_shape(plan: Plan) -> LayerShape:
 
 def check(plan: Plan) -> None:
     """Refuses what these recipes do not cover."""
-    spec, recompute, precision = plan.model, plan.recompute, plan.precision
-    if spec.family not in huggingface.LAYERS:
-        known = ", ".join(huggingface.LAYERS)
-        problem = f"has no recipe in framework {plan.framework} yet; these have: {known}"
-        raise PlanError("model.family", spec.family, problem)
+    recompute, precision = plan.recompute, plan.precision
+    check_covered(plan.model, TRANSFORMERS, plan.framework)
     if recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
     if recompute.mode == "full" and (recompute.method, recompute.layers) != ("uniform", 1):
@@ -174,11 +172,6 @@ def check(plan: Plan) -> None:
     if precision.gradients != precision.dtype:
         problem = f"must be {precision.dtype}: gradients have the parameters' dtype here"
         raise PlanError("precision.gradients", precision.gradients, problem)
-    if plan.loss.kind == "adaptive-softmax":
-        problem = (
-            f"must be plain with framework {plan.framework}; adaptive softmax is modelled under megatron-deepspeed"
-        )
-        raise PlanError("loss.kind", plan.loss.kind, problem)
     if plan.attention == "flash":
         check_flash(plan)
 

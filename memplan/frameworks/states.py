@@ -7,7 +7,7 @@ PyTorch: ``torch/optim/adam.py`` and ``adamw.py`` (``_single_tensor_adam``, ``_m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -91,7 +91,8 @@ def step_temporaries(optimizer: Optimizer, parameters: list[Parameter], dtype: s
     """Tensors alive at the peak of the step itself, over parameters of ``dtype``.
 
     foreach Adam: ``_foreach_sqrt`` makes a list as large as all parameters. for-loop Adam: the square
-    root and its quotient, for one parameter at a time (the largest counts). Fused, apex and 8-bit: none.
+    root and its quotient for one parameter at a time, beside the quotient of the one before (``worst_pair``).
+    Fused, apex and 8-bit: none.
     """
     if optimizer.name not in ("adam", "adamw") or optimizer.implementation in ("fused", "apex"):
         return []
@@ -100,8 +101,16 @@ def step_temporaries(optimizer: Optimizer, parameters: list[Parameter], dtype: s
             Hold(0, parameter.bytes(dtype), Category.TEMPORARIES, "exp_avg_sq_sqrt", parameter.shape, dtype)
             for parameter in parameters
         ]
-    largest = max(parameters, key=lambda parameter: parameter.elements)
+    previous, worst = worst_pair(parameters, dtype)
+    held = [] if previous is None else [("denominator_of_previous", previous)]
     return [
-        Hold(0, largest.bytes(dtype), Category.TEMPORARIES, name, largest.shape, dtype)
-        for name in ("exp_avg_sq_sqrt", "denominator")
+        Hold(0, parameter.bytes(dtype), Category.TEMPORARIES, name, parameter.shape, dtype)
+        for name, parameter in (*held, ("exp_avg_sq_sqrt", worst), ("denominator", worst))
     ]
+
+
+def worst_pair(parameters: Sequence[Parameter], dtype: str) -> tuple[Parameter | None, Parameter]:
+    """The parameter at which for-loop Adam holds most, and the one before it, whose denominator is still
+    bound to the loop's variable (``_single_tensor_adam``): max over i of d[i−1] + 2 d[i] bytes."""
+    pairs = zip((None, *parameters), parameters, strict=False)
+    return max(pairs, key=lambda pair: (pair[0].bytes(dtype) if pair[0] else 0) + 2 * pair[1].bytes(dtype))

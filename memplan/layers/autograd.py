@@ -75,9 +75,6 @@ class Tensor:
         """The same storage and gradient under another shape (view, transpose, expand)."""
         return Tensor(self.storage, shape, self.dtype, self.node, self.slot)
 
-    def detached(self) -> Tensor:
-        return Tensor(self.storage, self.shape, self.dtype)
-
 
 class Unsummed(NamedTuple):
     """The gradient of a broadcast input at the full shape, which the engine still has to sum."""

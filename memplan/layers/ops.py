@@ -8,7 +8,7 @@ the real tensors; b micro-batch, s sequence, h hidden, a heads, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..tape import Category
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed
@@ -320,19 +320,6 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
         return [r.empty(shape, dtype, "grad_log_probabilities", Category.LOGITS)]
 
     out.node = r.node((x,), (x, labels, weight), backward)
-    return out
-
-
-def custom(
-    r: Recorder,
-    inputs: Sequence[Tensor],
-    saves: Sequence[Tensor],
-    out: Tensor,
-    backward: Callable[[Recorder, Gradients], Sequence[Tensor | None]],
-) -> Tensor:
-    """A hand-written ``autograd.Function`` with output ``out``."""
-    out.node = r.node(inputs, saves, backward)
-    out.slot = 0
     return out
 
 

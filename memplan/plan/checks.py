@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from .environment import REFUSED
 from .errors import ABSENT, PlanError
-from .plan import Plan
+from .plan import Loss, Pipeline, Plan
 from .spec import ModelSpec
 
 MODELLED = ("single", "ddp", "device-map", "megatron-deepspeed")
@@ -136,6 +137,9 @@ def check_optimizer(plan: Plan) -> None:
     if optimizer.block_size is not None:
         problem = f"must be left out: {optimizer.name} has no 8-bit states; adam8bit has"
         raise PlanError("optimizer.block_size", optimizer.block_size, problem)
+    if not optimizer.embeddings_32bit:
+        problem = f"must be left out: {optimizer.name} has no 8-bit states; adam8bit has"
+        raise PlanError("optimizer.embeddings_32bit", False, problem)
     if value == "apex":
         if plan.framework != "megatron-deepspeed":
             raise PlanError(field, value, f"must be foreach, for-loop or fused with framework {plan.framework}")
@@ -159,13 +163,16 @@ def check_recompute(plan: Plan) -> None:
 def check_loss(plan: Plan) -> None:
     """Which loss there is where, and clusters that rise below the vocabulary."""
     loss, vocab = plan.loss, plan.model.vocab
-    if loss.kind == "vocab-parallel" and plan.framework != "megatron-deepspeed":
-        problem = f"must be plain or adaptive-softmax with framework {plan.framework}"
+    if loss.kind != "plain" and plan.framework != "megatron-deepspeed":
+        what = "adaptive softmax" if loss.kind == "adaptive-softmax" else "the vocabulary-parallel loss"
+        problem = f"must be plain with framework {plan.framework}; {what} is modelled under megatron-deepspeed"
         raise PlanError("loss.kind", loss.kind, problem)
     if loss.kind != "adaptive-softmax":
+        problem = f"belongs to the adaptive softmax, and loss.kind is {loss.kind}"
         if loss.cutoffs is not None:
-            problem = f"belongs to the adaptive softmax, and loss.kind is {loss.kind}"
             raise PlanError("loss.cutoffs", list(loss.cutoffs), problem)
+        if loss.div_value != Loss().div_value:
+            raise PlanError("loss.div_value", loss.div_value, problem)
         return
     if plan.model.mlm_head:
         problem = f"must be plain or vocab-parallel: the head of {plan.model.name} has no adaptive softmax"
@@ -192,13 +199,27 @@ def check_code(plan: Plan) -> None:
 
 
 def check_pipeline(plan: Plan) -> None:
-    """A partition that can be read; whether a list of numbers fits the list of layers is for the framework to say."""
+    """A partition that can be read, where there are stages; whether numbers fit is for the framework to say."""
     partition = plan.pipeline.partition
     if isinstance(partition, str):
         _check_method(partition)
     elif any(not isinstance(entry, int) for entry in partition):
         problem = "must be a method (uniform, parameters, type:REGEX), or whole numbers such as 0,4,8"
         raise PlanError("pipeline.partition", list(partition), problem)
+    if plan.framework == "megatron-deepspeed":
+        return
+    for name, default in Pipeline():
+        value = getattr(plan.pipeline, name)
+        if value != default:
+            problem = f"must be left out with framework {plan.framework}, which has no pipeline; megatron-deepspeed has"
+            raise PlanError(f"pipeline.{name}", value, problem)
+
+
+def check_environment(plan: Plan) -> None:
+    """Variables under which memory would be another; those that are only unknown get a note."""
+    for name, problem in REFUSED.items():
+        if name in plan.environment:
+            raise PlanError(f"environment.{name}", plan.environment[name], problem)
 
 
 def _check_method(method: str) -> None:

@@ -75,7 +75,7 @@ class PlanError(ValueError):
             subject = f"{subject} = {shown(self.value)}"
         problem = f"{self.problem}; did you mean {suggestion}?" if suggestion else self.problem
         parts = [str(self.origin) if self.origin else "", subject, problem]
-        return _one_line(": ".join(part for part in parts if part))
+        return one_line(": ".join(part for part in parts if part))
 
 
 def origin_of(field: str, origins: Mapping[str, Origin]) -> Origin | None:
@@ -85,16 +85,18 @@ def origin_of(field: str, origins: Mapping[str, Origin]) -> Origin | None:
     return origins.get(field)
 
 
-def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """The one of ``known`` that ``wrong`` resembles, if any does."""
+def nearest(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of ``known`` that ``wrong`` begins, two of several (``a or b``), or else the one that it resembles."""
     import difflib
 
     by_plain_name = {name.lower().replace("_", "-"): name for name in known}
     plain = wrong[:LONGEST_VALUE].lower().replace("_", "-")
-    for match in difflib.get_close_matches(plain, by_plain_name, n=1, cutoff=0.6):
-        return by_plain_name[match]
     starts = [name for plain_name, name in by_plain_name.items() if len(plain) > 2 and plain_name.startswith(plain)]
-    return starts[0] if starts else None
+    if starts:
+        return " or ".join(starts[:2])
+    for match in difflib.get_close_matches(plain, by_plain_name, n=1, cutoff=cutoff):
+        return by_plain_name[match]
+    return None
 
 
 def shown(value: object) -> str:
@@ -114,5 +116,6 @@ def shown(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """``text`` with whatever would break the line, or not show, escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -7,19 +7,24 @@ a default would silently be another model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from .errors import ABSENT, PlanError
+from .errors import ABSENT, PlanError, one_line, shown
 from .node import Node, Scalar
+from .notes import Note
 
 LARGEST = 2**31
 """Elements in one dimension."""
 MOST_LAYERS = 100_000
 
 _REQUIRED = object()
+_HEADS_ASSUMED = re.compile(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)Model)$")
+"""Classes with the head that is estimated, or with none."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu",
@@ -93,7 +98,11 @@ FAMILIES: Mapping[str, _Family] = MappingProxyType(
             constants={"norm": "layernorm", "positions": "learned"},
             activation=_key("activation_function", default="gelu_new"),
             activations=("gelu", "gelu_new", "gelu_pytorch_tanh"),
-            refused={"add_cross_attention": False},
+            refused={
+                "add_cross_attention": False,
+                "reorder_and_upcast_attn": False,
+                "scale_attn_weights": True,
+            },
         ),
         "bert": _Family(
             keys={
@@ -124,6 +133,7 @@ FAMILIES: Mapping[str, _Family] = MappingProxyType(
                 "add_cross_attention": False,
                 "tie_word_embeddings": True,
                 "position_embedding_type": "absolute",
+                "chunk_size_feed_forward": 0,
             },
         ),
         "bloom": _Family(
@@ -201,12 +211,25 @@ def spec_of_config(config: Node, path: Path) -> Node:
     return Node(_with_derived_sizes(items, config), origin)
 
 
-def warnings_of_config(config: Node, path: Path) -> tuple[str, ...]:
+def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
     """What to tell about a configuration that was read but is more than its ``model_type``."""
-    if "auto_map" not in config.mapping:
-        return ()
-    model_type = config.mapping["model_type"].plain()
-    return (f"{path} names code of its own (auto_map), which was not run: it is read as a plain {model_type}",)
+    notes = []
+    if "auto_map" in config.mapping:
+        read = f"read as a plain {config.mapping['model_type'].plain()}"
+        message = f"{path} names code of its own (auto_map), which was not run: it is {read}"
+        notes.append(Note("custom-code", message))
+    other = [name for name in _architectures(config) if not _HEADS_ASSUMED.search(name)]
+    if other:
+        message = f"{path} is a {shown(other[0])}: a language-model head and its loss are assumed in place of its own"
+        notes.append(Note("head-assumed", one_line(message)))
+    return tuple(notes)
+
+
+def _architectures(config: Node) -> list[str]:
+    """Names of the classes that the configuration was saved from."""
+    node = config.mapping.get("architectures")
+    items = node.value if node is not None and isinstance(node.value, list) else []
+    return [item.value for item in items if isinstance(item.value, str)]
 
 
 def _family(config: Node) -> tuple[str, _Family]:
@@ -232,6 +255,9 @@ def _refuse_what_is_not_modelled(config: Node, family: _Family) -> None:
         if node is not None and node.value is not None and node.value != modelled:
             wanted = str(modelled).lower()
             raise PlanError(name, node.plain(), f"is not modelled; only {wanted} is", origin=node.origin)
+    if family.constants.get("mlm_head"):
+        _refuse_next_sentences(config)
+    _refuse_experts(config)
     quantised = config.mapping.get("quantization_config")
     if quantised is not None and quantised.value is not None:
         problem = "is set: training on a quantised checkpoint is not modelled; remove it to plan the model itself"
@@ -242,6 +268,22 @@ def _refuse_what_is_not_modelled(config: Node, family: _Family) -> None:
         if len(kinds) > 1:
             problem = f"mixes {', '.join(kinds)}; only models whose layers are all alike are modelled"
             raise PlanError("layer_types", ABSENT, problem, origin=layer_types.origin)
+
+
+def _refuse_next_sentences(config: Node) -> None:
+    """BERT's pre-training has a second head and loss."""
+    for name in _architectures(config):
+        if name.endswith("ForPreTraining"):
+            problem = "is not modelled: it adds a next-sentence head and loss; BertForMaskedLM is"
+            raise PlanError("architectures", name, problem, origin=config.mapping["architectures"].origin)
+
+
+def _refuse_experts(config: Node) -> None:
+    for name in _EXPERTS:
+        node = config.mapping.get(name)
+        if node is not None and isinstance(node.value, int) and node.value > 1:
+            problem = "must be 1 or left out: a mixture of experts is not modelled; dense models are"
+            raise PlanError(name, node.value, problem, origin=node.origin)
 
 
 def _value(config: Node, spec_field: str, key: _Key) -> Node:

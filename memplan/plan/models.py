@@ -9,6 +9,7 @@ from .errors import Origin, PlanError
 from .library import model_specs
 from .node import Node
 from .normalise import section_fields
+from .notes import Note
 from .spec import ModelSpec
 from .text import is_folder, is_there, path_of, read_text
 from .yaml_nodes import parse_yaml
@@ -21,7 +22,7 @@ class Found(NamedTuple):
     """A mapping of spec fields, and what the reader should know about how it was found."""
 
     spec: Node
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 def complete_model(model: Node, folder: Path) -> Found:

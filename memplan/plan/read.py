@@ -12,6 +12,7 @@ from .library import examples, model_specs
 from .models import complete_model
 from .node import Node
 from .normalise import field_value, normalised
+from .notes import Note, notes_of
 from .plan import Plan
 from .text import STANDARD_INPUT, is_there, path_of, read_standard_input, read_text
 from .validation import validated_plan
@@ -42,7 +43,7 @@ class ReadPlan:
 
     plan: Plan
     origins: Mapping[str, Origin]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Note, ...] = ()
 
 
 def read_plan(source: str | None, flags: Flags | None = None) -> ReadPlan:
@@ -70,12 +71,13 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None) -> Re
     here = Path() if "model" in flags or "model" in (variant or {}) else source.folder
     node = _with_flags(source.plan, flags, "--")
     node = _with_flags(node, variant or {}, "--vary ")
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Note, ...] = ()
     model = node.mapping.get("model")
     if model is not None and isinstance(model.value, dict):
         spec, warnings = complete_model(model, here)
         node = node.with_items({"model": spec})
-    return ReadPlan(validated_plan(node), dict(node.origins()), warnings)
+    plan = validated_plan(node)
+    return ReadPlan(plan, dict(node.origins()), (*warnings, *notes_of(plan)))
 
 
 def _refuse_a_model(written: Node, source: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .checks import (
     check_batch,
     check_code,
+    check_environment,
     check_framework,
     check_hardware,
     check_layout,
@@ -76,6 +77,7 @@ def resolve(plan: Plan) -> Plan:
         check_code,
         check_pipeline,
         check_device_map,
+        check_environment,
     ):
         check(plan)
     headroom_bytes(plan.headroom, plan.hardware.capacity)

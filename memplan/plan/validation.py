@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from .errors import ABSENT, PlanError
-from .fields import PlanField, plan_fields, sections
+from .fields import Kind, PlanField, plan_fields, sections
 from .node import Node
 from .plan import Plan
+from .sizes import ALLOWED
 from .spec import ModelSpec
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -104,6 +105,8 @@ def _unknown(path: str) -> PlanError:
 
 
 def _wrong_type(kind: str, value: object, field: PlanField | None, message: str) -> str:
+    if field is not None and field.kind is Kind.SIZE:
+        return f"{ALLOWED}{_hint(value)}"
     if kind.startswith("int_") or (kind == "float_type" and isinstance(value, str)):
         return f"must be a {'whole ' if kind.startswith('int_') else ''}number{_hint(value)}"
     if kind.startswith("bool_"):

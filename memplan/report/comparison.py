@@ -66,7 +66,7 @@ def _summary(names: Sequence[str], estimates: Sequence[Estimate], unit: Unit) ->
 
 def _fits(estimate: Estimate) -> Text:
     if estimate.fits is None:
-        return Text(f"no GPU {UNKNOWN}", CAUTION)
+        return Text(f"no GPU {UNKNOWN}" if estimate.capacity is None else f"may fit {UNKNOWN}", CAUTION)
     return Text("fits", GOOD) if estimate.fits else Text("does not fit", BAD)
 
 

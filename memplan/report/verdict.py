@@ -27,6 +27,11 @@ def verdict(estimate: Estimate) -> Text:
     free = free_on(worst, limit_of(estimate))
     if free is None:
         return Text.assemble(("No GPU named", f"bold {CAUTION}"), f": {who} needs {need} — {_cause(worst)}")
+    if free >= 0 and estimate.fits is None:
+        return Text.assemble(
+            ("May fit", f"bold {CAUTION}"),
+            f": {who} needs {need} of {_limit(estimate)}; what the driver adds to that is not known",
+        )
     if free >= 0:
         most = "most, " if len(estimate.stages) > 1 else ""
         return Text.assemble(

@@ -10,6 +10,7 @@ from memplan.allocator import AllocatorSettings
 from memplan.estimate import detail, estimate
 from memplan.frameworks.megatron_deepspeed import padded_vocab, programs
 from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -109,6 +110,26 @@ def test_a_stage_without_a_layer_is_warned_of() -> None:
     assert any(notice.code == "stage-without-layer" and "stage 0, 31" in notice.message for notice in warned.warnings)
 
 
+def test_any_single_cut_of_the_layer_list_is_estimated_or_refused() -> None:
+    """3 layers are 10 entries; stages that only convert dtypes, and a cut inside the head, are refused."""
+    for cut in range(1, 10):
+        flags = {"model": "gpt2", "layers": "3", "framework": "megatron-deepspeed", "pp": "2", "seq": "64"}
+        flags["partition"] = f"0,{cut},10"
+        wanted = resolve(read_plan(None, flags).plan)
+        if cut in (1, 9):
+            with pytest.raises(PlanError, match=r"pipeline\.partition"):
+                estimate(wanted)
+        else:
+            assert len(estimate(wanted).stages) == 2
+
+
+def test_chunks_that_do_not_line_up_are_warned_of() -> None:
+    """One stage: chunks of 4 entries are (embedding, lambda, 0, 1), (2–5), (6–9), (10, 11, …)."""
+    flags = {"model": "gpt2", "framework": "megatron-deepspeed", "recompute": "full", "recompute-layers": "4"}
+    warned = estimate(resolve(read_plan(None, flags).plan))
+    assert any(notice.code == "not-recomputed" and "4 of 12 layers" in notice.message for notice in warned.warnings)
+
+
 PLANS = st.fixed_dictionaries(
     {
         "model": st.just("gpt2"),
@@ -134,7 +155,9 @@ def build(flags: dict[str, object], **more: object) -> Plan:
     merged = {**flags, **more}
     seq = min(int(str(merged.pop("seq"))), 1024)
     dp, mbs = int(str(merged["dp"])), int(str(merged["mbs"]))
-    merged |= {"embeddings-32bit": "false", "seq": seq, "gbs": 4 * dp * mbs}
+    merged |= {"seq": seq, "gbs": 4 * dp * mbs}
+    if merged["optimizer"] == "adam8bit":
+        merged["embeddings-32bit"] = "false"
     merged |= {"heads": 16, "kv-heads": 16, "hidden": 64, "head-dim": 4, "ffn": 256}
     return resolve(read_plan(None, {k: str(v) for k, v in merged.items() if v is not None}).plan)
 

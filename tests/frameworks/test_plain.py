@@ -31,7 +31,7 @@ def plan(**flags: object) -> Plan:
         ({"dtype": "fp32", "attention": "flash"}, "fp16 and bf16 only"),
         ({"model": "mistral-7b", "attention": "flash", "seq": 8192}, "sliding window of 4096"),
         ({"dtype": "bf16", "gradients": "fp32"}, "precision.gradients"),
-        ({"loss": "adaptive-softmax"}, "megatron-deepspeed"),
+        ({"loss": "adaptive-softmax"}, "loss.kind"),
     ],
 )
 def test_what_has_no_recipe_is_refused_in_one_line(flags: dict[str, object], says: str) -> None:

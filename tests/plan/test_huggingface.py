@@ -154,7 +154,7 @@ def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
     assert "(code named in auto_map is never run)" in refusal({"model_type": "evil", "auto_map": auto_map}, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "auto_map": auto_map}))
     found = read_spec(tmp_path)
-    assert "which was not run: it is read as a plain llama" in found.notes[0]
+    assert "which was not run: it is read as a plain llama" in found.notes[0].message
     assert validated_spec(found.spec).family == "llama"
     assert not ran.exists()
 
@@ -179,6 +179,12 @@ def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
             {**LLAMA, "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types: mixes full_attention, sliding",
         ),
+        ({**GPT2, "reorder_and_upcast_attn": True}, "reorder_and_upcast_attn = true: is not modelled; only false is"),
+        ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = false: is not modelled; only true is"),
+        ({**LLAMA, "model_type": "bert", "chunk_size_feed_forward": 64}, "= 64: is not modelled; only 0 is"),
+        ({**LLAMA, "model_type": "bert", "architectures": ["BertForPreTraining"]}, "it adds a next-sentence head"),
+        ({**LLAMA, "num_local_experts": 8}, "num_local_experts = 8: must be 1 or left out: a mixture of experts"),
+        ({**GPT2, "num_experts": 2}, "num_experts = 2: must be 1 or left out"),
         ([1, 2], "model = [1, 2]: a model spec is a mapping of fields"),
         ("text", "model = text: a model spec is a mapping of fields"),
     ],
@@ -187,6 +193,26 @@ def test_a_wrong_value_is_named(config: object, line: str, tmp_path: Path) -> No
     found = refusal(config, tmp_path)
     assert line in found
     assert found.startswith("/config.json:")
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({**LLAMA, "architectures": ["LlamaForCausalLM"], "num_experts": 1}, False),
+        ({**LLAMA, "architectures": ["LlamaModel"]}, False),
+        ({**LLAMA, "architectures": None}, False),
+        ({**LLAMA, "architectures": [7]}, False),
+        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, True),
+        ({**GPT2, "architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, False),
+        ({**GPT2, "architectures": ["GPT2DoubleHeadsModel"]}, True),
+        ({**LLAMA, "model_type": "bert", "architectures": ["BertForMaskedLM"]}, False),
+    ],
+)
+def test_a_head_that_is_not_the_one_estimated_is_told(config: dict[str, Any], told: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    notes = read_spec(tmp_path).notes
+    assert [note.code for note in notes] == (["head-assumed"] if told else [])
+    assert all(config["architectures"][0] in note.message for note in notes)
 
 
 @given(st.dictionaries(st.sampled_from([*GPT2, *LLAMA]), st.none() | st.integers() | st.text() | st.booleans()))

@@ -62,9 +62,10 @@ def test_megatron_deepspeed_has_its_own_defaults() -> None:
 
 
 def test_adaptive_softmax_has_cutoffs_for_larger_vocabularies() -> None:
-    assert resolved(model="bigscience-104b-250k", loss="adaptive-softmax").loss.cutoffs == (20_000, 80_000)
-    assert resolved(model="gpt2", loss="adaptive-softmax").loss.cutoffs == (20_000,)
-    assert "a vocabulary of 100 has no default" in refusal(model="gpt2", vocab="100", loss="adaptive-softmax")
+    flags = {"framework": "megatron-deepspeed", "loss": "adaptive-softmax"}
+    assert resolved(model="bigscience-104b-250k", **flags).loss.cutoffs == (20_000, 80_000)
+    assert resolved(model="gpt2", **flags).loss.cutoffs == (20_000,)
+    assert "a vocabulary of 100 has no default" in refusal(model="gpt2", vocab="100", **flags)
 
 
 def test_a_device_map_is_equal_shares_unless_given() -> None:
@@ -110,11 +111,18 @@ def test_the_batch_of_a_process_that_sees_several_gpus() -> None:
         ({"model": "gpt2", "optimizer_block_size": "256"}, "must be left out: adamw has no 8-bit states"),
         ({"model": "gpt2", "gradients": "fp32"}, "--gradients: precision.gradients = fp32: must be bf16 with framework single"),
         ({**MEGATRON, "dtype": "fp16", "gradients": "bf16"}, "must be fp16 or fp32 with framework megatron-deepspeed"),
-        ({"model": "gpt2", "loss": "vocab-parallel"}, "--loss: loss.kind = vocab-parallel: must be plain or adaptive-softmax"),
+        ({"model": "gpt2", "loss": "vocab-parallel"}, "--loss: loss.kind = vocab-parallel: must be plain with framework single; the vocabulary-parallel loss is modelled under"),
+        ({"model": "gpt2", "loss": "adaptive-softmax"}, "must be plain with framework single; adaptive softmax is modelled under megatron-deepspeed"),
+        ({"model": "gpt2", "div_value": "2"}, "--div-value: loss.div_value = 2.0: belongs to the adaptive softmax, and loss.kind is plain"),
+        ({"model": "gpt2", "embeddings_32bit": "false"}, "--embeddings-32bit: optimizer.embeddings_32bit = false: must be left out: adamw has no 8-bit states"),
+        ({"model": "gpt2", "schedule": "gpipe"}, "--schedule: pipeline.schedule = gpipe: must be left out with framework single, which has no pipeline"),
+        ({"model": "gpt2", "framework": "ddp", "partition": "uniform"}, "--partition: pipeline.partition = uniform: must be left out with framework ddp"),
+        ({"model": "gpt2", "framework": "device-map", "gpus": "2", "partition": "0,4,8"}, "must be left out with framework device-map"),
+        ({"model": "gpt2", "env": "PYTORCH_NO_CUDA_MEMORY_CACHING=1"}, "--env: environment.PYTORCH_NO_CUDA_MEMORY_CACHING = 1: must be left out: it turns off the caching allocator"),
         ({"model": "gpt2", "cutoffs": "10"}, "--cutoffs: loss.cutoffs = [10]: belongs to the adaptive softmax"),
-        ({"model": "gpt2", "loss": "adaptive-softmax", "cutoffs": "20,10"}, "must rise and stay below the vocabulary of 50257"),
-        ({"model": "gpt2", "loss": "adaptive-softmax", "cutoffs": "50257"}, "must rise and stay below"),
-        ({"model": "bert-large", "loss": "adaptive-softmax"}, "the head of bert-large has no adaptive softmax"),
+        ({"model": "gpt2", "framework": "megatron-deepspeed", "loss": "adaptive-softmax", "cutoffs": "20,10"}, "must rise and stay below the vocabulary of 50257"),
+        ({"model": "gpt2", "framework": "megatron-deepspeed", "loss": "adaptive-softmax", "cutoffs": "50257"}, "must rise and stay below"),
+        ({"model": "bert-large", "framework": "megatron-deepspeed", "loss": "adaptive-softmax"}, "the head of bert-large has no adaptive softmax"),
         ({"model": "gpt2", "recompute_layers": "2"}, "--recompute-layers: recompute.layers = 2: belongs to full recompute"),
         ({"model": "gpt2", "recompute_method": "block"}, "belongs to full recompute, and recompute.mode is none"),
         ({"model": "gpt2", "recompute": "full", "recompute_layers": "13"}, "must be at most the 12 layers"),
@@ -133,6 +141,11 @@ def test_a_contradiction_gets_one_line(flags: dict[str, str], line: str) -> None
     found = refusal(**flags)
     assert line in found
     assert len(found.splitlines()) == 1
+
+
+def test_defaults_that_are_written_out_pass_where_they_mean_nothing() -> None:
+    written = {"schedule": "1f1b", "partition": "type:transformer", "div_value": "4", "embeddings_32bit": "true"}
+    assert resolved(model="gpt2", **written) == resolved(model="gpt2")
 
 
 def test_rotary_and_alibi_may_go_beyond_the_longest_trained() -> None:
@@ -156,6 +169,8 @@ FLAGS: dict[str, st.SearchStrategy[str]] = {
     **{name: st.integers(1, 16).map(str) for name in ("tp", "pp", "dp", "gpus", "mbs", "gbs", "layers", "cutoffs")},
     **{name: st.sampled_from(field.choices) for name, field in by_flag().items() if field.choices and name != "family"},
     "zero": st.sampled_from(["0", "1"]),
+    "div-value": st.sampled_from(["2", "4"]),
+    "embeddings-32bit": st.sampled_from(["true", "false"]),
     "partition": st.sampled_from(["uniform", "parameters", "type:embed|transformer", "type:(", "0,1", "0,5,9"]),
     "multiply-by-visible-gpus": st.sampled_from(["true", "false"]),
 }

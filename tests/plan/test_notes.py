@@ -1,0 +1,50 @@
+"""What is valid and still gets a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import memplan
+from memplan.plan.environment import READ, REFUSED
+from memplan.plan.read import read_plan
+
+
+def messages(**flags: str | tuple[str, ...]) -> list[tuple[str, str]]:
+    return [tuple(note) for note in read_plan(None, {"model": "gpt2", **flags}).warnings]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CNF", "is not read by memplan; did you mean PYTORCH_CUDA_ALLOC_CONF?"),
+        ("cublas_workspace_config", "is not read by memplan; did you mean CUBLAS_WORKSPACE_CONFIG?"),
+        ("NCCL_BUFFSIZE", "is not modelled"),
+        ("CUDA_LAUNCH_BLOCKING", "is not modelled"),
+    ],
+)
+def test_a_variable_that_changes_nothing_is_told(name: str, problem: str) -> None:
+    assert messages(env=(f"{name}=1",)) == [("environment-ignored", f"{name} {problem}")]
+
+
+def test_a_strange_name_stays_on_one_line() -> None:
+    ((_, message),) = messages(env=("a\nb\x1b=1",))
+    assert message == "a\\nb\\x1b is not modelled"
+
+
+def test_variables_that_are_read_pass_in_silence() -> None:
+    assert messages(env=tuple(f"{name}=1" for name in READ)) == []
+
+
+@pytest.mark.parametrize("name", READ)
+def test_every_variable_of_the_table_is_read_somewhere(name: str) -> None:
+    package = Path(memplan.__file__).parent
+    assert any(f'"{name}"' in (package / module).read_text() for module in ("facts.py", "estimate.py"))
+    assert name not in REFUSED
+
+
+def test_a_long_default_sequence_is_told() -> None:
+    assert messages(model="llama-3-405b") == [("seq-default", "seq defaults to the model's longest, 131072 tokens")]
+    assert messages(model="llama-3-405b", seq="4096") == []
+    assert messages(model="llama-3-8b") == []
