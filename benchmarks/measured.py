@@ -230,8 +230,8 @@ def bigscience(rows: Sequence[Row]) -> Table:
             f"CUDA context: {_context()}.",
             "The two rows of 72 layers on 6 stages are 8 to 9 % low while the same model on 12 stages is within 3 %: "
             "more than NCCL explains, and not explained otherwise.",
-            "Not a blind test: DeepSpeed's order of allocations in ZeRO-1 was read from its source while these rows were "
-            "in view.",
+            "Not a blind test: DeepSpeed's order of allocations in ZeRO-1 was read from its source while these rows "
+            "were in view.",
         ),
     )
 
