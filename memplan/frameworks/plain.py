@@ -17,7 +17,7 @@ from ..layers.autograd import Recorder, Shape, Tensor
 from ..layers.coverage import TRANSFORMERS, check_covered
 from ..layers.edges import arrive, depart
 from ..layers.huggingface import LayerShape, Shared
-from ..layers.module import INPUT, SHARED, Interface, Module, Options, Parameter, Run, Tapes, build, hold_bytes
+from ..layers.module import INPUT, SHARED, Interface, Module, Options, Parameter, Run, Tapes, build
 from ..layers.recompute import recomputed
 from ..plan.errors import PlanError
 from ..plan.plan import Optimizer, Plan
@@ -25,6 +25,7 @@ from ..plan.spec import of_any_depth
 from ..program import Program, Span, drop_all
 from ..tape import Category, Drop, Event, Hold, Stretch, Tape, rounded
 from .ddp import bucket_sizes
+from .plain_buffers import buffers, inputs
 from .states import QUANTISATION_MAPS, full, optimizer_states, step_temporaries
 
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
@@ -229,7 +230,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     if plan.framework != "device-map":
         names = layer_names(plan.model.layers)
         middle = layers(foremost, layer, names)
-        return (_program(plan, shape, 0, (*first, *middle, *normed, *last), options),)
+        return (_program(plan, shape, 0, (*first, *middle, *normed, *last)),)
     assert plan.device_map is not None
     hidden = (shape.b, shape.s, shape.spec.hidden)
     here, away = Span(arrive(hidden, shape.dtype), ("arrive",)), Span(depart(hidden, shape.dtype), ("depart",))
@@ -244,11 +245,11 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
             spans.append(away)
         if is_first:
             spans += [*([here] if len(devices) > 1 else []), *last]
-        result.append(_program(plan, shape, device, tuple(spans), options))
+        result.append(_program(plan, shape, device, tuple(spans)))
     return tuple(result)
 
 
-def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...], options: Options) -> Program:
+def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...]) -> Program:
     dtype = plan.precision.dtype
     states = (
         full("parameter", Category.PARAMETERS, dtype),
@@ -256,24 +257,23 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...],
     )
     assert plan.batch.gbs is not None
     assert plan.layout.dp is not None
-    program = Program(
-        stage=stage,
-        ranks=tuple(range(plan.layout.dp)) if plan.framework == "ddp" else (stage,),
-        entries=tuple(name for span in spans if span.module.name not in EDGES for name in span.names),
-        spans=spans,
-        states=states,
-        extra=(),
-        step=(),
-        microbatches=plan.batch.gbs // (shape.b * plan.layout.dp) or 1,
-        late_states=True,
-    )
     groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
     extra = [*inputs(shape, stage), *buffers(plan, stage)]
     if plan.optimizer.name == "adam8bit":
         extra.append(Hold(0, rounded(QUANTISATION_MAPS), Category.OPTIMIZER_STATES, "quantisation_maps"))
     if plan.framework == "ddp":
         extra += ddp_buckets(groups, dtype)
-    return replace_program(program, tuple(extra), optimizer_step(groups, plan.optimizer, dtype))
+    return Program(
+        stage=stage,
+        ranks=tuple(range(plan.layout.dp)) if plan.framework == "ddp" else (stage,),
+        entries=tuple(name for span in spans if span.module.name not in EDGES for name in span.names),
+        spans=spans,
+        states=states,
+        extra=tuple(extra),
+        step=optimizer_step(groups, plan.optimizer, dtype),
+        microbatches=plan.batch.gbs // (shape.b * plan.layout.dp),
+        late_states=True,
+    )
 
 
 Groups = tuple[tuple[tuple[Parameter, ...], int], ...]
@@ -299,43 +299,3 @@ def ddp_buckets(groups: Groups, dtype: str) -> tuple[Hold, ...]:
 
 EDGES = frozenset({"return", "arrive", "depart"})
 """Modules that are no entries of the layer list."""
-
-
-def replace_program(program: Program, extra: tuple[Hold, ...], step: Tape) -> Program:
-    return replace(program, extra=extra, step=step)
-
-
-def inputs(shape: LayerShape, stage: int) -> list[Hold]:
-    """Token ids and labels, (b, s) int64 each, on the first device."""
-    if stage:
-        return []
-    size = hold_bytes((shape.b, shape.s), "int64")
-    return [Hold(0, size, Category.INPUTS, name, (shape.b, shape.s), "int64") for name in ("input_ids", "labels")]
-
-
-def buffers(plan: Plan, stage: int) -> list[Hold]:
-    """Registered buffers: rotary frequencies, BERT's position and token-type ids, the masks of 2020's GPT-2."""
-    spec = plan.model
-    kept = Category.BUFFERS
-    result: list[Hold] = []
-    if plan.code == "2020":
-        assert plan.device_map is not None or plan.framework != "device-map"
-        count = len(plan.device_map[stage]) if plan.device_map is not None else spec.layers
-        n = spec.positions_max
-        for _ in range(count):
-            result.append(Hold(0, hold_bytes((n, n), "uint8"), kept, "causal_mask", (1, 1, n, n), "uint8"))
-            result.append(Hold(0, rounded(4), kept, "masked_bias", (), "fp32"))
-    if stage:
-        return result
-    if spec.positions == "rotary":
-        result += [
-            Hold(0, hold_bytes((spec.head_dim // 2,), "fp32"), kept, name, (spec.head_dim // 2,), "fp32")
-            for name in ("inv_freq", "original_inv_freq")
-        ]
-    if spec.family == "bert":
-        n = spec.positions_max
-        result += [
-            Hold(0, hold_bytes((n,), "int64"), kept, name, (1, n), "int64")
-            for name in ("position_ids", "token_type_ids")
-        ]
-    return result

@@ -1,0 +1,44 @@
+"""What a model of transformers holds besides parameters: its inputs and its registered buffers."""
+
+from __future__ import annotations
+
+from ..layers.huggingface import LayerShape
+from ..layers.module import hold_bytes
+from ..plan.plan import Plan
+from ..tape import Category, Hold, rounded
+
+
+def inputs(shape: LayerShape, stage: int) -> list[Hold]:
+    """Token ids and labels, (b, s) int64 each, on the first device."""
+    if stage:
+        return []
+    size = hold_bytes((shape.b, shape.s), "int64")
+    return [Hold(0, size, Category.INPUTS, name, (shape.b, shape.s), "int64") for name in ("input_ids", "labels")]
+
+
+def buffers(plan: Plan, stage: int) -> list[Hold]:
+    """Registered buffers: rotary frequencies, BERT's position and token-type ids, the masks of 2020's GPT-2."""
+    spec = plan.model
+    kept = Category.BUFFERS
+    result: list[Hold] = []
+    if plan.code == "2020":
+        assert plan.device_map is not None or plan.framework != "device-map"
+        count = len(plan.device_map[stage]) if plan.device_map is not None else spec.layers
+        n = spec.positions_max
+        for _ in range(count):
+            result.append(Hold(0, hold_bytes((n, n), "uint8"), kept, "causal_mask", (1, 1, n, n), "uint8"))
+            result.append(Hold(0, rounded(4), kept, "masked_bias", (), "fp32"))
+    if stage:
+        return result
+    if spec.positions == "rotary":
+        result += [
+            Hold(0, hold_bytes((spec.head_dim // 2,), "fp32"), kept, name, (spec.head_dim // 2,), "fp32")
+            for name in ("inv_freq", "original_inv_freq")
+        ]
+    if spec.family == "bert":
+        n = spec.positions_max
+        result += [
+            Hold(0, hold_bytes((n,), "int64"), kept, name, (1, n), "int64")
+            for name in ("position_ids", "token_type_ids")
+        ]
+    return result
