@@ -161,6 +161,8 @@ class Recorder:
     """Parameters that have a gradient already, from another module that shares them."""
     kernel_workspaces: bool = False
     """Also record what kernels allocate inside."""
+    consumes_gradients: bool = False
+    """A hook adds every parameter's gradient to a static buffer as soon as it is there, and drops it."""
     events: list[Event] = field(default_factory=list)
     parameters: dict[str, Leaf] = field(default_factory=dict)
     grad_enabled: bool = True
@@ -318,7 +320,7 @@ class Recorder:
             return
         if not leaf.is_parameter:
             leaf.gradient = gradient
-        elif not leaf.has_gradient:
+        elif not leaf.has_gradient and not self.consumes_gradients:
             self.recategorise(gradient.storage, Category.GRADIENTS)
             leaf.gradient = gradient
             leaf.has_gradient = True

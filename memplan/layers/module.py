@@ -125,6 +125,10 @@ class Options:
     """The gradient of the output ends here; ``False`` where a caller keeps it."""
     kernel_workspaces: bool = False
     """Also what kernels allocate inside, which fake tensors do not show."""
+    keeps_input: bool = False
+    """The input ends elsewhere: a schedule keeps it."""
+    consumes_gradients: bool = False
+    """Parameters' gradients end as soon as they have arrived: a hook adds them to a static buffer."""
 
 
 def build(
@@ -150,7 +154,7 @@ def build(
 
 
 def _recorder(options: Options, first: bool, present: frozenset[str]) -> Recorder:
-    return Recorder(options.accumulates_in_place, first, present, options.kernel_workspaces)
+    return Recorder(options.accumulates_in_place, first, present, options.kernel_workspaces, options.consumes_gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,9 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     leaf = None
     x = None
     if interface.shape is not None:
-        x = recorder.outside(interface.shape, interface.dtype, Category.ACTIVATIONS, INPUT, drops=True)
+        x = recorder.outside(
+            interface.shape, interface.dtype, Category.ACTIVATIONS, INPUT, drops=not options.keeps_input
+        )
         x, leaf = recorder.leaf(x)
     run = recipe(recorder, x)
     del x

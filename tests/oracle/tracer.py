@@ -78,6 +78,13 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finalizer.atexit = False
         self.seen[key] = finalizer
 
+    def end(self, tensor: torch.Tensor) -> None:
+        """The storage of ``tensor`` loses its memory, though it is still referred to."""
+        storage = tensor.untyped_storage()
+        _, _, (key, change), _ = self.seen[storage._cdata].detach()
+        self.trace.add(change)
+        self.seen[key] = weakref.finalize(storage, self.seen.pop, key)
+
     def _gone(self, key: int, change: Change) -> None:
         del self.seen[key]
         self.trace.add(change)

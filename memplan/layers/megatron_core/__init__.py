@@ -1,0 +1,1 @@
+"""Layers of Megatron-Core on one rank, in both implementations: ``local`` and ``transformer_engine``."""

@@ -1,0 +1,388 @@
+"""What lies before and after the layers of Megatron-Core's GPT: a batch, the embedding, the final norm, the head.
+
+``pretrain_gpt.py``, ``megatron/core/models/gpt/gpt_model.py``, ``models/common/embeddings``,
+``tensor_parallel/layers.py`` and ``mappings.py``. Collectives work in place, but for all-gathers and
+reduce-scatters. Shapes: s sequence, b micro-batch, n = s b, h hidden, v padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+from ...tape import Category, Drop, Hold, Tape
+from .. import ops
+from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..module import SHARED, Module, Tapes, hold_bytes
+from . import te
+from .losses import gpt_loss, language_model_loss, sorted_indices
+from .shape import CoreShape
+
+INPUTS, LOGITS, WORKSPACES = Category.INPUTS, Category.LOGITS, Category.WORKSPACES
+COMMUNICATION = Category.COMMUNICATION_BUFFERS
+
+TOKENS, POSITION_IDS, LABELS, LOSS_MASK, ATTENTION_MASK = SHARED, SHARED - 1, SHARED - 2, SHARED - 3, SHARED - 4
+"""Ids of the tensors of a micro-batch."""
+
+TIED_GRADIENT = SHARED - 5
+"""Id of the tied weight's gradient between the head's backward and the embedding's, on one stage."""
+
+WORD = "word.weight"
+"""The vocabulary-parallel table; of the head, too, where they are tied."""
+
+Role = Literal["only", "first", "middle", "last"]
+"""Of a pipeline stage, or of one virtual stage (chunk)."""
+
+# -- a micro-batch -----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def batch(shape: CoreShape, role: Role) -> Module:
+    """``get_batch``: what one micro-batch brings to the GPU, held in variables of ``forward_step``.
+
+    A first stage has tokens and position ids, a last one labels and the loss mask, both the attention mask
+    (b, 1, s, s) where the data loader makes one; those in between have nothing. Tensors for other stages
+    arrive, too, and are dropped (``get_batch_on_this_tp_rank``). With context parallelism tensors arrive
+    whole and are cut one after the other (``get_batch_on_this_cp_rank``).
+    """
+    kept = tuple(_input(shape, id) for id in _inputs(shape, role))
+    arrived = {
+        id: hold for id, hold in _arriving(shape, role).items() if shape.cp > 1 or id not in _inputs(shape, role)
+    }
+    others = tuple(hold for id, hold in arrived.items() if id not in _inputs(shape, role))
+    whole: Tape = tuple(arrived.values()) + _drops(others)
+    if shape.cp > 1:
+        cut = tuple(event for hold in kept for event in (hold, *_drops([arrived[hold.tensor]])))
+        forward: Tape = whole + cut
+    else:
+        forward = kept + whole
+    tapes = Tapes(forward, (), 0, 0)
+    return Module("batch", tapes, tapes, forward, (), shares=kept)
+
+
+@lru_cache(maxsize=1024)
+def batch_ends(batch: Module, saved: frozenset[int]) -> Module:
+    """The return of ``forward_step``: inputs that no module saved end. Behind the stage's last module.
+
+    ``saved`` are the ids that the stage's modules keep (``Module.saved_shared``).
+    """
+    tapes = Tapes(_drops(hold for hold in batch.shares if hold.tensor not in saved), (), 0, 0)
+    return Module("batch_ends", tapes, tapes, _drops(batch.shares), ())
+
+
+@lru_cache(maxsize=1024)
+def batch_released(batch: Module, saved: frozenset[int]) -> Module:
+    """The end of a stage's backward: the other inputs end. In front of the stage's first module."""
+    tapes = Tapes((), _drops(hold for hold in batch.shares if hold.tensor in saved), 0, 0)
+    return Module("batch_released", tapes, tapes, (), ())
+
+
+def _inputs(shape: CoreShape, role: Role) -> tuple[int, ...]:
+    if role == "middle":
+        return ()
+    mask = (ATTENTION_MASK,) if shape.attention_mask else ()
+    last = (LABELS, LOSS_MASK) if role in ("only", "last") else ()
+    first = (POSITION_IDS, TOKENS) if role in ("only", "first") else ()
+    return (*mask, *last, *first)
+
+
+NAMES = {
+    TOKENS: "tokens",
+    POSITION_IDS: "position_ids",
+    LABELS: "labels",
+    LOSS_MASK: "loss_mask",
+    ATTENTION_MASK: "attention_mask",
+}
+
+
+def _input(shape: CoreShape, id: int) -> Hold:
+    size, dtype = input_shape(shape, id), input_dtype(id)
+    return Hold(id, hold_bytes(size, dtype), INPUTS, NAMES[id], size, dtype)
+
+
+def input_shape(shape: CoreShape, id: int) -> Shape:
+    """Of an input on this rank. Context parallelism cuts the mask's rows and not its columns."""
+    return (shape.b, 1, shape.s, shape.s * shape.cp) if id == ATTENTION_MASK else (shape.b, shape.s)
+
+
+def input_dtype(id: int) -> str:
+    return {LOSS_MASK: "fp32", ATTENTION_MASK: "bool"}.get(id, "int64")
+
+
+def _arriving(shape: CoreShape, role: Role) -> dict[int, Hold]:
+    """All tensors of the whole sequence, by id, each under an id of its own."""
+    if role == "middle":
+        return {}
+    whole = replace(shape, s=shape.s * shape.cp, cp=1)
+    every = (_input(whole, id) for id in _inputs(shape, "only"))
+    return {hold.tensor: hold._replace(tensor=i, name=f"{hold.name}_whole") for i, hold in enumerate(every, 1)}
+
+
+def _drops(holds: Iterable[Hold]) -> Tape:
+    return tuple(Drop(hold.tensor, hold.bytes, hold.category) for hold in holds)
+
+
+def input_of(r: Recorder, shape: CoreShape, id: int) -> Tensor:
+    """An input as a module sees it: its end is no event there."""
+    return r.outside(input_shape(shape, id), input_dtype(id), INPUTS, id)
+
+
+# -- embedding ---------------------------------------------------------------------------------------
+
+
+def gpt_embedding(r: Recorder, shape: CoreShape, *, tied_here: bool = False) -> Tensor:
+    """``LanguageModelEmbedding`` on the batch's tokens and position ids."""
+    tokens, positions = input_of(r, shape, TOKENS), input_of(r, shape, POSITION_IDS)
+    return embedding(r, shape, tokens, positions, tied_here=tied_here)
+
+
+def embedding(
+    r: Recorder,
+    shape: CoreShape,
+    tokens: Tensor,
+    positions: Tensor,
+    types: Tensor | None = None,
+    *,
+    tied_here: bool = False,
+) -> Tensor:
+    """``LanguageModelEmbedding.forward``: (s, b, h), or (s/t, b, h) with sequence parallelism, of (b, s) ids.
+
+    The words' and positions' embeddings are variables of the frame. Without learned positions and token types
+    sequence parallelism reduce-scatters the words within the lookup; else it takes a slice, a view. Both are cloned.
+    """
+    spec, b, s, h = shape.spec, shape.b, shape.s, shape.spec.hidden
+    learned = spec.positions == "learned"
+    scattered = shape.sequence_parallel and not learned and types is None
+    permuted = b > 1 and s > 1
+    words = vocab_parallel_embedding(r, shape, tokens, tied_here=tied_here, scatters=scattered)
+    hidden, places, kinds = words, None, None
+    if learned:
+        table = r.parameter("position.weight", (spec.positions_max, h), shape.dtype)
+        places = lookup(r, table, positions, "position_embeddings", permuted=permuted)
+        hidden = ops.add(r, words, places, "embedding_sum")
+    if not scattered:
+        hidden = transposed(r, hidden, (s, b, h), "embedding_transposed")
+    if types is not None:
+        table = r.parameter("token_type.weight", (spec.token_types, h), shape.dtype)
+        kinds = lookup(r, table, types, "token_type_embeddings", permuted=permuted).view(s, b, h)
+        hidden = ops.add(r, hidden, kinds, "embedding_with_types")
+    if shape.fp32_residual:
+        hidden = ops.cast(r, hidden, "fp32", "embedding_fp32")
+    if shape.sequence_parallel:
+        hidden = hidden if scattered else _first_slice(r, hidden, shape)
+        hidden = _cloned(r, hidden, "embedding_cloned")
+    hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
+    del words, places, kinds
+    return hidden
+
+
+def vocab_parallel_embedding(
+    r: Recorder, shape: CoreShape, ids: Tensor, *, tied_here: bool = False, scatters: bool = False
+) -> Tensor:
+    """``VocabParallelEmbedding.forward``: (b, s, h), or (s/t, b, h) where it reduce-scatters, of (b, s) ids.
+
+    With t > 1 foreign tokens are looked up as 0 and their rows zeroed in place; backward zeroes them in a
+    copy of the gradient. The mask and the shifted tokens are saved.
+    """
+    b, s, h, dtype = shape.b, shape.s, shape.spec.hidden, shape.dtype
+    weight = r.parameter(WORD, (shape.vocab // shape.t, h), dtype)
+    tokens, foreign = ids, None
+    if shape.t > 1:
+        below, above = r.empty((b, s), "bool", "tokens_below"), r.empty((b, s), "bool", "tokens_above")
+        foreign = r.empty((b, s), "bool", "tokens_foreign")
+        del below, above
+        cloned = r.empty((b, s), "int64", "tokens_cloned")
+        tokens = r.empty((b, s), "int64", "masked_input")
+        del cloned
+    tied, permuted = shape if tied_here else None, b > 1 and s > 1
+    out = lookup(r, weight, tokens, "word_embeddings", sorts=shape.deterministic, permuted=permuted, tied=tied)
+    if foreign is not None:
+        whole = out.shape
+        node = r.node((out,), (foreign,), lambda r, gradients: [r.empty(whole, dtype, "grad_word_embeddings_zeroed")])
+        out = Tensor(out.storage, whole, dtype, node)
+    if scatters:
+        out = transposed(r, out, (s, b, h), "word_embeddings_transposed")
+        out = _reduce_scattered(r, out, shape)
+    del tokens, foreign
+    return out
+
+
+def lookup(
+    r: Recorder,
+    weight: Tensor,
+    indices: Tensor,
+    name: str,
+    *,
+    sorts: bool = False,
+    permuted: bool = False,
+    tied: CoreShape | None = None,
+) -> Tensor:
+    """``F.embedding``, or ``weight[indices]`` (``sorts``, deterministic mode): saves the indices.
+
+    Backward makes a dense gradient of the whole table either way. ``permuted``: the incoming gradient is not
+    contiguous and is copied first. ``tied``: the head's gradient of the same weight has been waiting in autograd's
+    input buffer, and this one is added to it in place.
+    """
+    out = r.empty((*indices.shape, weight.shape[1]), weight.dtype, name)
+    table, dtype, n = weight.shape, weight.dtype, prod(indices.shape)
+    waiting: list[Tensor] = []
+    if tied is not None and not tied.gradient_fusion and r.grad_enabled:
+        waiting.append(r.outside(table, dtype, Category.GRADIENTS, TIED_GRADIENT, drops=True))
+    sums = tied is not None and tied.gradient_fusion
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        made = _table_gradient(r, table, dtype, n, name, sorts, permuted)
+        waiting.clear()
+        return [r.empty(table, dtype, "grad_tied_sum")] if sums else [made]
+
+    out.node = r.node((weight,), (indices,), backward)
+    return out
+
+
+def _table_gradient(r: Recorder, table: Shape, dtype: str, n: int, name: str, sorts: bool, permuted: bool) -> Tensor:
+    """``index_backward`` (``sorts``) or ``embedding_dense_backward_cuda``, with what they allocate inside.
+
+    The latter sums the rows of one token in fp32, at most 10 at a time, unless n <= 3072
+    (``aten/src/ATen/native/cuda/Embedding.cu``, ``EmbeddingBackwardKernel.cu``).
+    """
+    label = f"grad_{name}_weight"
+    if not r.kernel_workspaces:
+        return r.empty(table, dtype, label)
+    h = table[1]
+    if sorts:
+        grad = r.empty(table, dtype, label)
+        inside = [r.empty((n, h), dtype, f"grad_{name}_contiguous", WORKSPACES)] if permuted else []
+        inside += sorted_indices(r, n)
+        inside.clear()
+        return grad
+    inside = [r.empty((n, h), dtype, f"grad_{name}_contiguous", WORKSPACES)] if permuted else []
+    if n <= 3072:
+        return r.empty(table, dtype, label)
+    inside += [r.empty((n,), "int64", part, WORKSPACES) for part in ("indices_sorted", "indices_original")]
+    rows = r.empty((n,), "int64", "indices_range", WORKSPACES)
+    buffers = r.empty((2 * n,), "int64", "radix_sort_buffers", WORKSPACES)
+    del buffers, rows
+    grad = r.empty(table, dtype, label)
+    segments = min(n, table[0])
+    parts = n // 10 + segments
+    offsets = ("segment_offsets", "partials_per_segment", "partials_per_segment_offset")
+    inside += [r.empty((segments,), "int64", part, WORKSPACES) for part in offsets]
+    inside.append(r.empty((parts,), "int64", "partial_segment_offset", WORKSPACES))
+    inside.append(r.empty((parts, h), "fp32", "grad_weight_per_segment", WORKSPACES))
+    inside.clear()
+    return grad
+
+
+def transposed(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
+    """``x.transpose(0, 1).contiguous()``: a copy, unless one of the two dimensions is 1; its gradient is a view."""
+    if x.shape[0] == 1 or x.shape[1] == 1:
+        back = x.shape
+        node = r.node((x,), (), lambda r, gradients: [one and one.view(*back) for one in gradients])
+        return Tensor(x.storage, shape, x.dtype, node)
+    return ops.contiguous(r, x, shape, name)
+
+
+def _first_slice(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
+    """``scatter_to_sequence_parallel_region``: a view of this rank's tokens, whose gradient is gathered."""
+    whole, dtype = x.shape, x.dtype
+    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_embedding_gathered", COMMUNICATION)])
+    return Tensor(x.storage, shape.hidden, dtype, node)
+
+
+def _reduce_scattered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
+    """``reduce_scatter_to_sequence_parallel_region``: a fresh (s/t, b, h), whose gradient is gathered."""
+    whole, dtype = x.shape, x.dtype
+    out = r.empty(shape.hidden, dtype, "word_embeddings_scattered")
+    out.node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_embedding_gathered", COMMUNICATION)])
+    return out
+
+
+def _cloned(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``clone`` (``clone_scatter_output_in_embedding``), so that the whole tensor can end."""
+    out = r.empty(x.shape, x.dtype, name)
+    out.node = r.node((x,), (), lambda r, gradients: gradients)
+    return out
+
+
+# -- head --------------------------------------------------------------------------------------------
+
+
+def final_norm(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
+    """``TransformerBlock.final_layernorm``: ``TENorm`` in both implementations where Transformer Engine is installed
+    (``transformer_block.py``, ``LayerNormImpl``)."""
+    return te.norm(r, x, "final_norm", shape)
+
+
+def output_layer(
+    r: Recorder, hidden: Tensor, shape: CoreShape, *, tied_here: bool = False, bias: bool = False
+) -> Tensor:
+    """``ColumnParallelLinear`` in both implementations: logits (s, b, v/t) in the hidden state's dtype.
+
+    Sequence parallelism gathers the input into a buffer that is never freed (``gather_buffer``), forward and
+    backward; the shard is what is saved. A bias is added out of place. Under gradient accumulation fusion
+    the weight's gradient goes into ``main_grad``, and autograd gets a static dummy (``dummy_gradient``). The
+    gradient of a weight tied to this stage's embedding waits for the embedding's.
+    """
+    s, b, v, h, dtype = shape.s, shape.b, shape.vocab // shape.t, shape.spec.hidden, hidden.dtype
+    name = WORD if shape.spec.tied_embeddings else "head.weight"
+    parameters = [r.parameter(name, (v, h), shape.dtype)]
+    if bias:
+        parameters.append(r.parameter("head.bias", (v,), shape.dtype))
+    scattered, fused = shape.sequence_parallel, shape.gradient_fusion
+    shard = hidden.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad_input = r.empty((s, b, h), dtype, "grad_head_input")
+        received = r.empty(shard, dtype, "grad_head_input_scattered") if scattered else grad_input
+        grad_weight = None
+        if not fused and tied_here:
+            size = hold_bytes((v, h), dtype)
+            r.events.append(Hold(TIED_GRADIENT, size, Category.GRADIENTS, "grad_head_weight", (v, h), dtype))
+        elif not fused:
+            grad_weight = r.empty((v, h), dtype, "grad_head_weight")
+        return [received, grad_weight, *([r.empty((v,), dtype, "grad_head_bias")] if bias else [])]
+
+    node = r.node((hidden, *parameters), (hidden,), backward)
+    logits = r.empty((s, b, v), dtype, "logits", LOGITS)
+    if bias:
+        logits = r.empty((s, b, v), dtype, "logits_biased", LOGITS)
+    logits.node = node
+    return logits
+
+
+def gpt_head(r: Recorder, hidden: Tensor, shape: CoreShape, *, tied_here: bool = False) -> Tensor:
+    """``GPTModel._postprocess`` and ``loss_func``: the loss. The 16-bit logits live until ``_postprocess`` returns."""
+    per_token = _losses(r, hidden, shape, tied_here)
+    mask = input_of(r, shape, LOSS_MASK)
+    return gpt_loss(r, per_token, mask, per_token_loss=shape.per_token_loss)
+
+
+def _losses(r: Recorder, hidden: Tensor, shape: CoreShape, tied_here: bool) -> Tensor:
+    logits = output_layer(r, hidden, shape, tied_here=tied_here)
+    loss = language_model_loss(r, logits, shape)
+    return loss  # noqa: RET504 - the variable of the logits ends with this frame
+
+
+def gather_buffer(shape: CoreShape) -> Shape:
+    """What the head takes from the static ``"mpu"`` buffer (``GlobalMemoryBuffer``); ``(0,)`` if nothing."""
+    return (shape.s, shape.b, shape.spec.hidden) if shape.sequence_parallel else (0,)
+
+
+def dummy_gradient(shape: CoreShape) -> Shape | None:
+    """Shape of the head's static dummy gradient in the parameters' dtype (Transformer Engine's ``get_dummy_wgrad``)."""
+    return (shape.vocab // shape.t, shape.spec.hidden) if shape.gradient_fusion else None
+
+
+def rotary_table(shape: CoreShape, rotary_percent: float = 1.0) -> tuple[Hold, ...]:
+    """``RotaryEmbedding``: inverse frequencies, and the angles (s, 1, 1, d) that ``lru_cache`` keeps, both fp32.
+
+    Every stage's model has its own, made by its first forward pass (``rotary_pos_embedding.py``).
+    """
+    d = int(shape.spec.head_dim * rotary_percent)
+    sizes: dict[str, Shape] = {"rotary_inverse_frequencies": (d // 2,), "rotary_angles": (shape.s, 1, 1, d)}
+    return tuple(
+        Hold(0, hold_bytes(size, "fp32"), Category.BUFFERS, name, size, "fp32") for name, size in sizes.items()
+    )

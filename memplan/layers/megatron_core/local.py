@@ -1,0 +1,258 @@
+"""Megatron-Core's own modules (``--transformer-impl local``), where apex and Transformer Engine are installed.
+
+``megatron/core/tensor_parallel/layers.py`` and ``mappings.py``, ``fusions/fused_layer_norm.py`` and
+``fused_softmax.py``, ``transformer/dot_product_attention.py``; apex ``csrc/layer_norm_cuda.cpp`` and
+``csrc/megatron/scaled_*_softmax_cuda.cu``. Collectives work in place. Inputs gathered for sequence parallelism
+and the first argument of the scores' GEMM are one static buffer (``GlobalMemoryBuffer``, ``"mpu"``), and
+the weight gradients that fused accumulation hands to autograd are static, too (``get_dummy_wgrad`` of
+Transformer Engine): see ``memory_buffer`` and ``dummy_gradients``.
+
+Shapes: s sequence, b micro-batch, h hidden, a heads, g key/value heads, d head size, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...tape import Category
+from .. import ops
+from ..autograd import Gradients, Recorder, Shape, Tensor
+from .shape import CoreShape
+
+FUSED_SOFTMAX_LONGEST = 4096
+"""Longest row that ``FusedScaleMaskSoftmax.is_kernel_available`` admits."""
+
+
+def memory_buffer(shape: CoreShape) -> Shape:
+    """The largest tensor that the layers take from the ``"mpu"`` buffer, in ``shape.dtype``; ``(0,)`` if none does."""
+    sizes: list[Shape] = [(0,)]
+    if shape.sequence_parallel and shape.implementation == "local":
+        sizes.append((shape.s, shape.b, shape.spec.hidden))
+    if shape.attention == "local":
+        sizes.append((shape.b * shape.spec.heads // shape.t, shape.s, shape.s))
+    return max(sizes, key=_elements)
+
+
+def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
+    """Shapes of the static stand-ins for weight gradients, one a shape, in ``shape.dtype``."""
+    if not shape.gradient_fusion:
+        return frozenset()
+    spec, t, h = shape.spec, shape.t, shape.spec.hidden
+    f = spec.ffn // t
+    inner = 2 * f if spec.activation == "swiglu" else f
+    return frozenset({(spec.qkv_features // t, h), (h, spec.attention_features // t), (inner, h), (h, f)})
+
+
+def _elements(shape: Shape) -> int:
+    n = 1
+    for dim in shape:
+        n *= dim
+    return n
+
+
+# -- linear -----------------------------------------------------------------------------------------
+
+
+def _linear(
+    r: Recorder, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, shape: CoreShape, *, gathers: bool
+) -> Tensor:
+    """``LinearWithGradAccumulationAndAsyncCommunication``: saves its input as it came and the weight.
+
+    ``gathers``: the input is a shard of the sequence, gathered into the static buffer here and again in
+    backward, where the gradient of the whole is reduce-scattered into a tensor of its own.
+    """
+    n, k = weight.shape
+    saved, dtype, has_bias, fused = x.shape, x.dtype, bias is not None, shape.gradient_fusion
+    whole = (shape.s, *x.shape[1:])
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad = r.empty(whole, dtype, f"grad_{name}_input")
+        shard = r.empty(saved, dtype, f"grad_{name}_scattered") if gathers else grad
+        grad_weight = None if fused else r.empty((n, k), dtype, f"grad_{name}_weight")
+        grad_bias = [r.empty((n,), dtype, f"grad_{name}_bias")] if has_bias else []
+        return [shard, grad_weight, *grad_bias]
+
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    node = r.node(inputs, (x, weight), backward)
+    out = r.empty((*whole[:-1], n), dtype, name)
+    if has_bias:
+        out = r.empty(out.shape, dtype, f"{name}_biased")
+    out.node = node
+    return out
+
+
+def _parameters(r: Recorder, name: str, weight: Shape, dtype: str, bias: bool) -> tuple[Tensor, Tensor | None]:
+    first = r.parameter(f"{name}.weight", weight, dtype)
+    return first, r.parameter(f"{name}.bias", weight[:1], dtype) if bias else None
+
+
+def column_linear(
+    r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, bias: bool, skip_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``ColumnParallelLinear`` with ``n`` outputs on this rank: (s, b, n), and the bias if it is not added."""
+    weight, added = _parameters(r, name, (n, x.shape[-1]), shape.dtype, bias)
+    kept = added if skip_bias else None
+    out = _linear(r, x, weight, None if skip_bias else added, name, shape, gathers=shape.sequence_parallel)
+    return out, kept
+
+
+def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool) -> tuple[Tensor, Tensor | None]:
+    """``RowParallelLinear`` to (s, b, h), all-reduced in place or reduce-scattered; its bias is not added."""
+    weight, kept = _parameters(r, name, (shape.spec.hidden, x.shape[-1]), shape.dtype, bias)
+    out = _linear(r, x, weight, None, name, shape, gathers=False)
+    if not shape.sequence_parallel:
+        return out, kept
+    full, dtype = out.shape, out.dtype
+    scattered = r.empty(shape.hidden, dtype, f"{name}_scattered")
+    scattered.node = r.node((out,), (), lambda r, gradients: [r.empty(full, dtype, f"grad_{name}_gathered")])
+    return scattered, kept
+
+
+# -- norm -------------------------------------------------------------------------------------------
+
+
+def norm(
+    r: Recorder, x: Tensor, name: str, shape: CoreShape, *, strided: bool = False, transposed: bool = False
+) -> Tensor:
+    """``FusedLayerNorm`` (apex), or ``torch.nn.RMSNorm``, over the last dimension of ``x``.
+
+    Both save their input and fp32 statistics of one row each: mean and inverse deviation, or the latter.
+    In apex the gradients of weight and bias are summed from 16 parts each (``layer_norm_cuda_kernel.cu``).
+    A ``strided`` input is copied (apex saves the copy, PyTorch drops it), a ``transposed`` gradient, too.
+    """
+    weights = [r.parameter(f"{name}.weight", x.shape[-1:], shape.dtype)]
+    has_bias = shape.spec.norm == "layernorm"
+    if has_bias:
+        weights.append(r.parameter(f"{name}.bias", x.shape[-1:], shape.dtype))
+    copy = [r.empty(x.shape, x.dtype, f"{name}_contiguous")] if strided else []
+    out = r.empty(x.shape, x.dtype, name)
+    statistics = [r.empty((*x.shape[:-1], 1), "fp32", f"{name}_mean")] if has_bias else []
+    statistics.append(r.empty((*x.shape[:-1], 1), "fp32", f"{name}_rstd"))
+    whole, dtype, count = x.shape, x.dtype, len(weights)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        again = [r.empty(whole, dtype, f"grad_{name}_contiguous")] if transposed else []
+        again += [r.empty(whole, dtype, f"{name}_contiguous")] if strided and not has_bias else []
+        made: list[Tensor | None] = [r.empty(whole, dtype, f"grad_{name}_input")]
+        made += [r.empty(whole[-1:], dtype, f"grad_{name}_{part}") for part in ("weight", "bias")[:count]]
+        if has_bias and r.kernel_workspaces:
+            inside = [r.empty((16, whole[-1]), "fp32", f"grad_{name}_part", Category.WORKSPACES) for _ in range(2)]
+            del inside
+        again.clear()
+        return made
+
+    saved = copy[0] if copy and has_bias else x
+    copy.clear()
+    out.node = r.node((x, *weights), (saved, *statistics), backward)
+    return out
+
+
+# -- core attention ---------------------------------------------------------------------------------
+
+
+def softmax_is_fused(b: int, s: int, heads: int, causal: bool, dtype: str) -> bool:
+    """``FusedScaleMaskSoftmax.is_kernel_available`` for ``heads`` heads of this rank."""
+    rows_per_block = 8 if s <= 128 else 4  # apex scaled_masked_softmax.h, get_batch_per_block
+    fits = 16 < s <= FUSED_SOFTMAX_LONGEST and s % 4 == 0 and (b * heads) % 4 == 0
+    return dtype != "fp32" and fits and (b * heads if causal else s) % rows_per_block == 0
+
+
+def _probabilities(r: Recorder, scores: Tensor, shape: CoreShape) -> Tensor:
+    """``FusedScaleMaskSoftmax`` on (b, a/t, s, s): one kernel that saves its result and whose backward
+    writes into its incoming gradient; or operators, with a causal mask of their own where none is given."""
+    heads, causal = scores.shape[1], shape.spec.causal
+    if shape.masked_softmax_fusion and softmax_is_fused(shape.b, shape.s, heads, causal, shape.dtype):
+        out = r.empty(scores.shape, scores.dtype, "probabilities")
+        out.node = r.node((scores,), (out,), lambda r, gradients: gradients)
+        return out
+    dtype, strided = scores.dtype, True
+    if shape.softmax_in_fp32 and dtype != "fp32":
+        scores, strided = ops.cast(r, scores, "fp32", "scores_fp32"), False
+    if shape.query_key_layer_scaling:
+        scores, strided = ops.scale(r, scores, "scores_scaled"), False
+    mask = r.outside((1,), "bool") if shape.attention_mask else _causal_mask(r, shape.s) if causal else None
+    if mask is not None:
+        scores = _masked(r, scores, mask, strided)
+    probabilities = ops.softmax(r, scores, "probabilities_fp32")
+    return ops.cast(r, probabilities, dtype, "probabilities")
+
+
+def _causal_mask(r: Recorder, s: int) -> Tensor:
+    """``get_default_causal_mask``: (s, s), by way of two in fp32."""
+    made = [r.empty((s, s), "fp32", "ones")]
+    made = [r.empty((s, s), "fp32", "upper_triangle")]
+    mask = r.empty((s, s), "bool", "causal_mask")
+    made.clear()
+    return mask
+
+
+def _masked(r: Recorder, scores: Tensor, mask: Tensor, view: bool) -> Tensor:
+    """``masked_fill_``, which saves the mask. Of a view (the scores as they come) autograd copies the gradient
+    whole, and the slice that the view was (``CopySlices``)."""
+    shape, dtype = scores.shape, scores.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        if not view:
+            return [r.empty(shape, dtype, "grad_scores_masked")]
+        whole = r.empty(shape, dtype, "grad_scores_copied")
+        part = r.empty(shape, dtype, "grad_scores_slice")
+        filled = r.empty(shape, dtype, "grad_scores_masked")
+        del part, filled
+        return [whole]
+
+    return Tensor(scores.storage, shape, dtype, r.node((scores,), (mask,), backward))
+
+
+def _scores(r: Recorder, q: Tensor, k: Tensor) -> Tensor:
+    """``baddbmm`` of (s, b, a, d) and (s, b, a, d) to (b, a, s, s): saves both; the gradients of first query,
+    then key are scaled out of place."""
+    s, b, n, d = q.shape
+    dtype = q.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        made: list[Tensor | None] = []
+        for part in ("query", "key"):
+            product = r.empty((s, b, n, d), dtype, f"grad_{part}_unscaled")
+            made.append(r.empty((s, b, n, d), dtype, f"grad_{part}"))
+            del product
+        return made
+
+    node = r.node((q, k), (q, k), backward)
+    out = r.empty((b, n, s, s), dtype, "scores")
+    out.node = node
+    return out
+
+
+def _leaf(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """An input of a recomputed region, whose transposed gradient is copied when it arrives (``AccumulateGrad``)."""
+    shape, dtype = x.shape, x.dtype
+    node = r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}_copied")])
+    return Tensor(x.storage, shape, dtype, node)
+
+
+def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
+    """``DotProductAttention.forward`` on (s, b, a/t, d) and (s, b, g/t, d): the context as (s, b, a d / t)."""
+    s, b, n, d = q.shape
+    again, repeats = "core_attn" in shape.recompute_modules, n > k.shape[2]
+    if repeats:
+        k = ops.expanded(r, k, q.shape, "key_repeated", copies=True)
+        v = ops.expanded(r, v, q.shape, "value_repeated", copies=True)
+    if again:
+        q = _leaf(r, q, "query")
+        k = k if repeats else _leaf(r, k, "key")
+    if repeats and b > 1 and _is_slice(shape):
+        q = ops.contiguous(r, q, q.shape, "query_contiguous")
+    scores = _scores(r, q, k)
+    probabilities = _probabilities(r, scores, shape)
+    probabilities = ops.dropout(r, probabilities, shape.spec.attention_dropout, "attention_dropout")
+    if again and not repeats:
+        v = _leaf(r, v, "value")
+    context = ops.matmul(r, probabilities, v, (b, n, s, d), "context")
+    context = ops.contiguous(r, context, (s, b, n * d), "context_contiguous")
+    return context  # noqa: RET504
+
+
+def _is_slice(shape: CoreShape) -> bool:
+    """The queries come as a slice of the projection's output: of one group, so that ``reshape`` made no copy."""
+    changed = shape.spec.qk_norm or shape.spec.positions == "rotary"
+    return shape.spec.kv_heads == shape.t and not changed

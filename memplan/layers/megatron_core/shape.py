@@ -1,0 +1,76 @@
+"""What the recipes of Megatron-Core's modules read: sizes and choices of implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...plan.spec import ModelSpec
+
+TransformerImpl = Literal["local", "transformer_engine"]
+CoreAttention = Literal["local", "unfused", "fused", "flash"]
+CrossEntropy = Literal["unfused", "native", "te"]
+ContextCommunication = Literal["p2p", "a2a", "all_gather"]
+
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShape:
+    """One micro-batch of one architecture on one tensor- and context-parallel rank.
+
+    Everything that a recipe reads is here, so that equal shapes share one recorded module.
+    """
+
+    spec: ModelSpec
+    """Of any depth (``plan.spec.of_any_depth``)."""
+    b: int
+    """Micro-batch size."""
+    s: int
+    """Tokens of one sequence on this rank: sequence length / context-parallel size."""
+    t: int
+    """Tensor-parallel size."""
+    dtype: str
+    """Of parameters and activations."""
+    vocab: int
+    """Padded vocabulary, whole: this rank holds vocab / t."""
+    cp: int = 1
+    """Context-parallel size."""
+    cp_communication: ContextCommunication = "p2p"
+    sequence_parallel: bool = False
+    implementation: TransformerImpl = "transformer_engine"
+    te: Version = (2, 18)
+    """Version of Transformer Engine whose saved tensors are meant."""
+    attention: CoreAttention = "flash"
+    """``local`` is Megatron's own ``DotProductAttention``; the others are back ends of Transformer Engine."""
+    deterministic: bool = False
+    """``--deterministic-mode``, and ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` in Transformer Engine."""
+    gradient_fusion: bool = True
+    """``gradient_accumulation_fusion``: weight gradients are added to ``main_grad`` by the GEMM itself."""
+    bias_activation_fusion: bool = True
+    """``bias_gelu_fusion`` or ``bias_swiglu_fusion``, whichever the activation has."""
+    bias_dropout_fusion: bool = True
+    rope_fusion: bool = True
+    rotary_interleaved: bool = False
+    masked_softmax_fusion: bool = True
+    softmax_in_fp32: bool = True
+    query_key_layer_scaling: bool = False
+    cross_entropy: CrossEntropy = "unfused"
+    fp32_residual: bool = False
+    recompute_modules: tuple[str, ...] = ()
+    """Selective recompute: of ``core_attn``, ``layernorm``, ``mlp``, as ``--recompute-modules``."""
+    attention_mask: bool = True
+    """An attention mask is made in the data loader and given to the layers."""
+    per_token_loss: bool = False
+    multiprocessors: int = 132
+    """Of the GPU (H100 132, B200 148, GB200 152): flash attention's deterministic backward splits by it."""
+
+    @property
+    def local_s(self) -> int:
+        """Tokens of one sequence outside the tensor-parallel regions: s / t with sequence parallelism."""
+        return self.s // self.t if self.sequence_parallel else self.s
+
+    @property
+    def hidden(self) -> tuple[int, int, int]:
+        """Shape of the hidden state outside the tensor-parallel regions: (s, b, h), or (s/t, b, h)."""
+        return (self.local_s, self.b, self.spec.hidden)

@@ -1,0 +1,179 @@
+"""Context parallelism in Transformer Engine's attention (``dot_product_attention/context_parallel.py``).
+
+Every rank has two chunks of the sequence, the i-th and the i-th from the end. ``p2p`` passes keys and values around
+a ring and merges the steps' outputs, ``a2a`` trades the sequence for heads. What merges and reorders is compiled
+(``jit_fuser``) and has no intermediates. Causal only: with a padding mask it refuses.
+
+Shapes: s sequence on this rank, b micro-batch, a heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ...plan.errors import PlanError
+from ...tape import Category
+from .. import ops
+from ..autograd import Gradients, Recorder, Shape, Tensor
+from . import te_facts
+from .shape import CoreShape
+
+COMMUNICATION, WORKSPACES = Category.COMMUNICATION_BUFFERS, Category.WORKSPACES
+
+
+def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
+    """``AttnFuncWithCPAndKVP2P`` on the last rank of the ring, whose queries see every other rank's first chunk.
+
+    Other ranks hold less: a step whose keys come from a later rank has half of the queries. Saves the
+    queries, the keys and values that arrived last, the output, one log-sum-exp and each step's random state.
+    """
+    cp, dtype, (b, s, a, d) = shape.cp, q.dtype, sizes(q, shape)
+    like_q, like_k, like_v = q.shape, k.shape, v.shape
+    both = (prod(like_k) + prod(like_v),)
+    buffers = [r.empty(both, dtype, "keys_and_values", COMMUNICATION)]
+    outs: list[Tensor] = []
+    statistics: list[Tensor] = []
+    states: list[Tensor] = []
+    merged: list[Tensor] = []
+    for step in range(cp):
+        if step < cp - 1:
+            buffers.append(r.empty(both, dtype, "keys_and_values_received", COMMUNICATION))
+        out, logsumexp, state = attended(r, like_q, dtype, (b, s, a, d), shape)
+        outs.append(out)
+        statistics.append(logsumexp)
+        states.append(state)
+        del out, logsumexp, state
+        if step == 1:
+            merged.append(r.empty((b, a, s), "fp32", "softmax_logsumexp"))
+    context = r.empty(like_q, dtype, "context")
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad_q = r.empty(like_q, dtype, "grad_q")
+        pairs = [r.empty((2, *both), dtype, "keys_values_and_gradients", COMMUNICATION) for _ in range(2)]
+        for step in range(cp):
+            keys, values = (like_k, like_v) if step == cp - 1 else (half(like_k), half(like_v))
+            made = gradients_of(r, (like_q, keys, values), dtype, (b, s, a, d), shape)
+            del made
+        last = pairs[cp % 2].storage
+        pairs.clear()
+        return [grad_q, Tensor(last, like_k, dtype), Tensor(last, like_v, dtype)]
+
+    context.node = r.node((q, k, v), (q, buffers[-1], context, *merged, *states), backward)
+    return context
+
+
+def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
+    """``AttnFuncWithCPAndQKVOA2A``: whole sequences of a/cp heads. Saves what attention takes and gives."""
+    cp, dtype, (b, s, a, d) = shape.cp, q.dtype, sizes(q, shape)
+    whole = (b, s * cp, a // cp, d)
+    likes = (q.shape, k.shape, v.shape)
+    inside = _before(r, [q, k, v], "qkv")
+    out, logsumexp, state = attended(r, likes[0], dtype, whole, shape)
+    context = _after(r, [out], "context")[0]
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        arrived = gradients[0]
+        assert arrived is not None
+        grad = _before(r, [arrived.view(*likes[0])], "grad_context")
+        made = gradients_of(r, likes, dtype, whole, shape)
+        returned = _after(r, made, "grad_qkv")
+        del made, grad, arrived
+        return list(returned)
+
+    context.node = r.node((q, k, v), (*inside, out, logsumexp, state), backward)
+    return context
+
+
+def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
+    """The context (s, b, a d) from q, k, v in the layout of the back end, contiguous."""
+    ways = {"p2p": p2p, "a2a": a2a}
+    if not shape.spec.causal or shape.cp_communication not in ways:
+        problem = "context parallelism is covered for causal attention with p2p or a2a"
+        raise PlanError("megatron.cp_communication", shape.cp_communication, problem)
+    if shape.te < te_facts.OLDEST_CONTEXT_PARALLEL:
+        problem = "context parallelism is covered from Transformer Engine 2.8"
+        raise PlanError("megatron.transformer_engine", f"{shape.te[0]}.{shape.te[1]}", problem)
+    s, b, n = shape.s, shape.b, shape.spec.attention_features // shape.t
+    context = ways[shape.cp_communication](r, q, k, v, shape)
+    if shape.attention == "fused" or b == 1:
+        return context.view(s, b, n)
+    if te_facts.context_parallel_output_is_flat(shape.te):
+        context = ops.copied_gradient(r, context, "context")
+    return ops.contiguous(r, context, (s, b, n), "context_contiguous")
+
+
+# -- parts ------------------------------------------------------------------------------------------
+
+
+def sizes(q: Tensor, shape: CoreShape) -> tuple[int, int, int, int]:
+    """b, s, a, d of queries that are (s, b, a, d) for cuDNN and (b, s, a, d) for flash attention."""
+    first, second, a, d = q.shape
+    return (second, first, a, d) if shape.attention == "fused" else (first, second, a, d)
+
+
+def half(like: Shape) -> Shape:
+    """A tensor of half of the sequence; which dimension that is does not matter here."""
+    return (like[0], like[1], like[2], like[3] // 2)
+
+
+def attended(
+    r: Recorder, like: Shape, dtype: str, bsad: tuple[int, int, int, int], shape: CoreShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, statistics (b, a, s) and random state of one call of the back end, in its order."""
+    b, s, a, _ = bsad
+    out = r.empty(like, dtype, "context_of_step")
+    if shape.attention == "fused":
+        state = r.empty((2,), "int64", "rng_state")
+        return out, r.empty((b, a, s, 1), "fp32", "softmax_statistics"), state
+    logsumexp = r.empty((b, a, s), "fp32", "softmax_logsumexp_of_step")
+    return out, logsumexp, r.empty((2,), "int64", "rng_state")
+
+
+def gradients_of(
+    r: Recorder, likes: tuple[Shape, Shape, Shape], dtype: str, bsad: tuple[int, int, int, int], shape: CoreShape
+) -> list[Tensor]:
+    """dq, dk and dv of one call of the back end, and what it needs meanwhile."""
+    b, s, a, d = bsad
+    made = [r.empty(like, dtype, f"grad_{part}_of_step") for part, like in zip("qkv", likes, strict=True)]
+    inside = []
+    if shape.attention == "flash":
+        inside.append(r.empty((b, a, -(-s // 128) * 128), "fp32", "softmax_d"))
+    if r.kernel_workspaces:
+        grouped = prod(likes[1]) < prod(likes[0]) and shape.spec.kv_heads < shape.spec.heads
+        for name, size, kind in te_facts.backward_workspaces(b, s, a, d, shape, grouped=grouped):
+            inside.append(r.empty(size, kind, name, WORKSPACES))
+    inside.clear()
+    return made
+
+
+def _before(r: Recorder, tensors: list[Tensor], name: str) -> list[Tensor]:
+    """``flash_attn_a2a_communicate(before_attn=True)``: split by heads, exchanged, put in order of the sequence."""
+    count = len(tensors)
+    outputs: list[Tensor] = []
+    for at in range(count + 2):
+        if 0 < at < count + 1:
+            outputs.append(_like(r, tensors[at - 1], f"{name}_received", COMMUNICATION))
+        if at > 1:
+            outputs[at - 2] = _like(r, outputs[at - 2], f"{name}_ordered")
+        if at < count:
+            tensors[at] = _like(r, tensors[at], f"{name}_by_heads", COMMUNICATION)
+    return outputs
+
+
+def _after(r: Recorder, given: list[Tensor], name: str) -> list[Tensor]:
+    """``flash_attn_a2a_communicate(before_attn=False)``: the way back; ``given`` stays the caller's."""
+    tensors, count = list(given), len(given)
+    outputs: list[Tensor] = []
+    for at in range(count + 2):
+        if 0 < at < count + 1:
+            outputs.append(_like(r, tensors[at - 1], f"{name}_received", COMMUNICATION))
+        if at < count:
+            tensors[at] = _like(r, tensors[at], f"{name}_by_chunks", COMMUNICATION)
+        if at > 1:
+            outputs[at - 2] = _like(r, outputs[at - 2], f"{name}_contiguous")
+    return outputs
+
+
+def _like(r: Recorder, x: Tensor, name: str, category: Category = Category.TEMPORARIES) -> Tensor:
+    return r.empty(x.shape, x.dtype, name, category)

@@ -1,0 +1,173 @@
+"""Facts of Transformer Engine by version: what it keeps between iterations, and where its tensors changed.
+
+Each has its source (file and function of the release named) and the first version that it holds for. Bytes are
+as requested, before rounding. Versions are (major, minor): 2.0 to 2.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from ...tape import rounded
+from ..autograd import Shape, size_of
+from .shape import CoreShape, Version
+
+OLDEST, NEWEST = (2, 0), (2, 20)
+"""Versions whose sources were read."""
+
+MIB = 1024**2
+
+
+def cublas_workspace(te: Version, compute_capability: int) -> int:
+    """Bytes of the one cuBLAS workspace of a process, made by the first GEMM and kept.
+
+    ``get_cublas_workspace_size_bytes``: ``pytorch/module/base.py`` up to 2.9, ``cpp_extensions/gemm.py`` since.
+    ``compute_capability`` is the major one: 8 A100, 9 H100, 10 B200.
+    """
+    if compute_capability < 9:
+        return 4 * MIB
+    return 32 * MIB + (1024 if te >= (2, 8) else 0)
+
+
+DummyGradient = Literal["none", "each backward", "kept"]
+
+
+def dummy_weight_gradient(te: Version) -> DummyGradient:
+    """What a linear returns for a weight whose gradient went into ``main_grad``.
+
+    2.0: nothing; 2.1 and 2.2: ``torch.empty`` of the weight's shape and dtype, each time; since 2.3 one tensor
+    for each shape and dtype, kept for good (``module/base.py``, ``get_dummy_wgrad``).
+    """
+    if te < (2, 1):
+        return "none"
+    return "each backward" if te < (2, 3) else "kept"
+
+
+def counts_tokens(te: Version) -> bool:
+    """``triton/cross_entropy.py`` counts the tokens that are not ignored, in two int64 scalars."""
+    return te >= (2, 12)
+
+
+def loss_gradient_contiguous(te: Version) -> bool:
+    """``triton/cross_entropy.py`` copies a strided gradient of the loss."""
+    return te >= (2, 11)
+
+
+def loss_gradient_apart(te: Version) -> bool:
+    """``triton/cross_entropy.py`` writes the gradient into an fp32 tensor of its own, made in forward; before
+    2.18 over the logits."""
+    return te >= (2, 18)
+
+
+def softmax_backward_in_place(te: Version) -> bool:
+    """``csrc/extensions/softmax.cpp`` writes over the incoming gradient; since 2.19 into a fresh one."""
+    return te < (2, 19)
+
+
+def frees_gathered_norm_shard(te: Version) -> bool:
+    """``layernorm_linear.py`` frees the norm's own output with the gathered one, after the weight's gradient;
+    before 2.8 (with sequence parallelism) with the node."""
+    return te >= (2, 8)
+
+
+OLDEST_CONTEXT_PARALLEL = (2, 8)
+"""Before it ``context_parallel.py`` keeps keys and values in one stacked tensor, which no recipe covers."""
+
+
+def context_parallel_output_is_flat(te: Version) -> bool:
+    """``context_parallel.py`` gives (b s, a, d) up to 2.14, so that a transposed gradient is copied."""
+    return te < (2, 15)
+
+
+def mask_in_int64(te: Version) -> bool:
+    """``get_full_mask`` takes the difference of two ``torch.where`` in int64, up to 2.5."""
+    return te < (2, 6)
+
+
+def backward_workspaces(
+    b: int, s: int, a: int, d: int, shape: CoreShape, *, grouped: bool
+) -> list[tuple[str, Shape, str]]:
+    """What a back end allocates inside its backward: name, shape and dtype.
+
+    flash-attn 2 (``flash_api.cpp``, ``mha_bwd``): the gradient of the queries in fp32, once for each split if
+    deterministic (⌈multiprocessors / (b a)⌉ splits), and with fewer key heads (``grouped``) dk and dv of
+    every query head. cuDNN: Σ dO·O and, unless deterministic, the accumulator of dQ, which its front end adds
+    (``node/scaled_dot_product_flash_attention.h``, ``get_fe_workspace_size_node``); what the engine inside cuDNN
+    asks for besides is not published.
+    """
+    if shape.attention == "fused":
+        return [("cudnn_workspace", (b, a, s, 1 if shape.deterministic else 1 + d), "fp32")]
+    rows, columns = -(-s // 128) * 128, -(-d // 32) * 32 if d <= 192 else 256
+    splits = -(-shape.multiprocessors // (b * a)) if shape.deterministic else 1
+    expanded = [(name, (b, s, a, d), shape.dtype) for name in ("dk_expanded", "dv_expanded")]
+    return [("dq_accum", (splits, b, rows, a, columns), "fp32"), *(expanded if grouped else [])]
+
+
+# -- what stays between iterations ------------------------------------------------------------------
+
+
+def kept(shape: CoreShape, compute_capability: int, weights: Iterable[Shape]) -> dict[str, int]:
+    """Bytes, rounded as requests, of every tensor that Transformer Engine makes once and keeps, by name.
+
+    ``weights`` are the shapes on this rank of weights that a Transformer Engine linear has: qkv, projection and the
+    two of the MLP. Nothing else stays without fp8: handles of cuBLAS and cuDNN are outside PyTorch's allocator, random
+    states end with their backward, and ``_extra_state`` is empty.
+    """
+    tensors = {"te_cublas_workspace": rounded(cublas_workspace(shape.te, compute_capability))}
+    if shape.spec.causal:  # get_full_cu_seqlens: b + 1 int32, the same for queries and keys
+        tensors["te_cu_seqlens"] = rounded(4 * (shape.b + 1))
+    if shape.gradient_fusion and dummy_weight_gradient(shape.te) == "kept":
+        for weight in dict.fromkeys(weights):
+            size = "x".join(map(str, weight))
+            tensors[f"te_dummy_weight_gradient_{size}"] = rounded(size_of(weight, shape.dtype))
+    if shape.cp > 1 and shape.cp_communication == "p2p" and shape.attention == "fused":
+        for part in ("", "_half"):  # _get_cu_seqlens_info_with_cp
+            tensors[f"te_cu_seqlens_of_rank{part}"] = rounded(4 * (shape.b + 1))
+    if shape.cp > 1 and shape.cp_communication == "a2a":
+        for part in ("before", "after"):  # get_seq_chunk_ids_for_reordering_*_attn
+            tensors[f"te_chunk_ids_{part}"] = rounded(4 * 2 * shape.cp)
+    return tensors
+
+
+# -- the choice of a back end -----------------------------------------------------------------------
+
+Capability = tuple[int, int]
+"""Compute capability: (9, 0) H100, (10, 0) B200 and GB200."""
+
+CUDNN_DETERMINISTIC_ON_BLACKWELL = (9, 18, 1)
+
+
+def fused_is_possible(
+    te: Version,
+    capability: Capability,
+    *,
+    dtype: str,
+    head_dim: int,
+    dropout: float,
+    deterministic: bool,
+    cudnn: tuple[int, int, int],
+) -> bool:
+    """cuDNN attention can train it: no bias, ALiBi or window, (s, b, a, d), causal or padding mask
+    (``common/fused_attn/fused_attn.cpp``, ``nvte_get_fused_attn_backend``; ``dot_product_attention/utils.py``,
+    ``get_attention_backend``).
+
+    Deterministic: not before Hopper; on Blackwell not from 2.7 to 2.11, since then without dropout from
+    cuDNN 9.18.1.
+    """
+    largest = 256 if capability == (9, 0) else 128
+    if dtype == "fp32" or capability < (8, 0) or head_dim % 8 or head_dim > largest:
+        return False
+    if not deterministic:
+        return True
+    if capability < (10, 0):
+        return capability >= (9, 0)
+    if te < (2, 12):
+        return te < (2, 7)
+    return dropout == 0.0 and cudnn >= CUDNN_DETERMINISTIC_ON_BLACKWELL
+
+
+def flash_is_possible(capability: Capability, *, dtype: str, head_dim: int) -> bool:
+    """flash-attn 2 (from 2.7.3, which Blackwell asks for) can train it, deterministic or not
+    (``dot_product_attention/utils.py``, ``get_attention_backend``)."""
+    return dtype != "fp32" and capability >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256

@@ -1,0 +1,222 @@
+"""Transformer Engine's modules in settings of Megatron-Core: as recipes, and as the real modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.layers import ops
+from memplan.layers.autograd import Gradients, Recorder, Tensor
+from memplan.layers.megatron_core import te, te_attention, te_facts
+from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, Version
+from memplan.layers.module import Run
+from memplan.plan.spec import ModelSpec
+
+S, B, H = 128, 2, 512
+"""Sequence, micro-batch, hidden; large enough that no tensor of a size is mistaken for another's."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One module in one setting."""
+
+    module: str
+    t: int = 1
+    b: int = B
+    s: int = S
+    h: int = H
+    norm: str = "layernorm"
+    bias: bool = True
+    skip_bias: bool = False
+    sequence_parallel: bool = False
+    gradient_fusion: bool = False
+    heads: int = 8
+    kv_heads: int = 8
+    rope: bool = False
+    causal: bool = True
+    dropout: float = 0.1
+    attention: CoreAttention = "flash"
+    cp: int = 1
+    communication: ContextCommunication = "p2p"
+
+    def __str__(self) -> str:
+        default = Case(self.module)
+        parts = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(default, name)]
+        return "-".join((self.module, *parts))
+
+    @property
+    def head_dim(self) -> int:
+        return self.h // self.heads
+
+    def spec(self) -> ModelSpec:
+        return ModelSpec(
+            name="case",
+            family="gpt",
+            layers=1,
+            hidden=self.h,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn=4 * self.h,
+            vocab=1024,
+            positions_max=self.s,
+            norm=self.norm,
+            positions="learned",
+            activation="gelu",
+            causal=self.causal,
+            embedding_dropout=0.0,
+            attention_dropout=self.dropout,
+            hidden_dropout=0.0,
+        )
+
+    def shape(self, version: Version) -> CoreShape:
+        return CoreShape(
+            self.spec(),
+            self.b,
+            self.s,
+            self.t,
+            "bf16",
+            1024,
+            sequence_parallel=self.sequence_parallel,
+            te=version,
+            cp=self.cp,
+            cp_communication=self.communication,
+            attention=self.attention,
+            gradient_fusion=self.gradient_fusion,
+        )
+
+    def input(self) -> tuple[int, ...]:
+        """Shape of the module's input on one rank."""
+        if self.module == "attention":
+            return (self.s, self.b, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        if self.module == "cross_entropy":
+            return (self.s, self.b, 1024 // self.t)
+        if self.module == "rope":
+            return (self.s, self.b, self.heads, self.head_dim)
+        if self.module == "row":
+            return (self.s, self.b, self.h // self.t)
+        sharded = self.sequence_parallel and self.module != "norm"
+        return (self.s // self.t if sharded else self.s, self.b, self.h)
+
+
+PARALLEL: dict[str, Any] = {"t": 4, "sequence_parallel": True}
+CASES = [
+    *(Case("norm", norm=norm) for norm in ("layernorm", "rmsnorm")),
+    *(Case("column", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
+    *(Case("column", bias=bias, skip_bias=True) for bias in (False, True)),
+    *(Case("row", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
+    *(
+        Case("norm_column", norm=norm, gradient_fusion=fusion, **more)
+        for norm in ("layernorm", "rmsnorm")
+        for fusion in (False, True)
+        for more in ({}, {"t": 4}, PARALLEL)
+    ),
+    Case("norm_column", norm="rmsnorm", bias=False, **PARALLEL),
+    Case("norm_column", skip_bias=True),
+    Case("rope"),
+    *(Case("cross_entropy", t=t, b=b) for t in (1, 4) for b in (1, 2)),
+    *(
+        Case("attention", attention=attention, b=b, rope=rope, kv_heads=groups, dropout=dropout)
+        for attention in ("flash", "fused", "unfused")
+        for b in (1, 2)
+        for rope in (False, True)
+        for groups in (8, 2, 1)
+        for dropout in (0.0, 0.1)
+    ),
+    *(
+        Case("attention", attention=attention, b=b, rope=rope, kv_heads=groups, cp=cp, communication=communication)
+        for communication in ("p2p", "a2a")
+        for attention in ("flash", "fused")
+        for b, rope, groups, cp in ((2, False, 8, 2), (1, True, 4, 4), (2, True, 8, 4))
+    ),
+    Case("attention", attention="flash", h=1024, s=256),
+    Case("attention", attention="flash", h=1024, s=256, rope=True),
+    *(Case("attention", attention=attention, causal=False) for attention in ("fused", "unfused")),
+    Case("attention", attention="unfused", causal=False, dropout=0.0),
+]
+"""Every module in every setting that changes its tensors."""
+
+
+def covered(case: Case, version: Version) -> bool:
+    """A recipe covers ``case`` in this release."""
+    return case.cp == 1 or version >= te_facts.OLDEST_CONTEXT_PARALLEL
+
+
+# -- as recipes -------------------------------------------------------------------------------------
+
+
+def recipe(case: Case, version: Version, shape: CoreShape | None = None) -> Callable[[Recorder, Tensor | None], Run]:
+    """The module's recipe, on its input."""
+    shape = shape or case.shape(version)
+
+    def run(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(RECIPES[case.module](r, x, case, shape))
+
+    return run
+
+
+def _norm(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    return te.norm(r, x, "norm", shape)
+
+
+def _column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    n = 3 * case.h // case.t
+    return te.column_linear(r, x, "linear", n, shape, bias=case.bias, skip_bias=case.skip_bias)[0]
+
+
+def _row(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    return te.row_linear(r, x, "linear", shape, bias=case.bias)[0]
+
+
+def _norm_column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    n = 3 * case.h // case.t
+    return te.norm_column_linear(r, x, "linear", "norm", n, shape, bias=case.bias, skip_bias=case.skip_bias)[0]
+
+
+def _rope(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    return te.fused_rope(r, x, "query")
+
+
+def _cross_entropy(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    loss = te.cross_entropy(r, x, shape)
+    return ops.contiguous(r, loss, (case.b, case.s), "loss_contiguous") if case.b > 1 else loss
+
+
+def _attention(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    s, b, a, g, d = case.s, case.b, case.heads, case.kv_heads, case.head_dim
+    q, k, v = _split(r, x, [(s, b, a, d), (s, b, g, d), (s, b, g, d)])
+    if a > g and case.attention == "unfused" and not case.rope:
+        q = ops.copied_gradient(r, q, "query")  # a transposed gradient has no view of the group's shape
+    if a > g > 1:
+        q = ops.contiguous(r, q, q.shape, "query")
+    if case.rope:
+        q, k = te.fused_rope(r, q, "query"), te.fused_rope(r, k, "key")
+    return te_attention.core_attention(r, q, k, v, shape)
+
+
+def _split(r: Recorder, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """``SplitAlongDim``: no copy in backward where the gradients are parts of one packed tensor."""
+    whole, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        first = gradients[0]
+        assert first is not None
+        if all(one is not None and one.storage is first.storage for one in gradients):
+            return [first.view(*whole)]
+        return [r.empty(whole, dtype, "grad_qkv")]
+
+    node = r.node((x,), (), backward, outputs=len(shapes))
+    return [Tensor(x.storage, shape, dtype, node, slot) for slot, shape in enumerate(shapes)]
+
+
+RECIPES: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
+    "norm": _norm,
+    "column": _column,
+    "row": _row,
+    "norm_column": _norm_column,
+    "rope": _rope,
+    "cross_entropy": _cross_entropy,
+    "attention": _attention,
+}

@@ -1,0 +1,132 @@
+"""What Transformer Engine keeps, which back end it takes, and what it allocates inside kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from memplan.layers.megatron_core import te_attention, te_facts
+from memplan.layers.module import Interface, Options, build
+from memplan.plan.errors import PlanError
+from memplan.tape import Category, Hold
+
+from .te_cases import Case, recipe
+
+HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+MIB = 1024**2
+
+
+def backend(asked: str = "auto", **changes: Any) -> str:
+    settings: dict[str, Any] = {
+        "te": (2, 17),
+        "capability": HOPPER,
+        "dtype": "bf16",
+        "head_dim": 64,
+        "dropout": 0.1,
+        "deterministic": True,
+    }
+    return te_attention.backend(cast(Any, asked), **(settings | changes))
+
+
+def test_deterministic_dropout_is_cudnn_on_hopper_and_flash_on_blackwell() -> None:
+    assert backend() == "fused"
+    assert backend(capability=BLACKWELL) == "flash"
+    assert backend(capability=BLACKWELL, flash_installed=False) == "unfused"
+    assert backend(capability=BLACKWELL, deterministic=False) == "fused"
+    assert backend(capability=BLACKWELL, dropout=0.0) == "fused"
+
+
+def test_deterministic_blackwell_by_version() -> None:
+    at: dict[str, Any] = {"capability": BLACKWELL, "dropout": 0.0}
+    assert backend(te=(2, 11), **at) == "flash"
+    assert backend(te=(2, 12), **at) == "fused"
+    assert backend(te=(2, 12), cudnn=(9, 17, 0), **at) == "flash"
+
+
+def test_before_hopper_flash_comes_first() -> None:
+    assert backend(capability=AMPERE, deterministic=False) == "flash"
+    assert backend(capability=AMPERE, deterministic=False, flash_installed=False) == "fused"
+
+
+@pytest.mark.parametrize("asked", ["flash", "fused", "unfused"])
+def test_the_back_end_asked_for(asked: str) -> None:
+    assert backend(asked) == asked
+
+
+def test_a_back_end_that_is_not_possible() -> None:
+    with pytest.raises(PlanError, match=r"is not possible in Transformer Engine 2\.17"):
+        backend("fused", dtype="fp32")
+    assert backend(dtype="fp32") == "unfused"
+
+
+def test_cublas_workspace() -> None:
+    assert te_facts.cublas_workspace((2, 7), 9) == 32 * MIB
+    assert te_facts.cublas_workspace((2, 8), 9) == 32 * MIB + 1024
+    assert te_facts.cublas_workspace((2, 17), 8) == 4 * MIB
+
+
+def test_what_is_kept() -> None:
+    shape = Case("attention").shape((2, 17))
+    assert te_facts.kept(shape, 9, []) == {"te_cublas_workspace": 32 * MIB + 1024, "te_cu_seqlens": 512}
+    fused = replace(shape, gradient_fusion=True)
+    weights = [(1536, 512), (512, 512), (1536, 512)]
+    kept = te_facts.kept(fused, 9, weights)
+    assert kept["te_dummy_weight_gradient_1536x512"] == 2 * 1536 * 512
+    assert len(kept) == 4
+    assert len(te_facts.kept(replace(fused, te=(2, 2)), 9, weights)) == 2
+
+
+def workspaces(case: Case, *, deterministic: bool = False) -> dict[str, int]:
+    shape = replace(case.shape((2, 17)), deterministic=deterministic)
+    module = build(
+        "attention", recipe(case, (2, 17), shape), Interface(case.input(), "bf16"), Options(kernel_workspaces=True)
+    )
+    holds = [event for event in module.first.backward if isinstance(event, Hold)]
+    return {hold.name: hold.bytes for hold in holds if hold.category is Category.WORKSPACES}
+
+
+def test_flash_attention_accumulates_in_fp32() -> None:
+    b, s, a, d = 2, 128, 8, 64
+    once = 4 * b * s * a * d
+    splits = -(-132 // (b * a))
+    assert workspaces(Case("attention")) == {"dq_accum": once}
+    assert workspaces(Case("attention"), deterministic=True) == {"dq_accum": splits * once}
+    expanded = 2 * b * s * a * d
+    grouped = workspaces(Case("attention", kv_heads=2))
+    assert grouped == {"dq_accum": once, "dk_expanded": expanded, "dv_expanded": expanded}
+
+
+def test_cudnn_front_end_workspace() -> None:
+    b, s, a, d = 2, 128, 8, 64
+    case = Case("attention", attention="fused")
+    assert workspaces(case) == {"cudnn_workspace": 4 * b * a * s * (1 + d)}
+    assert workspaces(case, deterministic=True) == {"cudnn_workspace": 4 * b * a * s}
+
+
+def test_flash_saves_one_context_more_than_cudnn() -> None:
+    """Packed queries, keys and values, b > 1: why GB200 held more than H100 in deterministic runs with dropout."""
+
+    def saved(attention: str) -> int:
+        case = Case("attention", attention=attention)  # type: ignore[arg-type]
+        module = build("attention", recipe(case, (2, 17)), Interface(case.input(), "bf16"), Options())
+        return module.first.forward_fold.net
+
+    b, s, n = 2, 128, 512
+    assert saved("flash") - saved("fused") == 2 * b * s * n
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("attention", causal=False),
+        Case("attention", attention="unfused", s=36),
+        Case("attention", attention="unfused", cp=2),
+        Case("attention", cp=2, causal=False),
+    ],
+    ids=str,
+)
+def test_what_no_recipe_covers_is_refused(case: Case) -> None:
+    with pytest.raises(PlanError):
+        build("attention", recipe(case, (2, 17)), Interface(case.input(), "bf16"), Options())

@@ -1,0 +1,223 @@
+"""The cases of ``tests.layers.megatron_core.te_cases`` as Transformer Engine's modules.
+
+``python -m tests.oracle.transformer_engine_modules FILE`` writes what they hold and drop to FILE, under the
+version of the source tree that ``MEMPLAN_TE_SOURCE`` names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import torch
+
+from tests.layers.megatron_core.te_cases import CASES, Case, covered
+
+from .tracer import Change
+from .transformer_engine import load, parallel, source, traced
+
+Golden = dict[str, list[dict[str, Any]]]
+"""By case, then for each group of releases that agree: signed sizes of forward and of backward."""
+
+
+def measured(case: Case, te: Any) -> list[list[int]]:
+    """Signed sizes of what the real module holds (+) and drops (-), forward and backward."""
+    torch.set_grad_enabled(True)
+    _choose(case)
+    run = traced(lambda: _module(case, te))
+    return [[change.sign * change.bytes for change in part if not _on_host(change)] for part in run]
+
+
+def _on_host(change: Change) -> bool:
+    """``torch.tensor([scale])`` of the fused softmax is on the host."""
+    return change.op == "aten.lift_fresh.default" and change.shape == (1,)
+
+
+CHUNKS = ("_seq_chunk_ids_cache_for_reordering_before_attn", "_seq_chunk_ids_cache_for_reordering_after_attn")
+
+
+def _choose(case: Case) -> None:
+    """Allows the case's back end alone, and forgets what earlier cases left: fake tensors end with their mode."""
+    for name in ("flash", "fused", "unfused"):
+        os.environ[f"NVTE_{name.upper()}_ATTN"] = str(int(case.attention == name))
+    package = "transformer_engine.pytorch"
+    dot_product: Any = importlib.import_module(f"{package}.attention.dot_product_attention.dot_product_attention")
+    dot_product._attention_backends["backend_selection_requires_update"] = True
+    utils: Any = importlib.import_module(f"{package}.attention.dot_product_attention.utils")
+    utils._cu_seqlens_cache.clear()
+    steps: Any = importlib.import_module(f"{package}.attention.dot_product_attention.context_parallel")
+    for name in ("_cu_seqlens_info_with_cp_cache", *CHUNKS):
+        getattr(steps, name, {}).clear()
+    base: Any = importlib.import_module(f"{package}.module.base")
+    base._dummy_wgrads.clear()
+    base._cublas_workspace = None
+    gemm: Any = importlib.import_module(f"{package}.cpp_extensions.gemm")
+    if hasattr(gemm, "get_cublas_workspace"):
+        gemm.get_cublas_workspace.cache_clear()
+
+
+def _module(case: Case, te: Any) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+    x = torch.empty(case.input(), dtype=torch.bfloat16, requires_grad=True)
+    function, parameters = MODULES[case.module](case, te)
+    for parameter in cast(list[Any], parameters):
+        if case.gradient_fusion:
+            parameter.main_grad = torch.empty(parameter.shape, dtype=torch.float32)
+            parameter.grad_added_to_main_grad = False
+    for _ in range(2):  # what is made once is made now
+        out = function(x)
+        torch.autograd.Variable._execution_engine.run_backward(
+            (out,), (torch.empty_like(out),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    x.grad = None
+    for parameter in parameters:
+        parameter.grad = None
+    del out
+    return function, [x]
+
+
+Made = tuple[Callable[[torch.Tensor], torch.Tensor], list[torch.nn.Parameter]]
+
+
+def _options(case: Case) -> dict[str, Any]:
+    return {
+        "params_dtype": torch.bfloat16,
+        "sequence_parallel": case.sequence_parallel,
+        "tp_group": parallel(case.t) if case.t > 1 else None,
+        "tp_size": case.t,
+        "fuse_wgrad_accumulation": case.gradient_fusion,
+        "init_method": lambda weight: None,
+        "bias": case.bias,
+        "return_bias": case.skip_bias and case.bias,
+    }
+
+
+def _first(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        out = module(x)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    return function
+
+
+def _norm(case: Case, te: Any) -> Made:
+    kind = te.LayerNorm if case.norm == "layernorm" else te.RMSNorm
+    module = kind(case.h, dtype=torch.bfloat16)
+    return module, list(module.parameters())
+
+
+def _column(case: Case, te: Any) -> Made:
+    module = te.Linear(case.h, 3 * case.h, parallel_mode="column", **_options(case))
+    return _first(module), list(module.parameters())
+
+
+def _row(case: Case, te: Any) -> Made:
+    module = te.Linear(case.h, case.h, parallel_mode="row", **_options(case) | {"return_bias": case.bias})
+    return _first(module), list(module.parameters())
+
+
+def _norm_column(case: Case, te: Any) -> Made:
+    kind = "LayerNorm" if case.norm == "layernorm" else "RMSNorm"
+    module = te.LayerNormLinear(case.h, 3 * case.h, parallel_mode="column", normalization=kind, **_options(case))
+    return _first(module), list(module.parameters())
+
+
+def _rope(case: Case, te: Any) -> Made:
+    from transformer_engine.pytorch.attention.rope import FusedRoPEFunc  # type: ignore[import-not-found]
+
+    angles = torch.empty(case.s, 1, 1, case.head_dim)
+    return lambda x: FusedRoPEFunc.apply(x, angles, None, "sbhd", False, None, 1, 0), []
+
+
+def _cross_entropy(case: Case, te: Any) -> Made:
+    labels = torch.empty(case.s, case.b, dtype=torch.int64)
+    group = parallel(case.t) if case.t > 1 else None
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        loss = te.cross_entropy.parallel_cross_entropy(x.view(x.shape), labels, 0.0, False, group)
+        return loss.transpose(0, 1).contiguous()  # type: ignore[no-any-return]
+
+    return function, []
+
+
+def _attention(case: Case, te: Any) -> Made:
+    from transformer_engine.pytorch.attention.rope import FusedRoPEFunc
+    from transformer_engine.pytorch.utils import SplitAlongDim  # type: ignore[import-not-found]
+
+    a, g, d = case.heads, case.kv_heads, case.head_dim
+    mask_type = "causal" if case.causal else "padding"
+    mask = None if case.causal else torch.empty(case.b, 1, 1, case.s, dtype=torch.bool)
+    module = te.DotProductAttention(
+        a, d, num_gqa_groups=g, attention_dropout=case.dropout, qkv_format="sbhd", attn_mask_type=mask_type
+    )
+    angles = torch.empty(case.s, 1, 1, d)
+    if case.cp > 1:
+        ranks = list(range(64 - case.cp, 64))
+        module.set_context_parallel_group(parallel(case.cp), ranks, MagicMock(), case.communication)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        mixed = x.view(case.s, case.b, g, (a // g + 2) * d)
+        q, k, v = SplitAlongDim.apply(mixed, 3, [a // g * d, d, d])
+        q = q.reshape(case.s, case.b, -1, d)
+        if case.rope:
+            q, k = (FusedRoPEFunc.apply(one, angles, None, "sbhd", False, None, 1, 0) for one in (q, k))
+        return module(q, k, v, mask, attn_mask_type=mask_type)  # type: ignore[no-any-return]
+
+    return function, []
+
+
+MODULES: dict[str, Callable[[Case, Any], Made]] = {
+    "norm": _norm,
+    "column": _column,
+    "row": _row,
+    "norm_column": _norm_column,
+    "rope": _rope,
+    "cross_entropy": _cross_entropy,
+    "attention": _attention,
+}
+
+
+def version(release: str) -> tuple[int, int]:
+    """``2.17.1`` as (2, 17)."""
+    major, minor, *_ = release.split(".")
+    return int(major), int(minor)
+
+
+def add(golden: Golden, release: str, figures: dict[str, list[list[int]]]) -> Golden:
+    """``golden`` with the figures of ``release``; releases that agree share an entry."""
+    out: Golden = {}
+    for case, (forward, backward) in figures.items():
+        entries = [
+            entry | {"releases": [one for one in entry["releases"] if one != release]} for entry in golden.get(case, [])
+        ]
+        equal = [entry for entry in entries if (entry["forward"], entry["backward"]) == (forward, backward)]
+        if not equal:
+            equal = [{"releases": [], "forward": forward, "backward": backward}]
+            entries += equal
+        equal[0]["releases"] = sorted([*equal[0]["releases"], release])
+        out[case] = [entry for entry in entries if entry["releases"]]
+    return out
+
+
+def main(file: Path) -> None:
+    path = source()
+    assert path is not None, "MEMPLAN_TE_SOURCE names no source tree of Transformer Engine"
+    te = load(path)
+    golden: Golden = json.loads(file.read_text()) if file.exists() else {}
+    release = (path / "build_tools" / "VERSION.txt").read_text().strip()
+    cases = [case for case in CASES if covered(case, version(release))]
+    golden = add(golden, release, {str(case): measured(case, te) for case in cases})
+    lines = (
+        f" {json.dumps(case)}: [\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in entries) + "\n ]"
+        for case, entries in golden.items()
+    )
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
