@@ -1,0 +1,331 @@
+"""One iteration of Megatron-Core on one rank, folded: passes of every chunk, and tensors between stages.
+
+``fold_iteration`` gives the same excursion as composing every event of ``megatron_schedule.trace``
+(``composed``), from a few candidates. Before a pass, a rank holds what its micro-batches in flight saved
+and so many tensors between stages: a vector of counts. Vectors repeat with the period of the
+schedule, and of those in front of the same pass only the largest can carry the peak, so they are
+found once per schedule and only multiplied with bytes here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import add, mul
+from typing import NamedTuple
+
+from ..tape import NOTHING, ROUND, ZERO, Bytes, Category, Excursion, change
+from .megatron_schedule import KINDS, Call, Change, Kind, Schedule, trace
+
+CATEGORIES: dict[Kind, Category] = {
+    "input": Category.ACTIVATIONS,
+    "output": Category.ACTIVATIONS,
+    "stub": Category.ACTIVATIONS,
+    "output_grad": Category.COMMUNICATION_BUFFERS,
+    "input_grad": Category.TEMPORARIES,
+    "report": Category.BUFFERS,
+}
+"""What a tensor between stages counts as. ``output`` and ``input_grad`` are held by the passes that
+make them, so there these must be their categories, too."""
+
+NAMES: dict[Kind, str] = {
+    "input": "received_input",
+    "output_grad": "received_gradient",
+    "stub": "output_sent",
+    "report": "loss_report",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of tensors between stages, rounded."""
+
+    hidden: int
+    """A hidden state of shape (s/cp[/t], b, h) in ``pipeline_dtype``, and its gradient."""
+    stub: int = ROUND
+    report: int = ROUND
+
+    def of(self, kind: Kind) -> int:
+        return self.stub if kind == "stub" else self.report if kind == "report" else self.hidden
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ChunkPasses:
+    """One micro-batch through one chunk of layers. Equal chunks should be one object.
+
+    The chunk's input and the gradient of its output belong to the schedule and are not dropped here
+    (they live throughout the pass). ``forward`` leaves the output, if it is sent (a loss counts in its
+    layer); ``backward`` leaves the input's gradient, if it was received; the rest of what ``forward`` leaves, ends.
+    """
+
+    forward: Excursion
+    backward: Excursion
+
+
+def left_between_iterations(plan: Schedule, sizes: Sizes) -> tuple[int, int]:
+    """Bytes of inputs (activations) and of their gradients (temporaries) that chunks keep between iterations.
+
+    ``TransformerBlock.input_tensor`` is only replaced by the next forward; static memory from the end
+    of the first iteration on.
+    """
+    received = sum(plan.receives(chunk) for chunk in range(plan.chunks)) * sizes.hidden
+    return received, received
+
+
+def composed(plan: Schedule, chunks: tuple[ChunkPasses, ...], sizes: Sizes, finalize: Excursion = ZERO) -> Excursion:
+    """An iteration, event by event. What ``fold_iteration`` must equal."""
+    total = ZERO
+    at = "0/forward"
+    inside = False
+    for event in trace(plan):
+        if isinstance(event, Call):
+            passes = chunks[event.chunk]
+            total = total.then((passes.forward if event.what == "F" else passes.backward).within(str(event.microbatch)))
+            at = _at(event)
+            inside = True
+        elif isinstance(event, Change):
+            size = event.sign * sizes.of(event.kind)
+            if not (inside and event.kind in ("output", "input_grad")):
+                total = total.then(change(size, CATEGORIES[event.kind], f"{at}/pipeline/{NAMES.get(event.kind, '')}"))
+            inside = False
+        else:
+            total = total.then(finalize)
+    return total
+
+
+def _at(call: Call) -> str:
+    return f"{call.microbatch}/{'forward' if call.what == 'F' else 'backward'}"
+
+
+# -- counts ---------------------------------------------------------------------------------------------
+
+
+def _periods(plan: Schedule) -> tuple[int, int]:
+    """Micro-batches after which the steady phase repeats, and the periods before it does for sure.
+
+    Chunks keep their last input beyond its backward, so one more than the ramp of forward passes takes.
+    """
+    step = 1 if plan.chunks == 1 else plan.group
+    return step, -(-plan.warmup // (step * plan.chunks)) + 3
+
+
+def reduced(plan: Schedule) -> Schedule:
+    """The schedule without most repetitions of its steady phase."""
+    step, ramp = _periods(plan)
+    kept = plan.microbatches % step + (2 * ramp - 1) * step
+    return plan if plan.microbatches <= kept else replace(plan, microbatches=kept)
+
+
+@lru_cache(maxsize=1 << 14)
+def most_in_flight(plan: Schedule) -> tuple[int, ...]:
+    """Micro-batches whose activations each chunk holds at once, at most."""
+    held, most = [0] * plan.chunks, [0] * plan.chunks
+    for event in trace(reduced(plan)):
+        if isinstance(event, Call):
+            held[event.chunk] += 1 if event.what == "F" else -1
+            most[event.chunk] = max(most[event.chunk], held[event.chunk])
+    return tuple(most)
+
+
+class _Moment(NamedTuple):
+    """A point at which something may peak, and what is held there."""
+
+    source: str
+    """``F``, ``B``, ``finalize``, or the kind of the tensor that begins."""
+    chunk: int
+    microbatch: int
+    phase: str
+    repeats: bool
+    """Behind the repetitions that ``reduced`` leaves out."""
+    flight: tuple[int, ...]
+    kinds: tuple[int, ...]
+    """Tensors between stages, by ``KINDS``, more than when the iteration began."""
+
+
+@lru_cache(maxsize=32)
+def _moments(plan: Schedule) -> tuple[tuple[_Moment, ...], tuple[int, ...]]:
+    """Every moment of a reduced schedule, and what it leaves by kind."""
+    flight = [0] * plan.chunks
+    kinds = [0] * len(KINDS)
+    index = {kind: i for i, kind in enumerate(KINDS)}
+    result: list[_Moment] = []
+    last = Call("F", 0, 0)
+    step, ramp = _periods(plan)
+    early = ramp * step * plan.chunks
+    inside = False
+    now: tuple[int, ...] = tuple(flight)
+    for event in trace(plan):
+        if isinstance(event, Change):
+            kinds[index[event.kind]] += event.sign
+            if event.sign > 0 and not (inside and event.kind in ("output", "input_grad")):
+                phase = _at(last).partition("/")[2]
+                result.append(_Moment(event.kind, 0, last.microbatch, phase, early < 0, now, tuple(kinds)))
+            inside = False
+        elif isinstance(event, Call):
+            last = event
+            result.append(_Moment(event.what, event.chunk, event.microbatch, "", early < 0, now, tuple(kinds)))
+            flight[event.chunk] += 1 if event.what == "F" else -1
+            now = tuple(flight)
+            inside = True
+            early -= event.what == "B"
+        else:
+            result.append(_Moment("finalize", 0, 0, "", True, now, tuple(kinds)))
+    return tuple(result), tuple(kinds)
+
+
+class _Row(NamedTuple):
+    """A candidate: a moment that no other exceeds in every count."""
+
+    source: int
+    """2j and 2j + 1: forward and backward of class j; then a tensor between stages; then finalize."""
+    counts: tuple[int, ...]
+    """In flight by class, hidden states, stubs, reports."""
+    moment: _Moment
+
+
+Pattern = tuple[int, ...]
+"""By chunk, the first chunk that is the same."""
+
+
+@lru_cache(maxsize=1 << 14)
+def _rows(plan: Schedule, pattern: Pattern, weightless: frozenset[int]) -> tuple[_Row, ...]:
+    """Candidates in order of appearance. Counts of ``weightless`` classes do not tell two apart."""
+    short = reduced(plan)
+    if short == plan:
+        return _pruned_rows(plan, pattern, weightless)
+    shift = plan.microbatches - short.microbatches
+    reports = shift if plan.last else 0
+    return tuple(
+        row._replace(
+            counts=(*row.counts[:-1], row.counts[-1] + reports),
+            moment=row.moment._replace(
+                microbatch=row.moment.microbatch + shift,
+                kinds=(*row.moment.kinds[:-1], row.moment.kinds[-1] + reports),
+            ),
+        )
+        if row.moment.repeats
+        else row
+        for row in _pruned_rows(short, pattern, weightless)
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def _pruned_rows(plan: Schedule, pattern: Pattern, weightless: frozenset[int]) -> tuple[_Row, ...]:
+    classes = sorted(set(pattern))
+    number = {chunk: classes.index(first) for chunk, first in enumerate(pattern)}
+    edge = 2 * len(classes)
+    best: dict[int, dict[tuple[int, ...], tuple[int, _Row]]] = {}
+    by_class: dict[tuple[int, ...], list[int]] = {}
+    for order, moment in enumerate(_moments(plan)[0]):
+        if moment.source in ("F", "B"):
+            source = 2 * number[moment.chunk] + (moment.source == "B")
+        else:
+            source = edge + (moment.source == "finalize")
+        flight = by_class.get(moment.flight)
+        if flight is None:
+            flight = by_class[moment.flight] = [0] * len(classes)
+            for chunk, count in enumerate(moment.flight):
+                flight[number[chunk]] += count
+        counts = (*flight, *_by_size(moment.kinds))
+        telling = tuple(count for i, count in enumerate(counts) if i not in weightless) if weightless else counts
+        best.setdefault(source, {}).setdefault(telling, (order, _Row(source, counts, moment)))
+    kept = [row for rows in best.values() for row in _front(rows)]
+    return tuple(row for _, row in sorted(kept, key=lambda row: row[0]))
+
+
+@lru_cache(maxsize=1 << 14)
+def _by_size(kinds: tuple[int, ...]) -> tuple[int, int, int]:
+    """Hidden states, stubs, reports."""
+    counts = dict(zip(KINDS, kinds, strict=True))
+    stub, report = counts.pop("stub"), counts.pop("report")
+    return sum(counts.values()), stub, report
+
+
+def _front(rows: dict[tuple[int, ...], tuple[int, _Row]]) -> list[tuple[int, _Row]]:
+    """Those that no other is at least equal to in every count."""
+    front: list[tuple[int, ...]] = []
+    for counts in sorted(rows, key=sum, reverse=True):
+        if not any(all(map(int.__ge__, other, counts)) for other in front):
+            front.append(counts)
+    return [rows[counts] for counts in front]
+
+
+# -- bytes ----------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1 << 14)
+def _saved(passes: ChunkPasses, sends: bool, receives: bool, hidden: int) -> tuple[int, Bytes] | None:
+    """Bytes that a micro-batch in flight holds besides tensors between stages; ``None`` if backward leaves others."""
+    output = change(-hidden * sends, CATEGORIES["output"])
+    gradient = change(-hidden * receives, CATEGORIES["input_grad"])
+    saved = Excursion(
+        passes.forward.net + output.net, 0, tuple(map(add, passes.forward.net_by, output.net_by)), NOTHING
+    )
+    left = tuple(map(add, map(add, passes.backward.net_by, gradient.net_by), saved.net_by))
+    return (saved.net, saved.net_by) if left == NOTHING and saved.net >= 0 else None
+
+
+@lru_cache(maxsize=1 << 14)
+def fold_iteration(
+    plan: Schedule, chunks: tuple[ChunkPasses, ...], sizes: Sizes, finalize: Excursion = ZERO
+) -> Excursion:
+    """The excursion of a steady iteration up to the return of ``forward_backward_func``.
+
+    It begins with what ``left_between_iterations`` held, and leaves that and the reports. The place
+    begins with the micro-batch: ``5/backward/layer.3/…``, or ``5/forward/pipeline/received_input``.
+    """
+    pattern = tuple(map(chunks.index, chunks))
+    weights: list[int] = []
+    saved_by: list[Bytes] = []
+    peaks: list[int] = []
+    hidden = sizes.hidden
+    for chunk, first in enumerate(pattern):
+        passes = chunks[chunk]
+        saved = _saved(passes, plan.sends(chunk), plan.receives(chunk), hidden)
+        if saved is None:
+            return composed(plan, chunks, sizes, finalize)
+        if chunk == first:
+            weights.append(saved[0])
+            saved_by.append(saved[1])
+            peaks += (passes.forward.peak, passes.backward.peak)
+    weightless = frozenset(i for i, weight in enumerate(weights) if not weight) if 0 in weights else frozenset()
+    weights += (hidden, sizes.stub, sizes.report)
+    peaks += (0, finalize.peak)
+    most, winner = 0, None
+    for row in _rows(plan, pattern, weightless):
+        value = sum(map(mul, row[1], weights)) + peaks[row[0]]
+        if value > most:
+            most, winner = value, row
+    reports = plan.microbatches if plan.last else 0
+    net_by = list(finalize.net_by)
+    net_by[CATEGORIES["report"]] += reports * sizes.report
+    net = reports * sizes.report + finalize.net
+    if winner is None:
+        return Excursion(net, 0, tuple(net_by))
+    peak_by, place = _described(winner, chunks, saved_by, sizes, finalize)
+    return Excursion(net, most, tuple(net_by), peak_by, place)
+
+
+def _described(
+    row: _Row, chunks: tuple[ChunkPasses, ...], saved_by: list[Bytes], sizes: Sizes, finalize: Excursion
+) -> tuple[Bytes, str]:
+    """Bytes by category, and the place of a peak."""
+    moment = row.moment
+    at: Excursion | None = None
+    if moment.source == "F":
+        at = chunks[moment.chunk].forward
+    elif moment.source == "B":
+        at = chunks[moment.chunk].backward
+    elif moment.source == "finalize":
+        at = finalize
+    by = list(at.peak_by if at else NOTHING)
+    for count, saved in zip(row.counts, saved_by, strict=False):
+        if count:
+            for category, size in enumerate(saved):
+                if size:
+                    by[category] += count * size
+    for kind, count in zip(KINDS, moment.kinds, strict=True):
+        by[CATEGORIES[kind]] += count * sizes.of(kind)
+    if at is None:
+        return tuple(by), f"{moment.microbatch}/{moment.phase}/pipeline/{NAMES[moment.source]}"  # type: ignore[index]
+    return tuple(by), at.place if moment.source == "finalize" else f"{moment.microbatch}/{at.place}"
