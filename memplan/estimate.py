@@ -20,12 +20,7 @@ from .plan.sizes import headroom_bytes
 from .program import Folded, Program, fold_evaluation, fold_program
 from .replay import Replayed, replay
 from .result import BeyondAllocated, Estimate, ModuleTape, Notice, Peak, StageEstimate
-from .tape import Category, Hold, rounded
-
-TORCH_VERSIONS: dict[str, facts.Version] = {"megatron-deepspeed": (1, 8)}
-"""PyTorch that a framework's recipes belong to, where it is not today's."""
-
-CURRENT_TORCH: facts.Version = (2, 13)
+from .workspaces import cublas_workspaces, torch_version
 
 
 def programs_of(plan: Plan, options: Options) -> tuple[Program, ...]:
@@ -34,6 +29,10 @@ def programs_of(plan: Plan, options: Options) -> tuple[Program, ...]:
         from .frameworks import megatron_deepspeed
 
         return megatron_deepspeed.programs(plan, options)
+    if plan.framework == "megatron":
+        from .frameworks import megatron
+
+        return megatron.programs(plan, options)
     from .frameworks import plain
 
     return plain.programs(plan, options)
@@ -49,7 +48,7 @@ def estimate(plan: Plan) -> Estimate:
     plan = resolve(plan)
     programs = programs_of(plan, Options())
     measured = programs_of(plan, Options(kernel_workspaces=True))
-    replayed = replay(measured, allocator_settings(plan), _workspaces(plan))
+    replayed = replay(measured, allocator_settings(plan), cublas_workspaces(plan))
     stages = tuple(
         _stage(plan, program, fold_program(program), result) for program, result in zip(programs, replayed, strict=True)
     )
@@ -134,7 +133,7 @@ def _beyond(plan: Plan, replayed: Replayed) -> BeyondAllocated:
     """Context and NCCL where somebody has published them; ``None`` elsewhere."""
     context = None
     if plan.hardware.gpu is not None:
-        context = facts.cuda_context(plan.hardware.gpu, plan.environment, _torch_version(plan))
+        context = facts.cuda_context(plan.hardware.gpu, plan.environment, torch_version(plan))
     nccl = 0 if _alone(plan) else None
     return BeyondAllocated(
         allocator_cache=replayed.reserved - replayed.allocated,
@@ -154,7 +153,7 @@ def _reading_warnings(plan: Plan) -> tuple[Notice, ...]:
     if gpu is None:
         return (Notice("no-gpu", "no GPU is named (--gpu): there is nothing to fit into, and no device reading"),)
     notices = []
-    context = facts.cuda_context(gpu, plan.environment, _torch_version(plan))
+    context = facts.cuda_context(gpu, plan.environment, torch_version(plan))
     if context is None:
         notices.append(
             Notice(
@@ -172,12 +171,6 @@ def _reading_warnings(plan: Plan) -> tuple[Notice, ...]:
     return tuple(notices)
 
 
-def _torch_version(plan: Plan) -> facts.Version:
-    if plan.code == "2020":
-        return (1, 6)
-    return TORCH_VERSIONS.get(plan.framework, CURRENT_TORCH)
-
-
 def allocator_settings(plan: Plan) -> AllocatorSettings:
     """The allocator as the plan's environment configures it."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -193,24 +186,6 @@ def allocator_settings(plan: Plan) -> AllocatorSettings:
 @lru_cache(maxsize=64)
 def _parse_settings(value: str) -> AllocatorSettings:
     return AllocatorSettings.parse(value)
-
-
-def _workspaces(plan: Plan) -> Sequence[Hold]:
-    """What cuBLAS takes from the caching allocator, once."""
-    if plan.hardware.gpu is None:
-        return ()
-    from .gpus import GPUS
-
-    capability = GPUS[plan.hardware.gpu].compute_capability
-    if capability is None:
-        return ()
-    try:
-        found = facts.cublas_workspaces(capability, plan.environment, _torch_version(plan))
-    except ValueError as error:
-        raise PlanError("environment", dict(plan.environment), str(error)) from None
-    return tuple(
-        Hold(0, rounded(fact.bytes), Category.WORKSPACES, fact.name) for fact in found if fact.held and fact.bytes
-    )
 
 
 __all__ = ["detail", "estimate", "fold", "programs_of"]

@@ -200,3 +200,11 @@ _GPUS = (
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
 """By name, data centres first."""
+
+MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
+    {
+        "v100-16gb": 80, "v100-32gb": 80, "a100-40gb": 108, "a100-80gb": 108, "h100-80gb": 132, "h100-94gb": 132,
+        "h100-96gb": 132, "h200": 132, "b200": 148, "gb200": 152,
+    }
+)  # fmt: skip
+"""Streaming multiprocessors of SXM modules and of Grace Blackwell, from NVIDIA's architecture white papers."""

@@ -33,15 +33,13 @@ def warnings(plan: Plan, programs: Sequence[Program]) -> tuple[Notice, ...]:
 
 def _logits(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
     """The upcast of the logits, where one tensor takes a gibibyte or more."""
-    b, s, t = plan.batch.mbs, plan.batch.seq, plan.layout.tp
+    b, s = plan.batch.mbs, plan.batch.seq
     if plan.loss.kind == "adaptive-softmax" or s is None:
         return
-    if plan.framework == "megatron-deepspeed":
-        from .frameworks.megatron_deepspeed import padded_vocab
-
-        vocab = padded_vocab(plan.model.vocab, t) // t
-    else:
-        vocab = plan.model.vocab
+    if plan.framework == "megatron" and plan.megatron.cross_entropy_fusion == "te":
+        return
+    vocab = _vocab_of_a_rank(plan)
+    s //= plan.layout.cp
     size = hold_bytes((b, s, vocab), "fp32")
     if size < GIB or plan.precision.dtype == "fp32":
         return
@@ -52,10 +50,28 @@ def _logits(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
     )
 
 
+def _padded_vocab_size(plan: Plan) -> int:
+    """The vocabulary as the framework pads it."""
+    if plan.framework == "megatron":
+        from .frameworks.megatron import padded_vocab
+
+        return padded_vocab(plan)
+    if plan.framework == "megatron-deepspeed":
+        from .frameworks.megatron_deepspeed import padded_vocab as padded
+
+        return padded(plan.model.vocab, plan.layout.tp)
+    return plan.model.vocab
+
+
+def _vocab_of_a_rank(plan: Plan) -> int:
+    return _padded_vocab_size(plan) // plan.layout.tp
+
+
 def _recompute(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
     """Chunks of several layers that do not line up with a stage are not recomputed at all."""
     size = plan.recompute.layers
-    if plan.recompute.mode != "full" or plan.recompute.method != "uniform" or size is None or size == 1:
+    deepspeed = plan.framework == "megatron-deepspeed"
+    if not deepspeed or plan.recompute.mode != "full" or plan.recompute.method != "uniform" or size in (None, 1):
         return
     alone = sum(
         len(span.names)
@@ -86,7 +102,8 @@ def _empty_stages(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
 
 
 def _tied_head(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
-    if plan.framework != "megatron-deepspeed" or len(programs) == 1 or plan.loss.kind == "adaptive-softmax":
+    tied = plan.framework in ("megatron", "megatron-deepspeed") and plan.model.tied_embeddings
+    if not tied or len(programs) == 1 or plan.loss.kind == "adaptive-softmax":
         return
     words = next((p for p in programs[-1].parameter_tensors() if p.name == "word.weight"), None)
     if words is not None:
@@ -109,6 +126,11 @@ def _zero_and_embed(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]
 
 
 def _zero_alone(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    if plan.framework == "megatron" and plan.layout.zero == 1 and plan.layout.dp == plan.layout.cp == 1:
+        yield Notice(
+            "zero1-without-dp",
+            "the distributed optimizer has nothing to shard at dp x cp = 1",
+        )
     if plan.framework == "megatron-deepspeed" and plan.layout.zero == 1 and plan.layout.dp == 1:
         yield Notice(
             "zero1-without-dp",
@@ -117,17 +139,15 @@ def _zero_alone(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
 
 
 def _padded_vocab(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
-    if plan.framework != "megatron-deepspeed":
+    padded = _padded_vocab_size(plan)
+    if padded == plan.model.vocab:
         return
-    from .frameworks.megatron_deepspeed import padded_vocab
-
-    padded = padded_vocab(plan.model.vocab, plan.layout.tp)
-    if padded != plan.model.vocab:
-        yield Notice(
-            "vocab-padded",
-            f"the vocabulary of {plan.model.vocab:,} is padded to {padded:,}, "
-            f"a multiple of 128 tp = {128 * plan.layout.tp}",
-        )
+    multiple = plan.megatron.vocab_multiple
+    yield Notice(
+        "vocab-padded",
+        f"the vocabulary of {plan.model.vocab:,} is padded to {padded:,}, "
+        f"a multiple of {multiple} tp = {multiple * plan.layout.tp}",
+    )
 
 
 def _batch(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
@@ -177,6 +197,14 @@ MEGATRON = (
     "keeps the logits of two micro-batches",
 )
 
+MEGATRON_CORE = (
+    "Megatron-Core as of August 2026, with apex, Transformer Engine and flash-attention 2 installed, as in NVIDIA's "
+    "container; FusedAdam; collectives in place but for gathers and reduce-scatters of sequence parallelism",
+    "side streams (overlapped communication) keep the order of events of the main stream",
+    "of the distributed optimizer's shards the largest is shown, tensors in the order of the module's parameters",
+    "a chunk's last input and its gradient live until its next forward (TransformerBlock.input_tensor)",
+)
+
 UNFUSED = (
     "fp16 without ZeRO: FP16_UnfusedOptimizer (DeepSpeed's branch big-science takes it for apex FusedAdam, too), so "
     "every gradient is cast to fp32 at once in the step",
@@ -191,6 +219,13 @@ EIGHT_BIT = (
 def assumptions(plan: Plan) -> tuple[str, ...]:
     """What the estimate takes for granted."""
     result = [*COMMON]
+    if plan.framework == "megatron":
+        result += MEGATRON_CORE
+        if plan.megatron.transformer_impl == "transformer_engine":
+            result.append(f"Transformer Engine {plan.megatron.transformer_engine}, PyTorch {plan.torch}")
+        if plan.optimizer.name == "sgd":
+            result.append("SGD with momentum (one fp32 state a parameter)")
+        return tuple(result)
     if plan.framework == "megatron-deepspeed":
         result += MEGATRON
         if plan.precision.dtype == "fp16" and plan.layout.zero == 0:

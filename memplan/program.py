@@ -9,12 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from .frameworks.states import State
 from .layers.module import Module, Parameter
-from .pipeline.schedule import Passes, fold_iteration
-from .tape import NOTHING, Bytes, Category, Drop, Excursion, Hold, Tape, change, compose, fold_once
+from .pipeline.megatron_fold import ChunkPasses, Sizes, fold_iteration
+from .pipeline.megatron_schedule import Schedule
+from .pipeline.schedule import Passes
+from .pipeline.schedule import fold_iteration as fold_one_chunk
+from .tape import (
+    NOTHING,
+    ROUND,
+    Bytes,
+    Category,
+    Drop,
+    Excursion,
+    Hold,
+    Stretch,
+    Tape,
+    change,
+    compose,
+    fold_once,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +70,83 @@ class Gradients(Enum):
     """They are moved into a static buffer behind every backward pass."""
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What a rank keeps, as tapes of holds without drops, but for those of temporaries."""
+
+    construction: Stretch
+    """Parameters, buffers and main parameters, in the order in which they are made."""
+    states: Stretch
+    """What the first step adds for good."""
+    step: Stretch
+    """What every step takes, for a while or until ``carried`` ends."""
+    carried: Stretch
+    """The part of ``step`` that is left until the next iteration begins."""
+    workspaces: Stretch
+    """What libraries take in the first iteration, for good."""
+
+    @cached_property
+    def between(self) -> Excursion:
+        """What is held between iterations."""
+        parts = (self.construction, self.states, self.carried, self.workspaces)
+        by = tuple(map(sum, zip(*(part.excursion.net_by for part in parts), strict=True)))
+        return Excursion(sum(by), sum(by), by, by, "static")
+
+    @cached_property
+    def during(self) -> Excursion:
+        """What is held throughout micro-batches: all but what ends when they begin."""
+        ended = self.carried.excursion
+        by = tuple(map(int.__sub__, self.between.net_by, ended.net_by))
+        return Excursion(sum(by), sum(by), by, by, "static")
+
+    @cached_property
+    def optimizer(self) -> Excursion:
+        """The step."""
+        return self.step.excursion.within("step/optimizer")
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Modules of one virtual stage, in order. Equal chunks should be one object."""
+
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def passes(self) -> ChunkPasses:
+        """One micro-batch through the chunk, whose gradients go into a buffer."""
+        return ChunkPasses(
+            compose(span.forward for span in self.spans),
+            compose(span.backward(False) for span in reversed(self.spans)),
+        )
+
+
 @dataclass(frozen=True, slots=True)
+class Order:
+    """Chunks of layers, the schedule that runs them, and the hidden states that they exchange."""
+
+    schedule: Schedule
+    chunks: tuple[Chunk, ...]
+    """Virtual stages of the rank, first to last."""
+    exchanged: int
+    """Bytes of a hidden state between stages, rounded."""
+
+    def size(self, kind: str) -> int:
+        """Bytes of a tensor of ``kind``, as the schedule names them."""
+        return self.exchanged if kind in ("input", "output", "output_grad", "input_grad") else ROUND
+
+    @property
+    def retained(self) -> Excursion:
+        """What outlives the schedule: the last input of every chunk that receives one, with its gradient."""
+        return _retained(self.schedule.chunks - self.schedule.first, self.exchanged)
+
+
+@lru_cache(maxsize=4096)
+def _retained(receiving: int, size: int) -> Excursion:
+    inputs = change(receiving * size, Category.ACTIVATIONS, "input_tensor")
+    return inputs.then(change(receiving * size, Category.TEMPORARIES, "input_tensor_grad"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """One rank's iteration."""
 
@@ -84,6 +176,10 @@ class Program:
     """Bytes of the gradients that ``late_step`` still reads; the others end before it."""
     late_states: bool = False
     """Optimizer states appear in the first step rather than when the optimizer is built."""
+    kept: Kept | None = None
+    """Megatron-Core: all that is kept, in order; instead of ``states``, ``extra`` and ``step``."""
+    order: Order | None = None
+    """Megatron-Core: chunks and their schedule; instead of ``gradients``, ``flight`` and ``microbatches``."""
 
     def parameters(self) -> int:
         return sum(len(span.names) * module_elements(span.module) for span in self.spans)
@@ -111,7 +207,11 @@ def module_states(module: Module, states: tuple[State, ...]) -> Bytes:
 def static(program: Program) -> Excursion:
     """What is held between iterations, as one excursion from nothing."""
     by = list(NOTHING)
-    for span in program.spans:
+    if program.kept is not None:
+        by = list(program.kept.between.net_by)
+    if program.order is not None:
+        by = list(map(int.__add__, by, program.order.retained.net_by))
+    for span in program.spans if program.states else ():
         for category, size in enumerate(module_states(span.module, program.states)):
             by[category] += size * len(span.names)
     for hold in program.extra:
@@ -156,9 +256,11 @@ class Folded:
 
 def fold_program(program: Program) -> Folded:
     """The requested bytes of one steady iteration."""
+    if program.order is not None and program.kept is not None:
+        return _fold_ordered(program.order, program.kept)
     kept = static(program)
     once = passes(program)
-    micro = fold_iteration(once, program.flight, program.microbatches)
+    micro = fold_one_chunk(once, program.flight, program.microbatches)
     iteration = kept.then(micro)
     step = fold_once(program.step)
     late = fold_once(program.late_step)
@@ -176,6 +278,26 @@ def fold_program(program: Program) -> Folded:
         iteration.peak,
         kept.net + once.forward.net,
     )
+
+
+def _fold_ordered(order: Order, kept: Kept) -> Folded:
+    """What Megatron-Core's iteration needs; the reports of its losses end with the step.
+
+    The largest of three: between iterations, while micro-batches run, and the step behind them.
+    """
+    once = tuple([chunk.passes for chunk in order.chunks])
+    micro = fold_iteration(order.schedule, once, Sizes(order.exchanged))
+    retained, optimizer = order.retained, kept.optimizer
+    static, start = kept.between.net + retained.net, kept.during.net + retained.net
+    iterating, stepping = start + micro.peak, start + micro.net + optimizer.peak
+    peak, parts, place = static, (kept.between.net_by, NOTHING), "static"
+    if iterating > peak:
+        peak, parts, place = iterating, (kept.during.net_by, micro.peak_by), micro.place
+    if stepping > peak:
+        by = tuple(map(int.__add__, micro.net_by, optimizer.peak_by))
+        peak, parts, place = stepping, (kept.during.net_by, by), optimizer.place
+    peak_by = tuple(map(sum, zip(*parts, retained.net_by, strict=True)))
+    return Folded(static, peak, peak_by, place, stepping, max(static, iterating), start + once[0].forward.net)
 
 
 def fold_evaluation(program: Program) -> int:

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from .allocator import AllocatorSettings, CachingAllocator
 from .frameworks.states import State
 from .layers.module import GRAD_OUTPUT, INPUT, SHARED, STALE, Parameter, Tapes
-from .program import SLOT, Gradients, Program
+from .program import SLOT, Gradients, Program, Span
 from .tape import Bytes, Category, Drop, Hold, Tape
 
 PAIRS = 3
 """Backward passes that stand for all of an iteration's."""
 
-_MODULE = 1 << 13
-_MICROBATCH = 1 << 26
+MODULE = 1 << 13
+MICROBATCH = 1 << 26
 """Strides of keys: tensors within a module, modules within a micro-batch."""
 
 _CATEGORIES = len(Category)
@@ -45,7 +45,7 @@ class Replayed:
     """Reserved at the end of the first iteration's micro-batches, before any optimizer step was applied."""
 
 
-class _Rank:
+class Rank:
     """One rank's memory while its events run."""
 
     __slots__ = ("allocated", "allocator", "by", "gradients", "live", "next_static", "peak", "peak_by", "slots")
@@ -62,8 +62,8 @@ class _Rank:
         self.slots: list[int] = []
         self.next_static = -1
 
-    def copy(self) -> _Rank:
-        twin = _Rank.__new__(_Rank)
+    def copy(self) -> Rank:
+        twin = Rank.__new__(Rank)
         twin.allocator = self.allocator.copy()
         twin.allocated, twin.by, twin.peak, twin.peak_by = self.allocated, self.by[:], self.peak, self.peak_by
         twin.live, twin.gradients, twin.slots = dict(self.live), dict(self.gradients), self.slots[:]
@@ -93,7 +93,7 @@ class _Rank:
 
     def run(self, tape: Tape, base: int, microbatch: int, input: int, gradient: int) -> None:
         """The events of one module of one micro-batch, with the keys of its input and its output's gradient."""
-        shared = microbatch * _MICROBATCH + _MODULE // 2
+        shared = microbatch * MICROBATCH + MODULE // 2
         live = self.live
         for event in tape:
             if isinstance(event, Hold):
@@ -117,7 +117,7 @@ class _Rank:
                 self.drop(key, size, category)
 
     def forward(self, program: Program, microbatch: int) -> None:
-        for base, tapes, input, slot in _instances(program, microbatch, False):
+        for base, tapes, input, slot in instances(program.spans, microbatch, False):
             self.run(tapes.forward, base, microbatch, input, 0)
             if slot:
                 self.slots.append(base + slot)
@@ -125,12 +125,12 @@ class _Rank:
     def backward(self, program: Program, microbatch: int, first: bool) -> None:
         gradient = 0
         before = set(self.live)
-        for base, tapes, input, _ in reversed(_instances(program, microbatch, first)):
+        for base, tapes, input, _ in reversed(instances(program.spans, microbatch, first)):
             self.run(tapes.backward, base, microbatch, input, gradient)
             if tapes.grad_input > 0:
                 gradient = base + tapes.grad_input
             elif tapes.grad_input <= SHARED:
-                gradient = microbatch * _MICROBATCH + _MODULE // 2 - tapes.grad_input
+                gradient = microbatch * MICROBATCH + MODULE // 2 - tapes.grad_input
         for key in self.live.keys() - before:
             if self.live[key][1] == Category.GRADIENTS:
                 self.gradients[key] = self.live.pop(key)[0]
@@ -163,25 +163,25 @@ class _Rank:
                 self.drop(keys.pop(event.tensor), event.bytes, event.category)
 
 
-def _instances(program: Program, microbatch: int, first: bool) -> list[tuple[int, Tapes, int, int]]:
-    """The stage's modules in forward order: key base, tapes, key of the input, slot."""
+def instances(spans: Sequence[Span], microbatch: int, first: bool) -> list[tuple[int, Tapes, int, int]]:
+    """The modules in forward order: key base, tapes, key of the input, slot."""
     result = []
-    base = microbatch * _MICROBATCH
+    base = microbatch * MICROBATCH
     handed = 0
-    for span in program.spans:
+    for span in spans:
         module = span.module
         tapes = module.first if first else module.steady
         for _ in span.names:
-            base += _MODULE
+            base += MODULE
             result.append((base, tapes, handed, module.slot))
             if tapes.output > 0:
                 handed = base + tapes.output
     return result
 
 
-def _build(program: Program, settings: AllocatorSettings, workspaces: Iterable[Hold]) -> _Rank:
+def _build(program: Program, settings: AllocatorSettings, workspaces: Iterable[Hold]) -> Rank:
     """Parameters, optimizer and buffers, in the order in which they are made."""
-    rank = _Rank(settings)
+    rank = Rank(settings)
     early = [state for state in program.states if not _is_late(program, state.category)]
     tensors = program.parameter_tensors()
     grouped = sorted(tensors, key=lambda parameter: len(parameter.shape) <= 1)  # Megatron's groups: matrices first
@@ -212,7 +212,7 @@ def _build(program: Program, settings: AllocatorSettings, workspaces: Iterable[H
     return rank
 
 
-def _keep_all(rank: _Rank, state: State, parameters: Iterable[Parameter]) -> None:
+def _keep_all(rank: Rank, state: State, parameters: Iterable[Parameter]) -> None:
     for parameter in parameters:
         size = state.size(parameter)
         if size:
@@ -227,6 +227,10 @@ def replay(
     programs: Sequence[Program], settings: AllocatorSettings, workspaces: Sequence[Hold]
 ) -> tuple[Replayed, ...]:
     """One result per program."""
+    if programs[0].order is not None:
+        from .replay_ordered import replay_ordered
+
+        return replay_ordered(programs, settings)
     results: dict[int, Replayed] = {}
     for group in _alike(programs):
         base = _build(group[0], settings, workspaces)
@@ -249,7 +253,7 @@ def _alike(programs: Sequence[Program]) -> list[list[Program]]:
     return list(groups.values())
 
 
-def _iteration(rank: _Rank, program: Program) -> Replayed:
+def _iteration(rank: Rank, program: Program) -> Replayed:
     """From the last warm-up forward to the end of the step; twice where states appear in the first step."""
     _microbatches(rank, program, program.flight - 1)
     first_iteration = rank.allocator.peak_reserved
@@ -267,7 +271,7 @@ def _iteration(rank: _Rank, program: Program) -> Replayed:
     return Replayed(rank.peak, rank.allocator.peak_reserved, tuple(breakdown), rank.allocated, first_iteration)
 
 
-def _microbatches(rank: _Rank, program: Program, in_flight: int) -> None:
+def _microbatches(rank: Rank, program: Program, in_flight: int) -> None:
     """The first backward passes of an iteration, each with the forward that the schedule puts before it;
     what else is in flight is dropped."""
     for backward in range(min(PAIRS, program.microbatches)):
@@ -279,7 +283,7 @@ def _microbatches(rank: _Rank, program: Program, in_flight: int) -> None:
     rank.end_microbatches()
 
 
-def _end_of_step(rank: _Rank, program: Program) -> None:
+def _end_of_step(rank: Rank, program: Program) -> None:
     rank.step(program.step)
     rank.end_gradients(program.gradients_kept)
     rank.step(program.late_step)

@@ -22,6 +22,7 @@ _PANELS = {
     "recompute": "Recompute",
     "loss": "Loss",
     "pipeline": "Pipeline",
+    "megatron": "Megatron-Core",
     "model": "Architecture, over the model's own",
 }
 _METAVARS = {
@@ -30,6 +31,7 @@ _METAVARS = {
     Kind.TEXT: "TEXT",
     Kind.CHOICE: "NAME",
     Kind.INTEGERS: "N,N,…",
+    Kind.NAMES: "NAME,…",
     Kind.PARTITION: "METHOD",
     Kind.SIZE: "SIZE",
     Kind.DEVICE_MAP: "MAP|FILE",

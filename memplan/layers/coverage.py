@@ -88,6 +88,42 @@ TRANSFORMERS: Mapping[str, Allowed] = MappingProxyType(
 MEGATRON: Mapping[str, Allowed] = MappingProxyType({"gpt": _MEGATRON, "gpt2": _MEGATRON, "bloom": _MEGATRON})
 """Families whose layers Megatron's GPT has (``layers.megatron``)."""
 
+_CORE_GPT: Allowed = MappingProxyType(
+    {
+        "norm_place": ("pre",),
+        "positions": ("learned", "rotary", "none"),
+        "causal": (True,),
+        "sliding_window": (None,),
+        "embedding_norm": (False,),
+        "final_norm": (True,),
+        "token_types": (0,),
+        "mlm_head": (False,),
+    }
+)
+
+_CORE_BERT: Allowed = MappingProxyType(
+    {
+        "norm": ("layernorm",),
+        "norm_place": ("pre",),
+        "positions": ("learned",),
+        "activation": ("gelu", "gelu_new"),
+        "attention_bias": (True,),
+        "attention_output_bias": (True,),
+        "mlp_bias": (True,),
+        "qk_norm": (False,),
+        "causal": (False,),
+        "sliding_window": (None,),
+        "embedding_norm": (False,),
+        "final_norm": (True,),
+        "mlm_head": (True,),
+    }
+)
+
+MEGATRON_CORE: Mapping[str, Allowed] = MappingProxyType(
+    {**dict.fromkeys(("gpt", "gpt2", "llama", "mistral", "qwen3"), _CORE_GPT), "bert": _CORE_BERT}
+)
+"""Families whose layers Megatron-Core has (``layers.megatron_core``): its one GPT is made of options."""
+
 MULTI_HEAD = frozenset({"gpt2", "gpt", "bert", "bloom"})
 """Families whose recipes have as many key heads as query heads, and heads that make up the hidden size."""
 
@@ -106,6 +142,8 @@ def check_covered(spec: ModelSpec, recipes: Mapping[str, Allowed], framework: st
             raise PlanError(f"model.{field}", value, problem)
     if spec.family == "bert" and spec.token_types == 0:
         raise PlanError("model.token_types", 0, "must be at least 1 for family bert")
+    if recipes is MEGATRON_CORE:
+        return
     if spec.family in MULTI_HEAD and spec.kv_heads != spec.heads:
         problem = f"must equal the {spec.heads} attention heads for family {spec.family}"
         raise PlanError("model.kv_heads", spec.kv_heads, problem)

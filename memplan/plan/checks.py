@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from .environment import REFUSED
 from .errors import ABSENT, PlanError
-from .plan import Loss, Pipeline, Plan
+from .plan import Loss, Megatron, Optimizer, Pipeline, Plan
 from .spec import ModelSpec
 
-MODELLED = ("single", "ddp", "device-map", "megatron-deepspeed")
+MODELLED = ("single", "ddp", "device-map", "megatron", "megatron-deepspeed")
 """Frameworks whose memory is modelled; the other names are kept for the day that theirs is."""
+
+PIPELINE_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "megatron-deepspeed": ("schedule", "partition"),
+        "megatron": (
+            "first_layers",
+            "last_layers",
+            "count_embedding",
+            "count_loss",
+            "layout",
+            "group",
+            "overlap_p2p",
+            "overlap_p2p_warmup",
+        ),
+    }
+)
+"""Fields of the section ``pipeline`` that a framework has."""
 
 MOST_TOKENS = 2**40
 """Tokens in one micro-batch, beyond which a size is surely a slip."""
@@ -22,17 +41,19 @@ def check_framework(plan: Plan) -> None:
     if plan.framework not in MODELLED:
         problem = f"is not modelled yet; {', '.join(MODELLED[:-1])} and {MODELLED[-1]} are"
         raise PlanError("framework", plan.framework, problem)
-    for name, what in (
-        ("cp", "context parallelism is not modelled yet; tensor, pipeline and data parallelism are"),
-        ("ep", "expert parallelism is not modelled yet, nor are models with experts; dense ones are"),
-        ("vpp", "virtual stages are not modelled yet; one stage per pipeline rank is"),
-    ):
-        if getattr(layout, name) > 1:
-            raise PlanError(f"layout.{name}", getattr(layout, name), f"must be 1: {what}")
+    if layout.ep > 1:
+        problem = "must be 1: expert parallelism is not modelled yet, nor are models with experts; dense ones are"
+        raise PlanError("layout.ep", layout.ep, problem)
     if layout.zero >= 2:
         raise PlanError("layout.zero", layout.zero, "must be 0 or 1: ZeRO stages 2 and 3 are not modelled yet")
+    if plan.framework == "megatron":
+        return
+    for name, what in (("cp", "context parallelism"), ("vpp", "virtual stages")):
+        if getattr(layout, name) > 1:
+            problem = f"must be 1 with framework {plan.framework}: {what} are modelled under megatron"
+            raise PlanError(f"layout.{name}", getattr(layout, name), problem)
     if layout.sequence_parallel:
-        problem = "must be false: Megatron-DeepSpeed does not have it, and the frameworks that do are not modelled yet"
+        problem = f"must be false with framework {plan.framework}: sequence parallelism is modelled under megatron"
         raise PlanError("layout.sequence_parallel", True, problem)
 
 
@@ -61,7 +82,7 @@ def check_hardware(plan: Plan) -> None:
 def check_layout(plan: Plan) -> None:
     """What the framework can parallelise, and what divides what."""
     framework, layout, model = plan.framework, plan.layout, plan.model
-    if framework != "megatron-deepspeed":
+    if framework not in ("megatron", "megatron-deepspeed"):
         _check_undivided(plan)
         return
     for size, what in (
@@ -72,7 +93,9 @@ def check_layout(plan: Plan) -> None:
     ):
         if size % layout.tp:
             raise PlanError("layout.tp", layout.tp, f"must divide the {size} {what} ({_divisors(size)})")
-    if layout.pp > model.layers:
+    if layout.sequence_parallel and layout.tp == 1:
+        raise PlanError("layout.sequence_parallel", True, "must be false with tp = 1: there is nothing to shard")
+    if layout.pp > model.layers and framework != "megatron":
         problem = f"must be at most the {model.layers} layers of the model, so that every stage can have one"
         raise PlanError("layout.pp", layout.pp, problem)
 
@@ -82,10 +105,10 @@ def _check_undivided(plan: Plan) -> None:
     framework, layout = plan.framework, plan.layout
     for name in ("tp", "pp"):
         if getattr(layout, name) > 1:
-            problem = f"must be 1 with framework {framework}; megatron-deepspeed splits a model"
+            problem = f"must be 1 with framework {framework}; megatron and megatron-deepspeed split a model"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
     if layout.zero:
-        problem = f"must be 0 with framework {framework}; megatron-deepspeed has ZeRO-1"
+        problem = f"must be 0 with framework {framework}; megatron and megatron-deepspeed have ZeRO-1"
         raise PlanError("layout.zero", layout.zero, problem)
     if framework == "single" and plan.hardware.gpus != 1:
         field, value = ("layout.dp", layout.dp) if plan.hardware.gpus == layout.dp else ("hardware.gpus", None)
@@ -113,6 +136,13 @@ def check_batch(plan: Plan) -> None:
     if model.positions == "learned" and batch.seq > model.positions_max:
         problem = f"must be at most {model.positions_max}, the learned positions of {model.name}"
         raise PlanError("batch.seq", batch.seq, problem)
+    if layout.cp > 1 and batch.seq % (2 * layout.cp):
+        problem = f"must be a multiple of 2 cp = {2 * layout.cp}: each rank takes two chunks of a sequence"
+        raise PlanError("batch.seq", batch.seq, problem)
+    if layout.sequence_parallel and batch.seq // layout.cp % layout.tp:
+        raise PlanError(
+            "batch.seq", batch.seq, f"must be a multiple of cp x tp = {layout.cp * layout.tp} (sequence parallel)"
+        )
     if batch.mbs * visible * batch.seq > MOST_TOKENS:
         raise PlanError("batch.mbs", batch.mbs, f"times seq {batch.seq} is more than {MOST_TOKENS:,} tokens at once")
 
@@ -120,7 +150,7 @@ def check_batch(plan: Plan) -> None:
 def check_precision(plan: Plan) -> None:
     """Gradients have the parameters' dtype, unless a framework accumulates them elsewhere."""
     dtype, gradients = plan.precision.dtype, plan.precision.gradients
-    allowed = {dtype, "fp32"} if plan.framework == "megatron-deepspeed" else {dtype}
+    allowed = {dtype, "fp32"} if plan.framework in ("megatron", "megatron-deepspeed") else {dtype}
     if gradients not in allowed:
         problem = f"must be {' or '.join(sorted(allowed))} with framework {plan.framework} and dtype {dtype}"
         raise PlanError("precision.gradients", gradients, problem)
@@ -130,6 +160,13 @@ def check_optimizer(plan: Plan) -> None:
     """Which implementation there is of which optimizer, where."""
     optimizer = plan.optimizer
     field, value = "optimizer.implementation", optimizer.implementation
+    if plan.framework == "megatron":
+        _check_megatron_optimizer(plan)
+        return
+    for name in ("precision_aware", "main_parameters", "exp_avg", "exp_avg_sq"):
+        if getattr(optimizer, name) != Optimizer.model_fields[name].default:
+            problem = f"must be left out with framework {plan.framework}; megatron has a precision-aware optimizer"
+            raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
     if optimizer.name == "adam8bit":
         if value is not None:
             raise PlanError(field, value, "must be left out: adam8bit has one implementation, bitsandbytes'")
@@ -147,9 +184,37 @@ def check_optimizer(plan: Plan) -> None:
             raise PlanError(field, value, f"must be foreach, for-loop or fused for {optimizer.name}")
 
 
+def _check_megatron_optimizer(plan: Plan) -> None:
+    """Transformer Engine's (or apex') FusedAdam, with the distributed optimizer in dtypes of choice."""
+    optimizer = plan.optimizer
+    if optimizer.name == "adam8bit":
+        raise PlanError("optimizer.name", optimizer.name, "must be adam, adamw or sgd with framework megatron")
+    if optimizer.implementation not in ("apex", None) and optimizer.name != "sgd":
+        problem = "must be apex with framework megatron: FusedAdam of Transformer Engine or apex"
+        raise PlanError("optimizer.implementation", optimizer.implementation, problem)
+    if optimizer.block_size is not None:
+        raise PlanError("optimizer.block_size", optimizer.block_size, "must be left out: there are no 8-bit states")
+    if not optimizer.embeddings_32bit:
+        raise PlanError("optimizer.embeddings_32bit", False, "must be left out: there are no 8-bit states")
+    if optimizer.precision_aware:
+        if plan.layout.zero != 1:
+            problem = "must be false without the distributed optimizer (zero: 1)"
+            raise PlanError("optimizer.precision_aware", True, problem)
+        if optimizer.name == "sgd":
+            raise PlanError("optimizer.precision_aware", True, "must be false with sgd: FusedAdam has it")
+        return
+    for name in ("main_parameters", "exp_avg", "exp_avg_sq"):
+        if getattr(optimizer, name) != "fp32":
+            problem = "must be fp32 unless optimizer.precision_aware is true"
+            raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
+
+
 def check_recompute(plan: Plan) -> None:
     """Details of full recompute belong to full recompute."""
     recompute = plan.recompute
+    if recompute.modules is not None and (recompute.mode != "selective" or plan.framework != "megatron"):
+        problem = "belongs to framework megatron and recompute.mode selective"
+        raise PlanError("recompute.modules", list(recompute.modules), problem)
     if recompute.mode != "full":
         for name, value in (("layers", recompute.layers), ("method", recompute.method)):
             if value not in (None, "uniform"):
@@ -163,7 +228,10 @@ def check_recompute(plan: Plan) -> None:
 def check_loss(plan: Plan) -> None:
     """Which loss there is where, and clusters that rise below the vocabulary."""
     loss, vocab = plan.loss, plan.model.vocab
-    if loss.kind != "plain" and plan.framework != "megatron-deepspeed":
+    if plan.framework == "megatron" and loss.kind != "vocab-parallel":
+        problem = "must be vocab-parallel with framework megatron; megatron.cross_entropy_fusion names its kernel"
+        raise PlanError("loss.kind", loss.kind, problem)
+    if loss.kind != "plain" and plan.framework not in ("megatron", "megatron-deepspeed"):
         what = "adaptive softmax" if loss.kind == "adaptive-softmax" else "the vocabulary-parallel loss"
         problem = f"must be plain with framework {plan.framework}; {what} is modelled under megatron-deepspeed"
         raise PlanError("loss.kind", loss.kind, problem)
@@ -206,13 +274,58 @@ def check_pipeline(plan: Plan) -> None:
     elif any(not isinstance(entry, int) for entry in partition):
         problem = "must be a method (uniform, parameters, type:REGEX), or whole numbers such as 0,4,8"
         raise PlanError("pipeline.partition", list(partition), problem)
-    if plan.framework == "megatron-deepspeed":
-        return
+    known = PIPELINE_FIELDS.get(plan.framework, ())
     for name, default in Pipeline():
         value = getattr(plan.pipeline, name)
-        if value != default:
-            problem = f"must be left out with framework {plan.framework}, which has no pipeline; megatron-deepspeed has"
-            raise PlanError(f"pipeline.{name}", value, problem)
+        if value != default and name not in known:
+            has = " and ".join(other for other, names in PIPELINE_FIELDS.items() if name in names)
+            raise PlanError(
+                f"pipeline.{name}", value, f"must be left out with framework {plan.framework}; {has} has it"
+            )
+    if plan.framework == "megatron" and plan.layout.vpp == 1:
+        for name in ("group", "overlap_p2p", "overlap_p2p_warmup"):
+            value = getattr(plan.pipeline, name)
+            if value != Pipeline.model_fields[name].default:
+                raise PlanError(f"pipeline.{name}", value, "belongs to virtual stages (vpp > 1)")
+
+
+def check_megatron(plan: Plan) -> None:
+    """Choices that only Megatron-Core has, and those of them that fit together."""
+    megatron = plan.megatron
+    if plan.framework != "megatron":
+        for name, default in Megatron():
+            value = getattr(megatron, name)
+            if value != default:
+                problem = f"must be left out with framework {plan.framework}; megatron has it"
+                raise PlanError(f"megatron.{name}", value, problem)
+        return
+    dp, instances = plan.layout.dp, megatron.distributed_optimizer_instances
+    assert dp is not None
+    field = "megatron.distributed_optimizer_instances"
+    if instances > 1 and plan.layout.zero != 1:
+        raise PlanError(field, instances, "must be 1 without the distributed optimizer (zero: 1)")
+    if dp * plan.layout.cp % instances:
+        raise PlanError(field, instances, f"must divide dp x cp = {dp * plan.layout.cp}")
+    if megatron.overlap_param_gather and plan.layout.zero != 1:
+        problem = "must be false without the distributed optimizer (zero: 1)"
+        raise PlanError("megatron.overlap_param_gather", True, problem)
+    if megatron.overlap_param_gather and not megatron.overlap_grad_reduce:
+        problem = "must be false without megatron.overlap_grad_reduce"
+        raise PlanError("megatron.overlap_param_gather", True, problem)
+    local = megatron.transformer_impl == "local"
+    if megatron.attention_backend == "local" and not local:
+        problem = "must be auto, flash, fused or unfused with transformer_impl transformer_engine"
+        raise PlanError("megatron.attention_backend", "local", problem)
+    if local and megatron.attention_backend in ("flash", "fused"):
+        problem = "must be auto, unfused or local with transformer_impl local, which has its own attention"
+        raise PlanError("megatron.attention_backend", megatron.attention_backend, problem)
+    has_scores = local or megatron.attention_backend in ("unfused", "local")
+    if has_scores != (plan.attention == "eager"):
+        what = "transformer_impl local" if local else f"attention_backend {megatron.attention_backend}"
+        problem = f"must be {'eager' if has_scores else 'flash'} with {what}"
+        raise PlanError("attention", plan.attention, problem)
+    if local and plan.layout.cp > 1:
+        raise PlanError("layout.cp", plan.layout.cp, "must be 1 with transformer_impl local")
 
 
 def check_environment(plan: Plan) -> None:

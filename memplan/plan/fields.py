@@ -28,6 +28,7 @@ class Kind(Enum):
     TEXT = "text"
     CHOICE = "one of a few names"
     INTEGERS = "whole numbers separated by commas"
+    NAMES = "names separated by commas"
     PARTITION = "a method, or whole numbers separated by commas"
     SIZE = "bytes, or a size such as 16GiB"
     DEVICE_MAP = "a mapping of devices to layers"
@@ -141,5 +142,6 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
     if origin is Literal:
         return Kind.CHOICE, get_args(annotation)
     if origin is tuple:
-        return Kind.INTEGERS, ()
+        part = get_args(annotation)[0]
+        return (Kind.NAMES, get_args(part)) if get_origin(part) is Literal else (Kind.INTEGERS, ())
     return {int: Kind.INTEGER, float: Kind.NUMBER, bool: Kind.SWITCH, str: Kind.TEXT}[annotation], ()

@@ -52,6 +52,8 @@ def field_value(field: PlanField, node: Node) -> Node:
         return _size(node)
     if field.kind in (Kind.INTEGERS, Kind.PARTITION):
         return _integers(node, alone=field.kind is Kind.INTEGERS)
+    if field.kind is Kind.NAMES and isinstance(node.value, str):
+        return Node([scalar(part.strip(), node.origin) for part in node.value.split(",")], node.origin)
     if field.kind is Kind.DEVICE_MAP and isinstance(node.value, dict):
         return Node({device: _layers(device, layers) for device, layers in node.mapping.items()}, node.origin)
     if field.kind is Kind.VARIABLES and isinstance(node.value, dict):

@@ -16,11 +16,16 @@ from .spec import LayerCount, ModelSpec
 Framework = Literal["single", "ddp", "device-map", "megatron", "megatron-deepspeed", "deepspeed", "fsdp"]
 Dtype = Literal["fp32", "fp16", "bf16"]
 OptimizerName = Literal["sgd", "adam", "adamw", "adam8bit"]
+StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
 OptimizerImplementation = Literal["foreach", "for-loop", "fused", "apex"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 RecomputeMode = Literal["none", "selective", "full"]
 AttentionImplementation = Literal["eager", "flash"]
 LossKind = Literal["plain", "vocab-parallel", "adaptive-softmax"]
 ScheduleName = Literal["1f1b", "gpipe"]
+
+TRANSFORMER_ENGINE = "2.18"
+"""The newest release of Transformer Engine whose source the recipes follow."""
 
 Degree = Annotated[int, Field(ge=1, le=1_048_576)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -68,7 +73,8 @@ class Precision(_Section):
 
     dtype: Dtype = Field("bf16", description="dtype of parameters and activations")
     gradients: Dtype | None = Field(
-        None, description="dtype in which gradients are accumulated; default: that of the parameters"
+        None,
+        description="dtype in which gradients are accumulated; default: that of the parameters (megatron: fp32)",
     )
 
 
@@ -91,6 +97,24 @@ class Optimizer(_Section):
     embeddings_32bit: bool = Field(
         True, description="8-bit Adam keeps 32-bit states for embeddings (bitsandbytes' rule)"
     )
+    precision_aware: bool = Field(
+        False,
+        description="megatron: Transformer Engine's FusedAdam keeps main parameters and states in dtypes of choice",
+        json_schema_extra={"flag": "--precision-aware-optimizer"},
+    )
+    main_parameters: StateDtype = Field(
+        "fp32",
+        description="dtype of main parameters (precision-aware)",
+        json_schema_extra={"flag": "--main-params-dtype"},
+    )
+    exp_avg: StateDtype = Field(
+        "fp32", description="dtype of the first moment (precision-aware)", json_schema_extra={"flag": "--exp-avg-dtype"}
+    )
+    exp_avg_sq: StateDtype = Field(
+        "fp32",
+        description="dtype of the second moment (precision-aware)",
+        json_schema_extra={"flag": "--exp-avg-sq-dtype"},
+    )
 
 
 class Recompute(_Section):
@@ -108,6 +132,12 @@ class Recompute(_Section):
         None,
         description="uniform: layers per recomputed group (1); block: recomputed layers per stage (all)",
         json_schema_extra={"flag": "--recompute-layers"},
+    )
+    modules: tuple[RecomputeModule, ...] | None = Field(
+        None,
+        max_length=8,
+        description="megatron, selective recompute: core_attn, layernorm, mlp; default: core_attn",
+        json_schema_extra={"flag": "--recompute-modules"},
     )
 
 
@@ -134,6 +164,80 @@ class Pipeline(_Section):
         description="uniform, parameters, type:REGEX, type:REGEX:W|REGEX:W, or the first entry of every stage and the "
         "length of the list, as 0,4,6,…",
     )
+    first_layers: LayerCount | None = Field(
+        None, description="megatron: layers of the first stage (decoder-first-pipeline-num-layers)"
+    )
+    last_layers: LayerCount | None = Field(
+        None, description="megatron: layers of the last stage (decoder-last-pipeline-num-layers)"
+    )
+    count_embedding: bool = Field(
+        False, description="megatron: the embedding counts as a layer when layers are split into stages"
+    )
+    count_loss: bool = Field(
+        False, description="megatron: the loss counts as a layer when layers are split into stages"
+    )
+    layout: str | None = Field(
+        None,
+        max_length=10_000,
+        description="megatron: pipeline-model-parallel-layout, as Et*3|(tt|)*29,m|L",
+        json_schema_extra={"flag": "--pipeline-layout"},
+    )
+    group: Count | None = Field(
+        None,
+        description="megatron: micro-batches that a virtual stage runs in a row; default: pp",
+        json_schema_extra={"flag": "--microbatch-group-size"},
+    )
+    overlap_p2p: bool = Field(True, description="megatron: interleaved schedule overlaps its sends and receives")
+    overlap_p2p_warmup: bool = Field(False, description="megatron: overlap-p2p-communication-warmup-flush")
+
+
+class Megatron(_Section):
+    """Choices that only Megatron-Core has; each is an argument of its own launch script."""
+
+    transformer_impl: Literal["transformer_engine", "local"] = Field(
+        "transformer_engine", description="implementation of the layers"
+    )
+    transformer_engine: str = Field(
+        TRANSFORMER_ENGINE,
+        pattern=r"^\d+\.\d+(\.\d+)?$",
+        description="version of Transformer Engine",
+        json_schema_extra={"flag": "--te-version"},
+    )
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = Field(
+        "auto", description="back end of the attention; auto: as Transformer Engine chooses"
+    )
+    flash_attention_3: bool = Field(False, description="flash-attention 3 is installed")
+    deterministic: bool = Field(False, description="deterministic-mode")
+    gradient_accumulation_fusion: bool = Field(True, description="weight gradients are added to main_grad by the GEMM")
+    bias_gelu_fusion: bool = Field(True, description="bias and GELU in one kernel")
+    bias_swiglu_fusion: bool = Field(True, description="bias and SwiGLU in one kernel")
+    bias_dropout_fusion: bool = Field(True, description="bias, dropout and residual in one kernel")
+    rope_fusion: bool = Field(True, description="rotary embedding in one kernel")
+    masked_softmax_fusion: bool = Field(True, description="scale, mask and softmax in one kernel")
+    rotary_interleaved: bool = Field(False, description="rotary embedding turns neighbouring features")
+    attention_softmax_in_fp32: bool = Field(False, description="unfused attention: softmax in fp32")
+    query_key_layer_scaling: bool = Field(False, description="apply-query-key-layer-scaling")
+    fp32_residual: bool = Field(False, description="fp32-residual-connection")
+    cross_entropy_fusion: Literal["none", "native", "te"] = Field(
+        "none", description="fused vocabulary-parallel cross entropy, and whose"
+    )
+    per_token_loss: bool = Field(False, description="calculate-per-token-loss")
+    attention_mask_in_dataloader: bool = Field(True, description="the data loader makes an attention mask")
+    vocab_multiple: Count = Field(128, description="make-vocab-size-divisible-by (times tp)")
+    distributed_optimizer_instances: Degree = Field(1, description="replicas of the distributed optimizer's shards")
+    overlap_grad_reduce: bool = Field(False, description="gradients are reduced bucket by bucket during backward")
+    overlap_param_gather: bool = Field(False, description="parameters are gathered bucket by bucket during forward")
+    bucket_size: int | None = Field(
+        None, ge=1, le=2**40, description="parameters in a bucket; default: max(40,000,000, 1,000,000 x dp)"
+    )
+    log_num_zeros_in_grad: bool = Field(False, description="counts zeros in gradients at every step")
+    log_params_norm: bool = Field(False, description="computes the norm of parameters at every step")
+    clip_grad: float = Field(1.0, ge=0.0, le=1e6, description="clip gradients to this norm; 0: not")
+    check_for_nan: bool = Field(True, description="check-for-nan-in-loss-and-grad")
+    deallocate_pipeline_outputs: bool = Field(True, description="outputs of a stage end once they are sent")
+    cp_communication: Literal["p2p", "a2a", "all_gather"] = Field(
+        "p2p", description="how context parallelism exchanges keys and values"
+    )
 
 
 class Plan(_Section):
@@ -155,6 +259,7 @@ class Plan(_Section):
     )
     loss: Loss = Loss()
     pipeline: Pipeline = Pipeline()
+    megatron: Megatron = Megatron()
     device_map: dict[int, tuple[int, ...]] | None = Field(
         None, description="device-map: the layers that each device holds, as {0: 0-11, 1: 12-23}; default: equal shares"
     )
@@ -162,5 +267,10 @@ class Plan(_Section):
         default_factory=dict,
         description="environment variables that change memory, as PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True",
         json_schema_extra={"flag": "--env"},
+    )
+    torch: str | None = Field(
+        None,
+        pattern=r"^\d{1,3}\.\d{1,3}(\.\d{1,3})?$",
+        description="version of PyTorch; default: 2.13, and what older code ran on",
     )
     headroom: str = Field("0", description="memory kept free: bytes, 2GiB, or 5%")

@@ -13,6 +13,7 @@ from .checks import (
     check_hardware,
     check_layout,
     check_loss,
+    check_megatron,
     check_model,
     check_optimizer,
     check_pipeline,
@@ -21,6 +22,7 @@ from .checks import (
 )
 from .device_map import check_device_map, equal_shares
 from .errors import ABSENT, PlanError
+from .megatron_layout import stages
 from .plan import (
     AttentionImplementation,
     Batch,
@@ -28,12 +30,17 @@ from .plan import (
     Layout,
     Loss,
     LossKind,
+    Megatron,
     Optimizer,
     OptimizerImplementation,
+    Pipeline,
     Plan,
+    Precision,
     Recompute,
 )
 from .sizes import headroom_bytes
+
+MEGATRONS = ("megatron", "megatron-deepspeed")
 
 BLOCK_SIZE = 2048
 """Elements per scale of bitsandbytes' 8-bit states, as of 2021."""
@@ -56,14 +63,15 @@ def resolve(plan: Plan) -> Plan:
             "hardware": hardware,
             "layout": layout,
             "batch": _batch(plan.batch, plan, layout, hardware),
-            "precision": plan.precision
-            if plan.precision.gradients
-            else plan.precision.model_copy(update={"gradients": plan.precision.dtype}),
+            "precision": _precision(plan.precision, plan),
             "optimizer": _optimizer(plan.optimizer, plan),
-            "recompute": _recompute(plan.recompute),
+            "recompute": _recompute(plan.recompute, plan),
             "loss": _loss(plan.loss, plan),
             "device_map": _device_map(plan, hardware),
             "attention": plan.attention or _attention(plan),
+            "pipeline": _pipeline(plan.pipeline, plan, layout),
+            "megatron": _megatron(plan.megatron, plan),
+            "torch": plan.torch or _torch(plan),
         }
     )
     for check in (
@@ -76,6 +84,7 @@ def resolve(plan: Plan) -> Plan:
         check_loss,
         check_code,
         check_pipeline,
+        check_megatron,
         check_device_map,
         check_environment,
     ):
@@ -86,7 +95,7 @@ def resolve(plan: Plan) -> Plan:
 
 def _hardware_and_layout(plan: Plan) -> tuple[Hardware, Layout]:
     """Number of GPUs and data-parallel size, each from the other; and the capacity of the GPU."""
-    hardware, layout = plan.hardware, plan.layout
+    hardware, layout = plan.hardware, _with_virtual_stages(plan)
     one_replica = layout.tp * layout.pp * layout.cp
     gpus, dp = hardware.gpus, layout.dp
     if plan.framework == "device-map":
@@ -104,6 +113,15 @@ def _hardware_and_layout(plan: Plan) -> tuple[Hardware, Layout]:
         hardware.model_copy(update={"gpus": gpus, "capacity": _capacity(hardware)}),
         layout.model_copy(update={"dp": dp}),
     )
+
+
+def _with_virtual_stages(plan: Plan) -> Layout:
+    """``pipeline.layout`` says how many chunks a stage has."""
+    layout, pipeline = plan.layout, plan.pipeline
+    if plan.framework != "megatron" or pipeline.layout is None or layout.vpp > 1:
+        return layout
+    (first, *_) = stages(plan.model.layers, layout.pp, None, layout=pipeline.layout)
+    return layout.model_copy(update={"vpp": len(first)})
 
 
 def _devices(plan: Plan) -> int:
@@ -137,19 +155,29 @@ def _optimizer(optimizer: Optimizer, plan: Plan) -> Optimizer:
     if optimizer.name == "adam8bit":
         return optimizer.model_copy(update={"block_size": optimizer.block_size or BLOCK_SIZE})
     default: OptimizerImplementation = "foreach"
-    if plan.framework == "megatron-deepspeed" and optimizer.name in ("adam", "adamw"):
+    if plan.framework in MEGATRONS and optimizer.name in ("adam", "adamw"):
         default = "apex"
     return optimizer.model_copy(update={"implementation": optimizer.implementation or default})
 
 
-def _recompute(recompute: Recompute) -> Recompute:
+def _precision(precision: Precision, plan: Plan) -> Precision:
+    """Megatron-Core accumulates bf16 gradients in fp32 (``validate_args``); others in the parameters' dtype."""
+    if precision.gradients is not None:
+        return precision
+    in_fp32 = plan.framework == "megatron" and precision.dtype == "bf16"
+    return precision.model_copy(update={"gradients": "fp32" if in_fp32 else precision.dtype})
+
+
+def _recompute(recompute: Recompute, plan: Plan) -> Recompute:
     if recompute.mode == "full" and recompute.method == "uniform" and recompute.layers is None:
         return recompute.model_copy(update={"layers": 1})
+    if recompute.mode == "selective" and plan.framework == "megatron" and recompute.modules is None:
+        return recompute.model_copy(update={"modules": ("core_attn",)})
     return recompute
 
 
 def _loss(loss: Loss, plan: Plan) -> Loss:
-    default: LossKind = "vocab-parallel" if plan.framework == "megatron-deepspeed" else "plain"
+    default: LossKind = "vocab-parallel" if plan.framework in MEGATRONS else "plain"
     kind = loss.kind or default
     cutoffs = loss.cutoffs
     if kind == "adaptive-softmax" and cutoffs is None:
@@ -159,8 +187,32 @@ def _loss(loss: Loss, plan: Plan) -> Loss:
 
 def _attention(plan: Plan) -> AttentionImplementation:
     """Flash, but for code that is older than it and for fp32, which its kernel does not take."""
+    if plan.framework == "megatron":
+        scores = plan.megatron.attention_backend in ("unfused", "local") or plan.megatron.transformer_impl == "local"
+        return "eager" if scores else "flash"
     older = plan.framework == "megatron-deepspeed" or plan.code == "2020"
     return "eager" if older or plan.precision.dtype == "fp32" else "flash"
+
+
+def _torch(plan: Plan) -> str:
+    """The PyTorch whose source the recipes of a framework follow."""
+    if plan.code == "2020":
+        return "1.6"
+    return "1.8" if plan.framework == "megatron-deepspeed" else "2.13"
+
+
+def _pipeline(pipeline: Pipeline, plan: Plan, layout: Layout) -> Pipeline:
+    if plan.framework == "megatron" and layout.vpp > 1 and pipeline.group is None:
+        return pipeline.model_copy(update={"group": layout.pp})
+    return pipeline
+
+
+def _megatron(megatron: Megatron, plan: Plan) -> Megatron:
+    """``attention: eager`` is a way to ask for the unfused back end; ``flash`` leaves the choice among the others."""
+    eager = plan.framework == "megatron" and plan.attention == "eager" and megatron.transformer_impl != "local"
+    if eager and megatron.attention_backend == "auto":
+        return megatron.model_copy(update={"attention_backend": "unfused"})
+    return megatron
 
 
 def _device_map(plan: Plan, hardware: Hardware) -> dict[int, tuple[int, ...]] | None:

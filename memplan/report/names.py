@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from ..plan.plan import Plan
 
@@ -40,8 +40,23 @@ def modules_text(modules: Sequence[str]) -> str:
             continue
         runs = list(_runs(int(name.rpartition(".")[2]) for name in members))
         several = len(runs) > 1 or runs[0][0] != runs[0][1]
-        parts.append(f"{kind}{'s' * several} " + ", ".join(span(*run) for run in runs))
+        parts.append(f"{kind}{'s' * several} " + ", ".join(_shortened(runs)))
     return ", ".join(parts)
+
+
+def in_order(modules: Sequence[str]) -> list[str]:
+    """``modules`` with neighbours of one kind in the order of their numbers: those of several virtual stages."""
+    result: list[str] = []
+    for _, members in groupby(modules, key=lambda name: (kind_of(name), kind_of(name) != name)):
+        result += sorted(members, key=lambda name: int(name.rpartition(".")[2]) if kind_of(name) != name else 0)
+    return result
+
+
+def _shortened(runs: Sequence[tuple[int, int]]) -> list[str]:
+    """``15, 31, …, 111`` where more than three stretches are equal and equally far apart, as virtual stages are."""
+    texts = [span(*run) for run in runs]
+    steps = {(later[0] - run[0], later[1] - run[1]) for run, later in pairwise(runs)}
+    return texts if len(runs) <= 3 or len(steps) > 1 else [*texts[:2], "…", texts[-1]]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

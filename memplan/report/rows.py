@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ..result import Estimate, StageEstimate
-from .names import kind_of, modules_text, ranks_text, span
+from .names import in_order, kind_of, modules_text, ranks_text, span
 from .units import Unit
 
 
@@ -34,7 +34,7 @@ class Row:
 
     def modules(self, separator: str = ", ") -> str:
         """``layers 1–60, 2 each``, with ``separator`` before the count."""
-        text = modules_text([module for stage in self.members for module in stage.modules])
+        text = modules_text(in_order([module for stage in self.members for module in stage.modules]))
         each = len(self.members[0].modules)
         return text if len(self.members) == 1 or each < 2 else f"{text}{separator}{each} each"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.estimate import fold
-from memplan.layers.coverage import MEGATRON, TRANSFORMERS
+from memplan.layers.coverage import MEGATRON, MEGATRON_CORE, TRANSFORMERS
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -39,8 +39,11 @@ OTHER = {
     "hidden_dropout": [0.0, 0.1],
 }
 
-SAME_BYTES = {("megatron-deepspeed", "activation")}
+SAME_BYTES = {("megatron-deepspeed", "activation"), ("megatron", "activation")}
 """Megatron's fused bias-GELU is the tanh form: both names are one kernel."""
+
+OF_MEGATRON_CORE = {"bert": {"norm_place": "pre", "embedding_norm": False, "final_norm": True}}
+"""Where Megatron-Core's own model of a family differs from the built-in spec."""
 
 
 def folded(family: str, framework: str, **fields: object) -> object:
@@ -48,7 +51,7 @@ def folded(family: str, framework: str, **fields: object) -> object:
     flags = {
         "model": BASE[family], "framework": framework, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4,
         "head_dim": 16, "ffn": 256, "vocab": 512, "positions_max": 128, "seq": 128, "mbs": 2, "dtype": "bf16",
-        "attention": "eager", **fields,
+        "attention": "eager", **(OF_MEGATRON_CORE.get(family, {}) if framework == "megatron" else {}), **fields,
     }  # fmt: skip
     try:
         plan = read_plan(None, {name.replace("_", "-"): str(value).lower() for name, value in flags.items()}).plan
@@ -57,7 +60,11 @@ def folded(family: str, framework: str, **fields: object) -> object:
         return str(error)
 
 
-CASES = [(family, "single") for family in TRANSFORMERS] + [(family, "megatron-deepspeed") for family in MEGATRON]
+CASES = [
+    *((family, "single") for family in TRANSFORMERS),
+    *((family, "megatron-deepspeed") for family in MEGATRON),
+    *((family, "megatron") for family in MEGATRON_CORE if family != "mistral"),  # whose spec has a sliding window
+]
 
 
 @pytest.mark.parametrize(("family", "framework"), CASES)

@@ -25,8 +25,12 @@ VALUES: dict[str, tuple[str, object]] = {
     "loss.cutoffs": ("10,20", (10, 20)),
     "loss.div_value": ("2.5", 2.5),
     "pipeline.partition": ("0,3,7", (0, 3, 7)),
+    "pipeline.layout": ("Ettt|tttL", "Ettt|tttL"),
+    "recompute.modules": ("core_attn,mlp", ("core_attn", "mlp")),
+    "megatron.transformer_engine": ("2.11", "2.11"),
     "device_map": ("{0: 0-2}", {0: (0, 1, 2)}),
     "environment": ("A=b=c", {"A": "b=c"}),
+    "torch": ("2.7", "2.7"),
     "headroom": ("5%", "5%"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.report.names import kind_of, modules_text, plan_text, ranks_text
+from memplan.report.names import in_order, kind_of, modules_text, plan_text, ranks_text
 
 from .fabricated import PLAN
 
@@ -38,3 +38,12 @@ def test_the_plan_in_a_line_leaves_out_degrees_of_one() -> None:
     text = plan_text(PLAN)
     assert text.startswith("bigscience-104b-250k · megatron-deepspeed · tp 4 · pp 32 · mbs 1 ")
     assert "dp" not in text
+
+
+def test_virtual_stages_are_shortened() -> None:
+    """Layers of equal chunks that are equally far apart: the first two and the last."""
+    chunks = [f"layer.{first + i}" for first in (0, 16, 32, 48) for i in range(2)]
+    assert modules_text(["embedding", *chunks]) == "embedding, layers 0–1, 16–17, …, 48–49"
+    assert modules_text(["layer.0", "layer.4", "layer.8"]) == "layers 0, 4, 8"
+    assert modules_text(["layer.0", "layer.4", "layer.8", "layer.20"]) == "layers 0, 4, 8, 20"
+    assert in_order(["embedding", "layer.4", "layer.0", "layer.2"]) == ["embedding", "layer.0", "layer.2", "layer.4"]

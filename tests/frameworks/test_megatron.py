@@ -1,0 +1,179 @@
+"""Megatron-Core as a whole: what holds for every plan, and hand calculations."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.allocator import AllocatorSettings
+from memplan.estimate import estimate, fold
+from memplan.frameworks.megatron import padded_vocab, programs
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.program import fold_program
+from memplan.replay import replay
+from memplan.result import StageEstimate
+from memplan.tape import Category
+
+MIB = 2**20
+
+SMALL = {
+    "model": "llama-3-8b", "framework": "megatron", "layers": 8, "hidden": 256, "heads": 16, "kv_heads": 16,
+    "head_dim": 16, "ffn": 256, "vocab": 1000, "seq": 256, "dtype": "bf16",
+}  # fmt: skip
+
+
+def plan(**flags: object) -> Plan:
+    """A small model with some fields changed."""
+    said = SMALL | {"gbs": 8 * int(str(flags.get("mbs", 1))) * int(str(flags.get("dp", 1)))} | flags
+    return resolve(read_plan(None, {name.replace("_", "-"): str(value) for name, value in said.items()}).plan)
+
+
+def refusal(**flags: object) -> str:
+    with pytest.raises(PlanError) as found:
+        estimate(plan(**flags))
+    return str(found.value)
+
+
+def test_the_vocabulary_is_padded_to_a_multiple_that_tensor_parallelism_divides() -> None:
+    """128,256 = 1,002 x 128; with tp = 8 the multiple is 1,024: 126 x 1,024 = 129,024."""
+    assert padded_vocab(plan(vocab=128_256)) == 128_256
+    assert padded_vocab(plan(vocab=128_256, tp=4, vocab_multiple=256)) == 129_024
+
+
+def test_between_iterations_a_stage_keeps_its_states_and_the_last_hidden_state() -> None:
+    """18 bytes a parameter without the distributed optimizer, and b s h 2 = 128 KiB of input and of its gradient
+    on the stage that receives one. Norms are 512 B tensors of 256 and 512 B: the rounding is listed exactly."""
+    first, last = fold(plan(pp=2))
+    once = programs(plan(pp=2), Options())
+    for program, folded in zip(once, (first, last), strict=True):
+        tensors = program.parameter_tensors()
+        states = sum(p.bytes("bf16") + 3 * p.bytes("fp32") for p in tensors)
+        buffer = -(-sum(p.elements for p in tensors) * 4 // 512) * 512
+        kept = program.kept
+        assert kept is not None
+        small = 512  # the unit scale
+        exchanged = 0 if program.stage == 0 else 2 * 256 * 256 * 2
+        assert folded.static == states + buffer + small + exchanged + kept.workspaces.excursion.net
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+    st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from(["local", "transformer_engine"]),
+    st.sampled_from(["flash", "unfused"]),
+    st.integers(1, 3),
+)
+def test_fold_and_replay_agree_and_categories_sum(
+    tp: int, pp: int, vpp: int, dp: int, sharded: bool, recompute: str, impl: str, attention: str, rounds: int
+) -> None:
+    """With expandable segments the allocator rounds nothing, so what is allocated is what was requested."""
+    flags: dict[str, object] = {"attention_backend": attention} if impl == "transformer_engine" else {}
+    vpp = vpp if pp > 2 else 1
+    given_plan = plan(
+        tp=tp, pp=pp, vpp=vpp, dp=dp, zero=int(sharded), recompute=recompute, transformer_impl=impl,
+        gbs=dp * pp * rounds, sequence_parallel=str(tp > 1 and impl != "local").lower(), **flags,
+    )  # fmt: skip
+    every = programs(given_plan, Options())
+    replayed = replay(every, AllocatorSettings(expandable_segments=True), ())
+    for program, result in zip(every, replayed, strict=True):
+        folded = fold_program(program)
+        assert result.allocated == folded.peak == sum(folded.peak_by)
+        assert result.static == folded.static <= folded.peak
+        assert sum(result.breakdown) == result.allocated
+        assert result.breakdown[Category.BLOCK_ROUNDING] == 0
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from(["adam", "sgd"]))
+def test_more_shards_never_cost_more_static_memory(tp: int, pp: int, optimizer: str) -> None:
+    """Beyond the padding of buffers and tensors."""
+    sizes = [
+        max(once.static for once in fold(plan(tp=tp, pp=pp, dp=dp, zero=1, optimizer=optimizer))) for dp in (1, 2, 4, 8)
+    ]
+    padding = 64 * 1024
+    assert all(more <= less + padding for less, more in pairwise(sizes))
+
+
+def test_recompute_and_sequence_parallelism_save_activations() -> None:
+    def activations(**flags: object) -> int:
+        (stage,) = estimate(plan(tp=2, mbs=4, gpu="h100-80gb", **flags)).stages
+        return stage.of(Category.ACTIVATIONS)
+
+    plain = activations()
+    assert activations(sequence_parallel="true") < plain
+    assert (
+        activations(recompute="full")
+        < activations(recompute="selective", attention_backend="unfused")
+        < activations(attention_backend="unfused")
+    )
+
+
+def test_the_deepest_stage_has_the_most_in_flight() -> None:
+    stages = estimate(plan(pp=4, gpu="h100-80gb")).stages
+    assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
+    held = [stage.of(Category.ACTIVATIONS) for stage in stages[:3]]
+    assert held == sorted(held, reverse=True)
+
+
+def test_every_peak_names_its_place() -> None:
+    for stage in estimate(plan(pp=4, vpp=2, gpu="h100-80gb")).stages:
+        assert stage.peak.phase in ("forward", "backward")
+        assert stage.peak.module
+        assert stage.peak.tensor
+        assert stage.peak.microbatch is not None
+
+
+def readings(stage: StageEstimate) -> list[int]:
+    assert stage.allocated is not None
+    assert stage.reserved is not None
+    return [stage.static, stage.requested, stage.allocated, stage.reserved]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_readings_are_in_order_for_every_dtype(dtype: str, zero: int) -> None:
+    extra = {} if dtype != "fp32" else {"transformer_impl": "local"}
+    (stage,) = estimate(plan(dtype=dtype, zero=zero, dp=2, gpu="h100-80gb", **extra)).stages
+    _, requested, allocated, reserved = readings(stage)
+    assert requested <= allocated <= reserved
+
+
+def test_estimates_are_deterministic() -> None:
+    once, again = (estimate(plan(pp=4, vpp=2, gpu="h100-80gb")) for _ in range(2))
+    assert once == again
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"tp": 3}, "layout.tp = 3: must divide"),
+        ({"pp": 3}, "layout.pp"),
+        ({"pp": 1, "vpp": 2}, "layout.vpp = 2: virtual stages need layout.pp above 1"),
+        ({"pp": 4, "vpp": 3}, "layout.vpp = 3: must divide the 2 layers of a stage"),
+        ({"cp": 2, "seq": 250}, "batch.seq = 250: must be a multiple of 2 cp = 4"),
+        ({"zero": 2}, "layout.zero = 2: must be 0 or 1"),
+        ({"optimizer": "adam8bit"}, "optimizer.name = adam8bit: must be adam, adamw or sgd"),
+        ({"precision_aware_optimizer": "true"}, "must be false without the distributed optimizer"),
+        ({"transformer_impl": "local", "attention_backend": "flash"}, "must be auto, unfused or local"),
+        ({"pipeline_layout": "Ettt|tttttL", "pp": 4}, "pipeline.layout"),
+        ({"loss": "adaptive-softmax"}, "must be vocab-parallel with framework megatron"),
+        ({"distributed_optimizer_instances": 2}, "must be 1 without the distributed optimizer"),
+        ({"te_version": "1.2"}, "megatron.transformer_engine"),
+        ({"ep": 2}, "layout.ep = 2: must be 1: expert parallelism"),
+    ],
+    ids=str,
+)
+def test_a_contradiction_gets_one_line(flags: dict[str, object], words: str) -> None:
+    assert words in refusal(**flags)

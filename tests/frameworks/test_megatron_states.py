@@ -1,0 +1,137 @@
+"""What Megatron-Core keeps, against hand calculations of its buffers and shards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan.frameworks.megatron_states import Chunk, Rules, keep
+from memplan.layers.module import Module, Parameter, Tapes
+from memplan.program import Kept
+from memplan.tape import Category, Drop, Hold, Tape, rounded
+
+PLAIN = Rules("bf16", "fp32", False, 1, None, "adam", False, "fp32", "fp32", "fp32", False)
+
+
+def chunk_of(*shapes: tuple[int, ...], times: int = 1) -> tuple[Chunk, ...]:
+    """One chunk of ``times`` equal modules with these parameters."""
+    nothing = Tapes((), (), 0, 0)
+    parameters = tuple(Parameter(f"p{i}.weight", shape) for i, shape in enumerate(shapes))
+    return (((Module("module", nothing, nothing, (), parameters), times),),)
+
+
+def held(tape: Tape, category: Category) -> int:
+    """Bytes of ``category`` that ``tape`` leaves."""
+    size = 0
+    for event in tape:
+        if isinstance(event, Hold | Drop) and event.category is category:
+            size += event.bytes if isinstance(event, Hold) else -event.bytes
+    return size
+
+
+def everything(kept: Kept) -> int:
+    return kept.construction.excursion.net + kept.states.excursion.net
+
+
+def test_without_the_distributed_optimizer_every_tensor_is_its_own() -> None:
+    """1,000 x 100 = 100,000 and 7 elements. bf16: 200,192 + 512; fp32, each of three: 400,384 + 512 (28 bytes);
+    one gradient buffer of 100,007 fp32 numbers: 400,028, rounded to 400,384."""
+    kept = keep(chunk_of((1000, 100), (7,)), PLAIN, False)
+    assert held(kept.construction, Category.PARAMETERS) == 200_192 + 512
+    assert held(kept.construction, Category.GRADIENTS) == 400_384
+    assert held(kept.construction, Category.MAIN_PARAMETERS) == 400_384 + 512
+    assert held(kept.states, Category.OPTIMIZER_STATES) == 2 * (400_384 + 512)
+    assert not kept.step
+
+
+def test_buffers_of_the_distributed_optimizer_are_padded() -> None:
+    """Backward order: 7 elements first, then 64 (aligned) + 100,000 = 100,064, up to a multiple of lcm(8, 128):
+    100,096. A rank's eighth is 12,512 elements; seven of the eight hold nothing but the matrix."""
+    kept = keep(chunk_of((1000, 100), (7,)), replace(PLAIN, distributed=True, shards=8), False)
+    assert held(kept.construction, Category.PARAMETERS) == rounded(100_096 * 2)
+    assert held(kept.construction, Category.GRADIENTS) == rounded(100_096 * 4)
+    # the first eighth has 7 and 12,448 elements, each rounded: 512 + 50,176 = 50,688; the others 12,512: 50,176
+    assert held(kept.construction, Category.MAIN_PARAMETERS) == 512 + rounded(12_448 * 4) == 50_688
+    assert held(kept.states, Category.OPTIMIZER_STATES) == 2 * 50_688
+
+
+def test_a_tied_table_has_a_bucket_of_its_own() -> None:
+    """900 + 64 x 16 rows: the table's bucket is padded by itself: 1,024 and 1,024 elements, not 1,924 + padding."""
+    nothing = Tapes((), (), 0, 0)
+    parameters = (Parameter("word.weight", (64, 16)), Parameter("rest.weight", (30, 30)))
+    chunk: tuple[Chunk, ...] = (((Module("module", nothing, nothing, (), parameters), 1),),)
+    rules = replace(PLAIN, distributed=True, shards=2)
+    assert held(keep(chunk, rules, True).construction, Category.GRADIENTS) == (1024 + 1024) * 4
+    assert held(keep(chunk, rules, False).construction, Category.GRADIENTS) == rounded(2048 * 4)
+
+
+def test_gradients_in_16_bits_are_copied_until_the_next_iteration() -> None:
+    kept = keep(chunk_of((1000, 100)), replace(PLAIN, dtype="fp16", gradients="fp16"), False)
+    assert held(kept.construction, Category.GRADIENTS) == 200_192
+    assert held(kept.carried, Category.GRADIENTS) == 400_384
+    assert kept.step.excursion.net == kept.carried.excursion.net
+
+
+def test_a_precision_aware_optimizer_keeps_what_it_says() -> None:
+    """bf16 parameters keep the lower halves of their main parameters: 2 bytes; moments in bf16 with a scale each."""
+    rules = replace(
+        PLAIN, distributed=True, shards=1, precision_aware=True, exp_avg="bf16", exp_avg_sq="bf16", gradients="bf16"
+    )
+    kept = keep(chunk_of((1024, 128)), rules, False)
+    n = 1024 * 128
+    assert held(kept.construction, Category.MAIN_PARAMETERS) == 0
+    assert held(kept.states, Category.MAIN_PARAMETERS) == 2 * n
+    assert held(kept.states, Category.OPTIMIZER_STATES) == 4 * n
+    assert held(kept.states, Category.BUFFERS) == 2 * 512
+    assert not kept.carried
+
+
+def test_counting_zeros_takes_a_mask_of_the_largest_gradient() -> None:
+    kept = keep(chunk_of((1000, 100), (10, 10)), replace(PLAIN, counts_zeros=True), False)
+    assert kept.step.excursion.peak == rounded(100_000)
+    assert kept.step.excursion.net == 0
+
+
+SHAPES = st.lists(
+    st.one_of(st.tuples(st.integers(1, 400), st.integers(1, 90)), st.tuples(st.integers(1, 500))),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(SHAPES, st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 7, 8, 16, 64]))
+def test_shards_sum_to_at_least_the_whole_and_the_largest_is_shown(
+    shapes: list[tuple[int, ...]], times: int, shards: int
+) -> None:
+    """``shards`` times the largest shard's elements cover all parameters."""
+    rules = replace(PLAIN, distributed=True, shards=shards)
+    kept = keep(chunk_of(*shapes, times=times), rules, False)
+    elements = times * sum(Parameter("", shape).elements for shape in shapes)
+    assert held(kept.construction, Category.MAIN_PARAMETERS) * shards >= 4 * elements
+    assert held(kept.construction, Category.GRADIENTS) >= 4 * elements
+
+
+@given(SHAPES, st.integers(1, 3))
+def test_more_shards_never_cost_more(shapes: list[tuple[int, ...]], times: int) -> None:
+    """Doubling the ranks that share the states; buffers may grow by their padding, states may not."""
+    states = [
+        held(keep(chunk_of(*shapes, times=times), replace(PLAIN, distributed=True, shards=n), False).states,
+             Category.OPTIMIZER_STATES)
+        for n in (1, 2, 4, 8)
+    ]  # fmt: skip
+    pieces = 2 * 512 * len(shapes) * times  # each tensor is rounded once more at most
+    assert all(more <= less + pieces for less, more in pairwise(states))
+
+
+@pytest.mark.parametrize("bucket", [1, 1000, 10**6])
+def test_where_buckets_end_changes_only_padding(bucket: int) -> None:
+    rules = replace(PLAIN, distributed=True, shards=4)
+    one = keep(chunk_of((100, 100), (50,), times=3), rules, False)
+    many = keep(chunk_of((100, 100), (50,), times=3), replace(rules, bucket=bucket), False)
+    padding = 6 * 128 * 4
+    grads = Category.GRADIENTS
+    assert held(one.construction, grads) <= held(many.construction, grads) <= held(one.construction, grads) + padding
