@@ -10,8 +10,9 @@ from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from .arguments import expanded
 from .estimate import estimate
 from .init import init
+from .launched import MEANINGS
 from .listings import gpus, models, schema
-from .planned import PLANNED, PLANNED_FLAGS, not_built_yet
+from .planned import PLANNED, not_built_yet
 
 app = typer.Typer(
     name="memplan",
@@ -24,7 +25,8 @@ app = typer.Typer(
 
 _EXAMPLES = """Examples: memplan estimate bigscience-104b-250k ·
 memplan estimate --model llama-3-8b --gpu h200 --mbs 2 ·
-memplan estimate plan.yaml --vary optimizer=adamw,adam8bit mbs=1,2"""
+memplan estimate plan.yaml --vary optimizer=adamw,adam8bit mbs=1,2 ·
+memplan estimate --from megatron train.sh --gpus 64"""
 
 
 @app.callback(invoke_without_command=True)
@@ -79,9 +81,6 @@ def _explained(error: Any) -> PlanError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "memplan"
     flag = getattr(error, "option_name", None)
-    if flag in PLANNED_FLAGS:
-        problem = f"{PLANNED_FLAGS[flag]} is not built yet; write its values as a plan or as flags"
-        return PlanError("", ABSENT, problem, origin=Origin(flag))
     if flag is not None and hasattr(error, "possibilities"):
         known = [name for parameter in context.command.params for name in parameter.opts] if context else []
         return PlanError("", ABSENT, _with_guess(f"is not a flag of {path}", nearest(flag, known)), origin=Origin(flag))
@@ -94,6 +93,8 @@ def _explained(error: Any) -> PlanError:
 def _meaning(flag: str) -> str:
     from ..plan.fields import by_flag
 
+    if flag in MEANINGS:
+        return f": {MEANINGS[flag]}"
     field = by_flag().get(flag.removeprefix("--"))
     return f": {field.description}" if field else ""
 

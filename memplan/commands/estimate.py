@@ -10,14 +10,17 @@ import typer
 
 from ..plan.errors import PlanError
 from ..plan.read import Flags, ReadPlan
+from .launched import LaunchFlags, launched_plan, read_launched
 from .output import console, print_json, printing
 from .plan_flags import with_plan_flags
 
 if TYPE_CHECKING:
+    from ..plan.launch import Launch
     from ..result import Estimate
 
 _OUTPUT = "Output"
 _SEVERAL = "Side by side"
+_LAUNCH = "A launch file in place of a plan"
 
 DOES_NOT_FIT = 1
 
@@ -25,8 +28,45 @@ DOES_NOT_FIT = 1
 @with_plan_flags
 def estimate(
     plan: Annotated[
-        str | None, typer.Argument(help="YAML or JSON file, name of a built-in example, or - for standard input.")
+        str | None,
+        typer.Argument(
+            help="YAML or JSON file, name of a built-in example, or - for standard input; with --from a launch file."
+        ),
     ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FRAMEWORK",
+            help="PLAN is a launch script, list or mapping of arguments of megatron or megatron-deepspeed",
+            rich_help_panel=_LAUNCH,
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=value",
+            help="a variable of the script ($1 as 1=value); over the script's own",
+            rich_help_panel=_LAUNCH,
+        ),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            "--vocab-size", metavar="N", help="tokens of a tokenizer that is not here", rich_help_panel=_LAUNCH
+        ),
+    ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="arguments that are unknown or not modelled are errors", rich_help_panel=_LAUNCH),
+    ] = False,
+    explain_args: Annotated[
+        bool,
+        typer.Option(
+            "--explain-args", help="which argument was read from where, and what became of it", rich_help_panel=_LAUNCH
+        ),
+    ] = False,
     compare: Annotated[
         list[str] | None,
         typer.Option("--compare", metavar="PLAN2 …", help="other plans to put beside it", rich_help_panel=_SEVERAL),
@@ -60,12 +100,12 @@ def estimate(
 
     Exit code 0: it fits. 1: it does not (of several, any). 2: the plan is wrong.
     """
-    from .variants import read_variants
-
+    launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
+    launch_flags.check_alone(explain=explain_args)
+    if explain_args:
+        return _explain(read_launched(plan, launch_flags, flags), json, quiet, no_color)
     if not compare and not vary:
-        from ..plan.read import read_plan
-
-        read = read_plan(plan, flags)
+        read = _read(plan, launch_flags, flags)
         return (
             _detail(read, detail, no_color, verbose)
             if detail is not None
@@ -73,8 +113,41 @@ def estimate(
         )
     if detail is not None:
         raise typer.BadParameter("--detail shows one plan's stage; leave out --compare and --vary")
-    variants = read_variants(plan, flags, compare or (), vary or ())
-    return _several(variants, json, no_color)
+    return _several(_variants(plan, launch_flags, flags, compare or (), vary or ()), json, no_color)
+
+
+def _read(plan: str | None, launch_flags: LaunchFlags, flags: Flags) -> ReadPlan:
+    from ..plan.read import read_plan
+
+    if launch_flags.framework is None:
+        return read_plan(plan, flags)
+    return launched_plan(read_launched(plan, launch_flags, flags), flags)
+
+
+def _variants(
+    plan: str | None, launch_flags: LaunchFlags, flags: Flags, compare: Sequence[str], vary: Sequence[str]
+) -> dict[str, ReadPlan]:
+    """Variants of a plan or of a launch file; what it is compared with are plans."""
+    from ..plan.read import load_source
+    from .variants import read_variants
+
+    if launch_flags.framework is None:
+        return read_variants(plan, flags, compare, vary)
+    launch = read_launched(plan, launch_flags, flags, vary)
+    return read_variants(
+        plan, flags, compare, vary, lambda place: launch.source if place == plan else load_source(place)
+    )
+
+
+def _explain(launch: Launch, json: bool, quiet: bool, no_color: bool) -> int:
+    from ..report.arguments import arguments_to_json, print_arguments
+
+    if json:
+        print_json(arguments_to_json(launch))
+    else:
+        with printing():
+            print_arguments(launch, console(no_color), quiet=quiet)
+    return 0
 
 
 def _one(read: ReadPlan, json: bool, quiet: bool, verbose: bool, no_color: bool) -> int:

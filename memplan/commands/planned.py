@@ -15,9 +15,6 @@ PLANNED = {
 }
 """What each will do, by name."""
 
-PLANNED_FLAGS = {"--from": "reading a framework's own configuration"}
-"""What each will mean, by flag of ``estimate``."""
-
 
 def not_built_yet(context: typer.Context) -> int:
     name = context.info_name

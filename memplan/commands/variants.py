@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import Kind, by_flag
-from ..plan.read import COMMAND_LINE, Flags, ReadPlan, build_plan, load_source
+from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
 
 MOST_VARIANTS = 64
 """Estimates that one table can hold."""
 
 
-def read_variants(source: str | None, flags: Flags, compare: Sequence[str], vary: Sequence[str]) -> dict[str, ReadPlan]:
-    """Every combination of the plans and of the values to vary, by the name that tells it apart."""
+def read_variants(
+    source: str | None,
+    flags: Flags,
+    compare: Sequence[str],
+    vary: Sequence[str],
+    load: Callable[[str | None], Source] = load_source,
+) -> dict[str, ReadPlan]:
+    """Every combination of the plans and of the values to vary, by the name that tells it apart.
+
+    ``load`` reads a plan from where ``source`` or ``compare`` say it is.
+    """
     if [source, *compare].count("-") > 1:
         raise PlanError("", ABSENT, "can be read only once, as one of the plans", origin=Origin("standard input"))
     choices = [_values(assignment) for assignment in vary]
@@ -25,7 +34,7 @@ def read_variants(source: str | None, flags: Flags, compare: Sequence[str], vary
         raise PlanError("", ABSENT, problem, origin=Origin("--vary"))
     plans: dict[str, ReadPlan] = {}
     for source_name, place in sources.items():
-        loaded = load_source(place)
+        loaded = load(place)
         for values in combinations:
             changes = " ".join(f"{name}={value}" for name, value in values.items())
             name = " ".join(part for part in (source_name if len(sources) > 1 else "", changes) if part)
@@ -56,7 +65,7 @@ def _values(assignment: str) -> list[tuple[str, str]]:
     if field is None:
         problem = f"{name!r} is not a field that can vary; names are those of the flags, as optimizer or tp"
         raise PlanError(name, ABSENT, problem, origin=origin, known=by_flag())
-    lists = field.kind in (Kind.INTEGERS, Kind.PARTITION, Kind.DEVICE_MAP)
+    lists = field.kind in (Kind.INTEGERS, Kind.NAMES, Kind.PARTITION, Kind.DEVICE_MAP)
     parts = [part.strip() for part in values.split(";" if lists and ";" in values else ",")]
     if lists and ";" not in values and field.kind is not Kind.PARTITION:
         parts = [values]

@@ -1,0 +1,192 @@
+"""What kind of file a launch file is, and its words: a shell script, a list of arguments, or a mapping."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+
+from ..errors import ABSENT, Origin, PlanError
+from ..node import Node
+from ..text import STANDARD_INPUT, path_of, read_standard_input, read_text
+from ..yaml_nodes import parse_yaml
+from .launchers import Training, training_in
+from .settings import Given, taken_apart
+from .shell import read_script
+from .tables import Argument, Launched, arguments_of
+from .values import Cause, Ledger, Piece, Unknown, Value, cleaned
+
+_MAGIC = {"%PDF": "a PDF", "\x7fELF": "a program", "PK\x03\x04": "an archive", "{\\rtf": "a document"}
+_PYTHON = re.compile(r"\s*(?:#!.*python|(?:import|from) [\w.]+(?: import .*)?$|def \w+\(|class \w+)", re.MULTILINE)
+_KEY = re.compile(r"[\"']?(?:--)?[\w-]+[\"']?\s*:(?:\s|$)")
+_COMMENT = re.compile(r"\s*(?:#.*)?$")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_SECTIONS = ("MODEL_ARGS", "arguments")
+_ENVIRONMENTS = ("ENV_VARS", "environment")
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Arguments of a training command, taken apart, and what was found around them."""
+
+    given: list[Given]
+    loose: list[Value]
+    ledger: Ledger
+    origin: Origin
+    folder: Path = field(default_factory=Path)
+    training: Training | None = None
+    environment: Mapping[str, Value] = field(default_factory=dict)
+    files: Mapping[str, Value] = field(default_factory=dict)
+
+
+def read_words(name: str, framework: Launched, given: Mapping[str, str]) -> Words:
+    """The arguments in the file ``name``, or on standard input for ``-``. ``given`` are variables from outside."""
+    if name == "-":
+        content, source, folder = read_standard_input(), STANDARD_INPUT, Path()
+    else:
+        path = path_of(name)
+        content, source, folder = read_text(path), str(path), path.parent
+    return words_of(content, source, framework, given, folder)
+
+
+def words_of(
+    content: str, source: str, framework: Launched, given: Mapping[str, str], folder: Path | None = None
+) -> Words:
+    """The arguments in ``content``, which errors call ``source``."""
+    _refuse_what_is_none(content, source)
+    folder = folder or Path()
+    arguments = arguments_of(framework)
+    content = content.replace("\r\n", "\n")
+    first = next((line.strip() for line in content.splitlines() if not _COMMENT.fullmatch(line)), "")
+    if source.endswith((".yaml", ".yml", ".json")) or first.startswith("{") or _KEY.match(first):
+        return _mapping(parse_yaml(content, source), arguments, given, folder)
+    if first.startswith("-"):
+        ledger, origin = Ledger(), Origin(source)
+        values = [_expanded(word, where, ledger, given) for word, where in _listed(content, source)]
+        taken, loose = taken_apart(values, arguments, origin)
+        return Words(taken, loose, ledger, origin, folder)
+    reading = read_script(content, source, given)
+    training = training_in(reading, source)
+    taken, loose = taken_apart(training.words, arguments, training.origin)
+    return Words(taken, loose, reading.ledger, training.origin, folder, training, training.environment, reading.files)
+
+
+def words_of_mapping(arguments: Mapping[str, object], framework: Launched, source: str = "arguments") -> Words:
+    """The arguments in a mapping of Python values: ``{"--num-layers": 12, "--bf16": True}``."""
+    origin = Origin(source)
+    node = Node({name: _node(value, origin) for name, value in arguments.items()}, origin)
+    return _mapping(node, arguments_of(framework), {}, Path())
+
+
+def _refuse_what_is_none(content: str, source: str) -> None:
+    origin = Origin(source)
+    for magic, what in _MAGIC.items():
+        if content.startswith(magic):
+            raise PlanError("", ABSENT, f"is {what}, not a launch script", origin=origin)
+    if "\0" in content:
+        raise PlanError("", ABSENT, "is a binary file, not a launch script", origin=origin)
+    if not content.strip():
+        raise PlanError("", ABSENT, "is empty", origin=origin)
+    start = "\n".join(
+        line for line in content[:4096].splitlines() if not _COMMENT.fullmatch(line) or line.startswith("#!")
+    )
+    if source.endswith(".py") or _PYTHON.match(start):
+        raise PlanError("", ABSENT, "is a Python file; name the shell script that starts it", origin=origin)
+
+
+def _listed(content: str, source: str) -> Iterator[tuple[str, Origin]]:
+    """The words of a bare list of arguments, over one line or many, with comments and quotes but no shell."""
+    text = re.sub(r"\\(?=\n)", " ", content)
+    stream = StringIO(text)
+    lexer = shlex.shlex(stream, posix=True, punctuation_chars=False)
+    lexer.whitespace_split = True
+    lexer.commenters = "#"
+    try:
+        while (word := lexer.get_token()) is not None:
+            ended = text[stream.tell() - 1 : stream.tell()] == "\n"  # the lexer is past the newline behind a word
+            yield word, Origin(source, lexer.lineno - (1 if ended else 0) - word.count("\n"))
+    except ValueError:
+        raise PlanError("", ABSENT, "ends inside a quotation", origin=Origin(source, lexer.lineno)) from None
+
+
+def _expanded(word: str, origin: Origin, ledger: Ledger, given: Mapping[str, str]) -> Value:
+    """``word`` with ``$NAME`` and ``${NAME}`` replaced by what was given, or unknown."""
+    pieces: list[Piece] = []
+    at = 0
+    word = cleaned(word)
+    for match in _VARIABLE.finditer(word):
+        name = match[1] or match[2]
+        pieces.append(Piece(word[at : match.start()], origin))
+        if name in given:
+            pieces.append(Piece(cleaned(given[name]), Origin(f"--set {name}")))
+        else:
+            pieces.extend(ledger.value(Unknown(f"${name}", name, Cause.UNSET, origin)))
+        at = match.end()
+    pieces.append(Piece(word[at:], origin))
+    return tuple(piece for piece in pieces if piece.text) or (Piece("", origin),)
+
+
+def _mapping(root: Node, arguments: Mapping[str, Argument], given: Mapping[str, str], folder: Path) -> Words:
+    """``{"--num-layers": 12}``, ``{"num-layers": 12}``, or Megatron's ``{MODEL_ARGS: …, ENV_VARS: …}``."""
+    ledger = Ledger()
+    if not isinstance(root.value, dict):
+        raise PlanError("", ABSENT, "is no mapping of arguments to values", origin=root.origin)
+    section = next((root.mapping[name] for name in _SECTIONS if name in root.mapping), root)
+    if not isinstance(section.value, dict):
+        raise PlanError("", ABSENT, "is no mapping of arguments to values", origin=section.origin)
+    variables = next((root.mapping[name] for name in _ENVIRONMENTS if name in root.mapping), Node({}, root.origin))
+    environment = {
+        name: _expanded(_written(node), node.origin, ledger, given)
+        for name, node in variables.mapping.items()
+        if not isinstance(node.value, (dict, list))
+    }
+    taken = [
+        entry
+        for key, node in section.mapping.items()
+        if (entry := _entry(key, node, arguments, ledger, given)) is not None
+    ]
+    return Words(taken, [], ledger, root.origin, folder, None, environment)
+
+
+def _entry(
+    key: str, node: Node, arguments: Mapping[str, Argument], ledger: Ledger, given: Mapping[str, str]
+) -> Given | None:
+    name = key if key.startswith("--") else f"--{key}"
+    name = name if name in arguments else name.replace("_", "-") if name.replace("_", "-") in arguments else name
+    argument = arguments.get(name)
+    if node.value is None or node.value is False:
+        return None
+    if node.value is True and (argument is None or argument.is_switch):
+        return Given(name, argument, (), node.origin)
+    if isinstance(node.value, dict):
+        raise PlanError(name, ABSENT, "must be a value or a list of values", origin=node.origin)
+    if isinstance(node.value, list):
+        values = [(_written(item), item.origin) for item in node.value]
+    else:
+        plain = _written(node)
+        several = argument is not None and argument.count and plain.startswith("[") and plain.endswith("]")
+        values = (
+            [(word, node.origin) for word in plain[1:-1].replace(",", " ").split()]
+            if several
+            else [(plain, node.origin)]
+        )
+    return Given(name, argument, tuple(_expanded(word, where, ledger, given) for word, where in values), node.origin)
+
+
+def _written(node: Node) -> str:
+    if isinstance(node.value, (dict, list)):
+        raise PlanError("", ABSENT, "holds a list or mapping where a value should be", origin=node.origin)
+    if node.text is not None:
+        return node.text
+    return str(node.value)
+
+
+def _node(value: object, origin: Origin) -> Node:
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return Node(value, origin)
+    if isinstance(value, (list, tuple)):
+        return Node([_node(item, origin) for item in value], origin)
+    raise PlanError("", ABSENT, f"cannot be an argument's value: {type(value).__name__}", origin=origin)

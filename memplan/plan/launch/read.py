@@ -1,0 +1,271 @@
+"""A launch file as a plan, with what was read from where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ABSENT, Origin, PlanError, one_line
+from ..node import Node
+from ..notes import Note
+from ..read import ReadPlan, Source, build_plan
+from .building import Building
+from .deepspeed import deepspeed_plan
+from .files import Words, read_words, words_of_mapping
+from .megatron import environment_of, megatron_plan
+from .megatron_model import Context, Family
+from .settings import Given, Settings, asks
+from .tables import Argument, Launched, Table, arguments_of, nearest_argument
+from .values import Cause, is_known, origin_of, text
+
+_KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
+"""Variables of the environment that go into a plan …"""
+_NETWORK = re.compile(
+    r"NCCL_(?:IB|NET|SOCKET|DEBUG|TIMEOUT|ASYNC|TOPO|OOB|SHARP|UCX)|CUDA_VISIBLE_DEVICES|TORCH_NCCL_|TORCH_DIST"
+)
+"""… but for those that only say how a network is reached or what is logged."""
+_OTHER_MODELS = re.compile(r"t5|ict|vlm|vit|vision|mamba|hybrid|retro|mimo|multimodal|prefix_lm|realm|biencoder")
+_PUSHES = {"more": "pushes memory up", "less": "pushes memory down", "either": "may push memory either way"}
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One argument as it was given, and what became of it."""
+
+    name: str
+    value: str
+    origin: Origin
+    became: str
+    table: Table | None
+    """Nothing for an argument that the parser does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch file as a plan before flags, what to tell its reader, and each argument explained."""
+
+    source: Source
+    notes: tuple[Note, ...]
+    explained: tuple[Explained, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the command line says about how to read a launch file."""
+
+    variables: Mapping[str, str]
+    """``--set NAME=value``."""
+    strict: bool = False
+    gpus: Node | None = None
+    vocabulary: Node | None = None
+    any_gpus: bool = False
+    """The number of GPUs follows from a flag other than ``--gpus``."""
+
+
+def read_launch(name: str, framework: Launched, choices: Choices) -> Launch:
+    """The plan in the launch file ``name``."""
+    return launched(read_words(name, framework, choices.variables), framework, choices)
+
+
+def plan_of_arguments(
+    arguments: Mapping[str, object],
+    environment: Mapping[str, object] | None = None,
+    *,
+    gpus: int,
+    family: Family = "gpt",
+    vocabulary: int | None = None,
+    framework: Launched = "megatron",
+    flags: Mapping[str, str] | None = None,
+) -> ReadPlan:
+    """The plan of a run whose ``arguments`` are a mapping, ``{"--num-layers": 12, "--bf16": True}``.
+
+    ``vocabulary`` is the number of the tokenizer's tokens, before padding, where arguments do not say it.
+    Warnings whose code is ``argument-not-modelled`` or ``argument-unknown`` name what the estimate leaves out.
+    """
+    source = Origin("arguments")
+    words = words_of_mapping(arguments, framework)
+    variables = {name: Node(str(value), source) for name, value in (environment or {}).items()}
+    size = Node(vocabulary, source) if vocabulary is not None else None
+    choices = Choices({}, gpus=Node(gpus, source), vocabulary=size)
+    launch = launched(words, framework, choices, family, variables)
+    read = build_plan(launch.source, flags or {})
+    return ReadPlan(read.plan, read.origins, (*launch.notes, *read.warnings))
+
+
+def launched(
+    words: Words,
+    framework: Launched,
+    choices: Choices,
+    family: Family | None = None,
+    environment: Mapping[str, Node] | None = None,
+) -> Launch:
+    """``words`` as a plan; ``family`` and ``environment`` where the caller knows more than they say."""
+    settings = Settings(words.given, words.ledger, words.origin)
+    refused = _refusal(words)
+    if refused is not None:
+        raise refused
+    training = words.training
+    if training is None and settings.has("--decoder-num-layers"):
+        origin = settings.where("--decoder-num-layers")
+        raise PlanError("--decoder-num-layers", ABSENT, "belongs to a T5, which is not modelled yet", origin=origin)
+    gpus = choices.gpus or (training.gpus if training is not None else None)
+    if gpus is None and not choices.any_gpus:
+        problem = "is needed: the launch file does not say how many GPUs there are; give it as --gpus N"
+        raise PlanError("hardware.gpus", ABSENT, problem, origin=words.origin)
+    context = Context(
+        family or _family(words, settings),
+        training.script if training is not None else "arguments",
+        words.folder,
+        gpus,
+        training.gpus_per_node if training is not None else None,
+        choices.vocabulary,
+    )
+    building = (
+        megatron_plan(settings, context) if framework == "megatron" else deepspeed_plan(settings, context, words.files)
+    )
+    variables = {**_environment(words), **(environment or {})}
+    variables = environment_of(settings, {name: node for name, node in variables.items() if _matters(name)})
+    if variables:
+        building.put("environment", Node(dict(variables), words.origin))
+    notes = (
+        *_argument_notes(words, framework, choices.strict),
+        *_word_notes(words, choices.strict),
+        *(Note(*note) for note in building.notes),
+    )
+    return Launch(Source(building.plan(), Path()), tuple(notes), tuple(_explained(words, building)))
+
+
+def _family(words: Words, settings: Settings) -> Family:
+    """BERT or GPT, by the training script's name, or else by its tokenizer."""
+    script = words.training.script if words.training is not None else ""
+    if "bert" in script:
+        return "bert"
+    other = _OTHER_MODELS.search(script)
+    if other is not None:
+        problem = (
+            f"starts {script}.py, whose model is not modelled yet; those of pretrain_gpt.py and pretrain_bert.py are"
+        )
+        raise PlanError("", ABSENT, problem, origin=words.origin)
+    tokenizer = settings.loose_word("--tokenizer-type") or ""
+    return "bert" if not script and tokenizer.startswith("BertWordPiece") else "gpt"
+
+
+def _matters(name: str) -> bool:
+    return bool(_KEPT.match(name)) and not _NETWORK.match(name)
+
+
+def _environment(words: Words) -> dict[str, Node]:
+    """Variables of the environment that are known."""
+    return {
+        name: Node(text(value), origin_of(value, words.origin))
+        for name, value in words.environment.items()
+        if is_known(value)
+    }
+
+
+def _refusal(words: Words) -> PlanError | None:
+    """An error where words that are not known may hold arguments that matter."""
+    arguments = {**arguments_of("megatron-deepspeed"), **arguments_of("megatron")}
+    for value in words.loose:
+        for unknown in words.ledger.unknowns(value):
+            if asks(unknown, arguments):
+                options = ", ".join(unknown.options[:4]) or "arguments"
+                remedy = f"; give it as --set {unknown.ask}=value" if unknown.ask else "; keep the branch that applies"
+                verb = "is" if len(unknown.options) == 1 else "are"
+                problem = f"whether {options} {verb} given depends on {unknown.shown}, which cannot be decided{remedy}"
+                return PlanError("", ABSENT, problem, origin=unknown.origin)
+    return None
+
+
+def _argument_notes(words: Words, framework: Launched, strict: bool) -> Iterator[Note]:
+    """Arguments that no table has or that are not modelled; errors if ``strict``."""
+    last = {given.canonical: given for given in words.given}
+    for given in last.values():
+        argument = given.argument
+        if argument is None:
+            guess = nearest_argument(given.name, framework)
+            problem = f"is not an argument of {framework}" + (f"; did you mean {guess}?" if guess else "")
+            code = "argument-unknown"
+        elif argument.table is Table.NOT_MODELLED and not _is_default(given, argument):
+            direction, _, what = argument.why.partition(": ")
+            if direction == "refused":
+                raise PlanError(given.name, ABSENT, f"is not valid: {what}", origin=given.origin)
+            problem = f"is not modelled yet and {_PUSHES[direction]}: {what}"
+            code = "argument-not-modelled"
+        else:
+            continue
+        if strict:
+            raise PlanError(given.name, ABSENT, f"{problem} (--strict)", origin=given.origin)
+        yield Note(code, one_line(f"{_shown(given, words)} ({given.origin}) {problem}"))
+
+
+def _is_default(given: Given, argument: Argument) -> bool:
+    if argument.default is None or len(given.values) != 1:
+        return False
+    value = text(given.values[0])
+    if value == argument.default:
+        return True
+    try:
+        return float(value) == float(argument.default)
+    except ValueError:
+        return False
+
+
+def _word_notes(words: Words, strict: bool) -> Iterator[Note]:
+    """Words that belong to no argument, variables that nobody set, further trainings."""
+    for value in words.loose:
+        unknowns = words.ledger.unknowns(value)
+        where = origin_of(value, words.origin)
+        shown = words.ledger.shown(value)
+        if not unknowns:
+            yield Note("argument-loose", one_line(f"{shown} ({where}) belongs to no argument"))
+        elif unknowns[0].cause is Cause.UNSET:
+            yield Note("variable-unset", one_line(f"{shown} ({where}) is not set and taken as empty"))
+        elif strict:
+            problem = f"{shown} is not known, and arguments may be in it (--strict)"
+            raise PlanError("", ABSENT, problem, origin=where)
+        else:
+            yield Note("argument-loose", one_line(f"{shown} ({where}) is not known; any arguments in it are left out"))
+    unset = _unset(words)
+    if unset:
+        names = ", ".join(unset[:8]) + (", …" if len(unset) > 8 else "")
+        yield Note("variable-unset", one_line(f"not set, and not needed for memory: {names}"))
+    if words.training is not None and words.training.others:
+        lines = ", ".join(str(origin.line or origin) for origin in words.training.others)
+        yield Note("several-trainings", f"only the training at {words.origin} was read; others start at line {lines}")
+
+
+def _unset(words: Words) -> list[str]:
+    found: dict[str, None] = {}
+    for given in words.given:
+        for value in given.values:
+            found.update((unknown.ask or unknown.shown, None) for unknown in words.ledger.unknowns(value))
+    return [f"${name}" if re.fullmatch(r"\w+", name) else name for name in found]
+
+
+def _shown(given: Given, words: Words) -> str:
+    return " ".join([given.name, *(words.ledger.shown(value) for value in given.values[:4])])
+
+
+def _explained(words: Words, building: Building) -> Iterator[Explained]:
+    last = {given.canonical: given for given in words.given}
+    for given in words.given:
+        argument = given.argument
+        value = " ".join(words.ledger.shown(value) for value in given.values)
+        origin = origin_of(given.values[0], given.origin) if given.values else given.origin
+        if last[given.canonical] is not given:
+            became = f"replaced by the one at {last[given.canonical].origin}"
+        elif argument is None:
+            became = "not an argument of this parser"
+        elif argument.table is Table.MODELLED:
+            became = ", ".join(dict.fromkeys(building.became.get(argument.name, ["no effect here"])))
+        elif argument.table is Table.IRRELEVANT:
+            became = argument.why
+        elif _is_default(given, argument):
+            became = "its default, which does nothing"
+        else:
+            direction, _, what = argument.why.partition(": ")
+            became = f"not modelled yet, {_PUSHES.get(direction, direction)}: {what}"
+        yield Explained(given.name, value, origin, became, argument.table if argument is not None else None)

@@ -1,0 +1,99 @@
+"""``memplan estimate --from``: what the command line makes of a launch file."""
+
+# ruff: noqa: E501 (tables of scripts, arguments and the lines that they get)
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memplan.cli import main
+
+from ..plan.launch.scripts import BIGSCIENCE, GPT, script
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs ``memplan`` in a folder with launch files: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "train.sh").write_text(GPT)
+    (tmp_path / "bigscience.sh").write_text(BIGSCIENCE)
+    (tmp_path / "small.sh").write_text(script(arguments="--tp-comm-overlap --my-own 1"))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--from", "megatron"], "--from: needs a file, as memplan estimate --from megatron train.sh --gpus 64"),
+        (["--from"], "--from: needs a value: the framework whose launch file PLAN is, megatron or megatron-deepspeed"),
+        (["--from", "torchtitan", "x"], "--from: torchtitan: reading its configuration is not built yet; megatron and"),
+        (["--from", "nemo", "x"], "--from: nemo must be megatron or megatron-deepspeed"),
+        (["--from", "megatron", "nothere.sh"], "nothere.sh: no such file"),
+        (["--from", "megatron", "train.sh", "--set", "X"], "--set: X must be NAME=value"),
+        (["--from", "megatron", "train.sh", "--vocab-size", "0"], "--vocab-size: --vocab-size = 0: must be at least 1"),
+        (["--from", "megatron", "small.sh", "--strict"], "small.sh:2: --tp-comm-overlap: is not modelled yet"),
+        (["--from", "megatron", "train.sh", "--tp", "1", "--pp", "32"], "hardware.gpus = 16: must be a multiple of tp x pp x cp = 1 x 32 x 1"),
+        (["--model", "gpt2", "--strict"], "--strict: belongs to --from, which reads a launch file"),
+        (["--model", "gpt2", "--vocab-size", "9"], "--vocab-size: belongs to --from, which reads a launch file; --vocab is"),
+        (["--from", "megatron", "train.sh", "--set", "GPUS_PER_NODE=7"], "hardware.gpus = 14: must be a multiple of tp x pp x cp"),
+    ],
+)  # fmt: skip
+def test_one_line_for_what_is_wrong(run: Run, arguments: list[str], line: str) -> None:
+    code, out, error = run("estimate", *arguments)
+    assert (code, out) == (2, "")
+    assert error.count("\n") == 1
+    assert line in error
+
+
+def test_arguments_explained(run: Run) -> None:
+    code, out, error = run("estimate", "--from", "megatron", "train.sh", "--explain-args")
+    assert (code, error) == (0, "")
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert "Arguments in train.sh" in out
+    assert [line for line in out.splitlines() if line.startswith("--num-layers ") and "model.layers = 24" in line]
+    code, out, _ = run("estimate", "--from", "megatron", "train.sh", "--explain-args", "-q")
+    assert (code, out.count("\n")) == (0, 1)
+    assert out == "17 arguments: 14 modelled, 3 irrelevant\n"
+
+
+def test_arguments_explained_as_json(run: Run) -> None:
+    _, out, _ = run("estimate", "--from", "megatron", "small.sh", "--explain-args", "--json")
+    explained = {row["argument"]: row for row in json.loads(out)["arguments"]}
+    assert explained["--num-layers"] == {
+        "argument": "--num-layers", "value": "2", "from": "small.sh:2", "table": "modelled", "became": "model.layers = 2",
+    }  # fmt: skip
+    assert explained["--tp-comm-overlap"]["table"] == "not-modelled"
+    assert explained["--my-own"]["table"] == "unknown"
+    assert len(json.loads(out)["warnings"]) == 2
+
+
+def test_an_estimate_of_a_script(run: Run) -> None:
+    code, out, error = run("estimate", "--from", "megatron-deepspeed", "bigscience.sh", "--json", "--gpu", "a100-80gb")
+    assert error == ""
+    estimate = json.loads(out)
+    assert code == (0 if estimate["fits"] else 1)
+    assert len(estimate["stages"]) == 8
+    assert estimate["plan"]["model"]["name"] == "pretrain_gpt"
+    assert "variable-unset" in {warning["code"] for warning in estimate["warnings"]}
+
+
+def test_scripts_side_by_side_and_flags_over_them(run: Run) -> None:
+    arguments = ("estimate", "--from", "megatron-deepspeed", "bigscience.sh")
+    code, out, error = run(*arguments, "--vary", "mbs=1,2", "--json")
+    assert (code, error) == (0, "")
+    assert out
+    code, out, _ = run(*arguments, "--layers", "22", "--json")
+    assert json.loads(out)["plan"]["model"]["layers"] == 22

@@ -1,0 +1,52 @@
+"""Reading text as a launch file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memplan.plan.errors import Origin
+from memplan.plan.launch.files import words_of
+from memplan.plan.launch.read import Choices, Launch, launched
+from memplan.plan.launch.shell import read_script
+from memplan.plan.launch.tables import Launched
+from memplan.plan.launch.values import text
+from memplan.plan.node import Node
+from memplan.plan.plan import Plan
+from memplan.plan.read import build_plan
+
+
+def launch(
+    content: str,
+    framework: Launched = "megatron",
+    *,
+    source: str = "train.sh",
+    variables: Mapping[str, str] | None = None,
+    strict: bool = False,
+    gpus: int | None = None,
+    vocabulary: int | None = 50257,
+) -> Launch:
+    """``content`` as the file ``source``."""
+    choices = Choices(
+        variables or {},
+        strict,
+        Node(gpus, Origin("--gpus")) if gpus else None,
+        Node(vocabulary, Origin("--vocab-size")) if vocabulary else None,
+    )
+    return launched(words_of(content, source, framework, choices.variables), framework, choices)
+
+
+def plan(content: str, framework: Launched = "megatron", **flags: str) -> Plan:
+    """The plan in ``content``, whose vocabulary is GPT-2's."""
+    return build_plan(launch(content, framework, gpus=8).source, flags).plan
+
+
+def words(script: str, **variables: str) -> list[str]:
+    """Words of the last command in which ``script`` runs a Python file, unknowns as they were written."""
+    reading = read_script(script, "train.sh", variables)
+    return [reading.ledger.shown(word) for word in reading.started[-1].words]
+
+
+def known_words(script: str) -> list[str]:
+    """The same, where nothing is unknown."""
+    reading = read_script(script, "train.sh")
+    return [text(word) for word in reading.started[-1].words]
