@@ -6,13 +6,12 @@ Every function takes the rows of one file (one JSON object each) and estimates t
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memplan import facts
-from memplan.estimate import TORCH_VERSIONS, estimate, programs_of
+from memplan.estimate import estimate, programs_of
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron import ParallelShape, layer
 from memplan.layers.module import Interface, Module, Options, Run, build
@@ -22,6 +21,7 @@ from memplan.plan.resolve import resolve
 from memplan.plan.spec import ModelSpec
 from memplan.program import Program, fold_program
 
+from . import megatron
 from .comparison import GIB, MIB, Comparison, Table, near
 
 Row = Mapping[str, Any]
@@ -282,7 +282,7 @@ def _bigscience(row: Row) -> Comparison:
 
 
 def _context() -> str:
-    found = facts.cuda_context("a100-80gb", {}, TORCH_VERSIONS["megatron-deepspeed"])
+    found = facts.cuda_context("a100-80gb", {}, (1, 8))
     assert found is not None
     return f"{found.bytes / MIB:,.0f} MiB ({found.note}; {found.source})"
 
@@ -295,28 +295,6 @@ def _device_cause(error: int) -> str:
 
 
 # -- what has no recipe yet ---------------------------------------------------------------------------
-
-
-def megatron_ci(rows: Sequence[Row]) -> Table:
-    hardware = Counter(row["hardware"] for row in rows)
-    return Table(
-        "megatron_lm_ci.jsonl",
-        "allocated by the last rank of Megatron-LM's functional tests, between iterations and at the peak",
-        "NVIDIA/Megatron-LM, tests/functional_tests",
-        "1.5 % or 64 MiB",
-        not_modelled=tuple(f"{count} rows on {name} (megatron)" for name, count in hardware.items()),
-    )
-
-
-def megatron_b200(rows: Sequence[Row]) -> Table:
-    models = Counter(row["model"] for row in rows)
-    return Table(
-        "megatron_b200.jsonl",
-        "allocated and reserved by every rank of Megatron-Core on 8 B200",
-        "SimuMax 1.2's public benchmark",
-        "",
-        not_modelled=tuple(f"{count} rows of {name} (megatron)" for name, count in models.items()),
-    )
 
 
 def torchtitan(rows: Sequence[Row]) -> Table:
@@ -333,8 +311,8 @@ READERS: dict[str, Callable[[Sequence[Row]], Table]] = {
     "traced_transformers_5_23.jsonl": traced,
     "korthikanti_2022.jsonl": korthikanti,
     "bigscience_a100.jsonl": bigscience,
-    "megatron_lm_ci.jsonl": megatron_ci,
-    "megatron_b200.jsonl": megatron_b200,
+    "megatron_lm_ci.jsonl": megatron.ci,
+    "megatron_b200.jsonl": megatron.b200,
     "torchtitan_h100.jsonl": torchtitan,
 }
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from memplan.allocator import AllocatorSettings, CachingAllocator  # noqa: E402
 from memplan.estimate import estimate, fold, programs_of  # noqa: E402
-from memplan.frameworks import plain  # noqa: E402, F401 (imported here, so that no plan pays for it)
+from memplan.frameworks import megatron, plain  # noqa: E402, F401 (imported here, so that no plan pays for it)
 from memplan.layers.module import Options  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.read import read_plan  # noqa: E402
@@ -88,6 +88,34 @@ def distinct_plans() -> Iterator[Plan]:
             yield base.model_copy(update=sections)
 
 
+def distinct_pipelines() -> Iterator[Plan]:
+    """1,152 resolved plans of llama-3-405b on Megatron-Core at TP8 PP16 VPP8, no two alike."""
+    flags = {
+        "model": "llama-3-405b", "framework": "megatron", "tp": "8", "pp": "16", "vpp": "8", "dp": "8", "zero": "1",
+        "count_embedding": "true", "count_loss": "true", "sequence_parallel": "true", "dtype": "bf16", "seq": "8192",
+        "gbs": "1024", "gpu": "h100-80gb",
+    }  # fmt: skip
+    base = resolve(read_plan(None, {name.replace("_", "-"): value for name, value in flags.items()}).plan)
+    sizes = product(
+        (1, 2), (4096, 8192), (32, 64, 128), ("none", "selective", "full"), (4, 8, 16, 32), (False, True),
+        (False, True), (1, 2),
+    )  # fmt: skip
+    for mbs, seq, microbatches, recompute, dp, fused, precise, instances in sizes:
+        modules = ("core_attn",) if recompute == "selective" else None
+        layers = 1 if recompute == "full" else None
+        sections = {
+            "batch": base.batch.model_copy(update={"mbs": mbs, "seq": seq, "gbs": mbs * microbatches * dp}),
+            "layout": base.layout.model_copy(update={"dp": dp}),
+            "hardware": base.hardware.model_copy(update={"gpus": 128 * dp}),
+            "recompute": base.recompute.model_copy(update={"mode": recompute, "modules": modules, "layers": layers}),
+            "optimizer": base.optimizer.model_copy(update={"precision_aware": precise}),
+            "megatron": base.megatron.model_copy(
+                update={"gradient_accumulation_fusion": fused, "distributed_optimizer_instances": instances}
+            ),
+        }
+        yield base.model_copy(update=sections)
+
+
 def seconds(function: Callable[[Plan], object], plans: Sequence[Plan]) -> float:
     start = perf_counter()
     for plan in plans:
@@ -101,6 +129,13 @@ def in_process() -> Iterator[tuple[str, str]]:
     warm = min(seconds(fold, plans) for _ in range(3))
     yield "fold llama-3-405b, cold caches", f"{len(plans) / cold:,.0f} plans/s ({len(plans)} distinct plans)"
     yield "fold llama-3-405b, warm caches", f"{len(plans) / warm:,.0f} plans/s"
+    pipelines = list(distinct_pipelines())
+    cold = seconds(fold, pipelines)
+    warm = min(seconds(fold, pipelines) for _ in range(3))
+    name = "fold llama-3-405b, tp 8, pp 16, vpp 8"
+    yield f"{name}, cold caches", f"{len(pipelines) / cold:,.0f} plans/s ({len(pipelines)} distinct plans)"
+    yield f"{name}, warm caches", f"{len(pipelines) / warm:,.0f} plans/s"
+    yield "full estimate of one of them", f"{2 / seconds(estimate, pipelines[:2]):,.2f} plans/s"
     few = plans[:: len(plans) // 10]
     yield "full estimate llama-3-405b", f"{len(few) / seconds(estimate, few):,.1f} plans/s"
     job = read_plan(EXAMPLE).plan
