@@ -14,7 +14,7 @@ size; they rise in the order in which segments are taken, by which torch 2.13 br
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 UNIT_BITS = 9
@@ -35,6 +35,10 @@ SEGMENT_STEP = 2 * MIB
 """``kRoundLarge``: such a segment is rounded up to a multiple of this."""
 UNBOUNDED = ADDRESS
 """More than any size. Expandable segments end there; PyTorch reserves 9/8 of the device's memory."""
+
+Step = tuple[int, int, int, int, int]
+"""For ``run``. Slot of a block; units that it takes, negative where it is given back, 0 where nothing
+happens; the least code of a block that fits; the most units held until the next step, and the place of that."""
 
 Pool = TypeVar("Pool", bound="SegmentPool")
 
@@ -116,6 +120,57 @@ class SegmentPool:
             code = end - address << SHIFT | address
         edges[address] = edges[end] = code
         insort(free, code)
+
+    def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
+        """``take`` and ``give`` for many requests in a row, without calls; codes go to and come from ``blocks``.
+
+        Returns the units by which blocks exceed their requests in the end more than at the beginning; the most
+        units that were held at a time, beginning with 0, if above ``limit``; and the place of that, else -1.
+        """
+        free, edges = self.free, self.edges
+        least_rest, picky = self.least_rest, self.picky
+        beyond, highest = 0, -1
+        for slot, units, least, top, place in steps:
+            if units > 0:
+                index = bisect_left(free, least)
+                if index == len(free) or picky:
+                    code = blocks[slot] = self.take(units)
+                    beyond += (code >> SHIFT) - units
+                else:
+                    code = free.pop(index)
+                    address = code & ADDRESS
+                    rest = (code >> SHIFT) - units
+                    del edges[address]
+                    behind = address + units
+                    if rest >= least_rest:
+                        blocks[slot] = least | address
+                        code = edges[behind] = edges[behind + rest] = rest << SHIFT | behind
+                        insort(free, code, 0, index)
+                    else:
+                        del edges[behind + rest]
+                        beyond += rest
+                        blocks[slot] = code
+            elif units:
+                code = blocks[slot]
+                size = code >> SHIFT
+                beyond -= size + units
+                address = code & ADDRESS
+                end = address + size
+                if address in edges:
+                    before = edges.pop(address)
+                    del free[bisect_left(free, before)]
+                    address = before & ADDRESS
+                    code = end - address << SHIFT | address
+                if end in edges:
+                    after = edges.pop(end)
+                    del free[bisect_left(free, after)]
+                    end += after >> SHIFT
+                    code = end - address << SHIFT | address
+                edges[address] = edges[end] = code
+                insort(free, code)
+            if top + beyond > limit:
+                limit, highest = top + beyond, place
+        return beyond, limit, highest
 
     def release(self) -> None:
         """Give the wholly free segments back to the device: ``release_blocks``."""

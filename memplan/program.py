@@ -19,7 +19,6 @@ from .pipeline.schedule import Passes
 from .pipeline.schedule import fold_iteration as fold_one_chunk
 from .tape import (
     NOTHING,
-    ROUND,
     Bytes,
     Category,
     Drop,
@@ -130,9 +129,10 @@ class Order:
     exchanged: int
     """Bytes of a hidden state between stages, rounded."""
 
-    def size(self, kind: str) -> int:
-        """Bytes of a tensor of ``kind``, as the schedule names them."""
-        return self.exchanged if kind in ("input", "output", "output_grad", "input_grad") else ROUND
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of the tensors that the schedule exchanges, by kind."""
+        return Sizes(self.exchanged)
 
     @property
     def retained(self) -> Excursion:
@@ -178,10 +178,22 @@ class Program:
     """Optimizer states appear in the first step rather than when the optimizer is built."""
     kept: Kept | None = None
     """Megatron-Core: all that is kept, in order; instead of ``states``, ``extra`` and ``step``."""
+    last: tuple[Span, ...] = ()
+    """Modules of an iteration's last micro-batch, where they are others (gradients reduced once)."""
+    streams: bool = False
+    """Events are on several streams, each with an allocator's pools of its own."""
+    elements: int | None = None
+    """Parameters on one rank, where they are not those of the modules: shards."""
+    host: int = 0
+    """Bytes of host memory that the rank takes; with DeepSpeed all ranks of a node."""
+    nvme: int = 0
+    """Bytes on NVMe that all ranks of a node take."""
     order: Order | None = None
     """Megatron-Core: chunks and their schedule; instead of ``gradients``, ``flight`` and ``microbatches``."""
 
     def parameters(self) -> int:
+        if self.elements is not None:
+            return self.elements
         return sum(len(span.names) * module_elements(span.module) for span in self.spans)
 
     def parameter_tensors(self) -> list[Parameter]:
@@ -235,6 +247,19 @@ def _passes(spans: tuple[Span, ...], gradients: Gradients) -> Passes:
     return Passes(forward, first, compose(span.backward(False) for span in reversed(spans)))
 
 
+def fold_with_last(program: Program) -> Excursion:
+    """All micro-batches of an iteration of two or more whose last one has modules of its own."""
+    once, final = passes(program), _passes(program.last, program.gradients)
+    between = once.forward.then(once.steady).within("1")
+    parts = (
+        once.forward.within("0"),
+        once.first.within("0"),
+        between.times(program.microbatches - 2),
+        final.forward.then(final.first).within(str(program.microbatches - 1)),
+    )
+    return compose(parts)
+
+
 def _end_of_gradients(excursion: Excursion) -> Excursion:
     return change(-excursion.net_by[Category.GRADIENTS], Category.GRADIENTS)
 
@@ -260,7 +285,7 @@ def fold_program(program: Program) -> Folded:
         return _fold_ordered(program.order, program.kept)
     kept = static(program)
     once = passes(program)
-    micro = fold_one_chunk(once, program.flight, program.microbatches)
+    micro = fold_with_last(program) if program.last else fold_one_chunk(once, program.flight, program.microbatches)
     iteration = kept.then(micro)
     step = fold_once(program.step)
     late = fold_once(program.late_step)

@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .allocator import AllocatorSettings
-from .layers.module import SHARED
+from .passes import Operation, Pass, Passes, passes
 from .pipeline.megatron_fold import CATEGORIES
-from .pipeline.megatron_schedule import Call, Change, Schedule, trace
+from .pipeline.megatron_schedule import Call, Change, Kind, Schedule, trace
 from .program import Order, Program
-from .replay import MICROBATCH, MODULE, Rank, Replayed, instances
-from .tape import Category, Drop, Hold, Tape
-
-_EXCHANGED = 1 << 60
-"""Keys of exchanged tensors begin here."""
+from .replay import Rank, Replayed, replayed
+from .tape import Drop, Hold, Tape
 
 
 def replay_ordered(programs: Sequence[Program], settings: AllocatorSettings) -> tuple[Replayed, ...]:
@@ -35,21 +32,24 @@ class _Run:
         self.order: Order = program.order
         self.kept = program.kept
         self.rank = Rank(settings)
-        self.keys: dict[int, int] = {}
-        """Of static tensors, by the ids of their tapes."""
-        self.exchanged: dict[tuple[str, int], int] = {}
-        """Keys of the tensors between stages that are alive, by kind and number."""
+        self.static: dict[int, int] = {}
+        """Blocks of static tensors, by the ids of their tapes."""
+        self.exchanged: dict[tuple[Kind, int], int] = {}
+        """Blocks of the tensors between stages that are alive, by kind and number."""
         whole, short = self.order.schedule, _shortened(self.order.schedule)
         self.events = trace(short)
         self.reports = whole.microbatches - short.microbatches if whole.last else 0
         """Reports of the micro-batches that are left out, all of which a late one finds there."""
+        self.chunks = [_Chunk(passes(chunk.spans, settings)) for chunk in self.order.chunks]
+        self.kinds = {kind: (self.order.sizes.of(kind), category) for kind, category in CATEGORIES.items()}
+        """Bytes and category of the tensors between stages."""
 
     def result(self) -> Replayed:
         rank, kept = self.rank, self.kept
         self._static(kept.construction)
         self._static(kept.workspaces)
         self._iteration()
-        first = rank.allocator.peak_reserved
+        first = rank.reserved
         self._static(kept.states)
         self._step()
         for hold in kept.carried:
@@ -58,92 +58,98 @@ class _Run:
         rank.peak = 0
         self._iteration()
         self._step()
-        breakdown = rank.peak_by[:]
-        breakdown[Category.BLOCK_ROUNDING] = rank.peak - sum(breakdown)
-        return Replayed(rank.peak, rank.allocator.peak_reserved, tuple(breakdown), rank.allocated, first)
+        return replayed(rank, first)
 
     def _step(self) -> None:
         """The optimizer's step; then the reports of the iteration's losses end."""
         self._static(self.kept.step)
-        for _, number in [name for name in self.exchanged if name[0] == "report"]:
-            self._change(Change(-1, "report", number))
+        for kind, number in list(self.exchanged):
+            if kind == "report":
+                self.rank.drop(self.exchanged.pop((kind, number)), *self.kinds[kind])
 
     def _static(self, tape: Tape) -> None:
         for event in tape:
             if isinstance(event, Hold):
-                self.keys[event.tensor] = self.rank.keep(event.bytes, event.category)
+                self.static[event.tensor] = self.rank.hold(event.bytes, event.category)
             elif isinstance(event, Drop):
-                self.rank.drop(self.keys.pop(event.tensor), event.bytes, event.category)
+                self.rank.drop(self.static.pop(event.tensor), event.bytes, event.category)
 
     # -- an iteration -------------------------------------------------------------------------------
 
     def _iteration(self) -> None:
-        before = dict(self.exchanged)
-        self.exchanged.clear()
+        before = self.exchanged
         numbered = sorted(before)
-        fresh: dict[tuple[str, int], int] = {}
-        for kind in ("input", "input_grad"):  # a trace counts what the iteration before left from 0
-            left = [before[key] for key in numbered if key[0] == kind]
-            fresh |= {(kind, number): key for number, key in enumerate(left)}
-        self.exchanged = fresh
+        self.exchanged = {}
+        for kind in _LEFT:  # a trace counts what the iteration before left from 0
+            left = [before[name] for name in numbered if name[0] == kind]
+            self.exchanged |= {(kind, number): block for number, block in enumerate(left)}
         for number in range(self.reports):
-            self._change(Change(1, "report", -1 - number))
-        for event in self.events:
-            if isinstance(event, Call):
-                self._call(event)
-            elif isinstance(event, Change):
-                self._change(event)
+            self.exchanged["report", -1 - number] = self.rank.hold(*self.kinds["report"])
+        self._run()
         self._end()
 
-    def _call(self, call: Call) -> None:
-        order, rank = self.order, self.rank
-        spans = order.chunks[call.chunk].spans
-        microbatch = call.microbatch * len(order.chunks) + call.chunk
-        made = instances(spans, microbatch, False)
-        if call.what == "F":
-            for base, tapes, input, _ in made:
-                rank.run(tapes.forward, base, microbatch, input, 0)
-                if tapes.output > 0:
-                    self.last = base + tapes.output
-            return
-        gradient = 0
-        for base, tapes, input, _ in reversed(made):
-            rank.run(tapes.backward, base, microbatch, input, gradient)
-            if tapes.grad_input > 0:
-                gradient = base + tapes.grad_input
-            elif tapes.grad_input <= SHARED:
-                gradient = microbatch * MICROBATCH + MODULE // 2 - tapes.grad_input
-        self.last = gradient
-
-    def _change(self, change: Change) -> None:
-        rank, name = self.rank, (change.kind, change.number)
-        if change.sign < 0:
-            key = self.exchanged.pop(name, None)
-            if key is not None:
-                rank.drop(key, *rank.live.pop(key))
-            return
-        if change.kind in ("output", "input_grad"):  # made by the pass before
-            self.exchanged[name] = self.last
-            return
-        category = CATEGORIES[change.kind]
-        key = _EXCHANGED + rank.next_static
-        rank.next_static -= 1
-        size = self.order.size(change.kind)
-        rank.hold(key, size, category)
-        rank.live[key] = (size, category)
-        self.exchanged[name] = key
+    def _run(self) -> None:
+        rank, kinds, chunks, exchanged = self.rank, self.kinds, self.chunks, self.exchanged
+        handed = 0
+        for event in self.events:
+            if isinstance(event, Change):
+                sign, kind, number = event
+                if sign < 0:
+                    if (kind, number) in exchanged:  # nothing is left from an iteration before the first
+                        rank.drop(exchanged.pop((kind, number)), *kinds[kind])
+                elif kind in ("output", "input_grad"):  # made by the pass before
+                    exchanged[kind, number] = handed
+                else:
+                    exchanged[kind, number] = rank.hold(*kinds[kind])
+            elif isinstance(event, Call):
+                handed = chunks[event.chunk].run(rank, event)
 
     def _end(self) -> None:
         """Keeps each receiving chunk's last input and its gradient, and the reports."""
-        rank, order = self.rank, self.order
-        receiving = sum(map(order.schedule.receives, range(order.schedule.chunks)))
-        kept = {name: key for name, key in self.exchanged.items() if name[0] == "report"}
-        for kind in ("input", "input_grad"):
+        plan = self.order.schedule
+        receiving = sum(map(plan.receives, range(plan.chunks)))
+        kept = {name for name in self.exchanged if name[0] == "report"}
+        for kind in _LEFT:
             alive = sorted(name for name in self.exchanged if name[0] == kind)
-            kept |= {name: self.exchanged[name] for name in alive[-receiving:] if receiving}
-        for key in [key for key in rank.live if key not in set(kept.values())]:
-            rank.drop(key, *rank.live.pop(key))
-        self.exchanged = kept
+            kept.update(alive[-receiving:] if receiving else ())
+        for name in self.exchanged.keys() - kept:
+            self.rank.drop(self.exchanged.pop(name), *self.kinds[name[0]])
+        for chunk in self.chunks:
+            chunk.end(self.rank)
+
+
+_LEFT: tuple[Kind, ...] = ("input", "input_grad")
+"""What outlives an iteration, besides reports."""
+
+
+class _Chunk:
+    """The passes of a chunk of layers, and its micro-batches in flight."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+        self.frames: dict[int, list[int]] = {}
+        handed = {passes.forward.handed, passes.steady.handed}
+        self.left = [operation for operation in passes.steady.left if operation.slot not in handed]
+        self.rest: list[tuple[int, Operation]] = []
+        """Blocks that micro-batches have left until the iteration ends."""
+
+    def run(self, rank: Rank, call: Call) -> int:
+        """A pass; the block that it hands on."""
+        if call.what == "F":
+            events: Pass = self.passes.forward
+            frame = self.frames[call.microbatch] = [0] * self.passes.slots
+        else:
+            events = self.passes.steady
+            frame = self.frames.pop(call.microbatch)
+        rank.run(events, frame)
+        if self.left and call.what == "B":
+            self.rest += [(frame[operation.slot], operation) for operation in self.left]
+        return frame[events.handed]
+
+    def end(self, rank: Rank) -> None:
+        for block, operation in self.rest:
+            rank.drop(block, operation.bytes, operation.category)
+        self.rest.clear()
 
 
 def _shortened(plan: Schedule) -> Schedule:

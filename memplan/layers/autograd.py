@@ -30,7 +30,7 @@ from ..tape import Category, Drop, Event, Hold, Seam, Tape, rounded
 if TYPE_CHECKING:
     from .recompute import Frame
 
-ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
+ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "fp8": 1}
 """Bytes of one element."""
 
 Shape = tuple[int, ...]

@@ -31,7 +31,7 @@ def elementwise(
     like = tuple((x.shape, x.dtype) if x.node is not None else None for x in inputs)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [x and r.empty(*x, f"grad_{name}") for x in like]
+        return [x and r.empty(*x, f"grad_{name}", category) for x in like]
 
     node = None if saves_output else r.node(inputs, saves, backward)
     out = r.empty(shape or inputs[0].shape, dtype or inputs[0].dtype, name, category)
@@ -367,6 +367,11 @@ def rsqrt(r: Recorder, x: Tensor, name: str = "rsqrt") -> Tensor:
 
     out.node = r.node((x,), (out,), backward)
     return out
+
+
+def alias(r: Recorder, x: Tensor) -> Tensor:
+    """A view of all of ``x`` that is a node of its own: gradients of its readers are summed there first."""
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x,), (), lambda r, gradients: gradients))
 
 
 def slice_last(r: Recorder, x: Tensor, width: int, name: str) -> Tensor:

@@ -15,6 +15,7 @@ from operator import add, mul
 from typing import NamedTuple
 
 from ..tape import NOTHING, ROUND, ZERO, Bytes, Category, Excursion, change
+from .megatron_interleaved import table
 from .megatron_schedule import KINDS, Call, Change, Kind, Schedule, trace
 
 CATEGORIES: dict[Kind, Category] = {
@@ -62,16 +63,6 @@ class ChunkPasses:
     backward: Excursion
 
 
-def left_between_iterations(plan: Schedule, sizes: Sizes) -> tuple[int, int]:
-    """Bytes of inputs (activations) and of their gradients (temporaries) that chunks keep between iterations.
-
-    ``TransformerBlock.input_tensor`` is only replaced by the next forward; static memory from the end
-    of the first iteration on.
-    """
-    received = sum(plan.receives(chunk) for chunk in range(plan.chunks)) * sizes.hidden
-    return received, received
-
-
 def composed(plan: Schedule, chunks: tuple[ChunkPasses, ...], sizes: Sizes, finalize: Excursion = ZERO) -> Excursion:
     """An iteration, event by event. What ``fold_iteration`` must equal."""
     total = ZERO
@@ -100,30 +91,35 @@ def _at(call: Call) -> str:
 # -- counts ---------------------------------------------------------------------------------------------
 
 
-def _periods(plan: Schedule) -> tuple[int, int]:
-    """Micro-batches after which the steady phase repeats, and the periods before it does for sure.
-
-    Chunks keep their last input beyond its backward, so one more than the ramp of forward passes takes.
-    """
+def _period(plan: Schedule) -> tuple[int, int]:
+    """Micro-batches after which the steady phase repeats, and the periods that forward passes take to get there."""
     step = 1 if plan.chunks == 1 else plan.group
-    return step, -(-plan.warmup // (step * plan.chunks)) + 3
+    return step, -(-plan.warmup // (step * plan.chunks))
+
+
+SETTLING = 2
+"""Periods until the steady phase repeats, beyond the ramp: chunks keep their last input beyond its backward."""
+ENDING = 2
+"""Periods behind those that repeat, with one repetition among them."""
 
 
 def reduced(plan: Schedule) -> Schedule:
     """The schedule without most repetitions of its steady phase."""
-    step, ramp = _periods(plan)
-    kept = plan.microbatches % step + (2 * ramp - 1) * step
+    step, ramp = _period(plan)
+    kept = plan.microbatches % step + (ramp + SETTLING + ENDING) * step
     return plan if plan.microbatches <= kept else replace(plan, microbatches=kept)
 
 
 @lru_cache(maxsize=1 << 14)
 def most_in_flight(plan: Schedule) -> tuple[int, ...]:
     """Micro-batches whose activations each chunk holds at once, at most."""
+    forward = [chunk for _, chunk in table(reduced(plan))]
     held, most = [0] * plan.chunks, [0] * plan.chunks
-    for event in trace(reduced(plan)):
-        if isinstance(event, Call):
-            held[event.chunk] += 1 if event.what == "F" else -1
-            most[event.chunk] = max(most[event.chunk], held[event.chunk])
+    for k, chunk in enumerate(forward):
+        held[chunk] += 1
+        most[chunk] = max(most[chunk], held[chunk])
+        if k >= plan.warmup:
+            held[plan.chunks - 1 - forward[k - plan.warmup]] -= 1
     return tuple(most)
 
 
@@ -142,35 +138,48 @@ class _Moment(NamedTuple):
     """Tensors between stages, by ``KINDS``, more than when the iteration began."""
 
 
+_COUNT = 24
+"""Bits by which one count is told from the next where several are packed into a number."""
+
+
 @lru_cache(maxsize=32)
-def _moments(plan: Schedule) -> tuple[tuple[_Moment, ...], tuple[int, ...]]:
-    """Every moment of a reduced schedule, and what it leaves by kind."""
-    flight = [0] * plan.chunks
-    kinds = [0] * len(KINDS)
+def _moments(plan: Schedule) -> tuple[_Moment, ...]:
+    """The moments of a reduced schedule, each when its counts appear first."""
+    flight, kinds = [0] * plan.chunks, [0] * len(KINDS)
     index = {kind: i for i, kind in enumerate(KINDS)}
     result: list[_Moment] = []
+    seen: set[tuple[int, str, int]] = set()
+    counts = 0
+    """All of ``flight`` and ``kinds``, packed."""
     last = Call("F", 0, 0)
-    step, ramp = _periods(plan)
-    early = ramp * step * plan.chunks
+    step, ramp = _period(plan)
+    early = (ramp + SETTLING) * step * plan.chunks
     inside = False
-    now: tuple[int, ...] = tuple(flight)
     for event in trace(plan):
         if isinstance(event, Change):
-            kinds[index[event.kind]] += event.sign
-            if event.sign > 0 and not (inside and event.kind in ("output", "input_grad")):
+            sign, kind, _ = event
+            at = index[kind]
+            kinds[at] += sign
+            counts += sign << _COUNT * at
+            if sign > 0 and not (inside and kind in ("output", "input_grad")) and (counts, kind, 0) not in seen:
+                seen.add((counts, kind, 0))
                 phase = _at(last).partition("/")[2]
-                result.append(_Moment(event.kind, 0, last.microbatch, phase, early < 0, now, tuple(kinds)))
+                result.append(_Moment(kind, 0, last.microbatch, phase, early < 0, tuple(flight), tuple(kinds)))
             inside = False
         elif isinstance(event, Call):
             last = event
-            result.append(_Moment(event.what, event.chunk, event.microbatch, "", early < 0, now, tuple(kinds)))
-            flight[event.chunk] += 1 if event.what == "F" else -1
-            now = tuple(flight)
+            what, chunk, microbatch = event
+            if (counts, what, chunk) not in seen:
+                seen.add((counts, what, chunk))
+                result.append(_Moment(what, chunk, microbatch, "", early < 0, tuple(flight), tuple(kinds)))
+            sign = 1 if what == "F" else -1
+            flight[chunk] += sign
+            counts += sign << _COUNT * (len(KINDS) + chunk)
             inside = True
-            early -= event.what == "B"
+            early -= what == "B"
         else:
-            result.append(_Moment("finalize", 0, 0, "", True, now, tuple(kinds)))
-    return tuple(result), tuple(kinds)
+            result.append(_Moment("finalize", 0, 0, "", True, tuple(flight), tuple(kinds)))
+    return tuple(result)
 
 
 class _Row(NamedTuple):
@@ -214,22 +223,24 @@ def _pruned_rows(plan: Schedule, pattern: Pattern, weightless: frozenset[int]) -
     classes = sorted(set(pattern))
     number = {chunk: classes.index(first) for chunk, first in enumerate(pattern)}
     edge = 2 * len(classes)
-    best: dict[int, dict[tuple[int, ...], tuple[int, _Row]]] = {}
+    telling = [i for i in range(len(classes) + 3) if i not in weightless]
+    best: list[dict[tuple[int, ...], tuple[int, _Row]]] = [{} for _ in range(edge + 2)]
     by_class: dict[tuple[int, ...], list[int]] = {}
-    for order, moment in enumerate(_moments(plan)[0]):
-        if moment.source in ("F", "B"):
-            source = 2 * number[moment.chunk] + (moment.source == "B")
-        else:
-            source = edge + (moment.source == "finalize")
-        flight = by_class.get(moment.flight)
+    for order, moment in enumerate(_moments(plan)):
+        what, chunk, _, _, _, in_flight, kinds = moment
+        is_pass = what in ("F", "B")
+        source = 2 * number[chunk] + (what == "B") if is_pass else edge + (what == "finalize")
+        flight = by_class.get(in_flight)
         if flight is None:
-            flight = by_class[moment.flight] = [0] * len(classes)
-            for chunk, count in enumerate(moment.flight):
-                flight[number[chunk]] += count
-        counts = (*flight, *_by_size(moment.kinds))
-        telling = tuple(count for i, count in enumerate(counts) if i not in weightless) if weightless else counts
-        best.setdefault(source, {}).setdefault(telling, (order, _Row(source, counts, moment)))
-    kept = [row for rows in best.values() for row in _front(rows)]
+            flight = by_class[in_flight] = [0] * len(classes)
+            for one, count in enumerate(in_flight):
+                flight[number[one]] += count
+        counts = (*flight, *_by_size(kinds))
+        told = tuple([counts[i] for i in telling]) if weightless else counts
+        rows = best[source]
+        if told not in rows:
+            rows[told] = order, _Row(source, counts, moment)
+    kept = [row for rows in best for row in _front(rows)]
     return tuple(row for _, row in sorted(kept, key=lambda row: row[0]))
 
 
@@ -245,7 +256,11 @@ def _front(rows: dict[tuple[int, ...], tuple[int, _Row]]) -> list[tuple[int, _Ro
     """Those that no other is at least equal to in every count."""
     front: list[tuple[int, ...]] = []
     for counts in sorted(rows, key=sum, reverse=True):
-        if not any(all(map(int.__ge__, other, counts)) for other in front):
+        for at, other in enumerate(front):
+            if all(map(int.__ge__, other, counts)):
+                front.insert(0, front.pop(at))  # one that exceeds many is tried first
+                break
+        else:
             front.append(counts)
     return [rows[counts] for counts in front]
 
@@ -271,8 +286,9 @@ def fold_iteration(
 ) -> Excursion:
     """The excursion of a steady iteration up to the return of ``forward_backward_func``.
 
-    It begins with what ``left_between_iterations`` held, and leaves that and the reports. The place
-    begins with the micro-batch: ``5/backward/layer.3/…``, or ``5/forward/pipeline/received_input``.
+    It begins with what the iteration before left (the last input of every chunk that receives one, and its gradient;
+    ``TransformerBlock.input_tensor`` is only replaced by the next forward), and leaves that and the reports. The
+    place begins with the micro-batch: ``5/backward/layer.3/…``, or ``5/forward/pipeline/received_input``.
     """
     pattern = tuple(map(chunks.index, chunks))
     weights: list[int] = []

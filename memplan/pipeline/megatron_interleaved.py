@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from .megatron_rank import Finalize, Input, Output, Rank, Tensor, deallocate
+from .megatron_rank import Finalize, Input, Output, Rank, Schedule, Tensor, deallocate
 
 
 class _Request:
@@ -27,7 +27,7 @@ class Interleaved:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         plan = self.plan = rank.plan
-        self.table = _table(plan.microbatches, plan.chunks, plan.group)
+        self.table = table(plan)
         self.total = len(self.table)
         self.input_tensors: list[list[Input | None]] = [[] for _ in range(plan.chunks)]
         self.output_tensors: list[deque[Output | None]] = [deque() for _ in range(plan.chunks)]
@@ -254,11 +254,12 @@ def _request(tensor: Tensor | None) -> _Request | None:
     return None if tensor is None else _Request(tensor)
 
 
-def _table(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
+def table(plan: Schedule) -> list[tuple[int, int]]:
     """``get_schedule_table``: (micro-batch, chunk) of each forward pass; backward mirrors the chunks."""
+    microbatches, group = plan.microbatches, plan.group
     return [
         (microbatch, chunk)
         for start in range(0, microbatches, group)
-        for chunk in range(chunks)
+        for chunk in range(plan.chunks)
         for microbatch in range(start, min(start + group, microbatches))
     ]

@@ -6,6 +6,7 @@ Variables hold them as they hold the real ones; see ``megatron_schedule``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Kind = Literal["input", "output", "stub", "output_grad", "input_grad", "report"]
@@ -26,6 +27,17 @@ class Change(NamedTuple):
     sign: int
     kind: Kind
     number: int
+
+
+@lru_cache(maxsize=1 << 16)
+def _call(what: str, chunk: int, microbatch: int) -> Call:
+    """The schedules of all stages name the same passes: one object for equal ones."""
+    return Call(what, chunk, microbatch)
+
+
+@lru_cache(maxsize=1 << 16)
+def _change(sign: int, kind: Kind, number: int) -> Change:
+    return Change(sign, kind, number)
 
 
 class Finalize(NamedTuple):
@@ -98,7 +110,7 @@ class Rank:
     def forward(self, chunk: int, microbatch: int, input: Input | None) -> Output:
         """A pass, and its output or loss."""
         self.inputs[chunk] = input
-        self.events.append(Call("F", chunk, microbatch))
+        self.events.append(_call("F", chunk, microbatch))
         if self.plan.sends(chunk):
             return Output(input, Tensor(self, "output"))
         self.reports.append(Tensor(self, "report"))
@@ -106,7 +118,7 @@ class Rank:
 
     def backward(self, chunk: int, microbatch: int, input: Input | None) -> Tensor | None:
         """A pass; the gradient of its input, which the input holds, too (``retain_grad``)."""
-        self.events.append(Call("B", chunk, microbatch))
+        self.events.append(_call("B", chunk, microbatch))
         if input is None:
             return None
         input.grad = Tensor(self, "input_grad")
@@ -121,13 +133,13 @@ class Tensor:
     def __init__(self, rank: Rank, kind: Kind) -> None:
         self.rank = rank
         self.kind = kind
-        self.number = rank.numbers[kind]
-        rank.numbers[kind] += 1
-        rank.events.append(Change(1, kind, self.number))
+        self.number = number = rank.numbers[kind]
+        rank.numbers[kind] = number + 1
+        rank.events.append(_change(1, kind, number))
 
     def __del__(self) -> None:
         if not self.rank.closed:
-            self.rank.events.append(Change(-1, self.kind, self.number))
+            self.rank.events.append(_change(-1, self.kind, self.number))
 
 
 class Input(Tensor):

@@ -11,11 +11,11 @@ from memplan.pipeline.megatron_fold import (
     Sizes,
     composed,
     fold_iteration,
-    left_between_iterations,
     most_in_flight,
 )
 from memplan.pipeline.megatron_schedule import Schedule, in_flight, schedule
 from memplan.plan.errors import PlanError
+from memplan.program import Order
 from memplan.tape import ZERO, Category, Excursion, change, compose
 
 OUTPUT, INPUT_GRAD = CATEGORIES["output"], CATEGORIES["input_grad"]
@@ -117,9 +117,10 @@ def test_in_flight() -> None:
 
 
 def test_chunks_keep_their_last_input_and_its_gradient() -> None:
-    assert left_between_iterations(schedule(0, 4, 16), Sizes(1024)) == (0, 0)
-    assert left_between_iterations(schedule(3, 4, 16), Sizes(1024)) == (1024, 1024)
-    assert left_between_iterations(schedule(0, 4, 16, 4), Sizes(1024)) == (3072, 3072)
+    """Each 1 KiB; the first stage's first chunk receives nothing."""
+    kept = [Order(plan, (), 1024).retained for plan in (schedule(0, 4, 16), schedule(3, 4, 16), schedule(0, 4, 16, 4))]
+    assert [one.net for one in kept] == [0, 2 * 1024, 2 * 3 * 1024]
+    assert kept[1].net_by[Category.ACTIVATIONS] == kept[1].net_by[Category.TEMPORARIES] == 1024
 
 
 def test_the_place_begins_with_the_microbatch() -> None:

@@ -1,0 +1,147 @@
+"""A program's events on several streams, replayed one by one through PyTorch's caching allocator.
+
+Every stream has pools of its own (``CUDACachingAllocator.cpp``, ``get_pool``, ``BlockComparator``): what was freed
+on one serves no request on another. ``fully_shard`` gathers on one stream and keeps gradients on
+another, so its segments add up to more than the order of events alone would need.
+
+As ``replay`` does, it runs two iterations, of which the second has the optimizer's states, and at most three
+micro-batches in each. One micro-batch is in flight at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from .allocator import AllocatorSettings, CachingAllocator
+from .layers.module import GRAD_OUTPUT, INPUT, SHARED, Tapes
+from .program import Program, Span
+from .replay import PAIRS, Replayed
+from .tape import Category, Drop, Hold, Tape
+
+Key = tuple[int, int, int]
+"""Micro-batch, place of the module (−1 for tensors that modules share), id. Static tensors count micro-batches down."""
+
+
+class _Rank:
+    """One rank's memory while its events run."""
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self.allocator = CachingAllocator(settings)
+        self.by = [0] * len(Category)
+        self.peak = 0
+        self.peak_by = self.by[:]
+        self.live: dict[Key, tuple[int, Category]] = {}
+        self.carried: dict[tuple[int, int], Key] = {}
+        """Gradients that a micro-batch has left, by place and id."""
+        self.statics = 0
+
+    def hold(self, key: Key, hold: Hold) -> None:
+        self.allocator.allocate(key, hold.bytes, hold.stream)
+        self.live[key] = hold.bytes, hold.category
+        self.by[hold.category] += hold.bytes
+        if self.allocator.allocated > self.peak:
+            self.peak, self.peak_by = self.allocator.allocated, self.by[:]
+
+    def drop(self, key: Key) -> None:
+        if key not in self.live:
+            key = self.carried.pop(key[1:])
+        size, category = self.live.pop(key)
+        self.allocator.free(key)
+        self.by[category] -= size
+
+    def keep(self, hold: Hold) -> Key:
+        """Something that no micro-batch holds. Returns its key."""
+        self.statics += 1
+        key = (-self.statics, 0, 0)
+        self.hold(key, hold)
+        return key
+
+    def run(self, tape: Tape, microbatch: int, place: int, input: Key | None, gradient: Key | None) -> None:
+        for event in tape:
+            if isinstance(event, Hold):
+                self.hold(_key(microbatch, place, event.tensor), event)
+            elif isinstance(event, Drop):
+                neighbour = {INPUT: input, GRAD_OUTPUT: gradient}.get(event.tensor)
+                self.drop(neighbour or _key(microbatch, place, event.tensor))
+
+    def microbatch(self, number: int, spans: Sequence[Span], first: bool) -> None:
+        """Forward and backward; the gradients that stay are carried on."""
+        modules = [span.module for span in spans for _ in span.names]
+        inputs: list[Key | None] = []
+        handed: Key | None = None
+        for place, module in enumerate(modules):
+            inputs.append(handed)
+            self.run(module.steady.forward, number, place, handed, None)
+            handed = _handed(module.steady.output, number, place) or handed
+        gradient: Key | None = None
+        for place in reversed(range(len(modules))):
+            tapes: Tapes = modules[place].first if first else modules[place].steady
+            self.run(tapes.backward, number, place, inputs[place], gradient)
+            gradient = _handed(tapes.grad_input, number, place) or gradient
+        for key, (_, category) in self.live.items():
+            if key[0] == number and category is Category.GRADIENTS:
+                self.carried[key[1:]] = key
+
+    def step(self, tape: Tape) -> None:
+        """The optimizer's step, after which gradients end."""
+        held: dict[int, Key] = {}
+        for event in tape:
+            if isinstance(event, Hold):
+                held[event.tensor] = self.keep(event)
+            elif isinstance(event, Drop):
+                self.drop(held.pop(event.tensor))
+        for key in self.carried.values():
+            self.drop(key)
+        self.carried.clear()
+
+
+def _key(microbatch: int, place: int, id: int) -> Key:
+    return (microbatch, place, id) if id > 0 else (microbatch, -1, id)
+
+
+def _handed(id: int, microbatch: int, place: int) -> Key | None:
+    """What a module hands to the next in line; ``None`` where that is what it was handed itself."""
+    return _key(microbatch, place, id) if id > 0 or id <= SHARED else None
+
+
+def replay_streams(program: Program, settings: AllocatorSettings, workspaces: Iterable[Hold]) -> Replayed:
+    """What ``program`` takes."""
+    assert program.flight == 1, "one micro-batch is in flight at a time"
+    rank = _Rank(settings)
+    for hold in (*_states(program, late=False), *program.extra, *workspaces):
+        rank.keep(hold)
+    _microbatches(rank, program)
+    first_iteration = rank.allocator.reserved
+    for hold in _states(program, late=True):
+        rank.keep(hold)
+    rank.step(program.step)
+    rank.peak = 0
+    _microbatches(rank, program)
+    rank.step(program.step)
+    breakdown = rank.peak_by[:]
+    breakdown[Category.BLOCK_ROUNDING] = rank.peak - sum(breakdown)
+    allocator = rank.allocator
+    return Replayed(rank.peak, allocator.reserved, tuple(breakdown), allocator.allocated, first_iteration)
+
+
+def _microbatches(rank: _Rank, program: Program) -> None:
+    count = min(PAIRS, program.microbatches)
+    for number in range(count):
+        spans = program.last if program.last and number == count - 1 else program.spans
+        rank.microbatch(number, spans, first=number == 0)
+
+
+def _states(program: Program, *, late: bool) -> Iterator[Hold]:
+    """States that are there from the beginning, kind by kind; or those of the first step, parameter by parameter."""
+    early = [state for state in program.states if state.category is not Category.OPTIMIZER_STATES]
+    made_late = [state for state in program.states if state.category is Category.OPTIMIZER_STATES]
+    tensors = program.parameter_tensors()
+    pairs = (
+        ((state, tensor) for tensor in tensors for state in made_late)
+        if late
+        else ((state, tensor) for state in early for tensor in tensors)
+    )
+    for state, tensor in pairs:
+        hold = state.hold(tensor, 0)
+        if hold is not None:
+            yield hold
