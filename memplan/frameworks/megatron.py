@@ -61,7 +61,8 @@ def core_shape(plan: Plan) -> CoreShape:
         implementation=megatron.transformer_impl,
         te=te,
         attention="local",
-        deterministic=is_deterministic(plan),
+        deterministic=megatron.deterministic,
+        deterministic_attention=plan.environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0",
         gradient_fusion=megatron.gradient_accumulation_fusion,
         bias_activation_fusion=megatron.bias_swiglu_fusion
         if spec.activation == "swiglu"
@@ -80,6 +81,11 @@ def core_shape(plan: Plan) -> CoreShape:
     )
     if megatron.transformer_impl == "local":
         return shape
+    if shape.dtype == "fp32":
+        problem = (
+            "must be bf16 or fp16 with Transformer Engine, whose attention for fp32 has no recipe; local layers have"
+        )
+        raise PlanError("precision.dtype", "fp32", problem)
     assert megatron.attention_backend != "local"
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
     attention = backend(
@@ -89,7 +95,7 @@ def core_shape(plan: Plan) -> CoreShape:
         dtype=shape.dtype,
         head_dim=spec.head_dim,
         dropout=spec.attention_dropout,
-        deterministic=shape.deterministic,
+        deterministic=shape.deterministic_attention,
     )
     return replace(shape, attention=attention, multiprocessors=MULTIPROCESSORS.get(plan.hardware.gpu or "", 132))
 
@@ -101,11 +107,6 @@ def _transformer_engine(text: str) -> Version:
         oldest, newest = (".".join(map(str, known)) for known in (te_facts.OLDEST, te_facts.NEWEST))
         raise PlanError("megatron.transformer_engine", text, f"must be a version from {oldest} to {newest}")
     return version
-
-
-def is_deterministic(plan: Plan) -> bool:
-    """``--deterministic-mode``, which also demands it of Transformer Engine (``validate_args``)."""
-    return plan.megatron.deterministic or plan.environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
 
 
 def rules(plan: Plan) -> Rules:
@@ -127,6 +128,7 @@ def rules(plan: Plan) -> Rules:
         exp_avg=optimizer.exp_avg,
         exp_avg_sq=optimizer.exp_avg_sq,
         counts_zeros=megatron.log_num_zeros_in_grad,
+        te=_transformer_engine(megatron.transformer_engine),
     )
 
 
@@ -160,7 +162,7 @@ def _hidden_dtype(shape: CoreShape) -> str:
 
 @lru_cache(maxsize=1024)
 def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -> Module:
-    """Embedding, final norm, or head with loss."""
+    """Embedding, final norm, head with loss, or what an empty chunk runs."""
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         is_bert = shape.spec.family == "bert"
@@ -170,6 +172,8 @@ def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -
         assert x is not None
         if name == "final_norm":
             return Run(ends.final_norm(r, x, shape))
+        if name == "passthrough":  # a chunk without layers (``TransformerBlock.forward``)
+            return Run(ends.cloned(r, x, "hidden_cloned"))
         head = bert.bert_head if is_bert else ends.gpt_head
         return Run(None, loss=head(r, x, shape, tied_here=tied_here))
 
@@ -196,9 +200,9 @@ def _job(shape: CoreShape, recompute: Recompute, options: Options) -> _Job:
 def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
     """A chunk's modules: the batch, what its entries run, and the batch's end."""
     shape, role = job.shape, _role(entries)
-    receives, sends = entries[0] != "embedding", entries[-1] != "head"
+    receives, sends = "embedding" not in entries, "head" not in entries
     tied_here = shape.spec.tied_embeddings and {"embedding", "head"} <= set(entries)
-    groups = _grouped(job.recompute, entries)
+    groups = _grouped(job.recompute, entries) or [["passthrough"]]
     spans: list[Span] = []
     for at, group in enumerate(groups):
         own = replace(

@@ -49,6 +49,8 @@ class Rules:
     exp_avg: str
     exp_avg_sq: str
     counts_zeros: bool
+    te: tuple[int, int] = (2, 18)
+    """Version of Transformer Engine, whose FusedAdam a precision-aware optimizer is."""
 
     @property
     def mixed(self) -> bool:
@@ -58,8 +60,9 @@ class Rules:
     @property
     def main_size(self) -> int:
         """Bytes of one element of the main parameters, which a precision-aware FusedAdam keeps as an fp32
-        number's lower 16 bits where parameters are bf16 (``store_param_remainders``)."""
-        if self.precision_aware and self.main_parameters == "fp32" and self.dtype == "bf16":
+        number's lower 16 bits where parameters are bf16 (``store_param_remainders``, from 2.1)."""
+        remainders = self.te >= (2, 1) and self.main_parameters == "fp32" and self.dtype == "bf16"
+        if self.precision_aware and remainders:
             return 2
         return ITEMSIZE[self.main_parameters if self.precision_aware else "fp32"]
 
@@ -69,6 +72,16 @@ class Rules:
         if self.optimizer == "sgd":
             return (("momentum_buffer", "fp32"),)
         return (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq))
+
+    @property
+    def unscaled(self) -> tuple[str, ...]:
+        """States that FusedAdam casts to fp32 while it steps a parameter group (``get_unscaled_state``); from
+        2.13 two moments in bf16 are read by the kernel as they are (``fuse_unscale``)."""
+        if not self.precision_aware:
+            return ()
+        fused = self.te >= (2, 13) and self.exp_avg == self.exp_avg_sq == "bf16"
+        moments = tuple(name for name, dtype in self.moments if dtype != "fp32" and not fused)
+        return (*moments, *(("master_param",) if self.main_parameters != "fp32" else ()))
 
     @property
     def copies_gradients(self) -> bool:
@@ -115,15 +128,15 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
     states: list[Event] = []
     for n in sizes:
         states += [
-            Hold(next(ids), rounded(n * _itemsize(dtype)), Category.OPTIMIZER_STATES, name, (n,), dtype)
+            Hold(next(ids), rounded(n * ITEMSIZE[dtype]), Category.OPTIMIZER_STATES, name, (n,), dtype)
             for name, dtype in rules.moments
         ]
         if rules.precision_aware and rules.mixed:
             size = rounded(n * rules.main_size)
             states.append(Hold(next(ids), size, Category.MAIN_PARAMETERS, "master_param", (n,)))
-            scaled = [dtype for _, dtype in rules.moments if dtype != "fp32"]
-            scaled += [rules.main_parameters] * (rules.main_parameters != "fp32")
-            states += [Hold(next(ids), rounded(4), small, "state_scale", (1,), "fp32") for _ in scaled]
+            kinds = [dtype for _, dtype in rules.moments] + [rules.main_parameters]
+            scales = sum(4 if dtype == "fp8" else dtype != "fp32" for dtype in kinds)  # fp8: with a quantizer's three
+            states += [Hold(next(ids), rounded(4), small, "state_scale", (1,), "fp32") for _ in range(scales)]
     copies: list[Hold] = []
     if rules.copies_gradients:
         copies = [Hold(next(ids), rounded(n * 4), Category.GRADIENTS, "main_grad_fp32", (n,), "fp32") for n in sizes]
@@ -131,11 +144,15 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
     if rules.counts_zeros and sizes:
         mask = Hold(next(ids), rounded(max(sizes)), Category.TEMPORARIES, "nonzero_mask", (max(sizes),), "bool")
         step += [mask, Drop(mask.tensor, mask.bytes, mask.category)]
+    for decays in (True, False):  # parameter groups: matrices, and what has no weight decay
+        group = [abs(piece) for piece in pieces if (piece > 0) is decays]
+        casts = [
+            Hold(next(ids), rounded(4 * n), Category.TEMPORARIES, f"{name}_unscaled", (n,), "fp32")
+            for n in group
+            for name in rules.unscaled
+        ]
+        step += [*casts, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in casts)]
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
-
-
-def _itemsize(dtype: str) -> int:
-    return 1 if dtype == "fp8" else ITEMSIZE[dtype]
 
 
 # -- buffers ----------------------------------------------------------------------------------------

@@ -1,28 +1,37 @@
-"""What is kept for every parameter, and what an optimizer's step adds. Sizes in bytes, per tensor.
+"""What an optimizer keeps for every parameter. Sizes in bytes, per tensor.
 
-PyTorch: ``torch/optim/adam.py`` and ``adamw.py`` (``_single_tensor_adam``, ``_multi_tensor_adam``,
-``_fused_adam``). apex: ``apex/optimizers/fused_adam.py``. bitsandbytes: ``optim/optimizer.py``
-(``Optimizer2State.init_state``).
+PyTorch: ``torch/optim/adam.py``, ``sgd.py``, ``_adafactor.py`` and ``_muon.py`` (``_init_group``). apex:
+``apex/optimizers/fused_adam.py``. bitsandbytes: ``optim/optimizer.py`` (``init_state``,
+``get_state_buffer``). transformers: ``optimization.py`` (``Adafactor.step``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..layers.module import Parameter
+from ..layers.module import Parameter, hold_bytes
+from ..plan.optimizer_checks import EIGHT_BIT
 from ..plan.plan import Optimizer
 from ..tape import Category, Hold, rounded
+from .groups import EMBEDDINGS, is_hidden_matrix
+from .steps import step_temporaries as step_temporaries
 
 MIN_8BIT_SIZE = 4096
 """Elements below which bitsandbytes keeps 32-bit states (``min_8bit_size``)."""
 
-QUANTISATION_MAPS = 2 * 256 * 4
-"""Bytes of bitsandbytes' two maps of 256 fp32 values, shared by all parameters."""
+QUANTISATION_MAP = 256 * 4
+"""Bytes of one of bitsandbytes' maps, 256 fp32 values, shared by all parameters: one a moment."""
 
-EMBEDDINGS = ("word.weight", "position.weight", "token_type.weight")
-"""Parameters of embedding modules, as the recipes name them."""
+QUANTISATION_MAPS = 2 * QUANTISATION_MAP
+"""Those of 8-bit Adam, signed and unsigned."""
+
+PAGED_SIZE = 100_000
+"""Elements from which a paged optimizer's states are in managed memory (``get_state_buffer``)."""
+
+MOMENTS = {"adam": 2, "adamw": 2, "adam8bit": 2, "lion": 1, "lion8bit": 1}
+"""States of bitsandbytes' optimizers (``Optimizer2State``, ``Optimizer1State``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +57,23 @@ def full(name: str, category: Category, dtype: str) -> State:
 
 
 def optimizer_states(optimizer: Optimizer, dtype: str, *, embeddings_32bit: bool) -> tuple[State, ...]:
-    """States of ``optimizer`` over parameters of ``dtype``."""
+    """States of ``optimizer`` on the device, over parameters of ``dtype``."""
     kept = Category.OPTIMIZER_STATES
     if optimizer.name == "sgd":
-        return ()
-    if optimizer.name == "adam8bit":
-        assert optimizer.block_size is not None
-        return eight_bit_states(optimizer.block_size, embeddings_32bit)
-    states = (full("exp_avg", kept, dtype), full("exp_avg_sq", kept, dtype))
+        return (full("momentum_buffer", kept, dtype),) if optimizer.momentum else ()
+    if is_bitsandbytes(optimizer):
+        return tuple(
+            on_device(state) if optimizer.paged else state for state in _bitsandbytes(optimizer, embeddings_32bit)
+        )
+    if optimizer.name == "adafactor":
+        return adafactor_states(
+            "fp32" if optimizer.implementation == "transformers" else dtype, optimizer.implementation
+        )
+    states: tuple[State, ...] = (full("exp_avg", kept, dtype), full("exp_avg_sq", kept, dtype))
     if optimizer.implementation == "fused":
-        return (STEP, *states)
+        states = (STEP, *states)
+    if optimizer.name == "muon":
+        return (only(full("momentum_buffer", kept, dtype), True), *(only(state, False) for state in states))
     return states
 
 
@@ -66,8 +82,57 @@ STEP = State("step", Category.OPTIMIZER_STATES, lambda _: rounded(4))
 
 
 @lru_cache(maxsize=64)
-def eight_bit_states(block: int, embeddings_32bit: bool) -> tuple[State, ...]:
-    """Two bytes a parameter and two fp32 scales a block; small tensors (and embeddings) in fp32."""
+def only(state: State, hidden_matrices: bool) -> State:
+    """``state`` of hidden matrices alone (Muon), or of the others alone (AdamW beside it)."""
+
+    def size(parameter: Parameter) -> int:
+        return state.size(parameter) if is_hidden_matrix(parameter) == hidden_matrices else 0
+
+    return State(state.name, state.category, size)
+
+
+@lru_cache(maxsize=64)
+def adafactor_states(dtype: str, implementation: str | None) -> tuple[State, ...]:
+    """Second moments of matrices as their row and column means, those of vectors whole; in fp32 with
+    transformers', which also keeps the root mean square of every parameter."""
+
+    def rows(parameter: Parameter) -> int:
+        return hold_bytes(parameter.shape[:-1], dtype) if len(parameter.shape) > 1 else 0
+
+    def columns(parameter: Parameter) -> int:
+        shape = parameter.shape
+        return hold_bytes((*shape[:-2], shape[-1]), dtype) if len(shape) > 1 else 0
+
+    def whole(parameter: Parameter) -> int:
+        return parameter.bytes(dtype) if len(parameter.shape) <= 1 else 0
+
+    kept = Category.OPTIMIZER_STATES
+    states = (State("row_var", kept, rows), State("col_var", kept, columns), State("variance", kept, whole))
+    return (*states, RMS) if implementation == "transformers" else states
+
+
+RMS = State("rms", Category.OPTIMIZER_STATES, lambda _: rounded(4))
+"""A parameter's root mean square, one fp32 number (transformers' Adafactor)."""
+
+
+# -- bitsandbytes -----------------------------------------------------------------------------------
+
+
+def is_bitsandbytes(optimizer: Optimizer) -> bool:
+    return optimizer.name in EIGHT_BIT or optimizer.implementation == "bitsandbytes"
+
+
+def _bitsandbytes(optimizer: Optimizer, embeddings_32bit: bool) -> tuple[State, ...]:
+    moments = MOMENTS[optimizer.name]
+    if optimizer.name not in EIGHT_BIT:
+        return tuple(full(f"state{i}", Category.OPTIMIZER_STATES, "fp32") for i in range(1, moments + 1))
+    assert optimizer.block_size is not None
+    return eight_bit_states(optimizer.block_size, embeddings_32bit, moments)
+
+
+@lru_cache(maxsize=64)
+def eight_bit_states(block: int, embeddings_32bit: bool, moments: int = 2) -> tuple[State, ...]:
+    """For each moment a byte a parameter and an fp32 scale a block; small tensors (and embeddings) in fp32."""
 
     def in_32bit(parameter: Parameter) -> bool:
         return parameter.elements < MIN_8BIT_SIZE or (embeddings_32bit and parameter.name in EMBEDDINGS)
@@ -79,38 +144,47 @@ def eight_bit_states(block: int, embeddings_32bit: bool) -> tuple[State, ...]:
         return 0 if in_32bit(parameter) else rounded(4 * -(-parameter.elements // block))
 
     kept = Category.OPTIMIZER_STATES
+    numbers = range(1, moments + 1)
     return (
-        State("state1", kept, state),
-        State("state2", kept, state),
-        State("absmax1", kept, scales),
-        State("absmax2", kept, scales),
+        *(State(f"state{i}", kept, state) for i in numbers),
+        *(State(f"absmax{i}", kept, scales) for i in numbers),
     )
 
 
-def step_temporaries(optimizer: Optimizer, parameters: list[Parameter], dtype: str) -> list[Hold]:
-    """Tensors alive at the peak of the step itself, over parameters of ``dtype``.
+@lru_cache(maxsize=64)
+def on_device(state: State) -> State:
+    """``state`` of a paged optimizer: moments of large parameters are in managed memory, scales never."""
+    if not is_moment(state):
+        return state
 
-    foreach Adam: ``_foreach_sqrt`` makes a list as large as all parameters. for-loop Adam: the square
-    root and its quotient for one parameter at a time, beside the quotient of the one before (``worst_pair``).
-    Fused, apex and 8-bit: none.
-    """
-    if optimizer.name not in ("adam", "adamw") or optimizer.implementation in ("fused", "apex"):
-        return []
-    if optimizer.implementation == "foreach":
-        return [
-            Hold(0, parameter.bytes(dtype), Category.TEMPORARIES, "exp_avg_sq_sqrt", parameter.shape, dtype)
-            for parameter in parameters
-        ]
-    previous, worst = worst_pair(parameters, dtype)
-    held = [] if previous is None else [("denominator_of_previous", previous)]
-    return [
-        Hold(0, parameter.bytes(dtype), Category.TEMPORARIES, name, parameter.shape, dtype)
-        for name, parameter in (*held, ("exp_avg_sq_sqrt", worst), ("denominator", worst))
-    ]
+    def size(parameter: Parameter) -> int:
+        return 0 if parameter.elements >= PAGED_SIZE else state.size(parameter)
+
+    return State(state.name, state.category, size)
 
 
-def worst_pair(parameters: Sequence[Parameter], dtype: str) -> tuple[Parameter | None, Parameter]:
-    """The parameter at which for-loop Adam holds most, and the one before it, whose denominator is still
-    bound to the loop's variable (``_single_tensor_adam``): max over i of d[i−1] + 2 d[i] bytes."""
-    pairs = zip((None, *parameters), parameters, strict=False)
-    return max(pairs, key=lambda pair: (pair[0].bytes(dtype) if pair[0] else 0) + 2 * pair[1].bytes(dtype))
+def is_moment(state: State) -> bool:
+    """Whether bitsandbytes makes it with ``get_state_buffer``."""
+    return state.name.startswith("state")
+
+
+def managed_bytes(optimizer: Optimizer, parameters: Iterable[Parameter]) -> int:
+    """Bytes (not rounded) of a paged optimizer's states in CUDA's unified memory, which PyTorch's allocator does not
+    see: on the device while they are in use and there is room, else on the host (``functional.py``, ``get_paged``)."""
+    if not optimizer.paged:
+        return 0
+    large = [parameter for parameter in parameters if parameter.elements >= PAGED_SIZE]
+    return MOMENTS[optimizer.name] * sum(p.elements * (4 if _in_32bit(optimizer, p) else 1) for p in large)
+
+
+def _in_32bit(optimizer: Optimizer, parameter: Parameter) -> bool:
+    """Whether a large parameter has fp32 states."""
+    return optimizer.name not in EIGHT_BIT or (optimizer.embeddings_32bit and parameter.name in EMBEDDINGS)
+
+
+def quantisation_maps(optimizer: Optimizer) -> tuple[Hold, ...]:
+    """The maps of 8-bit states on one device."""
+    if optimizer.name not in EIGHT_BIT:
+        return ()
+    size = rounded(MOMENTS[optimizer.name] * QUANTISATION_MAP)
+    return (Hold(0, size, Category.OPTIMIZER_STATES, "quantisation_maps"),)

@@ -1,49 +1,87 @@
-"""What an optimizer's step adds, beside the same step of real PyTorch on fake tensors."""
+"""What bitsandbytes' optimizers keep, on the device and in unified memory, beside the real ones on fake tensors."""
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from memplan.frameworks.states import step_temporaries
+from memplan.frameworks.states import managed_bytes, optimizer_states, quantisation_maps
 from memplan.layers.module import Parameter
-from memplan.plan.plan import Optimizer, OptimizerImplementation, OptimizerName
-from tests.oracle.tracer import Change, Follow, Trace, run
+from memplan.plan.plan import Optimizer, OptimizerName
 
-ROWS = st.lists(st.integers(1, 40).map(lambda n: 256 * n), min_size=1, max_size=5)
-
-
-def traced(sizes: list[int], name: OptimizerName, implementation: OptimizerImplementation) -> int:
-    """Bytes by which the second step of a real optimizer rises above where it began."""
-    second: list[Change] = []
-
-    def body(trace: Trace, follow: Follow) -> None:
-        parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-        optimizer = kind(parameters, lr=1e-3, foreach=implementation == "foreach")
-        optimizer.step()
-        trace.changes.clear()
-        optimizer.step()
-        second.extend(trace.changes)
-
-    run(body)
-    return max(accumulate(change.sign * change.bytes for change in second))
+MODEL = [
+    Parameter("word.weight", (4000, 48)),
+    Parameter("norm.weight", (48,)),
+    Parameter("small.weight", (85, 48)),
+    Parameter("just.weight", (64, 64)),
+    Parameter("odd.weight", (101, 99)),
+    Parameter("large.weight", (1000, 100)),
+    Parameter("larger.weight", (4100, 48)),
+]
+"""Below and from 4096 elements (8 bits), and below and from 100,000 (pages)."""
 
 
-@settings(max_examples=20, deadline=None)
-@given(ROWS)
-@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
-@pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_temporaries_equal_those_of_a_real_step(
-    name: OptimizerName, implementation: OptimizerImplementation, sizes: list[int]
-) -> None:
-    """But for scalars of 512 B, of which a step makes a few."""
-    optimizer = Optimizer(name=name, implementation=implementation)
-    held = step_temporaries(optimizer, [Parameter(f"p{i}", (size,)) for i, size in enumerate(sizes)], "fp32")
-    assert abs(sum(hold.bytes for hold in held) - traced(sizes, name, implementation)) <= 4 * 512
+def on_device(optimizer: Optimizer) -> int:
+    states = optimizer_states(optimizer, "bf16", embeddings_32bit=optimizer.embeddings_32bit)
+    maps = sum(hold.bytes for hold in quantisation_maps(optimizer))
+    return maps + sum(state.size(parameter) for parameter in MODEL for state in states)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("embeddings_32bit", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "adam8bit", "lion", "lion8bit"])
+def test_states_equal_those_of_bitsandbytes(name: OptimizerName, embeddings_32bit: bool, paged: bool) -> None:
+    """On bf16 parameters, exactly, but for maps, which the allocator rounds one by one."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    import torch
+    from bitsandbytes import optim  # type: ignore[import-not-found, unused-ignore]
+
+    from tests.oracle.optimizer_step import traced
+
+    eight = name.endswith("8bit")
+    kind = {"adamw": optim.AdamW32bit, "adam8bit": optim.AdamW8bit, "lion": optim.Lion32bit, "lion8bit": optim.Lion8bit}
+
+    def make(tensors: list[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+        manager = optim.GlobalOptimManager.get_instance()
+        manager.initialize()
+        made = kind[name](tensors, is_paged=paged)
+        manager.register_parameters(tensors)
+        if embeddings_32bit:
+            manager.override_config(tensors[0], "optim_bits", 32)
+        return [made]
+
+    optimizer = Optimizer(
+        name=name,
+        implementation=None if eight else "bitsandbytes",
+        block_size=256 if eight else None,
+        embeddings_32bit=embeddings_32bit,
+        paged=paged,
+    )
+    real = traced(make, MODEL, "bf16")
+    assert on_device(optimizer) == real.states
+    assert managed_bytes(optimizer, MODEL) == real.managed
+    assert not real.second
+
+
+def test_a_moment_costs_a_byte_and_a_scale_a_block() -> None:
+    """2^22 elements: Adam 2 x (2^22 + 4 x 2^22 / 256), Lion the half, and 1 KiB of map for each."""
+    n = 2**22
+    large = [Parameter("large.weight", (2048, 2048))]
+    adam, lion = (Optimizer(name=name, block_size=256) for name in ("adam8bit", "lion8bit"))
+    for optimizer, moments in ((adam, 2), (lion, 1)):
+        states = optimizer_states(optimizer, "bf16", embeddings_32bit=True)
+        assert sum(state.size(large[0]) for state in states) == moments * (n + 4 * n // 256)
+        assert sum(hold.bytes for hold in quantisation_maps(optimizer)) == moments * 1024
+    paged = Optimizer(name="adam8bit", block_size=256, paged=True)
+    states = optimizer_states(paged, "bf16", embeddings_32bit=True)
+    assert sum(state.size(large[0]) for state in states) == 2 * 4 * n // 256
+    assert managed_bytes(paged, large) == 2 * n
+    assert managed_bytes(adam, large) == 0
+
+
+def test_adafactor_keeps_rows_and_columns() -> None:
+    """(4096, 1024) bf16: transformers' in fp32 4 (4096 + 1024) bytes and 512 for its scale, PyTorch's in bf16."""
+    matrix = Parameter("up.weight", (4096, 1024))
+    for implementation, expected in (("transformers", 4 * 5120 + 512), ("foreach", 2 * 5120)):
+        optimizer = Optimizer.model_validate({"name": "adafactor", "implementation": implementation})
+        states = optimizer_states(optimizer, "bf16", embeddings_32bit=True)
+        assert sum(state.size(matrix) for state in states) == expected

@@ -27,8 +27,8 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "norms after each block"
     if "mlp" in shape.recompute_modules and spec.mlp_bias:
         yield "recompute of an MLP with biases: Megatron-Core's own backward does not end"
-    if shape.implementation == "local" and shape.fp32_residual:
-        yield "fp32 residual connections with the local implementation"
+    if shape.fp32_residual:
+        yield "fp32 residual connections: linear layers refuse fp32 inputs beside 16-bit weights without autocast"
     if shape.implementation == "local" and spec.norm == "rmsnorm" and shape.sequence_parallel:
         yield "RMSNorm with sequence parallelism: PyTorch's norm, which the local implementation takes, refuses it"
     if shape.attention == "local" and shape.cp > 1:

@@ -173,7 +173,7 @@ def embedding(
         hidden = ops.cast(r, hidden, "fp32", "embedding_fp32")
     if shape.sequence_parallel:
         hidden = hidden if scattered else _first_slice(r, hidden, shape)
-        hidden = _cloned(r, hidden, "embedding_cloned")
+        hidden = cloned(r, hidden, "embedding_cloned")
     hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
     del words, places, kinds
     return hidden
@@ -300,7 +300,7 @@ def _reduce_scattered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     return out
 
 
-def _cloned(r: Recorder, x: Tensor, name: str) -> Tensor:
+def cloned(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``clone`` (``clone_scatter_output_in_embedding``), so that the whole tensor can end."""
     out = r.empty(x.shape, x.dtype, name)
     out.node = r.node((x,), (), lambda r, gradients: gradients)

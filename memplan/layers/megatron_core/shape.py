@@ -10,7 +10,7 @@ from ...plan.spec import ModelSpec
 TransformerImpl = Literal["local", "transformer_engine"]
 CoreAttention = Literal["local", "unfused", "fused", "flash"]
 CrossEntropy = Literal["unfused", "native", "te"]
-ContextCommunication = Literal["p2p", "a2a", "all_gather"]
+ContextCommunication = Literal["p2p", "a2a"]
 
 Version = tuple[int, int]
 
@@ -44,7 +44,9 @@ class CoreShape:
     attention: CoreAttention = "flash"
     """``local`` is Megatron's own ``DotProductAttention``; the others are back ends of Transformer Engine."""
     deterministic: bool = False
-    """``--deterministic-mode``, and ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` in Transformer Engine."""
+    """``--deterministic-mode``: Megatron's own embedding and cross entropy."""
+    deterministic_attention: bool = False
+    """``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``, which that mode demands, too: Transformer Engine's attention."""
     gradient_fusion: bool = True
     """``gradient_accumulation_fusion``: weight gradients are added to ``main_grad`` by the GEMM itself."""
     bias_activation_fusion: bool = True

@@ -97,9 +97,9 @@ def backward_workspaces(
     asks for besides is not published.
     """
     if shape.attention == "fused":
-        return [("cudnn_workspace", (b, a, s, 1 if shape.deterministic else 1 + d), "fp32")]
+        return [("cudnn_workspace", (b, a, s, 1 if shape.deterministic_attention else 1 + d), "fp32")]
     rows, columns = -(-s // 128) * 128, -(-d // 32) * 32 if d <= 192 else 256
-    splits = -(-shape.multiprocessors // (b * a)) if shape.deterministic else 1
+    splits = -(-shape.multiprocessors // (b * a)) if shape.deterministic_attention else 1
     expanded = [(name, (b, s, a, d), shape.dtype) for name in ("dk_expanded", "dv_expanded")]
     return [("dq_accum", (splits, b, rows, a, columns), "fp32"), *(expanded if grouped else [])]
 

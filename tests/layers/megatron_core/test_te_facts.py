@@ -79,7 +79,7 @@ def test_what_is_kept() -> None:
 
 
 def workspaces(case: Case, *, deterministic: bool = False) -> dict[str, int]:
-    shape = replace(case.shape((2, 17)), deterministic=deterministic)
+    shape = replace(case.shape((2, 17)), deterministic_attention=deterministic)
     module = build(
         "attention", recipe(case, (2, 17), shape), Interface(case.input(), "bf16"), Options(kernel_workspaces=True)
     )
