@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..plan.errors import PlanError
+from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags, ReadPlan
-from .launched import LaunchFlags, launched_plan, read_launched
+from .launched import LaunchFlags, completed, launched_plan, read_launched, refuse_script
 from .output import console, print_json, printing
 from .plan_flags import with_plan_flags
 
@@ -38,7 +38,8 @@ def estimate(
         typer.Option(
             "--from",
             metavar="FRAMEWORK",
-            help="PLAN is a launch script, list or mapping of arguments of megatron or megatron-deepspeed",
+            help="PLAN is a launch script, list or mapping of arguments of megatron or megatron-deepspeed, or the "
+            "ds_config.json of deepspeed",
             rich_help_panel=_LAUNCH,
         ),
     ] = None,
@@ -103,7 +104,13 @@ def estimate(
     launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
     launch_flags.check_alone(explain=explain_args)
     if explain_args:
+        if compare or vary or detail is not None:
+            raise typer.BadParameter("--explain-args shows arguments; leave out --compare, --vary and --detail")
+        if launch_flags.framework == "deepspeed":
+            raise typer.BadParameter("--explain-args shows arguments, which --from deepspeed has none of")
         return _explain(read_launched(plan, launch_flags, flags), json, quiet, no_color)
+    if detail is not None and json:
+        raise typer.BadParameter("--detail prints text; leave out --json")
     if not compare and not vary:
         read = _read(plan, launch_flags, flags)
         return (
@@ -120,6 +127,7 @@ def _read(plan: str | None, launch_flags: LaunchFlags, flags: Flags) -> ReadPlan
     from ..plan.read import read_plan
 
     if launch_flags.framework is None:
+        refuse_script(plan)
         return read_plan(plan, flags)
     return launched_plan(read_launched(plan, launch_flags, flags), flags)
 
@@ -134,9 +142,14 @@ def _variants(
     if launch_flags.framework is None:
         return read_variants(plan, flags, compare, vary)
     launch = read_launched(plan, launch_flags, flags, vary)
-    return read_variants(
+    variants = read_variants(
         plan, flags, compare, vary, lambda place: launch.source if place == plan else load_source(place)
     )
+    noted = len(variants) // (1 + len(compare))
+    return {
+        name: completed(launch, read) if position < noted else read
+        for position, (name, read) in enumerate(variants.items())
+    }
 
 
 def _explain(launch: Launch, json: bool, quiet: bool, no_color: bool) -> int:
@@ -186,6 +199,8 @@ def _detail(read: ReadPlan, stage: int, no_color: bool, verbose: bool) -> int:
     try:
         tapes = detail(read.plan, stage)
     except PlanError as error:
+        if error.field == "--detail":
+            raise PlanError("", ABSENT, f"{stage} {error.problem}", origin=Origin(error.field)) from None
         raise error.located(read.origins) from None
     with printing():
         print_detail(tapes, console(no_color), verbose=verbose)

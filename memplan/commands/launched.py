@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags, ReadPlan, build_plan
+from ..plan.text import is_there
 
 if TYPE_CHECKING:
     from ..plan.launch import Launch
     from ..plan.launch.tables import Launched
     from ..plan.node import Node
 
-READ = ("megatron", "megatron-deepspeed")
-"""Frameworks whose launch files are read."""
-PLANNED = ("deepspeed", "torchtitan")
+SCRIPTED = ("megatron", "megatron-deepspeed")
+"""Frameworks whose launch scripts are read,"""
+READ = (*SCRIPTED, "deepspeed")
+"""and those whose launch files are: DeepSpeed's is its ``ds_config.json``."""
+PLANNED = ("torchtitan",)
 """Those whose own configurations will be."""
 
+_SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+
 MEANINGS = {
-    "--from": f"the framework whose launch file PLAN is, {' or '.join(READ)}",
+    "--from": f"the framework whose launch file PLAN is, {', '.join(SCRIPTED)} or deepspeed",
     "--set": "a variable that the launch script does not set, as --set NAME=value",
     "--vocab-size": "number of the tokenizer's tokens, before padding",
 }
@@ -46,6 +52,13 @@ class LaunchFlags:
                 raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
 
 
+def refuse_script(place: str | None) -> None:
+    """Says how to read a shell script that is given as a plan."""
+    if place is not None and place.endswith(_SHELL_SCRIPTS) and is_there(Path(place)):
+        problem = f"is a shell script, not a plan; read it with --from {' or --from '.join(SCRIPTED)}"
+        raise PlanError("", ABSENT, problem, origin=Origin(place))
+
+
 def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, vary: Sequence[str] = ()) -> Launch:
     """The launch file at ``place``, read as ``launch_flags`` say."""
     from ..plan.launch import Choices, read_launch
@@ -55,15 +68,22 @@ def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, va
     if framework not in READ:
         origin = Origin("--from")
         if framework in PLANNED:
-            problem = f"{framework}: reading its configuration is not built yet; {' and '.join(READ)} are"
+            problem = (
+                f"{framework}: reading its configuration is not built yet; {', '.join(SCRIPTED)} and deepspeed are"
+            )
             raise PlanError("", ABSENT, problem, origin=origin)
-        raise PlanError("", ABSENT, f"{framework} must be {' or '.join(READ)}", origin=origin)
+        raise PlanError("", ABSENT, f"{framework} must be {', '.join(SCRIPTED)} or deepspeed", origin=origin)
     if place is None:
-        problem = f"needs a file, as memplan estimate --from {framework} train.sh --gpus 64"
+        file = "ds_config.json --model gpt2" if framework == "deepspeed" else "train.sh"
+        problem = f"needs a file, as memplan estimate --from {framework} {file} --gpus 64"
         raise PlanError("", ABSENT, problem, origin=Origin("--from"))
+    if framework == "deepspeed":
+        return _configured(place, launch_flags, flags, vary)
     size = launch_flags.vocab_size
     if size is not None and size < 1:
-        raise PlanError("--vocab-size", size, "must be at least 1", origin=Origin("--vocab-size"))
+        raise PlanError("", ABSENT, f"{size} must be at least 1", origin=Origin("--vocab-size"))
+    if size is not None and "vocab" in flags:
+        raise PlanError("", ABSENT, "says the same as --vocab; give one of them", origin=Origin("--vocab-size"))
     names = {*flags, *(assignment.partition("=")[0] for assignment in vary)}
     vocabulary = Node(size, Origin("--vocab-size")) if size is not None else _whole(flags, "vocab")
     choices = Choices(
@@ -76,10 +96,37 @@ def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, va
     return read_launch(place, cast("Launched", framework), choices)
 
 
+def _configured(place: str, launch_flags: LaunchFlags, flags: Flags, vary: Sequence[str]) -> Launch:
+    """DeepSpeed's configuration at ``place``."""
+    from ..plan.launch.ds_config import read_ds_config
+
+    for flag, given in (("--set", bool(launch_flags.variables)), ("--vocab-size", launch_flags.vocab_size is not None)):
+        if given:
+            raise PlanError("", ABSENT, "belongs to launch scripts, and not to --from deepspeed", origin=Origin(flag))
+    varied = [assignment.partition("=")[0] for assignment in vary]
+    return read_ds_config(place, flags, varied, strict=launch_flags.strict)
+
+
 def launched_plan(launch: Launch, flags: Flags) -> ReadPlan:
     """The plan of ``launch`` with ``flags`` over it."""
-    read = build_plan(launch.source, flags)
-    return ReadPlan(read.plan, read.origins, (*launch.notes, *read.warnings))
+    return completed(launch, build_plan(launch.source, flags))
+
+
+def completed(launch: Launch, read: ReadPlan) -> ReadPlan:
+    """``read``, with what there is to say about the arguments that it was made from.
+
+    A global batch size that the file leaves to Megatron (or DeepSpeed) follows the sizes that flags have changed.
+    """
+    if launch.config is not None:
+        from ..plan.launch.ds_config import with_batch
+
+        read = with_batch(read, launch.config)
+    plan, origin = read.plan, launch.one_microbatch
+    if origin is not None and read.origins.get("batch.gbs") is origin and plan.hardware.gpus is not None:
+        layout, mbs = plan.layout, plan.batch.mbs
+        dp = layout.dp or max(plan.hardware.gpus // (layout.tp * layout.pp * layout.cp), 1)
+        plan = plan.model_copy(update={"batch": plan.batch.model_copy(update={"gbs": mbs * dp})})
+    return ReadPlan(plan, read.origins, (*launch.notes, *read.warnings))
 
 
 def _whole(flags: Flags, name: str) -> Node | None:

@@ -23,6 +23,8 @@ _PANELS = {
     "loss": "Loss",
     "pipeline": "Pipeline",
     "megatron": "Megatron-Core",
+    "fsdp": "FSDP (fully_shard)",
+    "deepspeed": "DeepSpeed",
     "model": "Architecture, over the model's own",
 }
 _METAVARS = {
@@ -38,7 +40,7 @@ _METAVARS = {
     Kind.VARIABLES: "NAME=VALUE",
     Kind.MODEL: "NAME|PATH",
 }
-_MARK = "plan_"
+_MARK, _OFF = "plan_", "off_"
 
 
 def with_plan_flags(command: Callable[..., int]) -> Callable[..., int]:
@@ -46,16 +48,20 @@ def with_plan_flags(command: Callable[..., int]) -> Callable[..., int]:
 
     @wraps(command)
     def with_flags(**values: Any) -> int:
-        flags = {}
+        flags: dict[str, str | tuple[str, ...]] = {}
         for name in [name for name in values if name.startswith(_MARK)]:
             value = values.pop(name)
-            if value is not None and value != []:
-                flags[name.removeprefix(_MARK).replace("_", "-")] = _as_text(value)
+            if value is None or value == []:
+                continue
+            flag = name.removeprefix(_MARK).removeprefix(_OFF).replace("_", "-")
+            if flag in flags:
+                raise typer.BadParameter(f"--{flag} and --no-{flag} contradict each other; give one of them")
+            flags[flag] = "false" if name.startswith(_MARK + _OFF) else _as_text(value)
         return command(**values, flags=flags)
 
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "flags"]
-    parameters = [*own, *map(_parameter, _shown_order(by_flag().values()))]
+    parameters = [*own, *(one for field in _shown_order(by_flag().values()) for one in _parameters(field))]
     with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_flags
@@ -77,21 +83,23 @@ def _shown_order(fields: Iterable[PlanField]) -> list[PlanField]:
     return sorted(fields, key=lambda field: field.section == "model" and field.name != "layers")
 
 
-def _parameter(field: PlanField) -> inspect.Parameter:
-    annotation: Any = str | None
-    declarations, metavar = [field.flag], _METAVARS.get(field.kind)
-    if field.kind is Kind.SWITCH:
-        annotation = bool | None
-        declarations = [f"{field.flag}/--no-{field.flag[2:]}"]
-    elif field.kind is Kind.VARIABLES:
-        annotation = list[str] | None
+def _parameters(field: PlanField) -> list[inspect.Parameter]:
+    """The flag of ``field``. A switch has two, of which the help shows the one that changes something."""
+    name = field.flag[2:].replace("-", "_")
+    if field.kind is not Kind.SWITCH:
+        annotation = list[str] | None if field.kind is Kind.VARIABLES else str | None
+        return [_parameter(field, _MARK + name, annotation, field.flag, metavar=_METAVARS.get(field.kind))]
+    return [
+        _parameter(field, _MARK + name, bool | None, field.flag, hidden=field.default is True),
+        _parameter(field, _MARK + _OFF + name, bool | None, f"--no-{field.flag[2:]}", hidden=field.default is not True),
+    ]
+
+
+def _parameter(field: PlanField, name: str, annotation: Any, flag: str, **more: Any) -> inspect.Parameter:
     panel = "Job" if field.path == "model.layers" else _PANELS[field.section]
-    option = typer.Option(*declarations, help=_help(field), metavar=metavar, rich_help_panel=panel)
+    option = typer.Option(flag, help=_help(field), rich_help_panel=panel, **more)
     return inspect.Parameter(
-        _MARK + field.flag[2:].replace("-", "_"),
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[annotation, option],
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
     )
 
 

@@ -24,6 +24,8 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "train.sh").write_text(GPT)
     (tmp_path / "bigscience.sh").write_text(BIGSCIENCE)
+    (tmp_path / "forked.sh").write_text(script(arguments="--tp-comm-overlap --my-own 1 --bf16"))
+    (tmp_path / "plan.yaml").write_text("model: gpt2\nframework: single\n")
     (tmp_path / "small.sh").write_text(script(arguments="--tp-comm-overlap --my-own 1"))
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -38,14 +40,21 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     ("arguments", "line"),
     [
         (["--from", "megatron"], "--from: needs a file, as memplan estimate --from megatron train.sh --gpus 64"),
-        (["--from"], "--from: needs a value: the framework whose launch file PLAN is, megatron or megatron-deepspeed"),
-        (["--from", "torchtitan", "x"], "--from: torchtitan: reading its configuration is not built yet; megatron and"),
-        (["--from", "nemo", "x"], "--from: nemo must be megatron or megatron-deepspeed"),
+        (["--from"], "--from: needs a value: the framework whose launch file PLAN is, megatron, megatron-deepspeed or deepspeed"),
+        (["--from", "torchtitan", "x"], "--from: torchtitan: reading its configuration is not built yet; megatron, megatron-deepspeed and deepspeed are"),
+        (["--from", "nemo", "x"], "--from: nemo must be megatron, megatron-deepspeed or deepspeed"),
         (["--from", "megatron", "nothere.sh"], "nothere.sh: no such file"),
         (["--from", "megatron", "train.sh", "--set", "X"], "--set: X must be NAME=value"),
-        (["--from", "megatron", "train.sh", "--vocab-size", "0"], "--vocab-size: --vocab-size = 0: must be at least 1"),
+        (["--from", "megatron", "train.sh", "--vocab-size", "0"], "--vocab-size: 0 must be at least 1"),
         (["--from", "megatron", "small.sh", "--strict"], "small.sh:2: --tp-comm-overlap: is not modelled yet"),
         (["--from", "megatron", "train.sh", "--tp", "1", "--pp", "32"], "hardware.gpus = 16: must be a multiple of tp x pp x cp = 1 x 32 x 1"),
+        (["--from", "megatron", "train.sh", "--vocab-size", "9", "--vocab", "9"], "--vocab-size: says the same as --vocab; give one of them"),
+        (["--from", "megatron", "train.sh", "--detail", "99"], "--detail: 99 must be a stage from 0 to 3"),
+        (["--from", "megatron", "train.sh", "--detail", "0", "--json"], "--detail prints text; leave out --json"),
+        (["--from", "megatron", "train.sh", "--explain-args", "--vary", "mbs=1,2"], "--explain-args shows arguments; leave out"),
+        (["train.sh"], "train.sh: is a shell script, not a plan; read it with --from megatron or --from megatron-deepspeed"),
+        (["--from", "megatron", "plan.yaml"], "plan.yaml:1: is a plan, not a launch file; leave out --from"),
+        (["--from", "megatron", "train.sh", "--set", "GPU_PER_NODE=7", "--strict"], "--set: GPU_PER_NODE is nowhere in train.sh"),
         (["--model", "gpt2", "--strict"], "--strict: belongs to --from, which reads a launch file"),
         (["--model", "gpt2", "--vocab-size", "9"], "--vocab-size: belongs to --from, which reads a launch file; --vocab is"),
         (["--from", "megatron", "train.sh", "--set", "GPUS_PER_NODE=7"], "hardware.gpus = 14: must be a multiple of tp x pp x cp"),
@@ -97,3 +106,44 @@ def test_scripts_side_by_side_and_flags_over_them(run: Run) -> None:
     assert out
     code, out, _ = run(*arguments, "--layers", "22", "--json")
     assert json.loads(out)["plan"]["model"]["layers"] == 22
+
+
+def test_a_variable_that_the_script_does_not_mention(run: Run) -> None:
+    _, out, _ = run("estimate", "--from", "megatron", "train.sh", "--set", "GPU_PER_NODE=7", "--json")
+    messages = [warning["message"] for warning in json.loads(out)["warnings"]]
+    assert "GPU_PER_NODE is nowhere in train.sh, so that --set GPU_PER_NODE changes nothing" in messages
+    _, out, _ = run("estimate", "--from", "megatron", "train.sh", "--set", "GPUS_PER_NODE=8", "--json")
+    assert "variable-unused" not in [warning["code"] for warning in json.loads(out)["warnings"]]
+
+
+def test_variants_of_a_launch_file_keep_its_warnings(run: Run) -> None:
+    _, out, _ = run("estimate", "--from", "megatron", "forked.sh", "--vary", "mbs=1,2", "--json")
+    for variant in json.loads(out)["variants"]:
+        assert [warning["code"] for warning in variant["warnings"]][:2] == ["argument-not-modelled", "argument-unknown"]
+    _, out, _ = run("estimate", "--from", "megatron", "forked.sh", "--compare", "plan.yaml", "--json")
+    launched, plan = json.loads(out)["variants"]
+    assert "argument-unknown" in [warning["code"] for warning in launched["warnings"]]
+    assert "argument-unknown" not in [warning["code"] for warning in plan["warnings"]]
+
+
+def test_a_batch_that_the_script_leaves_open_follows_the_flags(run: Run) -> None:
+    _, out, _ = run("estimate", "--from", "megatron", "forked.sh", "--vary", "mbs=1,2", "--tp", "2", "--json")
+    batches = [variant["plan"]["batch"] for variant in json.loads(out)["variants"]]
+    assert [(batch["mbs"], batch["gbs"]) for batch in batches] == [(1, 4), (2, 8)]
+    _, out, _ = run("estimate", "--from", "megatron", "forked.sh", "--gbs", "24", "--json")
+    assert json.loads(out)["plan"]["batch"]["gbs"] == 24
+
+
+def test_recompute_that_saves_nothing_is_told(run: Run) -> None:
+    flags = ["--from", "megatron", "forked.sh", "--gpu", "h100-80gb", "--json"]
+    selective = ["--recompute", "selective", "--recompute-modules", "core_attn,layernorm"]
+    for backend, told in (("auto", 2), ("unfused", 1)):
+        _, out, _ = run(
+            "estimate", *flags, *selective, "--seq", "256", "--positions-max", "256", "--attention-backend", backend
+        )
+        found = [w["message"] for w in json.loads(out)["warnings"] if w["code"] == "recompute-without-gain"]
+        assert len(found) == told, out
+    _, out, _ = run("estimate", *flags)
+    read = json.loads(out)
+    assert "recompute-without-gain" not in [warning["code"] for warning in read["warnings"]]
+    assert any("attention by its back end fused (cuDNN" in text for text in read["assumptions"])

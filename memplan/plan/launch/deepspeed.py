@@ -167,7 +167,12 @@ def _configuration(settings: Settings, folder: Path, files: Mapping[str, Value])
         return _here(files[text(raw)], settings.ledger, origin_of(raw, settings.origin))
     path = settings.word(name)
     assert path is not None
-    return parse_yaml(read_text(folder / str(path.value), name), str(folder / str(path.value)))
+    file = folder / str(path.value)
+    try:
+        content = read_text(file, name)
+    except PlanError as error:
+        raise PlanError(name, path.plain(), error.problem, origin=path.origin) from None
+    return parse_yaml(content, str(file))
 
 
 def _here(content: Value, ledger: Ledger, origin: Origin) -> Node:

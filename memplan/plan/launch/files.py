@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 
@@ -40,6 +40,8 @@ class Words:
     training: Training | None = None
     environment: Mapping[str, Value] = field(default_factory=dict)
     files: Mapping[str, Value] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    """Variables given from outside that the file does not mention."""
 
 
 def read_words(name: str, framework: Launched, given: Mapping[str, str]) -> Words:
@@ -49,7 +51,15 @@ def read_words(name: str, framework: Launched, given: Mapping[str, str]) -> Word
     else:
         path = path_of(name)
         content, source, folder = read_text(path), str(path), path.parent
-    return words_of(content, source, framework, given, folder)
+    words = words_of(content, source, framework, given, folder)
+    return replace(words, unused=tuple(name for name in given if not _mentions(content, name)))
+
+
+def _mentions(content: str, name: str) -> bool:
+    """``name`` stands in ``content``; a positional parameter may be meant by ``$@`` and the like."""
+    if name.isdigit():
+        return bool(re.search(rf"\$(?:\{{?{name}\b|\{{?[@*#]|\{{\d)|\bshift\b", content))
+    return bool(re.search(rf"(?<![A-Za-z0-9_]){name}(?![A-Za-z0-9_])", content))
 
 
 def words_of(
@@ -134,6 +144,8 @@ def _mapping(root: Node, arguments: Mapping[str, Argument], given: Mapping[str, 
     ledger = Ledger()
     if not isinstance(root.value, dict):
         raise PlanError("", ABSENT, "is no mapping of arguments to values", origin=root.origin)
+    if "framework" in root.mapping and not arguments.keys() & root.mapping.keys():
+        raise PlanError("", ABSENT, "is a plan, not a launch file; leave out --from", origin=root.origin)
     section = next((root.mapping[name] for name in _SECTIONS if name in root.mapping), root)
     if not isinstance(section.value, dict):
         raise PlanError("", ABSENT, "is no mapping of arguments to values", origin=section.origin)

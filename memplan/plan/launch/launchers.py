@@ -72,15 +72,30 @@ def training_in(reading: Reading, source: str) -> Training:
     nodes = _node(launcher, (*_NODES, *_NODES_OF_SRUN)) if said else Node(1, started.origin)
     gpus = _product(nodes, per_node, started.origin)
     if gpus is None and per_node is None:
-        gpus = _node(launcher, _PROCESSES) or _product(
-            nodes if said else None, _node(launcher, _PER_NODE_OF_SRUN), started.origin
-        )
+        gpus = _processes(launcher, nodes if said else None, reading.job, started.origin)
     environment = {**started.environment, **_passed(launcher)}
     script = _name_of(started.words[start])
     words = started.words[start + 1 :]
     return Training(
         script, words, started.origin, gpus, per_node, environment, tuple(sorted(others, key=lambda o: o.line or 0))
     )
+
+
+def _processes(launcher: Sequence[Value], nodes: Node | None, job: Mapping[str, Value], origin: Origin) -> Node | None:
+    """Processes that ``srun`` or ``mpirun`` starts, one for each GPU; what ``srun`` leaves open the job says."""
+    total = _node(launcher, _PROCESSES)
+    tasks = _node(launcher, _PER_NODE_OF_SRUN)
+    if total is not None or not any(text(word).rpartition("/")[2] == "srun" for word in launcher):
+        return total or _product(nodes, tasks, origin)
+    if nodes is None and tasks is None and "SLURM_NTASKS" in job:
+        return _of_job(job, "SLURM_NTASKS")
+    nodes = nodes or _of_job(job, "SLURM_NNODES")
+    return _product(nodes, tasks or _of_job(job, "SLURM_NTASKS_PER_NODE"), origin)
+
+
+def _of_job(job: Mapping[str, Value], name: str) -> Node | None:
+    value = job.get(name)
+    return scalar(text(value), value[0].origin) if value else None
 
 
 def _script_of(words: Sequence[Value]) -> int | None:
@@ -106,9 +121,9 @@ def _no_training(reading: Reading, source: str) -> PlanError:
         problem = f"whether training starts depends on {unknown.shown}, which cannot be decided{remedy}"
         return PlanError("", ABSENT, problem, origin=unknown.origin)
     for started in reading.started:
-        for word in started.words:
+        for before, word in zip(((), *started.words), started.words, strict=False):
             unknowns = reading.ledger.unknowns(word)
-            if unknowns and unknowns[0].ask and len(text(word)) == 1:
+            if unknowns and unknowns[0].ask and len(text(word)) == 1 and not text(before).startswith("-"):
                 problem = f"starts no training that can be read: {unknowns[0].why}"
                 return PlanError("", ABSENT, problem, origin=unknowns[0].origin)
     what = "starts no training that can be read: no command runs a Python file with arguments such as --num-layers"

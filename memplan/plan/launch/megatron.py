@@ -15,8 +15,6 @@ from .megatron_model import Context, model_fields, needs, positive
 from .settings import Settings
 
 _MODULES = ("core_attn", "layernorm", "mlp")
-_DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What ``determinism.py`` sets where the launcher does not."""
 
 
 def megatron_plan(settings: Settings, context: Context) -> Building:
@@ -198,8 +196,12 @@ def _recompute(building: Building, settings: Settings, context: Context) -> None
     if method is None:
         problem = "is missing: full recompute needs it, uniform or block"
         raise PlanError("--recompute-method", ABSENT, problem, origin=mode.origin)
-    building.put("recompute.method", method, "--recompute-method")
     layers = settings.integer("--recompute-num-layers")
+    if method.value == "block" and layers is not None and layers.value == 0:
+        building.put("recompute.mode", Node("none", layers.origin), name, "--recompute-num-layers")
+        building.because("--recompute-method", "block of 0 layers: none is recomputed")
+        return
+    building.put("recompute.method", method, "--recompute-method")
     if layers is not None:
         building.put("recompute.layers", layers, "--recompute-num-layers")
 
@@ -226,8 +228,9 @@ def _layers(building: Building, settings: Settings, context: Context) -> None:
     if backend is not None:
         put("megatron.attention_backend", backend, "--attention-backend")
     version = settings.integer("--flash-attention-version")
-    if version is not None:
-        put("megatron.flash_attention_3", Node(version.value == 3, version.origin), "--flash-attention-version")
+    if version is not None and version.value != 2:
+        problem = "is not modelled yet; flash-attention 2 is"
+        raise PlanError("--flash-attention-version", version.value, problem, origin=version.origin)
     bias = bool(building.items["model.mlp_bias"].value)
     gelu = switch("--no-bias-gelu-fusion", inverted=True)
     put("megatron.bias_gelu_fusion", Node(bool(gelu.value) and bias, gelu.origin), "--no-bias-gelu-fusion")
@@ -283,9 +286,9 @@ def _context_communication(building: Building, settings: Settings) -> None:
         building.because(name, "no effect with one context-parallel rank")
         return
     different = {kind.value for kind in kinds}
-    if len(different) != 1 or not different <= {"p2p", "a2a", "all_gather"}:
+    if len(different) != 1 or not different <= {"p2p", "a2a"}:
         shown = " ".join(str(kind.value) for kind in kinds)
-        problem = "is not modelled yet; one of p2p, a2a and all_gather for every layer is"
+        problem = "is not modelled yet; p2p or a2a, the same for every layer, is"
         raise PlanError(name, shown, problem, origin=settings.where(name))
     building.put("megatron.cp_communication", kinds[0], name)
 
@@ -314,11 +317,3 @@ def _training(building: Building, settings: Settings, context: Context) -> None:
     scale = settings.number("--loss-scale")
     dynamic = settings.has("--fp16") and not (scale is not None and scale.value)
     put("megatron.check_for_nan", Node(not (settings.has(name) or dynamic), settings.where(name, "--fp16")), name)
-
-
-def environment_of(settings: Settings, environment: dict[str, Node]) -> dict[str, Node]:
-    """``environment`` with what Megatron itself adds to it."""
-    if not settings.has("--deterministic-mode"):
-        return environment
-    origin = settings.where("--deterministic-mode")
-    return {**{name: Node(value, origin) for name, value in _DETERMINISTIC.items()}, **environment}

@@ -48,7 +48,7 @@ def positive(name: str, node: Node) -> int:
 
 def model_fields(building: Building, settings: Settings, context: Context) -> None:
     """Fields of the section ``model``, and what the vocabulary is padded to."""
-    _refuse_other_layers(settings)
+    _refuse_experts(settings)
     bert = context.family == "bert"
     origin = settings.origin
     put = building.put
@@ -92,16 +92,11 @@ def model_fields(building: Building, settings: Settings, context: Context) -> No
     dropouts(building, settings)
 
 
-def _refuse_other_layers(settings: Settings) -> None:
-    """Models of which no layer would be estimated as it is."""
+def _refuse_experts(settings: Settings) -> None:
     experts = settings.integer("--num-experts")
     if experts is not None and experts.value:
         problem = "must be left out: models with experts are not modelled yet; dense ones are"
         raise PlanError("--num-experts", experts.value, problem, origin=experts.origin)
-    for name in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
-        if settings.has(name):
-            problem = "must be left out: hybrid models are not modelled yet; those of attention and MLP are"
-            raise PlanError(name, ABSENT, problem, origin=settings.where(name))
 
 
 def sizes(building: Building, settings: Settings) -> None:

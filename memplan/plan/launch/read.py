@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..deepspeed_config import DeepSpeedConfig
+from ..environment import is_irrelevant
 from ..errors import ABSENT, Origin, PlanError, one_line
 from ..node import Node
 from ..notes import Note
@@ -14,18 +16,14 @@ from ..read import ReadPlan, Source, build_plan
 from .building import Building
 from .deepspeed import deepspeed_plan
 from .files import Words, read_words, words_of_mapping
-from .megatron import environment_of, megatron_plan
+from .megatron import megatron_plan
 from .megatron_model import Context, Family
 from .settings import Given, Settings, asks
 from .tables import Argument, Launched, Table, arguments_of, nearest_argument
 from .values import Cause, is_known, origin_of, text
 
 _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
-"""Variables of the environment that go into a plan …"""
-_NETWORK = re.compile(
-    r"NCCL_(?:IB|NET|SOCKET|DEBUG|TIMEOUT|ASYNC|TOPO|OOB|SHARP|UCX)|CUDA_VISIBLE_DEVICES|TORCH_NCCL_|TORCH_DIST"
-)
-"""… but for those that only say how a network is reached or what is logged."""
+"""Variables of the environment that go into a plan, but for those that change no memory."""
 _OTHER_MODELS = re.compile(r"t5|ict|vlm|vit|vision|mamba|hybrid|retro|mimo|multimodal|prefix_lm|realm|biencoder")
 _PUSHES = {"more": "pushes memory up", "less": "pushes memory down", "either": "may push memory either way"}
 
@@ -49,6 +47,10 @@ class Launch:
     source: Source
     notes: tuple[Note, ...]
     explained: tuple[Explained, ...]
+    one_microbatch: Origin | None = None
+    """Of the global batch size, where the file leaves it to Megatron: one micro-batch on every data-parallel rank."""
+    config: DeepSpeedConfig | None = None
+    """DeepSpeed's, whose batch sizes follow from the number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def launched(
 ) -> Launch:
     """``words`` as a plan; ``family`` and ``environment`` where the caller knows more than they say."""
     settings = Settings(words.given, words.ledger, words.origin)
-    refused = _refusal(words)
+    refused = _refusal(words) or _refused_argument(words)
     if refused is not None:
         raise refused
     training = words.training
@@ -126,7 +128,7 @@ def launched(
         megatron_plan(settings, context) if framework == "megatron" else deepspeed_plan(settings, context, words.files)
     )
     variables = {**_environment(words), **(environment or {})}
-    variables = environment_of(settings, {name: node for name, node in variables.items() if _matters(name)})
+    variables = {name: node for name, node in variables.items() if _matters(name)}
     if variables:
         building.put("environment", Node(dict(variables), words.origin))
     notes = (
@@ -134,7 +136,9 @@ def launched(
         *_word_notes(words, choices.strict),
         *(Note(*note) for note in building.notes),
     )
-    return Launch(Source(building.plan(), Path()), tuple(notes), tuple(_explained(words, building)))
+    gbs = building.items.get("batch.gbs")
+    derived = gbs.origin if gbs is not None and not settings.has("--global-batch-size") else None
+    return Launch(Source(building.plan(), Path()), tuple(notes), tuple(_explained(words, building)), derived)
 
 
 def _family(words: Words, settings: Settings) -> Family:
@@ -153,7 +157,7 @@ def _family(words: Words, settings: Settings) -> Family:
 
 
 def _matters(name: str) -> bool:
-    return bool(_KEPT.match(name)) and not _NETWORK.match(name)
+    return bool(_KEPT.match(name)) and not is_irrelevant(name)
 
 
 def _environment(words: Words) -> dict[str, Node]:
@@ -179,6 +183,18 @@ def _refusal(words: Words) -> PlanError | None:
     return None
 
 
+def _refused_argument(words: Words) -> PlanError | None:
+    """An error for the first argument under which nothing would be estimated as it is."""
+    for given in {given.canonical: given for given in words.given}.values():
+        argument = given.argument
+        if argument is None or argument.table is not Table.NOT_MODELLED or _is_default(given, argument):
+            continue
+        direction, _, problem = argument.why.partition(": ")
+        if direction == "refused":
+            return PlanError(given.name, ABSENT, problem, origin=given.origin)
+    return None
+
+
 def _argument_notes(words: Words, framework: Launched, strict: bool) -> Iterator[Note]:
     """Arguments that no table has or that are not modelled; errors if ``strict``."""
     last = {given.canonical: given for given in words.given}
@@ -190,8 +206,6 @@ def _argument_notes(words: Words, framework: Launched, strict: bool) -> Iterator
             code = "argument-unknown"
         elif argument.table is Table.NOT_MODELLED and not _is_default(given, argument):
             direction, _, what = argument.why.partition(": ")
-            if direction == "refused":
-                raise PlanError(given.name, ABSENT, f"is not valid: {what}", origin=given.origin)
             problem = f"is not modelled yet and {_PUSHES[direction]}: {what}"
             code = "argument-not-modelled"
         else:
@@ -215,19 +229,31 @@ def _is_default(given: Given, argument: Argument) -> bool:
 
 def _word_notes(words: Words, strict: bool) -> Iterator[Note]:
     """Words that belong to no argument, variables that nobody set, further trainings."""
+    plain = [value for value in words.loose if not words.ledger.unknowns(value)]
+    if plain:
+        several = [words.ledger.shown(value) for value in plain]
+        listed = " ".join(several[:8]) + (" …" if len(several) > 8 else "")
+        verb = "belongs" if len(several) == 1 else "belong"
+        where = origin_of(plain[0], words.origin)
+        yield Note("argument-loose", one_line(f"{listed} ({where}) {verb} to no argument"))
     for value in words.loose:
         unknowns = words.ledger.unknowns(value)
         where = origin_of(value, words.origin)
         shown = words.ledger.shown(value)
         if not unknowns:
-            yield Note("argument-loose", one_line(f"{shown} ({where}) belongs to no argument"))
-        elif unknowns[0].cause is Cause.UNSET:
+            continue
+        if unknowns[0].cause is Cause.UNSET:
             yield Note("variable-unset", one_line(f"{shown} ({where}) is not set and taken as empty"))
         elif strict:
             problem = f"{shown} is not known, and arguments may be in it (--strict)"
             raise PlanError("", ABSENT, problem, origin=where)
         else:
             yield Note("argument-loose", one_line(f"{shown} ({where}) is not known; any arguments in it are left out"))
+    for name in words.unused:
+        problem = f"{name} is nowhere in {words.origin.source}, so that --set {name} changes nothing"
+        if strict:
+            raise PlanError("", ABSENT, f"{problem} (--strict)", origin=Origin("--set"))
+        yield Note("variable-unused", one_line(problem))
     unset = _unset(words)
     if unset:
         names = ", ".join(unset[:8]) + (", …" if len(unset) > 8 else "")

@@ -27,6 +27,8 @@ class Reading:
     undecided: list[Unknown] = field(default_factory=list)
     sourced: list[tuple[str, Origin]] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
+    job: Mapping[str, Value] = field(default_factory=dict)
+    """Variables of the job that the script's ``#SBATCH`` lines ask for."""
 
 
 class ExitError(Exception):

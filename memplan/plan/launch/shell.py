@@ -55,7 +55,9 @@ def read_script(script: str, source: str, given: Mapping[str, str] | None = None
     ledger = Ledger()
     outside = {name: (Piece(cleaned(value), Origin(f"--set {name}")),) for name, value in (given or {}).items()}
     script = cleaned(script)
-    shell = Shell(Variables(outside, ledger, slurm_variables(script, source)))
+    job = slurm_variables(script, source)
+    shell = Shell(Variables(outside, ledger, dict(job)))
+    shell.reading.job = job
     try:
         shell.run(parse(script, _lines_of(script, source)))
     except (ExitError, LeaveError):

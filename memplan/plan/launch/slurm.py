@@ -6,7 +6,6 @@ import re
 
 from ..errors import Origin
 from .values import Piece, Value
-from .variables import Array
 
 _DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(.*)$", re.MULTILINE)
 _OPTION = re.compile(
@@ -23,9 +22,9 @@ _VARIABLES = {
 }
 
 
-def slurm_variables(script: str, source: str) -> dict[str, Value | Array]:
+def slurm_variables(script: str, source: str) -> dict[str, Value]:
     """Variables of the job that the directives of ``script`` ask for."""
-    found: dict[str, Value | Array] = {}
+    found: dict[str, Value] = {}
     for directive in _DIRECTIVE.finditer(script):
         origin = Origin(source, script.count("\n", 0, directive.start()) + 1)
         for option in _OPTION.finditer(directive[1].partition("#")[0]):

@@ -2,7 +2,8 @@
 
 The tables are text files beside this one, in ``arguments/``, each with the commit of the parser whose
 arguments it has. Every argument is in exactly one table, under a line that says why it does not matter
-(irrelevant) or which way it pushes (not modelled).
+(irrelevant) or which way it pushes (not modelled: ``more``, ``less``, ``either``; ``refused`` where it changes so
+much that no estimate would mean anything).
 """
 
 from __future__ import annotations
