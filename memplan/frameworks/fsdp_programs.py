@@ -1,0 +1,85 @@
+"""What a user says about ``fully_shard``, checked, and the program that every rank runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..layers.coverage import TRANSFORMERS, check_covered
+from ..layers.module import Options
+from ..plan.errors import PlanError
+from ..plan.plan import Fsdp, Plan
+from ..program import Program
+from .fsdp import Model, host_bytes, program, transformers_model, unsynced_program
+from .fsdp_torchtitan import ActivationCheckpointing, torchtitan_model
+from .fsdp_units import Sharding, shard
+
+FAMILIES = ("gpt2", "gpt", "llama", "mistral", "qwen3")
+"""Those whose order of parameters is known (``fsdp._REGISTERED``), as it decides how a unit's buffers lie."""
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+"""Those that run on ``DTensor`` shards as PyTorch writes them."""
+
+
+def check(plan: Plan, given: Fsdp) -> None:
+    """Refuses what contradicts itself or is not covered."""
+    check_covered(plan.model, TRANSFORMERS, plan.framework)
+    if plan.model.family not in FAMILIES:
+        problem = f"has no recipe in framework fsdp yet; these have: {', '.join(FAMILIES)}"
+        raise PlanError("model.family", plan.model.family, problem)
+    dp, layout = plan.layout.dp, plan.layout
+    assert dp is not None
+    for name in ("tp", "pp", "cp", "ep", "vpp"):
+        value = getattr(layout, name)
+        if value != 1:
+            raise PlanError(f"layout.{name}", value, "must be 1: fsdp is modelled with data parallelism only")
+    if dp % given.replicas:
+        raise PlanError("fsdp.replicas", given.replicas, f"must divide dp, which is {dp}")
+    shards, to = dp // given.replicas, given.reshard_to
+    if to is not None and not given.reshard_after_forward:
+        raise PlanError("fsdp.reshard_to", to, "must be left out where fsdp.reshard_after_forward is false")
+    if to is not None and shards % to:
+        raise PlanError("fsdp.reshard_to", to, f"must be a divisor of the {shards} shards")
+    if plan.optimizer.name not in OPTIMIZERS:
+        problem = f"must be one of {', '.join(OPTIMIZERS)}: with others fsdp is not modelled"
+        raise PlanError("optimizer.name", plan.optimizer.name, problem)
+    if given.code == "torchtitan" and to is not None:
+        raise PlanError("fsdp.reshard_to", to, "must be left out: torchtitan has no other than true and false")
+    if given.code == "torchtitan" and given.offload and plan.optimizer.implementation == "fused":
+        raise PlanError("optimizer.implementation", "fused", "must be foreach or for-loop with CPU offload")
+    if given.code != "torchtitan" and (given.per_operator or given.recompute_every != 1 or given.ends_apart):
+        problem = "must be torchtitan for recompute per operator or every n-th layer, and for ends apart"
+        raise PlanError("fsdp.code", given.code, problem)
+
+
+def sharding_of(plan: Plan, given: Fsdp) -> Sharding:
+    assert plan.layout.dp is not None
+    shards = plan.layout.dp // given.replicas
+    compute = plan.precision.dtype
+    return Sharding(shards, given.replicas, given.parameters, compute, given.reduce, given.offload)
+
+
+def model_of(plan: Plan, options: Options, given: Fsdp) -> Model:
+    if given.code == "transformers":
+        reshard = given.reshard_to or given.reshard_after_forward
+        return transformers_model(plan, options, reshard=reshard, reshard_root=given.reshard_root)
+    recompute = ActivationCheckpointing("none")
+    if given.per_operator:
+        recompute = ActivationCheckpointing("op")
+    elif plan.recompute.mode == "full":
+        recompute = ActivationCheckpointing("full", given.recompute_every)
+    reshard = given.reshard_after_forward
+    return torchtitan_model(plan, options, recompute, reshard=reshard, ends_apart=given.ends_apart)
+
+
+def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
+    """The one program that all ranks run; ``last`` are the last micro-batch's modules where they differ."""
+    given = plan.fsdp
+    check(plan, given)
+    model, sharding = model_of(plan, options, given), sharding_of(plan, given)
+    made = program(plan, model, sharding)
+    if not given.gradient_sync and made.microbatches > 1:
+        made, last = unsynced_program(plan, model, sharding)
+        made = replace(made, last=last)
+    tensors = made.parameter_tensors()
+    elements = sum(shard(one, sharding.shards).elements for one in tensors)
+    return (replace(made, streams=True, elements=elements, host=host_bytes(tensors, plan.optimizer, sharding)),)

@@ -1,0 +1,86 @@
+"""What ``fully_shard`` makes of parameters: units that are gathered together, and the sizes of their buffers.
+
+``torch/distributed/fsdp/_fully_shard/`` of torch 2.13: ``_fsdp_param.py`` (``FSDPParam``: one parameter),
+``_fsdp_param_group.py`` (``FSDPParamGroup``: a unit). Every parameter is cut along dimension 0 into as many
+equal pieces as there are shards, the last ones padded or empty; rank 0 has the most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..layers.autograd import ITEMSIZE
+from ..layers.module import Parameter
+from ..tape import rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The arguments of ``fully_shard`` that change memory."""
+
+    shards: int
+    """Ranks that a parameter is cut across."""
+    replicas: int = 1
+    """Groups of such ranks that hold the same shards (HSDP)."""
+    parameters: str = "fp32"
+    """Dtype of the sharded parameters, and of what the optimizer sees."""
+    compute: str = "bf16"
+    """``MixedPrecisionPolicy.param_dtype``: of gathered parameters and their gradients."""
+    reduce: str = "fp32"
+    """``MixedPrecisionPolicy.reduce_dtype``: in which gradients are reduced and, unreduced, accumulated."""
+    offload: bool = False
+    """``CPUOffloadPolicy``: shards, their gradients and the optimizer live in host memory."""
+
+    def width(self, reshard_after_forward: bool | int) -> int | None:
+        """Ranks across which parameters are cut after forward; ``None`` where they stay whole
+        (``_fsdp_init.py``, ``_get_post_forward_mesh_info``)."""
+        if isinstance(reshard_after_forward, bool):
+            return self.shards if reshard_after_forward else None
+        return None if reshard_after_forward == 1 else reshard_after_forward
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one call of ``fully_shard`` manages, and the modules it spans by their place in the model."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    first: int
+    """The module before whose forward it is gathered, and behind whose backward it is reduced."""
+    last: int
+    reshard: bool | int = True
+    """``reshard_after_forward``."""
+    with_gradient: bool = True
+    """Its inputs have gradients, which tell when its backward has ended; otherwise the end of backward does."""
+
+    @property
+    def alone(self) -> bool:
+        """One module holds it whole."""
+        return self.first == self.last
+
+    @cached_property
+    def tables(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def shard_elements(self, shards: int) -> tuple[int, ...]:
+        """Elements of rank 0's piece of each parameter, with padding."""
+        found = self.tables.get(shards)
+        if found is None:
+            found = self.tables[shards] = tuple(shard(one, shards).elements for one in self.parameters)
+        return found
+
+    def flat(self, shards: int) -> int:
+        """Elements of one rank's part of the all-gather: one piece of every parameter."""
+        return sum(self.shard_elements(shards))
+
+
+def shard(parameter: Parameter, shards: int) -> Parameter:
+    """Rank 0's piece: ceil(d₀ / shards) rows (``_init_sharded_param``, ``padded_sharded_param_size``)."""
+    rows, *rest = parameter.shape
+    return Parameter(parameter.name, (-(-rows // shards), *rest))
+
+
+def size(elements: int, dtype: str) -> int:
+    """Bytes of so many elements, rounded as a request."""
+    return rounded(elements * ITEMSIZE[dtype])

@@ -1,0 +1,192 @@
+"""Llama as torchtitan writes it, and what its activation checkpointing keeps.
+
+``torchtitan/models/llama/model.py`` and ``norms.py`` of December 2024 (commit 9dec370): the residual stream
+and the linears are those of any Llama; queries and keys are turned as complex fp32 numbers, keys and
+values are repeated to the number of query heads, and the norm is made of Python operators.
+``torchtitan/parallelisms/parallelize_llama.py``, ``_apply_ac_to_transformer_block``: full, every n-th
+layer, or per operator. Shapes: b micro-batch, s sequence, h hidden, a heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..tape import Category
+from . import ops
+from .autograd import Gradients, Recorder, Shape, Storage, Tensor
+from .huggingface import LayerShape, linear, silu
+from .recompute import Frame
+
+Operator = Callable[[Recorder], Tensor]
+
+
+# -- activation checkpointing -----------------------------------------------------------------------
+
+
+class _Keeping(Recorder):
+    """The same recorder, while an operator runs whose outputs are kept for its recomputation."""
+
+    outer: Recorder
+    outputs: list[Storage]
+    again: bool
+
+    @classmethod
+    def of(cls, recorder: Recorder, kept: list[Storage], again: bool) -> _Keeping:
+        twin = cls.__new__(cls)
+        twin.__dict__ = {**recorder.__dict__, "outer": recorder, "outputs": kept, "again": again}
+        return twin
+
+    def empty(self, shape: Shape, dtype: str, name: str, category: Category = Category.TEMPORARIES) -> Tensor:
+        if self.again:
+            return Tensor(self.outputs.pop(0), shape, dtype)
+        made = super().empty(shape, dtype, name, category)
+        made.storage.recorder = self.outer
+        self.outputs.append(made.storage)
+        return made
+
+
+class Policy:
+    """Which operators' outputs a region keeps: flash attention's, and every second matrix product's, the first
+    one among them (``_get_custom_policy``). Without ``keeps``, none."""
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps = keeps
+        self.outputs: list[Storage] = []
+        """``create_selective_checkpoint_contexts``: taken out one by one as the region runs again."""
+        self.products = 0
+        self.again = False
+
+    def product(self, r: Recorder, operator: Operator) -> Tensor:
+        self.products += 1
+        return self.run(r, operator) if self.products % 2 else operator(r)
+
+    def run(self, r: Recorder, operator: Operator) -> Tensor:
+        """An operator whose outputs are kept."""
+        if not self.keeps:
+            return operator(r)
+        inner = _Keeping.of(r, self.outputs, self.again)
+        out = operator(inner)
+        r.next_id, r.sequence = inner.next_id, inner.sequence
+        return out
+
+
+def checkpointed(r: Recorder, region: Callable[[Policy], Tensor], *, keeps: bool) -> Tensor:
+    """``region`` under ``checkpoint(use_reentrant=False)``; ``keeps``: per operator."""
+    policy = Policy(keeps)
+
+    def again() -> Tensor:
+        policy.products, policy.again = 0, True
+        return region(policy)
+
+    outer, r.frame = r.frame, Frame(again)
+    out = region(policy)
+    r.frame = outer
+    return out
+
+
+# -- layer ------------------------------------------------------------------------------------------
+
+
+def rms_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``RMSNorm.forward``: fp32 inside, the product with the weight in the input's dtype."""
+    weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
+    output = ops.cast(r, normed(r, ops.cast(r, x, "fp32", f"{name}_fp32"), name), x.dtype, f"{name}_cast")
+    return ops.multiply(r, output, weight, name)
+
+
+def normed(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``x * rsqrt(mean(x²) + eps)``."""
+
+    def variance() -> Tensor:
+        mean = ops.mean_last(r, ops.power(r, x, f"{name}_square"), f"{name}_variance")
+        return ops.add_constant(r, mean, f"{name}_eps")
+
+    return ops.multiply(r, x, ops.rsqrt(r, variance(), f"{name}_rstd"), f"{name}_normed")
+
+
+def turned(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """A query or key times ``freqs_cis`` as complex numbers: an fp32 tensor of its size, in both directions.
+
+    Backward's product is with the conjugate, which ``mul`` has made a tensor first (``ConjugateFallback.cpp``).
+    """
+    shape = x.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        conjugate = r.empty((1, shape[1], 1, shape[3]), "fp32", "freqs_conjugate")
+        gradient = r.empty(shape, "fp32", f"grad_{name}_complex")
+        del conjugate
+        return [gradient]
+
+    out = r.empty(shape, "fp32", f"{name}_complex")
+    out.node = r.node((x,), (), backward)
+    return out
+
+
+def rotary(r: Recorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """``apply_rotary_emb``."""
+    q_fp32 = ops.cast(r, q, "fp32", "query_fp32")
+    k_fp32 = ops.cast(r, k, "fp32", "key_fp32")
+    q_out = turned(r, q_fp32, "query")
+    k_out = turned(r, k_fp32, "key")
+    return ops.cast(r, q_out, q.dtype, "query_rotary"), ops.cast(r, k_out, k.dtype, "key_rotary")
+
+
+def attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    """``Attention.forward``."""
+    spec, b, s, d = shape.spec, shape.b, shape.s, shape.spec.head_dim
+    a, groups = spec.heads, spec.kv_heads
+    q = policy.product(r, lambda r: linear(r, x, "query", a * d, False)).view(b, s, a, d)
+    k = policy.product(r, lambda r: linear(r, x, "key", groups * d, False)).view(b, s, groups, d)
+    v = policy.product(r, lambda r: linear(r, x, "value", groups * d, False)).view(b, s, groups, d)
+    q, k = rotary(r, q, k)
+    keys = repeated(r, k, (b, s, a, d), "key")
+    values = repeated(r, v, (b, s, a, d), "value")
+    q, k, v = q.view(b, a, s, d), keys.view(b, a, s, d), values.view(b, a, s, d)
+    out = policy.run(r, lambda r: ops.flash_attention(r, q, k, v))
+    out = out.view(b, s, a * d)
+    return policy.product(r, lambda r: linear(r, out, "attention_output", spec.hidden, False))
+
+
+def repeated(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
+    """``repeat_kv``: nothing with as many key heads as query heads."""
+    return x if x.shape == shape else ops.expanded(r, x, shape, f"{name}_repeated", copies=True)
+
+
+def feed_forward(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    """``FeedForward.forward``: ``w2(silu(w1(x)) * w3(x))``."""
+    spec = shape.spec
+
+    def gated() -> Tensor:
+        gate = silu(r, policy.product(r, lambda r: linear(r, x, "gate", spec.ffn, False)))
+        return ops.multiply(r, gate, policy.product(r, lambda r: linear(r, x, "up", spec.ffn, False)), "gated")
+
+    product = gated()
+    return policy.product(r, lambda r: linear(r, product, "down", spec.hidden, False))
+
+
+def block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    """``TransformerBlock.forward``."""
+    h = ops.add(r, x, attention(r, rms_norm(r, x, "attention_norm"), shape, policy), "residual_attention")
+    return ops.add(r, h, feed_forward(r, rms_norm(r, h, "mlp_norm"), shape, policy), "residual_mlp")
+
+
+# -- ends -------------------------------------------------------------------------------------------
+
+
+def embedding(r: Recorder, shape: LayerShape) -> Tensor:
+    weight = r.parameter("word.weight", (shape.spec.vocab, shape.spec.hidden), shape.dtype)
+    tokens = r.outside((shape.b, shape.s), "int64", Category.INPUTS)
+    return ops.embedding(r, weight, tokens, "word_embeddings")
+
+
+def output(r: Recorder, x: Tensor, shape: LayerShape) -> Tensor:
+    """``Transformer.output``: the logits."""
+    weight = r.parameter("head.weight", (shape.spec.vocab, shape.spec.hidden), shape.dtype)
+    return ops.linear(r, x, weight, name="logits", category=Category.LOGITS)
+
+
+def loss(r: Recorder, logits: Tensor, shape: LayerShape) -> Tensor:
+    """``loss_fn`` of ``train.py``: cross entropy of the logits in fp32."""
+    upcast = ops.cast(r, logits, "fp32", "logits_fp32", Category.LOGITS)
+    labels = r.outside((shape.b, shape.s), "int64", Category.INPUTS)
+    return ops.nll_loss(r, ops.log_softmax(r, upcast), labels)

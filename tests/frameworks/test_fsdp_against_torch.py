@@ -1,0 +1,208 @@
+"""``fsdp`` against PyTorch's own ``fully_shard``, event by event, on small models of transformers.
+
+Equal but for what ``tests/layers/test_against_transformers.py`` names, and one tensor of HSDP's mesh,
+which is on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import transformers
+
+from memplan.frameworks import fsdp
+from memplan.frameworks.fsdp_units import Sharding
+from memplan.layers.module import Module, Options
+from memplan.plan.plan import Plan
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.program import Program, Span, fold_program, fold_with_last, static
+from memplan.tape import ROUND, rounded
+
+from ..layers.test_against_transformers import (
+    MODELS,
+    Event,
+    drops_sorted,
+    named,
+    sizes,
+    without_grad_loss,
+    without_scalars,
+    without_sum_of_tied,
+)
+from ..oracle import fsdp as oracle
+from ..oracle.tracer import Change
+
+B, S = 2, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under some arguments of ``fully_shard``."""
+
+    model: str
+    sharding: oracle.Sharding
+    recompute: str = "none"
+    attention: str = "flash"
+
+    def __str__(self) -> str:
+        given = self.sharding
+        changed = [f"{name}={getattr(given, name)}" for name in given.__dataclass_fields__ if _differs(given, name)]
+        return "-".join([self.model, *changed, self.recompute, self.attention])
+
+
+def _differs(given: oracle.Sharding, name: str) -> bool:
+    return bool(getattr(given, name) != getattr(oracle.Sharding(), name))
+
+
+TWICE = (True, True)
+SHARDINGS = (
+    oracle.Sharding(),
+    oracle.Sharding(synced=TWICE),
+    oracle.Sharding(shards=5, synced=TWICE),
+    oracle.Sharding(reshard_after_forward=False, synced=TWICE),
+    oracle.Sharding(reshard_after_forward=4),
+    oracle.Sharding(reshard_after_forward=1),
+    oracle.Sharding(shards=4, root_reshard=True),
+    oracle.Sharding(shards=4, replicas=2, synced=TWICE),
+    oracle.Sharding(shards=4, replicas=2, reduce_dtype="bf16", synced=TWICE),
+    oracle.Sharding(reduce_dtype="bf16", synced=TWICE),
+    oracle.Sharding(reduce_dtype=None),
+    oracle.Sharding(original="bf16", param_dtype=None, reduce_dtype="fp32", synced=TWICE),
+    oracle.Sharding(original="bf16", param_dtype="bf16", reduce_dtype=None, synced=TWICE),
+    oracle.Sharding(shards=1, synced=TWICE),
+)
+OTHERS = (
+    Case("llama-tied-dropout", oracle.Sharding(), attention="eager"),
+    Case("llama-mha-biased", oracle.Sharding(shards=3), recompute="full"),
+    Case("qwen3", oracle.Sharding(synced=TWICE), recompute="full"),
+    Case("mistral", oracle.Sharding(reshard_after_forward=2), attention="eager"),
+    Case("gpt2-untied", oracle.Sharding(shards=7)),
+    Case("gpt2", oracle.Sharding(synced=TWICE), recompute="full", attention="eager"),
+)
+CASES = [*(Case("llama", sharding) for sharding in SHARDINGS), *OTHERS]
+
+
+UNSYNCED = tuple(
+    Case(model, replace(given, synced=synced))
+    for model, given in (
+        ("llama", oracle.Sharding()),
+        ("llama", oracle.Sharding(reduce_dtype="bf16")),
+        ("llama", oracle.Sharding(shards=4, replicas=2, reshard_after_forward=False)),
+        ("qwen3", oracle.Sharding(original="bf16", param_dtype=None, reduce_dtype="fp32")),
+        ("gpt2-untied", oracle.Sharding(original="bf16", param_dtype=None, reduce_dtype=None)),
+    )
+    for synced in ((False, True), (False, False, True))
+)
+"""Gradients are reduced in the last micro-batch only."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An iteration as the plan tells it and as it was traced."""
+
+    case: Case
+    program: Program
+    steps: oracle.Steps
+    last: tuple[Span, ...] = ()
+    """The last micro-batch's modules, where it is another."""
+
+    @property
+    def named(self) -> int:
+        """Bytes that the plan holds and the trace does not: labels; less HSDP's mesh."""
+        return rounded(8 * B * S) - (ROUND if self.case.sharding.replicas > 1 else 0)
+
+    def modules(self, role: str) -> list[Module]:
+        spans = self.last if role == "last" else self.program.spans
+        return [span.module for span in spans for _ in span.names]
+
+    def forward(self) -> list[Event]:
+        return [event for module in self.modules("first") for event in named(module, module.steady.forward)]
+
+    def backward(self, role: str) -> list[Event]:
+        modules = self.modules(role)[::-1]
+        tapes = [(module, (module.steady if role == "steady" else module.first).backward) for module in modules]
+        return [event for module, tape in tapes for event in named(module, tape)]
+
+    def traced(self, microbatch: int) -> tuple[list[Change], list[Change]]:
+        forward, backward = self.steps.stretches[2 * microbatch : 2 * microbatch + 2]
+        if microbatch:
+            forward = forward[1:]  # the loss of the micro-batch before
+        backward = without_grad_loss(backward)
+        shapes = {one.name: one.shape for one in self.program.parameter_tensors()}
+        return forward, backward if "head.weight" in shapes else without_sum_of_tied(backward, shapes["word.weight"])
+
+
+def planned(case: Case, folder: Path) -> tuple[Plan, Sharding]:
+    given = case.sharding
+    compute = given.param_dtype or given.original
+    flags = {"model": str(folder), "framework": "single", "dtype": compute, "mbs": str(B), "seq": str(S)}
+    flags |= {"attention": case.attention, "recompute": case.recompute, "optimizer": "adamw"}
+    plan = resolve(read_plan(None, flags).plan)
+    gbs = B * given.shards * given.replicas * len(given.synced)
+    plan = plan.model_copy(update={"batch": plan.batch.model_copy(update={"gbs": gbs})})
+    return plan, Sharding(given.shards, given.replicas, given.original, compute, given.reduce_dtype or compute)
+
+
+def compared(case: Case, folder: Path) -> Compared:
+    kind, settings = MODELS[case.model]
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    config.to_json_file(folder / "config.json", use_diff=False)
+    plan, sharding = planned(case, folder)
+    given = case.sharding
+    options, reshard_root = Options(accumulates_in_place=False), bool(given.root_reshard)
+    model = fsdp.transformers_model(plan, options, reshard=given.reshard_after_forward, reshard_root=reshard_root)
+    program, last = fsdp.unsynced_program(plan, model, sharding)
+    if all(given.synced):
+        program = fsdp.program(plan, model, sharding)
+    flash, recompute = case.attention == "flash", case.recompute == "full"
+    steps = oracle.traced_steps(config, B, S, given, flash=flash, recompute=recompute)
+    return Compared(case, program, steps, last)
+
+
+@pytest.fixture(params=CASES, ids=str, scope="module")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    return compared(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=UNSYNCED, ids=str, scope="module")
+def unsynced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    return compared(request.param, tmp_path_factory.mktemp("model"))
+
+
+def test_every_event(case: Compared) -> None:
+    _every_event(case, ("first", "steady")[: len(case.case.sharding.synced)])
+
+
+def test_every_event_unsynced(unsynced: Compared) -> None:
+    _every_event(unsynced, ("first", *["steady"] * (len(unsynced.case.sharding.synced) - 2), "last"))
+
+
+def _every_event(case: Compared, roles: Sequence[str]) -> None:
+    for microbatch, role in enumerate(roles):
+        forward, backward = case.traced(microbatch)
+        assert drops_sorted(sizes(case.forward())) == drops_sorted(sizes(forward))
+        assert drops_sorted(sizes(without_scalars(case.backward(role)))) == drops_sorted(sizes(backward))
+
+
+def test_readings(case: Compared) -> None:
+    """Between iterations, after forward, at the peak of both passes and of the step."""
+    folded, steps = fold_program(case.program), case.steps
+    assert folded.static == steps.before + case.named
+    assert folded.after_forward == steps.levels()[0] + case.named
+    assert steps.end == steps.before
+
+    highest = max(steps.peaks()[:-1])
+    scalars = 2 * ROUND  # the loss and its gradient end later in the trace
+    assert 0 <= highest + case.named - folded.backward_peak <= scalars
+    assert folded.step_peak == steps.peaks()[-1] + case.named
+
+
+def test_peak_unsynced(unsynced: Compared) -> None:
+    program, steps = replace(unsynced.program, last=unsynced.last), unsynced.steps
+    folded = static(program).then(fold_with_last(program))
+    highest = max(steps.peaks()[:-1])
+    assert 0 <= highest + unsynced.named - folded.peak <= 2 * ROUND
+    assert folded.net == steps.levels()[-2] + unsynced.named - ROUND  # the loss ends later in the trace

@@ -1,0 +1,105 @@
+"""torchtitan's Llama under ``fully_shard``, against the same operators run on fake tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from memplan.frameworks import fsdp
+from memplan.frameworks.fsdp_torchtitan import ActivationCheckpointing, torchtitan_model
+from memplan.frameworks.fsdp_units import Sharding
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.program import fold_program
+from memplan.tape import ROUND
+
+from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
+from ..oracle import fsdp as oracle
+from ..oracle.torchtitan import Sizes, builder
+
+SIZES = Sizes(hidden=192, heads=6, kv_heads=2, ffn=448, vocab=1003, layers=4, b=2, s=64)
+
+
+@dataclass(frozen=True)
+class Case:
+    recompute: ActivationCheckpointing
+    ends_apart: bool = False
+    sizes: Sizes = SIZES
+    shards: int = 8
+
+
+MHA = Sizes(hidden=128, heads=4, kv_heads=4, ffn=320, vocab=515, layers=3, b=1, s=96)
+CASES = {
+    "none": Case(ActivationCheckpointing("none")),
+    "op": Case(ActivationCheckpointing("op")),
+    "op-ends-apart": Case(ActivationCheckpointing("op"), ends_apart=True),
+    "op-mha": Case(ActivationCheckpointing("op"), sizes=MHA, shards=3),
+    "full": Case(ActivationCheckpointing("full")),
+    "every-second-layer-ends-apart": Case(ActivationCheckpointing("full", 2), ends_apart=True),
+}
+
+
+def plan_of(given: Sizes, **flags: str) -> Plan:
+    """A plan for ``given``, as a cut of Llama 2."""
+    plan = resolve(
+        read_plan(
+            None,
+            {
+                "model": "llama-3-8b",
+                "framework": "single",
+                "dtype": "bf16",
+                "mbs": str(given.b),
+                "seq": str(given.s),
+                "layers": str(given.layers),
+                "attention": "flash",
+                "optimizer": "adamw",
+                **flags,
+            },
+        ).plan
+    )
+    changed = {"hidden": given.hidden, "heads": given.heads, "kv_heads": given.kv_heads, "ffn": given.ffn}
+    spec = plan.model.model_copy(update={**changed, "head_dim": given.head_dim, "vocab": given.vocab})
+    return plan.model_copy(update={"model": spec})
+
+
+@pytest.fixture(params=CASES.values(), ids=list(CASES), scope="module")
+def case(request: pytest.FixtureRequest) -> Case:
+    assert isinstance(request.param, Case)
+    return request.param
+
+
+def test_every_event(case: Case) -> None:
+    plan = plan_of(case.sizes)
+    plan = plan.model_copy(update={"batch": plan.batch.model_copy(update={"gbs": case.sizes.b * case.shards})})
+    model = torchtitan_model(plan, Options(accumulates_in_place=False), case.recompute, ends_apart=case.ends_apart)
+    program = fsdp.program(plan, model, Sharding(case.shards))
+    modes = [case.recompute.of(layer) for layer in range(case.sizes.layers)]
+    sharding = oracle.Sharding(case.shards)
+    steps = oracle.traced(builder(case.sizes, sharding, modes, ends_apart=case.ends_apart), sharding)
+
+    modules = [span.module for span in program.spans]
+    forward = [event for module in modules for event in named(module, module.steady.forward)]
+    backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
+    traced_forward, traced_backward, _ = steps.stretches
+    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(traced_forward))
+    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(without_grad_loss(traced_backward)))
+
+    folded = fold_program(program)
+    assert folded.static == steps.before
+    assert folded.after_forward == steps.levels()[0]
+    assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND
+    assert folded.step_peak == steps.peaks()[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [({"model": "gpt2"}, "untied Llama"), ({"attention": "eager"}, "must be flash")],
+)
+def test_what_has_no_recipe_is_refused(flags: dict[str, str], says: str) -> None:
+    plan = resolve(read_plan(None, {"model": "llama-3-8b", "framework": "single", "dtype": "bf16", **flags}).plan)
+    with pytest.raises(PlanError, match=says):
+        torchtitan_model(plan, Options(), ActivationCheckpointing())

@@ -1,0 +1,241 @@
+"""Training steps of a real transformers model under PyTorch's ``fully_shard``, followed on fake tensors.
+
+Collectives go through torch's fake process group, so one process is rank 0 of as many as are asked
+for. FSDP frees and allocates unsharded parameters by resizing their storages; ``ResizedFollow``
+follows those as ends and beginnings.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .tracer import Change, Follow, Trace, cuda_behaviour
+from .training_step import DTYPES, _quiet, _unpacked, update
+
+
+class ResizedFollow(Follow):  # type: ignore[no-untyped-call]
+    """Also follows local tensors of ``DTensor`` and storages that are resized."""
+
+    def adopt(self, tensor: torch.Tensor, op: str) -> None:
+        super().adopt(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, op)
+
+    def freed(self, tensor: torch.Tensor) -> None:
+        """``tensor``'s storage was resized to nothing."""
+        finalizer = self.seen.get(tensor.untyped_storage()._cdata)
+        if finalizer is not None:
+            finalizer()
+
+
+@contextmanager
+def resizing(follow: ResizedFollow) -> Iterator[None]:
+    """FSDP's ``alloc_storage`` and ``free_storage`` reported to ``follow``."""
+    alloc, free = _fsdp_param.alloc_storage, _fsdp_param.free_storage
+
+    def allocated(tensor: torch.Tensor) -> None:
+        alloc(tensor)
+        follow.adopt(tensor, "fsdp.unsharded")
+
+    def freed(tensor: torch.Tensor) -> None:
+        if tensor.untyped_storage().size():
+            follow.freed(tensor)
+        free(tensor)
+
+    with (
+        patch.object(_fsdp_param, "alloc_storage", allocated),
+        patch.object(_fsdp_param, "free_storage", freed),
+        patch.object(_fsdp_param_group, "alloc_storage", allocated),
+    ):
+        yield
+
+
+@contextmanager
+def real_meshes() -> Iterator[None]:
+    """The mesh of an integer ``reshard_after_forward`` made of real tensors."""
+    module: Any = _fully_shard
+    make = module._get_post_forward_mesh_info
+
+    def made(*args: Any) -> Any:
+        with _disable_current_modes():
+            return make(*args)
+
+    with patch.object(_fully_shard, "_get_post_forward_mesh_info", made):
+        yield
+
+
+@contextmanager
+def fake_ranks(n: int) -> Iterator[None]:
+    """A default process group of ``n`` ranks of which this process is the first."""
+    dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the model is sharded: ``replicas`` times ``shards`` ranks."""
+
+    shards: int = 8
+    replicas: int = 1
+    reshard_after_forward: bool | int = True
+    """Of the layers; the root has PyTorch's default unless ``root_reshard`` says otherwise."""
+    root_reshard: bool | None = None
+    original: str = "fp32"
+    param_dtype: str | None = "bf16"
+    reduce_dtype: str | None = "fp32"
+    synced: tuple[bool, ...] = (True,)
+    """Of each micro-batch, whether its gradients are reduced (``set_requires_gradient_sync``)."""
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        compute, reduce = (None if name is None else DTYPES[name] for name in (self.param_dtype, self.reduce_dtype))
+        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+
+
+@dataclass
+class Steps:
+    """The changes of one iteration, stretch by stretch, and the bytes held before."""
+
+    before: int = 0
+    end: int = 0
+    stretches: list[list[Change]] = field(default_factory=list)
+    """Forward and backward of each micro-batch, then the step."""
+
+    def peaks(self) -> list[int]:
+        """The most that was held in each stretch."""
+        live, result = self.before, []
+        for stretch in self.stretches:
+            peak = live
+            for change in stretch:
+                live += change.sign * change.bytes
+                peak = max(peak, live)
+            result.append(peak)
+        return result
+
+    def levels(self) -> list[int]:
+        """What was held after each stretch."""
+        live, result = self.before, []
+        for stretch in self.stretches:
+            live += sum(change.sign * change.bytes for change in stretch)
+            result.append(live)
+        return result
+
+
+def mesh_of(sharding: Sharding) -> DeviceMesh:
+    """Made outside of fake tensors, whose elements are not known."""
+    if sharding.replicas == 1:
+        return init_device_mesh("cpu", (sharding.shards,), mesh_dim_names=("shard",))
+    return init_device_mesh("cpu", (sharding.replicas, sharding.shards), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded_model(
+    config: transformers.PreTrainedConfig, sharding: Sharding, mesh: DeviceMesh, *, flash: bool, recompute: bool
+) -> Any:
+    auto: Any = transformers.AutoModelForCausalLM
+    attention = "sdpa" if flash else "eager"
+    model = auto.from_config(config, dtype=DTYPES[sharding.original], attn_implementation=attention)
+    model.config.use_cache = False
+    model.train()
+    if recompute:
+        model.activation_checkpointing_enable()
+    policy = sharding.policy
+    base = model.base_model
+    for layer in base.h if hasattr(base, "h") else base.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward)
+    if sharding.root_reshard is None:
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    else:
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.root_reshard)
+    return model
+
+
+Loss = Callable[[], torch.Tensor]
+Build = Callable[[DeviceMesh], tuple[Any, Loss]]
+"""Makes a sharded model, and what runs its forward."""
+
+
+def traced_steps(
+    config: transformers.PreTrainedConfig,
+    b: int,
+    s: int,
+    sharding: Sharding = Sharding(),
+    *,
+    flash: bool = True,
+    recompute: bool = False,
+) -> Steps:
+    """An iteration of ``ForCausalLM`` on ids (b, s)."""
+
+    def build(mesh: DeviceMesh) -> tuple[Any, Loss]:
+        model = sharded_model(config, sharding, mesh, flash=flash, recompute=recompute)
+        ids = torch.randint(0, config.vocab_size, (b, s))
+        return model, lambda: model(input_ids=ids, labels=ids).loss
+
+    with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}), _unpacked():
+        return traced(build, sharding)
+
+
+def traced(build: Build, sharding: Sharding, *, iterations: int = 3) -> Steps:
+    """The last of ``iterations`` with AdamW (foreach), whose states exist by then."""
+    steps = Steps()
+
+    def body(trace: Trace, follow: ResizedFollow) -> None:
+        model, loss_of = build(mesh)
+        for tensor in (*model.parameters(), *model.buffers()):
+            follow.adopt(tensor, "state")
+        optimizer = torch.optim.AdamW(list(model.parameters()), foreach=True)
+        gc.collect()
+        for _ in range(iterations):
+            trace.changes = []
+            steps.before, steps.stretches = trace.live, []
+            for sync in sharding.synced:
+                model.set_requires_gradient_sync(sync)
+                loss = loss_of()
+                _cut(trace, steps)
+                loss.backward()  # type: ignore[no-untyped-call]
+                _cut(trace, steps)
+                del loss
+            update(optimizer, trace)
+            _cut(trace, steps)
+            steps.end = trace.live
+
+    with real_meshes(), fake_ranks(sharding.shards * sharding.replicas):
+        mesh = mesh_of(sharding)
+        run(body)
+    return steps
+
+
+def _cut(trace: Trace, steps: Steps) -> None:
+    """Ends a stretch."""
+    steps.stretches.append(trace.changes)
+    trace.changes = []
+
+
+def run(body: Callable[[Trace, ResizedFollow], None]) -> Trace:
+    """As ``tracer.run``, with storages that are resized."""
+    trace = Trace()
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        cuda_behaviour(),
+        ResizedFollow(trace) as follow,
+        resizing(follow),
+    ):
+        body(trace, follow)
+    return trace
