@@ -1,0 +1,249 @@
+"""DeepSpeed's engine (0.19) with ZeRO 0 to 3 on Hugging Face transformers: one program for all ranks.
+
+Which wrapper keeps the states (``runtime/engine.py``, ``_do_optimizer_sanity_check``, ``_configure_optimizer``):
+
+=========  ==================================  =====================================================
+stage      gradients accumulate in             wrapper
+=========  ==================================  =====================================================
+0          the parameters' dtype               ``FP16_Optimizer`` (bf16 too); none for fp32
+1          fp32, bf16 parameters, on device    ``BF16_Optimizer``
+1, 2       anything else                       ``DeepSpeedZeroOptimizer`` (``stage_1_and_2.py``)
+3          either                              ``DeepSpeedZeroOptimizer_Stage3``
+=========  ==================================  =====================================================
+
+Ranks of stages 1 and 2 keep gradients of different parameters; the program is that of the one that keeps most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ..layers.coverage import TRANSFORMERS, check_covered
+from ..layers.huggingface import LayerShape
+from ..layers.module import Module, Options
+from ..plan.errors import PlanError
+from ..plan.plan import Optimizer, Plan
+from ..program import Program, Span
+from ..tape import Category, Hold, Stretch
+from . import zero_states, zero_step
+from .plain import check_flash, layer_shape
+from .plain_buffers import buffers, inputs
+from .zero_buckets import ReducingBucket, ScatteringBucket
+from .zero_config import Zero, check_zero
+from .zero_hooks import FAMILIES
+from .zero_layout import Group, groups, sub_groups, touched
+from .zero_modules import instances, registered
+from .zero_states import Placed
+from .zero_step import Step
+from .zero_weave import Keeping, Model, Reducer, modules, weave, weave_evaluation
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that decides a rank's memory, the model's sizes aside."""
+
+    zero: Zero
+    dp: int
+    dtype: str
+    optimizer: Optimizer
+    recompute: bool
+    microbatches: int
+
+    @property
+    def accumulates(self) -> str:
+        """dtype of accumulated gradients."""
+        return self.zero.gradient_accumulation_dtype or self.dtype
+
+    @property
+    def bf16_wrapper(self) -> bool:
+        zero = self.zero
+        fp32_sums = self.dtype == "bf16" and self.accumulates == "fp32"
+        return zero.stage == 1 and fp32_sums and zero.offload_optimizer == "none"
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """One rank: modules with what is inserted into them, what is kept, and the step."""
+
+    modules: tuple[Module, ...]
+    names: tuple[str, ...]
+    placed: Placed
+    step: Step
+
+
+def programs(plan: Plan, options: Options, zero: Zero | None = None) -> tuple[Program, ...]:
+    """One program; ``zero`` is the plan's stage with DeepSpeed's defaults if not given."""
+    zero = zero or Zero(stage=plan.layout.zero)
+    check(plan, zero)
+    shape = layer_shape(plan)
+    assert plan.layout.dp is not None
+    assert plan.batch.gbs is not None
+    microbatches = plan.batch.gbs // (shape.b * plan.layout.dp)
+    recompute = plan.recompute.mode == "full"
+    setting = Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, recompute, microbatches)
+    options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
+    rank = _rank(setting, shape, plan.model.layers, options)
+    spans = tuple(Span(module, (name,)) for module, name in zip(rank.modules, rank.names, strict=True))
+    return (
+        Program(
+            stage=0,
+            ranks=tuple(range(plan.layout.dp)),
+            entries=tuple(name for name in rank.names if name != "return"),
+            spans=spans,
+            states=(),
+            extra=(*rank.placed.device, *inputs(shape, 0), *buffers(plan, 0)),
+            step=Stretch(rank.step.before),
+            late_step=Stretch(rank.step.after),
+            microbatches=microbatches,
+        ),
+    )
+
+
+def host_bytes(plan: Plan, zero: Zero) -> tuple[int, int]:
+    """Bytes of host memory (pinned or not) and of NVMe on one node."""
+    check(plan, zero)
+    shape = layer_shape(plan)
+    assert plan.layout.dp is not None
+    assert plan.batch.gbs is not None
+    microbatches = plan.batch.gbs // (shape.b * plan.layout.dp)
+    setting = Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, False, microbatches)
+    model = model_of(shape, plan.model.layers, Options(), zero.stage, False)
+    placed = _placed(setting, model, _groups(setting, model))
+    ranks = min(plan.hardware.gpus_per_node, plan.layout.dp)
+    return ranks * placed.on("host"), ranks * placed.on("nvme")
+
+
+def check(plan: Plan, zero: Zero) -> None:
+    """Refuses what DeepSpeed refuses, and what these recipes do not cover."""
+    check_zero(zero)
+    check_covered(plan.model, TRANSFORMERS, plan.framework)
+    if plan.model.family not in FAMILIES:
+        raise PlanError("model.family", plan.model.family, f"has no table of hooks; {', '.join(FAMILIES)} have")
+    if plan.attention == "flash":
+        check_flash(plan)
+    if plan.recompute.mode == "selective":
+        raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
+    if plan.optimizer.name == "adam8bit":
+        raise PlanError("optimizer.name", "adam8bit", "is not modelled under ZeRO; adamw is")
+    dtype, accumulates = plan.precision.dtype, zero.gradient_accumulation_dtype
+    if accumulates not in (None, dtype, "fp32"):
+        raise PlanError("data_types.grad_accum_dtype", accumulates, f"must be {dtype} or fp32")
+    if zero.stage == 0 and accumulates not in (None, dtype):
+        raise PlanError("data_types.grad_accum_dtype", accumulates, f"must be {dtype} at stage 0")
+    if zero.stage == 1 and accumulates == "fp32" and dtype == "fp16":
+        raise PlanError("data_types.grad_accum_dtype", "fp32", "is not modelled for fp16 at stage 1")
+    if zero.stage in (1, 2) and not zero.contiguous_gradients:
+        raise PlanError("zero_optimization.contiguous_gradients", False, "is not modelled at stages 1 and 2")
+    if zero.stage == 1 and zero.overlaps:
+        raise PlanError("zero_optimization.overlap_comm", True, "is not modelled at stage 1")
+    if zero.stage in (1, 2) and zero.offload_optimizer != "none" and accumulates not in (None, dtype):
+        raise PlanError("data_types.grad_accum_dtype", accumulates, "is not modelled beside offload_optimizer")
+
+
+def model_of(shape: LayerShape, layers: int, options: Options, stage: int, recompute: bool) -> Model:
+    """The model with hooks; its gradients end with them from stage 2 on."""
+    options = replace(options, consumes_gradients=stage >= 2)
+    family = shape.spec.family
+    made = instances(shape, layers, recompute, options, bias_first=stage < 3 or family == "gpt2")
+    tied = shape.spec.tied_embeddings
+    order = registered(made, family, tied)
+    ids = {name: id for id, (name, _) in enumerate(order)}
+    return Model(made, tuple(parameter for _, parameter in order), ids, family, tied, shape.dtype)
+
+
+@lru_cache(maxsize=32)
+def _rank(setting: Setting, shape: LayerShape, layers: int, options: Options) -> Rank:
+    zero = setting.zero
+    model = model_of(shape, layers, options, zero.stage, setting.recompute)
+    parts = _groups(setting, model)
+    rank = fullest(parts, setting.dp) if zero.stage in (1, 2) else 0
+    return rank_of(setting, model, parts, rank)
+
+
+def rank_of(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -> Rank:
+    """Rank ``rank`` of ``setting.dp``."""
+    zero, dp = setting.zero, setting.dp
+    first, steady = _reducers(setting, model, parts, rank)
+    woven = weave(model, zero, dp, first, first=True)
+    later = weave(model, zero, dp, steady, first=False) if setting.microbatches > 1 else woven
+    made = modules(model, woven, later, weave_evaluation(model, zero, dp))
+    names = tuple(instance.name for instance in model.instances)
+    return Rank(made, names, _placed(setting, model, parts), _step(setting, model, parts, rank))
+
+
+def fullest(parts: Sequence[Group], dp: int) -> int:
+    """The rank whose shares touch the most elements of whole parameters."""
+    totals = touched(parts, dp)
+    return totals.index(max(totals))
+
+
+def _groups(setting: Setting, model: Model) -> tuple[Group, ...]:
+    zero = setting.zero
+    return groups(model.parameters, zero.groups, setting.dp, round_robin=zero.round_robin_gradients and zero.stage < 3)
+
+
+def _sub_groups(setting: Setting, model: Model, parts: Sequence[Group]) -> list[tuple[tuple[int, ...], ...]]:
+    sizes = [parameter.elements for parameter in model.parameters]
+    return [sub_groups(part.ids, sizes, setting.dp, setting.zero.sub_group_size) for part in parts]
+
+
+def _reducers(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -> tuple[Reducer, Reducer]:
+    """What gradients set off in the first and in further micro-batches."""
+    zero, dtype, accumulates = setting.zero, setting.dtype, setting.accumulates
+    if zero.stage == 3:
+        last = setting.microbatches == 1
+        return (
+            ScatteringBucket(zero, setting.dp, dtype, accumulates, last),
+            ScatteringBucket(zero, setting.dp, dtype, accumulates, True),
+        )
+    if zero.stage == 2:
+        return (
+            ReducingBucket(
+                zero, parts, rank, dtype, True, last_microbatch=setting.microbatches == 1, accumulates=accumulates
+            ),
+            ReducingBucket(zero, parts, rank, dtype, False, accumulates=accumulates),
+        )
+    if zero.stage == 1 and not setting.bf16_wrapper:
+        bucket = Hold(zero_step.BUCKET, _bucket_bytes(setting), Category.GRADIENTS, "ipg_bucket")
+        return Keeping(True, (bucket,)), Keeping(False)
+    return Keeping(True), Keeping(False)
+
+
+def _bucket_bytes(setting: Setting) -> int:
+    return zero_states.flat("", Category.GRADIENTS, setting.zero.reduce_bucket_size, setting.dtype).bytes
+
+
+def _placed(setting: Setting, model: Model, parts: Sequence[Group]) -> Placed:
+    zero, dtype, optimizer = setting.zero, setting.dtype, setting.optimizer
+    if zero.stage == 0:
+        return zero_states.replicated(model, parts, optimizer, dtype)
+    if setting.bf16_wrapper:
+        kept = zero_states.partitioned(model, parts, zero, optimizer, dtype)
+        flat = [
+            zero_states.flat(f"{part.name}/gradients_fp32", Category.GRADIENTS, part.padded, "fp32") for part in parts
+        ]
+        return Placed((*kept.device, *flat))
+    if zero.stage < 3:
+        sums = max(touched(parts, setting.dp)) if zero.stage == 2 and setting.microbatches > 1 else 0
+        return zero_states.partitioned(model, parts, zero, optimizer, dtype, sums)
+    subs = _sub_groups(setting, model, parts)
+    return zero_states.sharded_states(model, zero, setting.dp, subs, optimizer, dtype, setting.accumulates)
+
+
+def _step(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -> Step:
+    zero, optimizer, dtype = setting.zero, setting.optimizer, setting.dtype
+    if zero.stage == 0:
+        return zero_step.unpartitioned(model, parts, optimizer, dtype)
+    if zero.offload_optimizer != "none":
+        nothing = Step((), ())
+        return zero_step.behind_reduction(model, zero, parts, rank, nothing) if zero.stage == 1 else nothing
+    if zero.stage == 3:
+        subs = [sub for group in _sub_groups(setting, model, parts) for sub in group]
+        return zero_step.sharded(model, setting.dp, subs, optimizer, setting.accumulates, dtype)
+    if setting.bf16_wrapper:
+        return zero_step.with_sums(model, parts, optimizer, dtype)
+    compact = zero.stage == 2 and setting.accumulates == "fp32" and dtype != "fp32"
+    step = zero_step.partitioned(model, parts, rank, optimizer, setting.accumulates, compact=compact)
+    return zero_step.behind_reduction(model, zero, parts, rank, step) if zero.stage == 1 else step

@@ -1,0 +1,315 @@
+"""DeepSpeed's model against the engine: bytes held and dropped, module by module, rank by rank.
+
+``deepspeed_0_19_8.json`` is what ``tests/oracle/deepspeed.py`` measured: real processes, gloo, CPUs. Gradients are
+never added in place there, since the tracer's references keep storages from being the engine's alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan.frameworks import deepspeed, zero_step
+from memplan.frameworks.zero_buckets import ReducingBucket
+from memplan.frameworks.zero_config import Zero, check_zero
+from memplan.frameworks.zero_layout import Group, groups, shard, sub_groups
+from memplan.frameworks.zero_weave import Model
+from memplan.layers.huggingface import LayerShape
+from memplan.layers.module import Options, Parameter
+from memplan.plan.deepspeed_config import read_deepspeed_config
+from memplan.plan.errors import PlanError
+from memplan.plan.models import load_spec
+from memplan.plan.plan import Batch, Hardware, Layout, Optimizer, Plan, Precision, Recompute
+from memplan.plan.spec import ModelSpec
+from memplan.plan.yaml_nodes import parse_yaml
+from memplan.program import fold_program
+from memplan.tape import Category, Drop, Hold, Tape
+
+from ..oracle.deepspeed import AVAILABLE, CASES, Case, measure, summary
+
+GOLDEN: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parent / "deepspeed_0_19_8.json").read_text())[
+    "cases"
+]
+
+OPTIONS = Options(accumulates_in_place=False)
+
+SCALARS = 20_000
+"""Bytes of scalars that the engine keeps on the CPU: losses, PyTorch's step counters of 512 B each."""
+
+COMMON: dict[str, Any] = {
+    "name": "tiny",
+    "layers": 3,
+    "hidden": 64,
+    "heads": 4,
+    "head_dim": 16,
+    "vocab": 1000,
+    "positions_max": 128,
+    "embedding_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+LLAMA = ModelSpec(
+    **COMMON,
+    family="llama",
+    kv_heads=2,
+    ffn=176,
+    norm="rmsnorm",
+    positions="rotary",
+    activation="swiglu",
+    attention_bias=False,
+    attention_output_bias=False,
+    mlp_bias=False,
+    tied_embeddings=False,
+)
+GPT2 = ModelSpec(
+    **COMMON, family="gpt2", kv_heads=4, ffn=256, norm="layernorm", positions="learned", activation="gelu_new"
+)
+BERT = ModelSpec(
+    **COMMON,
+    family="bert",
+    kv_heads=4,
+    ffn=256,
+    norm="layernorm",
+    norm_place="post",
+    positions="learned",
+    activation="gelu",
+    causal=False,
+    token_types=2,
+    embedding_norm=True,
+    final_norm=False,
+    mlm_head=True,
+)
+SPECS = {"llama": LLAMA, "gpt2": GPT2, "bert": BERT}
+
+
+def zero_of(case: Case) -> Zero:
+    sums: Any = case.sums
+    groups: Any = case.groups
+    section = {name: value["device"] if isinstance(value, dict) else value for name, value in case.zero.items()}
+    return Zero(stage=case.stage, gradient_accumulation_dtype=sums, groups=groups, **section)
+
+
+def plan_of(case: Case) -> Plan:
+    implementation: Any = "fused" if case.fused else "foreach"
+    dtype: Any = case.dtype
+    return Plan(
+        model=SPECS[case.family],
+        framework="deepspeed",
+        hardware=Hardware(gpus=case.ranks),
+        layout=Layout(dp=case.ranks, zero=case.stage),
+        batch=Batch(mbs=2, gbs=2 * case.ranks * case.microbatches, seq=32),
+        precision=Precision(dtype=dtype, gradients=dtype),
+        optimizer=Optimizer(name="adamw", implementation=implementation),
+        recompute=Recompute(mode="full" if case.recompute else "none"),
+        attention="eager",
+    )
+
+
+@cache
+def model_of(name: str) -> Model:
+    case = CASES[name]
+    spec = SPECS[case.family]
+    shape = LayerShape(spec, 2, 32, case.dtype, False)
+    return deepspeed.model_of(shape, spec.layers, OPTIONS, case.stage, case.recompute)
+
+
+def setting_of(case: Case) -> deepspeed.Setting:
+    plan = plan_of(case)
+    return deepspeed.Setting(zero_of(case), case.ranks, case.dtype, plan.optimizer, case.recompute, case.microbatches)
+
+
+def changes(*tapes: Tape) -> list[tuple[int, int]]:
+    events = (event for tape in tapes for event in tape)
+    return [(1 if isinstance(event, Hold) else -1, event.bytes) for event in events if isinstance(event, (Hold, Drop))]
+
+
+def ours(name: str, rank: int) -> dict[str, dict[str, Any]]:
+    """Summaries of every forward and backward of an iteration."""
+    case, model, setting = CASES[name], model_of(name), setting_of(CASES[name])
+    parts = groups(model.parameters, case.groups, case.ranks)
+    modules = deepspeed.rank_of(setting, model, parts, rank).modules
+    found = {}
+    for microbatch in range(case.microbatches):
+        tapes = [module.first if microbatch == 0 else module.steady for module in modules]
+        backward = [tape.backward for tape in reversed(tapes)]
+        if case.stage == 1 and microbatch == case.microbatches - 1:
+            bucket = ReducingBucket(setting.zero, parts, rank, case.dtype, clears=False)
+            size = deepspeed._bucket_bytes(setting)
+            bucket.buffers = [Hold(zero_step.BUCKET, size, Category.GRADIENTS)]
+            backward.append(zero_step.reduction(model, bucket))
+        found[f"{microbatch}/forward"] = summary(changes(*(tape.forward for tape in tapes)))
+        found[f"{microbatch}/backward"] = summary(changes(*backward))
+    return found
+
+
+RANKS = [(name, rank) for name, case in CASES.items() for rank in range(case.ranks)]
+
+
+@pytest.mark.parametrize(("name", "rank"), [case for case in RANKS if case[0] != "z3-offload"])
+def test_forward_is_the_engines_event_by_event(name: str, rank: int) -> None:
+    measured = GOLDEN[name][rank]["phases"]
+    for phase, found in ours(name, rank).items():
+        if phase.endswith("forward"):
+            assert found == measured[phase], phase
+
+
+OTHERWISE = ("z0", "z0-fused", "z1-sums", "z3-offload")
+"""Gradients are averaged, or cast, where backward ends; the model counts that to the step. Shards that return from
+the host to the device are none where both are the same."""
+
+KNOWN: dict[str, dict[str, int]] = {
+    "z3-recompute": {"+8192": 3, "-8192": 3},
+    "z3-gpt2": {"+256000": 1, "-256000": 1},
+    "z2-gpt2": {"+256000": 1, "-256000": 1},
+    "z3-bert": {"+256000": 1, "-256000": 1, "+16384": 3, "-16384": 3},
+}
+"""What the engine holds besides. Recompute: the output of the last linear, whose Python function returns before early
+stop ends it. BERT: the keys' gradient, a transposed view, which that function copies for each of its products. A
+tied embedding: the sum of its two gradients, which is in place where nobody follows storages."""
+
+
+@pytest.mark.parametrize(("name", "rank"), [case for case in RANKS if case[0] not in OTHERWISE])
+def test_backward_holds_and_drops_what_the_engine_does(name: str, rank: int) -> None:
+    measured = GOLDEN[name][rank]["phases"]
+    for phase, found in ours(name, rank).items():
+        if phase.endswith("backward"):
+            sizes = dict(measured[phase]["sizes"])
+            for size, count in KNOWN.get(name, {}).items():
+                sizes[size] -= count
+            assert found["sizes"] == {size: count for size, count in sizes.items() if count}, phase
+            assert (found["net"], found["peak"]) == (measured[phase]["net"], measured[phase]["peak"])
+
+
+@pytest.mark.parametrize(("name", "rank"), [case for case in RANKS if case[0] in ("z1", "z1-4", "z2", "z2-overlap-4")])
+def test_backward_peaks_where_the_engine_does(name: str, rank: int) -> None:
+    measured = GOLDEN[name][rank]["phases"]
+    for phase, found in ours(name, rank).items():
+        assert found["windows"] == measured[phase]["windows"], phase
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_whole_iteration(name: str) -> None:
+    """Static bytes, and the peak of an iteration on the rank that needs most. The engine's host is its device."""
+    case = CASES[name]
+    zero = zero_of(case)
+    (program,) = deepspeed.programs(plan_of(case), OPTIONS, zero)
+    folded = fold_program(program)
+    fullest = max(GOLDEN[name], key=lambda record: record["peak"])
+    host = deepspeed.host_bytes(plan_of(case), zero)[0] // case.ranks
+    assert abs(folded.static + host - fullest["static"]) <= SCALARS
+    if not host:
+        assert folded.peak == pytest.approx(fullest["peak"], rel=0.0025)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_in_the_order_of_registration(name: str) -> None:
+    shapes = [sorted(shape) for shape in GOLDEN[name][0]["shapes"]]
+    assert [sorted(parameter.shape) for parameter in model_of(name).parameters] == shapes
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="DeepSpeed is not installed: pip install deepspeed with DS_BUILD_OPS=0")
+@pytest.mark.parametrize("name", ["z3", "z2-overlap-4", "z1"])
+def test_the_engine_still_does_what_was_measured(name: str) -> None:
+    for found, measured in zip(measure(name), GOLDEN[name], strict=True):
+        now, then = found["phases"]["0/forward"], measured["phases"]["0/forward"]
+        assert (now["net"], now["peak"], now["sizes"]) == (then["net"], then["peak"], then["sizes"])
+        assert found["peak"] == pytest.approx(measured["peak"], rel=0.005)
+
+
+# -- layout -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=12), st.integers(1, 64))
+def test_shares_cover_a_group_once(sizes: list[int], dp: int) -> None:
+    group = Group("all", tuple(range(len(sizes))), tuple(sizes), dp)
+    assert group.padded % (2 * dp) == 0
+    assert 0 <= group.padded - sum(sizes) < 2 * dp
+    covered = dict.fromkeys(group.ids, 0)
+    for rank in range(dp):
+        for piece in group.share_of(rank):
+            assert piece.start == covered[piece.id]
+            covered[piece.id] += piece.elements
+    assert list(covered.values()) == sizes
+    for id in group.ids:
+        assert sum(n for _, n in group.pieces(id)) == sizes[id]
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(1, 16), st.integers(1, 3000))
+def test_sub_groups_are_closed_when_they_are_full(sizes: list[int], dp: int, limit: int) -> None:
+    found = sub_groups(range(len(sizes)), sizes, dp, limit)
+    assert [id for group in found for id in group] == list(range(len(sizes)))
+    for group in found[:-1]:
+        shards = [shard(sizes[id], dp) for id in group]
+        assert sum(shards) >= limit > sum(shards[:-1])
+
+
+@given(st.integers(1, 30), st.integers(1, 9))
+def test_round_robin_is_an_order_of_the_group(count: int, dp: int) -> None:
+    parameters = [Parameter(str(i), (i + 1,)) for i in range(count)]
+    (group,) = groups(parameters, "one", dp, round_robin=True)
+    assert sorted(group.ids) == list(range(count))
+    assert group.ids[: -(-count // dp)] == tuple(range(0, count, dp))
+
+
+# -- refusals and the host --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        (Zero(stage=2, offload_param="cpu"), "needs stage 3, not 2"),
+        (Zero(stage=0, offload_optimizer="cpu"), "needs stage 1, 2 or 3"),
+        (Zero(stage=1, offload_optimizer="nvme"), "needs stage 3, not 1"),
+        (Zero(stage=3, memory_efficient_linear=False), "keeps every gathered weight"),
+        (Zero(stage=3, reduce_scatter=False), "not modelled"),
+        (Zero(stage=2, allgather_bucket_size=3), "must be even"),
+        (Zero(stage=3, offload_optimizer="cpu", offload_optimizer_ratio=0.5), "must be 1"),
+    ],
+)
+def test_refusals(zero: Zero, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        check_zero(zero)
+
+
+def test_offload_moves_states_to_the_host() -> None:
+    """266,688 parameters on 2 ranks, S = 133,344. Stage 3, both offloaded: 2 S of shards, 4 + 8 S of parameters and
+    states, 4 S of fp32 gradients and 2 S of accumulated ones, on each of 2 ranks of the node."""
+    case = CASES["z3"]
+    plan = plan_of(case)
+    share = 133_344
+    both = Zero(stage=3, offload_optimizer="cpu", offload_param="cpu")
+    assert deepspeed.host_bytes(plan, both) == (2 * 20 * share, 0)
+    stage2 = Zero(stage=2, offload_optimizer="cpu")
+    plan = plan.model_copy(update={"layout": Layout(dp=2, zero=2)})
+    largest = 64_000
+    assert deepspeed.host_bytes(plan, stage2) == (2 * (18 * share + 2 * largest), 0)
+
+
+def test_what_a_configuration_says_are_fields_of_zero() -> None:
+    text = """{"zero_optimization": {"stage": 3, "overlap_comm": false, "stage3_max_live_parameters": 1e9,
+      "offload_param": {"device": "nvme", "nvme_path": "/local", "buffer_size": 1e8, "pin_memory": true},
+      "offload_optimizer": {"device": "cpu", "buffer_count": 5, "ratio": 1.0}},
+      "data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 1.0}"""
+    config = read_deepspeed_config(parse_yaml(text, "ds_config.json"))
+    values: dict[str, Any] = {name: node.plain() for name, node in config.zero.items()}
+    assert Zero(stage=3, **values).offload_param_buffer_size == 10**8
+
+
+def test_nvme_has_states_of_large_sub_groups_and_parameters_beyond_the_limit() -> None:
+    """GPT-2 on 2 ranks, S = 62,219,904, one sub-group: 16 S of states and gradients on NVMe, and as much in the four
+    buffers that they pass through; 10⁷ elements of parameters stay on the host, where no sub-group fits."""
+    plan = plan_of(CASES["z3"]).model_copy(update={"model": load_spec("gpt2")})
+    share = 62_219_904
+    away = Zero(stage=3, offload_optimizer="nvme", offload_param="nvme", offload_param_max_in_cpu=10**7)
+    host, nvme = deepspeed.host_bytes(plan, away)
+    assert nvme == 2 * (16 + 2) * share
+    assert host == 2 * (2 * 10**7 + 2 * 5 * 10**8 + 2 * share + 4 * 4 * share)
+    host, nvme = deepspeed.host_bytes(plan, replace(away, offload_param_max_in_cpu=10**9))
+    assert nvme == 2 * 16 * share

@@ -1,0 +1,170 @@
+"""Framework ``deepspeed`` from a plan: its fields, what is refused under their names, and what the report says."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from memplan.estimate import estimate
+from memplan.frameworks import deepspeed
+from memplan.frameworks.deepspeed_programs import programs, zero_of
+from memplan.frameworks.zero_config import Zero
+from memplan.frameworks.zero_weave import ACROSS
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Deepspeed
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.program import fold_program
+from memplan.report.json import to_json
+from memplan.result import Estimate
+from memplan.tape import Category, Drop, Hold
+
+GPT2 = {"model": "gpt2", "framework": "deepspeed", "gpus": "2", "seq": "128"}
+
+
+def estimated(source: str | None = None, **flags: str) -> Estimate:
+    read = read_plan(source, {name.replace("_", "-"): value for name, value in flags.items()})
+    try:
+        return estimate(read.plan)
+    except PlanError as error:
+        raise error.located(read.origins) from None
+
+
+def notice(report: Estimate, code: str) -> str:
+    (found,) = [notice.message for notice in report.warnings if notice.code == code]
+    return found
+
+
+def test_the_section_is_zero_without_its_stage() -> None:
+    ours = {name: field.default for name, field in Deepspeed.model_fields.items()}
+    assert ours == {field.name: field.default for field in fields(Zero) if field.name != "stage"}
+
+
+def test_a_plan_as_the_framework_reads_it() -> None:
+    flags = {**GPT2, "zero": "3", "overlap-comm": "false", "grad-accum-dtype": "fp32", "param-groups": "decay"}
+    plan = resolve(read_plan(None, flags).plan)
+    assert plan.precision.gradients == "fp32"
+    assert plan.optimizer.implementation is None
+    expected = Zero(stage=3, overlap_comm=False, gradient_accumulation_dtype="fp32", groups="decay")
+    assert zero_of(plan) == expected
+    assert resolve(plan) == plan
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("gbs", ["2", "6"])
+def test_every_stage_is_estimated(stage: str, dtype: str, gbs: str) -> None:
+    (found,) = estimated(**GPT2, zero=stage, dtype=dtype, gbs=gbs, layers="3", gpu="h100-80gb").stages
+    assert found.allocated is not None
+    assert found.requested <= found.allocated
+    assert sum(found.breakdown) == found.allocated
+    whole = 124_439_808 - 9 * 7_087_872
+    assert found.parameters == (whole if stage != "3" else whole // 2)
+
+
+def test_a_plan_gives_what_the_framework_does_of_itself() -> None:
+    plan = resolve(read_plan(None, {**GPT2, "zero": "2", "reduce-bucket-size": "1000000"}).plan)
+    (ours,) = programs(plan, Options())
+    (theirs,) = deepspeed.programs(plan, Options(), Zero(stage=2, reduce_bucket_size=1_000_000))
+    assert fold_program(ours) == fold_program(theirs)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"zero": "1", "overlap-comm": "true"}, "--overlap-comm: deepspeed.overlap_comm = true: is not modelled at"),
+        ({"zero": "2", "contiguous-gradients": "false"}, "--contiguous-gradients: deepspeed.contiguous_gradients"),
+        ({"zero": "2", "offload-param": "cpu"}, "--offload-param: deepspeed.offload_param = cpu: needs stage 3, not 2"),
+        ({"offload-optimizer": "cpu"}, "deepspeed.offload_optimizer = cpu: needs stage 1, 2 or 3, not 0"),
+        ({"zero": "3", "allgather-bucket-size": "3"}, "deepspeed.allgather_bucket_size = 3: must be even"),
+        ({"zero": "3", "reduce-bucket-size": "0"}, "deepspeed.reduce_bucket_size = 0: must be at least 1"),
+        (
+            {"zero": "3", "offload-optimizer": "cpu", "offload-optimizer-ratio": "0.5"},
+            "--offload-optimizer-ratio: deepspeed.offload_optimizer_ratio = 0.5: must be 1",
+        ),
+        ({"gradients": "fp32"}, "--gradients: precision.gradients = fp32: must be bf16 at stage 0"),
+        (
+            {"grad-accum-dtype": "fp32"},
+            "--grad-accum-dtype: deepspeed.gradient_accumulation_dtype = fp32: must be bf16",
+        ),
+        ({"zero": "2", "gradients": "fp32", "grad-accum-dtype": "bf16"}, "must be fp32, as precision.gradients"),
+        ({"zero": "2", "grad-accum-dtype": "fp16"}, "--grad-accum-dtype: deepspeed.gradient_accumulation_dtype = fp16"),
+        ({"zero": "2", "gradients": "fp16"}, "--gradients: precision.gradients = fp16: must be bf16 or fp32"),
+        ({"zero": "3", "optimizer-implementation": "fused"}, "must be left out for DeepSpeed's own FusedAdam"),
+        ({"zero": "3", "optimizer": "adam8bit"}, "must be one of sgd, adam, adamw"),
+        ({"zero": "3", "recompute": "full", "recompute-layers": "2"}, "--recompute-layers: recompute.layers = 2: must"),
+        ({"zero": "3", "recompute": "full", "recompute-method": "block"}, "recompute.method = block: must be uniform"),
+        ({"zero": "3", "recompute": "selective"}, "recompute.mode = selective"),
+        ({"tp": "2"}, "--tp: layout.tp = 2: must be 1 with framework deepspeed"),
+        ({"code": "2020", "dtype": "fp32", "attention": "eager"}, "code = 2020: must be current"),
+        ({"loss": "liger"}, "--loss: loss.kind = liger: must be plain with framework deepspeed"),
+        ({"framework": "ddp", "zero": "3"}, "--zero: layout.zero = 3: must be less than 2 with framework ddp"),
+        ({"framework": "ddp", "param-groups": "decay"}, "--param-groups: deepspeed.groups = decay: must be left out"),
+    ],
+)
+def test_what_is_wrong_names_the_fields_of_the_plan(flags: dict[str, str], line: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        estimated(**{**GPT2, **flags})
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+@pytest.mark.parametrize("bucket", ["1000", "1000000", "500000000"])
+def test_no_tensor_that_outlives_its_module_is_held_twice(stage: str, bucket: str) -> None:
+    """A tied gradient larger than the bucket is copied while it is still there, where states are on the host."""
+    flags = {**GPT2, "zero": stage, "reduce-bucket-size": bucket, "gbs": "4", "offload-optimizer": "cpu"}
+    (made,) = programs(resolve(read_plan(None, {**flags, "layers": "3"}).plan), Options())
+    for microbatch in range(2):
+        held: dict[int, int] = {}
+        tapes = [span.module.first if microbatch == 0 else span.module.steady for span in made.spans]
+        for event in (
+            e for tape in (*(t.forward for t in tapes), *(t.backward for t in reversed(tapes))) for e in tape
+        ):
+            if isinstance(event, Hold) and event.tensor <= ACROSS:
+                assert event.tensor not in held
+                held[event.tensor] = event.bytes
+            elif isinstance(event, Drop) and event.tensor <= ACROSS:
+                assert held.pop(event.tensor) == event.bytes
+    (stage_of,) = estimated(**{**flags, "layers": "3", "gpu": "h100-80gb"}).stages
+    assert sum(stage_of.breakdown) == stage_of.allocated
+
+
+def test_bert_of_the_story() -> None:
+    """A layer of 78,676,480 parameters: 157,352,960 bytes, of which 66,560 of norms and biases stay whole."""
+    report = estimated("bert-5.1b-zero3")
+    (stage,) = report.stages
+    assert report.fits
+    assert stage.parameters == pytest.approx(5_125_136_643 / 8, rel=1e-6)
+    gathering = notice(report, "zero3-gathering")
+    for number in ("78,676,480", "9,834,560", "157,352,960", "157,286,400", "66,560"):
+        assert number in gathering
+    assert "enter it over the network" in notice(report, "zero3-traffic")
+    assert stage.of(Category.GATHERED_PARAMETERS) > 0
+
+
+def test_nothing_is_gathered_by_one_rank_or_below_stage_3() -> None:
+    for flags in ({"gpus": "1", "zero": "3"}, {"zero": "2"}):
+        codes = {notice.code for notice in estimated(**{**GPT2, **flags}).warnings}
+        assert not codes & {"zero3-gathering", "zero3-traffic"}
+
+
+def test_host_and_nvme_of_a_node() -> None:
+    flags = {**GPT2, "gpus": "16", "gpus-per-node": "8", "zero": "3", "offload-optimizer": "nvme"}
+    report = estimated(**flags)
+    (stage,) = report.stages
+    plan = resolve(read_plan(None, flags).plan)
+    assert (stage.host, stage.nvme) == deepspeed.host_bytes(plan, Zero(stage=3, offload_optimizer="nvme"))
+    assert stage.nvme > 0
+    (shown,) = to_json(report)["stages"]
+    assert (shown["host_bytes"], shown["nvme_bytes"]) == (stage.host, stage.nvme)
+    assert f"{stage.nvme:,}" in notice(report, "zero-offloaded")
+
+
+def test_assumptions_name_the_release() -> None:
+    told = " ".join(estimated(**GPT2, zero="3").assumptions)
+    assert "DeepSpeed 0.19" in told
+    assert "ZeRO++" in told
+    assert "optimizer states have the parameters' dtype" not in told

@@ -1,0 +1,274 @@
+"""DeepSpeed's own engine on CPUs: real processes, gloo, a tiny transformers model, storages followed through a step.
+
+``python -m tests.oracle.deepspeed FILE [CASE …]`` measures every case and writes what the tests compare with. One
+rank is ``python -m tests.oracle.deepspeed CASE RANKFILE``, started by ``measure`` with torch.distributed's
+environment. fp16 is refused on most CPUs. Two things that only CPUs do are left out: tensors on the meta device,
+and the whole copy that gloo makes of a tensor to scatter it (first seen as the output of ``split``).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+AVAILABLE = importlib.util.find_spec("deepspeed") is not None
+"""Whether DeepSpeed is installed: ``pip install deepspeed`` with ``DS_BUILD_OPS=0`` (10 MB, no CUDA needed)."""
+
+LEAST = 513
+"""Smaller storages are scalars, which the engine makes many of."""
+
+WINDOWS = 12
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 176,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 128,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "bert": {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+        "max_position_embeddings": 128,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+}
+"""Architectures, all with 1000 tokens."""
+
+SMALL = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
+"""Buckets that hold several small tensors, but not the large ones."""
+
+SMALL_3 = {
+    "stage3_prefetch_bucket_size": 10000,
+    "stage3_param_persistence_threshold": 100,
+    "stage3_max_live_parameters": 40000,
+    "stage3_max_reuse_distance": 20000,
+    **SMALL,
+}
+
+
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: model, ranks, and DeepSpeed's section. Micro-batches of 2 sequences of 32 tokens."""
+
+    stage: int
+    ranks: int = 2
+    family: str = "llama"
+    dtype: str = "bf16"
+    zero: dict[str, Any] = field(default_factory=dict)
+    microbatches: int = 1
+    groups: str = "one"
+    recompute: bool = False
+    fused: bool = False
+    """DeepSpeed's FusedAdam, or CPUAdam, compiled at first use; else PyTorch's foreach AdamW."""
+    sums: str | None = None
+    """``grad_accum_dtype``."""
+
+
+CASES: dict[str, Case] = {
+    "z3": Case(3, zero=SMALL_3),
+    "z3-recompute": Case(3, zero=SMALL_3, recompute=True),
+    "z3-gpt2": Case(3, family="gpt2", dtype="fp32", zero=SMALL_3),
+    "z3-bert": Case(3, family="bert", dtype="fp32", zero={**SMALL_3, "stage3_param_persistence_threshold": 1000}),
+    "z3-4": Case(3, 4, zero=SMALL_3, microbatches=2),
+    "z3-sums": Case(3, zero=SMALL_3, microbatches=2, sums="fp32"),
+    "z3-sub-groups": Case(3, 4, zero={**SMALL_3, "sub_group_size": 30000}, groups="decay"),
+    "z3-default": Case(3),
+    "z2": Case(2, zero=SMALL),
+    "z2-groups": Case(2, zero=SMALL, microbatches=3, groups="decay"),
+    "z2-overlap-4": Case(2, 4, zero={**SMALL, "overlap_comm": True}, groups="decay"),
+    "z2-sums": Case(2, zero=SMALL, microbatches=2, sums="fp32"),
+    "z2-gpt2": Case(2, family="gpt2", dtype="fp32", zero=SMALL),
+    "z1": Case(1, zero=SMALL),
+    "z1-4": Case(1, 4, zero=SMALL, microbatches=2, groups="decay"),
+    "z1-sums": Case(1, zero=SMALL, microbatches=2, sums="fp32"),
+    "z2-offload": Case(2, zero={**SMALL, **ON_HOST}, microbatches=2, fused=True),
+    "z3-offload": Case(3, zero={**SMALL_3, **ON_HOST, "offload_param": {"device": "cpu"}}, fused=True),
+    "z0": Case(0),
+    "z0-fused": Case(0, fused=True),
+}
+
+
+def configuration(case: Case) -> dict[str, Any]:
+    """``ds_config.json``."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.microbatches,
+        "zero_optimization": {"stage": case.stage, **case.zero},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1_000_000,
+    }
+    if case.dtype != "fp32":
+        config[case.dtype] = {"enabled": True}
+    if case.fused:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
+    if case.sums:
+        config["data_types"] = {"grad_accum_dtype": case.sums}
+    return config
+
+
+def summary(changes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """What two tapes are compared by: net, peak, the peak of each twelfth, and how often each size comes and goes."""
+    changes = [(sign, size) for sign, size in changes if size >= LEAST]
+    live, curve = 0, [0]
+    for sign, size in changes:
+        live += sign * size
+        curve.append(live)
+    n = len(curve)
+    windows = [max(curve[i * n // WINDOWS : (i + 1) * n // WINDOWS] or [0]) for i in range(WINDOWS)]
+    sizes = Counter(f"{sign * size:+d}" for sign, size in changes)
+    return {"net": live, "peak": max(curve), "windows": windows, "sizes": dict(sorted(sizes.items()))}
+
+
+def measure(case: str) -> list[dict[str, Any]]:
+    """One record per rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = CASES[case].ranks
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(ranks):
+            here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
+            there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
+            environment = {**os.environ, **here, **there, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "tests.oracle.deepspeed", case, f"{folder}/{rank}"]
+            with Path(f"{folder}/{rank}.log").open("w") as log:
+                started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        failed = [rank for rank, process in enumerate(started) if process.wait(timeout=600)]
+        if failed:
+            raise RuntimeError(Path(f"{folder}/{failed[0]}.log").read_text()[-2000:])
+        return [json.loads(Path(f"{folder}/{rank}").read_text()) for rank in range(ranks)]
+
+
+def run_rank(case: Case) -> dict[str, Any]:
+    """Four iterations on this rank; the last one's summaries."""
+    import torch
+    import transformers
+
+    from .tracer import Follow, Trace
+
+    deepspeed: Any = import_module("deepspeed")
+    logging: Any = transformers.logging
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+
+    class OnDevice(Follow):  # type: ignore[no-untyped-call]
+        """Without what only CPUs do."""
+
+        def adopt(self, tensor: torch.Tensor, op: str) -> None:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if (tensor.is_meta or op == "aten.split.Tensor") and key not in self.seen:
+                self.seen[key] = weakref.finalize(storage, self.seen.pop, key, None)
+                return
+            super().adopt(tensor, op)
+
+    deepspeed.init_distributed()
+    trace = Trace()
+    places: dict[str, tuple[int, int]] = {}
+
+    def mark(name: str) -> None:
+        gc.collect()
+        places[name] = (len(trace.changes), trace.live)
+
+    with OnDevice(trace) as follow:
+        config = transformers.AutoConfig.for_model(case.family, vocab_size=1000, **SIZES[case.family])
+        config.use_cache = False
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
+        auto: Any = transformers.AutoModelForMaskedLM if case.family == "bert" else transformers.AutoModelForCausalLM
+        model = auto.from_config(config, dtype=dtype, attn_implementation="eager").train()
+        if case.recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for tensor in (*model.parameters(), *model.buffers()):
+            follow.adopt(tensor, "state")
+        ids = torch.randint(0, config.vocab_size, (2, 32))
+        parameters: Any = list(model.parameters())
+        shapes = [list(parameter.shape) for parameter in parameters]
+        if case.groups == "decay":
+            parameters = [
+                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+                {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            ]
+        chosen: dict[str, Any] = {"model_parameters": parameters}
+        if not case.fused:
+            chosen = {"optimizer": torch.optim.AdamW(parameters, lr=1e-4, foreach=True)}
+        engine, *_ = deepspeed.initialize(model=model, config=configuration(case), **chosen)
+        del chosen, parameters
+        for iteration in range(4):
+            for microbatch in range(case.microbatches):
+                last = iteration == 3
+                if last:
+                    mark(f"{microbatch}/forward")
+                out = engine(input_ids=ids, labels=ids)
+                loss = out.loss
+                del out
+                if last:
+                    mark(f"{microbatch}/backward")
+                engine.backward(loss)
+                del loss
+                if last:
+                    mark(f"{microbatch}/step")
+                engine.step()
+        mark("end")
+    changes = [(change.sign, change.bytes) for change in trace.changes]
+    order = list(places.items())
+    phases = {name: summary(changes[at : after[1][0]]) for (name, (at, _)), after in pairwise(order)}
+    begin, static = places["0/forward"]
+    live = peak = static
+    for sign, size in changes[begin : places["end"][0]]:
+        live += sign * size
+        peak = max(peak, live)
+    return {
+        "static": static,
+        "peak": peak,
+        "shapes": shapes,
+        "phases": phases,
+        "optimizer": type(engine.optimizer).__name__,
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    if len(arguments) == 2 and arguments[0] in CASES:
+        Path(arguments[1]).write_text(json.dumps(run_rank(CASES[arguments[0]])))
+        return
+    records = {name: measure(name) for name in (arguments[1:] or CASES)}
+    found = {"deepspeed": importlib.metadata.version("deepspeed"), "cases": records}
+    Path(arguments[0]).write_text(json.dumps(found, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
