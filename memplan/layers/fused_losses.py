@@ -1,0 +1,322 @@
+"""Heads and losses that never hold all logits at once, and heads on the last tokens alone.
+
+Liger: ``ops/fused_linear_cross_entropy.py`` (0.5 to 0.8.5), called as ``LigerForCausalLMLoss`` does. Apple's cut
+cross entropy: ``cce.py``, ``cce_lse_forward.py``, ``indexed_dot.py``, ``cce_backward.py`` (25.6, June 2025), its
+default ``cce`` with gradient filtering. torchtitan: ``components/loss.py`` (``ChunkedLossWrapper``, August 2026).
+transformers: ``logits_to_keep``. Shapes: b micro-batch, s sequence, n = b s tokens, h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..tape import Category
+from . import ends, ops
+from .autograd import Gradients, Recorder, Tensor, Unsummed
+from .huggingface_parts import LayerShape
+
+LOGITS, GRADIENTS = Category.LOGITS, Category.GRADIENTS
+
+Version = tuple[int, ...]
+
+PRODUCTS_CAST: Version = (0, 6, 2)
+"""Liger from which the weight's gradient has a dtype of its own (``accum_dtype``), and products are cast."""
+
+FP32_IN_PLACE: Version = (0, 8, 1)
+"""Liger from which 16-bit products are added to fp32 in place (``addmm`` with ``out_dtype``)."""
+
+SHARED_BUFFER: Version = (0, 8, 3)
+"""Liger from which chunks share one buffer of logits, and 16-bit products are added to 16 bits in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLoss:
+    """Which loss a head has, and its settings."""
+
+    kind: str = "plain"
+    chunks: int = 8
+    """Chunked: equal parts of the n tokens (``num_chunks``)."""
+    fp32_accumulators: bool = False
+    """Liger: ``accum_dtype=torch.float32``; cut: ``accum_e_fp32`` and ``accum_c_fp32``."""
+    liger: Version = (0, 8, 5)
+    """Version of Liger."""
+    fused_addmm: bool = True
+    """Liger: compute capability 8.0 or higher, where 16-bit products are added in place."""
+    logits_to_keep: int | None = None
+    """Plain: logits, and labels, of the last tokens of each sequence only."""
+    accumulates: bool = False
+    """Chunked: several micro-batches before a step. The gradient of the head's weight, which is born in the
+    forward pass of the first one, is there already in all others."""
+
+
+PLAIN = HeadLoss()
+
+
+def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN) -> tuple[Tensor, list[Tensor]]:
+    """Loss, and what the model returns beside it."""
+    if loss.kind == "chunked":
+        return chunked_head(r, hidden, shape, loss), []
+    if loss.kind == "cut":
+        return cut_head(r, hidden, shape, loss), []
+    if loss.kind == "liger" and r.grad_enabled:
+        return liger_head(r, hidden, shape, loss), []
+    if loss.logits_to_keep is not None:
+        hidden, shape = last_tokens(r, hidden, shape, loss.logits_to_keep)
+    computed, logits = ends.head(r, hidden, shape)
+    return computed, [logits]
+
+
+def head_weight(r: Recorder, shape: LayerShape) -> Tensor:
+    """(v, h)."""
+    spec = shape.spec
+    return r.parameter("word.weight" if spec.tied_embeddings else "head.weight", (spec.vocab, spec.hidden), shape.dtype)
+
+
+# -- transformers: logits_to_keep -------------------------------------------------------------------
+
+
+def last_tokens(r: Recorder, hidden: Tensor, shape: LayerShape, kept: int) -> tuple[Tensor, LayerShape]:
+    """``slice_logits_to_keep``: a view of (b, kept, h), whose gradient is laid into zeros; the head's ``linear``
+    copies it, unless it is the whole, or of one sequence or one token."""
+    b, s, h = hidden.shape
+    kept = min(kept, s)
+    if kept == s:
+        return hidden, shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty((b, s, h), shape.dtype, "grad_hidden_sliced")]
+
+    view = Tensor(hidden.storage, (b, kept, h), hidden.dtype, r.node((hidden,), (), backward))
+    if b > 1 and kept > 1:
+        view = ops.contiguous(r, view, (b, kept, h), "kept_hidden")
+    return view, replace(shape, s=kept)
+
+
+# -- Liger ------------------------------------------------------------------------------------------
+
+
+def liger_chunk(n: int, h: int, v: int) -> int:
+    """Tokens in a chunk, whose logits are about as large as the hidden states: n / (v / h), both quotients rounded
+    up, then up to a power of two."""
+    tokens = -(-n // -(-v // h))
+    return 1 << (tokens - 1).bit_length()
+
+
+def liger_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> Tensor:
+    """``LigerFusedLinearCrossEntropyFunction``: gradients are made chunk by chunk in forward, and kept for backward."""
+    b, s, h = hidden.shape
+    dtype, n = shape.dtype, b * s
+    weight = head_weight(r, shape)
+    labels = r.empty((b, s + 1), "int64", "labels_padded")
+    shifted = r.empty((b, s), "int64", "labels_shifted") if b > 1 else labels
+    grad_input = r.empty((n, h), dtype, "grad_head_input")
+    total, grad_weight = liger_chunks(r, weight, loss, n)
+    held = [grad_input.view(b, s, h), grad_weight]
+    del grad_input, grad_weight, labels, shifted
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        one = r.empty((), "fp32", "one")
+        equal = r.empty((), "bool", "is_one")
+        every = r.empty((), "bool", "all_are_one")
+        del one, equal, every
+        return handed_back(r, held)
+
+    total.node = r.node((hidden, weight), (), backward)
+    return total
+
+
+def liger_chunks(r: Recorder, weight: Tensor, loss: HeadLoss, n: int) -> tuple[Tensor, Tensor]:
+    """The loop of ``fused_linear_cross_entropy_forward``, in which logits become their gradient in place: the loss,
+    and the weight's gradient.
+
+    From 0.8.3 on all chunks share a buffer; before, a chunk's logits end when the next one's have taken their names,
+    of which 0.8.1 has one more (``grad_logits_t``).
+    """
+    (v, h), dtype = weight.shape, weight.dtype
+    grad_weight = r.empty((v, h), "fp32" if loss.fp32_accumulators else dtype, "grad_head_weight", GRADIENTS)
+    losses = r.empty((n,), "fp32", "losses")
+    mask = r.empty((n,), "bool", "target_mask")
+    count = r.empty((), "int64", "target_count")
+    del count
+    chunk = min(liger_chunk(n, h, v), n)
+    shares = loss.liger >= SHARED_BUFFER
+    in_place = adds_in_place(loss, dtype)
+    logits = r.empty((chunk, v), dtype, "logits_of_chunks", LOGITS) if shares else None
+    transposed = None
+    for start in range(0, n, chunk):
+        rows = min(chunk, n - start)
+        if not shares:
+            logits = r.empty((rows, v), dtype, "logits_chunk", LOGITS)
+            product = r.empty((rows, h), dtype, "grad_input_chunk")
+            del product
+            transposed = logits if loss.liger >= FP32_IN_PLACE else None
+        if not in_place:
+            product = r.empty((v, h), dtype, "grad_weight_chunk")
+            in_fp32 = r.empty((v, h), "fp32", "grad_weight_chunk_fp32") if dtype != "fp32" else product
+            del product, in_fp32
+    if shares:
+        del logits
+        logits = None
+    total = r.empty((), "fp32", "loss")
+    if loss.fp32_accumulators and dtype != "fp32":
+        accumulated = grad_weight
+        grad_weight = r.empty((v, h), dtype, "grad_head_weight", GRADIENTS)
+        del accumulated
+    del logits, transposed, losses, mask
+    return total, grad_weight
+
+
+def adds_in_place(loss: HeadLoss, dtype: str) -> bool:
+    """Whether ``addmm`` adds a chunk's product to the weight's gradient; else the product is made, cast to fp32 and
+    added, two temporaries as large as the weight."""
+    if loss.liger < PRODUCTS_CAST:
+        return True
+    if dtype == "fp32" or not loss.fused_addmm:
+        return False
+    return loss.liger >= (FP32_IN_PLACE if loss.fp32_accumulators else SHARED_BUFFER)
+
+
+def handed_back(r: Recorder, held: list[Tensor]) -> list[Tensor | Unsummed | None]:
+    """Gradients that were made in forward, under the names of those of backward."""
+    shapes = [(gradient.shape, gradient.dtype) for gradient in held]
+    held.clear()
+    return [r.empty(shape, dtype, f"grad_head_{name}") for name, (shape, dtype) in zip(NAMES, shapes, strict=True)]
+
+
+NAMES = ("input", "weight")
+
+
+# -- cut cross entropy ------------------------------------------------------------------------------
+
+
+def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> Tensor:
+    """``LinearCrossEntropyFunction`` on n = b (s - 1) tokens with labels: no logits at all; saves hidden states, the
+    log-sum-exp, indices of tokens (which end with the loss), and the mean logit of every word, by which backward orders
+    the vocabulary. What CUB takes inside ``nonzero`` and ``sort`` is not counted."""
+    b, s, h = hidden.shape
+    n, dtype = b * (s - 1), shape.dtype
+    weight = head_weight(r, shape)
+    v = weight.shape[0]
+    valids = cut_valids(r, b, s)
+    lse = r.empty((n,), "fp32", "log_sum_exp")
+    locks = r.empty((-(-n // 128),), "int32", "locks")
+    average = r.empty((v,), "fp32", "logit_average") if r.grad_enabled else None
+    del locks
+    nll = r.empty((n,), "fp32", "negative_log_likelihood")
+    if shape.spec.logit_softcap is not None:
+        capped = r.empty((n,), "fp32", "negative_log_likelihood_capped")
+        nll = capped
+        del capped
+    total = r.empty((), "fp32", "loss")
+    accumulator = "fp32" if loss.fp32_accumulators else dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        ordered = r.empty((v,), "fp32", "logit_average_sorted")
+        indices = r.empty((v,), "int64", "vocabulary_order_int64")
+        del ordered
+        order = r.empty((v,), "int32", "vocabulary_order")
+        del indices
+        grad_hidden = r.empty((b, s, h), accumulator, "grad_head_input")
+        grad_weight = r.empty((v, h), accumulator, "grad_head_weight")
+        columns = -(-h // 64)
+        locks = [r.empty((-(-rows // 128), columns), "int32", "locks") for rows in (n, v)]
+        if accumulator != dtype:
+            grad_weight = r.empty((v, h), dtype, "grad_head_weight")
+            grad_hidden = r.empty((b, s, h), dtype, "grad_head_input")
+        del locks, order
+        return [grad_hidden, grad_weight]
+
+    saved = [hidden, lse, valids, *([average] if average is not None else [])]
+    total.node = r.node((hidden, weight), saved, backward)
+    del nll
+    return total
+
+
+def cut_valids(r: Recorder, b: int, s: int) -> Tensor:
+    """``_build_flat_valids``: places of the labels behind the first token of each sequence, none of them ignored."""
+    n = b * (s - 1)
+    mask = r.empty((b, s - 1), "bool", "labels_mask")
+    places = r.empty((n, 2), "int64", "label_places_int64")
+    del mask
+    narrow = r.empty((n, 2), "int32", "label_places")
+    del places
+    valids = r.empty((n,), "int64", "label_indices")
+    del narrow
+    return valids
+
+
+# -- torchtitan's chunks ----------------------------------------------------------------------------
+
+
+def chunked_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> Tensor:
+    """``ChunkedLossWrapper``: head, loss and their backward chunk by chunk, all in forward; the gradient of the hidden
+    states is gathered in fp32 and kept for backward in the model's dtype."""
+    b, s, h = hidden.shape
+    dtype = shape.dtype
+    weight = head_weight(r, shape)
+    total, grad, weight_grad = chunks(r, hidden, weight, loss)
+    if grad is None:
+        return total
+    held = [grad.view(b, s, h)]
+    del grad
+    born = [weight_grad] if weight_grad is not None else []
+    del weight_grad
+    first = r.first_microbatch
+    like = (weight.shape, dtype)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        grad_shape = held[0].shape
+        held.clear()
+        grad_hidden = r.empty(grad_shape, dtype, "grad_head_input")
+        born.clear()
+        return [grad_hidden, r.empty(*like, "grad_head_weight") if first else None]
+
+    total.node = r.node((hidden, weight), (), backward)
+    return total
+
+
+def chunks(r: Recorder, hidden: Tensor, weight: Tensor, loss: HeadLoss) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loop over chunks: the total, the hidden states' gradient, and the weight's where it was not there before.
+    The logits of a chunk end when the next one's are there, or the function returns; so does its loss."""
+    (b, s, h), v = hidden.shape, weight.shape[0]
+    rows = b * s // loss.chunks
+    gathered = r.empty((b * s, h), "fp32", "grad_hidden_accumulator") if r.grad_enabled else None
+    total = r.empty((), "fp32", "total_loss")
+    gradient = logits = chunk_loss = None
+    for _ in range(loss.chunks):
+        x, x_leaf = r.leaf(Tensor(hidden.storage, (rows, h), hidden.dtype), "chunk")
+        w, w_leaf = r.leaf(Tensor(weight.storage, (v, h), weight.dtype), "weight")
+        logits = ops.linear(r, x, w, name="logits_chunk", category=LOGITS)
+        chunk_loss = summed_loss(r, logits, rows)
+        summed = r.empty((), "fp32", "total_loss")
+        total = summed
+        del summed
+        if r.grad_enabled:
+            one = r.empty((), "fp32", "grad_loss")
+            r.backward([chunk_loss.view()], [one])
+            del one
+            arrived = w_leaf.take()
+            if gradient is None and not loss.accumulates:
+                gradient = arrived
+                assert gradient is not None
+                r.recategorise(gradient.storage, GRADIENTS)
+            del arrived
+            in_fp32 = r.empty((rows, h), "fp32", "grad_chunk_fp32") if hidden.dtype != "fp32" else None
+            del in_fp32
+            x_leaf.take()
+    if gathered is not None and hidden.dtype != "fp32":
+        cast = r.empty((b * s, h), hidden.dtype, "grad_hidden_accumulated")
+        gathered = cast
+        del cast
+    del logits, chunk_loss
+    return total, gathered, gradient
+
+
+def summed_loss(r: Recorder, logits: Tensor, rows: int) -> Tensor:
+    """``cross_entropy_loss`` in fp32, divided by the number of tokens of all ranks."""
+    upcast = ops.cast(r, logits, "fp32", "logits_chunk_fp32", LOGITS)
+    labels = r.outside((rows,), "int64", Category.INPUTS)
+    computed = ends.cross_entropy(r, upcast, labels)
+    del upcast
+    return ops.elementwise(r, "loss_scaled", (computed,))

@@ -1,0 +1,83 @@
+"""Optimizers and their fields: what is filled in, and what is refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.estimate import estimate
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.tape import Category
+
+
+def plan(**flags: object) -> Plan:
+    merged = {"model": "gpt2", "layers": "2", "seq": "64"} | {k.replace("_", "-"): str(v) for k, v in flags.items()}
+    return resolve(read_plan(None, merged).plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        ("sgd", "foreach"),
+        ("adamw", "foreach"),
+        ("adafactor", "transformers"),
+        ("lion", "bitsandbytes"),
+        ("lion8bit", None),
+        ("adam8bit", None),
+        ("muon", "foreach"),
+    ],
+)
+def test_each_optimizer_has_a_default_implementation(name: str, implementation: str | None) -> None:
+    assert plan(optimizer=name).optimizer.implementation == implementation
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"optimizer": "adafactor", "optimizer_implementation": "fused"}, "must be transformers, for-loop or foreach"),
+        ({"optimizer": "lion", "optimizer_implementation": "foreach"}, "must be bitsandbytes for lion"),
+        ({"optimizer": "lion8bit", "optimizer_implementation": "bitsandbytes"}, "lion8bit has one implementation"),
+        ({"optimizer": "muon", "optimizer_implementation": "bitsandbytes"}, "must be foreach, for-loop or fused"),
+        ({"optimizer": "adamw", "paged_optimizer": "true"}, "adamw is not bitsandbytes'"),
+        ({"optimizer": "muon", "paged_optimizer": "true"}, "must be false: muon is not bitsandbytes'"),
+        ({"optimizer": "adamw", "momentum": 0.9}, "it is SGD's"),
+        ({"optimizer": "lion", "optimizer_block_size": 256}, "lion has no 8-bit states"),
+        ({"optimizer": "lion", "embeddings_32bit": "false"}, "adam8bit and lion8bit have"),
+        ({"framework": "megatron-deepspeed", "optimizer": "adafactor"}, "must be one of sgd, adam, adamw, adam8bit"),
+        ({"framework": "megatron-deepspeed", "optimizer": "adam8bit", "paged_optimizer": "true"}, "must be false with"),
+        ({"framework": "megatron", "optimizer": "muon"}, "must be adam, adamw or sgd with framework megatron"),
+        ({"framework": "megatron", "optimizer": "sgd", "momentum": 0.5}, "must be left out with framework megatron"),
+        ({"framework": "megatron", "weight_decay": 0.5}, "must be left out with framework megatron"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_one_line(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(**flags)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_pages_are_on_the_host_and_in_no_device_reading() -> None:
+    flags = {"optimizer": "adam8bit", "optimizer_block_size": 256, "gpu": "a100-80gb"}
+    kept, paged = estimate(plan(**flags)), estimate(plan(**flags, paged_optimizer="true"))
+    states = Category.OPTIMIZER_STATES
+    moved = kept.stages[0].of(states) - paged.stages[0].of(states)
+    assert moved > 0
+    assert paged.stages[0].host == pytest.approx(moved, abs=512 * 64)
+    assert kept.stages[0].host == 0
+    assert [notice.code for notice in paged.warnings if "managed" in notice.code] == ["states-in-managed-memory"]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "lion", "lion8bit", "muon"])
+@pytest.mark.parametrize("framework", ["single", "ddp", "device-map"])
+def test_every_optimizer_estimates_everywhere(framework: str, name: str) -> None:
+    gpus = 1 if framework == "single" else 2
+    result = estimate(
+        plan(optimizer=name, framework=framework, gpus=gpus, gpu="a100-80gb", momentum=0.9 * (name == "sgd"))
+    )
+    for stage in result.stages:
+        assert stage.allocated is not None
+        assert stage.requested <= stage.allocated
+        assert stage.of(Category.OPTIMIZER_STATES) > 0
