@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..tape import Category
 from . import ops
 from .autograd import Recorder, Tensor
-from .huggingface import LayerShape, Shared, activation, layer_norm, linear, norm
+from .huggingface_parts import LayerShape, Shared, activation, layer_norm, linear, norm
 
 
 @dataclass(slots=True)
@@ -33,16 +33,18 @@ def positions(r: Recorder, s: int) -> Tensor:
     return ids.view(1, s)
 
 
-def causal_mask(r: Recorder, shape: LayerShape) -> Tensor | None:
+def causal_mask(r: Recorder, shape: LayerShape, *, window: bool = True, packed: bool = True) -> Tensor | None:
     """The additive mask (b, 1, s, s) of eager attention (``masking_utils.py``); flash attention needs none.
 
-    Packed rows are looked for either way (``find_packed_sequence_indices``).
+    ``packed``: packed rows are looked for either way (``find_packed_sequence_indices``), which takes the positions.
+    ``window``: with the spec's, if any.
     """
     b, s = shape.b, shape.s
-    look_for_packed_rows(r, b, s)
+    if packed:
+        look_for_packed_rows(r, b, s)
     if shape.flash:
         return None
-    allowed = allowed_pairs(r, shape)
+    allowed = allowed_pairs(r, shape, window=window)
     zero, lowest = r.empty((), shape.dtype, "zero"), r.empty((), shape.dtype, "lowest")
     mask = r.empty((b, 1, s, s), shape.dtype, "causal_mask")
     del lowest, zero, allowed
@@ -60,13 +62,13 @@ def look_for_packed_rows(r: Recorder, b: int, s: int) -> None:
     del breaks, before, steps, rows
 
 
-def allowed_pairs(r: Recorder, shape: LayerShape) -> Tensor:
+def allowed_pairs(r: Recorder, shape: LayerShape, *, window: bool) -> Tensor:
     """Which token may look at which (``sdpa_mask``), (1, 1, s, s) bool; a sliding window is one more condition."""
     b, s = shape.b, shape.s
     pairs = (1, 1, s, s)
     batch, head = r.empty((b,), "int64", "batch_indices"), r.empty((1,), "int64", "head_indices")
     q, k = positions(r, s), positions(r, s)
-    if shape.spec.sliding_window is None:
+    if shape.spec.sliding_window is None or not window:
         allowed = r.empty(pairs, "bool", "causal_mask_bool")
     else:
         true = r.empty((), "bool", "true")
@@ -83,8 +85,8 @@ def allowed_pairs(r: Recorder, shape: LayerShape) -> Tensor:
 
 
 def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
-    """``LlamaRotaryEmbedding.forward``: cos and sin (1, s, d), made in fp32, scaled and cast."""
-    s, d = shape.s, shape.spec.head_dim
+    """``LlamaRotaryEmbedding.forward``: cos and sin (1, s, d), made in fp32, scaled and cast; d features turn."""
+    s, d = shape.s, shape.spec.rotary_features
 
     def scaled(name: str) -> Tensor:
         return ops.scale(r, r.empty((1, s, d), "fp32", f"{name}_unscaled"), f"{name}_fp32")
@@ -114,14 +116,79 @@ def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -
 
 
 def llama_embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``LlamaModel.forward`` up to the first layer."""
+    """``LlamaModel.forward`` up to the first layer; Falcon's makes its mask without looking at positions."""
+    spec = shape.spec
+    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
+    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    position_ids = positions(r, shape.s)
+    mask = causal_mask(r, shape, packed=spec.family != "falcon")
+    cos, sin = rotary_tables(r, shape)
+    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids))
+
+
+def gemma2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
+    """``Gemma2Model.forward`` up to the first layer: ``Gemma2TextScaledWordEmbedding``, and a mask of each kind."""
+    spec = shape.spec
+    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
+    scale = r.outside((), shape.dtype, Category.BUFFERS)
+    inputs_embeds = ops.multiply(
+        r, ops.embedding(r, word, token_ids(r, shape), "word_embeddings"), scale, "embedding_scaled"
+    )
+    position_ids = positions(r, shape.s)
+    full = causal_mask(r, shape, window=False)
+    mask = causal_mask(r, shape)
+    cos, sin = rotary_tables(r, shape)
+    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full))
+
+
+def neox_embedding(r: Recorder, shape: LayerShape) -> Embedded:
+    """``GPTNeoXModel.forward`` up to the first layer."""
     spec = shape.spec
     word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
     inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
     position_ids = positions(r, shape.s)
     mask = causal_mask(r, shape)
+    hidden = ops.dropout(r, inputs_embeds, spec.embedding_dropout, "embedding_dropout")
     cos, sin = rotary_tables(r, shape)
-    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids))
+    frame = [inputs_embeds] if spec.embedding_dropout else []
+    return Embedded(hidden, Shared(mask, cos, sin, position_ids), frame)
+
+
+def gptj_embedding(r: Recorder, shape: LayerShape) -> Embedded:
+    """``GPTJModel.forward`` up to the first layer; each layer makes its own sines and cosines."""
+    spec = shape.spec
+    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
+    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    position_ids = positions(r, shape.s)
+    mask = causal_mask(r, shape)
+    hidden = ops.dropout(r, inputs_embeds, spec.embedding_dropout, "embedding_dropout")
+    frame = [inputs_embeds] if spec.embedding_dropout else []
+    return Embedded(hidden, Shared(mask, position_ids=position_ids), frame)
+
+
+def opt_embedding(r: Recorder, shape: LayerShape) -> Embedded:
+    """``OPTDecoder.forward`` up to the first layer: positions are counted from a mask of ones, (b, s)."""
+    spec, b, s = shape.spec, shape.b, shape.s
+    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
+    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    ones = r.empty((b, s), "fp32", "attention_mask")
+    position_ids = counted_positions(r, b, s)
+    mask = causal_mask(r, shape, packed=False)
+    table = r.parameter("position.weight", (spec.position_offset + spec.positions_max, spec.hidden), shape.dtype)
+    pos_embeds = ops.embedding(r, table, r.empty((b, s), "int64", "position_ids_offset"), "position_embeddings")
+    hidden = ops.add(r, inputs_embeds, pos_embeds, "embedding_sum")
+    return Embedded(hidden, Shared(mask, position_ids=position_ids), [inputs_embeds, ones, pos_embeds])
+
+
+def counted_positions(r: Recorder, b: int, s: int) -> Tensor:
+    """``(cumsum(mask) * mask - 1).long()``."""
+    counted = r.empty((b, s), "fp32", "positions_counted")
+    product = r.empty((b, s), "fp32", "positions_masked")
+    fp32 = r.empty((b, s), "fp32", "positions_fp32")
+    del product
+    position_ids = r.empty((b, s), "int64", "position_ids")
+    del fp32, counted
+    return position_ids
 
 
 def bert_embedding(r: Recorder, shape: LayerShape) -> Embedded:
@@ -151,6 +218,13 @@ EMBEDDINGS = {
     "llama": llama_embedding,
     "mistral": llama_embedding,
     "qwen3": llama_embedding,
+    "qwen2": llama_embedding,
+    "phi3": llama_embedding,
+    "gemma2": gemma2_embedding,
+    "opt": opt_embedding,
+    "gpt_neox": neox_embedding,
+    "gptj": gptj_embedding,
+    "falcon": llama_embedding,
 }
 
 
@@ -176,8 +250,12 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor
     weight = r.parameter("word.weight" if spec.tied_embeddings else "head.weight", (spec.vocab, spec.hidden), dtype)
     if spec.mlm_head:
         hidden = mlm_transform(r, hidden, shape)
-    bias = r.parameter("head.bias", (spec.vocab,), dtype) if spec.mlm_head else None
+    bias = r.parameter("head.bias", (spec.vocab,), dtype) if spec.mlm_head or spec.head_bias else None
     logits = ops.linear(r, hidden, weight, bias, name="logits", category=Category.LOGITS)
+    if spec.logit_softcap is not None:
+        logits = ops.elementwise(r, "logits_divided", (logits,), category=Category.LOGITS)
+        logits = ops.elementwise(r, "logits_tanh", (logits,), saves_output=True, category=Category.LOGITS)
+        logits = ops.elementwise(r, "logits_capped", (logits,), category=Category.LOGITS)
     if not spec.causal:
         return cross_entropy(r, logits, token_ids(r, shape)), logits
     upcast = ops.cast(r, logits, "fp32", "logits_fp32", Category.LOGITS)

@@ -18,14 +18,15 @@ def parameters(spec: ModelSpec) -> int:
 def embedding(spec: ModelSpec) -> int:
     """Token, position and token-type tables, and the norm after them: ``(v + p + types) h``."""
     h = spec.hidden
-    positions = spec.positions_max if spec.positions == "learned" else 0
+    positions = spec.positions_max + spec.position_offset if spec.positions == "learned" else 0
     rows = spec.vocab + positions + spec.token_types
     return rows * h + (norm(spec) if spec.embedding_norm else 0)
 
 
 def layer(spec: ModelSpec) -> int:
-    """One transformer layer: attention, MLP and two norms."""
-    return attention(spec) + mlp(spec) + 2 * norm(spec)
+    """One transformer layer: attention, MLP and their norms: one or two each, or one for both."""
+    norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
+    return attention(spec) + mlp(spec) + norms * norm(spec)
 
 
 def attention(spec: ModelSpec) -> int:
@@ -39,7 +40,7 @@ def attention(spec: ModelSpec) -> int:
 def mlp(spec: ModelSpec) -> int:
     """``2 h f``, or ``3 h f`` with a gate, and biases."""
     h, f = spec.hidden, spec.ffn
-    up = 2 if spec.activation == "swiglu" else 1
+    up = 2 if spec.gated else 1
     return (up + 1) * h * f + (up * f + h if spec.mlp_bias else 0)
 
 
@@ -50,8 +51,9 @@ def norm(spec: ModelSpec) -> int:
 
 
 def head(spec: ModelSpec) -> int:
-    """The output projection ``v h`` unless tied; BERT's adds a dense layer, a norm and the decoder's bias."""
+    """The output projection ``v h`` unless tied, and its bias; BERT's adds a dense layer, a norm and the decoder's
+    bias."""
     h, v = spec.hidden, spec.vocab
     projection = 0 if spec.tied_embeddings else v * h
     transform = h * h + h + norm(spec) + v if spec.mlm_head else 0
-    return projection + transform
+    return projection + transform + (v if spec.head_bias else 0)

@@ -1,27 +1,23 @@
 """A Hugging Face ``config.json`` as a model spec. Only data is read: code that it names is never run.
 
-What a configuration leaves out has the default of its class in transformers 5.23
-(``models/*/configuration_*.py``); the sizes that every saved configuration carries are required, since
-a default would silently be another model.
+What each family's configuration says, and its defaults: ``plan.huggingface_families``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from .errors import ABSENT, PlanError, one_line, shown
-from .node import Node, Scalar
+from .huggingface_families import FAMILIES, REQUIRED, Family, Key
+from .node import Node
 from .notes import Note
 
 LARGEST = 2**31
 """Elements in one dimension."""
 MOST_LAYERS = 100_000
 
-_REQUIRED = object()
 _HEADS_ASSUMED = re.compile(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)Model)$")
 """Classes with the head that is estimated, or with none."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -29,170 +25,11 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "gelu_new": "gelu_new",
+    "gelu_fast": "gelu_fast",
+    "relu": "relu",
     "silu": "swiglu",
     "swish": "swiglu",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """Where a spec field is found: names in order of precedence, and the class's default."""
-
-    names: tuple[str, ...]
-    default: object = _REQUIRED
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """How configurations of one ``model_type`` are read."""
-
-    keys: Mapping[str, _Key]
-    constants: Mapping[str, Scalar]
-    activation: _Key | None = None
-    activations: tuple[str, ...] = ()
-    refused: Mapping[str, Scalar] = field(default_factory=dict)
-    """Settings that change the model in ways that are not modelled, with the value that is."""
-
-
-def _key(*names: str, default: object = _REQUIRED) -> _Key:
-    return _Key(names, default)
-
-
-_LLAMA_KEYS = {
-    "layers": _key("num_hidden_layers"),
-    "hidden": _key("hidden_size"),
-    "heads": _key("num_attention_heads"),
-    "kv_heads": _key("num_key_value_heads", default=None),
-    "head_dim": _key("head_dim", default=None),
-    "ffn": _key("intermediate_size"),
-    "vocab": _key("vocab_size"),
-    "positions_max": _key("max_position_embeddings", default=2048),
-    "attention_bias": _key("attention_bias", default=False),
-    "mlp_bias": _key("mlp_bias", default=False),
-    "tied_embeddings": _key("tie_word_embeddings", default=False),
-    "attention_dropout": _key("attention_dropout", default=0.0),
-}
-_LLAMA_CONSTANTS: Mapping[str, Scalar] = {
-    "norm": "rmsnorm",
-    "positions": "rotary",
-    "embedding_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
-_SILU = _key("hidden_act", default="silu")
-
-FAMILIES: Mapping[str, _Family] = MappingProxyType(
-    {
-        "gpt2": _Family(
-            keys={
-                "layers": _key("n_layer", "num_hidden_layers"),
-                "hidden": _key("n_embd", "hidden_size"),
-                "heads": _key("n_head", "num_attention_heads"),
-                "ffn": _key("n_inner", default=None),
-                "vocab": _key("vocab_size"),
-                "positions_max": _key("n_positions", "max_position_embeddings", default=1024),
-                "tied_embeddings": _key("tie_word_embeddings", default=True),
-                "embedding_dropout": _key("embd_pdrop", default=0.1),
-                "attention_dropout": _key("attn_pdrop", default=0.1),
-                "hidden_dropout": _key("resid_pdrop", default=0.1),
-            },
-            constants={"norm": "layernorm", "positions": "learned"},
-            activation=_key("activation_function", default="gelu_new"),
-            activations=("gelu", "gelu_new", "gelu_pytorch_tanh"),
-            refused={
-                "add_cross_attention": False,
-                "reorder_and_upcast_attn": False,
-                "scale_attn_weights": True,
-            },
-        ),
-        "bert": _Family(
-            keys={
-                "layers": _key("num_hidden_layers"),
-                "hidden": _key("hidden_size"),
-                "heads": _key("num_attention_heads"),
-                "ffn": _key("intermediate_size"),
-                "vocab": _key("vocab_size"),
-                "positions_max": _key("max_position_embeddings", default=512),
-                "token_types": _key("type_vocab_size", default=2),
-                "embedding_dropout": _key("hidden_dropout_prob", default=0.1),
-                "attention_dropout": _key("attention_probs_dropout_prob", default=0.1),
-                "hidden_dropout": _key("hidden_dropout_prob", default=0.1),
-            },
-            constants={
-                "norm": "layernorm",
-                "norm_place": "post",
-                "positions": "learned",
-                "causal": False,
-                "embedding_norm": True,
-                "final_norm": False,
-                "mlm_head": True,
-            },
-            activation=_key("hidden_act", default="gelu"),
-            activations=("gelu", "gelu_new", "gelu_pytorch_tanh"),
-            refused={
-                "is_decoder": False,
-                "add_cross_attention": False,
-                "tie_word_embeddings": True,
-                "position_embedding_type": "absolute",
-                "chunk_size_feed_forward": 0,
-            },
-        ),
-        "bloom": _Family(
-            keys={
-                "layers": _key("n_layer", "num_hidden_layers"),
-                "hidden": _key("n_embed", "hidden_size"),
-                "heads": _key("n_head", "num_attention_heads"),
-                "vocab": _key("vocab_size"),
-                "positions_max": _key("seq_length", default=2048),
-                "tied_embeddings": _key("tie_word_embeddings", default=True),
-                "attention_dropout": _key("attention_dropout", default=0.0),
-                "hidden_dropout": _key("hidden_dropout", default=0.0),
-            },
-            constants={
-                "norm": "layernorm",
-                "positions": "alibi",
-                "activation": "gelu",
-                "embedding_norm": True,
-                "embedding_dropout": 0.0,
-            },
-        ),
-        "llama": _Family(
-            keys={**_LLAMA_KEYS, "attention_output_bias": _LLAMA_KEYS["attention_bias"]},
-            constants=_LLAMA_CONSTANTS,
-            activation=_SILU,
-            activations=("silu", "swish"),
-        ),
-        "mistral": _Family(
-            keys={
-                **{name: key for name, key in _LLAMA_KEYS.items() if not name.endswith("_bias")},
-                "kv_heads": _key("num_key_value_heads", default=8),
-                "positions_max": _key("max_position_embeddings", default=131_072),
-                "sliding_window": _key("sliding_window", default=4096),
-            },
-            constants={
-                **_LLAMA_CONSTANTS,
-                "attention_bias": False,
-                "attention_output_bias": False,
-                "mlp_bias": False,
-            },
-            activation=_SILU,
-            activations=("silu", "swish"),
-        ),
-        "qwen3": _Family(
-            keys={
-                **{name: key for name, key in _LLAMA_KEYS.items() if name != "mlp_bias"},
-                "attention_output_bias": _LLAMA_KEYS["attention_bias"],
-                "kv_heads": _key("num_key_value_heads", default=32),
-                "head_dim": _key("head_dim", default=128),
-                "positions_max": _key("max_position_embeddings", default=32_768),
-            },
-            constants={**_LLAMA_CONSTANTS, "mlp_bias": False, "qk_norm": True},
-            activation=_SILU,
-            activations=("silu", "swish"),
-            refused={"use_sliding_window": False},
-        ),
-    }
-)
-"""What is known, by ``model_type``."""
 
 
 def spec_of_config(config: Node, path: Path) -> Node:
@@ -206,8 +43,10 @@ def spec_of_config(config: Node, path: Path) -> Node:
     items["source"] = Node(str(path), origin)
     for name, key in family.keys.items():
         items[name] = _value(config, name, key)
+    if isinstance(items.get("blocks", Node(None, origin)).value, bool):
+        items["blocks"] = Node("parallel" if items["blocks"].value else "sequential", items["blocks"].origin)
     if family.activation is not None:
-        items["activation"] = _activation(config, family.activation, family.activations)
+        items["activation"] = _activation(config, family.activation, family.activations, gated=family.gated_gelu)
     return Node(_with_derived_sizes(items, config), origin)
 
 
@@ -232,7 +71,7 @@ def _architectures(config: Node) -> list[str]:
     return [item.value for item in items if isinstance(item.value, str)]
 
 
-def _family(config: Node) -> tuple[str, _Family]:
+def _family(config: Node) -> tuple[str, Family]:
     node = config.mapping.get("model_type")
     known = f"known are {', '.join(FAMILIES)}"
     if node is None:
@@ -244,17 +83,28 @@ def _family(config: Node) -> tuple[str, _Family]:
     return node.value, FAMILIES[node.value]
 
 
+def _setting(config: Node, name: str) -> Node | None:
+    """What ``config`` says under ``name``; ``section.name`` is in a mapping of its own."""
+    section, _, rest = name.partition(".")
+    node = config.mapping.get(section)
+    if not rest or node is None:
+        return node
+    return node.mapping.get(rest) if isinstance(node.value, dict) else None
+
+
 def _name(path: Path) -> str:
     stem = path.resolve().parent.name if path.name == "config.json" else path.stem
     return stem.lower()[:100] or "model"
 
 
-def _refuse_what_is_not_modelled(config: Node, family: _Family) -> None:
+def _refuse_what_is_not_modelled(config: Node, family: Family) -> None:
     for name, modelled in family.refused.items():
-        node = config.mapping.get(name)
+        node = _setting(config, name)
         if node is not None and node.value is not None and node.value != modelled:
-            wanted = str(modelled).lower()
-            raise PlanError(name, node.plain(), f"is not modelled; only {wanted} is", origin=node.origin)
+            wanted = "null" if modelled is None else str(modelled).lower()
+            given = ABSENT if isinstance(node.value, dict | list) else node.plain()
+            raise PlanError(name, given, f"is not modelled; only {wanted} is", origin=node.origin)
+    _refuse_narrow_embedding(config)
     if family.constants.get("mlm_head"):
         _refuse_next_sentences(config)
     _refuse_experts(config)
@@ -262,12 +112,30 @@ def _refuse_what_is_not_modelled(config: Node, family: _Family) -> None:
     if quantised is not None and quantised.value is not None:
         problem = "is set: training on a quantised checkpoint is not modelled; remove it to plan the model itself"
         raise PlanError("quantization_config", ABSENT, problem, origin=quantised.origin)
+    _refuse_other_layer_types(config, alternating=bool(family.constants.get("alternating_windows")))
+
+
+def _refuse_other_layer_types(config: Node, *, alternating: bool) -> None:
+    """Layers are all alike, or have a sliding window in turn, from the first."""
     layer_types = config.mapping.get("layer_types")
-    if layer_types is not None and isinstance(layer_types.value, list):
-        kinds = sorted({str(item.value) for item in layer_types.value})
-        if len(kinds) > 1:
-            problem = f"mixes {', '.join(kinds)}; only models whose layers are all alike are modelled"
+    if layer_types is None or not isinstance(layer_types.value, list):
+        return
+    types = [str(item.value) for item in layer_types.value]
+    if alternating:
+        if types != [("sliding_attention", "full_attention")[i % 2] for i in range(len(types))]:
+            problem = "is not modelled; only sliding_attention and full_attention in turn are"
             raise PlanError("layer_types", ABSENT, problem, origin=layer_types.origin)
+    elif len(set(types)) > 1:
+        problem = f"mixes {', '.join(sorted(set(types)))}; only models whose layers are all alike are modelled"
+        raise PlanError("layer_types", ABSENT, problem, origin=layer_types.origin)
+
+
+def _refuse_narrow_embedding(config: Node) -> None:
+    """OPT 350M's embedding is narrower than its layers."""
+    width, hidden = config.mapping.get("word_embed_proj_dim"), config.mapping.get("hidden_size")
+    if width is not None and hidden is not None and width.value not in (None, hidden.value):
+        problem = f"is not modelled; only the hidden size ({hidden.plain()}) is"
+        raise PlanError("word_embed_proj_dim", width.plain(), problem, origin=width.origin)
 
 
 def _refuse_next_sentences(config: Node) -> None:
@@ -286,17 +154,17 @@ def _refuse_experts(config: Node) -> None:
             raise PlanError(name, node.value, problem, origin=node.origin)
 
 
-def _value(config: Node, spec_field: str, key: _Key) -> Node:
-    name = next((name for name in key.names if name in config.mapping), key.names[0])
-    node = config.mapping.get(name)
+def _value(config: Node, spec_field: str, key: Key) -> Node:
+    name = next((name for name in key.names if _setting(config, name) is not None), key.names[0])
+    node = _setting(config, name)
     if node is None:
-        if key.default is _REQUIRED:
+        if key.default is REQUIRED:
             raise PlanError(name, ABSENT, f"is missing (the model's {spec_field})", origin=config.origin)
         assert key.default is None or isinstance(key.default, (bool, int, float))
         return Node(key.default, config.origin)
     if node.value is None and (key.default is None or spec_field in _MAY_BE_NULL):
         return node
-    allowed, accepts = _RULES.get(spec_field, _SIZE_RULE)
+    allowed, accepts = _RULES.get(name, _RULES.get(spec_field, _SIZE_RULE))
     if not accepts(node.value):
         raise PlanError(name, node.plain(), f"must be {allowed}", origin=node.origin)
     return node
@@ -309,22 +177,33 @@ def _whole(least: int, most: int) -> _Rule:
     return f"a whole number from {least} to {most:,}", lambda value: type(value) is int and least <= value <= most
 
 
-_MAY_BE_NULL = ("sliding_window", "kv_heads")
+_MAY_BE_NULL = ("sliding_window", "kv_heads", "attention_softcap", "logit_softcap")
 _SIZE_RULE = _whole(1, LARGEST)
 _PROBABILITY_RULE: _Rule = (
     "a probability: at least 0 and less than 1",
     lambda value: type(value) in (int, float) and 0 <= value < 1,  # type: ignore[operator]
 )
+_POSITIVE_RULE: _Rule = (
+    "a number above 0",
+    lambda value: type(value) in (int, float) and value > 0,  # type: ignore[operator]
+)
+_FRACTION_RULE: _Rule = (
+    "a number above 0 and up to 1",
+    lambda value: type(value) in (int, float) and 0 < value <= 1,  # type: ignore[operator]
+)
 _SWITCH_RULE: _Rule = ("true or false", lambda value: isinstance(value, bool))
 _RULES: Mapping[str, _Rule] = {
     "layers": _whole(1, MOST_LAYERS),
     "token_types": _whole(0, LARGEST),
+    "rotary_fraction": _FRACTION_RULE,
+    "rotary_dim": _SIZE_RULE,
+    **dict.fromkeys(("attention_softcap", "logit_softcap"), _POSITIVE_RULE),
     **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), _PROBABILITY_RULE),
-    **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings"), _SWITCH_RULE),
+    **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks"), _SWITCH_RULE),
 }
 
 
-def _activation(config: Node, key: _Key, modelled: tuple[str, ...]) -> Node:
+def _activation(config: Node, key: Key, modelled: tuple[str, ...], *, gated: bool) -> Node:
     name = key.names[0]
     node = config.mapping.get(name)
     value = key.default if node is None else node.value
@@ -332,7 +211,7 @@ def _activation(config: Node, key: _Key, modelled: tuple[str, ...]) -> Node:
     if not isinstance(value, str) or value not in modelled:
         problem = f"is not an activation that is modelled here; {', '.join(modelled)} are"
         raise PlanError(name, value, problem, origin=origin)
-    return Node(_ACTIVATIONS[value], origin)
+    return Node("geglu" if gated else _ACTIVATIONS[value], origin)
 
 
 def _with_derived_sizes(items: dict[str, Node], config: Node) -> dict[str, Node]:
@@ -348,4 +227,18 @@ def _with_derived_sizes(items: dict[str, Node], config: Node) -> dict[str, Node]
             raise PlanError(key, hidden, problem, origin=items["hidden"].origin)
         derived = {"kv_heads": heads, "head_dim": hidden // heads, "ffn": 4 * hidden}[name]
         items[name] = Node(derived, items["hidden"].origin)
-    return items
+    return _with_rotary_fraction(items, config)
+
+
+def _with_rotary_fraction(items: dict[str, Node], config: Node) -> dict[str, Node]:
+    """GPT-J names the features that turn, not their part of a head."""
+    features, d = items.get("rotary_fraction"), items["head_dim"].value
+    if features is None or items["family"].value != "gptj":
+        return items
+    assert isinstance(features.value, int)
+    assert isinstance(d, int)
+    if features.value > d or features.value % 2:
+        raise PlanError(
+            "rotary_dim", features.value, f"must be even and at most {d}, the size of a head", origin=features.origin
+        )
+    return {**items, "rotary_fraction": Node(features.value / d, features.origin)}

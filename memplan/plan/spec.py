@@ -11,10 +11,26 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Family = Literal["gpt2", "gpt", "bert", "bloom", "llama", "mistral", "qwen3"]
+Family = Literal[
+    "gpt2",
+    "gpt",
+    "bert",
+    "bloom",
+    "llama",
+    "mistral",
+    "qwen3",
+    "qwen2",
+    "phi3",
+    "gemma2",
+    "opt",
+    "gpt_neox",
+    "gptj",
+    "falcon",
+]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rotary", "alibi", "none"]
-Activation = Literal["gelu", "gelu_new", "swiglu"]
+Activation = Literal["gelu", "gelu_new", "gelu_fast", "relu", "swiglu", "geglu"]
+Blocks = Literal["sequential", "parallel", "parallel_one_norm"]
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
 LayerCount = Annotated[int, Field(ge=1, le=100_000)]
@@ -47,19 +63,39 @@ class ModelSpec(BaseModel):
     )
 
     norm: Norm = Field(description="LayerNorm (weight and bias) or RMSNorm (weight)")
-    norm_place: Literal["pre", "post"] = Field("pre", description="norms before each block, or after it as in BERT")
+    norm_place: Literal["pre", "post", "both"] = Field(
+        "pre", description="norms before each block, after it as in BERT, or before and after as in Gemma 2"
+    )
+    blocks: Blocks = Field(
+        "sequential", description="attention then MLP, or side by side with a norm each (GPT-NeoX) or one (GPT-J)"
+    )
     positions: Positions = Field(description="how positions enter")
-    activation: Activation = Field(description="MLP activation; gelu_new is the tanh form as Python operators")
+    position_offset: Rows = Field(0, description="rows of the learned position table before the first (OPT: 2)")
+    rotary_fraction: float = Field(
+        1.0, gt=0.0, le=1.0, description="part of each head's features that rotary positions turn"
+    )
+    activation: Activation = Field(
+        description="MLP activation; gelu_new and gelu_fast are the tanh form in Python, swiglu and geglu have a gate"
+    )
     attention_bias: bool = Field(True, description="bias on the query/key/value projections")
     attention_output_bias: bool = Field(True, description="bias on the attention's output projection")
     mlp_bias: bool = Field(True, description="bias on the MLP's projections")
     qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys, as in Qwen 3")
     causal: bool = Field(True, description="causal attention; false for an encoder")
     sliding_window: Size | None = Field(None, description="tokens that attention looks back, if limited")
+    alternating_windows: bool = Field(
+        False, description="the window limits every second layer only, from the first, as in Gemma 2"
+    )
+    attention_softcap: float | None = Field(
+        None, gt=0.0, description="attention's scores x become c tanh(x / c) with this c (Gemma 2)"
+    )
 
     tied_embeddings: bool = Field(True, description="the head shares the embedding's weight")
     embedding_norm: bool = Field(False, description="norm after the embedding, as in BLOOM and BERT")
+    embedding_scale: bool = Field(False, description="the embedding's output is multiplied by a number (Gemma 2)")
     final_norm: bool = Field(True, description="norm before the head")
+    head_bias: bool = Field(False, description="bias on the head, as in GPT-J")
+    logit_softcap: float | None = Field(None, gt=0.0, description="as attention_softcap, of the logits")
     token_types: Rows = Field(0, description="rows of the token-type table (BERT); 0 where there is none")
     mlm_head: bool = Field(
         False, description="BERT's head: dense, activation and norm before a decoder that has a bias"
@@ -81,6 +117,16 @@ class ModelSpec(BaseModel):
     def qkv_features(self) -> int:
         """Output features of the fused query/key/value projection: ``(a + 2 a_kv) d``."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def rotary_features(self) -> int:
+        """Features of a head that rotary positions turn; a fraction of whole features is no less than them."""
+        return int(self.head_dim * self.rotary_fraction + 1e-6)
+
+    @property
+    def gated(self) -> bool:
+        """The MLP's activation has a gate: two up projections."""
+        return self.activation in ("swiglu", "geglu")
 
     @property
     def attention_features(self) -> int:

@@ -23,6 +23,7 @@ import pytest
 import transformers
 
 from memplan.frameworks import plain
+from memplan.layers.coverage import KEEPS_WEIGHTS, WITHOUT_KERNEL
 from memplan.layers.module import Module, Options
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -45,6 +46,16 @@ BERT = {
 }
 LLAMA = {**BERT, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 48, "hidden_size": 192}
 LLAMA |= {"intermediate_size": 448}
+PHI3 = {**LLAMA, "head_dim": 32, "pad_token_id": 0, "eos_token_id": 0}
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+GEMMA2 = {**LLAMA, "sliding_window": 40}
+UNCAPPED: dict[str, Any] = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}
+UNCAPPED |= {"attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embeddings": False}
+OPT = {name: value for name, value in BERT.items() if name != "intermediate_size"} | {"ffn_dim": 320, "dropout": 0.0}
+NEOX = {**BERT, "num_attention_heads": 3}
+GPTJ = {**GPT2, "rotary_dim": 16}
+TIED = {"tie_word_embeddings": True}
+FALCON = {**BERT, "ffn_hidden_size": 320, "bos_token_id": 0, "eos_token_id": 0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
@@ -57,6 +68,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-no-window": ("mistral", LLAMA | {"sliding_window": None, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", LLAMA),
     "qwen3-tied": ("qwen3", LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "qwen2": ("qwen2", LLAMA),
+    "qwen2-tied-dropout": ("qwen2", LLAMA | {"tie_word_embeddings": True, "attention_dropout": 0.1}),
+    "phi3": ("phi3", PHI3),
+    "phi3-partial-dropout": ("phi3", PHI3 | {"num_key_value_heads": 6, "resid_pdrop": 0.1, **PARTIAL}),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2-uncapped-biased-dropout": ("gemma2", GEMMA2 | UNCAPPED),
+    "opt": ("opt", OPT),
+    "opt-dropout": ("opt", OPT | {"dropout": 0.1, "attention_dropout": 0.1, "tie_word_embeddings": False}),
+    "gpt_neox": ("gpt_neox", NEOX),
+    "gpt_neox-dropout": (
+        "gpt_neox",
+        NEOX | {"hidden_act": "gelu_fast", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    ),
+    "gpt_neox-sequential-tied": ("gpt_neox", NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "gptj": ("gptj", GPTJ),
+    "gptj-dropout-tied": ("gptj", GPTJ | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, **TIED}),
+    "falcon": ("falcon", FALCON),
+    "falcon-dropout-untied": ("falcon", FALCON | {"hidden_dropout": 0.1, "tie_word_embeddings": False}),
 }
 SHAPES = ((1, 64), (2, 128), (3, 37))
 MODES = (("fp32", "eager"), ("bf16", "eager"), ("bf16", "flash"))
@@ -78,7 +107,7 @@ class Case:
 
 
 SETTINGS = tuple((*mode, recompute) for recompute in ("none", "full") for mode in MODES)
-IN_EVERY_SHAPE = ("gpt2", "bert", "llama")
+IN_EVERY_SHAPE = ("gpt2", "bert", "llama", "phi3", "gemma2", "opt", "gpt_neox", "gptj", "falcon")
 
 CASES = [
     Case(model, *shape, *setting)
@@ -86,8 +115,10 @@ CASES = [
     for at_setting, setting in enumerate(SETTINGS)
     for at_shape, shape in enumerate(SHAPES)
     if model in IN_EVERY_SHAPE or (at_model + at_setting + at_setting // 3) % 3 == at_shape
+    if setting[1] == "eager" or MODELS[model][0] not in WITHOUT_KERNEL
+    if setting[2] == "none" or MODELS[model][0] not in KEEPS_WEIGHTS
 ]
-"""Every model in every setting; shapes in turn but for ``IN_EVERY_SHAPE``."""
+"""Every model in every setting that its family has; shapes in turn but for ``IN_EVERY_SHAPE``."""
 
 
 @dataclass(frozen=True)

@@ -5,33 +5,42 @@ from __future__ import annotations
 import pytest
 
 from memplan.estimate import fold
-from memplan.layers.coverage import MEGATRON, MEGATRON_CORE, TRANSFORMERS
+from memplan.layers.coverage import KEEPS_WEIGHTS, MEGATRON, MEGATRON_CORE, TRANSFORMERS, WITHOUT_KERNEL
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 
 BASE = {
     "gpt2": "gpt2", "gpt": "bigscience-104b", "bert": "bert-large", "llama": "llama-3-8b", "mistral": "mistral-7b",
-    "qwen3": "qwen3-8b", "bloom": "bloom-176b",
+    "qwen3": "qwen3-8b", "bloom": "bloom-176b", "qwen2": "qwen2.5-7b", "phi3": "phi-3-mini", "gemma2": "gemma-2-9b",
+    "opt": "opt-6.7b", "gpt_neox": "gpt-neox-20b", "gptj": "gpt-j-6b", "falcon": "falcon-7b",
 }  # fmt: skip
 """A built-in spec of each family."""
 
 OTHER = {
     "norm": ["layernorm", "rmsnorm"],
-    "norm_place": ["pre", "post"],
+    "norm_place": ["pre", "post", "both"],
+    "blocks": ["sequential", "parallel", "parallel_one_norm"],
     "positions": ["learned", "rotary", "alibi", "none"],
-    "activation": ["gelu", "gelu_new", "swiglu"],
+    "position_offset": [0, 2],
+    "rotary_fraction": [1.0, 0.5],
+    "activation": ["gelu", "gelu_new", "gelu_fast", "relu", "swiglu", "geglu"],
     "attention_bias": [True, False],
     "attention_output_bias": [True, False],
     "mlp_bias": [True, False],
     "qk_norm": [True, False],
     "causal": [True, False],
+    "alternating_windows": [True, False],
+    "attention_softcap": ["null", 50.0],
     "tied_embeddings": [True, False],
     "embedding_norm": [True, False],
+    "embedding_scale": [True, False],
     "final_norm": [True, False],
+    "head_bias": [True, False],
+    "logit_softcap": ["null", 30.0],
     "mlm_head": [True, False],
     "token_types": [0, 2],
-    "kv_heads": [4, 2],
+    "kv_heads": [4, 2, 1],
     "head_dim": [16, 32],
     "ffn": [256, 320],
     "embedding_dropout": [0.0, 0.1],
@@ -42,6 +51,9 @@ OTHER = {
 SAME_BYTES = {("megatron-deepspeed", "activation"), ("megatron", "activation")}
 """Megatron's fused bias-GELU is the tanh form: both names are one kernel."""
 
+OF_FAMILY = {"falcon": {"kv_heads": 1}}
+"""Sizes that a family needs."""
+
 OF_MEGATRON_CORE = {"bert": {"norm_place": "pre", "embedding_norm": False, "final_norm": True}}
 """Where Megatron-Core's own model of a family differs from the built-in spec."""
 
@@ -51,7 +63,8 @@ def folded(family: str, framework: str, **fields: object) -> object:
     flags = {
         "model": BASE[family], "framework": framework, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4,
         "head_dim": 16, "ffn": 256, "vocab": 512, "positions_max": 128, "seq": 128, "mbs": 2, "dtype": "bf16",
-        "attention": "eager", **(OF_MEGATRON_CORE.get(family, {}) if framework == "megatron" else {}), **fields,
+        "attention": "eager", **OF_FAMILY.get(family, {}),
+        **(OF_MEGATRON_CORE.get(family, {}) if framework == "megatron" else {}), **fields,
     }  # fmt: skip
     try:
         plan = read_plan(None, {name.replace("_", "-"): str(value).lower() for name, value in flags.items()}).plan
@@ -75,6 +88,27 @@ def test_a_field_that_changes_nothing_is_refused(family: str, framework: str, fi
     assert estimated, results
     distinct = {str(result) for result in estimated}
     assert len(distinct) == len(estimated) or (framework, field) in SAME_BYTES
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu_fast", "geglu"])
+def test_activations_that_megatron_has_not(activation: str) -> None:
+    for framework, family in (("megatron", "gpt"), ("megatron", "llama"), ("megatron-deepspeed", "gpt")):
+        assert f"model.activation = {activation}: must be" in str(folded(family, framework, activation=activation))
+
+
+def test_an_odd_number_of_features_cannot_turn() -> None:
+    refusal = folded("gpt_neox", "single", rotary_fraction=0.2)
+    assert "model.rotary_fraction = 0.2: must make an even number of a head's 16 features turn, not 3" in str(refusal)
+
+
+@pytest.mark.parametrize("family", sorted(WITHOUT_KERNEL))
+def test_families_without_the_flash_kernel(family: str) -> None:
+    assert f"must be eager for family {family}" in str(folded(family, "single", attention="flash"))
+
+
+@pytest.mark.parametrize("family", sorted(KEEPS_WEIGHTS))
+def test_families_whose_layers_return_their_weights(family: str) -> None:
+    assert f"must be none for family {family}" in str(folded(family, "single", recompute="full"))
 
 
 def test_a_refusal_names_the_field_and_what_is_allowed() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
-from memplan.plan.huggingface import FAMILIES
+from memplan.plan.huggingface_families import FAMILIES
 from memplan.plan.library import model_specs
 from memplan.plan.models import load_spec, read_spec
 from memplan.plan.spec import ModelSpec
@@ -28,6 +28,14 @@ LLAMA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
     "intermediate_size": 20,
+}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 101,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "ffn_dim": 20,
 }
 
 
@@ -65,6 +73,18 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     required = {
         "gpt2": {"n_layer": draw(st.integers(1, 3)), "n_embd": heads * head, "n_head": heads},
         "bloom": {"n_layer": draw(st.integers(1, 3)), "hidden_size": heads * head, "n_head": heads},
+        "gptj": {"n_layer": draw(st.integers(1, 3)), "n_embd": heads * head, "n_head": heads, "rotary_dim": 2},
+        "falcon": {
+            "num_hidden_layers": draw(st.integers(1, 3)),
+            "hidden_size": heads * head,
+            "num_attention_heads": heads,
+        },
+        "opt": {
+            "num_hidden_layers": draw(st.integers(1, 3)),
+            "hidden_size": heads * head,
+            "num_attention_heads": heads,
+            "ffn_dim": draw(st.integers(1, 40)),
+        },
     }.get(
         family,
         {
@@ -87,9 +107,20 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         },
         "mistral": {"head_dim": st.none() | st.just(4), "sliding_window": st.none() | sizes},
         "qwen3": {"head_dim": st.just(6), "attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
+        "qwen2": {"tie_word_embeddings": st.booleans()},
+        "phi3": {"tie_word_embeddings": st.booleans()},
+        "gemma2": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
+        "opt": {"enable_bias": st.booleans(), "tie_word_embeddings": st.booleans(), "max_position_embeddings": sizes},
+        "gpt_neox": {
+            "attention_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "use_parallel_residual": st.booleans(),
+        },
+        "gptj": {"n_inner": st.none() | sizes, "tie_word_embeddings": st.booleans()},
+        "falcon": {"ffn_hidden_size": st.none() | sizes, "tie_word_embeddings": st.booleans()},
     }
     chosen = {name: draw(value) for name, value in optional[family].items() if draw(st.booleans())}
-    if family in ("mistral", "qwen3"):
+    if family in ("mistral", "qwen3", "qwen2", "phi3", "gemma2"):
         chosen["num_key_value_heads"] = kv_heads
     return {"model_type": family, "vocab_size": draw(st.integers(8, 99)), **required, **chosen}
 
@@ -123,6 +154,14 @@ def test_built_in_specs_count_as_transformers_does(name: str) -> None:
     sizes = {
         "gpt2": {"n_layer": spec.layers, "n_embd": spec.hidden, "n_head": spec.heads},
         "bloom": {"n_layer": spec.layers, "hidden_size": spec.hidden, "n_head": spec.heads},
+        "gptj": {"n_layer": spec.layers, "n_embd": spec.hidden, "n_head": spec.heads},
+        "opt": {
+            "num_hidden_layers": spec.layers,
+            "hidden_size": spec.hidden,
+            "num_attention_heads": spec.heads,
+            "ffn_dim": spec.ffn,
+            "max_position_embeddings": spec.positions_max,
+        },
     }.get(
         spec.family,
         {
@@ -141,7 +180,7 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
     line = refusal({"model_type": "mamba", "hidden_size": 8}, tmp_path)
     assert line == (
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
-        "known are gpt2, bert, bloom, llama, mistral, qwen3"
+        "known are gpt2, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)
@@ -185,6 +224,27 @@ def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
         ({**LLAMA, "model_type": "bert", "architectures": ["BertForPreTraining"]}, "it adds a next-sentence head"),
         ({**LLAMA, "num_local_experts": 8}, "num_local_experts = 8: must be 1 or left out: a mixture of experts"),
         ({**GPT2, "num_experts": 2}, "num_experts = 2: must be 1 or left out"),
+        ({**OPT, "word_embed_proj_dim": 6}, "word_embed_proj_dim = 6: is not modelled; only the hidden size (12) is"),
+        ({**OPT, "do_layer_norm_before": False}, "do_layer_norm_before = false: is not modelled; only true is"),
+        ({**OPT, "layerdrop": 0.1}, "layerdrop = 0.1: is not modelled; only 0 is"),
+        (
+            {**LLAMA, "model_type": "phi3", "rope_scaling": {"type": "longrope"}},
+            "rope_scaling: is not modelled; only null",
+        ),
+        (
+            {**LLAMA, "model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}},
+            "rope_parameters.rope_type = longrope: is not modelled; only default is",
+        ),
+        ({**LLAMA, "model_type": "phi3", "partial_rotary_factor": 2}, "= 2: must be a number above 0 and up to 1"),
+        ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window = true: is not modelled"),
+        (
+            {**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types: is not modelled; only sliding_attention and full_attention in turn are",
+        ),
+        ({**LLAMA, "model_type": "gemma2", "attn_logit_softcapping": 0}, "= 0: must be a number above 0"),
+        ({**LLAMA, "model_type": "falcon", "alibi": True}, "alibi = true: is not modelled; only false is"),
+        ({**LLAMA, "model_type": "falcon", "new_decoder_architecture": True}, "is not modelled; only false is"),
+        ({**GPT2, "model_type": "gptj", "rotary_dim": 6}, "rotary_dim = 6: must be even and at most 4"),
         ([1, 2], "model = [1, 2]: a model spec is a mapping of fields"),
         ("text", "model = text: a model spec is a mapping of fields"),
     ],

@@ -1,0 +1,263 @@
+"""Parts of transformer layers as Hugging Face transformers (5.x) writes them: projections, norms, attention, rotary.
+
+A tensor that a module's Python keeps in a variable is kept here in a variable of the same scope, which is what
+ends its life at the same line. Whether a tensor without a variable, made in a call's arguments, ends within the
+call or behind it depends on Python's version: such a call has one of these at most, and does not end it early by
+giving its name to another tensor.
+Shapes: b micro-batch, s sequence, h hidden, a heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..plan.spec import ModelSpec
+from . import ops
+from .autograd import Recorder, Shape, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One micro-batch of one architecture on one rank."""
+
+    spec: ModelSpec
+    b: int
+    s: int
+    dtype: str
+    flash: bool
+
+
+@dataclass(slots=True)
+class Shared:
+    """Tensors that one forward pass makes once and every layer reads."""
+
+    mask: Tensor | None = None
+    """Additive mask (b or 1, 1, s, s)."""
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    position_ids: Tensor | None = None
+    """(1, s), in OPT (b, s), where layers are handed them without reading them."""
+    full_mask: Tensor | None = None
+    """The mask of layers without a window, where ``mask`` is that of those with one."""
+
+
+Layer = Callable[[Recorder, Tensor, Shared, LayerShape], Tensor]
+
+
+# -- parts ------------------------------------------------------------------------------------------
+
+
+def linear(r: Recorder, x: Tensor, name: str, n: int, bias: bool) -> Tensor:
+    """A ``Linear`` or ``Conv1D`` called ``name`` with ``n`` outputs."""
+    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype)
+    return ops.linear(r, x, weight, r.parameter(f"{name}.bias", (n,), x.dtype) if bias else None, name=name)
+
+
+def layer_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
+    bias = r.parameter(f"{name}.bias", (x.shape[-1],), x.dtype)
+    return ops.layer_norm(r, x, weight, bias, name)
+
+
+def rms_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``LlamaRMSNorm.forward``: in fp32, by Python operators."""
+    weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
+    dtype = x.dtype
+    hidden = ops.cast(r, x, "fp32", f"{name}_fp32")
+    variance = ops.mean_last(r, ops.power(r, hidden, f"{name}_square"), f"{name}_variance")
+    deviation = f"{name}_rstd"
+    hidden = ops.multiply(
+        r, hidden, ops.rsqrt(r, ops.add_constant(r, variance, f"{name}_eps"), deviation), f"{name}_normed"
+    )
+    return ops.multiply(r, weight, ops.cast(r, hidden, dtype, f"{name}_cast"), name)
+
+
+def gemma_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``Gemma2RMSNorm.forward``: multiplied by ``1 + weight`` in fp32, then cast."""
+
+    def normed(x: Tensor) -> Tensor:
+        return ops.multiply(r, x, ops.rsqrt(r, shifted(x), f"{name}_rstd"), f"{name}_normed")
+
+    def shifted(x: Tensor) -> Tensor:
+        variance = ops.mean_last(r, ops.power(r, x, f"{name}_square"), f"{name}_variance")
+        return ops.add_constant(r, variance, f"{name}_eps")
+
+    def one_plus(weight: Tensor) -> Tensor:
+        return ops.add_constant(r, ops.cast(r, weight, "fp32", f"{name}_weight_fp32"), f"{name}_scale")
+
+    weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
+    output = normed(ops.cast(r, x, "fp32", f"{name}_fp32"))
+    output = ops.multiply(r, output, one_plus(weight), f"{name}_scaled")
+    return ops.cast(r, output, x.dtype, name)
+
+
+def norm(r: Recorder, x: Tensor, spec: ModelSpec, name: str) -> Tensor:
+    if spec.family == "gemma2":
+        return gemma_norm(r, x, name)
+    return rms_norm(r, x, name) if spec.norm == "rmsnorm" else layer_norm(r, x, name)
+
+
+def gelu(r: Recorder, x: Tensor) -> Tensor:
+    """``aten::gelu``: one kernel that saves its input."""
+    return ops.elementwise(r, "gelu", (x,), (x,))
+
+
+def gelu_new(r: Recorder, x: Tensor) -> Tensor:
+    """``NewGELUActivation``: ``0.5 x (1 + tanh(c (x + 0.044715 x³)))`` as eight Python operators."""
+
+    def inner() -> Tensor:
+        return ops.add(r, x, ops.scale(r, ops.power(r, x, "cube"), "cube_scaled"), "inner")
+
+    half = ops.scale(r, x, "half_input")
+    return _times(r, half, ops.add_constant(r, ops.tanh(r, ops.scale(r, inner(), "inner_scaled")), "one_plus_tanh"))
+
+
+def _times(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
+    return ops.multiply(r, x, y, "gelu")
+
+
+def gelu_fast(r: Recorder, x: Tensor) -> Tensor:
+    """``FastGELUActivation``: ``0.5 x (1 + tanh(c x (1 + 0.044715 x x)))`` as nine Python operators."""
+
+    def cubic() -> Tensor:
+        return ops.add_constant(r, ops.multiply(r, ops.scale(r, x, "square_scaled"), x, "square"), "one_plus_square")
+
+    def inner() -> Tensor:
+        scaled = ops.scale(r, x, "input_scaled")
+        return ops.multiply(r, scaled, cubic(), "inner")
+
+    half = ops.scale(r, x, "half_input")
+    return _times(r, half, ops.add_constant(r, ops.tanh(r, inner()), "one_plus_tanh"))
+
+
+def silu(r: Recorder, x: Tensor) -> Tensor:
+    """``aten::silu``: one kernel that saves its input."""
+    return ops.elementwise(r, "silu", (x,), (x,))
+
+
+def relu(r: Recorder, x: Tensor) -> Tensor:
+    """``aten::relu``: one kernel that saves its result."""
+    return ops.elementwise(r, "relu", (x,), saves_output=True)
+
+
+def activation(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
+    """The spec's, of a gated one that of the gate."""
+    return {"gelu_new": gelu_new, "gelu_fast": gelu_fast, "relu": relu, "swiglu": silu}.get(spec.activation, gelu)(r, x)
+
+
+# -- attention --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Heads:
+    """Queries, keys or values as (b, a, s, d), and how they lie in memory."""
+
+    tensor: Tensor
+    transposed: bool
+    """A view of (b, s, a, d), which a batched product copies unless b = 1."""
+
+
+def batched(r: Recorder, x: Heads, name: str) -> Tensor:
+    """As ``matmul`` folds batch and heads into one dimension: a copy where the layout forbids a view."""
+    if x.transposed and x.tensor.shape[0] > 1:
+        return ops.contiguous(r, x.tensor, x.tensor.shape, f"{name}_contiguous")
+    return x.tensor
+
+
+def product(r: Recorder, x: Heads, y: Heads, names: tuple[str, str], shape: Shape, name: str) -> Tensor:
+    """``matmul`` of heads, whose copies end with it."""
+    left, right = batched(r, x, names[0]), batched(r, y, names[1])
+    return ops.matmul(r, left, right, shape, name)
+
+
+SOFTMAX_IN_DTYPE = frozenset({"gpt2", "gpt", "bert"})
+
+
+def eager_attention(
+    r: Recorder, q: Heads, k: Heads, v: Heads, shared: Shared, shape: LayerShape
+) -> tuple[Tensor, Tensor]:
+    """``eager_attention_forward``: scores (b, a, s, s) in memory.
+
+    GPT-2 and BERT take the softmax in the scores' dtype, the others in fp32.
+    """
+    spec = shape.spec
+    b, a, s, d = q.tensor.shape
+    if spec.heads > spec.kv_heads:
+        k, v = repeated(r, k, a, "key"), repeated(r, v, a, "value")
+    scores = (b, a, s, s)
+    weights = ops.scale(r, product(r, q, k, ("query", "key"), scores, "scores"), "scores_scaled")
+    if spec.attention_softcap is not None:
+        weights = ops.scale(r, weights, "scores_divided")
+        weights = ops.tanh(r, weights, "scores_tanh")
+        weights = ops.scale(r, weights, "scores_capped")
+    if shared.mask is not None:
+        weights = ops.add_constant(r, weights, "scores_masked")
+    if spec.family not in SOFTMAX_IN_DTYPE:
+        weights = ops.cast(r, softmax_fp32(r, weights), shape.dtype, "probabilities")
+    else:
+        weights = ops.softmax(r, weights, "probabilities")
+    weights = ops.dropout(r, weights, spec.attention_dropout, "attention_dropout")
+    out = ops.matmul(r, weights, batched(r, v, "value"), (b, a, s, d), "context")
+    if b > 1:
+        out = ops.copied_gradient(r, out, "context")
+    out = ops.contiguous(r, out, (b, s, a * d), "context_contiguous")
+    return out, weights
+
+
+def repeated(r: Recorder, x: Heads, a: int, name: str) -> Heads:
+    """``repeat_kv``: ``expand`` then ``reshape``, which is a copy unless there is one head only."""
+    b, heads, s, d = x.tensor.shape
+    return Heads(ops.expanded(r, x.tensor, (b, a, s, d), f"{name}_repeated", copies=heads > 1), heads == 1)
+
+
+def softmax_fp32(r: Recorder, x: Tensor) -> Tensor:
+    """``softmax(x, dtype=float32)``: one kernel for fp16 on CUDA (``SoftMax.cpp``, ``half_to_float``), else a cast."""
+    if x.dtype == "fp16":
+        return ops.softmax(r, x, "probabilities_fp32", "fp32")
+    return ops.softmax(r, ops.cast(r, x, "fp32", "scores_fp32"), "probabilities_fp32")
+
+
+def attention(
+    r: Recorder, q: Heads, k: Heads, v: Heads, shared: Shared, shape: LayerShape
+) -> tuple[Tensor, Tensor | None]:
+    """The attention that the plan names, on (b, a, s, d), giving (b, s, a d); flash's output lies as its queries."""
+    if not shape.flash:
+        return eager_attention(r, q, k, v, shared, shape)
+    out = ops.flash_attention(r, q.tensor, k.tensor, v.tensor)
+    b, a, s, d = q.tensor.shape
+    if q.transposed:
+        return out.view(b, s, a * d), None
+    out = ops.contiguous(r, out, (b, s, a * d), "attention_contiguous")
+    return out, None
+
+
+def weights_before(r: Recorder, shape: LayerShape) -> Tensor | None:
+    """The attention weights that the layer before returned, which the model holds until this one returns.
+
+    In training they are saved; in evaluation they count here, in every layer as if one were before it.
+    """
+    pairs = (shape.b, shape.spec.heads, shape.s, shape.s)
+    return None if r.grad_enabled else r.empty(pairs, shape.dtype, "probabilities_of_layer_before")
+
+
+def rotate_half(r: Recorder, x: Tensor, name: str) -> Tensor:
+    half = x.shape[-1] // 2
+    first = ops.slice_last(r, x, half, f"{name}_first_half")
+    second = ops.slice_last(r, x, x.shape[-1] - half, f"{name}_second_half")
+    return ops.cat_last(r, ops.scale(r, second, f"{name}_negated"), first, f"{name}_rotated")
+
+
+def rotary_one(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
+    assert shared.cos is not None
+    assert shared.sin is not None
+    kept = ops.multiply(r, x, shared.cos, f"{name}_cos")
+    turned = ops.multiply(r, rotate_half(r, x, name), shared.sin, f"{name}_sin")
+    return ops.add(r, kept, turned, f"{name}_rotary")
+
+
+def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+    """``apply_rotary_pos_emb``: five operators each."""
+    q_out = rotary_one(r, q, shared, "query")
+    k_out = rotary_one(r, k, shared, "key")
+    return q_out, k_out
