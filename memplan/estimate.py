@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from . import facts
 from .allocator import AllocatorSettings
+from .frameworks.states import managed_bytes
 from .layers.module import Options
 from .notices import assumptions, warnings
 from .plan.errors import PlanError
@@ -21,6 +22,10 @@ from .program import Folded, Program, fold_evaluation, fold_program
 from .replay import Replayed, replay
 from .result import BeyondAllocated, Estimate, ModuleTape, Notice, Peak, StageEstimate
 from .workspaces import cublas_workspaces, torch_version
+
+LARGEST_RANK = 1 << 47
+"""Bytes of tensors on one rank. The replay numbers four times as many addresses, because segments come to
+more than the tensors in them."""
 
 
 def programs_of(plan: Plan, options: Options) -> tuple[Program, ...]:
@@ -33,6 +38,14 @@ def programs_of(plan: Plan, options: Options) -> tuple[Program, ...]:
         from .frameworks import megatron
 
         return megatron.programs(plan, options)
+    if plan.framework == "deepspeed":
+        from .frameworks import deepspeed_programs
+
+        return deepspeed_programs.programs(plan, options)
+    if plan.framework == "fsdp":
+        from .frameworks import fsdp_programs
+
+        return fsdp_programs.programs(plan, options)
     from .frameworks import plain
 
     return plain.programs(plan, options)
@@ -48,15 +61,25 @@ def estimate(plan: Plan) -> Estimate:
     plan = resolve(plan)
     programs = programs_of(plan, Options())
     measured = programs_of(plan, Options(kernel_workspaces=True))
+    folds = [fold_program(program) for program in programs]
+    _check_addresses(plan, folds)
     replayed = replay(measured, allocator_settings(plan), cublas_workspaces(plan))
     stages = tuple(
-        _stage(plan, program, fold_program(program), result) for program, result in zip(programs, replayed, strict=True)
+        _stage(plan, program, folded, result) for program, folded, result in zip(programs, folds, replayed, strict=True)
     )
     capacity = plan.hardware.capacity
     headroom = headroom_bytes(plan.headroom, capacity)
     fits = None if capacity is None else _fits(stages, capacity - headroom)
-    notices = (*warnings(plan, programs), *_reading_warnings(plan))
+    notices = (*warnings(plan, programs), *_reading_warnings(plan), *_moment_warnings(stages))
     return Estimate(plan, fits, capacity, headroom, stages, notices, assumptions(plan))
+
+
+def _check_addresses(plan: Plan, folds: Sequence[Folded]) -> None:
+    """``PlanError`` above ``LARGEST_RANK``."""
+    peak = max(folded.peak for folded in folds)
+    if peak > LARGEST_RANK:
+        problem = f"makes a rank need {peak >> 40:,} TiB; memplan reckons with {LARGEST_RANK >> 40} TiB at most"
+        raise PlanError("batch.mbs", plan.batch.mbs, problem)
 
 
 def _fits(stages: Sequence[StageEstimate], limit: int) -> bool | None:
@@ -107,10 +130,12 @@ def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed) -> 
             "initialisation": program.initialisation,
             "steady": replayed.allocated,
             "evaluation": fold_evaluation(program),
-            "checkpoint": replayed.static,
+            "checkpoint": None if _casts_states(plan) else replayed.static,
             "first_iteration_device": replayed.first_iteration + known if device is not None else None,
         },
         in_flight=program.flight,
+        host=program.host + managed_bytes(plan.optimizer, program.parameter_tensors()),
+        nvme=program.nvme,
     )
 
 
@@ -169,6 +194,33 @@ def _reading_warnings(plan: Plan) -> tuple[Notice, ...]:
             )
         )
     return tuple(notices)
+
+
+def _casts_states(plan: Plan) -> bool:
+    """Saving a checkpoint casts states that are not fp32 (``distrib_optimizer.py``, ``FusedAdam.state_dict``)."""
+    optimizer = plan.optimizer
+    return optimizer.precision_aware and {optimizer.main_parameters, optimizer.exp_avg, optimizer.exp_avg_sq} != {
+        "fp32"
+    }
+
+
+def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
+    """Moments that need more than the headline."""
+    found = []
+    for stage in stages:
+        evaluation = stage.moments["evaluation"]
+        if evaluation is not None and stage.allocated is not None and evaluation > stage.allocated:
+            found.append((evaluation, stage.allocated, stage.stage))
+    if not found:
+        return ()
+    evaluation, steady, worst = max(found)
+    return (
+        Notice(
+            "evaluation-exceeds-steady",
+            f"evaluation on stage {worst} needs {evaluation / 2**30:.2f} GiB, training {steady / 2**30:.2f} GiB; the "
+            "verdict is training's",
+        ),
+    )
 
 
 def allocator_settings(plan: Plan) -> AllocatorSettings:

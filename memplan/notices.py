@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .frameworks.states import managed_bytes
 from .layers.module import hold_bytes
+from .plan.loss_checks import FUSED
 from .plan.plan import Plan
 from .program import Program
 from .result import Notice
@@ -18,11 +20,14 @@ def warnings(plan: Plan, programs: Sequence[Program]) -> tuple[Notice, ...]:
         notice
         for source in (
             _logits,
+            _managed_states,
             _recompute,
+            _recomputed_for_nothing,
             _empty_stages,
             _tied_head,
             _zero_and_embed,
             _zero_alone,
+            _zero,
             _padded_vocab,
             _batch,
             _nodes,
@@ -34,8 +39,9 @@ def warnings(plan: Plan, programs: Sequence[Program]) -> tuple[Notice, ...]:
 def _logits(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
     """The upcast of the logits, where one tensor takes a gibibyte or more."""
     b, s = plan.batch.mbs, plan.batch.seq
-    if plan.loss.kind == "adaptive-softmax" or s is None:
+    if plan.loss.kind in ("adaptive-softmax", *FUSED) or s is None:
         return
+    s = plan.loss.logits_to_keep or s
     if plan.framework == "megatron" and plan.megatron.cross_entropy_fusion == "te":
         return
     vocab = _vocab_of_a_rank(plan)
@@ -48,6 +54,19 @@ def _logits(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
         f"the loss casts ({b}, {s}, {vocab}) logits to fp32 in one tensor of {size:,} bytes ({size / GIB:.2f} GiB); "
         f"it shrinks with the micro-batch size ({b})",
     )
+
+
+def _managed_states(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """States of a paged optimizer, which no reading of the device shows."""
+    if not plan.optimizer.paged:
+        return
+    size = max(managed_bytes(plan.optimizer, program.parameter_tensors()) for program in programs)
+    if size:
+        yield Notice(
+            "states-in-managed-memory",
+            f"{size:,} bytes ({size / GIB:.2f} GiB) of optimizer states are in CUDA's unified memory (paged): "
+            "counted as host memory, and in no device reading; in use, they take what room the device has",
+        )
 
 
 def _padded_vocab_size(plan: Plan) -> int:
@@ -87,6 +106,34 @@ def _recompute(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
         )
 
 
+def _recomputed_for_nothing(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Selective recompute under Transformer Engine of what its layers do not keep."""
+    modules = plan.recompute.modules or ()
+    te = plan.framework == "megatron" and plan.megatron.transformer_impl == "transformer_engine"
+    if not te or plan.recompute.mode != "selective":
+        return
+    backend = _attention(plan)
+    if "core_attn" in modules and backend != "unfused":
+        yield Notice(
+            "recompute-without-gain",
+            f"core_attn is recomputed, and {backend} attention keeps no scores that this could save: it takes time and "
+            "may take memory; leave it out, or recompute mlp",
+        )
+    if "layernorm" in modules:
+        yield Notice(
+            "recompute-without-gain",
+            "layernorm is recomputed, and Transformer Engine's layers have none of their own: norms are part of the "
+            "linear layers behind them",
+        )
+
+
+def _attention(plan: Plan) -> str:
+    """The back end that Transformer Engine takes: the one of the plan, or its choice for ``auto``."""
+    from .frameworks.megatron import core_shape
+
+    return core_shape(plan).attention
+
+
 RECOMPUTED = "–"
 """In the name of a group of layers: ``layer.0–3``."""
 
@@ -107,9 +154,10 @@ def _tied_head(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
         return
     words = next((p for p in programs[-1].parameter_tensors() if p.name == "word.weight"), None)
     if words is not None:
+        away = "1 stage" if len(programs) == 2 else f"{len(programs) - 1} stages"
         yield Notice(
             "tied-head-replicated",
-            f"the head is tied to the embedding {len(programs) - 1} stages away: the last stage keeps a copy of it "
+            f"the head is tied to the embedding {away} away: the last stage keeps a copy of it "
             f"({words.elements:,} parameters a rank) with gradients and optimizer states of its own",
         )
 
@@ -136,6 +184,13 @@ def _zero_alone(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
             "zero1-without-dp",
             "ZeRO-1 has nothing to shard at dp = 1, and its wrapper needs more in the step than plain fp16",
         )
+
+
+def _zero(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    if plan.framework == "deepspeed":
+        from .frameworks.zero_notices import notices
+
+        yield from notices(plan, programs)
 
 
 def _padded_vocab(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
@@ -173,15 +228,15 @@ def _nodes(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
 COMMON = (
     "bytes of the most loaded rank of each stage, in steady state, after the first applied optimizer step",
     "requested: live tensors, each rounded up to 512 bytes; allocated and reserved: their events replayed through "
-    "PyTorch's caching allocator (torch 2.13's rules)",
+    "PyTorch's caching allocator (by torch 2.13's rules, whichever torch the plan has)",
     "the allocator never runs out of memory and empty_cache is not called",
     "evaluation: the same batch, no graph, one micro-batch at a time; saving a checkpoint copies nothing on the device",
 )
 
 PLAIN = (
-    "layers as in transformers 5.x (gpt2, bert, llama, mistral, qwen3), dropout active, no KV cache",
+    "layers as in transformers 5.x, dropout active, no KV cache",
     "the model's output, and its logits with it, is dropped before backward begins, as in transformers' Trainer",
-    "zero_grad(set_to_none=True) behind every step; optimizer states have the parameters' dtype",
+    "zero_grad(set_to_none=True) behind every step; PyTorch's optimizer states have the parameters' dtype",
     "nothing is compiled (torch.compile is not modelled), no autocast",
 )
 
@@ -203,6 +258,19 @@ MEGATRON_CORE = (
     "side streams (overlapped communication) keep the order of events of the main stream",
     "of the distributed optimizer's shards the largest is shown, tensors in the order of the module's parameters",
     "a chunk's last input and its gradient live until its next forward (TransformerBlock.input_tensor)",
+    "attention_backend auto: cuDNN 9.20; without a named GPU an H100's choice, and no library workspaces",
+)
+
+BACK_ENDS = {
+    "flash": "flash-attention 2",
+    "fused": "cuDNN; what its engine asks for besides the workspace of its front end is not published",
+    "unfused": "scores in memory",
+}
+"""What the back ends of Transformer Engine are."""
+
+FSDP = (
+    "fully_shard of PyTorch 2.13 on every layer and the root; gathers and reductions on streams of their own, whose "
+    "pools the allocator keeps apart; sizes of rank 0, whose shards are the largest",
 )
 
 UNFUSED = (
@@ -222,10 +290,15 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     if plan.framework == "megatron":
         result += MEGATRON_CORE
         if plan.megatron.transformer_impl == "transformer_engine":
-            result.append(f"Transformer Engine {plan.megatron.transformer_engine}, PyTorch {plan.torch}")
+            result.append(
+                f"Transformer Engine {plan.megatron.transformer_engine}, PyTorch {plan.torch}; attention by its back "
+                f"end {_attention(plan)} ({BACK_ENDS[_attention(plan)]})"
+            )
         if plan.optimizer.name == "sgd":
             result.append("SGD with momentum (one fp32 state a parameter)")
         return tuple(result)
+    if plan.framework == "fsdp":
+        result += FSDP
     if plan.framework == "megatron-deepspeed":
         result += MEGATRON
         if plan.precision.dtype == "fp16" and plan.layout.zero == 0:
@@ -234,15 +307,19 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
             result += EIGHT_BIT
         if plan.loss.kind == "adaptive-softmax":
             result.append("adaptive softmax: an upper bound, every tail cluster is given all tokens; not sharded by tp")
+    elif plan.framework == "deepspeed":
+        from .frameworks.zero_notices import assumptions as of_zero
+
+        result += of_zero(plan)
     else:
         result += OLD if plan.code == "2020" else ()
         result += PLAIN if plan.code != "2020" else PLAIN[1:]
-    if plan.optimizer.name == "sgd":
-        result.append("SGD without momentum (no state) and, with foreach, without weight decay (which adds a copy)")
-    elif plan.optimizer.name == "adam" and plan.framework != "megatron-deepspeed":
-        result.append("Adam without weight decay (with it, each gradient is added to in a copy) and without amsgrad")
-    elif plan.optimizer.name == "adamw":
-        result.append("AdamW decays weights in place; without amsgrad")
+        result += _of_tied(plan)
+    result += _of_optimizer(plan)
+    if plan.loss.kind in FUSED_LOSSES:
+        result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))
+    if plan.loss.logits_to_keep is not None:
+        result.append("logits_to_keep: labels of the same tokens are given; evaluation keeps as few")
     if plan.framework == "ddp":
         result.append("DDP with gradient_as_bucket_view=False: buckets beside the gradients")
     if plan.framework == "device-map":
@@ -255,3 +332,52 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     if plan.recompute.mode == "full" and plan.framework != "megatron-deepspeed":
         result.append("recompute by torch.utils.checkpoint(use_reentrant=False), which stops at the last saved tensor")
     return tuple(result)
+
+
+def _of_tied(plan: Plan) -> tuple[str, ...]:
+    """What is not counted yet of a head that is tied to the embedding."""
+    spec, batch = plan.model, plan.batch
+    assert batch.gbs is not None
+    assert plan.layout.dp is not None
+    if plan.framework == "fsdp" or not spec.tied_embeddings or batch.gbs <= batch.mbs * plan.layout.dp:
+        return ()
+    size = hold_bytes((spec.vocab, spec.hidden), plan.precision.dtype)
+    return (
+        f"the tied head's gradient ({size / MIB:,.0f} MiB) is not counted while it waits for the embedding's, "
+        "from the second micro-batch on",
+    )
+
+
+FUSED_LOSSES = {
+    "liger": "Liger {}'s fused linear cross entropy, reduction mean or sum, which makes gradients in forward; in "
+    "evaluation the model's own loss on all logits; Liger's other kernels are not applied",
+    "cut": "Apple's cut cross entropy (main of June 2025; implementation cce), no label ignored; in evaluation, too",
+    "chunked": "torchtitan's ChunkedLossWrapper on this model's hidden states: head, loss and their backward chunk by "
+    "chunk within forward",
+}
+
+
+OPTIMIZERS = {
+    "adafactor": "Adafactor without first moment; transformers' (implementation transformers) as the Trainer calls it: "
+    "scale_parameter=False, fp32 states, one parameter at a time in fp32",
+    "lion": "Lion of bitsandbytes, whose states are fp32 whatever the parameters' dtype",
+    "muon": "torch.optim.Muon on the matrices of the layers, its Newton-Schulz rounds in bf16; AdamW on embeddings, "
+    "head, norms and biases",
+}
+
+
+def _of_optimizer(plan: Plan) -> tuple[str, ...]:
+    """What is taken for granted of the optimizer."""
+    optimizer = plan.optimizer
+    if optimizer.implementation == "bitsandbytes" and optimizer.name != "lion":
+        return ("32-bit Adam of bitsandbytes, whose states are fp32 whatever the parameters' dtype",)
+    if optimizer.name == "sgd":
+        momentum = "with momentum (one state)" if optimizer.momentum else "without momentum (no state)"
+        decay = "with" if optimizer.weight_decay else "without"
+        return (f"SGD {momentum} and {decay} weight decay (which adds a copy of the gradients); no Nesterov",)
+    if optimizer.name == "adam" and plan.framework != "megatron-deepspeed":
+        decay = "with" if optimizer.weight_decay else "without"
+        return (f"Adam {decay} weight decay (with it, each gradient is added to in a copy) and without amsgrad",)
+    if optimizer.name == "adamw":
+        return ("AdamW decays weights in place; without amsgrad",)
+    return (OPTIMIZERS[optimizer.name],) if optimizer.name in OPTIMIZERS else ()

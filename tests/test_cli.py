@@ -69,6 +69,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["estimate", "llama-3-8b", "--compare", "nothere.yaml"], "nothere.yaml: no such file"),
         (["estimate", "llama-3-8b", "--vary", "mbs=" + ",".join(map(str, range(1, 99)))], "--vary: makes 98 variants; at most 64"),
         (["estimate", "llama-3-8b", "--detail", "x"], "memplan estimate: invalid value for '--detail'"),
+        (["estimate", "llama-3-8b", "--mbs", "100000000"], "--mbs: batch.mbs = 100000000: makes a rank need"),
         (["estimate", "llama-3-8b", "--detail", "0", "--vary", "mbs=1,2"], "--detail shows one plan's stage"),
         (["init", "--model", "gpt2", "--tp", "x"], "--tp: layout.tp = x: must be a whole number"),
         (["init", "--example", "lama"], "--example: example = lama: is not a built-in example"),
@@ -232,7 +233,7 @@ def test_the_help_of_estimate_has_every_flag(run: Run, monkeypatch: pytest.Monke
     assert code == 0
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
     for name in by_flag():
-        assert f"--{name}" in plain
+        assert f"--{name}" in plain or f"--no-{name}" in plain
 
 
 def test_models_lists_every_spec(run: Run) -> None:

@@ -12,24 +12,30 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TypeGuard
 
-from ..layers import ends, huggingface, huggingface_2020
+from ..gpus import GPUS
+from ..layers import ends, fused_losses, huggingface, huggingface_2020
 from ..layers.autograd import Recorder, Shape, Tensor
-from ..layers.coverage import TRANSFORMERS, check_covered
+from ..layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_recompute
 from ..layers.edges import arrive, depart
+from ..layers.fused_losses import PLAIN, HeadLoss
 from ..layers.huggingface import LayerShape, Shared
 from ..layers.module import INPUT, SHARED, Interface, Module, Options, Parameter, Run, Tapes, build
 from ..layers.recompute import recomputed
 from ..plan.errors import PlanError
+from ..plan.loss_checks import liger_version
 from ..plan.plan import Optimizer, Plan
 from ..plan.spec import of_any_depth
 from ..program import Program, Span, drop_all
 from ..tape import Category, Drop, Event, Hold, Stretch, Tape, rounded
 from .ddp import bucket_sizes
 from .plain_buffers import buffers, inputs
-from .states import QUANTISATION_MAPS, full, optimizer_states, step_temporaries
+from .states import full, optimizer_states, quantisation_maps, step_temporaries
 
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 """Ids of the tensors that a forward pass makes once for all layers."""
+
+FULL_MASK = SHARED - 5
+"""Id of the mask of layers without a sliding window, where every second layer has one (``MASK``)."""
 
 EMBEDDED = SHARED - 4
 """Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
@@ -39,16 +45,17 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
     """The shared tensors as a layer sees them: held by others, but for those in ``ended``, which end with it."""
     spec, s = shape.spec, shape.s
     rotary = spec.positions == "rotary"
-    dtype, table = shape.dtype, (1, s, spec.head_dim)
+    dtype, table = shape.dtype, (1, s, spec.rotary_features)
+    mask = FULL_MASK if FULL_MASK in ended else MASK
 
     def outside(shape: Shape, dtype: str, id: int) -> Tensor:
         return r.outside(shape, dtype, id=id, drops=id in ended and r.grad_enabled)
 
     return Shared(
-        outside((shape.b, 1, s, s), dtype, MASK) if spec.causal and not shape.flash else None,
-        outside(table, dtype, COS) if rotary else None,
-        outside(table, dtype, SIN) if rotary else None,
-        outside((1, s), "int64", POSITIONS) if rotary else None,
+        outside((shape.b, 1, s, s), dtype, mask) if spec.causal and not shape.flash else None,
+        outside(table, dtype, COS) if rotary and spec.family != "gptj" else None,
+        outside(table, dtype, SIN) if rotary and spec.family != "gptj" else None,
+        outside((1 if rotary else shape.b, s), "int64", POSITIONS) if rotary or spec.family == "opt" else None,
     )
 
 
@@ -73,7 +80,7 @@ def layer_module(
 
 def keeps_embedded(shape: LayerShape) -> bool:
     """Without dropout the embedding's output is the first layer's input."""
-    return shape.spec.positions == "rotary"
+    return shape.spec.positions == "rotary" and not shape.spec.embedding_dropout
 
 
 @lru_cache(maxsize=1024)
@@ -103,7 +110,9 @@ def hidden_interface(shape: LayerShape) -> Interface:
 
 
 @lru_cache(maxsize=1024)
-def end_modules(shape: LayerShape, code: str, options: Options) -> tuple[Module, Module | None, Module]:
+def end_modules(
+    shape: LayerShape, code: str, options: Options, head_loss: HeadLoss = PLAIN
+) -> tuple[Module, Module | None, Module]:
     """Embedding, final norm (``None`` for post-norm models), head with loss."""
     spec = shape.spec
 
@@ -113,12 +122,13 @@ def end_modules(shape: LayerShape, code: str, options: Options) -> tuple[Module,
         shared = embedded.shared
         kept = embedded.hidden if keeps_embedded(shape) else None
         ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
+        ids[FULL_MASK] = shared.full_mask
         return Run(embedded.hidden, embedded.frame, ids)
 
     def head(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        loss, logits = ends.head(r, x, shape)
-        return Run(None, until_end=[logits], loss=loss)
+        loss, returned = fused_losses.head(r, x, shape, head_loss)
+        return Run(None, until_end=returned, loss=loss)
 
     def norm(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
@@ -161,10 +171,36 @@ def layer_shape(plan: Plan) -> LayerShape:
     return LayerShape(spec, batch.mbs * visible, batch.seq, plan.precision.dtype, plan.attention == "flash")
 
 
+def head_loss(plan: Plan) -> HeadLoss:
+    """The loss as the head's recipe takes it."""
+    loss = plan.loss
+    assert loss.kind is not None
+    gpu = GPUS.get(plan.hardware.gpu or "")
+    capability = gpu.compute_capability if gpu is not None else None
+    return HeadLoss(
+        kind=loss.kind,
+        chunks=loss.chunks,
+        fp32_accumulators=loss.fp32_accumulators,
+        liger=liger_version(loss),
+        fused_addmm=capability is None or capability >= (8, 0),
+        logits_to_keep=loss.logits_to_keep,
+        accumulates=loss.kind == "chunked" and _microbatches(plan) > 1,
+    )
+
+
+def _microbatches(plan: Plan) -> int:
+    """Forward passes of one rank before a step."""
+    assert plan.batch.gbs is not None
+    assert plan.layout.dp is not None
+    return plan.batch.gbs // (layer_shape(plan).b * plan.layout.dp)
+
+
 def check(plan: Plan) -> None:
     """Refuses what these recipes do not cover."""
     recompute, precision = plan.recompute, plan.precision
     check_covered(plan.model, TRANSFORMERS, plan.framework)
+    if recompute.mode == "full":
+        check_recompute(plan.model)
     if recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
     if recompute.mode == "full" and (recompute.method, recompute.layers) != ("uniform", 1):
@@ -181,6 +217,7 @@ def check_flash(plan: Plan) -> None:
     """Where PyTorch would not take its flash kernel (``sdp_utils.cpp``), another one has another footprint."""
     spec, seq = plan.model, plan.batch.seq
     assert seq is not None
+    check_kernel(spec)
     if plan.precision.dtype == "fp32":
         raise PlanError(
             "attention", "flash", "must be eager with dtype fp32: the flash kernel takes fp16 and bf16 only"
@@ -202,11 +239,14 @@ def layer_names(count: int) -> tuple[str, ...]:
     return tuple(f"layer.{i}" for i in range(count))
 
 
-def layers(foremost: Module, layer: Module, names: tuple[str, ...]) -> tuple[Span, ...]:
-    """``foremost``, then a ``layer`` for each further name."""
-    if foremost is layer or len(names) == 1:
-        return (Span(foremost, names),)
-    return Span(foremost, names[:1]), Span(layer, names[1:])
+def layers(foremost: tuple[Module, ...], layer: Module, names: tuple[str, ...]) -> tuple[Span, ...]:
+    """The modules of ``foremost``, then a ``layer`` for each further name."""
+    foremost = foremost[: len(names)]
+    if all(module is layer for module in foremost):
+        return (Span(layer, names),)
+    own = tuple(Span(module, (name,)) for module, name in zip(foremost, names, strict=False))
+    further = names[len(foremost) :]
+    return (*own, Span(layer, further)) if further else own
 
 
 def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
@@ -217,19 +257,24 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
     recompute = plan.recompute.mode == "full"
     layer = layer_module(shape, recompute, plan.code, options)
-    embedding, norm, head = end_modules(shape, plan.code, options)
+    embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan))
     kept = _everything(embedding) if recompute else layer.saved_shared
-    foremost = layer_module(shape, recompute, plan.code, options, kept)
+    foremost = layer_module(shape, recompute, plan.code, options, kept - {FULL_MASK})
     if keeps_embedded(shape):
         saved = not any(map(_is_drop_of_input, foremost.first.forward))
         kept = kept | {EMBEDDED} if saved else kept - {EMBEDDED}
         foremost = with_kept_input(foremost)
+    begin: tuple[Module, ...] = (foremost,)
+    if FULL_MASK in kept:
+        ahead = plan.model.layers if plan.device_map is None else len(plan.device_map[min(plan.device_map)])
+        kept = kept if ahead > 1 else kept - {FULL_MASK}
+        begin = (foremost, layer_module(shape, recompute, plan.code, options, frozenset({FULL_MASK})))
     first = [Span(embedding, ("embedding",))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
     last = [Span(returns(embedding, kept), ("return",)), Span(head, ("head",))]
     if plan.framework != "device-map":
         names = layer_names(plan.model.layers)
-        middle = layers(foremost, layer, names)
+        middle = layers(begin, layer, names)
         return (_program(plan, shape, 0, (*first, *middle, *normed, *last)),)
     assert plan.device_map is not None
     hidden = (shape.b, shape.s, shape.spec.hidden)
@@ -239,7 +284,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     for device in devices:
         is_first, is_last = device == devices[0], device == devices[-1]
         names = tuple(f"layer.{i}" for i in plan.device_map[device])
-        middle = layers(foremost if is_first else layer, layer, names)
+        middle = layers(begin if is_first else (), layer, names)
         spans = [*(first if is_first else [here]), *middle, *(normed if is_last else [])]
         if len(devices) > 1:
             spans.append(away)
@@ -255,12 +300,9 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...])
         full("parameter", Category.PARAMETERS, dtype),
         *optimizer_states(plan.optimizer, dtype, embeddings_32bit=plan.optimizer.embeddings_32bit),
     )
-    assert plan.batch.gbs is not None
     assert plan.layout.dp is not None
     groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
-    extra = [*inputs(shape, stage), *buffers(plan, stage)]
-    if plan.optimizer.name == "adam8bit":
-        extra.append(Hold(0, rounded(QUANTISATION_MAPS), Category.OPTIMIZER_STATES, "quantisation_maps"))
+    extra = [*inputs(shape, stage), *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
     if plan.framework == "ddp":
         extra += ddp_buckets(groups, dtype)
     return Program(
@@ -271,7 +313,7 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...])
         states=states,
         extra=tuple(extra),
         step=optimizer_step(groups, plan.optimizer, dtype),
-        microbatches=plan.batch.gbs // (shape.b * plan.layout.dp),
+        microbatches=_microbatches(plan),
         late_states=True,
     )
 

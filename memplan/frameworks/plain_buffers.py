@@ -28,13 +28,20 @@ def buffers(plan: Plan, stage: int) -> list[Hold]:
         for _ in range(count):
             result.append(Hold(0, hold_bytes((n, n), "uint8"), kept, "causal_mask", (1, 1, n, n), "uint8"))
             result.append(Hold(0, rounded(4), kept, "masked_bias", (), "fp32"))
+    if spec.family == "gptj":
+        count = len(plan.device_map[stage]) if plan.device_map is not None else spec.layers
+        table = (spec.positions_max, spec.rotary_features)
+        result += [Hold(0, hold_bytes(table, "fp32"), kept, "embed_positions", table, "fp32") for _ in range(count)]
+        return result
     if stage:
         return result
     if spec.positions == "rotary":
+        pairs = (spec.rotary_features // 2,)
         result += [
-            Hold(0, hold_bytes((spec.head_dim // 2,), "fp32"), kept, name, (spec.head_dim // 2,), "fp32")
-            for name in ("inv_freq", "original_inv_freq")
+            Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in ("inv_freq", "original_inv_freq")
         ]
+    if spec.embedding_scale:
+        result.append(Hold(0, rounded(4), kept, "embedding_scale", (), "fp32"))
     if spec.family == "bert":
         n = spec.positions_max
         result += [

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .environment import REFUSED
-from .errors import ABSENT, PlanError
-from .plan import Loss, Megatron, Optimizer, Pipeline, Plan
+from .environment import refused
+from .errors import PlanError
+from .plan import Deepspeed, Fsdp, Megatron, Pipeline, Plan
 from .spec import ModelSpec
 
-MODELLED = ("single", "ddp", "device-map", "megatron", "megatron-deepspeed")
+MODELLED = ("single", "ddp", "device-map", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
 """Frameworks whose memory is modelled; the other names are kept for the day that theirs is."""
 
 PIPELINE_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -44,8 +44,9 @@ def check_framework(plan: Plan) -> None:
     if layout.ep > 1:
         problem = "must be 1: expert parallelism is not modelled yet, nor are models with experts; dense ones are"
         raise PlanError("layout.ep", layout.ep, problem)
-    if layout.zero >= 2:
-        raise PlanError("layout.zero", layout.zero, "must be 0 or 1: ZeRO stages 2 and 3 are not modelled yet")
+    if layout.zero >= 2 and plan.framework != "deepspeed":
+        problem = f"must be less than 2 with framework {plan.framework}; deepspeed has ZeRO stages 2 and 3"
+        raise PlanError("layout.zero", layout.zero, problem)
     if plan.framework == "megatron":
         return
     for name, what in (("cp", "context parallelism"), ("vpp", "virtual stages")):
@@ -85,6 +86,9 @@ def check_layout(plan: Plan) -> None:
     if framework not in ("megatron", "megatron-deepspeed"):
         _check_undivided(plan)
         return
+    if framework == "megatron" and model.kv_heads < layout.tp and layout.tp % model.kv_heads == 0:
+        problem = f"must be at most the {model.kv_heads} key/value heads: more ranks than those are not modelled yet"
+        raise PlanError("layout.tp", layout.tp, problem)
     for size, what in (
         (model.heads, "attention heads"),
         (model.kv_heads, "key/value heads"),
@@ -107,8 +111,8 @@ def _check_undivided(plan: Plan) -> None:
         if getattr(layout, name) > 1:
             problem = f"must be 1 with framework {framework}; megatron and megatron-deepspeed split a model"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
-    if layout.zero:
-        problem = f"must be 0 with framework {framework}; megatron and megatron-deepspeed have ZeRO-1"
+    if layout.zero and framework != "deepspeed":
+        problem = f"must be 0 with framework {framework}; deepspeed, megatron and megatron-deepspeed have ZeRO"
         raise PlanError("layout.zero", layout.zero, problem)
     if framework == "single" and plan.hardware.gpus != 1:
         field, value = ("layout.dp", layout.dp) if plan.hardware.gpus == layout.dp else ("hardware.gpus", None)
@@ -150,63 +154,13 @@ def check_batch(plan: Plan) -> None:
 def check_precision(plan: Plan) -> None:
     """Gradients have the parameters' dtype, unless a framework accumulates them elsewhere."""
     dtype, gradients = plan.precision.dtype, plan.precision.gradients
-    allowed = {dtype, "fp32"} if plan.framework in ("megatron", "megatron-deepspeed") else {dtype}
+    wide = plan.framework in ("megatron", "megatron-deepspeed", "deepspeed")
+    allowed = {dtype, "fp32"} if wide else {dtype}
     if gradients not in allowed:
         problem = f"must be {' or '.join(sorted(allowed))} with framework {plan.framework} and dtype {dtype}"
-        raise PlanError("precision.gradients", gradients, problem)
-
-
-def check_optimizer(plan: Plan) -> None:
-    """Which implementation there is of which optimizer, where."""
-    optimizer = plan.optimizer
-    field, value = "optimizer.implementation", optimizer.implementation
-    if plan.framework == "megatron":
-        _check_megatron_optimizer(plan)
-        return
-    for name in ("precision_aware", "main_parameters", "exp_avg", "exp_avg_sq"):
-        if getattr(optimizer, name) != Optimizer.model_fields[name].default:
-            problem = f"must be left out with framework {plan.framework}; megatron has a precision-aware optimizer"
-            raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
-    if optimizer.name == "adam8bit":
-        if value is not None:
-            raise PlanError(field, value, "must be left out: adam8bit has one implementation, bitsandbytes'")
-        return
-    if optimizer.block_size is not None:
-        problem = f"must be left out: {optimizer.name} has no 8-bit states; adam8bit has"
-        raise PlanError("optimizer.block_size", optimizer.block_size, problem)
-    if not optimizer.embeddings_32bit:
-        problem = f"must be left out: {optimizer.name} has no 8-bit states; adam8bit has"
-        raise PlanError("optimizer.embeddings_32bit", False, problem)
-    if value == "apex":
-        if plan.framework != "megatron-deepspeed":
-            raise PlanError(field, value, f"must be foreach, for-loop or fused with framework {plan.framework}")
-        if optimizer.name not in ("adam", "adamw"):
-            raise PlanError(field, value, f"must be foreach, for-loop or fused for {optimizer.name}")
-
-
-def _check_megatron_optimizer(plan: Plan) -> None:
-    """Transformer Engine's (or apex') FusedAdam, with the distributed optimizer in dtypes of choice."""
-    optimizer = plan.optimizer
-    if optimizer.name == "adam8bit":
-        raise PlanError("optimizer.name", optimizer.name, "must be adam, adamw or sgd with framework megatron")
-    if optimizer.implementation not in ("apex", None) and optimizer.name != "sgd":
-        problem = "must be apex with framework megatron: FusedAdam of Transformer Engine or apex"
-        raise PlanError("optimizer.implementation", optimizer.implementation, problem)
-    if optimizer.block_size is not None:
-        raise PlanError("optimizer.block_size", optimizer.block_size, "must be left out: there are no 8-bit states")
-    if not optimizer.embeddings_32bit:
-        raise PlanError("optimizer.embeddings_32bit", False, "must be left out: there are no 8-bit states")
-    if optimizer.precision_aware:
-        if plan.layout.zero != 1:
-            problem = "must be false without the distributed optimizer (zero: 1)"
-            raise PlanError("optimizer.precision_aware", True, problem)
-        if optimizer.name == "sgd":
-            raise PlanError("optimizer.precision_aware", True, "must be false with sgd: FusedAdam has it")
-        return
-    for name in ("main_parameters", "exp_avg", "exp_avg_sq"):
-        if getattr(optimizer, name) != "fp32":
-            problem = "must be fp32 unless optimizer.precision_aware is true"
-            raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
+        from_config = plan.framework == "deepspeed" and plan.deepspeed.gradient_accumulation_dtype == gradients
+        field = "deepspeed.gradient_accumulation_dtype" if from_config else "precision.gradients"
+        raise PlanError(field, gradients, problem)
 
 
 def check_recompute(plan: Plan) -> None:
@@ -223,34 +177,6 @@ def check_recompute(plan: Plan) -> None:
     elif recompute.layers is not None and recompute.layers > plan.model.layers:
         problem = f"must be at most the {plan.model.layers} layers of the model"
         raise PlanError("recompute.layers", recompute.layers, problem)
-
-
-def check_loss(plan: Plan) -> None:
-    """Which loss there is where, and clusters that rise below the vocabulary."""
-    loss, vocab = plan.loss, plan.model.vocab
-    if plan.framework == "megatron" and loss.kind != "vocab-parallel":
-        problem = "must be vocab-parallel with framework megatron; megatron.cross_entropy_fusion names its kernel"
-        raise PlanError("loss.kind", loss.kind, problem)
-    if loss.kind != "plain" and plan.framework not in ("megatron", "megatron-deepspeed"):
-        what = "adaptive softmax" if loss.kind == "adaptive-softmax" else "the vocabulary-parallel loss"
-        problem = f"must be plain with framework {plan.framework}; {what} is modelled under megatron-deepspeed"
-        raise PlanError("loss.kind", loss.kind, problem)
-    if loss.kind != "adaptive-softmax":
-        problem = f"belongs to the adaptive softmax, and loss.kind is {loss.kind}"
-        if loss.cutoffs is not None:
-            raise PlanError("loss.cutoffs", list(loss.cutoffs), problem)
-        if loss.div_value != Loss().div_value:
-            raise PlanError("loss.div_value", loss.div_value, problem)
-        return
-    if plan.model.mlm_head:
-        problem = f"must be plain or vocab-parallel: the head of {plan.model.name} has no adaptive softmax"
-        raise PlanError("loss.kind", loss.kind, problem)
-    if loss.cutoffs is None:
-        problem = f"is missing: a vocabulary of {vocab} has no default; name the first token of each tail cluster"
-        raise PlanError("loss.cutoffs", ABSENT, problem)
-    if list(loss.cutoffs) != sorted(set(loss.cutoffs)) or not loss.cutoffs or loss.cutoffs[-1] >= vocab:
-        problem = f"must rise and stay below the vocabulary of {vocab}"
-        raise PlanError("loss.cutoffs", list(loss.cutoffs), problem)
 
 
 def check_code(plan: Plan) -> None:
@@ -312,6 +238,9 @@ def check_megatron(plan: Plan) -> None:
     if megatron.overlap_param_gather and not megatron.overlap_grad_reduce:
         problem = "must be false without megatron.overlap_grad_reduce"
         raise PlanError("megatron.overlap_param_gather", True, problem)
+    if megatron.deterministic and megatron.cross_entropy_fusion != "none":
+        problem = "must be none with megatron.deterministic: no fused one is"
+        raise PlanError("megatron.cross_entropy_fusion", megatron.cross_entropy_fusion, problem)
     local = megatron.transformer_impl == "local"
     if megatron.attention_backend == "local" and not local:
         problem = "must be auto, flash, fused or unfused with transformer_impl transformer_engine"
@@ -326,13 +255,42 @@ def check_megatron(plan: Plan) -> None:
         raise PlanError("attention", plan.attention, problem)
     if local and plan.layout.cp > 1:
         raise PlanError("layout.cp", plan.layout.cp, "must be 1 with transformer_impl local")
+    heads = min(plan.model.heads, plan.model.kv_heads) // plan.layout.tp
+    if megatron.cp_communication == "a2a" and heads % plan.layout.cp:
+        problem = f"must divide the {heads} key/value heads of a rank, which a2a deals out; p2p need not"
+        raise PlanError("layout.cp", plan.layout.cp, problem)
+
+
+def check_fsdp(plan: Plan) -> None:
+    """Arguments of ``fully_shard`` belong to it; whether they fit together is for the framework to say."""
+    if plan.framework == "fsdp":
+        return
+    for name, default in Fsdp():
+        value = getattr(plan.fsdp, name)
+        if value != default:
+            raise PlanError(f"fsdp.{name}", value, f"must be left out with framework {plan.framework}; fsdp has it")
+
+
+def check_deepspeed(plan: Plan) -> None:
+    """``ds_config.json`` belongs to DeepSpeed; whether its fields fit together is for the framework to say."""
+    given = plan.deepspeed
+    if plan.framework == "deepspeed":
+        sums = given.gradient_accumulation_dtype
+        if sums is not None and sums != plan.precision.gradients:
+            problem = f"must be {plan.precision.gradients}, as precision.gradients: both name one dtype"
+            raise PlanError("deepspeed.gradient_accumulation_dtype", sums, problem)
+        return
+    for name, default in Deepspeed():
+        value = getattr(given, name)
+        if value != default:
+            problem = f"must be left out with framework {plan.framework}; deepspeed has it"
+            raise PlanError(f"deepspeed.{name}", value, problem)
 
 
 def check_environment(plan: Plan) -> None:
     """Variables under which memory would be another; those that are only unknown get a note."""
-    for name, problem in REFUSED.items():
-        if name in plan.environment:
-            raise PlanError(f"environment.{name}", plan.environment[name], problem)
+    for name, problem in refused(plan):
+        raise PlanError(f"environment.{name}", plan.environment[name], problem)
 
 
 def _check_method(method: str) -> None:

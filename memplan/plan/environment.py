@@ -1,6 +1,13 @@
-"""Environment variables that the estimate reads (``facts.py``, the allocator), and those that it cannot follow."""
+"""Environment variables: those that the estimate reads, those that change no memory, and those that it refuses."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 READ = (
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -10,10 +17,64 @@ READ = (
     "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
     "TORCH_CUBLAS_WORKSPACE_CACHE",
     "CUDA_MODULE_LOADING",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
 )
+"""Variables that the estimate follows (``facts.py``, the allocator, ``frameworks/megatron.py``)."""
 
 REFUSED = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "must be left out: it turns off the caching allocator, and memory without one is "
     "not modelled",
 }
 """Why, by name."""
+
+BACKENDS = {
+    "auto": ("1", "1", "1"),
+    "flash": ("1", "0", "0"),
+    "fused": ("0", "1", "0"),
+    "unfused": ("0", "0", "1"),
+    "local": ("0", "0", "0"),
+}
+"""``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` as Megatron sets them for each attention back end
+(``LanguageModule._set_attention_backend``); it stops where one of them is set otherwise."""
+_SELECTORS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+_IRRELEVANT = re.compile(
+    r"CUDA_(?:DEVICE_MAX_CONNECTIONS|DEVICE_ORDER|VISIBLE_DEVICES|LAUNCH_BLOCKING|HOME|PATH|ROOT|VERSION"
+    r"|CACHE_\w+|TOOLKIT_\w+|GRAPHS_USE_\w+)"
+    r"|NCCL_(?:IB|NET|SOCKET|DEBUG|TIMEOUT|ASYNC|BLOCKING|TOPO|OOB|SHARP|UCX|COMM_ID|HOSTID|IGNORE|LAUNCH|CROSS"
+    r"|ALGO\b|PROTO\b|CHECKS?|SET|GDR|GDRCOPY|P2P_(?:LEVEL|DISABLE)|SHM_DISABLE|DMABUF|RAS)\w*"
+    r"|TORCH_(?:NCCL_|DIST|CPP_|CUDA_ARCH|EXTENSIONS|HOME|LOGS?\b|SHOW|TRACE|COMPILE_|FR_)\w*"
+    r"|NVTE_(?:DEBUG\w*|NVTX_\w+|WARN\w*|PRINT\w*|(?:FWD|BWD|INF)_LAYERNORM_SM_MARGIN|EXT_MARGIN_SM"
+    r"|BATCH_MHA_P2P_COMM|TORCH_COMPILE|FRAMEWORK|BUILD_\w+|RELEASE_BUILD|FP8_DPA_BWD)"
+)
+"""How a machine is reached, what is logged, how many streams and multiprocessors are used: nothing allocates."""
+
+
+def is_irrelevant(name: str) -> bool:
+    """The variable ``name`` is known to change no memory."""
+    return bool(_IRRELEVANT.fullmatch(name))
+
+
+def is_followed(name: str, plan: Plan) -> bool:
+    """The estimate of ``plan`` reads the variable ``name``, or a check has compared it with what it reads."""
+    return name in READ or (plan.framework == "megatron" and name in _SELECTORS)
+
+
+def refused(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Variables of ``plan`` under which memory would be another, or the run would stop, and why."""
+    for name in plan.environment:
+        if name in REFUSED:
+            yield name, REFUSED[name]
+    if plan.framework == "megatron":
+        yield from _contradicting(plan.environment, plan.megatron.attention_backend)
+
+
+def _contradicting(environment: Mapping[str, str], backend: str) -> Iterator[tuple[str, str]]:
+    for name, value in zip(_SELECTORS, BACKENDS[backend], strict=True):
+        if environment.get(name, value) != value:
+            choices = ", ".join(BACKENDS)
+            yield (
+                name,
+                f"must be {value} or left out: Megatron stops where it contradicts --attention-backend {backend}; "
+                f"choose the back end there ({choices})",
+            )

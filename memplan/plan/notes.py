@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .environment import READ
+from .environment import READ, is_followed, is_irrelevant
 from .errors import nearest, one_line, shown
 from .plan import Plan
 
@@ -28,7 +28,7 @@ def notes_of(plan: Plan) -> tuple[Note, ...]:
 def _environment(plan: Plan) -> Iterator[Note]:
     """Variables that change nothing in the estimate."""
     for name in plan.environment:
-        if name in READ:
+        if is_followed(name, plan) or is_irrelevant(name):
             continue
         guess = nearest(name, READ, cutoff=0.85)
         problem = f"is not read by memplan; did you mean {guess}?" if guess else "is not modelled"

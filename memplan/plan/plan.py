@@ -15,13 +15,13 @@ from .spec import LayerCount, ModelSpec
 
 Framework = Literal["single", "ddp", "device-map", "megatron", "megatron-deepspeed", "deepspeed", "fsdp"]
 Dtype = Literal["fp32", "fp16", "bf16"]
-OptimizerName = Literal["sgd", "adam", "adamw", "adam8bit"]
+OptimizerName = Literal["sgd", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit", "muon"]
 StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
-OptimizerImplementation = Literal["foreach", "for-loop", "fused", "apex"]
+OptimizerImplementation = Literal["foreach", "for-loop", "fused", "apex", "bitsandbytes", "transformers"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 RecomputeMode = Literal["none", "selective", "full"]
 AttentionImplementation = Literal["eager", "flash"]
-LossKind = Literal["plain", "vocab-parallel", "adaptive-softmax"]
+LossKind = Literal["plain", "vocab-parallel", "adaptive-softmax", "liger", "cut", "chunked"]
 ScheduleName = Literal["1f1b", "gpipe"]
 
 TRANSFORMER_ENGINE = "2.18"
@@ -29,6 +29,7 @@ TRANSFORMER_ENGINE = "2.18"
 
 Degree = Annotated[int, Field(ge=1, le=1_048_576)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
+Elements = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class _Section(BaseModel):
@@ -84,7 +85,8 @@ class Optimizer(_Section):
     name: OptimizerName = Field("adamw", description="optimizer", json_schema_extra={"flag": "--optimizer"})
     implementation: OptimizerImplementation | None = Field(
         None,
-        description="PyTorch's foreach, for-loop or fused; apex FusedAdam; default: the framework's",
+        description="PyTorch's foreach, for-loop or fused; apex FusedAdam; bitsandbytes' in 32 bits; transformers' "
+        "Adafactor; default: the framework's",
         json_schema_extra={"flag": "--optimizer-implementation"},
     )
     block_size: int | None = Field(
@@ -95,7 +97,19 @@ class Optimizer(_Section):
         json_schema_extra={"flag": "--optimizer-block-size"},
     )
     embeddings_32bit: bool = Field(
-        True, description="8-bit Adam keeps 32-bit states for embeddings (bitsandbytes' rule)"
+        True, description="8-bit optimizers keep 32-bit states for embeddings (bitsandbytes' rule)"
+    )
+    paged: bool = Field(
+        False,
+        description="bitsandbytes: states of 100,000 elements and more are in CUDA's unified memory",
+        json_schema_extra={"flag": "--paged-optimizer"},
+    )
+    momentum: float = Field(0.0, ge=0.0, lt=1.0, description="SGD: with momentum there is a buffer per parameter")
+    weight_decay: float | None = Field(
+        None,
+        ge=0.0,
+        le=100.0,
+        description="decay of weights; default: the optimizer's own (AdamW 0.01, Muon 0.1, else 0)",
     )
     precision_aware: bool = Field(
         False,
@@ -146,7 +160,8 @@ class Loss(_Section):
 
     kind: LossKind | None = Field(
         None,
-        description="plain, vocabulary-parallel or adaptive softmax; default: the framework's",
+        description="plain, vocabulary-parallel or adaptive softmax; Liger's fused linear, cut, or torchtitan's "
+        "chunked cross entropy; default: the framework's",
         json_schema_extra={"flag": "--loss"},
     )
     cutoffs: tuple[Count, ...] | None = Field(
@@ -154,6 +169,25 @@ class Loss(_Section):
     )
     div_value: float = Field(
         4.0, ge=1.0, le=1e6, description="adaptive softmax: by how much each tail cluster is narrower"
+    )
+    chunks: Count = Field(
+        8,
+        description="chunked: equal parts of the tokens of a micro-batch (num_chunks)",
+        json_schema_extra={"flag": "--loss-chunks"},
+    )
+    fp32_accumulators: bool = Field(
+        False,
+        description="liger: accum_dtype=torch.float32; cut: accum_e_fp32 and accum_c_fp32",
+        json_schema_extra={"flag": "--loss-fp32-accumulators"},
+    )
+    liger: str = Field(
+        "0.8.5",
+        pattern=r"^\d{1,3}\.\d{1,3}\.\d{1,3}$",
+        description="version of Liger",
+        json_schema_extra={"flag": "--liger-version"},
+    )
+    logits_to_keep: Count | None = Field(
+        None, description="plain: logits (and labels) of this many last tokens of each sequence only; default: all"
     )
 
 
@@ -206,8 +240,7 @@ class Megatron(_Section):
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = Field(
         "auto", description="back end of the attention; auto: as Transformer Engine chooses"
     )
-    flash_attention_3: bool = Field(False, description="flash-attention 3 is installed")
-    deterministic: bool = Field(False, description="deterministic-mode")
+    deterministic: bool = Field(False, description="bitwise reproducible: other kernels for attention and embedding")
     gradient_accumulation_fusion: bool = Field(True, description="weight gradients are added to main_grad by the GEMM")
     bias_gelu_fusion: bool = Field(True, description="bias and GELU in one kernel")
     bias_swiglu_fusion: bool = Field(True, description="bias and SwiGLU in one kernel")
@@ -216,27 +249,105 @@ class Megatron(_Section):
     masked_softmax_fusion: bool = Field(True, description="scale, mask and softmax in one kernel")
     rotary_interleaved: bool = Field(False, description="rotary embedding turns neighbouring features")
     attention_softmax_in_fp32: bool = Field(False, description="unfused attention: softmax in fp32")
-    query_key_layer_scaling: bool = Field(False, description="apply-query-key-layer-scaling")
-    fp32_residual: bool = Field(False, description="fp32-residual-connection")
+    query_key_layer_scaling: bool = Field(False, description="scores are scaled by the layer's number; softmax in fp32")
+    fp32_residual: bool = Field(False, description="hidden states between layers in fp32 (refused)")
     cross_entropy_fusion: Literal["none", "native", "te"] = Field(
         "none", description="fused vocabulary-parallel cross entropy, and whose"
     )
-    per_token_loss: bool = Field(False, description="calculate-per-token-loss")
+    per_token_loss: bool = Field(False, description="the loss is summed over tokens and divided at the end")
     attention_mask_in_dataloader: bool = Field(True, description="the data loader makes an attention mask")
-    vocab_multiple: Count = Field(128, description="make-vocab-size-divisible-by (times tp)")
+    vocab_multiple: Count = Field(128, description="the vocabulary is padded to a multiple of this times tp")
     distributed_optimizer_instances: Degree = Field(1, description="replicas of the distributed optimizer's shards")
     overlap_grad_reduce: bool = Field(False, description="gradients are reduced bucket by bucket during backward")
     overlap_param_gather: bool = Field(False, description="parameters are gathered bucket by bucket during forward")
     bucket_size: int | None = Field(
-        None, ge=1, le=2**40, description="parameters in a bucket; default: max(40,000,000, 1,000,000 x dp)"
+        None, ge=1, le=2**40, description="parameters in a bucket; default: max(40,000,000, 1,000,000 x dp x cp)"
     )
     log_num_zeros_in_grad: bool = Field(False, description="counts zeros in gradients at every step")
     log_params_norm: bool = Field(False, description="computes the norm of parameters at every step")
     clip_grad: float = Field(1.0, ge=0.0, le=1e6, description="clip gradients to this norm; 0: not")
-    check_for_nan: bool = Field(True, description="check-for-nan-in-loss-and-grad")
-    deallocate_pipeline_outputs: bool = Field(True, description="outputs of a stage end once they are sent")
-    cp_communication: Literal["p2p", "a2a", "all_gather"] = Field(
+    check_for_nan: bool = Field(True, description="look for NaN in loss and gradients")
+    cp_communication: Literal["p2p", "a2a"] = Field(
         "p2p", description="how context parallelism exchanges keys and values"
+    )
+
+
+class Fsdp(_Section):
+    """Arguments of ``fully_shard``, whose model it is, and how it is trained. ``precision.dtype`` computes."""
+
+    code: Literal["transformers", "torchtitan"] = Field(
+        "transformers", description="whose model is sharded", json_schema_extra={"flag": "--fsdp-code"}
+    )
+    replicas: Degree = Field(
+        1, description="groups of ranks with the same shards (HSDP)", json_schema_extra={"flag": "--fsdp-replicas"}
+    )
+    reshard_after_forward: bool = Field(True, description="parameters of a layer are freed behind its forward")
+    reshard_to: Degree | None = Field(
+        None, description="they are kept as shards among so many ranks (an integer reshard_after_forward)"
+    )
+    reshard_root: bool = Field(
+        False, description="those of embedding, norm and head, too (transformers; Accelerate asks for it)"
+    )
+    parameters: Dtype = Field(
+        "fp32", description="dtype of the shards", json_schema_extra={"flag": "--fsdp-parameters"}
+    )
+    reduce: Dtype = Field(
+        "fp32", description="dtype in which gradients are reduced", json_schema_extra={"flag": "--fsdp-reduce"}
+    )
+    offload: bool = Field(False, description="CPUOffloadPolicy", json_schema_extra={"flag": "--fsdp-offload"})
+    gradient_sync: bool = Field(
+        True, description="every micro-batch reduces its gradients; false: the last one alone (no_sync)"
+    )
+    per_operator: bool = Field(
+        False,
+        description="torchtitan: recompute keeps attention and every second product",
+        json_schema_extra={"flag": "--recompute-per-operator"},
+    )
+    recompute_every: Count = Field(1, description="torchtitan: full recompute of every n-th layer")
+    ends_apart: bool = Field(
+        False, description="torchtitan after 2024: the embedding is a unit, and so are norm and head"
+    )
+
+
+class Deepspeed(_Section):
+    """``ds_config.json`` beside ``layout.zero``, the stage; sizes in elements (see ``frameworks.zero_config.Zero``)."""
+
+    reduce_bucket_size: Elements = Field(500_000_000, ge=1, description="bucket in which gradients are reduced")
+    allgather_bucket_size: Elements = Field(500_000_000, description="changes no memory where PyTorch gathers in place")
+    contiguous_gradients: bool = Field(True, description="gradients are copied into a bucket as they arrive")
+    overlap_comm: bool | None = Field(None, description="two buckets, one being reduced; default: at ZeRO-3 only")
+    reduce_scatter: bool = Field(True, description="each rank receives the sums of its share only")
+    round_robin_gradients: bool = Field(False, description="ZeRO-1, 2: every dp-th parameter beside the last")
+    sub_group_size: Elements = Field(1_000_000_000, description="ZeRO-3: shards that are updated at once")
+    stage3_prefetch_bucket_size: Elements = Field(50_000_000, description="ZeRO-3: parameters gathered ahead of use")
+    stage3_max_live_parameters: Elements = Field(1_000_000_000, description="ZeRO-3: prefetch stops at so many whole")
+    stage3_max_reuse_distance: Elements = Field(1_000_000_000, description="ZeRO-3: used again so soon, it stays whole")
+    stage3_param_persistence_threshold: Elements = Field(
+        100_000, description="ZeRO-3: parameters up to this size are never sharded"
+    )
+    stage3_model_persistence_threshold: Elements = Field(
+        2**63 - 1, description="ZeRO-3: all of those together, at most"
+    )
+    memory_efficient_linear: bool = Field(True, description="ZeRO-3: linear layers keep no gathered weight")
+    offload_optimizer: Literal["none", "cpu", "nvme"] = Field("none", description="where optimizer states are")
+    offload_optimizer_pin: bool = Field(True, description="pinned host memory, as much as pageable")
+    offload_optimizer_ratio: float = Field(1.0, ge=0.0, le=1.0, description="part of the states that is away")
+    offload_optimizer_buffer_count: Elements = Field(4, description="nvme: buffers of the largest sub-group")
+    offload_param: Literal["none", "cpu", "nvme"] = Field("none", description="ZeRO-3: where shards are")
+    offload_param_pin: bool = Field(True, description="pinned host memory, as much as pageable")
+    offload_param_max_in_cpu: Elements = Field(1_000_000_000, description="nvme: shards that stay on the host")
+    offload_param_buffer_count: Elements = Field(5, description="nvme: buffers for shards")
+    offload_param_buffer_size: Elements = Field(100_000_000, description="nvme: size of each")
+    gradient_accumulation_dtype: Dtype | None = Field(
+        None,
+        description="data_types.grad_accum_dtype, the same as gradients",
+        json_schema_extra={"flag": "--grad-accum-dtype"},
+    )
+    gradient_clipping: float = Field(0.0, ge=0.0, le=1e6, description="clip gradients to this norm: in place")
+    groups: Literal["one", "decay"] = Field(
+        "one",
+        description="parameter groups: one, or matrices and the rest (as the Trainer makes them)",
+        json_schema_extra={"flag": "--param-groups"},
     )
 
 
@@ -260,6 +371,8 @@ class Plan(_Section):
     loss: Loss = Loss()
     pipeline: Pipeline = Pipeline()
     megatron: Megatron = Megatron()
+    fsdp: Fsdp = Fsdp()
+    deepspeed: Deepspeed = Deepspeed()
     device_map: dict[int, tuple[int, ...]] | None = Field(
         None, description="device-map: the layers that each device holds, as {0: 0-11, 1: 12-23}; default: equal shares"
     )

@@ -8,21 +8,23 @@ from __future__ import annotations
 from .checks import (
     check_batch,
     check_code,
+    check_deepspeed,
     check_environment,
     check_framework,
+    check_fsdp,
     check_hardware,
     check_layout,
-    check_loss,
     check_megatron,
     check_model,
-    check_optimizer,
     check_pipeline,
     check_precision,
     check_recompute,
 )
 from .device_map import check_device_map, equal_shares
 from .errors import ABSENT, PlanError
+from .loss_checks import check_loss
 from .megatron_layout import stages
+from .optimizer_checks import EIGHT_BIT, IMPLEMENTATIONS, check_optimizer
 from .plan import (
     AttentionImplementation,
     Batch,
@@ -32,7 +34,6 @@ from .plan import (
     LossKind,
     Megatron,
     Optimizer,
-    OptimizerImplementation,
     Pipeline,
     Plan,
     Precision,
@@ -41,6 +42,12 @@ from .plan import (
 from .sizes import headroom_bytes
 
 MEGATRONS = ("megatron", "megatron-deepspeed")
+
+EAGER_ONLY = ("gemma2", "gptj", "falcon")
+"""Families whose flash attention has no recipe (``layers.coverage``, ``WITHOUT_KERNEL``)."""
+
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Variables that Megatron-Core's deterministic mode sets."""
 
 BLOCK_SIZE = 2048
 """Elements per scale of bitsandbytes' 8-bit states, as of 2021."""
@@ -72,6 +79,7 @@ def resolve(plan: Plan) -> Plan:
             "pipeline": _pipeline(plan.pipeline, plan, layout),
             "megatron": _megatron(plan.megatron, plan),
             "torch": plan.torch or _torch(plan),
+            "environment": _environment(plan),
         }
     )
     for check in (
@@ -85,6 +93,8 @@ def resolve(plan: Plan) -> Plan:
         check_code,
         check_pipeline,
         check_megatron,
+        check_fsdp,
+        check_deepspeed,
         check_device_map,
         check_environment,
     ):
@@ -152,18 +162,23 @@ def _batch(batch: Batch, plan: Plan, layout: Layout, hardware: Hardware) -> Batc
 
 
 def _optimizer(optimizer: Optimizer, plan: Plan) -> Optimizer:
-    if optimizer.name == "adam8bit":
+    if optimizer.name in EIGHT_BIT:
         return optimizer.model_copy(update={"block_size": optimizer.block_size or BLOCK_SIZE})
-    default: OptimizerImplementation = "foreach"
-    if plan.framework in MEGATRONS and optimizer.name in ("adam", "adamw"):
+    default = IMPLEMENTATIONS[optimizer.name][0]
+    if plan.framework == "megatron" or (plan.framework in MEGATRONS and optimizer.name in ("adam", "adamw")):
         default = "apex"
+    if plan.framework == "deepspeed" and optimizer.name in ("adam", "adamw"):
+        default = None
     return optimizer.model_copy(update={"implementation": optimizer.implementation or default})
 
 
 def _precision(precision: Precision, plan: Plan) -> Precision:
-    """Megatron-Core accumulates bf16 gradients in fp32 (``validate_args``); others in the parameters' dtype."""
+    """Megatron-Core accumulates bf16 gradients in fp32 (``validate_args``); others in the parameters' dtype, DeepSpeed
+    unless ``data_types`` says otherwise."""
     if precision.gradients is not None:
         return precision
+    if plan.framework == "deepspeed" and plan.deepspeed.gradient_accumulation_dtype is not None:
+        return precision.model_copy(update={"gradients": plan.deepspeed.gradient_accumulation_dtype})
     in_fp32 = plan.framework == "megatron" and precision.dtype == "bf16"
     return precision.model_copy(update={"gradients": "fp32" if in_fp32 else precision.dtype})
 
@@ -191,7 +206,15 @@ def _attention(plan: Plan) -> AttentionImplementation:
         scores = plan.megatron.attention_backend in ("unfused", "local") or plan.megatron.transformer_impl == "local"
         return "eager" if scores else "flash"
     older = plan.framework == "megatron-deepspeed" or plan.code == "2020"
-    return "eager" if older or plan.precision.dtype == "fp32" else "flash"
+    without = older or plan.precision.dtype == "fp32" or plan.model.family in EAGER_ONLY
+    return "eager" if without else "flash"
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    """``--deterministic-mode`` sets what it demands of libraries, unless somebody else has
+    (``megatron/training/determinism.py``)."""
+    demanded = DETERMINISTIC if plan.framework == "megatron" and plan.megatron.deterministic else {}
+    return {**demanded, **plan.environment}
 
 
 def _torch(plan: Plan) -> str:
