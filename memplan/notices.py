@@ -314,7 +314,6 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     else:
         result += OLD if plan.code == "2020" else ()
         result += PLAIN if plan.code != "2020" else PLAIN[1:]
-        result += _of_tied(plan)
     result += _of_optimizer(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))
@@ -332,20 +331,6 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     if plan.recompute.mode == "full" and plan.framework != "megatron-deepspeed":
         result.append("recompute by torch.utils.checkpoint(use_reentrant=False), which stops at the last saved tensor")
     return tuple(result)
-
-
-def _of_tied(plan: Plan) -> tuple[str, ...]:
-    """What is not counted yet of a head that is tied to the embedding."""
-    spec, batch = plan.model, plan.batch
-    assert batch.gbs is not None
-    assert plan.layout.dp is not None
-    if plan.framework == "fsdp" or not spec.tied_embeddings or batch.gbs <= batch.mbs * plan.layout.dp:
-        return ()
-    size = hold_bytes((spec.vocab, spec.hidden), plan.precision.dtype)
-    return (
-        f"the tied head's gradient ({size / MIB:,.0f} MiB) is not counted while it waits for the embedding's, "
-        "from the second micro-batch on",
-    )
 
 
 FUSED_LOSSES = {

@@ -40,6 +40,9 @@ FULL_MASK = SHARED - 5
 EMBEDDED = SHARED - 4
 """Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
 
+TIED_GRADIENT = SHARED - 6
+"""Id of the gradient of a tied head while it waits for the embedding's."""
+
 
 def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Shared:
     """The shared tensors as a layer sees them: held by others, but for those in ``ended``, which end with it."""
@@ -141,6 +144,43 @@ def end_modules(
         build("final_norm", norm, interface, options) if spec.final_norm else None,
         build("head", head, interface, options),
     )
+
+
+@lru_cache(maxsize=1024)
+def with_waiting_gradient(embedding: Module, head: Module) -> tuple[Module, Module]:
+    """Embedding and head that share a weight, whose gradients are one parameter's.
+
+    The head's gradient waits in the input buffer of the weight's one ``AccumulateGrad`` node, where the
+    embedding's is added to it in place; only then is their sum added to what earlier micro-batches left.
+    In the first micro-batch it becomes the gradient itself, which the head's ``first`` tape says already.
+    Source: torch 2.13, ``engine.cpp`` (``Engine::evaluate_function``), ``input_buffer.cpp``
+    (``InputBuffer::add``), ``accumulate_grad.h`` (``accumulateGrad``).
+    """
+    (word,) = (parameter.shape for parameter in head.parameters if parameter.name == "word.weight")
+    gradient = next(
+        event
+        for event in head.first.forward + head.first.backward
+        if isinstance(event, Hold) and event.category is Category.GRADIENTS and event.shape == word
+    )
+
+    def waiting(tape: Tape) -> Tape:
+        return tuple(
+            event._replace(tensor=TIED_GRADIENT)
+            if isinstance(event, Hold) and event.tensor == gradient.tensor
+            else event
+            for event in tape
+            if not (isinstance(event, Drop) and event.tensor == gradient.tensor)
+        )
+
+    (hold,) = (
+        event
+        for event in head.steady.forward + head.steady.backward
+        if isinstance(event, Hold) and event.tensor == gradient.tensor
+    )
+    tapes = head.steady
+    steady = replace(tapes, forward=waiting(tapes.forward), backward=waiting(tapes.backward))
+    ended = (*embedding.steady.backward, Drop(TIED_GRADIENT, hold.bytes, hold.category))
+    return replace(embedding, steady=replace(embedding.steady, backward=ended)), replace(head, steady=steady)
 
 
 @lru_cache(maxsize=1024)
@@ -258,6 +298,8 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     recompute = plan.recompute.mode == "full"
     layer = layer_module(shape, recompute, plan.code, options)
     embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan))
+    if plan.model.tied_embeddings and plan.loss.kind != "chunked":  # each chunk has a backward of its own
+        embedding, head = with_waiting_gradient(embedding, head)
     kept = _everything(embedding) if recompute else layer.saved_shared
     foremost = layer_module(shape, recompute, plan.code, options, kept - {FULL_MASK})
     if keeps_embedded(shape):

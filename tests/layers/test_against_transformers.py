@@ -170,7 +170,7 @@ def named(module: Module, tape: Tape) -> Iterator[Event]:
             yield Event(1 if isinstance(event, Hold) else -1, event.bytes, module, name)
 
 
-def compared(case: Case, folder: Path) -> Compared:
+def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
     """``case`` planned from its ``config.json``, and traced."""
     kind, settings = MODELS[case.model]
     config = transformers.AutoConfig.for_model(kind, **settings)
@@ -188,7 +188,7 @@ def compared(case: Case, folder: Path) -> Compared:
     plan = resolve(read_plan(None, flags).plan)
     (program,) = plain.programs(plan, Options(accumulates_in_place=False))
     flash, recompute = case.attention == "flash", case.recompute == "full"
-    step = traced_step(config, case.b, case.s, case.dtype, flash=flash, recompute=recompute)
+    step = traced_step(config, case.b, case.s, case.dtype, flash=flash, recompute=recompute, accumulates=accumulates)
     return Compared(program, step, rounded(8 * case.b * case.s))
 
 
@@ -273,6 +273,19 @@ def test_step_of_real_model(case: Compared) -> None:
     loss = rounded(4)
     assert folded.step_peak == peak(after, sizes(step.optimizer)) + case.ids - loss
     assert after + sum(sizes(step.optimizer)) == step.before
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_later_microbatch_of_real_model(model: str, tmp_path: Path) -> None:
+    """Backward where gradients are there already: a tied head's waits for the embedding's, and is not dropped."""
+    case = compared(Case(model, *SHAPES[0], "fp32", "eager", "none"), tmp_path, accumulates=True)
+    program, step = case.program, case.step
+    modules = [span.module for span in reversed(program.spans) for _ in span.names]
+    backward = without_scalars(event for module in modules for event in named(module, module.steady.backward))
+    traced = traced_backward(case, word_shape(program))
+    assert sorted(sizes(backward)) == sorted(sizes(traced))
+    forward = sizes(step.forward)
+    assert peak(0, forward + sizes(backward)) == peak(0, forward + sizes(traced))
 
 
 def test_middle_layer_of_real_model(case: Compared) -> None:

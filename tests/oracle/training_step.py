@@ -36,11 +36,19 @@ class Step:
 
 
 def traced_step(
-    config: transformers.PreTrainedConfig, b: int, s: int, dtype: str, *, flash: bool, recompute: bool
+    config: transformers.PreTrainedConfig,
+    b: int,
+    s: int,
+    dtype: str,
+    *,
+    flash: bool,
+    recompute: bool,
+    accumulates: bool = False,
 ) -> Step:
     """Traces ``ForCausalLM`` (``ForMaskedLM`` for BERT) of ``config`` on ids (b, s), with AdamW (foreach).
 
-    ``flash`` is transformers' ``sdpa``, with fewer key heads handed to the kernel as they are.
+    ``flash`` is transformers' ``sdpa``, with fewer key heads handed to the kernel as they are. With
+    ``accumulates`` an earlier micro-batch has left gradients.
     """
     steps: list[Step] = []
 
@@ -56,6 +64,9 @@ def traced_step(
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         update(optimizer, trace)
+        if accumulates:
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
         gc.collect()
         before, start = trace.live, len(trace.changes)
         out = model(input_ids=ids, labels=ids)
