@@ -10,10 +10,21 @@ from functools import lru_cache
 from ..layers import ends, huggingface
 from ..layers.autograd import Recorder, Tensor
 from ..layers.huggingface import LayerShape
-from ..layers.module import INPUT, SHARED, Interface, Module, Options, Parameter, Recipe, Run, _hold, _tapes
+from ..layers.module import (
+    INPUT,
+    SHARED,
+    Interface,
+    Module,
+    Options,
+    Parameter,
+    Recipe,
+    Run,
+    _hold,
+    _tapes,
+    evaluation_tape,
+)
 from ..layers.module import LEFT as LEFT_IN_FRAME
 from ..layers.recompute import recomputed
-from ..tape import Category, Tape
 from .plain import (
     COS,
     EMBEDDED,
@@ -85,29 +96,13 @@ def hooked(
         name,
         first,
         steady,
-        _evaluation(recipe, interface),
+        evaluation_tape(recipe, interface, Hooked(grad_enabled=False)),
         own,
         tuple(_hold(first, id) for id in range(LEFT_IN_FRAME, LEFT_IN_FRAME - len(run.left), -1)),
         tuple(_hold(first, id) for id in run.shared),
         frozenset(id for id in seen.saved_outside if id <= SHARED),
     )
     return HookedModule(module, dict(seen.modules), frozenset(seen.without_input), seen.parameters_of())
-
-
-def _evaluation(recipe: Recipe, interface: Interface) -> Tape:
-    recorder = Hooked(grad_enabled=False)
-    x = None
-    if interface.shape is not None:
-        x = recorder.outside(interface.shape, interface.dtype, Category.ACTIVATIONS, INPUT, drops=True)
-    run = recipe(recorder, x)
-    del x
-    for tensor in (*run.left, *run.shared.values(), run.output):
-        if tensor is not None:
-            recorder.hand_over(tensor)
-    run.until_end.clear()
-    run.loss = None
-    recorder.close()
-    return recorder.tape()
 
 
 @lru_cache(maxsize=256)

@@ -137,7 +137,7 @@ def build(
     """Runs ``recipe`` in each role. Parameters named in ``present`` have a gradient already in the first one."""
     first, recorder, run = _tapes(recipe, interface, _recorder(options, True, present), options)
     steady, _, _ = _tapes(recipe, interface, _recorder(options, False, present), options)
-    evaluation = _evaluation(recipe, interface)
+    evaluation = evaluation_tape(recipe, interface, Recorder(grad_enabled=False))
     leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
     parameters = tuple(Parameter(leaf.name, leaf.shape) for leaf in leaves)
     return Module(
@@ -226,8 +226,8 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     return tapes, recorder, ids
 
 
-def _evaluation(recipe: Recipe, interface: Interface) -> Tape:
-    recorder = Recorder(grad_enabled=False)
+def evaluation_tape(recipe: Recipe, interface: Interface, recorder: Recorder) -> Tape:
+    """Forward without a graph, on a fresh ``recorder`` that records none."""
     x = None
     if interface.shape is not None:
         x = recorder.outside(interface.shape, interface.dtype, Category.ACTIVATIONS, INPUT, drops=True)
