@@ -97,13 +97,14 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
         raise PlanError("--detail", stage, f"must be a stage from 0 to {len(programs) - 1}")
     spans = programs[stage].spans
     forward = [ModuleTape(name, "forward", span.module.first.forward) for span in spans for name in span.names]
+    ended = [ModuleTape(name, "forward", span.module.first.end) for span in spans for name in span.names]
     backward = [
         ModuleTape(name, "backward", span.module.first.backward)
         for span in reversed(spans)
         for name in reversed(span.names)
     ]
     step = ModuleTape("optimizer", "step", programs[stage].step + programs[stage].late_step)
-    return tuple(tape for tape in (*forward, *backward, step) if tape.events)
+    return tuple(tape for tape in (*forward, *ended, *backward, step) if tape.events)
 
 
 # -- readings ---------------------------------------------------------------------------------------

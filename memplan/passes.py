@@ -128,6 +128,8 @@ class _Frame:
             operations += _placed(part.forward, offset, outer)
             if module.steady.output > 0:
                 handed = offset + module.steady.output
+        for module, offset in zip(self.modules, self.offsets, strict=True):
+            operations += _placed(_listed(module.steady.end, self.settings), offset, self.shared)
         return _summed(operations, handed, {})
 
     def backward(self, tapes: Sequence[Tapes], before: dict[int, Operation]) -> Pass:
@@ -164,8 +166,12 @@ def _parts(module: Module, settings: AllocatorSettings) -> _Parts:
 
 @lru_cache(maxsize=1 << 13)
 def _operations(tapes: Tapes, backward: bool, settings: AllocatorSettings) -> tuple[Operation, ...]:
-    """A module's own operations. Empty tensors never reach the allocator."""
-    tape: Tape = tapes.backward if backward else tapes.forward
+    """A module's own operations."""
+    return _listed(tapes.backward if backward else tapes.forward, settings)
+
+
+def _listed(tape: Tape, settings: AllocatorSettings) -> tuple[Operation, ...]:
+    """Empty tensors never reach the allocator."""
     found: list[Operation] = []
     for event in tape:
         if isinstance(event, (Hold, Drop)) and event.bytes:

@@ -43,6 +43,11 @@ class Span:
     def forward(self) -> Excursion:
         return self._named(self.module.steady.forward_fold, "forward", len(self.names) - 1)
 
+    @property
+    def end(self) -> Excursion:
+        """What every module drops once the model's forward has ended."""
+        return self._named(self.module.steady.end_fold, "forward", len(self.names) - 1)
+
     def backward(self, first: bool) -> Excursion:
         """The modules run last to first; a peak of growing memory is in the last one to run."""
         tapes = self.module.first if first else self.module.steady
@@ -239,7 +244,8 @@ def passes(program: Program) -> Passes:
 
 @lru_cache(maxsize=4096)
 def _passes(spans: tuple[Span, ...], gradients: Gradients) -> Passes:
-    forward = compose(span.forward for span in spans)
+    ended = [span.end for span in spans if span.module.steady.end]
+    forward = compose([*(span.forward for span in spans), *ended])
     first = compose(span.backward(True) for span in reversed(spans))
     if gradients is Gradients.PER_MICROBATCH:
         alone = first.then(_end_of_gradients(first))

@@ -82,7 +82,11 @@ def layer_module(
 
 
 def keeps_embedded(shape: LayerShape) -> bool:
-    """Without dropout the embedding's output is the first layer's input."""
+    """Without dropout the embedding's output is the first layer's input; of BERT it is ``embedding_output``."""
+    return shape.spec.family == "bert" or _passes_embeddings_on(shape)
+
+
+def _passes_embeddings_on(shape: LayerShape) -> bool:
     return shape.spec.positions == "rotary" and not shape.spec.embedding_dropout
 
 
@@ -208,7 +212,7 @@ def layer_shape(plan: Plan) -> LayerShape:
     assert hardware.gpus is not None
     visible = hardware.gpus if batch.multiply_by_visible_gpus else 1
     spec = of_any_depth(plan.model)
-    return LayerShape(spec, batch.mbs * visible, batch.seq, plan.precision.dtype, plan.attention == "flash")
+    return LayerShape(spec, batch.mbs * visible, batch.seq, plan.precision.parameters, plan.attention == "flash")
 
 
 def head_loss(plan: Plan) -> HeadLoss:
@@ -246,8 +250,8 @@ def check(plan: Plan) -> None:
     if recompute.mode == "full" and (recompute.method, recompute.layers) != ("uniform", 1):
         problem = "must be uniform with layers 1: transformers recomputes every layer by itself"
         raise PlanError("recompute.method", recompute.method, problem)
-    if precision.gradients != precision.dtype:
-        problem = f"must be {precision.dtype}: gradients have the parameters' dtype here"
+    if precision.gradients != precision.parameters:
+        problem = f"must be {precision.parameters}: gradients have the parameters' dtype here"
         raise PlanError("precision.gradients", precision.gradients, problem)
     if plan.attention == "flash":
         check_flash(plan)
@@ -294,7 +298,8 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     as ``parallelize`` places them."""
     check(plan)
     shape = layer_shape(plan)
-    options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
+    autocast = plan.precision.dtype if plan.precision.autocast else None
+    options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash, autocast=autocast)
     recompute = plan.recompute.mode == "full"
     layer = layer_module(shape, recompute, plan.code, options)
     embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan))
@@ -337,7 +342,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
 
 
 def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...]) -> Program:
-    dtype = plan.precision.dtype
+    dtype = plan.precision.parameters
     states = (
         full("parameter", Category.PARAMETERS, dtype),
         *optimizer_states(plan.optimizer, dtype, embeddings_32bit=plan.optimizer.embeddings_32bit),

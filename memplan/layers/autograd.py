@@ -91,7 +91,7 @@ Backward = Callable[["Recorder", Gradients], Sequence["Tensor | Unsummed | None"
 class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
-    __slots__ = ("backward", "frame", "inputs", "outputs", "saved", "sequence")
+    __slots__ = ("backward", "dtypes", "frame", "inputs", "outputs", "saved", "sequence")
 
     def __init__(
         self,
@@ -101,6 +101,8 @@ class Node:
         backward: Backward,
         outputs: int,
     ) -> None:
+        self.dtypes: tuple[str, ...] = ()
+        """Of the inputs, where gradients have to be cast to them."""
         self.sequence = sequence
         self.inputs = inputs
         self.saved = saved
@@ -177,6 +179,10 @@ class Recorder:
     """The gradient of the output, where a caller keeps it throughout backward."""
     prefix: str = ""
     """Put before the names of parameters, where a module holds several layers."""
+    autocast: str | None = None
+    """The dtype in which autocast computes; parameters are fp32 then (``layers.autocast``)."""
+    casts: dict[str, Tensor] = field(default_factory=dict)
+    """Autocast's cache: parameters in its dtype, by their names."""
 
     # -- storages ---------------------------------------------------------------------------------
 
@@ -220,6 +226,7 @@ class Recorder:
     def parameter(self, name: str, shape: Shape, dtype: str) -> Tensor:
         """A parameter: held elsewhere (static memory), its gradient accumulated here."""
         name = self.prefix + name
+        dtype = dtype if self.autocast is None else "fp32"
         leaf = self.parameters.get(name)
         if leaf is None:
             leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)
@@ -242,12 +249,16 @@ class Recorder:
             return None
         self.sequence += 1
         storages = tuple(tensor.storage for tensor in saved)[::-1]  # a tuple dies back to front
+        node = Node(self.sequence, edges, (), backward, outputs)
+        if self.autocast is not None:
+            node.dtypes = tuple([tensor.dtype for tensor in inputs])
         if self.frame is not None:
-            return self.frame.node(Node(self.sequence, edges, (), backward, outputs), storages)
+            return self.frame.node(node, storages)
         for storage in storages:
             if storage.at < 0:
                 self.saved_outside.add(storage.id)
-        return Node(self.sequence, edges, storages, backward, outputs)
+        node.saved = storages
+        return node
 
     def backward(self, output: list[Tensor], gradient: list[Tensor]) -> None:
         """Runs the graph below ``output[0]`` from ``gradient[0]``. Both lists are emptied, so that the
@@ -271,7 +282,7 @@ class Recorder:
             returned = list(node.backward(self, arrived))
             if node.frame is not None:
                 node.saved = ()  # recomputed tensors belong to the node alone and die within its apply
-            produced = self._summed(returned)
+            produced = self._summed(returned, node)
             del arrived
             node.saved = ()
             node.backward = _nothing
@@ -292,15 +303,23 @@ class Recorder:
                 del target, buffer
             del node, returned, produced, edge
 
-    def _summed(self, returned: list[Tensor | Unsummed | None]) -> Gradients:
+    def _summed(self, returned: list[Tensor | Unsummed | None], node: Node) -> Gradients:
         """What a node returned, last first; ``returned`` is emptied."""
         for at, one in enumerate(returned):
             if isinstance(one, Unsummed):
                 returned[at] = self.empty(one.shape, one.gradient.dtype, one.name)
             del one
+            if node.dtypes and node.inputs[at] is not None:
+                self._cast_back(returned, at, node.dtypes[at])
         produced: Gradients = [one for one in returned[::-1] if not isinstance(one, Unsummed)]
         returned.clear()
         return produced
+
+    def _cast_back(self, returned: list[Tensor | Unsummed | None], at: int, dtype: str) -> None:
+        """A gradient in the dtype of what it is the gradient of, where kernels have promoted another."""
+        gradient = returned[at]
+        if isinstance(gradient, Tensor) and gradient.dtype != dtype:
+            returned[at] = self.empty(gradient.shape, dtype, "gradient_cast")
 
     def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor) -> None:
         held = buffer[slot]

@@ -252,6 +252,7 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor
         hidden = mlm_transform(r, hidden, shape)
     bias = r.parameter("head.bias", (spec.vocab,), dtype) if spec.mlm_head or spec.head_bias else None
     logits = ops.linear(r, hidden, weight, bias, name="logits", category=Category.LOGITS)
+    del hidden
     if spec.logit_softcap is not None:
         logits = ops.elementwise(r, "logits_divided", (logits,), category=Category.LOGITS)
         logits = ops.elementwise(r, "logits_tanh", (logits,), saves_output=True, category=Category.LOGITS)

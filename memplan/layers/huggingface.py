@@ -53,19 +53,21 @@ __all__ = [
 
 def gpt2_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
     spec, b, s, a, d = shape.spec, shape.b, shape.s, shape.spec.heads, shape.spec.head_dim
-    q, k, v = ops.split(r, linear(r, hidden, "qkv", spec.qkv_features, spec.attention_bias), [(b, a, s, d)] * 3, "qkv")
+    qkv = linear(r, hidden, "qkv", spec.qkv_features, spec.attention_bias, conv1d=True)
+    q, k, v = ops.split(r, qkv, [(b, a, s, d)] * 3, "qkv")
+    del qkv
     if not shape.flash:
         q, v = ops.copied_gradient(r, q, "query"), ops.copied_gradient(r, v, "value")
     out, weights = attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)
-    out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias)
+    out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias, conv1d=True)
     out = ops.dropout(r, out, spec.hidden_dropout, "attention_output_dropout")
     return out, weights
 
 
 def gpt2_mlp(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
-    hidden = linear(r, hidden, "up", spec.ffn, spec.mlp_bias)
+    hidden = linear(r, hidden, "up", spec.ffn, spec.mlp_bias, conv1d=True)
     hidden = activation(r, hidden, spec)
-    hidden = linear(r, hidden, "down", spec.hidden, spec.mlp_bias)
+    hidden = linear(r, hidden, "down", spec.hidden, spec.mlp_bias, conv1d=True)
     hidden = ops.dropout(r, hidden, spec.hidden_dropout, "mlp_dropout")
     return hidden  # noqa: RET504
 

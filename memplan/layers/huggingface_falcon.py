@@ -70,7 +70,7 @@ def falcon_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSh
         r, Heads(q, True), repeated(r, Heads(k, True), a, "key"), ("query", "key"), (b, a, s, s), "scores"
     )
     weights = divided_in_place(r, weights)
-    weights = ops.softmax(r, ops.add_constant(r, weights, "scores_masked"), "probabilities")
+    weights = ops.softmax(r, ops.add_constant(r, weights, "scores_masked", shared.mask), "probabilities")
     out = product(
         r, Heads(weights, False), repeated(r, Heads(v, True), a, "value"), ("", "value"), (b, a, s, d), "context"
     )

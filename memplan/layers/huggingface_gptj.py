@@ -10,7 +10,6 @@ from .huggingface_parts import (
     LayerShape,
     Shared,
     activation,
-    batched,
     layer_norm,
     linear,
     product,
@@ -51,7 +50,7 @@ def gptj_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShap
     value = value.view(b, a, s, d)
     _table = r.empty((1, spec.positions_max, n), "fp32", "positions_repeated")
     _rows = r.empty((1, s, n), "int64", "position_ids_repeated")
-    sincos = ops.cast(r, r.empty((1, s, n), "fp32", "sincos_fp32"), shape.dtype, "sincos")
+    sincos = ops.cast(r, r.empty((1, s, n), "fp32", "sincos_fp32"), key.dtype, "sincos")
     k_rot = ops.slice_last(r, key, n, "key_rotary")
     k_pass = ops.slice_last(r, key, d - n, "key_passed")
     q_rot = ops.slice_last(r, query, n, "query_rotary")
@@ -79,11 +78,11 @@ def gptj_scores(
     weights = product(r, Heads(query, True), Heads(key, True), ("query", "key"), (b, a, s, s), "scores")
     weights = ops.scale(r, weights, "scores_scaled")
     if shared.mask is not None:
-        weights = ops.add_constant(r, weights, "scores_masked")
+        weights = ops.add_constant(r, weights, "scores_masked", shared.mask)
     weights = ops.softmax(r, weights, "probabilities_fp32")
     weights = ops.cast(r, weights, dtype, "probabilities")
     weights = ops.dropout(r, weights, spec.attention_dropout, "attention_dropout")
-    out = ops.matmul(r, weights, batched(r, Heads(value, True), "value"), (b, a, s, d), "context")
+    out = product(r, Heads(weights, False), Heads(value, True), ("", "value"), (b, a, s, d), "context")
     return out, weights
 
 

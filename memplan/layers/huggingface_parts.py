@@ -48,10 +48,11 @@ Layer = Callable[[Recorder, Tensor, Shared, LayerShape], Tensor]
 # -- parts ------------------------------------------------------------------------------------------
 
 
-def linear(r: Recorder, x: Tensor, name: str, n: int, bias: bool) -> Tensor:
+def linear(r: Recorder, x: Tensor, name: str, n: int, bias: bool, *, conv1d: bool = False) -> Tensor:
     """A ``Linear`` or ``Conv1D`` called ``name`` with ``n`` outputs."""
     weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype)
-    return ops.linear(r, x, weight, r.parameter(f"{name}.bias", (n,), x.dtype) if bias else None, name=name)
+    added = r.parameter(f"{name}.bias", (n,), x.dtype) if bias else None
+    return ops.linear(r, x, weight, added, name=name, conv1d=conv1d)
 
 
 def layer_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -110,11 +111,10 @@ def gelu_new(r: Recorder, x: Tensor) -> Tensor:
         return ops.add(r, x, ops.scale(r, ops.power(r, x, "cube"), "cube_scaled"), "inner")
 
     half = ops.scale(r, x, "half_input")
-    return _times(r, half, ops.add_constant(r, ops.tanh(r, ops.scale(r, inner(), "inner_scaled")), "one_plus_tanh"))
-
-
-def _times(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
-    return ops.multiply(r, x, y, "gelu")
+    factor = ops.add_constant(r, ops.tanh(r, ops.scale(r, inner(), "inner_scaled")), "one_plus_tanh")
+    out = ops.multiply(r, half, factor, "gelu")
+    del half, factor
+    return out
 
 
 def gelu_fast(r: Recorder, x: Tensor) -> Tensor:
@@ -128,7 +128,10 @@ def gelu_fast(r: Recorder, x: Tensor) -> Tensor:
         return ops.multiply(r, scaled, cubic(), "inner")
 
     half = ops.scale(r, x, "half_input")
-    return _times(r, half, ops.add_constant(r, ops.tanh(r, inner()), "one_plus_tanh"))
+    factor = ops.add_constant(r, ops.tanh(r, inner()), "one_plus_tanh")
+    out = ops.multiply(r, half, factor, "gelu")
+    del half, factor
+    return out
 
 
 def silu(r: Recorder, x: Tensor) -> Tensor:
@@ -166,9 +169,13 @@ def batched(r: Recorder, x: Heads, name: str) -> Tensor:
 
 
 def product(r: Recorder, x: Heads, y: Heads, names: tuple[str, str], shape: Shape, name: str) -> Tensor:
-    """``matmul`` of heads, whose copies end with it."""
-    left, right = batched(r, x, names[0]), batched(r, y, names[1])
-    return ops.matmul(r, left, right, shape, name)
+    """``matmul`` of heads, whose copies end with it; autocast's casts keep the layout."""
+    cast_x, cast_y = ops.entering(r, "matmul", x.tensor, y.tensor, name=f"{name}_operand")
+    left = batched(r, Heads(cast_x, x.transposed), names[0])
+    right = batched(r, Heads(cast_y, y.transposed), names[1])
+    out = ops.matmul(r, left, right, shape, name)
+    del left, right
+    return out
 
 
 SOFTMAX_IN_DTYPE = frozenset({"gpt2", "gpt", "bert"})
@@ -192,13 +199,15 @@ def eager_attention(
         weights = ops.tanh(r, weights, "scores_tanh")
         weights = ops.scale(r, weights, "scores_capped")
     if shared.mask is not None:
-        weights = ops.add_constant(r, weights, "scores_masked")
+        weights = ops.add_constant(r, weights, "scores_masked", shared.mask)
     if spec.family not in SOFTMAX_IN_DTYPE:
-        weights = ops.cast(r, softmax_fp32(r, weights), shape.dtype, "probabilities")
+        weights = ops.cast(r, softmax_fp32(r, weights), q.tensor.dtype, "probabilities")
     else:
         weights = ops.softmax(r, weights, "probabilities")
+        if spec.family != "bert":
+            weights = ops.cast(r, weights, v.tensor.dtype, "probabilities_cast")
     weights = ops.dropout(r, weights, spec.attention_dropout, "attention_dropout")
-    out = ops.matmul(r, weights, batched(r, v, "value"), (b, a, s, d), "context")
+    out = product(r, Heads(weights, False), v, ("", "value"), (b, a, s, d), "context")
     if b > 1:
         out = ops.copied_gradient(r, out, "context")
     out = ops.contiguous(r, out, (b, s, a * d), "context_contiguous")

@@ -54,10 +54,16 @@ class Tapes:
     """Id of the output; 0 where there is none (a loss)."""
     grad_input: int
     """Id of the input's gradient; 0 where there is none (an embedding)."""
+    end: Tape = ()
+    """When the whole model's forward has ended: what autocast's cache alone still held is dropped."""
 
     @cached_property
     def forward_fold(self) -> Excursion:
         return fold(self.forward)
+
+    @cached_property
+    def end_fold(self) -> Excursion:
+        return fold(self.end)
 
     @cached_property
     def backward_fold(self) -> Excursion:
@@ -129,6 +135,8 @@ class Options:
     """The input ends elsewhere: a schedule keeps it."""
     consumes_gradients: bool = False
     """Parameters' gradients end as soon as they have arrived: a hook adds them to a static buffer."""
+    autocast: str | None = None
+    """The dtype in which autocast computes, over fp32 parameters."""
 
 
 def build(
@@ -137,7 +145,7 @@ def build(
     """Runs ``recipe`` in each role. Parameters named in ``present`` have a gradient already in the first one."""
     first, recorder, run = _tapes(recipe, interface, _recorder(options, True, present), options)
     steady, _, _ = _tapes(recipe, interface, _recorder(options, False, present), options)
-    evaluation = evaluation_tape(recipe, interface, Recorder(grad_enabled=False))
+    evaluation = evaluation_tape(recipe, interface, Recorder(grad_enabled=False, autocast=options.autocast))
     leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
     parameters = tuple(Parameter(leaf.name, leaf.shape) for leaf in leaves)
     return Module(
@@ -154,7 +162,14 @@ def build(
 
 
 def _recorder(options: Options, first: bool, present: frozenset[str]) -> Recorder:
-    return Recorder(options.accumulates_in_place, first, present, options.kernel_workspaces, options.consumes_gradients)
+    return Recorder(
+        options.accumulates_in_place,
+        first,
+        present,
+        options.kernel_workspaces,
+        options.consumes_gradients,
+        autocast=options.autocast,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +216,8 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     run.shared.clear()
     run.slot = None
     recorder.settle()
+    ended = len(recorder.events)
+    recorder.casts.clear()
     middle = len(recorder.events)
     output = 0
     if run.output is not None:
@@ -221,8 +238,8 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     if leaf is not None and leaf.gradient is not None:
         grad_input = recorder.hand_over(leaf.gradient)
     recorder.close()
-    forward = _relabelled(recorder.tape(0, middle), ids.known())
-    tapes = Tapes(forward, recorder.tape(middle), output, grad_input)
+    forward = _relabelled(recorder.tape(0, ended), ids.known())
+    tapes = Tapes(forward, recorder.tape(middle), output, grad_input, recorder.tape(ended, middle))
     return tapes, recorder, ids
 
 

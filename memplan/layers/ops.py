@@ -11,9 +11,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..tape import Category
+from .autocast import cached_name, cast_to, promoted
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed
 
 TEMPORARIES, WORKSPACES = Category.TEMPORARIES, Category.WORKSPACES
+
+
+def entering(r: Recorder, operator: str, *inputs: Tensor, name: str) -> tuple[Tensor, ...]:
+    """The inputs of ``operator`` as autocast hands them over: last cast first, as arguments are evaluated."""
+    dtype = cast_to(r, operator)
+    if dtype is None:
+        return inputs
+    given = list(inputs)
+    for at in reversed(range(len(given))):
+        given[at] = _cast_by_autocast(r, given[at], dtype, f"{name}_{dtype}")
+    return tuple(given)
+
+
+def _cast_by_autocast(r: Recorder, x: Tensor, dtype: str, name: str) -> Tensor:
+    """``cached_cast``: parameters are looked for in the cache."""
+    key = cached_name(x, dtype)
+    if key is None:
+        return cast(r, x, dtype, name)
+    if key not in r.casts:
+        r.casts[key] = cast(r, x, dtype, f"{key}_{dtype}")
+    return r.casts[key]
 
 
 def elementwise(
@@ -41,7 +63,7 @@ def elementwise(
 
 def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
     """``x + y``: saves nothing; both inputs receive the incoming gradient itself, summed if y was broadcast."""
-    out = r.empty(x.shape, x.dtype, name)
+    out = r.empty(x.shape, promoted(x.dtype, y.dtype), name)
     shape = y.shape
     broadcast = _size(y.shape) < _size(x.shape)
 
@@ -55,9 +77,9 @@ def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
     return out
 
 
-def add_constant(r: Recorder, x: Tensor, name: str = "add") -> Tensor:
-    """``x + c`` with a number, or a tensor without gradient (an attention mask)."""
-    out = r.empty(x.shape, x.dtype, name)
+def add_constant(r: Recorder, x: Tensor, name: str = "add", y: Tensor | None = None) -> Tensor:
+    """``x + c`` with a number, or with ``y``, a tensor without gradient (an attention mask)."""
+    out = r.empty(x.shape, x.dtype if y is None else promoted(x.dtype, y.dtype), name)
     out.node = r.node((x,), (), lambda r, gradients: gradients)
     return out
 
@@ -73,7 +95,7 @@ def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
     The gradient of ``other`` is computed before that of ``self``, of a broadcast factor at the full shape.
     """
     full = x.shape if _size(x.shape) >= _size(y.shape) else y.shape
-    dtype = x.dtype
+    dtype = promoted(x.dtype, y.dtype)
     shape_x, shape_y = x.shape, y.shape
     need_x, need_y = x.node is not None, y.node is not None
     saves = ([y] if need_x else []) + ([x] if need_y else [])
@@ -149,13 +171,21 @@ def linear(
     bias: Tensor | None = None,
     *,
     name: str = "linear",
+    conv1d: bool = False,
     category: Category = TEMPORARIES,
 ) -> Tensor:
     """``x @ weight (+ bias)`` of shape (…, n) from (…, k); weight (n, k) or (k, n).
 
     With bias ``addmm`` (gradients: mat1 = x, mat2 = weight; the engine sums that of self = bias), without
-    ``mm`` (mat2 = weight before self = x). Saves x and the weight.
+    ``mm`` (mat2 = weight before self = x). Saves x and the weight. ``conv1d``: transformers' ``Conv1D``, which
+    calls ``addmm`` itself.
     """
+    if bias is None:
+        x, weight = entering(r, "linear", x, weight, name=f"{name}_input")
+    elif conv1d:
+        bias, x, weight = entering(r, "addmm", bias, x, weight, name=f"{name}_input")
+    else:
+        x, weight, bias = entering(r, "linear", x, weight, bias, name=f"{name}_input")
     k = x.shape[-1]
     n = weight.shape[0] if weight.shape[1] == k else weight.shape[1]
     shape, dtype = x.shape, x.dtype
@@ -184,6 +214,7 @@ def linear(
 
 def matmul(r: Recorder, x: Tensor, y: Tensor, shape: Shape, name: str) -> Tensor:
     """Batched ``x @ y`` (``bmm``): saves both; the gradient of ``mat2`` comes before that of ``self``."""
+    x, y = entering(r, "matmul", x, y, name=f"{name}_operand")
     shape_x, shape_y, dtype = x.shape, y.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -213,6 +244,9 @@ def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: 
 
 def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = None) -> Tensor:
     """Saves its result. ``_softmax`` may convert (half to float) within the kernel."""
+    if dtype is None and r.autocast is not None:
+        dtype = "fp32"
+        x = x if x.dtype == "fp16" else cast(r, x, dtype, f"{name}_input_fp32")
     out = r.empty(x.shape, dtype or x.dtype, name)
     shape, back = x.shape, x.dtype
 
@@ -252,6 +286,7 @@ def embedding(r: Recorder, weight: Tensor, indices: Tensor, name: str) -> Tensor
 
 def layer_norm(r: Recorder, x: Tensor, weight: Tensor, bias: Tensor, name: str, statistics: str = "fp32") -> Tensor:
     """``native_layer_norm``: saves input, mean and reciprocal deviation (fp32 on CUDA), and the weight."""
+    x, weight, bias = entering(r, "layer_norm", x, weight, bias, name=f"{name}_input")
     out = r.empty(x.shape, x.dtype, name)
     mean = r.empty((*x.shape[:-1], 1), statistics, f"{name}_mean")
     rstd = r.empty((*x.shape[:-1], 1), statistics, f"{name}_rstd")
@@ -274,6 +309,7 @@ def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
     rounded up to 128 and d to 32, and with fewer key heads dk and dv for every query head
     (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``).
     """
+    q, k, v = entering(r, "scaled_dot_product_attention", q, k, v, name=f"{name}_input")
     b, a, s, d = q.shape
     whole = q.shape
     repeated = k.shape[1] < a
@@ -312,6 +348,7 @@ def log_softmax(r: Recorder, x: Tensor, name: str = "log_probabilities") -> Tens
 
 def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
     """Mean negative log likelihood of (n, v): saves x, labels and the total weight; a scalar."""
+    (x,) = entering(r, "nll_loss", x, name="log_probabilities")
     out = r.empty((), x.dtype, "loss")
     weight = r.empty((), x.dtype, "total_weight")
     shape, dtype = x.shape, x.dtype
@@ -325,6 +362,7 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
 
 def power(r: Recorder, x: Tensor, name: str = "pow") -> Tensor:
     """``x.pow(n)``: saves x; backward makes ``x^(n-1)``, that times n, and the product with the gradient."""
+    (x,) = entering(r, "pow", x, name=f"{name}_input")
     shape, dtype = x.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -355,6 +393,7 @@ def mean_last(r: Recorder, x: Tensor, name: str = "mean") -> Tensor:
 
 def rsqrt(r: Recorder, x: Tensor, name: str = "rsqrt") -> Tensor:
     """Saves its result; backward makes its cube in two steps."""
+    (x,) = entering(r, "rsqrt", x, name=f"{name}_input")
     out = r.empty(x.shape, x.dtype, name)
     shape, dtype = x.shape, x.dtype
 
@@ -383,7 +422,7 @@ def slice_last(r: Recorder, x: Tensor, width: int, name: str) -> Tensor:
 
 def cat_last(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
     """``cat``: a copy; the gradients are views of the incoming one."""
-    out = r.empty((*x.shape[:-1], x.shape[-1] + y.shape[-1]), x.dtype, name)
+    out = r.empty((*x.shape[:-1], x.shape[-1] + y.shape[-1]), promoted(x.dtype, y.dtype), name)
     shapes = (x.shape, y.shape)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:

@@ -54,10 +54,12 @@ class Frame:
     def recompute(self, recorder: Recorder) -> None:
         start = len(recorder.events)
         outer, recorder.frame = recorder.frame, self
+        cache, recorder.casts = recorder.casts, {}  # autocast is entered anew, and its cache ends with it
         recorder.seam("recompute")
         with suppress(_StopRecompute):
             self.region()
         recorder.frame = outer
+        recorder.casts = cache
         recorder.settle(start)
 
 

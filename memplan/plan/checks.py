@@ -153,7 +153,8 @@ def check_batch(plan: Plan) -> None:
 
 def check_precision(plan: Plan) -> None:
     """Gradients have the parameters' dtype, unless a framework accumulates them elsewhere."""
-    dtype, gradients = plan.precision.dtype, plan.precision.gradients
+    dtype, gradients = plan.precision.parameters, plan.precision.gradients
+    _check_autocast(plan)
     wide = plan.framework in ("megatron", "megatron-deepspeed", "deepspeed")
     allowed = {dtype, "fp32"} if wide else {dtype}
     if gradients not in allowed:
@@ -161,6 +162,24 @@ def check_precision(plan: Plan) -> None:
         from_config = plan.framework == "deepspeed" and plan.deepspeed.gradient_accumulation_dtype == gradients
         field = "deepspeed.gradient_accumulation_dtype" if from_config else "precision.gradients"
         raise PlanError(field, gradients, problem)
+
+
+AUTOCAST = ("single", "ddp", "device-map")
+"""Frameworks in which PyTorch's autocast is modelled; the others have a mixed precision of their own."""
+
+
+def _check_autocast(plan: Plan) -> None:
+    if not plan.precision.autocast:
+        return
+    field = "precision.autocast"
+    if plan.framework not in AUTOCAST:
+        problem = f"must be false with framework {plan.framework}; {', '.join(AUTOCAST[:-1])} and {AUTOCAST[-1]} have it"
+        raise PlanError(field, True, problem)
+    if plan.precision.dtype == "fp32":
+        raise PlanError(field, True, "must be false with dtype fp32: autocast computes in bf16 or fp16")
+    if plan.loss.kind != "plain":
+        problem = f"must be false with loss {plan.loss.kind}: of the losses, only plain is modelled under autocast"
+        raise PlanError(field, True, problem)
 
 
 def check_recompute(plan: Plan) -> None:

@@ -73,10 +73,19 @@ class Precision(_Section):
     shorthand = "dtype"
 
     dtype: Dtype = Field("bf16", description="dtype of parameters and activations")
+    autocast: bool = Field(
+        False, description="parameters are fp32, and PyTorch's autocast computes in dtype (bf16=True of a Trainer)"
+    )
     gradients: Dtype | None = Field(
         None,
         description="dtype in which gradients are accumulated; default: that of the parameters (megatron: fp32)",
     )
+
+
+    @property
+    def parameters(self) -> Dtype:
+        """The dtype of parameters, where a framework has no other."""
+        return "fp32" if self.autocast else self.dtype
 
 
 class Optimizer(_Section):

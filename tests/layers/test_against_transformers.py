@@ -207,10 +207,11 @@ def without_grad_loss(changes: Iterable[Change]) -> list[Change]:
 
 def without_sum_of_tied(changes: Sequence[Change], word: tuple[int, ...]) -> list[Change]:
     """The trace's with the sum of a tied weight's gradients taken in place, in the first of them."""
-    tables = [change.storage for change in changes if change.sign > 0 and change.shape == word]
-    if len(tables) < 3:
+    tables = [change for change in changes if change.sign > 0 and change.shape == word]
+    of_leaf = [change.storage for change in tables if change.dtype == tables[-1].dtype]
+    if len(of_leaf) < 3:
         return list(changes)
-    of_head, _, total = tables
+    of_head, _, total = of_leaf
     kept = {(1, total), (-1, of_head)}
     return [change for change in changes if (change.sign, change.storage) not in kept]
 

@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_iter
 
 from memplan.tape import rounded
 
+from .autocast import cast_by_autocast
+
 
 class Change(NamedTuple):
     """A storage comes to life (+1) or ends (−1). The operator, shape and dtype are those of its first tensor."""
@@ -123,6 +125,7 @@ def cuda_behaviour() -> Iterator[None]:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         assert attn_mask is None, "flash attention takes no mask"
+        query, key, value = cast_by_autocast(query, key, value)
         operator = torch.ops.aten._scaled_dot_product_flash_attention
         return operator(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +14,10 @@ import torch
 import transformers
 from transformers import masking_utils
 
+from .autocast import cuda_autocast, cuda_lists
 from .tracer import Change, Follow, Trace, run
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,12 @@ def traced_step(
     flash: bool,
     recompute: bool,
     accumulates: bool = False,
+    autocast: str | None = None,
 ) -> Step:
     """Traces ``ForCausalLM`` (``ForMaskedLM`` for BERT) of ``config`` on ids (b, s), with AdamW (foreach).
 
     ``flash`` is transformers' ``sdpa``, with fewer key heads handed to the kernel as they are. With
-    ``accumulates`` an earlier micro-batch has left gradients.
+    ``accumulates`` an earlier micro-batch has left gradients. ``autocast`` is the dtype of one around the model's call.
     """
     steps: list[Step] = []
 
@@ -69,11 +71,13 @@ def traced_step(
                 parameter.grad = torch.empty_like(parameter)
         gc.collect()
         before, start = trace.live, len(trace.changes)
-        out = model(input_ids=ids, labels=ids)
+        with cuda_autocast(autocast):
+            out = model(input_ids=ids, labels=ids)
         loss = out.loss
         del out
         middle = len(trace.changes)
-        loss.backward()
+        with cuda_lists() if autocast else nullcontext():  # recompute enters autocast again
+            loss.backward()
         end = len(trace.changes)
         update(optimizer, trace)
         del loss
