@@ -319,7 +319,9 @@ class Recorder:
         """A gradient in the dtype of what it is the gradient of, where kernels have promoted another."""
         gradient = returned[at]
         if isinstance(gradient, Tensor) and gradient.dtype != dtype:
-            returned[at] = self.empty(gradient.shape, dtype, "gradient_cast")
+            empty = not prod(gradient.shape)
+            cast = None if empty else self.empty(gradient.shape, dtype, "gradient_cast")
+            returned[at] = cast or Tensor(_STATIC, gradient.shape, dtype)
 
     def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor) -> None:
         held = buffer[slot]

@@ -58,6 +58,13 @@ def added_in_place(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
     return Tensor(x.storage, x.shape, x.dtype, r.node((x, y), (), backward))
 
 
+def with_one_head(r: Recorder, x: Heads, y: Tensor, names: tuple[str, str], shape: Shape, name: str) -> Tensor:
+    """``matmul`` with the one key head, which it expands itself, behind autocast's casts."""
+    cast_x, cast_y = ops.entering(r, "matmul", x.tensor, y, name=f"{name}_operand")
+    heads = repeated(r, Heads(cast_y, True), x.tensor.shape[1], names[1])
+    return product(r, Heads(cast_x, x.transposed), heads, names, shape, name)
+
+
 def falcon_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor]:
     """``FalconAttention.forward``, eager; no dropout of the probabilities."""
     spec, b, s, a, d = shape.spec, shape.b, shape.s, shape.spec.heads, shape.spec.head_dim
@@ -66,14 +73,10 @@ def falcon_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSh
     k = taken(r, qkv, (b, 1, s, d), "key")
     v = taken(r, qkv, (b, 1, s, d), "value")
     q, k = rotary(r, q, k, shared)
-    weights = product(
-        r, Heads(q, True), repeated(r, Heads(k, True), a, "key"), ("query", "key"), (b, a, s, s), "scores"
-    )
+    weights = with_one_head(r, Heads(q, True), k, ("query", "key"), (b, a, s, s), "scores")
     weights = divided_in_place(r, weights)
     weights = ops.softmax(r, ops.add_constant(r, weights, "scores_masked", shared.mask), "probabilities")
-    out = product(
-        r, Heads(weights, False), repeated(r, Heads(v, True), a, "value"), ("", "value"), (b, a, s, d), "context"
-    )
+    out = with_one_head(r, Heads(weights, False), v, ("", "value"), (b, a, s, d), "context")
     if b > 1:
         out = ops.copied_gradient(r, out, "context")
     out = ops.contiguous(r, out, (b, s, a * d), "context_contiguous")

@@ -159,6 +159,12 @@ class Heads:
     tensor: Tensor
     transposed: bool
     """A view of (b, s, a, d), which a batched product copies unless b = 1."""
+    expanded: bool = False
+    """One head seen as many, which a cast lays out one by one."""
+
+    def cast(self, tensor: Tensor) -> Heads:
+        """As ``tensor``, into which autocast has cast them, or themselves."""
+        return Heads(tensor, self.transposed and not (self.expanded and tensor is not self.tensor))
 
 
 def batched(r: Recorder, x: Heads, name: str) -> Tensor:
@@ -171,8 +177,7 @@ def batched(r: Recorder, x: Heads, name: str) -> Tensor:
 def product(r: Recorder, x: Heads, y: Heads, names: tuple[str, str], shape: Shape, name: str) -> Tensor:
     """``matmul`` of heads, whose copies end with it; autocast's casts keep the layout."""
     cast_x, cast_y = ops.entering(r, "matmul", x.tensor, y.tensor, name=f"{name}_operand")
-    left = batched(r, Heads(cast_x, x.transposed), names[0])
-    right = batched(r, Heads(cast_y, y.transposed), names[1])
+    left, right = batched(r, x.cast(cast_x), names[0]), batched(r, y.cast(cast_y), names[1])
     out = ops.matmul(r, left, right, shape, name)
     del left, right
     return out
@@ -217,7 +222,8 @@ def eager_attention(
 def repeated(r: Recorder, x: Heads, a: int, name: str) -> Heads:
     """``repeat_kv``: ``expand`` then ``reshape``, which is a copy unless there is one head only."""
     b, heads, s, d = x.tensor.shape
-    return Heads(ops.expanded(r, x.tensor, (b, a, s, d), f"{name}_repeated", copies=heads > 1), heads == 1)
+    one = heads == 1
+    return Heads(ops.expanded(r, x.tensor, (b, a, s, d), f"{name}_repeated", copies=not one), one, one)
 
 
 def softmax_fp32(r: Recorder, x: Tensor) -> Tensor:
