@@ -47,7 +47,7 @@ def _logits(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
     vocab = _vocab_of_a_rank(plan)
     s //= plan.layout.cp
     size = hold_bytes((b, s, vocab), "fp32")
-    if size < GIB or plan.precision.dtype == "fp32":
+    if size < GIB or plan.precision.dtype == "fp32" or (plan.precision.autocast and not plan.model.causal):
         return
     yield Notice(
         "logits-upcast",
@@ -319,6 +319,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     else:
         result += OLD if plan.code == "2020" else ()
         result += PLAIN if plan.code != "2020" else PLAIN[1:]
+    result += _of_autocast(plan)
     result += _of_optimizer(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))
@@ -345,6 +346,17 @@ FUSED_LOSSES = {
     "chunked": "torchtitan's ChunkedLossWrapper on this model's hidden states: head, loss and their backward chunk by "
     "chunk within forward",
 }
+
+
+def _of_autocast(plan: Plan) -> tuple[str, ...]:
+    """What is taken for granted of autocast."""
+    dtype = plan.precision.dtype
+    if not plan.precision.autocast:
+        return ()
+    where = "kept for backward" if plan.recompute.mode == "none" else "dropped when the model returns"
+    cached = f"autocast: every weight of a product is cast to {dtype} once a forward pass; the copies count as"
+    scaler = ("GradScaler: gradients are unscaled in place, and no step is skipped",) if dtype == "fp16" else ()
+    return (f"{cached} activations and are {where}; norms and the residual stream are fp32", *scaler)
 
 
 OPTIMIZERS = {

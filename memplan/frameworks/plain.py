@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TypeGuard
 
 from ..gpus import GPUS
-from ..layers import ends, fused_losses, huggingface, huggingface_2020
+from ..layers import ends, fused_losses, huggingface, huggingface_2020, ops
 from ..layers.autograd import Recorder, Shape, Tensor
 from ..layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_recompute
 from ..layers.edges import arrive, depart
@@ -135,6 +135,8 @@ def end_modules(
     def head(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
         loss, returned = fused_losses.head(r, x, shape, head_loss)
+        if options.autocast == "fp16":
+            loss = ops.elementwise(r, "loss_scaled", (loss,), (loss,))  # ``GradScaler.scale``
         return Run(None, until_end=returned, loss=loss)
 
     def norm(r: Recorder, x: Tensor | None) -> Run:
@@ -350,6 +352,10 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...])
     assert plan.layout.dp is not None
     groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
     extra = [*inputs(shape, stage), *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
+    step = optimizer_step(groups, plan.optimizer, dtype)
+    if plan.precision.autocast and plan.precision.dtype == "fp16":
+        extra += SCALER
+        step = Stretch((FOUND_INF, *step, Drop(FOUND_INF.tensor, FOUND_INF.bytes, FOUND_INF.category)))
     if plan.framework == "ddp":
         extra += ddp_buckets(groups, dtype)
     return Program(
@@ -359,11 +365,20 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...])
         spans=spans,
         states=states,
         extra=tuple(extra),
-        step=optimizer_step(groups, plan.optimizer, dtype),
+        step=step,
         microbatches=_microbatches(plan),
         late_states=True,
     )
 
+
+SCALER = (
+    Hold(0, rounded(4), Category.BUFFERS, "loss_scale", (), "fp32"),
+    Hold(0, rounded(4), Category.BUFFERS, "growth_tracker", (), "int32"),
+)
+"""What ``torch.amp.GradScaler`` keeps, which fp16 autocast comes with (``torch/amp/grad_scaler.py``)."""
+
+FOUND_INF = Hold(10**9, rounded(4), Category.TEMPORARIES, "found_inf", (), "fp32")
+"""From ``unscale_`` to ``update``; gradients are unscaled in place."""
 
 Groups = tuple[tuple[tuple[Parameter, ...], int], ...]
 """Parameters of each module of a device, and how many such modules follow one another."""

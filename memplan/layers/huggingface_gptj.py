@@ -96,7 +96,7 @@ def gptj_mlp(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
 
 def gptj_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
     """``GPTJBlock.forward``."""
-    _before = weights_before(r, shape)
+    _before = weights_before(r, shape, r.autocast)
     residual = hidden
     hidden = layer_norm(r, hidden, "attention_norm")
     attended, _ = gptj_attention(r, hidden, shared, shape)

@@ -247,13 +247,13 @@ def attention(
     return out, None
 
 
-def weights_before(r: Recorder, shape: LayerShape) -> Tensor | None:
+def weights_before(r: Recorder, shape: LayerShape, dtype: str | None = None) -> Tensor | None:
     """The attention weights that the layer before returned, which the model holds until this one returns.
 
     In training they are saved; in evaluation they count here, in every layer as if one were before it.
     """
     pairs = (shape.b, shape.spec.heads, shape.s, shape.s)
-    return None if r.grad_enabled else r.empty(pairs, shape.dtype, "probabilities_of_layer_before")
+    return None if r.grad_enabled else r.empty(pairs, dtype or shape.dtype, "probabilities_of_layer_before")
 
 
 def rotate_half(r: Recorder, x: Tensor, name: str) -> Tensor:

@@ -180,6 +180,9 @@ def _check_autocast(plan: Plan) -> None:
     if plan.loss.kind != "plain":
         problem = f"must be false with loss {plan.loss.kind}: of the losses, only plain is modelled under autocast"
         raise PlanError(field, True, problem)
+    if plan.loss.logits_to_keep is not None:
+        problem = "must be left out: heads on the last tokens are not modelled under autocast"
+        raise PlanError("loss.logits_to_keep", plan.loss.logits_to_keep, problem)
 
 
 def check_recompute(plan: Plan) -> None:

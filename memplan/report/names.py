@@ -79,7 +79,8 @@ def plan_text(plan: Plan) -> str:
     parts += [f"zero {layout.zero}"] if layout.zero else []
     parts += [f"mbs {batch.mbs}"]
     parts += [f"gbs {batch.gbs}"] if batch.gbs is not None else []
-    parts += [f"seq {batch.seq or plan.model.positions_max}", plan.precision.dtype, plan.optimizer.name]
+    dtype = f"{plan.precision.dtype} autocast" if plan.precision.autocast else plan.precision.dtype
+    parts += [f"seq {batch.seq or plan.model.positions_max}", dtype, plan.optimizer.name]
     parts += [f"{plan.recompute.mode} recompute"] if plan.recompute.mode != "none" else []
     parts += [f"{plan.attention} attention"]
     return " · ".join(parts)
