@@ -173,7 +173,8 @@ def _check_autocast(plan: Plan) -> None:
         return
     field = "precision.autocast"
     if plan.framework not in AUTOCAST:
-        problem = f"must be false with framework {plan.framework}; {', '.join(AUTOCAST[:-1])} and {AUTOCAST[-1]} have it"
+        known = f"{', '.join(AUTOCAST[:-1])} and {AUTOCAST[-1]}"
+        problem = f"must be false with framework {plan.framework}; {known} have it"
         raise PlanError(field, True, problem)
     if plan.precision.dtype == "fp32":
         raise PlanError(field, True, "must be false with dtype fp32: autocast computes in bf16 or fp16")

@@ -81,7 +81,6 @@ class Precision(_Section):
         description="dtype in which gradients are accumulated; default: that of the parameters (megatron: fp32)",
     )
 
-
     @property
     def parameters(self) -> Dtype:
         """The dtype of parameters, where a framework has no other."""

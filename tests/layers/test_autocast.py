@@ -126,7 +126,7 @@ def test_step_of_real_model(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_later_microbatch_of_real_model(model: str, tmp_path: Path) -> None:
-    """Backward where gradients are there already: weights are cast anew, and every cast gradient is added and dropped."""
+    """Backward where gradients are there already: weights are cast anew, every cast gradient is added and dropped."""
     found = compared(Case(model, 2, 64, "bf16", "eager", "none"), tmp_path, accumulates=True)
     modules = [span.module for span in reversed(found.program.spans) for _ in span.names]
     backward = without_scalars(event for module in modules for event in named(module, module.steady.backward))
