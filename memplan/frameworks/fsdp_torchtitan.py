@@ -49,7 +49,7 @@ def block(shape: LayerShape, mode: Checkpointing, options: Options) -> Module:
         region = torchtitan.checkpointed
         return Run(region(r, lambda policy: torchtitan.block(r, hidden, shape, policy), keeps=mode == "op"))
 
-    return build("layer", recipe, plain.hidden_interface(shape), options)
+    return build("layer", recipe, plain.hidden_interface(shape, options), options)
 
 
 @lru_cache(maxsize=1024)
@@ -71,7 +71,7 @@ def ends(shape: LayerShape, options: Options) -> tuple[Module, Module, Module, M
         assert x is not None
         return Run(None, loss=torchtitan.loss(r, x, shape))
 
-    hidden = plain.hidden_interface(shape)
+    hidden = plain.hidden_interface(shape, options)
     logits = Interface((shape.b, shape.s, shape.spec.vocab), shape.dtype)
     return (
         build("embedding", embed, Interface(None, shape.dtype), options),

@@ -78,7 +78,7 @@ def layer_module(
             return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)))
         return Run(recipe_of(r, x, shared, shape))
 
-    return build("layer", recipe, hidden_interface(shape), options)
+    return build("layer", recipe, hidden_interface(shape, options), options)
 
 
 def keeps_embedded(shape: LayerShape) -> bool:
@@ -112,8 +112,10 @@ def _is_drop_of_input(event: Event) -> TypeGuard[Drop]:
     return isinstance(event, Drop) and event.tensor == INPUT
 
 
-def hidden_interface(shape: LayerShape) -> Interface:
-    return Interface((shape.b, shape.s, shape.spec.hidden), shape.dtype)
+def hidden_interface(shape: LayerShape, options: Options) -> Interface:
+    """Hidden states between layers; BERT's come out of a norm, which autocast runs in fp32."""
+    from_norm = options.autocast is not None and shape.spec.norm_place == "post"
+    return Interface((shape.b, shape.s, shape.spec.hidden), "fp32" if from_norm else shape.dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -143,12 +145,14 @@ def end_modules(
         assert x is not None
         return Run(ends.final_norm(r, x, shape))
 
-    interface = hidden_interface(shape)
+    interface = hidden_interface(shape, options)
+    from_norm = options.autocast is not None and spec.final_norm and spec.norm == "layernorm"
+    normed = replace(interface, dtype="fp32") if from_norm else interface
     tied = frozenset({"word.weight"}) if spec.tied_embeddings else frozenset()
     return (
         build("embedding", embed, Interface(None, shape.dtype), options, tied),
         build("final_norm", norm, interface, options) if spec.final_norm else None,
-        build("head", head, interface, options),
+        build("head", head, normed, options),
     )
 
 
@@ -214,7 +218,7 @@ def layer_shape(plan: Plan) -> LayerShape:
     assert hardware.gpus is not None
     visible = hardware.gpus if batch.multiply_by_visible_gpus else 1
     spec = of_any_depth(plan.model)
-    return LayerShape(spec, batch.mbs * visible, batch.seq, plan.precision.parameters, plan.attention == "flash")
+    return LayerShape(spec, batch.mbs * visible, batch.seq, plan.precision.stored, plan.attention == "flash")
 
 
 def head_loss(plan: Plan) -> HeadLoss:
@@ -252,8 +256,8 @@ def check(plan: Plan) -> None:
     if recompute.mode == "full" and (recompute.method, recompute.layers) != ("uniform", 1):
         problem = "must be uniform with layers 1: transformers recomputes every layer by itself"
         raise PlanError("recompute.method", recompute.method, problem)
-    if precision.gradients != precision.parameters:
-        problem = f"must be {precision.parameters}: gradients have the parameters' dtype here"
+    if precision.gradients != precision.stored:
+        problem = f"must be {precision.stored}: gradients have the parameters' dtype here"
         raise PlanError("precision.gradients", precision.gradients, problem)
     if plan.attention == "flash":
         check_flash(plan)
@@ -301,7 +305,12 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     check(plan)
     shape = layer_shape(plan)
     autocast = plan.precision.dtype if plan.precision.autocast else None
-    options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash, autocast=autocast)
+    options = replace(
+        options,
+        kernel_workspaces=options.kernel_workspaces and shape.flash,
+        autocast=autocast,
+        parameters=shape.dtype if autocast else None,
+    )
     recompute = plan.recompute.mode == "full"
     layer = layer_module(shape, recompute, plan.code, options)
     embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan))
@@ -326,8 +335,8 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
         middle = layers(begin, layer, names)
         return (_program(plan, shape, 0, (*first, *middle, *normed, *last)),)
     assert plan.device_map is not None
-    hidden = (shape.b, shape.s, shape.spec.hidden)
-    here, away = Span(arrive(hidden, shape.dtype), ("arrive",)), Span(depart(hidden, shape.dtype), ("depart",))
+    hidden, dtype = (shape.b, shape.s, shape.spec.hidden), hidden_interface(shape, options).dtype
+    here, away = Span(arrive(hidden, dtype), ("arrive",)), Span(depart(hidden, dtype), ("depart",))
     devices = sorted(plan.device_map)
     result = []
     for device in devices:
@@ -344,7 +353,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
 
 
 def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...]) -> Program:
-    dtype = plan.precision.parameters
+    dtype = plan.precision.stored
     states = (
         full("parameter", Category.PARAMETERS, dtype),
         *optimizer_states(plan.optimizer, dtype, embeddings_32bit=plan.optimizer.embeddings_32bit),

@@ -180,7 +180,9 @@ class Recorder:
     prefix: str = ""
     """Put before the names of parameters, where a module holds several layers."""
     autocast: str | None = None
-    """The dtype in which autocast computes; parameters are fp32 then (``layers.autocast``)."""
+    """The dtype in which autocast computes (``layers.autocast``),"""
+    stored: str | None = None
+    """and that of parameters, which are not in that of the operators' inputs then."""
     casts: dict[str, Tensor] = field(default_factory=dict)
     """Autocast's cache: parameters in its dtype, by their names."""
 
@@ -226,7 +228,7 @@ class Recorder:
     def parameter(self, name: str, shape: Shape, dtype: str) -> Tensor:
         """A parameter: held elsewhere (static memory), its gradient accumulated here."""
         name = self.prefix + name
-        dtype = dtype if self.autocast is None else "fp32"
+        dtype = self.stored or dtype
         leaf = self.parameters.get(name)
         if leaf is None:
             leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)

@@ -136,7 +136,9 @@ class Options:
     consumes_gradients: bool = False
     """Parameters' gradients end as soon as they have arrived: a hook adds them to a static buffer."""
     autocast: str | None = None
-    """The dtype in which autocast computes, over fp32 parameters."""
+    """The dtype in which autocast computes,"""
+    parameters: str | None = None
+    """and that of parameters then."""
 
 
 def build(
@@ -145,7 +147,7 @@ def build(
     """Runs ``recipe`` in each role. Parameters named in ``present`` have a gradient already in the first one."""
     first, recorder, run = _tapes(recipe, interface, _recorder(options, True, present), options)
     steady, _, _ = _tapes(recipe, interface, _recorder(options, False, present), options)
-    evaluation = evaluation_tape(recipe, interface, Recorder(grad_enabled=False, autocast=options.autocast))
+    evaluation = evaluation_tape(recipe, interface, _recorder(options, False, frozenset(), False))
     leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
     parameters = tuple(Parameter(leaf.name, leaf.shape) for leaf in leaves)
     return Module(
@@ -161,7 +163,9 @@ def build(
     )
 
 
-def _recorder(options: Options, first: bool, present: frozenset[str]) -> Recorder:
+def _recorder(options: Options, first: bool, present: frozenset[str], grad_enabled: bool = True) -> Recorder:
+    if not grad_enabled:
+        return Recorder(grad_enabled=False, autocast=options.autocast, stored=options.parameters)
     return Recorder(
         options.accumulates_in_place,
         first,
@@ -169,6 +173,7 @@ def _recorder(options: Options, first: bool, present: frozenset[str]) -> Recorde
         options.kernel_workspaces,
         options.consumes_gradients,
         autocast=options.autocast,
+        stored=options.parameters,
     )
 
 

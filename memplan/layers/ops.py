@@ -297,7 +297,9 @@ def layer_norm(r: Recorder, x: Tensor, weight: Tensor, bias: Tensor, name: str, 
         grad_w = r.empty((h,), dtype, f"grad_{name}_weight")
         return [grad_x, grad_w, r.empty((h,), dtype, f"grad_{name}_bias")]
 
-    out.node = r.node((x, weight, bias), (x, mean, rstd), backward)
+    saved = (x, mean, rstd) if r.autocast is None else (bias, x, weight, mean, rstd)
+    out.node = r.node((x, weight, bias), saved, backward)
+    del mean, rstd
     return out
 
 

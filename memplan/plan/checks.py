@@ -153,7 +153,7 @@ def check_batch(plan: Plan) -> None:
 
 def check_precision(plan: Plan) -> None:
     """Gradients have the parameters' dtype, unless a framework accumulates them elsewhere."""
-    dtype, gradients = plan.precision.parameters, plan.precision.gradients
+    dtype, gradients = plan.precision.stored, plan.precision.gradients
     _check_autocast(plan)
     wide = plan.framework in ("megatron", "megatron-deepspeed", "deepspeed")
     allowed = {dtype, "fp32"} if wide else {dtype}
@@ -169,9 +169,15 @@ AUTOCAST = ("single", "ddp", "device-map")
 
 
 def _check_autocast(plan: Plan) -> None:
-    if not plan.precision.autocast:
+    precision, field = plan.precision, "precision.autocast"
+    if precision.parameters is not None and not precision.autocast:
+        problem = "belongs to autocast; without it parameters are in precision.dtype"
+        raise PlanError("precision.parameters", precision.parameters, problem)
+    if not precision.autocast:
         return
-    field = "precision.autocast"
+    if precision.stored not in ("fp32", precision.dtype) or precision.stored == "fp16":
+        problem = "must be fp32" + (" or bf16" if precision.dtype == "bf16" else ": GradScaler unscales fp32 gradients")
+        raise PlanError("precision.parameters", precision.parameters, problem)
     if plan.framework not in AUTOCAST:
         known = f"{', '.join(AUTOCAST[:-1])} and {AUTOCAST[-1]}"
         problem = f"must be false with framework {plan.framework}; {known} have it"

@@ -74,7 +74,12 @@ class Precision(_Section):
 
     dtype: Dtype = Field("bf16", description="dtype of parameters and activations")
     autocast: bool = Field(
-        False, description="parameters are fp32, and PyTorch's autocast computes in dtype (bf16=True of a Trainer)"
+        False, description="PyTorch's autocast computes in dtype (bf16=True of a Trainer), over fp32 parameters"
+    )
+    parameters: Dtype | None = Field(
+        None,
+        description="autocast: dtype of parameters, fp32 unless the model was loaded in another (as transformers 5 does)",
+        json_schema_extra={"flag": "--autocast-parameters"},
     )
     gradients: Dtype | None = Field(
         None,
@@ -82,9 +87,9 @@ class Precision(_Section):
     )
 
     @property
-    def parameters(self) -> Dtype:
+    def stored(self) -> Dtype:
         """The dtype of parameters, where a framework has no other."""
-        return "fp32" if self.autocast else self.dtype
+        return self.parameters or ("fp32" if self.autocast else self.dtype)
 
 
 class Optimizer(_Section):

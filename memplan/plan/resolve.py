@@ -180,7 +180,7 @@ def _precision(precision: Precision, plan: Plan) -> Precision:
     if plan.framework == "deepspeed" and plan.deepspeed.gradient_accumulation_dtype is not None:
         return precision.model_copy(update={"gradients": plan.deepspeed.gradient_accumulation_dtype})
     in_fp32 = plan.framework == "megatron" and precision.dtype == "bf16"
-    return precision.model_copy(update={"gradients": "fp32" if in_fp32 else precision.parameters})
+    return precision.model_copy(update={"gradients": "fp32" if in_fp32 else precision.stored})
 
 
 def _recompute(recompute: Recompute, plan: Plan) -> Recompute:

@@ -70,7 +70,7 @@ CASES = [
 """Every model in one of its settings, and every family in two."""
 
 
-def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
+def compared(case: Case, folder: Path, accumulates: bool = False, parameters: str = "fp32") -> Compared:
     """``case`` planned from its ``config.json`` with autocast in its dtype, and traced."""
     kind, settings = MODELS[case.model]
     config = transformers.AutoConfig.for_model(kind, **settings)
@@ -78,6 +78,7 @@ def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
     flags = {
         "model": str(folder),
         "autocast": "true",
+        "autocast-parameters": parameters,
         "dtype": case.dtype,
         "mbs": str(case.b),
         "seq": str(case.s),
@@ -87,7 +88,7 @@ def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
     (program,) = plain.programs(resolve(read_plan(None, flags).plan), Options(accumulates_in_place=False))
     flash, full = case.attention == "flash", case.recompute == "full"
     step = traced_step(
-        config, case.b, case.s, "fp32", flash=flash, recompute=full, accumulates=accumulates, autocast=case.dtype
+        config, case.b, case.s, parameters, flash=flash, recompute=full, accumulates=accumulates, autocast=case.dtype
     )
     return Compared(program, step, rounded(8 * case.b * case.s))
 

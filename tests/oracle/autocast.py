@@ -98,11 +98,11 @@ def _below() -> Any:
 
 
 def in_fp32(operator: Any) -> Callable[..., Any]:
-    """Floating-point inputs are cast to fp32."""
+    """Floating-point inputs are cast to fp32, the last one first, as arguments in C++ are."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below():
-            return operator(*[_cast(arg, torch.float32) for arg in args], **kwargs)
+            return operator(*[_cast(arg, torch.float32) for arg in args[::-1]][::-1], **kwargs)
 
     return kernel
 
