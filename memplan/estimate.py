@@ -62,16 +62,29 @@ def estimate(plan: Plan) -> Estimate:
     programs = programs_of(plan, Options())
     measured = programs_of(plan, Options(kernel_workspaces=True))
     folds = [fold_program(program) for program in programs]
+    evaluated = [fold_evaluation(program) for program in _evaluation_programs(plan, programs)]
     _check_addresses(plan, folds)
     replayed = replay(measured, allocator_settings(plan), cublas_workspaces(plan))
     stages = tuple(
-        _stage(plan, program, folded, result) for program, folded, result in zip(programs, folds, replayed, strict=True)
+        _stage(plan, program, folded, result, evaluation)
+        for program, folded, result, evaluation in zip(programs, folds, replayed, evaluated, strict=True)
     )
     capacity = plan.hardware.capacity
     headroom = headroom_bytes(plan.headroom, capacity)
     fits = None if capacity is None else _fits(stages, capacity - headroom)
     notices = (*warnings(plan, programs), *_reading_warnings(plan), *_moment_warnings(stages))
     return Estimate(plan, fits, capacity, headroom, stages, notices, assumptions(plan))
+
+
+def _evaluation_programs(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    """``programs``, or those with the Trainer's own batch size of evaluation."""
+    mbs, batch = plan.trainer.evaluation_mbs, plan.batch
+    if mbs is None or mbs == batch.mbs:
+        return programs
+    assert plan.layout.dp is not None
+    visible = plan.hardware.gpus if batch.multiply_by_visible_gpus else 1
+    changed = {"mbs": mbs, "gbs": mbs * (visible or 1) * plan.layout.dp, "accumulation": None}
+    return programs_of(plan.model_copy(update={"batch": batch.model_copy(update=changed)}), Options())
 
 
 def _check_addresses(plan: Plan, folds: Sequence[Folded]) -> None:
@@ -110,7 +123,7 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
 # -- readings ---------------------------------------------------------------------------------------
 
 
-def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed) -> StageEstimate:
+def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed, evaluation: int) -> StageEstimate:
     beyond = _beyond(plan, replayed)
     known = sum(size for size in (beyond.cuda_context, beyond.nccl, beyond.other) if size is not None)
     device = replayed.reserved + known if beyond.cuda_context is not None else None
@@ -130,7 +143,7 @@ def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed) -> 
         moments={
             "initialisation": program.initialisation,
             "steady": replayed.allocated,
-            "evaluation": fold_evaluation(program),
+            "evaluation": evaluation,
             "checkpoint": None if _casts_states(plan) else replayed.static,
             "first_iteration_device": replayed.first_iteration + known if device is not None else None,
         },

@@ -193,6 +193,8 @@ class Program:
     """Bytes of host memory that the rank takes; with DeepSpeed all ranks of a node."""
     nvme: int = 0
     """Bytes on NVMe that all ranks of a node take."""
+    evaluated: tuple[int, int] = (0, 0)
+    """Bytes of what evaluation has gathered: during its last forward pass, and when that has been appended."""
     order: Order | None = None
     """Megatron-Core: chunks and their schedule; instead of ``gradients``, ``flight`` and ``microbatches``."""
 
@@ -334,7 +336,9 @@ def _fold_ordered(order: Order, kept: Kept) -> Folded:
 def fold_evaluation(program: Program) -> int:
     """Peak bytes of a forward pass without a graph, one micro-batch at a time."""
     forward = compose(span.evaluation() for span in program.spans)
-    return static(program).then(forward).peak
+    during, appended = program.evaluated
+    kept = static(program)
+    return max(kept.peak + appended, kept.then(forward).peak + during)
 
 
 def drop_all(holds: Sequence[Hold], start: int) -> Tape:

@@ -10,7 +10,7 @@ import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags, ReadPlan
-from .launched import LaunchFlags, completed, launched_plan, read_launched, refuse_script
+from .launched import CONFIGURED, LaunchFlags, completed, launched_plan, read_launched, refuse_script
 from .output import console, print_json, printing
 from .plan_flags import with_plan_flags
 
@@ -106,8 +106,9 @@ def estimate(
     if explain_args:
         if compare or vary or detail is not None:
             raise typer.BadParameter("--explain-args shows arguments; leave out --compare, --vary and --detail")
-        if launch_flags.framework == "deepspeed":
-            raise typer.BadParameter("--explain-args shows arguments, which --from deepspeed has none of")
+        if launch_flags.framework in CONFIGURED:
+            given = f"--from {launch_flags.framework}"
+            raise typer.BadParameter(f"--explain-args shows arguments of launch scripts, which {given} has none of")
         return _explain(read_launched(plan, launch_flags, flags), json, quiet, no_color)
     if detail is not None and json:
         raise typer.BadParameter("--detail prints text; leave out --json")

@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
 SCRIPTED = ("megatron", "megatron-deepspeed")
 """Frameworks whose launch scripts are read,"""
-READ = (*SCRIPTED, "deepspeed")
-"""and those whose launch files are: DeepSpeed's is its ``ds_config.json``."""
+CONFIGURED = ("deepspeed", "trainer")
+"""those whose configurations are: ``ds_config.json``, and arguments of Hugging Face's Trainer,"""
+READ = (*SCRIPTED, *CONFIGURED)
+"""and both."""
 PLANNED = ("torchtitan",)
 """Those whose own configurations will be."""
 
 _SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 
 MEANINGS = {
-    "--from": f"the framework whose launch file PLAN is, {', '.join(SCRIPTED)} or deepspeed",
+    "--from": f"the framework whose launch file PLAN is, {', '.join(SCRIPTED)}, deepspeed or trainer",
     "--set": "a variable that the launch script does not set, as --set NAME=value",
     "--vocab-size": "number of the tokenizer's tokens, before padding",
 }
@@ -69,15 +71,16 @@ def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, va
         origin = Origin("--from")
         if framework in PLANNED:
             problem = (
-                f"{framework}: reading its configuration is not built yet; {', '.join(SCRIPTED)} and deepspeed are"
+                f"{framework}: reading its configuration is not built yet; {', '.join(READ[:-1])} and {READ[-1]} are"
             )
             raise PlanError("", ABSENT, problem, origin=origin)
-        raise PlanError("", ABSENT, f"{framework} must be {', '.join(SCRIPTED)} or deepspeed", origin=origin)
+        raise PlanError("", ABSENT, f"{framework} must be {', '.join(READ[:-1])} or {READ[-1]}", origin=origin)
     if place is None:
-        file = "ds_config.json --model gpt2" if framework == "deepspeed" else "train.sh"
+        configured = {"deepspeed": "ds_config.json --model gpt2", "trainer": "arguments.json --model gpt2"}
+        file = configured.get(framework, "train.sh")
         problem = f"needs a file, as memplan estimate --from {framework} {file} --gpus 64"
         raise PlanError("", ABSENT, problem, origin=Origin("--from"))
-    if framework == "deepspeed":
+    if framework in CONFIGURED:
         return _configured(place, launch_flags, flags, vary)
     size = launch_flags.vocab_size
     if size is not None and size < 1:
@@ -97,14 +100,21 @@ def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, va
 
 
 def _configured(place: str, launch_flags: LaunchFlags, flags: Flags, vary: Sequence[str]) -> Launch:
-    """DeepSpeed's configuration at ``place``."""
+    """DeepSpeed's configuration at ``place``, or the Trainer's."""
     from ..plan.launch.ds_config import read_ds_config
+    from ..plan.launch.trainer_args import read_trainer_arguments
 
     for flag, given in (("--set", bool(launch_flags.variables)), ("--vocab-size", launch_flags.vocab_size is not None)):
         if given:
-            raise PlanError("", ABSENT, "belongs to launch scripts, and not to --from deepspeed", origin=Origin(flag))
+            raise PlanError(
+                "",
+                ABSENT,
+                f"belongs to launch scripts, and not to --from {launch_flags.framework}",
+                origin=Origin(flag),
+            )
     varied = [assignment.partition("=")[0] for assignment in vary]
-    return read_ds_config(place, flags, varied, strict=launch_flags.strict)
+    read = read_ds_config if launch_flags.framework == "deepspeed" else read_trainer_arguments
+    return read(place, flags, varied, strict=launch_flags.strict)
 
 
 def launched_plan(launch: Launch, flags: Flags) -> ReadPlan:

@@ -25,6 +25,7 @@ _PANELS = {
     "megatron": "Megatron-Core",
     "fsdp": "FSDP (fully_shard)",
     "deepspeed": "DeepSpeed",
+    "trainer": "Hugging Face Trainer",
     "model": "Architecture, over the model's own",
 }
 _METAVARS = {

@@ -27,6 +27,7 @@ from ..plan.plan import Optimizer, Plan
 from ..plan.spec import of_any_depth
 from ..program import Program, Span, drop_all
 from ..tape import Category, Drop, Event, Hold, Stretch, Tape, rounded
+from . import trainer
 from .ddp import bucket_sizes
 from .plain_buffers import buffers, inputs
 from .states import full, optimizer_states, quantisation_maps, step_temporaries
@@ -112,9 +113,9 @@ def _is_drop_of_input(event: Event) -> TypeGuard[Drop]:
     return isinstance(event, Drop) and event.tensor == INPUT
 
 
-def hidden_interface(shape: LayerShape, options: Options) -> Interface:
+def hidden_interface(shape: LayerShape, options: Options | None = None) -> Interface:
     """Hidden states between layers; BERT's come out of a norm, which autocast runs in fp32."""
-    from_norm = options.autocast is not None and shape.spec.norm_place == "post"
+    from_norm = options is not None and options.autocast is not None and shape.spec.norm_place == "post"
     return Interface((shape.b, shape.s, shape.spec.hidden), "fp32" if from_norm else shape.dtype)
 
 
@@ -139,6 +140,8 @@ def end_modules(
         loss, returned = fused_losses.head(r, x, shape, head_loss)
         if options.autocast == "fp16":
             loss = ops.elementwise(r, "loss_scaled", (loss,), (loss,))  # ``GradScaler.scale``
+        if options.converts_outputs:
+            return Run(None, converted=returned, loss=loss)
         return Run(None, until_end=returned, loss=loss)
 
     def norm(r: Recorder, x: Tensor | None) -> Run:
@@ -310,6 +313,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
         kernel_workspaces=options.kernel_workspaces and shape.flash,
         autocast=autocast,
         parameters=shape.dtype if autocast else None,
+        converts_outputs=trainer.converts_outputs(plan),
     )
     recompute = plan.recompute.mode == "full"
     layer = layer_module(shape, recompute, plan.code, options)
@@ -333,7 +337,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     if plan.framework != "device-map":
         names = layer_names(plan.model.layers)
         middle = layers(begin, layer, names)
-        return (_program(plan, shape, 0, (*first, *middle, *normed, *last)),)
+        return (_program(plan, shape, 0, (*first, *middle, *normed, *last), options),)
     assert plan.device_map is not None
     hidden, dtype = (shape.b, shape.s, shape.spec.hidden), hidden_interface(shape, options).dtype
     here, away = Span(arrive(hidden, dtype), ("arrive",)), Span(depart(hidden, dtype), ("depart",))
@@ -348,11 +352,11 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
             spans.append(away)
         if is_first:
             spans += [*([here] if len(devices) > 1 else []), *last]
-        result.append(_program(plan, shape, device, tuple(spans)))
+        result.append(_program(plan, shape, device, tuple(spans), options))
     return tuple(result)
 
 
-def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...]) -> Program:
+def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...], options: Options) -> Program:
     dtype = plan.precision.stored
     states = (
         full("parameter", Category.PARAMETERS, dtype),
@@ -360,8 +364,12 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...])
     )
     assert plan.layout.dp is not None
     groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
-    extra = [*inputs(shape, stage), *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
+    at_once = _microbatches(plan) if trainer.runs(plan) else 1
+    extra = [*inputs(shape, stage) * at_once, *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
     step = optimizer_step(groups, plan.optimizer, dtype)
+    if trainer.runs(plan):
+        extra += trainer.SCALARS
+        step = trainer_step(groups, plan.optimizer, dtype, options.kernel_workspaces)
     if plan.precision.autocast and plan.precision.dtype == "fp16":
         extra += SCALER
         step = Stretch((FOUND_INF, *step, Drop(FOUND_INF.tensor, FOUND_INF.bytes, FOUND_INF.category)))
@@ -375,6 +383,7 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...])
         states=states,
         extra=tuple(extra),
         step=step,
+        evaluated=trainer.kept_logits(plan, shape) if not stage else (0, 0),
         microbatches=_microbatches(plan),
         late_states=True,
     )
@@ -401,6 +410,15 @@ def _tensors(groups: Groups) -> list[Parameter]:
 def optimizer_step(groups: Groups, optimizer: Optimizer, dtype: str) -> Stretch:
     """The step over all parameters, whatever the batch."""
     return Stretch(drop_all(step_temporaries(optimizer, _tensors(groups), dtype), 1))
+
+
+@lru_cache(maxsize=128)
+def trainer_step(groups: Groups, optimizer: Optimizer, dtype: str, kernel_workspaces: bool) -> Stretch:
+    """The same behind the clipping of gradients."""
+    parameters = _tensors(groups)
+    clipped = trainer.clipping(parameters, dtype, kernel_workspaces=kernel_workspaces)
+    begin = 1 + sum(isinstance(event, Hold) for event in clipped)
+    return Stretch((*clipped, *drop_all(trainer.step_by_groups(optimizer, parameters, dtype), begin)))
 
 
 @lru_cache(maxsize=128)

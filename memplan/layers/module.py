@@ -109,6 +109,8 @@ class Run:
     slot: Tensor | None = None
     """Displaces a tensor that an earlier micro-batch left (``STALE``), and stays until it is displaced."""
     loss: Tensor | None = None
+    converted: list[Tensor] = field(default_factory=list)
+    """Like ``until_end``, and cast to fp32 first, once autocast has ended."""
 
 
 Recipe = Callable[[Recorder, Tensor | None], Run]
@@ -139,6 +141,8 @@ class Options:
     """The dtype in which autocast computes,"""
     parameters: str | None = None
     """and that of parameters then."""
+    converts_outputs: bool = False
+    """Logits are cast to fp32 once autocast has ended."""
 
 
 def build(
@@ -223,6 +227,7 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     recorder.settle()
     ended = len(recorder.events)
     recorder.casts.clear()
+    _convert(recorder, run)
     middle = len(recorder.events)
     output = 0
     if run.output is not None:
@@ -248,6 +253,13 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     return tapes, recorder, ids
 
 
+def _convert(recorder: Recorder, run: Run) -> None:
+    """Outputs in 16 bits get an fp32 copy, and both end."""
+    copies = [recorder.empty(x.shape, "fp32", "logits_converted", Category.LOGITS) for x in run.converted]
+    run.converted.clear()
+    del copies
+
+
 def evaluation_tape(recipe: Recipe, interface: Interface, recorder: Recorder) -> Tape:
     """Forward without a graph, on a fresh ``recorder`` that records none."""
     x = None
@@ -259,6 +271,7 @@ def evaluation_tape(recipe: Recipe, interface: Interface, recorder: Recorder) ->
         if tensor is not None:
             recorder.hand_over(tensor)
     run.until_end.clear()
+    _convert(recorder, run)
     run.loss = None
     recorder.close()
     return recorder.tape()

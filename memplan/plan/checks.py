@@ -137,6 +137,9 @@ def check_batch(plan: Plan) -> None:
     if batch.gbs % at_once:
         sizes = f"mbs {batch.mbs}" + (f" x {visible} visible GPUs" if visible > 1 else "") + f" x dp {layout.dp}"
         raise PlanError("batch.gbs", batch.gbs, f"must be a multiple of {sizes} = {at_once}")
+    if batch.accumulation is not None and batch.gbs != at_once * batch.accumulation:
+        problem = f"must be gbs / (mbs x dp) = {batch.gbs // at_once}; leave one of them out"
+        raise PlanError("batch.accumulation", batch.accumulation, problem)
     if model.positions == "learned" and batch.seq > model.positions_max:
         problem = f"must be at most {model.positions_max}, the learned positions of {model.name}"
         raise PlanError("batch.seq", batch.seq, problem)

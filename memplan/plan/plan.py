@@ -62,6 +62,9 @@ class Layout(_Section):
 class Batch(_Section):
     mbs: Count = Field(1, description="micro-batch size (sequences per forward pass on one rank)")
     gbs: Count | None = Field(None, description="global batch size; default: mbs x dp x pp")
+    accumulation: Count | None = Field(
+        None, description="micro-batches of a rank before a step; default: what gbs makes of it"
+    )
     seq: Count | None = Field(None, description="sequence length in tokens; default: the model's longest")
     multiply_by_visible_gpus: bool = Field(
         False,
@@ -78,7 +81,7 @@ class Precision(_Section):
     )
     parameters: Dtype | None = Field(
         None,
-        description="autocast: dtype of parameters, fp32 unless the model was loaded in another (as transformers 5 does)",
+        description="autocast: dtype of parameters; default: fp32 (transformers 5 loads them as they were saved)",
         json_schema_extra={"flag": "--autocast-parameters"},
     )
     gradients: Dtype | None = Field(
@@ -364,6 +367,28 @@ class Deepspeed(_Section):
     )
 
 
+class Trainer(_Section):
+    """Hugging Face's Trainer, beside what it shares with a plain loop."""
+
+    shorthand = "loop"
+
+    loop: Literal["none", "transformers"] = Field(
+        "none",
+        description="who runs the model: a plain loop, or transformers' Trainer",
+        json_schema_extra={"flag": "--trainer"},
+    )
+    evaluation_batches: Count | None = Field(
+        None,
+        description="batches whose logits evaluation keeps on the device, as compute_metrics needs them; default: none",
+        json_schema_extra={"flag": "--eval-batches"},
+    )
+    evaluation_mbs: Count | None = Field(
+        None,
+        description="sequences per forward pass of evaluation on one rank; default: mbs",
+        json_schema_extra={"flag": "--eval-mbs"},
+    )
+
+
 class Plan(_Section):
     """A training job: the whole input of an estimate."""
 
@@ -386,6 +411,7 @@ class Plan(_Section):
     megatron: Megatron = Megatron()
     fsdp: Fsdp = Fsdp()
     deepspeed: Deepspeed = Deepspeed()
+    trainer: Trainer = Trainer()
     device_map: dict[int, tuple[int, ...]] | None = Field(
         None, description="device-map: the layers that each device holds, as {0: 0-11, 1: 12-23}; default: equal shares"
     )

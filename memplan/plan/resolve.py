@@ -40,6 +40,7 @@ from .plan import (
     Recompute,
 )
 from .sizes import headroom_bytes
+from .trainer_checks import check_trainer
 
 MEGATRONS = ("megatron", "megatron-deepspeed")
 
@@ -95,6 +96,7 @@ def resolve(plan: Plan) -> Plan:
         check_megatron,
         check_fsdp,
         check_deepspeed,
+        check_trainer,
         check_device_map,
         check_environment,
     ):
@@ -156,7 +158,8 @@ def _batch(batch: Batch, plan: Plan, layout: Layout, hardware: Hardware) -> Batc
     visible = hardware.gpus if batch.multiply_by_visible_gpus else 1
     assert layout.dp is not None
     assert visible is not None
-    gbs = batch.mbs * visible * layout.dp * layout.pp if batch.gbs is None else batch.gbs
+    at_once = batch.mbs * visible * layout.dp
+    gbs = at_once * (batch.accumulation or layout.pp) if batch.gbs is None else batch.gbs
     seq = plan.model.positions_max if batch.seq is None else batch.seq
     return batch.model_copy(update={"gbs": gbs, "seq": seq})
 
