@@ -54,9 +54,8 @@ def clipping(parameters: Sequence[Parameter], dtype: str, *, kernel_workspaces: 
     del stacked, norms
     shifted = r.empty((), dtype, "total_norm_eps")
     inverse = r.empty((), dtype, "total_norm_inverse")
-    del shifted
     coefficient = r.empty((), dtype, "clip_coefficient")
-    del inverse
+    del inverse, shifted
     clamped = r.empty((), dtype, "clip_coefficient_clamped")
     del clamped, coefficient, total
     return r.tape()

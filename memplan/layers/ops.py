@@ -244,16 +244,18 @@ def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: 
 
 def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = None) -> Tensor:
     """Saves its result. ``_softmax`` may convert (half to float) within the kernel."""
+    taken = x
     if dtype is None and r.autocast is not None:
         dtype = "fp32"
-        x = x if x.dtype == "fp16" else cast(r, x, dtype, f"{name}_input_fp32")
+        taken = x if x.dtype == "fp16" else cast(r, x, dtype, f"{name}_input_fp32")
     out = r.empty(x.shape, dtype or x.dtype, name)
-    shape, back = x.shape, x.dtype
+    shape, back = x.shape, taken.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [r.empty(shape, back, f"grad_{name}")]
 
-    out.node = r.node((x,), (out,), backward)
+    out.node = r.node((taken,), (out,), backward)
+    del taken
     return out
 
 

@@ -125,6 +125,27 @@ def test_step_of_real_model(case: Case, tmp_path: Path) -> None:
     assert peak(step.before, both) == peak(step.before, sizes(step.forward + traced))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt2", 2, 64, "bf16", "flash", "none"),
+        Case("llama", 3, 37, "bf16", "eager", "full"),
+        Case("bert", 2, 64, "bf16", "eager", "none"),
+        Case("falcon", 2, 64, "bf16", "eager", "none"),
+        Case("gemma2", 1, 64, "bf16", "eager", "full"),
+    ],
+    ids=str,
+)
+def test_step_over_bf16_parameters(case: Case, tmp_path: Path) -> None:
+    """A model that was loaded in bf16: norms alone are fp32, and their outputs are cast back."""
+    found = compared(case, tmp_path, parameters="bf16")
+    traced = traced_backward(found, word_shape(found.program))
+    backward = without_scalars(found.events(True))
+    assert fold_program(found.program).static == found.step.before + found.ids
+    assert drops_sorted(sizes(forward_of(found))) == drops_sorted(sizes(found.step.forward))
+    assert drops_sorted(sizes(backward)) == drops_sorted(sizes(traced))
+
+
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_later_microbatch_of_real_model(model: str, tmp_path: Path) -> None:
     """Backward where gradients are there already: weights are cast anew, every cast gradient is added and dropped."""
@@ -213,6 +234,8 @@ def test_buckets_of_ddp_are_fp32() -> None:
         ({"loss": "liger"}, "only plain"),
         ({"logits_to_keep": 4}, "last tokens"),
         ({"gradients": "bf16"}, "precision.gradients"),
+        ({"dtype": "fp16", "autocast_parameters": "fp16"}, "GradScaler"),
+        ({"autocast": "false", "autocast_parameters": "fp32"}, "belongs to autocast"),
     ],
 )
 def test_what_is_not_modelled_is_refused(flags: dict[str, object], says: str) -> None:
