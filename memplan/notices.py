@@ -320,6 +320,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         result += OLD if plan.code == "2020" else ()
         result += PLAIN if plan.code != "2020" else PLAIN[1:]
     result += _of_autocast(plan)
+    result += TRAINER if plan.trainer.loop == "transformers" else ()
     result += _of_optimizer(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))
@@ -346,6 +347,12 @@ FUSED_LOSSES = {
     "chunked": "torchtitan's ChunkedLossWrapper on this model's hidden states: head, loss and their backward chunk by "
     "chunk within forward",
 }
+
+
+TRAINER = (
+    "Trainer of transformers 5.23: the model returns its loss; token ids and labels of all micro-batches of a step are "
+    "on the device, no attention mask is; evaluation computes no metrics unless --eval-batches says of how many",
+)
 
 
 def _of_autocast(plan: Plan) -> tuple[str, ...]:
