@@ -13,8 +13,8 @@ from .fsdp import Model, host_bytes, program, transformers_model, unsynced_progr
 from .fsdp_torchtitan import ActivationCheckpointing, torchtitan_model
 from .fsdp_units import Sharding, shard
 
-FAMILIES = ("gpt2", "gpt", "llama", "mistral", "qwen3")
-"""Those whose order of parameters is known (``fsdp._REGISTERED``), as it decides how a unit's buffers lie."""
+FAMILIES = tuple(family for family in TRANSFORMERS if family != "bert")
+"""Those whose order of parameters is known (``registration``), as it decides how a unit's buffers lie."""
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 """Those that run on ``DTensor`` shards as PyTorch writes them."""
