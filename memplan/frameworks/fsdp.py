@@ -124,9 +124,9 @@ def host_bytes(tensors: Sequence[Parameter], optimizer: Optimizer, sharding: Sha
 
 
 def model_spans(plan: Plan, options: Options) -> tuple[Span, ...]:
-    """The model as one device runs it, in the dtype of compute."""
+    """The model as one device runs it, in the dtype of compute; buffers have that of the shards."""
     precision = plan.precision.model_copy(update={"gradients": plan.precision.dtype})
-    (single,) = plain.programs(plan.model_copy(update={"framework": "single", "precision": precision}), options)
+    (single,) = plain.programs(plan.model_copy(update={"framework": "fsdp", "precision": precision}), options)
     if plan.model.family not in ("gpt2", "gpt"):
         return single.spans
     return tuple(

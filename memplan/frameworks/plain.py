@@ -208,7 +208,9 @@ def layer_shape(plan: Plan) -> LayerShape:
     assert hardware.gpus is not None
     visible = hardware.gpus if batch.multiply_by_visible_gpus else 1
     spec = of_any_depth(plan.model)
-    return LayerShape(spec, batch.mbs * visible, batch.seq, plan.precision.dtype, plan.attention == "flash")
+    dtype = plan.precision.dtype
+    stored = plan.fsdp.parameters if plan.framework == "fsdp" and plan.fsdp.parameters != dtype else ""
+    return LayerShape(spec, batch.mbs * visible, batch.seq, dtype, plan.attention == "flash", stored)
 
 
 def head_loss(plan: Plan) -> HeadLoss:

@@ -130,15 +130,20 @@ def gemma2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``Gemma2Model.forward`` up to the first layer: ``Gemma2TextScaledWordEmbedding``, and a mask of each kind."""
     spec = shape.spec
     word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    scale = r.outside((), shape.dtype, Category.BUFFERS)
-    inputs_embeds = ops.multiply(
-        r, ops.embedding(r, word, token_ids(r, shape), "word_embeddings"), scale, "embedding_scaled"
-    )
+    inputs_embeds = scaled(r, ops.embedding(r, word, token_ids(r, shape), "word_embeddings"), shape)
     position_ids = positions(r, shape.s)
     full = causal_mask(r, shape, window=False)
     mask = causal_mask(r, shape)
     cos, sin = rotary_tables(r, shape)
     return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full))
+
+
+def scaled(r: Recorder, embeddings: Tensor, shape: LayerShape) -> Tensor:
+    """``* embed_scale.to(weight.dtype)``, a buffer of no dimension."""
+    scale = r.outside((), shape.stored or shape.dtype, Category.BUFFERS)
+    if scale.dtype != shape.dtype:
+        scale = ops.cast(r, scale, shape.dtype, "embedding_scale_cast")
+    return ops.multiply(r, embeddings, scale, "embedding_scaled")
 
 
 def neox_embedding(r: Recorder, shape: LayerShape) -> Embedded:

@@ -26,6 +26,8 @@ class LayerShape:
     s: int
     dtype: str
     flash: bool
+    stored: str = ""
+    """dtype of buffers, and of parameters before they are cast for a forward pass; empty if it is ``dtype``."""
 
 
 @dataclass(slots=True)
