@@ -20,16 +20,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..layers.coverage import TRANSFORMERS, check_covered
+from ..layers.coverage import TRANSFORMERS, check_covered, check_recompute
 from ..layers.huggingface import LayerShape
 from ..layers.module import Module, Options
 from ..plan.errors import PlanError
+from ..plan.optimizer_checks import EIGHT_BIT
 from ..plan.plan import Optimizer, Plan
 from ..program import Program, Span
 from ..tape import Category, Hold, Stretch
 from . import zero_states, zero_step
 from .plain import check_flash, layer_shape
 from .plain_buffers import buffers, inputs
+from .states import quantisation_maps
 from .zero_buckets import ReducingBucket, ScatteringBucket
 from .zero_config import Zero, check_zero
 from .zero_hooks import FAMILIES
@@ -93,7 +95,7 @@ def programs(plan: Plan, options: Options, zero: Zero | None = None) -> tuple[Pr
             entries=tuple(name for name in rank.names if name != "return"),
             spans=spans,
             states=(),
-            extra=(*rank.placed.device, *inputs(shape, 0), *buffers(plan, 0)),
+            extra=(*rank.placed.device, *inputs(shape, 0), *buffers(plan, 0), *quantisation_maps(plan.optimizer)),
             step=Stretch(rank.step.before),
             late_step=Stretch(rank.step.after),
             microbatches=microbatches,
@@ -123,10 +125,15 @@ def check(plan: Plan, zero: Zero) -> None:
         raise PlanError("model.family", plan.model.family, f"has no table of hooks; {', '.join(FAMILIES)} have")
     if plan.attention == "flash":
         check_flash(plan)
+    if plan.recompute.mode == "full":
+        check_recompute(plan.model)
+    if plan.model.family == "falcon" and zero.stage == 3:
+        problem = "is not modelled at stage 3: its linear layers multiply by weight.T, a view that autograd keeps, and "
+        problem += "with it every gathered weight from forward until backward; stages 0 to 2 are"
+        raise PlanError("model.family", "falcon", problem)
     if plan.recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
-    if plan.optimizer.name == "adam8bit":
-        raise PlanError("optimizer.name", "adam8bit", "is not modelled under ZeRO; adamw is")
+    check_client_optimizer(plan.optimizer, zero)
     dtype, accumulates = plan.precision.dtype, zero.gradient_accumulation_dtype
     if accumulates not in (None, dtype, "fp32"):
         raise PlanError("data_types.grad_accum_dtype", accumulates, f"must be {dtype} or fp32")
@@ -140,6 +147,16 @@ def check(plan: Plan, zero: Zero) -> None:
         raise PlanError("zero_optimization.overlap_comm", True, "is not modelled at stage 1")
     if zero.stage in (1, 2) and zero.offload_optimizer != "none" and accumulates not in (None, dtype):
         raise PlanError("data_types.grad_accum_dtype", accumulates, "is not modelled beside offload_optimizer")
+
+
+def check_client_optimizer(optimizer: Optimizer, zero: Zero) -> None:
+    """Optimizers of others than PyTorch and DeepSpeed: 8-bit states of flat parameters on the device."""
+    if zero.stage == 0 and optimizer.name in EIGHT_BIT:
+        problem = "must be another at stage 0, where parameters are not flat; framework ddp has it"
+        raise PlanError("optimizer.name", optimizer.name, problem)
+    if zero.offload_optimizer != "none" and optimizer.name in (*EIGHT_BIT, "adafactor"):
+        problem = "must be adam, adamw, lion or sgd with offload_optimizer: others' steps on a host are not modelled"
+        raise PlanError("optimizer.name", optimizer.name, problem)
 
 
 def model_of(shape: LayerShape, layers: int, options: Options, stage: int, recompute: bool) -> Model:

@@ -16,9 +16,6 @@ from .fsdp_units import Sharding, shard
 FAMILIES = tuple(family for family in TRANSFORMERS if family != "bert")
 """Those whose order of parameters is known (``registration``), as it decides how a unit's buffers lie."""
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
-"""Those that run on ``DTensor`` shards as PyTorch writes them."""
-
 
 def check(plan: Plan, given: Fsdp) -> None:
     """Refuses what contradicts itself or is not covered."""
@@ -39,9 +36,6 @@ def check(plan: Plan, given: Fsdp) -> None:
         raise PlanError("fsdp.reshard_to", to, "must be left out where fsdp.reshard_after_forward is false")
     if to is not None and shards % to:
         raise PlanError("fsdp.reshard_to", to, f"must be a divisor of the {shards} shards")
-    if plan.optimizer.name not in OPTIMIZERS:
-        problem = f"must be one of {', '.join(OPTIMIZERS)}: with others fsdp is not modelled"
-        raise PlanError("optimizer.name", plan.optimizer.name, problem)
     if given.code == "torchtitan" and to is not None:
         raise PlanError("fsdp.reshard_to", to, "must be left out: torchtitan has no other than true and false")
     if given.code == "torchtitan" and given.offload and plan.optimizer.implementation == "fused":

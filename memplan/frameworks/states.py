@@ -65,6 +65,8 @@ def optimizer_states(optimizer: Optimizer, dtype: str, *, embeddings_32bit: bool
         return tuple(
             on_device(state) if optimizer.paged else state for state in _bitsandbytes(optimizer, embeddings_32bit)
         )
+    if optimizer.name == "lion":
+        return (full("exp_avg", kept, dtype),)
     if optimizer.name == "adafactor":
         return adafactor_states(
             "fp32" if optimizer.implementation == "transformers" else dtype, optimizer.implementation

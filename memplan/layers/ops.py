@@ -240,13 +240,14 @@ def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
 
 def embedding(r: Recorder, weight: Tensor, indices: Tensor, name: str) -> Tensor:
     """Rows of ``weight`` by ``indices`` (saved); backward makes a dense gradient of the whole table."""
-    out = r.empty((*indices.shape, weight.shape[1]), weight.dtype, name)
     table, dtype = weight.shape, weight.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [r.empty(table, dtype, f"grad_{name}_weight")]
 
-    out.node = r.node((weight,), (indices,), backward)
+    node = r.node((weight,), (indices,), backward)
+    out = r.empty((*indices.shape, weight.shape[1]), weight.dtype, name)
+    out.node = node
     return out
 
 

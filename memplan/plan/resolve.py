@@ -167,7 +167,7 @@ def _optimizer(optimizer: Optimizer, plan: Plan) -> Optimizer:
     default = IMPLEMENTATIONS[optimizer.name][0]
     if plan.framework == "megatron" or (plan.framework in MEGATRONS and optimizer.name in ("adam", "adamw")):
         default = "apex"
-    if plan.framework == "deepspeed" and optimizer.name in ("adam", "adamw"):
+    if plan.framework == "deepspeed" and optimizer.name in ("adam", "adamw", "lion"):
         default = None
     return optimizer.model_copy(update={"implementation": optimizer.implementation or default})
 

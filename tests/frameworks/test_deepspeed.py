@@ -10,9 +10,11 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,12 +29,13 @@ from memplan.plan.deepspeed_config import read_deepspeed_config
 from memplan.plan.errors import PlanError
 from memplan.plan.models import load_spec
 from memplan.plan.plan import Batch, Hardware, Layout, Optimizer, Plan, Precision, Recompute
+from memplan.plan.read import read_plan
 from memplan.plan.spec import ModelSpec
 from memplan.plan.yaml_nodes import parse_yaml
 from memplan.program import fold_program
 from memplan.tape import Category, Drop, Hold, Tape
 
-from ..oracle.deepspeed import AVAILABLE, CASES, Case, measure, summary
+from ..oracle.deepspeed import AVAILABLE, CASES, SIZES, Case, measure, summary
 
 GOLDEN: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parent / "deepspeed_0_19_8.json").read_text())[
     "cases"
@@ -89,6 +92,17 @@ BERT = ModelSpec(
 SPECS = {"llama": LLAMA, "gpt2": GPT2, "bert": BERT}
 
 
+@cache
+def spec_of(family: str) -> ModelSpec:
+    """Of the others, what memplan reads from the configuration that the oracle makes a model of."""
+    if family in SPECS:
+        return SPECS[family]
+    config = transformers.AutoConfig.for_model(family, vocab_size=1000, **SIZES[family])
+    with TemporaryDirectory() as folder:
+        config.to_json_file(Path(folder) / "config.json", use_diff=False)
+        return read_plan(None, {"model": folder}).plan.model
+
+
 def zero_of(case: Case) -> Zero:
     sums: Any = case.sums
     groups: Any = case.groups
@@ -100,7 +114,7 @@ def plan_of(case: Case) -> Plan:
     implementation: Any = "fused" if case.fused else "foreach"
     dtype: Any = case.dtype
     return Plan(
-        model=SPECS[case.family],
+        model=spec_of(case.family),
         framework="deepspeed",
         hardware=Hardware(gpus=case.ranks),
         layout=Layout(dp=case.ranks, zero=case.stage),
@@ -115,7 +129,7 @@ def plan_of(case: Case) -> Plan:
 @cache
 def model_of(name: str) -> Model:
     case = CASES[name]
-    spec = SPECS[case.family]
+    spec = spec_of(case.family)
     shape = LayerShape(spec, 2, 32, case.dtype, False)
     return deepspeed.model_of(shape, spec.layers, OPTIONS, case.stage, case.recompute)
 
