@@ -11,7 +11,7 @@ stage      gradients accumulate in             wrapper
 3          either                              ``DeepSpeedZeroOptimizer_Stage3``
 =========  ==================================  =====================================================
 
-Ranks of stages 1 and 2 keep gradients of different parameters; the program is that of the one that keeps most.
+Ranks of stages 1 and 2 keep gradients of different parameters; the program is that of the one that needs most.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..layers.module import Module, Options
 from ..plan.errors import PlanError
 from ..plan.optimizer_checks import EIGHT_BIT
 from ..plan.plan import Optimizer, Plan
-from ..program import Program, Span
+from ..program import Program, Span, fold_program
 from ..tape import Category, Hold, Stretch
 from . import zero_states, zero_step
 from .plain import check_flash, layer_shape
@@ -86,20 +86,24 @@ def programs(plan: Plan, options: Options, zero: Zero | None = None) -> tuple[Pr
     recompute = plan.recompute.mode == "full"
     setting = Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, recompute, microbatches)
     options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
-    rank = _rank(setting, shape, plan.model.layers, options)
+    beside = (*inputs(shape, 0), *buffers(plan, 0), *quantisation_maps(plan.optimizer))
+    ranks = [_rank(setting, shape, plan.model.layers, options, rank) for rank in _candidates(setting, shape, plan)]
+    made = [_program(rank, setting, beside) for rank in ranks]
+    return (max(made, key=lambda one: fold_program(one).peak) if len(made) > 1 else made[0],)
+
+
+def _program(rank: Rank, setting: Setting, beside: tuple[Hold, ...]) -> Program:
     spans = tuple(Span(module, (name,)) for module, name in zip(rank.modules, rank.names, strict=True))
-    return (
-        Program(
-            stage=0,
-            ranks=tuple(range(plan.layout.dp)),
-            entries=tuple(name for name in rank.names if name != "return"),
-            spans=spans,
-            states=(),
-            extra=(*rank.placed.device, *inputs(shape, 0), *buffers(plan, 0), *quantisation_maps(plan.optimizer)),
-            step=Stretch(rank.step.before),
-            late_step=Stretch(rank.step.after),
-            microbatches=microbatches,
-        ),
+    return Program(
+        stage=0,
+        ranks=tuple(range(setting.dp)),
+        entries=tuple(name for name in rank.names if name != "return"),
+        spans=spans,
+        states=(),
+        extra=(*rank.placed.device, *beside),
+        step=Stretch(rank.step.before),
+        late_step=Stretch(rank.step.after),
+        microbatches=setting.microbatches,
     )
 
 
@@ -171,12 +175,17 @@ def model_of(shape: LayerShape, layers: int, options: Options, stage: int, recom
 
 
 @lru_cache(maxsize=32)
-def _rank(setting: Setting, shape: LayerShape, layers: int, options: Options) -> Rank:
-    zero = setting.zero
-    model = model_of(shape, layers, options, zero.stage, setting.recompute)
-    parts = _groups(setting, model)
-    rank = fullest(parts, setting.dp) if zero.stage in (1, 2) else 0
-    return rank_of(setting, model, parts, rank)
+def _rank(setting: Setting, shape: LayerShape, layers: int, options: Options, rank: int) -> Rank:
+    model = model_of(shape, layers, options, setting.zero.stage, setting.recompute)
+    return rank_of(setting, model, _groups(setting, model), rank)
+
+
+def _candidates(setting: Setting, shape: LayerShape, plan: Plan) -> list[int]:
+    """Ranks of which one needs most: at stages 1 and 2 what a rank keeps, and from when on, differ."""
+    if setting.zero.stage not in (1, 2):
+        return [0]
+    model = model_of(shape, plan.model.layers, Options(), setting.zero.stage, setting.recompute)
+    return foremost(touched(_groups(setting, model), setting.dp))
 
 
 def rank_of(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -> Rank:
@@ -190,10 +199,14 @@ def rank_of(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -
     return Rank(made, names, _placed(setting, model, parts), _step(setting, model, parts, rank))
 
 
-def fullest(parts: Sequence[Group], dp: int) -> int:
-    """The rank whose shares touch the most elements of whole parameters."""
-    totals = touched(parts, dp)
-    return totals.index(max(totals))
+def foremost(kept: Sequence[int]) -> list[int]:
+    """Ranks that keep more than every rank behind them: shares of later ranks lie later in the model, so that their
+    gradients arrive earlier in backward, and a rank that keeps no more than a later one never holds more."""
+    result: list[int] = []
+    for rank in reversed(range(len(kept))):
+        if not result or kept[rank] > kept[result[-1]]:
+            result.append(rank)
+    return result
 
 
 def _groups(setting: Setting, model: Model) -> tuple[Group, ...]:

@@ -12,14 +12,14 @@ from .deepspeed_programs import traffic
 GIB = 2**30
 
 ENGINE = (
-    "DeepSpeed 0.19's engine around a model of transformers 5.x (llama, mistral, qwen3, gpt2, bert), dropout active",
+    "DeepSpeed 0.19's engine around a model of transformers 5.x, dropout active",
     "the model's output, and its logits with it, is dropped before backward begins, as in transformers' Trainer",
     "the optimizer's fp32 parameters and states are flat; nothing is compiled (no DeepCompile), no torch_autocast",
     "refused, not modelled: quantised weights and gradients (ZeRO++), hpZ, MiCS, ZenFlow, part of the states offloaded "
     "(ratio), overlap_comm at stage 1, gradients that are not contiguous at stages 1 and 2",
 )
 OWN_ADAM = "DeepSpeed's FusedAdam, which updates in place; CPUAdam where states are offloaded"
-PARTITIONED = "ranks keep gradients of different parameters; the rank that keeps most is shown"
+PARTITIONED = "ranks keep gradients of different parameters, some earlier than others; the rank that needs most is shown"
 SHARDED = (
     "the model is made under zero.Init; the coordinator's trace is complete, as from the third step on",
     "side streams (gathers and reductions) keep the order of events of the main stream",
