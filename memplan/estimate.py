@@ -46,6 +46,10 @@ def programs_of(plan: Plan, options: Options) -> tuple[Program, ...]:
         from .frameworks import fsdp_programs
 
         return fsdp_programs.programs(plan, options)
+    if plan.framework == "ddp":
+        from .frameworks import ddp_programs
+
+        return ddp_programs.programs(plan, options)
     from .frameworks import plain
 
     return plain.programs(plan, options)

@@ -325,7 +325,9 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     if plan.loss.logits_to_keep is not None:
         result.append("logits_to_keep: labels of the same tokens are given; evaluation keeps as few")
     if plan.framework == "ddp":
-        result.append("DDP with gradient_as_bucket_view=False: buckets beside the gradients")
+        from .frameworks.ddp_notices import assumptions as of_ddp
+
+        result += of_ddp(plan)
     if plan.framework == "device-map":
         result.append(
             "embedding and head on the first device, final norm on the last; masks and rotary tables that later "

@@ -170,6 +170,8 @@ class Program:
     """Peak bytes while the optimizer is built, counted from nothing; ``None`` where it is not known."""
     building: tuple[Hold, ...] = ()
     """Held only while optimizer states are made."""
+    late_extra: tuple[Hold, ...] = ()
+    """Kept besides from the first step on."""
     originals: tuple[Hold, ...] = ()
     """Parameter tensors that flat ones have replaced; only the allocator remembers them."""
     gradients_kept: int = 0
@@ -226,7 +228,7 @@ def static(program: Program) -> Excursion:
     for span in program.spans if program.states else ():
         for category, size in enumerate(module_states(span.module, program.states)):
             by[category] += size * len(span.names)
-    for hold in program.extra:
+    for hold in (*program.extra, *program.late_extra):
         by[hold.category] += hold.bytes
     total = sum(by)
     return Excursion(total, total, tuple(by), tuple(by), "static")

@@ -273,6 +273,8 @@ def _iteration(job: _Job, program: Program) -> Replayed:
             for state in program.states:
                 if state.category is Category.OPTIMIZER_STATES:
                     _keep_all(rank, state, [parameter])
+        for hold in program.late_extra:
+            rank.hold(hold.bytes, hold.category)
         _end_of_step(job, program)
         rank.peak = 0
         _microbatches(job, program, program.flight - 1)

@@ -112,7 +112,7 @@ def replay_streams(program: Program, settings: AllocatorSettings, workspaces: It
         rank.keep(hold)
     _microbatches(rank, program)
     first_iteration = rank.allocator.reserved
-    for hold in _states(program, late=True):
+    for hold in (*_states(program, late=True), *program.late_extra):
         rank.keep(hold)
     rank.step(program.step)
     rank.peak = 0

@@ -23,6 +23,7 @@ _PANELS = {
     "loss": "Loss",
     "pipeline": "Pipeline",
     "megatron": "Megatron-Core",
+    "ddp": "DDP and ZeroRedundancyOptimizer",
     "fsdp": "FSDP (fully_shard)",
     "deepspeed": "DeepSpeed",
     "model": "Architecture, over the model's own",

@@ -26,8 +26,7 @@ from ..plan.loss_checks import liger_version
 from ..plan.plan import Optimizer, Plan
 from ..plan.spec import of_any_depth
 from ..program import Program, Span, drop_all
-from ..tape import Category, Drop, Event, Hold, Stretch, Tape, rounded
-from .ddp import bucket_sizes
+from ..tape import Category, Drop, Event, Hold, Stretch, Tape
 from .plain_buffers import buffers, inputs
 from .states import full, optimizer_states, quantisation_maps, step_temporaries
 
@@ -347,8 +346,6 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...])
     assert plan.layout.dp is not None
     groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
     extra = [*inputs(shape, stage), *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
-    if plan.framework == "ddp":
-        extra += ddp_buckets(groups, dtype)
     return Program(
         stage=stage,
         ranks=tuple(range(plan.layout.dp)) if plan.framework == "ddp" else (stage,),
@@ -374,13 +371,6 @@ def _tensors(groups: Groups) -> list[Parameter]:
 def optimizer_step(groups: Groups, optimizer: Optimizer, dtype: str) -> Stretch:
     """The step over all parameters, whatever the batch."""
     return Stretch(drop_all(step_temporaries(optimizer, _tensors(groups), dtype), 1))
-
-
-@lru_cache(maxsize=128)
-def ddp_buckets(groups: Groups, dtype: str) -> tuple[Hold, ...]:
-    """Gradient buckets, those of the last parameters first."""
-    sizes = bucket_sizes(parameter.bytes(dtype) for parameter in reversed(_tensors(groups)))
-    return tuple(Hold(0, rounded(size), Category.COMMUNICATION_BUFFERS, "ddp_bucket") for size in sizes)
 
 
 EDGES = frozenset({"return", "arrive", "depart"})

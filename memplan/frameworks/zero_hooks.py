@@ -116,8 +116,9 @@ OPT = {
 NEOX = {
     "embedding": Hooks(before={"word": 2}, at={"position_ids_fp32": 2}),
     "layer": Hooks(
-        before={"attention_norm": 1, "qkv": 1, "up": 1},
-        behind={"attention_output": 1, "up": 1, "down": 1},
+        before={"attention_norm": 1, "qkv": 1, "mlp_norm": 1, "up": 1},
+        behind={"up": 1},
+        at={"blocks_sum": 1, "residual_mlp": 1},
         backward_before={"down": 3, "attention_output": 2},
         backward_behind={"down": 1},
         not_recomputed="attention_norm",

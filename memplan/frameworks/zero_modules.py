@@ -211,7 +211,7 @@ def registered(model: Sequence[Instance], family: str, tied: bool) -> tuple[tupl
     result: dict[str, Parameter] = {}
     orders = {**REGISTERED, "layer": LAYERS[family], **({"head": BERT_HEAD} if family == "bert" else {})}
     if family in NORM_BEFORE_LAYERS:
-        model = sorted(model, key=lambda one: ("embedding", "final_norm").index(one.name) if one.name in ("embedding", "final_norm") else 2)
+        model = sorted(model, key=lambda one: {"embedding": 0, "final_norm": 1}.get(one.name, 2))
     for instance in model:
         order = orders.get(instance.hooked.module.name, ())
 

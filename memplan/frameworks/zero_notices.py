@@ -19,7 +19,7 @@ ENGINE = (
     "(ratio), overlap_comm at stage 1, gradients that are not contiguous at stages 1 and 2",
 )
 OWN_ADAM = "DeepSpeed's FusedAdam, which updates in place; CPUAdam where states are offloaded"
-PARTITIONED = "ranks keep gradients of different parameters, some earlier than others; the rank that needs most is shown"
+PARTITIONED = "ranks keep gradients of other parameters, some earlier than others; the rank that needs most is shown"
 SHARDED = (
     "the model is made under zero.Init; the coordinator's trace is complete, as from the third step on",
     "side streams (gathers and reductions) keep the order of events of the main stream",

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from .environment import refused
 from .errors import PlanError
-from .plan import Deepspeed, Fsdp, Megatron, Pipeline, Plan
+from .plan import Ddp, Deepspeed, Fsdp, Megatron, Pipeline, Plan
 from .spec import ModelSpec
 
 MODELLED = ("single", "ddp", "device-map", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
@@ -105,14 +105,14 @@ def check_layout(plan: Plan) -> None:
 
 
 def _check_undivided(plan: Plan) -> None:
-    """``single``, ``ddp`` and ``device-map`` keep every parameter whole."""
+    """``single``, ``ddp`` and ``device-map`` keep every parameter whole; ZeRO-1 of ``ddp`` shards states."""
     framework, layout = plan.framework, plan.layout
     for name in ("tp", "pp"):
         if getattr(layout, name) > 1:
             problem = f"must be 1 with framework {framework}; megatron and megatron-deepspeed split a model"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
-    if layout.zero and framework != "deepspeed":
-        problem = f"must be 0 with framework {framework}; deepspeed, megatron and megatron-deepspeed have ZeRO"
+    if layout.zero and framework not in ("deepspeed", "ddp"):
+        problem = f"must be 0 with framework {framework}; ddp, deepspeed, megatron and megatron-deepspeed have ZeRO"
         raise PlanError("layout.zero", layout.zero, problem)
     if framework == "single" and plan.hardware.gpus != 1:
         field, value = ("layout.dp", layout.dp) if plan.hardware.gpus == layout.dp else ("hardware.gpus", None)
@@ -259,6 +259,16 @@ def check_megatron(plan: Plan) -> None:
     if megatron.cp_communication == "a2a" and heads % plan.layout.cp:
         problem = f"must divide the {heads} key/value heads of a rank, which a2a deals out; p2p need not"
         raise PlanError("layout.cp", plan.layout.cp, problem)
+
+
+def check_ddp(plan: Plan) -> None:
+    """Arguments of ``DistributedDataParallel`` belong to it."""
+    if plan.framework == "ddp":
+        return
+    for name, default in Ddp():
+        value = getattr(plan.ddp, name)
+        if value != default:
+            raise PlanError(f"ddp.{name}", value, f"must be left out with framework {plan.framework}; ddp has it")
 
 
 def check_fsdp(plan: Plan) -> None:

@@ -272,6 +272,30 @@ class Megatron(_Section):
     )
 
 
+class Ddp(_Section):
+    """Arguments of ``DistributedDataParallel``, and of ``ZeroRedundancyOptimizer`` (``layout.zero: 1``)."""
+
+    bucket_cap_mb: float | None = Field(
+        None, gt=0.0, le=1e6, description="MiB at which a gradient bucket is closed; default: 25, of the first one 1"
+    )
+    gradient_as_bucket_view: bool = Field(
+        False, description="gradients are views of buckets: there is no second copy of them"
+    )
+    static_graph: bool = Field(False, description="what is used is known after the first iteration")
+    find_unused_parameters: bool = Field(
+        False, description="looks for unused parameters in every iteration; buckets are never rebuilt"
+    )
+    broadcast_buffers: bool = Field(True, description="rank 0's buffers are broadcast before every forward")
+    gradient_sync: bool = Field(
+        True,
+        description="every micro-batch reduces its gradients; false: the last one alone (no_sync)",
+        json_schema_extra={"flag": "--ddp-gradient-sync"},
+    )
+    parameters_as_bucket_view: bool = Field(
+        False, description="ZeRO-1: parameters are views of one flat tensor for each owner"
+    )
+
+
 class Fsdp(_Section):
     """Arguments of ``fully_shard``, whose model it is, and how it is trained. ``precision.dtype`` computes."""
 
@@ -371,6 +395,7 @@ class Plan(_Section):
     loss: Loss = Loss()
     pipeline: Pipeline = Pipeline()
     megatron: Megatron = Megatron()
+    ddp: Ddp = Ddp()
     fsdp: Fsdp = Fsdp()
     deepspeed: Deepspeed = Deepspeed()
     device_map: dict[int, tuple[int, ...]] | None = Field(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .checks import (
     check_batch,
     check_code,
+    check_ddp,
     check_deepspeed,
     check_environment,
     check_framework,
@@ -93,6 +94,7 @@ def resolve(plan: Plan) -> Plan:
         check_code,
         check_pipeline,
         check_megatron,
+        check_ddp,
         check_fsdp,
         check_deepspeed,
         check_device_map,

@@ -93,7 +93,12 @@ def test_a_plan_gives_what_the_framework_does_of_itself() -> None:
         ({"zero": "2", "grad-accum-dtype": "fp16"}, "--grad-accum-dtype: deepspeed.gradient_accumulation_dtype = fp16"),
         ({"zero": "2", "gradients": "fp16"}, "--gradients: precision.gradients = fp16: must be bf16 or fp32"),
         ({"zero": "3", "optimizer-implementation": "fused"}, "must be left out for DeepSpeed's own FusedAdam"),
-        ({"zero": "3", "optimizer": "adam8bit"}, "must be one of sgd, adam, adamw"),
+        ({"zero": "3", "optimizer": "muon"}, "DeepSpeed's own Muon takes whole matrices out of ZeRO's buckets"),
+        ({"zero": "0", "optimizer": "adam8bit"}, "must be another at stage 0, where parameters are not flat"),
+        ({"zero": "2", "optimizer": "adafactor", "offload-optimizer": "cpu"}, "must be adam, adamw, lion or sgd with"),
+        ({"zero": "2", "optimizer": "lion", "optimizer-implementation": "bitsandbytes"}, "DeepSpeed's own FusedLion"),
+        ({"model": "falcon-7b", "zero": "3"}, "model.family = falcon: is not modelled at stage 3: its linear layers"),
+        ({"model": "falcon-7b", "zero": "2", "recompute": "full"}, "must be none for family falcon"),
         ({"zero": "3", "recompute": "full", "recompute-layers": "2"}, "--recompute-layers: recompute.layers = 2: must"),
         ({"zero": "3", "recompute": "full", "recompute-method": "block"}, "recompute.method = block: must be uniform"),
         ({"zero": "3", "recompute": "selective"}, "recompute.mode = selective"),
@@ -109,6 +114,16 @@ def test_what_is_wrong_names_the_fields_of_the_plan(flags: dict[str, str], line:
         estimated(**{**GPT2, **flags})
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "phi-3-mini", "gemma-2-9b", "opt-6.7b", "gpt-neox-20b", "gpt-j-6b"])
+@pytest.mark.parametrize("optimizer", ["lion", "adafactor", "lion8bit"])
+def test_families_and_optimizers(model: str, optimizer: str) -> None:
+    flags = {"model": model, "framework": "deepspeed", "gpus": "4", "zero": "3", "seq": "256", "layers": "2"}
+    (found,) = estimated(**flags, optimizer=optimizer).stages
+    shares = {"lion": 4, "adafactor": 4, "lion8bit": 1 + 4 / 2048}
+    states = shares[optimizer] * found.parameters
+    assert found.of(Category.OPTIMIZER_STATES) == pytest.approx(states, rel=0.001)
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])

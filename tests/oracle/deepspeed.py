@@ -65,16 +65,18 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 OF_LLAMA = SIZES["llama"]
-OF_GPT2 = SIZES["gpt2"]
-PLAIN = {name: value for name, value in OF_LLAMA.items() if name not in ("num_key_value_heads", "tie_word_embeddings")}
+GROUPED = {name: value for name, value in OF_LLAMA.items() if name != "tie_word_embeddings"}
+PLAIN = {name: value for name, value in GROUPED.items() if name != "num_key_value_heads"}
+UNNAMED = {name: value for name, value in PLAIN.items() if name != "intermediate_size"}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
 SIZES |= {
     "qwen2": OF_LLAMA,
-    "phi3": {**OF_LLAMA, "pad_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0},
-    "gemma2": {**{k: v for k, v in OF_LLAMA.items() if k != "tie_word_embeddings"}, "head_dim": 16, "sliding_window": 16},
-    "opt": {**{k: v for k, v in PLAIN.items() if k != "intermediate_size"}, "ffn_dim": 176, "dropout": 0.0},
+    "phi3": {**OF_LLAMA, "pad_token_id": 0, "eos_token_id": 0},
+    "gemma2": {**GROUPED, "head_dim": 16, "sliding_window": 16},
+    "opt": {**UNNAMED, "ffn_dim": 176, "dropout": 0.0},
     "gpt_neox": PLAIN,
-    "gptj": {**OF_GPT2, "n_inner": 176, "rotary_dim": 8, "bos_token_id": 0, "eos_token_id": 0},
-    "falcon": {**PLAIN, "ffn_hidden_size": 176, "bos_token_id": 0, "eos_token_id": 0},
+    "gptj": {**SIZES["gpt2"], **TOKENS, "n_inner": 176, "rotary_dim": 8},
+    "falcon": {**PLAIN, **TOKENS, "ffn_hidden_size": 176},
 }
 """Architectures, all with 1000 tokens."""
 
@@ -192,11 +194,15 @@ def summary(changes: Sequence[tuple[int, int]]) -> dict[str, Any]:
     return {"net": live, "peak": max(curve), "windows": windows, "sizes": dict(sorted(sizes.items()))}
 
 
-def measure(case: str) -> list[dict[str, Any]]:
-    """One record per rank."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def measure(case: str) -> list[dict[str, Any]]:
+    """One record per rank."""
+    port = free_port()
     ranks = CASES[case].ranks
     with tempfile.TemporaryDirectory() as folder:
         started = []
