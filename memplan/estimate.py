@@ -18,7 +18,7 @@ from .plan.errors import PlanError
 from .plan.plan import Plan
 from .plan.resolve import resolve
 from .plan.sizes import headroom_bytes
-from .program import Folded, Program, fold_evaluation, fold_program
+from .program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
 from .replay import Replayed, replay
 from .result import BeyondAllocated, Estimate, ModuleTape, Notice, Peak, StageEstimate
 from .workspaces import cublas_workspaces, torch_version
@@ -114,7 +114,7 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
 
 
 def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed) -> StageEstimate:
-    beyond = _beyond(plan, replayed)
+    beyond, together = _beyond(plan, replayed), ranks_on_node(plan, program)
     known = sum(size for size in (beyond.cuda_context, beyond.nccl, beyond.other) if size is not None)
     device = replayed.reserved + known if beyond.cuda_context is not None else None
     return StageEstimate(
@@ -138,8 +138,8 @@ def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed) -> 
             "first_iteration_device": replayed.first_iteration + known if device is not None else None,
         },
         in_flight=program.flight,
-        host=program.host + managed_bytes(plan.optimizer, program.parameter_tensors()),
-        nvme=program.nvme,
+        host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
+        nvme=together * program.nvme,
     )
 
 

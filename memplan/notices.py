@@ -64,8 +64,8 @@ def _managed_states(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]
     if size:
         yield Notice(
             "states-in-managed-memory",
-            f"{size:,} bytes ({size / GIB:.2f} GiB) of optimizer states are in CUDA's unified memory (paged): "
-            "counted as host memory, and in no device reading; in use, they take what room the device has",
+            f"{size:,} bytes ({size / GIB:.2f} GiB) of each rank's optimizer states are in CUDA's unified memory "
+            "(paged): counted as host memory, and in no device reading; in use, they take what room the device has",
         )
 
 

@@ -17,6 +17,7 @@ from .pipeline.megatron_fold import ChunkPasses, Sizes, fold_iteration
 from .pipeline.megatron_schedule import Schedule
 from .pipeline.schedule import Passes
 from .pipeline.schedule import fold_iteration as fold_one_chunk
+from .plan.plan import Plan
 from .tape import (
     NOTHING,
     Bytes,
@@ -187,9 +188,9 @@ class Program:
     elements: int | None = None
     """Parameters on one rank, where they are not those of the modules: shards."""
     host: int = 0
-    """Bytes of host memory that the rank takes; with DeepSpeed all ranks of a node."""
+    """Bytes of host memory that one rank takes."""
     nvme: int = 0
-    """Bytes on NVMe that all ranks of a node take."""
+    """Bytes on NVMe that one rank takes."""
     order: Order | None = None
     """Megatron-Core: chunks and their schedule; instead of ``gradients``, ``flight`` and ``microbatches``."""
 
@@ -201,6 +202,11 @@ class Program:
     def parameter_tensors(self) -> list[Parameter]:
         """In the order of the layer list."""
         return [parameter for span in self.spans for _ in span.names for parameter in span.module.parameters]
+
+
+def ranks_on_node(plan: Plan, program: Program) -> int:
+    """Ranks of the stage that share a node, of the fullest node."""
+    return min(plan.hardware.gpus_per_node, len(program.ranks))
 
 
 @lru_cache(maxsize=4096)

@@ -50,6 +50,7 @@ def bucket_sizes(gradients: Iterable[int], first: int = FIRST_BUCKET, cap: int =
     return [*sizes, current] if current else sizes
 
 
+@lru_cache(maxsize=256)
 def buckets(given: Ddp, shape: LayerShape, layers: int, recompute: bool) -> tuple[Hold, ...]:
     """An iteration's buckets once they have been rebuilt; those that gradients are views of hold the gradients."""
     registered, ready = parameters(shape, layers, recompute)

@@ -6,7 +6,7 @@ from ..plan.plan import Plan
 
 COPIES = "DDP with gradient_as_bucket_view=False: buckets beside the gradients"
 VIEWS = (
-    "DDP with gradient_as_bucket_view: gradients end in their buckets, at which they stay between iterations; the first "
+    "DDP with gradient_as_bucket_view: gradients end in their buckets, which stay between iterations; the first "
     "iteration's one bucket is as large as the later ones together (with zero_grad(set_to_none=False) both are there "
     "while buckets are rebuilt)"
 )

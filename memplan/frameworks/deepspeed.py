@@ -108,7 +108,7 @@ def _program(rank: Rank, setting: Setting, beside: tuple[Hold, ...]) -> Program:
 
 
 def host_bytes(plan: Plan, zero: Zero) -> tuple[int, int]:
-    """Bytes of host memory (pinned or not) and of NVMe on one node."""
+    """Bytes of host memory (pinned or not) and of NVMe that one rank takes."""
     check(plan, zero)
     shape = layer_shape(plan)
     assert plan.layout.dp is not None
@@ -117,8 +117,7 @@ def host_bytes(plan: Plan, zero: Zero) -> tuple[int, int]:
     setting = Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, False, microbatches)
     model = model_of(shape, plan.model.layers, Options(), zero.stage, False)
     placed = _placed(setting, model, _groups(setting, model))
-    ranks = min(plan.hardware.gpus_per_node, plan.layout.dp)
-    return ranks * placed.on("host"), ranks * placed.on("nvme")
+    return placed.on("host"), placed.on("nvme")
 
 
 def check(plan: Plan, zero: Zero) -> None:

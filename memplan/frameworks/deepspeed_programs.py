@@ -36,7 +36,7 @@ def zero_of(plan: Plan) -> Zero:
 
 
 def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
-    """The one program that all ranks run, with what a node's ranks keep on its host and its NVMe."""
+    """The one program that all ranks run, with what a rank keeps on the host and on NVMe."""
     zero = zero_of(plan)
     with _fields_of_a_plan(plan):
         _check(plan)

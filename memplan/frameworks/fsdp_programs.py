@@ -7,6 +7,7 @@ from dataclasses import replace
 from ..layers.coverage import TRANSFORMERS, check_covered
 from ..layers.module import Options
 from ..plan.errors import PlanError
+from ..plan.optimizer_checks import check_sharded
 from ..plan.plan import Fsdp, Plan
 from ..program import Program
 from .fsdp import Model, host_bytes, program, transformers_model, unsynced_program
@@ -36,6 +37,7 @@ def check(plan: Plan, given: Fsdp) -> None:
         raise PlanError("fsdp.reshard_to", to, "must be left out where fsdp.reshard_after_forward is false")
     if to is not None and shards % to:
         raise PlanError("fsdp.reshard_to", to, f"must be a divisor of the {shards} shards")
+    check_sharded(plan.optimizer.name, "fsdp")
     if given.code == "torchtitan" and to is not None:
         raise PlanError("fsdp.reshard_to", to, "must be left out: torchtitan has no other than true and false")
     if given.code == "torchtitan" and given.offload and plan.optimizer.implementation == "fused":

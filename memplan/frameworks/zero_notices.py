@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..plan.plan import Plan
-from ..program import Program
+from ..program import Program, ranks_on_node
 from ..result import Notice
 from .deepspeed_programs import traffic
 
@@ -54,11 +54,12 @@ def notices(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
 
 
 def _away(plan: Plan, program: Program) -> Notice:
-    ranks = min(plan.hardware.gpus_per_node, len(program.ranks))
-    nvme = f", and {program.nvme:,} ({program.nvme / GIB:.2f} GiB) on its NVMe" if program.nvme else ""
+    ranks = ranks_on_node(plan, program)
+    host, away = ranks * program.host, ranks * program.nvme
+    nvme = f", and {away:,} ({away / GIB:.2f} GiB) on its NVMe" if away else ""
     return Notice(
         "zero-offloaded",
-        f"offloaded states take {program.host:,} bytes ({program.host / GIB:.2f} GiB) of each node's host memory{nvme} "
+        f"offloaded states take {host:,} bytes ({host / GIB:.2f} GiB) of each node's host memory{nvme} "
         f"(its {ranks} rank{'s' if ranks > 1 else ''} together)",
     )
 

@@ -61,13 +61,17 @@ def check_optimizer(plan: Plan) -> None:
         if getattr(optimizer, name) != Optimizer.model_fields[name].default:
             problem = f"must be left out with framework {plan.framework}; megatron has a precision-aware optimizer"
             raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
-    known = SHARDED_OPTIMIZERS.get(plan.framework)
-    if known is not None and optimizer.name not in known:
-        why = WHY_NOT.get((plan.framework, optimizer.name), f"{', '.join(WHOLE)} have the others")
-        problem = f"must be one of {', '.join(known)} with framework {plan.framework}: {why}"
-        raise PlanError("optimizer.name", optimizer.name, problem)
+    check_sharded(optimizer.name, plan.framework)
     _check_implementation(plan)
     _check_bitsandbytes(plan)
+
+
+def check_sharded(name: str, framework: str) -> None:
+    """Refuses what does not run, or is not modelled, on pieces of parameters."""
+    known = SHARDED_OPTIMIZERS.get(framework)
+    if known is not None and name not in known:
+        why = WHY_NOT.get((framework, name), f"{', '.join(WHOLE)} have the others")
+        raise PlanError("optimizer.name", name, f"must be one of {', '.join(known)} with framework {framework}: {why}")
 
 
 def _check_momentum(plan: Plan) -> None:

@@ -71,6 +71,8 @@ def test_pages_are_on_the_host_and_in_no_device_reading() -> None:
     assert moved > 0
     assert paged.stages[0].host == pytest.approx(moved, abs=512 * 64)
     assert kept.stages[0].host == 0
+    four = estimate(plan(**flags, paged_optimizer="true", framework="ddp", gpus=4))
+    assert four.stages[0].host == 4 * paged.stages[0].host
     assert [notice.code for notice in paged.warnings if "managed" in notice.code] == ["states-in-managed-memory"]
 
 
