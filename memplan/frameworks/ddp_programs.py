@@ -16,13 +16,13 @@ from functools import lru_cache
 
 from ..layers.module import SHARED, Module, Options, Parameter, Tapes
 from ..plan.errors import PlanError
-from ..plan.plan import Plan
+from ..plan.plan import Optimizer, Plan
 from ..program import Program, Span, drop_all, fold_program
 from ..tape import Category, Drop, Event, Hold, Stretch, Tape
 from . import ddp, ddp_zero, plain
 from .fsdp_modules import largest_id, left_gradients
 from .plain_buffers import buffers
-from .states import full, step_temporaries
+from .states import State, full, step_temporaries
 
 KEPT_TIED = SHARED - 7
 """Id of a tied weight's gradient that waits for the micro-batch that reduces."""
@@ -207,14 +207,26 @@ def _with_zero(plan: Plan, made: Program) -> Program:
     optimizer, dtype = plan.optimizer, plan.precision.dtype
     assert plan.layout.dp is not None
     registered, _ = ddp.parameters(plain.layer_shape(plan), plan.model.layers, plan.recompute.mode == "full")
-    owned = ddp_zero.owners(registered, plan.layout.dp)
-    own_parameters = () if plan.ddp.parameters_as_bucket_view else (full("parameter", Category.PARAMETERS, dtype),)
-    extra = made.extra
+    whole: tuple[State, ...] = (full("parameter", Category.PARAMETERS, dtype),)
     if plan.ddp.parameters_as_bucket_view:
-        extra = (*ddp_zero.parameter_buckets(owned, dtype), *extra)
-    candidates = []
-    for own in sorted(owned, key=lambda own: -sum(hold.bytes for hold in ddp_zero.states(own, optimizer, dtype)))[:4]:
-        step = Stretch(drop_all(step_temporaries(optimizer, own, dtype), 1))
-        late = ddp_zero.states(own, optimizer, dtype)
-        candidates.append(replace(made, states=own_parameters, extra=extra, late_extra=late, step=step))
-    return max(candidates, key=lambda one: fold_program(one).peak)
+        flat = ddp_zero.parameter_buckets(ddp_zero.owners(registered, plan.layout.dp), dtype)
+        made, whole = replace(made, extra=(*flat, *made.extra)), ()
+    ranks = _fullest(registered, plan.layout.dp, optimizer, dtype)
+    programs = [replace(made, states=whole, late_extra=states, step=step) for states, step in ranks]
+    return max(programs, key=lambda one: fold_program(one).peak)
+
+
+@lru_cache(maxsize=64)
+def _fullest(
+    parameters: tuple[Parameter, ...], ranks: int, optimizer: Optimizer, dtype: str
+) -> tuple[tuple[tuple[Hold, ...], Stretch], ...]:
+    """States and step of the rank that keeps most, and of the one that needs most in its step: the peak of either is
+    the highest of all, since ranks differ in nothing else."""
+    owned = ddp_zero.owners(parameters, ranks)
+    both = [
+        (ddp_zero.states(own, optimizer, dtype), Stretch(drop_all(step_temporaries(optimizer, own, dtype), 1)))
+        for own in owned
+    ]
+    kept = [sum(hold.bytes for hold in states) for states, _ in both]
+    needed = [size + step.excursion.peak for size, (_, step) in zip(kept, both, strict=True)]
+    return both[kept.index(max(kept))], both[needed.index(max(needed))]

@@ -28,7 +28,7 @@ from ..plan.optimizer_checks import EIGHT_BIT
 from ..plan.plan import Optimizer, Plan
 from ..program import Program, Span, fold_program
 from ..tape import Category, Hold, Stretch
-from . import zero_states, zero_step
+from . import zero_initialisation, zero_states, zero_step
 from .plain import check_flash, layer_shape
 from .plain_buffers import buffers, inputs
 from .states import quantisation_maps
@@ -89,7 +89,18 @@ def programs(plan: Plan, options: Options, zero: Zero | None = None) -> tuple[Pr
     beside = (*inputs(shape, 0), *buffers(plan, 0), *quantisation_maps(plan.optimizer))
     ranks = [_rank(setting, shape, plan.model.layers, options, rank) for rank in _candidates(setting, shape, plan)]
     made = [_program(rank, setting, beside) for rank in ranks]
-    return (max(made, key=lambda one: fold_program(one).peak) if len(made) > 1 else made[0],)
+    most = max(made, key=lambda one: fold_program(one).peak) if len(made) > 1 else made[0]
+    return (replace(most, initialisation=_initialisation(setting, shape, plan)),)
+
+
+def _initialisation(setting: Setting, shape: LayerShape, plan: Plan) -> int | None:
+    """Peak bytes while the engine is built; ``None`` where it is not known (``zero_notices.BUILDING``)."""
+    zero = setting.zero
+    if zero.stage not in (1, 2) or setting.bf16_wrapper or zero.offload_optimizer != "none":
+        return None
+    model = model_of(shape, plan.model.layers, Options(), zero.stage, setting.recompute)
+    besides = sum(hold.bytes for hold in buffers(plan, 0))
+    return zero_initialisation.peak(model, _groups(setting, model), besides, plan.hardware.capacity)
 
 
 def _program(rank: Rank, setting: Setting, beside: tuple[Hold, ...]) -> Program:
@@ -162,6 +173,7 @@ def check_client_optimizer(optimizer: Optimizer, zero: Zero) -> None:
         raise PlanError("optimizer.name", optimizer.name, problem)
 
 
+@lru_cache(maxsize=64)
 def model_of(shape: LayerShape, layers: int, options: Options, stage: int, recompute: bool) -> Model:
     """The model with hooks; its gradients end with them from stage 2 on."""
     options = replace(options, consumes_gradients=stage >= 2)

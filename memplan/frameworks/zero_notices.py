@@ -24,6 +24,11 @@ SHARDED = (
     "the model is made under zero.Init; the coordinator's trace is complete, as from the third step on",
     "side streams (gathers and reductions) keep the order of events of the main stream",
 )
+BUILT = "while the engine is built, the model is whole on the device in its training dtype, until each group is flat"
+BUILDING = (
+    "initialisation is not known: it depends on how the model came (zero.Init or whole), on what the host holds, or on "
+    "a wrapper that has not been measured"
+)
 OVERFLOW = "fp16's overflow check is read from DeepSpeed's source, not measured"
 NVME = "swapping to and from NVMe is read from DeepSpeed's source, not measured"
 
@@ -37,11 +42,18 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         result.append(PARTITIONED)
     if plan.layout.zero == 3:
         result += SHARDED
+    result.append(BUILT if builds_as_measured(plan) else BUILDING)
     if plan.precision.dtype == "fp16":
         result.append(OVERFLOW)
     if "nvme" in (plan.deepspeed.offload_optimizer, plan.deepspeed.offload_param):
         result.append(NVME)
     return tuple(result)
+
+
+def builds_as_measured(plan: Plan) -> bool:
+    """``deepspeed.programs`` knows the peak of initialisation: ``DeepSpeedZeroOptimizer`` with states on the device."""
+    wide = plan.layout.zero == 1 and (plan.precision.dtype, plan.precision.gradients) == ("bf16", "fp32")
+    return plan.layout.zero in (1, 2) and plan.deepspeed.offload_optimizer == "none" and not wide
 
 
 def notices(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:

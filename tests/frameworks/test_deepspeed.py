@@ -18,7 +18,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.frameworks import deepspeed, zero_step
+from memplan.frameworks import deepspeed, zero_initialisation, zero_step
 from memplan.frameworks.zero_buckets import ReducingBucket
 from memplan.frameworks.zero_config import Zero, check_zero
 from memplan.frameworks.zero_layout import Group, groups, shard, sub_groups
@@ -245,6 +245,20 @@ def test_the_whole_iteration(name: str) -> None:
     assert abs(folded.static + host - fullest["static"]) <= SCALARS
     if not host:
         assert folded.peak == pytest.approx(fullest["peak"], rel=0.0025)
+
+
+@pytest.mark.parametrize("name", [name for name, records in GOLDEN.items() if "initialise" in records[0]])
+def test_building_the_engine(name: str) -> None:
+    """The model's own tensors, flat groups, shares and their first gradients; ids and buffers are there before."""
+    case, model = CASES[name], model_of(name)
+    parts = groups(model.parameters, case.groups, case.ranks)
+    own = sum(parameter.bytes(case.dtype) for parameter in model.parameters)
+    for record in GOLDEN[name]:
+        found = record["initialise"]
+        peak = zero_initialisation.peak(model, parts, found["before"] - own, None)
+        assert 0 <= found["peak"] - peak <= SCALARS
+    full = zero_initialisation.peak(model, parts, 0, 0)
+    assert full <= zero_initialisation.peak(model, parts, 0, None)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.optimizer != "adamw" and case.stage])

@@ -179,6 +179,17 @@ def test_host_and_nvme_of_a_node() -> None:
     assert f"{stage.nvme:,}" in notice(report, "zero-offloaded")
 
 
+def test_initialisation_is_known_where_it_was_measured() -> None:
+    """One group in bf16, twice at first: 4 P, which is more than a flat 2 P, a share and its gradients of 4 S each."""
+    flags = {**GPT2, "gpus": "4", "layers": "2"}
+    (stage,) = estimated(**flags, zero="2").stages
+    assert stage.moments["initialisation"] == pytest.approx(4 * stage.parameters, rel=0.002)
+    for others in ({"zero": "3"}, {"zero": "0"}, {"zero": "2", "offload-optimizer": "cpu"}):
+        found = estimated(**{**flags, **others})
+        assert found.stages[0].moments["initialisation"] is None
+        assert any(line.startswith("initialisation is not known") for line in found.assumptions)
+
+
 def test_assumptions_name_the_release() -> None:
     told = " ".join(estimated(**GPT2, zero="3").assumptions)
     assert "DeepSpeed 0.19" in told

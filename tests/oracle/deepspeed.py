@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -295,7 +295,9 @@ def run_rank(case: Case) -> dict[str, Any]:
         chosen: dict[str, Any] = {"model_parameters": parameters}
         if not case.fused:
             chosen = {"optimizer": optimizer_of(case.optimizer, parameters)}
+        given = len(trace.changes)
         engine, *_ = deepspeed.initialize(model=model, config=configuration(case), **chosen)
+        built = len(trace.changes)
         del chosen, parameters
         for iteration in range(4):
             for microbatch in range(case.microbatches):
@@ -316,6 +318,7 @@ def run_rank(case: Case) -> dict[str, Any]:
     changes = [(change.sign, change.bytes) for change in trace.changes]
     order = list(places.items())
     phases = {name: summary(changes[at : after[1][0]]) for (name, (at, _)), after in pairwise(order)}
+    building = list(accumulate((sign * size for sign, size in changes[: places["0/forward"][0]]), initial=0))
     begin, static = places["0/forward"]
     live = peak = static
     for sign, size in changes[begin : places["end"][0]]:
@@ -323,6 +326,7 @@ def run_rank(case: Case) -> dict[str, Any]:
         peak = max(peak, live)
     return {
         "static": static,
+        "initialise": {"before": building[given], "peak": max(building[given : built + 1])},
         "peak": peak,
         "shapes": shapes,
         "phases": phases,
