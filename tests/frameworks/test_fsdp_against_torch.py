@@ -83,19 +83,13 @@ OTHERS = (
     Case("mistral", oracle.Sharding(reshard_after_forward=2), attention="eager"),
     Case("gpt2-untied", oracle.Sharding(shards=7)),
     Case("gpt2", oracle.Sharding(synced=TWICE), recompute="full", attention="eager"),
-    Case("qwen2-tied-dropout", oracle.Sharding(synced=TWICE), recompute="full"),
+    Case("qwen2-tied-dropout", oracle.Sharding(), recompute="full"),
     Case("phi3-partial-dropout", oracle.Sharding(shards=3)),
-    Case("phi3", oracle.Sharding(reduce_dtype="bf16"), recompute="full", attention="eager"),
     Case("gemma2", oracle.Sharding(synced=TWICE), attention="eager"),
-    Case("gemma2-uncapped-biased-dropout", oracle.Sharding(original="bf16"), recompute="full", attention="eager"),
-    Case("opt", oracle.Sharding(shards=5, synced=TWICE), attention="eager"),
-    Case("opt-dropout", oracle.Sharding(reshard_after_forward=False), recompute="full"),
+    Case("opt", oracle.Sharding(shards=5), attention="eager"),
     Case("gpt_neox-dropout", oracle.Sharding(root_reshard=True), attention="eager"),
-    Case("gpt_neox-sequential-tied", oracle.Sharding(synced=TWICE), recompute="full"),
-    Case("gptj", oracle.Sharding(shards=3, synced=TWICE), attention="eager"),
-    Case("gptj-dropout-tied", oracle.Sharding(), attention="eager"),
-    Case("falcon", oracle.Sharding(synced=TWICE), attention="eager"),
-    Case("falcon-dropout-untied", oracle.Sharding(shards=5, reduce_dtype=None), attention="eager"),
+    Case("gptj", oracle.Sharding(shards=3, original="bf16"), attention="eager"),
+    Case("falcon", oracle.Sharding(reduce_dtype="bf16"), attention="eager"),
 )
 CASES = [*(Case("llama", sharding) for sharding in SHARDINGS), *OTHERS]
 
