@@ -55,7 +55,10 @@ def _check(plan: Plan) -> None:
         problem = "belongs to ZeroRedundancyOptimizer (layout.zero: 1)"
         raise PlanError("ddp.parameters_as_bucket_view", True, problem)
     optimizer = plan.optimizer
-    if plan.layout.zero and (optimizer.name not in ZERO_OPTIMIZERS or optimizer.implementation in NOT_TORCH):
+    if plan.layout.zero and optimizer.name in ZERO_OPTIMIZERS and optimizer.implementation in NOT_TORCH:
+        problem = "must be PyTorch's (foreach, for-loop or fused) with ZeroRedundancyOptimizer (layout.zero: 1)"
+        raise PlanError("optimizer.implementation", optimizer.implementation, problem)
+    if plan.layout.zero and optimizer.name not in ZERO_OPTIMIZERS:
         problem = f"must be PyTorch's {', '.join(ZERO_OPTIMIZERS)} with ZeroRedundancyOptimizer (layout.zero: 1)"
         raise PlanError("optimizer.name", optimizer.name, problem)
     if given.gradient_as_bucket_view and not given.gradient_sync and plan.loss.kind != "plain":

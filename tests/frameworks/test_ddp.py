@@ -102,6 +102,7 @@ def test_looking_for_unused_parameters_copies_the_logits() -> None:
         ({"parameters_as_bucket_view": True}, "belongs to ZeroRedundancyOptimizer (layout.zero: 1)"),
         ({"zero": 1, "optimizer": "adam8bit"}, "optimizer.name = adam8bit: must be PyTorch's sgd, adam, adamw"),
         ({"zero": 1, "optimizer": "muon"}, "optimizer.name = muon: must be PyTorch's sgd, adam, adamw, adafactor"),
+        ({"zero": 1, "optimizer": "adafactor"}, "optimizer.implementation = transformers: must be PyTorch's"),
         ({"framework": "single", "gpus": 1, "bucket_cap_mb": 5}, "ddp.bucket_cap_mb = 5.0: must be left out"),
         ({"bucket_cap_mb": 0}, "--bucket-cap-mb: ddp.bucket_cap_mb = 0"),
         (
