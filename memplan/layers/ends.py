@@ -101,11 +101,16 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
     return tables
 
 
+def word_embeddings(r: Recorder, shape: LayerShape) -> Tensor:
+    """Rows of the table of words, (b, s, h)."""
+    word = r.parameter("word.weight", (shape.spec.vocab, shape.spec.hidden), shape.dtype)
+    return ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+
+
 def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -> Embedded:
     """``GPT2Model.forward`` up to the first block; in 2020 each block had the mask as a buffer instead."""
     spec = shape.spec
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s)
     table = r.parameter("position.weight", (spec.positions_max, spec.hidden), shape.dtype)
     position_embeds = ops.embedding(r, table, position_ids, "position_embeddings")
@@ -118,8 +123,7 @@ def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -
 def llama_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``LlamaModel.forward`` up to the first layer; Falcon's makes its mask without looking at positions."""
     spec = shape.spec
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s)
     mask = causal_mask(r, shape, packed=spec.family != "falcon")
     cos, sin = rotary_tables(r, shape)
@@ -128,12 +132,8 @@ def llama_embedding(r: Recorder, shape: LayerShape) -> Embedded:
 
 def gemma2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``Gemma2Model.forward`` up to the first layer: ``Gemma2TextScaledWordEmbedding``, and a mask of each kind."""
-    spec = shape.spec
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
     scale = r.outside((), shape.dtype, Category.BUFFERS)
-    inputs_embeds = ops.multiply(
-        r, ops.embedding(r, word, token_ids(r, shape), "word_embeddings"), scale, "embedding_scaled"
-    )
+    inputs_embeds = r.embedded(ops.multiply(r, word_embeddings(r, shape), scale, "embedding_scaled"))
     position_ids = positions(r, shape.s)
     full = causal_mask(r, shape, window=False)
     mask = causal_mask(r, shape)
@@ -144,8 +144,7 @@ def gemma2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
 def neox_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``GPTNeoXModel.forward`` up to the first layer."""
     spec = shape.spec
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s)
     mask = causal_mask(r, shape)
     hidden = ops.dropout(r, inputs_embeds, spec.embedding_dropout, "embedding_dropout")
@@ -157,8 +156,7 @@ def neox_embedding(r: Recorder, shape: LayerShape) -> Embedded:
 def gptj_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``GPTJModel.forward`` up to the first layer; each layer makes its own sines and cosines."""
     spec = shape.spec
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s)
     mask = causal_mask(r, shape)
     hidden = ops.dropout(r, inputs_embeds, spec.embedding_dropout, "embedding_dropout")
@@ -169,8 +167,7 @@ def gptj_embedding(r: Recorder, shape: LayerShape) -> Embedded:
 def opt_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``OPTDecoder.forward`` up to the first layer: positions are counted from a mask of ones, (b, s)."""
     spec, b, s = shape.spec, shape.b, shape.s
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
     ones = r.empty((b, s), "fp32", "attention_mask")
     position_ids = counted_positions(r, b, s)
     mask = causal_mask(r, shape, packed=False)
@@ -195,7 +192,7 @@ def bert_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``BertEmbeddings.forward``."""
     spec, dtype, h = shape.spec, shape.dtype, shape.spec.hidden
     types = r.empty((1, shape.s), "int64", "token_type_ids")
-    words = ops.embedding(r, r.parameter("word.weight", (spec.vocab, h), dtype), token_ids(r, shape), "word_embeddings")
+    words = r.embedded(word_embeddings(r, shape))
     kinds = ops.embedding(
         r,
         r.parameter("token_type.weight", (spec.token_types, h), dtype),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..plan.spec import ModelSpec
 from . import ops
 from .autograd import Recorder, Shape, Tensor
+from .tuning import tuned_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ Layer = Callable[[Recorder, Tensor, Shared, LayerShape], Tensor]
 
 def linear(r: Recorder, x: Tensor, name: str, n: int, bias: bool) -> Tensor:
     """A ``Linear`` or ``Conv1D`` called ``name`` with ``n`` outputs."""
+    if r.tuning is not None and r.tuning.replaces(name):
+        return tuned_linear(r, x, name, n, bias)
     weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype)
     return ops.linear(r, x, weight, r.parameter(f"{name}.bias", (n,), x.dtype) if bias else None, name=name)
 

@@ -22,6 +22,7 @@ from .checks import (
 )
 from .device_map import check_device_map, equal_shares
 from .errors import ABSENT, PlanError
+from .lora import DEFAULT_TARGETS
 from .loss_checks import check_loss
 from .megatron_layout import stages
 from .optimizer_checks import EIGHT_BIT, IMPLEMENTATIONS, check_optimizer
@@ -30,6 +31,7 @@ from .plan import (
     Batch,
     Hardware,
     Layout,
+    Lora,
     Loss,
     LossKind,
     Megatron,
@@ -37,9 +39,11 @@ from .plan import (
     Pipeline,
     Plan,
     Precision,
+    Quantisation,
     Recompute,
 )
 from .sizes import headroom_bytes
+from .tuning_checks import check_tuning
 
 MEGATRONS = ("megatron", "megatron-deepspeed")
 
@@ -74,6 +78,8 @@ def resolve(plan: Plan) -> Plan:
             "optimizer": _optimizer(plan.optimizer, plan),
             "recompute": _recompute(plan.recompute, plan),
             "loss": _loss(plan.loss, plan),
+            "lora": _lora(plan.lora, plan),
+            "quantisation": _quantisation(plan.quantisation, plan),
             "device_map": _device_map(plan, hardware),
             "attention": plan.attention or _attention(plan),
             "pipeline": _pipeline(plan.pipeline, plan, layout),
@@ -90,6 +96,7 @@ def resolve(plan: Plan) -> Plan:
         check_optimizer,
         check_recompute,
         check_loss,
+        check_tuning,
         check_code,
         check_pipeline,
         check_megatron,
@@ -200,13 +207,28 @@ def _loss(loss: Loss, plan: Plan) -> Loss:
     return loss.model_copy(update={"kind": kind, "cutoffs": cutoffs})
 
 
+def _lora(lora: Lora, plan: Plan) -> Lora:
+    """peft's targets for the family, and its adapters' dtype."""
+    if lora.rank is None:
+        return lora
+    targets = DEFAULT_TARGETS.get(plan.model.family) if lora.targets is None else lora.targets
+    return lora.model_copy(update={"targets": targets, "dtype": lora.dtype or "fp32"})
+
+
+def _quantisation(quantisation: Quantisation, plan: Plan) -> Quantisation:
+    if quantisation.kind == "none":
+        return quantisation
+    return quantisation.model_copy(update={"compute": quantisation.compute or plan.precision.dtype})
+
+
 def _attention(plan: Plan) -> AttentionImplementation:
     """Flash, but for code that is older than it and for fp32, which its kernel does not take."""
     if plan.framework == "megatron":
         scores = plan.megatron.attention_backend in ("unfused", "local") or plan.megatron.transformer_impl == "local"
         return "eager" if scores else "flash"
     older = plan.framework == "megatron-deepspeed" or plan.code == "2020"
-    without = older or plan.precision.dtype == "fp32" or plan.model.family in EAGER_ONLY
+    fp32 = plan.precision.dtype == "fp32" or plan.quantisation.prepared
+    without = older or fp32 or plan.model.family in EAGER_ONLY
     return "eager" if without else "flash"
 
 
