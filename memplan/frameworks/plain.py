@@ -41,6 +41,9 @@ MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 FULL_MASK = SHARED - 5
 """Id of the mask of layers without a sliding window, where every second layer has one (``MASK``)."""
 
+GPT2 = ("gpt2", "gpt")
+"""Families whose layers are GPT-2's."""
+
 EMBEDDED = SHARED - 4
 """Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
 
@@ -54,6 +57,7 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
     rotary = spec.positions == "rotary"
     dtype, table = shape.dtype, (1, s, spec.rotary_features)
     mask = FULL_MASK if FULL_MASK in ended else MASK
+    has_positions = rotary or spec.family == "opt" or (spec.family in GPT2 and ends.position_ids_are_shared(r))
 
     def outside(shape: Shape, dtype: str, id: int) -> Tensor:
         return r.outside(shape, dtype, id=id, drops=id in ended and r.grad_enabled)
@@ -62,7 +66,7 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
         outside((shape.b, 1, s, s), dtype, mask) if spec.causal and not shape.flash else None,
         outside(table, dtype, COS) if rotary and spec.family != "gptj" else None,
         outside(table, dtype, SIN) if rotary and spec.family != "gptj" else None,
-        outside((1 if rotary else shape.b, s), "int64", POSITIONS) if rotary or spec.family == "opt" else None,
+        outside((shape.b if spec.family == "opt" else 1, s), "int64", POSITIONS) if has_positions else None,
     )
 
 
@@ -93,6 +97,11 @@ def layer_module(
 def keeps_embedded(shape: LayerShape) -> bool:
     """Without dropout the embedding's output is the first layer's input."""
     return shape.spec.positions == "rotary" and not shape.spec.embedding_dropout
+
+
+def keeps_embedded_tuned(shape: LayerShape, tuning: Tuning | None) -> bool:
+    """BERT's model keeps it, too, which shows where the first layer does not save it."""
+    return keeps_embedded(shape) or (tuning is not None and shape.spec.family == "bert")
 
 
 @lru_cache(maxsize=1024)
@@ -135,7 +144,7 @@ def end_modules(
         embeddings = huggingface_2020.EMBEDDINGS if code == "2020" else ends.EMBEDDINGS
         embedded = embeddings[spec.family](r, shape)
         shared = embedded.shared
-        kept = embedded.hidden if keeps_embedded(shape) else None
+        kept = embedded.hidden if keeps_embedded_tuned(shape, r.tuning) else None
         ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
         ids[FULL_MASK] = shared.full_mask
         frame = [tensor for tensor in embedded.frame if not isinstance(tensor.node, Accumulate)]
@@ -319,8 +328,9 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     everything = _everything(embedding) - {EMBEDDED}
     numbers = range(plan.model.layers) if plan.device_map is None else plan.device_map[min(plan.device_map)]
     row, kept = layer_row(make, kinds(numbers), everything, plan.recompute.mode == "full", (MASK, FULL_MASK))
-    if keeps_embedded(shape):
-        embedding, row, kept = _with_embedded(embedding, row, kept, tuning)
+    if keeps_embedded_tuned(shape, tuning):
+        leaf = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
+        embedding, row, kept = _with_embedded(embedding, row, kept, leaf and keeps_embedded(shape))
     first = [Span(embedding, ("embedding",))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
     last = [Span(returns(embedding, kept), ("return",)), Span(head, ("head",))]
@@ -348,12 +358,11 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
 
 
 def _with_embedded(
-    embedding: Module, row: Row, kept: frozenset[int], tuning: Tuning | None
+    embedding: Module, row: Row, kept: frozenset[int], leaf: bool
 ) -> tuple[Module, Row, frozenset[int]]:
-    """The embedding's output as the first layer's input, which ``model.forward`` keeps in a variable: what of the
-    embedding's tensors outlives it, too."""
+    """The embedding's output as the first layer's input, which ``model.forward`` keeps in a variable. ``leaf``: it
+    requires a gradient without having a node."""
     foremost, count = row[0]
-    leaf = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
     if leaf or not any(map(_is_drop_of_input, foremost.first.forward)):
         kept = kept | {EMBEDDED}
     foremost = with_kept_input(foremost)

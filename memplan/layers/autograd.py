@@ -312,6 +312,7 @@ class Recorder:
             for edge in node.inputs:
                 produced_one = produced.pop()
                 if edge is None:
+                    del produced_one
                     continue
                 target, slot = edge
                 buffer = buffers.setdefault(target, [None] * target.outputs)

@@ -107,6 +107,11 @@ def word_embeddings(r: Recorder, shape: LayerShape) -> Tensor:
     return ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
 
 
+def position_ids_are_shared(r: Recorder) -> bool:
+    """GPT-2's model keeps them in a variable and hands them to its layers; a table that is trained saves them."""
+    return r.tuning is not None and not r.tuning.trains("position.weight")
+
+
 def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -> Embedded:
     """``GPT2Model.forward`` up to the first block; in 2020 each block had the mask as a buffer instead."""
     spec = shape.spec
@@ -117,7 +122,8 @@ def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -
     hidden = ops.add(r, inputs_embeds, position_embeds, "embedding_sum")
     mask = causal_mask(r, shape) if makes_mask else None
     hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
-    return Embedded(hidden, Shared(mask), [inputs_embeds, position_embeds])
+    shared = Shared(mask, position_ids=position_ids if position_ids_are_shared(r) else None)
+    return Embedded(hidden, shared, [inputs_embeds, position_embeds])
 
 
 def llama_embedding(r: Recorder, shape: LayerShape) -> Embedded:
@@ -245,10 +251,10 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor
     """
     spec, b, s, dtype = shape.spec, shape.b, shape.s, shape.dtype
     weight = r.parameter("word.weight" if spec.tied_embeddings else "head.weight", (spec.vocab, spec.hidden), dtype)
-    if spec.mlm_head:
-        hidden = mlm_transform(r, hidden, shape)
+    transformed = mlm_transform(r, hidden, shape) if spec.mlm_head else hidden
     bias = r.parameter("head.bias", (spec.vocab,), dtype) if spec.mlm_head or spec.head_bias else None
-    logits = ops.linear(r, hidden, weight, bias, name="logits", category=Category.LOGITS)
+    logits = ops.linear(r, transformed, weight, bias, name="logits", category=Category.LOGITS)
+    del transformed
     if spec.logit_softcap is not None:
         logits = ops.elementwise(r, "logits_divided", (logits,), category=Category.LOGITS)
         logits = ops.elementwise(r, "logits_tanh", (logits,), saves_output=True, category=Category.LOGITS)

@@ -286,6 +286,7 @@ def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
     seed = r.empty((2,), "int64", f"{name}_rng_state")
     offset = r.empty((), "int64", f"{name}_rng_unused")
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
+    needed = [tensor.node is not None for tensor in (q, k, v)]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
@@ -295,7 +296,7 @@ def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
             inside.append(r.empty((b, a, rows, columns), "fp32", "dq_accum", WORKSPACES))
             inside += [r.empty(whole, dtype, f"{name}_expanded", WORKSPACES) for name in ("dk", "dv") if repeated]
             del inside
-        return made
+        return [gradient if one else None for gradient, one in zip(made, needed, strict=True)]
 
     out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward)
     del offset, seed, logsumexp

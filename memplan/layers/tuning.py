@@ -80,57 +80,78 @@ class Tuning:
         return self.four_bit is not None or self.adapts(name)
 
 
-def tuned_linear(r: Recorder, x: Tensor, name: str, n: int, bias: bool) -> Tensor:
-    """The linear layer ``name`` with 4-bit weights, or wrapped in an adapter, or both."""
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A ``Linear`` or ``Conv1D``."""
+
+    name: str
+    n: int
+    """Outputs."""
+    bias: bool
+    strided: bool
+    """The gradient arrives in a layout that matrix products have to copy."""
+
+
+def tuned_linear(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
+    """``layer`` with 4-bit weights, or wrapped in an adapter, or both."""
     tuning = r.tuning
     assert tuning is not None
-    if not tuning.adapts(name):
-        return base_layer(r, x, name, n, bias)
+    if not tuning.adapts(layer.name):
+        return base_layer(r, x, layer)
     assert tuning.adapters is not None
     wrapped = lora_four_bit if tuning.four_bit is not None else lora
-    return wrapped(r, x, name, n, bias, tuning.adapters)
+    return wrapped(r, x, layer, tuning.adapters)
 
 
-def base_layer(r: Recorder, x: Tensor, name: str, n: int, bias: bool) -> Tensor:
+def base_layer(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
     """What an adapter wraps."""
     if r.tuning is not None and r.tuning.four_bit is not None:
-        return linear_four_bit(r, x, name, n, bias, r.tuning.four_bit)
+        return linear_four_bit(r, x, layer, r.tuning.four_bit)
+    return plain_linear(r, x, layer)
+
+
+def plain_linear(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
+    """The layer as it is."""
+    name, n = layer.name, layer.n
     weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype)
-    return ops.linear(r, x, weight, r.parameter(f"{name}.bias", (n,), x.dtype) if bias else None, name=name)
+    out = ops.linear(r, x, weight, r.parameter(f"{name}.bias", (n,), x.dtype) if layer.bias else None, name=name)
+    return ops.copied_gradient(r, out, name) if layer.strided else out
 
 
 # -- LoRA -------------------------------------------------------------------------------------------
 
 
-def lora(r: Recorder, x: Tensor, name: str, n: int, bias: bool, adapters: Adapters) -> Tensor:
+def lora(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
     """``lora.Linear.forward``: the sum is in the wider dtype, and cast back."""
-    result = base_layer(r, x, name, n, bias)
+    result = base_layer(r, x, layer)
     dtype = result.dtype
-    x = ops.cast(r, x, adapters.dtype, f"{name}_lora_input")
-    result = promoted_sum(r, result, delta(r, x, name, n, adapters), f"{name}_with_lora")
-    return ops.cast(r, result, dtype, f"{name}_lora_cast")
+    x = ops.cast(r, x, adapters.dtype, f"{layer.name}_lora_input")
+    result = promoted_sum(r, result, delta(r, x, layer, adapters), f"{layer.name}_with_lora")
+    return ops.cast(r, result, dtype, f"{layer.name}_lora_cast")
 
 
-def lora_four_bit(r: Recorder, x: Tensor, name: str, n: int, bias: bool, adapters: Adapters) -> Tensor:
+def lora_four_bit(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
     """``lora.Linear4bit.forward``: the base layer's output is cloned, and the adapter's cast before they are added."""
-    result = base_layer(r, x, name, n, bias)
-    result = cloned(r, result, f"{name}_clone")
-    x = ops.cast(r, x, adapters.dtype, f"{name}_lora_input")
-    output = delta(r, x, name, n, adapters)
-    output = ops.cast(r, output, result.dtype, f"{name}_lora_cast")
-    return ops.add(r, result, output, f"{name}_with_lora")
+    result = base_layer(r, x, layer)
+    result = cloned(r, result, f"{layer.name}_clone")
+    x = ops.cast(r, x, adapters.dtype, f"{layer.name}_lora_input")
+    output = delta(r, x, layer, adapters)
+    output = ops.cast(r, output, result.dtype, f"{layer.name}_lora_cast")
+    return ops.add(r, result, output, f"{layer.name}_with_lora")
 
 
-def delta(r: Recorder, x: Tensor, name: str, n: int, adapters: Adapters) -> Tensor:
+def delta(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
     """``lora_B(lora_A(dropout(x))) * scaling``."""
+    name = layer.name
 
     def down(x: Tensor) -> Tensor:
         weight = r.parameter(f"{name}.lora_A.weight", (adapters.rank, x.shape[-1]), x.dtype)
         return ops.linear(r, x, weight, name=f"{name}_lora_a")
 
     def up(x: Tensor) -> Tensor:
-        weight = r.parameter(f"{name}.lora_B.weight", (n, adapters.rank), x.dtype)
-        return ops.linear(r, x, weight, name=f"{name}_lora_b")
+        weight = r.parameter(f"{name}.lora_B.weight", (layer.n, adapters.rank), x.dtype)
+        out = ops.linear(r, x, weight, name=f"{name}_lora_b")
+        return ops.copied_gradient(r, out, f"{name}_lora_b") if layer.strided else out
 
     return ops.scale(r, up(down(ops.dropout(r, x, adapters.dropout, f"{name}_lora_dropout"))), f"{name}_lora_scaled")
 
@@ -162,27 +183,30 @@ def cloned(r: Recorder, x: Tensor, name: str) -> Tensor:
 # -- 4-bit weights ----------------------------------------------------------------------------------
 
 
-def linear_four_bit(r: Recorder, x: Tensor, name: str, n: int, bias: bool, four_bit: FourBit) -> Tensor:
+def linear_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> Tensor:
     """``Linear4bit.forward``: in the compute dtype, which the bias has since the first call."""
     assert r.tuning is not None
-    r.quantised(f"{name}.weight", (n, x.shape[-1]), four_bit)
-    if bias:
-        r.parameter(f"{name}.bias", (n,), r.tuning.compute)
+    name, compute = layer.name, r.tuning.compute
+    r.quantised(f"{name}.weight", (layer.n, x.shape[-1]), four_bit)
+    if layer.bias:
+        r.parameter(f"{name}.bias", (layer.n,), compute)
     dtype = x.dtype
-    x = ops.cast(r, x, r.tuning.compute, f"{name}_compute_input")
-    return ops.cast(r, matmul_four_bit(r, x, n, four_bit, name), dtype, f"{name}_compute_cast")
+    x = ops.cast(r, x, compute, f"{name}_compute_input")
+    return ops.cast(r, matmul_four_bit(r, x, layer, four_bit), dtype, f"{name}_compute_cast")
 
 
-def matmul_four_bit(r: Recorder, x: Tensor, n: int, four_bit: FourBit, name: str) -> Tensor:
+def matmul_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> Tensor:
     """``MatMul4Bit``: saves nothing of x; both ways dequantise the whole weight."""
     k, shape, dtype = x.shape[-1], x.shape, x.dtype
+    name, n = layer.name, layer.n
     out = dequantised_product(r, x, n, four_bit, name)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         weight = dequantised(r, n, k, four_bit, name)
         weight = ops.cast(r, weight, dtype, f"{name}_weight_cast")
+        copy = r.empty((*shape[:-1], n), dtype, f"grad_{name}_contiguous") if layer.strided else None
         grad_x = r.empty(shape, dtype, f"grad_{name}_input")
-        del weight
+        del copy, weight
         return [grad_x]
 
     out.node = r.node((x,), (), backward)
