@@ -161,7 +161,8 @@ def end_modules(
 
     interface = hidden_interface(shape, requires_grad)
     tuning = options.tuning
-    into_head = hidden_interface(shape, requires_grad or tuning is None or tuning.trains("final_norm.weight"))
+    normed = spec.final_norm and (tuning is None or tuning.trains("final_norm.weight"))
+    into_head = hidden_interface(shape, requires_grad or normed)
     tied = frozenset({"word.weight"}) if spec.tied_embeddings else frozenset()
     return (
         build("embedding", embed, Interface(None, shape.dtype), options, tied),
