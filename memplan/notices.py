@@ -10,6 +10,7 @@ from .plan.loss_checks import FUSED
 from .plan.plan import Plan
 from .program import Program
 from .result import Notice
+from .tuning_notices import of_tuning
 
 GIB, MIB = 2**30, 2**20
 
@@ -319,6 +320,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     else:
         result += OLD if plan.code == "2020" else ()
         result += PLAIN if plan.code != "2020" else PLAIN[1:]
+    result += of_tuning(plan)
     result += _of_optimizer(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))

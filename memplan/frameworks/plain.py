@@ -33,7 +33,7 @@ from .ddp import bucket_sizes
 from .plain_buffers import buffers, inputs
 from .plain_rows import Kinds, Row, kinds_of, layer_row, with_leaf
 from .states import full, optimizer_states, quantisation_maps, step_temporaries
-from .tuned import shared_table, trained_only, trains_layers, tuned_states, tuning_of
+from .tuned import check_tuned, shared_table, trained_only, trains_layers, tuned_states, tuning_of
 
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 """Ids of the tensors that a forward pass makes once for all layers."""
@@ -277,6 +277,7 @@ def check(plan: Plan) -> None:
         raise PlanError("precision.gradients", precision.gradients, problem)
     if plan.attention == "flash":
         check_flash(plan)
+    check_tuned(plan)
 
 
 def check_flash(plan: Plan) -> None:
@@ -358,9 +359,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     return tuple(result)
 
 
-def _with_embedded(
-    embedding: Module, row: Row, kept: frozenset[int], leaf: bool
-) -> tuple[Module, Row, frozenset[int]]:
+def _with_embedded(embedding: Module, row: Row, kept: frozenset[int], leaf: bool) -> tuple[Module, Row, frozenset[int]]:
     """The embedding's output as the first layer's input, which ``model.forward`` keeps in a variable. ``leaf``: it
     requires a gradient without having a node."""
     foremost, count = row[0]

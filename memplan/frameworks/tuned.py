@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from ..layers.coverage import KEEPS_WEIGHTS
 from ..layers.module import Parameter, hold_bytes
 from ..layers.tuning import CODE, NESTED_BLOCK, NESTED_CODE, Adapters, FourBit, Tuning
-from ..plan.lora import adapted
+from ..plan.errors import PlanError
+from ..plan.lora import LINEAR_LAYERS, adapted
 from ..plan.plan import Optimizer, Plan
 from ..plan.tuning_checks import is_tuned
 from ..tape import Category, Hold, rounded
@@ -55,6 +57,23 @@ def trains_layers(plan: Plan, tuning: Tuning | None) -> bool:
     if tuning is None or tuning.adapters is None:
         return plan.frozen.layers < plan.model.layers
     return tuning.adapters.targets != {"transform"}
+
+
+def check_tuned(plan: Plan) -> None:
+    """Refuses what the recipes do not cover."""
+    family, frozen = plan.model.family, plan.frozen
+    if family not in KEEPS_WEIGHTS or not is_tuned(plan):
+        return
+    why = f"with family {family}: its layers return attention weights, which must not end before they are"
+    if frozen.embedding and frozen.layers:
+        raise PlanError("frozen.layers", frozen.layers, f"must be 0 where the embedding is frozen {why}")
+    if plan.lora.rank is not None and not adapted(plan) & {"qkv", "query", "key", "value"}:
+        known = " or ".join(
+            name.rpartition(".")[2]
+            for part, name in LINEAR_LAYERS[family].items()
+            if part in ("qkv", "query", "key", "value")
+        )
+        raise PlanError("lora.targets", list(plan.lora.targets or ()), f"must include {known} {why}")
 
 
 # -- what is kept -----------------------------------------------------------------------------------

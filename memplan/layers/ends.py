@@ -136,10 +136,18 @@ def llama_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids))
 
 
+def scaled_embeddings(r: Recorder, shape: LayerShape) -> Tensor:
+    """``Gemma2TextScaledWordEmbedding.forward``: the scale, a buffer in the dtype that the model was loaded in, is cast
+    to the table's."""
+    embeddings = word_embeddings(r, shape)
+    loaded = r.tuning.four_bit.dtype if r.tuning is not None and r.tuning.four_bit is not None else shape.dtype
+    scale = ops.cast(r, r.outside((), loaded, Category.BUFFERS), shape.dtype, "embedding_scale")
+    return ops.multiply(r, embeddings, scale, "embedding_scaled")
+
+
 def gemma2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``Gemma2Model.forward`` up to the first layer: ``Gemma2TextScaledWordEmbedding``, and a mask of each kind."""
-    scale = r.outside((), shape.dtype, Category.BUFFERS)
-    inputs_embeds = r.embedded(ops.multiply(r, word_embeddings(r, shape), scale, "embedding_scaled"))
+    inputs_embeds = r.embedded(scaled_embeddings(r, shape))
     position_ids = positions(r, shape.s)
     full = causal_mask(r, shape, window=False)
     mask = causal_mask(r, shape)

@@ -196,7 +196,8 @@ def linear_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> 
 
 
 def matmul_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> Tensor:
-    """``MatMul4Bit``: saves nothing of x; both ways dequantise the whole weight."""
+    """``MatMul4Bit``: saves nothing of x; both ways dequantise the whole weight. A strided gradient is not copied:
+    ``matmul`` takes it batch by batch (``LinearAlgebra.cpp``, ``should_fold``)."""
     k, shape, dtype = x.shape[-1], x.shape, x.dtype
     name, n = layer.name, layer.n
     out = dequantised_product(r, x, n, four_bit, name)
@@ -204,9 +205,8 @@ def matmul_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         weight = dequantised(r, n, k, four_bit, name)
         weight = ops.cast(r, weight, dtype, f"{name}_weight_cast")
-        copy = r.empty((*shape[:-1], n), dtype, f"grad_{name}_contiguous") if layer.strided else None
         grad_x = r.empty(shape, dtype, f"grad_{name}_input")
-        del copy, weight
+        del weight
         return [grad_x]
 
     out.node = r.node((x,), (), backward)

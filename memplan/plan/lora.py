@@ -103,6 +103,10 @@ DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """peft's own by family (``utils/constants.py``, ``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``)."""
 
 
+NOT_ADAPTED = ("lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out", "word_embeddings", "decoder")
+"""What targets may name in peft and is not modelled: embeddings and heads."""
+
+
 def adapted(plan: Plan) -> frozenset[str]:
     """Linear layers that ``lora.targets`` names, as the recipes call them; empty without LoRA.
 
@@ -113,11 +117,38 @@ def adapted(plan: Plan) -> frozenset[str]:
         return frozenset()
     names = LINEAR_LAYERS.get(plan.model.family, {})
     found: set[str] = set()
-    for target in plan.lora.targets or ():
+    targets = plan.lora.targets or ()
+    if ALL_LINEAR in targets and len(targets) > 1:
+        raise PlanError("lora.targets", list(targets), f"must be {ALL_LINEAR} alone, or names of linear layers")
+    for target in targets:
         matched = {part for part, name in names.items() if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
         if not matched:
             last = dict.fromkeys(name.rpartition(".")[2] for name in names.values())
-            problem = f"matches nothing in {plan.model.name}; its linear layers are {', '.join(last)}, or {ALL_LINEAR}"
+            named = f"its linear layers are {', '.join(last)}; {ALL_LINEAR} names them all"
+            if target in NOT_ADAPTED:
+                problem = f"must be a linear layer of a block: adapters on embedding and head are not modelled; {named}"
+                raise PlanError("lora.targets", target, problem)
+            problem = f"matches nothing in {plan.model.name}; {named}"
             raise PlanError("lora.targets", target, problem, known=(*last, ALL_LINEAR))
         found |= matched
     return frozenset(found)
+
+
+def adapter_parameters(plan: Plan) -> int:
+    """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs."""
+    spec, rank = plan.model, plan.lora.rank or 0
+    h, f, heads = spec.hidden, spec.ffn, spec.head_dim
+    sizes = {
+        "qkv": h + spec.qkv_features,
+        "query": h + spec.heads * heads,
+        "key": h + spec.kv_heads * heads,
+        "value": h + spec.kv_heads * heads,
+        "attention_output": spec.heads * heads + h,
+        "gate": h + f,
+        "up": h + f,
+        "gate_up": h + 2 * f,
+        "down": f + h,
+    }
+    targets = adapted(plan)
+    of_layer = sum(size for name, size in sizes.items() if name in targets)
+    return rank * (spec.layers * of_layer + (2 * h if "transform" in targets else 0))

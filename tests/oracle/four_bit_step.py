@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import ast
 import gc
-import inspect
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import bitsandbytes
 import peft
