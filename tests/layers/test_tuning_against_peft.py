@@ -68,11 +68,9 @@ ADAPTED = (
     Adapted("gpt2", "bf16", "flash", "full", "c_proj"),
     Adapted("bert", "bf16", "eager", "full", "all-linear"),
     Adapted("phi3", "bf16", "flash", "none", "all-linear"),
-    Adapted("gemma2", "bf16", "eager", "full", "q_proj,v_proj", 0.0),
     Adapted("opt-dropout", "bf16", "eager", "full", "all-linear"),
     Adapted("opt", "bf16", "flash", "none", "q_proj,fc1", 0.0),
     Adapted("gpt_neox-dropout", "bf16", "eager", "full", "query_key_value"),
-    Adapted("gptj", "bf16", "eager", "none", "q_proj,v_proj"),
     Adapted("falcon", "bf16", "eager", "none", "all-linear"),
     Adapted("qwen3", "bf16", "flash", "none", "all-linear", 0.1, "bf16"),
 )
@@ -82,8 +80,6 @@ PARTLY = (
     Partly("llama", "bf16", "eager", "none", False, 2),
     Partly("gpt2", "bf16", "eager", "full", True, 1),
     Partly("bert", "bf16", "flash", "none", True, 3),
-    Partly("gemma2", "bf16", "eager", "full", True, 1),
-    Partly("opt", "bf16", "flash", "none", True, 0),
 )
 
 
