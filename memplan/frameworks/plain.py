@@ -31,7 +31,7 @@ from ..program import Program, Span, drop_all
 from ..tape import Category, Drop, Event, Hold, Stretch, Tape, rounded
 from .ddp import bucket_sizes
 from .plain_buffers import buffers, inputs
-from .plain_rows import Kinds, Row, kinds_of, layer_row, with_leaf
+from .plain_rows import Kinds, Row, kinds_of, layer_row, layers, with_leaf
 from .states import full, optimizer_states, quantisation_maps, step_temporaries
 from .tuned import check_tuned, shared_table, trained_only, trains_layers, tuned_states, tuning_of
 
@@ -370,15 +370,6 @@ def _with_embedded(embedding: Module, row: Row, kept: frozenset[int], leaf: bool
         embedding, foremost = with_leaf(embedding, foremost, EMBEDDED)
     further = [(row[0][0], count - 1)] if count > 1 else []
     return embedding, [(foremost, 1), *further, *row[1:]], kept
-
-
-def layers(row: Row, names: tuple[str, ...]) -> tuple[Span, ...]:
-    """The modules of ``row`` under ``names``."""
-    spans = []
-    for module, count in row:
-        spans.append(Span(module, names[:count]))
-        names = names[count:]
-    return tuple(spans)
 
 
 def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...]) -> Program:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..layers.module import Module, Options, Tapes
 from ..plan.plan import Plan
+from ..program import Span
 from ..tape import Drop, Event
 from .tuned import frozen_layer, trains_layers
 
@@ -70,6 +71,15 @@ def layer_row(
         if count:
             row.append((inner, count))
     return row, ended
+
+
+def layers(row: Row, names: tuple[str, ...]) -> tuple[Span, ...]:
+    """The modules of ``row`` under ``names``."""
+    spans = []
+    for module, count in row:
+        spans.append(Span(module, names[:count]))
+        names = names[count:]
+    return tuple(spans)
 
 
 @lru_cache(maxsize=1024)

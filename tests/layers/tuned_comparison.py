@@ -64,7 +64,8 @@ def events(program: Program, backward: bool) -> list[Event]:
 
 
 def traced_backward(changes: Sequence[Change], word: tuple[int, ...]) -> list[int]:
-    """A trace's backward without the ends of the loss and of its gradient, a tied weight's gradients summed in place."""
+    """A trace's backward without the ends of the loss and of its gradient, and a tied weight's gradients summed in
+    place."""
     kept = without_sum_of_tied(without_grad_loss(changes), word)
     losses = [change for change in kept if change.sign < 0 and change.op.startswith("aten.nll_loss_forward")]
     return sizes(change for change in kept if change is not losses[-1])
@@ -79,9 +80,7 @@ def assert_equal(program: Program, witness: Witness, ids: int) -> None:
     forward, backward = sizes(events(program, False)), sizes(without_scalars(events(program, True)))
     assert drops_sorted(forward) == drops_sorted(witness.forward)
     assert drops_sorted(backward) == drops_sorted(witness.backward)
-    assert peak(folded.static, forward + backward) == ids + peak(
-        witness.before, [*witness.forward, *witness.backward]
-    )
+    assert peak(folded.static, forward + backward) == ids + peak(witness.before, [*witness.forward, *witness.backward])
     scalars = 2 * rounded(4)  # the loss and its gradient
     after = witness.before + sum(witness.forward) + sum(witness.backward) - scalars
     assert folded.step_peak == ids + peak(after, witness.optimizer)
