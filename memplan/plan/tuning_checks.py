@@ -26,8 +26,8 @@ def check_tuning(plan: Plan) -> None:
         _refuse(plan, f"must be left out with framework {plan.framework}; {', '.join(WHOLE)} have it")
     if plan.code != "current":
         _refuse(plan, "must be left out with code 2020")
-    if plan.loss.kind != "plain":
-        problem = f"must be plain with {_first(plan)[0]}: fused losses are modelled where everything is trained"
+    if plan.loss.kind not in ("plain", "liger"):
+        problem = f"must be plain or liger with {_first(plan)[0]}: others are modelled where everything is trained"
         raise PlanError("loss.kind", plan.loss.kind, problem)
     _check_lora(plan)
     _check_quantisation(plan)

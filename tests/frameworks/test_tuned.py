@@ -97,7 +97,7 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
         ({"model": "llama-3-8b", "lora_rank": 8, "lora_targets": "all-linear,q_proj"}, "all-linear alone"),
         ({"model": "llama-3-8b", "lora_targets": "q_proj"}, "--lora-rank"),
         ({"model": "llama-3-8b", "lora_rank": 8, "lora_dtype": "fp16"}, "bf16 or fp32"),
-        ({"model": "llama-3-8b", "lora_rank": 8, "loss": "liger"}, "must be plain"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "loss": "cut"}, "must be plain or liger"),
         ({"model": "llama-3-8b", "lora_rank": 8, "freeze_layers": 1}, "freezes the whole model"),
         ({"model": "gpt2", "lora_rank": 8, "framework": "megatron", "attention": "flash"}, "single, ddp, device-map"),
         ({"model": "llama-3-8b", "lora_rank": 8, "framework": "fsdp", "gpus": 2}, "single, ddp, device-map"),
