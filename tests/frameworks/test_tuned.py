@@ -132,6 +132,7 @@ def test_what_is_contradictory_or_not_modelled_is_one_line(flags: dict[str, obje
     microbatches=st.integers(1, 3),
     optimizer=st.sampled_from(["adamw", "sgd", "adam8bit", "adafactor"]),
     flash=st.booleans(),
+    liger=st.booleans(),
 )
 def test_any_tuned_plan_has_readings_in_order_and_categories_that_sum(
     model: str,
@@ -142,6 +143,7 @@ def test_any_tuned_plan_has_readings_in_order_and_categories_that_sum(
     microbatches: int,
     optimizer: str,
     flash: bool,
+    liger: bool,
 ) -> None:
     """Each hold is dropped once: ``fold_program`` asserts it."""
     gpus = {"single": 1, "ddp": 2, "device-map": 2}[framework]
@@ -157,6 +159,8 @@ def test_any_tuned_plan_has_readings_in_order_and_categories_that_sum(
         flags |= {"lora-rank": 4, "lora-targets": "all-linear"}
     if tuning in ("four-bit", "prepared") and model != "bert-large":
         flags |= {"quantisation": "nf4", "double-quantisation": "true", "prepared": str(tuning == "prepared").lower()}
+    if liger and model != "bert-large":
+        flags["loss"] = "liger"
     for stage in estimate(plan(**flags)).stages:
         assert stage.allocated is not None
         assert stage.reserved is not None

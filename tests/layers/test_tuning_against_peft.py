@@ -11,7 +11,7 @@ import pytest
 from memplan.tape import rounded
 
 from ..oracle.tuned_step import frozen, lora, traced_tuned_step
-from .test_against_transformers import sizes
+from .test_against_transformers import drops_sorted, named, sizes, without_scalars
 from .tuned_comparison import Witness, assert_equal, config_of, program_of, traced_backward, word_shape
 
 with warnings.catch_warnings():
@@ -96,6 +96,17 @@ def test_step_with_adapters(case: Adapted, tmp_path: Path) -> None:
 def test_step_with_frozen_parts(case: Partly, tmp_path: Path) -> None:
     flags = case.flags(freeze_embedding=str(case.embedding).lower(), freeze_layers=str(case.layers))
     compare(case, flags, frozen(case.embedding, case.layers), tmp_path)
+
+
+def test_later_microbatch_adds_to_gradients(tmp_path: Path) -> None:
+    case = Adapted("llama", "bf16", "flash", "full", "q_proj,v_proj")
+    program = program_of("llama", tmp_path, case.flags(lora_rank=str(RANK), lora_targets=case.targets))
+    tune = lora(RANK, ("q_proj", "v_proj"), 0.0, "fp32")
+    step = traced_tuned_step(config_of("llama"), B, S, "bf16", tune, flash=True, recompute=True, accumulates=True)
+    modules = [span.module for span in reversed(program.spans) for _ in span.names]
+    backward = [event for module in modules for event in named(module, module.steady.backward)]
+    traced = traced_backward(step.backward, word_shape(program))
+    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(traced)
 
 
 def compare(case: Case, flags: dict[str, str], tune: object, folder: Path) -> None:

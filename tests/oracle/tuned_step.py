@@ -28,10 +28,11 @@ def traced_tuned_step(
     *,
     flash: bool,
     recompute: bool,
-    follow_class: type[Follow] = Follow,
+    accumulates: bool = False,
 ) -> Step:
     """Traces the model of ``config`` on ids (b, s) once ``tune`` has been at it, with AdamW (foreach) on what is
-    trained; the loss and its graph end before the step, as in the Trainer."""
+    trained; the loss and its graph end before the step, as in the Trainer. With ``accumulates`` an earlier micro-batch
+    has left gradients."""
     steps: list[Step] = []
 
     def body(trace: Trace, follow: Follow) -> None:
@@ -48,6 +49,8 @@ def traced_tuned_step(
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         update(optimizer, trace)
+        for parameter in trained if accumulates else ():
+            parameter.grad = torch.empty_like(parameter)
         gc.collect()
         before, start = trace.live, len(trace.changes)
         out = model(input_ids=ids, labels=ids)
