@@ -317,6 +317,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan))
     if not embedding.first.backward and not trains_layers(plan, tuning):
         embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan), False)
+    returning = head.first.grad_input != 0
     waits = plan.model.tied_embeddings and plan.loss.kind != "chunked"  # each chunk has a backward of its own
     if waits and (tuning is None or tuning.trains("word.weight")):
         embedding, head = with_waiting_gradient(embedding, head)
@@ -351,10 +352,10 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
             first = [Span(arrive(hidden, shape.dtype, going), ("arrive",))]
         spans = [*first, *layers(row, names), *(normed if following is None else [])]
         if len(devices) > 1:
-            going = following is None or kinds(plan.device_map[following])[0][0].requires_grad
+            going = returning if following is None else kinds(plan.device_map[following])[0][0].requires_grad
             spans.append(Span(depart(hidden, shape.dtype, going), ("depart",)))
         if device == devices[0]:
-            spans += [*([Span(arrive(hidden, shape.dtype), ("arrive",))] if len(devices) > 1 else []), *last]
+            spans += [*([Span(arrive(hidden, shape.dtype, returning), ("arrive",))] if len(devices) > 1 else []), *last]
         result.append(_program(plan, shape, device, tuple(spans)))
     return tuple(result)
 
