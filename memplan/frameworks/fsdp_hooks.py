@@ -341,7 +341,12 @@ def seams(
 
     ``gradients``: what autograd leaves, unit by unit.
     """
-    hooks = Hooks(units, sharding, gradients, role)
+    return pass_through(Hooks(units, sharding, gradients, role), modules, end)
+
+
+def pass_through(hooks: Hooks, modules: int, end: int) -> Seams:
+    """What ``hooks`` do while a micro-batch passes."""
+    units = hooks.units
     before, after, before_backward, after_backward = [], [], [], []
     begins, ends = _by_place([unit.first for unit in units]), _by_place([unit.last for unit in units])
     for place in range(modules):

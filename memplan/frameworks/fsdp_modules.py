@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -30,7 +30,7 @@ def left_gradients(module: Module) -> tuple[Hold, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _renamed(tape: Tape, ids: tuple[tuple[int, int], ...]) -> Tape:
+def renamed_ids(tape: Tape, ids: tuple[tuple[int, int], ...]) -> Tape:
     """``tape`` with other ids for some tensors."""
     if not ids:
         return tape
@@ -59,15 +59,12 @@ def hooked(
     appear, as the hooks end them, or are added (``adds``) to those of another micro-batch."""
 
     def tapes(inner: Tapes, around: Around) -> Tapes:
-        backward = _renamed(inner.backward, ids)
+        backward = renamed_ids(inner.backward, ids)
         begun = sum(isinstance(event, Hold) and event.name == "grad_loss" for event in backward[:1])
         backward = backward[:begun] + around[2] + backward[begun:] + around[3]
         return replace(inner, forward=_around_forward(inner.forward, around), backward=backward)
 
-    base = largest_id(module)
-    found = {id for tape in (*arounds[0], *arounds[1]) for id in _own_ids(tape)} | {id for _, id in ids if id > 0}
-    own = sorted(found, key=lambda id: (id < PERSISTENT, id))  # those that micro-batches share come first
-    compact = tuple((id, base + 1 + at) for at, id in enumerate(own))
+    compact = compact_ids(module, ids, arounds)
     arounds = _compacted(arounds[0], compact), _compacted(arounds[1], compact)
     known = dict(compact)
     ids = tuple((old, known.get(new, new)) for old, new in ids)
@@ -79,13 +76,23 @@ def hooked(
     return replace(module, first=first, steady=first if alike else steady, evaluation=evaluation)
 
 
+def compact_ids(
+    module: Module, ids: tuple[tuple[int, int], ...], arounds: tuple[Around, Around]
+) -> tuple[tuple[int, int], ...]:
+    """Ids of the hooks' own tensors, and those that ``hooked`` gives them."""
+    base = largest_id(module)
+    found = {id for tape in (*arounds[0], *arounds[1]) for id in _own_ids(tape)} | {id for _, id in ids if id > 0}
+    own = sorted(found, key=lambda id: (id < PERSISTENT, id))  # those that micro-batches share come first
+    return tuple((id, base + 1 + at) for at, id in enumerate(own))
+
+
 def _own_ids(tape: Tape) -> set[int]:
     return {event.tensor for event in tape if isinstance(event, Hold | Drop) and event.tensor >= LOCAL}
 
 
 def _compacted(around: Around, ids: tuple[tuple[int, int], ...]) -> Around:
     """Ids that follow the module's own without a gap."""
-    before, after, before_backward, after_backward = (_renamed(tape, ids) for tape in around)
+    before, after, before_backward, after_backward = (renamed_ids(tape, ids) for tape in around)
     return before, after, before_backward, after_backward
 
 
@@ -117,10 +124,22 @@ def unsynced(
     )
 
 
-@lru_cache(maxsize=256)
-def _with_hooks(
-    spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding, roles: tuple[Role, Role]
-) -> tuple[Span, ...]:
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Modules in a row, and the gradients that each unit finds at its parameters."""
+
+    modules: tuple[tuple[Module, str], ...]
+    renamed: tuple[tuple[tuple[int, int], ...], ...]
+    """Of each module, ids of its gradients within it and in the hooks."""
+    gradients: tuple[list[Gradient], ...]
+    """Of each unit, in the order of its parameters."""
+
+    def place(self, name: str) -> int:
+        return next(place for place, (_, other) in enumerate(self.modules) if other == name)
+
+
+def owned(spans: Sequence[Span], units: Sequence[Unit]) -> Owned:
+    """Who ends which gradient."""
     modules = [(span.module, name) for span in spans for name in span.names]
     renamed: list[tuple[tuple[int, int], ...]] = [() for _ in modules]
     gradients = []
@@ -137,12 +156,20 @@ def _with_hooks(
             own += [_gradient(hold, id, id - first + kept) for hold, id in zip(holds, ids, strict=True)]
         gradients.append(_in_order(own, unit.parameters))
     assert shared <= SHARED_GRADIENT - SHARED_KEPT, "too many gradients that wait for hooks"
-    last = next(place for place, (_, name) in enumerate(modules) if name == end)
+    return Owned(tuple(modules), tuple(renamed), tuple(gradients))
+
+
+@lru_cache(maxsize=256)
+def _with_hooks(
+    spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding, roles: tuple[Role, Role]
+) -> tuple[Span, ...]:
+    own = owned(spans, units)
+    modules, gradients, last = own.modules, own.gradients, own.place(end)
     one, two = (seams(units, len(modules), last, sharding, gradients, role) for role in roles)
     cast = sharding.reduce != sharding.compute
     adds = roles[0].adds and not cast, roles[1].adds and not cast
     return tuple(
-        Span(hooked(module, renamed[place], (_around(one, place), _around(two, place)), adds), (name,))
+        Span(hooked(module, own.renamed[place], (events_around(one, place), events_around(two, place)), adds), (name,))
         for place, (module, name) in enumerate(modules)
     )
 
@@ -162,7 +189,7 @@ def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) ->
     return result
 
 
-def _around(all: Seams, place: int) -> Around:
+def events_around(all: Seams, place: int) -> Around:
     return (
         all.before_forward[place],
         all.after_forward[place],

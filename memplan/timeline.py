@@ -1,0 +1,164 @@
+"""One rank's iteration as PyTorch's pipeline schedules run it: passes of its stages, one after the other.
+
+A *part* is a stage: its modules, and what the schedule does with its parameters besides. What outlives a
+pass (outputs, gradients of inputs, losses) ends where the schedule says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from .layers.module import GRAD_OUTPUT, Module, Tapes
+from .pipeline.torch_schedules import Action, Tensor, What
+from .tape import Category, Excursion, Hold, Tape, change, compose, fold
+
+if TYPE_CHECKING:
+    from .program import Span
+
+
+class Segment(NamedTuple):
+    """What hooks do for one module outside of its passes."""
+
+    place: int
+    """The module's in its stage."""
+    name: str
+    events: Tape
+
+
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """A tensor that a pass hands to the schedule."""
+
+    place: int
+    """Of the module that makes it."""
+    hold: Hold
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One stage. ``first`` tapes are those of the first micro-batch, ``steady`` ones those of all others."""
+
+    spans: tuple[Span, ...]
+    """One for each module."""
+    losses: tuple[Span, ...]
+    """The loss outside of the model, in the last stage."""
+    segments: Mapping[What, tuple[Segment, ...]]
+    _passes: dict[tuple[What, bool], Excursion] = field(default_factory=dict, repr=False)
+
+    @property
+    def modules(self) -> list[tuple[Module, str]]:
+        return [(span.module, span.names[0]) for span in (*self.spans, *self.losses)]
+
+    def lasting(self, tensor: Tensor) -> Lasting | None:
+        """``tensor`` as a micro-batch makes it; ``None`` where this stage has none."""
+        if tensor == "input_gradient":
+            module = self.spans[0].module
+            return _lasting(0, module.first.backward, module.first.grad_input)
+        if tensor == "output":
+            place = len(self.spans) - 1
+            module = self.spans[place].module
+            return _lasting(place, module.first.forward, module.first.output)
+        if not self.losses:
+            return None
+        tapes = self.losses[0].module.first
+        tape, name = (tapes.forward, "loss") if tensor == "loss" else (tapes.backward, "grad_loss")
+        return Lasting(len(self.spans), named_hold(tape, name))
+
+    @cached_property
+    def ends(self) -> dict[Tensor, Excursion]:
+        """Of each tensor that outlives its pass."""
+        tensors: tuple[Tensor, ...] = ("output", "input_gradient", "loss", "loss_gradient")
+        found = {tensor: self.lasting(tensor) for tensor in tensors}
+        return {
+            tensor: change(-one.hold.bytes, one.hold.category) for tensor, one in found.items() if one is not None
+        }
+
+    def excursion(self, what: What, first: bool) -> Excursion:
+        """Of a pass, or of what hooks do besides; ``first``: for the first micro-batch."""
+        found = self._passes.get((what, first))
+        if found is None:
+            found = self._passes[what, first] = compose(self._excursions(what, first))
+        return found
+
+    def _excursions(self, what: What, first: bool) -> list[Excursion]:
+        if what in ("forward", "loss"):
+            spans = self.spans if what == "forward" else self.losses
+            return [_within(tapes_of(span.module, first).forward_fold, "forward", span) for span in spans]
+        if what == "backward":
+            spans = (*self.spans, *self.losses)[::-1]
+            return [_within(tapes_of(span.module, first).backward_fold, "backward", span) for span in spans]
+        phase = "backward" if what == "reduce" else "forward"
+        return [fold(one.events).within(f"{phase}/{one.name}") for one in self.segments.get(what, ())]
+
+
+def tapes_of(module: Module, first: bool) -> Tapes:
+    return module.first if first else module.steady
+
+
+def named_hold(tape: Tape, name: str) -> Hold:
+    """The first tensor called ``name``."""
+    return next(event for event in tape if isinstance(event, Hold) and event.name == name)
+
+
+def _lasting(place: int, tape: Tape, id: int) -> Lasting | None:
+    if not id or id == GRAD_OUTPUT:
+        return None
+    return Lasting(place, next(event for event in tape if isinstance(event, Hold) and event.tensor == id))
+
+
+def _within(excursion: Excursion, phase: str, span: Span) -> Excursion:
+    return excursion.within(f"{phase}/{span.names[0]}")
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """What a rank's schedule does with its stages."""
+
+    parts: tuple[Part, ...]
+    actions: Sequence[Action]
+    shortened: Sequence[Action]
+    """As many of the actions as show everything that repeats, for the allocator's replay."""
+    left_out: int = 0
+    """Losses of the micro-batches that ``shortened`` leaves out."""
+
+    def excursion(self, action: Action) -> Excursion:
+        part = self.parts[action.chunk]
+        if action.what == "end":
+            assert action.tensor is not None
+            return part.ends[action.tensor]
+        return part.excursion(action.what, action.microbatch == 0).within(str(action.microbatch))
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Bytes beyond the static ones in front of each action."""
+        result, level = [], 0
+        for action in self.actions:
+            result.append(level)
+            level += self.excursion(action).net
+        return tuple(result)
+
+    @cached_property
+    def whole(self) -> Excursion:
+        """All passes; what is left are the gradients."""
+        total = compose(map(self.excursion, self.actions))
+        left = [Category(at).key for at, size in enumerate(total.net_by) if size and at != Category.GRADIENTS]
+        assert not left, f"an iteration leaves {', '.join(left)} behind"
+        return total
+
+    @cached_property
+    def after_forward(self) -> int:
+        """Bytes beyond the static ones behind the first forward pass."""
+        at = next(at for at, action in enumerate(self.actions) if action.what == "forward")
+        return self.levels[at + 1]
+
+    @property
+    def flight(self) -> int:
+        """Micro-batches of one stage whose activations are alive at once, at most; the largest sum over stages."""
+        alive = most = 0
+        for action in self.actions:
+            alive += (action.what == "forward") - (action.what == "backward")
+            most = max(most, alive)
+        return most
