@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from .layers.module import GRAD_OUTPUT, Module, Tapes
+from .layers.module import GRAD_OUTPUT, INPUT, Module, Tapes
 from .pipeline.torch_schedules import Action, Tensor, What
 from .tape import Category, Excursion, Hold, Tape, change, compose, fold
 
@@ -52,26 +52,35 @@ class Part:
     def modules(self) -> list[tuple[Module, str]]:
         return [(span.module, span.names[0]) for span in (*self.spans, *self.losses)]
 
-    def lasting(self, tensor: Tensor) -> Lasting | None:
-        """``tensor`` as a micro-batch makes it; ``None`` where this stage has none."""
-        if tensor == "input_gradient":
-            module = self.spans[0].module
-            return _lasting(0, module.first.backward, module.first.grad_input)
-        if tensor == "output":
-            place = len(self.spans) - 1
-            module = self.spans[place].module
-            return _lasting(place, module.first.forward, module.first.output)
-        if not self.losses:
-            return None
-        tapes = self.losses[0].module.first
-        tape, name = (tapes.forward, "loss") if tensor == "loss" else (tapes.backward, "grad_loss")
-        return Lasting(len(self.spans), named_hold(tape, name))
+    def handed(self, place: int, first: bool, *, backward: bool) -> tuple[int, int]:
+        """Where what the module at ``place`` hands on was made, and its id there: the output, or the gradient of
+        the input. A module may hand on what it was given."""
+        tapes = tapes_of(self.modules[place][0], first)
+        id = tapes.grad_input if backward else tapes.output
+        if id == (GRAD_OUTPUT if backward else INPUT):
+            return self.handed(place + 1 if backward else place - 1, first, backward=backward)
+        return place, id
+
+    def lasting(self, tensor: Tensor, first: bool) -> Lasting | None:
+        """``tensor`` as the first or another micro-batch makes it; ``None`` where this stage has none."""
+        if tensor in ("loss", "loss_gradient"):
+            if not self.losses:
+                return None
+            tapes = tapes_of(self.losses[0].module, first)
+            tape, name = (tapes.forward, "loss") if tensor == "loss" else (tapes.backward, "grad_loss")
+            return Lasting(len(self.spans), named_hold(tape, name))
+        backward = tensor == "input_gradient"
+        place, id = self.handed(0 if backward else len(self.spans) - 1, first, backward=backward)
+        tapes = tapes_of(self.modules[place][0], first)
+        tape = tapes.backward if backward else tapes.forward
+        found = (event for event in tape if isinstance(event, Hold) and event.tensor == id)
+        return next((Lasting(place, hold) for hold in found), None)
 
     @cached_property
     def ends(self) -> dict[Tensor, Excursion]:
         """Of each tensor that outlives its pass."""
         tensors: tuple[Tensor, ...] = ("output", "input_gradient", "loss", "loss_gradient")
-        found = {tensor: self.lasting(tensor) for tensor in tensors}
+        found = {tensor: self.lasting(tensor, True) for tensor in tensors}
         return {
             tensor: change(-one.hold.bytes, one.hold.category) for tensor, one in found.items() if one is not None
         }
@@ -101,12 +110,6 @@ def tapes_of(module: Module, first: bool) -> Tapes:
 def named_hold(tape: Tape, name: str) -> Hold:
     """The first tensor called ``name``."""
     return next(event for event in tape if isinstance(event, Hold) and event.name == name)
-
-
-def _lasting(place: int, tape: Tape, id: int) -> Lasting | None:
-    if not id or id == GRAD_OUTPUT:
-        return None
-    return Lasting(place, next(event for event in tape if isinstance(event, Hold) and event.tensor == id))
 
 
 def _within(excursion: Excursion, phase: str, span: Span) -> Excursion:

@@ -17,6 +17,7 @@ MODELLED = ("single", "ddp", "device-map", "megatron", "megatron-deepspeed", "de
 PIPELINE_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "megatron-deepspeed": ("schedule", "partition"),
+        "fsdp": ("schedule", "partition"),
         "megatron": (
             "first_layers",
             "last_layers",
@@ -50,6 +51,8 @@ def check_framework(plan: Plan) -> None:
     if plan.framework == "megatron":
         return
     for name, what in (("cp", "context parallelism"), ("vpp", "virtual stages")):
+        if name == "vpp" and plan.framework == "fsdp":
+            continue
         if getattr(layout, name) > 1:
             problem = f"must be 1 with framework {plan.framework}: {what} are modelled under megatron"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
@@ -105,9 +108,11 @@ def check_layout(plan: Plan) -> None:
 
 
 def _check_undivided(plan: Plan) -> None:
-    """``single``, ``ddp`` and ``device-map`` keep every parameter whole."""
+    """``single``, ``ddp`` and ``device-map`` keep every parameter whole; ``fsdp`` says itself what it cuts."""
     framework, layout = plan.framework, plan.layout
     for name in ("tp", "pp"):
+        if name == "pp" and framework == "fsdp":
+            continue
         if getattr(layout, name) > 1:
             problem = f"must be 1 with framework {framework}; megatron and megatron-deepspeed split a model"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)

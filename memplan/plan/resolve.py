@@ -28,6 +28,7 @@ from .optimizer_checks import EIGHT_BIT, IMPLEMENTATIONS, check_optimizer
 from .plan import (
     AttentionImplementation,
     Batch,
+    Fsdp,
     Hardware,
     Layout,
     Loss,
@@ -78,6 +79,7 @@ def resolve(plan: Plan) -> Plan:
             "attention": plan.attention or _attention(plan),
             "pipeline": _pipeline(plan.pipeline, plan, layout),
             "megatron": _megatron(plan.megatron, plan),
+            "fsdp": _fsdp(plan.fsdp, plan, layout),
             "torch": plan.torch or _torch(plan),
             "environment": _environment(plan),
         }
@@ -236,6 +238,13 @@ def _megatron(megatron: Megatron, plan: Plan) -> Megatron:
     if eager and megatron.attention_backend == "auto":
         return megatron.model_copy(update={"attention_backend": "unfused"})
     return megatron
+
+
+def _fsdp(fsdp: Fsdp, plan: Plan, layout: Layout) -> Fsdp:
+    """torchtitan keeps parameters whole between the micro-batches of a pipeline (``pp_enabled`` in ``apply_fsdp``)."""
+    if plan.framework != "fsdp" or layout.pp == 1 or "reshard_after_forward" in fsdp.model_fields_set:
+        return fsdp
+    return fsdp.model_copy(update={"reshard_after_forward": False})
 
 
 def _device_map(plan: Plan, hardware: Hardware) -> dict[int, tuple[int, ...]] | None:

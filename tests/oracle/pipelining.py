@@ -153,7 +153,7 @@ def traced_pipeline(
     mode: str = "none",
     *,
     ends_apart: bool = False,
-    iterations: int = 3,
+    iterations: int = 2,
 ) -> Marks:
     """The last iteration of pipeline rank ``rank`` (first of its shards) with AdamW (foreach)."""
     marks = Marks()
