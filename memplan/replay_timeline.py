@@ -50,25 +50,13 @@ class _Run:
         self.live: dict[Key, Hold] = {}
 
     def iteration(self) -> None:
-        losses = [self._loss(number) for number in range(self.timeline.left_out)]
         for action in self.timeline.shortened:
             self._do(action)
-        for key in losses:
-            self._drop(key)
 
     def end_gradients(self) -> None:
         for key in list(self.live):
             assert self.live[key].category is Category.GRADIENTS, f"{self.live[key].name} outlives an iteration"
             self._drop(key)
-
-    def _loss(self, number: int) -> Key | None:
-        """The loss of a micro-batch that is left out, in the last stage."""
-        loss = self.timeline.parts[-1].lasting("loss", True)
-        if loss is None:
-            return None
-        key = (-1, -1, -1, number)
-        self._hold(key, loss.hold)
-        return key
 
     def _do(self, action: Action) -> None:
         what, chunk, microbatch, tensor = action
@@ -76,7 +64,11 @@ class _Run:
         if tensor is not None:
             lasting = row.part.lasting(tensor, first)
             assert lasting is not None
-            self._drop((chunk, microbatch, lasting.place, lasting.hold.tensor))
+            key = (chunk, microbatch, lasting.place, lasting.hold.tensor)
+            if what == "begin":
+                self._hold(key, lasting.hold)
+            else:
+                self._drop(key)
             return
         places = range(len(row.modules))
         if what in ("forward", "loss"):
@@ -107,10 +99,8 @@ class _Run:
         self.rank.hold(key, hold)
         self.live[key] = hold
 
-    def _drop(self, key: Key | None) -> None:
+    def _drop(self, key: Key) -> None:
         """What a later micro-batch ends without having begun it is the first one's."""
-        if key is None:
-            return
         if key not in self.live:
             key = (key[0], 0, *key[2:])
         del self.live[key]

@@ -124,14 +124,16 @@ class Timeline:
     actions: Sequence[Action]
     shortened: Sequence[Action]
     """As many of the actions as show everything that repeats, for the allocator's replay."""
-    left_out: int = 0
-    """Losses of the micro-batches that ``shortened`` leaves out."""
 
     def excursion(self, action: Action) -> Excursion:
         part = self.parts[action.chunk]
         if action.what == "end":
             assert action.tensor is not None
             return part.ends[action.tensor]
+        if action.what == "begin":
+            assert action.tensor is not None
+            ended = part.ends[action.tensor].net_by
+            return compose(change(-size, Category(at)) for at, size in enumerate(ended) if size)
         return part.excursion(action.what, action.microbatch == 0).within(str(action.microbatch))
 
     @cached_property

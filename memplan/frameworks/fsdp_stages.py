@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ..layers.huggingface import LayerShape
 from ..layers.module import Options, Parameter, hold_bytes
-from ..pipeline.torch_schedules import Action, Place, gpipe, interleaved, one_forward_one_backward, rounds
+from ..pipeline.torch_schedules import Place, rounds, schedule, shortened
 from ..pipeline.torchtitan_partition import of_entries, split_points, weighted
 from ..plan.errors import PlanError
 from ..plan.plan import Fsdp, Pipeline, Plan
@@ -25,9 +25,6 @@ from .fsdp import sharded_states, sharded_step, with_parameters
 from .fsdp_pipeline import part, stage_units
 from .fsdp_torchtitan import ActivationCheckpointing, block, check, ends
 from .fsdp_units import Sharding, shard
-
-REPEATED = 3
-"""Micro-batches beyond those of the warm-up from which on 1F1B repeats itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,8 @@ def _rank(
         parts.append(_part(shape, options, modes, cut, sharding, plan.fsdp.ends_apart, place.chunks > 1))
     spans = tuple(span for one in parts for span in (*one.spans, *one.losses))
     tensors = [[parameter for span in one.spans for parameter in span.module.parameters] for one in parts]
-    timeline = timeline_of(tuple(parts), place, count, plan.pipeline.schedule)
+    name = plan.pipeline.schedule
+    timeline = Timeline(tuple(parts), schedule(place, count, name), shortened(place, count, name))
     ranks = sharding.shards * sharding.replicas
     return Program(
         stage=place.rank,
@@ -130,19 +128,6 @@ def _rank(
         elements=sum(shard(one, sharding.shards).elements for own in tensors for one in own),
         timeline=timeline,
     )
-
-
-def timeline_of(parts: tuple[Part, ...], place: Place, count: int, schedule: str) -> Timeline:
-    """``parts`` as ``schedule`` runs them."""
-    if place.chunks > 1:
-        actions = interleaved(place, count)
-        return Timeline(parts, actions, actions)
-    if schedule == "gpipe":
-        actions = gpipe(place, count)
-        return Timeline(parts, actions, actions)
-    few = min(count, place.stages + REPEATED)
-    short: Sequence[Action] = one_forward_one_backward(place, few)
-    return Timeline(parts, one_forward_one_backward(place, count), short, count - few)
 
 
 @lru_cache(maxsize=256)

@@ -15,12 +15,15 @@ crosses stages, which ends where the last Python variable that refers to it does
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-What = Literal["forward", "loss", "backward", "unshard", "wait", "reshard", "reduce", "end"]
+What = Literal["forward", "loss", "backward", "unshard", "wait", "reshard", "reduce", "begin", "end"]
 Tensor = Literal["output", "input_gradient", "loss", "loss_gradient"]
+
+REPEATED = 3
+"""Periods of a steady phase that stand for all of them."""
 
 ACTIVE = 3
 """Stages of a rank whose parameters are whole at once (``_add_unshard_reshard``, ``max_active_stages``)."""
@@ -41,7 +44,7 @@ class Action(NamedTuple):
     chunk: int
     microbatch: int = 0
     tensor: Tensor | None = None
-    """What ends, where ``what`` is ``end``."""
+    """What ends, where ``what`` is ``end``; or begins, made by a micro-batch that is left out."""
 
 
 class Place(NamedTuple):
@@ -236,3 +239,42 @@ def _ahead(order: Sequence[Pass]) -> list[tuple[int, ...]]:
         found = (one.chunk, *(chunk for chunk in found if chunk != one.chunk))
         result.append(found[:ACTIVE])
     return result[::-1]
+
+
+# -- choice -----------------------------------------------------------------------------------------
+
+
+def schedule(place: Place, microbatches: int, name: str) -> Sequence[Action]:
+    """``name`` as in a plan: several stages of a rank are interleaved."""
+    if place.chunks > 1:
+        return interleaved(place, microbatches)
+    return gpipe(place, microbatches) if name == "gpipe" else one_forward_one_backward(place, microbatches)
+
+
+def shortened(place: Place, microbatches: int, name: str) -> Sequence[Action]:
+    """The schedule without most periods of its steady phase; what their micro-batches would leave begins there."""
+    period = place.ranks if place.chunks > 1 else 1
+    warmup = (place.chunks - 1) * place.ranks + 2 * (place.ranks - 1 - place.rank)
+    few = (-(-warmup // (place.ranks * place.chunks)) + REPEATED) * place.ranks
+    left = (microbatches - few) // period * period
+    if left <= 0 or name == "gpipe":
+        return schedule(place, microbatches, name)
+    actions = schedule(place, microbatches - left, name)
+    passes = [at for at, action in enumerate(actions) if action.what in ("forward", "backward")]
+    steady = passes[warmup + 2 * place.ranks * place.chunks]
+    kept = [one for number in range(left) for one in _left_behind(place, -1 - number)]
+    begun = (Action("begin", one.chunk, one.microbatch, one.tensor) for one in kept)
+    ended = (Action("end", one.chunk, one.microbatch, one.tensor) for one in kept)
+    return (*actions[:steady], *begun, *actions[steady:], *ended)
+
+
+def _left_behind(place: Place, microbatch: int) -> Iterator[Kept]:
+    """What a micro-batch leaves until the iteration ends."""
+    for chunk in range(place.chunks):
+        stage = place.stage(chunk)
+        if stage == place.stages - 1:
+            yield Kept("loss", chunk, microbatch)
+        elif place.chunks > 1:
+            yield Kept("output", chunk, microbatch)
+        if stage and place.chunks > 1:
+            yield Kept("input_gradient", chunk, microbatch)
