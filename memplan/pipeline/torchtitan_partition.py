@@ -7,7 +7,7 @@ stage, norm and head with the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ..plan.errors import PlanError
 from .partition import FIELD, explicit
@@ -43,4 +43,6 @@ def of_entries(edges: Sequence[int], layers: int, stages: int) -> list[int]:
     if edges[1] < 1 or edges[-2] > layers + 1:
         problem = "must leave the embedding to the first stage, and norm and head to the last"
         raise PlanError(FIELD, list(edges), problem)
+    if any(low == high for low, high in pairwise(edges[1:-1])):
+        raise PlanError(FIELD, list(edges), "must give every stage a layer, but for the first and the last")
     return [0, *(edge - 1 for edge in edges[1:-1]), layers]
