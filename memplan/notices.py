@@ -273,6 +273,14 @@ FSDP = (
     "pools the allocator keeps apart; sizes of rank 0, whose shards are the largest",
 )
 
+FSDP_PIPELINE = (
+    "layers as torchtitan's, in stages of torch.distributed.pipelining 2.13; NCCL's work of a lone send keeps its "
+    "tensor, so GPipe and the interleaved schedule hold all that they have sent until the iteration ends",
+    "one call of the schedule is an iteration, with return_outputs=False (torchtitan since October 2025; before, the "
+    "last stage kept every micro-batch's logits); its receive buffers stay for good",
+    "shapes known beforehand: that the first iteration infers them by a pass of its own is not replayed",
+)
+
 UNFUSED = (
     "fp16 without ZeRO: FP16_UnfusedOptimizer (DeepSpeed's branch big-science takes it for apex FusedAdam, too), so "
     "every gradient is cast to fp32 at once in the step",
@@ -298,7 +306,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
             result.append("SGD with momentum (one fp32 state a parameter)")
         return tuple(result)
     if plan.framework == "fsdp":
-        result += FSDP
+        result += FSDP + (FSDP_PIPELINE if plan.layout.pp > 1 else ())
     if plan.framework == "megatron-deepspeed":
         result += MEGATRON
         if plan.precision.dtype == "fp16" and plan.layout.zero == 0:
@@ -318,7 +326,8 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         result += of_zero(plan)
     else:
         result += OLD if plan.code == "2020" else ()
-        result += PLAIN if plan.code != "2020" else PLAIN[1:]
+        plain = PLAIN[2:] if plan.framework == "fsdp" and plan.layout.pp > 1 else PLAIN
+        result += plain if plan.code != "2020" else PLAIN[1:]
     result += _of_optimizer(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))

@@ -192,7 +192,7 @@ class Program:
     order: Order | None = None
     """Megatron-Core: chunks and their schedule; instead of ``gradients``, ``flight`` and ``microbatches``."""
     timeline: Timeline | None = None
-    """``torch.distributed.pipelining``: the passes of an iteration in order, instead of ``gradients`` and ``flight``."""
+    """``torch.distributed.pipelining``: passes of an iteration in order, instead of ``gradients`` and ``flight``."""
 
     def parameters(self) -> int:
         if self.elements is not None:

@@ -44,7 +44,7 @@ class StreamedRank:
 
     def drop(self, key: Key) -> None:
         if key not in self.live:
-            key = self.carried.pop(key[1:])
+            key = self.carried.pop((key[1], key[2]))
         size, category = self.live.pop(key)
         self.allocator.free(key)
         self.by[category] -= size
@@ -80,7 +80,7 @@ class StreamedRank:
             gradient = _handed(tapes.grad_input, number, place) or gradient
         for key, (_, category) in self.live.items():
             if key[0] == number and category is Category.GRADIENTS:
-                self.carried[key[1:]] = key
+                self.carried[key[1], key[2]] = key
 
     def step(self, tape: Tape) -> None:
         """The optimizer's step, after which gradients end."""

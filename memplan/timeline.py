@@ -81,9 +81,7 @@ class Part:
         """Of each tensor that outlives its pass."""
         tensors: tuple[Tensor, ...] = ("output", "input_gradient", "loss", "loss_gradient")
         found = {tensor: self.lasting(tensor, True) for tensor in tensors}
-        return {
-            tensor: change(-one.hold.bytes, one.hold.category) for tensor, one in found.items() if one is not None
-        }
+        return {tensor: change(-one.hold.bytes, one.hold.category) for tensor, one in found.items() if one is not None}
 
     def excursion(self, what: What, first: bool) -> Excursion:
         """Of a pass, or of what hooks do besides; ``first``: for the first micro-batch."""

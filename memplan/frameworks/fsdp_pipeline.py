@@ -10,7 +10,7 @@ default stream), and waits for them when it comes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -50,6 +50,10 @@ class _Stage(Hooks):
                 self.events[place] = event._replace(stream=0, tensor=known.get(event.tensor, event.tensor))
         state.gathered = state.gathered._replace(stream=0, tensor=self.id("gathered", at))
 
+    def wait(self, at: int) -> None:
+        """``UnshardHandle.wait``."""
+        self.wait_for_unshard(at, forward=False)
+
     def free(self, at: int) -> None:
         """``FSDPModule.reshard``."""
         super().reshard(at, forward=False)
@@ -80,8 +84,12 @@ def part(
 
     def each(what: What) -> list[tuple[int, Tape]]:
         """What the hooks of every unit do, by place."""
-        do = {"unshard": hooks.gather, "wait": lambda at: hooks.wait_for_unshard(at, forward=False)}
-        do |= {"reshard": hooks.free, "reduce": hooks.reduce}
+        do: dict[What, Callable[[int], None]] = {
+            "unshard": hooks.gather,
+            "wait": hooks.wait,
+            "reshard": hooks.free,
+            "reduce": hooks.reduce,
+        }
         found = []
         for at, unit in enumerate(units):
             do[what](at)
@@ -89,9 +97,9 @@ def part(
         return found
 
     if ahead:
-        outside = {what: each(what) for what in ("unshard", "wait", "reshard")}
-        for what in ("unshard", "wait"):
-            each(what)
+        outside = {"unshard": each("unshard"), "wait": each("wait"), "reshard": each("reshard")}
+        each("unshard")
+        each("wait")
     opening = pass_through(hooks, count, count - 1)
     hooks.next_microbatch()
     later = pass_through(hooks, count, count - 1)

@@ -23,7 +23,7 @@ from ..timeline import Part, Timeline
 from . import plain
 from .fsdp import sharded_states, sharded_step, with_parameters
 from .fsdp_pipeline import part, stage_units
-from .fsdp_torchtitan import ActivationCheckpointing, block, check, ends
+from .fsdp_torchtitan import ActivationCheckpointing, Checkpointing, block, check, ends
 from .fsdp_units import Sharding, shard
 
 
@@ -72,6 +72,12 @@ def microbatches(plan: Plan) -> int:
 def partition(plan: Plan) -> list[int]:
     """First layer of every stage, and the number of layers."""
     layers, stages, chosen = plan.model.layers, plan.layout.pp * plan.layout.vpp, plan.pipeline.partition
+    most = layers + 2 * plan.fsdp.ends_apart
+    if stages > most:
+        name = "vpp" if plan.layout.vpp > 1 else "pp"
+        counted = f"the {layers} layers" + (", embedding and head" if plan.fsdp.ends_apart else "")
+        problem = f"makes {stages} stages, which must be at most {most}: {counted}"
+        raise PlanError(f"layout.{name}", getattr(plan.layout, name), problem)
     if not isinstance(chosen, str):
         return of_entries([int(edge) for edge in chosen], layers, stages)
     if chosen != Pipeline.model_fields["partition"].default:
@@ -134,7 +140,7 @@ def _rank(
 def _part(
     shape: LayerShape,
     options: Options,
-    modes: tuple[str, ...],
+    modes: tuple[Checkpointing, ...],
     cut: Cut,
     sharding: Sharding,
     ends_apart: bool,
@@ -148,7 +154,7 @@ def _part(
         own = received if not cut.first and not at else options
         return replace(own, drops_gradient=False) if not cut.last and at == len(names) - 1 else own
 
-    spans = [Span(block(shape, mode, chosen(at)), (names[at],)) for at, mode in enumerate(modes)]  # type: ignore[arg-type]
+    spans = [Span(block(shape, mode, chosen(at)), (names[at],)) for at, mode in enumerate(modes)]
     loss = None
     if cut.first:
         embedding, *_ = ends(shape, options if names or cut.last else returned)

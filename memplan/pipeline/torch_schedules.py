@@ -8,7 +8,7 @@ crosses stages, which ends where the last Python variable that refers to it does
 * what is sent is in the list of operations until the next one is made, and in the work that a lone send returns,
   for NCCL's keeps its tensor (``ProcessGroupNCCL::pointToPoint``, ``WorkNCCL::outputs_``). GPipe and the interleaved
   schedule collect the works of all sends until the iteration ends, 1F1B keeps one of its warm-up;
-* receive buffers are made once, for every micro-batch, and belong to the stage (``args_recv_info``, ``grad_recv_info``);
+* receive buffers are made once, one for each micro-batch, and stay (``args_recv_info``, ``grad_recv_info``);
 * every loss is kept until the caller has summed them, and its gradient of one until its backward has returned.
 """
 
@@ -203,7 +203,7 @@ def interleaved(place: Place, microbatches: int) -> Sequence[Action]:
     and waited for before its first pass; works of sends are waited for in the end."""
     run = _Run(place)
     order = passes(place, microbatches)
-    left = Counter({chunk: microbatches for chunk in range(place.chunks)})
+    left = Counter(dict.fromkeys(range(place.chunks), microbatches))
     active: set[int] = set()
     waiting: set[int] = set()
     for (what, chunk, microbatch), ahead in zip(order, _ahead(order), strict=True):

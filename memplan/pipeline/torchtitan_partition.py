@@ -16,8 +16,7 @@ from .partition import FIELD, explicit
 def split_points(layers: int, stages: int) -> list[int]:
     """``generate_split_points`` of December 2024 (commit 9dec370): equal stages; what is left over goes to the
     stages behind the first, one each, and the last takes the rest."""
-    if stages > layers:
-        raise PlanError("layout.pp", stages, f"times vpp must be at most the {layers} layers of the model")
+    assert stages <= layers, "more stages than layers"
     size, extra = divmod(layers, stages)
     edges = [0, size]
     for _ in range(stages - 2):
@@ -26,14 +25,13 @@ def split_points(layers: int, stages: int) -> list[int]:
     return [*edges[:stages], layers]
 
 
-def weighted(layers: int, stages: int, first: int = 1, last: int = 1) -> list[int]:
-    """``_generate_llm_fqn_per_model_part``, since July 2025: the embedding counts as ``first`` layers, norm and head
-    as ``last``; what is left over goes to the first stages, one each."""
-    size, extra = divmod(layers + first + last, stages)
-    if size < max(first, last, 1):
-        problem = f"times vpp must be at most {layers + first + last}: the layers, the embedding and the head"
-        raise PlanError("layout.pp", stages, problem)
-    sizes = [size + (stage < extra) - (first if not stage else 0) for stage in range(stages - 1)]
+def weighted(layers: int, stages: int) -> list[int]:
+    """``_generate_llm_fqn_per_model_part``, since July 2025: the embedding counts as a layer, norm and head as
+    another (``pipeline_parallel_first_stage_less_layers``, ``…_last_…``); what is left over goes to the first
+    stages, one each."""
+    size, extra = divmod(layers + 2, stages)
+    assert size, "more stages than layers, embedding and head"
+    sizes = [size + (stage < extra) - (not stage) for stage in range(stages - 1)]
     return [0, *accumulate(sizes), layers]
 
 

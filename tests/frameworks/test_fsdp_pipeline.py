@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 
@@ -14,8 +13,6 @@ from memplan.layers.module import Options
 from memplan.pipeline.torch_schedules import Place
 from memplan.plan.plan import Plan
 from memplan.program import Program, fold_program, static
-from memplan.replay import replay
-from memplan.timeline import Timeline
 
 from ..oracle import fsdp as oracle
 from ..oracle.pipelining import Marks, Pipeline, traced_pipeline

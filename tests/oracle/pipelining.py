@@ -161,9 +161,7 @@ def traced_pipeline(
 
     def body(trace: Trace, follow: ResizedFollow) -> None:
         numbers = range(rank, pipeline.stages, pipeline.ranks)
-        models = [
-            part(sizes, pipeline, at, sharding, mode, inner, ends_apart=ends_apart) for at in numbers
-        ]
+        models = [part(sizes, pipeline, at, sharding, mode, inner, ends_apart=ends_apart) for at in numbers]
         stages = [
             _watched(_stage(sizes, pipeline, model, at, mesh, sharding), trace, marks)
             for model, at in zip(models, numbers, strict=True)
