@@ -209,10 +209,9 @@ def check_pipeline(plan: Plan) -> None:
     for name, default in Pipeline():
         value = getattr(plan.pipeline, name)
         if value != default and name not in known:
-            has = " and ".join(other for other, names in PIPELINE_FIELDS.items() if name in names)
-            raise PlanError(
-                f"pipeline.{name}", value, f"must be left out with framework {plan.framework}; {has} has it"
-            )
+            having = [other for other, names in PIPELINE_FIELDS.items() if name in names]
+            has = " and ".join(having) + (" have it" if len(having) > 1 else " has it")
+            raise PlanError(f"pipeline.{name}", value, f"must be left out with framework {plan.framework}; {has}")
     if plan.framework == "megatron" and plan.layout.vpp == 1:
         for name in ("group", "overlap_p2p", "overlap_p2p_warmup"):
             value = getattr(plan.pipeline, name)

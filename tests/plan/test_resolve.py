@@ -115,7 +115,7 @@ def test_the_batch_of_a_process_that_sees_several_gpus() -> None:
         ({"model": "gpt2", "loss": "adaptive-softmax"}, "must be plain with framework single; adaptive softmax is modelled under megatron-deepspeed"),
         ({"model": "gpt2", "div_value": "2"}, "--div-value: loss.div_value = 2.0: belongs to the adaptive softmax, and loss.kind is plain"),
         ({"model": "gpt2", "embeddings_32bit": "false"}, "--embeddings-32bit: optimizer.embeddings_32bit = false: must be left out: adamw has no 8-bit states"),
-        ({"model": "gpt2", "schedule": "gpipe"}, "--schedule: pipeline.schedule = gpipe: must be left out with framework single; megatron-deepspeed has it"),
+        ({"model": "gpt2", "schedule": "gpipe"}, "--schedule: pipeline.schedule = gpipe: must be left out with framework single; megatron-deepspeed and fsdp have it"),
         ({"model": "gpt2", "framework": "ddp", "partition": "uniform"}, "--partition: pipeline.partition = uniform: must be left out with framework ddp"),
         ({"model": "gpt2", "framework": "device-map", "gpus": "2", "partition": "0,4,8"}, "must be left out with framework device-map"),
         ({"model": "gpt2", "env": "PYTORCH_NO_CUDA_MEMORY_CACHING=1"}, "--env: environment.PYTORCH_NO_CUDA_MEMORY_CACHING = 1: must be left out: it turns off the caching allocator"),
