@@ -43,6 +43,12 @@ def check_pipeline(plan: Plan, given: Fsdp) -> None:
     if given.code != "torchtitan":
         problem = "must be torchtitan with pipeline parallelism: no other model is cut into stages"
         raise PlanError("fsdp.code", given.code, problem)
+    if layout.tp > 1:
+        problem = "must be 1 with pipeline parallelism: stages of tensor-parallel layers are not modelled yet"
+        raise PlanError("layout.tp", layout.tp, problem)
+    if layout.dp == given.replicas:
+        problem = "must be more than fsdp.replicas with pipeline parallelism: torchtitan shards nothing across one rank"
+        raise PlanError("layout.dp", layout.dp, problem)
     if layout.vpp > 1 and pipeline.schedule != "1f1b":
         problem = "must be 1f1b with vpp > 1 (Interleaved1F1B): looped BFS is not modelled"
         raise PlanError("pipeline.schedule", pipeline.schedule, problem)
@@ -72,14 +78,14 @@ def microbatches(plan: Plan) -> int:
 def partition(plan: Plan) -> list[int]:
     """First layer of every stage, and the number of layers."""
     layers, stages, chosen = plan.model.layers, plan.layout.pp * plan.layout.vpp, plan.pipeline.partition
+    if not isinstance(chosen, str):
+        return of_entries([int(edge) for edge in chosen], layers, stages)
     most = layers + 2 * plan.fsdp.ends_apart
     if stages > most:
         name = "vpp" if plan.layout.vpp > 1 else "pp"
         counted = f"the {layers} layers" + (", embedding and head" if plan.fsdp.ends_apart else "")
         problem = f"makes {stages} stages, which must be at most {most}: {counted}"
         raise PlanError(f"layout.{name}", getattr(plan.layout, name), problem)
-    if not isinstance(chosen, str):
-        return of_entries([int(edge) for edge in chosen], layers, stages)
     if chosen != Pipeline.model_fields["partition"].default:
         problem = "must be left out, which is torchtitan's own split, or the first entry of every stage and the end"
         raise PlanError("pipeline.partition", chosen, problem)

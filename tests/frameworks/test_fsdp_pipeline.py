@@ -32,6 +32,7 @@ class Case:
     recompute: Checkpointing = "none"
     ends_apart: bool = False
     reduce: str = "fp32"
+    replicas: int = 1
     only: tuple[int, ...] | None = None
 
     @property
@@ -47,6 +48,8 @@ CASES = {
     "1f1b-more": Case((0, 2, 3), 2, 3),
     "1f1b-equal-op": Case((0, 1, 2, 3, 4), 4, 4, recompute="op", ends_apart=True, only=(1, 3)),
     "1f1b-bf16": Case((0, 1, 2), 2, 2, reduce="bf16"),
+    "1f1b-replicated": Case((0, 1, 2), 2, 2, replicas=2, only=(0,)),
+    "1f1b-replicated-bf16": Case((0, 1, 2), 2, 2, replicas=2, reduce="bf16", only=(1,)),
     "gpipe-fewer-full": Case((0, 1, 2, 3, 4), 4, 2, "gpipe", recompute="full", only=(0, 2, 3)),
     "interleaved": Case((0, 1, 2, 3, 4), 2, 3, "interleaved", recompute="full", ends_apart=True),
     "interleaved-bf16": Case((0, 0, 1, 2, 2), 2, 2, "interleaved", reduce="bf16"),
@@ -64,17 +67,22 @@ def plan_for(case: Case) -> Plan:
     plan = plan_of(case.sizes)
     entries = (0, *(edge + 1 for edge in case.edges[1:-1]), case.edges[-1] + 3)
     updates = {
-        "batch": {"gbs": case.sizes.b * SHARDS * case.microbatches},
-        "layout": {"pp": case.ranks, "vpp": case.chunks, "dp": SHARDS},
+        "batch": {"gbs": case.sizes.b * SHARDS * case.replicas * case.microbatches},
+        "layout": {"pp": case.ranks, "vpp": case.chunks, "dp": SHARDS * case.replicas},
         "pipeline": {"schedule": "gpipe" if case.schedule == "gpipe" else "1f1b", "partition": entries},
-        "fsdp": {"code": "torchtitan", "ends_apart": case.ends_apart, "reshard_after_forward": False},
+        "fsdp": {
+            "code": "torchtitan",
+            "replicas": case.replicas,
+            "ends_apart": case.ends_apart,
+            "reshard_after_forward": False,
+        },
     }
     sections = {name: getattr(plan, name).model_copy(update=update) for name, update in updates.items()}
     return plan.model_copy(update=sections)
 
 
 def programs(case: Case, *, in_place: bool = False) -> tuple[Program, ...]:
-    recompute, sharding = ActivationCheckpointing(case.recompute), Sharding(SHARDS, reduce=case.reduce)
+    recompute, sharding = ActivationCheckpointing(case.recompute), Sharding(SHARDS, case.replicas, reduce=case.reduce)
     return stage_programs(plan_for(case), Options(accumulates_in_place=in_place), recompute, sharding)
 
 
@@ -102,7 +110,7 @@ def marks_of(program: Program, place: Place) -> Marks:
 def test_every_pass(case: Case, rank: int) -> None:
     """Bytes held as each pass begins, the peak of each, and what is held between iterations."""
     pipeline = Pipeline(case.edges, case.ranks, case.schedule, case.microbatches)
-    sharding = oracle.Sharding(SHARDS, reduce_dtype=case.reduce)
+    sharding = oracle.Sharding(SHARDS, case.replicas, reduce_dtype=case.reduce)
     traced = traced_pipeline(case.sizes, pipeline, rank, sharding, case.recompute, ends_apart=case.ends_apart)
     program = programs(case)[rank]
     assert marks_of(program, Place(rank, case.ranks, case.chunks)) == traced

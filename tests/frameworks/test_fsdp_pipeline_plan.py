@@ -120,6 +120,8 @@ def test_the_reduction_is_among_the_details() -> None:
         ({"reshard-after-forward": "true"}, "fsdp.reshard_after_forward", "always"),
         ({"gradient-sync": "false"}, "fsdp.gradient_sync", "reduces once"),
         ({"fsdp-offload": "true"}, "fsdp.offload", "together they are not modelled"),
+        ({"dp": "1"}, "layout.dp", "shards nothing across one rank"),
+        ({"fsdp-replicas": "2"}, "layout.dp", "more than fsdp.replicas"),
         ({"gbs": "4"}, "batch.gbs", "gives 2 micro-batches; 1f1b needs at least as many as the 4 stages"),
         ({"pp": "2", "vpp": "2", "gbs": "10"}, "batch.gbs", "multiple of the 2 rounds"),
         ({"vpp": "3"}, "layout.vpp", "makes 12 stages, which must be at most 8"),

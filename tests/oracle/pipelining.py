@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .fsdp import ResizedFollow, Sharding, run
 from .torchtitan import Llama, Sizes, recomputed
@@ -109,13 +111,20 @@ def exchanged(operations: list[Any], desc: str | None = None) -> list[Held]:
 
 @contextmanager
 def communication() -> Iterator[None]:
-    """Nothing is sent, and stages know shapes beforehand, as they do from the second iteration on."""
+    """Nothing is sent, meshes are real tensors, and stages know shapes, as they do from the second iteration on."""
 
     def known(self: Any, stages: Sequence[Any], *_: Any) -> None:
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
+    init: Any = FSDPParam._init_shard_mesh
+
+    def meshed(self: Any, *args: Any) -> Any:
+        with _disable_current_modes():
+            return init(self, *args)
+
     with (
+        patch.object(FSDPParam, "_init_shard_mesh", meshed),
         patch.object(schedules, "_batch_p2p", exchanged),
         patch.object(schedules._PipelineSchedule, "_warmup_p2p", known),
     ):
@@ -193,11 +202,13 @@ def traced_pipeline(
             marks.cut(trace, "end")
             marks.end = trace.live
 
-    ranks = pipeline.ranks * sharding.shards
-    dist.init_process_group("fake", rank=rank * sharding.shards, world_size=ranks, store=FakeStore())
+    inside = (sharding.replicas, sharding.shards) if sharding.replicas > 1 else (sharding.shards,)
+    names = ("replicate", "shard")[-len(inside) :]
+    ranks = pipeline.ranks * sharding.shards * sharding.replicas
+    dist.init_process_group("fake", rank=rank * (ranks // pipeline.ranks), world_size=ranks, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (pipeline.ranks, sharding.shards), mesh_dim_names=("pp", "dp"))
-        inner = mesh["dp"]
+        mesh = init_device_mesh("cpu", (pipeline.ranks, *inside), mesh_dim_names=("pp", *names))
+        inner = mesh[names]
         with communication():
             run(body)
     finally:
