@@ -276,8 +276,8 @@ FSDP = (
 FSDP_PIPELINE = (
     "layers as torchtitan's, in stages of torch.distributed.pipelining 2.13; NCCL's work of a lone send keeps its "
     "tensor, so GPipe and the interleaved schedule hold all that they have sent until the iteration ends",
-    "one call of the schedule is an iteration, with return_outputs=False (torchtitan since October 2025; before, the "
-    "last stage kept every micro-batch's logits); its receive buffers stay for good",
+    "one call of the schedule is an iteration; unless fsdp.return_outputs is set (torchtitan before October 2025) the "
+    "last stage drops each micro-batch's logits; receive buffers stay for good",
     "shapes known beforehand: that the first iteration infers them by a pass of its own is not replayed",
 )
 

@@ -226,6 +226,8 @@ def static(program: Program) -> Excursion:
         by = list(program.kept.between.net_by)
     if program.order is not None:
         by = list(map(int.__add__, by, program.order.retained.net_by))
+    if program.timeline is not None:
+        by = list(map(int.__add__, by, program.timeline.carried))
     for span in program.spans if program.states else ():
         for category, size in enumerate(module_states(span.module, program.states)):
             by[category] += size * len(span.names)

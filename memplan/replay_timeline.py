@@ -27,14 +27,14 @@ def replay_timeline(program: Program, settings: AllocatorSettings, workspaces: I
     for hold in (*states_of(program, late=False), *program.extra, *workspaces):
         rank.keep(hold)
     run = _Run(rank, program.timeline)
-    run.iteration()
+    run.iteration(first=True)
     first_iteration = rank.allocator.reserved
     for hold in states_of(program, late=True):
         rank.keep(hold)
     rank.step(program.step)
     run.end_gradients()
     rank.peak = 0
-    run.iteration()
+    run.iteration(first=False)
     rank.step(program.step)
     run.end_gradients()
     return rank.replayed(first_iteration)
@@ -49,13 +49,15 @@ class _Run:
         self.rows = [_Row(part) for part in timeline.parts]
         self.live: dict[Key, Hold] = {}
 
-    def iteration(self) -> None:
-        for action in self.timeline.shortened:
+    def iteration(self, *, first: bool) -> None:
+        """An iteration begins by ending what the one before has left."""
+        for action in self.timeline.shortened[self.timeline.kept if first else 0 :]:
             self._do(action)
 
     def end_gradients(self) -> None:
-        for key in list(self.live):
-            assert self.live[key].category is Category.GRADIENTS, f"{self.live[key].name} outlives an iteration"
+        left = [key for key, hold in self.live.items() if hold.category is Category.GRADIENTS]
+        assert len(self.live) - len(left) == self.timeline.kept, "something outlives an iteration"
+        for key in left:
             self._drop(key)
 
     def _do(self, action: Action) -> None:
@@ -69,6 +71,12 @@ class _Run:
                 self._hold(key, lasting.hold)
             else:
                 self._drop(key)
+            return
+        if what == "merge":
+            assert self.timeline.merged is not None
+            key = (chunk, microbatch, -1, self.timeline.merged.tensor)
+            self._hold(key, self.timeline.merged)
+            self._drop(key)
             return
         places = range(len(row.modules))
         if what in ("forward", "loss"):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .layers.module import GRAD_OUTPUT, INPUT, Module, Tapes
 from .pipeline.torch_schedules import Action, Tensor, What
-from .tape import Category, Excursion, Hold, Tape, change, compose, fold
+from .tape import NOTHING, Bytes, Category, Drop, Excursion, Hold, Tape, change, compose, fold
 
 if TYPE_CHECKING:
     from .program import Span
@@ -122,17 +122,32 @@ class Timeline:
     actions: Sequence[Action]
     shortened: Sequence[Action]
     """As many of the actions as show everything that repeats, for the allocator's replay."""
+    merged: Hold | None = None
+    """The outputs of all micro-batches in one tensor, where they are kept (``return_outputs``)."""
+    kept: int = 0
+    """Outputs that the iteration before has left."""
 
     def excursion(self, action: Action) -> Excursion:
         part = self.parts[action.chunk]
         if action.what == "end":
             assert action.tensor is not None
             return part.ends[action.tensor]
+        if action.what == "merge":
+            assert self.merged is not None
+            merged = (self.merged, Drop(self.merged.tensor, self.merged.bytes, self.merged.category))
+            return fold(merged).within(f"{action.microbatch}/forward/outputs")
         if action.what == "begin":
             assert action.tensor is not None
             ended = part.ends[action.tensor].net_by
             return compose(change(-size, Category(at)) for at, size in enumerate(ended) if size)
         return part.excursion(action.what, action.microbatch == 0).within(str(action.microbatch))
+
+    @cached_property
+    def carried(self) -> Bytes:
+        """Bytes by category that one iteration leaves to the next."""
+        if not self.kept:
+            return NOTHING
+        return tuple(-self.kept * size for size in self.parts[-1].ends["output"].net_by)
 
     @cached_property
     def levels(self) -> tuple[int, ...]:

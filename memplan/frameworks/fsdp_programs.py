@@ -36,6 +36,8 @@ def check(plan: Plan, given: Fsdp) -> None:
             raise PlanError(f"layout.{name}", value, problem)
     if layout.vpp > 1 and layout.pp == 1:
         raise PlanError("layout.vpp", layout.vpp, "must be 1 with pp 1: there is nothing to interleave")
+    if given.return_outputs and layout.pp == 1:
+        raise PlanError("fsdp.return_outputs", True, "belongs to pipeline parallelism (pp > 1)")
     if layout.pp == 1:
         for name, default in Pipeline():
             if getattr(plan.pipeline, name) != default:

@@ -122,8 +122,7 @@ def _rank(
         parts.append(_part(shape, options, modes, cut, sharding, plan.fsdp.ends_apart, place.chunks > 1))
     spans = tuple(span for one in parts for span in (*one.spans, *one.losses))
     tensors = [[parameter for span in one.spans for parameter in span.module.parameters] for one in parts]
-    name = plan.pipeline.schedule
-    timeline = Timeline(tuple(parts), schedule(place, count, name), shortened(place, count, name))
+    timeline = _timeline(tuple(parts), place, plan, shape)
     ranks = sharding.shards * sharding.replicas
     return Program(
         stage=place.rank,
@@ -140,6 +139,16 @@ def _rank(
         elements=sum(shard(one, sharding.shards).elements for own in tensors for one in own),
         timeline=timeline,
     )
+
+
+def _timeline(parts: tuple[Part, ...], place: Place, plan: Plan, shape: LayerShape) -> Timeline:
+    count, name, outputs = microbatches(plan), plan.pipeline.schedule, plan.fsdp.return_outputs
+    actions = schedule(place, count, name, outputs), shortened(place, count, name, outputs)
+    if not outputs or place.rank < place.ranks - 1:
+        return Timeline(parts, *actions)
+    merged = (count * shape.b, shape.s, shape.spec.vocab)
+    size = hold_bytes(merged, shape.dtype)
+    return Timeline(parts, *actions, Hold(0, size, Category.LOGITS, "merged_logits", merged, shape.dtype), count)
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-What = Literal["forward", "loss", "backward", "unshard", "wait", "reshard", "reduce", "begin", "end"]
+What = Literal["forward", "loss", "backward", "unshard", "wait", "reshard", "reduce", "merge", "begin", "end"]
 Tensor = Literal["output", "input_gradient", "loss", "loss_gradient"]
 
 REPEATED = 3
@@ -64,13 +64,18 @@ class Place(NamedTuple):
 
 
 class _Run:
-    """A schedule's ``_step_microbatches``: its actions so far, and what its variables refer to."""
+    """A schedule's ``step``: its actions so far, and what its variables refer to."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, microbatches: int, outputs: bool) -> None:
         self.place = place
+        self.microbatches = microbatches
+        self.outputs = outputs and place.rank == place.ranks - 1
+        """``return_outputs``: the last stage keeps its outputs until the next iteration begins."""
         self.actions: list[Action] = []
         self.variables: dict[str, tuple[Kept, ...]] = {}
         self.references: Counter[Kept] = Counter()
+        if self.outputs:  # ``clear_runtime_states``
+            self.actions += [Action("end", place.chunks - 1, number, "output") for number in range(microbatches)]
 
     def assign(self, name: str, *kept: Kept) -> None:
         """A variable refers to ``kept``, and no longer to what it did."""
@@ -90,9 +95,12 @@ class _Run:
         self.variables[name] = (*self.variables.get(name, ()), *kept)
 
     def close(self) -> None:
-        """The function returns, and its caller drops the losses."""
-        for name in list(self.variables):
+        """``_step_microbatches`` returns, outputs are merged, and the caller drops them and the losses."""
+        for name in [name for name in self.variables if name not in ("losses", "output_chunks")]:
             self.assign(name)
+        if self.outputs:
+            self.do("merge", self.place.chunks - 1, self.microbatches - 1)
+        self.assign("losses")
 
     def do(self, what: What, chunk: int, microbatch: int = 0) -> None:
         self.actions.append(Action(what, chunk, microbatch))
@@ -106,6 +114,8 @@ class _Run:
         self.assign("output", output)
         if not last:
             return (output,)
+        if self.outputs:
+            self.append("output_chunks", output)
         self.do("loss", chunk, microbatch)
         self.append("losses", Kept("loss", chunk, microbatch))
         return ()
@@ -121,9 +131,9 @@ class _Run:
 
 
 @lru_cache(maxsize=256)
-def gpipe(place: Place, microbatches: int) -> Sequence[Action]:
+def gpipe(place: Place, microbatches: int, outputs: bool = False) -> Sequence[Action]:
     """``ScheduleGPipe``."""
-    run = _Run(place)
+    run = _Run(place, microbatches, outputs)
     for microbatch in range(microbatches):
         run.append("fwd_sends_to_wait", *run.forward(microbatch))
     for microbatch in range(microbatches):
@@ -134,10 +144,10 @@ def gpipe(place: Place, microbatches: int) -> Sequence[Action]:
 
 
 @lru_cache(maxsize=256)
-def one_forward_one_backward(place: Place, microbatches: int) -> Sequence[Action]:
+def one_forward_one_backward(place: Place, microbatches: int, outputs: bool = False) -> Sequence[Action]:
     """``Schedule1F1B``: as many forward passes as stages follow, this one among them; then a backward and a forward
     in turn; then the remaining backward passes."""
-    run = _Run(place)
+    run = _Run(place, microbatches, outputs)
     warmup = min(microbatches, place.stages - place.rank)
     for microbatch in range(warmup):
         sent = run.forward(microbatch)
@@ -198,10 +208,10 @@ def passes(place: Place, microbatches: int) -> Sequence[Pass]:
 
 
 @lru_cache(maxsize=256)
-def interleaved(place: Place, microbatches: int) -> Sequence[Action]:
+def interleaved(place: Place, microbatches: int, outputs: bool = False) -> Sequence[Action]:
     """``ScheduleInterleaved1F1B`` as ``_PipelineScheduleRuntime`` runs it: parameters of a stage are gathered ahead,
     and waited for before its first pass; works of sends are waited for in the end."""
-    run = _Run(place)
+    run = _Run(place, microbatches, outputs)
     order = passes(place, microbatches)
     left = Counter(dict.fromkeys(range(place.chunks), microbatches))
     active: set[int] = set()
@@ -244,28 +254,33 @@ def _ahead(order: Sequence[Pass]) -> list[tuple[int, ...]]:
 # -- choice -----------------------------------------------------------------------------------------
 
 
-def schedule(place: Place, microbatches: int, name: str) -> Sequence[Action]:
-    """``name`` as in a plan: several stages of a rank are interleaved."""
+def schedule(place: Place, microbatches: int, name: str, outputs: bool = False) -> Sequence[Action]:
+    """``name`` as in a plan: several stages of a rank are interleaved. ``outputs``: ``return_outputs``."""
     if place.chunks > 1:
-        return interleaved(place, microbatches)
-    return gpipe(place, microbatches) if name == "gpipe" else one_forward_one_backward(place, microbatches)
+        return interleaved(place, microbatches, outputs)
+    run = gpipe if name == "gpipe" else one_forward_one_backward
+    return run(place, microbatches, outputs)
 
 
-def shortened(place: Place, microbatches: int, name: str) -> Sequence[Action]:
+def shortened(place: Place, microbatches: int, name: str, outputs: bool = False) -> Sequence[Action]:
     """The schedule without most periods of its steady phase; what their micro-batches would leave begins there."""
     period = place.ranks if place.chunks > 1 else 1
     warmup = (place.chunks - 1) * place.ranks + 2 * (place.ranks - 1 - place.rank)
     few = (-(-warmup // (place.ranks * place.chunks)) + REPEATED) * place.ranks
     left = (microbatches - few) // period * period
     if left <= 0 or name == "gpipe":
-        return schedule(place, microbatches, name)
-    actions = schedule(place, microbatches - left, name)
+        return schedule(place, microbatches, name, outputs)
+    actions = schedule(place, microbatches - left, name, outputs)
     passes = [at for at, action in enumerate(actions) if action.what in ("forward", "backward")]
     steady = passes[warmup + 2 * place.ranks * place.chunks]
     kept = [one for number in range(left) for one in _left_behind(place, -1 - number)]
-    begun = (Action("begin", one.chunk, one.microbatch, one.tensor) for one in kept)
-    ended = (Action("end", one.chunk, one.microbatch, one.tensor) for one in kept)
-    return (*actions[:steady], *begun, *actions[steady:], *ended)
+    begun = [Action("begin", one.chunk, one.microbatch, one.tensor) for one in kept]
+    ended = [Action("end", one.chunk, one.microbatch, one.tensor) for one in kept]
+    before: list[Action] = []
+    if outputs and place.rank == place.ranks - 1:
+        before = [Action("end", place.chunks - 1, -1 - number, "output") for number in range(left)]
+        begun += [one._replace(what="begin") for one in before]
+    return (*before, *actions[:steady], *begun, *actions[steady:], *ended)
 
 
 def _left_behind(place: Place, microbatch: int) -> Iterator[Kept]:

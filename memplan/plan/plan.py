@@ -307,6 +307,9 @@ class Fsdp(_Section):
     ends_apart: bool = Field(
         False, description="torchtitan after 2024: the embedding is a unit, and so are norm and head"
     )
+    return_outputs: bool = Field(
+        False, description="torchtitan before October 2025: a pipeline's last stage keeps all logits"
+    )
 
 
 class Deepspeed(_Section):

@@ -33,6 +33,7 @@ class Case:
     ends_apart: bool = False
     reduce: str = "fp32"
     replicas: int = 1
+    outputs: bool = False
     only: tuple[int, ...] | None = None
 
     @property
@@ -50,6 +51,7 @@ CASES = {
     "1f1b-bf16": Case((0, 1, 2), 2, 2, reduce="bf16"),
     "1f1b-replicated": Case((0, 1, 2), 2, 2, replicas=2, only=(0,)),
     "1f1b-replicated-bf16": Case((0, 1, 2), 2, 2, replicas=2, reduce="bf16", only=(1,)),
+    "1f1b-outputs": Case((0, 1, 2), 2, 3, outputs=True, only=(1,)),
     "gpipe-fewer-full": Case((0, 1, 2, 3, 4), 4, 2, "gpipe", recompute="full", only=(0, 2, 3)),
     "interleaved": Case((0, 1, 2, 3, 4), 2, 3, "interleaved", recompute="full", ends_apart=True),
     "interleaved-bf16": Case((0, 0, 1, 2, 2), 2, 2, "interleaved", reduce="bf16"),
@@ -73,6 +75,7 @@ def plan_for(case: Case) -> Plan:
         "fsdp": {
             "code": "torchtitan",
             "replicas": case.replicas,
+            "return_outputs": case.outputs,
             "ends_apart": case.ends_apart,
             "reshard_after_forward": False,
         },
@@ -109,7 +112,7 @@ def marks_of(program: Program, place: Place) -> Marks:
 @pytest.mark.parametrize(("case", "rank"), RANKS)
 def test_every_pass(case: Case, rank: int) -> None:
     """Bytes held as each pass begins, the peak of each, and what is held between iterations."""
-    pipeline = Pipeline(case.edges, case.ranks, case.schedule, case.microbatches)
+    pipeline = Pipeline(case.edges, case.ranks, case.schedule, case.microbatches, case.outputs)
     sharding = oracle.Sharding(SHARDS, case.replicas, reduce_dtype=case.reduce)
     traced = traced_pipeline(case.sizes, pipeline, rank, sharding, case.recompute, ends_apart=case.ends_apart)
     program = programs(case)[rank]

@@ -85,16 +85,27 @@ def test_gradients_are_whole_until_the_reduction() -> None:
 
 
 @pytest.mark.parametrize("gbs", ["16", "80"])
-@pytest.mark.parametrize("flags", [FLAGS, {**FLAGS, "schedule": "gpipe"}, INTERLEAVED], ids=["1f1b", "gpipe", "vpp"])
+@pytest.mark.parametrize(
+    "flags",
+    [FLAGS, {**FLAGS, "schedule": "gpipe"}, INTERLEAVED, {**FLAGS, "return-outputs": "true"}],
+    ids=["1f1b", "gpipe", "vpp", "outputs"],
+)
 def test_the_allocator_sees_what_is_requested(flags: dict[str, str], gbs: str) -> None:
-    """Without rounding of blocks both peaks are one, at every number of micro-batches."""
+    """But for what blocks are larger than requests both peaks are one, at every number of micro-batches."""
     made = programs({**flags, "gbs": gbs, "recompute": "full"})
     for program, replayed in zip(made, replay(made, AllocatorSettings(), ()), strict=True):
         folded = fold_program(program)
         rounding = replayed.breakdown[Category.BLOCK_ROUNDING]
-        assert replayed.static == folded.static
+        assert 0 <= replayed.static - folded.static <= rounding
         assert 0 <= replayed.allocated - folded.peak <= rounding + 1024
         assert replayed.reserved >= replayed.allocated
+
+
+def test_kept_outputs_lie_there_between_iterations() -> None:
+    """Logits (b, s, v) in bf16 of every micro-batch, on the last stage."""
+    kept, dropped = (programs({**FLAGS, "return-outputs": value}) for value in ("true", "false"))
+    more = [fold_program(one).static - fold_program(other).static for one, other in zip(kept, dropped, strict=True)]
+    assert more == [0, 0, 0, 8 * 256 * 128_256 * 2]
 
 
 @pytest.mark.parametrize("flags", [FLAGS, INTERLEAVED], ids=["1f1b", "vpp"])
@@ -128,6 +139,7 @@ def test_the_reduction_is_among_the_details() -> None:
         ({"pp": "16", "gbs": "64"}, "layout.pp", "makes 16 stages"),
         ({"pp": "1", "vpp": "2"}, "layout.vpp", "nothing to interleave"),
         ({"pp": "1", "schedule": "gpipe"}, "pipeline.schedule", "belongs to pipeline parallelism"),
+        ({"pp": "1", "return-outputs": "true"}, "fsdp.return_outputs", "belongs to pipeline parallelism"),
         ({"partition": "uniform"}, "pipeline.partition", "torchtitan's own split"),
     ],
 )
