@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .frameworks import fsdp_notices
 from .frameworks.states import managed_bytes
 from .layers.module import hold_bytes
 from .plan.loss_checks import FUSED
@@ -21,6 +22,7 @@ def warnings(plan: Plan, programs: Sequence[Program]) -> tuple[Notice, ...]:
         for source in (
             _logits,
             _managed_states,
+            fsdp_notices.warnings,
             _recompute,
             _recomputed_for_nothing,
             _empty_stages,
@@ -273,14 +275,6 @@ FSDP = (
     "pools the allocator keeps apart; sizes of rank 0, whose shards are the largest",
 )
 
-FSDP_PIPELINE = (
-    "layers as torchtitan's, in stages of torch.distributed.pipelining 2.13; NCCL's work of a lone send keeps its "
-    "tensor, so GPipe and the interleaved schedule hold all that they have sent until the iteration ends",
-    "one call of the schedule is an iteration; unless fsdp.return_outputs is set (torchtitan before October 2025) the "
-    "last stage drops each micro-batch's logits; receive buffers stay for good",
-    "shapes known beforehand: that the first iteration infers them by a pass of its own is not replayed",
-)
-
 UNFUSED = (
     "fp16 without ZeRO: FP16_UnfusedOptimizer (DeepSpeed's branch big-science takes it for apex FusedAdam, too), so "
     "every gradient is cast to fp32 at once in the step",
@@ -306,7 +300,8 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
             result.append("SGD with momentum (one fp32 state a parameter)")
         return tuple(result)
     if plan.framework == "fsdp":
-        result += FSDP + (FSDP_PIPELINE if plan.layout.pp > 1 else ())
+        result += FSDP
+        result += fsdp_notices.PIPELINE if plan.layout.pp > 1 else ()
     if plan.framework == "megatron-deepspeed":
         result += MEGATRON
         if plan.precision.dtype == "fp16" and plan.layout.zero == 0:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from ..layers.coverage import TRANSFORMERS, check_covered
 from ..layers.module import Options
 from ..plan.errors import PlanError
-from ..plan.plan import Fsdp, Pipeline, Plan
+from ..plan.plan import Fsdp, Plan
 from ..program import Program
 from .fsdp import Model, host_bytes, program, transformers_model, unsynced_program
-from .fsdp_stages import stage_programs
+from .fsdp_stages import check_no_pipeline, stage_programs
 from .fsdp_torchtitan import ActivationCheckpointing, torchtitan_model
 from .fsdp_units import Sharding, shard
 
@@ -34,15 +34,6 @@ def check(plan: Plan, given: Fsdp) -> None:
         if value != 1:
             problem = "must be 1: fsdp is modelled with data and pipeline parallelism only"
             raise PlanError(f"layout.{name}", value, problem)
-    if layout.vpp > 1 and layout.pp == 1:
-        raise PlanError("layout.vpp", layout.vpp, "must be 1 with pp 1: there is nothing to interleave")
-    if given.return_outputs and layout.pp == 1:
-        raise PlanError("fsdp.return_outputs", True, "belongs to pipeline parallelism (pp > 1)")
-    if layout.pp == 1:
-        for name, default in Pipeline():
-            if getattr(plan.pipeline, name) != default:
-                problem = "belongs to pipeline parallelism (pp > 1)"
-                raise PlanError(f"pipeline.{name}", getattr(plan.pipeline, name), problem)
     if dp % given.replicas:
         raise PlanError("fsdp.replicas", given.replicas, f"must divide dp, which is {dp}")
     shards, to = dp // given.replicas, given.reshard_to
@@ -93,6 +84,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     check(plan, given)
     if plan.layout.pp > 1:
         return stage_programs(plan, options, recompute_of(plan, given), sharding_of(plan, given))
+    check_no_pipeline(plan, given)
     model, sharding = model_of(plan, options, given), sharding_of(plan, given)
     made = program(plan, model, sharding)
     if not given.gradient_sync and made.microbatches > 1:

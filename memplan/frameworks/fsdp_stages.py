@@ -68,6 +68,19 @@ def check_pipeline(plan: Plan, given: Fsdp) -> None:
         raise PlanError("batch.gbs", plan.batch.gbs, problem)
 
 
+def check_no_pipeline(plan: Plan, given: Fsdp) -> None:
+    """Refuses what belongs to a pipeline where there is none."""
+    if plan.layout.vpp > 1:
+        raise PlanError("layout.vpp", plan.layout.vpp, "must be 1 with pp 1: there is nothing to interleave")
+    problem = "belongs to pipeline parallelism (pp > 1)"
+    if given.return_outputs:
+        raise PlanError("fsdp.return_outputs", True, problem)
+    for name, default in Pipeline():
+        value = getattr(plan.pipeline, name)
+        if value != default:
+            raise PlanError(f"pipeline.{name}", value, problem)
+
+
 def microbatches(plan: Plan) -> int:
     batch, dp = plan.batch, plan.layout.dp
     assert batch.gbs is not None

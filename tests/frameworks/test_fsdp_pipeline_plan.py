@@ -116,6 +116,16 @@ def test_an_iteration_leaves_sharded_gradients_alone(flags: dict[str, str]) -> N
         assert left[Category.GRADIENTS] == sum(left) == 4 * (program.elements or 0)
 
 
+def test_what_a_schedule_keeps_is_said() -> None:
+    """Whole gradients in fp32, and 64 micro-batches' hidden states and gradients of four chunks."""
+    flags = {**INTERLEAVED, "seq": "2048", "gbs": "128", "recompute": "full"}
+    notices = {notice.code: notice.message for notice in estimate(plan_of(flags)).warnings}
+    hidden = 2048 * 4096 * 2
+    assert f"{64 * (4 + 3) * hidden:,} bytes" in notices["sends-kept"]
+    assert "in fp32 on stage 1" in notices["gradients-whole"]
+    assert "sends-kept" not in {notice.code for notice in estimate(plan_of(FLAGS)).warnings}
+
+
 def test_the_reduction_is_among_the_details() -> None:
     phases = [(tape.module, tape.phase) for tape in detail(plan_of(FLAGS), 1)]
     assert ("layer.2", "reduce") in phases
