@@ -63,6 +63,13 @@ def test_layers_are_split_by_the_age_of_torchtitan() -> None:
     assert [program.entries[0] for program in by_hand] == ["embedding", "layer.0", "layer.5", "layer.7"]
 
 
+def test_every_second_layer_is_one_of_the_ranks_own() -> None:
+    """``_apply_ac_to_transformer_block`` counts the blocks that a process builds, whichever stage they are in."""
+    rank = programs({**INTERLEAVED, "recompute": "full", "recompute-every": "2"})[0]
+    kept = {span.names[0]: span.module.steady.forward_fold.net for span in rank.spans}
+    assert kept["layer.2"] == kept["layer.6"] < kept["layer.0"] == kept["layer.4"]
+
+
 def test_receive_buffers_are_there_for_every_micro_batch() -> None:
     """Hidden states of (b, s, h) in bf16, received from the stage before and, as gradients, from the one behind."""
     hidden = 256 * 4096 * 2
