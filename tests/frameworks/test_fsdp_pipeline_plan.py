@@ -67,7 +67,9 @@ def test_every_second_layer_is_one_of_the_ranks_own() -> None:
     """``_apply_ac_to_transformer_block`` counts the blocks that a process builds, whichever stage they are in."""
     rank = programs({**INTERLEAVED, "recompute": "full", "recompute-every": "2"})[0]
     kept = {span.names[0]: span.module.steady.forward_fold.net for span in rank.spans}
-    assert kept["layer.2"] == kept["layer.6"] < kept["layer.0"] == kept["layer.4"]
+    hidden = 256 * 4096 * 2
+    assert kept["layer.2"] == kept["layer.6"] == hidden
+    assert min(kept["layer.0"], kept["layer.4"]) > 10 * hidden
 
 
 def test_receive_buffers_are_there_for_every_micro_batch() -> None:
