@@ -18,6 +18,8 @@ SCHEDULES = {"1f1b": ("1f1b", False), "gpipe": ("gpipe", False), "interleaved1f1
 """A plan's schedule, and whether a rank has several stages, by torchtitan's name in small letters."""
 WEIGHED = "2025-04-15"
 """The day from which embedding and head count as layers."""
+ROUNDED = "2025-07-30"
+"""The day until which layers per stage must divide the model."""
 GIVEN = "2024-10-10"
 """The day until which stages must be given."""
 
@@ -103,7 +105,11 @@ def _count(settings: Settings, layers: int, pp: int, *, several: bool) -> int:
     if each is None:
         return pp * (2 if several else 1)
     assert isinstance(each.value, int)
-    return -(-(layers + sum(_weights(settings))) // each.value)
+    counted = layers + sum(_weights(settings))
+    if settings.era.day < ROUNDED and counted % (each.value * pp):
+        problem = f"must make equal stages of {layers} layers, embedding and head on {pp} ranks"
+        raise PlanError(name, each.value, problem, origin=each.origin)
+    return -(-counted // each.value)
 
 
 def _weights(settings: Settings) -> tuple[int, int]:
@@ -120,7 +126,7 @@ def _weights(settings: Settings) -> tuple[int, int]:
 
 
 def _even(settings: Settings, layers: int, count: int) -> tuple[int, ...]:
-    """``count`` stages of as many layers each, and one more in the first ones (until April 2025 those behind the first)."""
+    """``count`` stages of as many layers each; the first ones (until April 2025 the second and on) have one more."""
     day = settings.era.day
     if day < GIVEN or "2025-04-07" <= day < WEIGHED:
         name = settings.name(
