@@ -75,7 +75,7 @@ def read_torchtitan(place: str, said: Said) -> Launch:
     if gpus is not None and said.gpus is not None and gpus.value != said.gpus.value:
         raise PlanError("", ABSENT, f"{gpus.value} GPUs are not the {said.gpus.value} of --gpus", origin=gpus.origin)
     building = torchtitan_plan(settings, gpus, said.vocabulary, said.flags)
-    assumptions = [f"{era.label}: {era.why}; --set torchtitan=RELEASE (or a day) names another"]
+    assumptions = [f"{era.label}: {era.why}"]
     if is_json and era.day >= NO_TOML:
         assumptions.append("linears in bf16, and attention by scaled_dot_product_attention: the file says of neither")
     notes = (*_notes(settings, strict=said.strict), *_differences(settings))
@@ -138,9 +138,7 @@ class _Finish:
             return
         name = self.settings.name(*(REPLICATE if dp > 1 else SHARD))
         what = "DDP" if dp > 1 else "one rank without fully_shard"
-        problem = (
-            f"makes it {what}, which is not modelled for torchtitan's models: 2 ranks or more must share parameters"
-        )
+        problem = f"means {what}, which is not modelled for torchtitan's models: 2 ranks or more must share parameters"
         raise PlanError(name, ABSENT, problem, origin=self._where(*REPLICATE) if dp > 1 else self._where(*SHARD))
 
     def _microbatch(self, plan: Plan) -> tuple[Node, int]:
@@ -237,18 +235,23 @@ def _other_day(key: Key, settings: Settings) -> str:
 
 
 def _notes(settings: Settings, *, strict: bool) -> Iterator[Note]:
-    """Keys that no table has or that are not modelled; errors if ``strict``."""
+    """Keys that no table has, that are another day's, or that are not modelled; errors if ``strict``."""
+    elsewhere: list[str] = []
     for name, node in settings.given.items():
         problem = _problem(name, settings)
         if problem is None:
             continue
         if strict:
             raise PlanError(name, node.plain(), f"{problem} (--strict)", origin=node.origin)
-        unknown = problem.startswith("is no key")
-        yield Note(
-            "argument-unknown" if unknown else "argument-not-modelled",
-            one_line(f"{name} = {shown(node.plain())} ({node.origin}) {problem}"),
-        )
+        key = key_of(name)
+        if key is not None and not key.name.endswith("*") and not key.was(settings.era.day):
+            elsewhere.append(name)
+            continue
+        code = "argument-unknown" if problem.startswith("is no key") else "argument-not-modelled"
+        yield Note(code, one_line(f"{name} = {shown(node.plain())} ({node.origin}) {problem}"))
+    if elsewhere:
+        names = ", ".join(elsewhere[:6]) + (", …" if len(elsewhere) > 6 else "")
+        yield Note("argument-unknown", one_line(f"{names}: no keys of {settings.era.label}, and left out"))
 
 
 def _problem(name: str, settings: Settings) -> str | None:

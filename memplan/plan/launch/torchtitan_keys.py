@@ -29,6 +29,7 @@ SAVED = "2025-10-21"
 NO_FSDP2 = "2024-03-28"
 """The day on which ``fully_shard`` came."""
 
+_ANOTHER = "--set torchtitan=RELEASE (or a day) names another"
 _FILE = Path(__file__).parent / "arguments" / "torchtitan.txt"
 _HEADING = re.compile(r"\[(modelled|irrelevant|not-modelled)\](?: (.*))?")
 _LINE = re.compile(r"([\w.*]+) (\d{4}-\d\d-\d\d) (\d{4}-\d\d-\d\d|-)(?: =(\S*))?(?: if (\S+))?")
@@ -111,14 +112,14 @@ def key_of(name: str) -> Key | None:
 
 
 def nearest_key(name: str, day: str) -> str | None:
-    """The key of ``day`` that ``name`` was probably meant to be: in its own section, or the same in another."""
+    """The key of ``day`` that ``name`` was probably meant to be: in its own section, or the same in another one."""
     known = [key.name for key in keys().values() if key.was(day) and not key.name.endswith("*")]
     section, _, last = name.rpartition(".")
     moved = [other for other in known if other.rpartition(".")[2] == last]
     if len(moved) == 1:
         return moved[0]
     guess = nearest(last, [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section])
-    return f"{section}.{guess}" if guess and " or " not in guess else None
+    return f"{section}.{guess}" if guess and " or " not in guess else nearest(name, known, cutoff=0.8)
 
 
 def era_of(names: Iterable[str], *, is_json: bool, version: str | None) -> Era:
@@ -127,7 +128,7 @@ def era_of(names: Iterable[str], *, is_json: bool, version: str | None) -> Era:
     Where no release has, the last day on which they were keys together. ``version`` is what the user said.
     """
     if version is not None:
-        return Era(_day(version), "as --set torchtitan says")
+        return Era(_day(version), "as --set says")
     first, end = (SAVED, "9999-12-31") if is_json else (min(key.since for key in keys().values()), NO_TOML)
     known = [key for key in (key_of(name) for name in names) if key is not None and first < key.until]
     since = max((key.since for key in known if key.since < end), default=first)
@@ -137,9 +138,9 @@ def era_of(names: Iterable[str], *, is_json: bool, version: str | None) -> Era:
     between += f"until {until}" if until <= NEWEST else f"to {NEWEST}"
     released = [day for day in RELEASES.values() if since <= day < until]
     if released:
-        return Era(released[-1], f"the newest release with all keys of the file ({between})")
+        return Era(released[-1], f"the newest release with all keys of the file ({between}); {_ANOTHER}")
     day = NEWEST if until > NEWEST else (date.fromisoformat(until) - timedelta(days=1)).isoformat()
-    return Era(day, f"the newest code with all keys of the file ({between}); no release has them")
+    return Era(day, f"the newest code with all keys of the file ({between}), which no release has; {_ANOTHER}")
 
 
 def _day(version: str) -> str:
