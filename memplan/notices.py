@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from .frameworks.states import managed_bytes
 from .layers.module import hold_bytes
 from .plan.loss_checks import FUSED
+from .plan.optimizer_checks import EIGHT_BIT as EIGHT_BIT_NAMES
 from .plan.plan import Plan
 from .program import Program
 from .result import Notice
@@ -361,6 +362,10 @@ def _of_optimizer(plan: Plan) -> tuple[str, ...]:
     optimizer = plan.optimizer
     if optimizer.implementation == "bitsandbytes" and optimizer.name != "lion":
         return ("32-bit Adam of bitsandbytes, whose states are fp32 whatever the parameters' dtype",)
+    if optimizer.name in EIGHT_BIT_NAMES:
+        size = optimizer.block_size or 0
+        whose = {256: "bitsandbytes' from 0.44", 2048: "bitsandbytes' before 0.44"}.get(size, "as given")
+        return (f"an fp32 scale for every {size} elements of 8-bit states ({whose})",)
     if optimizer.name == "sgd":
         momentum = "with momentum (one state)" if optimizer.momentum else "without momentum (no state)"
         decay = "with" if optimizer.weight_decay else "without"

@@ -49,8 +49,9 @@ EAGER_ONLY = ("gemma2", "gptj", "falcon")
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables that Megatron-Core's deterministic mode sets."""
 
-BLOCK_SIZE = 2048
-"""Elements per scale of bitsandbytes' 8-bit states, as of 2021."""
+BLOCK_SIZE, OLD_BLOCK_SIZE = 256, 2048
+"""Elements per scale of bitsandbytes' 8-bit states, from its 0.44 of September 2024, and before (``Optimizer2State``,
+``init_state``, of ``optim/optimizer.py``)."""
 
 CUTOFFS = (20_000, 80_000)
 """First tokens of the tail clusters of an adaptive softmax, for vocabularies that are larger.
@@ -163,7 +164,9 @@ def _batch(batch: Batch, plan: Plan, layout: Layout, hardware: Hardware) -> Batc
 
 def _optimizer(optimizer: Optimizer, plan: Plan) -> Optimizer:
     if optimizer.name in EIGHT_BIT:
-        return optimizer.model_copy(update={"block_size": optimizer.block_size or BLOCK_SIZE})
+        older = plan.framework == "megatron-deepspeed" or plan.code == "2020"
+        block = optimizer.block_size or (OLD_BLOCK_SIZE if older else BLOCK_SIZE)
+        return optimizer.model_copy(update={"block_size": block})
     default = IMPLEMENTATIONS[optimizer.name][0]
     if plan.framework == "megatron" or (plan.framework in MEGATRONS and optimizer.name in ("adam", "adamw")):
         default = "apex"
