@@ -26,6 +26,7 @@ from .torchtitan_plan import (
     PP,
     REPLICATE,
     RESHARD,
+    SEQUENCE,
     SHARD,
     TOKENS,
     torchtitan_plan,
@@ -116,8 +117,11 @@ class _Finish:
         size = mbs.value if "batch.mbs" not in read.origins else plan.batch.mbs
         assert isinstance(size, int)
         put("batch.gbs", self._all(size * passes, dp, plan))
-        if layout.tp > 1 and not self._whole_loss().value:
-            put("loss.kind", Node("vocab-parallel", self._whole_loss().origin))
+        if layout.tp > 1:
+            whole = self._whole_loss()
+            put("loss.kind", Node("plain" if whole.value else "vocab-parallel", whole.origin))
+            if self.settings.has(SEQUENCE):
+                put("layout.sequence_parallel", self.settings.switch(SEQUENCE))
         if layout.pp > 1:
             put("fsdp.reshard_after_forward", Node(False, self._where(*RESHARD)))
             cut = stages(self.settings, plan.model.layers, layout.pp)

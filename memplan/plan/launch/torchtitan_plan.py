@@ -35,6 +35,7 @@ TP = ("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree", "
 PP = tuple(f"{section}.pipeline_parallel_degree" for section in ("parallelism", "experimental", "training"))
 CP = tuple(f"{section}.context_parallel_degree" for section in ("parallelism", "experimental"))
 RESHARD = tuple(f"{section}.fsdp_reshard_after_forward" for section in ("parallelism", "training"))
+SEQUENCE = "parallelism.enable_sequence_parallel"
 LOSS_WHOLE = tuple(f"{section}.disable_loss_parallel" for section in ("parallelism", "training"))
 
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -176,6 +177,7 @@ def _layout(building: Building, settings: Settings, gpus: Node | None, flags: Co
     building.because("parallelism.num_pp_microbatches", f"{_WITH_STAGES}: batch.gbs")
     for name in (*LOSS_WHOLE, "training.enable_loss_parallel"):
         building.because(name, "with tensor parallelism: loss.kind")
+    building.because(SEQUENCE, "with tensor parallelism: layout.sequence_parallel")
 
 
 def _batch(building: Building, settings: Settings) -> None:

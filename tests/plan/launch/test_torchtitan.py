@@ -370,11 +370,14 @@ def test_tensor_parallel_ranks_have_their_part_of_the_loss(read: Read) -> None:
 
     assert kind(RELEASE_0_2) is None
     assert kind(RELEASE_0_2, tp="2") == "vocab-parallel"
-    assert kind(RELEASE_0_2, "parallelism.disable_loss_parallel=true", tp="2") is None
+    assert kind(RELEASE_0_2, "parallelism.disable_loss_parallel=true", tp="2") == "plain"
     assert kind(SUMMER_2024, tp="2") == "vocab-parallel"
-    assert kind(SUMMER_2024, "training.enable_loss_parallel=false", tp="2") is None
+    assert kind(SUMMER_2024, "training.enable_loss_parallel=false", tp="2") == "plain"
     assert kind(SAVED, tp="2") == "vocab-parallel"
     assert kind(RELEASE_0_2, tp="2", loss="plain") == "plain"
+    whole = saved(parallelism={"enable_sequence_parallel": False})
+    assert "sequence_parallel" in read(whole, tp="2").plan.layout.model_fields_set
+    assert "sequence_parallel" not in read(whole).plan.layout.model_fields_set
 
 
 def test_flags_lie_over_the_file(read: Read) -> None:
