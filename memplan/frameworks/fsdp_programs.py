@@ -9,6 +9,7 @@ from ..layers.module import Options
 from ..plan.errors import PlanError
 from ..plan.plan import Fsdp, Plan
 from ..program import Program
+from . import fsdp_torchtitan_tp
 from .fsdp import Model, host_bytes, program, transformers_model, unsynced_program
 from .fsdp_torchtitan import ActivationCheckpointing, torchtitan_model
 from .fsdp_units import Sharding, shard
@@ -28,10 +29,12 @@ def check(plan: Plan, given: Fsdp) -> None:
         raise PlanError("model.family", plan.model.family, problem)
     dp, layout = plan.layout.dp, plan.layout
     assert dp is not None
-    for name in ("tp", "pp", "cp", "ep", "vpp"):
+    if layout.tp > 1:
+        fsdp_torchtitan_tp.check(plan, given)
+    for name in ("pp", "cp", "ep", "vpp"):
         value = getattr(layout, name)
         if value != 1:
-            raise PlanError(f"layout.{name}", value, "must be 1: fsdp is modelled with data parallelism only")
+            raise PlanError(f"layout.{name}", value, "must be 1: fsdp is modelled with data and tensor parallelism only")
     if dp % given.replicas:
         raise PlanError("fsdp.replicas", given.replicas, f"must divide dp, which is {dp}")
     shards, to = dp // given.replicas, given.reshard_to
@@ -55,7 +58,7 @@ def sharding_of(plan: Plan, given: Fsdp) -> Sharding:
     assert plan.layout.dp is not None
     shards = plan.layout.dp // given.replicas
     compute = plan.precision.dtype
-    return Sharding(shards, given.replicas, given.parameters, compute, given.reduce, given.offload)
+    return Sharding(shards, given.replicas, given.parameters, compute, given.reduce, given.offload, plan.layout.tp)
 
 
 def model_of(plan: Plan, options: Options, given: Fsdp) -> Model:

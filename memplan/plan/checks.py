@@ -53,7 +53,7 @@ def check_framework(plan: Plan) -> None:
         if getattr(layout, name) > 1:
             problem = f"must be 1 with framework {plan.framework}: {what} are modelled under megatron"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
-    if layout.sequence_parallel:
+    if layout.sequence_parallel and plan.framework != "fsdp":
         problem = f"must be false with framework {plan.framework}: sequence parallelism is modelled under megatron"
         raise PlanError("layout.sequence_parallel", True, problem)
 
@@ -107,7 +107,11 @@ def check_layout(plan: Plan) -> None:
 def _check_undivided(plan: Plan) -> None:
     """``single``, ``ddp`` and ``device-map`` keep every parameter whole."""
     framework, layout = plan.framework, plan.layout
+    if layout.sequence_parallel and layout.tp == 1:
+        raise PlanError("layout.sequence_parallel", True, "must be false with tp = 1: there is nothing to shard")
     for name in ("tp", "pp"):
+        if name == "tp" and framework == "fsdp":
+            continue
         if getattr(layout, name) > 1:
             problem = f"must be 1 with framework {framework}; megatron and megatron-deepspeed split a model"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)

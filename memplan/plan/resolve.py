@@ -106,7 +106,7 @@ def resolve(plan: Plan) -> Plan:
 
 def _hardware_and_layout(plan: Plan) -> tuple[Hardware, Layout]:
     """Number of GPUs and data-parallel size, each from the other; and the capacity of the GPU."""
-    hardware, layout = plan.hardware, _with_virtual_stages(plan)
+    hardware, layout = plan.hardware, _with_sequence_parallel(plan, _with_virtual_stages(plan))
     one_replica = layout.tp * layout.pp * layout.cp
     gpus, dp = hardware.gpus, layout.dp
     if plan.framework == "device-map":
@@ -133,6 +133,16 @@ def _with_virtual_stages(plan: Plan) -> Layout:
         return layout
     (first, *_) = stages(plan.model.layers, layout.pp, None, layout=pipeline.layout)
     return layout.model_copy(update={"vpp": len(first)})
+
+
+def _with_sequence_parallel(plan: Plan, layout: Layout) -> Layout:
+    """torchtitan's tensor parallelism always shards norms along the sequence (``SequenceParallel``)."""
+    if plan.framework != "fsdp" or layout.tp == 1 or layout.sequence_parallel:
+        return layout
+    if "sequence_parallel" in layout.model_fields_set:
+        problem = "must be true with framework fsdp and tp > 1: torchtitan's tensor parallelism has no other"
+        raise PlanError("layout.sequence_parallel", False, problem)
+    return layout.model_copy(update={"sequence_parallel": True})
 
 
 def _devices(plan: Plan) -> int:
@@ -195,7 +205,8 @@ def _recompute(recompute: Recompute, plan: Plan) -> Recompute:
 
 
 def _loss(loss: Loss, plan: Plan) -> Loss:
-    default: LossKind = "vocab-parallel" if plan.framework in MEGATRONS else "plain"
+    parallel = plan.framework in MEGATRONS or (plan.framework == "fsdp" and plan.layout.tp > 1)
+    default: LossKind = "vocab-parallel" if parallel else "plain"
     kind = loss.kind or default
     cutoffs = loss.cutoffs
     if kind == "adaptive-softmax" and cutoffs is None:
