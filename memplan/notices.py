@@ -274,6 +274,11 @@ FSDP = (
     "pools the allocator keeps apart; sizes of rank 0, whose shards are the largest",
 )
 
+TENSOR_PARALLEL = (
+    "DTensor's tensor and sequence parallelism as torchtitan's Llama has it, its collectives those of PyTorch 2.13, "
+    "each with a buffer of its own; async TP (symmetric memory), float8 and NCCL's own buffers are not counted",
+)
+
 UNFUSED = (
     "fp16 without ZeRO: FP16_UnfusedOptimizer (DeepSpeed's branch big-science takes it for apex FusedAdam, too), so "
     "every gradient is cast to fp32 at once in the step",
@@ -300,6 +305,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         return tuple(result)
     if plan.framework == "fsdp":
         result += FSDP
+        result += TENSOR_PARALLEL if plan.layout.tp > 1 else ()
     if plan.framework == "megatron-deepspeed":
         result += MEGATRON
         if plan.precision.dtype == "fp16" and plan.layout.zero == 0:

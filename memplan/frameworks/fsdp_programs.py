@@ -34,7 +34,8 @@ def check(plan: Plan, given: Fsdp) -> None:
     for name in ("pp", "cp", "ep", "vpp"):
         value = getattr(layout, name)
         if value != 1:
-            raise PlanError(f"layout.{name}", value, "must be 1: fsdp is modelled with data and tensor parallelism only")
+            problem = "must be 1: fsdp is modelled with data and tensor parallelism only"
+            raise PlanError(f"layout.{name}", value, problem)
     if dp % given.replicas:
         raise PlanError("fsdp.replicas", given.replicas, f"must divide dp, which is {dp}")
     shards, to = dp // given.replicas, given.reshard_to

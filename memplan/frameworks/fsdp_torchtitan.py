@@ -122,7 +122,8 @@ def torchtitan_model(
     check(plan)
     shape = plain.layer_shape(plan)
     names = plain.layer_names(plan.model.layers)
-    blocks, (embedding, norm, head, loss) = modules(plan, shape, [recompute.of(at) for at in range(len(names))], options)
+    modes = [recompute.of(at) for at in range(len(names))]
+    blocks, (embedding, norm, head, loss) = modules(plan, shape, modes, options)
     layers = [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     after = [Span(norm, ("final_norm",)), Span(head, ("head",)), Span(loss, ("loss",))]
     spans = (Span(embedding, ("embedding",)), *layers, *after)

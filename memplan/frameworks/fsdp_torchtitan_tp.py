@@ -25,8 +25,7 @@ Modules = tuple[Module, Module, Module, Module]
 
 def check(plan: Plan, given: Fsdp) -> None:
     """Refuses what tensor parallelism does not have here, and what it would cut into unequal parts."""
-    spec, t, seq = plan.model, plan.layout.tp, plan.batch.seq
-    assert seq is not None
+    spec, t = plan.model, plan.layout.tp
     if given.code != "torchtitan":
         problem = "must be 1 with fsdp.code transformers: its tp_plan is not modelled; torchtitan's Llama is"
         raise PlanError("layout.tp", t, problem)
@@ -35,7 +34,6 @@ def check(plan: Plan, given: Fsdp) -> None:
         (spec.kv_heads, "key/value heads"),
         (spec.ffn, "features of the MLP (ffn)"),
         (spec.vocab, "tokens of the vocabulary"),
-        (seq, "tokens of a sequence"),
     ):
         if size % t:
             problem = f"must divide the {size} {what}: unequal parts, which DTensor pads, are not modelled"
