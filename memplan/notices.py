@@ -84,6 +84,9 @@ def _padded_vocab_size(plan: Plan) -> int:
 
 
 def _vocab_of_a_rank(plan: Plan) -> int:
+    """Of the logits that the loss takes; without ``loss_parallel`` DTensor gathers them."""
+    if plan.framework == "fsdp" and plan.loss.kind == "plain":
+        return plan.model.vocab
     return _padded_vocab_size(plan) // plan.layout.tp
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplan.allocator import AllocatorSettings
 from memplan.estimate import estimate
 from memplan.frameworks import fsdp, fsdp_torchtitan
 from memplan.frameworks.fsdp_programs import model_of, programs, sharding_of
@@ -20,6 +21,7 @@ from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import Program, fold_program
+from memplan.replay_streams import replay_streams
 from memplan.tape import ROUND, Category, Hold
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
@@ -28,7 +30,8 @@ from ..oracle.fsdp import Sharding, Steps
 from ..oracle.torchtitan import Sizes
 
 SIZES = Sizes(hidden=192, heads=8, kv_heads=4, ffn=448, vocab=1008, layers=3, b=2, s=64)
-ONE_SEQUENCE = replace(SIZES, kv_heads=8, b=1)
+TWO_LAYERS = replace(SIZES, layers=2)
+ONE_SEQUENCE = replace(TWO_LAYERS, kv_heads=8, b=1)
 FOUR = Sharding(4)
 
 
@@ -40,21 +43,29 @@ class Case:
     sharding: Sharding = FOUR
     ends_apart: bool = False
     sizes: Sizes = SIZES
+    every: int = 1
+    """With full recompute: which layers."""
+
+    def modes(self) -> list[str]:
+        """Of each layer."""
+        layers = range(1, self.sizes.layers + 1)
+        return [self.recompute if self.recompute != "full" or not at % self.every else "none" for at in layers]
 
 
 SIXTEEN_BIT = Sharding(4, original="bf16", param_dtype=None, reduce_dtype=None)
 IN_FP32 = Sharding(2, param_dtype=None, reduce_dtype=None)
+ALONE_IN_FP32 = Sharding(1, param_dtype=None, reduce_dtype=None)
 REPLICATED = Sharding(3, 2, reduce_dtype="bf16")
 TWICE = Sharding(4, synced=(True, True))
 CASES = {
     "tp2-none": Case(2, "none", True),
     "tp2-full-logits-gathered": Case(2, "full", False, REPLICATED),
-    "tp2-op-two-microbatches": Case(2, "op", True, TWICE, ends_apart=True),
-    "tp2-op-fp32": Case(2, "op", False, IN_FP32),
-    "tp4-none-logits-gathered": Case(4, "none", False, ends_apart=True),
-    "tp4-full-bf16": Case(4, "full", True, SIXTEEN_BIT),
+    "tp2-op-two-microbatches": Case(2, "op", True, TWICE, ends_apart=True, sizes=TWO_LAYERS),
+    "tp2-op-fp32": Case(2, "op", False, IN_FP32, sizes=TWO_LAYERS),
+    "tp4-none-logits-gathered": Case(4, "none", False, ends_apart=True, sizes=TWO_LAYERS),
+    "tp4-every-second-layer-bf16": Case(4, "full", True, SIXTEEN_BIT, every=2),
     "tp4-op": Case(4, "op", True),
-    "tp4-none-fp32-one-shard": Case(4, "none", True, Sharding(1, param_dtype=None, reduce_dtype=None)),
+    "tp4-none-fp32-one-shard": Case(4, "none", True, ALONE_IN_FP32, sizes=TWO_LAYERS),
     "tp8-op-one-sequence": Case(8, "op", False, Sharding(2), sizes=ONE_SEQUENCE),
 }
 
@@ -74,6 +85,7 @@ def flags_of(case: Case) -> dict[str, str]:
         "attention": "flash",
         "loss": "vocab-parallel" if case.parallel_loss else "plain",
         "recompute": "full" if case.recompute == "full" else "none",
+        "recompute-every": str(case.every),
         "recompute-per-operator": str(case.recompute == "op").lower(),
         "fsdp-replicas": str(sharding.replicas),
         "fsdp-parameters": sharding.original,
@@ -111,9 +123,8 @@ def compared(request: pytest.FixtureRequest) -> Compared:
             patch.setattr(fsdp_torchtitan.plain, "check_flash", lambda plan: None)
         model = model_of(plan, Options(accumulates_in_place=False), plan.fsdp)
     program = fsdp.program(plan, model, sharding_of(plan, plan.fsdp))
-    modes = [case.recompute] * case.sizes.layers
     loss, apart = case.parallel_loss, case.ends_apart
-    steps = oracle.traced(case.sizes, case.sharding, case.tp, modes, parallel_loss=loss, ends_apart=apart)
+    steps = oracle.traced(case.sizes, case.sharding, case.tp, case.modes(), parallel_loss=loss, ends_apart=apart)
     return Compared(case, program, steps)
 
 
@@ -167,6 +178,8 @@ def test_more_ranks_hold_less_each(tp: int, dp: int, loss: str, recompute: str, 
     whole, parts = one.parameter_tensors(), more.parameter_tensors()
     norms = sum(parameter.elements for parameter in whole if len(parameter.shape) == 1)
     assert tp * sum(p.elements for p in parts) == sum(p.elements for p in whole) + (tp - 1) * norms
+    replayed = replay_streams(more, AllocatorSettings(expandable_segments=True), ())
+    assert (replayed.static, replayed.allocated) == (of_more.static, of_more.peak)
     assert more.ranks == tuple(range(tp * dp))
     assert more.microbatches == one.microbatches
 
