@@ -148,9 +148,8 @@ def traced(
     *,
     parallel_loss: bool,
     ends_apart: bool = False,
-    iterations: int = 2,
 ) -> Steps:
-    """The last of ``iterations`` with AdamW (foreach), whose states exist by then."""
+    """An iteration with AdamW (foreach), whose states exist."""
     steps = Steps()
     with fake_ranks(tp * sharding.shards * sharding.replicas):
         mesh = init_device_mesh("cpu", (sharding.replicas, sharding.shards, tp), mesh_dim_names=("r", "dp", "tp"))
@@ -172,24 +171,25 @@ def traced(
             for tensor in (*model.parameters(), *model.buffers()):
                 follow.adopt(tensor, "state")
             optimizer = torch.optim.AdamW(list(model.parameters()), foreach=True)
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            update(optimizer, trace)
             tokens, labels = (torch.randint(0, sizes.vocab, (sizes.b, sizes.s)) for _ in range(2))
             gc.collect()
-            for _ in range(iterations):
-                trace.changes = []
-                steps.before, steps.stretches = trace.live, []
-                for sync in sharding.synced:
-                    model.set_requires_gradient_sync(sync)
-                    with loss_parallel() if parallel_loss else nullcontext():
-                        logits = model(tokens)
-                        loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
-                        del logits
-                        _cut(trace, steps)
-                        loss.backward()
-                        _cut(trace, steps)
-                    del loss
-                update(optimizer, trace)
-                _cut(trace, steps)
-                steps.end = trace.live
+            steps.before, trace.changes = trace.live, []
+            for sync in sharding.synced:
+                model.set_requires_gradient_sync(sync)
+                with loss_parallel() if parallel_loss else nullcontext():
+                    logits = model(tokens)
+                    loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+                    del logits
+                    _cut(trace, steps)
+                    loss.backward()
+                    _cut(trace, steps)
+                del loss
+            update(optimizer, trace)
+            _cut(trace, steps)
+            steps.end = trace.live
     return steps
 
 
