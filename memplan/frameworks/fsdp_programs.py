@@ -9,7 +9,6 @@ from ..layers.module import Options
 from ..plan.errors import PlanError
 from ..plan.plan import Fsdp, Plan
 from ..program import Program
-from . import fsdp_torchtitan_tp
 from .fsdp import Model, host_bytes, program, transformers_model, unsynced_program
 from .fsdp_torchtitan import ActivationCheckpointing, torchtitan_model
 from .fsdp_units import Sharding, shard
@@ -29,8 +28,9 @@ def check(plan: Plan, given: Fsdp) -> None:
         raise PlanError("model.family", plan.model.family, problem)
     dp, layout = plan.layout.dp, plan.layout
     assert dp is not None
-    if layout.tp > 1:
-        fsdp_torchtitan_tp.check(plan, given)
+    if layout.tp > 1 and not given.gradient_sync:
+        problem = "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch"
+        raise PlanError("fsdp.gradient_sync", False, problem)
     for name in ("pp", "cp", "ep", "vpp"):
         value = getattr(layout, name)
         if value != 1:

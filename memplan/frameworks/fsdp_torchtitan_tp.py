@@ -1,5 +1,4 @@
-"""torchtitan's Llama with tensor parallelism under ``fully_shard``: its modules on one rank, and what it asks of a
-plan.
+"""torchtitan's Llama with tensor parallelism under ``fully_shard``: its modules on one rank.
 
 ``torchtitan/parallelisms/parallelize_llama.py`` (``apply_tp``, before ``apply_fsdp``) of December 2024 (commit
 9dec370). ``fully_shard`` cuts each rank's local part of a parameter along dimension 0 once more, and brings a
@@ -16,31 +15,9 @@ from ..layers import torchtitan, torchtitan_tp
 from ..layers.autograd import Recorder, Tensor
 from ..layers.huggingface import LayerShape
 from ..layers.module import LEFT, Interface, Module, Options, Run, Tapes, build
-from ..plan.errors import PlanError
-from ..plan.plan import Fsdp, Plan
 from ..tape import Drop, Tape
 
 Modules = tuple[Module, Module, Module, Module]
-
-
-def check(plan: Plan, given: Fsdp) -> None:
-    """Refuses what tensor parallelism does not have here, and what it would cut into unequal parts."""
-    spec, t = plan.model, plan.layout.tp
-    if given.code != "torchtitan":
-        problem = "must be 1 with fsdp.code transformers: its tp_plan is not modelled; torchtitan's Llama is"
-        raise PlanError("layout.tp", t, problem)
-    for size, what in (
-        (spec.heads, "attention heads"),
-        (spec.kv_heads, "key/value heads"),
-        (spec.ffn, "features of the MLP (ffn)"),
-        (spec.vocab, "tokens of the vocabulary"),
-    ):
-        if size % t:
-            problem = f"must divide the {size} {what}: unequal parts, which DTensor pads, are not modelled"
-            raise PlanError("layout.tp", t, problem)
-    if not given.gradient_sync:
-        problem = "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch"
-        raise PlanError("fsdp.gradient_sync", False, problem)
 
 
 @lru_cache(maxsize=1024)

@@ -111,6 +111,7 @@ def _check_undivided(plan: Plan) -> None:
         raise PlanError("layout.sequence_parallel", True, "must be false with tp = 1: there is nothing to shard")
     for name in ("tp", "pp"):
         if name == "tp" and framework == "fsdp":
+            _check_tensor_parallel(plan)
             continue
         if getattr(layout, name) > 1:
             problem = f"must be 1 with framework {framework}; megatron and megatron-deepspeed split a model"
@@ -124,6 +125,22 @@ def _check_undivided(plan: Plan) -> None:
         raise PlanError(field, value, "must be 1 with framework single, which is one process on one GPU; ddp uses more")
     if framework == "device-map" and layout.dp != 1:
         raise PlanError("layout.dp", layout.dp, "must be 1 with framework device-map, which is one process")
+
+
+def _check_tensor_parallel(plan: Plan) -> None:
+    """``fsdp``: torchtitan's Llama has tensor parallelism, in equal parts."""
+    t, model = plan.layout.tp, plan.model
+    if t > 1 and plan.fsdp.code != "torchtitan":
+        problem = "must be 1 with framework fsdp and transformers' code, whose tp_plan is not modelled; torchtitan's is"
+        raise PlanError("layout.tp", t, problem)
+    for size, what in (
+        (model.heads, "attention heads"),
+        (model.kv_heads, "key/value heads"),
+        (model.ffn, "features of the MLP (ffn)"),
+        (model.vocab, "tokens of the vocabulary"),
+    ):
+        if size % t:
+            raise PlanError("layout.tp", t, f"must divide the {size} {what} ({_divisors(size)})")
 
 
 def check_batch(plan: Plan) -> None:

@@ -234,7 +234,7 @@ def _added(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"fsdp-code": "transformers"}, "layout.tp = 2: must be 1 with fsdp.code transformers: its tp_plan"),
+        ({"fsdp-code": "transformers"}, "layout.tp = 2: must be 1 with framework fsdp and transformers' code"),
         ({"tp": "3", "seq": "510"}, "layout.tp = 3: must divide the 32 attention heads"),
         ({"tp": "16"}, "layout.tp = 16: must divide the 8 key/value heads"),
         ({"seq": "511"}, "batch.seq = 511: must be a multiple of cp x tp = 2"),
