@@ -48,7 +48,7 @@ def first_block(block: Module, embedding: Module) -> Module:
     def after(tapes: Tapes) -> Tapes:
         return replace(tapes, forward=waited + tapes.forward)
 
-    return replace(block, first=after(block.first), steady=after(block.steady))
+    return replace(block, first=after(block.first), steady=after(block.steady), evaluation=waited + block.evaluation)
 
 
 @lru_cache(maxsize=1024)

@@ -72,7 +72,7 @@ class Policy:
 
 def checkpointed(r: Recorder, region: Callable[[Policy], Tensor], *, keeps: bool) -> Tensor:
     """``region`` under ``checkpoint(use_reentrant=False)``; ``keeps``: per operator."""
-    policy = Policy(keeps)
+    policy = Policy(keeps and r.grad_enabled)
 
     def again() -> Tensor:
         policy.products, policy.again = 0, True

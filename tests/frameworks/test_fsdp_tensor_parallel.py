@@ -117,15 +117,28 @@ class Compared:
 def compared(request: pytest.FixtureRequest) -> Compared:
     case = request.param
     assert isinstance(case, Case)
+    return Compared(case, made(case), traced(case))
+
+
+def made(case: Case) -> Program:
     plan = shrunk(plan_of(**flags_of(case)), case.sizes)
     with pytest.MonkeyPatch.context() as patch:
         if plan.precision.dtype == "fp32":  # for which the flash kernel has no recipe of its own: the plan is refused
             patch.setattr(fsdp_torchtitan.plain, "check_flash", lambda plan: None)
         model = model_of(plan, Options(accumulates_in_place=False), plan.fsdp)
-    program = fsdp.program(plan, model, sharding_of(plan, plan.fsdp))
-    loss, apart = case.parallel_loss, case.ends_apart
-    steps = oracle.traced(case.sizes, case.sharding, case.tp, case.modes(), parallel_loss=loss, ends_apart=apart)
-    return Compared(case, program, steps)
+    return fsdp.program(plan, model, sharding_of(plan, plan.fsdp))
+
+
+def traced(case: Case, *, evaluates: bool = False) -> Steps:
+    return oracle.traced(
+        case.sizes,
+        case.sharding,
+        case.tp,
+        case.modes(),
+        parallel_loss=case.parallel_loss,
+        ends_apart=case.ends_apart,
+        evaluates=evaluates,
+    )
 
 
 def test_every_event(compared: Compared) -> None:
@@ -147,8 +160,17 @@ def test_readings(compared: Compared) -> None:
     folded, steps = fold_program(compared.program), compared.steps
     assert folded.static == steps.before == steps.end
     assert folded.after_forward == steps.levels()[0]
-    assert 0 <= max(steps.peaks()[:-1]) - folded.backward_peak <= 3 * ROUND  # the loss and its gradient end later
+    assert 0 <= max(steps.peaks()[:-1]) - folded.backward_peak <= 2 * ROUND  # the loss and its gradient end later
     assert folded.step_peak == steps.peaks()[-1]
+
+
+def test_evaluation() -> None:
+    """Nothing is kept for backward, and the embedding's collective is waited for by the first block here, too."""
+    case = replace(CASES["tp8-op-one-sequence"], tp=4, parallel_loss=True)
+    spans = made(case).spans
+    events = [event for span in spans for event in named(span.module, span.module.evaluation) if event.name != "loss"]
+    changes = [change for change in traced(case, evaluates=True).stretches[0] if change.op != "aten.div.Tensor"]
+    assert drops_sorted(sizes(events)) == drops_sorted(sizes(changes))
 
 
 # -- what holds for every plan ----------------------------------------------------------------------

@@ -148,8 +148,9 @@ def traced(
     *,
     parallel_loss: bool,
     ends_apart: bool = False,
+    evaluates: bool = False,
 ) -> Steps:
-    """An iteration with AdamW (foreach), whose states exist."""
+    """An iteration with AdamW (foreach), whose states exist; or ``evaluates``: forward without a graph."""
     steps = Steps()
     with fake_ranks(tp * sharding.shards * sharding.replicas):
         mesh = init_device_mesh("cpu", (sharding.replicas, sharding.shards, tp), mesh_dim_names=("r", "dp", "tp"))
@@ -179,12 +180,13 @@ def traced(
             steps.before, trace.changes = trace.live, []
             for sync in sharding.synced:
                 model.set_requires_gradient_sync(sync)
-                with loss_parallel() if parallel_loss else nullcontext():
+                with loss_parallel() if parallel_loss else nullcontext(), torch.set_grad_enabled(not evaluates):
                     logits = model(tokens)
                     loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
                     del logits
                     _cut(trace, steps)
-                    loss.backward()
+                    if not evaluates:
+                        loss.backward()
                     _cut(trace, steps)
                 del loss
             update(optimizer, trace)
