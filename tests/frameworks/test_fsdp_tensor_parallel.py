@@ -162,6 +162,8 @@ def test_readings(compared: Compared) -> None:
     assert folded.after_forward == steps.levels()[0]
     assert 0 <= max(steps.peaks()[:-1]) - folded.backward_peak <= 2 * ROUND  # the loss and its gradient end later
     assert folded.step_peak == steps.peaks()[-1]
+    held = [change.bytes for change in steps.stretches[-1] if change.sign > 0]
+    assert sorted(held) == sorted(event.bytes for event in compared.program.step if isinstance(event, Hold))
 
 
 def test_evaluation() -> None:
