@@ -24,7 +24,7 @@ REPLICATED = "replicated"
 
 BUFFERS, LOGITS = Category.COMMUNICATION_BUFFERS, Category.LOGITS
 
-Run = Callable[[Recorder, Callable[[Recorder], Tensor]], Tensor]
+Runner = Callable[[Recorder, Callable[[Recorder], Tensor]], Tensor]
 """Runs an operator, and may keep its output for recomputation."""
 
 
@@ -47,7 +47,7 @@ def all_gather(r: Recorder, shape: Shape, dtype: str, t: int, name: str) -> Tens
     return r.empty((b, s * t, h), dtype, name)
 
 
-def reduce_scatter(r: Recorder, shape: Shape, dtype: str, t: int, name: str, run: Run | None = None) -> Tensor:
+def reduce_scatter(r: Recorder, shape: Shape, dtype: str, t: int, name: str, run: Runner | None = None) -> Tensor:
     """This rank's part, of ``shape`` (b, s / t, h), of the sum of all ranks' (b, s, h), sent as a copy."""
     b, s, h = shape
     sent = r.empty((b * t, s, h), dtype, f"{name}_sent", BUFFERS)
@@ -56,7 +56,7 @@ def reduce_scatter(r: Recorder, shape: Shape, dtype: str, t: int, name: str, run
     return out
 
 
-def _received(r: Recorder, shape: Shape, dtype: str, name: str, run: Run | None) -> Tensor:
+def _received(r: Recorder, shape: Shape, dtype: str, name: str, run: Runner | None) -> Tensor:
     return r.empty(shape, dtype, name) if run is None else run(r, lambda r: r.empty(shape, dtype, name))
 
 
@@ -72,7 +72,7 @@ def gathered(r: Recorder, x: Tensor, t: int, name: str) -> Tensor:
     return apart(out)
 
 
-def scattered(r: Recorder, x: Tensor, t: int, name: str, run: Run | None = None) -> Tensor:
+def scattered(r: Recorder, x: Tensor, t: int, name: str, run: Runner | None = None) -> Tensor:
     """``Partial`` to ``Shard(1)``: this rank's part of the sequence; its gradient is gathered. ``run``: what
     becomes of the output in a recomputed region."""
     b, s, h = x.shape

@@ -13,8 +13,8 @@ from memplan.allocator import AllocatorSettings
 from memplan.estimate import estimate
 from memplan.frameworks import fsdp, fsdp_torchtitan
 from memplan.frameworks.fsdp_programs import model_of, programs, sharding_of
-from memplan.layers import tensor_parallel
-from memplan.layers.autograd import Recorder, Tensor
+from memplan.layers import ops, tensor_parallel
+from memplan.layers.autograd import Recorder
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
@@ -240,16 +240,10 @@ def test_gradients_of_dtensors_are_not_added_in_place() -> None:
         x = tensor_parallel.apart(x) if wrap else x
         out = tensor_parallel.weighted(r, x, weight, "second")
         other = tensor_parallel.weighted(r, x, weight, "third")
-        r.backward([_added(r, out, other)], [r.empty((4, 256), "bf16", "gradient")])
+        r.backward([ops.add(r, out, other)], [r.empty((4, 256), "bf16", "gradient")])
         return sum(isinstance(event, Hold) and event.name == "gradient_sum" for event in r.events)
 
     assert (sums(False), sums(True)) == (0, 1)
-
-
-def _added(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
-    from memplan.layers import ops
-
-    return ops.add(r, x, y)
 
 
 # -- what is refused --------------------------------------------------------------------------------

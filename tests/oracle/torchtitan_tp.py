@@ -154,7 +154,7 @@ def traced(
     steps = Steps()
     with fake_ranks(tp * sharding.shards * sharding.replicas):
         mesh = init_device_mesh("cpu", (sharding.replicas, sharding.shards, tp), mesh_dim_names=("r", "dp", "tp"))
-        data, tensor = mesh["dp"] if sharding.replicas == 1 else mesh["r", "dp"], mesh["tp"]
+        data, parts = mesh["dp"] if sharding.replicas == 1 else mesh["r", "dp"], mesh["tp"]
         trace = Trace()
         with (
             warnings.catch_warnings(),
@@ -167,7 +167,7 @@ def traced(
         ):
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             model = _model(sizes, sharding.original)
-            apply_tp(model, tensor, parallel_loss=parallel_loss)
+            apply_tp(model, parts, parallel_loss=parallel_loss)
             _shard(model, data, sharding, modes, ends_apart)
             for tensor in (*model.parameters(), *model.buffers()):
                 follow.adopt(tensor, "state")
