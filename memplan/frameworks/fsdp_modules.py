@@ -8,10 +8,11 @@ from functools import lru_cache
 from math import prod
 
 from ..layers.module import INPUT, Module, Parameter, Tapes
+from ..layers.tensor_parallel import PARTIAL, REPLICATED
 from ..program import Span
 from ..tape import Category, Drop, Hold, Tape
 from .fsdp_hooks import LOCAL, PERSISTENT, Gradient, Role, Seams, seams
-from .fsdp_units import Sharding, Unit
+from .fsdp_units import Sharding, Unit, size
 
 SHARED_GRADIENT, SHARED_KEPT = -900, -950
 """Ids from here down to −999 are of gradients that wait in one module for the hooks of another."""
@@ -138,7 +139,7 @@ class Owned:
         return next(place for place, (_, other) in enumerate(self.modules) if other == name)
 
 
-def owned(spans: Sequence[Span], units: Sequence[Unit]) -> Owned:
+def owned(spans: Sequence[Span], units: Sequence[Unit], sharding: Sharding) -> Owned:
     """Who ends which gradient."""
     modules = [(span.module, name) for span in spans for name in span.names]
     renamed: list[tuple[tuple[int, int], ...]] = [() for _ in modules]
@@ -153,7 +154,7 @@ def owned(spans: Sequence[Span], units: Sequence[Unit]) -> Owned:
             if not unit.alone:
                 shared += len(holds)
             renamed[place] = tuple((hold.tensor, id) for hold, id in zip(holds, ids, strict=True))
-            own += [_gradient(hold, id, id - first + kept) for hold, id in zip(holds, ids, strict=True)]
+            own += [_gradient(hold, id, id - first + kept, sharding) for hold, id in zip(holds, ids, strict=True)]
         gradients.append(_in_order(own, unit.parameters))
     assert shared <= SHARED_GRADIENT - SHARED_KEPT, "too many gradients that wait for hooks"
     return Owned(tuple(modules), tuple(renamed), tuple(gradients))
@@ -163,7 +164,7 @@ def owned(spans: Sequence[Span], units: Sequence[Unit]) -> Owned:
 def _with_hooks(
     spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding, roles: tuple[Role, Role]
 ) -> tuple[Span, ...]:
-    own = owned(spans, units)
+    own = owned(spans, units, sharding)
     modules, gradients, last = own.modules, own.gradients, own.place(end)
     one, two = (seams(units, len(modules), last, sharding, gradients, role) for role in roles)
     cast = sharding.reduce != sharding.compute
@@ -174,16 +175,24 @@ def _with_hooks(
     )
 
 
-def _gradient(hold: Hold, id: int, kept: int) -> Gradient:
-    return Gradient(Drop(id, hold.bytes, hold.category), prod(hold.shape), kept)
+def _gradient(hold: Hold, id: int, kept: int, sharding: Sharding) -> Gradient:
+    placement, elements = hold.name.rpartition("/")[2], prod(hold.shape)
+    local = None
+    if placement in (PARTIAL, REPLICATED):
+        elements //= sharding.tensor if placement == REPLICATED else 1
+        bytes = size(elements, hold.dtype)
+        local = Hold(kept, bytes, Category.GRADIENTS, "redistributed_gradient", (elements,), hold.dtype)
+    return Gradient(Drop(id, hold.bytes, hold.category), elements, kept, local)
 
 
 def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) -> list[Gradient]:
-    """A unit's gradients in the order of its parameters; among equal sizes any."""
+    """A unit's gradients in the order of its parameters; among equal sizes any, but the embedding's, which comes
+    first, before the head's: tensor parallelism leaves it in another placement."""
     left = list(gradients)
     result = []
     for parameter in parameters:
-        one = next(gradient for gradient in left if gradient.elements == parameter.elements)
+        equal = [gradient for gradient in left if gradient.elements == parameter.elements]
+        one = min(equal, key=lambda gradient: gradient.local is None)
         left.remove(one)
         result.append(one)
     return result

@@ -77,7 +77,7 @@ def part(
     spans: tuple[Span, ...], loss: Module | None, units: tuple[Unit, ...], sharding: Sharding, ahead: bool
 ) -> Part:
     """A stage of ``spans``, whose parameters the schedule gathers ``ahead`` or its first forward does."""
-    own = owned(spans, units)
+    own = owned(spans, units, sharding)
     count = len(own.modules)
     hooks = _Stage(units, sharding, own.gradients, Role.KEPT_FIRST)
     outside: dict[What, list[tuple[int, Tape]]] = {}

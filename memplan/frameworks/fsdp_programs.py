@@ -29,10 +29,13 @@ def check(plan: Plan, given: Fsdp) -> None:
         raise PlanError("model.family", plan.model.family, problem)
     dp, layout = plan.layout.dp, plan.layout
     assert dp is not None
-    for name in ("tp", "cp", "ep"):
+    if layout.tp > 1 and not given.gradient_sync:
+        problem = "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch"
+        raise PlanError("fsdp.gradient_sync", False, problem)
+    for name in ("cp", "ep"):
         value = getattr(layout, name)
         if value != 1:
-            problem = "must be 1: fsdp is modelled with data and pipeline parallelism only"
+            problem = "must be 1: fsdp is modelled with data, tensor and pipeline parallelism only"
             raise PlanError(f"layout.{name}", value, problem)
     if dp % given.replicas:
         raise PlanError("fsdp.replicas", given.replicas, f"must divide dp, which is {dp}")
@@ -57,7 +60,7 @@ def sharding_of(plan: Plan, given: Fsdp) -> Sharding:
     assert plan.layout.dp is not None
     shards = plan.layout.dp // given.replicas
     compute = plan.precision.dtype
-    return Sharding(shards, given.replicas, given.parameters, compute, given.reduce, given.offload)
+    return Sharding(shards, given.replicas, given.parameters, compute, given.reduce, given.offload, plan.layout.tp)
 
 
 def model_of(plan: Plan, options: Options, given: Fsdp) -> Model:

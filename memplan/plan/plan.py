@@ -93,7 +93,7 @@ class Optimizer(_Section):
         None,
         ge=1,
         le=2**31,
-        description="elements per scale of 8-bit states; default: 2048, bitsandbytes' of 2021 (256 from 0.43)",
+        description="elements per scale of 8-bit states; default: 256, with older code 2048 (bitsandbytes before 0.44)",
         json_schema_extra={"flag": "--optimizer-block-size"},
     )
     embeddings_32bit: bool = Field(

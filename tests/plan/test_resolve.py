@@ -61,6 +61,18 @@ def test_megatron_deepspeed_has_its_own_defaults() -> None:
     assert resolved(**MEGATRON, optimizer="adam8bit").optimizer.block_size == 2048
 
 
+def test_blocks_of_8_bit_states_are_of_the_codes_age() -> None:
+    """bitsandbytes took 2048 elements until 0.43, and 256 since 0.44."""
+
+    def size(**flags: str) -> int | None:
+        return resolved(optimizer="adam8bit", **flags).optimizer.block_size
+
+    assert [size(model="gpt2", framework=framework) for framework in ("single", "ddp")] == [256, 256]
+    assert size(model="gpt2", optimizer_block_size="2048") == 2048
+    assert size(model="gpt2", code="2020", dtype="fp32") == size(**MEGATRON) == 2048
+    assert size(**MEGATRON, optimizer_block_size="256") == 256
+
+
 def test_adaptive_softmax_has_cutoffs_for_larger_vocabularies() -> None:
     flags = {"framework": "megatron-deepspeed", "loss": "adaptive-softmax"}
     assert resolved(model="bigscience-104b-250k", **flags).loss.cutoffs == (20_000, 80_000)
