@@ -20,6 +20,8 @@ ENDS_APART = "2025-07-28"
 """The day from which embedding, and norm with head, are units of their own (``apply_fsdp``)."""
 ALL_PRODUCTS = "2026-03-23"
 """The day from which selective recompute keeps every matrix product (``_get_default_save_ops``)."""
+OUTPUTS_DROPPED = "2025-10-22"
+"""The day from which the last stage keeps no logits (``train.py``, ``pp_schedule.step(return_outputs=False)``)."""
 FUSED = "2025-02-24"
 """The day from which the optimizer is fused by default."""
 
@@ -139,7 +141,10 @@ def _has(node: Node, names: set[str]) -> bool:
 def _layout(building: Building, settings: Settings, gpus: Node | None, flags: Collection[str]) -> None:
     put = building.put
     put("layout.tp", settings.integer(*TP, default=1), *TP)
-    put("layout.pp", settings.integer(*PP, default=1), *PP)
+    stages = settings.integer(*PP, default=1)
+    put("layout.pp", stages, *PP)
+    if stages.value != 1 and "pp" not in flags:
+        put("fsdp.return_outputs", Node(settings.era.day < OUTPUTS_DROPPED, settings.origin))
     put("layout.cp", settings.integer(*CP, default=1), *CP)
     replicas = settings.integer(*REPLICATE, default=1)
     put("fsdp.replicas", replicas, *REPLICATE)

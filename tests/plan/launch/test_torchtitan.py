@@ -135,6 +135,7 @@ def test_pipelines(read: Read) -> None:
     assert (plan.layout.pp, plan.layout.vpp, plan.pipeline.schedule) == (4, 1, "1f1b")
     assert plan.pipeline.partition == (0, 9, 18, 26, 35)
     assert (plan.batch.mbs, plan.batch.gbs, plan.fsdp.reshard_after_forward) == (1, 16, False)
+    assert not plan.fsdp.return_outputs
     plan = read(
         pipelined('pipeline_parallel_schedule = "Interleaved1F1B"', "pipeline_parallel_microbatch_size = 2"), **flags
     ).plan
@@ -157,6 +158,7 @@ def test_older_pipelines(read: Read) -> None:
     )
     plan = read(config, "torchtitan=2024-12-26").plan
     assert (plan.batch.mbs, plan.batch.gbs, plan.pipeline.partition) == (2, 16, (0, 9, 17, 25, 35))
+    assert plan.fsdp.return_outputs, "the last stage kept its logits until October 2025"
     more = config.replace(
         "[checkpoint]", 'pipeline_parallel_split_points = ["layers.2", "layers.9", "norm"]\n[checkpoint]'
     )
