@@ -92,7 +92,7 @@ Backward = Callable[["Recorder", Gradients], Sequence["Tensor | Unsummed | None"
 class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
-    __slots__ = ("backward", "frame", "inputs", "outputs", "saved", "sequence")
+    __slots__ = ("apart", "backward", "frame", "inputs", "outputs", "saved", "sequence")
 
     def __init__(
         self,
@@ -109,6 +109,8 @@ class Node:
         self.outputs = outputs
         self.frame: Frame | None = None
         """Where the saved tensors come from when they are recomputed."""
+        self.apart = False
+        """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place."""
 
 
 Edge = tuple[Node, int]
@@ -317,7 +319,7 @@ class Recorder:
                 target, slot = edge
                 buffer = buffers.setdefault(target, [None] * target.outputs)
                 if produced_one is not None:
-                    self._arrive(buffer, slot, produced_one)
+                    self._arrive(buffer, slot, produced_one, self.accumulates_in_place and not target.apart)
                 del produced_one
                 waiting[target] -= 1
                 if not waiting[target]:
@@ -337,13 +339,13 @@ class Recorder:
         returned.clear()
         return produced
 
-    def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor) -> None:
+    def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor, in_place: bool) -> None:
         held = buffer[slot]
         if held is None:
             buffer[slot] = gradient
-        elif self.accumulates_in_place and getrefcount(held.storage) == 2:
+        elif in_place and getrefcount(held.storage) == 2:
             return
-        elif self.accumulates_in_place and getrefcount(gradient.storage) == 2:
+        elif in_place and getrefcount(gradient.storage) == 2:
             buffer[slot] = gradient
         else:
             buffer[slot] = self.empty(held.shape, held.dtype, "gradient_sum")

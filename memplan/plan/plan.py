@@ -93,7 +93,7 @@ class Optimizer(_Section):
         None,
         ge=1,
         le=2**31,
-        description="elements per scale of 8-bit states; default: 2048, bitsandbytes' of 2021 (256 from 0.43)",
+        description="elements per scale of 8-bit states; default: 256, with older code 2048 (bitsandbytes before 0.44)",
         json_schema_extra={"flag": "--optimizer-block-size"},
     )
     embeddings_32bit: bool = Field(
@@ -306,6 +306,9 @@ class Fsdp(_Section):
     recompute_every: Count = Field(1, description="torchtitan: full recompute of every n-th layer")
     ends_apart: bool = Field(
         False, description="torchtitan after 2024: the embedding is a unit, and so are norm and head"
+    )
+    return_outputs: bool = Field(
+        False, description="torchtitan before October 2025: a pipeline's last stage keeps all logits"
     )
 
 

@@ -29,6 +29,7 @@ from .optimizer_checks import EIGHT_BIT, IMPLEMENTATIONS, check_optimizer
 from .plan import (
     AttentionImplementation,
     Batch,
+    Fsdp,
     Hardware,
     Layout,
     Lora,
@@ -53,8 +54,9 @@ EAGER_ONLY = ("gemma2", "gptj", "falcon")
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables that Megatron-Core's deterministic mode sets."""
 
-BLOCK_SIZE = 2048
-"""Elements per scale of bitsandbytes' 8-bit states, as of 2021."""
+BLOCK_SIZE, OLD_BLOCK_SIZE = 256, 2048
+"""Elements per scale of bitsandbytes' 8-bit states, from its 0.44 of September 2024, and before (``Optimizer2State``,
+``init_state``, of ``optim/optimizer.py``)."""
 
 CUTOFFS = (20_000, 80_000)
 """First tokens of the tail clusters of an adaptive softmax, for vocabularies that are larger.
@@ -84,6 +86,7 @@ def resolve(plan: Plan) -> Plan:
             "attention": plan.attention or _attention(plan),
             "pipeline": _pipeline(plan.pipeline, plan, layout),
             "megatron": _megatron(plan.megatron, plan),
+            "fsdp": _fsdp(plan.fsdp, plan, layout),
             "torch": plan.torch or _torch(plan),
             "environment": _environment(plan),
         }
@@ -112,7 +115,7 @@ def resolve(plan: Plan) -> Plan:
 
 def _hardware_and_layout(plan: Plan) -> tuple[Hardware, Layout]:
     """Number of GPUs and data-parallel size, each from the other; and the capacity of the GPU."""
-    hardware, layout = plan.hardware, _with_virtual_stages(plan)
+    hardware, layout = plan.hardware, _with_sequence_parallel(plan, _with_virtual_stages(plan))
     one_replica = layout.tp * layout.pp * layout.cp
     gpus, dp = hardware.gpus, layout.dp
     if plan.framework == "device-map":
@@ -139,6 +142,16 @@ def _with_virtual_stages(plan: Plan) -> Layout:
         return layout
     (first, *_) = stages(plan.model.layers, layout.pp, None, layout=pipeline.layout)
     return layout.model_copy(update={"vpp": len(first)})
+
+
+def _with_sequence_parallel(plan: Plan, layout: Layout) -> Layout:
+    """torchtitan's tensor parallelism always shards norms along the sequence (``SequenceParallel``)."""
+    if plan.framework != "fsdp" or layout.tp == 1 or layout.sequence_parallel:
+        return layout
+    if "sequence_parallel" in layout.model_fields_set:
+        problem = "must be true with framework fsdp and tp > 1: torchtitan's tensor parallelism has no other"
+        raise PlanError("layout.sequence_parallel", False, problem)
+    return layout.model_copy(update={"sequence_parallel": True})
 
 
 def _devices(plan: Plan) -> int:
@@ -170,7 +183,9 @@ def _batch(batch: Batch, plan: Plan, layout: Layout, hardware: Hardware) -> Batc
 
 def _optimizer(optimizer: Optimizer, plan: Plan) -> Optimizer:
     if optimizer.name in EIGHT_BIT:
-        return optimizer.model_copy(update={"block_size": optimizer.block_size or BLOCK_SIZE})
+        older = plan.framework == "megatron-deepspeed" or plan.code == "2020"
+        block = optimizer.block_size or (OLD_BLOCK_SIZE if older else BLOCK_SIZE)
+        return optimizer.model_copy(update={"block_size": block})
     default = IMPLEMENTATIONS[optimizer.name][0]
     if plan.framework == "megatron" or (plan.framework in MEGATRONS and optimizer.name in ("adam", "adamw")):
         default = "apex"
@@ -199,7 +214,8 @@ def _recompute(recompute: Recompute, plan: Plan) -> Recompute:
 
 
 def _loss(loss: Loss, plan: Plan) -> Loss:
-    default: LossKind = "vocab-parallel" if plan.framework in MEGATRONS else "plain"
+    parallel = plan.framework in MEGATRONS or (plan.framework == "fsdp" and plan.layout.tp > 1)
+    default: LossKind = "vocab-parallel" if parallel else "plain"
     kind = loss.kind or default
     cutoffs = loss.cutoffs
     if kind == "adaptive-softmax" and cutoffs is None:
@@ -258,6 +274,13 @@ def _megatron(megatron: Megatron, plan: Plan) -> Megatron:
     if eager and megatron.attention_backend == "auto":
         return megatron.model_copy(update={"attention_backend": "unfused"})
     return megatron
+
+
+def _fsdp(fsdp: Fsdp, plan: Plan, layout: Layout) -> Fsdp:
+    """torchtitan keeps parameters whole between the micro-batches of a pipeline (``pp_enabled`` in ``apply_fsdp``)."""
+    if plan.framework != "fsdp" or layout.pp == 1 or "reshard_after_forward" in fsdp.model_fields_set:
+        return fsdp
+    return fsdp.model_copy(update={"reshard_after_forward": False})
 
 
 def _device_map(plan: Plan, hardware: Hardware) -> dict[int, tuple[int, ...]] | None:
