@@ -106,8 +106,11 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
         for span in reversed(spans)
         for name in reversed(span.names)
     ]
+    timeline = programs[stage].timeline
+    reduced = () if timeline is None else (one for part in timeline.parts for one in part.segments["reduce"])
+    reduce = [ModuleTape(segment.name, "reduce", segment.events) for segment in reduced]
     step = ModuleTape("optimizer", "step", programs[stage].step + programs[stage].late_step)
-    return tuple(tape for tape in (*forward, *backward, step) if tape.events)
+    return tuple(tape for tape in (*forward, *backward, *reduce, step) if tape.events)
 
 
 # -- readings ---------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from .tape import (
     compose,
     fold_once,
 )
+from .timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,8 @@ class Program:
     """Bytes on NVMe that one rank takes."""
     order: Order | None = None
     """Megatron-Core: chunks and their schedule; instead of ``gradients``, ``flight`` and ``microbatches``."""
+    timeline: Timeline | None = None
+    """``torch.distributed.pipelining``: passes of an iteration in order, instead of ``gradients`` and ``flight``."""
 
     def parameters(self) -> int:
         if self.elements is not None:
@@ -231,6 +234,8 @@ def static(program: Program) -> Excursion:
         by = list(program.kept.between.net_by)
     if program.order is not None:
         by = list(map(int.__add__, by, program.order.retained.net_by))
+    if program.timeline is not None:
+        by = list(map(int.__add__, by, program.timeline.carried))
     for span in program.spans if program.states else ():
         for category, size in enumerate(module_states(span.module, program.states)):
             by[category] += size * len(span.names)
@@ -292,8 +297,12 @@ def fold_program(program: Program) -> Folded:
     if program.order is not None and program.kept is not None:
         return _fold_ordered(program.order, program.kept)
     kept = static(program)
-    once = passes(program)
-    micro = fold_with_last(program) if program.last else fold_one_chunk(once, program.flight, program.microbatches)
+    if program.timeline is not None:
+        micro, after_forward = program.timeline.whole, program.timeline.after_forward
+    else:
+        once = passes(program)
+        micro = fold_with_last(program) if program.last else fold_one_chunk(once, program.flight, program.microbatches)
+        after_forward = once.forward.net
     iteration = kept.then(micro)
     step = fold_once(program.step)
     late = fold_once(program.late_step)
@@ -309,7 +318,7 @@ def fold_program(program: Program) -> Folded:
         whole.place,
         iteration.net + optimizer.peak,
         iteration.peak,
-        kept.net + once.forward.net,
+        kept.net + after_forward,
     )
 
 
@@ -333,8 +342,10 @@ def _fold_ordered(order: Order, kept: Kept) -> Folded:
     return Folded(static, peak, peak_by, place, stepping, max(static, iterating), start + once[0].forward.net)
 
 
-def fold_evaluation(program: Program) -> int:
-    """Peak bytes of a forward pass without a graph, one micro-batch at a time."""
+def fold_evaluation(program: Program) -> int | None:
+    """Peak bytes of a forward pass without a graph, one micro-batch at a time; not known of a timeline's schedule."""
+    if program.timeline is not None:
+        return None
     forward = compose(span.evaluation() for span in program.spans)
     return static(program).then(forward).peak
 

@@ -237,6 +237,10 @@ def replay(
         from .replay_ordered import replay_ordered
 
         return replay_ordered(programs, settings)
+    if programs[0].timeline is not None:
+        from .replay_timeline import replay_timeline
+
+        return tuple(replay_timeline(program, settings, workspaces) for program in programs)
     if programs[0].streams:
         from .replay_streams import replay_streams
 

@@ -61,6 +61,13 @@ def buckets(given: Ddp, shape: LayerShape, layers: int, recompute: bool) -> tupl
     return tuple(Hold(0, rounded(size), kept, "ddp_bucket") for size in (found if rebuilt else found[::-1]))
 
 
+def buckets_of_trained(given: Ddp, tensors: Sequence[Parameter], dtype: str) -> tuple[Hold, ...]:
+    """As ``buckets`` where parts are frozen: gradients of ``tensors``, of which those of the last are ready first."""
+    kept = Category.GRADIENTS if given.gradient_as_bucket_view else Category.COMMUNICATION_BUFFERS
+    gradients = (one.elements * ITEMSIZE[one.dtype or dtype] for one in reversed(tensors))
+    return tuple(Hold(0, rounded(size), kept, "ddp_bucket") for size in bucket_sizes(gradients, *limits(given)))
+
+
 def used_map(given: Ddp, tensors: int) -> tuple[Hold, ...]:
     """Which parameters were used, an int32 for each (``initialize_local_used_map``)."""
     if not (given.find_unused_parameters or given.static_graph):

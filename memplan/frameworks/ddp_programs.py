@@ -17,6 +17,7 @@ from functools import lru_cache
 from ..layers.module import SHARED, Module, Options, Parameter, Tapes
 from ..plan.errors import PlanError
 from ..plan.plan import Optimizer, Plan
+from ..plan.tuning_checks import is_tuned
 from ..program import Program, Span, drop_all, fold_program
 from ..tape import Category, Drop, Event, Hold, Stretch, Tape
 from . import ddp, ddp_zero, plain
@@ -34,8 +35,13 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     (made,) = plain.programs(plan, options)
     given, shape = plan.ddp, plain.layer_shape(plan)
     recompute = plan.recompute.mode == "full"
-    found = ddp.buckets(given, shape, plan.model.layers, recompute)
-    extra = (*made.extra, *found, *ddp.used_map(given, len(made.parameter_tensors())))
+    tensors = made.parameter_tensors()
+    if is_tuned(plan):
+        tensors = [one for one in tensors if one.trained]
+        found = ddp.buckets_of_trained(given, tensors, plan.precision.dtype)
+    else:
+        found = ddp.buckets(given, shape, plan.model.layers, recompute)
+    extra = (*made.extra, *found, *ddp.used_map(given, len(tensors)))
     spans, last = made.spans, made.last
     if given.gradient_as_bucket_view:
         spans = as_views(spans)
@@ -54,6 +60,12 @@ def _check(plan: Plan) -> None:
     if given.parameters_as_bucket_view and not plan.layout.zero:
         problem = "belongs to ZeroRedundancyOptimizer (layout.zero: 1)"
         raise PlanError("ddp.parameters_as_bucket_view", True, problem)
+    if is_tuned(plan) and plan.layout.zero:
+        problem = "must be 0 with adapters or frozen parameters: what each rank owns of them is not modelled"
+        raise PlanError("layout.zero", plan.layout.zero, problem)
+    if is_tuned(plan) and given.gradient_as_bucket_view and not given.gradient_sync:
+        problem = "must be true with adapters or frozen parameters and ddp.gradient_as_bucket_view, or not modelled"
+        raise PlanError("ddp.gradient_sync", False, problem)
     optimizer = plan.optimizer
     if plan.layout.zero and optimizer.name in ZERO_OPTIMIZERS and optimizer.implementation in NOT_TORCH:
         problem = "must be PyTorch's (foreach, for-loop or fused) with ZeroRedundancyOptimizer (layout.zero: 1)"

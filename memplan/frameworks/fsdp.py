@@ -81,7 +81,7 @@ def _program(plan: Plan, model: Model, spans: tuple[Span, ...], sharding: Shardi
     tensors = tuple(one for span in spans for _ in span.names for one in span.module.parameters)
     return Program(
         stage=0,
-        ranks=tuple(range(ranks)),
+        ranks=tuple(range(ranks * sharding.tensor)),
         entries=tuple(name for span in spans if span.module.name not in plain.EDGES for name in span.names),
         spans=spans,
         states=() if sharding.offload else sharded_states(plan.optimizer, sharding),

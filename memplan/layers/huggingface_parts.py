@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from ..plan.spec import ModelSpec
 from . import ops
 from .autograd import Recorder, Shape, Tensor
+from .tuning import Layer as Linear
+from .tuning import plain_linear, tuned_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,15 @@ Layer = Callable[[Recorder, Tensor, Shared, LayerShape], Tensor]
 # -- parts ------------------------------------------------------------------------------------------
 
 
-def linear(r: Recorder, x: Tensor, name: str, n: int, bias: bool) -> Tensor:
-    """A ``Linear`` or ``Conv1D`` called ``name`` with ``n`` outputs."""
-    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype)
-    return ops.linear(r, x, weight, r.parameter(f"{name}.bias", (n,), x.dtype) if bias else None, name=name)
+def linear(r: Recorder, x: Tensor, name: str, n: int, bias: bool, *, strided: bool = False) -> Tensor:
+    """A ``Linear`` or ``Conv1D`` called ``name`` with ``n`` outputs.
+
+    ``strided``: the gradient arrives in a layout that matrix products have to copy.
+    """
+    layer = Linear(name, n, bias, strided)
+    if r.tuning is not None and r.tuning.replaces(name):
+        return tuned_linear(r, x, layer)
+    return plain_linear(r, x, layer)
 
 
 def layer_norm(r: Recorder, x: Tensor, name: str) -> Tensor:

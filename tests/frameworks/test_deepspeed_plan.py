@@ -121,7 +121,7 @@ def test_what_is_wrong_names_the_fields_of_the_plan(flags: dict[str, str], line:
 def test_families_and_optimizers(model: str, optimizer: str) -> None:
     flags = {"model": model, "framework": "deepspeed", "gpus": "4", "zero": "3", "seq": "256", "layers": "2"}
     (found,) = estimated(**flags, optimizer=optimizer).stages
-    shares = {"lion": 4, "adafactor": 4, "lion8bit": 1 + 4 / 2048}
+    shares = {"lion": 4, "adafactor": 4, "lion8bit": 1 + 4 / 256}
     states = shares[optimizer] * found.parameters
     assert found.of(Category.OPTIMIZER_STATES) == pytest.approx(states, rel=0.001)
 

@@ -83,14 +83,14 @@ def test_workspaces_follow_the_environment() -> None:
 
 
 def test_optimizers_cost_what_they_keep() -> None:
-    """bf16 parameters: SGD nothing, Adam 2 x 2 bytes, 8-bit Adam 2 bytes and 8 per 2048."""
+    """bf16 parameters: SGD nothing, Adam 2 x 2 bytes, 8-bit Adam 2 bytes and 8 per 256."""
     sgd, adam = estimate(plan(optimizer="sgd")), estimate(plan(optimizer="adamw"))
     eight = estimate(plan(optimizer="adam8bit", embeddings_32bit="false"))
     p = sgd.stages[0].parameters
     states = Category.OPTIMIZER_STATES
     assert sgd.stages[0].of(states) == 0
     assert adam.stages[0].of(states) == pytest.approx(4 * p, rel=1e-3)
-    assert eight.stages[0].of(states) == pytest.approx(2 * p + 8 * p / 2048, rel=5e-3)
+    assert eight.stages[0].of(states) == pytest.approx(2 * p + 8 * p / 256, rel=5e-3)
 
 
 def test_a_detail_of_a_stage_that_is_not_there_is_refused() -> None:
