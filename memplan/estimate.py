@@ -18,7 +18,7 @@ from .plan.errors import PlanError
 from .plan.plan import Plan
 from .plan.resolve import resolve
 from .plan.sizes import headroom_bytes
-from .program import Folded, Program, fold_evaluation, fold_program
+from .program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
 from .replay import Replayed, replay
 from .result import BeyondAllocated, Estimate, ModuleTape, Notice, Peak, StageEstimate
 from .workspaces import cublas_workspaces, torch_version
@@ -46,6 +46,10 @@ def programs_of(plan: Plan, options: Options) -> tuple[Program, ...]:
         from .frameworks import fsdp_programs
 
         return fsdp_programs.programs(plan, options)
+    if plan.framework == "ddp":
+        from .frameworks import ddp_programs
+
+        return ddp_programs.programs(plan, options)
     from .frameworks import plain
 
     return plain.programs(plan, options)
@@ -116,15 +120,18 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
         for span in reversed(spans)
         for name in reversed(span.names)
     ]
+    timeline = programs[stage].timeline
+    reduced = () if timeline is None else (one for part in timeline.parts for one in part.segments["reduce"])
+    reduce = [ModuleTape(segment.name, "reduce", segment.events) for segment in reduced]
     step = ModuleTape("optimizer", "step", programs[stage].step + programs[stage].late_step)
-    return tuple(tape for tape in (*forward, *ended, *backward, step) if tape.events)
+    return tuple(tape for tape in (*forward, *ended, *backward, *reduce, step) if tape.events)
 
 
 # -- readings ---------------------------------------------------------------------------------------
 
 
-def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed, evaluation: int) -> StageEstimate:
-    beyond = _beyond(plan, replayed)
+def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed, evaluation: int | None) -> StageEstimate:
+    beyond, together = _beyond(plan, replayed), ranks_on_node(plan, program)
     known = sum(size for size in (beyond.cuda_context, beyond.nccl, beyond.other) if size is not None)
     device = replayed.reserved + known if beyond.cuda_context is not None else None
     return StageEstimate(
@@ -148,8 +155,8 @@ def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed, eva
             "first_iteration_device": replayed.first_iteration + known if device is not None else None,
         },
         in_flight=program.flight,
-        host=program.host + managed_bytes(plan.optimizer, program.parameter_tensors()),
-        nvme=program.nvme,
+        host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
+        nvme=together * program.nvme,
     )
 
 

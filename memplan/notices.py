@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .frameworks import fsdp_notices
 from .frameworks.states import managed_bytes
 from .layers.module import hold_bytes
 from .plan.loss_checks import FUSED
+from .plan.optimizer_checks import EIGHT_BIT as EIGHT_BIT_NAMES
 from .plan.plan import Plan
 from .program import Program
 from .result import Notice
+from .tuning_notices import of_tuning
 
 GIB, MIB = 2**30, 2**20
 
@@ -21,6 +24,7 @@ def warnings(plan: Plan, programs: Sequence[Program]) -> tuple[Notice, ...]:
         for source in (
             _logits,
             _managed_states,
+            fsdp_notices.warnings,
             _recompute,
             _recomputed_for_nothing,
             _empty_stages,
@@ -64,8 +68,8 @@ def _managed_states(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]
     if size:
         yield Notice(
             "states-in-managed-memory",
-            f"{size:,} bytes ({size / GIB:.2f} GiB) of optimizer states are in CUDA's unified memory (paged): "
-            "counted as host memory, and in no device reading; in use, they take what room the device has",
+            f"{size:,} bytes ({size / GIB:.2f} GiB) of each rank's optimizer states are in CUDA's unified memory "
+            "(paged): counted as host memory, and in no device reading; in use, they take what room the device has",
         )
 
 
@@ -83,6 +87,9 @@ def _padded_vocab_size(plan: Plan) -> int:
 
 
 def _vocab_of_a_rank(plan: Plan) -> int:
+    """Of the logits that the loss takes; without ``loss_parallel`` DTensor gathers them."""
+    if plan.framework == "fsdp" and plan.loss.kind == "plain":
+        return plan.model.vocab
     return _padded_vocab_size(plan) // plan.layout.tp
 
 
@@ -273,6 +280,11 @@ FSDP = (
     "pools the allocator keeps apart; sizes of rank 0, whose shards are the largest",
 )
 
+TENSOR_PARALLEL = (
+    "DTensor's tensor and sequence parallelism as torchtitan's Llama has it, its collectives those of PyTorch 2.13, "
+    "each with a buffer of its own; async TP (symmetric memory), float8 and NCCL's own buffers are not counted",
+)
+
 UNFUSED = (
     "fp16 without ZeRO: FP16_UnfusedOptimizer (DeepSpeed's branch big-science takes it for apex FusedAdam, too), so "
     "every gradient is cast to fp32 at once in the step",
@@ -299,6 +311,8 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         return tuple(result)
     if plan.framework == "fsdp":
         result += FSDP
+        result += TENSOR_PARALLEL if plan.layout.tp > 1 else ()
+        result += fsdp_notices.PIPELINE if plan.layout.pp > 1 else ()
     if plan.framework == "megatron-deepspeed":
         result += MEGATRON
         if plan.precision.dtype == "fp16" and plan.layout.zero == 0:
@@ -318,7 +332,9 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         result += of_zero(plan)
     else:
         result += OLD if plan.code == "2020" else ()
-        result += PLAIN if plan.code != "2020" else PLAIN[1:]
+        plain = PLAIN[2:] if plan.framework == "fsdp" and plan.layout.pp > 1 else PLAIN
+        result += plain if plan.code != "2020" else PLAIN[1:]
+    result += of_tuning(plan)
     result += _of_autocast(plan)
     result += TRAINER if plan.trainer.loop == "transformers" else ()
     result += _of_optimizer(plan)
@@ -327,7 +343,9 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     if plan.loss.logits_to_keep is not None:
         result.append("logits_to_keep: labels of the same tokens are given; evaluation keeps as few")
     if plan.framework == "ddp":
-        result.append("DDP with gradient_as_bucket_view=False: buckets beside the gradients")
+        from .frameworks.ddp_notices import assumptions as of_ddp
+
+        result += of_ddp(plan)
     if plan.framework == "device-map":
         result.append(
             "embedding and head on the first device, final norm on the last; masks and rotary tables that later "
@@ -380,6 +398,10 @@ def _of_optimizer(plan: Plan) -> tuple[str, ...]:
     optimizer = plan.optimizer
     if optimizer.implementation == "bitsandbytes" and optimizer.name != "lion":
         return ("32-bit Adam of bitsandbytes, whose states are fp32 whatever the parameters' dtype",)
+    if optimizer.name in EIGHT_BIT_NAMES:
+        size = optimizer.block_size or 0
+        whose = {256: "bitsandbytes' from 0.44", 2048: "bitsandbytes' before 0.44"}.get(size, "as given")
+        return (f"an fp32 scale for every {size} elements of 8-bit states ({whose})",)
     if optimizer.name == "sgd":
         momentum = "with momentum (one state)" if optimizer.momentum else "without momentum (no state)"
         decay = "with" if optimizer.weight_decay else "without"

@@ -17,6 +17,7 @@ from .pipeline.megatron_fold import ChunkPasses, Sizes, fold_iteration
 from .pipeline.megatron_schedule import Schedule
 from .pipeline.schedule import Passes
 from .pipeline.schedule import fold_iteration as fold_one_chunk
+from .plan.plan import Plan
 from .tape import (
     NOTHING,
     Bytes,
@@ -30,6 +31,7 @@ from .tape import (
     compose,
     fold_once,
 )
+from .timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,8 @@ class Program:
     """Peak bytes while the optimizer is built, counted from nothing; ``None`` where it is not known."""
     building: tuple[Hold, ...] = ()
     """Held only while optimizer states are made."""
+    late_extra: tuple[Hold, ...] = ()
+    """Kept besides from the first step on."""
     originals: tuple[Hold, ...] = ()
     """Parameter tensors that flat ones have replaced; only the allocator remembers them."""
     gradients_kept: int = 0
@@ -190,13 +194,15 @@ class Program:
     elements: int | None = None
     """Parameters on one rank, where they are not those of the modules: shards."""
     host: int = 0
-    """Bytes of host memory that the rank takes; with DeepSpeed all ranks of a node."""
+    """Bytes of host memory that one rank takes."""
     nvme: int = 0
-    """Bytes on NVMe that all ranks of a node take."""
+    """Bytes on NVMe that one rank takes."""
     evaluated: tuple[int, int] = (0, 0)
     """Bytes of what evaluation has gathered: during its last forward pass, and when that has been appended."""
     order: Order | None = None
     """Megatron-Core: chunks and their schedule; instead of ``gradients``, ``flight`` and ``microbatches``."""
+    timeline: Timeline | None = None
+    """``torch.distributed.pipelining``: passes of an iteration in order, instead of ``gradients`` and ``flight``."""
 
     def parameters(self) -> int:
         if self.elements is not None:
@@ -206,6 +212,11 @@ class Program:
     def parameter_tensors(self) -> list[Parameter]:
         """In the order of the layer list."""
         return [parameter for span in self.spans for _ in span.names for parameter in span.module.parameters]
+
+
+def ranks_on_node(plan: Plan, program: Program) -> int:
+    """Ranks of the stage that share a node, of the fullest node."""
+    return min(plan.hardware.gpus_per_node, len(program.ranks))
 
 
 @lru_cache(maxsize=4096)
@@ -230,10 +241,12 @@ def static(program: Program) -> Excursion:
         by = list(program.kept.between.net_by)
     if program.order is not None:
         by = list(map(int.__add__, by, program.order.retained.net_by))
+    if program.timeline is not None:
+        by = list(map(int.__add__, by, program.timeline.carried))
     for span in program.spans if program.states else ():
         for category, size in enumerate(module_states(span.module, program.states)):
             by[category] += size * len(span.names)
-    for hold in program.extra:
+    for hold in (*program.extra, *program.late_extra):
         by[hold.category] += hold.bytes
     total = sum(by)
     return Excursion(total, total, tuple(by), tuple(by), "static")
@@ -292,8 +305,12 @@ def fold_program(program: Program) -> Folded:
     if program.order is not None and program.kept is not None:
         return _fold_ordered(program.order, program.kept)
     kept = static(program)
-    once = passes(program)
-    micro = fold_with_last(program) if program.last else fold_one_chunk(once, program.flight, program.microbatches)
+    if program.timeline is not None:
+        micro, after_forward = program.timeline.whole, program.timeline.after_forward
+    else:
+        once = passes(program)
+        micro = fold_with_last(program) if program.last else fold_one_chunk(once, program.flight, program.microbatches)
+        after_forward = once.forward.net
     iteration = kept.then(micro)
     step = fold_once(program.step)
     late = fold_once(program.late_step)
@@ -309,7 +326,7 @@ def fold_program(program: Program) -> Folded:
         whole.place,
         iteration.net + optimizer.peak,
         iteration.peak,
-        kept.net + once.forward.net,
+        kept.net + after_forward,
     )
 
 
@@ -333,8 +350,10 @@ def _fold_ordered(order: Order, kept: Kept) -> Folded:
     return Folded(static, peak, peak_by, place, stepping, max(static, iterating), start + once[0].forward.net)
 
 
-def fold_evaluation(program: Program) -> int:
-    """Peak bytes of a forward pass without a graph, one micro-batch at a time."""
+def fold_evaluation(program: Program) -> int | None:
+    """Peak bytes of a forward pass without a graph, one micro-batch at a time; not known of a timeline's schedule."""
+    if program.timeline is not None:
+        return None
     forward = compose(span.evaluation() for span in program.spans)
     during, appended = program.evaluated
     kept = static(program)

@@ -237,6 +237,10 @@ def replay(
         from .replay_ordered import replay_ordered
 
         return replay_ordered(programs, settings)
+    if programs[0].timeline is not None:
+        from .replay_timeline import replay_timeline
+
+        return tuple(replay_timeline(program, settings, workspaces) for program in programs)
     if programs[0].streams:
         from .replay_streams import replay_streams
 
@@ -273,6 +277,8 @@ def _iteration(job: _Job, program: Program) -> Replayed:
             for state in program.states:
                 if state.category is Category.OPTIMIZER_STATES:
                     _keep_all(rank, state, [parameter])
+        for hold in program.late_extra:
+            rank.hold(hold.bytes, hold.category)
         _end_of_step(job, program)
         rank.peak = 0
         _microbatches(job, program, program.flight - 1)

@@ -18,11 +18,11 @@ from .program import Program, Span
 from .replay import PAIRS, Replayed
 from .tape import Category, Drop, Hold, Tape
 
-Key = tuple[int, int, int]
+Key = tuple[int, ...]
 """Micro-batch, place of the module (−1 for tensors that modules share), id. Static tensors count micro-batches down."""
 
 
-class _Rank:
+class StreamedRank:
     """One rank's memory while its events run."""
 
     def __init__(self, settings: AllocatorSettings) -> None:
@@ -44,7 +44,7 @@ class _Rank:
 
     def drop(self, key: Key) -> None:
         if key not in self.live:
-            key = self.carried.pop(key[1:])
+            key = self.carried.pop((key[1], key[2]))
         size, category = self.live.pop(key)
         self.allocator.free(key)
         self.by[category] -= size
@@ -80,7 +80,7 @@ class _Rank:
             gradient = _handed(tapes.grad_input, number, place) or gradient
         for key, (_, category) in self.live.items():
             if key[0] == number and category is Category.GRADIENTS:
-                self.carried[key[1:]] = key
+                self.carried[key[1], key[2]] = key
 
     def step(self, tape: Tape) -> None:
         """The optimizer's step, after which gradients end."""
@@ -93,6 +93,13 @@ class _Rank:
         for key in self.carried.values():
             self.drop(key)
         self.carried.clear()
+
+    def replayed(self, first_iteration: int) -> Replayed:
+        """What has been taken by now."""
+        breakdown = self.peak_by[:]
+        breakdown[Category.BLOCK_ROUNDING] = self.peak - sum(breakdown)
+        allocator = self.allocator
+        return Replayed(self.peak, allocator.reserved, tuple(breakdown), allocator.allocated, first_iteration)
 
 
 def _key(microbatch: int, place: int, id: int) -> Key:
@@ -107,31 +114,28 @@ def _handed(id: int, microbatch: int, place: int) -> Key | None:
 def replay_streams(program: Program, settings: AllocatorSettings, workspaces: Iterable[Hold]) -> Replayed:
     """What ``program`` takes."""
     assert program.flight == 1, "one micro-batch is in flight at a time"
-    rank = _Rank(settings)
-    for hold in (*_states(program, late=False), *program.extra, *workspaces):
+    rank = StreamedRank(settings)
+    for hold in (*states_of(program, late=False), *program.extra, *workspaces):
         rank.keep(hold)
     _microbatches(rank, program)
     first_iteration = rank.allocator.reserved
-    for hold in _states(program, late=True):
+    for hold in (*states_of(program, late=True), *program.late_extra):
         rank.keep(hold)
     rank.step(program.step)
     rank.peak = 0
     _microbatches(rank, program)
     rank.step(program.step)
-    breakdown = rank.peak_by[:]
-    breakdown[Category.BLOCK_ROUNDING] = rank.peak - sum(breakdown)
-    allocator = rank.allocator
-    return Replayed(rank.peak, allocator.reserved, tuple(breakdown), allocator.allocated, first_iteration)
+    return rank.replayed(first_iteration)
 
 
-def _microbatches(rank: _Rank, program: Program) -> None:
+def _microbatches(rank: StreamedRank, program: Program) -> None:
     count = min(PAIRS, program.microbatches)
     for number in range(count):
         spans = program.last if program.last and number == count - 1 else program.spans
         rank.microbatch(number, spans, first=number == 0)
 
 
-def _states(program: Program, *, late: bool) -> Iterator[Hold]:
+def states_of(program: Program, *, late: bool) -> Iterator[Hold]:
     """States that are there from the beginning, kind by kind; or those of the first step, parameter by parameter."""
     early = [state for state in program.states if state.category is not Category.OPTIMIZER_STATES]
     made_late = [state for state in program.states if state.category is Category.OPTIMIZER_STATES]

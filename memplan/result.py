@@ -57,7 +57,9 @@ class StageEstimate:
     in_flight: int = 1
     """Micro-batches whose activations are alive at once."""
     host: int = 0
+    """Bytes of host memory that the stage's ranks on one node take together."""
     nvme: int = 0
+    """Bytes on NVMe, likewise."""
 
     @property
     def headline(self) -> int:

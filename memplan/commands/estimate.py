@@ -38,8 +38,8 @@ def estimate(
         typer.Option(
             "--from",
             metavar="FRAMEWORK",
-            help="PLAN is a launch script, list or mapping of arguments of megatron or megatron-deepspeed, or the "
-            "ds_config.json of deepspeed",
+            help="PLAN is a launch script, list or mapping of arguments of megatron or megatron-deepspeed, the "
+            "ds_config.json of deepspeed, or the TOML or saved JSON of a job of torchtitan",
             rich_help_panel=_LAUNCH,
         ),
     ] = None,
@@ -48,7 +48,7 @@ def estimate(
         typer.Option(
             "--set",
             metavar="NAME=value",
-            help="a variable of the script ($1 as 1=value); over the script's own",
+            help="a variable of the script ($1 as 1=value), or a key of torchtitan's; over the script's own",
             rich_help_panel=_LAUNCH,
         ),
     ] = None,
@@ -217,7 +217,11 @@ def _estimated(read: ReadPlan) -> Estimate:
     except PlanError as error:
         raise error.located(read.origins) from None
     notices = tuple(Notice(note.code, note.message) for note in read.warnings)
-    return replace(estimated, warnings=(*notices, *estimated.warnings)) if notices else estimated
+    return replace(
+        estimated,
+        warnings=(*notices, *estimated.warnings),
+        assumptions=(*read.assumptions, *estimated.assumptions),
+    )
 
 
 def _code(estimates: Sequence[Estimate]) -> int:

@@ -20,16 +20,20 @@ SCRIPTED = ("megatron", "megatron-deepspeed")
 """Frameworks whose launch scripts are read,"""
 CONFIGURED = ("deepspeed", "trainer")
 """those whose configurations are: ``ds_config.json``, and arguments of Hugging Face's Trainer,"""
-READ = (*SCRIPTED, *CONFIGURED)
-"""and both."""
-PLANNED = ("torchtitan",)
-"""Those whose own configurations will be."""
+READ = (*SCRIPTED, "deepspeed", "torchtitan", "trainer")
+"""and all whose launch files are: torchtitan's is a job's TOML or saved JSON."""
+
+_FILES = {
+    "deepspeed": "ds_config.json --model gpt2",
+    "torchtitan": "llama3_8b.toml",
+    "trainer": "arguments.json --model gpt2",
+}
 
 _SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 
 MEANINGS = {
-    "--from": f"the framework whose launch file PLAN is, {', '.join(SCRIPTED)}, deepspeed or trainer",
-    "--set": "a variable that the launch script does not set, as --set NAME=value",
+    "--from": f"the framework whose launch file PLAN is, {', '.join(READ[:-1])} or {READ[-1]}",
+    "--set": "a variable that the launch script does not set, or a key of torchtitan's, as --set NAME=value",
     "--vocab-size": "number of the tokenizer's tokens, before padding",
 }
 """What flags without a value would have said."""
@@ -68,16 +72,10 @@ def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, va
 
     framework = launch_flags.framework
     if framework not in READ:
-        origin = Origin("--from")
-        if framework in PLANNED:
-            problem = (
-                f"{framework}: reading its configuration is not built yet; {', '.join(READ[:-1])} and {READ[-1]} are"
-            )
-            raise PlanError("", ABSENT, problem, origin=origin)
-        raise PlanError("", ABSENT, f"{framework} must be {', '.join(READ[:-1])} or {READ[-1]}", origin=origin)
+        problem = f"{framework} must be {', '.join(READ[:-1])} or {READ[-1]}"
+        raise PlanError("", ABSENT, problem, origin=Origin("--from"))
     if place is None:
-        configured = {"deepspeed": "ds_config.json --model gpt2", "trainer": "arguments.json --model gpt2"}
-        file = configured.get(framework, "train.sh")
+        file = _FILES.get(framework, "train.sh")
         problem = f"needs a file, as memplan estimate --from {framework} {file} --gpus 64"
         raise PlanError("", ABSENT, problem, origin=Origin("--from"))
     if framework in CONFIGURED:
@@ -88,6 +86,12 @@ def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, va
     if size is not None and "vocab" in flags:
         raise PlanError("", ABSENT, "says the same as --vocab; give one of them", origin=Origin("--vocab-size"))
     names = {*flags, *(assignment.partition("=")[0] for assignment in vary)}
+    if framework == "torchtitan":
+        from ..plan.launch.torchtitan import Said, read_torchtitan
+
+        tokens = Node(size, Origin("--vocab-size")) if size is not None else None
+        gpus = _whole(flags, "gpus")
+        return read_torchtitan(place, Said(launch_flags.variables, names, launch_flags.strict, gpus, tokens))
     vocabulary = Node(size, Origin("--vocab-size")) if size is not None else _whole(flags, "vocab")
     choices = Choices(
         _variables(launch_flags.variables),
@@ -131,12 +135,14 @@ def completed(launch: Launch, read: ReadPlan) -> ReadPlan:
         from ..plan.launch.ds_config import with_batch
 
         read = with_batch(read, launch.config)
+    if launch.finish is not None:
+        read = launch.finish(read)
     plan, origin = read.plan, launch.one_microbatch
     if origin is not None and read.origins.get("batch.gbs") is origin and plan.hardware.gpus is not None:
         layout, mbs = plan.layout, plan.batch.mbs
         dp = layout.dp or max(plan.hardware.gpus // (layout.tp * layout.pp * layout.cp), 1)
         plan = plan.model_copy(update={"batch": plan.batch.model_copy(update={"gbs": mbs * dp})})
-    return ReadPlan(plan, read.origins, (*launch.notes, *read.warnings))
+    return ReadPlan(plan, read.origins, (*launch.notes, *read.warnings), launch.assumptions)
 
 
 def _whole(flags: Flags, name: str) -> Node | None:

@@ -11,7 +11,7 @@ stage      gradients accumulate in             wrapper
 3          either                              ``DeepSpeedZeroOptimizer_Stage3``
 =========  ==================================  =====================================================
 
-Ranks of stages 1 and 2 keep gradients of different parameters; the program is that of the one that keeps most.
+Ranks of stages 1 and 2 keep gradients of different parameters; the program is that of the one that needs most.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..layers.coverage import TRANSFORMERS, check_covered
+from ..layers.coverage import TRANSFORMERS, check_covered, check_recompute
 from ..layers.huggingface import LayerShape
 from ..layers.module import Module, Options
 from ..plan.errors import PlanError
+from ..plan.optimizer_checks import EIGHT_BIT
 from ..plan.plan import Optimizer, Plan
-from ..program import Program, Span
+from ..program import Program, Span, fold_program
 from ..tape import Category, Hold, Stretch
-from . import zero_states, zero_step
+from . import zero_initialisation, zero_states, zero_step
 from .plain import check_flash, layer_shape
 from .plain_buffers import buffers, inputs
+from .states import quantisation_maps
 from .zero_buckets import ReducingBucket, ScatteringBucket
 from .zero_config import Zero, check_zero
 from .zero_hooks import FAMILIES
@@ -84,25 +86,40 @@ def programs(plan: Plan, options: Options, zero: Zero | None = None) -> tuple[Pr
     recompute = plan.recompute.mode == "full"
     setting = Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, recompute, microbatches)
     options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
-    rank = _rank(setting, shape, plan.model.layers, options)
+    beside = (*inputs(shape, 0), *buffers(plan, 0), *quantisation_maps(plan.optimizer))
+    ranks = [_rank(setting, shape, plan.model.layers, options, rank) for rank in _candidates(setting, shape, plan)]
+    made = [_program(rank, setting, beside) for rank in ranks]
+    most = max(made, key=lambda one: fold_program(one).peak) if len(made) > 1 else made[0]
+    return (replace(most, initialisation=_initialisation(setting, shape, plan)),)
+
+
+def _initialisation(setting: Setting, shape: LayerShape, plan: Plan) -> int | None:
+    """Peak bytes while the engine is built; ``None`` where it is not known (``zero_notices.BUILDING``)."""
+    zero = setting.zero
+    if zero.stage not in (1, 2) or setting.bf16_wrapper or zero.offload_optimizer != "none":
+        return None
+    model = model_of(shape, plan.model.layers, Options(), zero.stage, setting.recompute)
+    besides = sum(hold.bytes for hold in buffers(plan, 0))
+    return zero_initialisation.peak(model, _groups(setting, model), besides, plan.hardware.capacity)
+
+
+def _program(rank: Rank, setting: Setting, beside: tuple[Hold, ...]) -> Program:
     spans = tuple(Span(module, (name,)) for module, name in zip(rank.modules, rank.names, strict=True))
-    return (
-        Program(
-            stage=0,
-            ranks=tuple(range(plan.layout.dp)),
-            entries=tuple(name for name in rank.names if name != "return"),
-            spans=spans,
-            states=(),
-            extra=(*rank.placed.device, *inputs(shape, 0), *buffers(plan, 0)),
-            step=Stretch(rank.step.before),
-            late_step=Stretch(rank.step.after),
-            microbatches=microbatches,
-        ),
+    return Program(
+        stage=0,
+        ranks=tuple(range(setting.dp)),
+        entries=tuple(name for name in rank.names if name != "return"),
+        spans=spans,
+        states=(),
+        extra=(*rank.placed.device, *beside),
+        step=Stretch(rank.step.before),
+        late_step=Stretch(rank.step.after),
+        microbatches=setting.microbatches,
     )
 
 
 def host_bytes(plan: Plan, zero: Zero) -> tuple[int, int]:
-    """Bytes of host memory (pinned or not) and of NVMe on one node."""
+    """Bytes of host memory (pinned or not) and of NVMe that one rank takes."""
     check(plan, zero)
     shape = layer_shape(plan)
     assert plan.layout.dp is not None
@@ -111,8 +128,7 @@ def host_bytes(plan: Plan, zero: Zero) -> tuple[int, int]:
     setting = Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, False, microbatches)
     model = model_of(shape, plan.model.layers, Options(), zero.stage, False)
     placed = _placed(setting, model, _groups(setting, model))
-    ranks = min(plan.hardware.gpus_per_node, plan.layout.dp)
-    return ranks * placed.on("host"), ranks * placed.on("nvme")
+    return placed.on("host"), placed.on("nvme")
 
 
 def check(plan: Plan, zero: Zero) -> None:
@@ -123,10 +139,15 @@ def check(plan: Plan, zero: Zero) -> None:
         raise PlanError("model.family", plan.model.family, f"has no table of hooks; {', '.join(FAMILIES)} have")
     if plan.attention == "flash":
         check_flash(plan)
+    if plan.recompute.mode == "full":
+        check_recompute(plan.model)
+    if plan.model.family == "falcon" and zero.stage == 3:
+        problem = "is not modelled at stage 3: its linear layers multiply by weight.T, a view that autograd keeps, and "
+        problem += "with it every gathered weight from forward until backward; stages 0 to 2 are"
+        raise PlanError("model.family", "falcon", problem)
     if plan.recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
-    if plan.optimizer.name == "adam8bit":
-        raise PlanError("optimizer.name", "adam8bit", "is not modelled under ZeRO; adamw is")
+    check_client_optimizer(plan.optimizer, zero)
     dtype, accumulates = plan.precision.dtype, zero.gradient_accumulation_dtype
     if accumulates not in (None, dtype, "fp32"):
         raise PlanError("data_types.grad_accum_dtype", accumulates, f"must be {dtype} or fp32")
@@ -142,6 +163,17 @@ def check(plan: Plan, zero: Zero) -> None:
         raise PlanError("data_types.grad_accum_dtype", accumulates, "is not modelled beside offload_optimizer")
 
 
+def check_client_optimizer(optimizer: Optimizer, zero: Zero) -> None:
+    """Optimizers of others than PyTorch and DeepSpeed: 8-bit states of flat parameters on the device."""
+    if zero.stage == 0 and optimizer.name in EIGHT_BIT:
+        problem = "must be another at stage 0, where parameters are not flat; framework ddp has it"
+        raise PlanError("optimizer.name", optimizer.name, problem)
+    if zero.offload_optimizer != "none" and optimizer.name in (*EIGHT_BIT, "adafactor"):
+        problem = "must be adam, adamw, lion or sgd with offload_optimizer: others' steps on a host are not modelled"
+        raise PlanError("optimizer.name", optimizer.name, problem)
+
+
+@lru_cache(maxsize=64)
 def model_of(shape: LayerShape, layers: int, options: Options, stage: int, recompute: bool) -> Model:
     """The model with hooks; its gradients end with them from stage 2 on."""
     options = replace(options, consumes_gradients=stage >= 2)
@@ -154,12 +186,17 @@ def model_of(shape: LayerShape, layers: int, options: Options, stage: int, recom
 
 
 @lru_cache(maxsize=32)
-def _rank(setting: Setting, shape: LayerShape, layers: int, options: Options) -> Rank:
-    zero = setting.zero
-    model = model_of(shape, layers, options, zero.stage, setting.recompute)
-    parts = _groups(setting, model)
-    rank = fullest(parts, setting.dp) if zero.stage in (1, 2) else 0
-    return rank_of(setting, model, parts, rank)
+def _rank(setting: Setting, shape: LayerShape, layers: int, options: Options, rank: int) -> Rank:
+    model = model_of(shape, layers, options, setting.zero.stage, setting.recompute)
+    return rank_of(setting, model, _groups(setting, model), rank)
+
+
+def _candidates(setting: Setting, shape: LayerShape, plan: Plan) -> list[int]:
+    """Ranks of which one needs most: at stages 1 and 2 what a rank keeps, and from when on, differ."""
+    if setting.zero.stage not in (1, 2):
+        return [0]
+    model = model_of(shape, plan.model.layers, Options(), setting.zero.stage, setting.recompute)
+    return foremost(touched(_groups(setting, model), setting.dp))
 
 
 def rank_of(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -> Rank:
@@ -173,10 +210,14 @@ def rank_of(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -
     return Rank(made, names, _placed(setting, model, parts), _step(setting, model, parts, rank))
 
 
-def fullest(parts: Sequence[Group], dp: int) -> int:
-    """The rank whose shares touch the most elements of whole parameters."""
-    totals = touched(parts, dp)
-    return totals.index(max(totals))
+def foremost(kept: Sequence[int]) -> list[int]:
+    """Ranks that keep more than every rank behind them: shares of later ranks lie later in the model, so that their
+    gradients arrive earlier in backward, and a rank that keeps no more than a later one never holds more."""
+    result: list[int] = []
+    for rank in reversed(range(len(kept))):
+        if not result or kept[rank] > kept[result[-1]]:
+            result.append(rank)
+    return result
 
 
 def _groups(setting: Setting, model: Model) -> tuple[Group, ...]:

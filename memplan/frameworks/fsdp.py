@@ -18,6 +18,7 @@ from . import plain
 from .fsdp_modules import managed_parameters, sharded, transposed, unsynced
 from .fsdp_units import Sharding, Unit, shard
 from .plain_buffers import buffers, inputs
+from .registration import place
 from .states import State, full, optimizer_states, step_temporaries
 
 MODEL = "model"
@@ -55,25 +56,10 @@ def with_parameters(spans: Sequence[Span], units: Sequence[Unit], family: str) -
     """``units`` with the parameters that they manage, in the order in which the model registers them."""
 
     def ordered(own: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-        return tuple(sorted(own, key=lambda one: _registered(one, family)))
+        return tuple(sorted(own, key=lambda one: place(one.name, family)))
 
     managed = managed_parameters(spans, units)
     return tuple(replace(unit, parameters=ordered(own)) for unit, own in zip(units, managed, strict=True))
-
-
-_MIXER = ("query", "key", "value", "attention_output", "query_norm", "key_norm")
-_LLAMA = ("word", "", *_MIXER, "gate", "up", "down", "attention_norm", "mlp_norm")
-_TORCHTITAN = ("word", "", *_MIXER, "gate", "down", "up", "attention_norm", "mlp_norm")
-_REGISTERED = {"llama": _LLAMA, "mistral": _LLAMA, "qwen3": _LLAMA, "torchtitan": _TORCHTITAN}
-"""Layers that register their norms last, although they run first; ``""`` stands for all other modules."""
-
-
-def _registered(parameter: Parameter, family: str) -> int:
-    """Where a parameter is in its unit: a tied head's weight is the embedding's, elsewhere the order is that
-    of running but for ``_REGISTERED``."""
-    order = _REGISTERED.get(family, ("word", ""))
-    name = parameter.name.rpartition(".")[0]
-    return order.index(name if name in order else "")
 
 
 def program(plan: Plan, model: Model, sharding: Sharding) -> Program:
@@ -95,7 +81,7 @@ def _program(plan: Plan, model: Model, spans: tuple[Span, ...], sharding: Shardi
     tensors = tuple(one for span in spans for _ in span.names for one in span.module.parameters)
     return Program(
         stage=0,
-        ranks=tuple(range(ranks)),
+        ranks=tuple(range(ranks * sharding.tensor)),
         entries=tuple(name for span in spans if span.module.name not in plain.EDGES for name in span.names),
         spans=spans,
         states=() if sharding.offload else sharded_states(plan.optimizer, sharding),
@@ -138,9 +124,9 @@ def host_bytes(tensors: Sequence[Parameter], optimizer: Optimizer, sharding: Sha
 
 
 def model_spans(plan: Plan, options: Options) -> tuple[Span, ...]:
-    """The model as one device runs it, in the dtype of compute."""
+    """The model as one device runs it, in the dtype of compute; buffers have that of the shards."""
     precision = plan.precision.model_copy(update={"gradients": plan.precision.dtype})
-    (single,) = plain.programs(plan.model_copy(update={"framework": "single", "precision": precision}), options)
+    (single,) = plain.programs(plan.model_copy(update={"framework": "fsdp", "precision": precision}), options)
     if plan.model.family not in ("gpt2", "gpt"):
         return single.spans
     return tuple(

@@ -69,6 +69,9 @@ class Gradient:
     elements: int
     kept: int
     """Id of its copy in the reduction's dtype, where it is not reduced at once."""
+    local: Hold | None = None
+    """What it becomes first, where tensor parallelism leaves it in another placement than its parameter's
+    (``unsharded_grad_data``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +266,7 @@ class Hooks:
         self.states[at].ran = True
         sharding, role = self.sharding, self.role
         cast = sharding.reduce != sharding.compute
-        ends = [one.end for one in self.gradients[at]]
+        ends = [self._placed(one) for one in self.gradients[at]]
         if role.adds and cast:  # ``accumulate_unsharded_grad_if_needed``
             self.events += ends
             ends = [self._kept(one)[1] for one in self.gradients[at]]
@@ -285,6 +288,13 @@ class Hooks:
         self.events += ends[: len(ends) - len(last)]
         self._reduced(at, elements)
         self.events += last
+
+    def _placed(self, one: Gradient) -> Drop:
+        """The end of a gradient that has its parameter's placement."""
+        if one.local is None:
+            return one.end
+        self.events += [one.local, one.end]
+        return Drop(one.local.tensor, one.local.bytes, one.local.category)
 
     def _kept(self, one: Gradient) -> tuple[Hold, Drop]:
         """A gradient's copy in the reduction's dtype, which waits for a micro-batch that reduces."""
@@ -341,7 +351,12 @@ def seams(
 
     ``gradients``: what autograd leaves, unit by unit.
     """
-    hooks = Hooks(units, sharding, gradients, role)
+    return pass_through(Hooks(units, sharding, gradients, role), modules, end)
+
+
+def pass_through(hooks: Hooks, modules: int, end: int) -> Seams:
+    """What ``hooks`` do while a micro-batch passes."""
+    units = hooks.units
     before, after, before_backward, after_backward = [], [], [], []
     begins, ends = _by_place([unit.first for unit in units]), _by_place([unit.last for unit in units])
     for place in range(modules):

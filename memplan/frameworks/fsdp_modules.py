@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from ..layers.module import INPUT, Module, Parameter, Tapes
+from ..layers.tensor_parallel import PARTIAL, REPLICATED
 from ..program import Span
 from ..tape import Category, Drop, Hold, Tape
 from .fsdp_hooks import LOCAL, PERSISTENT, Gradient, Role, Seams, seams
-from .fsdp_units import Sharding, Unit
+from .fsdp_units import Sharding, Unit, size
 
 SHARED_GRADIENT, SHARED_KEPT = -900, -950
 """Ids from here down to −999 are of gradients that wait in one module for the hooks of another."""
@@ -30,7 +31,7 @@ def left_gradients(module: Module) -> tuple[Hold, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _renamed(tape: Tape, ids: tuple[tuple[int, int], ...]) -> Tape:
+def renamed_ids(tape: Tape, ids: tuple[tuple[int, int], ...]) -> Tape:
     """``tape`` with other ids for some tensors."""
     if not ids:
         return tape
@@ -59,15 +60,12 @@ def hooked(
     appear, as the hooks end them, or are added (``adds``) to those of another micro-batch."""
 
     def tapes(inner: Tapes, around: Around) -> Tapes:
-        backward = _renamed(inner.backward, ids)
+        backward = renamed_ids(inner.backward, ids)
         begun = sum(isinstance(event, Hold) and event.name == "grad_loss" for event in backward[:1])
         backward = backward[:begun] + around[2] + backward[begun:] + around[3]
         return replace(inner, forward=_around_forward(inner.forward, around), backward=backward)
 
-    base = largest_id(module)
-    found = {id for tape in (*arounds[0], *arounds[1]) for id in _own_ids(tape)} | {id for _, id in ids if id > 0}
-    own = sorted(found, key=lambda id: (id < PERSISTENT, id))  # those that micro-batches share come first
-    compact = tuple((id, base + 1 + at) for at, id in enumerate(own))
+    compact = compact_ids(module, ids, arounds)
     arounds = _compacted(arounds[0], compact), _compacted(arounds[1], compact)
     known = dict(compact)
     ids = tuple((old, known.get(new, new)) for old, new in ids)
@@ -79,13 +77,23 @@ def hooked(
     return replace(module, first=first, steady=first if alike else steady, evaluation=evaluation)
 
 
+def compact_ids(
+    module: Module, ids: tuple[tuple[int, int], ...], arounds: tuple[Around, Around]
+) -> tuple[tuple[int, int], ...]:
+    """Ids of the hooks' own tensors, and those that ``hooked`` gives them."""
+    base = largest_id(module)
+    found = {id for tape in (*arounds[0], *arounds[1]) for id in _own_ids(tape)} | {id for _, id in ids if id > 0}
+    own = sorted(found, key=lambda id: (id < PERSISTENT, id))  # those that micro-batches share come first
+    return tuple((id, base + 1 + at) for at, id in enumerate(own))
+
+
 def _own_ids(tape: Tape) -> set[int]:
     return {event.tensor for event in tape if isinstance(event, Hold | Drop) and event.tensor >= LOCAL}
 
 
 def _compacted(around: Around, ids: tuple[tuple[int, int], ...]) -> Around:
     """Ids that follow the module's own without a gap."""
-    before, after, before_backward, after_backward = (_renamed(tape, ids) for tape in around)
+    before, after, before_backward, after_backward = (renamed_ids(tape, ids) for tape in around)
     return before, after, before_backward, after_backward
 
 
@@ -117,10 +125,22 @@ def unsynced(
     )
 
 
-@lru_cache(maxsize=256)
-def _with_hooks(
-    spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding, roles: tuple[Role, Role]
-) -> tuple[Span, ...]:
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Modules in a row, and the gradients that each unit finds at its parameters."""
+
+    modules: tuple[tuple[Module, str], ...]
+    renamed: tuple[tuple[tuple[int, int], ...], ...]
+    """Of each module, ids of its gradients within it and in the hooks."""
+    gradients: tuple[list[Gradient], ...]
+    """Of each unit, in the order of its parameters."""
+
+    def place(self, name: str) -> int:
+        return next(place for place, (_, other) in enumerate(self.modules) if other == name)
+
+
+def owned(spans: Sequence[Span], units: Sequence[Unit], sharding: Sharding) -> Owned:
+    """Who ends which gradient."""
     modules = [(span.module, name) for span in spans for name in span.names]
     renamed: list[tuple[tuple[int, int], ...]] = [() for _ in modules]
     gradients = []
@@ -134,35 +154,51 @@ def _with_hooks(
             if not unit.alone:
                 shared += len(holds)
             renamed[place] = tuple((hold.tensor, id) for hold, id in zip(holds, ids, strict=True))
-            own += [_gradient(hold, id, id - first + kept) for hold, id in zip(holds, ids, strict=True)]
+            own += [_gradient(hold, id, id - first + kept, sharding) for hold, id in zip(holds, ids, strict=True)]
         gradients.append(_in_order(own, unit.parameters))
     assert shared <= SHARED_GRADIENT - SHARED_KEPT, "too many gradients that wait for hooks"
-    last = next(place for place, (_, name) in enumerate(modules) if name == end)
+    return Owned(tuple(modules), tuple(renamed), tuple(gradients))
+
+
+@lru_cache(maxsize=256)
+def _with_hooks(
+    spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding, roles: tuple[Role, Role]
+) -> tuple[Span, ...]:
+    own = owned(spans, units, sharding)
+    modules, gradients, last = own.modules, own.gradients, own.place(end)
     one, two = (seams(units, len(modules), last, sharding, gradients, role) for role in roles)
     cast = sharding.reduce != sharding.compute
     adds = roles[0].adds and not cast, roles[1].adds and not cast
     return tuple(
-        Span(hooked(module, renamed[place], (_around(one, place), _around(two, place)), adds), (name,))
+        Span(hooked(module, own.renamed[place], (events_around(one, place), events_around(two, place)), adds), (name,))
         for place, (module, name) in enumerate(modules)
     )
 
 
-def _gradient(hold: Hold, id: int, kept: int) -> Gradient:
-    return Gradient(Drop(id, hold.bytes, hold.category), prod(hold.shape), kept)
+def _gradient(hold: Hold, id: int, kept: int, sharding: Sharding) -> Gradient:
+    placement, elements = hold.name.rpartition("/")[2], prod(hold.shape)
+    local = None
+    if placement in (PARTIAL, REPLICATED):
+        elements //= sharding.tensor if placement == REPLICATED else 1
+        bytes = size(elements, hold.dtype)
+        local = Hold(kept, bytes, Category.GRADIENTS, "redistributed_gradient", (elements,), hold.dtype)
+    return Gradient(Drop(id, hold.bytes, hold.category), elements, kept, local)
 
 
 def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) -> list[Gradient]:
-    """A unit's gradients in the order of its parameters; among equal sizes any."""
+    """A unit's gradients in the order of its parameters; among equal sizes any, but the embedding's, which comes
+    first, before the head's: tensor parallelism leaves it in another placement."""
     left = list(gradients)
     result = []
     for parameter in parameters:
-        one = next(gradient for gradient in left if gradient.elements == parameter.elements)
+        equal = [gradient for gradient in left if gradient.elements == parameter.elements]
+        one = min(equal, key=lambda gradient: gradient.local is None)
         left.remove(one)
         result.append(one)
     return result
 
 
-def _around(all: Seams, place: int) -> Around:
+def events_around(all: Seams, place: int) -> Around:
     return (
         all.before_forward[place],
         all.after_forward[place],

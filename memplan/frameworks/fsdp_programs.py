@@ -7,17 +7,16 @@ from dataclasses import replace
 from ..layers.coverage import TRANSFORMERS, check_covered
 from ..layers.module import Options
 from ..plan.errors import PlanError
+from ..plan.optimizer_checks import check_sharded
 from ..plan.plan import Fsdp, Plan
 from ..program import Program
 from .fsdp import Model, host_bytes, program, transformers_model, unsynced_program
+from .fsdp_stages import check_no_pipeline, stage_programs
 from .fsdp_torchtitan import ActivationCheckpointing, torchtitan_model
 from .fsdp_units import Sharding, shard
 
-FAMILIES = ("gpt2", "gpt", "llama", "mistral", "qwen3")
-"""Those whose order of parameters is known (``fsdp._REGISTERED``), as it decides how a unit's buffers lie."""
-
-OPTIMIZERS = ("sgd", "adam", "adamw")
-"""Those that run on ``DTensor`` shards as PyTorch writes them."""
+FAMILIES = tuple(family for family in TRANSFORMERS if family != "bert")
+"""Those whose order of parameters is known (``registration``), as it decides how a unit's buffers lie."""
 
 
 def check(plan: Plan, given: Fsdp) -> None:
@@ -28,10 +27,14 @@ def check(plan: Plan, given: Fsdp) -> None:
         raise PlanError("model.family", plan.model.family, problem)
     dp, layout = plan.layout.dp, plan.layout
     assert dp is not None
-    for name in ("tp", "pp", "cp", "ep", "vpp"):
+    if layout.tp > 1 and not given.gradient_sync:
+        problem = "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch"
+        raise PlanError("fsdp.gradient_sync", False, problem)
+    for name in ("cp", "ep"):
         value = getattr(layout, name)
         if value != 1:
-            raise PlanError(f"layout.{name}", value, "must be 1: fsdp is modelled with data parallelism only")
+            problem = "must be 1: fsdp is modelled with data, tensor and pipeline parallelism only"
+            raise PlanError(f"layout.{name}", value, problem)
     if dp % given.replicas:
         raise PlanError("fsdp.replicas", given.replicas, f"must divide dp, which is {dp}")
     shards, to = dp // given.replicas, given.reshard_to
@@ -39,9 +42,7 @@ def check(plan: Plan, given: Fsdp) -> None:
         raise PlanError("fsdp.reshard_to", to, "must be left out where fsdp.reshard_after_forward is false")
     if to is not None and shards % to:
         raise PlanError("fsdp.reshard_to", to, f"must be a divisor of the {shards} shards")
-    if plan.optimizer.name not in OPTIMIZERS:
-        problem = f"must be one of {', '.join(OPTIMIZERS)}: with others fsdp is not modelled"
-        raise PlanError("optimizer.name", plan.optimizer.name, problem)
+    check_sharded(plan.optimizer.name, "fsdp")
     if given.code == "torchtitan" and to is not None:
         raise PlanError("fsdp.reshard_to", to, "must be left out: torchtitan has no other than true and false")
     if given.code == "torchtitan" and given.offload and plan.optimizer.implementation == "fused":
@@ -55,26 +56,34 @@ def sharding_of(plan: Plan, given: Fsdp) -> Sharding:
     assert plan.layout.dp is not None
     shards = plan.layout.dp // given.replicas
     compute = plan.precision.dtype
-    return Sharding(shards, given.replicas, given.parameters, compute, given.reduce, given.offload)
+    return Sharding(shards, given.replicas, given.parameters, compute, given.reduce, given.offload, plan.layout.tp)
 
 
 def model_of(plan: Plan, options: Options, given: Fsdp) -> Model:
     if given.code == "transformers":
         reshard = given.reshard_to or given.reshard_after_forward
         return transformers_model(plan, options, reshard=reshard, reshard_root=given.reshard_root)
-    recompute = ActivationCheckpointing("none")
-    if given.per_operator:
-        recompute = ActivationCheckpointing("op")
-    elif plan.recompute.mode == "full":
-        recompute = ActivationCheckpointing("full", given.recompute_every)
     reshard = given.reshard_after_forward
-    return torchtitan_model(plan, options, recompute, reshard=reshard, ends_apart=given.ends_apart)
+    return torchtitan_model(plan, options, recompute_of(plan, given), reshard=reshard, ends_apart=given.ends_apart)
+
+
+def recompute_of(plan: Plan, given: Fsdp) -> ActivationCheckpointing:
+    """torchtitan's activation checkpointing."""
+    if given.per_operator:
+        return ActivationCheckpointing("op")
+    if plan.recompute.mode == "full":
+        return ActivationCheckpointing("full", given.recompute_every)
+    return ActivationCheckpointing("none")
 
 
 def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
-    """The one program that all ranks run; ``last`` are the last micro-batch's modules where they differ."""
+    """The one program that all ranks run, ``last`` the last micro-batch's modules where they differ; or one for each
+    pipeline stage."""
     given = plan.fsdp
     check(plan, given)
+    if plan.layout.pp > 1:
+        return stage_programs(plan, options, recompute_of(plan, given), sharding_of(plan, given))
+    check_no_pipeline(plan, given)
     model, sharding = model_of(plan, options, given), sharding_of(plan, given)
     made = program(plan, model, sharding)
     if not given.gradient_sync and made.microbatches > 1:

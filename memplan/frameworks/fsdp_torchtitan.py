@@ -1,4 +1,4 @@
-"""torchtitan's Llama under ``fully_shard``, as its trainer runs it without pipeline or tensor parallelism.
+"""torchtitan's Llama under ``fully_shard``, as its trainer runs it without pipeline parallelism.
 
 ``torchtitan/parallelisms/parallelize_llama.py`` (``apply_ac``, ``apply_fsdp``) and ``train.py`` of December
 2024 (commit 9dec370): every block is recomputed or not, then sharded; the last block's parameters stay after
@@ -7,6 +7,7 @@ forward, and so do the root's. Logits leave the model, and the loss is taken out
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -19,7 +20,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..program import Span
 from ..tape import Category, Hold
-from . import plain
+from . import fsdp_torchtitan_tp, plain
 from .fsdp import MODEL, Model, with_parameters
 from .fsdp_units import Unit
 
@@ -49,7 +50,7 @@ def block(shape: LayerShape, mode: Checkpointing, options: Options) -> Module:
         region = torchtitan.checkpointed
         return Run(region(r, lambda policy: torchtitan.block(r, hidden, shape, policy), keeps=mode == "op"))
 
-    return build("layer", recipe, plain.hidden_interface(shape, options), options)
+    return build("layer", recipe, plain.hidden_interface(shape), options)
 
 
 @lru_cache(maxsize=1024)
@@ -71,7 +72,7 @@ def ends(shape: LayerShape, options: Options) -> tuple[Module, Module, Module, M
         assert x is not None
         return Run(None, loss=torchtitan.loss(r, x, shape))
 
-    hidden = plain.hidden_interface(shape, options)
+    hidden = plain.hidden_interface(shape)
     logits = Interface((shape.b, shape.s, shape.spec.vocab), shape.dtype)
     return (
         build("embedding", embed, Interface(None, shape.dtype), options),
@@ -92,6 +93,18 @@ def check(plan: Plan) -> None:
     plain.check_flash(plan)
 
 
+def modules(
+    plan: Plan, shape: LayerShape, modes: Sequence[Checkpointing], options: Options
+) -> tuple[list[Module], tuple[Module, Module, Module, Module]]:
+    """Blocks, and the ends, of one rank."""
+    t = plan.layout.tp
+    if t == 1:
+        return [block(shape, mode, options) for mode in modes], ends(shape, options)
+    around = fsdp_torchtitan_tp.ends(shape, t, plan.loss.kind == "vocab-parallel", options)
+    blocks = [fsdp_torchtitan_tp.block(shape, t, mode, options) for mode in modes]
+    return [fsdp_torchtitan_tp.first_block(blocks[0], around[0]), *blocks[1:]], around
+
+
 def torchtitan_model(
     plan: Plan,
     options: Options,
@@ -108,9 +121,10 @@ def torchtitan_model(
     """
     check(plan)
     shape = plain.layer_shape(plan)
-    embedding, norm, head, loss = ends(shape, options)
     names = plain.layer_names(plan.model.layers)
-    layers = [Span(block(shape, recompute.of(at), options), (name,)) for at, name in enumerate(names)]
+    modes = [recompute.of(at) for at in range(len(names))]
+    blocks, (embedding, norm, head, loss) = modules(plan, shape, modes, options)
+    layers = [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     after = [Span(norm, ("final_norm",)), Span(head, ("head",)), Span(loss, ("loss",))]
     spans = (Span(embedding, ("embedding",)), *layers, *after)
     last = len(names)

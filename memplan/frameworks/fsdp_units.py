@@ -31,6 +31,8 @@ class Sharding:
     """``MixedPrecisionPolicy.reduce_dtype``: in which gradients are reduced and, unreduced, accumulated."""
     offload: bool = False
     """``CPUOffloadPolicy``: shards, their gradients and the optimizer live in host memory."""
+    tensor: int = 1
+    """Ranks among which tensor parallelism has cut parameters before (``DTensor``); a unit's are the local ones."""
 
     def width(self, reshard_after_forward: bool | int) -> int | None:
         """Ranks across which parameters are cut after forward; ``None`` where they stay whole

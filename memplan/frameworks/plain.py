@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 from ..gpus import GPUS
 from ..layers import ends, fused_losses, huggingface, huggingface_2020, ops
-from ..layers.autograd import Recorder, Shape, Tensor
+from ..layers.autograd import Accumulate, Recorder, Shape, Tensor
 from ..layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_recompute
 from ..layers.edges import arrive, depart
 from ..layers.fused_losses import PLAIN, HeadLoss
@@ -25,18 +25,23 @@ from ..plan.errors import PlanError
 from ..plan.loss_checks import liger_version
 from ..plan.plan import Optimizer, Plan
 from ..plan.spec import of_any_depth
+from ..plan.tuning_checks import is_tuned
 from ..program import Program, Span, drop_all
 from ..tape import Category, Drop, Event, Hold, Stretch, Tape, rounded
 from . import trainer
-from .ddp import bucket_sizes
 from .plain_buffers import buffers, inputs
+from .plain_rows import Kinds, Row, kinds_of, layer_row, layers, with_leaf
 from .states import full, optimizer_states, quantisation_maps, step_temporaries
+from .tuned import check_tuned, shared_table, trained_only, trains_layers, tuned_states, tuning_of
 
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 """Ids of the tensors that a forward pass makes once for all layers."""
 
 FULL_MASK = SHARED - 5
 """Id of the mask of layers without a sliding window, where every second layer has one (``MASK``)."""
+
+GPT2 = ("gpt2", "gpt")
+"""Families whose layers are GPT-2's."""
 
 EMBEDDED = SHARED - 4
 """Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
@@ -51,6 +56,7 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
     rotary = spec.positions == "rotary"
     dtype, table = shape.dtype, (1, s, spec.rotary_features)
     mask = FULL_MASK if FULL_MASK in ended else MASK
+    has_positions = rotary or spec.family == "opt" or (spec.family in GPT2 and ends.position_ids_are_shared(r))
 
     def outside(shape: Shape, dtype: str, id: int) -> Tensor:
         return r.outside(shape, dtype, id=id, drops=id in ended and r.grad_enabled)
@@ -59,13 +65,18 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
         outside((shape.b, 1, s, s), dtype, mask) if spec.causal and not shape.flash else None,
         outside(table, dtype, COS) if rotary and spec.family != "gptj" else None,
         outside(table, dtype, SIN) if rotary and spec.family != "gptj" else None,
-        outside((1 if rotary else shape.b, s), "int64", POSITIONS) if rotary or spec.family == "opt" else None,
+        outside((shape.b if spec.family == "opt" else 1, s), "int64", POSITIONS) if has_positions else None,
     )
 
 
 @lru_cache(maxsize=1024)
 def layer_module(
-    shape: LayerShape, recompute: bool, code: str, options: Options, ended: frozenset[int] = frozenset()
+    shape: LayerShape,
+    recompute: bool,
+    code: str,
+    options: Options,
+    ended: frozenset[int] = frozenset(),
+    requires_grad: bool = True,
 ) -> Module:
     """One layer of the family. The first one is the last to let go of shared tensors: ``ended``."""
     layers = huggingface_2020.LAYERS if code == "2020" else huggingface.LAYERS
@@ -79,7 +90,7 @@ def layer_module(
             return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)))
         return Run(recipe_of(r, x, shared, shape))
 
-    return build("layer", recipe, hidden_interface(shape, options), options)
+    return build("layer", recipe, hidden_interface(shape, requires_grad, options.autocast), options)
 
 
 def keeps_embedded(shape: LayerShape) -> bool:
@@ -113,17 +124,20 @@ def _is_drop_of_input(event: Event) -> TypeGuard[Drop]:
     return isinstance(event, Drop) and event.tensor == INPUT
 
 
-def hidden_interface(shape: LayerShape, options: Options | None = None) -> Interface:
+def hidden_interface(shape: LayerShape, requires_grad: bool = True, autocast: str | None = None) -> Interface:
     """Hidden states between layers; BERT's come out of a norm, which autocast runs in fp32."""
-    from_norm = options is not None and options.autocast is not None and shape.spec.norm_place == "post"
-    return Interface((shape.b, shape.s, shape.spec.hidden), "fp32" if from_norm else shape.dtype)
+    from_norm = autocast is not None and shape.spec.norm_place == "post"
+    return Interface((shape.b, shape.s, shape.spec.hidden), "fp32" if from_norm else shape.dtype, requires_grad)
 
 
 @lru_cache(maxsize=1024)
 def end_modules(
-    shape: LayerShape, code: str, options: Options, head_loss: HeadLoss = PLAIN
+    shape: LayerShape, code: str, options: Options, head_loss: HeadLoss = PLAIN, requires_grad: bool = True
 ) -> tuple[Module, Module | None, Module]:
-    """Embedding, final norm (``None`` for post-norm models), head with loss."""
+    """Embedding, final norm (``None`` for post-norm models), head with loss.
+
+    ``requires_grad``: a layer before the norm is trained, or the embedding.
+    """
     spec = shape.spec
 
     def embed(r: Recorder, x: Tensor | None) -> Run:
@@ -133,7 +147,8 @@ def end_modules(
         kept = embedded.hidden if keeps_embedded(shape) else None
         ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
         ids[FULL_MASK] = shared.full_mask
-        return Run(embedded.hidden, embedded.frame, ids)
+        frame = [tensor for tensor in embedded.frame if not isinstance(tensor.node, Accumulate)]
+        return Run(embedded.hidden, frame, ids)
 
     def head(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
@@ -148,14 +163,18 @@ def end_modules(
         assert x is not None
         return Run(ends.final_norm(r, x, shape))
 
-    interface = hidden_interface(shape, options)
+    interface = hidden_interface(shape, requires_grad, options.autocast)
+    tuning = options.tuning
+    normed = spec.final_norm and (tuning is None or tuning.trains("final_norm.weight"))
     from_norm = options.autocast is not None and spec.final_norm and spec.norm == "layernorm"
-    normed = replace(interface, dtype="fp32") if from_norm else interface
+    into_head = replace(
+        interface, dtype="fp32" if from_norm else interface.dtype, requires_grad=requires_grad or normed
+    )
     tied = frozenset({"word.weight"}) if spec.tied_embeddings else frozenset()
     return (
         build("embedding", embed, Interface(None, shape.dtype), options, tied),
         build("final_norm", norm, interface, options) if spec.final_norm else None,
-        build("head", head, normed, options),
+        build("head", head, into_head, options),
     )
 
 
@@ -221,7 +240,10 @@ def layer_shape(plan: Plan) -> LayerShape:
     assert hardware.gpus is not None
     visible = hardware.gpus if batch.multiply_by_visible_gpus else 1
     spec = of_any_depth(plan.model)
-    return LayerShape(spec, batch.mbs * visible, batch.seq, plan.precision.stored, plan.attention == "flash")
+    dtype = "fp32" if plan.quantisation.prepared else plan.precision.stored
+    stored = plan.fsdp.parameters if plan.framework == "fsdp" and plan.fsdp.parameters != dtype else ""
+    stored = plan.precision.dtype if plan.quantisation.prepared else stored
+    return LayerShape(spec, batch.mbs * visible, batch.seq, dtype, plan.attention == "flash", stored)
 
 
 def head_loss(plan: Plan) -> HeadLoss:
@@ -264,6 +286,7 @@ def check(plan: Plan) -> None:
         raise PlanError("precision.gradients", precision.gradients, problem)
     if plan.attention == "flash":
         check_flash(plan)
+    check_tuned(plan)
 
 
 def check_flash(plan: Plan) -> None:
@@ -292,68 +315,78 @@ def layer_names(count: int) -> tuple[str, ...]:
     return tuple(f"layer.{i}" for i in range(count))
 
 
-def layers(foremost: tuple[Module, ...], layer: Module, names: tuple[str, ...]) -> tuple[Span, ...]:
-    """The modules of ``foremost``, then a ``layer`` for each further name."""
-    foremost = foremost[: len(names)]
-    if all(module is layer for module in foremost):
-        return (Span(layer, names),)
-    own = tuple(Span(module, (name,)) for module, name in zip(foremost, names, strict=False))
-    further = names[len(foremost) :]
-    return (*own, Span(layer, further)) if further else own
-
-
 def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     """One program per device: of a device map, embedding and head on the first, final norm on the last,
     as ``parallelize`` places them."""
     check(plan)
     shape = layer_shape(plan)
     autocast = plan.precision.dtype if plan.precision.autocast else None
+    tuning = tuning_of(plan)
     options = replace(
         options,
         kernel_workspaces=options.kernel_workspaces and shape.flash,
         autocast=autocast,
         parameters=shape.dtype if autocast else None,
         converts_outputs=trainer.converts_outputs(plan),
+        tuning=tuning,
     )
-    recompute = plan.recompute.mode == "full"
-    layer = layer_module(shape, recompute, plan.code, options)
     embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan))
-    if plan.model.tied_embeddings and plan.loss.kind != "chunked":  # each chunk has a backward of its own
+    if not embedding.first.backward and not trains_layers(plan, tuning):
+        embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan), False)
+    returning = head.first.grad_input != 0
+    waits = plan.model.tied_embeddings and plan.loss.kind != "chunked"  # each chunk has a backward of its own
+    if waits and (tuning is None or tuning.trains("word.weight")):
         embedding, head = with_waiting_gradient(embedding, head)
-    kept = _everything(embedding) if recompute else layer.saved_shared
-    foremost = layer_module(shape, recompute, plan.code, options, kept - {FULL_MASK})
+
+    def make(options: Options, ended: frozenset[int], requires_grad: bool) -> Module:
+        return layer_module(shape, plan.recompute.mode == "full", plan.code, options, ended, requires_grad)
+
+    def kinds(numbers: Iterable[int]) -> Kinds:
+        return kinds_of(plan, options, bool(embedding.first.backward), numbers)
+
+    everything = _everything(embedding) - {EMBEDDED}
+    numbers = range(plan.model.layers) if plan.device_map is None else plan.device_map[min(plan.device_map)]
+    row, kept = layer_row(make, kinds(numbers), everything, plan.recompute.mode == "full", (MASK, FULL_MASK))
     if keeps_embedded(shape):
-        saved = not any(map(_is_drop_of_input, foremost.first.forward))
-        kept = kept | {EMBEDDED} if saved else kept - {EMBEDDED}
-        foremost = with_kept_input(foremost)
-    begin: tuple[Module, ...] = (foremost,)
-    if FULL_MASK in kept:
-        ahead = plan.model.layers if plan.device_map is None else len(plan.device_map[min(plan.device_map)])
-        kept = kept if ahead > 1 else kept - {FULL_MASK}
-        begin = (foremost, layer_module(shape, recompute, plan.code, options, frozenset({FULL_MASK})))
+        leaf = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
+        embedding, row, kept = _with_embedded(embedding, row, kept, leaf and _passes_embeddings_on(shape))
     first = [Span(embedding, ("embedding",))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
     last = [Span(returns(embedding, kept), ("return",)), Span(head, ("head",))]
     if plan.framework != "device-map":
-        names = layer_names(plan.model.layers)
-        middle = layers(begin, layer, names)
+        middle = layers(row, layer_names(plan.model.layers))
         return (_program(plan, shape, 0, (*first, *middle, *normed, *last), options),)
     assert plan.device_map is not None
-    hidden, dtype = (shape.b, shape.s, shape.spec.hidden), hidden_interface(shape, options).dtype
-    here, away = Span(arrive(hidden, dtype), ("arrive",)), Span(depart(hidden, dtype), ("depart",))
+    hidden, dtype = (shape.b, shape.s, shape.spec.hidden), hidden_interface(shape, autocast=autocast).dtype
     devices = sorted(plan.device_map)
     result = []
-    for device in devices:
-        is_first, is_last = device == devices[0], device == devices[-1]
+    going = True
+    for device, following in zip(devices, [*devices[1:], None], strict=True):
         names = tuple(f"layer.{i}" for i in plan.device_map[device])
-        middle = layers(begin if is_first else (), layer, names)
-        spans = [*(first if is_first else [here]), *middle, *(normed if is_last else [])]
+        if device != devices[0]:
+            row, _ = layer_row(make, kinds(plan.device_map[device]), frozenset(), False, (MASK, FULL_MASK))
+            first = [Span(arrive(hidden, dtype, going), ("arrive",))]
+        spans = [*first, *layers(row, names), *(normed if following is None else [])]
         if len(devices) > 1:
-            spans.append(away)
-        if is_first:
-            spans += [*([here] if len(devices) > 1 else []), *last]
+            going = returning if following is None else kinds(plan.device_map[following])[0][0].requires_grad
+            spans.append(Span(depart(hidden, dtype, going), ("depart",)))
+        if device == devices[0]:
+            spans += [*([Span(arrive(hidden, dtype, returning), ("arrive",))] if len(devices) > 1 else []), *last]
         result.append(_program(plan, shape, device, tuple(spans), options))
     return tuple(result)
+
+
+def _with_embedded(embedding: Module, row: Row, kept: frozenset[int], leaf: bool) -> tuple[Module, Row, frozenset[int]]:
+    """The embedding's output as the first layer's input, which ``model.forward`` keeps in a variable. ``leaf``: it
+    requires a gradient without having a node."""
+    foremost, count = row[0]
+    if leaf or not any(map(_is_drop_of_input, foremost.first.forward)):
+        kept = kept | {EMBEDDED}
+    foremost = with_kept_input(foremost)
+    if leaf:
+        embedding, foremost = with_leaf(embedding, foremost, EMBEDDED)
+    further = [(row[0][0], count - 1)] if count > 1 else []
+    return embedding, [(foremost, 1), *further, *row[1:]], kept
 
 
 def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...], options: Options) -> Program:
@@ -366,6 +399,10 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...],
     groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
     at_once = _microbatches(plan) if trainer.runs(plan) else 1
     extra = [*inputs(shape, stage) * at_once, *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
+    if is_tuned(plan):
+        states, dtype = tuned_states(plan.optimizer, dtype), plan.lora.dtype or dtype
+        groups = trained_only(groups)
+        extra += shared_table(plan)
     step = optimizer_step(groups, plan.optimizer, dtype)
     if trainer.runs(plan):
         extra += trainer.SCALARS
@@ -373,8 +410,6 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...],
     if plan.precision.autocast and plan.precision.dtype == "fp16":
         extra += SCALER
         step = Stretch((FOUND_INF, *step, Drop(FOUND_INF.tensor, FOUND_INF.bytes, FOUND_INF.category)))
-    if plan.framework == "ddp":
-        extra += ddp_buckets(groups, dtype)
     return Program(
         stage=stage,
         ranks=tuple(range(plan.layout.dp)) if plan.framework == "ddp" else (stage,),
@@ -419,13 +454,6 @@ def trainer_step(groups: Groups, optimizer: Optimizer, dtype: str, kernel_worksp
     clipped = trainer.clipping(parameters, dtype, kernel_workspaces=kernel_workspaces)
     begin = 1 + sum(isinstance(event, Hold) for event in clipped)
     return Stretch((*clipped, *drop_all(trainer.step_by_groups(optimizer, parameters, dtype), begin)))
-
-
-@lru_cache(maxsize=128)
-def ddp_buckets(groups: Groups, dtype: str) -> tuple[Hold, ...]:
-    """Gradient buckets, those of the last parameters first."""
-    sizes = bucket_sizes(parameter.bytes(dtype) for parameter in reversed(_tensors(groups)))
-    return tuple(Hold(0, rounded(size), Category.COMMUNICATION_BUFFERS, "ddp_bucket") for size in sizes)
 
 
 EDGES = frozenset({"return", "arrive", "depart"})

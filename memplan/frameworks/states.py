@@ -65,6 +65,8 @@ def optimizer_states(optimizer: Optimizer, dtype: str, *, embeddings_32bit: bool
         return tuple(
             on_device(state) if optimizer.paged else state for state in _bitsandbytes(optimizer, embeddings_32bit)
         )
+    if optimizer.name == "lion":
+        return (full("exp_avg", kept, dtype),)
     if optimizer.name == "adafactor":
         return adafactor_states(
             "fp32" if optimizer.implementation == "transformers" else dtype, optimizer.implementation
@@ -173,7 +175,7 @@ def managed_bytes(optimizer: Optimizer, parameters: Iterable[Parameter]) -> int:
     see: on the device while they are in use and there is room, else on the host (``functional.py``, ``get_paged``)."""
     if not optimizer.paged:
         return 0
-    large = [parameter for parameter in parameters if parameter.elements >= PAGED_SIZE]
+    large = [parameter for parameter in parameters if parameter.trained and parameter.elements >= PAGED_SIZE]
     return MOMENTS[optimizer.name] * sum(p.elements * (4 if _in_32bit(optimizer, p) else 1) for p in large)
 
 

@@ -17,6 +17,8 @@ class Hooks:
     behind: dict[str, int] = field(default_factory=dict)
     backward_before: dict[str, int] = field(default_factory=dict)
     backward_behind: dict[str, int] = field(default_factory=dict)
+    at: dict[str, int] = field(default_factory=dict)
+    """How many run directly before a tensor of that name begins."""
     not_recomputed: str = ""
     """The submodule before which one fewer runs when the layer is recomputed: the layer itself."""
 
@@ -31,7 +33,7 @@ class Hooks:
 NONE = Hooks()
 
 LLAMA = {
-    "embedding": Hooks(before={"word": 2}, behind={"word": 1}),
+    "embedding": Hooks(before={"word": 2}, at={"position_ids_fp32": 1}),
     "layer": Hooks(
         before={"attention_norm": 1, "query": 1, "gate": 1},
         behind={"gate": 1},
@@ -77,10 +79,87 @@ BERT = {
     ),
 }
 
+NORM = Hooks(backward_before={"final_norm": 1})
+HEAD = Hooks(backward_before={"head": 1, "word": 1})
+PHI3 = {
+    **LLAMA,
+    "layer": Hooks(
+        before={"attention_norm": 1, "qkv": 1, "gate_up": 1},
+        behind={"attention_output": 1, "gate_up": 1, "down": 1},
+        backward_before={"down": 3, "attention_output": 2},
+        backward_behind={"down": 1},
+        not_recomputed="attention_norm",
+    ),
+}
+GEMMA2 = {
+    **LLAMA,
+    "layer": Hooks(
+        before={"attention_norm": 1, "query": 1, "gate": 1},
+        behind={"gate": 1},
+        backward_before={"mlp_output_norm": 1, "down": 1, "attention_output": 1},
+        backward_behind={"up": 1},
+        not_recomputed="attention_norm",
+    ),
+}
+OPT = {
+    "embedding": Hooks(before={"word": 3}),
+    "layer": Hooks(
+        before={"attention_norm": 1, "query": 1},
+        behind={"up": 1},
+        backward_before={"down": 1, "attention_output": 1},
+        backward_behind={"down": 1},
+        not_recomputed="attention_norm",
+    ),
+    "final_norm": Hooks(backward_before={"final_norm": 2}),
+    "head": HEAD,
+}
+NEOX = {
+    "embedding": Hooks(before={"word": 2}, at={"position_ids_fp32": 2}),
+    "layer": Hooks(
+        before={"attention_norm": 1, "qkv": 1, "mlp_norm": 1, "up": 1},
+        behind={"up": 1},
+        at={"blocks_sum": 1, "residual_mlp": 1},
+        backward_before={"down": 3, "attention_output": 2},
+        backward_behind={"down": 1},
+        not_recomputed="attention_norm",
+    ),
+    "final_norm": NORM,
+    "head": HEAD,
+}
+GPTJ = {
+    "embedding": Hooks(before={"word": 2}, behind={"word": 1}),
+    "layer": Hooks(
+        before={"attention_norm": 1, "query": 1, "attention_output": 1, "up": 1},
+        behind={"attention_output": 1, "up": 1, "down": 1},
+        backward_before={"down": 3, "attention_output": 2},
+        backward_behind={"down": 1, "attention_output": 1},
+    ),
+    "final_norm": NORM,
+    "head": HEAD,
+}
+FALCON = {
+    "embedding": Hooks(before={"word": 2}, at={"position_ids_fp32": 1}),
+    "layer": Hooks(
+        before={"attention_norm": 1, "qkv": 1, "up": 1},
+        behind={"up": 1},
+        backward_before={"down": 2, "attention_output": 1},
+        backward_behind={"down": 1},
+    ),
+    "final_norm": NORM,
+    "head": HEAD,
+}
+
 FAMILIES: dict[str, dict[str, Hooks]] = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen3": LLAMA,
+    "qwen2": LLAMA,
+    "phi3": PHI3,
+    "gemma2": GEMMA2,
+    "opt": OPT,
+    "gpt_neox": NEOX,
+    "gptj": GPTJ,
+    "falcon": FALCON,
     "gpt2": GPT2,
     "bert": BERT,
 }

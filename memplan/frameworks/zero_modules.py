@@ -3,9 +3,10 @@ in the order in which the model registers them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 from ..layers import ends, huggingface
 from ..layers.autograd import Recorder, Tensor
@@ -28,6 +29,7 @@ from ..layers.recompute import recomputed
 from .plain import (
     COS,
     EMBEDDED,
+    FULL_MASK,
     MASK,
     POSITIONS,
     SIN,
@@ -38,6 +40,7 @@ from .plain import (
     shared_tensors,
     with_kept_input,
 )
+from .registration import LAYERS, NORM_BEFORE_LAYERS
 from .zero_recorder import Hooked
 
 TIED = "word.weight"
@@ -75,6 +78,7 @@ def hooked(
     options: Options,
     bias_first: bool,
     present: frozenset[str] = frozenset(),
+    outputs: Mapping[str, str] = MappingProxyType({}),
 ) -> HookedModule:
     """As ``layers.module.build``, with hooks in every role."""
 
@@ -86,6 +90,7 @@ def hooked(
             options.kernel_workspaces,
             options.consumes_gradients,
             bias_first=bias_first,
+            outputs=outputs,
         )
 
     first, seen, run = _tapes(recipe, interface, recorder(True), options)
@@ -96,7 +101,7 @@ def hooked(
         name,
         first,
         steady,
-        evaluation_tape(recipe, interface, Hooked(grad_enabled=False)),
+        evaluation_tape(recipe, interface, Hooked(grad_enabled=False, outputs=outputs)),
         own,
         tuple(_hold(first, id) for id in range(LEFT_IN_FRAME, LEFT_IN_FRAME - len(run.left), -1)),
         tuple(_hold(first, id) for id in run.shared),
@@ -134,6 +139,7 @@ def end_modules(
         shared = embedded.shared
         kept = embedded.hidden if keeps_embedded(shape) else None
         ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
+        ids[FULL_MASK] = shared.full_mask
         return Run(embedded.hidden, embedded.frame, ids)
 
     def head(r: Recorder, x: Tensor | None) -> Run:
@@ -147,8 +153,9 @@ def end_modules(
 
     interface = hidden_interface(shape)
     tied = frozenset({TIED}) if spec.tied_embeddings else frozenset()
+    outputs = {TIED: "embedding_scaled"} if spec.embedding_scale else {}
     return (
-        hooked("embedding", embed, Interface(None, shape.dtype), options, bias_first, tied),
+        hooked("embedding", embed, Interface(None, shape.dtype), options, bias_first, tied, outputs),
         hooked("final_norm", norm, interface, options, bias_first) if spec.final_norm else None,
         hooked("head", head, interface, options, bias_first),
     )
@@ -162,19 +169,23 @@ def instances(
     layer = layer_module(shape, recompute, options, bias_first, frozenset())
     made = frozenset(hold.tensor for hold in embedding.module.shares)
     kept = made if recompute else layer.module.saved_shared
-    foremost = layer_module(shape, recompute, options, bias_first, kept)
+    foremost = layer_module(shape, recompute, options, bias_first, kept - {FULL_MASK})
     if keeps_embedded(shape):
         saved = not any(getattr(event, "tensor", 0) == INPUT for event in foremost.module.first.forward)
         kept = kept | {EMBEDDED} if saved else kept - {EMBEDDED}
         foremost = HookedModule(
             with_kept_input(foremost.module), foremost.reads, foremost.unhooked, foremost.parameters
         )
+    begin = [foremost]
+    if FULL_MASK in kept:
+        kept = kept if layers > 1 else kept - {FULL_MASK}
+        begin.append(layer_module(shape, recompute, options, bias_first, frozenset({FULL_MASK})))
+    begin += [layer] * (layers - len(begin))
     names = layer_names(layers)
     closing = HookedModule(returns(embedding.module, kept), {}, frozenset(), ())
     return (
         Instance("embedding", embedding),
-        Instance(names[0], foremost),
-        *(Instance(name, layer) for name in names[1:]),
+        *(Instance(name, one) for name, one in zip(names, begin, strict=False)),
         *([Instance("final_norm", norm)] if norm is not None else []),
         Instance("return", closing),
         Instance("head", head),
@@ -182,27 +193,27 @@ def instances(
 
 
 REGISTERED = {
-    "layer": ("query", "key", "value", "attention_output", "query_norm", "key_norm", "gate", "up", "down"),
     "embedding": ("word", "position", "token_type", "embedding_norm"),
-    "head": ("head.bias", "transform", "transform_norm", "head"),
+    "head": ("transform", "transform_norm", "head"),
 }
-"""Where the order in which modules register differs from the order in which they run."""
+"""Where modules of embeddings and heads register in another order than they run."""
 
-FAMILIES_IN_ORDER = frozenset({"gpt2", "gpt", "bert"})
-"""Families whose layers run in the order in which they register."""
+BERT_HEAD = ("head.bias", *REGISTERED["head"])
+"""The bias of BERT's head is its own, the decoder's is an alias."""
 
 
 def registered(model: Sequence[Instance], family: str, tied: bool) -> tuple[tuple[str, Parameter], ...]:
     """Every parameter once, with its qualified name, in the order of ``model.parameters()``.
 
     ``modeling_llama.py``: attention, feed-forward, then the two norms; ``modeling_bert.py``: position before
-    token-type embeddings, the prediction head's bias before its transform.
+    token-type embeddings, the prediction head's bias before its transform; others: ``registration``.
     """
     result: dict[str, Parameter] = {}
+    orders = {**REGISTERED, "layer": LAYERS[family], **({"head": BERT_HEAD} if family == "bert" else {})}
+    if family in NORM_BEFORE_LAYERS:
+        model = sorted(model, key=lambda one: {"embedding": 0, "final_norm": 1}.get(one.name, 2))
     for instance in model:
-        order = REGISTERED.get(instance.hooked.module.name, ())
-        if instance.hooked.module.name == "layer" and family in FAMILIES_IN_ORDER:
-            order = ()
+        order = orders.get(instance.hooked.module.name, ())
 
         def place(parameter: Parameter, order: tuple[str, ...] = order) -> int:
             for at, name in enumerate(order):

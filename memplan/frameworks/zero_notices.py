@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..plan.plan import Plan
-from ..program import Program
+from ..program import Program, ranks_on_node
 from ..result import Notice
 from .deepspeed_programs import traffic
 
 GIB = 2**30
 
 ENGINE = (
-    "DeepSpeed 0.19's engine around a model of transformers 5.x (llama, mistral, qwen3, gpt2, bert), dropout active",
+    "DeepSpeed 0.19's engine around a model of transformers 5.x, dropout active",
     "the model's output, and its logits with it, is dropped before backward begins, as in transformers' Trainer",
     "the optimizer's fp32 parameters and states are flat; nothing is compiled (no DeepCompile), no torch_autocast",
     "refused, not modelled: quantised weights and gradients (ZeRO++), hpZ, MiCS, ZenFlow, part of the states offloaded "
     "(ratio), overlap_comm at stage 1, gradients that are not contiguous at stages 1 and 2",
 )
 OWN_ADAM = "DeepSpeed's FusedAdam, which updates in place; CPUAdam where states are offloaded"
-PARTITIONED = "ranks keep gradients of different parameters; the rank that keeps most is shown"
+PARTITIONED = "ranks keep gradients of other parameters, some earlier than others; the rank that needs most is shown"
 SHARDED = (
     "the model is made under zero.Init; the coordinator's trace is complete, as from the third step on",
     "side streams (gathers and reductions) keep the order of events of the main stream",
+)
+BUILT = "while the engine is built, the model is whole on the device in its training dtype, until each group is flat"
+BUILDING = (
+    "initialisation is not known: it depends on how the model came (zero.Init or whole), on what the host holds, or on "
+    "a wrapper that has not been measured"
 )
 OVERFLOW = "fp16's overflow check is read from DeepSpeed's source, not measured"
 NVME = "swapping to and from NVMe is read from DeepSpeed's source, not measured"
@@ -37,11 +42,18 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         result.append(PARTITIONED)
     if plan.layout.zero == 3:
         result += SHARDED
+    result.append(BUILT if builds_as_measured(plan) else BUILDING)
     if plan.precision.dtype == "fp16":
         result.append(OVERFLOW)
     if "nvme" in (plan.deepspeed.offload_optimizer, plan.deepspeed.offload_param):
         result.append(NVME)
     return tuple(result)
+
+
+def builds_as_measured(plan: Plan) -> bool:
+    """``deepspeed.programs`` knows the peak of initialisation: ``DeepSpeedZeroOptimizer`` with states on the device."""
+    wide = plan.layout.zero == 1 and (plan.precision.dtype, plan.precision.gradients) == ("bf16", "fp32")
+    return plan.layout.zero in (1, 2) and plan.deepspeed.offload_optimizer == "none" and not wide
 
 
 def notices(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
@@ -54,11 +66,12 @@ def notices(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
 
 
 def _away(plan: Plan, program: Program) -> Notice:
-    ranks = min(plan.hardware.gpus_per_node, len(program.ranks))
-    nvme = f", and {program.nvme:,} ({program.nvme / GIB:.2f} GiB) on its NVMe" if program.nvme else ""
+    ranks = ranks_on_node(plan, program)
+    host, away = ranks * program.host, ranks * program.nvme
+    nvme = f", and {away:,} ({away / GIB:.2f} GiB) on its NVMe" if away else ""
     return Notice(
         "zero-offloaded",
-        f"offloaded states take {program.host:,} bytes ({program.host / GIB:.2f} GiB) of each node's host memory{nvme} "
+        f"offloaded states take {host:,} bytes ({host / GIB:.2f} GiB) of each node's host memory{nvme} "
         f"(its {ranks} rank{'s' if ranks > 1 else ''} together)",
     )
 

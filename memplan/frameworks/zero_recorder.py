@@ -9,7 +9,7 @@ and, as autograd nodes at its output and its input, before and behind its backwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -52,7 +52,9 @@ class Hooked(Recorder):
     """Modules whose input needs no gradient: their backward ends unnoticed."""
     shapes: dict[str, Shape] = field(default_factory=dict)
     due: str = ""
-    """A module that ends with the next tensor, its output."""
+    """A module that ends with the next tensor, or with its output of that name."""
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    """Names of outputs that come later than the next tensor, by the name of the module's weight."""
     remaining: dict[str, int] = field(default_factory=dict)
     """Gradients that each module still waits for."""
     bias_first: bool = False
@@ -87,7 +89,7 @@ class Hooked(Recorder):
         if node is not None and node.frame is not None:
             node.backward = backward
             node.frame = _Announced(node.frame, module)
-        output_first = alone or (len(self.shapes[module]) == 1 and len(names) > 1)
+        output_first = len(self.shapes[module]) == 1 and len(names) > 1
         if output_first:
             self.seam_of(Mark("release", False, module))
         else:
@@ -96,7 +98,7 @@ class Hooked(Recorder):
 
     def empty(self, shape: Shape, dtype: str, name: str, category: Category = Category.TEMPORARIES) -> Tensor:
         tensor = super().empty(shape, dtype, name, category)
-        if self.due:
+        if self.due and self.outputs.get(self.due, name) == name:
             due, self.due = self.due, ""
             self.seam_of(Mark("release", False, due))
         return tensor

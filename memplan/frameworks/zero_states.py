@@ -48,23 +48,32 @@ def exact(hold: Hold) -> Hold:
 
 def states_of(optimizer: Optimizer, name: str, elements: int) -> Iterator[Hold]:
     """Optimizer states over one flat fp32 tensor. DeepSpeed's FusedAdam and CPUAdam count steps in Python."""
-    parameter = Parameter(name, (elements,))
+    return states_of_parameter(optimizer, Parameter(name, (elements,)))
+
+
+def states_of_parameter(optimizer: Optimizer, parameter: Parameter) -> Iterator[Hold]:
+    """States over fp32, of a parameter whose shape counts: Adafactor factors matrices, which flat tensors are not."""
     for state in optimizer_states(optimizer, "fp32", embeddings_32bit=False):
         hold = state.hold(parameter, 0, "fp32")
         if hold is not None and state.name != "step":
             yield hold
 
 
+def is_fused_adam(optimizer: Optimizer) -> bool:
+    """DeepSpeed's FusedAdam or apex', for which alone ``_configure_fp16_optimizer`` makes parameters flat."""
+    return optimizer.name in ("adam", "adamw") and optimizer.implementation in (None, "fused", "apex")
+
+
 def replicated(model: Model, groups: Sequence[Group], optimizer: Optimizer, dtype: str) -> Placed:
     """Stage 0: flat groups without padding, with fp32 ones beside them; plain tensors for fp32, or with
     PyTorch's own optimizers (``unfused_optimizer.py``: an fp32 tensor for each)."""
     holds: list[Hold] = []
-    if dtype == "fp32" or optimizer.implementation not in (None, "fused", "apex"):
+    if dtype == "fp32" or not is_fused_adam(optimizer):
         for parameter in model.parameters:
             holds.append(flat(parameter.name, Category.PARAMETERS, parameter.elements, dtype))
             if dtype != "fp32":
                 holds.append(flat(f"{parameter.name}/main", Category.MAIN_PARAMETERS, parameter.elements, "fp32"))
-            holds += states_of(optimizer, parameter.name, parameter.elements)
+            holds += states_of_parameter(optimizer, parameter)
         return Placed(tuple(holds))
     for group in groups:
         size = sum(group.sizes)

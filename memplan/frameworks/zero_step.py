@@ -20,6 +20,7 @@ from ..layers.autograd import ITEMSIZE
 from ..layers.module import Parameter
 from ..plan.plan import Optimizer
 from ..tape import Category, Drop, Event, Hold, Tape, fold, rounded
+from . import zero_states
 from .states import step_temporaries
 from .zero_buckets import ReducingBucket
 from .zero_config import Zero
@@ -30,9 +31,6 @@ TEMPORARIES, COMMUNICATION, GRADIENT = Category.TEMPORARIES, Category.COMMUNICAT
 
 ALLREDUCE_BUCKET = 500_000_000
 """Elements after which stage 0's bucket is closed (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
-
-FUSED = (None, "fused", "apex")
-"""Implementations whose update takes no temporaries: ``None`` is DeepSpeed's FusedAdam."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,14 @@ def norms(ids: Ids, sizes: Iterable[int]) -> list[Event]:
 
 def update(ids: Ids, optimizer: Optimizer, name: str, elements: int) -> list[Event]:
     """The optimizer over one flat fp32 tensor."""
-    if optimizer.implementation in FUSED:
-        return []
-    temporaries = step_temporaries(optimizer, [Parameter(name, (elements,))], "fp32")
-    holds = [ids.hold(hold.name, elements, "fp32", hold.category) for hold in temporaries]
+    return _updated(ids, optimizer, [Parameter(name, (elements,))])
+
+
+def _updated(ids: Ids, optimizer: Optimizer, parameters: Sequence[Parameter]) -> list[Event]:
+    """What the update takes at its peak; DeepSpeed's and bitsandbytes' kernels take nothing."""
+    temporaries = step_temporaries(optimizer, parameters, "fp32")
+    holds = [hold._replace(tensor=ids.last + 1 + at) for at, hold in enumerate(temporaries)]
+    ids.last += len(holds)
     return [*holds, *drops(holds)]
 
 
@@ -199,16 +201,16 @@ def unpartitioned(model: Model, groups: Sequence[Group], optimizer: Optimizer, d
         hold = ids.hold("allreduce_flat", size, dtype, COMMUNICATION)
         before += [hold, *drops([hold])]
     if dtype == "fp32":
-        return Step((*before, *_per_parameter(ids, model, optimizer)), ())
+        return Step((*before, *_updated(ids, optimizer, model.parameters)), ())
     casts = {
         id: ids.hold(f"{parameter.name}/grad_fp32", parameter.elements, "fp32", GRADIENT)
         for id, parameter in enumerate(model.parameters)
     }
-    if optimizer.implementation not in FUSED:
+    if not zero_states.is_fused_adam(optimizer):
         for cast in casts.values():
             before += [cast, *drops([cast])]  # the overflow check, one at a time
         held = list(casts.values())
-        return Step((*before, *held, *_per_parameter(ids, model, optimizer), *drops(held)), ())
+        return Step((*before, *held, *_updated(ids, optimizer, model.parameters), *drops(held)), ())
     flats: list[Hold] = []
     for group in groups:
         flat = ids.hold(f"{group.name}/flat_gradients_fp32", sum(group.sizes), "fp32", GRADIENT)
@@ -216,16 +218,6 @@ def unpartitioned(model: Model, groups: Sequence[Group], optimizer: Optimizer, d
         before += [*copied, flat, *drops(copied)]
         flats.append(flat)
     return Step((*before, *drops(flats)), (*flats, *drops(flats)))
-
-
-def _per_parameter(ids: Ids, model: Model, optimizer: Optimizer) -> list[Event]:
-    """The optimizer over the model's own tensors."""
-    if optimizer.implementation in FUSED:
-        return []
-    temporaries = step_temporaries(optimizer, list(model.parameters), "fp32")
-    holds = [hold._replace(tensor=ids.last + 1 + at) for at, hold in enumerate(temporaries)]
-    ids.last += len(holds)
-    return [*holds, *drops(holds)]
 
 
 def _allreduced(sizes: Sequence[int]) -> list[int]:

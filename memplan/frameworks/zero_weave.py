@@ -148,6 +148,7 @@ def _steps(model: Model, at: int, tape: Tape, backward: bool) -> list[Step]:
     for event in tape:
         mark = mark_of(event) if isinstance(event, Seam) else None
         if mark is None or mark.kind == "gradient":
+            steps += [EMPTY] * _before_tensor(model, at, event)
             continue
         steps += [EMPTY] * _without_parameters(model, at, mark, backward)
         if mark.kind == "fetch":
@@ -157,6 +158,11 @@ def _steps(model: Model, at: int, tape: Tape, backward: bool) -> list[Step]:
 
 EMPTY = Step(-1, ())
 """A module without parameters."""
+
+
+def _before_tensor(model: Model, at: int, event: Event) -> int:
+    """How many modules without parameters run before ``event``, if it begins a tensor."""
+    return model.hooks(at).at.get(event.name, 0) if isinstance(event, Hold) else 0
 
 
 def _without_parameters(model: Model, at: int, mark: Mark, backward: bool) -> int:
@@ -194,6 +200,8 @@ class _Walk:
         for event in tape:
             mark = mark_of(event) if isinstance(event, Seam) else None
             if mark is None:
+                if self.coordinator is not None:
+                    result += self._events(self._passed(_before_tensor(self.model, at, event)))
                 if not (isinstance(event, Drop) and event.tensor in gone):
                     result.append(event)
             elif mark.kind == "gradient":

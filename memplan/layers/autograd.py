@@ -29,6 +29,7 @@ from ..tape import Category, Drop, Event, Hold, Seam, Tape, rounded
 
 if TYPE_CHECKING:
     from .recompute import Frame
+    from .tuning import FourBit, Tuning
 
 ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "fp8": 1}
 """Bytes of one element."""
@@ -91,7 +92,7 @@ Backward = Callable[["Recorder", Gradients], Sequence["Tensor | Unsummed | None"
 class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
-    __slots__ = ("backward", "dtypes", "frame", "inputs", "outputs", "saved", "sequence")
+    __slots__ = ("apart", "backward", "dtypes", "frame", "inputs", "outputs", "saved", "sequence")
 
     def __init__(
         self,
@@ -110,6 +111,8 @@ class Node:
         self.outputs = outputs
         self.frame: Frame | None = None
         """Where the saved tensors come from when they are recomputed."""
+        self.apart = False
+        """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place."""
 
 
 Edge = tuple[Node, int]
@@ -133,7 +136,7 @@ def _nothing(recorder: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsu
 class Leaf:
     """A tensor that gradients arrive at: a parameter, or a layer's input."""
 
-    __slots__ = ("dtype", "gradient", "has_gradient", "is_parameter", "name", "node", "shape")
+    __slots__ = ("dtype", "four_bit", "gradient", "has_gradient", "is_parameter", "name", "node", "shape", "trained")
 
     def __init__(self, name: str, shape: Shape, dtype: str, is_parameter: bool, has_gradient: bool) -> None:
         self.name = name
@@ -142,6 +145,10 @@ class Leaf:
         self.is_parameter = is_parameter
         self.has_gradient = has_gradient
         """A gradient is there already (every micro-batch but the first)."""
+        self.trained = True
+        """Gradients arrive; ``False`` for a frozen parameter."""
+        self.four_bit: FourBit | None = None
+        """How a quantised parameter is stored."""
         self.gradient: Tensor | None = None
         self.node = Accumulate(self)
 
@@ -185,6 +192,10 @@ class Recorder:
     """and that of parameters, which are not in that of the operators' inputs then."""
     casts: dict[str, Tensor] = field(default_factory=dict)
     """Autocast's cache: parameters in its dtype, by their names."""
+    tuning: Tuning | None = None
+    """What is trained, where that is not every parameter."""
+    required: list[Leaf] = field(default_factory=list)
+    """Leaves made by ``requires_grad_``, whose tensor and gradient live as long as the graph."""
 
     # -- storages ---------------------------------------------------------------------------------
 
@@ -226,19 +237,43 @@ class Recorder:
     # -- graph ------------------------------------------------------------------------------------
 
     def parameter(self, name: str, shape: Shape, dtype: str) -> Tensor:
-        """A parameter: held elsewhere (static memory), its gradient accumulated here."""
+        """A parameter: held elsewhere (static memory), its gradient accumulated here unless it is frozen."""
         name = self.prefix + name
         dtype = self.stored or dtype
         leaf = self.parameters.get(name)
         if leaf is None:
             leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)
+            leaf.trained = self.tuning is None or self.tuning.trains(name)
             self.parameters[name] = leaf
-        return Tensor(_STATIC, shape, dtype, leaf.node)
+        return Tensor(_STATIC, shape, dtype, leaf.node if leaf.trained else None)
+
+    def quantised(self, name: str, shape: Shape, four_bit: FourBit) -> None:
+        """A frozen parameter in 4 bits, of which operators see temporaries alone."""
+        self.parameter(name, shape, four_bit.dtype)
+        self.parameters[self.prefix + name].four_bit = four_bit
 
     def leaf(self, tensor: Tensor, name: str = "input") -> tuple[Tensor, Leaf]:
         """``tensor`` as the start of a graph, with the leaf that receives its gradient."""
         leaf = Leaf(name, tensor.shape, tensor.dtype, False, False)
         return Tensor(tensor.storage, tensor.shape, tensor.dtype, leaf.node), leaf
+
+    def embedded(self, tensor: Tensor) -> Tensor:
+        """The embedding's output, which requires a gradient where the tuning says so (``enable_input_require_grads``):
+        of one that no node made, tensor and gradient live until the graph ends."""
+        asked = self.tuning is not None and self.tuning.input_requires_grad
+        if not asked or not self.grad_enabled or tensor.node is not None:
+            return tensor
+        tensor, leaf = self.leaf(tensor)
+        leaf.node.saved = (tensor.storage,)
+        self.required.append(leaf)
+        return tensor
+
+    def end_required(self) -> None:
+        """The graph has ended."""
+        while self.required:
+            leaf = self.required.pop()
+            leaf.take()
+            leaf.node.saved = ()
 
     def node(
         self, inputs: Sequence[Tensor], saved: Iterable[Tensor], backward: Backward, outputs: int = 1
@@ -292,11 +327,12 @@ class Recorder:
             for edge in node.inputs:
                 produced_one = produced.pop()
                 if edge is None:
+                    del produced_one
                     continue
                 target, slot = edge
                 buffer = buffers.setdefault(target, [None] * target.outputs)
                 if produced_one is not None:
-                    self._arrive(buffer, slot, produced_one)
+                    self._arrive(buffer, slot, produced_one, self.accumulates_in_place and not target.apart)
                 del produced_one
                 waiting[target] -= 1
                 if not waiting[target]:
@@ -309,7 +345,8 @@ class Recorder:
         """What a node returned, last first; ``returned`` is emptied."""
         for at, one in enumerate(returned):
             if isinstance(one, Unsummed):
-                returned[at] = self.empty(one.shape, one.gradient.dtype, one.name)
+                needed = node.inputs[at] is not None
+                returned[at] = self.empty(one.shape, one.gradient.dtype, one.name) if needed else None
             del one
             if node.dtypes and node.inputs[at] is not None:
                 self._cast_back(returned, at, node.dtypes[at])
@@ -325,13 +362,13 @@ class Recorder:
             cast = None if empty else self.empty(gradient.shape, dtype, "gradient_cast")
             returned[at] = cast or Tensor(_STATIC, gradient.shape, dtype)
 
-    def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor) -> None:
+    def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor, in_place: bool) -> None:
         held = buffer[slot]
         if held is None:
             buffer[slot] = gradient
-        elif self.accumulates_in_place and getrefcount(held.storage) == 2:
+        elif in_place and getrefcount(held.storage) == 2:
             return
-        elif self.accumulates_in_place and getrefcount(gradient.storage) == 2:
+        elif in_place and getrefcount(gradient.storage) == 2:
             buffer[slot] = gradient
         else:
             buffer[slot] = self.empty(held.shape, held.dtype, "gradient_sum")

@@ -20,20 +20,22 @@ def edge(name: str, tapes: Tapes, evaluation: Tape) -> Module:
 
 
 @lru_cache(maxsize=1024)
-def arrive(shape: Shape, dtype: str) -> Module:
-    """``hidden.to(device)``: a copy appears here; its gradient goes back and is dropped."""
+def arrive(shape: Shape, dtype: str, requires_grad: bool = True) -> Module:
+    """``hidden.to(device)``: a copy appears here; its gradient, if any, goes back and is dropped."""
     size = hold_bytes(shape, dtype)
     hold = Hold(1, size, Category.ACTIVATIONS, "hidden_received", shape, dtype)
-    backward = (Drop(GRAD_OUTPUT, size, Category.TEMPORARIES),)
+    backward = (Drop(GRAD_OUTPUT, size, Category.TEMPORARIES),) if requires_grad else ()
     return edge("arrive", Tapes((hold,), backward, 1, 0), (hold,))
 
 
 @lru_cache(maxsize=1024)
-def depart(shape: Shape, dtype: str) -> Module:
-    """The other side: the hidden state is dropped once copied; its gradient appears."""
+def depart(shape: Shape, dtype: str, requires_grad: bool = True) -> Module:
+    """The other side: the hidden state is dropped once copied; its gradient, if any, appears."""
     size = hold_bytes(shape, dtype)
     drop = Drop(INPUT, size, Category.ACTIVATIONS)
     hold = Hold(1, size, Category.TEMPORARIES, "grad_hidden_received", shape, dtype)
+    if not requires_grad:
+        return edge("depart", Tapes((drop,), (), 0, 0), (drop,))
     return edge("depart", Tapes((drop,), (hold,), 0, 1), (drop,))
 
 

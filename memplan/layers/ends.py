@@ -101,25 +101,35 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
     return tables
 
 
+def word_embeddings(r: Recorder, shape: LayerShape) -> Tensor:
+    """Rows of the table of words, (b, s, h)."""
+    word = r.parameter("word.weight", (shape.spec.vocab, shape.spec.hidden), shape.dtype)
+    return ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+
+
+def position_ids_are_shared(r: Recorder) -> bool:
+    """GPT-2's model keeps them in a variable and hands them to its layers; a table that is trained saves them."""
+    return r.tuning is not None and not r.tuning.trains("position.weight")
+
+
 def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -> Embedded:
     """``GPT2Model.forward`` up to the first block; in 2020 each block had the mask as a buffer instead."""
     spec = shape.spec
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s)
     table = r.parameter("position.weight", (spec.positions_max, spec.hidden), shape.dtype)
     position_embeds = ops.embedding(r, table, position_ids, "position_embeddings")
     hidden = ops.add(r, inputs_embeds, position_embeds, "embedding_sum")
     mask = causal_mask(r, shape) if makes_mask else None
     hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
-    return Embedded(hidden, Shared(mask), [inputs_embeds, position_embeds])
+    shared = Shared(mask, position_ids=position_ids if position_ids_are_shared(r) else None)
+    return Embedded(hidden, shared, [inputs_embeds, position_embeds])
 
 
 def llama_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``LlamaModel.forward`` up to the first layer; Falcon's makes its mask without looking at positions."""
     spec = shape.spec
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s)
     mask = causal_mask(r, shape, packed=spec.family != "falcon")
     cos, sin = rotary_tables(r, shape)
@@ -128,12 +138,7 @@ def llama_embedding(r: Recorder, shape: LayerShape) -> Embedded:
 
 def gemma2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``Gemma2Model.forward`` up to the first layer: ``Gemma2TextScaledWordEmbedding``, and a mask of each kind."""
-    spec = shape.spec
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    scale = r.outside((), shape.dtype, Category.BUFFERS)
-    inputs_embeds = ops.multiply(
-        r, ops.embedding(r, word, token_ids(r, shape), "word_embeddings"), scale, "embedding_scaled"
-    )
+    inputs_embeds = r.embedded(scaled(r, word_embeddings(r, shape), shape))
     position_ids = positions(r, shape.s)
     full = causal_mask(r, shape, window=False)
     mask = causal_mask(r, shape)
@@ -141,11 +146,18 @@ def gemma2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full))
 
 
+def scaled(r: Recorder, embeddings: Tensor, shape: LayerShape) -> Tensor:
+    """``* embed_scale.to(weight.dtype)``, a buffer of no dimension."""
+    scale = r.outside((), shape.stored or shape.dtype, Category.BUFFERS)
+    if scale.dtype != shape.dtype:
+        scale = ops.cast(r, scale, shape.dtype, "embedding_scale_cast")
+    return ops.multiply(r, embeddings, scale, "embedding_scaled")
+
+
 def neox_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``GPTNeoXModel.forward`` up to the first layer."""
     spec = shape.spec
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s)
     mask = causal_mask(r, shape)
     hidden = ops.dropout(r, inputs_embeds, spec.embedding_dropout, "embedding_dropout")
@@ -157,8 +169,7 @@ def neox_embedding(r: Recorder, shape: LayerShape) -> Embedded:
 def gptj_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``GPTJModel.forward`` up to the first layer; each layer makes its own sines and cosines."""
     spec = shape.spec
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s)
     mask = causal_mask(r, shape)
     hidden = ops.dropout(r, inputs_embeds, spec.embedding_dropout, "embedding_dropout")
@@ -169,8 +180,7 @@ def gptj_embedding(r: Recorder, shape: LayerShape) -> Embedded:
 def opt_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``OPTDecoder.forward`` up to the first layer: positions are counted from a mask of ones, (b, s)."""
     spec, b, s = shape.spec, shape.b, shape.s
-    word = r.parameter("word.weight", (spec.vocab, spec.hidden), shape.dtype)
-    inputs_embeds = ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
     ones = r.empty((b, s), "fp32", "attention_mask")
     position_ids = counted_positions(r, b, s)
     mask = causal_mask(r, shape, packed=False)
@@ -195,7 +205,7 @@ def bert_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``BertEmbeddings.forward``."""
     spec, dtype, h = shape.spec, shape.dtype, shape.spec.hidden
     types = r.empty((1, shape.s), "int64", "token_type_ids")
-    words = ops.embedding(r, r.parameter("word.weight", (spec.vocab, h), dtype), token_ids(r, shape), "word_embeddings")
+    words = r.embedded(word_embeddings(r, shape))
     kinds = ops.embedding(
         r,
         r.parameter("token_type.weight", (spec.token_types, h), dtype),
@@ -248,11 +258,10 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor
     """
     spec, b, s, dtype = shape.spec, shape.b, shape.s, shape.dtype
     weight = r.parameter("word.weight" if spec.tied_embeddings else "head.weight", (spec.vocab, spec.hidden), dtype)
-    if spec.mlm_head:
-        hidden = mlm_transform(r, hidden, shape)
+    transformed = mlm_transform(r, hidden, shape) if spec.mlm_head else hidden
     bias = r.parameter("head.bias", (spec.vocab,), dtype) if spec.mlm_head or spec.head_bias else None
-    logits = ops.linear(r, hidden, weight, bias, name="logits", category=Category.LOGITS)
-    del hidden
+    logits = ops.linear(r, transformed, weight, bias, name="logits", category=Category.LOGITS)
+    del transformed
     if spec.logit_softcap is not None:
         logits = ops.elementwise(r, "logits_divided", (logits,), category=Category.LOGITS)
         logits = ops.elementwise(r, "logits_tanh", (logits,), saves_output=True, category=Category.LOGITS)

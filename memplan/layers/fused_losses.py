@@ -112,8 +112,9 @@ def liger_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -
     shifted = r.empty((b, s), "int64", "labels_shifted") if b > 1 else labels
     grad_input = r.empty((n, h), dtype, "grad_head_input")
     total, grad_weight = liger_chunks(r, weight, loss, n)
-    held = [grad_input.view(b, s, h), grad_weight]
+    held = [grad_input.view(b, s, h), *([grad_weight] if grad_weight is not None else [])]
     del grad_input, grad_weight, labels, shifted
+    needed = 1 + (weight.node is not None)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         one = r.empty((), "fp32", "one")
@@ -122,19 +123,20 @@ def liger_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -
         del one, equal, every
         return handed_back(r, held)
 
-    total.node = r.node((hidden, weight), (), backward)
+    total.node = r.node((hidden, weight)[:needed], (), backward)
     return total
 
 
-def liger_chunks(r: Recorder, weight: Tensor, loss: HeadLoss, n: int) -> tuple[Tensor, Tensor]:
+def liger_chunks(r: Recorder, weight: Tensor, loss: HeadLoss, n: int) -> tuple[Tensor, Tensor | None]:
     """The loop of ``fused_linear_cross_entropy_forward``, in which logits become their gradient in place: the loss,
-    and the weight's gradient.
+    and the weight's gradient unless it is frozen.
 
     From 0.8.3 on all chunks share a buffer; before, a chunk's logits end when the next one's have taken their names,
     of which 0.8.1 has one more (``grad_logits_t``).
     """
     (v, h), dtype = weight.shape, weight.dtype
-    grad_weight = r.empty((v, h), "fp32" if loss.fp32_accumulators else dtype, "grad_head_weight", GRADIENTS)
+    trained, accumulator = weight.node is not None, "fp32" if loss.fp32_accumulators else dtype
+    grad_weight = r.empty((v, h), accumulator, "grad_head_weight", GRADIENTS) if trained else None
     losses = r.empty((n,), "fp32", "losses")
     mask = r.empty((n,), "bool", "target_mask")
     count = r.empty((), "int64", "target_count")
@@ -150,8 +152,8 @@ def liger_chunks(r: Recorder, weight: Tensor, loss: HeadLoss, n: int) -> tuple[T
             logits = r.empty((rows, v), dtype, "logits_chunk", LOGITS)
             product = r.empty((rows, h), dtype, "grad_input_chunk")
             del product
-            transposed = logits if loss.liger >= FP32_IN_PLACE else None
-        if not in_place:
+            transposed = logits if loss.liger >= FP32_IN_PLACE and trained else None
+        if trained and not in_place:
             product = r.empty((v, h), dtype, "grad_weight_chunk")
             in_fp32 = r.empty((v, h), "fp32", "grad_weight_chunk_fp32") if dtype != "fp32" else product
             del product, in_fp32
@@ -159,7 +161,7 @@ def liger_chunks(r: Recorder, weight: Tensor, loss: HeadLoss, n: int) -> tuple[T
         del logits
         logits = None
     total = r.empty((), "fp32", "loss")
-    if loss.fp32_accumulators and dtype != "fp32":
+    if trained and loss.fp32_accumulators and dtype != "fp32":
         accumulated = grad_weight
         grad_weight = r.empty((v, h), dtype, "grad_head_weight", GRADIENTS)
         del accumulated
@@ -181,7 +183,7 @@ def handed_back(r: Recorder, held: list[Tensor]) -> list[Tensor | Unsummed | Non
     """Gradients that were made in forward, under the names of those of backward."""
     shapes = [(gradient.shape, gradient.dtype) for gradient in held]
     held.clear()
-    return [r.empty(shape, dtype, f"grad_head_{name}") for name, (shape, dtype) in zip(NAMES, shapes, strict=True)]
+    return [r.empty(shape, dtype, f"grad_head_{name}") for name, (shape, dtype) in zip(NAMES, shapes, strict=False)]
 
 
 NAMES = ("input", "weight")

@@ -16,7 +16,8 @@ def opt_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape
 
     q = ops.scale(r, linear(r, hidden, "query", a * d, spec.attention_bias), "query_scaled")
     q = copied(q, "query", a > 1).view(b, a, s, d)
-    k = copied(linear(r, hidden, "key", a * d, spec.attention_bias), "key", b > 1).view(b, a, s, d)
+    strided = b > 1 and not shape.flash
+    k = linear(r, hidden, "key", a * d, spec.attention_bias, strided=strided).view(b, a, s, d)
     v = copied(linear(r, hidden, "value", a * d, spec.attention_bias), "value", a > 1).view(b, a, s, d)
     out, weights = attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)
     out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias)

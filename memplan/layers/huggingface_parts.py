@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from ..plan.spec import ModelSpec
 from . import ops
 from .autograd import Recorder, Shape, Tensor
+from .tuning import Layer as Linear
+from .tuning import plain_linear, tuned_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class LayerShape:
     s: int
     dtype: str
     flash: bool
+    stored: str = ""
+    """dtype of buffers, and of parameters before they are cast for a forward pass; empty if it is ``dtype``."""
 
 
 @dataclass(slots=True)
@@ -48,11 +52,17 @@ Layer = Callable[[Recorder, Tensor, Shared, LayerShape], Tensor]
 # -- parts ------------------------------------------------------------------------------------------
 
 
-def linear(r: Recorder, x: Tensor, name: str, n: int, bias: bool, *, conv1d: bool = False) -> Tensor:
-    """A ``Linear`` or ``Conv1D`` called ``name`` with ``n`` outputs."""
-    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype)
-    added = r.parameter(f"{name}.bias", (n,), x.dtype) if bias else None
-    return ops.linear(r, x, weight, added, name=name, conv1d=conv1d)
+def linear(
+    r: Recorder, x: Tensor, name: str, n: int, bias: bool, *, strided: bool = False, conv1d: bool = False
+) -> Tensor:
+    """A ``Linear`` or ``Conv1D`` called ``name`` with ``n`` outputs.
+
+    ``strided``: the gradient arrives in a layout that matrix products have to copy.
+    """
+    layer = Linear(name, n, bias, strided, conv1d)
+    if r.tuning is not None and r.tuning.replaces(name):
+        return tuned_linear(r, x, layer)
+    return plain_linear(r, x, layer)
 
 
 def layer_norm(r: Recorder, x: Tensor, name: str) -> Tensor:

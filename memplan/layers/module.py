@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..tape import Category, Excursion, Hold, Seam, Tape, fold, rounded
-from .autograd import ITEMSIZE, Recorder, Shape, Tensor, size_of
+from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
+from .tuning import FourBit, Tuning
 
 INPUT, GRAD_OUTPUT = -1, -2
 """Ids of a module's input and of the gradient of its output, which its neighbours made."""
@@ -28,6 +29,12 @@ class Parameter:
 
     name: str
     shape: Shape
+    dtype: str | None = None
+    """Where not all parameters of a plan have the same."""
+    trained: bool = True
+    """Not frozen: it has a gradient and optimizer states."""
+    four_bit: FourBit | None = None
+    """How it is stored if it is quantised."""
 
     @cached_property
     def elements(self) -> int:
@@ -122,6 +129,7 @@ class Interface:
 
     shape: Shape | None
     dtype: str
+    requires_grad: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,8 @@ class Options:
     """and that of parameters then."""
     converts_outputs: bool = False
     """Logits are cast to fp32 once autocast has ended."""
+    tuning: Tuning | None = None
+    """What is trained, where that is not every parameter."""
 
 
 def build(
@@ -153,7 +163,7 @@ def build(
     steady, _, _ = _tapes(recipe, interface, _recorder(options, False, present), options)
     evaluation = evaluation_tape(recipe, interface, _recorder(options, False, frozenset(), False))
     leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
-    parameters = tuple(Parameter(leaf.name, leaf.shape) for leaf in leaves)
+    parameters = tuple(_parameter(leaf, options.tuning is not None) for leaf in leaves)
     return Module(
         name,
         first,
@@ -167,9 +177,13 @@ def build(
     )
 
 
+def _parameter(leaf: Leaf, tuned: bool) -> Parameter:
+    return Parameter(leaf.name, leaf.shape, leaf.dtype if tuned else None, leaf.trained, leaf.four_bit)
+
+
 def _recorder(options: Options, first: bool, present: frozenset[str], grad_enabled: bool = True) -> Recorder:
     if not grad_enabled:
-        return Recorder(grad_enabled=False, autocast=options.autocast, stored=options.parameters)
+        return Recorder(grad_enabled=False, autocast=options.autocast, stored=options.parameters, tuning=options.tuning)
     return Recorder(
         options.accumulates_in_place,
         first,
@@ -178,6 +192,7 @@ def _recorder(options: Options, first: bool, present: frozenset[str], grad_enabl
         options.consumes_gradients,
         autocast=options.autocast,
         stored=options.parameters,
+        tuning=options.tuning,
     )
 
 
@@ -214,7 +229,8 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
         x = recorder.outside(
             interface.shape, interface.dtype, Category.ACTIVATIONS, INPUT, drops=not options.keeps_input
         )
-        x, leaf = recorder.leaf(x)
+        if interface.requires_grad:
+            x, leaf = recorder.leaf(x)
     run = recipe(recorder, x)
     del x
     run.until_end.clear()
@@ -232,6 +248,9 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     output = 0
     if run.output is not None:
         output = recorder.hand_over(run.output)
+        if run.output.node is None:
+            recorder.close()
+            return Tapes(_relabelled(recorder.tape(), ids.known()), (), output, 0), recorder, ids
         root = [run.output]
         gradient = [
             recorder.outside(root[0].shape, root[0].dtype, Category.TEMPORARIES, GRAD_OUTPUT, options.drops_gradient)
@@ -247,6 +266,7 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     grad_input = 0
     if leaf is not None and leaf.gradient is not None:
         grad_input = recorder.hand_over(leaf.gradient)
+    recorder.end_required()
     recorder.close()
     forward = _relabelled(recorder.tape(0, ended), ids.known())
     tapes = Tapes(forward, recorder.tape(middle), output, grad_input, recorder.tape(ended, middle))

@@ -177,8 +177,8 @@ def linear(
     """``x @ weight (+ bias)`` of shape (…, n) from (…, k); weight (n, k) or (k, n).
 
     With bias ``addmm`` (gradients: mat1 = x, mat2 = weight; the engine sums that of self = bias), without
-    ``mm`` (mat2 = weight before self = x). Saves x and the weight. ``conv1d``: transformers' ``Conv1D``, which
-    calls ``addmm`` itself.
+    ``mm`` (mat2 = weight before self = x). Saves x and the weight, each only if the other needs a gradient.
+    ``conv1d``: transformers' ``Conv1D``, which calls ``addmm`` itself.
     """
     if bias is None:
         x, weight = entering(r, "linear", x, weight, name=f"{name}_input")
@@ -190,7 +190,7 @@ def linear(
     n = weight.shape[0] if weight.shape[1] == k else weight.shape[1]
     shape, dtype = x.shape, x.dtype
     weight_shape = weight.shape
-    needs_x = x.node is not None
+    needs_x, needs_weight = x.node is not None, weight.node is not None
     has_bias = bias is not None
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
@@ -198,14 +198,15 @@ def linear(
             gradient = gradients[0]
             assert gradient is not None
             grad_x = r.empty(shape, dtype, f"grad_{name}_input") if needs_x else None
-            grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight")
+            grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight") if needs_weight else None
             return [grad_x, grad_w, Unsummed(gradient, (n,), f"grad_{name}_bias")]
-        grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight")
+        grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight") if needs_weight else None
         grad_x = r.empty(shape, dtype, f"grad_{name}_input") if needs_x else None
         return [grad_x, grad_w]
 
     inputs = (x, weight) if bias is None else (x, weight, bias)
-    saves = (x, weight) if has_bias else (weight, x)
+    saves = [saved for saved, needed in ((x, needs_weight), (weight, needs_x)) if needed]
+    saves = saves if has_bias else saves[::-1]
     node = r.node(inputs, saves, backward)
     out = r.empty((*x.shape[:-1], n), x.dtype, name, category)
     out.node = node
@@ -213,16 +214,18 @@ def linear(
 
 
 def matmul(r: Recorder, x: Tensor, y: Tensor, shape: Shape, name: str) -> Tensor:
-    """Batched ``x @ y`` (``bmm``): saves both; the gradient of ``mat2`` comes before that of ``self``."""
+    """Batched ``x @ y`` (``bmm``): saves each that the other's gradient needs; the gradient of ``mat2`` comes before
+    that of ``self``."""
     x, y = entering(r, "matmul", x, y, name=f"{name}_operand")
     shape_x, shape_y, dtype = x.shape, y.shape, x.dtype
+    needs_x, needs_y = x.node is not None, y.node is not None
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad_y = r.empty(shape_y, dtype, f"grad_{name}_mat2")
-        grad_x = r.empty(shape_x, dtype, f"grad_{name}_self")
+        grad_y = r.empty(shape_y, dtype, f"grad_{name}_mat2") if needs_y else None
+        grad_x = r.empty(shape_x, dtype, f"grad_{name}_self") if needs_x else None
         return [grad_x, grad_y]
 
-    node = r.node((x, y), (y, x), backward)
+    node = r.node((x, y), [saved for saved, needed in ((y, needs_x), (x, needs_y)) if needed], backward)
     out = r.empty(shape, x.dtype, name)
     out.node = node
     return out
@@ -276,13 +279,14 @@ def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
 
 def embedding(r: Recorder, weight: Tensor, indices: Tensor, name: str) -> Tensor:
     """Rows of ``weight`` by ``indices`` (saved); backward makes a dense gradient of the whole table."""
-    out = r.empty((*indices.shape, weight.shape[1]), weight.dtype, name)
     table, dtype = weight.shape, weight.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [r.empty(table, dtype, f"grad_{name}_weight")]
 
-    out.node = r.node((weight,), (indices,), backward)
+    node = r.node((weight,), (indices,), backward)
+    out = r.empty((*indices.shape, weight.shape[1]), weight.dtype, name)
+    out.node = node
     return out
 
 
@@ -293,11 +297,12 @@ def layer_norm(r: Recorder, x: Tensor, weight: Tensor, bias: Tensor, name: str, 
     mean = r.empty((*x.shape[:-1], 1), statistics, f"{name}_mean")
     rstd = r.empty((*x.shape[:-1], 1), statistics, f"{name}_rstd")
     shape, dtype, h = x.shape, x.dtype, x.shape[-1]
+    needs_x, needs_weight, needs_bias = (tensor.node is not None for tensor in (x, weight, bias))
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad_x = r.empty(shape, dtype, f"grad_{name}_input")
-        grad_w = r.empty((h,), dtype, f"grad_{name}_weight")
-        return [grad_x, grad_w, r.empty((h,), dtype, f"grad_{name}_bias")]
+        grad_x = r.empty(shape, dtype, f"grad_{name}_input") if needs_x else None
+        grad_w = r.empty((h,), dtype, f"grad_{name}_weight") if needs_weight else None
+        return [grad_x, grad_w, r.empty((h,), dtype, f"grad_{name}_bias") if needs_bias else None]
 
     saved = (x, mean, rstd) if r.autocast is None else (bias, x, weight, mean, rstd)
     out.node = r.node((x, weight, bias), saved, backward)
@@ -322,6 +327,7 @@ def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
     seed = r.empty((2,), "int64", f"{name}_rng_state")
     offset = r.empty((), "int64", f"{name}_rng_unused")
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
+    needed = [tensor.node is not None for tensor in (q, k, v)]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
@@ -331,7 +337,7 @@ def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
             inside.append(r.empty((b, a, rows, columns), "fp32", "dq_accum", WORKSPACES))
             inside += [r.empty(whole, dtype, f"{name}_expanded", WORKSPACES) for name in ("dk", "dv") if repeated]
             del inside
-        return made
+        return [gradient if one else None for gradient, one in zip(made, needed, strict=True)]
 
     out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward)
     del offset, seed, logsumexp

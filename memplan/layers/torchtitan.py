@@ -72,7 +72,7 @@ class Policy:
 
 def checkpointed(r: Recorder, region: Callable[[Policy], Tensor], *, keeps: bool) -> Tensor:
     """``region`` under ``checkpoint(use_reentrant=False)``; ``keeps``: per operator."""
-    policy = Policy(keeps)
+    policy = Policy(keeps and r.grad_enabled)
 
     def again() -> Tensor:
         policy.products, policy.again = 0, True
@@ -131,8 +131,15 @@ def rotary(r: Recorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return ops.cast(r, q_out, q.dtype, "query_rotary"), ops.cast(r, k_out, k.dtype, "key_rotary")
 
 
-def attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
-    """``Attention.forward``."""
+def same(r: Recorder, x: Tensor) -> Tensor:
+    """``x`` itself."""
+    return x
+
+
+def attention(
+    r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, then: Callable[[Recorder, Tensor], Tensor] = same
+) -> Tensor:
+    """``Attention.forward``; ``then``: a hook behind ``wo``, within the function."""
     spec, b, s, d = shape.spec, shape.b, shape.s, shape.spec.head_dim
     a, groups = spec.heads, spec.kv_heads
     q = policy.product(r, lambda r: linear(r, x, "query", a * d, False)).view(b, s, a, d)
@@ -144,16 +151,18 @@ def attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tens
     q, k, v = q.view(b, a, s, d), keys.view(b, a, s, d), values.view(b, a, s, d)
     out = policy.run(r, lambda r: ops.flash_attention(r, q, k, v))
     out = out.view(b, s, a * d)
-    return policy.product(r, lambda r: linear(r, out, "attention_output", spec.hidden, False))
+    return then(r, policy.product(r, lambda r: linear(r, out, "attention_output", spec.hidden, False)))
 
 
 def repeated(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
-    """``repeat_kv``: nothing with as many key heads as query heads."""
-    return x if x.shape == shape else ops.expanded(r, x, shape, f"{name}_repeated", copies=True)
+    """``repeat_kv``: nothing with as many key heads as query heads, and a view with one key head."""
+    return x if x.shape == shape else ops.expanded(r, x, shape, f"{name}_repeated", copies=x.shape[2] > 1)
 
 
-def feed_forward(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
-    """``FeedForward.forward``: ``w2(silu(w1(x)) * w3(x))``."""
+def feed_forward(
+    r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, then: Callable[[Recorder, Tensor], Tensor] = same
+) -> Tensor:
+    """``FeedForward.forward``: ``w2(silu(w1(x)) * w3(x))``; ``then``: a hook behind ``w2``, within the function."""
     spec = shape.spec
 
     def gated() -> Tensor:
@@ -161,7 +170,7 @@ def feed_forward(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> T
         return ops.multiply(r, gate, policy.product(r, lambda r: linear(r, x, "up", spec.ffn, False)), "gated")
 
     product = gated()
-    return policy.product(r, lambda r: linear(r, product, "down", spec.hidden, False))
+    return then(r, policy.product(r, lambda r: linear(r, product, "down", spec.hidden, False)))
 
 
 def block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:

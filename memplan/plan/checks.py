@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from .environment import refused
 from .errors import PlanError
-from .plan import Deepspeed, Fsdp, Megatron, Pipeline, Plan
+from .plan import Ddp, Deepspeed, Fsdp, Megatron, Pipeline, Plan
 from .spec import ModelSpec
 
 MODELLED = ("single", "ddp", "device-map", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")
@@ -17,6 +17,7 @@ MODELLED = ("single", "ddp", "device-map", "megatron", "megatron-deepspeed", "de
 PIPELINE_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "megatron-deepspeed": ("schedule", "partition"),
+        "fsdp": ("schedule", "partition"),
         "megatron": (
             "first_layers",
             "last_layers",
@@ -50,10 +51,12 @@ def check_framework(plan: Plan) -> None:
     if plan.framework == "megatron":
         return
     for name, what in (("cp", "context parallelism"), ("vpp", "virtual stages")):
+        if name == "vpp" and plan.framework == "fsdp":
+            continue
         if getattr(layout, name) > 1:
             problem = f"must be 1 with framework {plan.framework}: {what} are modelled under megatron"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
-    if layout.sequence_parallel:
+    if layout.sequence_parallel and plan.framework != "fsdp":
         problem = f"must be false with framework {plan.framework}: sequence parallelism is modelled under megatron"
         raise PlanError("layout.sequence_parallel", True, problem)
 
@@ -105,14 +108,19 @@ def check_layout(plan: Plan) -> None:
 
 
 def _check_undivided(plan: Plan) -> None:
-    """``single``, ``ddp`` and ``device-map`` keep every parameter whole."""
+    """``single``, ``ddp`` and ``device-map`` keep every parameter whole, ZeRO-1 of ``ddp`` shards states; ``fsdp`` says
+    itself what it cuts."""
     framework, layout = plan.framework, plan.layout
-    for name in ("tp", "pp"):
+    if layout.sequence_parallel and layout.tp == 1:
+        raise PlanError("layout.sequence_parallel", True, "must be false with tp = 1: there is nothing to shard")
+    if framework == "fsdp":
+        _check_tensor_parallel(plan)
+    for name in ("tp", "pp") if framework != "fsdp" else ():
         if getattr(layout, name) > 1:
             problem = f"must be 1 with framework {framework}; megatron and megatron-deepspeed split a model"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
-    if layout.zero and framework != "deepspeed":
-        problem = f"must be 0 with framework {framework}; deepspeed, megatron and megatron-deepspeed have ZeRO"
+    if layout.zero and framework not in ("deepspeed", "ddp"):
+        problem = f"must be 0 with framework {framework}; ddp, deepspeed, megatron and megatron-deepspeed have ZeRO"
         raise PlanError("layout.zero", layout.zero, problem)
     if framework == "single" and plan.hardware.gpus != 1:
         field, value = ("layout.dp", layout.dp) if plan.hardware.gpus == layout.dp else ("hardware.gpus", None)
@@ -120,6 +128,22 @@ def _check_undivided(plan: Plan) -> None:
         raise PlanError(field, value, "must be 1 with framework single, which is one process on one GPU; ddp uses more")
     if framework == "device-map" and layout.dp != 1:
         raise PlanError("layout.dp", layout.dp, "must be 1 with framework device-map, which is one process")
+
+
+def _check_tensor_parallel(plan: Plan) -> None:
+    """``fsdp``: torchtitan's Llama has tensor parallelism, in equal parts."""
+    t, model = plan.layout.tp, plan.model
+    if t > 1 and plan.fsdp.code != "torchtitan":
+        problem = "must be 1 with framework fsdp and transformers' code, whose tp_plan is not modelled; torchtitan's is"
+        raise PlanError("layout.tp", t, problem)
+    for size, what in (
+        (model.heads, "attention heads"),
+        (model.kv_heads, "key/value heads"),
+        (model.ffn, "features of the MLP (ffn)"),
+        (model.vocab, "tokens of the vocabulary"),
+    ):
+        if size % t:
+            raise PlanError("layout.tp", t, f"must divide the {size} {what} ({_divisors(size)})")
 
 
 def check_batch(plan: Plan) -> None:
@@ -236,10 +260,9 @@ def check_pipeline(plan: Plan) -> None:
     for name, default in Pipeline():
         value = getattr(plan.pipeline, name)
         if value != default and name not in known:
-            has = " and ".join(other for other, names in PIPELINE_FIELDS.items() if name in names)
-            raise PlanError(
-                f"pipeline.{name}", value, f"must be left out with framework {plan.framework}; {has} has it"
-            )
+            having = [other for other, names in PIPELINE_FIELDS.items() if name in names]
+            has = " and ".join(having) + (" have it" if len(having) > 1 else " has it")
+            raise PlanError(f"pipeline.{name}", value, f"must be left out with framework {plan.framework}; {has}")
     if plan.framework == "megatron" and plan.layout.vpp == 1:
         for name in ("group", "overlap_p2p", "overlap_p2p_warmup"):
             value = getattr(plan.pipeline, name)
@@ -291,6 +314,16 @@ def check_megatron(plan: Plan) -> None:
     if megatron.cp_communication == "a2a" and heads % plan.layout.cp:
         problem = f"must divide the {heads} key/value heads of a rank, which a2a deals out; p2p need not"
         raise PlanError("layout.cp", plan.layout.cp, problem)
+
+
+def check_ddp(plan: Plan) -> None:
+    """Arguments of ``DistributedDataParallel`` belong to it."""
+    if plan.framework == "ddp":
+        return
+    for name, default in Ddp():
+        value = getattr(plan.ddp, name)
+        if value != default:
+            raise PlanError(f"ddp.{name}", value, f"must be left out with framework {plan.framework}; ddp has it")
 
 
 def check_fsdp(plan: Plan) -> None:

@@ -126,7 +126,8 @@ PARTS_NOT_MODELLED = (
 )
 """Switches that change memory where they are on."""
 
-OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
+OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd", "lion": "lion", "adafactor": "adafactor"}
+"""DeepSpeed's own, or PyTorch's of that name (``_configure_basic_optimizer``)."""
 
 ZERO = "zero_optimization"
 
@@ -248,7 +249,9 @@ class _Reader:
             problem = f"is not modelled; {', '.join(sorted(OPTIMIZERS))} are"
             raise PlanError("optimizer.type", node.plain(), problem, origin=node.origin, known=OPTIMIZERS)
         yield "name", Node(name, node.origin)
-        if name != "sgd" and self.on("optimizer.params.torch_adam"):
+        if name == "adafactor":
+            yield "implementation", Node("for-loop", node.origin)  # PyTorch's default
+        if name in ("adam", "adamw") and self.on("optimizer.params.torch_adam"):
             yield "implementation", Node("foreach", self.root.mapping["optimizer"].mapping["params"].origin)
         for key in ("momentum", "weight_decay") if name == "sgd" else ("weight_decay",):
             number = self.at(f"optimizer.params.{key}")

@@ -24,6 +24,8 @@ def check_loss(plan: Plan) -> None:
     _check_fused(plan)
     if loss.kind in FUSED:
         _check_fused_kind(plan)
+    elif loss.kind == "vocab-parallel" and plan.framework == "fsdp":
+        _check_loss_parallel(plan)
     elif loss.kind != "plain" and plan.framework not in ("megatron", "megatron-deepspeed"):
         what = "adaptive softmax" if loss.kind == "adaptive-softmax" else "the vocabulary-parallel loss"
         problem = f"must be plain with framework {plan.framework}; {what} is modelled under megatron-deepspeed"
@@ -44,6 +46,12 @@ def check_loss(plan: Plan) -> None:
     if list(loss.cutoffs) != sorted(set(loss.cutoffs)) or not loss.cutoffs or loss.cutoffs[-1] >= vocab:
         problem = f"must rise and stay below the vocabulary of {vocab}"
         raise PlanError("loss.cutoffs", list(loss.cutoffs), problem)
+
+
+def _check_loss_parallel(plan: Plan) -> None:
+    """``loss_parallel`` of PyTorch, which torchtitan enters with tensor parallelism."""
+    if plan.layout.tp == 1:
+        raise PlanError("loss.kind", plan.loss.kind, "must be plain with tp 1: there are no parts of the vocabulary")
 
 
 def liger_version(loss: Loss) -> tuple[int, ...]:

@@ -22,8 +22,27 @@ IMPLEMENTATIONS: Mapping[str, tuple[str | None, ...]] = MappingProxyType(
 )
 """Implementations of each optimizer, the default first; Muon's is that of the AdamW beside it."""
 
-SHARDED_OPTIMIZERS = ("sgd", "adam", "adamw", "adam8bit")
+SHARDED_OPTIMIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "megatron-deepspeed": ("sgd", "adam", "adamw", "adam8bit"),
+        "deepspeed": ("sgd", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit"),
+        "fsdp": ("sgd", "adam", "adamw"),
+    }
+)
 """Optimizers that are modelled where a framework cuts or flattens the parameters that they see."""
+
+_NO_KERNEL = "bitsandbytes' kernels take no DTensor"
+WHY_NOT: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("fsdp", "adafactor"): "PyTorch's and transformers' Adafactor both fail on DTensor shards",
+        ("fsdp", "adam8bit"): _NO_KERNEL,
+        ("fsdp", "lion"): _NO_KERNEL,
+        ("fsdp", "lion8bit"): _NO_KERNEL,
+        ("fsdp", "muon"): "it runs on DTensor shards, but what its products gather is not modelled",
+        ("deepspeed", "muon"): "DeepSpeed's own Muon takes whole matrices out of ZeRO's buckets, which is not modelled",
+    }
+)
+"""Why an optimizer is not among those of a framework."""
 
 WHOLE = ("single", "ddp", "device-map")
 """Frameworks whose optimizer sees whole parameters."""
@@ -42,12 +61,17 @@ def check_optimizer(plan: Plan) -> None:
         if getattr(optimizer, name) != Optimizer.model_fields[name].default:
             problem = f"must be left out with framework {plan.framework}; megatron has a precision-aware optimizer"
             raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
-    if plan.framework not in WHOLE and optimizer.name not in SHARDED_OPTIMIZERS:
-        known = ", ".join(SHARDED_OPTIMIZERS)
-        problem = f"must be one of {known} with framework {plan.framework}; {', '.join(WHOLE)} have the others"
-        raise PlanError("optimizer.name", optimizer.name, problem)
+    check_sharded(optimizer.name, plan.framework)
     _check_implementation(plan)
     _check_bitsandbytes(plan)
+
+
+def check_sharded(name: str, framework: str) -> None:
+    """Refuses what does not run, or is not modelled, on pieces of parameters."""
+    known = SHARDED_OPTIMIZERS.get(framework)
+    if known is not None and name not in known:
+        why = WHY_NOT.get((framework, name), f"{', '.join(WHOLE)} have the others")
+        raise PlanError("optimizer.name", name, f"must be one of {', '.join(known)} with framework {framework}: {why}")
 
 
 def _check_momentum(plan: Plan) -> None:
@@ -73,6 +97,10 @@ def _check_implementation(plan: Plan) -> None:
         known.remove("apex")
     if plan.framework not in WHOLE and "bitsandbytes" in known:
         known.remove("bitsandbytes")
+    if plan.framework == "fsdp" and name == "sgd" and value == "fused":
+        raise PlanError(field, value, "must be foreach or for-loop: PyTorch's fused SGD takes no DTensor")
+    if plan.framework == "deepspeed" and name == "lion" and value is not None:
+        raise PlanError(field, value, "must be left out for DeepSpeed's own FusedLion; single and ddp have others")
     if plan.framework == "deepspeed" and name in ("adam", "adamw") and value == "fused":
         problem = "must be left out for DeepSpeed's own FusedAdam, or be foreach or for-loop for PyTorch's (torch_adam)"
         raise PlanError(field, value, problem)

@@ -109,7 +109,7 @@ class Optimizer(_Section):
         None,
         ge=1,
         le=2**31,
-        description="elements per scale of 8-bit states; default: 2048, bitsandbytes' of 2021 (256 from 0.43)",
+        description="elements per scale of 8-bit states; default: 256, with older code 2048 (bitsandbytes before 0.44)",
         json_schema_extra={"flag": "--optimizer-block-size"},
     )
     embeddings_32bit: bool = Field(
@@ -288,6 +288,30 @@ class Megatron(_Section):
     )
 
 
+class Ddp(_Section):
+    """Arguments of ``DistributedDataParallel``, and of ``ZeroRedundancyOptimizer`` (``layout.zero: 1``)."""
+
+    bucket_cap_mb: float | None = Field(
+        None, gt=0.0, le=1e6, description="MiB at which a gradient bucket is closed; default: 25, of the first one 1"
+    )
+    gradient_as_bucket_view: bool = Field(
+        False, description="gradients are views of buckets: there is no second copy of them"
+    )
+    static_graph: bool = Field(False, description="what is used is known after the first iteration")
+    find_unused_parameters: bool = Field(
+        False, description="looks for unused parameters in every iteration; buckets are never rebuilt"
+    )
+    broadcast_buffers: bool = Field(True, description="rank 0's buffers are broadcast before every forward")
+    gradient_sync: bool = Field(
+        True,
+        description="every micro-batch reduces its gradients; false: the last one alone (no_sync)",
+        json_schema_extra={"flag": "--ddp-gradient-sync"},
+    )
+    parameters_as_bucket_view: bool = Field(
+        False, description="ZeRO-1: parameters are views of one flat tensor for each owner"
+    )
+
+
 class Fsdp(_Section):
     """Arguments of ``fully_shard``, whose model it is, and how it is trained. ``precision.dtype`` computes."""
 
@@ -322,6 +346,79 @@ class Fsdp(_Section):
     recompute_every: Count = Field(1, description="torchtitan: full recompute of every n-th layer")
     ends_apart: bool = Field(
         False, description="torchtitan after 2024: the embedding is a unit, and so are norm and head"
+    )
+    return_outputs: bool = Field(
+        False, description="torchtitan before October 2025: a pipeline's last stage keeps all logits"
+    )
+
+
+class Lora(_Section):
+    """Low-rank adapters as peft makes them: the model is frozen, and two small matrices beside a layer are trained."""
+
+    shorthand = "rank"
+
+    rank: int | None = Field(
+        None,
+        ge=1,
+        le=2**20,
+        description="rank of LoRA adapters (r); default: no adapters",
+        json_schema_extra={"flag": "--lora-rank"},
+    )
+    targets: tuple[str, ...] | None = Field(
+        None,
+        max_length=64,
+        description="linear layers that have one, by the names that transformers gives them (q_proj, c_attn, "
+        "query_key_value), or all-linear; default: peft's for the family",
+        json_schema_extra={"flag": "--lora-targets"},
+    )
+    dropout: float = Field(
+        0.0, ge=0.0, lt=1.0, description="dropout of an adapter's input", json_schema_extra={"flag": "--lora-dropout"}
+    )
+    dtype: Dtype | None = Field(
+        None,
+        description="dtype of adapters; default: fp32, to which peft casts them (autocast_adapter_dtype)",
+        json_schema_extra={"flag": "--lora-dtype"},
+    )
+
+
+class Quantisation(_Section):
+    """bitsandbytes' 4-bit weights of the linear layers, but for the head (QLoRA)."""
+
+    shorthand = "kind"
+
+    kind: Literal["none", "nf4", "fp4"] = Field(
+        "none",
+        description="what the frozen linear layers are stored as (load_in_4bit, bnb_4bit_quant_type)",
+        json_schema_extra={"flag": "--quantisation"},
+    )
+    double: bool = Field(
+        False,
+        description="the scales are quantised, too (bnb_4bit_use_double_quant)",
+        json_schema_extra={"flag": "--double-quantisation"},
+    )
+    compute: Dtype | None = Field(
+        None,
+        description="dtype in which quantised layers compute (bnb_4bit_compute_dtype); default: that of the plan "
+        "(bitsandbytes' own default is fp32)",
+        json_schema_extra={"flag": "--compute-dtype"},
+    )
+    prepared: bool = Field(
+        False,
+        description="prepare_model_for_kbit_training: embedding, norms and head are cast to fp32",
+        json_schema_extra={"flag": "--prepared"},
+    )
+
+
+class Frozen(_Section):
+    """Parts of the model that are not trained, where all of the rest is."""
+
+    embedding: bool = Field(
+        False,
+        description="the embedding's tables and norm are frozen",
+        json_schema_extra={"flag": "--freeze-embedding"},
+    )
+    layers: int = Field(
+        0, ge=0, le=100_000, description="the first n layers are frozen", json_schema_extra={"flag": "--freeze-layers"}
     )
 
 
@@ -407,8 +504,12 @@ class Plan(_Section):
         "current", description="age of the model's code: transformers' of today, or of October 2020 (GPT-2 only)"
     )
     loss: Loss = Loss()
+    lora: Lora = Lora()
+    quantisation: Quantisation = Quantisation()
+    frozen: Frozen = Frozen()
     pipeline: Pipeline = Pipeline()
     megatron: Megatron = Megatron()
+    ddp: Ddp = Ddp()
     fsdp: Fsdp = Fsdp()
     deepspeed: Deepspeed = Deepspeed()
     trainer: Trainer = Trainer()

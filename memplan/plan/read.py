@@ -44,6 +44,8 @@ class ReadPlan:
     plan: Plan
     origins: Mapping[str, Origin]
     warnings: tuple[Note, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    """Of how it was read, beside those of the estimate."""
 
 
 def read_plan(source: str | None, flags: Flags | None = None) -> ReadPlan:

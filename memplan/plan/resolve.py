@@ -8,6 +8,7 @@ from __future__ import annotations
 from .checks import (
     check_batch,
     check_code,
+    check_ddp,
     check_deepspeed,
     check_environment,
     check_framework,
@@ -22,14 +23,17 @@ from .checks import (
 )
 from .device_map import check_device_map, equal_shares
 from .errors import ABSENT, PlanError
+from .lora import DEFAULT_TARGETS
 from .loss_checks import check_loss
 from .megatron_layout import stages
 from .optimizer_checks import EIGHT_BIT, IMPLEMENTATIONS, check_optimizer
 from .plan import (
     AttentionImplementation,
     Batch,
+    Fsdp,
     Hardware,
     Layout,
+    Lora,
     Loss,
     LossKind,
     Megatron,
@@ -37,10 +41,12 @@ from .plan import (
     Pipeline,
     Plan,
     Precision,
+    Quantisation,
     Recompute,
 )
 from .sizes import headroom_bytes
 from .trainer_checks import check_trainer
+from .tuning_checks import check_tuning
 
 MEGATRONS = ("megatron", "megatron-deepspeed")
 
@@ -50,8 +56,9 @@ EAGER_ONLY = ("gemma2", "gptj", "falcon")
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables that Megatron-Core's deterministic mode sets."""
 
-BLOCK_SIZE = 2048
-"""Elements per scale of bitsandbytes' 8-bit states, as of 2021."""
+BLOCK_SIZE, OLD_BLOCK_SIZE = 256, 2048
+"""Elements per scale of bitsandbytes' 8-bit states, from its 0.44 of September 2024, and before (``Optimizer2State``,
+``init_state``, of ``optim/optimizer.py``)."""
 
 CUTOFFS = (20_000, 80_000)
 """First tokens of the tail clusters of an adaptive softmax, for vocabularies that are larger.
@@ -75,10 +82,13 @@ def resolve(plan: Plan) -> Plan:
             "optimizer": _optimizer(plan.optimizer, plan),
             "recompute": _recompute(plan.recompute, plan),
             "loss": _loss(plan.loss, plan),
+            "lora": _lora(plan.lora, plan),
+            "quantisation": _quantisation(plan.quantisation, plan),
             "device_map": _device_map(plan, hardware),
             "attention": plan.attention or _attention(plan),
             "pipeline": _pipeline(plan.pipeline, plan, layout),
             "megatron": _megatron(plan.megatron, plan),
+            "fsdp": _fsdp(plan.fsdp, plan, layout),
             "torch": plan.torch or _torch(plan),
             "environment": _environment(plan),
         }
@@ -91,9 +101,11 @@ def resolve(plan: Plan) -> Plan:
         check_optimizer,
         check_recompute,
         check_loss,
+        check_tuning,
         check_code,
         check_pipeline,
         check_megatron,
+        check_ddp,
         check_fsdp,
         check_deepspeed,
         check_trainer,
@@ -107,7 +119,7 @@ def resolve(plan: Plan) -> Plan:
 
 def _hardware_and_layout(plan: Plan) -> tuple[Hardware, Layout]:
     """Number of GPUs and data-parallel size, each from the other; and the capacity of the GPU."""
-    hardware, layout = plan.hardware, _with_virtual_stages(plan)
+    hardware, layout = plan.hardware, _with_sequence_parallel(plan, _with_virtual_stages(plan))
     one_replica = layout.tp * layout.pp * layout.cp
     gpus, dp = hardware.gpus, layout.dp
     if plan.framework == "device-map":
@@ -134,6 +146,16 @@ def _with_virtual_stages(plan: Plan) -> Layout:
         return layout
     (first, *_) = stages(plan.model.layers, layout.pp, None, layout=pipeline.layout)
     return layout.model_copy(update={"vpp": len(first)})
+
+
+def _with_sequence_parallel(plan: Plan, layout: Layout) -> Layout:
+    """torchtitan's tensor parallelism always shards norms along the sequence (``SequenceParallel``)."""
+    if plan.framework != "fsdp" or layout.tp == 1 or layout.sequence_parallel:
+        return layout
+    if "sequence_parallel" in layout.model_fields_set:
+        problem = "must be true with framework fsdp and tp > 1: torchtitan's tensor parallelism has no other"
+        raise PlanError("layout.sequence_parallel", False, problem)
+    return layout.model_copy(update={"sequence_parallel": True})
 
 
 def _devices(plan: Plan) -> int:
@@ -166,11 +188,13 @@ def _batch(batch: Batch, plan: Plan, layout: Layout, hardware: Hardware) -> Batc
 
 def _optimizer(optimizer: Optimizer, plan: Plan) -> Optimizer:
     if optimizer.name in EIGHT_BIT:
-        return optimizer.model_copy(update={"block_size": optimizer.block_size or BLOCK_SIZE})
+        older = plan.framework == "megatron-deepspeed" or plan.code == "2020"
+        block = optimizer.block_size or (OLD_BLOCK_SIZE if older else BLOCK_SIZE)
+        return optimizer.model_copy(update={"block_size": block})
     default = IMPLEMENTATIONS[optimizer.name][0]
     if plan.framework == "megatron" or (plan.framework in MEGATRONS and optimizer.name in ("adam", "adamw")):
         default = "apex"
-    if plan.framework == "deepspeed" and optimizer.name in ("adam", "adamw"):
+    if plan.framework == "deepspeed" and optimizer.name in ("adam", "adamw", "lion"):
         default = None
     return optimizer.model_copy(update={"implementation": optimizer.implementation or default})
 
@@ -195,12 +219,27 @@ def _recompute(recompute: Recompute, plan: Plan) -> Recompute:
 
 
 def _loss(loss: Loss, plan: Plan) -> Loss:
-    default: LossKind = "vocab-parallel" if plan.framework in MEGATRONS else "plain"
+    parallel = plan.framework in MEGATRONS or (plan.framework == "fsdp" and plan.layout.tp > 1)
+    default: LossKind = "vocab-parallel" if parallel else "plain"
     kind = loss.kind or default
     cutoffs = loss.cutoffs
     if kind == "adaptive-softmax" and cutoffs is None:
         cutoffs = tuple(cutoff for cutoff in CUTOFFS if cutoff < plan.model.vocab) or None
     return loss.model_copy(update={"kind": kind, "cutoffs": cutoffs})
+
+
+def _lora(lora: Lora, plan: Plan) -> Lora:
+    """peft's targets for the family, and its adapters' dtype."""
+    if lora.rank is None:
+        return lora
+    targets = DEFAULT_TARGETS.get(plan.model.family) if lora.targets is None else lora.targets
+    return lora.model_copy(update={"targets": targets, "dtype": lora.dtype or "fp32"})
+
+
+def _quantisation(quantisation: Quantisation, plan: Plan) -> Quantisation:
+    if quantisation.kind == "none":
+        return quantisation
+    return quantisation.model_copy(update={"compute": quantisation.compute or plan.precision.dtype})
 
 
 def _attention(plan: Plan) -> AttentionImplementation:
@@ -209,7 +248,8 @@ def _attention(plan: Plan) -> AttentionImplementation:
         scores = plan.megatron.attention_backend in ("unfused", "local") or plan.megatron.transformer_impl == "local"
         return "eager" if scores else "flash"
     older = plan.framework == "megatron-deepspeed" or plan.code == "2020"
-    without = older or plan.precision.dtype == "fp32" or plan.model.family in EAGER_ONLY
+    fp32 = plan.precision.dtype == "fp32" or plan.quantisation.prepared
+    without = older or fp32 or plan.model.family in EAGER_ONLY
     return "eager" if without else "flash"
 
 
@@ -239,6 +279,13 @@ def _megatron(megatron: Megatron, plan: Plan) -> Megatron:
     if eager and megatron.attention_backend == "auto":
         return megatron.model_copy(update={"attention_backend": "unfused"})
     return megatron
+
+
+def _fsdp(fsdp: Fsdp, plan: Plan, layout: Layout) -> Fsdp:
+    """torchtitan keeps parameters whole between the micro-batches of a pipeline (``pp_enabled`` in ``apply_fsdp``)."""
+    if plan.framework != "fsdp" or layout.pp == 1 or "reshard_after_forward" in fsdp.model_fields_set:
+        return fsdp
+    return fsdp.model_copy(update={"reshard_after_forward": False})
 
 
 def _device_map(plan: Plan, hardware: Hardware) -> dict[int, tuple[int, ...]] | None:

@@ -33,7 +33,7 @@ def print_arguments(launch: Launch, console: Console, *, quiet: bool = False) ->
     sources = {explained.origin.source for explained in launch.explained if explained.origin.line is not None}
     for explained in launch.explained:
         table.add_row(
-            Text("\n".join(wrap(explained.name, max(20, console.width * 3 // 10))), overflow="fold"),
+            _name(explained.name, console.width),
             Breakable(_cut(explained.value)),
             Text(_where(explained, sources)),
             Breakable(Text(explained.became, _style(explained))),
@@ -57,6 +57,13 @@ def arguments_to_json(launch: Launch) -> dict[str, Any]:
         ],
         "warnings": [{"code": note.code, "message": note.message} for note in launch.notes],
     }
+
+
+def _name(name: str, width: int) -> Text | Breakable:
+    """An argument's name, broken behind hyphens; a key's, behind dots and underscores."""
+    if not name.startswith("-"):
+        return Breakable(name)
+    return Text("\n".join(wrap(name, max(20, width * 3 // 10))), overflow="fold")
 
 
 def _title(sources: set[str]) -> str:

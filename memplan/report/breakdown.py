@@ -35,7 +35,7 @@ def stage_breakdown(estimate: Estimate, stage: StageEstimate, console: Console) 
     moments = _facts(
         "moments", MOMENTS, [stage.moments.get(name) for name in MOMENTS], marked=stage.peak.moment, unit=unit
     )
-    facts = Group(readings, Text(), moments, *_first_iteration(stage, unit))
+    facts = Group(readings, Text(), moments, *_first_iteration(stage, unit), *_beside_device(stage, unit))
     if measured(ledger, console).maximum + BETWEEN + measured(moments, console).maximum > console.width:
         return Group(title, Text(), ledger, Text(), facts)
     grid = Table.grid(padding=(0, BETWEEN, 0, 0), pad_edge=False)
@@ -49,6 +49,13 @@ def _first_iteration(stage: StageEstimate, unit: Unit) -> list[RenderableType]:
     if early is None or stage.device is None or early >= stage.device:
         return []
     return [Text(), Text(f"device before the first applied step  {unit.figure(early)}", FAINT)]
+
+
+def _beside_device(stage: StageEstimate, unit: Unit) -> list[RenderableType]:
+    """What the stage's ranks take of a node besides its devices."""
+    parts = [("host memory", stage.host), ("NVMe", stage.nvme)]
+    shown = [f"{name}  {unit.figure(size)}" for name, size in parts if size]
+    return [Text(), Text(f"of a node besides: {', '.join(shown)}", FAINT)] if shown else []
 
 
 def _moment(stage: StageEstimate) -> str:

@@ -10,13 +10,15 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.frameworks import deepspeed, zero_step
+from memplan.frameworks import deepspeed, zero_initialisation, zero_step
 from memplan.frameworks.zero_buckets import ReducingBucket
 from memplan.frameworks.zero_config import Zero, check_zero
 from memplan.frameworks.zero_layout import Group, groups, shard, sub_groups
@@ -27,12 +29,13 @@ from memplan.plan.deepspeed_config import read_deepspeed_config
 from memplan.plan.errors import PlanError
 from memplan.plan.models import load_spec
 from memplan.plan.plan import Batch, Hardware, Layout, Optimizer, Plan, Precision, Recompute
+from memplan.plan.read import read_plan
 from memplan.plan.spec import ModelSpec
 from memplan.plan.yaml_nodes import parse_yaml
 from memplan.program import fold_program
 from memplan.tape import Category, Drop, Hold, Tape
 
-from ..oracle.deepspeed import AVAILABLE, CASES, Case, measure, summary
+from ..oracle.deepspeed import AVAILABLE, CASES, SIZES, Case, measure, summary
 
 GOLDEN: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parent / "deepspeed_0_19_8.json").read_text())[
     "cases"
@@ -89,6 +92,17 @@ BERT = ModelSpec(
 SPECS = {"llama": LLAMA, "gpt2": GPT2, "bert": BERT}
 
 
+@cache
+def spec_of(family: str) -> ModelSpec:
+    """Of the others, what memplan reads from the configuration that the oracle makes a model of."""
+    if family in SPECS:
+        return SPECS[family]
+    config = transformers.AutoConfig.for_model(family, vocab_size=1000, **SIZES[family])
+    with TemporaryDirectory() as folder:
+        config.to_json_file(Path(folder) / "config.json", use_diff=False)
+        return read_plan(None, {"model": folder}).plan.model
+
+
 def zero_of(case: Case) -> Zero:
     sums: Any = case.sums
     groups: Any = case.groups
@@ -96,17 +110,29 @@ def zero_of(case: Case) -> Zero:
     return Zero(stage=case.stage, gradient_accumulation_dtype=sums, groups=groups, **section)
 
 
+def optimizer_of(case: Case) -> Optimizer:
+    chosen: dict[str, dict[str, Any]] = {
+        "adamw": {"name": "adamw", "implementation": "fused" if case.fused else "foreach"},
+        "momentum": {"name": "sgd", "implementation": "foreach", "momentum": 0.9, "weight_decay": 0.1},
+        "adafactor": {"name": "adafactor", "implementation": "foreach"},
+        "adafactor-transformers": {"name": "adafactor", "implementation": "transformers"},
+        "lion": {"name": "lion"},
+        "adam8bit": {"name": "adam8bit", "block_size": 256},
+        "lion8bit": {"name": "lion8bit", "block_size": 256},
+    }
+    return Optimizer(**chosen[case.optimizer])
+
+
 def plan_of(case: Case) -> Plan:
-    implementation: Any = "fused" if case.fused else "foreach"
     dtype: Any = case.dtype
     return Plan(
-        model=SPECS[case.family],
+        model=spec_of(case.family),
         framework="deepspeed",
         hardware=Hardware(gpus=case.ranks),
         layout=Layout(dp=case.ranks, zero=case.stage),
         batch=Batch(mbs=2, gbs=2 * case.ranks * case.microbatches, seq=32),
         precision=Precision(dtype=dtype, gradients=dtype),
-        optimizer=Optimizer(name="adamw", implementation=implementation),
+        optimizer=optimizer_of(case),
         recompute=Recompute(mode="full" if case.recompute else "none"),
         attention="eager",
     )
@@ -115,7 +141,7 @@ def plan_of(case: Case) -> Plan:
 @cache
 def model_of(name: str) -> Model:
     case = CASES[name]
-    spec = SPECS[case.family]
+    spec = spec_of(case.family)
     shape = LayerShape(spec, 2, 32, case.dtype, False)
     return deepspeed.model_of(shape, spec.layers, OPTIONS, case.stage, case.recompute)
 
@@ -157,10 +183,11 @@ def test_forward_is_the_engines_event_by_event(name: str, rank: int) -> None:
     measured = GOLDEN[name][rank]["phases"]
     for phase, found in ours(name, rank).items():
         if phase.endswith("forward"):
-            assert found == measured[phase], phase
+            same = [key for key in found if key != "windows" or (name, rank) not in TIMED]
+            assert [found[key] for key in same] == [measured[phase][key] for key in same], phase
 
 
-OTHERWISE = ("z0", "z0-fused", "z1-sums", "z3-offload")
+OTHERWISE = ("z0", "z0-fused", "z0-lion", "z0-adafactor", "z1-sums", "z3-offload")
 """Gradients are averaged, or cast, where backward ends; the model counts that to the step. Shards that return from
 the host to the device are none where both are the same."""
 
@@ -169,10 +196,22 @@ KNOWN: dict[str, dict[str, int]] = {
     "z3-gpt2": {"+256000": 1, "-256000": 1},
     "z2-gpt2": {"+256000": 1, "-256000": 1},
     "z3-bert": {"+256000": 1, "-256000": 1, "+16384": 3, "-16384": 3},
+    "z3-gemma2": {"+128000": 1, "-128000": 1},
+    "z3-gemma2-recompute": {"+128000": 1, "-128000": 1},
+    "z2-gemma2": {"+128000": 1, "-128000": 1},
+    "z3-phi3-recompute": {"+8192": 3, "-8192": 3},
+    "z3-gpt_neox-recompute": {"+16384": 3, "-16384": 3},
+    "z3-opt": {"+256000": 1, "-256000": 1, "+16384": 3, "-16384": 3},
+    "z3-opt-recompute": {"+256000": 1, "-256000": 1, "+16384": 6, "-16384": 6},
+    "z1-opt": {"+256000": 1, "-256000": 1},
+    "z1-falcon": {"+256000": 1, "-256000": 1},
 }
 """What the engine holds besides. Recompute: the output of the last linear, whose Python function returns before early
-stop ends it. BERT: the keys' gradient, a transposed view, which that function copies for each of its products. A
-tied embedding: the sum of its two gradients, which is in place where nobody follows storages."""
+stop ends it. BERT and OPT: the keys' gradient, a transposed view, which that function copies for each of its products.
+A tied embedding: the sum of its two gradients, which is in place where nobody follows storages."""
+
+TIMED = {("z3-opt", 1), ("z3-opt-recompute", 0)}
+"""Ranks that waited for a gather later than the other one did, which moves the curve and not its peak."""
 
 
 @pytest.mark.parametrize(("name", "rank"), [case for case in RANKS if case[0] not in OTHERWISE])
@@ -202,10 +241,34 @@ def test_the_whole_iteration(name: str) -> None:
     (program,) = deepspeed.programs(plan_of(case), OPTIONS, zero)
     folded = fold_program(program)
     fullest = max(GOLDEN[name], key=lambda record: record["peak"])
-    host = deepspeed.host_bytes(plan_of(case), zero)[0] // case.ranks
+    host = deepspeed.host_bytes(plan_of(case), zero)[0]
     assert abs(folded.static + host - fullest["static"]) <= SCALARS
     if not host:
         assert folded.peak == pytest.approx(fullest["peak"], rel=0.0025)
+
+
+@pytest.mark.parametrize("name", [name for name, records in GOLDEN.items() if "initialise" in records[0]])
+def test_building_the_engine(name: str) -> None:
+    """The model's own tensors, flat groups, shares and their first gradients; ids and buffers are there before."""
+    case, model = CASES[name], model_of(name)
+    parts = groups(model.parameters, case.groups, case.ranks)
+    own = sum(parameter.bytes(case.dtype) for parameter in model.parameters)
+    for record in GOLDEN[name]:
+        found = record["initialise"]
+        peak = zero_initialisation.peak(model, parts, found["before"] - own, None)
+        assert found["peak"] == peak
+    full = zero_initialisation.peak(model, parts, 0, 0)
+    assert full <= zero_initialisation.peak(model, parts, 0, None)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.optimizer != "adamw" and case.stage])
+def test_the_step_of_each_optimizer(name: str) -> None:
+    (program,) = deepspeed.programs(plan_of(CASES[name]), OPTIONS, zero_of(CASES[name]))
+    highest = 0
+    for record in GOLDEN[name]:
+        *passes, step = record["phases"].values()
+        highest = max(highest, record["static"] + sum(one["net"] for one in passes) + step["peak"])
+    assert fold_program(program).step_peak == pytest.approx(highest, rel=0.0025)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -250,6 +313,16 @@ def test_sub_groups_are_closed_when_they_are_full(sizes: list[int], dp: int, lim
         assert sum(shards) >= limit > sum(shards[:-1])
 
 
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30))
+def test_ranks_that_may_need_most(kept: list[int]) -> None:
+    """No rank is left out that keeps more than all behind it; the last is one, and so is one that keeps most."""
+    found = deepspeed.foremost(kept)
+    assert found[0] == len(kept) - 1
+    assert kept[found[-1]] == max(kept)
+    for rank in set(range(len(kept))) - set(found):
+        assert kept[rank] <= max(kept[other] for other in found if other > rank)
+
+
 @given(st.integers(1, 30), st.integers(1, 9))
 def test_round_robin_is_an_order_of_the_group(count: int, dp: int) -> None:
     parameters = [Parameter(str(i), (i + 1,)) for i in range(count)]
@@ -280,16 +353,16 @@ def test_refusals(zero: Zero, words: str) -> None:
 
 def test_offload_moves_states_to_the_host() -> None:
     """266,688 parameters on 2 ranks, S = 133,344. Stage 3, both offloaded: 2 S of shards, 4 + 8 S of parameters and
-    states, 4 S of fp32 gradients and 2 S of accumulated ones, on each of 2 ranks of the node."""
+    states, 4 S of fp32 gradients and 2 S of accumulated ones, on each rank."""
     case = CASES["z3"]
     plan = plan_of(case)
     share = 133_344
     both = Zero(stage=3, offload_optimizer="cpu", offload_param="cpu")
-    assert deepspeed.host_bytes(plan, both) == (2 * 20 * share, 0)
+    assert deepspeed.host_bytes(plan, both) == (20 * share, 0)
     stage2 = Zero(stage=2, offload_optimizer="cpu")
     plan = plan.model_copy(update={"layout": Layout(dp=2, zero=2)})
     largest = 64_000
-    assert deepspeed.host_bytes(plan, stage2) == (2 * (18 * share + 2 * largest), 0)
+    assert deepspeed.host_bytes(plan, stage2) == (18 * share + 2 * largest, 0)
 
 
 def test_what_a_configuration_says_are_fields_of_zero() -> None:
@@ -309,7 +382,7 @@ def test_nvme_has_states_of_large_sub_groups_and_parameters_beyond_the_limit() -
     share = 62_219_904
     away = Zero(stage=3, offload_optimizer="nvme", offload_param="nvme", offload_param_max_in_cpu=10**7)
     host, nvme = deepspeed.host_bytes(plan, away)
-    assert nvme == 2 * (16 + 2) * share
-    assert host == 2 * (2 * 10**7 + 2 * 5 * 10**8 + 2 * share + 4 * 4 * share)
+    assert nvme == (16 + 2) * share
+    assert host == (2 * 10**7 + 2 * 5 * 10**8 + 2 * share + 4 * 4 * share)
     host, nvme = deepspeed.host_bytes(plan, replace(away, offload_param_max_in_cpu=10**9))
-    assert nvme == 2 * 16 * share
+    assert nvme == 16 * share

@@ -93,7 +93,12 @@ def test_a_plan_gives_what_the_framework_does_of_itself() -> None:
         ({"zero": "2", "grad-accum-dtype": "fp16"}, "--grad-accum-dtype: deepspeed.gradient_accumulation_dtype = fp16"),
         ({"zero": "2", "gradients": "fp16"}, "--gradients: precision.gradients = fp16: must be bf16 or fp32"),
         ({"zero": "3", "optimizer-implementation": "fused"}, "must be left out for DeepSpeed's own FusedAdam"),
-        ({"zero": "3", "optimizer": "adam8bit"}, "must be one of sgd, adam, adamw"),
+        ({"zero": "3", "optimizer": "muon"}, "DeepSpeed's own Muon takes whole matrices out of ZeRO's buckets"),
+        ({"zero": "0", "optimizer": "adam8bit"}, "must be another at stage 0, where parameters are not flat"),
+        ({"zero": "2", "optimizer": "adafactor", "offload-optimizer": "cpu"}, "must be adam, adamw, lion or sgd with"),
+        ({"zero": "2", "optimizer": "lion", "optimizer-implementation": "bitsandbytes"}, "DeepSpeed's own FusedLion"),
+        ({"model": "falcon-7b", "zero": "3"}, "model.family = falcon: is not modelled at stage 3: its linear layers"),
+        ({"model": "falcon-7b", "zero": "2", "recompute": "full"}, "must be none for family falcon"),
         ({"zero": "3", "recompute": "full", "recompute-layers": "2"}, "--recompute-layers: recompute.layers = 2: must"),
         ({"zero": "3", "recompute": "full", "recompute-method": "block"}, "recompute.method = block: must be uniform"),
         ({"zero": "3", "recompute": "selective"}, "recompute.mode = selective"),
@@ -109,6 +114,16 @@ def test_what_is_wrong_names_the_fields_of_the_plan(flags: dict[str, str], line:
         estimated(**{**GPT2, **flags})
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "phi-3-mini", "gemma-2-9b", "opt-6.7b", "gpt-neox-20b", "gpt-j-6b"])
+@pytest.mark.parametrize("optimizer", ["lion", "adafactor", "lion8bit"])
+def test_families_and_optimizers(model: str, optimizer: str) -> None:
+    flags = {"model": model, "framework": "deepspeed", "gpus": "4", "zero": "3", "seq": "256", "layers": "2"}
+    (found,) = estimated(**flags, optimizer=optimizer).stages
+    shares = {"lion": 4, "adafactor": 4, "lion8bit": 1 + 4 / 256}
+    states = shares[optimizer] * found.parameters
+    assert found.of(Category.OPTIMIZER_STATES) == pytest.approx(states, rel=0.001)
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
@@ -156,11 +171,23 @@ def test_host_and_nvme_of_a_node() -> None:
     report = estimated(**flags)
     (stage,) = report.stages
     plan = resolve(read_plan(None, flags).plan)
-    assert (stage.host, stage.nvme) == deepspeed.host_bytes(plan, Zero(stage=3, offload_optimizer="nvme"))
+    host, nvme = deepspeed.host_bytes(plan, Zero(stage=3, offload_optimizer="nvme"))
+    assert (stage.host, stage.nvme) == (8 * host, 8 * nvme)
     assert stage.nvme > 0
     (shown,) = to_json(report)["stages"]
     assert (shown["host_bytes"], shown["nvme_bytes"]) == (stage.host, stage.nvme)
     assert f"{stage.nvme:,}" in notice(report, "zero-offloaded")
+
+
+def test_initialisation_is_known_where_it_was_measured() -> None:
+    """One group in bf16, twice at first: 4 P, which is more than a flat 2 P, a share and its gradients of 4 S each."""
+    flags = {**GPT2, "gpus": "4", "layers": "2"}
+    (stage,) = estimated(**flags, zero="2").stages
+    assert stage.moments["initialisation"] == pytest.approx(4 * stage.parameters, rel=0.002)
+    for others in ({"zero": "3"}, {"zero": "0"}, {"zero": "2", "offload-optimizer": "cpu"}):
+        found = estimated(**{**flags, **others})
+        assert found.stages[0].moments["initialisation"] is None
+        assert any(line.startswith("initialisation is not known") for line in found.assumptions)
 
 
 def test_assumptions_name_the_release() -> None:

@@ -284,7 +284,8 @@ def test_the_framework_is_estimated_from_a_plan() -> None:
 
 
 def test_offloaded_states_are_on_the_host() -> None:
-    flags = {"model": "llama-3-8b", "framework": "fsdp", "gpus": "8", "seq": "512", "fsdp-offload": "true"}
-    plan = read_plan(None, flags)
-    (stage,) = estimate(plan.plan).stages
-    assert stage.host >= 16 * stage.parameters
+    flags = {"model": "llama-3-8b", "framework": "fsdp", "gpus": "16", "seq": "512", "fsdp-offload": "true"}
+    (stage,) = estimate(read_plan(None, flags).plan).stages
+    assert stage.host == pytest.approx(8 * 16 * stage.parameters, rel=0.001)  # 8 of the 16 ranks share a node
+    (alone,) = estimate(read_plan(None, {**flags, "gpus-per-node": "1"}).plan).stages
+    assert stage.host == 8 * alone.host

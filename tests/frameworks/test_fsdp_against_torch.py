@@ -16,7 +16,7 @@ import transformers
 from memplan.frameworks import fsdp
 from memplan.frameworks.fsdp_units import Sharding
 from memplan.layers.module import Module, Options
-from memplan.plan.plan import Plan
+from memplan.plan.plan import Fsdp, Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import Program, Span, fold_program, fold_with_last, static
@@ -36,6 +36,8 @@ from ..oracle import fsdp as oracle
 from ..oracle.tracer import Change
 
 B, S = 2, 64
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # OPT's layers return a view
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,13 @@ OTHERS = (
     Case("mistral", oracle.Sharding(reshard_after_forward=2), attention="eager"),
     Case("gpt2-untied", oracle.Sharding(shards=7)),
     Case("gpt2", oracle.Sharding(synced=TWICE), recompute="full", attention="eager"),
+    Case("qwen2-tied-dropout", oracle.Sharding(), recompute="full"),
+    Case("phi3-partial-dropout", oracle.Sharding(shards=3)),
+    Case("gemma2", oracle.Sharding(synced=TWICE), attention="eager"),
+    Case("opt", oracle.Sharding(shards=5), attention="eager"),
+    Case("gpt_neox-dropout", oracle.Sharding(root_reshard=True), attention="eager"),
+    Case("gptj", oracle.Sharding(shards=3, original="bf16"), attention="eager"),
+    Case("falcon", oracle.Sharding(reduce_dtype="bf16"), attention="eager"),
 )
 CASES = [*(Case("llama", sharding) for sharding in SHARDINGS), *OTHERS]
 
@@ -142,7 +151,8 @@ def planned(case: Case, folder: Path) -> tuple[Plan, Sharding]:
     flags |= {"attention": case.attention, "recompute": case.recompute, "optimizer": "adamw"}
     plan = resolve(read_plan(None, flags).plan)
     gbs = B * given.shards * given.replicas * len(given.synced)
-    plan = plan.model_copy(update={"batch": plan.batch.model_copy(update={"gbs": gbs})})
+    batch, fsdp = plan.batch.model_copy(update={"gbs": gbs}), Fsdp.model_validate({"parameters": given.original})
+    plan = plan.model_copy(update={"batch": batch, "fsdp": fsdp})
     return plan, Sharding(given.shards, given.replicas, given.original, compute, given.reduce_dtype or compute)
 
 

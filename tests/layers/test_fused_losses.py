@@ -15,6 +15,7 @@ from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.fused_losses import HeadLoss, liger_chunk
 from memplan.layers.huggingface_parts import LayerShape
 from memplan.layers.module import Interface, Module, Options, Run, build
+from memplan.layers.tuning import Tuning
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
@@ -37,7 +38,7 @@ def spec(h: int, v: int) -> ModelSpec:
     return read_plan(None, {name: str(value) for name, value in flags.items()}).plan.model
 
 
-def head(sizes: Sizes, loss: HeadLoss) -> Module:
+def head(sizes: Sizes, loss: HeadLoss, tuning: Tuning | None = None) -> Module:
     shape = LayerShape(spec(sizes.h, sizes.v), sizes.b, sizes.s, sizes.dtype, False)
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
@@ -46,7 +47,7 @@ def head(sizes: Sizes, loss: HeadLoss) -> Module:
         return Run(None, until_end=returned, loss=computed)
 
     interface = Interface((sizes.b, sizes.s, sizes.h), sizes.dtype)
-    return build("head", recipe, interface, Options(accumulates_in_place=False))
+    return build("head", recipe, interface, Options(accumulates_in_place=False, tuning=tuning))
 
 
 def of_tape(tape: Tape) -> list[int]:
@@ -95,6 +96,20 @@ def test_liger(sizes: Sizes, fp32: bool, capability: tuple[int, int]) -> None:
         pytest.skip("Liger is older than 0.8.3")
     mine = HeadLoss("liger", fp32_accumulators=fp32, fused_addmm=capability >= (8, 0))
     check(sizes, mine, real_liger(fp32=fp32, capability=capability))
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_liger_with_a_frozen_weight(sizes: Sizes, fp32: bool) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    pytest.importorskip("liger_kernel", reason="Liger is not installed")
+    if tuple(map(int, version("liger_kernel").split("."))) < (0, 8, 3):
+        pytest.skip("Liger is older than 0.8.3")
+    module = head(sizes, HeadLoss("liger", fp32_accumulators=fp32), Tuning())
+    trace = traced_loss(real_liger(fp32=fp32, capability=(8, 0)), sizes, trained=False)
+    assert drops_sorted(of_tape(module.first.forward)) == drops_sorted(of_trace(trace.forward))
+    assert peak(of_tape(module.first.backward)) == peak(of_trace(trace.backward))
+    assert not any(event.category is Category.GRADIENTS for event in module.first.forward if isinstance(event, Hold))
 
 
 @pytest.mark.parametrize("fp32", [False, True])

@@ -22,8 +22,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 AVAILABLE = importlib.util.find_spec("deepspeed") is not None
@@ -63,6 +64,20 @@ SIZES: dict[str, dict[str, Any]] = {
         "attention_probs_dropout_prob": 0.0,
     },
 }
+OF_LLAMA = SIZES["llama"]
+GROUPED = {name: value for name, value in OF_LLAMA.items() if name != "tie_word_embeddings"}
+PLAIN = {name: value for name, value in GROUPED.items() if name != "num_key_value_heads"}
+UNNAMED = {name: value for name, value in PLAIN.items() if name != "intermediate_size"}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+SIZES |= {
+    "qwen2": OF_LLAMA,
+    "phi3": {**OF_LLAMA, "pad_token_id": 0, "eos_token_id": 0},
+    "gemma2": {**GROUPED, "head_dim": 16, "sliding_window": 16},
+    "opt": {**UNNAMED, "ffn_dim": 176, "dropout": 0.0},
+    "gpt_neox": PLAIN,
+    "gptj": {**SIZES["gpt2"], **TOKENS, "n_inner": 176, "rotary_dim": 8},
+    "falcon": {**PLAIN, **TOKENS, "ffn_hidden_size": 176},
+}
 """Architectures, all with 1000 tokens."""
 
 SMALL = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
@@ -96,6 +111,8 @@ class Case:
     """DeepSpeed's FusedAdam, or CPUAdam, compiled at first use; else PyTorch's foreach AdamW."""
     sums: str | None = None
     """``grad_accum_dtype``."""
+    optimizer: str = "adamw"
+    """One of ``OPTIMIZERS``."""
 
 
 CASES: dict[str, Case] = {
@@ -117,6 +134,30 @@ CASES: dict[str, Case] = {
     "z1-sums": Case(1, zero=SMALL, microbatches=2, sums="fp32"),
     "z2-offload": Case(2, zero={**SMALL, **ON_HOST}, microbatches=2, fused=True),
     "z3-offload": Case(3, zero={**SMALL_3, **ON_HOST, "offload_param": {"device": "cpu"}}, fused=True),
+    "z3-qwen2": Case(3, family="qwen2", zero=SMALL_3),
+    "z3-phi3": Case(3, family="phi3", zero=SMALL_3),
+    "z3-gemma2": Case(3, family="gemma2", zero=SMALL_3),
+    "z3-opt": Case(3, family="opt", dtype="fp32", zero=SMALL_3),
+    "z3-gpt_neox": Case(3, family="gpt_neox", dtype="fp32", zero=SMALL_3),
+    "z3-gptj": Case(3, family="gptj", dtype="fp32", zero=SMALL_3),
+    "z3-phi3-recompute": Case(3, family="phi3", zero=SMALL_3, recompute=True),
+    "z3-gemma2-recompute": Case(3, family="gemma2", zero=SMALL_3, recompute=True),
+    "z3-opt-recompute": Case(3, family="opt", dtype="fp32", zero=SMALL_3, recompute=True),
+    "z3-gpt_neox-recompute": Case(3, family="gpt_neox", dtype="fp32", zero=SMALL_3, recompute=True),
+    "z2-phi3": Case(2, family="phi3", zero=SMALL),
+    "z2-gemma2": Case(2, family="gemma2", zero=SMALL),
+    "z1-opt": Case(1, family="opt", dtype="fp32", zero=SMALL),
+    "z2-gpt_neox": Case(2, family="gpt_neox", dtype="fp32", zero=SMALL),
+    "z2-gptj": Case(2, family="gptj", dtype="fp32", zero=SMALL),
+    "z1-falcon": Case(1, family="falcon", dtype="fp32", zero=SMALL, microbatches=2),
+    "z2-momentum": Case(2, zero=SMALL, optimizer="momentum", groups="decay"),
+    "z1-adafactor": Case(1, zero=SMALL, optimizer="adafactor"),
+    "z3-adafactor": Case(3, zero={**SMALL_3, "sub_group_size": 30000}, optimizer="adafactor-transformers"),
+    "z0-adafactor": Case(0, dtype="fp32", optimizer="adafactor-transformers"),
+    "z2-lion": Case(2, zero=SMALL, optimizer="lion"),
+    "z0-lion": Case(0, optimizer="lion"),
+    "z2-adam8bit": Case(2, zero=SMALL, optimizer="adam8bit", groups="decay"),
+    "z3-lion8bit": Case(3, zero=SMALL_3, optimizer="lion8bit"),
     "z0": Case(0),
     "z0-fused": Case(0, fused=True),
 }
@@ -153,11 +194,15 @@ def summary(changes: Sequence[tuple[int, int]]) -> dict[str, Any]:
     return {"net": live, "peak": max(curve), "windows": windows, "sizes": dict(sorted(sizes.items()))}
 
 
-def measure(case: str) -> list[dict[str, Any]]:
-    """One record per rank."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def measure(case: str) -> list[dict[str, Any]]:
+    """One record per rank."""
+    port = free_port()
     ranks = CASES[case].ranks
     with tempfile.TemporaryDirectory() as folder:
         started = []
@@ -172,6 +217,30 @@ def measure(case: str) -> list[dict[str, Any]]:
         if failed:
             raise RuntimeError(Path(f"{folder}/{failed[0]}.log").read_text()[-2000:])
         return [json.loads(Path(f"{folder}/{rank}").read_text()) for rank in range(ranks)]
+
+
+def optimizer_of(name: str, parameters: Any) -> Any:
+    """A client's optimizer. Lion is DeepSpeed's own, whose CUDA kernel, which allocates nothing, is left out."""
+    import torch
+    import transformers
+
+    if name in ("adam8bit", "lion8bit"):
+        bitsandbytes: Any = import_module("bitsandbytes")
+        return {"adam8bit": bitsandbytes.optim.AdamW8bit, "lion8bit": bitsandbytes.optim.Lion8bit}[name](parameters)
+    if name == "lion":
+        fused_lion: Any = import_module("deepspeed.ops.lion.fused_lion")
+        kernel = SimpleNamespace(multi_tensor_lion=lambda *tensors: None)
+        fused_lion.FusedLionBuilder = lambda: SimpleNamespace(load=lambda: kernel)
+        fused_lion.get_accelerator = lambda: SimpleNamespace(IntTensor=torch.IntTensor)
+        return fused_lion.FusedLion(parameters)
+    if name == "momentum":
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, foreach=True)
+    if name == "adafactor":
+        return torch.optim.Adafactor(parameters, foreach=True)
+    if name == "adafactor-transformers":
+        adafactor: Any = transformers.optimization.Adafactor
+        return adafactor(parameters, scale_parameter=False, relative_step=False, lr=1e-3)
+    return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
 
 
 def run_rank(case: Case) -> dict[str, Any]:
@@ -225,8 +294,10 @@ def run_rank(case: Case) -> dict[str, Any]:
             ]
         chosen: dict[str, Any] = {"model_parameters": parameters}
         if not case.fused:
-            chosen = {"optimizer": torch.optim.AdamW(parameters, lr=1e-4, foreach=True)}
+            chosen = {"optimizer": optimizer_of(case.optimizer, parameters)}
+        given = len(trace.changes)
         engine, *_ = deepspeed.initialize(model=model, config=configuration(case), **chosen)
+        built = len(trace.changes)
         del chosen, parameters
         for iteration in range(4):
             for microbatch in range(case.microbatches):
@@ -247,6 +318,7 @@ def run_rank(case: Case) -> dict[str, Any]:
     changes = [(change.sign, change.bytes) for change in trace.changes]
     order = list(places.items())
     phases = {name: summary(changes[at : after[1][0]]) for (name, (at, _)), after in pairwise(order)}
+    building = list(accumulate((sign * size for sign, size in changes[: places["0/forward"][0]]), initial=0))
     begin, static = places["0/forward"]
     live = peak = static
     for sign, size in changes[begin : places["end"][0]]:
@@ -254,6 +326,7 @@ def run_rank(case: Case) -> dict[str, Any]:
         peak = max(peak, live)
     return {
         "static": static,
+        "initialise": {"before": building[given], "peak": max(building[given : built + 1])},
         "peak": peak,
         "shapes": shapes,
         "phases": phases,

@@ -157,7 +157,7 @@ def sharded_model(
     if recompute:
         model.activation_checkpointing_enable()
     policy = sharding.policy
-    base = model.base_model
+    base = getattr(model.base_model, "decoder", model.base_model)
     for layer in base.h if hasattr(base, "h") else base.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward)
     if sharding.root_reshard is None:

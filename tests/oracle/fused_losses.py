@@ -53,13 +53,13 @@ class TracedLoss:
     backward: list[Change]
 
 
-def traced_loss(loss: Loss, sizes: Sizes) -> TracedLoss:
-    """``loss`` of one micro-batch under autograd."""
+def traced_loss(loss: Loss, sizes: Sizes, *, trained: bool = True) -> TracedLoss:
+    """``loss`` of one micro-batch under autograd; the weight is frozen unless ``trained``."""
     trace = Trace()
     with on_no_device(), _without_kernels(), FakeTensorMode(allow_non_fake_inputs=True), Follow(trace):
         leaf, weight, labels = sizes.tensors()
         leaf.requires_grad_()
-        weight.requires_grad_()
+        weight.requires_grad_(trained)
         hidden = leaf * 2.0
         start = len(trace.changes)
         computed = loss(hidden, weight, labels)

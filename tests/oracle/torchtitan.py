@@ -17,7 +17,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from .fsdp import Sharding
 
-KEPT = {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default}
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
 
 
 @dataclass(frozen=True)

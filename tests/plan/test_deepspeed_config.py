@@ -34,6 +34,19 @@ def refusal(config: object, **known: Any) -> str:
     return text
 
 
+@pytest.mark.parametrize(
+    ("type", "expected"),
+    [
+        ("Lion", {"name": "lion"}),
+        ("Adafactor", {"name": "adafactor", "implementation": "for-loop"}),
+        ("AdamW", {"name": "adamw"}),
+    ],
+)
+def test_optimizers_that_deepspeed_makes(type: str, expected: dict[str, object]) -> None:
+    plan = read({"optimizer": {"type": type, "params": {"lr": 1e-4}}}).plan
+    assert plan.mapping["optimizer"].plain() == expected
+
+
 def test_sections_of_a_plan() -> None:
     config = {
         "train_batch_size": 64,

@@ -47,6 +47,10 @@ def test_each_optimizer_has_a_default_implementation(name: str, implementation: 
         ({"optimizer": "lion", "embeddings_32bit": "false"}, "adam8bit and lion8bit have"),
         ({"framework": "megatron-deepspeed", "optimizer": "adafactor"}, "must be one of sgd, adam, adamw, adam8bit"),
         ({"framework": "megatron-deepspeed", "optimizer": "adam8bit", "paged_optimizer": "true"}, "must be false with"),
+        ({"framework": "fsdp", "optimizer": "adam8bit"}, "bitsandbytes' kernels take no DTensor"),
+        ({"framework": "fsdp", "optimizer": "adafactor"}, "Adafactor both fail on DTensor shards"),
+        ({"framework": "fsdp", "optimizer": "muon"}, "what its products gather is not modelled"),
+        ({"framework": "fsdp", "optimizer": "sgd", "optimizer_implementation": "fused"}, "fused SGD takes no DTensor"),
         ({"framework": "megatron", "optimizer": "muon"}, "must be adam, adamw or sgd with framework megatron"),
         ({"framework": "megatron", "optimizer": "sgd", "momentum": 0.5}, "must be left out with framework megatron"),
         ({"framework": "megatron", "weight_decay": 0.5}, "must be left out with framework megatron"),
@@ -67,6 +71,8 @@ def test_pages_are_on_the_host_and_in_no_device_reading() -> None:
     assert moved > 0
     assert paged.stages[0].host == pytest.approx(moved, abs=512 * 64)
     assert kept.stages[0].host == 0
+    four = estimate(plan(**flags, paged_optimizer="true", framework="ddp", gpus=4))
+    assert four.stages[0].host == 4 * paged.stages[0].host
     assert [notice.code for notice in paged.warnings if "managed" in notice.code] == ["states-in-managed-memory"]
 
 

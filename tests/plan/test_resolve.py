@@ -61,6 +61,18 @@ def test_megatron_deepspeed_has_its_own_defaults() -> None:
     assert resolved(**MEGATRON, optimizer="adam8bit").optimizer.block_size == 2048
 
 
+def test_blocks_of_8_bit_states_are_of_the_codes_age() -> None:
+    """bitsandbytes took 2048 elements until 0.43, and 256 since 0.44."""
+
+    def size(**flags: str) -> int | None:
+        return resolved(optimizer="adam8bit", **flags).optimizer.block_size
+
+    assert [size(model="gpt2", framework=framework) for framework in ("single", "ddp")] == [256, 256]
+    assert size(model="gpt2", optimizer_block_size="2048") == 2048
+    assert size(model="gpt2", code="2020", dtype="fp32") == size(**MEGATRON) == 2048
+    assert size(**MEGATRON, optimizer_block_size="256") == 256
+
+
 def test_adaptive_softmax_has_cutoffs_for_larger_vocabularies() -> None:
     flags = {"framework": "megatron-deepspeed", "loss": "adaptive-softmax"}
     assert resolved(model="bigscience-104b-250k", **flags).loss.cutoffs == (20_000, 80_000)
@@ -101,7 +113,9 @@ def test_the_batch_of_a_process_that_sees_several_gpus() -> None:
         ({"model": "gpt2", "framework": "fsdp", "tp": "2"}, "--tp: layout.tp = 2: must be 1 with framework fsdp"),
         ({"model": "gpt2", "tp": "2"}, "--tp: layout.tp = 2: must be 1 with framework single"),
         ({"model": "gpt2", "framework": "ddp", "pp": "2"}, "--pp: layout.pp = 2: must be 1 with framework ddp"),
-        ({"model": "gpt2", "framework": "ddp", "zero": "1"}, "--zero: layout.zero = 1: must be 0 with framework ddp"),
+        ({"model": "gpt2", "framework": "single", "zero": "1"}, "--zero: layout.zero = 1: must be 0 with framework single"),
+        ({"model": "gpt2", "framework": "ddp", "zero": "2"}, "--zero: layout.zero = 2: must be less than 2 with framework ddp"),
+        ({"model": "gpt2", "static-graph": "true"}, "--static-graph: ddp.static_graph = true: must be left out with framework single"),
         ({"model": "gpt2", "dp": "2"}, "--dp: layout.dp = 2: must be 1 with framework single"),
         ({"model": "gpt2", "framework": "device-map", "gpus": "2", "dp": "2"}, "--dp: layout.dp = 2: must be 1 with framework device-map"),
         ({"model": "gpt2", "gpu": "h100"}, "--gpu: hardware.gpu = h100: is not a GPU that is known"),
@@ -115,7 +129,7 @@ def test_the_batch_of_a_process_that_sees_several_gpus() -> None:
         ({"model": "gpt2", "loss": "adaptive-softmax"}, "must be plain with framework single; adaptive softmax is modelled under megatron-deepspeed"),
         ({"model": "gpt2", "div_value": "2"}, "--div-value: loss.div_value = 2.0: belongs to the adaptive softmax, and loss.kind is plain"),
         ({"model": "gpt2", "embeddings_32bit": "false"}, "--embeddings-32bit: optimizer.embeddings_32bit = false: must be left out: adamw has no 8-bit states"),
-        ({"model": "gpt2", "schedule": "gpipe"}, "--schedule: pipeline.schedule = gpipe: must be left out with framework single; megatron-deepspeed has it"),
+        ({"model": "gpt2", "schedule": "gpipe"}, "--schedule: pipeline.schedule = gpipe: must be left out with framework single; megatron-deepspeed and fsdp have it"),
         ({"model": "gpt2", "framework": "ddp", "partition": "uniform"}, "--partition: pipeline.partition = uniform: must be left out with framework ddp"),
         ({"model": "gpt2", "framework": "device-map", "gpus": "2", "partition": "0,4,8"}, "must be left out with framework device-map"),
         ({"model": "gpt2", "env": "PYTORCH_NO_CUDA_MEMORY_CACHING=1"}, "--env: environment.PYTORCH_NO_CUDA_MEMORY_CACHING = 1: must be left out: it turns off the caching allocator"),

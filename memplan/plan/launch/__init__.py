@@ -1,5 +1,5 @@
 """Launch files of Megatron-LM and Megatron-DeepSpeed, read as plans: shell scripts, argument lists, mappings; and
-DeepSpeed's ``ds_config.json`` (``ds_config``).
+DeepSpeed's ``ds_config.json`` (``ds_config``) and torchtitan's TOML or saved JSON (``torchtitan``).
 
 From the file to the plan: ``files`` finds the words (``shell`` reads scripts, ``launchers`` finds the
 training among what they start), ``settings`` takes them apart, ``tables`` says what each argument means

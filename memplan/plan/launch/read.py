@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from .values import Cause, is_known, origin_of, text
 _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
 """Variables of the environment that go into a plan, but for those that change no memory."""
 _OTHER_MODELS = re.compile(r"t5|ict|vlm|vit|vision|mamba|hybrid|retro|mimo|multimodal|prefix_lm|realm|biencoder")
-_PUSHES = {"more": "pushes memory up", "less": "pushes memory down", "either": "may push memory either way"}
+PUSHES = {"more": "pushes memory up", "less": "pushes memory down", "either": "may push memory either way"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,9 @@ class Launch:
     """Of the global batch size, where the file leaves it to Megatron: one micro-batch on every data-parallel rank."""
     config: DeepSpeedConfig | None = None
     """DeepSpeed's, whose batch sizes follow from the number of ranks."""
+    finish: Callable[[ReadPlan], ReadPlan] | None = None
+    """torchtitan's: what follows from fields that flags may have changed."""
+    assumptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,7 @@ def _argument_notes(words: Words, framework: Launched, strict: bool) -> Iterator
             code = "argument-unknown"
         elif argument.table is Table.NOT_MODELLED and not _is_default(given, argument):
             direction, _, what = argument.why.partition(": ")
-            problem = f"is not modelled yet and {_PUSHES[direction]}: {what}"
+            problem = f"is not modelled yet and {PUSHES[direction]}: {what}"
             code = "argument-not-modelled"
         else:
             continue
@@ -293,5 +296,5 @@ def _explained(words: Words, building: Building) -> Iterator[Explained]:
             became = "its default, which does nothing"
         else:
             direction, _, what = argument.why.partition(": ")
-            became = f"not modelled yet, {_PUSHES.get(direction, direction)}: {what}"
+            became = f"not modelled yet, {PUSHES.get(direction, direction)}: {what}"
         yield Explained(given.name, value, origin, became, argument.table if argument is not None else None)

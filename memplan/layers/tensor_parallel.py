@@ -1,0 +1,258 @@
+"""PyTorch's tensor parallelism (``DTensor``, ``torch.distributed.tensor.parallel``) with sequence parallelism, on
+one rank's local tensors.
+
+Collectives are functional (``_functional_collectives.py``, ``all_gather_single`` and ``reduce_scatter_single`` of
+torch 2.13) and work along dimension 0, so others are copied there or back. Their inputs are held until the output
+has been waited for (``ProcessGroupNCCL.cpp``, ``stashed_for_allocator_safety_``). A gradient of a ``DTensor`` is
+never added to in place, being of a subclass (``input_buffer.cpp``, ``can_accumulate_inplace``). Shapes: b
+micro-batch, s sequence, h hidden, v vocabulary, t tensor-parallel size, n = b s tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..tape import Category
+from . import ops
+from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed
+
+PARTIAL = "partial"
+"""Last part of the name of a parameter's gradient that has still to be summed over ranks."""
+
+REPLICATED = "replicated"
+"""That of one that every rank has whole, although it holds a part of the parameter."""
+
+BUFFERS, LOGITS = Category.COMMUNICATION_BUFFERS, Category.LOGITS
+
+Runner = Callable[[Recorder, Callable[[Recorder], Tensor]], Tensor]
+"""Runs an operator, and may keep its output for recomputation."""
+
+
+def apart(x: Tensor) -> Tensor:
+    """``x`` as a ``DTensor``, gradients of whose readers are summed in a tensor of their own."""
+    if x.node is not None:
+        x.node.apart = True
+    return x
+
+
+# -- redistribution ---------------------------------------------------------------------------------
+
+
+def all_gather(r: Recorder, shape: Shape, dtype: str, t: int, name: str) -> Tensor:
+    """(b, s / t, h) of every rank as (b, s, h): a view of what was received with one sequence, else a copy."""
+    b, s, h = shape
+    received = r.empty((b * t, s, h), dtype, f"{name}_received", Category.TEMPORARIES if b == 1 else BUFFERS)
+    if b == 1:  # _maybe_view_chunk_cat
+        return received.view(1, s * t, h)
+    return r.empty((b, s * t, h), dtype, name)
+
+
+def reduce_scatter(r: Recorder, shape: Shape, dtype: str, t: int, name: str, run: Runner | None = None) -> Tensor:
+    """This rank's part, of ``shape`` (b, s / t, h), of the sum of all ranks' (b, s, h), sent as a copy."""
+    b, s, h = shape
+    sent = r.empty((b * t, s, h), dtype, f"{name}_sent", BUFFERS)
+    out = _received(r, shape, dtype, name, run)
+    del sent
+    return out
+
+
+def _received(r: Recorder, shape: Shape, dtype: str, name: str, run: Runner | None) -> Tensor:
+    return r.empty(shape, dtype, name) if run is None else run(r, lambda r: r.empty(shape, dtype, name))
+
+
+def gathered(r: Recorder, x: Tensor, t: int, name: str) -> Tensor:
+    """``Shard(1)`` to ``Replicate``: the whole sequence; its gradient is summed and scattered."""
+    shape, dtype = x.shape, x.dtype
+    out = all_gather(r, shape, dtype, t, name)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [reduce_scatter(r, shape, dtype, t, f"grad_{name}")]
+
+    out.node = r.node((x,), (), backward)
+    return apart(out)
+
+
+def scattered(r: Recorder, x: Tensor, t: int, name: str, run: Runner | None = None) -> Tensor:
+    """``Partial`` to ``Shard(1)``: this rank's part of the sequence; its gradient is gathered. ``run``: what
+    becomes of the output in a recomputed region."""
+    b, s, h = x.shape
+    out = reduce_scatter(r, (b, s // t, h), x.dtype, t, name, run)
+    out.node = r.node((x,), (), _gathers((b, s // t, h), x.dtype, t, name))
+    return out
+
+
+def _gathers(shape: Shape, dtype: str, t: int, name: str) -> Callable[[Recorder, Gradients], Sequence[Tensor | None]]:
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [all_gather(r, shape, dtype, t, f"grad_{name}")]
+
+    return backward
+
+
+# -- modules ----------------------------------------------------------------------------------------
+
+
+def weighted(r: Recorder, x: Tensor, weight: Tensor, name: str) -> Tensor:
+    """``x * weight`` of ``SequenceParallel``, (b, s / t, h) by (h): the weight's gradient is ``PARTIAL``."""
+    shape, dtype, features = x.shape, x.dtype, weight.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        grad_weight = r.empty(shape, dtype, f"grad_{name}_weight")
+        grad_x = r.empty(shape, dtype, f"grad_{name}_input")
+        return [grad_x, Unsummed(grad_weight, features, f"grad_{name}_weight_sum/{PARTIAL}")]
+
+    node = r.node((x, weight), (weight, x), backward)
+    out = r.empty(shape, dtype, name)
+    out.node = node
+    return out
+
+
+def embedding(r: Recorder, weight: Tensor, tokens: Tensor, t: int, name: str) -> tuple[Tensor, list[Tensor]]:
+    """``RowwiseParallel`` of ``nn.Embedding``: rows of this rank's (v / t, h), summed and scattered to
+    (b, s / t, h); and what the collective holds until a reader waits for it.
+
+    The gradient is ``REPLICATED``, (v, h): ``embedding_dense_backward`` takes no table in parts
+    (``_ops/_embedding_ops.py``).
+    """
+    rows = _rows(r, weight, tokens, t, name)
+    b, s, h = rows.shape
+    sent = r.empty((b * t, s // t, h), rows.dtype, f"{name}_sent", BUFFERS)
+    out = r.empty((b, s // t, h), rows.dtype, name)
+    out.node = r.node((rows,), (), _gathers(out.shape, out.dtype, t, name))
+    return out, [sent]
+
+
+def _rows(r: Recorder, weight: Tensor, tokens: Tensor, t: int, name: str) -> Tensor:
+    mask, local = masked(r, tokens.shape)
+    whole, dtype = (t * weight.shape[0], weight.shape[1]), weight.dtype
+    rows = r.empty((*tokens.shape, weight.shape[1]), dtype, f"{name}_rows")
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(whole, dtype, f"grad_{name}_weight/{REPLICATED}")]
+
+    rows.node = r.node((weight,), (tokens,), backward)
+    del mask, local
+    return rows
+
+
+def masked(r: Recorder, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Which indices are of other ranks, and where the own ones are (``_MaskPartial._partition_value``)."""
+    below, above = r.empty(shape, "bool", "index_below"), r.empty(shape, "bool", "index_above")
+    mask = r.empty(shape, "bool", "index_mask")
+    del below, above
+    copied = r.empty(shape, "int64", "index_copy")
+    local = r.empty(shape, "int64", "index_local")
+    del copied
+    return mask, local
+
+
+def gathered_logits(r: Recorder, x: Tensor, t: int) -> Tensor:
+    """``Shard(-1)`` to ``Replicate``: (b, s, v) from every rank's (b, s, v / t); backward copies this rank's part."""
+    b, s, v = x.shape
+    part, dtype = x.shape, x.dtype
+    received = r.empty((b * t, s, v), dtype, "logits_received", LOGITS)
+    out = r.empty((b, s, v * t), dtype, "logits_gathered", LOGITS)
+    del received
+    out.node = r.node((x,), (), lambda r, gradients: [r.empty(part, dtype, "grad_logits_part", LOGITS)])
+    return out
+
+
+# -- loss -------------------------------------------------------------------------------------------
+
+
+def reduced(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``all_reduce``: a copy."""
+    return r.empty(x.shape, x.dtype, name)
+
+
+def log_softmax(r: Recorder, x: Tensor) -> Tensor:
+    """``_log_softmax`` of ``tensor/parallel/loss.py`` on (b, s, v / t): saves its result. Backward hands on the
+    gradient, as that of the negative log likelihood is this one's already."""
+    tokens = (*x.shape[:-1], 1)
+    top = r.empty(tokens, x.dtype, "logits_max")
+    top = reduced(r, top, "logits_max_reduced")
+    shifted = r.empty(x.shape, x.dtype, "logits_shifted", LOGITS)
+    total = _sum_of_exponentials(r, x)
+    total = reduced(r, total, "exponentials_sum_reduced")
+    logarithm = r.empty(tokens, x.dtype, "exponentials_log")
+    out = r.empty(x.shape, x.dtype, "log_probabilities", LOGITS)
+    out.node = r.node((x,), (out,), lambda r, gradients: gradients)
+    del top, total, logarithm, shifted
+    return out
+
+
+def _sum_of_exponentials(r: Recorder, x: Tensor) -> Tensor:
+    exponentials = r.empty(x.shape, x.dtype, "exponentials", LOGITS)
+    total = r.empty((*x.shape[:-1], 1), x.dtype, "exponentials_sum")
+    del exponentials
+    return total
+
+
+def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
+    """``_nll_loss_forward`` and ``_nll_loss_and_log_softmax_backward`` of ``tensor/parallel/loss.py``: saves x,
+    labels and the total weight; a scalar."""
+    shape, dtype = x.shape, x.dtype
+    n = (shape[0] * shape[1],)
+    column = (*n, 1)
+
+    def chosen(name: str, shape: Shape, dtype: str) -> Tensor:
+        """``torch.where(target != ignore_index, …, 0)``."""
+        counted = r.empty(shape, "bool", "label_counted")
+        out = r.empty(shape, dtype, name)
+        del counted
+        return out
+
+    safe = chosen("labels_safe", n, "int64")
+    mask, local = masked(r, column)
+    picked = r.empty(column, dtype, "label_log_probability")
+    del mask
+    total = reduced(r, picked, "label_log_probability_reduced")
+    result = r.empty(n, dtype, "negative_log_likelihood")
+    result = chosen("negative_log_likelihood_counted", n, dtype)
+    weight = _total_weight(r, n, dtype)
+    summed = r.empty((), dtype, "loss_sum")
+    out = r.empty((), dtype, "loss")
+    del summed, result, safe, local, picked, total
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [_grad_logits(r, shape, dtype)]
+
+    out.node = r.node((x,), (x, labels, weight), backward)
+    return out
+
+
+def _total_weight(r: Recorder, tokens: Shape, dtype: str) -> Tensor:
+    counted = r.empty(tokens, "bool", "label_counted")
+    count = r.empty((), "int64", "labels_counted")
+    del counted
+    weight = r.empty((), dtype, "total_weight")
+    del count
+    return weight
+
+
+def _grad_logits(r: Recorder, shape: Shape, dtype: str) -> Tensor:
+    n = (shape[0] * shape[1],)
+    column = (*n, 1)
+    scaled = r.empty((), dtype, "grad_loss_scaled")
+    counted = r.empty(column, "bool", "label_counted")
+    safe = r.empty(column, "int64", "labels_safe")
+    del counted
+    at_label = r.empty(shape, dtype, "grad_at_label", LOGITS)
+    mask, local = masked(r, n)
+    inside = r.empty(n, dtype, "index_mask_cast")
+    update = r.empty(n, dtype, "grad_at_label_update")
+    del inside
+    places = r.empty(n, "int64", "places")
+    counted = r.empty(column, "bool", "label_counted")
+    each = r.empty(column, dtype, "grad_loss_each")
+    del counted, scaled
+    exponentials = r.empty(shape, dtype, "exponentials", LOGITS)
+    difference = r.empty(shape, dtype, "grad_logits_unscaled", LOGITS)
+    del exponentials
+    out = r.empty(shape, dtype, "grad_logits", LOGITS)
+    del difference, each, places, update, mask, local, at_label, safe
+    return out
+
+
+def upcast(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``x.float()`` of a ``DTensor``."""
+    return apart(ops.cast(r, x, "fp32", name))

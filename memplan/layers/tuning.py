@@ -1,0 +1,236 @@
+"""Linear layers of a model that is tuned in part: frozen weights, peft's LoRA, bitsandbytes' 4-bit weights.
+
+peft 0.21: ``tuners/lora/layer.py`` (``Linear.forward``, of ``Conv1D`` too), ``tuners/lora/bnb.py``
+(``Linear4bit.forward``). bitsandbytes 0.50: ``nn/modules.py`` (``Linear4bit.forward``), ``autograd/_functions.py``
+(``MatMul4Bit``), ``backends/cuda/ops.py`` (``_dequant_linear_fallback``), ``functional.py`` (``dequantize_4bit``).
+Shapes: x (…, k), weight (n, k), rank r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from . import ops
+from .autograd import Gradients, Recorder, Tensor, Unsummed
+
+BLOCK = 64
+"""Elements of a 4-bit weight under one scale (``Params4bit``, ``blocksize``)."""
+
+NESTED_BLOCK = 256
+"""Scales under one scale of their own, with double quantisation (``quantize_4bit``)."""
+
+ADAPTERS = (".lora_A.weight", ".lora_B.weight")
+"""What the names of adapters' parameters end with."""
+
+CODE, NESTED_CODE = 16, 256
+"""Entries of the tables of a 4-bit weight and of its 8-bit scales, in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class FourBit:
+    """How bitsandbytes keeps a weight."""
+
+    double: bool
+    """Scales in 8 bits, with scales of their own."""
+    dtype: str
+    """Of the weight before it was quantised, and of what ``dequantize_4bit`` makes."""
+
+    def blocks(self, elements: int) -> int:
+        return -(-elements // BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """LoRA on some linear layers."""
+
+    rank: int
+    targets: frozenset[str]
+    """Linear layers as the recipes name them."""
+    dropout: float
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What is trained of a module, and in what form the rest is kept."""
+
+    base: bool = False
+    """The model's own parameters are trained."""
+    frozen: frozenset[str] = frozenset()
+    """Those of them that are not, by the recipes' names."""
+    adapters: Adapters | None = None
+    four_bit: FourBit | None = None
+    """Linear layers are quantised, but for those of embedding and head."""
+    compute: str = ""
+    """Dtype in which quantised layers compute."""
+    input_requires_grad: bool = False
+    """The embedding's output requires a gradient (``enable_input_require_grads``)."""
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter ``name`` is trained."""
+        return name.endswith(ADAPTERS) or (self.base and name not in self.frozen)
+
+    def adapts(self, name: str) -> bool:
+        """Whether the linear layer ``name`` has an adapter."""
+        return self.adapters is not None and name in self.adapters.targets
+
+    def replaces(self, name: str) -> bool:
+        """Whether another module is in the place of the linear layer ``name``."""
+        return self.four_bit is not None or self.adapts(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A ``Linear`` or ``Conv1D``."""
+
+    name: str
+    n: int
+    """Outputs."""
+    bias: bool
+    strided: bool
+    """The gradient arrives in a layout that matrix products have to copy."""
+    conv1d: bool = False
+    """A ``Conv1D``, which calls ``addmm`` itself."""
+
+
+def tuned_linear(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
+    """``layer`` with 4-bit weights, or wrapped in an adapter, or both."""
+    tuning = r.tuning
+    assert tuning is not None
+    if not tuning.adapts(layer.name):
+        return base_layer(r, x, layer)
+    assert tuning.adapters is not None
+    wrapped = lora_four_bit if tuning.four_bit is not None else lora
+    return wrapped(r, x, layer, tuning.adapters)
+
+
+def base_layer(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
+    """What an adapter wraps."""
+    if r.tuning is not None and r.tuning.four_bit is not None:
+        return linear_four_bit(r, x, layer, r.tuning.four_bit)
+    return plain_linear(r, x, layer)
+
+
+def plain_linear(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
+    """The layer as it is."""
+    name, n = layer.name, layer.n
+    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype)
+    bias = r.parameter(f"{name}.bias", (n,), x.dtype) if layer.bias else None
+    out = ops.linear(r, x, weight, bias, name=name, conv1d=layer.conv1d)
+    return ops.copied_gradient(r, out, name) if layer.strided else out
+
+
+# -- LoRA -------------------------------------------------------------------------------------------
+
+
+def lora(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
+    """``lora.Linear.forward``: the sum is in the wider dtype, and cast back."""
+    result = base_layer(r, x, layer)
+    dtype = result.dtype
+    x = ops.cast(r, x, adapters.dtype, f"{layer.name}_lora_input")
+    result = promoted_sum(r, result, delta(r, x, layer, adapters), f"{layer.name}_with_lora")
+    return ops.cast(r, result, dtype, f"{layer.name}_lora_cast")
+
+
+def lora_four_bit(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
+    """``lora.Linear4bit.forward``: the base layer's output is cloned, and the adapter's cast before they are added."""
+    result = base_layer(r, x, layer)
+    result = cloned(r, result, f"{layer.name}_clone")
+    x = ops.cast(r, x, adapters.dtype, f"{layer.name}_lora_input")
+    output = delta(r, x, layer, adapters)
+    output = ops.cast(r, output, result.dtype, f"{layer.name}_lora_cast")
+    return ops.add(r, result, output, f"{layer.name}_with_lora")
+
+
+def delta(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
+    """``lora_B(lora_A(dropout(x))) * scaling``."""
+    name = layer.name
+
+    def down(x: Tensor) -> Tensor:
+        weight = r.parameter(f"{name}.lora_A.weight", (adapters.rank, x.shape[-1]), x.dtype)
+        return ops.linear(r, x, weight, name=f"{name}_lora_a")
+
+    def up(x: Tensor) -> Tensor:
+        weight = r.parameter(f"{name}.lora_B.weight", (layer.n, adapters.rank), x.dtype)
+        out = ops.linear(r, x, weight, name=f"{name}_lora_b")
+        return ops.copied_gradient(r, out, f"{name}_lora_b") if layer.strided else out
+
+    return ops.scale(r, up(down(ops.dropout(r, x, adapters.dropout, f"{name}_lora_dropout"))), f"{name}_lora_scaled")
+
+
+def promoted_sum(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """``x + y`` of one shape and two dtypes, of which ``y``'s is the wider: the engine casts the gradient of ``x``
+    (``engine.cpp``, ``validate_outputs``)."""
+    if x.dtype == y.dtype:
+        return ops.add(r, x, y, name)
+    out = r.empty(x.shape, y.dtype, name)
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        gradient = gradients[0]
+        assert gradient is not None
+        return [Unsummed(Tensor(gradient.storage, shape, dtype), shape, f"grad_{name}_cast"), gradient]
+
+    out.node = r.node((x, y), (), backward)
+    return out
+
+
+def cloned(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``x.clone()``: the gradient goes through."""
+    out = r.empty(x.shape, x.dtype, name)
+    out.node = r.node((x,), (), lambda r, gradients: gradients)
+    return out
+
+
+# -- 4-bit weights ----------------------------------------------------------------------------------
+
+
+def linear_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> Tensor:
+    """``Linear4bit.forward``: in the compute dtype, which the bias has since the first call."""
+    assert r.tuning is not None
+    name, compute = layer.name, r.tuning.compute
+    r.quantised(f"{name}.weight", (layer.n, x.shape[-1]), four_bit)
+    if layer.bias:
+        r.parameter(f"{name}.bias", (layer.n,), compute)
+    dtype = x.dtype
+    x = ops.cast(r, x, compute, f"{name}_compute_input")
+    return ops.cast(r, matmul_four_bit(r, x, layer, four_bit), dtype, f"{name}_compute_cast")
+
+
+def matmul_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> Tensor:
+    """``MatMul4Bit``: saves nothing of x; both ways dequantise the whole weight. A strided gradient is not copied:
+    ``matmul`` takes it batch by batch (``LinearAlgebra.cpp``, ``should_fold``)."""
+    k, shape, dtype = x.shape[-1], x.shape, x.dtype
+    name, n = layer.name, layer.n
+    out = dequantised_product(r, x, n, four_bit, name)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        weight = dequantised(r, n, k, four_bit, name)
+        weight = ops.cast(r, weight, dtype, f"{name}_weight_cast")
+        grad_x = r.empty(shape, dtype, f"grad_{name}_input")
+        del weight
+        return [grad_x]
+
+    out.node = r.node((x,), (), backward)
+    return out
+
+
+def dequantised_product(r: Recorder, x: Tensor, n: int, four_bit: FourBit, name: str) -> Tensor:
+    """``gemm_4bit`` where it has no kernel of its own."""
+    k = x.shape[-1]
+    blocks = (four_bit.blocks(n * k),)
+    scales = r.empty(blocks, "fp32", f"{name}_scales") if four_bit.double else None
+    shifted = r.empty(blocks, "fp32", f"{name}_scales_shifted") if four_bit.double else None
+    weight = r.empty((n, k), x.dtype, f"{name}_dequantised")
+    out = r.empty((*x.shape[:-1], n), x.dtype, name)
+    del shifted, scales, weight
+    return out
+
+
+def dequantised(r: Recorder, n: int, k: int, four_bit: FourBit, name: str) -> Tensor:
+    """``dequantize_4bit``: scales are shifted in place."""
+    scales = r.empty((four_bit.blocks(n * k),), "fp32", f"{name}_scales") if four_bit.double else None
+    weight = r.empty((n, k), four_bit.dtype, f"{name}_dequantised")
+    del scales
+    return weight

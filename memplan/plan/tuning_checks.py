@@ -1,0 +1,103 @@
+"""Which parts of a model can be frozen, adapted or quantised, where, and what contradicts that."""
+
+from __future__ import annotations
+
+from .errors import ABSENT, PlanError
+from .lora import LINEAR_LAYERS, adapted
+from .optimizer_checks import WHOLE
+from .plan import Frozen, Lora, Plan, Quantisation
+
+WITHOUT_4BIT = {
+    "falcon": "transformers replaces Linear itself only, and Falcon's layers are of a class of their own",
+    "bert": "bitsandbytes' layers are modelled in causal models",
+}
+
+
+def is_tuned(plan: Plan) -> bool:
+    """Whether some parameters are frozen."""
+    return (plan.lora, plan.quantisation, plan.frozen) != (Lora(), Quantisation(), Frozen())
+
+
+def check_tuning(plan: Plan) -> None:
+    """Frozen parameters, LoRA and 4-bit weights: where they are modelled, and together with what."""
+    if not is_tuned(plan):
+        return
+    if plan.precision.autocast:
+        problem = "must be false with adapters, 4-bit or frozen parameters, which are not modelled under autocast"
+        raise PlanError("precision.autocast", True, problem)
+    if plan.framework not in WHOLE:
+        _refuse(plan, f"must be left out with framework {plan.framework}; {', '.join(WHOLE)} have it")
+    if plan.code != "current":
+        _refuse(plan, "must be left out with code 2020")
+    if plan.loss.kind not in ("plain", "liger"):
+        problem = f"must be plain or liger with {_first(plan)[0]}: others are modelled where everything is trained"
+        raise PlanError("loss.kind", plan.loss.kind, problem)
+    _check_lora(plan)
+    _check_quantisation(plan)
+    _check_frozen(plan)
+
+
+def _first(plan: Plan) -> tuple[str, object]:
+    """The first field that freezes something, with its value."""
+    for name, section in (("lora", plan.lora), ("quantisation", plan.quantisation), ("frozen", plan.frozen)):
+        for field, value in section:
+            if value != type(section).model_fields[field].default:
+                return f"{name}.{field}", value
+    raise AssertionError("nothing is frozen")
+
+
+def _refuse(plan: Plan, problem: str) -> None:
+    field, value = _first(plan)
+    raise PlanError(field, list(value) if isinstance(value, tuple) else value, problem)
+
+
+def _check_lora(plan: Plan) -> None:
+    lora = plan.lora
+    if lora.rank is None:
+        for name, default in Lora():
+            value = getattr(lora, name)
+            if value != default:
+                shown = list(value) if isinstance(value, tuple) else value
+                raise PlanError(f"lora.{name}", shown, "belongs to adapters: give their rank, as --lora-rank 16")
+        return
+    if lora.targets is None:
+        names = dict.fromkeys(name.rpartition(".")[2] for name in LINEAR_LAYERS.get(plan.model.family, {}).values())
+        problem = f"is missing: peft has no default for family {plan.model.family}; name some of {', '.join(names)}"
+        raise PlanError("lora.targets", ABSENT, problem)
+    if not lora.targets:
+        raise PlanError("lora.targets", [], "must name at least one linear layer")
+    allowed = {plan.precision.dtype, "fp32"}
+    if lora.dtype not in allowed:
+        problem = f"must be {' or '.join(sorted(allowed))}: peft makes adapters in the model's dtype or casts them"
+        raise PlanError("lora.dtype", lora.dtype, problem)
+    adapted(plan)
+
+
+def _check_quantisation(plan: Plan) -> None:
+    quantisation = plan.quantisation
+    if quantisation.kind == "none":
+        for name, default in Quantisation():
+            if getattr(quantisation, name) != default:
+                problem = "belongs to 4-bit weights, and quantisation.kind is none"
+                raise PlanError(f"quantisation.{name}", getattr(quantisation, name), problem)
+        return
+    if plan.lora.rank is None:
+        problem = "must be none without adapters: 4-bit weights cannot be trained; give --lora-rank"
+        raise PlanError("quantisation.kind", quantisation.kind, problem)
+    if plan.model.family in WITHOUT_4BIT:
+        problem = f"must be none for family {plan.model.family}: {WITHOUT_4BIT[plan.model.family]}"
+        raise PlanError("quantisation.kind", quantisation.kind, problem)
+    if quantisation.prepared and plan.attention == "flash":
+        problem = "must be eager with quantisation.prepared: hidden states are fp32, which its kernel does not take"
+        raise PlanError("attention", "flash", problem)
+
+
+def _check_frozen(plan: Plan) -> None:
+    frozen, layers = plan.frozen, plan.model.layers
+    if frozen == Frozen():
+        return
+    if plan.lora.rank is not None:
+        name, value = next((name, value) for name, value in frozen if value)
+        raise PlanError(f"frozen.{name}", value, "must be left out with LoRA, which freezes the whole model")
+    if frozen.layers > layers:
+        raise PlanError("frozen.layers", frozen.layers, f"must be at most the {layers} layers of the model")

@@ -1,0 +1,120 @@
+"""torchtitan's Llama in pipeline stages, against PyTorch's own schedules run on fake tensors, rank by rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from memplan.frameworks.fsdp_stages import stage_programs
+from memplan.frameworks.fsdp_torchtitan import ActivationCheckpointing, Checkpointing
+from memplan.frameworks.fsdp_units import Sharding
+from memplan.layers.module import Options
+from memplan.pipeline.torch_schedules import Place
+from memplan.plan.plan import Plan
+from memplan.program import Program, fold_program, static
+
+from ..oracle import fsdp as oracle
+from ..oracle.pipelining import Marks, Pipeline, traced_pipeline
+from ..oracle.torchtitan import Sizes
+from .test_fsdp_torchtitan import plan_of
+
+SHARDS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    edges: tuple[int, ...]
+    """First layers of the stages, and the number of layers."""
+    ranks: int
+    microbatches: int
+    schedule: str = "1f1b"
+    recompute: Checkpointing = "none"
+    ends_apart: bool = False
+    reduce: str = "fp32"
+    replicas: int = 1
+    outputs: bool = False
+    only: tuple[int, ...] | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(hidden=96, heads=6, kv_heads=2, ffn=224, vocab=1003, layers=self.edges[-1], b=2, s=48)
+
+    @property
+    def chunks(self) -> int:
+        return (len(self.edges) - 1) // self.ranks
+
+
+CASES = {
+    "1f1b-more": Case((0, 2, 3), 2, 3),
+    "1f1b-equal-op": Case((0, 1, 2, 3, 4), 4, 4, recompute="op", ends_apart=True, only=(1, 3)),
+    "1f1b-bf16": Case((0, 1, 2), 2, 2, reduce="bf16", only=(0,)),
+    "1f1b-replicated": Case((0, 1, 2), 2, 2, replicas=2, only=(0,)),
+    "1f1b-replicated-bf16": Case((0, 1, 2), 2, 2, replicas=2, reduce="bf16", only=(1,)),
+    "1f1b-outputs": Case((0, 1, 2), 2, 3, outputs=True, only=(1,)),
+    "gpipe-fewer-full": Case((0, 1, 2, 3, 4), 4, 2, "gpipe", recompute="full", only=(2, 3)),
+    "interleaved": Case((0, 1, 2, 3, 4), 2, 3, "interleaved", recompute="full", ends_apart=True),
+    "interleaved-bf16": Case((0, 0, 1, 2, 2), 2, 2, "interleaved", reduce="bf16"),
+    "interleaved-evicts": Case((0, 0, 1, 2, 3, 4, 5, 6, 6), 2, 2, "interleaved", only=(1,)),
+}
+RANKS = [
+    pytest.param(case, rank, id=f"{name}-{rank}")
+    for name, case in CASES.items()
+    for rank in case.only or range(case.ranks)
+]
+
+
+def plan_for(case: Case) -> Plan:
+    """Entries are embedding, layers, norm and head."""
+    plan = plan_of(case.sizes)
+    entries = (0, *(edge + 1 for edge in case.edges[1:-1]), case.edges[-1] + 3)
+    updates = {
+        "batch": {"gbs": case.sizes.b * SHARDS * case.replicas * case.microbatches},
+        "layout": {"pp": case.ranks, "vpp": case.chunks, "dp": SHARDS * case.replicas},
+        "pipeline": {"schedule": "gpipe" if case.schedule == "gpipe" else "1f1b", "partition": entries},
+        "fsdp": {
+            "code": "torchtitan",
+            "replicas": case.replicas,
+            "return_outputs": case.outputs,
+            "ends_apart": case.ends_apart,
+            "reshard_after_forward": False,
+        },
+    }
+    sections = {name: getattr(plan, name).model_copy(update=update) for name, update in updates.items()}
+    return plan.model_copy(update=sections)
+
+
+def programs(case: Case, *, in_place: bool = False) -> tuple[Program, ...]:
+    recompute, sharding = ActivationCheckpointing(case.recompute), Sharding(SHARDS, case.replicas, reduce=case.reduce)
+    return stage_programs(plan_for(case), Options(accumulates_in_place=in_place), recompute, sharding)
+
+
+def marks_of(program: Program, place: Place) -> Marks:
+    """What the estimate says where the oracle looks."""
+    assert program.timeline is not None
+    timeline, folded, held = program.timeline, fold_program(program), static(program).net
+    marks = Marks(held, ["begin"], [held], [held])
+    letters = {"forward": "F", "backward": "B", "reduce": "R"}
+    for action, level in zip(timeline.actions, timeline.levels, strict=True):
+        if action.what in letters:
+            number = "" if action.what == "reduce" else action.microbatch
+            marks.names.append(f"{letters[action.what]}{place.stage(action.chunk)}.{number}")
+            marks.levels.append(held + level)
+            marks.peaks.append(held + level)
+        marks.peaks[-1] = max(marks.peaks[-1], held + level + timeline.excursion(action).peak)
+    marks.names += ["step", "end"]
+    marks.levels += [held + timeline.whole.net, folded.static]
+    marks.peaks.append(folded.step_peak)
+    marks.end = folded.static
+    return marks
+
+
+@pytest.mark.parametrize(("case", "rank"), RANKS)
+def test_every_pass(case: Case, rank: int) -> None:
+    """Bytes held as each pass begins, the peak of each, and what is held between iterations."""
+    pipeline = Pipeline(case.edges, case.ranks, case.schedule, case.microbatches, case.outputs)
+    sharding = oracle.Sharding(SHARDS, case.replicas, reduce_dtype=case.reduce)
+    traced = traced_pipeline(case.sizes, pipeline, rank, sharding, case.recompute, ends_apart=case.ends_apart)
+    program = programs(case)[rank]
+    assert marks_of(program, Place(rank, case.ranks, case.chunks)) == traced
+    assert fold_program(program).peak == max(traced.peaks)

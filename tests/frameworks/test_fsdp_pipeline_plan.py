@@ -1,0 +1,168 @@
+"""Plans with pipeline parallelism under FSDP: defaults, refusals, and what holds of every one of them."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import pytest
+
+from memplan.allocator import AllocatorSettings
+from memplan.estimate import detail, estimate, programs_of
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.program import Program, fold_program, static
+from memplan.replay import replay
+from memplan.tape import Category, compose
+
+FLAGS = {
+    "model": "llama-3-8b",
+    "framework": "fsdp",
+    "fsdp-code": "torchtitan",
+    "layers": "8",
+    "dp": "2",
+    "pp": "4",
+    "gbs": "16",
+    "seq": "256",
+}
+INTERLEAVED = {**FLAGS, "pp": "2", "vpp": "4"}
+
+
+def plan_of(flags: dict[str, str]) -> Plan:
+    return resolve(read_plan(None, flags).plan)
+
+
+def programs(flags: dict[str, str]) -> tuple[Program, ...]:
+    return programs_of(plan_of(flags), Options())
+
+
+def test_parameters_stay_whole_unless_somebody_says_otherwise() -> None:
+    assert not plan_of(FLAGS).fsdp.reshard_after_forward
+    assert resolve(plan_of(FLAGS)) == plan_of(FLAGS)
+    assert plan_of({**FLAGS, "pp": "1"}).fsdp.reshard_after_forward
+
+
+def test_every_rank_says_what_it_holds() -> None:
+    result = estimate(plan_of(INTERLEAVED))
+    first, second = result.stages
+    assert first.modules == ("embedding", *(f"layer.{at}" for at in (0, 2, 4, 6)))
+    assert second.modules == (*(f"layer.{at}" for at in (1, 3, 5, 7)), "final_norm", "head", "loss")
+    assert (first.ranks, second.ranks) == ((0, 1), (2, 3))
+    assert first.moments["evaluation"] is None
+    assert any("torch.distributed.pipelining" in line for line in result.assumptions)
+    assert not any("Trainer" in line for line in result.assumptions)
+
+
+def test_layers_are_split_by_the_age_of_torchtitan() -> None:
+    flags = {**FLAGS, "layers": "7"}
+    assert [len(program.entries) for program in programs(flags)] == [2, 2, 2, 5]
+    assert [len(program.entries) for program in programs({**flags, "ends-apart": "true"})] == [3, 2, 2, 4]
+    by_hand = programs({**FLAGS, "partition": "0,1,6,8,11"})
+    assert [program.entries[0] for program in by_hand] == ["embedding", "layer.0", "layer.5", "layer.7"]
+
+
+def test_every_second_layer_is_one_of_the_ranks_own() -> None:
+    """``_apply_ac_to_transformer_block`` counts the blocks that a process builds, whichever stage they are in."""
+    rank = programs({**INTERLEAVED, "recompute": "full", "recompute-every": "2"})[0]
+    kept = {span.names[0]: span.module.steady.forward_fold.net for span in rank.spans}
+    hidden = 256 * 4096 * 2
+    assert kept["layer.2"] == kept["layer.6"] == hidden
+    assert min(kept["layer.0"], kept["layer.4"]) > 10 * hidden
+
+
+def test_receive_buffers_are_there_for_every_micro_batch() -> None:
+    """Hidden states of (b, s, h) in bf16, received from the stage before and, as gradients, from the one behind."""
+    hidden = 256 * 4096 * 2
+    buffers = [static(program).net_by[Category.COMMUNICATION_BUFFERS] for program in programs(FLAGS)]
+    assert buffers == [8 * hidden, 16 * hidden, 16 * hidden, 8 * hidden]
+
+
+def test_gradients_are_whole_until_the_reduction() -> None:
+    """In fp32, whatever the number of shards; parameters in bf16."""
+    few, many = (programs({**FLAGS, "dp": dp, "gbs": gbs})[1] for dp, gbs in (("2", "16"), ("8", "64")))
+    for program in (few, many):
+        elements = sum(one.elements for one in program.parameter_tensors())
+        timeline = program.timeline
+        assert timeline is not None
+        before = takewhile(lambda action: action.what != "reduce", timeline.actions)
+        held = compose(map(timeline.excursion, before)).net_by
+        assert held[Category.GRADIENTS] == 4 * elements
+        assert held[Category.GATHERED_PARAMETERS] == 2 * elements
+    assert few.elements == 4 * many.elements
+
+
+@pytest.mark.parametrize("gbs", ["16", "80"])
+@pytest.mark.parametrize(
+    "flags",
+    [FLAGS, {**FLAGS, "schedule": "gpipe"}, INTERLEAVED, {**FLAGS, "return-outputs": "true"}],
+    ids=["1f1b", "gpipe", "vpp", "outputs"],
+)
+def test_the_allocator_sees_what_is_requested(flags: dict[str, str], gbs: str) -> None:
+    """But for what blocks are larger than requests both peaks are one, at every number of micro-batches."""
+    made = programs({**flags, "gbs": gbs, "recompute": "full"})
+    for program, replayed in zip(made, replay(made, AllocatorSettings(), ()), strict=True):
+        folded = fold_program(program)
+        rounding = replayed.breakdown[Category.BLOCK_ROUNDING]
+        assert 0 <= replayed.static - folded.static <= rounding
+        assert 0 <= replayed.allocated - folded.peak <= rounding + 1024
+        assert replayed.reserved >= replayed.allocated
+
+
+def test_kept_outputs_lie_there_between_iterations() -> None:
+    """Logits (b, s, v) in bf16 of every micro-batch, on the last stage."""
+    kept, dropped = (programs({**FLAGS, "return-outputs": value}) for value in ("true", "false"))
+    more = [fold_program(one).static - fold_program(other).static for one, other in zip(kept, dropped, strict=True)]
+    assert more == [0, 0, 0, 8 * 256 * 128_256 * 2]
+
+
+@pytest.mark.parametrize("flags", [FLAGS, INTERLEAVED], ids=["1f1b", "vpp"])
+def test_an_iteration_leaves_sharded_gradients_alone(flags: dict[str, str]) -> None:
+    for program in programs(flags):
+        assert program.timeline is not None
+        left = program.timeline.whole.net_by
+        assert left[Category.GRADIENTS] == sum(left) == 4 * (program.elements or 0)
+
+
+def test_what_a_schedule_keeps_is_said() -> None:
+    """Whole gradients in fp32, and 64 micro-batches' hidden states and gradients of four chunks."""
+    flags = {**INTERLEAVED, "seq": "2048", "gbs": "128", "recompute": "full"}
+    notices = {notice.code: notice.message for notice in estimate(plan_of(flags)).warnings}
+    hidden = 2048 * 4096 * 2
+    assert f"{64 * (4 + 3) * hidden:,} bytes" in notices["sends-kept"]
+    assert "in fp32 on stage 1" in notices["gradients-whole"]
+    assert "sends-kept" not in {notice.code for notice in estimate(plan_of(FLAGS)).warnings}
+
+
+def test_the_reduction_is_among_the_details() -> None:
+    phases = [(tape.module, tape.phase) for tape in detail(plan_of(FLAGS), 1)]
+    assert ("layer.2", "reduce") in phases
+    assert phases[-1] == ("optimizer", "step")
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "says"),
+    [
+        ({"fsdp-code": "transformers"}, "fsdp.code", "must be torchtitan"),
+        ({"vpp": "2", "schedule": "gpipe"}, "pipeline.schedule", "looped BFS"),
+        ({"schedule": "zero-bubble"}, "pipeline.schedule", "must be one of 1f1b, gpipe"),
+        ({"reshard-after-forward": "true"}, "fsdp.reshard_after_forward", "always"),
+        ({"gradient-sync": "false"}, "fsdp.gradient_sync", "reduces once"),
+        ({"fsdp-offload": "true"}, "fsdp.offload", "together they are not modelled"),
+        ({"dp": "1"}, "layout.dp", "shards nothing across one rank"),
+        ({"fsdp-replicas": "2"}, "layout.dp", "more than fsdp.replicas"),
+        ({"gbs": "4"}, "batch.gbs", "gives 2 micro-batches; 1f1b needs at least as many as the 4 stages"),
+        ({"pp": "2", "vpp": "2", "gbs": "10"}, "batch.gbs", "multiple of the 2 rounds"),
+        ({"vpp": "3"}, "layout.vpp", "makes 12 stages, which must be at most 8"),
+        ({"pp": "16", "gbs": "64"}, "layout.pp", "makes 16 stages"),
+        ({"pp": "1", "vpp": "2"}, "layout.vpp", "nothing to interleave"),
+        ({"pp": "1", "schedule": "gpipe"}, "pipeline.schedule", "belongs to pipeline parallelism"),
+        ({"pp": "1", "return-outputs": "true"}, "fsdp.return_outputs", "belongs to pipeline parallelism"),
+        ({"partition": "uniform"}, "pipeline.partition", "torchtitan's own split"),
+    ],
+)
+def test_refused(flags: dict[str, str], field: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says) as raised:
+        programs({**FLAGS, **flags})
+    assert raised.value.field == field

@@ -1,0 +1,168 @@
+"""Plans that freeze parameters: what is held, what is trained, and where."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.estimate import estimate, programs_of
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.lora import LINEAR_LAYERS, adapter_parameters
+from memplan.plan.plan import Plan
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.program import fold_program
+from memplan.result import Estimate
+from memplan.tape import Category
+
+MODELS = ("gpt2", "llama-3-8b", "qwen3-8b", "bert-large", "phi-3-mini", "gemma-2-9b", "opt-6.7b", "gpt-neox-20b")
+SMALL = {"layers": "3", "gpu": "h100-80gb", "seq": "128", "attention": "eager"}
+
+
+def plan(**flags: object) -> Plan:
+    merged = {**SMALL, **{k.replace("_", "-"): str(v) for k, v in flags.items()}}
+    return resolve(read_plan(None, merged).plan)
+
+
+def of(result: Estimate, category: Category) -> int:
+    return sum(stage.of(category) for stage in result.stages)
+
+
+def trained(one: Plan) -> list[int]:
+    """Elements of the parameters that are trained."""
+    programs = programs_of(one, Options())
+    return [p.elements for program in programs for p in program.parameter_tensors() if p.trained]
+
+
+@pytest.mark.parametrize("model", [*MODELS, "gpt-j-6b", "falcon-7b"])
+def test_adapters_are_counted_as_peft_does(model: str) -> None:
+    one = plan(model=model, lora_rank=8, lora_targets="all-linear")
+    assert sum(trained(one)) == adapter_parameters(one)
+    assert len(trained(one)) == 2 * (3 * _per_layer(one) + ("transform" in LINEAR_LAYERS[one.model.family]))
+
+
+def _per_layer(one: Plan) -> int:
+    return len([name for name in LINEAR_LAYERS[one.model.family] if name != "transform"])
+
+
+def test_llama_3_8b_has_as_many_adapters_as_reported() -> None:
+    """Rank 16 on q_proj and v_proj, "trainable params: 6,815,744": 16 (4096 + 4096 + 4096 + 1024) in 32 layers."""
+    assert adapter_parameters(plan(model="llama-3-8b", layers=32, lora_rank=16)) == 6_815_744
+
+
+def test_gradients_and_states_are_of_adapters_alone() -> None:
+    """fp32 adapters over a bf16 model: 8 bytes of states each."""
+    one = plan(model="llama-3-8b", lora_rank=16, lora_targets="q_proj,v_proj")
+    result = estimate(one)
+    assert of(result, Category.OPTIMIZER_STATES) == pytest.approx(8 * adapter_parameters(one), rel=1e-3)
+    assert result.stages[0].parameters == estimate(plan(model="llama-3-8b")).stages[0].parameters + adapter_parameters(
+        one
+    )
+
+
+def test_double_quantised_weights_take_half_a_byte_and_an_eighth_of_a_bit_more() -> None:
+    """A layer of Llama 3 8B: n / 2 bytes, n / 64 of scales, n / 64 / 256 * 4 of theirs."""
+    flags = {"model": "llama-3-8b", "lora_rank": 16}
+    plain, packed = estimate(plan(**flags)), estimate(plan(**flags, quantisation="nf4", double_quantisation="true"))
+    n = 3 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    saved = of(plain, Category.PARAMETERS) - of(packed, Category.PARAMETERS)
+    assert saved == pytest.approx(n * (2 - 1 / 2 - 1 / 64 - 4 / 64 / 256), rel=1e-4)
+
+
+def test_ddp_reduces_adapters_alone() -> None:
+    one = plan(model="llama-3-8b", lora_rank=16, framework="ddp", gpus=2)
+    buckets = of(estimate(one), Category.COMMUNICATION_BUFFERS)
+    assert buckets == pytest.approx(4 * adapter_parameters(one), rel=1e-2)
+
+
+def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
+    """Two of three layers, and the embedding, run without a graph."""
+    last = plan(model="llama-3-8b", framework="device-map", gpus=3, freeze_embedding="true", freeze_layers=2)
+    _, idle, busy = programs_of(last, Options())
+    assert not any(span.module.first.backward for span in idle.spans)
+    assert fold_program(idle).after_forward == fold_program(idle).static
+    assert fold_program(busy).after_forward > fold_program(busy).static
+    assert [stage.of(Category.GRADIENTS) > 0 for stage in estimate(last).stages] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"model": "llama-3-8b", "lora_rank": 0}, "at least 1"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "lora_targets": "c_attn"}, "q_proj, k_proj, v_proj, o_proj"),
+        ({"model": "gpt2", "lora_rank": 8, "lora_targets": "wte"}, "embedding and head are not modelled"),
+        ({"model": "phi-3-mini", "lora_rank": 8}, "qkv_proj"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "lora_targets": "all-linear,q_proj"}, "all-linear alone"),
+        ({"model": "llama-3-8b", "lora_targets": "q_proj"}, "--lora-rank"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "lora_dtype": "fp16"}, "bf16 or fp32"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "loss": "cut"}, "must be plain or liger"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "freeze_layers": 1}, "freezes the whole model"),
+        ({"model": "gpt2", "lora_rank": 8, "framework": "megatron", "attention": "flash"}, "single, ddp, device-map"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "framework": "fsdp", "gpus": 2}, "single, ddp, device-map"),
+        ({"model": "llama-3-8b", "freeze_layers": 4}, "at most the 3 layers"),
+        ({"model": "gpt2", "code": "2020", "dtype": "fp32", "freeze_embedding": "true"}, "code 2020"),
+        ({"model": "llama-3-8b", "quantisation": "nf4"}, "cannot be trained"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8"}, "nf4, fp4"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "double_quantisation": "true"}, "quantisation.kind is none"),
+        ({"model": "falcon-7b", "lora_rank": 8, "quantisation": "nf4"}, "class of their own"),
+        (
+            {"model": "llama-3-8b", "lora_rank": 8, "quantisation": "nf4", "prepared": "true", "attention": "flash"},
+            "fp32",
+        ),
+        ({"model": "falcon-7b", "lora_rank": 8, "lora_targets": "dense"}, "query_key_value"),
+        ({"model": "gpt-j-6b", "freeze_embedding": "true", "freeze_layers": 1}, "must be 0"),
+    ],
+)
+def test_what_is_contradictory_or_not_modelled_is_one_line(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        estimate(plan(**flags))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    model=st.sampled_from(MODELS),
+    framework=st.sampled_from(["single", "ddp", "device-map"]),
+    tuning=st.sampled_from(["lora", "four-bit", "prepared", "frozen", "embedding"]),
+    frozen=st.integers(0, 3),
+    recompute=st.sampled_from(["none", "full"]),
+    microbatches=st.integers(1, 3),
+    optimizer=st.sampled_from(["adamw", "sgd", "adam8bit", "adafactor"]),
+    flash=st.booleans(),
+    liger=st.booleans(),
+)
+def test_any_tuned_plan_has_readings_in_order_and_categories_that_sum(
+    model: str,
+    framework: str,
+    tuning: str,
+    frozen: int,
+    recompute: str,
+    microbatches: int,
+    optimizer: str,
+    flash: bool,
+    liger: bool,
+) -> None:
+    """Each hold is dropped once: ``fold_program`` asserts it."""
+    gpus = {"single": 1, "ddp": 2, "device-map": 2}[framework]
+    flags: dict[str, object] = {"model": model, "framework": framework, "gpus": gpus, "recompute": recompute}
+    flags |= {"gbs": microbatches * (gpus if framework == "ddp" else 1), "optimizer": optimizer, "dtype": "bf16"}
+    flags |= {"hidden": 64, "heads": 4, "head-dim": 16, "ffn": 96, "vocab": 1000, "seq": 32}
+    flags["kv-heads"] = 2 if model in ("llama-3-8b", "qwen3-8b", "gemma-2-9b") else 4
+    if flash and tuning != "prepared" and model != "gemma-2-9b":
+        flags["attention"] = "flash"
+    if tuning in ("frozen", "embedding"):
+        flags |= {"freeze-layers": frozen, "freeze-embedding": str(tuning == "embedding").lower()}
+    else:
+        flags |= {"lora-rank": 4, "lora-targets": "all-linear"}
+    if tuning in ("four-bit", "prepared") and model != "bert-large":
+        flags |= {"quantisation": "nf4", "double-quantisation": "true", "prepared": str(tuning == "prepared").lower()}
+    if liger and model != "bert-large":
+        flags["loss"] = "liger"
+    for stage in estimate(plan(**flags)).stages:
+        assert stage.allocated is not None
+        assert stage.reserved is not None
+        assert stage.requested <= stage.allocated <= stage.reserved
+        assert sum(stage.breakdown) == stage.allocated

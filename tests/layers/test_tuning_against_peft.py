@@ -1,0 +1,125 @@
+"""Frozen parameters and adapters against the code that they describe: a training step of peft's and transformers'."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from memplan.tape import rounded
+
+from ..oracle.tuned_step import frozen, lora, traced_tuned_step
+from .test_against_transformers import drops_sorted, named, sizes, without_scalars
+from .tuned_comparison import Witness, assert_equal, config_of, program_of, traced_backward, word_shape
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("peft", reason="peft is not installed (the extra dev has it)")
+
+B, S, RANK = 2, 64, 8
+IDS = rounded(8 * B * S)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one setting."""
+
+    model: str
+    dtype: str
+    attention: str
+    recompute: str
+
+    def flags(self, **more: str) -> dict[str, str]:
+        own = {"dtype": self.dtype, "attention": self.attention, "recompute": self.recompute}
+        return {"mbs": str(B), "seq": str(S), **own, **{name.replace("_", "-"): value for name, value in more.items()}}
+
+
+@dataclass(frozen=True)
+class Adapted(Case):
+    """LoRA."""
+
+    targets: str
+    dropout: float = 0.1
+    adapters: str = "fp32"
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.dtype}-{self.attention}-recompute-{self.recompute}-{self.targets}-{self.adapters}"
+
+
+@dataclass(frozen=True)
+class Partly(Case):
+    """Frozen parts of a model that is trained."""
+
+    embedding: bool
+    layers: int
+
+    def __str__(self) -> str:
+        parts = f"{'embedding-and-' if self.embedding else ''}{self.layers}-layers"
+        return f"{self.model}-{self.dtype}-{self.attention}-recompute-{self.recompute}-{parts}-frozen"
+
+
+ADAPTED = (
+    Adapted("llama", "bf16", "eager", "none", "v_proj"),
+    Adapted("llama", "bf16", "flash", "full", "q_proj,v_proj"),
+    Adapted("llama-tied-dropout", "fp32", "eager", "none", "all-linear", 0.0),
+    Adapted("gpt2", "bf16", "eager", "none", "c_attn"),
+    Adapted("gpt2", "bf16", "flash", "full", "c_proj"),
+    Adapted("bert", "bf16", "eager", "full", "all-linear"),
+    Adapted("phi3", "bf16", "flash", "none", "all-linear"),
+    Adapted("opt-dropout", "bf16", "eager", "full", "all-linear"),
+    Adapted("opt", "bf16", "flash", "none", "q_proj,fc1", 0.0),
+    Adapted("gpt_neox-dropout", "bf16", "eager", "full", "query_key_value"),
+    Adapted("falcon", "bf16", "eager", "none", "all-linear"),
+    Adapted("qwen3", "bf16", "flash", "none", "all-linear", 0.1, "bf16"),
+)
+PARTLY = (
+    Partly("llama", "bf16", "flash", "none", True, 2),
+    Partly("llama-tied-dropout", "bf16", "eager", "full", True, 1),
+    Partly("llama", "bf16", "eager", "none", False, 2),
+    Partly("gpt2", "bf16", "eager", "full", True, 1),
+    Partly("bert", "bf16", "flash", "none", True, 3),
+)
+
+
+@pytest.mark.parametrize("case", ADAPTED, ids=str)
+def test_step_with_adapters(case: Adapted, tmp_path: Path) -> None:
+    flags = case.flags(
+        lora_rank=str(RANK), lora_targets=case.targets, lora_dropout=str(case.dropout), lora_dtype=case.adapters
+    )
+    tune = lora(RANK, tuple(case.targets.split(",")), case.dropout, case.adapters)
+    compare(case, flags, tune, tmp_path)
+
+
+@pytest.mark.parametrize("case", PARTLY, ids=str)
+def test_step_with_frozen_parts(case: Partly, tmp_path: Path) -> None:
+    flags = case.flags(freeze_embedding=str(case.embedding).lower(), freeze_layers=str(case.layers))
+    compare(case, flags, frozen(case.embedding, case.layers), tmp_path)
+
+
+def test_later_microbatch_adds_to_gradients(tmp_path: Path) -> None:
+    case = Adapted("llama", "bf16", "flash", "full", "q_proj,v_proj")
+    program = program_of("llama", tmp_path, case.flags(lora_rank=str(RANK), lora_targets=case.targets))
+    tune = lora(RANK, ("q_proj", "v_proj"), 0.0, "fp32")
+    step = traced_tuned_step(config_of("llama"), B, S, "bf16", tune, flash=True, recompute=True, accumulates=True)
+    modules = [span.module for span in reversed(program.spans) for _ in span.names]
+    backward = [event for module in modules for event in named(module, module.steady.backward)]
+    traced = traced_backward(step.backward, word_shape(program))
+    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(traced)
+
+
+def compare(case: Case, flags: dict[str, str], tune: object, folder: Path) -> None:
+    program = program_of(case.model, folder, flags)
+    step = traced_tuned_step(
+        config_of(case.model),
+        B,
+        S,
+        case.dtype,
+        tune,  # type: ignore[arg-type]
+        flash=case.attention == "flash",
+        recompute=case.recompute == "full",
+    )
+    backward = traced_backward(step.backward, word_shape(program))
+    witness = Witness(step.parameters, step.before, sizes(step.forward), backward, sizes(step.optimizer))
+    assert_equal(program, witness, IDS)

@@ -1,0 +1,90 @@
+"""A plan that freezes parameters, and the events of the step that it describes, as plan and trace tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+
+from memplan.frameworks import plain
+from memplan.layers.module import Options
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.program import Program, fold_program
+from memplan.tape import rounded
+
+from ..oracle.tracer import Change
+from .test_against_transformers import (
+    MODELS,
+    Event,
+    drops_sorted,
+    named,
+    peak,
+    sizes,
+    without_grad_loss,
+    without_scalars,
+    without_sum_of_tied,
+    word_shape,
+)
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A real step: signed bytes of what begins and ends."""
+
+    parameters: int
+    before: int
+    forward: Sequence[int]
+    backward: Sequence[int]
+    optimizer: Sequence[int]
+
+
+def config_of(model: str) -> transformers.PreTrainedConfig:
+    kind, settings = MODELS[model]
+    return transformers.AutoConfig.for_model(kind, **settings)
+
+
+def program_of(model: str, folder: Path, flags: Mapping[str, str]) -> Program:
+    config_of(model).to_json_file(folder / "config.json", use_diff=False)
+    settings = {"model": str(folder), "framework": "single", "optimizer": "adamw", **flags}
+    (program,) = plain.programs(resolve(read_plan(None, settings).plan), Options(accumulates_in_place=False))
+    return program
+
+
+def events(program: Program, backward: bool) -> list[Event]:
+    spans = reversed(program.spans) if backward else program.spans
+    modules = [span.module for span in spans for _ in span.names]
+    return [
+        event
+        for module in modules
+        for event in named(module, module.first.backward if backward else module.steady.forward)
+    ]
+
+
+def traced_backward(changes: Sequence[Change], word: tuple[int, ...]) -> list[int]:
+    """A trace's backward without the ends of the loss and of its gradient, and a tied weight's gradients summed in
+    place."""
+    kept = without_sum_of_tied(without_grad_loss(changes), word)
+    losses = [change for change in kept if change.sign < 0 and change.op.startswith("aten.nll_loss_forward")]
+    return sizes(change for change in kept if change is not losses[-1])
+
+
+def assert_equal(program: Program, witness: Witness, ids: int) -> None:
+    """Parameters, what is held and when, every event of forward and backward, and the optimizer's peak. ``ids``: bytes
+    of the labels, which the trace does not hold."""
+    folded = fold_program(program)
+    assert program.parameters() == witness.parameters
+    assert folded.static == witness.before + ids
+    forward, backward = sizes(events(program, False)), sizes(without_scalars(events(program, True)))
+    assert drops_sorted(forward) == drops_sorted(witness.forward)
+    assert drops_sorted(backward) == drops_sorted(witness.backward)
+    assert peak(folded.static, forward + backward) == ids + peak(witness.before, [*witness.forward, *witness.backward])
+    scalars = 2 * rounded(4)  # the loss and its gradient
+    after = witness.before + sum(witness.forward) + sum(witness.backward) - scalars
+    assert folded.step_peak == ids + peak(after, witness.optimizer)
+    assert after + sum(witness.optimizer) == witness.before
+
+
+__all__ = ["Witness", "assert_equal", "config_of", "program_of", "traced_backward", "word_shape"]

@@ -1,0 +1,216 @@
+"""The Llama of ``torchtitan.py`` with tensor parallelism as torchtitan applies it (``apply_tp`` of
+``torchtitan/parallelisms/parallelize_llama.py``, December 2024), one iteration of rank 0 on fake tensors."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .fsdp import ResizedFollow, Sharding, Steps, _cut, fake_ranks, resizing
+from .torchtitan import Llama, Sizes, recomputed
+from .tracer import Trace, cuda_behaviour
+from .training_step import DTYPES, update
+
+FUNCTIONAL = torch.ops._c10d_functional
+COLLECTIVES = (
+    FUNCTIONAL.all_gather_into_tensor.default,
+    FUNCTIONAL.reduce_scatter_tensor.default,
+)
+"""Those that do not copy their input first."""
+
+
+class LocalFollow(ResizedFollow):  # type: ignore[no-untyped-call]
+    """Lets ``DTensor`` and ``AsyncCollectiveTensor`` run first, so that what they make of local tensors is seen
+    operator by operator.
+
+    A collective's input is held until its output has been waited for (``ProcessGroupNCCL.cpp``,
+    ``stashed_for_allocator_safety_``), and waiting gives back the output itself.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self.stashed: dict[int, Any] = {}
+        self.paused = False
+
+    def adopt(self, tensor: torch.Tensor, op: str) -> None:
+        if tensor.dtype != torch.int32:  # the ranks of a mesh, which are on the host
+            super().adopt(tensor, op)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, (DTensor, AsyncCollectiveTensor)) for one in types):
+            return NotImplemented
+        if self.paused or func is torch.ops.aten.lift_fresh.default:  # a number, which stays on the host
+            return func(*args, **(kwargs or {}))
+        if func is FUNCTIONAL.wait_tensor.default:
+            self.stashed.pop(args[0].untyped_storage()._cdata, None)
+            return args[0]
+        if func is FUNCTIONAL._wrap_tensor_autograd.default:
+            return AsyncCollectiveTensor(args[0])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in COLLECTIVES:
+            self.stashed[out.untyped_storage()._cdata] = args[0]
+        return out
+
+
+@contextmanager
+def as_on_devices(follow: LocalFollow) -> Iterator[None]:
+    """Collectives are asynchronous, though tensors are fake, and the fake tensors with which ``DTensor`` finds out
+    shapes are not followed."""
+    propagator: Any = ShardingPropagator
+    propagate = propagator._propagate_tensor_meta_non_cached
+
+    def propagated(*args: Any) -> Any:
+        follow.paused = True
+        try:
+            return propagate(*args)
+        finally:
+            follow.paused = False
+
+    with (
+        patch.object(_functional_collectives, "_are_we_tracing", lambda: False),
+        patch.object(propagator, "_propagate_tensor_meta_non_cached", propagated),
+    ):
+        yield
+
+
+@contextmanager
+def real_meshes() -> Iterator[None]:
+    """Meshes that ``fully_shard`` makes of those of data and tensor parallelism, of real tensors."""
+    concatenate: Any = DeviceMesh._concatenate
+
+    def made(meshes: list[DeviceMesh]) -> Any:
+        with _disable_current_modes():
+            return concatenate(meshes)
+
+    with patch.object(DeviceMesh, "_concatenate", made):
+        yield
+
+
+def apply_tp(model: Llama, mesh: DeviceMesh, *, parallel_loss: bool) -> None:
+    output = Shard(-1) if parallel_loss else Replicate()
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(
+                input_layouts=Shard(1), output_layouts=output, use_local_output=not parallel_loss
+            ),
+        },
+    )
+    prepared = PrepareModuleInput
+    for block in model.layers.values():
+        plan = {
+            "attention_norm": SequenceParallel(),
+            "attention": prepared(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+            "attention.wq": ColwiseParallel(),
+            "attention.wk": ColwiseParallel(),
+            "attention.wv": ColwiseParallel(),
+            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": prepared(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "feed_forward.w1": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+            "feed_forward.w3": ColwiseParallel(),
+        }
+        parallelize_module(block, mesh, plan)
+
+
+def traced(
+    sizes: Sizes,
+    sharding: Sharding,
+    tp: int,
+    modes: Sequence[str],
+    *,
+    parallel_loss: bool,
+    ends_apart: bool = False,
+    evaluates: bool = False,
+) -> Steps:
+    """An iteration with AdamW (foreach), whose states exist; or ``evaluates``: forward without a graph."""
+    steps = Steps()
+    with fake_ranks(tp * sharding.shards * sharding.replicas):
+        mesh = init_device_mesh("cpu", (sharding.replicas, sharding.shards, tp), mesh_dim_names=("r", "dp", "tp"))
+        data, parts = mesh["dp"] if sharding.replicas == 1 else mesh["r", "dp"], mesh["tp"]
+        trace = Trace()
+        with (
+            warnings.catch_warnings(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            cuda_behaviour(),
+            LocalFollow(trace) as follow,
+            resizing(follow),
+            real_meshes(),
+            as_on_devices(follow),
+        ):
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+            model = _model(sizes, sharding.original)
+            apply_tp(model, parts, parallel_loss=parallel_loss)
+            _shard(model, data, sharding, modes, ends_apart)
+            for tensor in (*model.parameters(), *model.buffers()):
+                follow.adopt(tensor, "state")
+            optimizer = torch.optim.AdamW(list(model.parameters()), foreach=True)
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            update(optimizer, trace)
+            tokens, labels = (torch.randint(0, sizes.vocab, (sizes.b, sizes.s)) for _ in range(2))
+            gc.collect()
+            steps.before, trace.changes = trace.live, []
+            for sync in sharding.synced:
+                model.set_requires_gradient_sync(sync)
+                with loss_parallel() if parallel_loss else nullcontext(), torch.set_grad_enabled(not evaluates):
+                    logits = model(tokens)
+                    loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+                    del logits
+                    _cut(trace, steps)
+                    if not evaluates:
+                        loss.backward()
+                    _cut(trace, steps)
+                del loss
+            update(optimizer, trace)
+            _cut(trace, steps)
+            steps.end = trace.live
+    return steps
+
+
+def _model(sizes: Sizes, dtype: str) -> Llama:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[dtype])
+    model = Llama(sizes).train()
+    torch.set_default_dtype(default)
+    return model
+
+
+def _shard(model: Llama, mesh: DeviceMesh, sharding: Sharding, modes: Sequence[str], ends_apart: bool) -> None:
+    common: dict[str, Any] = {"mesh": mesh, "mp_policy": sharding.policy}
+    if ends_apart:
+        fully_shard(model.tok_embeddings, **common)
+        fully_shard([model.norm, model.output], **common, reshard_after_forward=False)
+    last = len(model.layers) - 1
+    for name, block in list(model.layers.items()):
+        kept = not ends_apart and int(name) == last
+        model.layers[name] = recomputed(block, modes[int(name)])
+        fully_shard(model.layers[name], **common, reshard_after_forward=not kept)
+    fully_shard(model, **common)
