@@ -21,7 +21,7 @@ MOST_LAYERS = 100_000
 _HEADS_ASSUMED = re.compile(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)Model)$")
 """Classes with the head that is estimated, or with none."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "gelu_new": "gelu_new",
@@ -211,7 +211,7 @@ def _activation(config: Node, key: Key, modelled: tuple[str, ...], *, gated: boo
     if not isinstance(value, str) or value not in modelled:
         problem = f"is not an activation that is modelled here; {', '.join(modelled)} are"
         raise PlanError(name, value, problem, origin=origin)
-    return Node("geglu" if gated else _ACTIVATIONS[value], origin)
+    return Node("geglu" if gated else ACTIVATIONS[value], origin)
 
 
 def _with_derived_sizes(items: dict[str, Node], config: Node) -> dict[str, Node]:

@@ -1,0 +1,85 @@
+"""Models of Hugging Face transformers from a configuration alone: no weights, no hub, no code of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .job import Job
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class UnknownModel(Exception):
+    """The installed transformers has no model for the configuration."""
+
+
+def made(job: Job) -> torch.nn.Module:
+    """The model in training mode, in the job's dtype, with its own loss."""
+    import transformers
+
+    config = config_of(job)
+    attention = "sdpa" if job.attention == "flash" else "eager"
+    model = model_class(config)._from_config(config, dtype=DTYPES[job.dtype], attn_implementation=attention)
+    model.config.use_cache = False
+    model.train()
+    if job.recompute:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    assert isinstance(model, transformers.PreTrainedModel)
+    return model
+
+
+def config_of(job: Job) -> Any:
+    import transformers
+
+    settings = {name: value for name, value in job.config.items() if name not in ("model_type", "auto_map")}
+    try:
+        return transformers.AutoConfig.for_model(job.config["model_type"], **settings)
+    except ValueError as error:
+        raise UnknownModel(f"transformers {transformers.__version__}: {error}") from None
+
+
+def model_class(config: Any) -> Any:
+    """The class with a head: that of the configuration's ``architectures``, else masked, causal, sequence-to-
+    sequence language model or image classifier, the first that there is."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if named is not None and name.endswith(_WITH_LOSS):
+            return named
+    mappings = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    )
+    if not getattr(config, "is_decoder", True):
+        mappings = (auto.MODEL_FOR_MASKED_LM_MAPPING, *mappings)
+    for mapping in mappings:
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, list | tuple) else found
+    raise UnknownModel(f"transformers {transformers.__version__} has no model with a loss for {config.model_type}")
+
+
+_WITH_LOSS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForImageClassification")
+
+
+def example_inputs(job: Job, model: Any) -> dict[str, torch.Tensor]:
+    """Inputs of one micro-batch and its labels."""
+    b, s, config = job.b, job.s, model.config
+    if model.main_input_name == "pixel_values":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        pixels = torch.empty(b, config.num_channels, height, width, dtype=DTYPES[job.dtype])
+        return {"pixel_values": pixels, "labels": torch.zeros(b, dtype=torch.int64)}
+    if model.main_input_name == "input_features":
+        frames = 2 * config.max_source_positions
+        features = torch.empty(b, config.num_mel_bins, frames, dtype=DTYPES[job.dtype])
+        return {"input_features": features, "labels": torch.zeros(b, s, dtype=torch.int64)}
+    ids = torch.zeros(b, s, dtype=torch.int64)
+    return {"input_ids": ids, "labels": torch.zeros(b, s, dtype=torch.int64)}
