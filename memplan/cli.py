@@ -38,12 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     from .commands.app import run_command
-    from .plan.errors import PlanError
+    from .plan.errors import Lacking, PlanError
 
     try:
         return run_command(arguments)
     except PlanError as error:
         return _fail(str(error), WRONG_INPUT)
+    except Lacking as error:
+        return _fail(str(error), WRONG_ENVIRONMENT)
 
 
 def _prepare_standard_output() -> None:

@@ -21,6 +21,10 @@ class Origin:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
+class Lacking(Exception):
+    """The environment lacks something. ``str()`` is a line that says what, and how to get it."""
+
+
 class _Absent:
     """The value of a field that was not given."""
 

@@ -15,13 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..tape import Category
 from .job import Job
 from .models import example_inputs, made
+from .outline import outline_of
 from .places import Places
 from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
 from .storages import Follow, resizes_followed
 from .substitutions import cuda_behaviour
+from .traced import Traced
 
 
-def traced_step(job: Job, *, sums_in_place: bool = True) -> Recording:
+def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
     """The step after the first applied one: optimizer states exist, gradients do not.
 
     The model's output, and with it the logits' variable, is gone before backward begins; gradients end with
@@ -31,11 +33,12 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Recording:
     with environment(), FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
         model = made(job)
         places = Places(model)
+        outline = outline_of(model)
         follow = Follow(recording, places, sums_in_place=sums_in_place)
         with follow, resizes_followed(follow), places.followed():
             follow.calibrate()
             _run(job, model, follow, places)
-    return recording.categorised()
+    return Traced(recording.categorised(), outline)
 
 
 def _run(job: Job, model: torch.nn.Module, follow: Follow, places: Places) -> None:

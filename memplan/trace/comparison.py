@@ -1,0 +1,104 @@
+"""A trace beside the estimate: at named points, and layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..layers.module import Tapes
+from ..program import Program, Span, fold_program
+from ..tape import Excursion, compose
+from .recording import BACKWARD, FORWARD, OPTIMIZER
+from .traced import FINAL_NORM, HEAD, Traced
+
+ENDS = (FINAL_NORM, "return", HEAD)
+"""Entries behind the last layer, compared as one: what ends between two of them is either's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Bytes held, or needed at most, at one moment of the step."""
+
+    name: str
+    traced: int
+    estimated: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One entry of the layer list in one phase of one micro-batch."""
+
+    entry: str
+    phase: str
+    microbatch: int
+    traced: Excursion
+    estimated: Excursion | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    points: tuple[Point, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def furthest(self) -> int:
+        """The largest difference in bytes at a named point; 0 where nothing is estimated."""
+        return max((abs(one.traced - one.estimated) for one in self.points if one.estimated is not None), default=0)
+
+
+def compared(traced: Traced, program: Program | None) -> Comparison:
+    """``traced`` beside ``program``, which is ``None`` for a model without a recipe."""
+    return Comparison(tuple(_points(traced, program)), tuple(_rows(traced, program)))
+
+
+def _points(traced: Traced, program: Program | None) -> Iterator[Point]:
+    folded = fold_program(program) if program is not None else None
+    recording, start = traced.recording, traced.setup.net
+    microbatches = sorted({place.microbatch for place in recording.places})
+    parts = [recording.of(microbatch, phase) for microbatch in microbatches for phase in (FORWARD, BACKWARD)]
+    passes = compose(parts)
+    step = recording.of(microbatches[-1], OPTIMIZER)
+
+    def known(name: str) -> int | None:
+        return None if folded is None else int(getattr(folded, name))
+
+    yield Point("between steps", start, known("static"))
+    yield Point("after the first forward", start + parts[0].net, known("after_forward"))
+    yield Point("peak of forward and backward", start + passes.peak, known("backward_peak"))
+    yield Point("peak of the step", start + passes.net + step.peak, known("step_peak"))
+    yield Point("after the step", start + passes.net + step.net, known("static"))
+
+
+def _rows(traced: Traced, program: Program | None) -> Iterator[Row]:
+    estimated = _by_entry(program.spans) if program is not None else {}
+    names = list(estimated) or _entries(traced)
+    for microbatch in sorted({place.microbatch for place in traced.recording.places}):
+        for phase in (FORWARD, BACKWARD):
+            for name in names if phase == FORWARD else reversed(names):
+                spans = estimated.get(name, ())
+                found = traced.of(ENDS if name == HEAD else (name,), phase, microbatch)
+                yield Row(name, phase, microbatch, found, _estimated(spans, phase, microbatch) if spans else None)
+
+
+def _entries(traced: Traced) -> list[str]:
+    """In the order of the first forward pass."""
+    zipped = zip(traced.entries, traced.recording.places, strict=True)
+    found = dict.fromkeys(entry for entry, place in zipped if place[:2] == (0, FORWARD))
+    return [entry for entry in found if entry not in ENDS] + [HEAD]
+
+
+def _by_entry(spans: Sequence[Span]) -> dict[str, list[Span]]:
+    result: dict[str, list[Span]] = {}
+    for span in spans:
+        for name in span.names:
+            result.setdefault(HEAD if name in ENDS else name, []).append(span)
+    return result
+
+
+def _estimated(spans: Sequence[Span], phase: str, microbatch: int) -> Excursion:
+    def tapes(span: Span) -> Tapes:
+        return span.module.steady if microbatch else span.module.first
+
+    if phase == FORWARD:
+        return compose(tapes(span).forward_fold for span in spans)
+    return compose(tapes(span).backward_fold for span in reversed(spans))

@@ -1,0 +1,34 @@
+"""Finds the layers of a model, and the norm behind them."""
+
+from __future__ import annotations
+
+import torch
+
+from .traced import Outline
+
+LEAST = 1
+
+
+def outline_of(model: torch.nn.Module) -> Outline:
+    """Lists of equal modules that are in no other such list, and the norm that is registered behind the last."""
+    modules = dict(model.named_modules())
+    blocks: list[str] = []
+    for name, module in modules.items():
+        if isinstance(module, torch.nn.ModuleList) and len(module) >= LEAST and _are_layers(module):
+            if not any(name.startswith(f"{outer}.") for outer in blocks):
+                blocks.append(name)
+    parameters = sum(one.numel() for one in model.parameters())
+    return Outline(tuple(blocks), _norm_behind(model, blocks[-1]) if blocks else "", parameters)
+
+
+def _are_layers(modules: torch.nn.ModuleList) -> bool:
+    return len({type(one) for one in modules}) == 1 and any(True for _ in modules[0].parameters())
+
+
+def _norm_behind(model: torch.nn.Module, blocks: str) -> str:
+    path, _, name = blocks.rpartition(".")
+    siblings = [child for child, _ in model.get_submodule(path).named_children()]
+    for child in siblings[siblings.index(name) + 1 :]:
+        if "Norm" in type(model.get_submodule(f"{path}.{child}".lstrip("."))).__name__:
+            return f"{path}.{child}".lstrip(".")
+    return ""

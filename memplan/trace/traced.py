@@ -1,0 +1,102 @@
+"""What a trace found: the recording, and which part of the model is which entry of a layer list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..tape import Drop, Excursion, Hold, Tape, compose, fold
+from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording, is_within
+
+EMBEDDING, FINAL_NORM, HEAD = "embedding", "final_norm", "head"
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Paths of modules in a model."""
+
+    blocks: tuple[str, ...]
+    """Lists of layers: ``model.layers``; several in an encoder with a decoder."""
+    norm: str
+    """The norm behind the last layer; empty where there is none."""
+    parameters: int
+    """Elements."""
+
+    def layer_of(self, module: str) -> str:
+        """The layer that ``module`` is in, as ``layer.3`` (the path where there are several lists), or nothing."""
+        for prefix in self.blocks:
+            if module.startswith(f"{prefix}."):
+                number = module[len(prefix) + 1 :].partition(".")[0]
+                return f"layer.{number}" if len(self.blocks) == 1 else f"{prefix}.{number}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A recorded step."""
+
+    recording: Recording
+    outline: Outline
+    torch: str = ""
+    transformers: str = ""
+
+    @cached_property
+    def entries(self) -> tuple[str, ...]:
+        """The entry of the layer list that each event belongs to, as a recipe has it: what happens between two
+        layers belongs to the one that ran last."""
+        result = []
+        before: tuple[object, ...] = ()
+        entry = ""
+        for place in self.recording.places:
+            if place[:2] != before:
+                before = place[:2]
+                entry = {FORWARD: EMBEDDING, BACKWARD: HEAD, OPTIMIZER: "optimizer"}.get(place.phase, "")
+            entry = self._entry(place.module, entry, place.phase)
+            result.append(entry)
+        return tuple(result)
+
+    def _entry(self, module: str, before: str, phase: str) -> str:
+        if phase not in (FORWARD, BACKWARD):
+            return before
+        layer = self.outline.layer_of(module)
+        if layer:
+            return layer
+        if self.outline.norm and is_within(module, self.outline.norm):
+            return FINAL_NORM
+        around = not module or any(is_within(prefix, module) for prefix in self.outline.blocks)
+        if before == EMBEDDING or (around and before not in (FINAL_NORM, HEAD)):
+            return before
+        return HEAD if phase == FORWARD or before == HEAD else EMBEDDING
+
+    @cached_property
+    def setup(self) -> Excursion:
+        """What is held before the step: parameters, buffers, inputs, optimizer states."""
+        return self.recording.of(0, "")
+
+    @cached_property
+    def _by_pass(self) -> dict[tuple[int, str, str], list[Hold | Drop]]:
+        result: dict[tuple[int, str, str], list[Hold | Drop]] = {}
+        for event, place, entry in zip(self.recording.events, self.recording.places, self.entries, strict=True):
+            result.setdefault((place.microbatch, place.phase, entry), []).append(event)
+        return result
+
+    def of(self, entries: Iterable[str], phase: str, microbatch: int = 0) -> Excursion:
+        """The fold of the events of ``entries``, which ran in that order, in one phase of one micro-batch."""
+        order = tuple(entries) if phase == FORWARD else tuple(entries)[::-1]
+        return compose(fold(self._by_pass.get((microbatch, phase, entry), ())) for entry in order)
+
+    @property
+    def tape(self) -> Tape:
+        return self.recording.tape()
+
+    def to_json(self) -> dict[str, Any]:
+        outline = {"blocks": self.outline.blocks, "norm": self.outline.norm, "parameters": self.outline.parameters}
+        return {"outline": outline, **self.recording.to_json()}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Traced:
+        given = data["outline"]
+        outline = Outline(tuple(given["blocks"]), given["norm"], given["parameters"])
+        return Traced(Recording.from_json(data), outline, data.get("torch", ""), data.get("transformers", ""))

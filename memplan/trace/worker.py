@@ -1,0 +1,57 @@
+"""Traces one job in a process of its own: JSON on standard input, JSON on standard output.
+
+Some operators on fake tensors of another device end the whole process on a CPU-only build; whoever started this
+one sees it die. What libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from .job import Job
+
+
+def main() -> int:
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    job = Job.from_json(json.load(sys.stdin))
+    with answer:
+        json.dump(answered(job), answer)
+    return 0
+
+
+def answered(job: Job) -> dict[str, Any]:
+    """What was traced, or ``error`` and where it happened."""
+    import torch
+    import transformers
+
+    from .models import UnknownModel
+    from .step import traced_step
+
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    try:
+        traced = traced_step(job)
+    except UnknownModel as error:
+        return {**versions, "error": str(error)}
+    except Exception as error:  # whatever a model's code raises is the user's to read
+        return {**versions, "error": _explained(error)}
+    return {**versions, **traced.to_json()}
+
+
+def _explained(error: Exception) -> str:
+    """One line: what was raised, and by which line of the model's code."""
+    from traceback import extract_tb
+
+    frames = [frame for frame in extract_tb(error.__traceback__) if "/transformers/models/" in frame.filename]
+    where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
+    operator = getattr(error, "func", None)
+    named = f"{operator}: " if operator is not None else ""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {named}{first}{where}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
