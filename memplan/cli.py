@@ -38,13 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     from .commands.app import run_command
-    from .plan.errors import Lacking, PlanError
+    from .plan.errors import LackingError, PlanError
 
     try:
         return run_command(arguments)
     except PlanError as error:
         return _fail(str(error), WRONG_INPUT)
-    except Lacking as error:
+    except LackingError as error:
         return _fail(str(error), WRONG_ENVIRONMENT)
 
 

@@ -13,6 +13,7 @@ from .init import init
 from .launched import MEANINGS
 from .listings import gpus, models, schema
 from .planned import PLANNED, not_built_yet
+from .trace import trace
 
 app = typer.Typer(
     name="memplan",
@@ -45,6 +46,7 @@ def _memplan(
 
 
 app.command(epilog=_EXAMPLES)(estimate)
+app.command()(trace)
 app.command()(init)
 app.command()(models)
 app.command()(gpus)

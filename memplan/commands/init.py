@@ -10,6 +10,7 @@ import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags
+from .files import write_whole
 from .output import printing
 from .plan_flags import with_plan_flags
 
@@ -31,7 +32,7 @@ def init(
         with printing():
             print(text, end="")
         return 0
-    _write(Path(path), text, force)
+    write_whole(Path(path), text.encode(), force=force)
     return 0
 
 
@@ -65,22 +66,3 @@ def _example(name: str, flags: Flags) -> str:
         problem = f"is not a built-in example ({', '.join(examples())})"
         raise PlanError("example", name, problem, origin=Origin("--example"), known=examples())
     return read_text(examples()[name])
-
-
-def _write(path: Path, text: str, force: bool) -> None:
-    """Writes all of ``text`` or nothing, and never over a file unless ``force``."""
-    from tempfile import TemporaryDirectory
-
-    origin = Origin(str(path))
-    try:
-        with TemporaryDirectory(prefix=".memplan-", dir=path.parent) as folder:
-            whole = Path(folder) / "plan"
-            whole.write_text(text, encoding="utf-8")
-            if path.exists() and not force:
-                raise FileExistsError
-            whole.replace(path)
-    except FileExistsError:
-        raise PlanError("", ABSENT, "is there already; --force overwrites it", origin=origin) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise PlanError("", ABSENT, f"cannot be written: {str(reason).lower()}", origin=origin) from None

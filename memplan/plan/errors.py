@@ -21,7 +21,7 @@ class Origin:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
-class Lacking(Exception):
+class LackingError(Exception):
     """The environment lacks something. ``str()`` is a line that says what, and how to get it."""
 
 

@@ -11,7 +11,7 @@ from .job import Job
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class UnknownModel(Exception):
+class UnknownModelError(Exception):
     """The installed transformers has no model for the configuration."""
 
 
@@ -36,9 +36,12 @@ def config_of(job: Job) -> Any:
 
     settings = {name: value for name, value in job.config.items() if name not in ("model_type", "auto_map")}
     try:
-        return transformers.AutoConfig.for_model(job.config["model_type"], **settings)
+        config = transformers.AutoConfig.for_model(job.config["model_type"], **settings)
     except ValueError as error:
-        raise UnknownModel(f"transformers {transformers.__version__}: {error}") from None
+        raise UnknownModelError(f"transformers {transformers.__version__}: {error}") from None
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0  # which token changes no size
+    return config
 
 
 def model_class(config: Any) -> Any:
@@ -51,19 +54,19 @@ def model_class(config: Any) -> Any:
         named = getattr(transformers, name, None)
         if named is not None and name.endswith(_WITH_LOSS):
             return named
-    mappings = (
+    mappings: tuple[Any, ...] = (
         auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
         auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     )
-    if not getattr(config, "is_decoder", True):
+    if not getattr(config, "is_decoder", False) and not config.is_encoder_decoder:
         mappings = (auto.MODEL_FOR_MASKED_LM_MAPPING, *mappings)
     for mapping in mappings:
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, list | tuple) else found
-    raise UnknownModel(f"transformers {transformers.__version__} has no model with a loss for {config.model_type}")
+    raise UnknownModelError(f"transformers {transformers.__version__} has no model with a loss for {config.model_type}")
 
 
 _WITH_LOSS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForImageClassification")

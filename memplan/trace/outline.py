@@ -6,17 +6,15 @@ import torch
 
 from .traced import Outline
 
-LEAST = 1
-
 
 def outline_of(model: torch.nn.Module) -> Outline:
     """Lists of equal modules that are in no other such list, and the norm that is registered behind the last."""
     modules = dict(model.named_modules())
     blocks: list[str] = []
     for name, module in modules.items():
-        if isinstance(module, torch.nn.ModuleList) and len(module) >= LEAST and _are_layers(module):
-            if not any(name.startswith(f"{outer}.") for outer in blocks):
-                blocks.append(name)
+        is_inside = any(name.startswith(f"{outer}.") for outer in blocks)
+        if isinstance(module, torch.nn.ModuleList) and len(module) and not is_inside and _are_layers(module):
+            blocks.append(name)
     parameters = sum(one.numel() for one in model.parameters())
     return Outline(tuple(blocks), _norm_behind(model, blocks[-1]) if blocks else "", parameters)
 

@@ -43,17 +43,17 @@ class Places:
         return Place(self.microbatch, self.phase, self._of_node())
 
     def _of_node(self) -> str:
-        node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return ""
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return self.owners.get(id(variable), "")
+            return str(self.owners.get(id(variable), ""))
         at = bisect_right(self.begins, node._sequence_nr())
         return self.modules[at - 1] if at else ""
 
     def _note(self) -> None:
-        number: int = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        number: int = torch._C._autograd._get_sequence_nr()
         self.begins.append(number)
         self.modules.append(self.stack[-1] if self.stack else "")
 

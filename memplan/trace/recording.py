@@ -7,6 +7,7 @@ are put on the events once all have happened.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,10 +54,13 @@ class Recording:
         self.marks.clear()
         self.live = 0
 
-    def categorised(self) -> Recording:
-        """The same with a category on every event: marked ones, activations (what a forward pass leaves
-        behind), and temporaries."""
+    def categorised(self, vocab: int = 0) -> Recording:
+        """The same with a category on every event: marked ones, logits (a score for each of ``vocab`` tokens),
+        activations (what a forward pass leaves behind), and temporaries."""
         kept = dict(self.marks)
+        for event in self.events if vocab else ():
+            if isinstance(event, Hold) and len(event.shape) > 1 and event.shape[-1] == vocab:
+                kept.setdefault(event.tensor, Category.LOGITS)
         for number in self._left_by_forward():
             kept.setdefault(number, Category.ACTIVATIONS)
         events = [event._replace(category=kept.get(event.tensor, Category.TEMPORARIES)) for event in self.events]
@@ -125,3 +129,17 @@ class Recording:
 def is_within(module: str, prefix: str) -> bool:
     """Whether the path ``module`` is ``prefix`` or below it."""
     return module == prefix or module.startswith(f"{prefix}.")
+
+
+def as_lines(recording: Recording) -> str:
+    """One JSON object a line: what was held or dropped, how many bytes, what for, and where."""
+    lines = []
+    for event, place in zip(recording.events, recording.places, strict=True):
+        is_hold = isinstance(event, Hold)
+        line: dict[str, Any] = {"event": "hold" if is_hold else "drop", "tensor": event.tensor, "bytes": event.bytes}
+        line["category"] = event.category.key
+        if isinstance(event, Hold):
+            line |= {"operator": event.name, "shape": list(event.shape), "dtype": event.dtype}
+        line |= {"microbatch": place.microbatch, "phase": place.phase or "setup", "module": place.module}
+        lines.append(json.dumps({**line, "recompute": place.recompute}))
+    return "".join(f"{line}\n" for line in lines)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from ..plan.errors import Lacking, PlanError
+from ..plan.errors import LackingError, PlanError
 from .job import Job
 from .traced import Traced
 
@@ -17,7 +17,7 @@ LEAST = {"torch": (2, 6), "transformers": (5, 0)}
 
 
 def traced(job: Job, model: str) -> Traced:
-    """The trace of ``job``. ``Lacking`` without torch or transformers; ``PlanError`` of ``model``, its name, where
+    """The trace of ``job``. ``LackingError`` without torch or transformers; ``PlanError`` of ``model``, its name, where
     the model's code cannot run on fake tensors."""
     for package in LEAST:
         _check(package)
@@ -51,7 +51,7 @@ def _check(package: str) -> None:
     try:
         found = version(package)
     except PackageNotFoundError:
-        raise Lacking(f"memplan trace needs {package}, which is not installed: {wanted}") from None
+        raise LackingError(f"memplan trace needs {package}, which is not installed: {wanted}") from None
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < least:
-        raise Lacking(f"memplan trace needs {package} {'.'.join(map(str, least))} or later, not {found}: {wanted}")
+        raise LackingError(f"memplan trace needs {package} {'.'.join(map(str, least))} or later, not {found}: {wanted}")

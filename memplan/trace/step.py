@@ -38,10 +38,10 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
         with follow, resizes_followed(follow), places.followed():
             follow.calibrate()
             _run(job, model, follow, places)
-    return Traced(recording.categorised(), outline)
+    return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline)
 
 
-def _run(job: Job, model: torch.nn.Module, follow: Follow, places: Places) -> None:
+def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
     parameters = [one for one in model.parameters() if one.requires_grad]
     for parameter in model.parameters():
         follow.adopt(parameter, "parameter", Category.PARAMETERS)
@@ -96,7 +96,7 @@ def optimizer_of(job: Job, parameters: list[torch.nn.Parameter]) -> torch.optim.
         return kind(parameters, fused=job.implementation == "fused", **how)
     if job.optimizer == "adafactor":
         return torch.optim.Adafactor(parameters, **how)
-    kind_of_muon: Any = torch.optim.Muon  # type: ignore[attr-defined]
+    kind_of_muon: Any = torch.optim.Muon
     return kind_of_muon(parameters, weight_decay=job.weight_decay)  # type: ignore[no-any-return]
 
 

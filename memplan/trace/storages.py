@@ -49,7 +49,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Learns what references a gradient has that nobody else refers to, from a sum of two such; to be called
         under this mode, before anything is followed."""
         x = torch.ones(1, requires_grad=True) * 2
-        (x.sin() + x.cos()).sum().backward()
+        (x.sin() + x.cos()).sum().backward()  # type: ignore[no-untyped-call]
         del x
         self.close()
         self.recording.clear()
@@ -107,7 +107,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._followed.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = self._in_place(args) if func is torch.ops.aten.add.Tensor and self._sums(args, kwargs) else None
+        out: Any = self._in_place(args) if func is torch.ops.aten.add.Tensor and self._sums(args, kwargs) else None
         if out is None:
             out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.native_layer_norm.default:
@@ -125,7 +125,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (
             self.sums_in_place
             and not kwargs
-            and torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
+            and torch._C._current_autograd_node() is not None
             and all(isinstance(one, torch.Tensor) for one in args)
             and args[0].shape == args[1].shape
             and args[0].dtype == args[1].dtype
@@ -144,7 +144,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def references(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Who refers to ``tensor`` and its storage: counts that depend on the versions of Python and PyTorch."""
-    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._use_count(), storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
 
 

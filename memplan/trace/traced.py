@@ -41,6 +41,8 @@ class Traced:
     outline: Outline
     torch: str = ""
     transformers: str = ""
+    substitutions: tuple[str, ...] = ()
+    """Where PyTorch's CPU was made to behave as CUDA."""
 
     @cached_property
     def entries(self) -> tuple[str, ...]:
@@ -91,6 +93,11 @@ class Traced:
     def tape(self) -> Tape:
         return self.recording.tape()
 
+    @cached_property
+    def whole(self) -> Excursion:
+        """The fold of everything, from nothing."""
+        return fold(self.recording.events)
+
     def to_json(self) -> dict[str, Any]:
         outline = {"blocks": self.outline.blocks, "norm": self.outline.norm, "parameters": self.outline.parameters}
         return {"outline": outline, **self.recording.to_json()}
@@ -99,4 +106,5 @@ class Traced:
     def from_json(data: Mapping[str, Any]) -> Traced:
         given = data["outline"]
         outline = Outline(tuple(given["blocks"]), given["norm"], given["parameters"])
-        return Traced(Recording.from_json(data), outline, data.get("torch", ""), data.get("transformers", ""))
+        versions = data.get("torch", ""), data.get("transformers", "")
+        return Traced(Recording.from_json(data), outline, *versions, tuple(data.get("substitutions", ())))

@@ -28,17 +28,18 @@ def answered(job: Job) -> dict[str, Any]:
     import torch
     import transformers
 
-    from .models import UnknownModel
+    from .models import UnknownModelError
     from .step import traced_step
+    from .substitutions import SUBSTITUTIONS
 
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
     try:
         traced = traced_step(job)
-    except UnknownModel as error:
+    except UnknownModelError as error:
         return {**versions, "error": str(error)}
     except Exception as error:  # whatever a model's code raises is the user's to read
         return {**versions, "error": _explained(error)}
-    return {**versions, **traced.to_json()}
+    return {**versions, "substitutions": SUBSTITUTIONS, **traced.to_json()}
 
 
 def _explained(error: Exception) -> str:

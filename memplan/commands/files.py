@@ -1,0 +1,26 @@
+"""Files that commands write: whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..plan.errors import ABSENT, Origin, PlanError
+
+
+def write_whole(path: Path, content: bytes, *, force: bool) -> None:
+    """Writes all of ``content`` or nothing, and never over a file unless ``force``."""
+    from tempfile import TemporaryDirectory
+
+    origin = Origin(str(path))
+    try:
+        with TemporaryDirectory(prefix=".memplan-", dir=path.parent) as folder:
+            whole = Path(folder) / "whole"
+            whole.write_bytes(content)
+            if path.exists() and not force:
+                raise FileExistsError
+            whole.replace(path)
+    except FileExistsError:
+        raise PlanError("", ABSENT, "is there already; --force overwrites it", origin=origin) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise PlanError("", ABSENT, f"cannot be written: {str(reason).lower()}", origin=origin) from None

@@ -1,0 +1,97 @@
+"""``memplan trace``: the tape of real PyTorch code on fake tensors, beside the estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..plan.read import Flags
+from .files import write_whole
+from .output import console, print_json, printing
+from .plan_flags import with_plan_flags
+
+if TYPE_CHECKING:
+    from ..trace.recording import Recording
+
+_OUTPUT = "Output"
+
+
+@with_plan_flags
+def trace(
+    plan: Annotated[
+        str | None, typer.Argument(help="YAML or JSON file, name of a built-in example, or - for standard input.")
+    ] = None,
+    events: Annotated[
+        str | None,
+        typer.Option("--events", metavar="FILE", help="every event, one JSON object a line", rich_help_panel=_OUTPUT),
+    ] = None,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(
+            "--snapshot",
+            metavar="FILE.pickle",
+            help="a snapshot for PyTorch's memory viewer (python -m torch.cuda._memory_viz trace_plot FILE.pickle)",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite files", rich_help_panel=_OUTPUT)] = False,
+    json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="only how far trace and estimate are apart", rich_help_panel=_OUTPUT)
+    ] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="every layer", rich_help_panel=_OUTPUT)] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
+    ] = False,
+    flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
+) -> int:
+    """A training step of the plan's model, run by PyTorch on fake tensors (no GPU, no memory), beside the estimate.
+
+    Needs torch and transformers. --model takes any config.json that transformers knows, also one that memplan has
+    no recipe for. Exit code 2: the plan is wrong, or cannot be traced. 3: torch or transformers is missing.
+    """
+    from ..trace.comparison import compared
+    from ..trace.planned import planned
+    from ..trace.run import traced
+
+    asked = planned(plan, flags)
+    with _progress(f"tracing {asked.name}"):
+        found = traced(asked.job, asked.name)
+    _write(found.recording, events, snapshot, force)
+    comparison = compared(found, asked.program)
+    if json:
+        from ..report.trace_json import trace_to_json
+
+        print_json(trace_to_json(asked, found, comparison))
+    else:
+        from ..report.trace import print_trace
+
+        with printing():
+            print_trace(asked, found, comparison, console(no_color), verbose=verbose, quiet=quiet)
+    return 0
+
+
+def _write(recording: Recording, events: str | None, snapshot: str | None, force: bool) -> None:
+    if events is not None:
+        from ..trace.recording import as_lines
+
+        write_whole(Path(events), as_lines(recording).encode(), force=force)
+    if snapshot is not None:
+        import pickle
+
+        from ..trace.snapshot import snapshot as snapshot_of
+
+        write_whole(Path(snapshot), pickle.dumps(snapshot_of(recording)), force=force)
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[None]:
+    """Shown on standard error while it is a terminal."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
