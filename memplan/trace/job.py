@@ -11,7 +11,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from .configs import config_of_spec
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "adafactor", "muon")
+OPTIMIZERS = ("sgd", "adam", "adamw", "adafactor")
 """Those that torch itself has."""
 IMPLEMENTATIONS = (None, "foreach", "for-loop", "fused")
 MOST_MICROBATCHES = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ class UnknownModelError(Exception):
 def made(job: Job) -> torch.nn.Module:
     """The model in training mode, in the job's dtype, with its own loss."""
     import transformers
+    from transformers import initialization
 
     config = config_of(job)
     attention = "sdpa" if job.attention == "flash" else "eager"
-    model = model_class(config)._from_config(config, dtype=DTYPES[job.dtype], attn_implementation=attention)
+    with initialization.no_init_weights():
+        model = model_class(config)._from_config(config, dtype=DTYPES[job.dtype], attn_implementation=attention)
+    model.tie_weights()
     model.config.use_cache = False
     model.train()
     if job.recompute:
@@ -41,6 +45,8 @@ def config_of(job: Job) -> Any:
         raise UnknownModelError(f"transformers {transformers.__version__}: {error}") from None
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id or 0  # which token changes no size
+    if (getattr(config, "pad_token_id", None) or 0) >= (getattr(config, "vocab_size", None) or math.inf):
+        config.pad_token_id = None
     return config
 
 

@@ -94,10 +94,7 @@ def optimizer_of(job: Job, parameters: list[torch.nn.Parameter]) -> torch.optim.
     if job.optimizer in ("adam", "adamw"):
         kind = torch.optim.Adam if job.optimizer == "adam" else torch.optim.AdamW
         return kind(parameters, fused=job.implementation == "fused", **how)
-    if job.optimizer == "adafactor":
-        return torch.optim.Adafactor(parameters, **how)
-    kind_of_muon: Any = torch.optim.Muon
-    return kind_of_muon(parameters, weight_decay=job.weight_decay)  # type: ignore[no-any-return]
+    return torch.optim.Adafactor(parameters, **how)
 
 
 @contextmanager

@@ -1,0 +1,44 @@
+"""A spec written as a Hugging Face configuration reads back as itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from memplan.layers.coverage import TRANSFORMERS
+from memplan.plan.errors import PlanError
+from memplan.plan.huggingface_families import FAMILIES
+from memplan.plan.library import model_specs
+from memplan.plan.models import load_spec
+from memplan.trace.configs import config_of_spec
+
+SPECS = [name for name in model_specs() if load_spec(name).family in FAMILIES]
+OURS = {"name", "source", "published_parameters"}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    spec = load_spec(name)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of_spec(spec)), encoding="utf-8")
+    again = load_spec(str(path))
+    assert again.model_dump(exclude=OURS) == spec.model_dump(exclude=OURS)
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if load_spec(name).family in TRANSFORMERS])
+def test_transformers_reads_it(name: str) -> None:
+    """Every key is one that the class of the configuration knows; ``head_dim`` is read where it is there."""
+    config = config_of_spec(load_spec(name))
+    known = transformers.AutoConfig.for_model(config.pop("model_type"))
+    assert [key for key in config if not hasattr(known, key) and key != "head_dim"] == []
+
+
+def test_what_a_configuration_cannot_say() -> None:
+    with pytest.raises(PlanError, match=r"^model\.family = gpt: has no Hugging Face configuration"):
+        config_of_spec(load_spec("megatron-22b"))
+    biased = load_spec("mistral-7b").model_copy(update={"attention_bias": True})
+    with pytest.raises(PlanError, match=r"^model\.attention_bias = true: must be false"):
+        config_of_spec(biased)

@@ -1,0 +1,145 @@
+"""Traces beside estimates and beside an independent tracer, for every family that has a recipe."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from memplan.estimate import programs_of
+from memplan.layers.module import Options
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.program import Program
+from memplan.tape import Category, Hold, fold
+from memplan.trace.comparison import ENDS, Comparison, compared
+from memplan.trace.job import Job, job_of_plan
+from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER
+from memplan.trace.step import traced_step
+from memplan.trace.traced import EMBEDDING, HEAD, Traced
+
+from ..oracle.training_step import traced_step as witnessed_step
+
+SMALL = {"layers": "3", "mbs": "2", "seq": "64", "framework": "single"}
+SIZES = {"hidden": "64", "heads": "4", "kv-heads": "4", "head-dim": "16", "ffn": "160", "vocab": "1003"}
+FAMILIES = {
+    "gpt2": "gpt2",
+    "bert": "bert-large",
+    "llama": "llama-2-7b",
+    "mistral": "mistral-7b",
+    "qwen3": "qwen3-8b",
+    "qwen2": "qwen2.5-7b",
+    "phi3": "phi-3-mini",
+    "gemma2": "gemma-2-9b",
+    "opt": "opt-6.7b",
+    "gpt_neox": "gpt-neox-20b",
+    "gptj": "gpt-j-6b",
+    "falcon": "falcon-7b",
+}
+SCALARS = 1024
+"""Bytes of the loss and of its gradient, which end in a caller's frame."""
+
+
+def of(**flags: str) -> tuple[Job, Program]:
+    plan = resolve(read_plan(None, {**SMALL, **flags}).plan)
+    (program,) = programs_of(plan, Options())
+    return job_of_plan(plan), program
+
+
+def model_flags(family: str) -> dict[str, str]:
+    sizes = SIZES | ({"kv-heads": "1"} if family == "falcon" else {})
+    return {"model": FAMILIES[family], **sizes}
+
+
+def step(**flags: str) -> tuple[Traced, Comparison]:
+    job, program = of(**flags)
+    traced = traced_step(job)
+    return traced, compared(traced, program)
+
+
+SETTINGS = {
+    "fp32": {"dtype": "fp32", "attention": "eager", "gbs": "4"},
+    "recomputed": {"dtype": "bf16", "attention": "eager", "recompute": "full"},
+    "flash": {"dtype": "bf16", "attention": "flash", "gbs": "2"},
+}
+CASES = [
+    (family, setting)
+    for family in FAMILIES
+    for setting in SETTINGS
+    if (family, setting)
+    not in {
+        ("gemma2", "flash"),
+        ("gptj", "flash"),
+        ("falcon", "flash"),
+        ("falcon", "recomputed"),
+        ("gptj", "recomputed"),
+    }
+]
+
+
+@pytest.mark.parametrize(("family", "setting"), CASES)
+def test_trace_equals_estimate(family: str, setting: str) -> None:
+    """Every named point but for the loss's scalars, and every layer to the byte."""
+    _, comparison = step(**model_flags(family), **SETTINGS[setting])
+    assert comparison.furthest <= SCALARS
+    layers = [row for row in comparison.rows if row.entry not in (EMBEDDING, HEAD)]
+    assert len(layers) >= 6
+    for row in layers:
+        assert row.estimated is not None
+        assert (row.traced.net, row.traced.peak) == (row.estimated.net, row.estimated.peak), row
+    for row in comparison.rows:
+        assert row.estimated is not None
+        assert abs(row.traced.net - row.estimated.net) <= SCALARS
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"optimizer": "sgd"},
+        {"optimizer": "sgd", "momentum": "0.9"},
+        {"optimizer": "adam", "optimizer-implementation": "for-loop"},
+        {"optimizer": "adamw", "optimizer-implementation": "fused"},
+    ],
+)
+def test_optimizers(optimizer: dict[str, str]) -> None:
+    _, comparison = step(**model_flags("gpt2"), **optimizer)
+    assert comparison.furthest <= SCALARS
+
+
+def test_same_sizes_as_an_independent_tracer() -> None:
+    """The tests' own tracer, which sums gradients out of place as PyTorch does under a mode."""
+    job, _ = of(**model_flags("gpt2"), dtype="fp32", attention="eager")
+    traced = traced_step(job, sums_in_place=False)
+    config = transformers.AutoConfig.for_model(
+        job.config["model_type"], **{k: v for k, v in job.config.items() if k != "model_type"}
+    )
+    witness = witnessed_step(config, job.b, job.s, "fp32", flash=False, recompute=False)
+    for phase, changes in ((FORWARD, witness.forward), (BACKWARD, witness.backward), (OPTIMIZER, witness.optimizer)):
+        excursion = traced.recording.of(0, phase)
+        net = sum(change.sign * change.bytes for change in changes)
+        loss = 512 * (phase == BACKWARD) - 512 * (phase == OPTIMIZER)  # ends with backward here, with the step there
+        assert excursion.net == net - loss
+
+
+def test_categories_and_places() -> None:
+    traced, _ = step(**model_flags("llama") | {"hidden": "128"}, recompute="full", dtype="fp32", attention="eager")
+    recording = traced.recording
+    whole = fold(recording.events)
+    assert sum(whole.peak_by) == whole.peak
+    setup = traced.setup.net_by
+    n = traced.outline.parameters
+    assert setup[Category.PARAMETERS] == 4 * n
+    assert setup[Category.OPTIMIZER_STATES] == 8 * n
+    assert recording.of(0, BACKWARD).net_by[Category.GRADIENTS] == 4 * n
+    assert recording.of(0, OPTIMIZER).net_by[Category.GRADIENTS] == -4 * n
+    assert any(place.recompute and place.module == "model.layers.1.mlp" for place in recording.places)
+    logits = [e for e in recording.events if isinstance(e, Hold) and e.category is Category.LOGITS]
+    assert {event.shape[-1] for event in logits} == {1003}
+    assert set(traced.entries) == {"", EMBEDDING, "layer.0", "layer.1", "layer.2", *ENDS[::2], "optimizer"}
+
+
+def test_json_and_back() -> None:
+    traced, _ = step(**model_flags("bert"))
+    again = Traced.from_json(traced.to_json())
+    assert again.recording.events == traced.recording.events
+    assert again.recording.places == traced.recording.places
+    assert again.outline == traced.outline
