@@ -7,6 +7,14 @@ from pathlib import Path
 from ..plan.errors import ABSENT, Origin, PlanError
 
 
+def check_writable(path: Path, *, force: bool) -> None:
+    """Refuses early what ``write_whole`` would refuse after long work."""
+    if not path.parent.is_dir():
+        raise PlanError("", ABSENT, f"there is no folder {path.parent}", origin=Origin(str(path)))
+    if path.exists() and not force:
+        raise PlanError("", ABSENT, "is there already; --force overwrites it", origin=Origin(str(path)))
+
+
 def write_whole(path: Path, content: bytes, *, force: bool) -> None:
     """Writes all of ``content`` or nothing, and never over a file unless ``force``."""
     from tempfile import TemporaryDirectory

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..plan.read import Flags
-from .files import write_whole
+from .files import check_writable, write_whole
 from .output import console, print_json, printing
 from .plan_flags import with_plan_flags
 
@@ -58,6 +58,9 @@ def trace(
     from ..trace.planned import planned
     from ..trace.run import traced
 
+    for file in (events, snapshot):
+        if file is not None:
+            check_writable(Path(file), force=force)
     asked = planned(plan, flags)
     with _progress(f"tracing {asked.name}"):
         found = traced(asked.job, asked.name)

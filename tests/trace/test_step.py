@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import transformers
 
@@ -13,6 +16,7 @@ from memplan.program import Program
 from memplan.tape import Category, Hold, fold
 from memplan.trace.comparison import ENDS, Comparison, compared
 from memplan.trace.job import Job, job_of_plan
+from memplan.trace.planned import planned
 from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER
 from memplan.trace.step import traced_step
 from memplan.trace.traced import EMBEDDING, HEAD, Traced
@@ -143,3 +147,33 @@ def test_json_and_back() -> None:
     assert again.recording.events == traced.recording.events
     assert again.recording.places == traced.recording.places
     assert again.outline == traced.outline
+
+
+SIZED: dict[str, Any] = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZED |= {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 66}
+GROUPED = {**SIZED, "num_key_value_heads": 2}
+WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
+    "mixtral": {**GROUPED, "num_local_experts": 4},
+    "olmo2": SIZED,
+    "cohere": GROUPED,
+    "roberta": SIZED,
+    "t5": {"vocab_size": 1003, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
+    "vit": {**SIZED, "image_size": 64, "patch_size": 16},
+    "bloom": {"vocab_size": 1003, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_RECIPE)
+def test_models_without_a_recipe(kind: str, tmp_path: Path) -> None:
+    """End to end: what was there before is there after, and every layer has its activations."""
+    made = transformers.AutoConfig.for_model(kind, **WITHOUT_RECIPE[kind])
+    made.to_json_file(tmp_path / "config.json", use_diff=False)
+    asked = planned(None, {"model": str(tmp_path), "mbs": "2", "seq": "32", "attention": "eager"})
+    assert asked.program is None
+    assert asked.reason
+    traced = traced_step(asked.job)
+    points = {one.name: one.traced for one in compared(traced, None).points}
+    assert points["between steps"] == points["after the step"] < points["peak of forward and backward"]
+    layers = [row for row in compared(traced, None).rows if row.phase == FORWARD and "." in row.entry]
+    assert len(layers) == (4 if kind == "t5" else 2)
+    assert all(row.traced.net > 0 for row in layers)

@@ -1,0 +1,79 @@
+"""``memplan trace`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import transformers
+
+from memplan.cli import main
+
+TINY = ["--layers=2", "--hidden=64", "--heads=4", "--kv-heads=4", "--head-dim=16", "--ffn=160", "--vocab=1003"]
+GPT2 = ["trace", "--model", "gpt2", *TINY, "--mbs", "1", "--seq", "32"]
+
+
+def test_files_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    events, snapshot = tmp_path / "events.jsonl", tmp_path / "memory.pickle"
+    assert main([*GPT2, "--json", "--events", str(events), "--snapshot", str(snapshot)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    points = {one["name"]: one for one in answer["points"]}
+    assert points["between steps"]["traced_bytes"] == points["between steps"]["estimated_bytes"]
+    apart = [abs(one["traced_bytes"] - one["estimated_bytes"]) for one in answer["points"]]
+    assert max(apart) <= 1024
+    layers = [one for one in answer["modules"] if one["module"].startswith("layer.")]
+    assert len(layers) == 4
+    assert all(one["traced"] == one["estimated"] for one in layers)
+    assert sum(answer["breakdown"].values()) >= max(one["traced_bytes"] for one in answer["points"])
+    lines = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == answer["events"]
+    assert set(pickle.loads(snapshot.read_bytes())) == {"segments", "device_traces", "allocator_settings"}
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT2, "--gbs", "2", "--no-color"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Close: trace and estimate are but for scalars")
+    assert "layers 0–1" in out
+    assert "backward, mb 1" in out
+
+
+def test_model_without_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = transformers.AutoConfig.for_model("olmo2", **SMALL)
+    made.to_json_file(tmp_path / "config.json", use_diff=False)
+    assert main(["trace", "--model", str(tmp_path), "--mbs", "2", "--seq", "32", "--layers", "3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["no_recipe"].startswith("model_type = olmo2: is not an architecture that is modelled")
+    assert answer["plan"] is None
+    assert all(one["estimated_bytes"] is None for one in answer["points"])
+    assert {one["module"] for one in answer["modules"]} == {"embedding", "layer.0", "layer.1", "layer.2", "head"}
+
+
+SMALL = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--framework", "ddp"], "framework = ddp: must be single"),
+        (["--model", "megatron-22b"], "model.family = gpt: "),
+        (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
+        (["--loss", "liger"], "loss.kind = liger: must be plain"),
+        (["--code", "2020", "--attention", "eager", "--dtype", "fp32"], "code = 2020: must be current"),
+        (["--recompute", "selective"], "recompute.mode = selective: must be none or full"),
+        (["--model", "no-such-model"], "model = no-such-model: "),
+        (["--seq", "0"], "batch.seq = 0: "),
+        (["--events", "/no/such/folder/events"], "/no/such/folder/events: there is no folder /no/such/folder"),
+        (["--snapshot", str(Path(__file__))], "is there already; --force overwrites it"),
+        (["--eventz", "x"], "--eventz: "),
+    ],
+)
+def test_wrong_inputs(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT2, *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert line in captured.err
+    assert captured.err.count("\n") == 1
