@@ -11,6 +11,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from .configs import config_of_spec
 
+FRAMEWORKS = ("single", "fsdp")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adafactor")
 """Those that torch itself has."""
 IMPLEMENTATIONS = (None, "foreach", "for-loop", "fused")
@@ -19,8 +20,24 @@ MOST_MICROBATCHES = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Sharded:
+    """``fully_shard`` on every layer and on the model, as rank 0 of ``replicas`` x ``shards`` sees it."""
+
+    shards: int
+    replicas: int
+    reshard: bool | int
+    """``reshard_after_forward`` of the layers."""
+    reshard_root: bool
+    parameters: str
+    reduce: str
+    """Dtypes of shards and of the reduction of gradients."""
+    syncs_each: bool
+    """Every micro-batch reduces its gradients; else the last one alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
-    """One training step on one device."""
+    """One rank's training step."""
 
     config: dict[str, Any]
     """A Hugging Face configuration, ``model_type`` among its keys."""
@@ -37,13 +54,15 @@ class Job:
     momentum: float
     weight_decay: float
     microbatches: int
+    fsdp: Sharded | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Job:
-        return Job(**data)
+        given = data["fsdp"]
+        return Job(**{**data, "fsdp": Sharded(**given) if given is not None else None})
 
 
 def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
@@ -67,14 +86,42 @@ def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
         implementation=optimizer.implementation or "foreach",
         momentum=optimizer.momentum,
         weight_decay=optimizer.weight_decay or 0.0,
-        microbatches=min(plan.batch.gbs // plan.batch.mbs, MOST_MICROBATCHES),
+        microbatches=min(plan.batch.gbs // (plan.batch.mbs * (plan.layout.dp or 1)), MOST_MICROBATCHES),
+        fsdp=_sharded(plan) if plan.framework == "fsdp" else None,
     )
 
 
+def _sharded(plan: Plan) -> Sharded:
+    given = plan.fsdp
+    assert plan.layout.dp is not None
+    return Sharded(
+        shards=plan.layout.dp // given.replicas,
+        replicas=given.replicas,
+        reshard=given.reshard_to or given.reshard_after_forward,
+        reshard_root=given.reshard_root,
+        parameters=given.parameters,
+        reduce=given.reduce,
+        syncs_each=given.gradient_sync,
+    )
+
+
+def _check_fsdp(plan: Plan) -> None:
+    if plan.fsdp.code != "transformers":
+        raise PlanError("fsdp.code", plan.fsdp.code, "must be transformers: its models are traced")
+    if plan.fsdp.offload:
+        raise PlanError("fsdp.offload", True, "must be false: fake tensors are of one device, and offload moves none")
+    for name in ("tp", "pp", "cp"):
+        size = getattr(plan.layout, name)
+        if size != 1:
+            raise PlanError(f"layout.{name}", size, "must be 1: data parallelism alone is traced")
+
+
 def _check(plan: Plan) -> None:
-    if plan.framework != "single":
-        problem = "must be single: other frameworks are not traced yet"
+    if plan.framework not in FRAMEWORKS:
+        problem = f"must be one of {', '.join(FRAMEWORKS)}: others are not traced yet"
         raise PlanError("framework", plan.framework, problem)
+    if plan.framework == "fsdp":
+        _check_fsdp(plan)
     if plan.model.family not in TRANSFORMERS:
         problem = f"must be one of {', '.join(TRANSFORMERS)}: those that transformers runs"
         raise PlanError("model.family", plan.model.family, problem)

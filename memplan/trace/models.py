@@ -22,9 +22,10 @@ def made(job: Job) -> torch.nn.Module:
     from transformers import initialization
 
     config = config_of(job)
+    dtype = job.fsdp.parameters if job.fsdp is not None else job.dtype
     attention = "sdpa" if job.attention == "flash" else "eager"
     with initialization.no_init_weights():
-        model = model_class(config)._from_config(config, dtype=DTYPES[job.dtype], attn_implementation=attention)
+        model = model_class(config)._from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
     model.tie_weights()
     model.config.use_cache = False
     model.train()

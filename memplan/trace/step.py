@@ -17,6 +17,7 @@ from .job import Job
 from .models import example_inputs, made
 from .outline import outline_of
 from .places import Places
+from .ranks import rank_of, shard
 from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
 from .storages import Follow, resizes_followed
 from .substitutions import cuda_behaviour
@@ -30,10 +31,11 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
     ``zero_grad`` behind the step.
     """
     recording = Recording()
-    with environment(), FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
+    with environment(), rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
         model = made(job)
-        places = Places(model)
         outline = outline_of(model)
+        shard(job, model, mesh)
+        places = Places(model)
         follow = Follow(recording, places, sums_in_place=sums_in_place)
         with follow, resizes_followed(follow), places.followed():
             follow.calibrate()
@@ -51,6 +53,8 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
     inputs = example_inputs(job, model)
     for name, tensor in inputs.items():
         follow.adopt(tensor, name, Category.INPUTS)
+    if job.fsdp is not None:
+        _first_iteration(job, model, optimizer, inputs, follow)
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     _update(job, optimizer, follow)
@@ -61,6 +65,8 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
     gc.collect()
     for microbatch in range(job.microbatches):
         places.microbatch, places.phase = microbatch, FORWARD
+        if job.fsdp is not None:
+            model.set_requires_gradient_sync(job.fsdp.syncs_each or microbatch == job.microbatches - 1)
         loss = model(**inputs).loss
         places.phase = BACKWARD
         loss.backward()
@@ -72,6 +78,12 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
     _update(job, optimizer, follow)
     gc.collect()
     follow.close()
+
+
+def _first_iteration(job: Job, model: Any, optimizer: Any, inputs: dict[str, torch.Tensor], follow: Follow) -> None:
+    """FSDP settles its streams and orders in the first pass, and keeps buffers from it."""
+    model(**inputs).loss.backward()
+    _update(job, optimizer, follow)
 
 
 def _is_followed(job: Job, tensor: torch.Tensor) -> bool:

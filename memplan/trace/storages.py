@@ -56,6 +56,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def adopt(self, tensor: torch.Tensor, name: str, category: Category | None = None) -> None:
         """Follows the storage of ``tensor``, unless it is already; ``category`` is what it is for."""
+        tensor = local(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata not in self._followed:
             size = 0 if self.host and not tensor.dim() else storage.nbytes()
@@ -67,7 +68,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, tensor: torch.Tensor, category: Category) -> None:
         """Says what the storage of ``tensor`` is for."""
-        hold = self._followed[tensor.untyped_storage()._cdata].hold
+        hold = self._followed[local(tensor).untyped_storage()._cdata].hold
         self.recording.marks[hold.tensor] = category
 
     def _follow(self, storage: torch.UntypedStorage, hold: Hold) -> Hold:
@@ -140,6 +141,13 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found == self._alone:
                 return torch.ops.aten.add_.Tensor(one, other)  # type: ignore[no-any-return]
         return None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a ``DTensor``; other tensors as they are."""
+    part = getattr(tensor, "_local_tensor", tensor)
+    assert isinstance(part, torch.Tensor)
+    return part
 
 
 def references(tensor: torch.Tensor) -> tuple[int, int, int]:
