@@ -403,6 +403,7 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...],
         states, dtype = tuned_states(plan.optimizer, dtype), plan.lora.dtype or dtype
         groups = trained_only(groups)
         extra += shared_table(plan)
+    groups = registered(groups)
     step = optimizer_step(groups, plan.optimizer, dtype)
     if trainer.runs(plan):
         extra += trainer.SCALARS
@@ -435,6 +436,14 @@ FOUND_INF = Hold(10**9, rounded(4), Category.TEMPORARIES, "found_inf", (), "fp32
 
 Groups = tuple[tuple[tuple[Parameter, ...], int], ...]
 """Parameters of each module of a device, and how many such modules follow one another."""
+
+
+@lru_cache(maxsize=128)
+def registered(groups: Groups) -> Groups:
+    """As the model registers them: the table of words first, also where the head, which shares it, lists it."""
+    word = tuple(one for parameters, _ in groups for one in parameters if one.name == "word.weight")
+    rest = ((tuple(one for one in parameters if one.name != "word.weight"), count) for parameters, count in groups)
+    return ((word, 1), *((parameters, count) for parameters, count in rest if parameters))
 
 
 def _tensors(groups: Groups) -> list[Parameter]:

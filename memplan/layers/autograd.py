@@ -62,9 +62,11 @@ class Storage:
 class Tensor:
     """A shape and a dtype over a storage, with the node that computes its gradient."""
 
-    __slots__ = ("dtype", "node", "shape", "slot", "storage")
+    __slots__ = ("base", "dtype", "node", "shape", "slot", "storage")
 
     def __init__(self, storage: Storage, shape: Shape, dtype: str, node: Node | None = None, slot: int = 0) -> None:
+        self.base: Storage | None = None
+        """That of the tensor that this is a view of, which PyTorch keeps beside it."""
         self.storage = storage
         self.shape = shape
         self.dtype = dtype
@@ -74,7 +76,13 @@ class Tensor:
 
     def view(self, *shape: int) -> Tensor:
         """The same storage and gradient under another shape (view, transpose, expand)."""
-        return Tensor(self.storage, shape, self.dtype, self.node, self.slot)
+        seen = Tensor(self.storage, shape, self.dtype, self.node, self.slot)
+        seen.base = self.storage
+        return seen
+
+    def alias(self, *shape: int) -> Tensor:
+        """The tensor itself under another name; ``shape`` where broadcasting leaves more dimensions than elements."""
+        return Tensor(self.storage, shape or self.shape, self.dtype, self.node, self.slot)
 
 
 class Unsummed(NamedTuple):
@@ -363,6 +371,8 @@ class Recorder:
             returned[at] = cast or Tensor(_STATIC, gradient.shape, dtype)
 
     def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor, in_place: bool) -> None:
+        """Adds ``gradient`` to what has arrived: in place in one that is no view and that nobody else refers to
+        (torch 2.13, ``input_buffer.cpp``, ``can_accumulate_inplace``)."""
         held = buffer[slot]
         if held is None:
             buffer[slot] = gradient

@@ -259,7 +259,7 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
         run.output = None
     else:
         assert run.loss is not None
-        root = [run.loss.view(*run.loss.shape)]
+        root = [run.loss.alias()]
         gradient = [recorder.empty((), run.loss.dtype, "grad_loss")]
     recorder.backward(root, gradient)
     run.loss = None

@@ -70,7 +70,7 @@ def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         gradient = gradients[0]
         assert gradient is not None
-        other = gradient.view(*gradient.shape)
+        other = gradient.alias()
         return [gradient, Unsummed(other, shape, f"grad_{name}_sum") if broadcast else other]
 
     out.node = r.node((x, y), (), backward)
@@ -178,6 +178,7 @@ def linear(
 
     With bias ``addmm`` (gradients: mat1 = x, mat2 = weight; the engine sums that of self = bias), without
     ``mm`` (mat2 = weight before self = x). Saves x and the weight, each only if the other needs a gradient.
+    The gradient of x is a view of a product of matrices.
     ``conv1d``: transformers' ``Conv1D``, which calls ``addmm`` itself.
     """
     if bias is None:
@@ -197,11 +198,11 @@ def linear(
         if has_bias:
             gradient = gradients[0]
             assert gradient is not None
-            grad_x = r.empty(shape, dtype, f"grad_{name}_input") if needs_x else None
+            grad_x = r.empty(shape, dtype, f"grad_{name}_input").view(*shape) if needs_x else None
             grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight") if needs_weight else None
             return [grad_x, grad_w, Unsummed(gradient, (n,), f"grad_{name}_bias")]
         grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight") if needs_weight else None
-        grad_x = r.empty(shape, dtype, f"grad_{name}_input") if needs_x else None
+        grad_x = r.empty(shape, dtype, f"grad_{name}_input").view(*shape) if needs_x else None
         return [grad_x, grad_w]
 
     inputs = (x, weight) if bias is None else (x, weight, bias)

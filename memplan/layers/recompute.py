@@ -91,7 +91,7 @@ def recomputed_reentrant(recorder: Recorder, region: Callable[..., Tensor], inpu
         leaves = [r.leaf(Tensor(*part), "input") for part in parts]
         again = region(r, *(x for x, _ in leaves))
         r.settle(start)
-        r.backward([again.view(*again.shape)], [gradient.view(*gradient.shape)])
+        r.backward([again.alias()], [gradient.alias()])
         return [leaf.take() for _, leaf in leaves]
 
     out.node = recorder.node(inputs, (), backward)

@@ -50,7 +50,7 @@ def _real_meshes() -> Iterator[None]:
     make = module._get_post_forward_mesh_info
 
     def made(*args: Any) -> Any:
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             return make(*args)
 
     with patch.object(_fully_shard, "_get_post_forward_mesh_info", made):

@@ -108,9 +108,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._followed.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out: Any = self._in_place(args) if func is torch.ops.aten.add.Tensor and self._sums(args, kwargs) else None
-        if out is None:
-            out = func(*args, **(kwargs or {}))
+        out = self._as_on_a_gpu(func, args, kwargs or {})
         if func is torch.ops.aten.native_layer_norm.default:
             out = (out[0], out[1].float(), out[2].float())  # CUDA's statistics are fp32
         for leaf in tree_iter(out):
@@ -119,14 +117,27 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.resized(leaf.untyped_storage())
         return out
 
-    # -- sums of gradients ------------------------------------------------------------------------
+    # -- what autograd does in place where no mode sees operators -----------------------------------
+
+    def _as_on_a_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` returns; in place where autograd would have worked in place."""
+        if self.sums_in_place and torch._C._current_autograd_node() is not None:
+            if func is torch.ops.aten.add.Tensor and self._sums(args, kwargs):
+                total = self._in_place(args)
+                if total is not None:
+                    return total
+            if func is torch.ops.aten.index_put.default and self._is_fresh(args[0]):
+                return torch.ops.aten.index_put_.default(*args, **kwargs)  # ``FunctionsManual.cpp``, index_backward
+        return func(*args, **kwargs)
+
+    def _is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Nothing else shares its storage."""
+        return self._alone is not None and references(tensor)[1] == self._alone[1]
 
     def _sums(self, args: Any, kwargs: Any) -> bool:
         """Whether this is autograd's own sum of two gradients that meet (``InputBuffer::add``)."""
         return (
-            self.sums_in_place
-            and not kwargs
-            and torch._C._current_autograd_node() is not None
+            not kwargs
             and all(isinstance(one, torch.Tensor) for one in args)
             and args[0].shape == args[1].shape
             and args[0].dtype == args[1].dtype

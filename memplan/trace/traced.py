@@ -84,10 +84,14 @@ class Traced:
             result.setdefault((place.microbatch, place.phase, entry), []).append(event)
         return result
 
+    def events(self, entry: str, phase: str, microbatch: int = 0) -> list[Hold | Drop]:
+        """What happened in ``entry`` in one phase of one micro-batch."""
+        return self._by_pass.get((microbatch, phase, entry), [])
+
     def of(self, entries: Iterable[str], phase: str, microbatch: int = 0) -> Excursion:
         """The fold of the events of ``entries``, which ran in that order, in one phase of one micro-batch."""
         order = tuple(entries) if phase == FORWARD else tuple(entries)[::-1]
-        return compose(fold(self._by_pass.get((microbatch, phase, entry), ())) for entry in order)
+        return compose(fold(self.events(entry, phase, microbatch)) for entry in order)
 
     @property
     def tape(self) -> Tape:

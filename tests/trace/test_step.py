@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from memplan.layers.module import Options
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import Program
-from memplan.tape import Category, Hold, fold
+from memplan.tape import Category, Drop, Event, Hold, fold
 from memplan.trace.comparison import ENDS, Comparison, compared
 from memplan.trace.job import Job, job_of_plan
 from memplan.trace.planned import planned
@@ -54,6 +55,10 @@ def model_flags(family: str) -> dict[str, str]:
     return {"model": FAMILIES[family], **sizes}
 
 
+def sizes(events: Iterable[Event]) -> list[int]:
+    return [e.bytes if isinstance(e, Hold) else -e.bytes for e in events if isinstance(e, Hold | Drop)]
+
+
 def step(**flags: str) -> tuple[Traced, Comparison]:
     job, program = of(**flags)
     traced = traced_step(job)
@@ -82,8 +87,18 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "setting"), CASES)
 def test_trace_equals_estimate(family: str, setting: str) -> None:
-    """Every named point but for the loss's scalars, and every layer to the byte."""
-    _, comparison = step(**model_flags(family), **SETTINGS[setting])
+    """Every named point but for the loss's scalars, every layer to the byte, and every event of the middle one:
+    in the first micro-batch in order, in a later one but for when gradients of weights and biases end."""
+    job, program = of(**model_flags(family), **SETTINGS[setting])
+    traced = traced_step(job)
+    comparison = compared(traced, program)
+    module = next(span.module for span in program.spans if "layer.1" in span.names)
+    for microbatch in range(job.microbatches):
+        tapes = module.steady if microbatch else module.first
+        for phase, tape in ((FORWARD, tapes.forward), (BACKWARD, tapes.backward)):
+            found, expected = sizes(traced.events("layer.1", phase, microbatch)), sizes(tape)
+            assert sorted(found) == sorted(expected)
+            assert found == expected or (microbatch and phase == BACKWARD)
     assert comparison.furthest <= SCALARS
     layers = [row for row in comparison.rows if row.entry not in (EMBEDDING, HEAD)]
     assert len(layers) >= 6
@@ -177,3 +192,22 @@ def test_models_without_a_recipe(kind: str, tmp_path: Path) -> None:
     layers = [row for row in compared(traced, None).rows if row.phase == FORWARD and "." in row.entry]
     assert len(layers) == (4 if kind == "t5" else 2)
     assert all(row.traced.net > 0 for row in layers)
+
+
+SHARDED: dict[str, dict[str, str]] = {
+    "default": {"gpus": "8", "gbs": "32"},
+    "hsdp": {"gpus": "8", "fsdp-replicas": "2", "gbs": "32"},
+    "kept": {"gpus": "4", "reshard-after-forward": "false"},
+    "partly": {"gpus": "8", "reshard-to": "4", "recompute": "full"},
+    "unsynced": {"gpus": "8", "gradient-sync": "false", "gbs": "32"},
+    "bf16": {"gpus": "5", "fsdp-reduce": "bf16", "fsdp-parameters": "bf16", "attention": "eager"},
+    "root": {"gpus": "8", "reshard-root": "true", "gbs": "64"},
+}
+
+
+@pytest.mark.parametrize("sharding", SHARDED)
+def test_fully_shard(sharding: str) -> None:
+    """One rank of several, under torch's own fully_shard."""
+    traced, comparison = step(**model_flags("llama") | SHARDED[sharding] | {"framework": "fsdp"})
+    assert comparison.furthest <= SCALARS
+    assert traced.setup.net_by[Category.PARAMETERS] > 0

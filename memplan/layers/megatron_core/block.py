@@ -85,7 +85,7 @@ def _without_output(r: Recorder, x: Tensor, region: Callable[[Recorder, Tensor],
         gradient = gradients[0]
         assert gradient is not None
         again, leaf = held.pop()
-        r.backward([again.view(*again.shape)], [gradient.view(*gradient.shape)])
+        r.backward([again.alias()], [gradient.alias()])
         del again
         return [leaf.take()]
 

@@ -47,7 +47,7 @@ def _fused_bias_dropout_add(
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         gradient = gradients[0]
         assert gradient is not None
-        grad = gradient.view(*shape) if passes else r.empty(shape, dtype, f"grad_{name}_dropout")
+        grad = gradient.alias(*shape) if passes else r.empty(shape, dtype, f"grad_{name}_dropout")
         grad_bias = [r.empty(shape[-1:], dtype, f"grad_{name}_bias")] if has_bias else []
         return [grad, *grad_bias, gradient]
 
@@ -94,7 +94,7 @@ def _same_for_bias(shape: Shape, dtype: str, bias: Shape, name: str) -> Backward
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         grad = r.empty(shape, dtype, f"grad_{name}_activation")
         gradients.clear()  # a Python function's incoming gradients end before the engine sums
-        return [grad, Unsummed(grad.view(*shape), bias, f"grad_{name}_bias")]
+        return [grad, Unsummed(grad.alias(), bias, f"grad_{name}_bias")]
 
     return backward
 
