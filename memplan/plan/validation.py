@@ -93,12 +93,14 @@ def _missing(path: str) -> PlanError:
 
 
 def _unknown(path: str) -> PlanError:
-    section, _, _ = path.rpartition(".")
+    section, _, name = path.partition(".")
+    if not name or section not in ("model", *sections()):
+        section, name = "", path
     if section == "model":
         known = ["base", *ModelSpec.model_fields]
     else:
         known = list(sections()[section].model_fields if section else [*Plan.model_fields, "extends"])
-    elsewhere = [other for other in plan_fields() if other.rpartition(".")[2] == path.rpartition(".")[2]]
+    elsewhere = [other for other in plan_fields() if other.rpartition(".")[2] == name]
     if elsewhere:
         return PlanError(path, ABSENT, f"is not a field here; it is {' or '.join(elsewhere)}")
     return PlanError(path, ABSENT, f"is not a field; known are {', '.join(known)}", known=known)

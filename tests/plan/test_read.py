@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import time
 from pathlib import Path
@@ -291,6 +292,13 @@ def test_a_file_that_may_not_be_read_is_said_to_be_so() -> None:
         pytest.skip("this user may read everything")
     with pytest.raises(PlanError, match=r"^secret.yaml: cannot be read: permission denied$"):
         read_plan("secret.yaml")
+
+
+@pytest.mark.parametrize("values", [{"model": {".": 1}}, {"a.b": 1}, {".": 1}, {"layout": {".tp": 1}}, {"": 1}])
+def test_names_with_dots(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"model": "gpt2", **values}), encoding="utf-8")
+    with pytest.raises(PlanError, match="is not a field"):
+        read_plan(str(tmp_path / "plan.json"))
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
