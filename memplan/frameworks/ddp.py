@@ -13,7 +13,7 @@ from functools import lru_cache
 from ..layers.autograd import ITEMSIZE
 from ..layers.huggingface import LayerShape
 from ..layers.module import Options, Parameter
-from ..plan.plan import Ddp
+from ..plan.framework_sections import Ddp
 from ..tape import Category, Hold, Seam, rounded
 from . import deepspeed
 from .zero_modules import TIED

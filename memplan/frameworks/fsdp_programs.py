@@ -7,8 +7,9 @@ from dataclasses import replace
 from ..layers.coverage import TRANSFORMERS, check_covered
 from ..layers.module import Options
 from ..plan.errors import PlanError
+from ..plan.framework_sections import Fsdp
 from ..plan.optimizer_checks import check_sharded
-from ..plan.plan import Fsdp, Plan
+from ..plan.plan import Plan
 from ..program import Program
 from .fsdp import Model, host_bytes, program, transformers_model, unsynced_program
 from .fsdp_stages import check_no_pipeline, stage_programs

@@ -16,7 +16,8 @@ from ..layers.module import Options, Parameter, hold_bytes
 from ..pipeline.torch_schedules import Place, rounds, schedule, shortened
 from ..pipeline.torchtitan_partition import of_entries, split_points, weighted
 from ..plan.errors import PlanError
-from ..plan.plan import Fsdp, Pipeline, Plan
+from ..plan.framework_sections import Fsdp
+from ..plan.plan import Pipeline, Plan
 from ..program import Program, Span
 from ..tape import Category, Event, Hold, Stretch
 from ..timeline import Part, Timeline

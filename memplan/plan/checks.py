@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from .environment import refused
 from .errors import PlanError
-from .plan import Ddp, Deepspeed, Fsdp, Megatron, Pipeline, Plan
+from .framework_sections import Ddp, Deepspeed, Fsdp, Megatron
+from .plan import Pipeline, Plan
 from .spec import ModelSpec
 
 MODELLED = ("single", "ddp", "device-map", "megatron", "megatron-deepspeed", "deepspeed", "fsdp")

@@ -23,6 +23,7 @@ from .checks import (
 )
 from .device_map import check_device_map, equal_shares
 from .errors import ABSENT, PlanError
+from .framework_sections import Fsdp, Megatron
 from .lora import DEFAULT_TARGETS
 from .loss_checks import check_loss
 from .megatron_layout import stages
@@ -30,23 +31,20 @@ from .optimizer_checks import EIGHT_BIT, IMPLEMENTATIONS, check_optimizer
 from .plan import (
     AttentionImplementation,
     Batch,
-    Fsdp,
     Hardware,
     Layout,
-    Lora,
     Loss,
     LossKind,
-    Megatron,
     Optimizer,
     Pipeline,
     Plan,
     Precision,
-    Quantisation,
     Recompute,
 )
 from .sizes import headroom_bytes
 from .trainer_checks import check_trainer
 from .tuning_checks import check_tuning
+from .tuning_sections import Lora, Quantisation
 
 MEGATRONS = ("megatron", "megatron-deepspeed")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .errors import PlanError
-from .plan import Plan, Trainer
+from .framework_sections import Trainer
+from .plan import Plan
 
 FRAMEWORKS = ("single", "ddp", "device-map")
 """Those that the Trainer's loop is modelled around."""

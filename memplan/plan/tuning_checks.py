@@ -5,7 +5,8 @@ from __future__ import annotations
 from .errors import ABSENT, PlanError
 from .lora import LINEAR_LAYERS, adapted
 from .optimizer_checks import WHOLE
-from .plan import Frozen, Lora, Plan, Quantisation
+from .plan import Plan
+from .tuning_sections import Frozen, Lora, Quantisation
 
 WITHOUT_4BIT = {
     "falcon": "transformers replaces Linear itself only, and Falcon's layers are of a class of their own",

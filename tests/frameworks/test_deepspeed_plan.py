@@ -13,7 +13,7 @@ from memplan.frameworks.zero_config import Zero
 from memplan.frameworks.zero_weave import ACROSS
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
-from memplan.plan.plan import Deepspeed
+from memplan.plan.framework_sections import Deepspeed
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import fold_program

@@ -19,7 +19,8 @@ from memplan.frameworks.fsdp_torchtitan import ActivationCheckpointing, torchtit
 from memplan.frameworks.fsdp_units import Sharding, Unit, shard, size
 from memplan.layers.module import Options, Parameter
 from memplan.plan.errors import PlanError
-from memplan.plan.plan import Fsdp, Plan
+from memplan.plan.framework_sections import Fsdp
+from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import Folded, Program, fold_program, fold_with_last, static

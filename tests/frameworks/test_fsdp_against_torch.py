@@ -16,7 +16,8 @@ import transformers
 from memplan.frameworks import fsdp
 from memplan.frameworks.fsdp_units import Sharding
 from memplan.layers.module import Module, Options
-from memplan.plan.plan import Fsdp, Plan
+from memplan.plan.framework_sections import Fsdp
+from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import Program, Span, fold_program, fold_with_last, static

@@ -14,7 +14,8 @@ from memplan.frameworks.megatron import padded_vocab, programs
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import plan_fields
-from memplan.plan.plan import Megatron, Plan
+from memplan.plan.framework_sections import Megatron
+from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import fold_program
