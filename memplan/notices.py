@@ -321,11 +321,6 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
             result += EIGHT_BIT
         if plan.loss.kind == "adaptive-softmax":
             result.append("adaptive softmax: an upper bound, every tail cluster is given all tokens; not sharded by tp")
-        elif plan.layout.pp == 1 and plan.model.tied_embeddings:
-            result.append(
-                "pp 1: from the second micro-batch on the tied head's gradient is not counted while it waits for the "
-                "embedding's"
-            )
     elif plan.framework == "deepspeed":
         from .frameworks.zero_notices import assumptions as of_zero
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..layers.module import SHARED, Module, Options, Parameter, Tapes
+from ..layers.tied import TIED_GRADIENT
 from ..plan.errors import PlanError
 from ..plan.plan import Optimizer, Plan
 from ..plan.tuning_checks import is_tuned
@@ -115,8 +116,8 @@ def unsynced(spans: tuple[Span, ...]) -> tuple[tuple[Span, ...], tuple[Span, ...
 
 
 def _waits(embedding: Module) -> bool:
-    """The head's gradient waits for the embedding's (``plain.with_waiting_gradient``)."""
-    return any(isinstance(event, Drop) and event.tensor == plain.TIED_GRADIENT for event in embedding.steady.backward)
+    """The head's gradient waits for the embedding's (``layers.tied.with_waiting_gradient``)."""
+    return any(isinstance(event, Drop) and event.tensor == TIED_GRADIENT for event in embedding.steady.backward)
 
 
 def _word(head: Module) -> Parameter:

@@ -18,6 +18,7 @@ from ..layers.edges import pipe_ends, pipe_receive, pipe_send
 from ..layers.megatron import ParallelShape, layer, softmax_is_fused
 from ..layers.module import Interface, Module, Options, Run, build, hold_bytes
 from ..layers.recompute import recomputed_reentrant
+from ..layers.tied import with_waiting_gradient
 from ..pipeline.partition import Entry, partition
 from ..pipeline.schedule import in_flight
 from ..plan.errors import PlanError
@@ -255,6 +256,10 @@ def _spans(
             spans[-1] = Span(module, (*spans[-1].names, label))
         else:
             spans.append(Span(module, (label,)))
+    if tied_here:
+        at = next(at for at, span in enumerate(spans) if span.names == ("head",))
+        embedding, head = with_waiting_gradient(spans[0].module, spans[at].module)
+        spans[0], spans[at] = replace(spans[0], module=embedding), replace(spans[at], module=head)
     arriving = _hidden_shape(shape, kinds[0] in ("transpose_in", "final_norm", "head"))
     leaving = _hidden_shape(shape, kinds[-1] in ("embedding", "transpose_out", "final_norm"))
     if not last:

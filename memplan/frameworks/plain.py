@@ -19,19 +19,21 @@ from ..layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_r
 from ..layers.edges import arrive, depart
 from ..layers.fused_losses import PLAIN, HeadLoss
 from ..layers.huggingface import LayerShape, Shared
-from ..layers.module import INPUT, SHARED, Interface, Module, Options, Parameter, Run, Tapes, build
+from ..layers.module import INPUT, SHARED, Interface, Module, Options, Run, Tapes, build
 from ..layers.recompute import recomputed
+from ..layers.tied import with_waiting_gradient
 from ..plan.errors import PlanError
 from ..plan.loss_checks import liger_version
-from ..plan.plan import Optimizer, Plan
+from ..plan.plan import Plan
 from ..plan.spec import of_any_depth
 from ..plan.tuning_checks import is_tuned
-from ..program import Program, Span, drop_all
-from ..tape import Category, Drop, Event, Hold, Stretch, Tape, rounded
+from ..program import Program, Span
+from ..tape import Category, Drop, Event, Hold, Stretch, Tape
 from . import trainer
 from .plain_buffers import buffers, inputs
 from .plain_rows import Kinds, Row, kinds_of, layer_row, layers, with_leaf
-from .states import full, optimizer_states, quantisation_maps, step_temporaries
+from .plain_step import FOUND_INF, SCALER, optimizer_step, registered, trainer_step
+from .states import full, optimizer_states, quantisation_maps
 from .tuned import check_tuned, shared_table, trained_only, trains_layers, tuned_states, tuning_of
 
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
@@ -45,9 +47,6 @@ GPT2 = ("gpt2", "gpt")
 
 EMBEDDED = SHARED - 4
 """Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
-
-TIED_GRADIENT = SHARED - 6
-"""Id of the gradient of a tied head while it waits for the embedding's."""
 
 
 def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Shared:
@@ -176,43 +175,6 @@ def end_modules(
         build("final_norm", norm, interface, options) if spec.final_norm else None,
         build("head", head, into_head, options),
     )
-
-
-@lru_cache(maxsize=1024)
-def with_waiting_gradient(embedding: Module, head: Module) -> tuple[Module, Module]:
-    """Embedding and head that share a weight, whose gradients are one parameter's.
-
-    The head's gradient waits in the input buffer of the weight's one ``AccumulateGrad`` node, where the
-    embedding's is added to it in place; only then is their sum added to what earlier micro-batches left.
-    In the first micro-batch it becomes the gradient itself, which the head's ``first`` tape says already.
-    Source: torch 2.13, ``engine.cpp`` (``Engine::evaluate_function``), ``input_buffer.cpp``
-    (``InputBuffer::add``), ``accumulate_grad.h`` (``accumulateGrad``).
-    """
-    (word,) = (parameter.shape for parameter in head.parameters if parameter.name == "word.weight")
-    gradient = next(
-        event
-        for event in head.first.forward + head.first.backward
-        if isinstance(event, Hold) and event.category is Category.GRADIENTS and event.shape == word
-    )
-
-    def waiting(tape: Tape) -> Tape:
-        return tuple(
-            event._replace(tensor=TIED_GRADIENT)
-            if isinstance(event, Hold) and event.tensor == gradient.tensor
-            else event
-            for event in tape
-            if not (isinstance(event, Drop) and event.tensor == gradient.tensor)
-        )
-
-    (hold,) = (
-        event
-        for event in head.steady.forward + head.steady.backward
-        if isinstance(event, Hold) and event.tensor == gradient.tensor
-    )
-    tapes = head.steady
-    steady = replace(tapes, forward=waiting(tapes.forward), backward=waiting(tapes.backward))
-    ended = (*embedding.steady.backward, Drop(TIED_GRADIENT, hold.bytes, hold.category))
-    return replace(embedding, steady=replace(embedding.steady, backward=ended)), replace(head, steady=steady)
 
 
 @lru_cache(maxsize=1024)
@@ -423,46 +385,6 @@ def _program(plan: Plan, shape: LayerShape, stage: int, spans: tuple[Span, ...],
         microbatches=_microbatches(plan),
         late_states=True,
     )
-
-
-SCALER = (
-    Hold(0, rounded(4), Category.BUFFERS, "loss_scale", (), "fp32"),
-    Hold(0, rounded(4), Category.BUFFERS, "growth_tracker", (), "int32"),
-)
-"""What ``torch.amp.GradScaler`` keeps, which fp16 autocast comes with (``torch/amp/grad_scaler.py``)."""
-
-FOUND_INF = Hold(10**9, rounded(4), Category.TEMPORARIES, "found_inf", (), "fp32")
-"""From ``unscale_`` to ``update``; gradients are unscaled in place."""
-
-Groups = tuple[tuple[tuple[Parameter, ...], int], ...]
-"""Parameters of each module of a device, and how many such modules follow one another."""
-
-
-@lru_cache(maxsize=128)
-def registered(groups: Groups) -> Groups:
-    """As the model registers them: the table of words first, also where the head, which shares it, lists it."""
-    word = tuple(one for parameters, _ in groups for one in parameters if one.name == "word.weight")
-    rest = ((tuple(one for one in parameters if one.name != "word.weight"), count) for parameters, count in groups)
-    return ((word, 1), *((parameters, count) for parameters, count in rest if parameters))
-
-
-def _tensors(groups: Groups) -> list[Parameter]:
-    return [parameter for parameters, count in groups for _ in range(count) for parameter in parameters]
-
-
-@lru_cache(maxsize=128)
-def optimizer_step(groups: Groups, optimizer: Optimizer, dtype: str) -> Stretch:
-    """The step over all parameters, whatever the batch."""
-    return Stretch(drop_all(step_temporaries(optimizer, _tensors(groups), dtype), 1))
-
-
-@lru_cache(maxsize=128)
-def trainer_step(groups: Groups, optimizer: Optimizer, dtype: str, kernel_workspaces: bool) -> Stretch:
-    """The same behind the clipping of gradients."""
-    parameters = _tensors(groups)
-    clipped = trainer.clipping(parameters, dtype, kernel_workspaces=kernel_workspaces)
-    begin = 1 + sum(isinstance(event, Hold) for event in clipped)
-    return Stretch((*clipped, *drop_all(trainer.step_by_groups(optimizer, parameters, dtype), begin)))
 
 
 EDGES = frozenset({"return", "arrive", "depart"})

@@ -10,6 +10,7 @@ from memplan.allocator import AllocatorSettings
 from memplan.estimate import detail, estimate
 from memplan.frameworks.megatron_deepspeed import padded_vocab, programs
 from memplan.layers.module import Options
+from memplan.layers.tied import TIED_GRADIENT
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
@@ -17,7 +18,7 @@ from memplan.plan.resolve import resolve
 from memplan.program import fold_program
 from memplan.replay import replay
 from memplan.result import Estimate, StageEstimate
-from memplan.tape import Category, Hold
+from memplan.tape import Category, Drop, Hold
 
 MIB = 2**20
 
@@ -194,3 +195,15 @@ def test_more_sharding_never_costs_more_static_memory(flags: dict[str, object]) 
 @given(PLANS)
 def test_estimates_are_deterministic(flags: dict[str, object]) -> None:
     assert estimate(build(flags)) == estimate(build(flags))
+
+
+def test_tied_gradient_waits_on_one_stage() -> None:
+    """From the second micro-batch on the head's gradient of the padded table, 2 v h bytes, is there until the
+    embedding's has been added to it."""
+    flags = {"model": "gpt2", "framework": "megatron-deepspeed", "dtype": "fp16", "gbs": "4"}
+    (program,) = programs(resolve(read_plan(None, flags).plan), Options())
+    head, embedding = program.spans[-1].module, program.spans[0].module
+    (waiting,) = (e for e in head.steady.backward if isinstance(e, Hold) and e.tensor == TIED_GRADIENT)
+    assert waiting.bytes == 2 * padded_vocab(50_257, 1) * 768
+    assert embedding.steady.backward[-1] == Drop(TIED_GRADIENT, waiting.bytes, waiting.category)
+    assert not any(isinstance(e, Hold | Drop) and e.tensor == TIED_GRADIENT for e in head.first.backward)

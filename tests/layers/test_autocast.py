@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from memplan.estimate import detail, estimate, fold
-from memplan.frameworks import plain
+from memplan.frameworks import plain, plain_step
 from memplan.layers.autocast import POLICIES, Policy
 from memplan.layers.coverage import KEEPS_WEIGHTS, WITHOUT_KERNEL
 from memplan.layers.module import Options
@@ -110,7 +110,7 @@ def test_step_of_real_model(case: Case, tmp_path: Path) -> None:
     found = compared(case, tmp_path)
     program, step = found.program, found.step
     folded = fold_program(program)
-    scaler = sum(hold.bytes for hold in plain.SCALER) if case.dtype == "fp16" else 0
+    scaler = sum(hold.bytes for hold in plain_step.SCALER) if case.dtype == "fp16" else 0
     scaled = rounded(4) if case.dtype == "fp16" else 0
     assert program.parameters() == step.parameters
     assert folded.static == step.before + found.ids + scaler
@@ -257,7 +257,7 @@ def test_scaler_of_fp16() -> None:
         loss = (weight * 2).sum()
         before = trace.live
         scaled = scaler.scale(loss)
-        kept = sum(hold.bytes for hold in plain.SCALER)
+        kept = sum(hold.bytes for hold in plain_step.SCALER)
         assert trace.live - before == kept + rounded(4)  # and the scaled loss
         scaled.backward()
         start = trace.live
@@ -265,7 +265,7 @@ def test_scaler_of_fp16() -> None:
         scaler.step(optimizer)
         scaler.update()
         del loss, scaled
-    assert alive == [start + plain.FOUND_INF.bytes]
+    assert alive == [start + plain_step.FOUND_INF.bytes]
     step = plain.programs(plan(dtype="fp16"), Options())[0].step
     assert isinstance(step[0], Hold)
     assert step[0].name == "found_inf"
