@@ -24,6 +24,7 @@ def warnings(plan: Plan, programs: Sequence[Program]) -> tuple[Notice, ...]:
         for source in (
             _logits,
             _managed_states,
+            _scores,
             fsdp_notices.warnings,
             _recompute,
             _recomputed_for_nothing,
@@ -38,6 +39,25 @@ def warnings(plan: Plan, programs: Sequence[Program]) -> tuple[Notice, ...]:
         )
         for notice in source(plan, programs)
     )
+
+
+def _scores(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Scores of eager attention in fp32, where one layer's take a quarter of a gibibyte or more."""
+    b, s, fp32 = plan.batch.mbs, plan.batch.seq, plan.precision.dtype == "fp32" or plan.quantisation.prepared
+    if plan.attention != "eager" or not fp32 or plan.code == "2020" or plan.framework in MEGATRONS or s is None:
+        return
+    size = hold_bytes((b, plan.model.heads, s, s), "fp32")
+    if 4 * size < GIB:
+        return
+    yield Notice(
+        "scores-kept",
+        f"attention is eager, since PyTorch's flash kernel takes 16 bits only: a layer's scores are tensors of {size:,}"
+        f" bytes ({size / GIB:.2f} GiB). transformers' default, sdpa, would take the memory-efficient kernel, which "
+        "keeps none and is not modelled: for it these figures are an upper bound",
+    )
+
+
+MEGATRONS = ("megatron", "megatron-deepspeed")
 
 
 def _logits(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
@@ -242,9 +262,14 @@ COMMON = (
 
 PLAIN = (
     "layers as in transformers 5.x, dropout active, no KV cache",
+    "nothing is compiled (torch.compile is not modelled)",
     "the model's output, and its logits with it, is dropped before backward begins, as in transformers' Trainer",
     "zero_grad(set_to_none=True) behind every step; PyTorch's optimizer states have the parameters' dtype",
-    "nothing is compiled (torch.compile is not modelled), no autocast",
+)
+
+TORCHTITAN = (
+    "layers as torchtitan's Llama of December 2024 has them; loss and logits outside of the model",
+    "zero_grad(set_to_none=True) behind every step; nothing is compiled (torch.compile is not modelled)",
 )
 
 OLD = (
@@ -311,6 +336,10 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         return tuple(result)
     if plan.framework == "fsdp":
         result += FSDP
+        if plan.fsdp.offload:
+            result.append(
+                "host memory is the tensors' own; PyTorch rounds what is pinned up to a power of two, at most twice it"
+            )
         result += TENSOR_PARALLEL if plan.layout.tp > 1 else ()
         result += fsdp_notices.PIPELINE if plan.layout.pp > 1 else ()
     if plan.framework == "megatron-deepspeed":
@@ -327,7 +356,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         result += of_zero(plan)
     else:
         result += OLD if plan.code == "2020" else ()
-        plain = PLAIN[2:] if plan.framework == "fsdp" and plan.layout.pp > 1 else PLAIN
+        plain = TORCHTITAN if plan.framework == "fsdp" and plan.fsdp.code == "torchtitan" else PLAIN
         result += plain if plan.code != "2020" else PLAIN[1:]
     result += of_tuning(plan)
     result += _of_autocast(plan)

@@ -39,7 +39,7 @@ def estimate(
             "--from",
             metavar="FRAMEWORK",
             help="PLAN is a launch script, list or mapping of arguments of megatron or megatron-deepspeed, the "
-            "ds_config.json of deepspeed, or the TOML or saved JSON of a job of torchtitan",
+            "ds_config.json of deepspeed, the TOML or saved JSON of a job of torchtitan, or the arguments of trainer",
             rich_help_panel=_LAUNCH,
         ),
     ] = None,

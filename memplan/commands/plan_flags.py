@@ -102,7 +102,8 @@ def _parameters(field: PlanField) -> list[inspect.Parameter]:
 
 def _parameter(field: PlanField, name: str, annotation: Any, flag: str, **more: Any) -> inspect.Parameter:
     panel = "Job" if field.path == "model.layers" else _PANELS[field.section]
-    option = typer.Option(flag, help=_help(field), rich_help_panel=panel, **more)
+    text = f"off: {_help(field)}" if name.startswith(_MARK + _OFF) else _help(field)
+    option = typer.Option(flag, help=text, rich_help_panel=panel, **more)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
     )

@@ -48,9 +48,26 @@ def check(plan: Plan, given: Fsdp) -> None:
         raise PlanError("fsdp.reshard_to", to, "must be left out: torchtitan has no other than true and false")
     if given.code == "torchtitan" and given.offload and plan.optimizer.implementation == "fused":
         raise PlanError("optimizer.implementation", "fused", "must be foreach or for-loop with CPU offload")
+    if given.code == "torchtitan":
+        _check_recompute(plan, given)
     if given.code != "torchtitan" and (given.per_operator or given.recompute_every != 1 or given.ends_apart):
         problem = "must be torchtitan for recompute per operator or every n-th layer, and for ends apart"
         raise PlanError("fsdp.code", given.code, problem)
+
+
+def _check_recompute(plan: Plan, given: Fsdp) -> None:
+    """torchtitan's modes: none, full, and selective, which is per operator or every n-th layer."""
+    mode, every = plan.recompute.mode, given.recompute_every
+    if given.per_operator and mode == "full":
+        problem = "must be selective with fsdp.per_operator, which keeps attention and every second product"
+        raise PlanError("recompute.mode", mode, problem)
+    if given.per_operator and every != 1:
+        raise PlanError("fsdp.recompute_every", every, "must be 1 with fsdp.per_operator: one of the two")
+    if mode == "selective" and not given.per_operator and every == 1:
+        problem = "needs fsdp.per_operator, or fsdp.recompute_every of 2 or more (torchtitan's two selective modes)"
+        raise PlanError("recompute.mode", mode, problem)
+    if mode == "none" and every != 1:
+        raise PlanError("fsdp.recompute_every", every, "must be 1 where recompute.mode is none")
 
 
 def sharding_of(plan: Plan, given: Fsdp) -> Sharding:
@@ -72,7 +89,7 @@ def recompute_of(plan: Plan, given: Fsdp) -> ActivationCheckpointing:
     """torchtitan's activation checkpointing."""
     if given.per_operator:
         return ActivationCheckpointing("op")
-    if plan.recompute.mode == "full":
+    if plan.recompute.mode != "none":
         return ActivationCheckpointing("full", given.recompute_every)
     return ActivationCheckpointing("none")
 

@@ -38,7 +38,7 @@ class Zero:
     memory_efficient_linear: bool = True
     offload_optimizer: OffloadDevice = "none"
     offload_optimizer_pin: bool = True
-    """Pinned host memory is as much as pageable; it cannot be paged out."""
+    """PyTorch rounds pinned blocks up to a power of two (``ATen/core/CachingHostAllocator.h``); it is not counted."""
     offload_optimizer_ratio: float = 1.0
     offload_optimizer_buffer_count: int = 4
     offload_param: OffloadDevice = "none"

@@ -65,14 +65,18 @@ def notices(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
         yield from _sharded(plan, program)
 
 
+PINNED = "; PyTorch rounds pinned tensors up to a power of two, up to twice their bytes, which is not counted"
+
+
 def _away(plan: Plan, program: Program) -> Notice:
     ranks = ranks_on_node(plan, program)
     host, away = ranks * program.host, ranks * program.nvme
+    pinned = plan.deepspeed.offload_optimizer_pin or plan.deepspeed.offload_param_pin
     nvme = f", and {away:,} ({away / GIB:.2f} GiB) on its NVMe" if away else ""
     return Notice(
         "zero-offloaded",
         f"offloaded states take {host:,} bytes ({host / GIB:.2f} GiB) of each node's host memory{nvme} "
-        f"(its {ranks} rank{'s' if ranks > 1 else ''} together)",
+        f"(its {ranks} rank{'s' if ranks > 1 else ''} together){PINNED if pinned else ''}",
     )
 
 

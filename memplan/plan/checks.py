@@ -51,11 +51,11 @@ def check_framework(plan: Plan) -> None:
         raise PlanError("layout.zero", layout.zero, problem)
     if plan.framework == "megatron":
         return
-    for name, what in (("cp", "context parallelism"), ("vpp", "virtual stages")):
+    for name, what in (("cp", "context parallelism is"), ("vpp", "virtual stages are")):
         if name == "vpp" and plan.framework == "fsdp":
             continue
         if getattr(layout, name) > 1:
-            problem = f"must be 1 with framework {plan.framework}: {what} are modelled under megatron"
+            problem = f"must be 1 with framework {plan.framework}: {what} modelled under megatron"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
     if layout.sequence_parallel and plan.framework != "fsdp":
         problem = f"must be false with framework {plan.framework}: sequence parallelism is modelled under megatron"

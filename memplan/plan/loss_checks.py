@@ -81,7 +81,8 @@ def _check_fused_kind(plan: Plan) -> None:
     """What each fused loss asks of the rest of the plan."""
     loss, kind, batch = plan.loss, plan.loss.kind, plan.batch
     if plan.framework not in WHOLE:
-        problem = f"must be plain with framework {plan.framework}; {', '.join(WHOLE)} have fused losses"
+        problem = f"must be plain with framework {plan.framework}, where fused losses are not modelled yet; "
+        problem += f"{', '.join(WHOLE)} have them"
         raise PlanError("loss.kind", kind, problem)
     if not plan.model.causal or plan.model.mlm_head:
         raise PlanError(

@@ -109,6 +109,10 @@ def _check_implementation(plan: Plan) -> None:
         raise PlanError(field, value, problem)
 
 
+BLOCK_SIZES = (256, 2048)
+"""Elements per scale (``bitsandbytes/optim/optimizer.py``, ``init_state``)."""
+
+
 def _check_bitsandbytes(plan: Plan) -> None:
     """Fields of bitsandbytes' optimizers."""
     optimizer = plan.optimizer
@@ -116,6 +120,9 @@ def _check_bitsandbytes(plan: Plan) -> None:
         problem = f"must be false with framework {plan.framework}; {', '.join(WHOLE)} have paged optimizers"
         raise PlanError("optimizer.paged", True, problem)
     if optimizer.name in EIGHT_BIT:
+        if optimizer.block_size not in (None, *BLOCK_SIZES):
+            problem = f"must be {' or '.join(map(str, BLOCK_SIZES))}: bitsandbytes' since 0.44, and before"
+            raise PlanError("optimizer.block_size", optimizer.block_size, problem)
         return
     if optimizer.paged and optimizer.implementation != "bitsandbytes":
         problem = f"must be false: {optimizer.name} is not bitsandbytes'; --optimizer-implementation bitsandbytes is"

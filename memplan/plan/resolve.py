@@ -213,6 +213,8 @@ def _recompute(recompute: Recompute, plan: Plan) -> Recompute:
         return recompute.model_copy(update={"layers": 1})
     if recompute.mode == "selective" and plan.framework == "megatron" and recompute.modules is None:
         return recompute.model_copy(update={"modules": ("core_attn",)})
+    if recompute.mode == "none" and plan.framework == "fsdp" and plan.fsdp.per_operator:
+        return recompute.model_copy(update={"mode": "selective"})
     return recompute
 
 

@@ -24,21 +24,29 @@ def check_tuning(plan: Plan) -> None:
     if not is_tuned(plan):
         return
     if plan.precision.autocast:
-        problem = "must be false with adapters, 4-bit or frozen parameters, which are not modelled under autocast"
+        problem = (
+            "must be false (bf16 and fp16 of a Trainer ask for it) with adapters, 4-bit or frozen parameters: they are "
+        )
+        problem += "modelled in 16 bits throughout, without autocast"
         raise PlanError("precision.autocast", True, problem)
     if plan.framework not in WHOLE:
-        _refuse(plan, f"must be left out with framework {plan.framework}; {', '.join(WHOLE)} have it")
+        _refuse(
+            plan,
+            f"must be left out with framework {plan.framework}, not modelled there yet; {', '.join(WHOLE)} have it",
+        )
     if plan.code != "current":
         _refuse(plan, "must be left out with code 2020")
     if plan.loss.kind not in ("plain", "liger"):
-        problem = f"must be plain or liger with {_first(plan)[0]}: others are modelled where everything is trained"
+        problem = (
+            f"must be plain or liger with {first_frozen(plan)[0]}: others are modelled where everything is trained"
+        )
         raise PlanError("loss.kind", plan.loss.kind, problem)
     _check_lora(plan)
     _check_quantisation(plan)
     _check_frozen(plan)
 
 
-def _first(plan: Plan) -> tuple[str, object]:
+def first_frozen(plan: Plan) -> tuple[str, object]:
     """The first field that freezes something, with its value."""
     for name, section in (("lora", plan.lora), ("quantisation", plan.quantisation), ("frozen", plan.frozen)):
         for field, value in section:
@@ -48,7 +56,7 @@ def _first(plan: Plan) -> tuple[str, object]:
 
 
 def _refuse(plan: Plan, problem: str) -> None:
-    field, value = _first(plan)
+    field, value = first_frozen(plan)
     raise PlanError(field, list(value) if isinstance(value, tuple) else value, problem)
 
 

@@ -74,7 +74,7 @@ def plan_text(plan: Plan) -> str:
     """The plan in a line: ``gpt2-xl · single · mbs 1 · seq 1024 · fp32 · adamw``."""
     layout, batch = plan.layout, plan.batch
     degrees = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "ep": layout.ep, "vpp": layout.vpp}
-    parts = [plan.model.name, plan.framework]
+    parts = [plan.model.name, *_who(plan)]
     parts += [f"{name} {degree}" for name, degree in degrees.items() if degree not in (None, 1)]
     parts += [f"zero {layout.zero}"] if layout.zero else []
     parts += [f"mbs {batch.mbs}"]
@@ -83,4 +83,29 @@ def plan_text(plan: Plan) -> str:
     parts += [f"seq {batch.seq or plan.model.positions_max}", dtype, plan.optimizer.name]
     parts += [f"{plan.recompute.mode} recompute"] if plan.recompute.mode != "none" else []
     parts += [f"{plan.attention} attention"]
-    return " · ".join(parts)
+    return " · ".join([*parts, *_tuning(plan)])
+
+
+def _who(plan: Plan) -> list[str]:
+    """The framework, and what of it makes another plan."""
+    parts: list[str] = [plan.framework]
+    if plan.framework == "fsdp":
+        parts += ["torchtitan"] if plan.fsdp.code == "torchtitan" else []
+        parts += [f"{plan.fsdp.replicas} replicas"] if plan.fsdp.replicas > 1 else []
+        parts += ["offload"] if plan.fsdp.offload else []
+    if plan.framework == "deepspeed":
+        for what, place in (
+            ("optimizer", plan.deepspeed.offload_optimizer),
+            ("parameters", plan.deepspeed.offload_param),
+        ):
+            parts += [f"{what} on {place}"] if place != "none" else []
+    return [*parts, "Trainer"] if plan.trainer.loop != "none" else parts
+
+
+def _tuning(plan: Plan) -> list[str]:
+    """What is trained, where that is not everything, and what the rest is stored as."""
+    parts = [f"LoRA {plan.lora.rank}"] if plan.lora.rank is not None else []
+    parts += [str(plan.quantisation.kind)] if plan.quantisation.kind != "none" else []
+    frozen = ["embedding"] if plan.frozen.embedding else []
+    frozen += [f"{plan.frozen.layers} layers"] if plan.frozen.layers else []
+    return [*parts, f"frozen {' and '.join(frozen)}"] if frozen else parts

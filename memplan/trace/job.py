@@ -9,6 +9,7 @@ from typing import Any
 from ..layers.coverage import TRANSFORMERS
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
+from ..plan.tuning_checks import first_frozen, is_tuned
 from .configs import config_of_spec
 
 FRAMEWORKS = ("single", "fsdp")
@@ -125,6 +126,13 @@ def _check(plan: Plan) -> None:
     if plan.model.family not in TRANSFORMERS:
         problem = f"must be one of {', '.join(TRANSFORMERS)}: those that transformers runs"
         raise PlanError("model.family", plan.model.family, problem)
+    if is_tuned(plan):
+        field, value = first_frozen(plan)
+        raise PlanError(field, value, "must be left out: adapters, 4-bit and frozen parameters are not traced yet")
+    if plan.precision.autocast:
+        raise PlanError("precision.autocast", True, "must be false: autocast is not traced yet")
+    if plan.trainer.loop != "none":
+        raise PlanError("trainer.loop", plan.trainer.loop, "must be none: what the Trainer adds is not traced yet")
     if plan.code != "current":
         raise PlanError("code", plan.code, "must be current: the installed transformers is what is traced")
     if plan.recompute.mode == "selective":

@@ -58,12 +58,20 @@ SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--framework", "ddp"], "framework = ddp: must be single"),
+        (["--framework", "ddp"], "framework = ddp: must be one of single, fsdp"),
         (["--model", "megatron-22b"], "model.family = gpt: "),
         (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
         (["--loss", "liger"], "loss.kind = liger: must be plain"),
         (["--code", "2020", "--attention", "eager", "--dtype", "fp32"], "code = 2020: must be current"),
         (["--recompute", "selective"], "recompute.mode = selective: must be none or full"),
+        (["--lora-rank", "4"], "lora.rank = 4: must be left out: adapters, 4-bit and frozen parameters are not"),
+        (
+            ["--freeze-layers", "1"],
+            "frozen.layers = 1: must be left out: adapters, 4-bit and frozen parameters are not",
+        ),
+        (["--autocast"], "precision.autocast = true: must be false: autocast is not traced yet"),
+        (["--trainer", "transformers"], "trainer.loop = transformers: must be none"),
+        (["--framework", "fsdp", "--fsdp-code", "torchtitan"], "fsdp.code = torchtitan: must be transformers"),
         (["--model", "no-such-model"], "model = no-such-model: "),
         (["--seq", "0"], "batch.seq = 0: "),
         (["--events", "/no/such/folder/events"], "/no/such/folder/events: there is no folder /no/such/folder"),

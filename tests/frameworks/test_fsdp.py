@@ -253,6 +253,10 @@ def test_gradients_reduced_once(plan: Plan, sharding: Sharding) -> None:
         ({}, Fsdp(code="torchtitan", reshard_to=4), "torchtitan has no other"),
         ({}, Fsdp(reshard_to=4, reshard_after_forward=False), "must be left out where"),
         ({}, Fsdp(per_operator=True), "fsdp.code"),
+        ({"recompute": "selective"}, Fsdp(code="torchtitan"), "needs fsdp.per_operator, or fsdp.recompute_every"),
+        ({"recompute": "full"}, Fsdp(code="torchtitan", per_operator=True), "must be selective with fsdp.per_operator"),
+        ({}, Fsdp(code="torchtitan", per_operator=True, recompute_every=2), "must be 1 with fsdp.per_operator"),
+        ({}, Fsdp(code="torchtitan", recompute_every=2), "must be 1 where recompute.mode is none"),
     ],
 )
 def test_contradictions_are_refused_in_one_line(flags: dict[str, str], given: Fsdp, says: str) -> None:
@@ -264,6 +268,24 @@ def test_contradictions_are_refused_in_one_line(flags: dict[str, str], given: Fs
 def sharded_plan(given: Fsdp, **flags: object) -> Plan:
     plan = plan_of(8, 3, seq=128, layers=2, **flags)
     return plan.model_copy(update={"layout": plan.layout.model_copy(update={"dp": 8}), "fsdp": given})
+
+
+def test_selective_recompute_of_torchtitan() -> None:
+    """Per operator, or every n-th layer, which full recompute says as well."""
+
+    def left(given: Fsdp, mode: str) -> int:
+        (program,) = programs(sharded_plan(given, recompute=mode), Options())
+        return fold_program(program).after_forward
+
+    every = Fsdp(code="torchtitan", recompute_every=2)
+    assert left(every, "selective") == left(every, "full")
+    per_operator = left(Fsdp(code="torchtitan", per_operator=True), "selective")
+    assert left(Fsdp(code="torchtitan"), "full") < per_operator < left(Fsdp(code="torchtitan"), "none")
+    resolved = read_plan(None, {**TORCHTITAN, "recompute-per-operator": "true"}).plan
+    assert resolve(resolved).recompute.mode == "selective"
+
+
+TORCHTITAN = {"model": "llama-3-8b", "framework": "fsdp", "fsdp-code": "torchtitan", "gpus": "8"}
 
 
 def test_gradients_that_wait_need_modules_of_their_own() -> None:

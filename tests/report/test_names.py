@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
 from memplan.report.names import in_order, kind_of, modules_text, plan_text, ranks_text
 
 from .fabricated import PLAN
@@ -38,6 +40,17 @@ def test_the_plan_in_a_line_leaves_out_degrees_of_one() -> None:
     text = plan_text(PLAN)
     assert text.startswith("bigscience-104b-250k · megatron-deepspeed · tp 4 · pp 32 · mbs 1 ")
     assert "dp" not in text
+
+
+def test_what_makes_another_plan_is_in_the_line() -> None:
+    flags = {"model": "llama-3-8b", "framework": "ddp", "gpus": "8", "lora-rank": "8", "quantisation": "nf4"}
+    assert plan_text(resolve(read_plan(None, flags).plan)).endswith("flash attention · LoRA 8 · nf4")
+    flags = {"model": "gpt2", "framework": "deepspeed", "gpus": "8", "zero": "3", "offload-param": "cpu"}
+    assert plan_text(resolve(read_plan(None, flags).plan)).startswith("gpt2 · deepspeed · parameters on cpu · dp 8")
+    flags = {"model": "gpt2", "freeze-layers": "3", "freeze-embedding": "true", "trainer": "transformers"}
+    line = plan_text(resolve(read_plan(None, flags).plan))
+    assert line.startswith("gpt2 · single · Trainer · ")
+    assert line.endswith("frozen embedding and 3 layers")
 
 
 def test_virtual_stages_are_shortened() -> None:
