@@ -8,11 +8,12 @@ gradients became ready in the first, unless unused parameters are looked for in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ..layers.autograd import ITEMSIZE
 from ..layers.huggingface import LayerShape
-from ..layers.module import Options, Parameter
+from ..layers.module import Module, Options, Parameter
 from ..plan.framework_sections import Ddp
 from ..tape import Category, Hold, Seam, rounded
 from . import deepspeed
@@ -75,22 +76,30 @@ def used_map(given: Ddp, tensors: int) -> tuple[Hold, ...]:
     return (Hold(0, rounded(4 * tensors), Category.COMMUNICATION_BUFFERS, "local_used_map", (tensors,), "int32"),)
 
 
-@lru_cache(maxsize=32)
 def parameters(shape: LayerShape, layers: int, recompute: bool) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """Every parameter once: as registered, and in the order in which gradients are ready."""
+    """Every parameter once: as registered, and in the order in which gradients are ready, whatever the batch."""
+    return _parameters(replace(shape, b=1, s=2), layers, recompute)
+
+
+@lru_cache(maxsize=64)
+def _parameters(shape: LayerShape, layers: int, recompute: bool) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
     model = deepspeed.model_of(shape, layers, Options(), 2, recompute)
     order: list[int] = []
     waits = model.tied
     for instance in reversed(model.instances):
-        for event in instance.hooked.module.first.backward:
-            mark = mark_of(event) if isinstance(event, Seam) else None
-            if mark is None or mark.kind != "gradient":
-                continue
-            if waits and mark.name == TIED:
+        for name in _ready(instance.hooked.module):
+            if waits and name == TIED:
                 waits = False  # the head's, which the embedding's is added to
                 continue
-            order.append(model.id_of(instance, mark.name))
+            order.append(model.id_of(instance, name))
     return model.parameters, tuple(model.parameters[id] for id in order)
+
+
+@lru_cache(maxsize=256)
+def _ready(module: Module) -> tuple[str, ...]:
+    """Names of a module's parameters in the order in which their gradients are ready."""
+    marks = (mark_of(event) for event in module.first.backward if isinstance(event, Seam))
+    return tuple(mark.name for mark in marks if mark is not None and mark.kind == "gradient")
 
 
 def broadcast_buffers(held: Sequence[Hold]) -> list[Hold]:
