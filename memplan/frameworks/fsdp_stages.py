@@ -42,8 +42,8 @@ def check_pipeline(plan: Plan, given: Fsdp) -> None:
     """Refuses what a pipeline has no model for."""
     layout, pipeline, count = plan.layout, plan.pipeline, microbatches(plan)
     if given.code != "torchtitan":
-        problem = "must be torchtitan with pipeline parallelism: no other model is cut into stages"
-        raise PlanError("fsdp.code", given.code, problem)
+        problem = "must be 1 with transformers' models; torchtitan's (fsdp.code: torchtitan) is cut into stages"
+        raise PlanError("layout.pp", layout.pp, problem)
     if layout.tp > 1:
         problem = "must be 1 with pipeline parallelism: stages of tensor-parallel layers are not modelled yet"
         raise PlanError("layout.tp", layout.tp, problem)

@@ -144,7 +144,7 @@ def test_the_reduction_is_among_the_details() -> None:
 @pytest.mark.parametrize(
     ("flags", "field", "says"),
     [
-        ({"fsdp-code": "transformers"}, "fsdp.code", "must be torchtitan"),
+        ({"fsdp-code": "transformers"}, "layout.pp", "must be 1 with transformers' models; torchtitan's"),
         ({"vpp": "2", "schedule": "gpipe"}, "pipeline.schedule", "looped BFS"),
         ({"schedule": "zero-bubble"}, "pipeline.schedule", "must be one of 1f1b, gpipe"),
         ({"reshard-after-forward": "true"}, "fsdp.reshard_after_forward", "always"),

@@ -109,8 +109,11 @@ class _Finish:
                 sections.setdefault(section, {})[name] = tuple(plain) if isinstance(plain, list) else plain
                 origins[path] = node.origin
 
-        layout = plan.layout
-        dp = layout.dp or max((plan.hardware.gpus or 1) // (layout.tp * layout.pp * layout.cp), 1)
+        layout, gpus = plan.layout, plan.hardware.gpus or 1
+        replica = layout.tp * layout.pp * layout.cp
+        if layout.dp is None and gpus % replica:
+            return read  # the plan's own checks say so
+        dp = layout.dp or max(gpus // replica, 1)
         self._check_sharded(plan, dp)
         mbs, passes = self._microbatch(plan)
         put("batch.mbs", mbs)

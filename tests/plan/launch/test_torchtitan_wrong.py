@@ -35,6 +35,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         (RELEASE_0_2.replace("enable = false\n", "enable = true\n"), (), {}, "job.toml:21: compile.enable = true: is not modelled"),
         (RELEASE_0_2, (), {"gpus": ""}, "job.toml:13: parallelism.data_parallel_shard_degree = -1: takes the GPUs that are left"),
         (RELEASE_0_2, (), {"gpus": "1"}, "job.toml:13: parallelism.data_parallel_shard_degree: means one rank without fully_shard"),
+        (RELEASE_0_2, ("parallelism.tensor_parallel_degree=8",), {"gpus": "12"}, "hardware.gpus = 12: must be a multiple of tp x pp x cp = 8"),
         (RELEASE_0_2, ("parallelism.data_parallel_replicate_degree=8",), {}, "--set: parallelism.data_parallel_replicate_degree: means DDP"),
         (RELEASE_0_1, (), {"gpus": "8"}, "hardware.gpus = 8: must be tp x pp x dp x cp"),
         (RELEASE_0_2, ("training.batch_size=2",), {}, "training.batch_size = 2: is no key of torchtitan 0.2.2 (2026-02-20): it went on 2025-06-05"),
