@@ -37,6 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments == ["--version"]:  # without the commands, whose flags take longer to make than this
+        from . import __version__
+
+        print(f"memplan {__version__}")
+        return 0
     from .commands.app import run_command
     from .plan.errors import LackingError, PlanError
 

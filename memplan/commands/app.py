@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Annotated, Any
 
 import typer
@@ -61,7 +62,7 @@ for _name, _does in PLANNED.items():
 
 def run_command(arguments: list[str]) -> int:
     """Runs the command that ``arguments`` name and returns its exit code."""
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(_narrowed(arguments))
     try:
         with command.make_context("memplan", expanded(arguments)) as context:
             code = command.invoke(context)
@@ -72,6 +73,20 @@ def run_command(arguments: list[str]) -> int:
     except _USAGE_ERROR as error:
         raise _explained(error) from None
     return code if isinstance(code, int) else 0
+
+
+def _narrowed(arguments: list[str]) -> typer.Typer:
+    """The app with no other command than the one that ``arguments`` begin with: the flags of each take time to make."""
+    asked = [one for one in app.registered_commands if arguments and _name_of(one) == arguments[0]]
+    if not asked:
+        return app
+    narrow = copy(app)
+    narrow.registered_commands = asked
+    return narrow
+
+
+def _name_of(command: Any) -> str:
+    return str(command.name or command.callback.__name__)
 
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
