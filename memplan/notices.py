@@ -10,6 +10,7 @@ from .layers.module import hold_bytes
 from .plan.loss_checks import FUSED
 from .plan.optimizer_checks import EIGHT_BIT as EIGHT_BIT_NAMES
 from .plan.plan import Plan
+from .plan.resolve import MEGATRONS
 from .program import Program
 from .result import Notice
 from .tuning_notices import of_tuning
@@ -55,9 +56,6 @@ def _scores(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
         f" bytes ({size / GIB:.2f} GiB). transformers' default, sdpa, would take the memory-efficient kernel, which "
         "keeps none and is not modelled: for it these figures are an upper bound",
     )
-
-
-MEGATRONS = ("megatron", "megatron-deepspeed")
 
 
 def _logits(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:

@@ -19,7 +19,7 @@ from ..layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_r
 from ..layers.edges import arrive, depart
 from ..layers.fused_losses import PLAIN, HeadLoss
 from ..layers.huggingface import LayerShape, Shared
-from ..layers.module import INPUT, SHARED, Interface, Module, Options, Run, Tapes, build
+from ..layers.module import INPUT, SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
 from ..layers.recompute import recomputed
 from ..layers.tied import with_waiting_gradient
 from ..plan.errors import PlanError
@@ -78,6 +78,12 @@ def layer_module(
     requires_grad: bool = True,
 ) -> Module:
     """One layer of the family. The first one is the last to let go of shared tensors: ``ended``."""
+    recipe = layer_recipe(shape, recompute, ended, code)
+    return build("layer", recipe, hidden_interface(shape, requires_grad, options.autocast), options)
+
+
+def layer_recipe(shape: LayerShape, recompute: bool, ended: frozenset[int], code: str = "current") -> Recipe:
+    """One layer of the family, recomputed in backward where ``recompute``."""
     layers = huggingface_2020.LAYERS if code == "2020" else huggingface.LAYERS
     recipe_of = layers[shape.spec.family]
 
@@ -89,7 +95,7 @@ def layer_module(
             return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)))
         return Run(recipe_of(r, x, shared, shape))
 
-    return build("layer", recipe, hidden_interface(shape, requires_grad, options.autocast), options)
+    return recipe
 
 
 def keeps_embedded(shape: LayerShape) -> bool:

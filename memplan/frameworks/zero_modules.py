@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from ..layers import ends, huggingface
+from ..layers import ends
 from ..layers.autograd import Recorder, Tensor
 from ..layers.huggingface import LayerShape
 from ..layers.module import (
@@ -25,7 +25,6 @@ from ..layers.module import (
     evaluation_tape,
 )
 from ..layers.module import LEFT as LEFT_IN_FRAME
-from ..layers.recompute import recomputed
 from .plain import (
     COS,
     EMBEDDED,
@@ -36,8 +35,8 @@ from .plain import (
     hidden_interface,
     keeps_embedded,
     layer_names,
+    layer_recipe,
     returns,
-    shared_tensors,
     with_kept_input,
 )
 from .registration import LAYERS, NORM_BEFORE_LAYERS
@@ -114,16 +113,7 @@ def hooked(
 def layer_module(
     shape: LayerShape, recompute: bool, options: Options, bias_first: bool, ended: frozenset[int]
 ) -> HookedModule:
-    recipe_of = huggingface.LAYERS[shape.spec.family]
-
-    def recipe(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
-        shared = shared_tensors(r, shape, ended)
-        hidden = x
-        if recompute:
-            return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)))
-        return Run(recipe_of(r, x, shared, shape))
-
+    recipe = layer_recipe(shape, recompute, ended)
     return hooked("layer", recipe, hidden_interface(shape), options, bias_first)
 
 

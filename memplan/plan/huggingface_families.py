@@ -63,6 +63,8 @@ _LLAMA_CONSTANTS: Mapping[str, Scalar] = {
     "embedding_dropout": 0.0,
     "hidden_dropout": 0.0,
 }
+_KEYS_BUT_BIASES = {name: key for name, key in _LLAMA_KEYS.items() if not name.endswith("_bias")}
+_NO_BIASES: Mapping[str, Scalar] = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), False)
 _PLAIN_ROTARY: Mapping[str, Scalar] = {"rope_scaling": None, "rope_parameters.rope_type": "default"}
 _SILU = _key("hidden_act", default="silu")
 
@@ -149,17 +151,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "mistral": Family(
             keys={
-                **{name: key for name, key in _LLAMA_KEYS.items() if not name.endswith("_bias")},
+                **_KEYS_BUT_BIASES,
                 "kv_heads": _key("num_key_value_heads", default=8),
                 "positions_max": _key("max_position_embeddings", default=131_072),
                 "sliding_window": _key("sliding_window", default=4096),
             },
-            constants={
-                **_LLAMA_CONSTANTS,
-                "attention_bias": False,
-                "attention_output_bias": False,
-                "mlp_bias": False,
-            },
+            constants={**_LLAMA_CONSTANTS, **_NO_BIASES},
             activation=_SILU,
             activations=("silu", "swish"),
         ),
@@ -178,15 +175,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "qwen2": Family(
             keys={
-                **{name: key for name, key in _LLAMA_KEYS.items() if not name.endswith("_bias")},
+                **_KEYS_BUT_BIASES,
                 "kv_heads": _key("num_key_value_heads", default=32),
                 "positions_max": _key("max_position_embeddings", default=32_768),
             },
             constants={
                 **_LLAMA_CONSTANTS,
+                **_NO_BIASES,
                 "attention_bias": True,
-                "attention_output_bias": False,
-                "mlp_bias": False,
             },
             activation=_SILU,
             activations=("silu", "swish"),
@@ -194,18 +190,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "phi3": Family(
             keys={
-                **{name: key for name, key in _LLAMA_KEYS.items() if not name.endswith("_bias")},
+                **_KEYS_BUT_BIASES,
                 "positions_max": _key("max_position_embeddings", default=4096),
                 "sliding_window": _key("sliding_window", default=None),
                 "hidden_dropout": _key("resid_pdrop", default=0.0),
                 "rotary_fraction": _key("rope_parameters.partial_rotary_factor", "partial_rotary_factor", default=1.0),
             },
-            constants={
-                **_LLAMA_CONSTANTS,
-                "attention_bias": False,
-                "attention_output_bias": False,
-                "mlp_bias": False,
-            },
+            constants={**_LLAMA_CONSTANTS, **_NO_BIASES},
             activation=_SILU,
             activations=("silu", "swish"),
             refused=_PLAIN_ROTARY,
@@ -322,9 +313,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "positions": "rotary",
                 "blocks": "parallel_one_norm",
                 "kv_heads": 1,
-                "attention_bias": False,
-                "attention_output_bias": False,
-                "mlp_bias": False,
+                **_NO_BIASES,
                 "embedding_dropout": 0.0,
                 "attention_dropout": 0.0,
             },

@@ -67,7 +67,7 @@ class Job:
 
 
 def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
-    """The step that a resolved plan's rank runs; ``config`` where its model was read from one. ``PlanError``
+    """The step that a resolved plan's rank runs; ``config`` in place of its model's. ``PlanError``
     where a trace cannot follow it yet."""
     _check(plan)
     optimizer, loss = plan.optimizer, plan.loss

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..layers.coverage import TRANSFORMERS
 from ..layers.module import Options
 from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.fields import by_flag
 from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, read_plan
 from ..plan.resolve import resolve
@@ -81,6 +82,10 @@ def _is_about(error: PlanError, path: Path) -> bool:
 def _without_recipe(path: Path, flags: Flags, error: PlanError) -> Planned:
     config = _config(path, error)
     rest = {name: value for name, value in flags.items() if name not in ("model", "layers")}
+    for name in rest:
+        if by_flag()[name].section == "model":
+            problem = f"changes an architecture with a recipe, which this one has not ({error.field}); change {path}"
+            raise PlanError("", ABSENT, problem, origin=Origin(f"--{name}"))
     if "seq" not in rest:
         length = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
         if length is None:
@@ -88,10 +93,14 @@ def _without_recipe(path: Path, flags: Flags, error: PlanError) -> Planned:
         rest["seq"] = str(length)
     if "layers" in flags:
         name = next((name for name in _LAYERS if name in config), _LAYERS[0])
-        config[name] = int(str(flags["layers"]))
-    plan = resolve(read_plan(None, {**STAND_IN, **rest}).plan)
+        config[name] = read_plan(None, {**STAND_IN, "layers": flags["layers"]}).plan.model.layers
+    read = read_plan(None, {**STAND_IN, **rest})
+    try:
+        job = job_of_plan(resolve(read.plan), config)
+    except PlanError as wrong:
+        raise wrong.located(read.origins) from None
     reason = str(PlanError(error.field, error.value, error.problem))
-    return Planned(replace(job_of_plan(plan), config=config), str(path), None, None, reason)
+    return Planned(job, str(path), None, None, reason)
 
 
 def _config(path: Path, error: PlanError) -> dict[str, Any]:

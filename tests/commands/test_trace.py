@@ -51,6 +51,27 @@ def test_model_without_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert {one["module"] for one in answer["modules"]} == {"embedding", "layer.0", "layer.1", "layer.2", "head"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--hidden", "64"], "--hidden: changes an architecture with a recipe, which this one has not"),
+        (["--kv-heads=2"], "--kv-heads: changes an architecture with a recipe, which this one has not"),
+        (["--layers", "x"], "model.layers = x: "),
+        (["--layers", "0"], "model.layers = 0: "),
+        (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
+    ],
+)
+def test_wrong_inputs_without_a_recipe(
+    flags: list[str], line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    transformers.AutoConfig.for_model("olmo2", **SMALL).to_json_file(tmp_path / "config.json", use_diff=False)
+    assert main(["trace", "--model", str(tmp_path), "--mbs", "2", "--seq", "32", *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert line in captured.err
+    assert captured.err.count("\n") == 1
+
+
 SMALL = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
 SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
 
