@@ -25,7 +25,7 @@ from ..pipeline.megatron_fold import most_in_flight
 from ..pipeline.megatron_schedule import Schedule, schedule
 from ..plan import megatron_layout
 from ..plan.errors import PlanError
-from ..plan.plan import Pipeline, Plan, Recompute
+from ..plan.plan import Layout, Pipeline, Plan, Recompute
 from ..plan.spec import of_any_depth
 from ..program import Chunk, Kept, Order, Program, Span
 from ..tape import Category, Hold, Stretch
@@ -250,8 +250,39 @@ def _recomputes(recompute: Recompute, group: Sequence[str], entries: Sequence[st
 # -- programs ---------------------------------------------------------------------------------------
 
 
-def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
-    """One program per pipeline stage."""
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """What the programs of all stages depend on; ``program`` makes each from the entries that it holds."""
+
+    job: _Job
+    layout: Layout
+    pipeline: Pipeline
+    microbatches: int
+    rules: Rules
+    libraries: _Libraries
+
+    def program(self, stage: int, entries: tuple[tuple[str, ...], ...]) -> Program:
+        """``entries``: names of what each chunk of ``stage`` holds."""
+        layout, pipeline = self.layout, self.pipeline
+        assert layout.dp is not None
+        order = schedule(
+            stage,
+            layout.pp,
+            self.microbatches,
+            len(entries),
+            pipeline.group,
+            pipeline.overlap_p2p,
+            pipeline.overlap_p2p_warmup,
+        )
+        # buckets are the first stage's (``DistributedDataParallel.__init__``)
+        own = self.rules if stage == 0 else replace(self.rules, bucket=None)
+        tied = self.job.shape.spec.tied_embeddings and layout.pp > 1
+        per_stage = layout.tp * layout.cp * layout.dp
+        return _program(_stage(self.job, entries), order, per_stage, own, tied, self.libraries)
+
+
+def stages_of(plan: Plan, options: Options) -> Stages:
+    """The stages of a resolved plan, whatever layers they hold."""
     check_covered(plan.model, MEGATRON_CORE, plan.framework)
     layout, batch = plan.layout, plan.batch
     assert layout.dp is not None
@@ -259,28 +290,21 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     shape = core_shape(plan)
     for reason in block.uncovered(shape):
         raise PlanError("framework", plan.framework, f"has no recipe for {reason}")
-    job = _job(shape, plan.recompute, options)
-    states, tied = rules(plan), shape.spec.tied_embeddings and layout.pp > 1
     capability = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
-    libraries = _Libraries(capability, cublas_workspaces(plan))
-    microbatches = batch.gbs // (batch.mbs * layout.dp)
-    per_stage = layout.tp * layout.cp * layout.dp
-    pipeline = plan.pipeline
-    unbucketed = replace(states, bucket=None)  # buckets are the first stage's (``DistributedDataParallel.__init__``)
-    result = []
-    for stage, entries in enumerate(stage_entries(plan)):
-        order = schedule(
-            stage,
-            layout.pp,
-            microbatches,
-            layout.vpp,
-            pipeline.group,
-            pipeline.overlap_p2p,
-            pipeline.overlap_p2p_warmup,
-        )
-        own = states if stage == 0 else unbucketed
-        result.append(_program(_stage(job, entries), order, per_stage, own, tied, libraries))
-    return tuple(result)
+    return Stages(
+        _job(shape, plan.recompute, options),
+        layout,
+        plan.pipeline,
+        batch.gbs // (batch.mbs * layout.dp),
+        rules(plan),
+        _Libraries(capability, cublas_workspaces(plan)),
+    )
+
+
+def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
+    """One program per pipeline stage."""
+    made = stages_of(plan, options)
+    return tuple(made.program(stage, entries) for stage, entries in enumerate(stage_entries(plan)))
 
 
 def stage_entries(plan: Plan) -> tuple[tuple[tuple[str, ...], ...], ...]:

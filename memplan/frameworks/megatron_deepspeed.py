@@ -172,11 +172,16 @@ def stage_bounds(plan: Plan, shape: ParallelShape) -> tuple[list[Entry], list[in
             f"cuts between entries {head} (head) and {head + 1} (float16_to_fp32): not modelled",
         )
     for stage, (low, high) in enumerate(pairwise(bounds)):
-        if not any(entry.name not in CONVERSIONS for entry in entries[low:high]):
-            held = f"with {entries[low].name} alone" if low < high else "empty"
+        if not any(has_module(entry.name) for entry in entries[low:high]):
+            held = f"with {' and '.join(entry.name for entry in entries[low:high])} alone" if low < high else "empty"
             problem = f"leaves stage {stage} {held}: {len(entries)} entries over {plan.layout.pp} stages"
             raise PlanError("pipeline.partition", plan.pipeline.partition, problem)
     return entries, bounds
+
+
+def has_module(name: str) -> bool:
+    """Whether an entry computes something; a stage of others alone has nothing to train, and is not modelled."""
+    return name not in CONVERSIONS and name not in PASSES_GRADIENT
 
 
 def check(plan: Plan) -> None:
@@ -198,14 +203,15 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     entries, bounds = stage_bounds(plan, shape)
     stages = plan.layout.pp
     return tuple(
-        _program(plan, shape, stage, entries[bounds[stage] : bounds[stage + 1]], stages, options)
+        stage_program(plan, shape, stage, entries[bounds[stage] : bounds[stage + 1]], stages, options)
         for stage in range(stages)
     )
 
 
-def _program(
+def stage_program(
     plan: Plan, shape: ParallelShape, stage: int, entries: Sequence[Entry], stages: int, options: Options
 ) -> Program:
+    """What ``stage`` does with ``entries`` of the layer list."""
     spans = _spans(plan, shape, entries, stage, stages, options)
     tensors = tuple(p for span in spans for _ in span.names for p in span.module.parameters)
     kept = keep(plan, tensors)

@@ -12,8 +12,10 @@ in the last chunk of the last, whatever a layout string says (``pre_process``, `
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 from .errors import PlanError
 
@@ -208,6 +210,23 @@ def written_out(text: str) -> str:
         if len(text) > LONGEST:
             raise PlanError(LAYOUT, text, f"is longer than {LONGEST} characters when written out")
     return text
+
+
+def layout_text(counts: Sequence[Sequence[int]]) -> str:
+    """``--pipeline-model-parallel-layout`` of so many layers by stage, then by chunk: ``Et*3|(t*4|)*6t*2L``."""
+    pp, chunks = len(counts), len(counts[0])
+    flat = [counts[at % pp][at // pp] for at in range(pp * chunks)]
+    parts = [_layers_text(count) for count in flat]
+    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "L"
+    written = ""
+    for part, group in groupby(parts[:-1]):
+        times = len(list(group))
+        written += f"({part}|)*{times}" if times > 2 and part else f"{part}|" * times
+    return written + parts[-1]
+
+
+def _layers_text(count: int) -> str:
+    return f"t*{count}" if count > 3 else "t" * count
 
 
 def _numbered(counts: Counts, pp: int) -> Stages:

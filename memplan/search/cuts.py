@@ -1,0 +1,313 @@
+"""Cuts of a model into pipeline stages: the fastest one, the fastest one that fits, and the one that needs least.
+
+What the stages of a layout hold is chosen last, because everything else about it is known by then: how long a layer,
+the embedding and the head take, and how many micro-batches each stage has in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+from math import floor, inf
+from typing import Any, NamedTuple
+
+from ..frameworks import megatron, megatron_deepspeed
+from ..layers.module import Options
+from ..plan.errors import PlanError
+from ..plan.megatron_layout import layout_text
+from ..plan.plan import Plan
+from ..program import fold_program
+from .partition import Option, choose, contiguous, spread
+
+
+class Work(NamedTuple):
+    """What one chunk of a stage runs."""
+
+    layers: int
+    embedding: bool = False
+    head: bool = False
+    until: int = 0
+    """BigScience's layer list: the first entry of the next stage, where it is no layer of its own."""
+
+
+Works = tuple[tuple[Work, ...], ...]
+"""By stage, then by chunk."""
+
+
+def layers_of(works: Works) -> tuple[int, ...]:
+    """Layers of each stage."""
+    return tuple(sum(work.layers for work in stage) for stage in works)
+
+
+class Ratios(NamedTuple):
+    """How long embedding and head take, in layers."""
+
+    embedding: float = 0.0
+    head: float = 0.0
+
+
+# -- the fastest -----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1 << 14)
+def fastest(layers: int, pp: int, vpp: int, ratios: Ratios) -> Works:
+    """The cut whose slowest virtual stage takes least; of several the most even one, and of those the one whose first
+    virtual stages, which have most in flight, hold least.
+
+    A virtual stage that may take t layers' time holds floor(t - what its ends take), and those numbers add up to enough
+    for the first t where they do; t is a whole number of layers more than some stage's ends.
+    """
+    slots = pp * vpp
+    taken = [0.0] * slots
+    taken[0] += ratios.embedding
+    taken[-1] += ratios.head
+
+    def holds(time: float) -> list[int]:
+        return [max(0, floor(time - ends + 1e-9)) for ends in taken]
+
+    share = layers // slots
+    steps = range(max(0, share - 1), layers + 1)
+    times = sorted({whole + ends - floor(ends) for whole in _near(steps, layers, taken) for ends in set(taken)})
+    low, high = 0, len(times) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if sum(holds(times[middle])) >= layers and times[middle] >= max(taken[0], taken[-1]):
+            high = middle
+        else:
+            low = middle + 1
+    most = holds(times[low])
+    return _works(_levelled(most, layers), pp, vpp)
+
+
+def _near(steps: range, layers: int, taken: Sequence[float]) -> range:
+    """Whole numbers of layers among which the time of the slowest stage is."""
+    longest = floor(max(taken)) + 1
+    slots = max(1, len(taken) - 2)
+    return range(steps.start, min(steps.stop, max(layers // slots + 2, longest + 1) + 1))
+
+
+def _levelled(most: Sequence[int], layers: int) -> list[int]:
+    """So many of each as ``most`` allows, as even as can be, ``layers`` in all."""
+    level = next(level for level in range(layers + 1) if sum(min(one, level) for one in most) >= layers)
+    counts = [min(one, level) for one in most]
+    surplus = sum(counts) - layers
+    for at, count in enumerate(counts):
+        if surplus and count == level:
+            counts[at] -= 1
+            surplus -= 1
+    return counts
+
+
+def _works(counts: Sequence[int], pp: int, vpp: int) -> Works:
+    """``counts`` along the model: chunk 0 of every stage, then chunk 1, …"""
+    last = pp * vpp - 1
+    return tuple(
+        tuple(Work(counts[at], at == 0, at == last) for at in range(stage, pp * vpp, pp)) for stage in range(pp)
+    )
+
+
+# -- as fields of a plan --------------------------------------------------------------------------------
+
+
+Fields = tuple[tuple[str, Any], ...]
+
+
+@lru_cache(maxsize=4096)
+def fields_of(framework: str, works: Works) -> Fields:
+    """The fields of a plan that say what its stages hold."""
+    if framework == "megatron":
+        return _megatron_fields(works)
+    if framework == "megatron-deepspeed":
+        return (("pipeline.partition", _edges(works)),)
+    return ()
+
+
+def _megatron_fields(works: Works) -> Fields:
+    counts = {work.layers for stage in works for work in stage}
+    chosen = None if len(counts) == 1 else layout_text([[work.layers for work in stage] for stage in works])
+    none = dict.fromkeys(("first_layers", "last_layers", "layout"), None) | {"count_embedding": False}
+    fields = {**none, "count_loss": False, "layout": chosen}
+    return tuple((f"pipeline.{name}", value) for name, value in fields.items())
+
+
+BEFORE = 3
+"""Entries of BigScience's layer list in front of the layers (``megatron_deepspeed.layer_list``)."""
+BEHIND = 4
+
+
+def _edges(works: Works) -> tuple[int, ...]:
+    """First entry of every stage, and the length of the list; ends with their neighbours unless they say otherwise."""
+    edges, at = [0], BEFORE
+    for (work,) in works:
+        at += work.layers
+        edges.append(work.until or at + BEHIND * work.head)
+    return tuple(edges)
+
+
+# -- by memory -----------------------------------------------------------------------------------------
+
+
+class Peaks:
+    """Requested bytes of any stage of a resolved plan, whatever it holds."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        if plan.framework == "megatron":
+            self._stages = megatron.stages_of(plan, Options())
+        self._of = cache(self._computed)
+
+    def __call__(self, stage: int, works: tuple[Work, ...]) -> int:
+        return self._of(stage, works)
+
+    def _computed(self, stage: int, works: tuple[Work, ...]) -> int:
+        entries = tuple(_entries(work) for work in works)
+        return fold_program(self._stages.program(stage, entries)).peak
+
+
+def _entries(work: Work) -> tuple[str, ...]:
+    return (
+        *(("embedding",) if work.embedding else ()),
+        *(f"layer.{at}" for at in range(work.layers)),
+        *(("final_norm", "head") if work.head else ()),
+    )
+
+
+def fitting(plan: Plan, ratios: Ratios, limit: int) -> Works | None:
+    """Of the cuts whose every stage requests at most ``limit`` bytes, the one whose slowest stage takes least, and then
+    the one whose largest needs least."""
+    return _chosen(plan, ratios, limit, lambda peak, seconds: (seconds if peak <= limit else inf, peak))
+
+
+def smallest(plan: Plan, ratios: Ratios) -> Works | None:
+    """The cut whose largest stage requests least; of several the fastest."""
+    return _chosen(plan, ratios, None, lambda peak, seconds: (peak, seconds))
+
+
+Criteria = Callable[[int, float], tuple[float, float]]
+"""From bytes and time to what is least, and what decides among equals."""
+
+
+def _chosen(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
+    if plan.framework == "megatron-deepspeed":
+        return _of_entries(plan, ratios, limit, criteria)
+    if plan.framework != "megatron":
+        problem = "has no stages whose cut can be chosen"
+        raise PlanError("framework", plan.framework, problem)
+    return _of_layers(plan, ratios, limit, criteria)
+
+
+def _of_layers(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
+    """Megatron-Core: embedding and head have their places, layers are all alike.
+
+    Options of a stage reach from the fewest layers that leave the others no more than they can hold, to the most that
+    keep to ``limit``, or to what the fastest cut needs, which is one to be beaten. That more layers never need less is
+    used for these two ends only (``tests/search/test_cuts.py`` checks it).
+    """
+    layers, pp, vpp = plan.model.layers, plan.layout.pp, plan.layout.vpp
+    peaks, first = Peaks(plan), fastest(layers, pp, vpp, ratios)
+    threshold = max(peaks(at, works) for at, works in enumerate(first)) if limit is None else limit
+
+    def ways(stage: int, count: int) -> list[tuple[Work, ...]]:
+        return [_stage_works(stage, pp, chunks) for chunks in spread(count, vpp)]
+
+    def least(stage: int, count: int) -> int:
+        return min(peaks(stage, works) for works in ways(stage, count))
+
+    most = [_most(lambda count, stage=stage: least(stage, count) <= threshold, layers) for stage in range(pp)]
+    if sum(most) < layers or min(most) < 0:
+        return None
+    options = [
+        [
+            Option(tuple(work.layers for work in works), *criteria(peaks(stage, works), _seconds(works, ratios)))
+            for count in range(max(0, layers - sum(most) + most[stage]), most[stage] + 1)
+            for works in ways(stage, count)
+        ]
+        for stage in range(pp)
+    ]
+    chosen = choose(options, layers)
+    if chosen is None:
+        return None
+    return tuple(_stage_works(at, pp, option.chunks) for at, option in enumerate(chosen))
+
+
+def _most(holds: Callable[[int], bool], layers: int) -> int:
+    """The largest number up to ``layers`` that ``holds``, if smaller ones do; -1 if none does."""
+    low, high = -1, layers
+    step = 1
+    while low + step <= high and holds(low + step):
+        low, step = low + step, 2 * step
+    high = min(high, low + step - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _stage_works(stage: int, pp: int, chunks: Sequence[int]) -> tuple[Work, ...]:
+    last = len(chunks) - 1
+    return tuple(
+        Work(count, stage == 0 and at == 0, stage == pp - 1 and at == last) for at, count in enumerate(chunks)
+    )
+
+
+def _seconds(works: Sequence[Work], ratios: Ratios) -> float:
+    """Time of a stage's longest chunk, in layers: chunks of an interleaved schedule take turns."""
+    return max(work.layers + work.embedding * ratios.embedding + work.head * ratios.head for work in works)
+
+
+def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
+    """BigScience's list: any run of entries may be a stage, embedding and head alone, too."""
+    shape = megatron_deepspeed.parallel_shape(plan)
+    entries = megatron_deepspeed.layer_list(plan, shape)
+    stages, total = plan.layout.pp, len(entries)
+    names = [entry.name for entry in entries]
+    layer = [name.startswith("layer.") for name in names]
+
+    @cache
+    def peak(stage: int, held: tuple[str, ...]) -> int:
+        """Of a stage with entries of these names, layers of which are all alike."""
+        low = names.index(held[0])
+        found = entries[low : low + len(held)]
+        return fold_program(megatron_deepspeed.stage_program(plan, shape, stage, found, stages, Options())).peak
+
+    def canonical(low: int, high: int) -> tuple[str, ...]:
+        """``names[low:high]`` as the first run that is the same but for the numbers of its layers."""
+        if layer[low] and not all(layer[low:high]):
+            return tuple(names[low:high])
+        if layer[low]:
+            return tuple(names[BEFORE : BEFORE + high - low])
+        return tuple(names[low:high])
+
+    bounds = _edges(fastest(plan.model.layers, stages, 1, ratios))
+    threshold = limit
+    if threshold is None:
+        threshold = max(peak(at, canonical(low, high)) for at, (low, high) in enumerate(pairwise(bounds)))
+    alone = peak(stages - 1, canonical(BEFORE, BEFORE + 2)) - peak(stages - 1, canonical(BEFORE, BEFORE + 1))
+    weights = {"embedding": ratios.embedding, "head": ratios.head}
+    seconds = [weights.get(name, 1.0 if layer[at] else 0.0) for at, name in enumerate(names)]
+
+    @cache
+    def values(stage: int, low: int, high: int) -> tuple[float, float]:
+        held = names[low:high]
+        if ("embedding" in held) != (stage == 0) or ("head" in held) != (stage == stages - 1):
+            return inf, inf  # what follows the head stays with it
+        if not any(map(megatron_deepspeed.has_module, held)):
+            return inf, inf
+        if sum(layer[low:high]) * alone > threshold:
+            return inf, inf
+        size = peak(stage, canonical(low, high))
+        return criteria(size, sum(seconds[low:high])) if size <= threshold else (inf, inf)
+
+    chosen = contiguous(
+        stages, total, lambda *at: values(*at)[0] if at[1] < at[2] else inf, lambda *at: values(*at)[1]
+    )
+    if chosen is None:
+        return None
+    return tuple(
+        (Work(sum(layer[low:high]), "embedding" in names[low:high], "head" in names[low:high], high),)
+        for low, high in pairwise(chosen)
+    )
