@@ -1,0 +1,1 @@
+"""Looking for partitions, layouts and recompute that fit, and ranking them by time."""
