@@ -1,4 +1,4 @@
-"""What part of a published peak real kernels and links sustain: one immutable value, to be replaced by what was measured.
+"""What part of a published peak kernels and links sustain: one immutable value, to be replaced by what was measured.
 
 Every default is from somebody's microbenchmark of kernels or links, none from a training step. A sustained rate is
 what remains on random numbers once the power limit holds; where only a best case has been published it is that.
@@ -44,7 +44,7 @@ _HE = "https://www.thonking.ai/p/strangely-matrix-multiplications (258 of 312, 8
 _MARKIDIS = "https://arxiv.org/abs/1803.04014 (83 of 112.7, cuBLAS)"
 _SIMUMAX = (
     "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json (median of a sweep of 514 "
-    "products; the best case in the MAMF table is 0.776)"
+    "products, as parts of what tiles and waves leave; the best case in the MAMF table is 0.776)"
 )
 _ASSUMED = "no product measured on this GPU was found: the median of those that were"
 
@@ -57,7 +57,7 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
         "h100-80gb": Fraction(794.5 / 989, _MAMF),
         "h100-96gb": Fraction(828.6 / 989, _MAMF),
         "h200": Fraction(794.5 / 989, _MAMF),
-        "b200": Fraction(0.485, _SIMUMAX),
+        "b200": Fraction(0.504, _SIMUMAX),
         "gb200": Fraction(1822 / 2500, _MAMF),
         "mi300x": Fraction(668.4 / 1307.4, _MAMF),
     }

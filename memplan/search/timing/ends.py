@@ -10,7 +10,7 @@ from ...plan.plan import Plan
 from . import operators
 from .collectives import collective, group, send
 from .efficiency import Efficiency
-from .layer import LayerTimes, Seconds, layer_times, linear
+from .layer import LayerTimes, Seconds, beside, layer_times, linear, streams
 from .matmul import matmul, streamed
 from .rates import Rates, rates_of
 from .shape import Shape, shape_of
@@ -63,7 +63,7 @@ def send_time(shape: Shape, rates: Rates, across_nodes: bool) -> float:
 
 
 def embedding_times(shape: Shape, rates: Rates) -> LayerTimes:
-    """Rows looked up, summed over ranks of the vocabulary, dropped out; backward sorts tokens and adds up their rows."""
+    """Rows looked up, summed over ranks of the vocabulary, dropped out; backward sorts tokens and adds up rows."""
     spec, e = shape.spec, shape.element
     elements = shape.tokens * spec.hidden
     drops = 2 * e + operators.MASK if spec.embedding_dropout else 0
@@ -79,7 +79,7 @@ def embedding_times(shape: Shape, rates: Rates) -> LayerTimes:
     if shape.t > 1:
         kind = "reduce-scatter" if shape.sequence_parallel else "all-reduce"
         across = group(shape.t, 1, rates.node)
-        parallel = collective(rates, kind, shape.hidden_bytes, across)  # type: ignore[arg-type]
+        parallel = collective(rates, kind, shape.hidden_bytes, across)
         back = collective(rates, "all-gather", shape.hidden_bytes, across) if shape.sequence_parallel else 0.0
     return LayerTimes(forward + parallel, backward + back, 0.0, parallel + back)
 
@@ -104,11 +104,7 @@ def head_times(shape: Shape, rates: Rates, logits_to_keep: int | None = None) ->
 
 
 def _loss(shape: Shape, rates: Rates, logits: float) -> Seconds:
-    moved = operators.cross_entropy(shape)
-    return Seconds(
-        streamed(rates, moved.forward * logits, moved.kernels),
-        streamed(rates, moved.backward * logits, moved.backward_kernels),
-    )
+    return streams(rates, operators.cross_entropy(shape), logits)
 
 
 def _head_communication(shape: Shape, rates: Rates, whole: Seconds) -> tuple[float, float]:
@@ -120,10 +116,10 @@ def _head_communication(shape: Shape, rates: Rates, whole: Seconds) -> tuple[flo
     reductions = 3 * collective(rates, "all-reduce", 4.0 * shape.tokens, across)
     hidden = whole.backward / 2 if shape.overlapped else 0.0
     if not shape.sequence_parallel:
-        return reductions, max(0.0, collective(rates, "all-reduce", shape.hidden_bytes, across) - hidden)
+        return reductions, beside(rates, collective(rates, "all-reduce", shape.hidden_bytes, across), hidden)
     gather = collective(rates, "all-gather", shape.hidden_bytes, across)
     scatter = collective(rates, "reduce-scatter", shape.hidden_bytes, across)
-    return reductions + gather, max(0.0, gather - hidden) + max(0.0, scatter - hidden)
+    return reductions + gather, beside(rates, gather, hidden) + beside(rates, scatter, hidden)
 
 
 def _adaptive(shape: Shape, rates: Rates, tokens: int) -> Seconds:
@@ -144,11 +140,7 @@ def _adaptive(shape: Shape, rates: Rates, tokens: int) -> Seconds:
 
 
 def _norm(shape: Shape, rates: Rates) -> Seconds:
-    moved, elements = operators.norm(shape), float(shape.sharded_tokens * shape.spec.hidden)
-    return Seconds(
-        streamed(rates, moved.forward * elements, moved.kernels),
-        streamed(rates, moved.backward * elements, moved.backward_kernels),
-    )
+    return streams(rates, operators.norm(shape), float(shape.sharded_tokens * shape.spec.hidden))
 
 
 def _alone(seconds: Seconds) -> LayerTimes:

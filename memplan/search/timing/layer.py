@@ -18,6 +18,10 @@ from .operators import Moved
 from .rates import Rates
 from .shape import Shape
 
+CHANNELS = 24
+"""Multiprocessors that NCCL's rings keep busy: a block each for two directions of twelve rings on NVLink
+(``src/graph/search.cc``; ``NCCL_MAX_NCHANNELS`` of https://docs.nvidia.com/deeplearning/nccl/user-guide/)."""
+
 
 class LayerTimes(NamedTuple):
     """Seconds of one micro-batch of one entry on one rank, communication of tensor and context parallelism included."""
@@ -109,29 +113,33 @@ def parts_of(shape: Shape, rates: Rates) -> Parts:
     fused = shape.code in ("transformer-engine", "megatron")
     inputs = [queries + 2 * keys] if fused else [queries, keys, keys]
     ups = [f * (2 if spec.gated else 1)] if fused or not spec.gated else [f, f]
-    into = _sum(linear(shape, rates, h, n) for n in inputs)
-    up = _sum(linear(shape, rates, h, n) for n in ups)
-    out, down = linear(shape, rates, queries, h), linear(shape, rates, f, h)
+    into = _sum(linear(shape, rates, h, n, bias=spec.attention_bias) for n in inputs)
+    up = _sum(linear(shape, rates, h, n, bias=spec.mlp_bias) for n in ups)
+    out = linear(shape, rates, queries, h, bias=spec.attention_output_bias)
+    down = linear(shape, rates, f, h, bias=spec.mlp_bias)
     sharded = shape.sharded_tokens * h
     norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
-    rope = _streams(rates, operators.rotary(shape), tokens * (queries + keys) * spec.rotary_fraction)
-    heads = _streams(rates, operators.norm(shape), tokens * (queries + keys)) if spec.qk_norm else Seconds()
+    rope = streams(rates, operators.rotary(shape), tokens * (queries + keys) * spec.rotary_fraction)
+    heads = streams(rates, operators.norm(shape), tokens * (queries + keys)) if spec.qk_norm else Seconds()
     return Parts(
-        norms=_times(_streams(rates, operators.norm(shape), sharded), norms),
+        norms=_times(streams(rates, operators.norm(shape), sharded), norms),
         projections=_sum((into, out, rope, heads)),
         core=attention(shape, rates),
-        mlp=_sum((up, down, _streams(rates, operators.activation(shape), tokens * f))),
-        residuals=_times(_streams(rates, operators.residual(shape), sharded), 2),
+        mlp=_sum((up, down, streams(rates, operators.activation(shape), tokens * f))),
+        residuals=_times(streams(rates, operators.residual(shape), sharded), 2),
         communication=_communication(shape, rates, into, up),
     )
 
 
-def linear(shape: Shape, rates: Rates, inputs: int, outputs: int, tokens: int | None = None) -> Seconds:
+def linear(
+    shape: Shape, rates: Rates, inputs: int, outputs: int, tokens: int | None = None, bias: bool = False
+) -> Seconds:
     """A product with a weight; backward has two, for the gradients of input and weight, and adds up the latter."""
     m, e = shape.tokens if tokens is None else tokens, shape.element
     forward = matmul(rates, m, outputs, inputs, 1, e)
-    data = matmul(rates, m, inputs, outputs, 1, e)
-    return Seconds(forward, data + weight_gradient(shape, rates, inputs, outputs, m))
+    backward = matmul(rates, m, inputs, outputs, 1, e) + weight_gradient(shape, rates, inputs, outputs, m)
+    sums = streams(rates, operators.bias_gradient(shape), m * outputs) if bias else Seconds()
+    return Seconds(forward, backward) + sums
 
 
 def weight_gradient(shape: Shape, rates: Rates, inputs: int, outputs: int, tokens: int) -> float:
@@ -148,7 +156,7 @@ def attention(shape: Shape, rates: Rates) -> Seconds:
     """From queries, keys and values to the context."""
     spec, b, t, c, e = shape.spec, shape.b, shape.t, shape.c, shape.element
     a, d, rows, columns = spec.heads // t, spec.head_dim, shape.s // shape.c, shape.s
-    copied = _streams(rates, operators.copies(shape), shape.tokens * a * d)
+    copied = streams(rates, operators.copies(shape), shape.tokens * a * d)
     if shape.flash:
         flops = 4.0 * b * a * d * rows * seen(shape)
         moved = e * shape.tokens * d * (2 * a + 2 * max(1, spec.kv_heads // t) * c)
@@ -160,7 +168,7 @@ def attention(shape: Shape, rates: Rates) -> Seconds:
         first, second = matmul(rates, rows, columns, d, b * a, e), matmul(rates, rows, d, columns, b * a, e)
         # Backward: context to scores and to values; scores to queries and to keys.
         back = matmul(rates, rows, columns, d, b * a, e) + 3 * matmul(rates, rows, d, columns, b * a, e)
-        kernel = Seconds(first + second, back) + _streams(rates, operators.scores(shape), scores)
+        kernel = Seconds(first + second, back) + streams(rates, operators.scores(shape), scores)
     exchanged = _context_parallel(shape, rates, kernel) if c > 1 else Seconds()
     return kernel + copied + exchanged
 
@@ -196,7 +204,8 @@ def _communication(shape: Shape, rates: Rates, into: Seconds, up: Seconds) -> Se
     and a reduce-scatter for each, and another all-gather of what backward needs again, hidden behind its products.
 
     Megatron-Core and Megatron-LM since 2022 run a column-parallel layer's reduction beside its weight gradient
-    (``LinearWithGradAccumulationAndAsyncCommunication``), which is about half of the layer's backward.
+    (``LinearWithGradAccumulationAndAsyncCommunication``), which is about half of the layer's backward; the product
+    lacks the multiprocessors that the collective's channels take meanwhile.
     """
     if shape.t == 1:
         return Seconds()
@@ -206,18 +215,26 @@ def _communication(shape: Shape, rates: Rates, into: Seconds, up: Seconds) -> Se
         one = collective(rates, "all-reduce", shape.hidden_bytes, across)
         if not shape.overlapped:
             return Seconds(0.0, 0.0, blocks * one, blocks * one)
-        exposed = max(0.0, one - into.backward / 2) + max(0.0, one - up.backward / 2)
+        exposed = beside(rates, one, into.backward / 2) + beside(rates, one, up.backward / 2)
         return Seconds(0.0, 0.0, blocks * one, exposed)
     gather = collective(rates, "all-gather", shape.hidden_bytes, across)
     scatter = collective(rates, "reduce-scatter", shape.hidden_bytes, across)
     forward = blocks * (gather + scatter)
     if not shape.overlapped:
         return Seconds(0.0, 0.0, forward, forward)
-    exposed = sum(max(0.0, gather - one.backward / 2) + max(0.0, scatter - one.backward / 2) for one in (into, up))
+    exposed = sum(
+        beside(rates, gather, one.backward / 2) + beside(rates, scatter, one.backward / 2) for one in (into, up)
+    )
     return Seconds(0.0, 0.0, forward, blocks * gather + exposed)
 
 
-def _streams(rates: Rates, moved: Moved, elements: float) -> Seconds:
+def beside(rates: Rates, communication: float, work: float) -> float:
+    """Seconds that communication beside ``work`` costs: what is longer, and what its channels take from ``work``."""
+    return max(0.0, communication - work) + min(communication, work) * CHANNELS / rates.processors
+
+
+def streams(rates: Rates, moved: Moved, elements: float) -> Seconds:
+    """A memory-bound operator on so many elements."""
     return Seconds(
         streamed(rates, moved.forward * elements, moved.kernels),
         streamed(rates, moved.backward * elements, moved.backward_kernels),

@@ -12,11 +12,15 @@ from functools import lru_cache
 
 from .rates import Rates
 
-TILES = ((256, 128), (128, 256), (128, 128))
-"""Output tiles that large products are computed in, rows by columns; the first two are the guide's most efficient."""
+LARGEST = 256 * 128
+"""Elements of the most efficient output tile, of which a multiprocessor holds one; of smaller ones it holds several
+at once, which share its tensor cores."""
 
-SMALL_TILES = ((128, 64), (64, 128), (64, 64))
-"""For products with a short side."""
+TILES = tuple((rows, columns, rows * columns) for rows, columns in ((256, 128), (128, 256), (128, 128), (64, 64)))
+"""Rows, columns and elements of output tiles (cuBLAS has more; the guide's section 2.3)."""
+
+MOST_SPLITS = 8
+"""Parts of the inner dimension that a product with few tiles is cut into; their fp32 sums are written and read."""
 
 ALIGNMENT = 8
 """Elements of 16 bits in 16 bytes."""
@@ -36,12 +40,14 @@ def matmul(rates: Rates, m: int, n: int, k: int, batch: int = 1, element: int = 
     if not aligned:
         sustained = rates.ordinary
     per_processor = sustained / rates.processors
-    tiles = TILES if min(m, n) > 64 else SMALL_TILES
     least = min(
-        -(-(batch * -(-m // rows) * -(-n // columns)) // rates.processors) * rows * columns for rows, columns in tiles
+        _waves(batch * -(-m // rows) * -(-n // columns), rates.processors, area) for rows, columns, area in TILES
     )
-    computed = 2.0 * least * k / per_processor
-    result = batch * m * n * (element if written is None else written) / rates.memory
+    split = rates.processors // (batch * -(-m // 128) * -(-n // 128)) if least <= LARGEST else 1
+    split = min(max(split, 1), MOST_SPLITS)
+    computed = 2.0 * least * k / split / per_processor
+    moved = (element if written is None else written) + (2 * 4 * split if split > 1 else 0)
+    result = batch * m * n * moved / rates.memory
     operands = batch * (m * k + k * n) * element / rates.memory
     whole = max(computed, operands + result) if rates.overlapped_epilogue else max(computed + result, operands + result)
     return max(whole, LAUNCH)
@@ -50,3 +56,9 @@ def matmul(rates: Rates, m: int, n: int, k: int, batch: int = 1, element: int = 
 def streamed(rates: Rates, moved: float, kernels: int = 1) -> float:
     """Seconds of ``kernels`` that read and write ``moved`` bytes together."""
     return max(moved / rates.memory, kernels * LAUNCH) if moved else 0.0
+
+
+def _waves(tiles: int, processors: int, area: int) -> int:
+    """Elements that the busiest multiprocessor computes."""
+    at_once = LARGEST // area
+    return -(-tiles // (processors * at_once)) * at_once * area

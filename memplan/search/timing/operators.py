@@ -72,7 +72,8 @@ def scores(shape: Shape) -> Moved:
     """Per score of attention that keeps them: scale, mask, softmax, dropout, without the two products."""
     e, drops = shape.element, shape.spec.attention_dropout > 0
     dropout = 2 * e + MASK if drops else 0
-    alibi = e if shape.spec.positions == "alibi" else 0
+    # ``baddbmm`` copies its broadcast first argument into the result, which the product then reads.
+    alibi = 2 * e if shape.spec.positions == "alibi" else 0
     if shape.code in ("megatron", "transformer-engine"):
         return Moved(2 * e + dropout + alibi, 3 * e + dropout, 2 if drops else 1, 2 if drops else 1)
     casts = 2 * (e + 4) if e < 4 else 0
@@ -80,8 +81,17 @@ def scores(shape: Shape) -> Moved:
 
 
 def copies(shape: Shape) -> Moved:
-    """Per feature of the attention's output: the context made contiguous, and its gradient."""
-    return Moved(2 * shape.element, 2 * shape.element)
+    """Per feature of the attention's output: the context made contiguous, and its gradient; backward joins the
+    gradients of queries, keys and values into one tensor."""
+    e = shape.element
+    if shape.code == "transformer-engine" and shape.flash:
+        return NOTHING
+    return Moved(2 * e, 8 * e if shape.code == "megatron" else 2 * e, 1, 2)
+
+
+def bias_gradient(shape: Shape) -> Moved:
+    """Per feature of a linear layer's output: a reduction reads the gradient once more."""
+    return Moved(0.0, float(shape.element), 0, 1)
 
 
 def cross_entropy(shape: Shape) -> Moved:

@@ -14,10 +14,13 @@ Code = Literal["transformer-engine", "megatron", "transformers", "torchtitan"]
 
 ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 
-OLD_MEGATRON = (1, 13)
-"""PyTorch before which a plan's Megatron is that of the papers of 2021 and 2022: its pipeline sent a hidden state in
-``tp`` parts (arXiv 2104.04473, section 4.1); Megatron-Core does so with sequence parallelism only
-(``schedules.py``, ``get_tensor_shapes``)."""
+SCATTERED = (1, 13)
+"""PyTorch before which a plan's Megatron is that of 2021 and 2022, before Megatron-Core: its pipeline sent a hidden
+state in ``tp`` parts (arXiv 2104.04473, section 4.1), and waited for sends between interleaved stages, too."""
+
+NOT_OVERLAPPED = (1, 11)
+"""PyTorch before which it is Megatron-LM up to 2.5: the reduction of a column-parallel layer's input gradient was not
+yet beside its weight gradient, and the latter was added to the buffer by a kernel of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,10 @@ class Shape:
     """Between stages every rank sends its ``1 / t`` of a hidden state."""
     overlapped: bool
     """A column-parallel layer's communication runs beside its weight gradient."""
+    overlapped_sends: bool
+    """So do sends between interleaved stages and their passes."""
+    blocking: bool
+    """The host waits for every kernel (``CUDA_LAUNCH_BLOCKING``)."""
 
     @property
     def tokens(self) -> int:
@@ -109,15 +116,17 @@ def shape_of(plan: Plan) -> Shape:
         div_value=plan.loss.div_value,
         fused_loss=megatron.cross_entropy_fusion if core else "none",
         vocab=padded_vocab(plan),
-        fused_accumulation=core and megatron.gradient_accumulation_fusion and plan.precision.gradients == "fp32",
+        fused_accumulation=core and megatron.gradient_accumulation_fusion and not _older(plan, NOT_OVERLAPPED),
         gradients=plan.precision.gradients or "fp32",
-        accumulates=count > 1,
+        accumulates=count > 1 or core,
         fused_rope=core and megatron.rope_fusion,
         fused_activation=once and megatron.bias_gelu_fusion and megatron.bias_swiglu_fusion,
         fused_residual=once and megatron.bias_dropout_fusion,
         all_to_all=megatron.cp_communication == "a2a",
-        scattered_sends=layout.sequence_parallel or framework == "megatron-deepspeed" or _old(plan),
-        overlapped=core,
+        scattered_sends=layout.sequence_parallel or framework == "megatron-deepspeed" or _older(plan, SCATTERED),
+        overlapped=core and not _older(plan, NOT_OVERLAPPED),
+        overlapped_sends=layout.vpp > 1 and plan.pipeline.overlap_p2p and not _older(plan, SCATTERED),
+        blocking=plan.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
     )
 
 
@@ -129,11 +138,12 @@ def _code(plan: Plan) -> Code:
     return "torchtitan" if plan.framework == "fsdp" and plan.fsdp.code == "torchtitan" else "transformers"
 
 
-def _old(plan: Plan) -> bool:
+def _older(plan: Plan, version: tuple[int, int]) -> bool:
+    """Whether ``plan`` is of Megatron's code before a version of PyTorch."""
     if plan.framework != "megatron" or plan.torch is None:
         return False
     major, minor, *_ = (int(part) for part in plan.torch.split("."))
-    return (major, minor) < OLD_MEGATRON
+    return (major, minor) < version
 
 
 def padded_vocab(plan: Plan) -> int:

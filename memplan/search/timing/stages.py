@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from ...plan import count
@@ -37,8 +38,7 @@ def work_of(plan: Plan) -> Work:
 
         entries, bounds = stage_bounds(plan, parallel_shape(plan))
         names = [entry.name for entry in entries]
-        cuts = zip(bounds[:-1], bounds[1:], strict=True)
-        return tuple((_named(names[low:high], plan),) for low, high in cuts)
+        return tuple((_named(names[low:high], plan),) for low, high in pairwise(bounds))
     if plan.framework == "device-map":
         return _devices(plan)
     if plan.framework == "fsdp" and plan.layout.pp > 1:
@@ -86,7 +86,7 @@ def _torch_stages(plan: Plan) -> Work:
 
     edges, pp, chunks = partition(plan), plan.layout.pp, plan.layout.vpp
     total = pp * chunks
-    sizes = [high - low for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    sizes = [high - low for low, high in pairwise(edges)]
 
     def work(at: int) -> StageWork:
         last = at == total - 1

@@ -172,13 +172,12 @@ def step_time(plan: Plan, efficiency: Efficiency | None = None) -> StepTime:
         (updates(replicas, stage, times, microbatches, staged) for stage in dict.fromkeys(work)),
         key=lambda one: one.total,
     )
-    interleaved = layout.vpp > 1
     found = assemble(
         times,
         work,
         microbatches,
         schedule=plan.pipeline.schedule,
-        overlapped_sends=interleaved and plan.pipeline.overlap_p2p,
+        overlapped_sends=shape.overlapped_sends,
         pipelined=plan.framework != "device-map",
         once=once,
     )
