@@ -34,6 +34,14 @@ class Hardware(Section):
     capacity: int | None = Field(
         None, ge=1, le=2**50, description="device memory, if not the GPU table's: bytes, or as 31.7GiB"
     )
+    network: float | None = Field(
+        None,
+        gt=0.0,
+        le=1e6,
+        description="GB/s that a GPU has of its node's network adapters, in one direction; default: those of the DGX "
+        "system with this GPU",
+    )
+    price: float | None = Field(None, ge=0.0, le=1e9, description="what a GPU costs for an hour, in any currency")
 
 
 class Layout(Section):

@@ -1,0 +1,110 @@
+"""Seconds of a collective: latency and bandwidth of the slowest level that it crosses.
+
+The model is NCCL's own, by which it chooses algorithm and protocol (``src/graph/tuning.cc``: ``baseLatencies``,
+``hwLatencies``, ``ncclTopoTuneModel``, ``ncclTopoGetAlgoTime``): rings with the protocols LL128 and Simple, and trees
+for all-reduce between nodes. Sums inside switches (NVLink SHARP, network SHARP) are not modelled.
+https://github.com/NVIDIA/nccl
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil, log2
+from typing import Literal, NamedTuple
+
+from ...plan.errors import PlanError
+from .rates import Rates
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+
+
+class Group(NamedTuple):
+    """Ranks that take part in a collective, as they lie on nodes."""
+
+    ranks: int
+    local: int
+    """Those of them on one node."""
+    stride: int = 1
+    """Groups of the same kind that share the node's network adapters at the same time."""
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.local)
+
+
+def group(ranks: int, stride: int, node: int) -> Group:
+    """``ranks`` that are ``stride`` apart, on nodes of ``node`` GPUs."""
+    local = max(1, min(ranks, node // stride))
+    return Group(ranks, local, stride)
+
+
+class _Protocol(NamedTuple):
+    """Microseconds, from the tables named above."""
+
+    base: float
+    link: float
+    """A step of a ring over NVLink."""
+    host: float
+    """Over PCIe."""
+    network: float
+    """Over the network."""
+    tree: float
+    """A step of a tree over the network."""
+    share: float
+    """Of the bandwidth that carries data."""
+
+
+_LL128 = _Protocol(14.0, 1.9, 2.5, 4.0, 8.5, 0.92)
+_SIMPLE = _Protocol(8.4, 3.4, 5.7, 14.0, 14.0, 1.0)
+_TREE_SHARE = 0.92
+_MICRO = 1e-6
+
+
+@lru_cache(maxsize=1 << 16)
+def collective(rates: Rates, kind: Kind, size: float, of: Group) -> float:
+    """Seconds; ``size`` in bytes of the whole tensor: what an all-gather gives and a reduce-scatter takes."""
+    n = of.ranks
+    if n == 1 or not size:
+        return 0.0
+    steps = 2 * (n - 1) if kind == "all-reduce" else n - 1
+    bandwidth, linked = _bandwidth(rates, of)
+    hops = 2 * (of.nodes - 1) if kind == "all-reduce" else of.nodes - 1
+    times = []
+    for protocol in (_LL128, _SIMPLE):
+        inside = protocol.link if linked else protocol.host
+        latency = protocol.base + (steps - hops) * inside + hops * protocol.network
+        times.append(latency * _MICRO + steps / n * size / (bandwidth * protocol.share))
+    if kind == "all-reduce" and of.nodes > 1:
+        depth = ceil(log2(of.nodes))
+        latency = _SIMPLE.base + 2 * ((of.local - 1) * _SIMPLE.link + depth * _SIMPLE.tree)
+        times.append(latency * _MICRO + 2 * size / (bandwidth * _TREE_SHARE))
+    return min(times)
+
+
+def _bandwidth(rates: Rates, of: Group) -> tuple[float, bool]:
+    """Bytes/s that a ring carries past its slowest hop, and whether NVLink joins the ranks of a node."""
+    together = of.local * of.stride
+    linked = bool(rates.link) and (together <= rates.link_gpus or of.local == 1)
+    inside = rates.link if linked else rates.host
+    if of.nodes == 1:
+        return inside, linked
+    network = between_nodes(rates)
+    return (network * of.local if of.local == 1 else min(inside, network * of.local)), linked
+
+
+def between_nodes(rates: Rates) -> float:
+    """Bytes/s of one GPU's share of its node's network adapters."""
+    if rates.network is None:
+        problem = "is missing: no system with this GPU is published whose network adapters are known (GB/s of each GPU)"
+        raise PlanError("hardware.network", None, problem)
+    return rates.network
+
+
+def send(rates: Rates, size: float, across_nodes: bool) -> float:
+    """Seconds from one rank to another."""
+    if not size:
+        return 0.0
+    if across_nodes:
+        return (_SIMPLE.base + _SIMPLE.network) * _MICRO + size / between_nodes(rates)
+    latency, bandwidth = (_SIMPLE.link, rates.link) if rates.link else (_SIMPLE.host, rates.host)
+    return (_SIMPLE.base + latency) * _MICRO + size / bandwidth

@@ -1,0 +1,113 @@
+"""What part of a published peak kernels and links sustain: one immutable value, to be replaced by what was measured.
+
+Every default is from somebody's microbenchmark of kernels or links, none from a training step. A sustained rate is
+what remains on random numbers once the power limit holds; where only a best case has been published it is that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Fraction(NamedTuple):
+    """A part of a peak, from 0 to 1, and where it was measured."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Parts of the published peaks that are sustained; ``sources`` say where each is from."""
+
+    matrix: float
+    """Of the tensor cores' peak, by a large product whose tiles fill every wave."""
+    memory: float
+    """Of the memory's bandwidth, by a kernel that streams."""
+    attention_forward: float
+    """Of the tensor cores' peak, by a fused attention kernel; half of the scores are counted where it is causal."""
+    attention_backward: float
+    link: float
+    """Of the links' bandwidth, by NCCL's rings."""
+    network: float
+    """Of the network adapters' line rate, by NCCL."""
+    host: float
+    """Of the bandwidth to the host, by copies of pinned memory."""
+    sources: tuple[str, ...] = ()
+
+
+_MAMF = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md (MAMF table)"
+_HE = "https://www.thonking.ai/p/strangely-matrix-multiplications (258 of 312, 8192^3 on random numbers)"
+_MARKIDIS = "https://arxiv.org/abs/1803.04014 (83 of 112.7, cuBLAS)"
+_SIMUMAX = (
+    "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json (median of a sweep of 514 "
+    "products, as parts of what tiles and waves leave; the best case in the MAMF table is 0.776)"
+)
+_ASSUMED = "no product measured on this GPU was found: the median of those that were"
+
+_MATRIX: Mapping[str, Fraction] = MappingProxyType(
+    {
+        "v100-16gb": Fraction(83 / 112.7, _MARKIDIS),
+        "v100-32gb": Fraction(83 / 112.7, _MARKIDIS),
+        "a100-40gb": Fraction(258 / 312, _HE),
+        "a100-80gb": Fraction(258 / 312, _HE),
+        "h100-80gb": Fraction(794.5 / 989, _MAMF),
+        "h100-96gb": Fraction(828.6 / 989, _MAMF),
+        "h200": Fraction(794.5 / 989, _MAMF),
+        "b200": Fraction(0.504, _SIMUMAX),
+        "gb200": Fraction(1822 / 2500, _MAMF),
+        "mi300x": Fraction(668.4 / 1307.4, _MAMF),
+    }
+)
+
+_VOLTA_MEMORY = Fraction(750 / 900, "https://arxiv.org/abs/1804.06826 (V100: 750 of 900 GB/s)")
+_AMPERE_MEMORY = Fraction(1407.2 / 1555, "https://arxiv.org/abs/2402.13499 (A100 40 GB: 1407.2 of 1555 GB/s)")
+_ADA_MEMORY = Fraction(929.8 / 1008, "https://arxiv.org/abs/2402.13499 (RTX 4090: 929.8 of 1008 GB/s)")
+_HOPPER_MEMORY = Fraction(1861.5 / 2039, "https://arxiv.org/abs/2402.13499 (H100 PCIe: 1861.5 of 2039 GB/s)")
+
+_FLASH2 = "https://arxiv.org/abs/2307.08691 (FlashAttention-2 on A100: up to 73 % forward, 63 % backward)"
+_FLASH3 = "https://arxiv.org/abs/2407.08608 (FlashAttention-3 on H100: up to 75 % forward; FlashAttention-2: 35 %)"
+_SIMUMAX_ATTENTION = "the same file's sdp_fwd and sdp_bwd, medians, whose causal scores are counted whole: halved"
+
+_NVLINK = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (GB/s of a link: 20.0, H100 20.6, B200 40.1)"
+_PCI = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)"
+_NET = "https://github.com/NVIDIA/nccl-tests/issues/119 (8 A100, 4 x 200 Gb/s a node: 96 of 100 GB/s)"
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def default(gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool = False) -> Efficiency:
+    """Of ``gpu`` (a name of ``memplan.gpus``); ``fused_kernels`` where Transformer Engine chooses the attention's."""
+    matrix = _MATRIX.get(gpu) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
+    major, minor = capability or (9, 0)
+    memory = _HOPPER_MEMORY
+    if major == 7:
+        memory = _VOLTA_MEMORY
+    elif major == 8:
+        memory = _ADA_MEMORY if minor == 9 else _AMPERE_MEMORY
+    link = {9: 20.6 / 25, 10: 40.1 / 50}.get(major, 0.8)
+    forward, backward, attention = _attention(gpu, major, fused_kernels, matrix.value)
+    sources = (matrix.source, memory.source, attention, _NVLINK, _NET, _PCI)
+    return Efficiency(matrix.value, memory.value, forward, backward, link, 0.96, 0.75, sources)
+
+
+def _attention(gpu: str, major: int, fused_kernels: bool, matrix: float) -> tuple[float, float, str]:
+    """Forward, backward and source. Backward on Hopper in the ratio that FlashAttention-2 has on Ampere."""
+    ratio = 0.63 / 0.73
+    if major == 8:
+        return 0.73 * min(1.0, matrix / 0.827), 0.63 * min(1.0, matrix / 0.827), _FLASH2
+    if major == 9:
+        forward = 0.75 if fused_kernels else 0.35
+        return forward, forward * ratio, _FLASH3
+    if gpu == "b200":
+        return 0.73 / 2, 0.69 / 2, _SIMUMAX_ATTENTION
+    return (
+        0.5 * matrix,
+        0.5 * matrix * ratio,
+        "no fused attention measured on this GPU was found: half of a product's rate",
+    )

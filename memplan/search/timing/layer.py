@@ -1,0 +1,252 @@
+"""Seconds of one transformer layer on one rank, operator by operator.
+
+Letters: ``b`` micro-batch, ``s`` sequence, ``h`` hidden, ``a`` heads, ``d`` features of a head, ``f`` the MLP's
+width, ``t`` tensor-, ``c`` context-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from . import operators
+from .collectives import collective, group, send
+from .matmul import matmul, streamed
+from .operators import Moved
+from .rates import Rates
+from .shape import Shape
+
+CHANNELS = 24
+"""Multiprocessors that NCCL's rings keep busy: a block each for two directions of twelve rings on NVLink
+(``src/graph/search.cc``; ``NCCL_MAX_NCHANNELS`` of https://docs.nvidia.com/deeplearning/nccl/user-guide/)."""
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of one micro-batch of one entry on one rank, communication of tensor and context parallelism included."""
+
+    forward: float
+    backward: float
+    recompute: float
+    """What recompute adds to backward where the entry is recomputed."""
+    parallel: float = 0.0
+    """The part of forward and backward that is exposed communication."""
+    recomputed_parallel: float = 0.0
+    """The part of recompute that is."""
+
+
+class Seconds(NamedTuple):
+    """Of one part of a layer."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    forward_parallel: float = 0.0
+    backward_parallel: float = 0.0
+
+    def __add__(self, other: object) -> Seconds:
+        assert isinstance(other, Seconds)
+        return Seconds(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A layer taken apart, as recompute wants it."""
+
+    norms: Seconds
+    projections: Seconds
+    """Queries, keys and values, and the attention's output."""
+    core: Seconds
+    """Scores, softmax and context."""
+    mlp: Seconds
+    residuals: Seconds
+    communication: Seconds
+
+    @property
+    def whole(self) -> Seconds:
+        total = self.norms + self.projections
+        for part in (self.core, self.mlp, self.residuals, self.communication):
+            total = total + part
+        return total
+
+
+@lru_cache(maxsize=1 << 14)
+def layer_times(shape: Shape, rates: Rates) -> LayerTimes:
+    """One layer of the model."""
+    parts = parts_of(shape, rates)
+    whole = parts.whole
+    again, again_parallel = _recompute(parts, shape)
+    return LayerTimes(
+        whole.forward + whole.forward_parallel,
+        whole.backward + whole.backward_parallel,
+        again + again_parallel,
+        whole.forward_parallel + whole.backward_parallel,
+        again_parallel,
+    )
+
+
+def _recompute(parts: Parts, shape: Shape) -> tuple[float, float]:
+    """Seconds that backward takes longer, and of them in communication."""
+    if shape.recompute == "full":
+        return parts.whole.forward, parts.whole.forward_parallel
+    if shape.recompute == "per-operator":
+        # Attention and every second product are kept (torchtitan, ``activation_checkpoint.py``).
+        beside = parts.norms.forward + parts.residuals.forward
+        return beside + (parts.projections.forward + parts.mlp.forward) / 2, parts.communication.forward_parallel
+    if shape.recompute != "selective":
+        return 0.0, 0.0
+    modules = shape.modules or ("core_attn",)
+    again = {
+        "core_attn": (parts.core.forward, parts.core.forward_parallel),
+        "layernorm": (parts.norms.forward, 0.0),
+        "mlp": (parts.mlp.forward, parts.communication.forward_parallel / 2),
+    }
+    return sum(again[name][0] for name in modules), sum(again[name][1] for name in modules)
+
+
+@lru_cache(maxsize=1 << 14)
+def parts_of(shape: Shape, rates: Rates) -> Parts:
+    """The layer's parts."""
+    spec, t, tokens = shape.spec, shape.t, shape.tokens
+    h, f = spec.hidden, spec.ffn // t
+    queries, keys = spec.attention_features // t, max(1, spec.kv_heads // t) * spec.head_dim
+    fused = shape.code in ("transformer-engine", "megatron")
+    inputs = [queries + 2 * keys] if fused else [queries, keys, keys]
+    ups = [f * (2 if spec.gated else 1)] if fused or not spec.gated else [f, f]
+    into = _sum(linear(shape, rates, h, n, bias=spec.attention_bias) for n in inputs)
+    up = _sum(linear(shape, rates, h, n, bias=spec.mlp_bias) for n in ups)
+    out = linear(shape, rates, queries, h, bias=spec.attention_output_bias)
+    down = linear(shape, rates, f, h, bias=spec.mlp_bias)
+    sharded = shape.sharded_tokens * h
+    norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
+    rope = streams(rates, operators.rotary(shape), tokens * (queries + keys) * spec.rotary_fraction)
+    heads = streams(rates, operators.norm(shape), tokens * (queries + keys)) if spec.qk_norm else Seconds()
+    return Parts(
+        norms=_times(streams(rates, operators.norm(shape), sharded), norms),
+        projections=_sum((into, out, rope, heads)),
+        core=attention(shape, rates),
+        mlp=_sum((up, down, streams(rates, operators.activation(shape), tokens * f))),
+        residuals=_times(streams(rates, operators.residual(shape), sharded), 2),
+        communication=_communication(shape, rates, into, up),
+    )
+
+
+def linear(
+    shape: Shape, rates: Rates, inputs: int, outputs: int, tokens: int | None = None, bias: bool = False
+) -> Seconds:
+    """A product with a weight; backward has two, for the gradients of input and weight, and adds up the latter."""
+    m, e = shape.tokens if tokens is None else tokens, shape.element
+    forward = matmul(rates, m, outputs, inputs, 1, e)
+    backward = matmul(rates, m, inputs, outputs, 1, e) + weight_gradient(shape, rates, inputs, outputs, m)
+    sums = streams(rates, operators.bias_gradient(shape), m * outputs) if bias else Seconds()
+    return Seconds(forward, backward) + sums
+
+
+def weight_gradient(shape: Shape, rates: Rates, inputs: int, outputs: int, tokens: int) -> float:
+    """The product, and the sum with what earlier micro-batches left."""
+    e, kept = shape.element, 4 if shape.gradients == "fp32" else shape.element
+    if shape.fused_accumulation:
+        return matmul(rates, outputs, inputs, tokens, 1, e, 2 * kept)
+    product = matmul(rates, outputs, inputs, tokens, 1, e)
+    sums = shape.accumulates or shape.gradients != shape.dtype
+    return product + (streamed(rates, (e + 2 * kept) * inputs * outputs) if sums else 0.0)
+
+
+def attention(shape: Shape, rates: Rates) -> Seconds:
+    """From queries, keys and values to the context."""
+    spec, b, t, c, e = shape.spec, shape.b, shape.t, shape.c, shape.element
+    a, d, rows, columns = spec.heads // t, spec.head_dim, shape.s // shape.c, shape.s
+    copied = streams(rates, operators.copies(shape), shape.tokens * a * d)
+    if shape.flash:
+        flops = 4.0 * b * a * d * rows * seen(shape)
+        moved = e * shape.tokens * d * (2 * a + 2 * max(1, spec.kv_heads // t) * c)
+        forward = max(flops / rates.attention_forward, streamed(rates, moved))
+        backward = max(2.5 * flops / rates.attention_backward, streamed(rates, 2 * moved, 2))
+        kernel = Seconds(forward, backward)
+    else:
+        scores = float(b * a * rows * columns)
+        first, second = matmul(rates, rows, columns, d, b * a, e), matmul(rates, rows, d, columns, b * a, e)
+        # Backward: context to scores and to values; scores to queries and to keys.
+        back = matmul(rates, rows, columns, d, b * a, e) + 3 * matmul(rates, rows, d, columns, b * a, e)
+        kernel = Seconds(first + second, back) + streams(rates, operators.scores(shape), scores)
+    exchanged = _context_parallel(shape, rates, kernel) if c > 1 else Seconds()
+    return kernel + copied + exchanged
+
+
+def seen(shape: Shape) -> float:
+    """Keys that a query attends to, on average."""
+    s, window = shape.s, shape.spec.sliding_window
+    whole = s / 2 if shape.spec.causal else float(s)
+    if window is None or window >= s:
+        return whole
+    limited = window - window * window / (2 * s) if shape.spec.causal else float(window)
+    return (whole + limited) / 2 if shape.spec.alternating_windows else limited
+
+
+def _context_parallel(shape: Shape, rates: Rates, kernel: Seconds) -> Seconds:
+    """Keys and values around a ring, hidden behind the kernel while it works on what is there; or heads for tokens,
+    all to all, which nothing hides (``attn_forward_func_with_cp`` of Transformer Engine)."""
+    spec, t, c, e = shape.spec, shape.t, shape.c, shape.element
+    keys = 2 * shape.tokens * max(1, spec.kv_heads // t) * spec.head_dim * e
+    around = group(c, t, rates.node)
+    if shape.all_to_all:
+        queries = shape.tokens * spec.heads // t * spec.head_dim * e
+        exchanged = collective(rates, "all-to-all", keys + 2 * queries, around)
+        return Seconds(0.0, 0.0, exchanged, exchanged)
+    across = t * c > rates.node
+    forward, backward = (c - 1) * send(rates, keys, across), (c - 1) * send(rates, 2 * keys, across)
+    hidden = (c - 1) / c
+    return Seconds(0.0, 0.0, max(0.0, forward - hidden * kernel.forward), max(0.0, backward - hidden * kernel.backward))
+
+
+def _communication(shape: Shape, rates: Rates, into: Seconds, up: Seconds) -> Seconds:
+    """Exposed communication of tensor parallelism: two all-reduces each way; with sequence parallelism an all-gather
+    and a reduce-scatter for each, and another all-gather of what backward needs again, hidden behind its products.
+
+    Megatron-Core and Megatron-LM since 2022 run a column-parallel layer's reduction beside its weight gradient
+    (``LinearWithGradAccumulationAndAsyncCommunication``), which is about half of the layer's backward; the product
+    lacks the multiprocessors that the collective's channels take meanwhile.
+    """
+    if shape.t == 1:
+        return Seconds()
+    across = group(shape.t, 1, rates.node)
+    blocks = 1 if shape.spec.blocks == "parallel_one_norm" and shape.code != "transformer-engine" else 2
+    if not shape.sequence_parallel:
+        one = collective(rates, "all-reduce", shape.hidden_bytes, across)
+        if not shape.overlapped:
+            return Seconds(0.0, 0.0, blocks * one, blocks * one)
+        exposed = beside(rates, one, into.backward / 2) + beside(rates, one, up.backward / 2)
+        return Seconds(0.0, 0.0, blocks * one, exposed)
+    gather = collective(rates, "all-gather", shape.hidden_bytes, across)
+    scatter = collective(rates, "reduce-scatter", shape.hidden_bytes, across)
+    forward = blocks * (gather + scatter)
+    if not shape.overlapped:
+        return Seconds(0.0, 0.0, forward, forward)
+    exposed = sum(
+        beside(rates, gather, one.backward / 2) + beside(rates, scatter, one.backward / 2) for one in (into, up)
+    )
+    return Seconds(0.0, 0.0, forward, blocks * gather + exposed)
+
+
+def beside(rates: Rates, communication: float, work: float) -> float:
+    """Seconds that communication beside ``work`` costs: what is longer, and what its channels take from ``work``."""
+    return max(0.0, communication - work) + min(communication, work) * CHANNELS / rates.processors
+
+
+def streams(rates: Rates, moved: Moved, elements: float) -> Seconds:
+    """A memory-bound operator on so many elements."""
+    return Seconds(
+        streamed(rates, moved.forward * elements, moved.kernels),
+        streamed(rates, moved.backward * elements, moved.backward_kernels),
+    )
+
+
+def _times(seconds: Seconds, count: int) -> Seconds:
+    return Seconds(*(count * part for part in seconds))
+
+
+def _sum(parts: Iterable[Seconds]) -> Seconds:
+    total = Seconds()
+    for part in parts:
+        total = total + part
+    return total
