@@ -127,6 +127,14 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
     return tuple(tape for tape in (*forward, *ended, *backward, *reduce, step) if tape.events)
 
 
+def device_bytes(plan: Plan, stage: int) -> int:
+    """The furthest reading of one stage of a resolved plan that is known; the same as in the whole report."""
+    program = programs_of(plan, Options(kernel_workspaces=True))[stage]
+    (replayed,) = replay((program,), allocator_settings(plan), cublas_workspaces(plan))
+    beyond = _beyond(plan, replayed)
+    return replayed.reserved + sum(size or 0 for size in (beyond.cuda_context, beyond.nccl, beyond.other))
+
+
 # -- readings ---------------------------------------------------------------------------------------
 
 
@@ -261,4 +269,4 @@ def _parse_settings(value: str) -> AllocatorSettings:
     return AllocatorSettings.parse(value)
 
 
-__all__ = ["detail", "estimate", "fold", "programs_of"]
+__all__ = ["detail", "device_bytes", "estimate", "fold", "programs_of"]

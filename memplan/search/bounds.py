@@ -107,14 +107,15 @@ def at_least(needs: LayerNeeds, kept: States, shards: int, load: tuple[tuple[int
     return max(layers * per_layer + flying * needs.saved for layers, flying in load)
 
 
-def at_best(
-    needs: LayerNeeds, kept: States, shards: int, layers: int, pp: int, microbatches: int
-) -> float:
-    """Bytes of the fullest stage of whatever cut without interleaving.
+def at_best(needs: LayerNeeds, kept: States, shards: int, layers: int, pp: int, vpp: int, microbatches: int) -> float:
+    """Bytes of the fullest stage of whatever cut.
 
-    If no stage has more than M bytes, stage k holds at most M / (A + f(k) S) of the layers, A bytes of states and
-    S saved each; these add up to all of them, so M is at least layers / sum of 1 / (A + f(k) S).
+    A stage with n layers in v chunks has f passes in flight of chunks with (n - v + 1) / v layers or more, so it needs
+    n A + f (n - v + 1) / v S bytes, A for the states of a layer and S for what it saves. If none has more than M bytes,
+    a stage holds at most (M + f (v - 1) / v S) / (A + f / v S) of the layers. These add up to all of them, which gives
+    the least M.
     """
     per_layer = needs.elements * (kept.whole * shards + kept.divided) / shards
-    costs = (per_layer + flights(pp, 1, microbatches, stage) * needs.saved for stage in range(pp))
-    return layers / sum(1 / cost for cost in costs)
+    flying = [flights(pp, vpp, microbatches, stage) / vpp * needs.saved for stage in range(pp)]
+    free = sum(one * (vpp - 1) / (per_layer + one) for one in flying)
+    return (layers - free) / sum(1 / (per_layer + one) for one in flying)

@@ -1,1 +1,159 @@
-class Clock: ...
+"""Seconds of a point's step, for many points: what is shared among them is computed once.
+
+``fastest`` is a bound from below, the passes without what a step does once (gradients between replicas, the optimizer);
+``seconds`` adds that, and is the total of ``timing.step_time`` for the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
+
+from ..plan.plan import Plan
+from ..plan.resolve import resolve
+from .cuts import CUT, Ratios, Work, Works, fastest
+from .space import Point, Recomputing, Space
+from .timing import (
+    EntryTimes,
+    LayerTimes,
+    Rates,
+    Shape,
+    StageWork,
+    StepTime,
+    rates_of,
+    shape_of,
+    step_seconds,
+    step_time,
+    work_of,
+)
+from .timing.ends import send_time, times_of
+from .timing.shape import overlapped_sends
+from .timing.updates import Replicas, updates
+
+Groups = tuple[tuple[int, tuple[StageWork, ...]], ...]
+"""How many stages in a row have these chunks."""
+
+
+class _Family(NamedTuple):
+    """What points share that differ only in replicas and states."""
+
+    times: EntryTimes
+    ratios: Ratios
+    shape: Shape
+    rates: Rates
+
+
+class Clock:
+    """Times of the points of one space."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.is_cut = space.base.framework in CUT
+        self._families: dict[object, _Family] = {}
+        self._fixed: Works | None = None
+        self._groups: dict[tuple[int, Recomputing], tuple[Works, Groups]] = {}
+
+    def family(self, point: Point) -> _Family:
+        """Times of a layer and of both ends, and of sends between stages."""
+        extras = tuple(extra for extra in point.extras if extra.changes_passes)
+        accumulates = self.space.microbatches(point) > 1
+        key = (point.tp, point.cp, point.mbs, point.recompute.mode, extras, accumulates)
+        if key not in self._families:
+            plan = self.space.alone(point._replace(recompute=Recomputing(point.recompute.mode), zero=0, extras=extras))
+            shape, rates = shape_of(plan), rates_of(plan)
+            times = times_of(shape, rates, False, False)
+            self._families[key] = _Family(times, _ratios(times, point.recompute), shape, rates)
+        family = self._families[key]
+        if point.pp == 1:
+            return family
+        across = self.space.gpus > self.space.base.hardware.gpus_per_node
+        staged = (*key, across)
+        if staged not in self._families:
+            send = send_time(family.shape, family.rates, across)
+            self._families[staged] = family._replace(times=replace(family.times, send=send))
+        return self._families[staged]
+
+    def ratios(self, point: Point) -> Ratios:
+        return self.family(point).ratios
+
+    def fastest(self, point: Point) -> tuple[Works, float]:
+        """The cut whose slowest stage takes least, and at least its seconds."""
+        if not self.is_cut:
+            return (), step_time(resolve(self.space.plan(point))).total
+        family = self.family(point)
+        if self.space.cut is None:
+            works = fastest(self.space.base.model.layers, point.pp, point.vpp, family.ratios)
+        else:
+            works = self._given(point)
+        return works, self._passes(family, point, works, 0.0)
+
+    def _given(self, point: Point) -> Works:
+        """The cut that the plan has, which all points share."""
+        if self._fixed is None:
+            stages = work_of(resolve(self.space.plan(point)))
+            self._fixed = tuple(
+                tuple(Work(chunk.layers, chunk.embedding, chunk.head) for chunk in stage) for stage in stages
+            )
+        return self._fixed
+
+    def seconds(self, point: Point, works: Works) -> float:
+        """Of the whole step."""
+        if not self.is_cut:
+            return step_time(resolve(self.space.plan(point))).total
+        family, plan, count = self.family(point), resolve(self.space.plan(point)), self.space.microbatches(point)
+        replicas = Replicas(plan, shape_of(plan), family.rates)
+        once = max(
+            updates(replicas, chunks, family.times, count, len(works) > 1).total
+            for _, chunks in self._grouped(works, point.recompute)
+        )
+        return self._passes(family, point, works, once)
+
+    def _passes(self, family: _Family, point: Point, works: Works, once: float) -> float:
+        groups, count = self._grouped(works, point.recompute), self.space.microbatches(point)
+        return step_seconds(family.times, groups, count, once, overlapped_sends(self.space.resolved, point.vpp))
+
+    def _grouped(self, works: Works, recompute: Recomputing) -> Groups:
+        """Remembered by the object, which is as long as its key."""
+        key = (id(works), recompute)
+        known = self._groups.get(key)
+        if known is None:
+            known = self._groups[key] = works, grouped(works, recompute, self.space.base.model.final_norm)
+        return known[1]
+
+    def step(self, plan: Plan) -> StepTime:
+        """Of a resolved plan, with its parts."""
+        return step_time(plan)
+
+
+def _ratios(times: EntryTimes, recompute: Recomputing) -> Ratios:
+    layer = _whole(times.layer) + (times.layer.recompute if recompute.mode != "none" else 0.0)
+    return Ratios(_whole(times.embedding) / layer, (_whole(times.final_norm) + _whole(times.head)) / layer)
+
+
+def _whole(times: LayerTimes) -> float:
+    return times.forward + times.backward
+
+
+def grouped(works: Works, recompute: Recomputing, final_norm: bool) -> Groups:
+    """``works`` as the time model counts them, equal neighbours together."""
+    stages = (
+        tuple(
+            StageWork(
+                work.layers,
+                _recomputed(work.layers, recompute),
+                work.embedding,
+                final_norm and work.head,
+                work.head,
+            )
+            for work in stage
+        )
+        for stage in works
+    )
+    return tuple((len(list(equal)), chunks) for chunks, equal in groupby(stages))
+
+
+def _recomputed(layers: int, recompute: Recomputing) -> int:
+    if recompute.mode == "none":
+        return 0
+    return min(layers, recompute.layers) if recompute.method == "block" and recompute.layers else layers

@@ -6,10 +6,10 @@ the embedding and the head take, and how many micro-batches each stage has in fl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
-from math import floor, inf
+from math import ceil, floor, inf
 from typing import Any, NamedTuple
 
 from ..frameworks import megatron, megatron_deepspeed
@@ -18,7 +18,10 @@ from ..plan.errors import PlanError
 from ..plan.megatron_layout import layout_text
 from ..plan.plan import Plan
 from ..program import fold_program
-from .partition import Option, choose, contiguous, spread
+from .partition import Option, choose, contiguous
+
+CUT = ("megatron", "megatron-deepspeed")
+"""Frameworks whose cut into stages is chosen."""
 
 
 class Work(NamedTuple):
@@ -50,45 +53,43 @@ class Ratios(NamedTuple):
 # -- the fastest -----------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1 << 14)
 def fastest(layers: int, pp: int, vpp: int, ratios: Ratios) -> Works:
     """The cut whose slowest virtual stage takes least; of several the most even one, and of those the one whose first
     virtual stages, which have most in flight, hold least.
 
-    A virtual stage that may take t layers' time holds floor(t - what its ends take), and those numbers add up to enough
-    for the first t where they do; t is a whole number of layers more than some stage's ends.
+    A virtual stage that may take the time of t layers holds floor(t - what its ends take) of them, and the first t for
+    which these add up to enough is a whole number, or a whole number and what the first or the last stage's ends take.
     """
     slots = pp * vpp
-    taken = [0.0] * slots
-    taken[0] += ratios.embedding
-    taken[-1] += ratios.head
-
-    def holds(time: float) -> list[int]:
-        return [max(0, floor(time - ends + 1e-9)) for ends in taken]
-
-    share = layers // slots
-    steps = range(max(0, share - 1), layers + 1)
-    times = sorted({whole + ends - floor(ends) for whole in _near(steps, layers, taken) for ends in set(taken)})
-    low, high = 0, len(times) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if sum(holds(times[middle])) >= layers and times[middle] >= max(taken[0], taken[-1]):
-            high = middle
-        else:
-            low = middle + 1
-    most = holds(times[low])
-    return _works(_levelled(most, layers), pp, vpp)
+    if slots == 1:
+        return ((Work(layers, True, True),),)
+    least = max((layers + ratios.embedding + ratios.head) / slots - 1e-9, ratios.embedding, ratios.head)
+    time = min(
+        time
+        for ends in (0.0, ratios.embedding, ratios.head)
+        for time in _upwards(ends, least)
+        if sum(_held(time, slots, ratios)) >= layers
+    )
+    return _levelled(layers, pp, vpp, *_held(time, slots, ratios))
 
 
-def _near(steps: range, layers: int, taken: Sequence[float]) -> range:
-    """Whole numbers of layers among which the time of the slowest stage is."""
-    longest = floor(max(taken)) + 1
-    slots = max(1, len(taken) - 2)
-    return range(steps.start, min(steps.stop, max(layers // slots + 2, longest + 1) + 1))
+def _upwards(ends: float, least: float) -> Iterator[float]:
+    """``ends`` and whole numbers more, from ``least`` on, up to the one that surely is enough."""
+    start = ends + max(0, ceil(least - ends))
+    return (start + more for more in range(4))
 
 
-def _levelled(most: Sequence[int], layers: int) -> list[int]:
-    """So many of each as ``most`` allows, as even as can be, ``layers`` in all."""
+def _held(time: float, slots: int, ratios: Ratios) -> tuple[int, int, int]:
+    """Layers of the first virtual stage, of all between, and of the last one, that take ``time``."""
+    first, last = floor(time - ratios.embedding + 1e-9), floor(time - ratios.head + 1e-9)
+    return max(0, first), (slots - 2) * floor(time + 1e-9), max(0, last)
+
+
+@lru_cache(maxsize=1 << 14)
+def _levelled(layers: int, pp: int, vpp: int, first: int, between: int, last: int) -> Works:
+    """At most so many layers in each virtual stage, as even as can be, ``layers`` in all."""
+    slots = pp * vpp
+    most = [first, *[between // (slots - 2)] * (slots - 2), last] if slots > 2 else [first, last]
     level = next(level for level in range(layers + 1) if sum(min(one, level) for one in most) >= layers)
     counts = [min(one, level) for one in most]
     surplus = sum(counts) - layers
@@ -96,7 +97,7 @@ def _levelled(most: Sequence[int], layers: int) -> list[int]:
         if surplus and count == level:
             counts[at] -= 1
             surplus -= 1
-    return counts
+    return _works(counts, pp, vpp)
 
 
 def _works(counts: Sequence[int], pp: int, vpp: int) -> Works:
@@ -208,20 +209,23 @@ def _of_layers(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria
     peaks, first = Peaks(plan), fastest(layers, pp, vpp, ratios)
     threshold = max(peaks(at, works) for at, works in enumerate(first)) if limit is None else limit
 
-    def ways(stage: int, count: int) -> list[tuple[Work, ...]]:
-        return [_stage_works(stage, pp, chunks) for chunks in spread(count, vpp)]
+    def held(stage: int, count: int) -> tuple[Work, ...]:
+        return _stage_works(stage, pp, spread(count, vpp, last=stage == pp - 1))
 
-    def least(stage: int, count: int) -> int:
-        return min(peaks(stage, works) for works in ways(stage, count))
+    fewest = [_fewest(stage, pp, vpp) for stage in range(pp)]
 
-    most = [_most(lambda count, stage=stage: least(stage, count) <= threshold, layers) for stage in range(pp)]
-    if sum(most) < layers or min(most) < 0:
+    def most_of(stage: int) -> int:
+        return _most(lambda count: peaks(stage, held(stage, count)) <= threshold, fewest[stage], layers)
+
+    most = [most_of(stage) for stage in range(pp)]
+    if sum(most) < layers or any(map(int.__lt__, most, fewest)):
         return None
+    spare = sum(most) - layers
     options = [
         [
             Option(tuple(work.layers for work in works), *criteria(peaks(stage, works), _seconds(works, ratios)))
-            for count in range(max(0, layers - sum(most) + most[stage]), most[stage] + 1)
-            for works in ways(stage, count)
+            for count in range(max(fewest[stage], most[stage] - spare), most[stage] + 1)
+            for works in (held(stage, count),)
         ]
         for stage in range(pp)
     ]
@@ -231,10 +235,9 @@ def _of_layers(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria
     return tuple(_stage_works(at, pp, option.chunks) for at, option in enumerate(chosen))
 
 
-def _most(holds: Callable[[int], bool], layers: int) -> int:
-    """The largest number up to ``layers`` that ``holds``, if smaller ones do; -1 if none does."""
-    low, high = -1, layers
-    step = 1
+def _most(holds: Callable[[int], bool], fewest: int, layers: int) -> int:
+    """The largest number from ``fewest`` up to ``layers`` that ``holds``, if smaller ones do; one less if none does."""
+    low, high, step = fewest - 1, layers, 1
     while low + step <= high and holds(low + step):
         low, step = low + step, 2 * step
     high = min(high, low + step - 1)
@@ -247,11 +250,25 @@ def _most(holds: Callable[[int], bool], layers: int) -> int:
     return low
 
 
+def _fewest(stage: int, pp: int, vpp: int) -> int:
+    """Layers without which a chunk would be empty; embedding and head can be alone."""
+    return vpp - (stage == 0) - (stage == pp - 1) if vpp > 1 or pp > 1 else 1
+
+
+def spread(layers: int, chunks: int, last: bool) -> tuple[int, ...]:
+    """Layers of each chunk of a stage: they differ by one at most, as an interleaved schedule waits for the longest.
+
+    The fuller ones come last, where fewer micro-batches are in flight; on the ``last`` stage first, because the last
+    chunk has the head.
+    """
+    share, fuller = divmod(layers, chunks)
+    counts = [share + (chunk >= chunks - fuller) for chunk in range(chunks)]
+    return tuple(counts[::-1] if last else counts)
+
+
 def _stage_works(stage: int, pp: int, chunks: Sequence[int]) -> tuple[Work, ...]:
     last = len(chunks) - 1
-    return tuple(
-        Work(count, stage == 0 and at == 0, stage == pp - 1 and at == last) for at, count in enumerate(chunks)
-    )
+    return tuple(Work(count, stage == 0 and at == 0, stage == pp - 1 and at == last) for at, count in enumerate(chunks))
 
 
 def _seconds(works: Sequence[Work], ratios: Ratios) -> float:
@@ -302,9 +319,7 @@ def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteri
         size = peak(stage, canonical(low, high))
         return criteria(size, sum(seconds[low:high])) if size <= threshold else (inf, inf)
 
-    chosen = contiguous(
-        stages, total, lambda *at: values(*at)[0] if at[1] < at[2] else inf, lambda *at: values(*at)[1]
-    )
+    chosen = contiguous(stages, total, lambda *at: values(*at)[0] if at[1] < at[2] else inf, lambda *at: values(*at)[1])
     if chosen is None:
         return None
     return tuple(

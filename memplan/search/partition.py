@@ -17,7 +17,8 @@ Two problems, one for each kind of layer list:
     options) shifts of integers of L bits.
 
 Neither needs costs to grow with the number of layers, or stages to be alike. Ties are broken by a stated rule: the
-least bottleneck of ``cost``; among those solutions the least of ``second``; among those, the most even one, stage by stage.
+least bottleneck of ``cost``; among those solutions the least of ``second``; among those, the most even one, stage by
+stage.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, islice, pairwise
+from itertools import pairwise
 from math import inf
 
 Cost = Callable[[int, int, int], float]
@@ -50,7 +51,7 @@ class Option:
 
 
 def contiguous(stages: int, entries: int, cost: Cost, second: Cost | None = None) -> tuple[int, ...] | None:
-    """Where each stage begins, and ``entries``: the cut with the least largest ``cost``; ``None`` where there is none."""
+    """Where each stage begins, and ``entries``, of the cut with the least largest ``cost``; ``None`` without any."""
     cost = cache(cost)
     least = _bottleneck(stages, entries, cost)
     if least is None:
@@ -107,7 +108,7 @@ def _most_even(stages: int, entries: int, allowed: Callable[[int, int, int], boo
 
 
 def choose(stages: Sequence[Sequence[Option]], layers: int) -> tuple[Option, ...] | None:
-    """One option of each stage, ``layers`` in all, with the least largest cost; ``None`` where there is no such choice."""
+    """One option of each stage, ``layers`` in all, with the least largest cost; ``None`` where there is none."""
     chosen = _cheapest(stages, layers, [option.cost for options in stages for option in options], _cost)
     if chosen is None:
         return None
@@ -154,30 +155,16 @@ def _sums(stages: Sequence[Sequence[Option]], layers: int) -> list[int]:
 
 
 def _evenly(stages: Sequence[Sequence[Option]], layers: int) -> tuple[Option, ...]:
-    """The most even of the choices that are left, by the rule of ``_most_even``; of equal counts the cheapest option."""
-    sums, chosen, left = _sums(stages, layers), [], layers
+    """The most even of the choices that are left, by the rule of ``_most_even``; of equal counts the cheapest."""
+    sums, chosen, left = _sums(stages, layers), list[Option](), layers
     for stage, options in enumerate(stages):
-        share = left / (len(stages) - stage)
-        possible = (option for option in options if option.layers <= left and sums[stage + 1] >> left - option.layers & 1)
+        behind, share = sums[stage + 1], left / (len(stages) - stage)
+        possible = [option for option in options if option.layers <= left and behind >> left - option.layers & 1]
+        nearest = min((abs(option.layers - share), option.layers) for option in possible)[1]
         best = min(
-            possible,
-            key=lambda one: (abs(one.layers - share), one.layers, one.second, one.cost, one.chunks),
+            (option for option in possible if option.layers == nearest),
+            key=lambda one: (one.second, one.cost, one.chunks),
         )
         chosen.append(best)
         left -= best.layers
     return tuple(chosen)
-
-
-def spread(layers: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Ways to deal ``layers`` out to the chunks of a stage: sizes differ by one at most, in any order.
-
-    An interleaved schedule waits for its longest chunk in every slot, so more uneven ones are slower. Ways in which the
-    last chunks are fuller come first: the fewest of their micro-batches are in flight.
-    """
-    share, larger = divmod(layers, chunks)
-    ways = combinations(range(chunks - 1, -1, -1), larger)
-    return tuple(tuple(share + (chunk in fuller) for chunk in range(chunks)) for fuller in islice(ways, MOST_WAYS))
-
-
-MOST_WAYS = 256
-"""Orders of chunks that ``spread`` gives: all of them for up to ten chunks."""

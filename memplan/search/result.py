@@ -9,7 +9,7 @@ from ..plan.plan import Plan
 from ..result import Estimate
 from .cuts import Works
 from .space import Point
-from typing import Any as StepTime
+from .timing import StepTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +22,21 @@ class Suggestion:
     """Before defaults are filled in: what ``--write`` writes."""
     requested: int
     """Of the fullest stage: the fold's bytes, the same as ``estimate`` gives."""
+    fullest: int
+    """Which stage that is."""
     seconds: float
+    device: int | None = None
+    """The furthest reading of the fullest stage that is known; ``None`` where the allocator was not replayed."""
     estimate: Estimate | None = None
-    """With allocator and device; ``None`` for points of the front that nobody asked to see whole."""
+    """Of every stage: the recommended layout's."""
     step: StepTime | None = None
 
     @property
     def needs(self) -> int:
-        """The furthest reading of the fullest stage that is known."""
-        return self.requested if self.estimate is None else self.estimate.peak
+        """The furthest reading that is known."""
+        if self.estimate is not None:
+            return self.estimate.peak
+        return self.requested if self.device is None else self.device
 
 
 @dataclass(frozen=True, slots=True)

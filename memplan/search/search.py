@@ -5,32 +5,31 @@ second (they are replayed). So every point of the space gets its time and a boun
 (``bounds``), and then the points are taken fastest first: one whose bound is too much is passed over, the others are
 folded, and the first that fits also in the allocator's replay is the answer, because every layout that was not looked
 at is slower. A layout that does not fit with its fastest cut comes back with the fastest cut that does, or with as few
-recomputed layers as make it fit, at its later time. Nothing of this is a heuristic: the answer is that of evaluating all.
+recomputed layers as make it fit, at its later time. None of this is a heuristic: the answer is that of evaluating all.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from ..estimate import estimate, fold
+from ..estimate import device_bytes, estimate
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from .bounds import LayerNeeds, States, at_best, at_least, layer_needs, loads, scaled, states
 from .clock import Clock
-from .cuts import Works, fields_of, fitting, smallest
+from .cuts import CUT, Works, fields_of, fitting, smallest
+from .peaks import fullest
 from .result import Counts, Suggestion
 from .space import NO_RECOMPUTE, Point, Recomputing, Space
 
 Report = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
-
-CUT = ("megatron", "megatron-deepspeed")
-"""Frameworks whose cut into stages is chosen, and whose memory has a bound from below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,8 @@ class Candidate:
     """Bytes that the fullest stage needs at least."""
     point: Point
     works: Works
+    timed: bool = False
+    """``seconds`` is the whole step, not only its passes."""
     fitted: bool = False
     """Its cut, or the number of its recomputed layers, was chosen to fit."""
 
@@ -57,14 +58,16 @@ class Search:
 
     def __init__(self, space: Space, clock: Clock, limit: int, beyond: int, report: Report) -> None:
         self.space, self.clock, self.limit, self.report = space, clock, limit, report
-        self.requestable = limit - beyond
+        self.beyond, self.requestable = beyond, limit - beyond
         self.is_cut = space.base.framework in CUT
         self.refused: Counter[str] = Counter()
         self.considered = self.too_large = self.replayed = 0
         self._layers: dict[object, LayerNeeds] = {}
         self._states: dict[object, States] = {}
         self._folded: dict[tuple[Point, Works], Suggestion | None] = {}
-        self._estimated: dict[tuple[Point, Works], Suggestion] = {}
+        self._waiting: list[Candidate] = []
+        self._too_large_from: dict[Point, int] = {}
+        """The smallest micro-batch with which a layout's tensors were too much."""
         self.candidates = sorted(self._candidates(), key=lambda one: one.order)
 
     # -- every point: its time, and a bound of its memory -------------------------------------------------
@@ -127,8 +130,8 @@ class Search:
         if key not in self._folded:
             plan = self._plan(candidate)
             try:
-                requested = max(stage.peak for stage in fold(resolve(plan)))
-                self._folded[key] = Suggestion(*key, plan, requested, candidate.seconds)
+                requested, stage = fullest(resolve(plan))
+                self._folded[key] = Suggestion(*key, plan, requested, stage, candidate.seconds)
             except PlanError as error:
                 self.refused[without_values(error)] += 1
                 self._folded[key] = None
@@ -136,113 +139,141 @@ class Search:
 
     def _plan(self, candidate: Candidate) -> Plan:
         """As a user would write it, defaults left out."""
-        return self.space.plan(candidate.point, dict(fields_of(self.space.base.framework, candidate.works)))
+        chosen = self.space.cut is None
+        fields = fields_of(self.space.base.framework, candidate.works) if chosen else ()
+        return self.space.plan(candidate.point, dict(fields))
 
     def estimated(self, suggestion: Suggestion) -> Suggestion:
-        """With the allocator's replay, and the parts of its time."""
-        key = (suggestion.point, suggestion.works)
-        if key not in self._estimated:
-            self.replayed += 1
-            whole, step = estimate(suggestion.plan), self.clock.step(resolve(suggestion.plan))
-            self._estimated[key] = replace(suggestion, estimate=whole, step=step)
-        return self._estimated[key]
+        """With the allocator's replay of every stage, and the parts of its time."""
+        self.replayed += 1
+        whole = estimate(suggestion.plan)
+        step = self.clock.step(resolve(suggestion.plan))
+        return replace(suggestion, estimate=whole, device=whole.peak, step=step, seconds=step.total)
 
-    def fits(self, suggestion: Suggestion) -> bool:
-        """By the furthest reading that is known."""
-        whole = self.estimated(suggestion).estimate
-        assert whole is not None
-        return whole.peak <= self.limit
+    def replayed_fullest(self, suggestion: Suggestion) -> Suggestion:
+        """With the replay of the fullest stage alone."""
+        if not self.is_cut:
+            return self.estimated(suggestion)
+        self.replayed += 1
+        plan = resolve(suggestion.plan)
+        step = self.clock.step(plan)
+        return replace(suggestion, device=device_bytes(plan, suggestion.fullest), step=step, seconds=step.total)
 
     # -- fastest first -------------------------------------------------------------------------------------
 
     def fastest(self, wanted: int) -> list[Suggestion]:
-        """The ``wanted`` fastest layouts that fit, one of each kind (those that differ in their cut alone are one)."""
+        """The ``wanted`` fastest layouts that fit, one of each kind. Of the first, every stage is replayed, of the
+        others the fullest."""
         found: dict[object, Suggestion] = {}
-        order = count()
-        waiting = [(one.order, next(order), one) for one in self.candidates]
-        too_small: dict[object, int] = {}
-        taken = 0
-        while waiting and len(found) < wanted:
-            _, _, candidate = heapq.heappop(waiting)
-            taken += 1
-            self.report("layouts, fastest first", taken, len(self.candidates))
-            kind = _kind(candidate.point)
-            if kind in found:
-                continue
-            if candidate.floor <= self.requestable and not self._grows_beyond(candidate, too_small):
-                suggestion = self.folded(candidate)
-                if suggestion is None:
+        for candidate in self._by_time(lambda one: _kind(one.point) not in found):
+            suggestion = self._requestable(candidate)
+            overhead = 0
+            if suggestion is not None:
+                replayed = self.replayed_fullest(suggestion)
+                if not found and replayed.needs <= self.limit and replayed.estimate is None:
+                    replayed = self.estimated(suggestion)
+                if replayed.needs <= self.limit:
+                    found[_kind(candidate.point)] = replayed
+                    if len(found) == wanted:
+                        break
                     continue
-                if suggestion.requested <= self.requestable and self.fits(suggestion):
-                    found[kind] = self.estimated(suggestion)
-                    continue
-                too_small[_chain(candidate.point)] = candidate.point.mbs
-            if not candidate.fitted:
-                for later in self._fitted(candidate):
-                    heapq.heappush(waiting, (later.order, next(order), later))
+                overhead = max(0, replayed.needs - suggestion.requested - self.beyond)
+            self._waiting += self._fitted(candidate, self.requestable - overhead)
         return list(found.values())
 
-    def _grows_beyond(self, candidate: Candidate, too_small: dict[object, int]) -> bool:
-        """Whether the same layout has been too large with a smaller micro-batch."""
-        known = too_small.get(_chain(candidate.point))
-        return not self.is_cut and known is not None and known <= candidate.point.mbs
+    def _by_time(self, is_worth: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+        """Candidates in their order that are worth it, with the time of their whole step; what is put into
+        ``_waiting`` meanwhile is among them."""
+        order = count()
+        heap = [(one.order, next(order), one) for one in self.candidates]
+        taken = 0
+        while heap or self._waiting:
+            for later in self._waiting:
+                heapq.heappush(heap, (later.order, next(order), later))
+            self._waiting.clear()
+            if not heap:
+                return
+            _, _, candidate = heapq.heappop(heap)
+            if not is_worth(candidate):
+                continue
+            if candidate.timed:
+                taken += 1
+                self.report("layouts, fastest first", taken, len(self.candidates))
+                yield candidate
+            else:
+                self._waiting.append(self._timed(candidate))
 
-    def _fitted(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same layout cut, or recomputed, such that what its tensors request fits."""
+    def _requestable(self, candidate: Candidate) -> Suggestion | None:
+        """What it needs, if its tensors fit. A layout that was too large with a smaller micro-batch is not built."""
+        chain, mbs = candidate.point._replace(mbs=0), candidate.point.mbs
+        known = self._too_large_from.get(chain, mbs + 1)
+        if candidate.floor > self.requestable or (not self.is_cut and known <= mbs):
+            return None
+        suggestion = self.folded(candidate)
+        if suggestion is None or suggestion.requested <= self.requestable:
+            return suggestion
+        self._too_large_from[chain] = min(known, mbs)
+        return None
+
+    def _timed(self, candidate: Candidate, works: Works | None = None) -> Candidate:
+        """With the seconds of its whole step, cut into ``works``."""
+        works = candidate.works if works is None else works
+        return replace(candidate, seconds=self.clock.seconds(candidate.point, works), works=works, timed=True)
+
+    def _fitted(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
+        """The same layout cut, or recomputed, such that its tensors request ``limit`` bytes at most."""
         point = candidate.point
-        if not self.is_cut or self.space.cut is not None:
+        if not self.is_cut or candidate.fitted:
             return
-        if point.pp > 1 and self._at_best(point) <= self.requestable:
+        if self.space.cut is None and point.pp > 1 and self._at_best(point) <= limit:
             plan = resolve(self._plan(candidate))
-            works = fitting(plan, self.clock.ratios(point), self.requestable)
+            works = fitting(plan, self.clock.ratios(point), limit)
             if works is not None and works != candidate.works:
-                yield replace(candidate, seconds=self.clock.seconds(point, works), works=works, fitted=True)
+                yield replace(self._timed(candidate, works), fitted=True)
         if point.recompute == NO_RECOMPUTE and Recomputing("full") in self.space.recompute:
-            yield from self._recomputed(candidate)
+            yield from self._recomputed(candidate, limit)
 
     def _at_best(self, point: Point) -> float:
-        if point.vpp > 1:
-            return 0.0
-        shards, count = point.dp * point.cp, self.space.microbatches(point)
+        shards, microbatches = point.dp * point.cp, self.space.microbatches(point)
         layers = self.space.base.model.layers
-        return at_best(self._needs(point), self._kept(point), shards, layers, point.pp, count)
+        return at_best(self._needs(point), self._kept(point), shards, layers, point.pp, point.vpp, microbatches)
 
-    def _recomputed(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _recomputed(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
         """Full recompute on the fewest layers of every stage (of every chunk) that make it fit."""
         most = max(work.layers for stage in candidate.works for work in stage)
+        whole = candidate.point._replace(recompute=Recomputing("full"))
+        if most < 2 or self._floor(whole, candidate.works) > limit:
+            return
 
         def on(layers: int) -> Candidate:
-            point = candidate.point._replace(recompute=Recomputing("full", "block", layers))
-            return replace(candidate, seconds=self.clock.seconds(point, candidate.works), point=point, fitted=True)
+            return replace(
+                candidate, point=candidate.point._replace(recompute=Recomputing("full", "block", layers)), fitted=True
+            )
 
         def holds(layers: int) -> bool:
             suggestion = self.folded(on(layers))
-            return suggestion is not None and suggestion.requested <= self.requestable
+            return suggestion is not None and suggestion.requested <= limit
 
-        whole = candidate.point._replace(recompute=Recomputing("full"))
-        if most < 2 or self._floor(whole, candidate.works) > self.requestable:
-            return
-        low, high = 1, most
         if not holds(most):
             return
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if holds(middle) else (middle + 1, high)
-        yield on(low)
+        fewest = bisect_left(range(1, most), True, key=holds) + 1
+        yield self._timed(on(fewest))
 
     # -- memory against time -------------------------------------------------------------------------------
 
-    def front(self, steps: float, known: list[Suggestion]) -> list[Suggestion]:
+    def front(self, steps: float) -> list[Suggestion]:
         """Layouts that fit such that no other takes as little time and ``steps`` (a part of it) less memory."""
         front: list[Suggestion] = []
-        for at, candidate in enumerate(sorted(self.candidates, key=lambda one: (one.seconds, one.order))):
-            self.report("memory against time", at, len(self.candidates))
+
+        def is_worth(candidate: Candidate) -> bool:
             least = front[-1].requested * (1 - steps) if front else self.requestable
-            if candidate.floor > least or not candidate.point.keeps_numerics:
-                continue
+            return candidate.floor <= least and candidate.point.keeps_numerics
+
+        for candidate in self._by_time(is_worth):
             suggestion = self.folded(candidate)
+            least = front[-1].requested * (1 - steps) if front else self.requestable
             if suggestion is not None and suggestion.requested <= least:
-                front.append(suggestion)
+                front.append(replace(suggestion, seconds=candidate.seconds))
         return front
 
     def smallest(self) -> Suggestion | None:
@@ -268,7 +299,7 @@ class Search:
             return
         works = smallest(resolve(self._plan(candidate)), self.clock.ratios(point))
         if works is not None:
-            yield replace(candidate, seconds=self.clock.seconds(point, works), works=works, fitted=True)
+            yield replace(self._timed(candidate, works), fitted=True)
 
     def counts(self) -> Counts:
         folded = sum(one is not None for one in self._folded.values())
@@ -278,12 +309,9 @@ class Search:
 
 
 def _kind(point: Point) -> object:
-    """What two suggestions differ in, so that a person would call them different."""
-    return point._replace(recompute=Recomputing(point.recompute.mode))
-
-
-def _chain(point: Point) -> object:
-    return point._replace(mbs=0)
+    """What a person would call another layout: not another number of recomputed layers, cut or kernel of the loss."""
+    extras = tuple(extra for extra in point.extras if not extra.keeps_numerics or extra.moves_states)
+    return point._replace(recompute=Recomputing(point.recompute.mode), extras=extras)
 
 
 def without_values(error: PlanError) -> str:

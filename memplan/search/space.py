@@ -45,6 +45,10 @@ class Extra(NamedTuple):
     keeps_numerics: bool = True
     least_zero: int = 0
     """The smallest ZeRO stage that it goes with."""
+    changes_passes: bool = False
+    """Forward and backward take another time."""
+    moves_states: bool = False
+    """States or parameters are kept elsewhere than on the GPU."""
 
 
 class Point(NamedTuple):
@@ -201,12 +205,12 @@ class Space:
         sections = {name: updated(getattr(self.base, name), values) for name, values in changes.items()}
         return self.base.model_copy(update={**sections, **whole})
 
-
     def alone(self, point: Point) -> Plan:
-        """One replica of ``point`` on one stage, defaults filled in: what a layer's time and bytes depend on."""
+        """One replica of ``point`` on one stage, defaults filled in: what a layer's time and bytes depend on. It adds
+        gradients up if ``point`` does."""
         plan = self.plan(point._replace(pp=1, vpp=1, dp=1), _NOT_CUT)
         hardware = plan.hardware.model_copy(update={"gpus": None})
-        batch = plan.batch.model_copy(update={"gbs": point.mbs})
+        batch = plan.batch.model_copy(update={"gbs": point.mbs * min(2, self.microbatches(point))})
         return resolve(plan.model_copy(update={"hardware": hardware, "batch": batch}))
 
     def microbatches(self, point: Point) -> int:
@@ -254,11 +258,13 @@ def space_of(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int | N
     assert resolved.batch.gbs is not None
     assert resolved.batch.seq is not None
     assert resolved.hardware.gpus is not None
-    framework = base.framework
     gpus = resolved.hardware.gpus if gpus is None else gpus
     sizes = _parallel_sizes(resolved, gpus)
     recompute = _recomputing(resolved)
     sizes = {name: _narrowed(f"layout.{name}", values, fixed) for name, values in sizes.items()}
+    cut = next((path for path in sorted(fixed) if path.startswith("pipeline.") and path != "pipeline.schedule"), None)
+    if cut is not None:
+        sizes |= {"pp": (resolved.layout.pp,), "vpp": (resolved.layout.vpp,)}
     mbs = (int(fixed["batch.mbs"]),) if "batch.mbs" in fixed else None
     if any(path.startswith("recompute.") for path in fixed):
         recompute = (_of_section(base.recompute),)
@@ -273,10 +279,11 @@ def space_of(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int | N
         pp=sizes["pp"],
         vpp=sizes["vpp"],
         zero=sizes["zero"],
-        mbs=mbs if framework != "device-map" or mbs else None,
+        mbs=mbs,
         recompute=recompute,
         extras=_extras(resolved, fixed),
         dp=(int(fixed["layout.dp"]),) if "layout.dp" in fixed else None,
+        cut=cut,
     )
 
 
@@ -337,29 +344,31 @@ def _recomputing(plan: Plan) -> tuple[Recomputing, ...]:
 
 def _extras(plan: Plan, fixed: Mapping[str, Any]) -> tuple[tuple[Extra, ...], ...]:
     """Every combination of one choice of each group, none of them first."""
-    groups = [group for group in _groups(plan) if not any(path in fixed for one in group for path, _ in one.fields)]
+    groups = [group for group in extras_of(plan) if not any(path in fixed for one in group for path, _ in one.fields)]
     combined = product(*[(None, *group) for group in groups])
     return tuple(tuple(extra for extra in choice if extra is not None) for choice in combined)
 
 
-def _groups(plan: Plan) -> list[tuple[Extra, ...]]:
+def extras_of(plan: Plan) -> list[tuple[Extra, ...]]:
     """Choices beside layout, batch and recompute, alternatives of one another in a group."""
+    fields: tuple[tuple[str, Any], ...]
     framework, groups = plan.framework, list[tuple[Extra, ...]]()
     adam = plan.optimizer.name in ("adam", "adamw")
     if framework == "megatron" and plan.megatron.cross_entropy_fusion == "none":
         fused = "te" if plan.megatron.transformer_impl == "transformer_engine" else "native"
-        groups.append((Extra("fused cross entropy", (("megatron.cross_entropy_fusion", fused),)),))
+        groups.append((Extra("fused cross entropy", (("megatron.cross_entropy_fusion", fused),), changes_passes=True),))
     if framework == "megatron" and adam and not plan.optimizer.precision_aware and plan.precision.dtype == "bf16":
         fields = (("optimizer.precision_aware", True), ("optimizer.exp_avg", "bf16"), ("optimizer.exp_avg_sq", "bf16"))
         groups.append((Extra("Adam states in bf16", fields, keeps_numerics=False, least_zero=1),))
     if framework == "megatron-deepspeed" and plan.loss.kind == "vocab-parallel":
-        groups.append((Extra("adaptive softmax", (("loss.kind", "adaptive-softmax"),), keeps_numerics=False),))
+        fields = (("loss.kind", "adaptive-softmax"),)
+        groups.append((Extra("adaptive softmax", fields, keeps_numerics=False, changes_passes=True),))
     if framework == "deepspeed" and plan.deepspeed.offload_optimizer == "none":
         groups.append((_OFFLOAD_STATES, _OFFLOAD_ALL))
     if framework == "fsdp" and not plan.fsdp.offload:
-        groups.append((Extra("CPU offload", (("fsdp.offload", True),)),))
+        groups.append((Extra("CPU offload", (("fsdp.offload", True),), moves_states=True),))
     if framework in ("single", "ddp", "device-map") and plan.loss.kind == "plain" and not plan.loss.logits_to_keep:
-        groups.append((Extra("Liger's fused loss", (("loss.kind", "liger"),)),))
+        groups.append((Extra("Liger's fused loss", (("loss.kind", "liger"),), changes_passes=True),))
     if framework not in ("megatron", "fsdp") and adam:
         fields = (("optimizer.name", "adam8bit"), ("optimizer.implementation", None))
         if framework == "megatron-deepspeed":
@@ -368,11 +377,14 @@ def _groups(plan: Plan) -> list[tuple[Extra, ...]]:
     return groups
 
 
-_OFFLOAD_STATES = Extra("optimizer on the CPU", (("deepspeed.offload_optimizer", "cpu"),), least_zero=1)
+_OFFLOAD_STATES = Extra(
+    "optimizer on the CPU", (("deepspeed.offload_optimizer", "cpu"),), least_zero=1, moves_states=True
+)
 _OFFLOAD_ALL = Extra(
     "optimizer and parameters on the CPU",
     (("deepspeed.offload_optimizer", "cpu"), ("deepspeed.offload_param", "cpu")),
     least_zero=3,
+    moves_states=True,
 )
 
 

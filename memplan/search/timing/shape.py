@@ -125,9 +125,14 @@ def shape_of(plan: Plan) -> Shape:
         all_to_all=megatron.cp_communication == "a2a",
         scattered_sends=layout.sequence_parallel or framework == "megatron-deepspeed" or _older(plan, SCATTERED),
         overlapped=core and not _older(plan, NOT_OVERLAPPED),
-        overlapped_sends=layout.vpp > 1 and plan.pipeline.overlap_p2p and not _older(plan, SCATTERED),
+        overlapped_sends=overlapped_sends(plan, layout.vpp),
         blocking=plan.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
     )
+
+
+def overlapped_sends(plan: Plan, vpp: int) -> bool:
+    """Whether, with so many chunks a stage, sends run beside passes."""
+    return vpp > 1 and plan.pipeline.overlap_p2p and not _older(plan, SCATTERED)
 
 
 def _code(plan: Plan) -> Code:

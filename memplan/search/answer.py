@@ -1,0 +1,159 @@
+"""From a plan and what of it is fixed to an answer: what to run, why, and what to change where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from time import perf_counter
+from typing import Literal
+
+from ..gpus import GPUS
+from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.fields import plan_fields
+from ..plan.plan import Plan
+from ..plan.sizes import headroom_bytes
+from .changes import changes_of, measured
+from .clock import Clock
+from .result import Found, Suggestion
+from .search import Report, Search
+from .space import Space, filled, nearest_counts, space_of
+
+Objective = Literal["time", "memory", "gpus"]
+
+STEPS = 0.05
+"""Memory by which a point of the front must be below the faster one before it."""
+
+
+def suggest(
+    base: Plan,
+    fixed: Mapping[str, object],
+    objective: Objective = "time",
+    top: int = 4,
+    report: Report = lambda what, done, of: None,
+) -> Found:
+    """The best layouts for ``base``. ``PlanError`` where what is ``fixed`` leaves none, or time is not modelled."""
+    started = perf_counter()
+    resolved = filled(base)
+    capacity, limit, beyond = _limits(resolved)
+    space = _space(base, resolved, fixed)
+    if objective == "gpus":
+        search, best = _fewest_gpus(space, fixed, limit, beyond, top, report)
+    else:
+        search = Search(space, Clock(space), limit, beyond, report)
+        best = search.fastest(top) if objective == "time" else _smallest(search, top)
+    closest = search.smallest() if not best else None
+    front = search.front(STEPS) if best else []
+    given = measured(base, resolved) if _is_stated(base) else None
+    stuck = closest if closest is not None else given if given is not None and given.needs > limit else None
+    changes = changes_of(stuck, limit, search.report) if stuck is not None else ()
+    return Found(
+        base=resolved,
+        fixed=dict(fixed),
+        objective=objective,
+        capacity=capacity,
+        limit=limit,
+        best=tuple(best),
+        front=tuple(front),
+        closest=closest,
+        changes=tuple(changes),
+        given=given,
+        counts=search.counts(),
+        seconds=perf_counter() - started,
+    )
+
+
+def _limits(plan: Plan) -> tuple[int, int, int]:
+    """Capacity, what of it may be used, and what of that the CUDA context takes; bytes."""
+    capacity, gpu = plan.hardware.capacity, plan.hardware.gpu
+    if capacity is None or gpu is None:
+        problem = "is missing: a search needs a GPU to fit into and to reckon with (--gpu h100-80gb)"
+        raise PlanError("hardware.gpu", ABSENT, problem)
+    return capacity, capacity - headroom_bytes(plan.headroom, capacity), GPUS[gpu].context_bytes or 0
+
+
+def _is_stated(base: Plan) -> bool:
+    """Whether the plan says how it is laid out, so that there is something to compare with."""
+    return bool(base.layout.model_fields_set) or base.framework in ("single", "device-map")
+
+
+def _smallest(search: Search, top: int) -> list[Suggestion]:
+    """The layout that needs least, if it fits, and the fastest ones beside it."""
+    least = search.smallest()
+    if least is None or least.requested > search.requestable:
+        return []
+    whole = search.estimated(least)
+    others = [one for one in search.fastest(top) if one.point != whole.point] if top > 1 else []
+    return [whole, *others[: top - 1]] if whole.needs <= search.limit else []
+
+
+# -- what leaves no layout ---------------------------------------------------------------------------------
+
+
+def _space(base: Plan, resolved: Plan, fixed: Mapping[str, object]) -> Space:
+    """The space, which has a point; ``PlanError`` that names what contradicts itself elsewhere."""
+    space = space_of(base, resolved, fixed)
+    if _has_points(space):
+        return space
+    gpus = space.gpus
+    for number in (1, 2):
+        for paths in combinations(sorted(fixed), number):
+            if not _has_points_with(base, resolved, {path: fixed[path] for path in paths}):
+                raise _contradiction(space, fixed, paths)
+    near = nearest_counts(base, resolved, fixed, gpus)
+    works = f"; {' and '.join(f'{count:,}' for count in near)} GPUs work" if near else ""
+    raise PlanError("hardware.gpus", gpus, f"has no layout: {_why(space)}{works}")
+
+
+def _has_points(space: Space) -> bool:
+    return next(iter(space), None) is not None
+
+
+def _has_points_with(base: Plan, resolved: Plan, fixed: Mapping[str, object]) -> bool:
+    try:
+        return _has_points(space_of(base, resolved, fixed))
+    except PlanError:
+        return False
+
+
+def _contradiction(space: Space, fixed: Mapping[str, object], paths: Sequence[str]) -> PlanError:
+    fields = plan_fields()
+    named = [f"{fields[path].flag[2:] if path in fields else path} = {fixed[path]}" for path in paths]
+    if len(named) == 2:
+        problem = f"contradict each other on {space.gpus:,} GPUs: {_why(space)}"
+        return PlanError("", ABSENT, f"{named[0]} and {named[1]} {problem}", origin=Origin("--fix"))
+    return PlanError(paths[0], fixed[paths[0]], f"leaves no layout of {space.gpus:,} GPUs: {_why(space)}")
+
+
+def _why(space: Space) -> str:
+    """The rule that left most points out."""
+    list(space)
+    return space.refused.most_common(1)[0][0] if space.refused else "no values are left"
+
+
+# -- fewest GPUs -------------------------------------------------------------------------------------------
+
+
+def _fewest_gpus(
+    space: Space, fixed: Mapping[str, object], limit: int, beyond: int, top: int, report: Report
+) -> tuple[Search, list[Suggestion]]:
+    """The smallest number of GPUs, whole nodes above one, on which a layout fits; the fastest there."""
+    node, most = space.base.hardware.gpus_per_node, space.gpus
+    counts = [*(count for count in range(1, min(node, most) + 1)), *range(2 * node, most + 1, node)]
+    search: Search | None = None
+    for at, count in enumerate(counts):
+        report("numbers of GPUs", at, len(counts))
+        base = space.base.model_copy(update={"hardware": space.base.hardware.model_copy(update={"gpus": count})})
+        try:
+            smaller = space_of(base, space.resolved, fixed, count)
+        except PlanError:
+            continue
+        if not _has_points(smaller):
+            continue
+        search = Search(smaller, Clock(smaller), limit, beyond, report)
+        best = search.fastest(top)
+        if best:
+            return search, best
+    return search or Search(space, Clock(space), limit, beyond, report), []
+
+
+__all__ = ["Objective", "suggest"]
