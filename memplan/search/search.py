@@ -261,18 +261,20 @@ class Search:
 
     # -- memory against time -------------------------------------------------------------------------------
 
-    def front(self, steps: float) -> list[Suggestion]:
-        """Layouts that fit such that no other takes as little time and ``steps`` (a part of it) less memory."""
-        front: list[Suggestion] = []
+    def front(self, best: Suggestion, steps: float) -> list[Suggestion]:
+        """``best`` and slower layouts such that each requests less than the faster one before it, by ``steps`` (a part
+        of that) at least."""
+        front = [best]
+
+        def least() -> float:
+            return front[-1].requested * (1 - steps)
 
         def is_worth(candidate: Candidate) -> bool:
-            least = front[-1].requested * (1 - steps) if front else self.requestable
-            return candidate.floor <= least and candidate.point.keeps_numerics
+            return candidate.floor <= least() and candidate.point.keeps_numerics >= best.point.keeps_numerics
 
         for candidate in self._by_time(is_worth):
             suggestion = self.folded(candidate)
-            least = front[-1].requested * (1 - steps) if front else self.requestable
-            if suggestion is not None and suggestion.requested <= least:
+            if suggestion is not None and suggestion.requested <= least() and candidate.seconds >= best.seconds:
                 front.append(replace(suggestion, seconds=candidate.seconds))
         return front
 
