@@ -143,7 +143,7 @@ def grouped(works: Works, recompute: Recomputing, final_norm: bool) -> Groups:
                 work.layers,
                 _recomputed(work.layers, recompute),
                 work.embedding,
-                final_norm and work.head,
+                final_norm and work.final_norm,
                 work.head,
             )
             for work in stage

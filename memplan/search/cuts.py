@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil, floor, inf
 from typing import Any, NamedTuple
 
+from ..estimate import fold
 from ..frameworks import megatron, megatron_deepspeed
 from ..layers.module import Options
 from ..plan.errors import PlanError
@@ -30,8 +31,14 @@ class Work(NamedTuple):
     layers: int
     embedding: bool = False
     head: bool = False
+    has_norm: bool | None = None
+    """Whether the final norm is in it, where that is not where the head is."""
     until: int = 0
     """BigScience's layer list: the first entry of the next stage, where it is no layer of its own."""
+
+    @property
+    def final_norm(self) -> bool:
+        return self.head if self.has_norm is None else self.has_norm
 
 
 Works = tuple[tuple[Work, ...], ...]
@@ -121,6 +128,8 @@ def fields_of(framework: str, works: Works) -> Fields:
         return _megatron_fields(works)
     if framework == "megatron-deepspeed":
         return (("pipeline.partition", _edges(works)),)
+    if framework == "device-map" and works:
+        return (("device_map", mapped(layers_of(works))),)
     return ()
 
 
@@ -192,6 +201,8 @@ Criteria = Callable[[int, float], tuple[float, float]]
 def _chosen(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
     if plan.framework == "megatron-deepspeed":
         return _of_entries(plan, ratios, limit, criteria)
+    if plan.framework == "device-map":
+        return _of_devices(plan, limit, criteria)
     if plan.framework != "megatron":
         problem = "has no stages whose cut can be chosen"
         raise PlanError("framework", plan.framework, problem)
@@ -210,21 +221,21 @@ def _of_layers(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria
     threshold = max(peaks(at, works) for at, works in enumerate(first)) if limit is None else limit
 
     def held(stage: int, count: int) -> tuple[Work, ...]:
-        return _stage_works(stage, pp, spread(count, vpp, last=stage == pp - 1))
+        return stage_works(stage, pp, spread(count, vpp, last=stage == pp - 1))
 
-    fewest = [_fewest(stage, pp, vpp) for stage in range(pp)]
+    least = [fewest(stage, pp, vpp) for stage in range(pp)]
 
     def most_of(stage: int) -> int:
-        return _most(lambda count: peaks(stage, held(stage, count)) <= threshold, fewest[stage], layers)
+        return _most(lambda count: peaks(stage, held(stage, count)) <= threshold, least[stage], layers)
 
     most = [most_of(stage) for stage in range(pp)]
-    if sum(most) < layers or any(map(int.__lt__, most, fewest)):
+    if sum(most) < layers or any(map(int.__lt__, most, least)):
         return None
     spare = sum(most) - layers
     options = [
         [
             Option(tuple(work.layers for work in works), *criteria(peaks(stage, works), _seconds(works, ratios)))
-            for count in range(max(fewest[stage], most[stage] - spare), most[stage] + 1)
+            for count in range(max(least[stage], most[stage] - spare), most[stage] + 1)
             for works in (held(stage, count),)
         ]
         for stage in range(pp)
@@ -232,7 +243,7 @@ def _of_layers(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria
     chosen = choose(options, layers)
     if chosen is None:
         return None
-    return tuple(_stage_works(at, pp, option.chunks) for at, option in enumerate(chosen))
+    return tuple(stage_works(at, pp, option.chunks) for at, option in enumerate(chosen))
 
 
 def _most(holds: Callable[[int], bool], fewest: int, layers: int) -> int:
@@ -250,7 +261,7 @@ def _most(holds: Callable[[int], bool], fewest: int, layers: int) -> int:
     return low
 
 
-def _fewest(stage: int, pp: int, vpp: int) -> int:
+def fewest(stage: int, pp: int, vpp: int) -> int:
     """Layers without which a chunk would be empty; embedding and head can be alone."""
     return vpp - (stage == 0) - (stage == pp - 1) if vpp > 1 or pp > 1 else 1
 
@@ -266,7 +277,8 @@ def spread(layers: int, chunks: int, last: bool) -> tuple[int, ...]:
     return tuple(counts[::-1] if last else counts)
 
 
-def _stage_works(stage: int, pp: int, chunks: Sequence[int]) -> tuple[Work, ...]:
+def stage_works(stage: int, pp: int, chunks: Sequence[int]) -> tuple[Work, ...]:
+    """A stage with so many layers in its chunks."""
     last = len(chunks) - 1
     return tuple(Work(count, stage == 0 and at == 0, stage == pp - 1 and at == last) for at, count in enumerate(chunks))
 
@@ -274,6 +286,48 @@ def _stage_works(stage: int, pp: int, chunks: Sequence[int]) -> tuple[Work, ...]
 def _seconds(works: Sequence[Work], ratios: Ratios) -> float:
     """Time of a stage's longest chunk, in layers: chunks of an interleaved schedule take turns."""
     return max(work.layers + work.embedding * ratios.embedding + work.head * ratios.head for work in works)
+
+
+def _of_devices(plan: Plan, limit: int | None, criteria: Criteria) -> Works | None:
+    """A device map: devices run one after the other, so that every map takes the same time. What a device needs depends
+    on its own layers alone."""
+    layers, devices = plan.model.layers, plan.hardware.gpus or 1
+
+    @cache
+    def peaks(shares: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(one.peak for one in fold(plan.model_copy(update={"device_map": mapped(shares)})))
+
+    @cache
+    def peak(device: int, count: int) -> int:
+        """With ``count`` layers on ``device``, as many as there are for the others."""
+        others = devices - 1
+        rest = [(layers - count + others - 1 - at) // others for at in range(others)]
+        return peaks((*rest[:device], count, *rest[device:]))[device]
+
+    if devices == 1:
+        return ((Work(layers, True, True),),)
+    even = tuple((layers + devices - 1 - at) // devices for at in range(devices))
+    threshold = max(peaks(even)) if limit is None else limit
+
+    def most_of(device: int) -> int:
+        return _most(lambda count: peak(device, count) <= threshold, 1, layers - devices + 1)
+
+    most = [most_of(device) for device in range(devices)]
+    if sum(most) < layers or min(most) < 1:
+        return None
+    spare = sum(most) - layers
+    options = [
+        [Option((count,), *criteria(peak(at, count), 0.0)) for count in range(max(1, top - spare), top + 1)]
+        for at, top in enumerate(most)
+    ]
+    chosen = choose(options, layers)
+    return None if chosen is None else tuple(stage_works(at, devices, one.chunks) for at, one in enumerate(chosen))
+
+
+def mapped(shares: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """A device map of so many layers in a row on each device."""
+    edges = [0, *accumulate(shares)]
+    return {device: tuple(range(low, high)) for device, (low, high) in enumerate(pairwise(edges))}
 
 
 def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
@@ -322,7 +376,9 @@ def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteri
     chosen = contiguous(stages, total, lambda *at: values(*at)[0] if at[1] < at[2] else inf, lambda *at: values(*at)[1])
     if chosen is None:
         return None
-    return tuple(
-        (Work(sum(layer[low:high]), "embedding" in names[low:high], "head" in names[low:high], high),)
-        for low, high in pairwise(chosen)
-    )
+
+    def work(low: int, high: int) -> Work:
+        held = names[low:high]
+        return Work(sum(layer[low:high]), "embedding" in held, "head" in held, "final_norm" in held, high)
+
+    return tuple((work(low, high),) for low, high in pairwise(chosen))

@@ -23,7 +23,7 @@ from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from .bounds import LayerNeeds, States, at_best, at_least, layer_needs, loads, scaled, states
 from .clock import Clock
-from .cuts import CUT, Works, fields_of, fitting, smallest
+from .cuts import CUT, Ratios, Works, fields_of, fitting, smallest
 from .peaks import fullest
 from .result import Counts, Suggestion
 from .space import NO_RECOMPUTE, Point, Recomputing, Space
@@ -128,14 +128,28 @@ class Search:
         """What the fullest stage requests, to the byte; ``None`` where the framework or its model refuses the plan."""
         key = (candidate.point, candidate.works)
         if key not in self._folded:
-            plan = self._plan(candidate)
             try:
+                mapped = self._mapped(candidate)
+                plan = self._plan(mapped)
                 requested, stage = fullest(resolve(plan))
-                self._folded[key] = Suggestion(*key, plan, requested, stage, candidate.seconds)
+                self._folded[key] = Suggestion(mapped.point, mapped.works, plan, requested, stage, mapped.seconds)
             except PlanError as error:
                 self.refused[without_values(error)] += 1
                 self._folded[key] = None
-        return self._folded[key]
+        known = self._folded[key]
+        if known is None or not candidate.timed or not self.is_cut:
+            return known
+        return replace(known, seconds=candidate.seconds)
+
+    def _mapped(self, candidate: Candidate) -> Candidate:
+        """Layers of a device map are placed by memory: every map takes the same time."""
+        if self.space.base.framework != "device-map" or self.space.cut is not None:
+            return candidate
+        works = smallest(resolve(self.space.plan(candidate.point, {"device_map": None})), Ratios())
+        if works is None:
+            return candidate
+        plan = self._plan(replace(candidate, works=works))
+        return replace(candidate, works=works, seconds=self.clock.step(resolve(plan)).total)
 
     def _plan(self, candidate: Candidate) -> Plan:
         """As a user would write it, defaults left out."""

@@ -127,7 +127,7 @@ class Space:
         self.refused.clear()
         combinations = len(self.zero) * len(self.recompute) * len(self.extras)
         for tp, cp, pp in product(self.tp, self.cp, self.pp):
-            dp, rest = divmod(self.gpus, tp * cp * pp)
+            dp, rest = self._replicas(tp * cp * pp)
             why = self._undivided(dp, rest)
             if why:
                 self.refused[why] += combinations * len(self.vpp)
@@ -142,6 +142,13 @@ class Space:
                         sizes.append(mbs)
                 if sizes:
                     yield tp, cp, pp, vpp, dp, tuple(sizes)
+
+    def _replicas(self, ranks: int) -> tuple[int, int]:
+        """Replicas of so many ranks each, and GPUs that are left. Devices of a map are one process, which may see its
+        batch multiplied by them."""
+        if self.base.framework != "device-map":
+            return divmod(self.gpus, ranks)
+        return (self.gpus if self.base.batch.multiply_by_visible_gpus else 1), 0
 
     def _undivided(self, dp: int, rest: int) -> str:
         if rest:
@@ -262,8 +269,9 @@ def space_of(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int | N
     sizes = _parallel_sizes(resolved, gpus)
     recompute = _recomputing(resolved)
     sizes = {name: _narrowed(f"layout.{name}", values, fixed) for name, values in sizes.items()}
-    cut = next((path for path in sorted(fixed) if path.startswith("pipeline.") and path != "pipeline.schedule"), None)
-    if cut is not None:
+    cuts = (path for path in sorted(fixed) if path.startswith("pipeline.") or path == "device_map")
+    cut = next((path for path in cuts if path != "pipeline.schedule"), None)
+    if cut is not None and cut != "device_map":
         sizes |= {"pp": (resolved.layout.pp,), "vpp": (resolved.layout.vpp,)}
     mbs = (int(fixed["batch.mbs"]),) if "batch.mbs" in fixed else None
     if any(path.startswith("recompute.") for path in fixed):

@@ -1,0 +1,198 @@
+"""Cuts into stages, against trying all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from memplan.estimate import fold
+from memplan.frameworks.megatron import stage_entries
+from memplan.plan.errors import PlanError
+from memplan.plan.megatron_layout import layout_text, stages
+from memplan.plan.plan import Plan
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.search.changes import changed
+from memplan.search.cuts import (
+    Peaks,
+    Ratios,
+    Works,
+    fastest,
+    fewest,
+    fields_of,
+    fitting,
+    layers_of,
+    smallest,
+    spread,
+    stage_works,
+)
+from memplan.search.partition import Option, choose
+from memplan.search.timing import work_of
+
+SMALL = {
+    "model": "llama-2-7b", "layers": "7", "hidden": "256", "ffn": "512", "heads": "4", "kv-heads": "4",
+    "head-dim": "64", "vocab": "32000", "seq": "256", "gbs": "24", "dtype": "bf16", "gpu": "a100-40gb",
+}  # fmt: skip
+RATIOS = Ratios(0.1, 1.7)
+
+
+def megatron(**flags: str) -> Plan:
+    names = {name.replace("_", "-"): value for name, value in flags.items()}
+    return resolve(read_plan(None, {**SMALL, "framework": "megatron", **names}).plan)
+
+
+def bigscience(**flags: str) -> Plan:
+    size = {
+        "model": "gpt2",
+        "layers": "6",
+        "seq": "128",
+        "gbs": "16",
+        "dtype": "fp16",
+        "framework": "megatron-deepspeed",
+    }
+    return resolve(read_plan(None, {**size, "partition": "uniform", "recompute": "full", **flags}).plan)
+
+
+def peak(plan: Plan, fields: tuple) -> int:
+    return max(stage.peak for stage in fold(resolve(changed(plan, dict(fields)))))
+
+
+def peak_or_none(plan: Plan, bounds: tuple[int, ...]) -> int | None:
+    """Of a cut of BigScience's list; ``None`` where a stage would have no module."""
+    try:
+        return peak(plan, (("pipeline.partition", bounds),))
+    except PlanError:
+        return None
+
+
+def time_of(works: Works, ratios: Ratios) -> float:
+    """Of the slowest virtual stage, in layers."""
+    chunks = [work for stage in works for work in stage]
+    return max(work.layers + work.embedding * ratios.embedding + work.head * ratios.head for work in chunks)
+
+
+# -- the fastest -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 4), st.floats(0, 5), st.floats(0, 9))
+def test_the_fastest_cut_is_that_of_dynamic_programming(
+    layers: int, pp: int, vpp: int, embedding: float, head: float
+) -> None:
+    assume(pp > 1 or vpp == 1)
+    ratios, slots = Ratios(embedding, head), pp * vpp
+    works = fastest(layers, pp, vpp, ratios)
+    ends = [embedding * (slot == 0) + head * (slot == slots - 1) for slot in range(slots)]
+    options = [[Option((count,), count + taken) for count in range(layers + 1)] for taken in ends]
+    chosen = choose(options, layers)
+    assert chosen is not None
+    assert sum(layers_of(works)) == layers
+    assert time_of(works, ratios) == pytest.approx(max(one.cost for one in chosen), abs=1e-6)
+
+
+def test_equal_stages_where_ends_take_nothing() -> None:
+    assert layers_of(fastest(126, 16, 1, Ratios())) == (7, 7, *[8] * 14)
+
+
+# -- as fields --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=2, max_size=9))
+def test_a_layout_string_says_what_it_was_made_from(counts: list[list[int]]) -> None:
+    layers = sum(map(sum, counts))
+    read = stages(layers, len(counts), 2, layout=layout_text(counts))
+    assert [[len(chunk.layers) for chunk in stage] for stage in read] == counts
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (3, 1), (4, 1), (3, 2), (2, 3)])
+def test_fields_cut_as_they_were_meant_to(pp: int, vpp: int) -> None:
+    plan = megatron(pp=str(pp), count_embedding="false")
+    plan = plan.model_copy(update={"layout": plan.layout.model_copy(update={"vpp": vpp})})
+    works = fastest(plan.model.layers, pp, vpp, RATIOS)
+    entries = stage_entries(changed(plan, dict(fields_of("megatron", works))))
+    held = [[sum(name.startswith("layer.") for name in chunk) for chunk in stage] for stage in entries]
+    assert held == [[work.layers for work in stage] for stage in works]
+
+
+# -- by memory --------------------------------------------------------------------------------------------
+
+
+def counts_of(layers: int, pp: int, vpp: int) -> Iterator[Works]:
+    """Every way to give each stage of Megatron-Core layers, chunks of a stage as ``spread`` has them."""
+
+    def rest(stage: int, left: int) -> Iterator[tuple]:
+        if stage == pp:
+            if not left:
+                yield ()
+            return
+        for count in range(fewest(stage, pp, vpp), left + 1):
+            works = stage_works(stage, pp, spread(count, vpp, last=stage == pp - 1))
+            yield from ((works, *others) for others in rest(stage + 1, left - count))
+
+    return rest(0, layers)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("pp", "vpp", "vocab"), [(2, 1, 32000), (3, 1, 128000), (4, 1, 512), (3, 2, 128000), (2, 3, 32000)]
+)
+def test_megatron_core_cuts_are_the_best_of_all(pp: int, vpp: int, vocab: int, recompute: str) -> None:
+    """Every cut is folded through the plan that says so; ``gbs`` 24 keeps stages unequally full."""
+    plan = megatron(
+        pp=str(pp), vocab=str(vocab), recompute=recompute, zero="0", **({} if vpp == 1 else {"vpp": str(vpp)})
+    )
+    every = list(counts_of(plan.model.layers, pp, vpp))
+    peaks = {works: peak(plan, fields_of("megatron", works)) for works in every}
+    least = smallest(plan, RATIOS)
+    assert least is not None
+    assert peaks[least] == min(peaks.values())
+    equal = [works for works in every if peaks[works] == peaks[least]]
+    assert time_of(least, RATIOS) == min(time_of(works, RATIOS) for works in equal)
+    for limit in (min(peaks.values()) - 1, *sorted(peaks.values())[:: max(1, len(every) // 5)]):
+        fits = [works for works in every if peaks[works] <= limit]
+        found = fitting(plan, RATIOS, limit)
+        if not fits:
+            assert found is None
+            continue
+        assert found is not None
+        assert peaks[found] <= limit
+        assert time_of(found, RATIOS) == min(time_of(works, RATIOS) for works in fits)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("pp", "mbs", "vocab"), [(2, 1, 50257), (3, 2, 250100), (4, 1, 250100), (4, 4, 1000)])
+def test_bigscience_cuts_are_the_best_of_all(pp: int, mbs: int, vocab: int, recompute: str) -> None:
+    """Every run of entries may be a stage, if it has a module: embedding, norms and head may be alone."""
+    plan = bigscience(pp=str(pp), mbs=str(mbs), vocab=str(vocab), recompute=recompute)
+    total = plan.model.layers + 7
+    every = [(0, *edges, total) for edges in combinations(range(1, total), pp - 1)]
+    peaks = {bounds: size for bounds in every if (size := peak_or_none(plan, bounds)) is not None}
+    least = smallest(plan, RATIOS)
+    assert least is not None
+    bounds = dict(fields_of("megatron-deepspeed", least))["pipeline.partition"]
+    assert peaks[bounds] == min(peaks.values())
+    limit = sorted(peaks.values())[len(peaks) // 4]
+    found = fitting(plan, RATIOS, limit)
+    assert found is not None
+    assert peaks[dict(fields_of("megatron-deepspeed", found))["pipeline.partition"]] <= limit
+
+
+def test_more_layers_need_more() -> None:
+    """What ``_of_layers`` uses to find the ends of its options."""
+    for plan in (megatron(pp="3", zero="1"), megatron(pp="3", zero="0", recompute="full"), megatron(pp="4", tp="2")):
+        peaks = Peaks(plan)
+        for stage in range(plan.layout.pp):
+            sizes = [peaks(stage, stage_works(stage, plan.layout.pp, (count,))) for count in range(1, 8)]
+            assert all(low < high for low, high in pairwise(sizes))
+
+
+def test_work_is_what_the_time_model_sees() -> None:
+    plan = megatron(pp="3")
+    works = fastest(plan.model.layers, 3, 1, RATIOS)
+    seen = work_of(resolve(changed(plan, dict(fields_of("megatron", works)))))
+    assert [[chunk.layers for chunk in stage] for stage in seen] == [[work.layers for work in stage] for stage in works]

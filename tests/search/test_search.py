@@ -1,0 +1,199 @@
+"""The search against evaluating everything, and its figures against those of the estimate."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from random import Random
+
+import pytest
+
+from memplan.estimate import estimate, fold
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.search.bounds import at_best
+from memplan.search.changes import changed
+from memplan.search.clock import Clock
+from memplan.search.cuts import Works, fields_of, smallest
+from memplan.search.peaks import at_most, fullest
+from memplan.search.search import Candidate, Search
+from memplan.search.space import Point, Recomputing, Space, filled, space_of
+from memplan.search.timing import step_time
+
+from .test_cuts import counts_of
+
+TINY = {
+    "layers": "5", "hidden": "256", "ffn": "512", "heads": "4", "kv-heads": "4", "head-dim": "64", "vocab": "32000",
+    "seq": "256", "gpu": "a100-40gb", "gpus-per-node": "4",
+}  # fmt: skip
+LLAMA = {**TINY, "model": "llama-2-7b", "dtype": "bf16"}
+SPACES = {
+    "megatron": {**LLAMA, "framework": "megatron", "gpus": "8", "gbs": "16"},
+    "megatron, long sequences": {**LLAMA, "framework": "megatron", "gpus": "16", "gbs": "8", "seq": "1024"},
+    "megatron-deepspeed": {
+        "model": "gpt2", "framework": "megatron-deepspeed", "layers": "5", "seq": "128", "dtype": "fp16", "gpus": "8",
+        "gbs": "16", "gpu": "v100-32gb", "gpus-per-node": "4",
+    },
+    "single": {**LLAMA, "framework": "single", "gbs": "64"},
+    "ddp": {**LLAMA, "framework": "ddp", "gpus": "4", "gbs": "64"},
+    "deepspeed": {**LLAMA, "framework": "deepspeed", "gpus": "4", "gbs": "16"},
+    "fsdp": {**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "64"},
+    "fsdp, torchtitan": {**LLAMA, "framework": "fsdp", "fsdp-code": "torchtitan", "gpus": "4", "gbs": "16"},
+    "device-map": {**LLAMA, "framework": "device-map", "gpus": "4", "gbs": "16"},
+}  # fmt: skip
+UNLIMITED = 1 << 46
+
+
+def space(name: str, **flags: str) -> Space:
+    base = read_plan(None, {**SPACES[name], **flags}).plan
+    return space_of(base, filled(base), {})
+
+
+def searched(space: Space, requestable: int) -> Search:
+    """A search in which only what tensors request is limited."""
+    return Search(space, Clock(space), UNLIMITED, UNLIMITED - requestable, lambda what, done, of: None)
+
+
+def candidates(search: Search, many: int) -> list[Candidate]:
+    """So many at random, with what the search makes of them where they do not fit."""
+    random = Random(1)
+    chosen = list(search.candidates)
+    random.shuffle(chosen)
+    found = []
+    for candidate in chosen[:many]:
+        found.append(search._timed(candidate))
+        found += search._fitted(found[-1], search.requestable)
+    return found
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_what_the_search_says_is_what_the_estimate_says(name: str) -> None:
+    """Bytes exactly, of the plan that is written; seconds but for rounding."""
+    search = searched(space(name), 1 << 31)
+    compared = 0
+    for candidate in candidates(search, 1000):
+        suggestion = search.folded(candidate)
+        if suggestion is None:
+            continue
+        compared += 1
+        plan = resolve(suggestion.plan)
+        peaks = [stage.peak for stage in fold(plan)]
+        assert suggestion.requested == max(peaks)
+        assert peaks[suggestion.fullest] == max(peaks)
+        assert candidate.floor <= suggestion.requested
+        assert suggestion.seconds == pytest.approx(step_time(plan).total, rel=1e-9)
+    assert compared >= min(20, len(search.candidates) // 4)
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_estimates_of_a_few(name: str) -> None:
+    search = searched(space(name), UNLIMITED)
+    for suggestion in search.fastest(2):
+        whole = estimate(suggestion.plan)
+        assert max(stage.requested for stage in whole.stages) == suggestion.requested
+        assert suggestion.device == whole.stages[suggestion.fullest].headline or suggestion.device == whole.peak
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron, long sequences"])
+def test_bounds_from_above_and_below(name: str) -> None:
+    from memplan.frameworks import megatron
+    from memplan.layers.module import Options
+    from memplan.program import fold_program
+
+    search = searched(space(name), UNLIMITED)
+    random = Random(2)
+    for candidate in random.sample(search.candidates, 150):
+        point, plan = candidate.point, resolve(search._plan(candidate))
+        for program in megatron.programs(plan, Options()):
+            assert fold_program(program).peak <= at_most(program)
+        least = smallest(plan, search.clock.ratios(point))
+        assert least is not None
+        peak, _ = fullest(resolve(changed(plan, dict(fields_of("megatron", least)))))
+        needs, kept = search._needs(point), search._kept(point)
+        assert search._at_best(point) <= peak
+        assert at_best(needs, kept, 1, 5, 1, 1, 1) > 0
+
+
+# -- against everything -----------------------------------------------------------------------------------
+
+
+def everything(space: Space) -> list[tuple[bool, float, int]]:
+    """Of every layout with every cut and every number of recomputed layers: whether it changes the numbers of
+    training, its seconds, and what its fullest stage requests."""
+    is_cut = space.base.framework == "megatron"
+    layers = space.base.model.layers
+    found = []
+    for point in space:
+        ways = [point]
+        if is_cut and point.recompute == Recomputing():
+            ways += [point._replace(recompute=Recomputing("full", "block", count)) for count in range(1, layers + 1)]
+        cuts = list(counts_of(layers, point.pp, point.vpp)) if is_cut else [()]
+        found += [one for way, works in product(ways, cuts) if (one := evaluated(space, way, works)) is not None]
+    return found
+
+
+def evaluated(space: Space, point: Point, works: Works) -> tuple[bool, float, int] | None:
+    """``None`` where the framework refuses the plan."""
+    try:
+        plan = resolve(space.plan(point, dict(fields_of(space.base.framework, works))))
+        size = max(stage.peak for stage in fold(plan))
+    except PlanError:
+        return None
+    return not point.keeps_numerics, step_time(plan).total, size
+
+
+def test_the_answer_is_that_of_evaluating_everything() -> None:
+    """Megatron-Core: 4 GPUs, every cut, every number of recomputed layers, and as much memory as some layout needs."""
+    small = space("megatron", gpus="4", gbs="8", layers="4", vocab="128000")
+    every = everything(small)
+    assert len(every) > 1000
+    sizes = sorted(size for _, _, size in every)
+    for requestable in (*sizes[:: len(sizes) // 25], sizes[-1]):
+        fits = min(one for one in every if one[2] <= requestable)
+        (best,) = searched(small, requestable).fastest(1)
+        assert best.requested <= requestable
+        assert (not best.point.keeps_numerics, best.seconds) == (fits[0], pytest.approx(fits[1], rel=1e-9))
+    nothing = searched(small, sizes[0] - 1)
+    assert nothing.fastest(3) == []
+    closest = nothing.smallest()
+    assert closest is not None
+    assert closest.requested == sizes[0]
+
+
+@pytest.mark.parametrize("name", ["ddp", "deepspeed", "fsdp", "single"])
+def test_the_answer_of_other_frameworks(name: str) -> None:
+    """No cuts, and recompute of all layers or none."""
+    whole = space(name)
+    every = everything(whole)
+    for requestable in sorted(size for _, _, size in every)[:: len(every) // 5]:
+        fits = sorted(one for one in every if one[2] <= requestable)
+        (best,) = searched(whole, requestable).fastest(1)
+        assert (not best.point.keeps_numerics, best.seconds) == (fits[0][0], pytest.approx(fits[0][1], rel=1e-9))
+
+
+def test_the_same_answer_every_time() -> None:
+    one, other = (searched(space("megatron"), 1 << 30) for _ in range(2))
+    assert one.fastest(4) == other.fastest(4)
+    assert one.counts() == other.counts()
+
+
+def test_the_front_falls_in_memory_and_rises_in_time() -> None:
+    search = searched(space("megatron"), UNLIMITED)
+    (best,) = search.fastest(1)
+    front = search.front(best, 0.05)
+    assert front[0] is best
+    assert len(front) > 3
+    for faster, slower in pairwise(front):
+        assert slower.seconds >= faster.seconds
+        assert slower.requested <= 0.95 * faster.requested
+
+
+def test_a_fixed_cut_is_kept() -> None:
+    flags = {**SPACES["megatron"], "pp": "2", "pipeline-layout": "Ett|tttL"}
+    base = read_plan(None, flags).plan
+    fixed = space_of(base, filled(base), {"pipeline.layout": "Ett|tttL"})
+    suggestions = searched(fixed, UNLIMITED).fastest(3)
+    assert len(suggestions) == 3
+    for suggestion in suggestions:
+        assert resolve(suggestion.plan).pipeline.layout == "Ett|tttL"
+        assert [sum(work.layers for work in stage) for stage in suggestion.works] == [2, 3]
