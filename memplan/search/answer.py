@@ -20,8 +20,8 @@ from .space import Space, filled, nearest_counts, space_of
 
 Objective = Literal["time", "memory", "gpus"]
 
-STEPS = 0.05
-"""Memory by which a point of the front must be below the faster one before it."""
+STEPS, POINTS = 0.1, 8
+"""Memory by which a point of the front must be below the faster one before it, and how many there are at most."""
 
 
 def suggest(
@@ -42,7 +42,7 @@ def suggest(
         search = Search(space, Clock(space), limit, beyond, report)
         best = search.fastest(top) if objective == "time" else _smallest(search, top)
     closest = search.smallest() if not best else None
-    front = search.front(best[0], STEPS) if best else []
+    front = search.front(best[0], STEPS, POINTS) if best else []
     given = measured(base, resolved) if _is_stated(base) else None
     stuck = closest if closest is not None else given if given is not None and given.needs > limit else None
     changes = changes_of(stuck, limit, search.report) if stuck is not None else ()

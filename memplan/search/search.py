@@ -65,6 +65,8 @@ class Search:
         self._layers: dict[object, LayerNeeds] = {}
         self._states: dict[object, States] = {}
         self._folded: dict[tuple[Point, Works], Suggestion | None] = {}
+        self.passed_over: set[tuple[Point, Works]] = set()
+        """What was folded until it was known to be too much."""
         self._waiting: list[Candidate] = []
         self._too_large_from: dict[Point, int] = {}
         """The smallest micro-batch with which a layout's tensors were too much."""
@@ -124,15 +126,20 @@ class Search:
 
     # -- memory --------------------------------------------------------------------------------------------
 
-    def folded(self, candidate: Candidate) -> Suggestion | None:
-        """What the fullest stage requests, to the byte; ``None`` where the framework or its model refuses the plan."""
+    def folded(self, candidate: Candidate, enough: int | None = None) -> Suggestion | None:
+        """What the fullest stage requests, to the byte, or that it is more than ``enough``; ``None`` where the
+        framework or its model refuses the plan."""
         key = (candidate.point, candidate.works)
         if key not in self._folded:
             try:
                 mapped = self._mapped(candidate)
                 plan = self._plan(mapped)
-                requested, stage = fullest(resolve(plan))
-                self._folded[key] = Suggestion(mapped.point, mapped.works, plan, requested, stage, mapped.seconds)
+                requested, stage = fullest(resolve(plan), enough)
+                suggestion = Suggestion(mapped.point, mapped.works, plan, requested, stage, mapped.seconds)
+                if enough is not None and requested > enough:
+                    self.passed_over.add(key)
+                    return suggestion
+                self._folded[key] = suggestion
             except PlanError as error:
                 self.refused[without_values(error)] += 1
                 self._folded[key] = None
@@ -223,7 +230,7 @@ class Search:
         known = self._too_large_from.get(chain, mbs + 1)
         if candidate.floor > self.requestable or (not self.is_cut and known <= mbs):
             return None
-        suggestion = self.folded(candidate)
+        suggestion = self.folded(candidate, self.requestable)
         if suggestion is None or suggestion.requested <= self.requestable:
             return suggestion
         self._too_large_from[chain] = min(known, mbs)
@@ -265,7 +272,7 @@ class Search:
             )
 
         def holds(layers: int) -> bool:
-            suggestion = self.folded(on(layers))
+            suggestion = self.folded(on(layers), limit)
             return suggestion is not None and suggestion.requested <= limit
 
         if not holds(most):
@@ -275,21 +282,23 @@ class Search:
 
     # -- memory against time -------------------------------------------------------------------------------
 
-    def front(self, best: Suggestion, steps: float) -> list[Suggestion]:
+    def front(self, best: Suggestion, steps: float, most: int) -> list[Suggestion]:
         """``best`` and slower layouts such that each requests less than the faster one before it, by ``steps`` (a part
-        of that) at least."""
+        of that) at least; the first ``most``."""
         front = [best]
 
-        def least() -> float:
-            return front[-1].requested * (1 - steps)
+        def least() -> int:
+            return int(front[-1].requested * (1 - steps))
 
         def is_worth(candidate: Candidate) -> bool:
             return candidate.floor <= least() and candidate.point.keeps_numerics >= best.point.keeps_numerics
 
         for candidate in self._by_time(is_worth):
-            suggestion = self.folded(candidate)
+            suggestion = self.folded(candidate, least())
             if suggestion is not None and suggestion.requested <= least() and candidate.seconds >= best.seconds:
                 front.append(replace(suggestion, seconds=candidate.seconds))
+            if len(front) == most:
+                break
         return front
 
     def smallest(self) -> Suggestion | None:
@@ -318,7 +327,7 @@ class Search:
             yield replace(self._timed(candidate, works), fitted=True)
 
     def counts(self) -> Counts:
-        folded = sum(one is not None for one in self._folded.values())
+        folded = sum(one is not None for one in self._folded.values()) + len(self.passed_over - self._folded.keys())
         too_large = self.too_large + sum(one.floor > self.requestable for one in self.candidates)
         slower = max(0, self.considered - too_large - folded)
         return Counts(self.considered, dict(self.refused), too_large, slower, folded, self.replayed)

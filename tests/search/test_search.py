@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from dataclasses import replace
+from itertools import combinations, pairwise, product
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memplan.estimate import estimate, fold
+from memplan.frameworks import megatron
+from memplan.layers.module import Options
+from memplan.pipeline.megatron_fold import ChunkPasses, Sizes, fold_iteration
+from memplan.pipeline.megatron_schedule import schedule
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.search.bounds import at_best
+from memplan.program import fold_program
 from memplan.search.changes import changed
 from memplan.search.clock import Clock
 from memplan.search.cuts import Works, fields_of, smallest
-from memplan.search.peaks import at_most, fullest
+from memplan.search.peaks import APART, at_most, beside, fullest, most_at_once
 from memplan.search.search import Candidate, Search
 from memplan.search.space import Point, Recomputing, Space, filled, space_of
 from memplan.search.timing import step_time
+from memplan.tape import Category, change
 
 from .test_cuts import counts_of
 
@@ -71,7 +79,7 @@ def test_what_the_search_says_is_what_the_estimate_says(name: str) -> None:
     """Bytes exactly, of the plan that is written; seconds but for rounding."""
     search = searched(space(name), 1 << 31)
     compared = 0
-    for candidate in candidates(search, 1000):
+    for candidate in candidates(search, 300):
         suggestion = search.folded(candidate)
         if suggestion is None:
             continue
@@ -96,22 +104,44 @@ def test_estimates_of_a_few(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["megatron", "megatron, long sequences"])
 def test_bounds_from_above_and_below(name: str) -> None:
-    from memplan.frameworks import megatron
-    from memplan.layers.module import Options
-    from memplan.program import fold_program
-
     search = searched(space(name), UNLIMITED)
     random = Random(2)
-    for candidate in random.sample(search.candidates, 150):
+    for candidate in random.sample(search.candidates, 60):
         point, plan = candidate.point, resolve(search._plan(candidate))
-        for program in megatron.programs(plan, Options()):
-            assert fold_program(program).peak <= at_most(program)
+        programs = megatron.programs(plan, Options())
+        peaks = [fold_program(program).peak for program in programs]
+        for at, (program, peak) in enumerate(zip(programs, peaks, strict=True)):
+            assert peak <= at_most(program)
+            assert all(
+                behind <= beside(program, peak, later) for later, behind in zip(programs[at:], peaks[at:], strict=True)
+            )
         least = smallest(plan, search.clock.ratios(point))
         assert least is not None
         peak, _ = fullest(resolve(changed(plan, dict(fields_of("megatron", least)))))
-        needs, kept = search._needs(point), search._kept(point)
         assert search._at_best(point) <= peak
-        assert at_best(needs, kept, 1, 5, 1, 1, 1) > 0
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.integers(3, 9), st.integers(1, 4), st.integers(1, 6), st.booleans(), st.sampled_from([512, 5120, 51200]),
+    st.integers(0, 50_000), st.integers(0, 20_000), st.integers(0, 40_000),
+)  # fmt: skip
+def test_a_later_stage_with_the_same_chunks_needs_less(
+    pp: int, vpp: int, rounds: int, overlap: bool, hidden: int, saved: int, forward: int, backward: int
+) -> None:
+    """But for a few hidden states between stages (``peaks.beside``)."""
+    ahead = change(saved + hidden, Category.ACTIVATIONS)
+    passes = ChunkPasses(
+        replace(ahead, peak=saved + hidden + forward),
+        replace(
+            change(-saved, Category.ACTIVATIONS).then(change(hidden, Category.TEMPORARIES)), peak=hidden + backward
+        ),
+    )
+    stages = [schedule(stage, pp, pp * rounds, vpp, None, overlap) for stage in range(1, pp - 1)]
+    peaks = [fold_iteration(stage, (passes,) * vpp, Sizes(hidden)).peak for stage in stages]
+    for (at, one), (behind, other) in combinations(enumerate(stages), 2):
+        fewer = most_at_once(one) - most_at_once(other)
+        assert peaks[behind] <= peaks[at] - fewer * saved + APART * (hidden + 512)
 
 
 # -- against everything -----------------------------------------------------------------------------------
@@ -180,7 +210,7 @@ def test_the_same_answer_every_time() -> None:
 def test_the_front_falls_in_memory_and_rises_in_time() -> None:
     search = searched(space("megatron"), UNLIMITED)
     (best,) = search.fastest(1)
-    front = search.front(best, 0.05)
+    front = search.front(best, 0.05, 20)
     assert front[0] is best
     assert len(front) > 3
     for faster, slower in pairwise(front):
