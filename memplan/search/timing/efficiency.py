@@ -40,7 +40,11 @@ class Efficiency:
 
 
 _MAMF = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md (MAMF table)"
-_HE = "https://www.thonking.ai/p/strangely-matrix-multiplications (258 of 312, 8192^3 on random numbers)"
+_SIMUMAX_A100 = (
+    "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/a100_pcie.json (median of a sweep of 183 products "
+    "on the PCIe card, as parts of what tiles and waves leave; 8192^3 on random numbers reaches 258 of 312 on the SXM "
+    "module, https://www.thonking.ai/p/strangely-matrix-multiplications)"
+)
 _MARKIDIS = "https://arxiv.org/abs/1803.04014 (83 of 112.7, cuBLAS)"
 _SIMUMAX = (
     "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json (median of a sweep of 514 "
@@ -52,8 +56,8 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
     {
         "v100-16gb": Fraction(83 / 112.7, _MARKIDIS),
         "v100-32gb": Fraction(83 / 112.7, _MARKIDIS),
-        "a100-40gb": Fraction(258 / 312, _HE),
-        "a100-80gb": Fraction(258 / 312, _HE),
+        "a100-40gb": Fraction(0.80, _SIMUMAX_A100),
+        "a100-80gb": Fraction(0.80, _SIMUMAX_A100),
         "h100-80gb": Fraction(794.5 / 989, _MAMF),
         "h100-96gb": Fraction(828.6 / 989, _MAMF),
         "h200": Fraction(794.5 / 989, _MAMF),
@@ -72,7 +76,16 @@ _FLASH2 = "https://arxiv.org/abs/2307.08691 (FlashAttention-2 on A100: up to 73 
 _FLASH3 = "https://arxiv.org/abs/2407.08608 (FlashAttention-3 on H100: up to 75 % forward; FlashAttention-2: 35 %)"
 _SIMUMAX_ATTENTION = "the same file's sdp_fwd and sdp_bwd, medians, whose causal scores are counted whole: halved"
 
-_NVLINK = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (GB/s of a link: 20.0, H100 20.6, B200 40.1)"
+_TOPO = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h"
+_VOLTA_LINK = Fraction(20.0 / 25, f"{_TOPO} (20.0 of 25 GB/s of a link)")
+_LINK: Mapping[int, Fraction] = MappingProxyType(
+    {
+        8: Fraction(208 / 300, "https://github.com/NVIDIA/nccl-tests/issues/178, 149 (A100: 208 and 200 of 300 GB/s)"),
+        9: Fraction(370 / 450, "https://github.com/NVIDIA/nccl-tests/issues/212 (H100: 370 of 450 GB/s)"),
+        10: Fraction(0.6735, "the same file's all_gather (B200: 0.67 of 900 GB/s)"),
+    }
+)
+"""By the major number of the compute capability: bus bandwidth of NCCL's rings."""
 _PCI = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)"
 _NET = "https://github.com/NVIDIA/nccl-tests/issues/119 (8 A100, 4 x 200 Gb/s a node: 96 of 100 GB/s)"
 
@@ -90,17 +103,17 @@ def default(gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool
         memory = _VOLTA_MEMORY
     elif major == 8:
         memory = _ADA_MEMORY if minor == 9 else _AMPERE_MEMORY
-    link = {9: 20.6 / 25, 10: 40.1 / 50}.get(major, 0.8)
+    link = _LINK.get(major, _VOLTA_LINK)
     forward, backward, attention = _attention(gpu, major, fused_kernels, matrix.value)
-    sources = (matrix.source, memory.source, attention, _NVLINK, _NET, _PCI)
-    return Efficiency(matrix.value, memory.value, forward, backward, link, 0.96, 0.75, sources)
+    sources = (matrix.source, memory.source, attention, link.source, _NET, _PCI)
+    return Efficiency(matrix.value, memory.value, forward, backward, link.value, 0.96, 0.75, sources)
 
 
 def _attention(gpu: str, major: int, fused_kernels: bool, matrix: float) -> tuple[float, float, str]:
     """Forward, backward and source. Backward on Hopper in the ratio that FlashAttention-2 has on Ampere."""
     ratio = 0.63 / 0.73
     if major == 8:
-        return 0.73 * min(1.0, matrix / 0.827), 0.63 * min(1.0, matrix / 0.827), _FLASH2
+        return 0.73 * min(1.0, matrix / 0.8), 0.63 * min(1.0, matrix / 0.8), _FLASH2
     if major == 9:
         forward = 0.75 if fused_kernels else 0.35
         return forward, forward * ratio, _FLASH3

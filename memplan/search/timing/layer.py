@@ -23,6 +23,15 @@ CHANNELS = 24
 (``src/graph/search.cc``; ``NCCL_MAX_NCHANNELS`` of https://docs.nvidia.com/deeplearning/nccl/user-guide/)."""
 
 
+HOST_OPERATOR = 7e-6
+"""Seconds that PyTorch needs on the host for the simplest operator that autograd follows
+(https://github.com/pytorch/pytorch/issues/41383)."""
+
+HOST_WAIT = 6.7e-6
+"""Seconds by which a kernel takes longer if the host waits for it: 9.6 instead of 2.9 microseconds
+(https://developer.nvidia.com/blog/cuda-graphs/)."""
+
+
 class LayerTimes(NamedTuple):
     """Seconds of one micro-batch of one entry on one rank, communication of tensor and context parallelism included."""
 
@@ -43,10 +52,30 @@ class Seconds(NamedTuple):
     backward: float = 0.0
     forward_parallel: float = 0.0
     backward_parallel: float = 0.0
+    forward_kernels: int = 0
+    backward_kernels: int = 0
 
     def __add__(self, other: object) -> Seconds:
         assert isinstance(other, Seconds)
-        return Seconds(*(mine + its for mine, its in zip(self, other, strict=True)))
+        return Seconds(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.forward_parallel + other.forward_parallel,
+            self.backward_parallel + other.backward_parallel,
+            self.forward_kernels + other.forward_kernels,
+            self.backward_kernels + other.backward_kernels,
+        )
+
+    def times(self, count: int) -> Seconds:
+        """The same ``count`` times."""
+        return Seconds(
+            count * self.forward,
+            count * self.backward,
+            count * self.forward_parallel,
+            count * self.backward_parallel,
+            count * self.forward_kernels,
+            count * self.backward_kernels,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +105,23 @@ def layer_times(shape: Shape, rates: Rates) -> LayerTimes:
     parts = parts_of(shape, rates)
     whole = parts.whole
     again, again_parallel = _recompute(parts, shape)
+    forward = with_host(shape, whole.forward + whole.forward_parallel, whole.forward_kernels)
+    backward = with_host(shape, whole.backward + whole.backward_parallel, whole.backward_kernels)
+    kernels = round(whole.forward_kernels * again / whole.forward)
     return LayerTimes(
-        whole.forward + whole.forward_parallel,
-        whole.backward + whole.backward_parallel,
-        again + again_parallel,
+        forward,
+        backward,
+        with_host(shape, again + again_parallel, kernels),
         whole.forward_parallel + whole.backward_parallel,
         again_parallel,
     )
+
+
+def with_host(shape: Shape, device: float, kernels: int) -> float:
+    """Seconds of a pass of so many kernels: the host runs ahead of the device, unless it is the slower one; where it
+    waits for every kernel (``CUDA_LAUNCH_BLOCKING``), its time and the waiting add up."""
+    host = kernels * HOST_OPERATOR
+    return device + host + kernels * HOST_WAIT if shape.blocking else max(device, host)
 
 
 def _recompute(parts: Parts, shape: Shape) -> tuple[float, float]:
@@ -122,11 +161,11 @@ def parts_of(shape: Shape, rates: Rates) -> Parts:
     rope = streams(rates, operators.rotary(shape), tokens * (queries + keys) * spec.rotary_fraction)
     heads = streams(rates, operators.norm(shape), tokens * (queries + keys)) if spec.qk_norm else Seconds()
     return Parts(
-        norms=_times(streams(rates, operators.norm(shape), sharded), norms),
+        norms=streams(rates, operators.norm(shape), sharded).times(norms),
         projections=_sum((into, out, rope, heads)),
         core=attention(shape, rates),
         mlp=_sum((up, down, streams(rates, operators.activation(shape), tokens * f))),
-        residuals=_times(streams(rates, operators.residual(shape), sharded), 2),
+        residuals=streams(rates, operators.residual(shape), sharded).times(2),
         communication=_communication(shape, rates, into, up),
     )
 
@@ -139,7 +178,7 @@ def linear(
     forward = matmul(rates, m, outputs, inputs, 1, e)
     backward = matmul(rates, m, inputs, outputs, 1, e) + weight_gradient(shape, rates, inputs, outputs, m)
     sums = streams(rates, operators.bias_gradient(shape), m * outputs) if bias else Seconds()
-    return Seconds(forward, backward) + sums
+    return Seconds(forward, backward, 0.0, 0.0, 1, 2 if shape.fused_accumulation else 3) + sums
 
 
 def weight_gradient(shape: Shape, rates: Rates, inputs: int, outputs: int, tokens: int) -> float:
@@ -162,13 +201,13 @@ def attention(shape: Shape, rates: Rates) -> Seconds:
         moved = e * shape.tokens * d * (2 * a + 2 * max(1, spec.kv_heads // t) * c)
         forward = max(flops / rates.attention_forward, streamed(rates, moved))
         backward = max(2.5 * flops / rates.attention_backward, streamed(rates, 2 * moved, 2))
-        kernel = Seconds(forward, backward)
+        kernel = Seconds(forward, backward, 0.0, 0.0, 1, 3)
     else:
         scores = float(b * a * rows * columns)
         first, second = matmul(rates, rows, columns, d, b * a, e), matmul(rates, rows, d, columns, b * a, e)
         # Backward: context to scores and to values; scores to queries and to keys.
         back = matmul(rates, rows, columns, d, b * a, e) + 3 * matmul(rates, rows, d, columns, b * a, e)
-        kernel = Seconds(first + second, back) + streams(rates, operators.scores(shape), scores)
+        kernel = Seconds(first + second, back, 0.0, 0.0, 2, 4) + streams(rates, operators.scores(shape), scores)
     exchanged = _context_parallel(shape, rates, kernel) if c > 1 else Seconds()
     return kernel + copied + exchanged
 
@@ -211,21 +250,22 @@ def _communication(shape: Shape, rates: Rates, into: Seconds, up: Seconds) -> Se
         return Seconds()
     across = group(shape.t, 1, rates.node)
     blocks = 1 if shape.spec.blocks == "parallel_one_norm" and shape.code != "transformer-engine" else 2
+    count = blocks * (2 if shape.sequence_parallel else 1)
     if not shape.sequence_parallel:
         one = collective(rates, "all-reduce", shape.hidden_bytes, across)
         if not shape.overlapped:
-            return Seconds(0.0, 0.0, blocks * one, blocks * one)
+            return Seconds(0.0, 0.0, blocks * one, blocks * one, count, count)
         exposed = beside(rates, one, into.backward / 2) + beside(rates, one, up.backward / 2)
-        return Seconds(0.0, 0.0, blocks * one, exposed)
+        return Seconds(0.0, 0.0, blocks * one, exposed, count, count)
     gather = collective(rates, "all-gather", shape.hidden_bytes, across)
     scatter = collective(rates, "reduce-scatter", shape.hidden_bytes, across)
     forward = blocks * (gather + scatter)
     if not shape.overlapped:
-        return Seconds(0.0, 0.0, forward, forward)
+        return Seconds(0.0, 0.0, forward, forward, count, count)
     exposed = sum(
         beside(rates, gather, one.backward / 2) + beside(rates, scatter, one.backward / 2) for one in (into, up)
     )
-    return Seconds(0.0, 0.0, forward, blocks * gather + exposed)
+    return Seconds(0.0, 0.0, forward, blocks * gather + exposed, count, 2 * count)
 
 
 def beside(rates: Rates, communication: float, work: float) -> float:
@@ -235,14 +275,9 @@ def beside(rates: Rates, communication: float, work: float) -> float:
 
 def streams(rates: Rates, moved: Moved, elements: float) -> Seconds:
     """A memory-bound operator on so many elements."""
-    return Seconds(
-        streamed(rates, moved.forward * elements, moved.kernels),
-        streamed(rates, moved.backward * elements, moved.backward_kernels),
-    )
-
-
-def _times(seconds: Seconds, count: int) -> Seconds:
-    return Seconds(*(count * part for part in seconds))
+    forward = streamed(rates, moved.forward * elements, moved.kernels)
+    backward = streamed(rates, moved.backward * elements, moved.backward_kernels)
+    return Seconds(forward, backward, 0.0, 0.0, moved.kernels, moved.backward_kernels)
 
 
 def _sum(parts: Iterable[Seconds]) -> Seconds:
