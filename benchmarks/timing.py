@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import correlation, median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,11 +65,13 @@ class Table:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Rank correlation of two lists without ties."""
-    ranks = [[sorted(values).index(value) for value in values] for values in (first, second)]
-    n = len(first)
-    distance = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
-    return 1 - 6 * distance / (n * (n * n - 1)) if n > 1 else 1.0
+    """Rank correlation; equal values share the mean of their ranks."""
+    return correlation(ranks(first), ranks(second))
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """From 0, ties in their middle."""
+    return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
 
 # -- published tables ---------------------------------------------------------------------------------

@@ -36,23 +36,30 @@ class Efficiency:
     """Of the network adapters' line rate, by NCCL."""
     host: float
     """Of the bandwidth to the host, by copies of pinned memory."""
+    loss: float | None = None
+    """Of the memory's bandwidth, by kernels of the cross entropy; ``None``: as ``memory``."""
+    collective: float | None = None
+    """Seconds that a collective over links takes besides its steps; ``None``: as NCCL's own model has it."""
+    hop: float | None = None
+    """Seconds of each of its steps, without the bytes."""
     sources: tuple[str, ...] = ()
 
 
 _MAMF = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md (MAMF table)"
 _SIMUMAX_A100 = (
-    "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/a100_pcie.json (median of a sweep of 183 products "
-    "on the PCIe card, as parts of what tiles and waves leave; 8192^3 on random numbers reaches 258 of 312 on the SXM "
-    "module, https://www.thonking.ai/p/strangely-matrix-multiplications)"
+    "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/a100_pcie.json (median of a sweep of 183 "
+    "products on the PCIe card, as parts of what tiles and waves leave; on the SXM module 8192^3 on random numbers "
+    "reaches 258 of 312, https://www.thonking.ai/p/strangely-matrix-multiplications)"
 )
 _SEMIANALYSIS = (
     "https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training/ (Llama 70B's products on "
     "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s; best cases in the MAMF table: 794.5, 668.4)"
 )
 _MARKIDIS = "https://arxiv.org/abs/1803.04014 (83 of 112.7, cuBLAS)"
+_B200 = "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json"
 _SIMUMAX = (
-    "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json (median of a sweep of 514 "
-    "products, as parts of what tiles and waves leave; the best case in the MAMF table is 0.776)"
+    f"{_B200} (median of a sweep of 514 products, as parts of what tiles and waves leave; the best case in the MAMF "
+    "table is 0.776)"
 )
 _ASSUMED = "no product measured on this GPU was found: the median of those that were"
 
@@ -78,7 +85,7 @@ _HOPPER_MEMORY = Fraction(1861.5 / 2039, "https://arxiv.org/abs/2402.13499 (H100
 
 _FLASH2 = "https://arxiv.org/abs/2307.08691 (FlashAttention-2 on A100: up to 73 % forward, 63 % backward)"
 _FLASH3 = "https://arxiv.org/abs/2407.08608 (FlashAttention-3 on H100: up to 75 % forward; FlashAttention-2: 35 %)"
-_SIMUMAX_ATTENTION = "the same file's sdp_fwd and sdp_bwd, medians, whose causal scores are counted whole: halved"
+_SIMUMAX_ATTENTION = f"{_B200} (medians of sdp_fwd and sdp_bwd, whose causal scores are counted whole: halved)"
 
 _TOPO = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h"
 _VOLTA_LINK = Fraction(20.0 / 25, f"{_TOPO} (20.0 of 25 GB/s of a link)")
@@ -86,10 +93,13 @@ _LINK: Mapping[int, Fraction] = MappingProxyType(
     {
         8: Fraction(208 / 300, "https://github.com/NVIDIA/nccl-tests/issues/178, 149 (A100: 208 and 200 of 300 GB/s)"),
         9: Fraction(370 / 450, "https://github.com/NVIDIA/nccl-tests/issues/212 (H100: 370 of 450 GB/s)"),
-        10: Fraction(0.6735, "the same file's all_gather (B200: 0.67 of 900 GB/s)"),
+        10: Fraction(0.6735 * 2**30 / 1e9, f"{_B200} (all_gather: 0.6735 of 900 GiB/s)"),
     }
 )
 """By the major number of the compute capability: bus bandwidth of NCCL's rings."""
+
+_BLACKWELL = (0.28, 23.1e-6, 9.2e-6)
+"""B200, from the same file: ``ce_fusion``; ``fixed_latency_us`` and ``latency_us`` of ``all_gather``."""
 _PCI = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)"
 _NET = "https://github.com/NVIDIA/nccl-tests/issues/119 (8 A100, 4 x 200 Gb/s a node: 96 of 100 GB/s)"
 
@@ -110,7 +120,8 @@ def default(gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool
     link = _LINK.get(major, _VOLTA_LINK)
     forward, backward, attention = _attention(gpu, major, fused_kernels, matrix.value)
     sources = (matrix.source, memory.source, attention, link.source, _NET, _PCI)
-    return Efficiency(matrix.value, memory.value, forward, backward, link.value, 0.96, 0.75, sources)
+    loss, base, hop = _BLACKWELL if gpu == "b200" else (None, None, None)
+    return Efficiency(matrix.value, memory.value, forward, backward, link.value, 0.96, 0.75, loss, base, hop, sources)
 
 
 def _attention(gpu: str, major: int, fused_kernels: bool, matrix: float) -> tuple[float, float, str]:

@@ -104,7 +104,8 @@ def head_times(shape: Shape, rates: Rates, logits_to_keep: int | None = None) ->
 
 
 def _loss(shape: Shape, rates: Rates, logits: float) -> Seconds:
-    return streams(rates, operators.cross_entropy(shape), logits)
+    slower = rates.memory / rates.loss
+    return streams(rates, operators.cross_entropy(shape), logits * slower)
 
 
 def _head_communication(shape: Shape, rates: Rates, whole: Seconds) -> tuple[float, float]:

@@ -35,6 +35,11 @@ class Rates:
     network: float | None
     node: int
     """GPUs of a node."""
+    loss: float
+    """Bytes/s of the cross entropy's kernels."""
+    collective: float | None
+    hop: float | None
+    """Seconds of a collective over links, and of each of its steps, where they were measured."""
 
 
 def rates_of(plan: Plan, efficiency: Efficiency | None = None) -> Rates:
@@ -66,13 +71,14 @@ def _rates(gpu: str, dtype: str, node: int, network: float | None, fused: bool, 
         peak = _published(gpu, speed.matrix, "tensor rate")
     if network is None and speed.network is not None:
         network = speed.network.value
+    memory = _published(gpu, speed.memory, "memory bandwidth")
     return Rates(
         peak=peak,
         matrix=peak * parts.matrix,
         ordinary=fp32 * parts.matrix,
         attention_forward=peak * parts.attention_forward,
         attention_backward=peak * parts.attention_backward,
-        memory=_published(gpu, speed.memory, "memory bandwidth") * parts.memory,
+        memory=memory * parts.memory,
         processors=processors,
         overlapped_epilogue=capability is None or capability >= (9, 0),
         link=0.0 if speed.link is None else speed.link.value * parts.link,
@@ -80,6 +86,9 @@ def _rates(gpu: str, dtype: str, node: int, network: float | None, fused: bool, 
         host=_published(gpu, speed.host, "bandwidth to the host") * parts.host,
         network=None if network is None else network * parts.network,
         node=node,
+        loss=memory * (parts.memory if parts.loss is None else parts.loss),
+        collective=parts.collective,
+        hop=parts.hop,
     )
 
 

@@ -41,11 +41,11 @@ class StepTime:
 
 
 class _Chunk:
-    """Sums of a chunk."""
+    """Sums of a chunk; of ``sends``, forward and backward."""
 
     __slots__ = ("backward", "forward", "parallel", "recompute", "send")
 
-    def __init__(self, times: EntryTimes, work: StageWork) -> None:
+    def __init__(self, times: EntryTimes, work: StageWork, sends: tuple[bool, bool], send: float) -> None:
         parts = [(times.layer, work.layers)]
         parts += [(times.embedding, 1)] if work.embedding else []
         parts += [(times.final_norm, 1)] if work.final_norm else []
@@ -55,7 +55,9 @@ class _Chunk:
         self.backward = sum(n * part.backward for part, n in parts) + self.recompute
         self.parallel = sum(n * part.parallel for part, n in parts)
         self.parallel += work.recomputed * times.layer.recomputed_parallel
-        self.send = 0.0
+        self.send = sum(sends) * send
+        self.forward += sends[0] * send
+        self.backward += sends[1] * send
 
 
 def assemble(
@@ -71,14 +73,17 @@ def assemble(
     """The step of ``stages`` (by stage, then by chunk): ``once`` a step is added. Without ``pipelined`` the stages run
     one after the other, as a device map's do."""
     once = once or Updates()
-    chunks = [[_Chunk(times, chunk) for chunk in stage] for stage in stages]
-    last = (len(chunks) - 1, len(chunks[0]) - 1)
-    for at, stage in enumerate(chunks):
-        for number, chunk in enumerate(stage):
-            sends = (at, number) != last, (at, number) != (0, 0)
-            chunk.send = 0.0 if overlapped_sends else times.send * sum(sends)
-            chunk.forward += 0.0 if overlapped_sends else times.send * sends[0]
-            chunk.backward += 0.0 if overlapped_sends else times.send * sends[1]
+    last, send = (len(stages) - 1, len(stages[0]) - 1), 0.0 if overlapped_sends else times.send
+    known: dict[tuple[StageWork, bool, bool], _Chunk] = {}
+    chunks = []
+    for at, stage in enumerate(stages):
+        row = []
+        for number, work in enumerate(stage):
+            key = (work, (at, number) != last, (at, number) != (0, 0))
+            if key not in known:
+                known[key] = _Chunk(times, work, key[1:], send)
+            row.append(known[key])
+        chunks.append(row)
     passes = [[Stage(chunk.forward, chunk.backward) for chunk in stage] for stage in chunks]
     wholes = [sum(chunk.forward + chunk.backward for chunk in stage) for stage in passes]
     if pipelined:
@@ -89,16 +94,16 @@ def assemble(
         whole, counted = microbatches * sum(wholes), [chunk for stage in chunks for chunk in stage]
     recompute = microbatches * sum(chunk.recompute for chunk in counted)
     parallel = microbatches * sum(chunk.parallel for chunk in counted)
-    send = microbatches * sum(chunk.send for chunk in counted)
+    sent = microbatches * sum(chunk.send for chunk in counted)
     busy = microbatches * sum(chunk.forward + chunk.backward for chunk in counted)
     again = recompute - microbatches * times.layer.recomputed_parallel * _recomputed(stages, wholes, pipelined)
     return StepTime(
         total=whole + once.total,
-        compute=busy - again - parallel - send,
+        compute=busy - again - parallel - sent,
         recompute=again,
         tensor_parallel=parallel,
         pipeline_bubble=whole - busy,
-        pipeline_send=send,
+        pipeline_send=sent,
         data_parallel=once.data_parallel,
         optimizer=once.optimizer,
         offload=once.offload,
@@ -119,45 +124,72 @@ def step_seconds(
 ) -> float:
     """``assemble(...).total`` of 1F1B, plain or interleaved, and nothing else. Equal neighbours are one group:
     how many stages, and their chunks; ``once`` is added."""
-    layer, send = times.layer, 0.0 if overlapped_sends else times.send
-    one, again = layer.forward + layer.backward + 2 * send * 0, layer.recompute
-    ends = (
-        times.embedding.forward + times.embedding.backward,
-        times.final_norm.forward + times.final_norm.backward,
-        times.head.forward + times.head.backward,
-    )
-    final = len(groups) - 1
-    wholes: list[tuple[int, float, float, float]] = []
-    stages = 0
-    for at, (number, chunks) in enumerate(groups):
-        parts = []
+    send = 0.0 if overlapped_sends else times.send
+    final, stages, whole, slowest, at = len(groups) - 1, 0, 0.0, 0.0, 0
+    known: dict[StageWork, float] = {}
+    parts: list[list[float]] = []
+    for number, (equal, chunks) in enumerate(groups):
+        sums = []
         for chunk in chunks:
-            part = chunk.layers * one + chunk.recomputed * again + 2 * send
-            if chunk.embedding:
-                part += ends[0]
-            if chunk.final_norm:
-                part += ends[1]
-            if chunk.head:
-                part += ends[2]
-            parts.append(part)
-        if send and at == 0:
-            parts[0] -= send
-        if send and at == final:
-            parts[-1] -= send
-        wholes.append((number, sum(parts), parts[0], parts[-1]))
-        stages += number
-    slowest = max(whole[1] for whole in wholes)
-    extra = 2 * (stages - 1) * times.send if overlapped_sends else 0.0
-    if len(groups[0][1]) == 1:
-        return sum(n * whole for n, whole, _, _ in wholes) + (microbatches - 1) * slowest + extra + once
-    total, before = microbatches * slowest, True
-    for number, whole, first, behind in wholes:
-        if before and whole == slowest:
-            total += (number - 1) * behind
-            before = False
-        else:
-            total += number * (first if before else behind)
-    return total + extra + once
+            one = known.get(chunk)
+            if one is None:
+                one = known[chunk] = _chunk_seconds(times, chunk) + 2 * send
+            sums.append(one)
+        if number == 0:
+            sums[0] -= send
+        if number == final:
+            sums[-1] -= send
+        total = sum(sums)
+        if total > slowest:
+            slowest, at = total, number
+        stages += equal
+        whole += equal * total
+        parts.append(sums)
+    extra = once + (2 * (stages - 1) * times.send if overlapped_sends else 0.0)
+    if len(parts[0]) == 1:
+        return whole + (microbatches - 1) * slowest + extra
+    return microbatches * slowest + extra + _interleaved(times, groups, parts, at, stages, send)
+
+
+def _interleaved(
+    times: EntryTimes,
+    groups: Sequence[tuple[int, Sequence[StageWork]]],
+    parts: Sequence[Sequence[float]],
+    at: int,
+    stages: int,
+    send: float,
+) -> float:
+    """What ``pipeline.seconds`` adds to the slowest stage's passes, the first stage of group ``at``."""
+    ways, forward, backward, last = (groups[at][0] - 1) * parts[at][-1], 0.0, 0.0, 0.0
+    if at:
+        own = _first_forward(times, groups[at][1][0], send)
+        for number in range(at):
+            first, sums = _first_forward(times, groups[number][1][0], send), parts[number]
+            ways += groups[number][0] * sums[0]
+            forward = max(forward, first - own)
+            backward = max(backward, sums[0] - first - parts[at][0] + own)
+    for number in range(at + 1, len(groups)):
+        ways += groups[number][0] * parts[number][-1]
+        last = max(last, parts[number][-1] - parts[at][-1])
+    return ways + (stages - 1) * (forward + backward + last)
+
+
+def _chunk_seconds(times: EntryTimes, chunk: StageWork) -> float:
+    """Forward and backward of a chunk, without sends."""
+    layer = times.layer
+    total = chunk.layers * (layer.forward + layer.backward) + chunk.recomputed * layer.recompute
+    if chunk.embedding:
+        total += times.embedding.forward + times.embedding.backward
+    if chunk.final_norm:
+        total += times.final_norm.forward + times.final_norm.backward
+    if chunk.head:
+        total += times.head.forward + times.head.backward
+    return total
+
+
+def _first_forward(times: EntryTimes, chunk: StageWork, send: float) -> float:
+    """Of a stage's first chunk, which is not the model's last."""
+    return chunk.layers * times.layer.forward + (times.embedding.forward if chunk.embedding else 0.0) + send
 
 
 def step_time(plan: Plan, efficiency: Efficiency | None = None) -> StepTime:

@@ -78,7 +78,7 @@ def updates(
 ) -> Updates:
     """Of the rank that holds ``work``; ``staged`` where it is one stage of several."""
     plan, shape = replicas.plan, replicas.shape
-    held = elements(shape.spec, work, shape.t, shape.vocab)
+    held = elements(shape.spec, work, shape.t, shape.vocab, plan.framework == "megatron-deepspeed")
     forward, backward = _passes(work, times)
     if plan.framework in ("single", "device-map"):
         exposed = 0.0
@@ -91,7 +91,8 @@ def updates(
     if staged and shape.spec.tied_embeddings and plan.layout.pp > 1:
         exposed += _tied(replicas, work)
     owned = held / _owners(replicas)
-    return Updates(exposed, _optimizer(replicas, owned), _offload(replicas, owned, held, microbatches))
+    passes = streamed(replicas.rates, held * buffer_bytes(plan, replicas.ranks))
+    return Updates(exposed, _optimizer(replicas, owned) + passes, _offload(replicas, owned, microbatches))
 
 
 def _passes(work: tuple[StageWork, ...], times: EntryTimes) -> tuple[float, float]:
@@ -198,6 +199,18 @@ def _optimizer(replicas: Replicas, owned: float) -> float:
     return streamed(replicas.rates, owned * step_bytes(plan)) if owned else 0.0
 
 
+def buffer_bytes(plan: Plan, ranks: int) -> float:
+    """Bytes that Megatron's passes over the whole gradient buffer move for each parameter, once a step: it is set to
+    zero, looked through for NaN, and divided by the number of replicas (``param_and_grad_buffer.py``, ``reset`` and
+    ``start_grad_sync``)."""
+    if plan.framework != "megatron":
+        return 0.0
+    gradient = ITEMSIZE[plan.precision.gradients or "fp32"]
+    looks = 1 if plan.megatron.check_for_nan else 0
+    divides = 2 if ranks > 1 and not plan.megatron.per_token_loss else 0
+    return float(gradient * (1 + looks + divides))
+
+
 def step_bytes(plan: Plan) -> float:
     """Bytes that a parameter's update moves."""
     optimizer, dtype = plan.optimizer, ITEMSIZE[plan.precision.stored]
@@ -218,7 +231,7 @@ def step_bytes(plan: Plan) -> float:
     return moved
 
 
-def _offload(replicas: Replicas, owned: float, held: float, microbatches: int) -> float:
+def _offload(replicas: Replicas, owned: float, microbatches: int) -> float:
     """Copies between device and host, and the update there: DeepSpeed's CPU Adam shares the node's cores."""
     plan, rates = replicas.plan, replicas.rates
     together = min(rates.node, plan.hardware.gpus or 1)
