@@ -159,6 +159,12 @@ def bigscience(rows: Sequence[Row]) -> Table:
     return Table("bigscience_a100.jsonl", tuple(timed), "nothing is fitted, so leaving a row out changes nothing")
 
 
+def trials() -> Table:
+    """Further trials of the same days, from the same log: no choice of the model was made for them."""
+    rows = [row for row in read_rows(PUBLISHED) if row["table"] == TRIALS]
+    return replace(bigscience(rows), name=TRIALS, note="")
+
+
 def _parameters_times_batch(row: Row) -> float:
     h, gpus = row["hidden_size"], row["tp"] * row["pp"] * row["dp"]
     parameters = 12 * row["layers"] * h * h + row["vocab_size"] * h
@@ -199,6 +205,7 @@ READERS: Mapping[str, Callable[[Sequence[Row]], Table]] = {
     "megatron_b200.jsonl": b200,
     "torchtitan_h100.jsonl": torchtitan,
 }
+TRIALS = "bigscience-trials-february-2022"
 PAPERS = ("arxiv-2205.05198-table-5", "arxiv-2104.04473-table-1", "arxiv-2407.21783-table-4")
 
 
@@ -246,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--measured", type=Path, default=MEASURED, metavar="DIR", help="folder of measured runs")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
     chosen = parser.parse_args(arguments)
-    tables = [published(name) for name in PAPERS]
+    tables = [*(published(name) for name in PAPERS), trials()]
     if chosen.measured.is_dir():
         found = [(name, chosen.measured / name) for name in READERS]
         tables += [READERS[name](read_rows(path)) for name, path in found if path.exists()]
