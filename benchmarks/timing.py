@@ -25,7 +25,7 @@ from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
 from memplan.search.timing import Efficiency, step_time  # noqa: E402
 from memplan.search.timing.efficiency import default  # noqa: E402
-from memplan.search.timing.step import model_flops  # noqa: E402
+from memplan.search.timing.flops import model_flops  # noqa: E402
 
 MEASURED = ROOT.parent / "shared" / "measured"
 PUBLISHED = Path(__file__).with_name("published_steps.jsonl")

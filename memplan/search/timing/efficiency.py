@@ -100,7 +100,9 @@ _LINK: Mapping[int, Fraction] = MappingProxyType(
 
 _BLACKWELL = (0.28, 23.1e-6, 9.2e-6)
 """B200, from the same file: ``ce_fusion``; ``fixed_latency_us`` and ``latency_us`` of ``all_gather``."""
+_HOST = 12.0 / 16.0
 _PCI = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)"
+_NETWORK = 0.96
 _NET = "https://github.com/NVIDIA/nccl-tests/issues/119 (8 A100, 4 x 200 Gb/s a node: 96 of 100 GB/s)"
 
 
@@ -119,9 +121,18 @@ def default(gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool
         memory = _ADA_MEMORY if minor == 9 else _AMPERE_MEMORY
     link = _LINK.get(major, _VOLTA_LINK)
     forward, backward, attention = _attention(gpu, major, fused_kernels, matrix.value)
-    sources = (matrix.source, memory.source, attention, link.source, _NET, _PCI)
+    sources = (
+        f"products reach {matrix.value:.0%} of the peak: {matrix.source}",
+        f"memory {memory.value:.0%}: {memory.source}",
+        f"attention {forward:.0%} and {backward:.0%}: {attention}",
+        f"links {link.value:.0%}: {link.source}",
+        f"network adapters {_NETWORK:.0%}: {_NET}",
+        f"host {_HOST:.0%}: {_PCI}",
+    )
     loss, base, hop = _BLACKWELL if gpu == "b200" else (None, None, None)
-    return Efficiency(matrix.value, memory.value, forward, backward, link.value, 0.96, 0.75, loss, base, hop, sources)
+    return Efficiency(
+        matrix.value, memory.value, forward, backward, link.value, _NETWORK, _HOST, loss, base, hop, sources
+    )
 
 
 def _attention(gpu: str, major: int, fused_kernels: bool, matrix: float) -> tuple[float, float, str]:

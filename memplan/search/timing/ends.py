@@ -32,10 +32,10 @@ class EntryTimes:
 def entry_times(plan: Plan, efficiency: Efficiency | None = None) -> EntryTimes:
     """Of a resolved plan. Plans that agree in model, GPU, dtype, shards, micro-batch, recompute and the code that
     runs them share one value, however many stages, replicas and layers they have."""
-    layout = plan.layout
-    across = layout.pp > 1 and layout.tp * layout.cp * layout.pp * (layout.dp or 1) > plan.hardware.gpus_per_node
+    layout, rates = plan.layout, rates_of(plan, efficiency)
+    across = layout.pp > 1 and layout.tp * layout.cp * layout.pp * (layout.dp or 1) > rates.node
     staged = layout.pp > 1 or plan.framework == "device-map"
-    return times_of(shape_of(plan), rates_of(plan, efficiency), staged, across, plan.loss.logits_to_keep)
+    return times_of(shape_of(plan), rates, staged, across, plan.loss.logits_to_keep)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -234,7 +234,7 @@ def step_bytes(plan: Plan) -> float:
 def _offload(replicas: Replicas, owned: float, microbatches: int) -> float:
     """Copies between device and host, and the update there: DeepSpeed's CPU Adam shares the node's cores."""
     plan, rates = replicas.plan, replicas.rates
-    together = min(rates.node, plan.hardware.gpus or 1)
+    together = min(plan.hardware.gpus_per_node, plan.hardware.gpus or 1)
     if plan.framework == "fsdp" and plan.fsdp.offload:
         parameter, gradient = ITEMSIZE[plan.fsdp.parameters], ITEMSIZE[plan.fsdp.reduce]
         copies = owned * (2 * parameter * microbatches + gradient) / rates.host

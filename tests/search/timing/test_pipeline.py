@@ -30,14 +30,27 @@ def test_gpipe_is_exact(stages: list[Stage], microbatches: int) -> None:
     assert seconds(wrapped, microbatches, "gpipe") == pytest.approx(simulated(wrapped, orders))
 
 
+@given(
+    forwards=st.lists(seconds_of_a_pass, min_size=1, max_size=8),
+    ratio=st.floats(1.0, 4.0),
+    microbatches=st.integers(1, 24),
+)
+def test_1f1b_is_never_slower_than_the_fold(forwards: list[float], ratio: float, microbatches: int) -> None:
+    """Of stages whose backward passes take so many times as long as their forward passes; and by no more than a pass
+    through the pipeline."""
+    stages = [[Stage(forward, ratio * forward)] for forward in forwards]
+    run = simulated(stages, one_chunk_orders(len(stages), microbatches))
+    folded = seconds(stages, microbatches)
+    assert run <= folded * (1 + 1e-9)
+    assert folded <= run + sum(sum(stage[0]) for stage in stages)
+
+
 @given(stages=st.lists(one_stage, min_size=1, max_size=8), microbatches=st.integers(1, 24))
-def test_1f1b_is_never_faster_than_the_fold(stages: list[Stage], microbatches: int) -> None:
-    """The fold is an upper bound for any stages, and no more than a pass through the pipeline above."""
+def test_1f1b_is_never_slower_than_gpipe(stages: list[Stage], microbatches: int) -> None:
     wrapped = [[stage] for stage in stages]
     run = simulated(wrapped, one_chunk_orders(len(stages), microbatches))
-    folded = seconds(wrapped, microbatches)
-    assert run <= folded * (1 + 1e-9)
-    assert folded <= run + sum(stage.forward + stage.backward for stage in stages)
+    assert run <= seconds(wrapped, microbatches, "gpipe") * (1 + 1e-9)
+    assert run >= seconds(wrapped, microbatches) / 2
 
 
 @given(
@@ -76,7 +89,7 @@ def test_interleaved_is_exact_for_equal_chunks(count: int, chunks: int) -> None:
     embedding=st.floats(1.0, 1.2),
     head=st.floats(1.0, 1.6),
 )
-def test_interleaved_with_slower_ends_is_close_and_never_faster_than_the_fold(
+def test_interleaved_with_slower_ends_is_close_and_never_slower_than_the_fold(
     count: int, chunks: int, rounds: int, embedding: float, head: float
 ) -> None:
     stages = [[Stage(1.0, 2.0)] * chunks for _ in range(count)]
