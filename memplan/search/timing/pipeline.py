@@ -13,9 +13,8 @@ micro-batches,
                  stage waits where their chunks are slower than its own
 
 where ``f_i`` is the sum over a stage's chunks. Equal stages: (m + p - 1) (f + b), and for v chunks (m + (p - 1) / v)
-(f + b), as in arXiv 2104.04473, section 2.2. GPipe's is exact. The others are
-exact where all stages are equal, or only the ends slower, and else an upper bound where stages differ in size alone, which
-is off by a pass through the pipeline at most.
+(f + b), as in arXiv 2104.04473, section 2.2. GPipe's is exact. The others are exact where all stages are equal, or only
+the ends slower; where stages differ in size alone they are an upper bound, off by a pass through the pipeline at most.
 """
 
 from __future__ import annotations

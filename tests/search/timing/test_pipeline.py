@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 from memplan.pipeline.megatron_schedule import calls, schedule
 from memplan.pipeline.torch_schedules import Place, passes
+from memplan.search.timing import StageWork, assemble, entry_times, work_of
 from memplan.search.timing.pipeline import Pass, Stage, one_chunk_orders, seconds, simulated
+
+from .plans import megatron_22b
 
 seconds_of_a_pass = st.floats(0.1, 3.0)
 one_stage = st.builds(Stage, seconds_of_a_pass, seconds_of_a_pass)
@@ -114,3 +117,26 @@ def test_an_order_that_waits_for_itself_is_reported() -> None:
     orders = [[Pass(False, 0, 0), Pass(True, 0, 0)]]
     with pytest.raises(ValueError, match="deadlocks"):
         simulated([[Stage(1.0, 1.0)]], orders)
+
+
+@pytest.mark.parametrize("microbatches", [8, 24])
+@pytest.mark.parametrize("flags", [{}, {"recompute": "full"}, {"vpp": 3}, {"vpp": 6, "recompute": "full"}])
+def test_the_fold_is_exact_for_stages_of_real_layers(flags: dict[str, object], microbatches: int) -> None:
+    """A vocabulary of 250,000 makes the last stage much slower than the others, and the first a little."""
+    given = megatron_22b(gpus=64, pp=8, layers=144, vocab=250000, gbs=microbatches, mbs=1, **flags)
+    times, work = entry_times(given), work_of(given)
+    count, chunks = len(work), len(work[0])
+
+    def stage(one: StageWork, at: tuple[int, int]) -> Stage:
+        sends = (at != (count - 1, chunks - 1)) * times.send, (at != (0, 0)) * times.send
+        parts = [times.layer] * one.layers + [times.embedding] * one.embedding
+        parts += [times.final_norm] * one.final_norm + [times.head] * one.head
+        forward, backward = sum(part.forward for part in parts), sum(part.backward for part in parts)
+        return Stage(forward + sends[0], backward + one.recomputed * times.layer.recompute + sends[1])
+
+    stages = [[stage(one, (at, number)) for number, one in enumerate(held)] for at, held in enumerate(work)]
+    interleaved = chunks > 1
+    orders = megatron_orders(count, microbatches, chunks) if interleaved else one_chunk_orders(count, microbatches)
+    run = simulated(stages, orders)
+    assert seconds(stages, microbatches) == pytest.approx(run)
+    assert assemble(times, work, microbatches).total == pytest.approx(run)
