@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from ...plan.lora import LINEAR_LAYERS
 from . import operators
 from .collectives import collective, group, send
+from .linear import linear
 from .matmul import matmul, streamed
-from .operators import Moved
 from .rates import Rates
+from .seconds import Seconds, streams
 from .shape import Shape
 
 CHANNELS = 24
@@ -43,39 +45,6 @@ class LayerTimes(NamedTuple):
     """The part of forward and backward that is exposed communication."""
     recomputed_parallel: float = 0.0
     """The part of recompute that is."""
-
-
-class Seconds(NamedTuple):
-    """Of one part of a layer."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    forward_parallel: float = 0.0
-    backward_parallel: float = 0.0
-    forward_kernels: int = 0
-    backward_kernels: int = 0
-
-    def __add__(self, other: object) -> Seconds:
-        assert isinstance(other, Seconds)
-        return Seconds(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.forward_parallel + other.forward_parallel,
-            self.backward_parallel + other.backward_parallel,
-            self.forward_kernels + other.forward_kernels,
-            self.backward_kernels + other.backward_kernels,
-        )
-
-    def times(self, count: int) -> Seconds:
-        """The same ``count`` times."""
-        return Seconds(
-            count * self.forward,
-            count * self.backward,
-            count * self.forward_parallel,
-            count * self.backward_parallel,
-            count * self.forward_kernels,
-            count * self.backward_kernels,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +118,11 @@ def parts_of(shape: Shape, rates: Rates) -> Parts:
     spec, t, tokens = shape.spec, shape.t, shape.tokens
     h, f = spec.hidden, spec.ffn // t
     queries, keys = spec.attention_features // t, max(1, spec.kv_heads // t) * spec.head_dim
-    fused = shape.code in ("transformer-engine", "megatron")
-    inputs = [queries + 2 * keys] if fused else [queries, keys, keys]
-    ups = [f * (2 if spec.gated else 1)] if fused or not spec.gated else [f, f]
-    into = _sum(linear(shape, rates, h, n, bias=spec.attention_bias) for n in inputs)
-    up = _sum(linear(shape, rates, h, n, bias=spec.mlp_bias) for n in ups)
-    out = linear(shape, rates, queries, h, bias=spec.attention_output_bias)
-    down = linear(shape, rates, f, h, bias=spec.mlp_bias)
+    biased = spec.mlp_bias
+    into = _sum(linear(shape, rates, h, n, name, spec.attention_bias) for name, n in _inputs(shape, queries, keys))
+    up = _sum(linear(shape, rates, h, n, name, biased) for name, n in _ups(shape, f))
+    out = linear(shape, rates, queries, h, "attention_output", spec.attention_output_bias)
+    down = linear(shape, rates, f, h, "down", biased)
     sharded = shape.sharded_tokens * h
     norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
     rope = streams(rates, operators.rotary(shape), tokens * (queries + keys) * spec.rotary_fraction)
@@ -170,25 +137,20 @@ def parts_of(shape: Shape, rates: Rates) -> Parts:
     )
 
 
-def linear(
-    shape: Shape, rates: Rates, inputs: int, outputs: int, tokens: int | None = None, bias: bool = False
-) -> Seconds:
-    """A product with a weight; backward has two, for the gradients of input and weight, and adds up the latter."""
-    m, e = shape.tokens if tokens is None else tokens, shape.element
-    forward = matmul(rates, m, outputs, inputs, 1, e)
-    backward = matmul(rates, m, inputs, outputs, 1, e) + weight_gradient(shape, rates, inputs, outputs, m)
-    sums = streams(rates, operators.bias_gradient(shape), m * outputs) if bias else Seconds()
-    return Seconds(forward, backward, 0.0, 0.0, 1, 2 if shape.fused_accumulation else 3) + sums
+def _inputs(shape: Shape, queries: int, keys: int) -> list[tuple[str, int]]:
+    """Names and widths of the products that queries, keys and values are."""
+    if shape.code in ("transformer-engine", "megatron") or "qkv" in LINEAR_LAYERS.get(shape.spec.family, {}):
+        return [("qkv", queries + 2 * keys)]
+    return [("query", queries), ("key", keys), ("value", keys)]
 
 
-def weight_gradient(shape: Shape, rates: Rates, inputs: int, outputs: int, tokens: int) -> float:
-    """The product, and the sum with what earlier micro-batches left."""
-    e, kept = shape.element, 4 if shape.gradients == "fp32" else shape.element
-    if shape.fused_accumulation:
-        return matmul(rates, outputs, inputs, tokens, 1, e, 2 * kept)
-    product = matmul(rates, outputs, inputs, tokens, 1, e)
-    sums = shape.accumulates or shape.gradients != shape.dtype
-    return product + (streamed(rates, (e + 2 * kept) * inputs * outputs) if sums else 0.0)
+def _ups(shape: Shape, f: int) -> list[tuple[str, int]]:
+    """Of those that lead to the MLP's inner layer."""
+    if not shape.spec.gated:
+        return [("up", f)]
+    if shape.code in ("transformer-engine", "megatron") or shape.spec.family == "phi3":
+        return [("gate_up", 2 * f)]
+    return [("gate", f), ("up", f)]
 
 
 def attention(shape: Shape, rates: Rates) -> Seconds:
@@ -271,13 +233,6 @@ def _communication(shape: Shape, rates: Rates, into: Seconds, up: Seconds) -> Se
 def beside(rates: Rates, communication: float, work: float) -> float:
     """Seconds that communication beside ``work`` costs: what is longer, and what its channels take from ``work``."""
     return max(0.0, communication - work) + min(communication, work) * CHANNELS / rates.processors
-
-
-def streams(rates: Rates, moved: Moved, elements: float) -> Seconds:
-    """A memory-bound operator on so many elements."""
-    forward = streamed(rates, moved.forward * elements, moved.kernels)
-    backward = streamed(rates, moved.backward * elements, moved.backward_kernels)
-    return Seconds(forward, backward, 0.0, 0.0, moved.kernels, moved.backward_kernels)
 
 
 def _sum(parts: Iterable[Seconds]) -> Seconds:

@@ -3,7 +3,8 @@
 A product of (m, k) by (k, n) is cut into output tiles, which are dealt out to the multiprocessors; a tile at the edge
 costs as much as a whole one, and the last wave as much as a full one (NVIDIA, Matrix Multiplication Background User's
 Guide, sections 2.3 and 3: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/).
-Tensor cores want 16 bytes' worth of elements in every row (section 2.2); other shapes run on ordinary cores.
+Tensor cores want 16 bytes' worth of elements in every row (section 2.2); other shapes run on ordinary cores, and so
+does fp32, which PyTorch does not turn into TF32 unless told to (``torch.backends.cuda.matmul.allow_tf32``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ LARGEST = 256 * 128
 """Elements of the most efficient output tile, of which a multiprocessor holds one; of smaller ones it holds several
 at once, which share its tensor cores."""
 
-TILES = tuple((rows, columns, rows * columns) for rows, columns in ((256, 128), (128, 256), (128, 128), (64, 64)))
+TILES = tuple(
+    (rows, columns, rows * columns)
+    for rows, columns in ((256, 128), (128, 256), (128, 128), (64, 64), (256, 16), (16, 256))
+)
 """Rows, columns and elements of output tiles (cuBLAS has more; the guide's section 2.3)."""
 
 MOST_SPLITS = 8
@@ -36,9 +40,8 @@ def matmul(rates: Rates, m: int, n: int, k: int, batch: int = 1, element: int = 
     element of the result, ``element`` unless said (a gradient that is added to in fp32: read and written, 8)."""
     if not (m and n and k and batch):
         return 0.0
-    sustained, aligned = rates.matrix, element > 2 or not (m % ALIGNMENT or n % ALIGNMENT or k % ALIGNMENT)
-    if not aligned:
-        sustained = rates.ordinary
+    aligned = not (m % ALIGNMENT or n % ALIGNMENT or k % ALIGNMENT)
+    sustained = rates.matrix if aligned and element == 2 else rates.ordinary
     per_processor = sustained / rates.processors
     least = min(
         _waves(batch * -(-m // rows) * -(-n // columns), rates.processors, area) for rows, columns, area in TILES
@@ -60,5 +63,7 @@ def streamed(rates: Rates, moved: float, kernels: int = 1) -> float:
 
 def _waves(tiles: int, processors: int, area: int) -> int:
     """Elements that the busiest multiprocessor computes."""
+    if tiles <= processors:
+        return area
     at_once = LARGEST // area
     return -(-tiles // (processors * at_once)) * at_once * area
