@@ -17,11 +17,11 @@ LARGEST = 256 * 128
 """Elements of the most efficient output tile, of which a multiprocessor holds one; of smaller ones it holds several
 at once, which share its tensor cores."""
 
-TILES = tuple(
-    (rows, columns, rows * columns)
-    for rows, columns in ((256, 128), (128, 256), (128, 128), (64, 64), (256, 16), (16, 256))
-)
+TILES = tuple((rows, columns, rows * columns) for rows, columns in ((256, 128), (128, 256), (128, 128), (64, 64)))
 """Rows, columns and elements of output tiles (cuBLAS has more; the guide's section 2.3)."""
+
+SKINNY = (*TILES, (256, 16, 4096), (16, 256, 4096))
+"""For products with a side below the smallest tile's, such as an adapter's."""
 
 MOST_SPLITS = 8
 """Parts of the inner dimension that a product with few tiles is cut into; their fp32 sums are written and read."""
@@ -43,8 +43,9 @@ def matmul(rates: Rates, m: int, n: int, k: int, batch: int = 1, element: int = 
     aligned = not (m % ALIGNMENT or n % ALIGNMENT or k % ALIGNMENT)
     sustained = rates.matrix if aligned and element == 2 else rates.ordinary
     per_processor = sustained / rates.processors
+    tiles = TILES if min(m, n) >= 64 else SKINNY
     least = min(
-        _waves(batch * -(-m // rows) * -(-n // columns), rates.processors, area) for rows, columns, area in TILES
+        _waves(batch * -(-m // rows) * -(-n // columns), rates.processors, area) for rows, columns, area in tiles
     )
     split = rates.processors // (batch * -(-m // 128) * -(-n // 128)) if least <= LARGEST else 1
     split = min(max(split, 1), MOST_SPLITS)
