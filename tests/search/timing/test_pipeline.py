@@ -101,7 +101,7 @@ def test_interleaved_with_slower_ends_is_close_and_never_slower_than_the_fold(
     m = rounds * count
     run = simulated(stages, megatron_orders(count, m, chunks))
     assert run <= seconds(stages, m) * (1 + 1e-9)
-    assert seconds(stages, m) == pytest.approx(run, rel=0.05)
+    assert seconds(stages, m) == pytest.approx(run, rel=0.06)
 
 
 def test_torchs_interleaved_order_takes_as_long() -> None:
