@@ -78,19 +78,32 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
     }
 )
 
-_VOLTA_MEMORY = Fraction(750 / 900, "https://arxiv.org/abs/1804.06826 (V100: 750 of 900 GB/s)")
-_AMPERE_MEMORY = Fraction(1407.2 / 1555, "https://arxiv.org/abs/2402.13499 (A100 40 GB: 1407.2 of 1555 GB/s)")
-_ADA_MEMORY = Fraction(929.8 / 1008, "https://arxiv.org/abs/2402.13499 (RTX 4090: 929.8 of 1008 GB/s)")
-_HOPPER_MEMORY = Fraction(1861.5 / 2039, "https://arxiv.org/abs/2402.13499 (H100 PCIe: 1861.5 of 2039 GB/s)")
+_DISSECTED = "https://arxiv.org/abs/2402.13499"
+_ADA = Fraction(929.8 / 1008, f"{_DISSECTED} (RTX 4090: 929.8 of 1008 GB/s)")
+_AMPERE = Fraction(1407.2 / 1555, f"{_DISSECTED} (A100 40 GB: 1407.2 of 1555 GB/s)")
+_HOPPER = Fraction(1861.5 / 2039, f"{_DISSECTED} (H100 PCIe: 1861.5 of 2039 GB/s)")
+_MEMORY: Mapping[tuple[int, int], Fraction] = MappingProxyType(
+    {
+        (7, 0): Fraction(750 / 900, "https://arxiv.org/abs/1804.06826 (V100: 750 of 900 GB/s)"),
+        (8, 0): _AMPERE,
+        (8, 6): _AMPERE,
+        (8, 9): _ADA,
+        (9, 0): _HOPPER,
+    }
+)
+"""By compute capability, of which the minor number counts for 8 only."""
+
+_NO_MEMORY = Fraction(_HOPPER.value, f"none found for this GPU; as {_HOPPER.source}")
 
 _FLASH2 = "https://arxiv.org/abs/2307.08691 (FlashAttention-2 on A100: up to 73 % forward, 63 % backward)"
 _FLASH3 = "https://arxiv.org/abs/2407.08608 (FlashAttention-3 on H100: up to 75 % forward; FlashAttention-2: 35 %)"
 _SIMUMAX_ATTENTION = f"{_B200} (medians of sdp_fwd and sdp_bwd, whose causal scores are counted whole: halved)"
 
 _TOPO = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h"
-_VOLTA_LINK = Fraction(20.0 / 25, f"{_TOPO} (20.0 of 25 GB/s of a link)")
+_NO_LINK = Fraction(20.0 / 25, f"none found for this GPU; as V100's in {_TOPO} (20.0 of 25 GB/s)")
 _LINK: Mapping[int, Fraction] = MappingProxyType(
     {
+        7: Fraction(20.0 / 25, f"{_TOPO} (V100: 20.0 of 25 GB/s of a link)"),
         8: Fraction(208 / 300, "https://github.com/NVIDIA/nccl-tests/issues/178, 149 (A100: 208 and 200 of 300 GB/s)"),
         9: Fraction(370 / 450, "https://github.com/NVIDIA/nccl-tests/issues/212 (H100: 370 of 450 GB/s)"),
         10: Fraction(0.6735 * 2**30 / 1e9, f"{_B200} (all_gather: 0.6735 of 900 GiB/s)"),
@@ -113,13 +126,9 @@ def _median(values: list[float]) -> float:
 def default(gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool = False) -> Efficiency:
     """Of ``gpu`` (a name of ``memplan.gpus``); ``fused_kernels`` where Transformer Engine chooses the attention's."""
     matrix = _MATRIX.get(gpu) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
-    major, minor = capability or (9, 0)
-    memory = _HOPPER_MEMORY
-    if major == 7:
-        memory = _VOLTA_MEMORY
-    elif major == 8:
-        memory = _ADA_MEMORY if minor == 9 else _AMPERE_MEMORY
-    link = _LINK.get(major, _VOLTA_LINK)
+    major, minor = capability or (0, 0)
+    memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
+    link = _LINK.get(major, _NO_LINK)
     forward, backward, attention = _attention(gpu, major, fused_kernels, matrix.value)
     sources = (
         f"products reach {matrix.value:.0%} of the peak: {matrix.source}",
