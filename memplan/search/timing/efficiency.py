@@ -55,7 +55,7 @@ _SEMIANALYSIS = (
     "https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training/ (Llama 70B's products on "
     "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s; best cases in the MAMF table: 794.5, 668.4)"
 )
-_MARKIDIS = "https://arxiv.org/abs/1803.04014 (83 of 112.7, cuBLAS)"
+_MARKIDIS = "https://arxiv.org/abs/1803.04014 (cuBLAS: 83 TFLOP/s; the PCIe card's peak is 112)"
 _B200 = "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json"
 _SIMUMAX = (
     f"{_B200} (median of a sweep of 514 products, as parts of what tiles and waves leave; the best case in the MAMF "
@@ -65,8 +65,8 @@ _ASSUMED = "no product measured on this GPU was found: the median of those that 
 
 _MATRIX: Mapping[str, Fraction] = MappingProxyType(
     {
-        "v100-16gb": Fraction(83 / 112.7, _MARKIDIS),
-        "v100-32gb": Fraction(83 / 112.7, _MARKIDIS),
+        "v100-16gb": Fraction(83 / 112, _MARKIDIS),
+        "v100-32gb": Fraction(83 / 112, _MARKIDIS),
         "a100-40gb": Fraction(0.80, _SIMUMAX_A100),
         "a100-80gb": Fraction(0.80, _SIMUMAX_A100),
         "h100-80gb": Fraction(720 / 989.5, _SEMIANALYSIS),
@@ -78,13 +78,14 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
     }
 )
 
+_PARANUMAL = "https://www.paranumal.com/single-post/2018/02/08/rough-n-ready-roofline-nvidia-v100-edition"
 _DISSECTED = "https://arxiv.org/abs/2402.13499"
 _ADA = Fraction(929.8 / 1008, f"{_DISSECTED} (RTX 4090: 929.8 of 1008 GB/s)")
 _AMPERE = Fraction(1407.2 / 1555, f"{_DISSECTED} (A100 40 GB: 1407.2 of 1555 GB/s)")
 _HOPPER = Fraction(1861.5 / 2039, f"{_DISSECTED} (H100 PCIe: 1861.5 of 2039 GB/s)")
 _MEMORY: Mapping[tuple[int, int], Fraction] = MappingProxyType(
     {
-        (7, 0): Fraction(750 / 900, "https://arxiv.org/abs/1804.06826 (V100: 750 of 900 GB/s)"),
+        (7, 0): Fraction(790 / 900, f"{_PARANUMAL} (V100: 790 of 900 GB/s)"),
         (8, 0): _AMPERE,
         (8, 6): _AMPERE,
         (8, 9): _ADA,
