@@ -10,6 +10,7 @@ does fp32, which PyTorch does not turn into TF32 unless told to (``torch.backend
 from __future__ import annotations
 
 from functools import lru_cache
+from math import inf
 
 from .rates import Rates
 
@@ -42,19 +43,20 @@ def matmul(rates: Rates, m: int, n: int, k: int, batch: int = 1, element: int = 
         return 0.0
     aligned = not (m % ALIGNMENT or n % ALIGNMENT or k % ALIGNMENT)
     sustained = rates.matrix if aligned and element == 2 else rates.ordinary
-    per_processor = sustained / rates.processors
-    tiles = TILES if min(m, n) >= 64 else SKINNY
-    least = min(
-        _waves(batch * -(-m // rows) * -(-n // columns), rates.processors, area) for rows, columns, area in tiles
-    )
-    split = rates.processors // (batch * -(-m // 128) * -(-n // 128)) if least <= LARGEST else 1
-    split = min(max(split, 1), MOST_SPLITS)
-    computed = 2.0 * least * k / split / per_processor
-    moved = (element if written is None else written) + (2 * 4 * split if split > 1 else 0)
-    result = batch * m * n * moved / rates.memory
+    work = 2.0 * k / (sustained / rates.processors)
     operands = batch * (m * k + k * n) * element / rates.memory
-    whole = max(computed, operands + result) if rates.overlapped_epilogue else max(computed + result, operands + result)
-    return max(whole, LAUNCH)
+    result = batch * m * n * (element if written is None else written) / rates.memory
+    partial = batch * m * n * 2 * 4 / rates.memory
+    least = inf
+    for rows, columns, area in TILES if min(m, n) >= 64 else SKINNY:
+        tiles = batch * -(-m // rows) * -(-n // columns)
+        for split in {1, _spare(tiles, rates.processors)}:
+            computed = work * _busiest(tiles, rates.processors, area) / split
+            back = result + (split * partial if split > 1 else 0.0)
+            moved = operands + back
+            one = max(computed, moved) if rates.overlapped_epilogue else max(computed + back, moved)
+            least = min(least, one)
+    return max(least, LAUNCH)
 
 
 def streamed(rates: Rates, moved: float, kernels: int = 1) -> float:
@@ -62,7 +64,12 @@ def streamed(rates: Rates, moved: float, kernels: int = 1) -> float:
     return max(moved / rates.memory, kernels * LAUNCH) if moved else 0.0
 
 
-def _waves(tiles: int, processors: int, area: int) -> int:
+def _spare(tiles: int, processors: int) -> int:
+    """Parts that sums can be cut into, where there are processors to spare."""
+    return max(1, min(processors // tiles, MOST_SPLITS))
+
+
+def _busiest(tiles: int, processors: int, area: int) -> int:
     """Elements that the busiest multiprocessor computes."""
     if tiles <= processors:
         return area
