@@ -4,14 +4,15 @@
 ``step_seconds`` or ``assemble``, and ``updates``. All times in seconds.
 """
 
+from .candidate import step_seconds
 from .cost import cost_of_step, cost_of_tokens
 from .efficiency import Efficiency, Fraction
-from .ends import EntryTimes, entry_times
+from .ends import EntryTimes, entry_times, times_of
 from .layer import LayerTimes
 from .rates import Rates, rates_of
 from .shape import Shape, shape_of
 from .stages import StageWork, work_of
-from .step import StepTime, assemble, step_seconds, step_time
+from .step import StepTime, assemble, step_time
 from .updates import Replicas, Updates, updates
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "shape_of",
     "step_seconds",
     "step_time",
+    "times_of",
     "updates",
     "work_of",
 ]

@@ -68,6 +68,8 @@ def collective(rates: Rates, kind: Kind, size: float, of: Group) -> float:
         return 0.0
     steps = 2 * (n - 1) if kind == "all-reduce" else n - 1
     bandwidth, linked = _bandwidth(rates, of)
+    if of.nodes == 1 and linked and rates.collective is not None and rates.hop is not None:
+        return rates.collective + steps * rates.hop + steps / n * size / bandwidth
     hops = 2 * (of.nodes - 1) if kind == "all-reduce" else of.nodes - 1
     times = []
     for protocol in (_LL128, _SIMPLE):

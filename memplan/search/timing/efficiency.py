@@ -36,44 +36,87 @@ class Efficiency:
     """Of the network adapters' line rate, by NCCL."""
     host: float
     """Of the bandwidth to the host, by copies of pinned memory."""
+    loss: float | None = None
+    """Of the memory's bandwidth, by kernels of the cross entropy; ``None``: as ``memory``."""
+    collective: float | None = None
+    """Seconds that a collective over links takes besides its steps; ``None``: as NCCL's own model has it."""
+    hop: float | None = None
+    """Seconds of each of its steps, without the bytes."""
     sources: tuple[str, ...] = ()
 
 
 _MAMF = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md (MAMF table)"
-_HE = "https://www.thonking.ai/p/strangely-matrix-multiplications (258 of 312, 8192^3 on random numbers)"
-_MARKIDIS = "https://arxiv.org/abs/1803.04014 (83 of 112.7, cuBLAS)"
+_SIMUMAX_A100 = (
+    "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/a100_pcie.json (median of a sweep of 183 "
+    "products on the PCIe card, as parts of what tiles and waves leave; on the SXM module 8192^3 on random numbers "
+    "reaches 258 of 312, https://www.thonking.ai/p/strangely-matrix-multiplications)"
+)
+_SEMIANALYSIS = (
+    "https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training/ (Llama 70B's products on "
+    "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s; best cases in the MAMF table: 794.5, 668.4)"
+)
+_MARKIDIS = "https://arxiv.org/abs/1803.04014 (cuBLAS: 83 TFLOP/s; the PCIe card's peak is 112)"
+_B200 = "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json"
 _SIMUMAX = (
-    "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json (median of a sweep of 514 "
-    "products, as parts of what tiles and waves leave; the best case in the MAMF table is 0.776)"
+    f"{_B200} (median of a sweep of 514 products, as parts of what tiles and waves leave; the best case in the MAMF "
+    "table is 0.776)"
 )
 _ASSUMED = "no product measured on this GPU was found: the median of those that were"
 
 _MATRIX: Mapping[str, Fraction] = MappingProxyType(
     {
-        "v100-16gb": Fraction(83 / 112.7, _MARKIDIS),
-        "v100-32gb": Fraction(83 / 112.7, _MARKIDIS),
-        "a100-40gb": Fraction(258 / 312, _HE),
-        "a100-80gb": Fraction(258 / 312, _HE),
-        "h100-80gb": Fraction(794.5 / 989, _MAMF),
+        "v100-16gb": Fraction(83 / 112, _MARKIDIS),
+        "v100-32gb": Fraction(83 / 112, _MARKIDIS),
+        "a100-40gb": Fraction(0.80, _SIMUMAX_A100),
+        "a100-80gb": Fraction(0.80, _SIMUMAX_A100),
+        "h100-80gb": Fraction(720 / 989.5, _SEMIANALYSIS),
         "h100-96gb": Fraction(828.6 / 989, _MAMF),
-        "h200": Fraction(794.5 / 989, _MAMF),
+        "h200": Fraction(720 / 989.5, _SEMIANALYSIS),
         "b200": Fraction(0.504, _SIMUMAX),
         "gb200": Fraction(1822 / 2500, _MAMF),
-        "mi300x": Fraction(668.4 / 1307.4, _MAMF),
+        "mi300x": Fraction(620 / 1307.4, _SEMIANALYSIS),
     }
 )
 
-_VOLTA_MEMORY = Fraction(750 / 900, "https://arxiv.org/abs/1804.06826 (V100: 750 of 900 GB/s)")
-_AMPERE_MEMORY = Fraction(1407.2 / 1555, "https://arxiv.org/abs/2402.13499 (A100 40 GB: 1407.2 of 1555 GB/s)")
-_ADA_MEMORY = Fraction(929.8 / 1008, "https://arxiv.org/abs/2402.13499 (RTX 4090: 929.8 of 1008 GB/s)")
-_HOPPER_MEMORY = Fraction(1861.5 / 2039, "https://arxiv.org/abs/2402.13499 (H100 PCIe: 1861.5 of 2039 GB/s)")
+_PARANUMAL = "https://www.paranumal.com/single-post/2018/02/08/rough-n-ready-roofline-nvidia-v100-edition"
+_DISSECTED = "https://arxiv.org/abs/2402.13499"
+_ADA = Fraction(929.8 / 1008, f"{_DISSECTED} (RTX 4090: 929.8 of 1008 GB/s)")
+_AMPERE = Fraction(1407.2 / 1555, f"{_DISSECTED} (A100 40 GB: 1407.2 of 1555 GB/s)")
+_HOPPER = Fraction(1861.5 / 2039, f"{_DISSECTED} (H100 PCIe: 1861.5 of 2039 GB/s)")
+_MEMORY: Mapping[tuple[int, int], Fraction] = MappingProxyType(
+    {
+        (7, 0): Fraction(790 / 900, f"{_PARANUMAL} (V100: 790 of 900 GB/s)"),
+        (8, 0): _AMPERE,
+        (8, 6): _AMPERE,
+        (8, 9): _ADA,
+        (9, 0): _HOPPER,
+    }
+)
+"""By compute capability, of which the minor number counts for 8 only."""
+
+_NO_MEMORY = Fraction(_HOPPER.value, f"none found for this GPU; as {_HOPPER.source}")
 
 _FLASH2 = "https://arxiv.org/abs/2307.08691 (FlashAttention-2 on A100: up to 73 % forward, 63 % backward)"
 _FLASH3 = "https://arxiv.org/abs/2407.08608 (FlashAttention-3 on H100: up to 75 % forward; FlashAttention-2: 35 %)"
-_SIMUMAX_ATTENTION = "the same file's sdp_fwd and sdp_bwd, medians, whose causal scores are counted whole: halved"
+_SIMUMAX_ATTENTION = f"{_B200} (medians of sdp_fwd and sdp_bwd, whose causal scores are counted whole: halved)"
 
-_NVLINK = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (GB/s of a link: 20.0, H100 20.6, B200 40.1)"
+_TOPO = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h"
+_NO_LINK = Fraction(20.0 / 25, f"none found for this GPU; as V100's in {_TOPO} (20.0 of 25 GB/s)")
+_LINK: Mapping[int, Fraction] = MappingProxyType(
+    {
+        7: Fraction(20.0 / 25, f"{_TOPO} (V100: 20.0 of 25 GB/s of a link)"),
+        8: Fraction(208 / 300, "https://github.com/NVIDIA/nccl-tests/issues/178, 149 (A100: 208 and 200 of 300 GB/s)"),
+        9: Fraction(370 / 450, "https://github.com/NVIDIA/nccl-tests/issues/212 (H100: 370 of 450 GB/s)"),
+        10: Fraction(0.6735 * 2**30 / 1e9, f"{_B200} (all_gather: 0.6735 of 900 GiB/s)"),
+    }
+)
+"""By the major number of the compute capability: bus bandwidth of NCCL's rings."""
+
+_BLACKWELL = (0.28, 23.1e-6, 9.2e-6)
+"""B200, from the same file: ``ce_fusion``; ``fixed_latency_us`` and ``latency_us`` of ``all_gather``."""
+_HOST = 12.0 / 16.0
 _PCI = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)"
+_NETWORK = 0.96
 _NET = "https://github.com/NVIDIA/nccl-tests/issues/119 (8 A100, 4 x 200 Gb/s a node: 96 of 100 GB/s)"
 
 
@@ -84,23 +127,29 @@ def _median(values: list[float]) -> float:
 def default(gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool = False) -> Efficiency:
     """Of ``gpu`` (a name of ``memplan.gpus``); ``fused_kernels`` where Transformer Engine chooses the attention's."""
     matrix = _MATRIX.get(gpu) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
-    major, minor = capability or (9, 0)
-    memory = _HOPPER_MEMORY
-    if major == 7:
-        memory = _VOLTA_MEMORY
-    elif major == 8:
-        memory = _ADA_MEMORY if minor == 9 else _AMPERE_MEMORY
-    link = {9: 20.6 / 25, 10: 40.1 / 50}.get(major, 0.8)
+    major, minor = capability or (0, 0)
+    memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
+    link = _LINK.get(major, _NO_LINK)
     forward, backward, attention = _attention(gpu, major, fused_kernels, matrix.value)
-    sources = (matrix.source, memory.source, attention, _NVLINK, _NET, _PCI)
-    return Efficiency(matrix.value, memory.value, forward, backward, link, 0.96, 0.75, sources)
+    sources = (
+        f"products reach {matrix.value:.0%} of the peak: {matrix.source}",
+        f"memory {memory.value:.0%}: {memory.source}",
+        f"attention {forward:.0%} and {backward:.0%}: {attention}",
+        f"links {link.value:.0%}: {link.source}",
+        f"network adapters {_NETWORK:.0%}: {_NET}",
+        f"host {_HOST:.0%}: {_PCI}",
+    )
+    loss, base, hop = _BLACKWELL if gpu == "b200" else (None, None, None)
+    return Efficiency(
+        matrix.value, memory.value, forward, backward, link.value, _NETWORK, _HOST, loss, base, hop, sources
+    )
 
 
 def _attention(gpu: str, major: int, fused_kernels: bool, matrix: float) -> tuple[float, float, str]:
     """Forward, backward and source. Backward on Hopper in the ratio that FlashAttention-2 has on Ampere."""
     ratio = 0.63 / 0.73
     if major == 8:
-        return 0.73 * min(1.0, matrix / 0.827), 0.63 * min(1.0, matrix / 0.827), _FLASH2
+        return 0.73 * min(1.0, matrix / 0.8), 0.63 * min(1.0, matrix / 0.8), _FLASH2
     if major == 9:
         forward = 0.75 if fused_kernels else 0.35
         return forward, forward * ratio, _FLASH3

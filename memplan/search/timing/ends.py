@@ -10,9 +10,11 @@ from ...plan.plan import Plan
 from . import operators
 from .collectives import collective, group, send
 from .efficiency import Efficiency
-from .layer import LayerTimes, Seconds, beside, layer_times, linear, streams
+from .layer import LayerTimes, beside, layer_times
+from .linear import linear
 from .matmul import matmul, streamed
 from .rates import Rates, rates_of
+from .seconds import Seconds, streams
 from .shape import Shape, shape_of
 
 
@@ -32,10 +34,10 @@ class EntryTimes:
 def entry_times(plan: Plan, efficiency: Efficiency | None = None) -> EntryTimes:
     """Of a resolved plan. Plans that agree in model, GPU, dtype, shards, micro-batch, recompute and the code that
     runs them share one value, however many stages, replicas and layers they have."""
-    layout = plan.layout
-    across = layout.pp > 1 and layout.tp * layout.cp * layout.pp * (layout.dp or 1) > plan.hardware.gpus_per_node
+    layout, rates = plan.layout, rates_of(plan, efficiency)
+    across = layout.pp > 1 and layout.tp * layout.cp * layout.pp * (layout.dp or 1) > rates.node
     staged = layout.pp > 1 or plan.framework == "device-map"
-    return times_of(shape_of(plan), rates_of(plan, efficiency), staged, across, plan.loss.logits_to_keep)
+    return times_of(shape_of(plan), rates, staged, across, plan.loss.logits_to_keep)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -71,7 +73,8 @@ def embedding_times(shape: Shape, rates: Rates) -> LayerTimes:
     forward = streamed(rates, (2 * e * tables + drops) * elements, tables + 1)
     kept = 4 if shape.gradients == "fp32" else e
     weight = shape.vocab // shape.t * spec.hidden
-    backward = streamed(rates, (2 * e * tables + drops) * elements + (e + 2 * kept) * weight, 2 * tables + 2)
+    rows = (2 * e * tables + drops) * elements + (e + 2 * kept) * weight
+    backward = 0.0 if shape.rank else streamed(rates, rows, 2 * tables + 2)
     if spec.embedding_norm:
         norm = _norm(shape, rates)
         forward, backward = forward + norm.forward, backward + norm.backward
@@ -92,7 +95,7 @@ def head_times(shape: Shape, rates: Rates, logits_to_keep: int | None = None) ->
         whole = _adaptive(shape, rates, tokens)
     else:
         columns = shape.vocab // shape.t
-        whole = linear(shape, rates, spec.hidden, columns, tokens)
+        whole = linear(shape, rates, spec.hidden, columns, tokens=tokens)
         if shape.loss == "cut":
             # Logits are computed again for the gradients, and never written.
             whole = whole + Seconds(0.0, matmul(rates, tokens, columns, spec.hidden, 1, shape.element))
@@ -104,7 +107,8 @@ def head_times(shape: Shape, rates: Rates, logits_to_keep: int | None = None) ->
 
 
 def _loss(shape: Shape, rates: Rates, logits: float) -> Seconds:
-    return streams(rates, operators.cross_entropy(shape), logits)
+    slower = rates.memory / rates.loss
+    return streams(rates, operators.cross_entropy(shape), logits * slower)
 
 
 def _head_communication(shape: Shape, rates: Rates, whole: Seconds) -> tuple[float, float]:
@@ -127,14 +131,15 @@ def _adaptive(shape: Shape, rates: Rates, tokens: int) -> Seconds:
     Zipf's law, by which ``resolve`` chooses cutoffs."""
     spec, edges = shape.spec, (*shape.cutoffs, shape.vocab)
     first, tails = edges[0], len(edges) - 1
-    total = linear(shape, rates, spec.hidden, first + tails, tokens)
+    total = linear(shape, rates, spec.hidden, first + tails, tokens=tokens)
     total = total + _loss(shape, rates, float(tokens * (first + tails)))
     everything = log(edges[-1]) + 0.5772
     for number in range(tails):
         inner = max(1, int(spec.hidden / shape.div_value ** (number + 1)))
         size = edges[number + 1] - edges[number]
         here = max(1, int(tokens * log(edges[number + 1] / edges[number]) / everything))
-        total = total + linear(shape, rates, spec.hidden, inner, here) + linear(shape, rates, inner, size, here)
+        total = total + linear(shape, rates, spec.hidden, inner, tokens=here)
+        total = total + linear(shape, rates, inner, size, tokens=here)
         total = total + _loss(shape, rates, float(here * size))
     return total
 

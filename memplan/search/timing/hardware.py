@@ -109,6 +109,11 @@ def _speed(
 _DGX_1 = (6.25, "DGX-1: 4 x 100 Gb/s InfiniBand for 8 GPUs", _DGX1)
 _DGX_A = (25.0, "DGX A100: 8 x 200 Gb/s InfiniBand for 8 GPUs", _DGX_A100)
 _DGX_H = (50.0, "DGX H100 and H200: 8 x 400 Gb/s InfiniBand for 8 GPUs", _DGX_H100)
+_TETON = (
+    50.0,
+    "Grand Teton: 400 Gb/s for each H100 of 96 GB",
+    "https://github.com/pytorch/torchtitan/blob/main/docs/performance.md",
+)
 _DGX_B = (50.0, "DGX B200: 8 x 400 Gb/s InfiniBand for 8 GPUs", _DGX_B200)
 _NVL72 = (50.0, "GB200 NVL72: 4 x 400 Gb/s InfiniBand for the 4 GPUs of a tray", _GB200)
 
@@ -120,7 +125,7 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
         "a100-80gb": _speed(_A100, 312, 156, 19.5, 2039, 32, link=300, link_gpus=8, network=_DGX_A),
         "h100-80gb": _speed(_HOPPER, 989.4, 494.7, 66.9, 3350, 64, link=450, link_gpus=8, network=_DGX_H),
         "h100-94gb": _speed(_H100, 835.5, 417.5, 60, 3900, 64, link=300, link_gpus=2),
-        "h100-96gb": _speed(_GH200, 989.4, 494.7, 67, 4000, 450, link=450, link_gpus=8, network=_DGX_H),
+        "h100-96gb": _speed(_GH200, 989.4, 494.7, 67, 4000, 450, link=450, link_gpus=8, network=_TETON),
         "h200": _speed(_H200, 989.4, 494.7, 67, 4800, 64, link=450, link_gpus=8, network=_DGX_H),
         "b200": _speed(_HGX, 2250, 1125, 75, 8000, 64, link=900, link_gpus=8, network=_DGX_B),
         "gb200": _speed(_GB200, 2500, 1250, 80, 8000, 225, link=900, link_gpus=72, network=_NVL72),

@@ -11,16 +11,27 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from ...plan.lora import LINEAR_LAYERS
 from . import operators
 from .collectives import collective, group, send
+from .linear import linear
 from .matmul import matmul, streamed
-from .operators import Moved
 from .rates import Rates
+from .seconds import Seconds, streams
 from .shape import Shape
 
 CHANNELS = 24
 """Multiprocessors that NCCL's rings keep busy: a block each for two directions of twelve rings on NVLink
 (``src/graph/search.cc``; ``NCCL_MAX_NCHANNELS`` of https://docs.nvidia.com/deeplearning/nccl/user-guide/)."""
+
+
+HOST_OPERATOR = 7e-6
+"""Seconds that PyTorch needs on the host for the simplest operator that autograd follows
+(https://github.com/pytorch/pytorch/issues/41383)."""
+
+HOST_WAIT = 6.7e-6
+"""Seconds by which a kernel takes longer if the host waits for it: 9.6 instead of 2.9 microseconds
+(https://developer.nvidia.com/blog/cuda-graphs/)."""
 
 
 class LayerTimes(NamedTuple):
@@ -34,19 +45,6 @@ class LayerTimes(NamedTuple):
     """The part of forward and backward that is exposed communication."""
     recomputed_parallel: float = 0.0
     """The part of recompute that is."""
-
-
-class Seconds(NamedTuple):
-    """Of one part of a layer."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    forward_parallel: float = 0.0
-    backward_parallel: float = 0.0
-
-    def __add__(self, other: object) -> Seconds:
-        assert isinstance(other, Seconds)
-        return Seconds(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +74,23 @@ def layer_times(shape: Shape, rates: Rates) -> LayerTimes:
     parts = parts_of(shape, rates)
     whole = parts.whole
     again, again_parallel = _recompute(parts, shape)
+    forward = with_host(shape, whole.forward + whole.forward_parallel, whole.forward_kernels)
+    backward = with_host(shape, whole.backward + whole.backward_parallel, whole.backward_kernels)
+    kernels = round(whole.forward_kernels * again / whole.forward)
     return LayerTimes(
-        whole.forward + whole.forward_parallel,
-        whole.backward + whole.backward_parallel,
-        again + again_parallel,
+        forward,
+        backward,
+        with_host(shape, again + again_parallel, kernels),
         whole.forward_parallel + whole.backward_parallel,
         again_parallel,
     )
+
+
+def with_host(shape: Shape, device: float, kernels: int) -> float:
+    """Seconds of a pass of so many kernels: the host runs ahead of the device, unless it is the slower one; where it
+    waits for every kernel (``CUDA_LAUNCH_BLOCKING``), its time and the waiting add up."""
+    host = kernels * HOST_OPERATOR
+    return device + host + kernels * HOST_WAIT if shape.blocking else max(device, host)
 
 
 def _recompute(parts: Parts, shape: Shape) -> tuple[float, float]:
@@ -110,46 +118,39 @@ def parts_of(shape: Shape, rates: Rates) -> Parts:
     spec, t, tokens = shape.spec, shape.t, shape.tokens
     h, f = spec.hidden, spec.ffn // t
     queries, keys = spec.attention_features // t, max(1, spec.kv_heads // t) * spec.head_dim
-    fused = shape.code in ("transformer-engine", "megatron")
-    inputs = [queries + 2 * keys] if fused else [queries, keys, keys]
-    ups = [f * (2 if spec.gated else 1)] if fused or not spec.gated else [f, f]
-    into = _sum(linear(shape, rates, h, n, bias=spec.attention_bias) for n in inputs)
-    up = _sum(linear(shape, rates, h, n, bias=spec.mlp_bias) for n in ups)
-    out = linear(shape, rates, queries, h, bias=spec.attention_output_bias)
-    down = linear(shape, rates, f, h, bias=spec.mlp_bias)
+    biased = spec.mlp_bias
+    into = _sum(linear(shape, rates, h, n, name, spec.attention_bias) for name, n in _inputs(shape, queries, keys))
+    up = _sum(linear(shape, rates, h, n, name, biased) for name, n in _ups(shape, f))
+    out = linear(shape, rates, queries, h, "attention_output", spec.attention_output_bias)
+    down = linear(shape, rates, f, h, "down", biased)
     sharded = shape.sharded_tokens * h
     norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
     rope = streams(rates, operators.rotary(shape), tokens * (queries + keys) * spec.rotary_fraction)
     heads = streams(rates, operators.norm(shape), tokens * (queries + keys)) if spec.qk_norm else Seconds()
     return Parts(
-        norms=_times(streams(rates, operators.norm(shape), sharded), norms),
+        norms=streams(rates, operators.norm(shape), sharded).times(norms),
         projections=_sum((into, out, rope, heads)),
         core=attention(shape, rates),
         mlp=_sum((up, down, streams(rates, operators.activation(shape), tokens * f))),
-        residuals=_times(streams(rates, operators.residual(shape), sharded), 2),
+        residuals=streams(rates, operators.residual(shape), sharded).times(2),
         communication=_communication(shape, rates, into, up),
     )
 
 
-def linear(
-    shape: Shape, rates: Rates, inputs: int, outputs: int, tokens: int | None = None, bias: bool = False
-) -> Seconds:
-    """A product with a weight; backward has two, for the gradients of input and weight, and adds up the latter."""
-    m, e = shape.tokens if tokens is None else tokens, shape.element
-    forward = matmul(rates, m, outputs, inputs, 1, e)
-    backward = matmul(rates, m, inputs, outputs, 1, e) + weight_gradient(shape, rates, inputs, outputs, m)
-    sums = streams(rates, operators.bias_gradient(shape), m * outputs) if bias else Seconds()
-    return Seconds(forward, backward) + sums
+def _inputs(shape: Shape, queries: int, keys: int) -> list[tuple[str, int]]:
+    """Names and widths of the products that queries, keys and values are."""
+    if shape.code in ("transformer-engine", "megatron") or "qkv" in LINEAR_LAYERS.get(shape.spec.family, {}):
+        return [("qkv", queries + 2 * keys)]
+    return [("query", queries), ("key", keys), ("value", keys)]
 
 
-def weight_gradient(shape: Shape, rates: Rates, inputs: int, outputs: int, tokens: int) -> float:
-    """The product, and the sum with what earlier micro-batches left."""
-    e, kept = shape.element, 4 if shape.gradients == "fp32" else shape.element
-    if shape.fused_accumulation:
-        return matmul(rates, outputs, inputs, tokens, 1, e, 2 * kept)
-    product = matmul(rates, outputs, inputs, tokens, 1, e)
-    sums = shape.accumulates or shape.gradients != shape.dtype
-    return product + (streamed(rates, (e + 2 * kept) * inputs * outputs) if sums else 0.0)
+def _ups(shape: Shape, f: int) -> list[tuple[str, int]]:
+    """Of those that lead to the MLP's inner layer."""
+    if not shape.spec.gated:
+        return [("up", f)]
+    if shape.code in ("transformer-engine", "megatron") or shape.spec.family == "phi3":
+        return [("gate_up", 2 * f)]
+    return [("gate", f), ("up", f)]
 
 
 def attention(shape: Shape, rates: Rates) -> Seconds:
@@ -162,13 +163,13 @@ def attention(shape: Shape, rates: Rates) -> Seconds:
         moved = e * shape.tokens * d * (2 * a + 2 * max(1, spec.kv_heads // t) * c)
         forward = max(flops / rates.attention_forward, streamed(rates, moved))
         backward = max(2.5 * flops / rates.attention_backward, streamed(rates, 2 * moved, 2))
-        kernel = Seconds(forward, backward)
+        kernel = Seconds(forward, backward, 0.0, 0.0, 1, 3)
     else:
         scores = float(b * a * rows * columns)
         first, second = matmul(rates, rows, columns, d, b * a, e), matmul(rates, rows, d, columns, b * a, e)
         # Backward: context to scores and to values; scores to queries and to keys.
         back = matmul(rates, rows, columns, d, b * a, e) + 3 * matmul(rates, rows, d, columns, b * a, e)
-        kernel = Seconds(first + second, back) + streams(rates, operators.scores(shape), scores)
+        kernel = Seconds(first + second, back, 0.0, 0.0, 2, 4) + streams(rates, operators.scores(shape), scores)
     exchanged = _context_parallel(shape, rates, kernel) if c > 1 else Seconds()
     return kernel + copied + exchanged
 
@@ -211,38 +212,27 @@ def _communication(shape: Shape, rates: Rates, into: Seconds, up: Seconds) -> Se
         return Seconds()
     across = group(shape.t, 1, rates.node)
     blocks = 1 if shape.spec.blocks == "parallel_one_norm" and shape.code != "transformer-engine" else 2
+    count = blocks * (2 if shape.sequence_parallel else 1)
     if not shape.sequence_parallel:
         one = collective(rates, "all-reduce", shape.hidden_bytes, across)
         if not shape.overlapped:
-            return Seconds(0.0, 0.0, blocks * one, blocks * one)
+            return Seconds(0.0, 0.0, blocks * one, blocks * one, count, count)
         exposed = beside(rates, one, into.backward / 2) + beside(rates, one, up.backward / 2)
-        return Seconds(0.0, 0.0, blocks * one, exposed)
+        return Seconds(0.0, 0.0, blocks * one, exposed, count, count)
     gather = collective(rates, "all-gather", shape.hidden_bytes, across)
     scatter = collective(rates, "reduce-scatter", shape.hidden_bytes, across)
     forward = blocks * (gather + scatter)
     if not shape.overlapped:
-        return Seconds(0.0, 0.0, forward, forward)
+        return Seconds(0.0, 0.0, forward, forward, count, count)
     exposed = sum(
         beside(rates, gather, one.backward / 2) + beside(rates, scatter, one.backward / 2) for one in (into, up)
     )
-    return Seconds(0.0, 0.0, forward, blocks * gather + exposed)
+    return Seconds(0.0, 0.0, forward, blocks * gather + exposed, count, 2 * count)
 
 
 def beside(rates: Rates, communication: float, work: float) -> float:
     """Seconds that communication beside ``work`` costs: what is longer, and what its channels take from ``work``."""
     return max(0.0, communication - work) + min(communication, work) * CHANNELS / rates.processors
-
-
-def streams(rates: Rates, moved: Moved, elements: float) -> Seconds:
-    """A memory-bound operator on so many elements."""
-    return Seconds(
-        streamed(rates, moved.forward * elements, moved.kernels),
-        streamed(rates, moved.backward * elements, moved.backward_kernels),
-    )
-
-
-def _times(seconds: Seconds, count: int) -> Seconds:
-    return Seconds(*(count * part for part in seconds))
 
 
 def _sum(parts: Iterable[Seconds]) -> Seconds:

@@ -9,10 +9,12 @@ micro-batches,
 
     1F1B         sum_i (f_i + b_i) + (m - 1) max_i (f_i + b_i)
     GPipe        sum_i f_i + (m - 1) max_i f_i  +  sum_i b_i + (m - 1) max_i b_i
-    interleaved  m max_i (f_i + b_i) + one chunk's forward and backward through the other stages
+    interleaved  m max_i (f_i + b_i) + one chunk's forward and backward through the other stages, and what the slowest
+                 stage waits where their chunks are slower than its own
 
 where ``f_i`` is the sum over a stage's chunks. Equal stages: (m + p - 1) (f + b), and for v chunks (m + (p - 1) / v)
-(f + b), as in arXiv 2104.04473, section 2.2.
+(f + b), as in arXiv 2104.04473, section 2.2. GPipe's is exact. The others are exact where all stages are equal, or only
+the ends slower; where stages differ in size alone they are an upper bound, off by a pass through the pipeline at most.
 """
 
 from __future__ import annotations
@@ -40,10 +42,19 @@ def seconds(stages: Sequence[Sequence[Stage]], microbatches: int, schedule: str 
     if len(stages[0]) == 1:
         return sum(wholes) + (microbatches - 1) * slowest
     at = wholes.index(slowest)
-    # Micro-batches enter through the first chunk of the stages before, and leave backward through it.
-    others = sum(stage[0].forward + stage[0].backward for stage in stages[:at])
-    others += sum(stage[-1].forward + stage[-1].backward for stage in stages[at + 1 :])
-    return microbatches * slowest + others
+    before, behind = stages[:at], stages[at + 1 :]
+    ways = sum(sum(stage[0]) for stage in before) + sum(sum(stage[-1]) for stage in behind)
+    return microbatches * slowest + ways + (len(stages) - 1) * _late(stages[at], before, behind)
+
+
+def _late(slowest: Sequence[Stage], before: Sequence[Sequence[Stage]], behind: Sequence[Sequence[Stage]]) -> float:
+    """Seconds that the slowest stage waits for each of the p - 1 other micro-batches of a round, which run a chunk one
+    after the other: where the first chunk of a stage before takes longer than its own, or the last of one behind."""
+    first, last = slowest[0], slowest[-1]
+    forward = max((stage[0].forward for stage in before), default=0.0)
+    backward = max((stage[0].backward for stage in before), default=0.0)
+    end = max((sum(stage[-1]) for stage in behind), default=0.0)
+    return max(0.0, forward - first.forward) + max(0.0, backward - first.backward) + max(0.0, end - sum(last))
 
 
 class Pass(NamedTuple):

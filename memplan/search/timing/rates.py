@@ -11,6 +11,9 @@ from ...plan.plan import Plan
 from .efficiency import Efficiency, default
 from .hardware import GIGA, SPEEDS, Figure
 
+RACK = 8
+"""GPUs above which links join the nodes of a rack."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -34,7 +37,12 @@ class Rates:
     host: float
     network: float | None
     node: int
-    """GPUs of a node."""
+    """GPUs of a node, or of a rack whose GPUs are joined by links."""
+    loss: float
+    """Bytes/s of the cross entropy's kernels."""
+    collective: float | None
+    hop: float | None
+    """Seconds of a collective over links, and of each of its steps, where they were measured."""
 
 
 def rates_of(plan: Plan, efficiency: Efficiency | None = None) -> Rates:
@@ -66,20 +74,24 @@ def _rates(gpu: str, dtype: str, node: int, network: float | None, fused: bool, 
         peak = _published(gpu, speed.matrix, "tensor rate")
     if network is None and speed.network is not None:
         network = speed.network.value
+    memory = _published(gpu, speed.memory, "memory bandwidth")
     return Rates(
         peak=peak,
         matrix=peak * parts.matrix,
         ordinary=fp32 * parts.matrix,
         attention_forward=peak * parts.attention_forward,
         attention_backward=peak * parts.attention_backward,
-        memory=_published(gpu, speed.memory, "memory bandwidth") * parts.memory,
+        memory=memory * parts.memory,
         processors=processors,
         overlapped_epilogue=capability is None or capability >= (9, 0),
         link=0.0 if speed.link is None else speed.link.value * parts.link,
         link_gpus=speed.link_gpus,
         host=_published(gpu, speed.host, "bandwidth to the host") * parts.host,
         network=None if network is None else network * parts.network,
-        node=node,
+        node=max(node, speed.link_gpus) if speed.link_gpus > RACK else node,
+        loss=memory * (parts.memory if parts.loss is None else parts.loss),
+        collective=parts.collective,
+        hop=parts.hop,
     )
 
 
@@ -87,3 +99,15 @@ def _published(gpu: str, figure: Figure | None, what: str) -> float:
     if figure is None:
         raise PlanError("hardware.gpu", gpu, f"has no published {what}, and so no time")
     return figure.value
+
+
+def assumptions(plan: Plan, efficiency: Efficiency | None = None) -> tuple[str, ...]:
+    """What was assumed of machine and kernels, a line each."""
+    gpu = plan.hardware.gpu
+    assert gpu is not None
+    system, notes = SPEEDS[gpu].system, []
+    crosses = (plan.hardware.gpus or 1) > plan.hardware.gpus_per_node
+    if crosses and plan.hardware.network is None and system is not None:
+        notes.append(f"network: {system} (hardware.network says otherwise)")
+    parts = efficiency or default(gpu, GPUS[gpu].compute_capability, fused_kernels=plan.framework == "megatron")
+    return (*notes, *parts.sources)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...plan.errors import PlanError
+from ...plan.lora import adapted
 from ...plan.plan import Plan
 from ...plan.spec import ModelSpec, of_any_depth
 
@@ -66,6 +67,16 @@ class Shape:
     """So do sends between interleaved stages and their passes."""
     blocking: bool
     """The host waits for every kernel (``CUDA_LAUNCH_BLOCKING``)."""
+    casts: bool
+    """Autocast turns fp32 weights into ``dtype`` for every pass, and their gradients back."""
+    rank: int
+    """Of LoRA's adapters, beside which nothing is trained; 0 without."""
+    adapted: frozenset[str]
+    """Linear layers that have one, as ``plan.lora`` names them."""
+    adapter: str
+    """dtype of adapters."""
+    quantised: bool
+    """Linear layers are kept in 4 bits."""
 
     @property
     def tokens(self) -> int:
@@ -127,6 +138,11 @@ def shape_of(plan: Plan) -> Shape:
         overlapped=core and not _older(plan, NOT_OVERLAPPED),
         overlapped_sends=overlapped_sends(plan, layout.vpp),
         blocking=plan.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
+        casts=plan.precision.autocast and plan.precision.stored == "fp32",
+        rank=plan.lora.rank or 0,
+        adapted=adapted(plan),
+        adapter=plan.lora.dtype or "fp32",
+        quantised=plan.quantisation.kind != "none",
     )
 
 
@@ -163,11 +179,6 @@ def padded_vocab(plan: Plan) -> int:
 
 
 def _check(plan: Plan) -> None:
-    if plan.lora.rank is not None:
-        raise PlanError("lora.rank", plan.lora.rank, "must be left out where time is asked for: adapters are not timed")
-    if plan.quantisation.kind != "none":
-        problem = "must be none where time is asked for: 4-bit layers are not timed"
-        raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
     if plan.frozen.embedding or plan.frozen.layers:
         problem = "must be 0 where time is asked for: frozen layers are not timed"
         raise PlanError("frozen.layers", plan.frozen.layers, problem)

@@ -96,16 +96,25 @@ def _torch_stages(plan: Plan) -> Work:
 
 
 @lru_cache(maxsize=4096)
-def elements(spec: ModelSpec, work: tuple[StageWork, ...], tp: int, vocab: int) -> float:
-    """Parameters of a stage on one tensor-parallel rank; the last of several stages has a tied weight of its own."""
+def elements(spec: ModelSpec, work: tuple[StageWork, ...], tp: int, vocab: int, positions_twice: bool = False) -> float:
+    """Parameters of a stage on one tensor-parallel rank; the last of several stages has a tied weight of its own, and
+    with ``positions_twice`` (Megatron-DeepSpeed's ``EmbeddingPipe``) the learned positions, too."""
     h = spec.hidden
-    padding = (vocab - spec.vocab) * h
-    total = 0.0
+    one_norm = count.norm(spec)
+    norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
+    whole = norms * one_norm + h * (spec.attention_output_bias + spec.mlp_bias)
+    layer = (count.layer(spec) - whole) / tp + whole
+    word = vocab * h / tp
+    positions = (spec.positions_max + spec.position_offset) * h if spec.positions == "learned" else 0
+    beside = positions + spec.token_types * h + (one_norm if spec.embedding_norm else 0)
+    first = any(chunk.embedding for chunk in work)
+    total = word + beside if first else 0.0
     for chunk in work:
-        total += chunk.layers * count.layer(spec)
-        total += (count.embedding(spec) + padding) if chunk.embedding else 0
-        total += count.norm(spec) if chunk.final_norm and spec.final_norm else 0
+        total += chunk.layers * layer
+        total += one_norm if chunk.final_norm and spec.final_norm else 0
         if chunk.head:
-            tied = spec.tied_embeddings and not any(one.embedding for one in work)
-            total += count.head(spec) + (vocab * h if tied else 0)
-    return total / tp
+            tied = spec.tied_embeddings
+            total += 0 if tied and first else word
+            total += positions if tied and not first and positions_twice else 0
+            total += (h * h + h + one_norm + spec.vocab) if spec.mlm_head else 0
+    return total

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...plan import count
 from ...plan.plan import Plan
 from .efficiency import Efficiency
 from .ends import EntryTimes, entry_times
+from .flops import model_flops, recomputed_flops
 from .pipeline import Stage, seconds
-from .rates import rates_of
+from .rates import assumptions, rates_of
 from .shape import shape_of
 from .stages import StageWork, work_of
 from .updates import Replicas, Updates, updates
@@ -41,21 +41,24 @@ class StepTime:
 
 
 class _Chunk:
-    """Sums of a chunk."""
+    """Seconds of one micro-batch through a chunk, of which ``parallel`` are exposed communication, ``recompute`` the
+    rest of what is computed again, and ``send`` those of ``sends``, forward and backward."""
 
     __slots__ = ("backward", "forward", "parallel", "recompute", "send")
 
-    def __init__(self, times: EntryTimes, work: StageWork) -> None:
+    def __init__(self, times: EntryTimes, work: StageWork, sends: tuple[bool, bool], send: float) -> None:
         parts = [(times.layer, work.layers)]
         parts += [(times.embedding, 1)] if work.embedding else []
         parts += [(times.final_norm, 1)] if work.final_norm else []
         parts += [(times.head, 1)] if work.head else []
         self.forward = sum(n * part.forward for part, n in parts)
-        self.recompute = work.recomputed * times.layer.recompute
-        self.backward = sum(n * part.backward for part, n in parts) + self.recompute
-        self.parallel = sum(n * part.parallel for part, n in parts)
-        self.parallel += work.recomputed * times.layer.recomputed_parallel
-        self.send = 0.0
+        again = times.layer.recomputed_parallel
+        self.backward = sum(n * part.backward for part, n in parts) + work.recomputed * times.layer.recompute
+        self.recompute = work.recomputed * (times.layer.recompute - again)
+        self.parallel = sum(n * part.parallel for part, n in parts) + work.recomputed * again
+        self.send = sum(sends) * send
+        self.forward += sends[0] * send
+        self.backward += sends[1] * send
 
 
 def assemble(
@@ -71,14 +74,17 @@ def assemble(
     """The step of ``stages`` (by stage, then by chunk): ``once`` a step is added. Without ``pipelined`` the stages run
     one after the other, as a device map's do."""
     once = once or Updates()
-    chunks = [[_Chunk(times, chunk) for chunk in stage] for stage in stages]
-    last = (len(chunks) - 1, len(chunks[0]) - 1)
-    for at, stage in enumerate(chunks):
-        for number, chunk in enumerate(stage):
-            sends = (at, number) != last, (at, number) != (0, 0)
-            chunk.send = 0.0 if overlapped_sends else times.send * sum(sends)
-            chunk.forward += 0.0 if overlapped_sends else times.send * sends[0]
-            chunk.backward += 0.0 if overlapped_sends else times.send * sends[1]
+    last, send = (len(stages) - 1, len(stages[0]) - 1), 0.0 if overlapped_sends else times.send
+    known: dict[tuple[StageWork, bool, bool], _Chunk] = {}
+    chunks = []
+    for at, stage in enumerate(stages):
+        row = []
+        for number, work in enumerate(stage):
+            key = (work, (at, number) != last, (at, number) != (0, 0))
+            if key not in known:
+                known[key] = _Chunk(times, work, key[1:], send)
+            row.append(known[key])
+        chunks.append(row)
     passes = [[Stage(chunk.forward, chunk.backward) for chunk in stage] for stage in chunks]
     wholes = [sum(chunk.forward + chunk.backward for chunk in stage) for stage in passes]
     if pipelined:
@@ -87,77 +93,21 @@ def assemble(
         whole += 2 * (len(stages) - 1) * times.send if overlapped_sends else 0.0
     else:
         whole, counted = microbatches * sum(wholes), [chunk for stage in chunks for chunk in stage]
-    recompute = microbatches * sum(chunk.recompute for chunk in counted)
+    again = microbatches * sum(chunk.recompute for chunk in counted)
     parallel = microbatches * sum(chunk.parallel for chunk in counted)
-    send = microbatches * sum(chunk.send for chunk in counted)
+    sent = microbatches * sum(chunk.send for chunk in counted)
     busy = microbatches * sum(chunk.forward + chunk.backward for chunk in counted)
-    again = recompute - microbatches * times.layer.recomputed_parallel * _recomputed(stages, wholes, pipelined)
     return StepTime(
         total=whole + once.total,
-        compute=busy - again - parallel - send,
+        compute=busy - again - parallel - sent,
         recompute=again,
         tensor_parallel=parallel,
         pipeline_bubble=whole - busy,
-        pipeline_send=send,
+        pipeline_send=sent,
         data_parallel=once.data_parallel,
         optimizer=once.optimizer,
         offload=once.offload,
     )
-
-
-def _recomputed(stages: Sequence[Sequence[StageWork]], wholes: Sequence[float], pipelined: bool) -> int:
-    counted = [stages[list(wholes).index(max(wholes))]] if pipelined else stages
-    return sum(chunk.recomputed for stage in counted for chunk in stage)
-
-
-def step_seconds(
-    times: EntryTimes,
-    groups: Sequence[tuple[int, Sequence[StageWork]]],
-    microbatches: int,
-    once: float = 0.0,
-    overlapped_sends: bool = False,
-) -> float:
-    """``assemble(...).total`` of 1F1B, plain or interleaved, and nothing else. Equal neighbours are one group:
-    how many stages, and their chunks; ``once`` is added."""
-    layer, send = times.layer, 0.0 if overlapped_sends else times.send
-    one, again = layer.forward + layer.backward + 2 * send * 0, layer.recompute
-    ends = (
-        times.embedding.forward + times.embedding.backward,
-        times.final_norm.forward + times.final_norm.backward,
-        times.head.forward + times.head.backward,
-    )
-    final = len(groups) - 1
-    wholes: list[tuple[int, float, float, float]] = []
-    stages = 0
-    for at, (number, chunks) in enumerate(groups):
-        parts = []
-        for chunk in chunks:
-            part = chunk.layers * one + chunk.recomputed * again + 2 * send
-            if chunk.embedding:
-                part += ends[0]
-            if chunk.final_norm:
-                part += ends[1]
-            if chunk.head:
-                part += ends[2]
-            parts.append(part)
-        if send and at == 0:
-            parts[0] -= send
-        if send and at == final:
-            parts[-1] -= send
-        wholes.append((number, sum(parts), parts[0], parts[-1]))
-        stages += number
-    slowest = max(whole[1] for whole in wholes)
-    extra = 2 * (stages - 1) * times.send if overlapped_sends else 0.0
-    if len(groups[0][1]) == 1:
-        return sum(n * whole for n, whole, _, _ in wholes) + (microbatches - 1) * slowest + extra + once
-    total, before = microbatches * slowest, True
-    for number, whole, first, behind in wholes:
-        if before and whole == slowest:
-            total += (number - 1) * behind
-            before = False
-        else:
-            total += number * (first if before else behind)
-    return total + extra + once
 
 
 def step_time(plan: Plan, efficiency: Efficiency | None = None) -> StepTime:
@@ -181,7 +131,7 @@ def step_time(plan: Plan, efficiency: Efficiency | None = None) -> StepTime:
         pipelined=plan.framework != "device-map",
         once=once,
     )
-    return _with_rates(found, plan, work, rates.peak, rates_notes(plan, efficiency))
+    return _with_rates(found, plan, work, rates.peak, assumptions(plan, efficiency))
 
 
 def _with_rates(
@@ -202,62 +152,3 @@ def _with_rates(
         hfu=(model + again) / reachable,
         assumptions=notes,
     )
-
-
-def model_flops(plan: Plan) -> float:
-    """FLOPs of a step's products, forward and backward: 6 for each weight of a matrix and token, 12 for each layer,
-    feature and score (arXiv 2205.05198, appendix A)."""
-    spec, batch = plan.model, plan.batch
-    assert batch.gbs is not None
-    assert batch.seq is not None
-    head = spec.vocab * spec.hidden
-    matrices = spec.layers * matrix_elements(plan) + head
-    attended = 12.0 * spec.layers * spec.attention_features * batch.seq
-    return batch.gbs * batch.seq * (6.0 * matrices + attended)
-
-
-def matrix_elements(plan: Plan) -> int:
-    """Weights of a layer's products."""
-    spec = plan.model
-    biases = (count.attention(spec) - spec.hidden * (spec.qkv_features + spec.attention_features)) + 0
-    mlp = (3 if spec.gated else 2) * spec.hidden * spec.ffn
-    return count.attention(spec) - biases + mlp
-
-
-def recomputed_flops(plan: Plan, work: Sequence[Sequence[StageWork]]) -> float:
-    """FLOPs of products that backward computes again."""
-    spec, batch = plan.model, plan.batch
-    assert batch.gbs is not None
-    assert batch.seq is not None
-    layers = sum(chunk.recomputed for stage in work for chunk in stage)
-    scores = 4.0 * spec.attention_features * batch.seq
-    if plan.fsdp.per_operator:
-        each = float(matrix_elements(plan))
-    elif plan.recompute.mode == "selective":
-        modules = plan.recompute.modules or ("core_attn",)
-        each = (scores if "core_attn" in modules else 0.0) + (
-            2.0 * (3 if spec.gated else 2) * spec.hidden * spec.ffn if "mlp" in modules else 0.0
-        )
-    else:
-        each = 2.0 * matrix_elements(plan) + scores
-    return batch.gbs * batch.seq * layers * each
-
-
-def rates_notes(plan: Plan, efficiency: Efficiency | None) -> tuple[str, ...]:
-    """What was assumed of machine and kernels."""
-    from ...gpus import GPUS
-    from .efficiency import default
-    from .hardware import SPEEDS
-
-    assert plan.hardware.gpu is not None
-    gpu, notes = plan.hardware.gpu, []
-    speed = SPEEDS[gpu]
-    nodes = (plan.hardware.gpus or 1) > plan.hardware.gpus_per_node
-    if nodes and plan.hardware.network is None and speed.system is not None:
-        notes.append(f"network adapters of a {speed.system} (--network gives others)")
-    parts = efficiency or default(gpu, GPUS[gpu].compute_capability, fused_kernels=plan.framework == "megatron")
-    notes += [f"sustained: {source}" for source in parts.sources]
-    return tuple(notes)
-
-
-__all__ = ["StepTime", "assemble", "model_flops", "step_seconds", "step_time"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...plan.lora import adapter_parameters
 from ...plan.plan import Plan
 from .collectives import Group, collective, group
 from .ends import EntryTimes
@@ -78,20 +79,24 @@ def updates(
 ) -> Updates:
     """Of the rank that holds ``work``; ``staged`` where it is one stage of several."""
     plan, shape = replicas.plan, replicas.shape
-    held = elements(shape.spec, work, shape.t, shape.vocab)
+    held = elements(shape.spec, work, shape.t, shape.vocab, plan.framework == "megatron-deepspeed")
+    trained = held if plan.lora.rank is None else float(adapter_parameters(plan))
     forward, backward = _passes(work, times)
     if plan.framework in ("single", "device-map"):
         exposed = 0.0
     elif plan.framework == "fsdp" or (plan.framework == "deepspeed" and plan.layout.zero == 3):
-        exposed = _sharded(replicas, work, times, held, microbatches, staged)
+        exposed = _sharded(replicas, work, times, held, trained / held, microbatches)
     elif plan.framework == "ddp":
-        exposed = _ddp(replicas, held, backward, microbatches)
+        exposed = _ddp(replicas, trained, backward, microbatches)
     else:
-        exposed = _replicated(replicas, held, forward, backward, microbatches)
+        exposed = _replicated(replicas, trained, forward, backward, microbatches)
     if staged and shape.spec.tied_embeddings and plan.layout.pp > 1:
         exposed += _tied(replicas, work)
-    owned = held / _owners(replicas)
-    return Updates(exposed, _optimizer(replicas, owned), _offload(replicas, owned, held, microbatches))
+    owned = trained / _owners(replicas)
+    passes = streamed(replicas.rates, held * buffer_bytes(plan, replicas.ranks))
+    return Updates(
+        exposed, _optimizer(replicas, owned) + passes, _offload(replicas, owned, held / _owners(replicas), microbatches)
+    )
 
 
 def _passes(work: tuple[StageWork, ...], times: EntryTimes) -> tuple[float, float]:
@@ -152,31 +157,35 @@ def _ddp(replicas: Replicas, held: float, backward: float, microbatches: int) ->
 
 
 def _sharded(
-    replicas: Replicas, work: tuple[StageWork, ...], times: EntryTimes, held: float, microbatches: int, staged: bool
+    replicas: Replicas, work: tuple[StageWork, ...], times: EntryTimes, held: float, trained: float, microbatches: int
 ) -> float:
     """FSDP and ZeRO-3: each layer is gathered while the one before it runs, and its gradients are scattered while the
-    next backward runs. What is longer than a layer's pass is exposed, and so are the first gather and last scatter."""
+    next backward runs. What is longer than a layer's pass is exposed, and so are the first gather and last scatter.
+    ``trained`` is the part of the parameters that has gradients."""
     plan, rates, shape = replicas.plan, replicas.rates, replicas.shape
-    fsdp = plan.framework == "fsdp"
-    shards = group(_owners(replicas), plan.layout.tp, rates.node)
+    fsdp, owners = plan.framework == "fsdp", _owners(replicas)
+    shards = group(owners, plan.layout.tp, rates.node)
     layers = sum(chunk.layers for chunk in work) or 1
     layer = elements(shape.spec, (StageWork(1),), shape.t, shape.vocab)
-    gather = collective(rates, "all-gather", layer * shape.element, shards)
-    scatter = collective(rates, "reduce-scatter", layer * replicas.gradient, shards)
-    if fsdp and plan.fsdp.replicas > 1:
-        between = group(plan.fsdp.replicas, plan.layout.tp * _owners(replicas), rates.node)
-        scatter += collective(rates, "all-reduce", layer * replicas.gradient / _owners(replicas), between)
     ends = max(0.0, held - layers * layer)
-    end_gather = collective(rates, "all-gather", ends * shape.element, shards)
-    end_scatter = collective(rates, "reduce-scatter", ends * replicas.gradient, shards)
-    again = gather if not fsdp or plan.fsdp.reshard_after_forward else 0.0
+
+    def gathered(count: float) -> float:
+        return collective(rates, "all-gather", count * shape.element, shards)
+
+    def scattered(count: float) -> float:
+        size = count * trained * replicas.gradient
+        between = group(plan.fsdp.replicas if fsdp else 1, plan.layout.tp * owners, rates.node)
+        return collective(rates, "reduce-scatter", size, shards) + collective(
+            rates, "all-reduce", size / owners, between
+        )
+
+    again = gathered(layer) if not fsdp or plan.fsdp.reshard_after_forward else 0.0
     recomputed = times.layer.recompute * min(1.0, sum(chunk.recomputed for chunk in work) / layers)
-    forward = layers * max(0.0, gather - times.layer.forward) + end_gather
-    backward = layers * max(0.0, again + scatter - times.layer.backward - recomputed) + end_scatter
-    if staged:
+    forward = layers * max(0.0, gathered(layer) - times.layer.forward) + gathered(ends)
+    backward = layers * max(0.0, again + scattered(layer) - times.layer.backward - recomputed) + scattered(ends)
+    if plan.layout.pp > 1:
         return forward + backward
-    synced = microbatches if not fsdp or plan.fsdp.gradient_sync else 1
-    return microbatches * forward + synced * backward
+    return microbatches * forward + (1 if fsdp and not plan.fsdp.gradient_sync else microbatches) * backward
 
 
 def _tied(replicas: Replicas, work: tuple[StageWork, ...]) -> float:
@@ -196,6 +205,18 @@ def _optimizer(replicas: Replicas, owned: float) -> float:
     if plan.framework == "fsdp" and plan.fsdp.offload:
         return 0.0
     return streamed(replicas.rates, owned * step_bytes(plan)) if owned else 0.0
+
+
+def buffer_bytes(plan: Plan, ranks: int) -> float:
+    """Bytes that Megatron's passes over the whole gradient buffer move for each parameter, once a step: it is set to
+    zero, looked through for NaN, and divided by the number of replicas (``param_and_grad_buffer.py``, ``reset`` and
+    ``start_grad_sync``)."""
+    if plan.framework != "megatron":
+        return 0.0
+    gradient = ITEMSIZE[plan.precision.gradients or "fp32"]
+    looks = 1 if plan.megatron.check_for_nan else 0
+    divides = 2 if ranks > 1 and not plan.megatron.per_token_loss else 0
+    return float(gradient * (1 + looks + divides))
 
 
 def step_bytes(plan: Plan) -> float:
@@ -218,13 +239,13 @@ def step_bytes(plan: Plan) -> float:
     return moved
 
 
-def _offload(replicas: Replicas, owned: float, held: float, microbatches: int) -> float:
+def _offload(replicas: Replicas, owned: float, shard: float, microbatches: int) -> float:
     """Copies between device and host, and the update there: DeepSpeed's CPU Adam shares the node's cores."""
     plan, rates = replicas.plan, replicas.rates
-    together = min(rates.node, plan.hardware.gpus or 1)
+    together = min(plan.hardware.gpus_per_node, plan.hardware.gpus or 1)
     if plan.framework == "fsdp" and plan.fsdp.offload:
         parameter, gradient = ITEMSIZE[plan.fsdp.parameters], ITEMSIZE[plan.fsdp.reduce]
-        copies = owned * (2 * parameter * microbatches + gradient) / rates.host
+        copies = (shard * 2 * parameter * microbatches + owned * gradient) / rates.host
         return copies + owned * together * HOST_ADAM_TORCH
     if plan.framework != "deepspeed":
         return 0.0
@@ -236,6 +257,6 @@ def _offload(replicas: Replicas, owned: float, held: float, microbatches: int) -
         if given.offload_optimizer == "nvme":
             total += away * together * 24 / NVME
     if given.offload_param != "none":
-        copies = 2 * microbatches * owned * element
+        copies = 2 * microbatches * shard * element
         total += copies / rates.host if given.offload_param == "cpu" else copies * together / NVME
     return total

@@ -1,0 +1,270 @@
+"""Predicted beside measured time of a training step, row by row. Nothing here is fitted.
+
+    python benchmarks/timing.py [--measured DIR] [--markdown FILE]
+
+Published tables are in ``published_steps.jsonl``, each row with its source. DIR holds runs that somebody measured,
+``../shared/measured`` beside the repository unless said; where it is absent one line says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import correlation, median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.measured import bigscience_plan, plan_of, read_rows  # noqa: E402
+from benchmarks.megatron import b200_plan  # noqa: E402
+from memplan.plan.plan import Plan  # noqa: E402
+from memplan.plan.resolve import resolve  # noqa: E402
+from memplan.search.timing import Efficiency, step_time  # noqa: E402
+from memplan.search.timing.efficiency import default  # noqa: E402
+from memplan.search.timing.flops import model_flops  # noqa: E402
+
+MEASURED = ROOT.parent / "shared" / "measured"
+PUBLISHED = Path(__file__).with_name("published_steps.jsonl")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One step. Seconds; ``baseline`` is the one-line rule's, where a table has one."""
+
+    id: str
+    measured: float
+    predicted: float
+    baseline: float | None = None
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rows of one source."""
+
+    name: str
+    rows: tuple[Timed, ...]
+    note: str = ""
+
+    @property
+    def median_error(self) -> float:
+        return median(abs(row.error) for row in self.rows)
+
+    @property
+    def rank_correlation(self) -> float:
+        return spearman([row.measured for row in self.rows], [row.predicted for row in self.rows])
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation; equal values share the mean of their ranks."""
+    return correlation(ranks(first), ranks(second))
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """From 0, ties in their middle."""
+    return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
+
+
+# -- published tables ---------------------------------------------------------------------------------
+
+
+def published_plan(row: Row) -> Plan:
+    """The plan of a published row: Megatron-LM with layers of its own, or as Megatron-Core would run it."""
+    flags: dict[str, object] = {
+        "framework": "megatron",
+        "gpu": row["gpu"],
+        "gpus": row["gpus"],
+        "tp": row["tp"],
+        "pp": row["pp"],
+        "mbs": row["micro_batch_size"],
+        "gbs": row["global_batch_size"],
+        "seq": row["sequence_length"],
+        "recompute": row["recompute"],
+    }
+    if row["vpp"] > 1:
+        flags["vpp"] = row["vpp"]
+    if row["sequence_parallel"]:
+        flags["sequence_parallel"] = "true"
+    if "model" in row:
+        overlapped = {"zero": 1, "overlap_grad_reduce": "true", "overlap_param_gather": "true"}
+        ends = {"count_embedding": "true", "count_loss": "true"}
+        return resolve(plan_of(None, model=row["model"], dtype="bf16", **flags, **overlapped, **ends))
+    h, a = row["hidden"], row["heads"]
+    sizes = {"hidden": h, "layers": row["layers"], "heads": a, "kv_heads": a, "head_dim": h // a, "ffn": 4 * h}
+    own = {"attention": "eager", "transformer_impl": "local", "dtype": "fp16", "torch": row["torch"]}
+    return resolve(plan_of(None, model="gpt3-175b", vocab=row["vocab"], **sizes, **own, **flags))
+
+
+def published_seconds(row: Row) -> float:
+    """As the paper states it, or from its teraFLOP/s by its formula: 96 B s l h^2 (1 + s / 6h + v / 16lh), which
+    counts a forward pass again for recompute (arXiv 2104.04473, equation 3)."""
+    if "step_seconds" in row:
+        return float(row["step_seconds"])
+    rate = row["teraflops_per_gpu"] * 1e12 * row["gpus"]
+    if "model" in row:
+        return model_flops(published_plan(row)) / rate
+    h, layers, s, v = row["hidden"], row["layers"], row["sequence_length"], row["vocab"]
+    flops = 96 * row["global_batch_size"] * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
+    return float(flops / rate)
+
+
+def published(name: str) -> Table:
+    """One table of ``published_steps.jsonl``."""
+    rows = [row for row in read_rows(PUBLISHED) if row["table"] == name]
+    timed = [Timed(row["id"], published_seconds(row), step_time(published_plan(row)).total) for row in rows]
+    return Table(name, tuple(timed))
+
+
+# -- measured runs ------------------------------------------------------------------------------------
+
+JEAN_ZAY = 40.491e9 / 8 / 8
+"""Bytes/s of a GPU's share of its node's Omni-Path links: what four nodes of eight A100 reached in an all-reduce of
+February 2022, the month of the trials (bigscience-workshop/bigscience, experiments/bandwidth,
+all_reduce_bench-a100-n4.txt: busbw 40.491 Gb/s)."""
+
+
+def bigscience_timed_plan(row: Row) -> Plan:
+    """A trial on that network, whose jobs ran with ``CUDA_LAUNCH_BLOCKING`` because they hung without
+    (chronicles-prequel.md, "dealing with JZ hanging on the large model")."""
+    plan = resolve(bigscience_plan(row))
+    hardware = plan.hardware.model_copy(update={"network": JEAN_ZAY / 1e9})
+    return plan.model_copy(update={"hardware": hardware, "environment": {"CUDA_LAUNCH_BLOCKING": "1"}})
+
+
+def bigscience(rows: Sequence[Row]) -> Table:
+    """The trials beside the model and beside constant x parameters x batch / GPUs, whose constant is the median of the
+    other rows'."""
+    efficiency = replace(default("a100-80gb", (8, 0)), network=1.0)
+    plans = [bigscience_timed_plan(row) for row in rows]
+    sizes = [_parameters_times_batch(row) for row in rows]
+    constants = [row["step_seconds"] / size for row, size in zip(rows, sizes, strict=True)]
+    timed = [
+        Timed(
+            row["id"],
+            row["step_seconds"],
+            step_time(plan, efficiency).total,
+            sizes[at] * median(constants[:at] + constants[at + 1 :]),
+        )
+        for at, (row, plan) in enumerate(zip(rows, plans, strict=True))
+    ]
+    return Table("bigscience_a100.jsonl", tuple(timed), "nothing is fitted, so leaving a row out changes nothing")
+
+
+def trials() -> Table:
+    """Further trials of the same days, from the same log: no choice of the model was made for them."""
+    rows = [row for row in read_rows(PUBLISHED) if row["table"] == TRIALS]
+    return replace(bigscience(rows), name=TRIALS, note="")
+
+
+def _parameters_times_batch(row: Row) -> float:
+    h, gpus = row["hidden_size"], row["tp"] * row["pp"] * row["dp"]
+    parameters = 12 * row["layers"] * h * h + row["vocab_size"] * h
+    return float(parameters * row["global_batch_size"] / gpus)
+
+
+def b200(rows: Sequence[Row]) -> Table:
+    """The dense rows."""
+    dense = [row for row in rows if row["model"] == "llama3-70b"]
+    timed = tuple(Timed(row["id"], row["step_ms"] / 1e3, step_time(b200_plan(row)).total) for row in dense)
+    return Table("megatron_b200.jsonl", timed)
+
+
+def grand_teton() -> Efficiency:
+    """Meta's H100 with 96 GB: HBM2e of 2.4 TB/s, where the GPU table's (of GH200) has 4 (pytorch/torchtitan,
+    docs/performance.md). Its power limit of 500 W instead of 700 W is not in it: nobody published what it costs."""
+    usual = default("h100-80gb", (9, 0))
+    return replace(usual, memory=usual.memory * 2.4 / 4.0)
+
+
+def torchtitan(rows: Sequence[Row]) -> Table:
+    """Tokens per second and GPU, turned into seconds; what is compiled is not modelled."""
+    timed = []
+    for row in rows:
+        if row["compile"]:
+            continue
+        gpus, b, s = row["gpus"], row["local_batch_size"], row["sequence_length"]
+        flags = {"model": "llama-3-8b", "framework": "fsdp", "fsdp_code": "torchtitan", "dtype": "bf16"}
+        sizes = {"gpus": gpus, "mbs": b, "gbs": b * gpus, "seq": s}
+        plan = resolve(plan_of(None, recompute_per_operator="true", gpu="h100-96gb", **flags, **sizes))
+        measured = b * s / row["tokens_per_second_per_gpu"]
+        timed.append(Timed(row["id"], measured, step_time(plan, grand_teton()).total))
+    return Table("torchtitan_h100.jsonl", tuple(timed), "GPUs limited to 500 W, which is not modelled")
+
+
+READERS: Mapping[str, Callable[[Sequence[Row]], Table]] = {
+    "bigscience_a100.jsonl": bigscience,
+    "megatron_b200.jsonl": b200,
+    "torchtitan_h100.jsonl": torchtitan,
+}
+TRIALS = "bigscience-trials-february-2022"
+PAPERS = ("arxiv-2205.05198-table-5", "arxiv-2104.04473-table-1", "arxiv-2407.21783-table-4")
+
+
+# -- print --------------------------------------------------------------------------------------------
+
+
+def lines(table: Table) -> list[str]:
+    """A line for each row, and a summary."""
+    printed = []
+    for row in table.rows:
+        rule = "" if row.baseline is None else f"  one-line rule {row.baseline:9.3f} s"
+        printed.append(
+            f"{row.id:52s} measured {row.measured:9.3f} s  predicted {row.predicted:9.3f} s  {row.error:+7.1%}{rule}"
+        )
+    return [*printed, summary(table)]
+
+
+def summary(table: Table) -> str:
+    text = f"median error {table.median_error:.1%}"
+    if len(table.rows) > 2:
+        text += f", rank correlation {table.rank_correlation:.3f}"
+    rules = [Timed(row.id, row.measured, row.baseline) for row in table.rows if row.baseline is not None]
+    if rules:
+        rule = Table("", tuple(rules))
+        text += f"; one-line rule {rule.median_error:.1%}, {rule.rank_correlation:.3f}"
+    return f"{text} ({table.note})" if table.note else text
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    """The same as tables."""
+    parts = []
+    for table in tables:
+        body = "\n".join(
+            f"| {row.id} | {row.measured:,.3f} | {row.predicted:,.3f} | {row.error:+.1%} |" for row in table.rows
+        )
+        parts.append(
+            f"**{table.name}**: {summary(table)}.\n\n| step | measured (s) | predicted (s) | error |\n"
+            f"| --- | ---: | ---: | ---: |\n{body}\n"
+        )
+    return "\n".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="predicted beside measured time of a step")
+    parser.add_argument("--measured", type=Path, default=MEASURED, metavar="DIR", help="folder of measured runs")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
+    chosen = parser.parse_args(arguments)
+    tables = [*(published(name) for name in PAPERS), trials()]
+    if chosen.measured.is_dir():
+        found = [(name, chosen.measured / name) for name in READERS]
+        tables += [READERS[name](read_rows(path)) for name, path in found if path.exists()]
+    else:
+        print(f"skipped: no measured runs in {chosen.measured} (--measured DIR names their folder)")
+    for table in tables:
+        print(f"\n{table.name}", *lines(table), sep="\n  ")
+    if chosen.markdown is not None:
+        chosen.markdown.write_text(markdown(tables), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
