@@ -14,6 +14,7 @@ from .init import init
 from .launched import MEANINGS
 from .listings import gpus, models, schema
 from .planned import PLANNED, not_built_yet
+from .suggest_partition import suggest_partition
 from .trace import trace
 
 app = typer.Typer(
@@ -47,6 +48,7 @@ def _memplan(
 
 
 app.command(epilog=_EXAMPLES)(estimate)
+app.command("suggest-partition")(suggest_partition)
 app.command()(trace)
 app.command()(init)
 app.command()(models)
