@@ -32,6 +32,15 @@ MOST = 50
 """Layouts that a list can hold."""
 NOTHING_FITS = 1
 
+MEANINGS = {
+    "--fix": "a field that the search keeps, as --fix tp=4 or --fix tp",
+    "--objective": "time, memory or gpus",
+    "--plot": "a file that ends in .svg or .png",
+    "--top": f"how many layouts to show, from 1 to {MOST}",
+    "--write": "the file for the recommended plan",
+}
+"""What flags without a value would have said."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Files:
@@ -190,12 +199,25 @@ def _found(
 ) -> Found:
     from ..search.answer import suggest
 
+    _check_batch(read)
     fixed = fixed_values(read.plan, flags, fixes)
     try:
         with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
             return suggest(read.plan, fixed, objective, top, report)
     except PlanError as error:
-        raise located(error.located(read.origins), fixes) from None
+        raise located(error if error.value is ABSENT else error.located(read.origins), fixes) from None
+
+
+ONE_REPLICA = ("single", "device-map")
+"""Frameworks whose global batch follows from the micro-batch alone."""
+
+
+def _check_batch(read: ReadPlan) -> None:
+    """A search keeps the global batch, so there has to be one that does not follow from the layout."""
+    batch, framework = read.plan.batch, read.plan.framework
+    if batch.gbs is None and batch.accumulation is None and framework not in ONE_REPLICA:
+        problem = "is missing: whatever the layout, a search keeps the number of sequences in a step (--gbs 512)"
+        raise PlanError("batch.gbs", ABSENT, problem)
 
 
 def _answer(read: ReadPlan, found: Found, written: Sequence[str]) -> Answer:

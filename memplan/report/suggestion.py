@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan.fields import plan_fields
+from ..plan.resolve import resolve
 from ..result import Notice
 from ..search.methods import Method
 from ..search.result import Counts, Found, Suggestion
@@ -178,7 +179,8 @@ def _parts(step: StepTime) -> Pieces:
 
 def _costs(suggestion: Suggestion, step: StepTime) -> Pieces:
     """GPU-hours of a step and of a billion tokens, and what they cost where a price is known."""
-    plan, gpus = suggestion.plan, suggestion.point.gpus
+    plan = resolve(suggestion.plan)
+    gpus = plan.hardware.gpus or 1
     whole = gpus * BILLION / step.tokens_per_second / 3600
     prices = cost_of_step(plan, step), cost_of_tokens(plan, step)
     figures = gpus * step.total / 3600, whole

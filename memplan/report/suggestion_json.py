@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import __version__
+from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..search.methods import Method
 from ..search.result import Change, Counts, Found, Suggestion
@@ -72,7 +73,7 @@ def _suggestion(one: Suggestion) -> dict[str, Any]:
     estimate = one.estimate
     return {
         "plan": plan.model_dump(mode="json"),
-        "layout": _layout(one),
+        "layout": _layout(one, plan),
         "layers": [[work.layers for work in stage] for stage in one.works],
         "requested_bytes": one.requested,
         "device_bytes": one.needs if one.device is not None or estimate is not None else None,
@@ -92,11 +93,11 @@ def _step_of(one: Suggestion) -> StepTime:
     return step_time(resolve(one.plan)) if one.step is None else one.step
 
 
-def _layout(one: Suggestion) -> dict[str, Any]:
+def _layout(one: Suggestion, plan: Plan) -> dict[str, Any]:
     point = one.point
     return {
         **{name: getattr(point, name) for name in ("tp", "cp", "pp", "vpp", "dp", "zero", "mbs")},
-        "gpus": point.gpus,
+        "gpus": plan.hardware.gpus,
         "recompute": point.recompute.mode,
         "recompute_layers": point.recompute.layers if point.recompute.method == "block" else None,
         "extras": [extra.label for extra in point.extras],
@@ -155,7 +156,8 @@ def suggestion_to_csv(found: Found) -> str:
     writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for kind, one in _kinds(found):
-        row = {**_suggestion(one), **_layout(one), "kind": kind, "layers": cut_words(one.works)}
+        whole = _suggestion(one)
+        row = {**whole, **whole["layout"], "kind": kind, "layers": cut_words(one.works)}
         row["extras"] = "; ".join(extra.label for extra in one.point.extras)
         row["keeps_numerics"] = str(one.point.keeps_numerics).lower()
         writer.writerow({name: row[name] for name in COLUMNS})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -26,10 +26,20 @@ def layout_words(suggestion: Suggestion) -> str:
 def layout_pieces(suggestion: Suggestion) -> list[str]:
     """What a layout is, piece by piece; sizes of one are left out."""
     point, framework = suggestion.point, suggestion.plan.framework
-    parts = [f"{name} {getattr(point, name)}" for name in SIZES if getattr(point, name) > 1]
+    parts = [f"{name} {getattr(point, name)}" for name in _sizes(suggestion) if getattr(point, name) > 1]
     parts += [zero_words(point.zero, framework)] if point.zero else []
     parts += [f"mbs {point.mbs}", recompute_words(point.recompute)]
-    return [*(parts if parts[:-2] else ["no parallelism", *parts]), *(one.label for one in point.extras)]
+    return [*([] if parts[:-2] else [_alone(suggestion)]), *parts, *(one.label for one in point.extras)]
+
+
+def _alone(suggestion: Suggestion) -> str:
+    works = suggestion.works
+    return f"{len(works)} devices" if suggestion.plan.framework == "device-map" and works else "no parallelism"
+
+
+def _sizes(suggestion: Suggestion) -> tuple[str, ...]:
+    """Devices of a map are one replica, whatever its batch is multiplied by."""
+    return () if suggestion.plan.framework == "device-map" else SIZES
 
 
 def zero_words(zero: int, framework: str) -> str:
@@ -66,7 +76,17 @@ def cut_field(plan: Plan, *, whole: bool) -> str:
         if len(shown) > LONGEST_LIST and not whole:
             shown = [*shown[: LONGEST_LIST - 3], "…", *shown[-2:]]
         return f"--partition {','.join(shown)}"
+    if plan.framework == "device-map" and plan.device_map is not None:
+        held = (f"{device}: {_range(layers)}" for device, layers in plan.device_map.items())
+        return f"--device-map '{{{', '.join(held)}}}'"
     return f"--pipeline-layout '{pipeline.layout}'" if pipeline.layout is not None else ""
+
+
+def _range(layers: Sequence[int]) -> str:
+    """``0-11``; one by one where they do not follow one another."""
+    if layers and list(layers) == list(range(layers[0], layers[-1] + 1)) and len(layers) > 1:
+        return f"{layers[0]}-{layers[-1]}"
+    return str(list(layers))
 
 
 def same_layout(one: Suggestion, other: Suggestion) -> bool:
@@ -80,7 +100,7 @@ def difference_pieces(other: Suggestion, than: Suggestion) -> list[str]:
 
 def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
     mine, theirs = other.point, than.point
-    for name in SIZES:
+    for name in _sizes(other):
         if getattr(mine, name) != getattr(theirs, name):
             yield f"{name} {getattr(mine, name)}"
     if mine.zero != theirs.zero:
@@ -95,7 +115,7 @@ def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
     for extra in theirs.extras:
         if extra not in mine.extras and not _has(other.plan, extra.fields):
             yield f"without {extra.label}"
-    same_stages = (mine.pp, mine.vpp) == (theirs.pp, theirs.vpp)
+    same_stages = (mine.pp, mine.vpp) == (theirs.pp, theirs.vpp) and other.works and than.works
     if same_stages and cut_words(other.works) != cut_words(than.works):
         yield "another cut"
 

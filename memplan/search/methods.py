@@ -11,10 +11,11 @@ from ..estimate import fold
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
+from .changes import changed
 from .clock import Clock
 from .cuts import CUT, fields_of, smallest
 from .result import Suggestion
-from .space import space_of, updated
+from .space import space_of
 from .timing import step_time
 
 DEEPSPEED = ("type:transformer", "type:embed|transformer", "parameters", "uniform")
@@ -24,7 +25,8 @@ LEAST = "least memory"
 """What the search's own cut by memory is called, where the proposed one is faster and needs more."""
 
 EVEN: Mapping[str, Any] = {
-    "first_layers": None, "last_layers": None, "layout": None, "count_embedding": False, "count_loss": False,
+    "pipeline.first_layers": None, "pipeline.last_layers": None, "pipeline.layout": None,
+    "pipeline.count_embedding": False, "pipeline.count_loss": False,
 }  # fmt: skip
 """Megatron-Core's own cut: as many layers on every virtual stage."""
 
@@ -45,7 +47,7 @@ class Method:
 def methods_of(suggestion: Suggestion) -> tuple[Method, ...]:
     """The cut of ``suggestion``, then others of its layout; empty where there is nothing to cut."""
     plan = suggestion.plan
-    if plan.framework not in CUT or plan.layout.pp == 1:
+    if len(suggestion.works) < 2:
         return ()
     proposed = Method("proposed", suggestion.requested, suggestion.fullest, suggestion.seconds)
     others = (_measured(name, plan, fields) for name, fields in _fields(suggestion))
@@ -53,30 +55,34 @@ def methods_of(suggestion: Suggestion) -> tuple[Method, ...]:
 
 
 def _fields(suggestion: Suggestion) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    plan = suggestion.plan
+    """Ways to cut by their name, each as fields of a plan by their paths."""
+    framework = suggestion.plan.framework
+    if framework == "device-map":
+        yield "equal shares", {"device_map": None}
+        return
     least = _least(suggestion)
     if least is not None:
-        yield LEAST, dict(least)
-    if plan.framework == "megatron":
+        yield LEAST, least
+    if framework == "megatron":
         yield "even", EVEN
-    else:
+    elif framework == "megatron-deepspeed":
         for method in DEEPSPEED:
-            yield method, {"partition": method}
+            yield method, {"pipeline.partition": method}
 
 
 def _least(suggestion: Suggestion) -> Mapping[str, Any] | None:
     """The cut whose fullest stage needs least, if it is another one."""
     resolved = resolve(suggestion.plan)
+    if resolved.framework not in CUT:
+        return None
     ratios = Clock(space_of(suggestion.plan, resolved, {})).ratios(suggestion.point)
     works = smallest(resolved, ratios)
-    if works is None or works == suggestion.works:
-        return None
-    return {path.rpartition(".")[2]: value for path, value in fields_of(resolved.framework, works)}
+    return None if works is None or works == suggestion.works else dict(fields_of(resolved.framework, works))
 
 
 def _measured(name: str, plan: Plan, fields: Mapping[str, Any]) -> Method:
     try:
-        resolved = resolve(plan.model_copy(update={"pipeline": updated(plan.pipeline, fields)}))
+        resolved = resolve(changed(plan, fields))
         peaks = [folded.peak for folded in fold(resolved)]
         return Method(name, max(peaks), peaks.index(max(peaks)), step_time(resolved).total)
     except PlanError as error:
