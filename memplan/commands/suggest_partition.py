@@ -203,9 +203,27 @@ def _found(
     fixed = fixed_values(read.plan, flags, fixes)
     try:
         with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
-            return suggest(read.plan, fixed, objective, top, report)
+            found = suggest(read.plan, fixed, objective, top, report)
+        if not found.best and found.closest is None:
+            raise _no_layout(found)
+        return found
     except PlanError as error:
         raise located(error if error.value is ABSENT else error.located(read.origins), fixes) from None
+
+
+def _no_layout(found: Found) -> PlanError:
+    """What refused most of the layouts that a framework's rules of division leave, all of which were refused."""
+    from ..plan.fields import plan_fields
+
+    rules = found.counts.refused
+    checks = [rule for rule in rules if rule.partition(": ")[0] in plan_fields()] or list(rules)
+    worst = max(checks, key=lambda rule: (rules[rule], rule), default="none is left")
+    field, _, problem = worst.partition(": ")
+    if not problem:
+        return PlanError("", ABSENT, f"no layout runs: {worst}")
+    section, _, name = field.rpartition(".")
+    value = getattr(getattr(found.base, section) if section else found.base, name, ABSENT)
+    return PlanError(field, value, f"{problem}; no layout runs")
 
 
 ONE_REPLICA = ("single", "device-map")
