@@ -103,6 +103,9 @@ def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
     for name in _sizes(other):
         if getattr(mine, name) != getattr(theirs, name):
             yield f"{name} {getattr(mine, name)}"
+    sharded, other_sharded = (one.plan.layout.sequence_parallel for one in (other, than))
+    if mine.tp > 1 and theirs.tp > 1 and sharded != other_sharded and other.plan.framework == "megatron":
+        yield f"{'with' if sharded else 'without'} sequence parallelism"
     if mine.zero != theirs.zero:
         yield zero_words(mine.zero, other.plan.framework)
     if mine.mbs != theirs.mbs:
