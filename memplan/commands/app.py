@@ -14,6 +14,8 @@ from .init import init
 from .launched import MEANINGS
 from .listings import gpus, models, schema
 from .planned import PLANNED, not_built_yet
+from .suggest_partition import MEANINGS as SEARCHED
+from .suggest_partition import suggest_partition
 from .trace import trace
 
 app = typer.Typer(
@@ -47,6 +49,7 @@ def _memplan(
 
 
 app.command(epilog=_EXAMPLES)(estimate)
+app.command("suggest-partition")(suggest_partition)
 app.command()(trace)
 app.command()(init)
 app.command()(models)
@@ -110,8 +113,9 @@ def _explained(error: Any) -> PlanError:
 def _meaning(flag: str) -> str:
     from ..plan.fields import by_flag
 
-    if flag in MEANINGS:
-        return f": {MEANINGS[flag]}"
+    meanings = {**MEANINGS, **SEARCHED}
+    if flag in meanings:
+        return f": {meanings[flag]}"
     field = by_flag().get(flag.removeprefix("--"))
     return f": {field.description}" if field else ""
 

@@ -36,6 +36,12 @@ def print_json(value: Any) -> None:
         print(json.dumps(value, indent=1))
 
 
+def print_text(text: str) -> None:
+    """``text``, whose lines all end, as the only thing on standard output."""
+    with printing():
+        print(text, end="")
+
+
 def console(no_color: bool) -> Console:
     """Standard output for tables, in colour where it is a terminal that wants it."""
     from rich.console import Console

@@ -7,7 +7,6 @@ import typer
 from ..plan.errors import ABSENT, Origin, PlanError
 
 PLANNED = {
-    "suggest-partition": "Balanced partitions, micro-batch sizes and layouts that fit, fastest first.",
     "validate": "Run the plan for real, briefly, and print measured beside estimated.",
     "export": "Write the plan as a framework's own configuration.",
     "runs": "List the runs that were validated.",
@@ -17,4 +16,6 @@ PLANNED = {
 
 def not_built_yet(context: typer.Context) -> int:
     name = context.info_name
-    raise PlanError("", ABSENT, "is not built yet; memplan estimate is", origin=Origin(f"memplan {name}"))
+    raise PlanError(
+        "", ABSENT, "is not built yet; memplan estimate and suggest-partition are", origin=Origin(f"memplan {name}")
+    )

@@ -29,8 +29,8 @@ def plan_template(values: Mapping[str, str], name: str = "plan.yaml") -> str:
     architecture = {path: text for path, text in values.items() if path.startswith("model.")}
     if architecture:
         lines[-1] = "model:"
-        lines += [f"  base: {_quoted(values[model.path])}"]
-        lines += [f"  {path.partition('.')[2]}: {_quoted(text)}" for path, text in architecture.items()]
+        lines += [f"  base: {quoted(values[model.path])}"]
+        lines += [f"  {path.partition('.')[2]}: {quoted(text)}" for path, text in architecture.items()]
     for section in ("", *[name for name in sections() if name != "model"]):
         if section:
             lines += ["", f"{section}:"]
@@ -41,16 +41,17 @@ def plan_template(values: Mapping[str, str], name: str = "plan.yaml") -> str:
 
 
 def _described(field: PlanField, values: Mapping[str, str], indent: str) -> Iterator[str]:
-    yield f"{indent}# {_comment(field)}"
+    yield f"{indent}# {comment_of(field)}"
     if field.path in values:
-        yield f"{indent}{field.name}: {_quoted(values[field.path])}"
+        yield f"{indent}{field.name}: {quoted(values[field.path])}"
     elif field.default is None or field.default == {}:
         yield f"{indent}# {field.name}:"
     else:
         yield f"{indent}{field.name}: {_default(field.default)}"
 
 
-def _comment(field: PlanField) -> str:
+def comment_of(field: PlanField) -> str:
+    """What ``field`` is, as a sentence for a comment."""
     text = field.description[:1].upper() + field.description[1:]
     return f"{text}. One of {', '.join(field.choices)}." if field.choices else f"{text}."
 
@@ -61,7 +62,7 @@ def _default(value: object) -> str:
     return str(value)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """``text`` as a YAML scalar that reads back as it is; a mapping stays one."""
     if text.startswith("{") or (_PLAIN.fullmatch(text) and not text.endswith(":")):
         return text

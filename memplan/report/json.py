@@ -32,13 +32,14 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
         "headroom_bytes": estimate.headroom,
         "peak_bytes": estimate.peak,
         "peak_stage": estimate.peak_stage,
-        "stages": [_stage(stage) for stage in estimate.stages],
+        "stages": [stage_to_json(stage) for stage in estimate.stages],
         "warnings": [{"code": notice.code, "message": notice.message} for notice in estimate.warnings],
         "assumptions": list(estimate.assumptions),
     }
 
 
-def _stage(stage: StageEstimate) -> dict[str, Any]:
+def stage_to_json(stage: StageEstimate) -> dict[str, Any]:
+    """One of ``stages``."""
     peak, beyond = stage.peak, stage.beyond
     return {
         "stage": stage.stage,

@@ -45,7 +45,7 @@ def _body(estimate: Estimate, console: Console, verbose: bool) -> Iterator[Rende
         yield _every_reading(estimate)
     if estimate.warnings:
         yield Text()
-        yield _list([(notice.code, notice.message) for notice in estimate.warnings], CAUTION)
+        yield named_list([(notice.code, notice.message) for notice in estimate.warnings], CAUTION)
     if estimate.assumptions:
         yield Text()
         yield from _assumptions(estimate, verbose)
@@ -74,7 +74,7 @@ def _every_reading(estimate: Estimate) -> Table:
     return table
 
 
-def _list(entries: list[tuple[str, str]], style: str) -> Table:
+def named_list(entries: list[tuple[str, str]], style: str) -> Table:
     """Named entries, each with its text beside it."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style=style, overflow="fold")

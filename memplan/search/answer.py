@@ -41,7 +41,8 @@ def suggest(
     else:
         search = Search(space, Clock(space), limit, beyond, report)
         best = search.fastest(top) if objective == "time" else _smallest(search, top)
-    closest = search.smallest() if not best else None
+    smallest = search.smallest() if not best else None
+    closest = search.estimated(smallest) if smallest is not None else None
     front = search.front(best[0], STEPS, POINTS) if best else []
     given = measured(base, resolved) if _is_stated(base) else None
     stuck = closest if closest is not None else given if given is not None and given.needs > limit else None

@@ -1,0 +1,131 @@
+"""What a search keeps: ``--fix``, and flags of fields that it would otherwise choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..plan.errors import ABSENT, Origin, PlanError, nearest
+from ..plan.fields import Kind, PlanField, by_flag, plan_fields
+from ..plan.plan import Plan
+from ..plan.read import Flags
+
+AXES = frozenset(
+    {
+        *(f"layout.{name}" for name in ("tp", "pp", "dp", "cp", "vpp", "zero", "ep", "sequence_parallel")),
+        "batch.mbs",
+        *(f"recompute.{name}" for name in ("mode", "method", "layers", "modules")),
+        "optimizer.name",
+        "optimizer.precision_aware",
+        "loss.kind",
+        *(f"pipeline.{name}" for name in ("partition", "first_layers", "last_layers", "layout", "group")),
+        *(f"pipeline.{name}" for name in ("count_embedding", "count_loss")),
+        "device_map",
+        "deepspeed.offload_optimizer",
+        "deepspeed.offload_param",
+        "fsdp.offload",
+        "megatron.cross_entropy_fusion",
+    }
+)
+"""Fields that a search chooses values of, by their paths."""
+
+FIX = "--fix"
+_ORIGIN = Origin(FIX)
+
+
+def fixes_of(assignments: Sequence[str]) -> dict[str, str | None]:
+    """``tp=4,pp`` as flags by name: with a value, or ``None`` where the plan's own is meant."""
+    fixes: dict[str, str | None] = {}
+    for assignment in assignments:
+        for name, value in _pairs(assignment):
+            if name in fixes and fixes[name] != value:
+                raise PlanError("", ABSENT, f"{name} is there twice, with different values", origin=_ORIGIN)
+            fixes[name] = value
+    return fixes
+
+
+def _pairs(assignment: str) -> list[tuple[str, str | None]]:
+    """A comma divides two of them, unless it stands in a list: what follows it is then no field's name."""
+    pairs: list[tuple[str, str | None]] = []
+    for part in assignment.split(","):
+        name, equals, value = part.partition("=")
+        name = name.strip().removeprefix("--")
+        if pairs and not equals and name not in by_flag() and _is_list(pairs[-1][0]):
+            before, text = pairs.pop()
+            pairs.append((before, f"{text},{part}"))
+            continue
+        pairs.append((_known(name, part), value.strip() if equals else None))
+        if equals and not value.strip():
+            raise PlanError(
+                "", ABSENT, f"{name} needs a value, as --fix {name}=A, or none: --fix {name}", origin=_ORIGIN
+            )
+    return pairs
+
+
+def _is_list(name: str) -> bool:
+    return by_flag()[name].kind in (Kind.INTEGERS, Kind.NAMES, Kind.PARTITION, Kind.DEVICE_MAP)
+
+
+def _known(name: str, part: str) -> str:
+    if name in by_flag():
+        return name
+    guess = nearest(name, [field.flag[2:] for field in _axis_fields()]) or nearest(name, by_flag())
+    problem = f"{part.strip() or 'an empty name'} is not NAME=VALUE of a field; names are those of the flags, as tp=4"
+    raise PlanError("", ABSENT, f"{problem}; did you mean {guess}?" if guess else problem, origin=_ORIGIN)
+
+
+def _axis_fields() -> list[PlanField]:
+    return [plan_fields()[path] for path in sorted(AXES)]
+
+
+def with_fixes(flags: Flags, fixes: Mapping[str, str | None]) -> Flags:
+    """``flags`` with the values of ``fixes`` among them."""
+    for name, value in fixes.items():
+        if value is not None and name in flags and flags[name] != value:
+            problem = f"{name}={value} contradicts --{name} {flags[name]}; give one of them"
+            raise PlanError("", ABSENT, problem, origin=_ORIGIN)
+    return {**flags, **{name: value for name, value in fixes.items() if value is not None}}
+
+
+def fixed_values(plan: Plan, flags: Flags, fixes: Mapping[str, str | None]) -> dict[str, Any]:
+    """Values of the fields that a search keeps, by path: as in ``plan``, or, where that leaves them open, their
+    defaults."""
+    fixed: dict[str, Any] = {}
+    resolved = _resolved(plan) if any(value is None for value in fixes.values()) else None
+    for name in (*flags, *fixes):
+        path = by_flag()[name].path
+        if path not in AXES:
+            continue
+        value = _value(plan, path)
+        if value is None and name in fixes and resolved is not None:
+            value = _value(resolved, path)
+        if value is None and name in fixes and name not in flags:
+            problem = f"{name}: the plan does not say what it is; give a value, as --fix {name}=A"
+            raise PlanError("", ABSENT, problem, origin=_ORIGIN)
+        if value is not None:
+            fixed[path] = value
+    return fixed
+
+
+def _resolved(plan: Plan) -> Plan | None:
+    """``None`` where the plan does not run as it is."""
+    from ..plan.resolve import resolve
+
+    try:
+        return resolve(plan)
+    except PlanError:
+        return None
+
+
+def _value(plan: Plan, path: str) -> Any:
+    section, _, name = path.rpartition(".")
+    return getattr(getattr(plan, section) if section else plan, name)
+
+
+def located(error: PlanError, fixes: Mapping[str, str | None]) -> PlanError:
+    """``error`` with ``--fix tp`` where it says ``--tp`` and nobody gave that flag."""
+    named = {f"--{name}": name for name, value in fixes.items() if value is not None}
+    name = named.get(error.origin.source) if error.origin is not None else None
+    if name is None:
+        return error
+    return PlanError(error.field, error.value, error.problem, origin=Origin(f"{FIX} {name}"), known=error.known)

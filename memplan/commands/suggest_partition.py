@@ -1,0 +1,280 @@
+"""``memplan suggest-partition``: the fastest layout that fits, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from ..plan.errors import ABSENT, Origin, PlanError, nearest
+from ..plan.read import Flags, ReadPlan
+from .files import check_writable, write_whole
+from .fixed import fixed_values, fixes_of, located, with_fixes
+from .launched import LaunchFlags, launched_plan, read_launched, refuse_script
+from .output import console, print_json, print_text, printing
+from .plan_flags import with_plan_flags
+from .progress import progress
+
+if TYPE_CHECKING:
+    from ..report.suggestion import Answer
+    from ..search.answer import Objective
+    from ..search.result import Found
+
+_OUTPUT = "Output"
+_SEARCH = "Search"
+_LAUNCH = "A launch file in place of a plan"
+
+OBJECTIVES = ("time", "memory", "gpus")
+MOST = 50
+"""Layouts that a list can hold."""
+NOTHING_FITS = 1
+
+MEANINGS = {
+    "--fix": "a field that the search keeps, as --fix tp=4 or --fix tp",
+    "--objective": "time, memory or gpus",
+    "--plot": "a file that ends in .svg or .png",
+    "--top": f"how many layouts to show, from 1 to {MOST}",
+    "--write": "the file for the recommended plan",
+}
+"""What flags without a value would have said."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What is written besides the answer."""
+
+    plan: Path | None
+    plot: Path | None
+    force: bool
+
+    def check(self) -> None:
+        """Refuses before the search what would be refused after it."""
+        for file in (self.plan, self.plot):
+            if file is not None:
+                check_writable(file, force=self.force)
+        if self.plan is not None and self.plan == self.plot:
+            raise PlanError("", ABSENT, "is the file of --write, too", origin=Origin("--plot"))
+        if self.plot is not None:
+            from ..report.plot import check_matplotlib, format_of
+
+            format_of(self.plot)
+            check_matplotlib()
+
+
+@with_plan_flags
+def suggest_partition(
+    plan: Annotated[
+        str | None,
+        typer.Argument(
+            help="YAML or JSON file, name of a built-in example, or - for standard input; with --from a launch file."
+        ),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FRAMEWORK",
+            help="PLAN is a launch file of megatron, megatron-deepspeed, deepspeed, torchtitan or trainer "
+            "(see estimate --help)",
+            rich_help_panel=_LAUNCH,
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=value", help="a variable of the script", rich_help_panel=_LAUNCH),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            "--vocab-size", metavar="N", help="tokens of a tokenizer that is not here", rich_help_panel=_LAUNCH
+        ),
+    ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="arguments that are unknown or not modelled are errors", rich_help_panel=_LAUNCH),
+    ] = False,
+    top: Annotated[
+        int, typer.Option("--top", metavar="N", help="layouts to show, the best first", rich_help_panel=_SEARCH)
+    ] = 4,
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective", metavar="NAME", help="what is best: time, memory or gpus (fewest)", rich_help_panel=_SEARCH
+        ),
+    ] = "time",
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fix",
+            metavar="NAME=VALUE",
+            help="a field that the search must keep, as tp=4,mbs; without a value as the plan has it. Flags of such "
+            "fields do the same; what a plan's file says is where the search starts",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = None,
+    write: Annotated[
+        str | None,
+        typer.Option("--write", metavar="FILE.yaml", help="the recommended layout as a plan", rich_help_panel=_OUTPUT),
+    ] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="FILE.svg|png", help="memory against time", rich_help_panel=_OUTPUT),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite files", rich_help_panel=_OUTPUT)] = False,
+    json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="a row for each layout", rich_help_panel=_OUTPUT)] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="only the layout", rich_help_panel=_OUTPUT)] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="every stage, rule and assumption", rich_help_panel=_OUTPUT)
+    ] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
+    ] = False,
+    flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
+) -> int:
+    """The fastest layout that fits: parallel sizes, micro-batch, recompute, and what each stage holds.
+
+    Exit code 0: something fits. 1: nothing does; the report says what would. 2: the plan is wrong. 3: --plot without
+    matplotlib.
+    """
+    if json and csv:
+        raise typer.BadParameter("--json and --csv exclude each other")
+    _check(top, objective)
+    files = _Files(_path(write), _path(plot), force)
+    files.check()
+    launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
+    launch_flags.check_alone(explain=False)
+    fixes = fixes_of(fix or ())
+    read = _read(plan, launch_flags, with_fixes(flags, fixes), fixes)
+    found = _found(read, flags, fixes, cast("Objective", objective), top, quiet)
+    answer = _answer(read, found, _written(found, files))
+    if json:
+        from ..report.suggestion_json import suggestion_to_json
+
+        print_json(suggestion_to_json(answer))
+    elif csv:
+        from ..report.suggestion_json import suggestion_to_csv
+
+        print_text(suggestion_to_csv(found))
+    else:
+        from ..report.suggestion import print_suggestion
+
+        with printing():
+            print_suggestion(answer, console(no_color), verbose=verbose, quiet=quiet)
+    return 0 if found.best else NOTHING_FITS
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name).expanduser()
+
+
+def _check(top: int, objective: str) -> None:
+    if not 1 <= top <= MOST:
+        raise PlanError("", ABSENT, f"{top} must be from 1 to {MOST}", origin=Origin("--top"))
+    if objective not in OBJECTIVES:
+        guess = nearest(objective, OBJECTIVES)
+        problem = f"{objective} must be one of {', '.join(OBJECTIVES)}"
+        raise PlanError(
+            "", ABSENT, f"{problem}; did you mean {guess}?" if guess else problem, origin=Origin("--objective")
+        )
+
+
+def _read(place: str | None, launch_flags: LaunchFlags, flags: Flags, fixes: Mapping[str, str | None]) -> ReadPlan:
+    from ..plan.read import read_plan
+
+    try:
+        if launch_flags.framework is None:
+            refuse_script(place)
+            return read_plan(place, flags)
+        return launched_plan(read_launched(place, launch_flags, flags), flags)
+    except PlanError as error:
+        raise located(error, fixes) from None
+
+
+def _found(
+    read: ReadPlan, flags: Flags, fixes: Mapping[str, str | None], objective: Objective, top: int, quiet: bool
+) -> Found:
+    from ..search.answer import suggest
+
+    _check_batch(read)
+    fixed = fixed_values(read.plan, flags, fixes)
+    try:
+        with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
+            found = suggest(read.plan, fixed, objective, top, report)
+        if not found.best and found.closest is None:
+            raise _no_layout(found)
+        return found
+    except PlanError as error:
+        raise located(error if error.value is ABSENT else error.located(read.origins), fixes) from None
+
+
+def _no_layout(found: Found) -> PlanError:
+    """What refused most of the layouts that a framework's rules of division leave, all of which were refused."""
+    from ..plan.fields import plan_fields
+
+    rules = found.counts.refused
+    checks = [rule for rule in rules if rule.partition(": ")[0] in plan_fields()] or list(rules)
+    worst = max(checks, key=lambda rule: (rules[rule], rule), default="none is left")
+    field, _, problem = worst.partition(": ")
+    if not problem:
+        return PlanError("", ABSENT, f"no layout runs: {worst}")
+    section, _, name = field.rpartition(".")
+    value = getattr(getattr(found.base, section) if section else found.base, name, ABSENT)
+    return PlanError(field, value, f"{problem}; no layout runs")
+
+
+ONE_REPLICA = ("single", "device-map")
+"""Frameworks whose global batch follows from the micro-batch alone."""
+
+
+def _check_batch(read: ReadPlan) -> None:
+    """A search keeps the global batch, so there has to be one that does not follow from the layout."""
+    batch, framework = read.plan.batch, read.plan.framework
+    if batch.gbs is None and batch.accumulation is None and framework not in ONE_REPLICA:
+        problem = "is missing: whatever the layout, a search keeps the number of sequences in a step (--gbs 512)"
+        raise PlanError("batch.gbs", ABSENT, problem)
+
+
+def _answer(read: ReadPlan, found: Found, written: Sequence[str]) -> Answer:
+    from ..report.suggestion import Answer
+    from ..result import Notice
+    from ..search.methods import methods_of
+
+    methods = methods_of(found.best[0]) if found.best else ()
+    notes = tuple(Notice(note.code, note.message) for note in read.warnings)
+    return Answer(found, methods, notes, tuple(read.assumptions), tuple(written))
+
+
+# -- files --------------------------------------------------------------------------------------------------
+
+
+def _written(found: Found, files: _Files) -> list[str]:
+    """Files that were written. Without a layout that fits there is no plan to write."""
+    written: list[str] = []
+    if files.plan is not None and found.best:
+        write_whole(files.plan, _plan_text(found, files.plan.name).encode(), force=files.force)
+        written.append(str(files.plan))
+    if files.plot is not None and (found.front or found.closest):
+        from ..report.plot import format_of, front_picture
+
+        write_whole(files.plot, front_picture(found, format_of(files.plot)), force=files.force)
+        written.append(str(files.plot))
+    return written
+
+
+def _plan_text(found: Found, name: str) -> str:
+    from ..plan.write import plan_yaml
+    from ..report.suggestion_words import layout_words, time_unit
+    from ..report.units import size
+
+    best = found.best[0]
+    step = time_unit(best.seconds).text(best.seconds)
+    head = [
+        f"A plan by memplan suggest-partition. Estimate it with: memplan estimate {name}",
+        layout_words(best),
+        f"The fullest stage needs {size(best.needs)}; a step takes about {step}.",
+    ]
+    return plan_yaml(best.plan, head)

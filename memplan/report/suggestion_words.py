@@ -1,0 +1,181 @@
+"""A layout in words: its sizes, its cut, and what another one does differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ..plan.plan import Plan
+from ..search.cuts import Works
+from ..search.result import Suggestion
+from ..search.space import Recomputing
+from .pieces import DOT
+from .units import MINUS, size
+
+SIZES = ("tp", "cp", "pp", "vpp", "dp")
+LONGEST_LIST = 12
+"""Entries of a partition that are printed without ``-v``."""
+
+
+def layout_words(suggestion: Suggestion) -> str:
+    """``tp 4 · pp 32 · mbs 2 · full recompute``."""
+    return DOT.join(layout_pieces(suggestion))
+
+
+def layout_pieces(suggestion: Suggestion) -> list[str]:
+    """What a layout is, piece by piece; sizes of one are left out."""
+    point, framework = suggestion.point, suggestion.plan.framework
+    parts = [f"{name} {getattr(point, name)}" for name in _sizes(suggestion) if getattr(point, name) > 1]
+    parts += [zero_words(point.zero, framework)] if point.zero else []
+    parts += [f"mbs {point.mbs}", recompute_words(point.recompute)]
+    return [*([] if parts[:-2] else [_alone(suggestion)]), *parts, *(one.label for one in point.extras)]
+
+
+def _alone(suggestion: Suggestion) -> str:
+    works = suggestion.works
+    return f"{len(works)} devices" if suggestion.plan.framework == "device-map" and works else "no parallelism"
+
+
+def _sizes(suggestion: Suggestion) -> tuple[str, ...]:
+    """Devices of a map are one replica, whatever its batch is multiplied by."""
+    return () if suggestion.plan.framework == "device-map" else SIZES
+
+
+def zero_words(zero: int, framework: str) -> str:
+    """A ZeRO stage as users of the framework call it."""
+    if framework == "megatron":
+        return "distributed optimizer" if zero else "states on every replica"
+    return f"ZeRO-{zero}"
+
+
+def recompute_words(recompute: Recomputing) -> str:
+    if recompute.mode == "none":
+        return "no recompute"
+    if recompute.mode == "full" and recompute.method == "block" and recompute.layers is not None:
+        return f"full recompute of {_plural(recompute.layers, 'layer')} a stage"
+    return f"{recompute.mode} recompute"
+
+
+def cut_words(works: Works) -> str:
+    """Layers of each stage, equal neighbours together, chunks of a stage joined: ``1, 2 ×30, 1`` or ``2+2 ×7, 2+1``."""
+    texts = ("+".join(str(work.layers) for work in stage) for stage in works)
+    runs = [(text, len(list(same))) for text, same in groupby(texts)]
+    return ", ".join(text if count == 1 else f"{text} ×{count}" for text, count in runs)
+
+
+def cut_field(plan: Plan, *, whole: bool) -> str:
+    """The flag that says what stages hold; empty where that is the framework's default. Long lists are cut unless
+    ``whole``."""
+    pipeline = plan.pipeline
+    if plan.framework == "megatron-deepspeed":
+        partition = pipeline.partition
+        if isinstance(partition, str):
+            return f"--partition {partition}"
+        shown = [str(entry) for entry in partition]
+        if len(shown) > LONGEST_LIST and not whole:
+            shown = [*shown[: LONGEST_LIST - 3], "…", *shown[-2:]]
+        return f"--partition {','.join(shown)}"
+    if plan.framework == "device-map" and plan.device_map is not None:
+        held = (f"{device}: {_range(layers)}" for device, layers in plan.device_map.items())
+        return f"--device-map '{{{', '.join(held)}}}'"
+    return f"--pipeline-layout '{pipeline.layout}'" if pipeline.layout is not None else ""
+
+
+def _range(layers: Sequence[int]) -> str:
+    """``0-11``; one by one where they do not follow one another."""
+    if layers and list(layers) == list(range(layers[0], layers[-1] + 1)) and len(layers) > 1:
+        return f"{layers[0]}-{layers[-1]}"
+    return str(list(layers))
+
+
+def same_layout(one: Suggestion, other: Suggestion) -> bool:
+    return next(_differences(one, other), None) is None
+
+
+def difference_pieces(other: Suggestion, than: Suggestion) -> list[str]:
+    """What ``other`` does that ``than`` does not: ``mbs 4``, ``no recompute``."""
+    return list(_differences(other, than)) or ["the same layout"]
+
+
+def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
+    mine, theirs = other.point, than.point
+    for name in _sizes(other):
+        if getattr(mine, name) != getattr(theirs, name):
+            yield f"{name} {getattr(mine, name)}"
+    sharded, other_sharded = (one.plan.layout.sequence_parallel for one in (other, than))
+    if mine.tp > 1 and theirs.tp > 1 and sharded != other_sharded and other.plan.framework == "megatron":
+        yield f"{'with' if sharded else 'without'} sequence parallelism"
+    if mine.zero != theirs.zero:
+        yield zero_words(mine.zero, other.plan.framework)
+    if mine.mbs != theirs.mbs:
+        yield f"mbs {mine.mbs}"
+    if recompute_words(mine.recompute) != recompute_words(theirs.recompute):
+        yield recompute_words(mine.recompute)
+    for extra in mine.extras:
+        if extra not in theirs.extras:
+            yield extra.label
+    for extra in theirs.extras:
+        if extra not in mine.extras and not _has(other.plan, extra.fields):
+            yield f"without {extra.label}"
+    same_stages = (mine.pp, mine.vpp) == (theirs.pp, theirs.vpp) and other.works and than.works
+    if same_stages and cut_words(other.works) != cut_words(than.works):
+        yield "another cut"
+
+
+def _has(plan: Plan, fields: tuple[tuple[str, object], ...]) -> bool:
+    for path, value in fields:
+        section, _, name = path.rpartition(".")
+        if getattr(getattr(plan, section) if section else plan, name) != value:
+            return False
+    return True
+
+
+def comparison_words(other: Suggestion, than: Suggestion) -> str:
+    """``slower by 1.1 %, needs 13.9 GiB less``."""
+    parts = [speed_words(other.seconds, than.seconds)]
+    more = other.needs - than.needs
+    parts += [f"needs {size(abs(more))} {'more' if more > 0 else 'less'}"] if more else ["needs as much"]
+    return ", ".join(parts)
+
+
+def speed_words(seconds: float, than: float) -> str:
+    """``slower by 1.1 %``: of the time that the other takes."""
+    change = change_percent(seconds, than)
+    if change.strip(f"+{MINUS}0. %") == "":
+        return "as fast"
+    return f"{'slower' if seconds > than else 'faster'} by {change.lstrip('+' + MINUS)}"
+
+
+def change_percent(seconds: float, than: float) -> str:
+    """``+1.1 %``, ``−0.4 %``; ``0.0 %`` for less than shows."""
+    percent = 100 * (seconds / than - 1)
+    figure = f"{abs(percent):,.1f}" if abs(percent) < 1000 else f"{abs(percent):,.0f}"
+    sign = "" if not figure.strip("0.,") else "+" if percent > 0 else MINUS
+    return f"{sign}{figure} %"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUnit:
+    """The unit of all times of a table."""
+
+    name: str
+    seconds: float
+    decimals: int
+
+    def figure(self, seconds: float) -> str:
+        return f"{seconds / self.seconds:,.{self.decimals}f}"
+
+    def text(self, seconds: float) -> str:
+        return f"{self.figure(seconds)} {self.name}"
+
+
+def time_unit(seconds: float) -> TimeUnit:
+    """Four digits or more of ``seconds``: milliseconds below one."""
+    if seconds < 1:
+        return TimeUnit("ms", 1e-3, 1 if seconds >= 0.1 else 2)
+    return TimeUnit("s", 1.0, 1 if seconds >= 100 else 2 if seconds >= 10 else 3)
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -1,0 +1,302 @@
+"""``memplan suggest-partition`` as a user runs it."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memplan.cli import main
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+
+ROOT = Path(__file__).parent.parent.parent
+MEMPLAN = [sys.executable, "-m", "memplan.cli"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+JOB = [
+    "--model=llama-3-8b", "--framework=megatron", "--layers=2", "--gpus=2", "--gpu=h100-80gb", "--gbs=4", "--seq=512",
+]  # fmt: skip
+TOO_LARGE = ["--model=llama-3-8b", "--gpu=rtx-4090", "--layers=30", "--seq=8192", "--gbs=1"]
+
+
+def suggest(*arguments: str) -> list[str]:
+    return ["suggest-partition", *arguments]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code = main(suggest(*arguments, "--json"))
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    found: dict[str, Any] = json.loads(captured.out)
+    assert code == (0 if found["fits"] else 1)
+    return found
+
+
+def test_the_answer_in_print(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(suggest(*JOB, "--tp=1")) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("Recommended: ")
+    assert "tp 1 fixed" in out
+    for part in ("MFU", "Fits: ", "Why this one", "as given: ", "Searched ", "a billion tokens"):
+        assert part in out
+
+
+def test_top_and_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(answer(capsys, *JOB, "--top=1")["alternatives"]) == 0
+    assert len(answer(capsys, *JOB, "--top=3")["alternatives"]) == 2
+    assert main(suggest(*JOB, "-q")) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_flags_of_axes_are_fixed_and_files_are_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert answer(capsys, *JOB, "--pp=2")["recommended"]["layout"]["pp"] == 2
+    assert answer(capsys, *JOB, "--fix", "pp=2,mbs=1")["fixed"] == {"layout.pp": 2, "batch.mbs": 1}
+    plan = (
+        "{model: {base: llama-3-8b, layers: 2}, framework: megatron, layout: {pp: 2}, batch: {mbs: 1, gbs: 4, seq: 512}"
+    )
+    (tmp_path / "plan.yaml").write_text(plan + ", hardware: {gpus: 2, gpu: h100-80gb}}", encoding="utf-8")
+    free = answer(capsys, str(tmp_path / "plan.yaml"))
+    assert free["fixed"] == {}
+    assert free["given"]["layout"]["pp"] == 2
+    assert free["recommended"]["seconds"] <= free["given"]["seconds"]
+    kept = answer(capsys, str(tmp_path / "plan.yaml"), "--fix", "pp,mbs")
+    assert kept["fixed"] == {"layout.pp": 2, "batch.mbs": 1}
+    assert (kept["recommended"]["layout"]["pp"], kept["recommended"]["layout"]["mbs"]) == (2, 1)
+
+
+def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
+    fastest = answer(capsys, *JOB)["recommended"]
+    least = answer(capsys, *JOB, "--objective=memory")["recommended"]
+    assert least["requested_bytes"] < fastest["requested_bytes"]
+    assert least["seconds"] > fastest["seconds"]
+    fewest = answer(capsys, *JOB, "--objective=gpus")["recommended"]
+    assert fewest["layout"]["gpus"] == 1
+
+
+def test_headroom_and_price(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, *JOB, "--headroom=5%", "--price=3.6")
+    assert found["limit_bytes"] == found["capacity_bytes"] - int(found["capacity_bytes"] * 0.05)
+    best = found["recommended"]
+    assert best["cost_per_step"] == pytest.approx(2 * 3.6 * best["seconds"] / 3600)
+    assert best["cost_per_billion_tokens"] == pytest.approx(best["cost_per_step"] * 1e9 / (4 * 512))
+
+
+def test_what_is_written_reads_back_as_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    best = answer(capsys, *JOB, "--pp=2", "--write", str(file))["recommended"]
+    assert file.read_text(encoding="utf-8").startswith("# A plan by memplan suggest-partition.")
+    assert resolve(read_plan(str(file)).plan).model_dump(mode="json") == best["plan"]
+    assert main(["estimate", str(file), "--json"]) == 0
+    estimated = json.loads(capsys.readouterr().out)
+    assert estimated["stages"] == best["stages"]
+    assert max(stage["requested_bytes"] for stage in estimated["stages"]) == best["requested_bytes"]
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = answer(capsys, *TOO_LARGE, "--write", str(tmp_path / "plan.yaml"))
+    assert found["recommended"] is None
+    assert found["front"] == []
+    assert found["closest"]["device_bytes"] > found["limit_bytes"]
+    assert all(change["gained_bytes"] > 0 for change in found["changes"])
+    assert found["written"] == []
+    assert not list(tmp_path.iterdir())
+    assert main(suggest(*TOO_LARGE)) == 1
+    assert capsys.readouterr().out.startswith("Nothing fits: ")
+
+
+def test_csv(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(suggest(*JOB, "--csv")) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert rows[0]["kind"] == "recommended"
+    assert {row["kind"] for row in rows} >= {"recommended", "alternative", "front"}
+    assert float(rows[0]["seconds"]) <= float(rows[1]["seconds"])
+
+
+def test_the_same_in_every_run(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = answer(capsys, *JOB), answer(capsys, *JOB)
+    assert first["search"].pop("seconds") > 0
+    second["search"].pop("seconds")
+    assert first == second
+
+
+def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    svg, png = tmp_path / "front.svg", tmp_path / "front.png"
+    assert main(suggest(*JOB, "-q", "--plot", str(svg))) == 0
+    assert main(suggest(*JOB, "-q", "--plot", str(png))) == 0
+    assert capsys.readouterr().err == ""
+    assert "h100-80gb: 79.6 GiB" in svg.read_text(encoding="utf-8")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert {file.name for file in tmp_path.iterdir()} == {"front.svg", "front.png"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--fix", "tp=3"], "--fix tp: layout.tp = 3: "),
+        (["--fix", "tp=2,pp=2"], "contradict each other on 2 GPUs: "),
+        (["--fix", "tp=2", "--tp=1"], "--fix: tp=2 contradicts --tp 1; give one of them"),
+        (["--fix", "tp=1", "--fix", "tp=2"], "--fix: tp is there twice, with different values"),
+        (["--fix", "tpp=2"], "--fix: tpp=2 is not NAME=VALUE of a field; "),
+        (["--fix", "optimiser=adamw"], "; did you mean optimizer?"),
+        (["--fix", "optimizer=adamx"], "--fix optimizer: optimizer.name = adamx: must be one of "),
+        (["--fix", "tp="], "--fix: tp needs a value, as --fix tp=A"),
+        (["--fix", "zero=9"], "--fix zero: layout.zero = 9: must be at most 3"),
+        (["--fix"], "--fix: needs a value: a field that the search keeps"),
+        (["--gpus=0"], "--gpus: hardware.gpus = 0: must be at least 1"),
+        (["--gpus=7"], "--gpus: hardware.gpus = 7: has no layout: "),
+        (["--mbs=3"], "--mbs: batch.mbs = 3: leaves no layout of 2 GPUs: "),
+        (["--gpu=v100-16gb"], "precision.dtype = bf16: must be fp16 or fp32 on v100-16gb: "),
+        (["--gpu=h101"], "--gpu: hardware.gpu = h101: is not a GPU that is known"),
+        (["--top=0"], "--top: 0 must be from 1 to 50"),
+        (["--objective=x"], "--objective: x must be one of time, memory, gpus"),
+        (["--objective=tim"], "; did you mean time?"),
+        (["--plot=file.txt"], "--plot: file.txt must end in .svg or .png"),
+        (["--write=/no/such/folder/plan.yaml"], "/no/such/folder/plan.yaml: there is no folder /no/such/folder"),
+        (["--write", __file__], "is there already; --force overwrites it"),
+        (["--json", "--csv"], "--json and --csv exclude each other"),
+        (["--set", "A=1"], "--set: belongs to --from, which reads a launch file"),
+    ],
+)
+def test_wrong_inputs(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(suggest(*JOB, *flags)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert line in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("left_out", "line"),
+    [
+        ("--gpu=", "hardware.gpu: is missing: a search needs a GPU"),
+        ("--gbs=", "batch.gbs: is missing: whatever the layout"),
+    ],
+)
+def test_what_is_missing(left_out: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(suggest(*(flag for flag in JOB if not flag.startswith(left_out)))) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(line)
+    assert captured.err.count("\n") == 1
+
+
+# -- as a process --------------------------------------------------------------------------------------------
+
+
+def memplan(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [*MEMPLAN, *suggest(*arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, **more)
+
+
+def test_exit_codes() -> None:
+    done = memplan(*JOB, "--fix=pp=2,mbs=1,recompute=none", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Recommended")
+    done = memplan(*TOO_LARGE, "-q")
+    assert (done.returncode, done.stderr) == (1, "")
+    done = memplan("-", "--gpu=h101", input="{model: gpt2, batch: {gbs: 8}}")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_without_matplotlib(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; from memplan.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *suggest(*JOB, "--plot", str(tmp_path / "front.png"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "--plot needs matplotlib, which is not installed: pip install 'memplan[plot]'\n"
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from memplan.cli import main; main(sys.argv[1:]);"
+        "print([name for name in ('torch', 'numpy', 'matplotlib', 'transformers') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, *suggest(*JOB, "--fix=pp=2,mbs=1", "-q")]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert done.stdout.endswith("\n[]\n")
+
+
+def heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    large = ["--model=llama-3-70b", "--framework=megatron", "--gpus=512", "--gpu=h100-80gb", "--gbs=1024"]
+    command = [*MEMPLAN, *suggest(*large, "--seq=8192", "--write", str(tmp_path / "plan.yaml"))]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, preexec_fn=heed_interrupts
+    )
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    if errors and b"memplan" not in errors:
+        pytest.skip("Python itself was still starting")
+    assert (process.returncode in (0, 130, -signal.SIGINT), errors) == (True, b"")
+    assert process.returncode == 0 or (out, list(tmp_path.iterdir())) == (b"", [])
+
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def in_terminal(command: list[str], columns: int) -> tuple[int, str]:
+    """Exit code, and what a terminal of so many columns was sent."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    environment |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        shown += part
+    os.close(leader)
+    return process.wait(60), shown.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_in_a_terminal(columns: int) -> None:
+    code, shown = in_terminal([*MEMPLAN, *suggest(*JOB, "--fix=pp=2")], columns)
+    assert code == 0
+    assert "\x1b[" in shown
+    assert "■" in shown
+    lines = [line.rpartition("\r")[2] for line in ANSI.sub("", shown).replace("\r\n", "\n").split("\n")]
+    assert max(map(len, lines)) <= columns
+
+
+def test_progress_appears_late_and_goes() -> None:
+    code = (
+        "import time; from memplan.commands.progress import progress\n"
+        "with progress('searching') as report:\n"
+        "    time.sleep({})\n"
+        "    report('layouts', 3, 1000)\n"
+        "    time.sleep(0.4)\n"
+        "print('done')"
+    )
+    ended, shown = in_terminal([sys.executable, "-c", code.format(0.9)], 80)
+    assert ended == 0
+    assert "searching" in shown
+    assert "layouts: 3 of 1,000" in shown
+    assert shown.index("\x1b[2K", shown.index("layouts: 3")) < shown.index("done")
+    assert in_terminal([sys.executable, "-c", code.format(0.0).replace("0.4", "0.0")], 80) == (0, "done\r\n")

@@ -1,0 +1,224 @@
+"""What ``memplan suggest-partition`` prints (``memplan/report/suggestion*.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from memplan.estimate import estimate
+from memplan.plan.read import read_plan
+from memplan.report.json import to_json
+from memplan.report.pieces import Pieces
+from memplan.report.suggestion import Answer, print_suggestion
+from memplan.report.suggestion_json import COLUMNS, suggestion_to_csv, suggestion_to_json
+from memplan.report.suggestion_words import (
+    change_percent,
+    cut_field,
+    cut_words,
+    difference_pieces,
+    layout_words,
+    same_layout,
+    speed_words,
+    time_unit,
+)
+from memplan.search.answer import suggest
+from memplan.search.cuts import Work
+from memplan.search.methods import methods_of
+from memplan.search.result import Found
+
+from .printing import printed, widest
+
+FLAGS: dict[str, dict[str, str]] = {
+    "megatron": {"model": "llama-3-8b", "framework": "megatron", "pp": "2", "gpu": "h100-80gb", "seq": "512"},
+    "megatron-deepspeed": {
+        "model": "bigscience-104b-250k", "framework": "megatron-deepspeed", "pp": "2", "gpu": "h100-80gb",
+        "dtype": "fp16", "optimizer": "adam", "hidden": "1024", "heads": "8", "head-dim": "128", "kv-heads": "8",
+        "ffn": "4096", "seq": "512", "price": "2",
+    },
+    "deepspeed": {"model": "gpt2", "framework": "deepspeed", "gpu": "h100-80gb", "seq": "256"},
+    "does not fit": {"model": "gpt2-xl", "gpu": "v100-16gb", "seq": "1024", "gpus": "1", "mbs": "32", "dtype": "fp16"},
+}  # fmt: skip
+
+
+@cache
+def answer(name: str) -> Answer:
+    flags = {"layers": "6", "gpus": "2", "gbs": "8", **FLAGS[name]}
+    if name == "does not fit":
+        flags |= {"layers": "48", "gbs": "32"}
+    fixed = {"layout.pp": 2} if "pp" in flags else {}
+    found = suggest(read_plan(None, flags).plan, fixed)
+    return Answer(found, methods_of(found.best[0]) if found.best else ())
+
+
+def shown(name: str, width: int = 80, *, colour: bool = False, **more: bool) -> str:
+    return printed(lambda console: print_suggestion(answer(name), console, **more), width, colour=colour)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize(("width", "colour"), [(80, False), (80, True), (160, True), (60, False)])
+@pytest.mark.parametrize("verbose", [False, True])
+def test_it_keeps_to_the_width(name: str, width: int, colour: bool, verbose: bool) -> None:
+    text = shown(name, width, colour=colour, verbose=verbose)
+    assert widest(text) <= width
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_first_the_layout_then_why_then_the_front() -> None:
+    text = shown("megatron")
+    assert text.startswith("Recommended: pp 2 · ")
+    order = ["\nstep ", "\nmemory  Fits: ", "\nlayers ", "stage  modules", "Why this one", "cut by others", "Searched "]
+    assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
+
+
+def test_each_alternative_says_what_it_costs() -> None:
+    found = answer("megatron").found
+    text = shown("megatron", 160)
+    best, *others = found.best
+    for other in others:
+        line = next(line for line in text.splitlines() if line.startswith(" · ".join(difference_pieces(other, best))))
+        assert change_percent(other.seconds, best.seconds) in line
+
+
+def test_cuts_of_deepspeed_stand_beside_the_proposed_one() -> None:
+    text = shown("megatron-deepspeed")
+    methods = {method.name: method for method in answer("megatron-deepspeed").methods}
+    assert {"proposed", "type:transformer", "type:embed|transformer", "parameters", "uniform"} <= methods.keys()
+    for name, method in methods.items():
+        assert name in text
+        if name.startswith("type:") or name in ("parameters", "uniform"):
+            plan = answer("megatron-deepspeed").found.best[0].plan
+            changed = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"partition": name})})
+            stages = estimate(changed).stages
+            assert method.requested == max(stage.requested for stage in stages)
+
+
+def test_a_plan_that_does_not_fit_gets_changes() -> None:
+    found = answer("does not fit").found
+    given = found.given if found.best else found.closest
+    assert given is not None
+    assert found.changes
+    text = shown("does not fit")
+    assert "Single changes of" in text
+    for change in found.changes[:8]:
+        assert change.what in text
+        assert change.gained == given.needs - change.suggestion.needs
+
+
+def test_quiet_is_one_line() -> None:
+    text = shown("megatron", 40, quiet=True)
+    assert text == f"Recommended: {layout_words(answer('megatron').found.best[0])}\n"
+
+
+def test_ascii_terminals() -> None:
+    class Ascii(Console):
+        @property
+        def encoding(self) -> str:
+            return "ascii"
+
+    import io
+
+    file = io.StringIO()
+    print_suggestion(answer("megatron"), Ascii(file=file, width=80, color_system=None, _environ={}))
+    assert file.getvalue().isascii()
+
+
+# -- JSON and CSV --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron-deepspeed", "deepspeed"])
+def test_json_has_the_stages_of_the_estimate(name: str) -> None:
+    whole = suggestion_to_json(answer(name))
+    best = whole["recommended"]
+    estimated = to_json(estimate(answer(name).found.best[0].plan))
+    assert best["plan"] == estimated["plan"]
+    assert best["stages"] == estimated["stages"]
+    assert best["requested_bytes"] == max(stage["requested_bytes"] for stage in estimated["stages"])
+    assert best["device_bytes"] == estimated["peak_bytes"]
+    assert sum(best["parts_seconds"].values()) == pytest.approx(best["seconds"])
+    assert sum(map(sum, best["layers"])) in (0, best["plan"]["model"]["layers"])
+    assert [one["seconds"] for one in whole["front"]] == sorted(one["seconds"] for one in whole["front"])
+    counts = whole["search"]
+    assert counts["total"] == counts["considered"] + sum(counts["refused"].values())
+
+
+def test_csv_has_a_row_for_each_layout() -> None:
+    found = answer("megatron").found
+    header, *rows = suggestion_to_csv(found).splitlines()
+    assert tuple(header.split(",")) == COLUMNS
+    assert len(rows) == len(found.best) + len(found.front) + (found.given is not None)
+
+
+def test_a_search_that_finds_no_layout_at_all_has_an_answer() -> None:
+    found = answer("megatron").found
+    empty: Found = replace(found, best=(), front=(), closest=None, given=None, changes=())
+    whole = suggestion_to_json(Answer(empty))
+    assert (whole["fits"], whole["recommended"], whole["closest"]) == (False, None, None)
+    text = printed(lambda console: print_suggestion(Answer(empty), console))
+    assert text.startswith("Nothing fits, and no layout runs")
+
+
+# -- words ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ([[1], [2], [2], [2], [1]], "1, 2 ×3, 1"),
+        ([[4], [4], [4], [5], [5]], "4 ×3, 5 ×2"),
+        ([[1, 2], [1, 2], [2, 1]], "1+2 ×2, 2+1"),
+        ([[3]], "3"),
+    ],
+)
+def test_a_cut_in_words(layers: list[list[int]], text: str) -> None:
+    assert cut_words(tuple(tuple(Work(count) for count in stage) for stage in layers)) == text
+
+
+def test_long_partitions_are_cut_unless_asked_for() -> None:
+    plan = answer("megatron-deepspeed").found.best[0].plan
+    long = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"partition": tuple(range(40))})})
+    assert cut_field(long, whole=False) == "--partition 0,1,2,3,4,5,6,7,8,…,38,39"
+    assert cut_field(long, whole=True).endswith(",37,38,39")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "than", "change", "words"),
+    [
+        (1.011, 1.0, "+1.1 %", "slower by 1.1 %"),
+        (0.5, 1.0, "−50.0 %", "faster by 50.0 %"),
+        (1.0002, 1.0, "0.0 %", "as fast"),
+        (21.0, 1.0, "+2,000 %", "slower by 2,000 %"),
+    ],
+)
+def test_times_compared(seconds: float, than: float, change: str, words: str) -> None:
+    assert change_percent(seconds, than) == change
+    assert speed_words(seconds, than) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1201.52, "1,201.5 s"), (38.084, "38.08 s"), (6.678, "6.678 s"), (0.4004, "400.4 ms"), (0.0254, "25.40 ms")],
+)
+def test_times_have_four_digits(seconds: float, text: str) -> None:
+    assert time_unit(seconds).text(seconds) == text
+
+
+def test_a_layout_is_the_same_as_itself_only() -> None:
+    best, *others = answer("megatron").found.best
+    assert same_layout(best, best)
+    assert not any(same_layout(other, best) for other in others)
+
+
+@given(st.lists(st.text("abc ×", min_size=1, max_size=30).map(str.strip).filter(bool), min_size=1), st.integers(30, 90))
+def test_pieces_are_not_broken_where_they_fit(pieces: list[str], width: int) -> None:
+    text = printed(lambda console: console.print(Pieces(pieces)), width)
+    assert text.replace("\n", " ").split() == " · ".join(pieces).split()
+    lines = text.splitlines()
+    whole: list[Any] = [piece for line in lines for piece in line.strip(" ·").split(" · ")]
+    assert max(map(len, lines)) <= width
+    assert whole == pieces or any(len(piece) + 2 > width for piece in pieces)
