@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..plan.completion import completed, launched_plan
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags, ReadPlan
-from .launched import CONFIGURED, LaunchFlags, completed, launched_plan, read_launched, refuse_script
+from .launched import CONFIGURED, LaunchFlags, read_launched, refuse_script
 from .output import console, print_json, printing
 from .plan_flags import with_plan_flags
 

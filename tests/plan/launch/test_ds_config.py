@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
-from memplan.commands.launched import LaunchFlags, launched_plan, read_launched
+from memplan.commands.launched import LaunchFlags, read_launched
+from memplan.plan.completion import launched_plan
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import ReadPlan
