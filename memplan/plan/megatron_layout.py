@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 from .errors import PlanError
 
@@ -191,6 +192,25 @@ def _of_layout(
     if flat.count("t") != layers:
         raise PlanError(LAYOUT, text, f"has {flat.count('t')} layers t; the model has {layers}")
     return [[parts[chunk * pp + stage].count("t") for chunk in range(chunks)] for stage in range(pp)]
+
+
+def layout_string(held: Stages) -> str:
+    """The string that makes Megatron-Core hold ``held``, whatever cut it is: ``Et*3|(tt|)*29,L``.
+
+    ``stages(…, layout=layout_string(held))`` is ``held`` again.
+    """
+    parts = [
+        "E" * chunk.embedding + _times("t", len(chunk.layers)) + "L" * chunk.head
+        for number in range(len(held[0]))
+        for chunk in (stage[number] for stage in held)
+    ]
+    *before, last = parts
+    runs = [(part, len(list(equal))) for part, equal in groupby(before)]
+    return "".join(f"({part}|)*{count}," if count > 1 else f"{part}|" for part, count in runs) + last
+
+
+def _times(letter: str, count: int) -> str:
+    return f"{letter}*{count}" if count > 2 else letter * count
 
 
 def written_out(text: str) -> str:
