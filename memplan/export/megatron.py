@@ -55,7 +55,10 @@ def write(plan: Plan) -> Draft:
     lines = [*_head(plan, script), "", *exports(environment)]
     for group, given in arguments.groups.items():
         if group == "YOURS":
-            lines += ["", "# Not in a plan, and yours to replace: the tokenizer (here one of as many tokens), data, steps."]
+            lines += [
+                "",
+                "# Not in a plan, and yours to replace: the tokenizer (here one of as many tokens), data, steps.",
+            ]
         else:
             lines.append("")
         lines += array(group, given)

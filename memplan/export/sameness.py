@@ -10,7 +10,7 @@ from typing import Any
 
 from ..plan.environment import is_followed
 from ..plan.fields import plan_fields
-from ..plan.framework_sections import Megatron
+from ..plan.framework_sections import Deepspeed, Megatron
 from ..plan.megatron_layout import stages
 from ..plan.plan import Plan
 
@@ -38,7 +38,7 @@ def value_at(plan: Plan, path: str) -> Any:
 
 def settled(plan: Plan) -> Plan:
     """``plan`` with one spelling of what has several, and with the default of what has no effect."""
-    batch, optimizer, precision = plan.batch, plan.optimizer, plan.precision
+    batch, optimizer = plan.batch, plan.optimizer
     updates: dict[str, Any] = {
         "batch": batch.model_copy(update={"accumulation": None}),  # gbs says it
         "environment": {name: text for name, text in plan.environment.items() if is_followed(name, plan)},
@@ -47,13 +47,24 @@ def settled(plan: Plan) -> Plan:
         updates["optimizer"] = optimizer.model_copy(update={"name": "adam"})
     if plan.framework in MEGATRONS and plan.model.activation == "gelu_new":  # theirs, which is fused, is the tanh form
         updates["model"] = plan.model.model_copy(update={"activation": "gelu"})
-    if plan.framework == "deepspeed" and precision.gradients is not None:
-        section = {"gradient_accumulation_dtype": precision.gradients}  # both name one dtype
-        updates["deepspeed"] = plan.deepspeed.model_copy(update=section)
+    if plan.framework == "deepspeed":
+        updates["deepspeed"] = _settled_deepspeed(plan)
     if plan.framework == "megatron":
         updates["megatron"] = _settled_megatron(plan)
         updates["recompute"] = _settled_recompute(plan)
     return plan.model_copy(update=updates)
+
+
+def _settled_deepspeed(plan: Plan) -> Deepspeed:
+    """Two fields name the dtype of gradients; what nobody offloads has no place."""
+    given = plan.deepspeed
+    unused = [end for end in ("offload_optimizer", "offload_param") if getattr(given, end) == "none"]
+    changes: dict[str, Any] = {
+        name: field.default
+        for name, field in Deepspeed.model_fields.items()
+        if any(name.startswith(f"{end}_") for end in unused)
+    }
+    return given.model_copy(update={**changes, "gradient_accumulation_dtype": plan.precision.gradients})
 
 
 def _settled_megatron(plan: Plan) -> Megatron:

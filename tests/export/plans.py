@@ -49,7 +49,9 @@ def spec(base: str, /, **changes: Any) -> dict[str, Any]:
     return {**load_spec(base).model_dump(), "published_parameters": None, "source": "", **changes}
 
 
-names = st.sampled_from(["gpt2-xl", "my model", "a'b \"c\" $(d) `e` \\f # g", "llama-3-8b", "ü–模型", "0x10", "-x", "a=b"])
+names = st.sampled_from(
+    ["gpt2-xl", "my model", 'a\'b "c" $(d) `e` \\f # g', "llama-3-8b", "ü–模型", "0x10", "-x", "a=b"]
+)
 """Names that a shell, TOML or YAML would take for something else."""
 
 

@@ -85,7 +85,7 @@ def test_sections_and_their_lines(read: Read) -> None:
     assert (plan.deepspeed.overlap_comm, plan.deepspeed.reduce_bucket_size) == (False, 200_000_000)
     assert plan.deepspeed.gradient_clipping == 1.0
     optimizer = plan.optimizer
-    assert (optimizer.name, optimizer.implementation, optimizer.weight_decay) == ("adam", "foreach", 0.1)
+    assert (optimizer.name, optimizer.implementation, optimizer.weight_decay) == ("adamw", "foreach", 0.1)
     assert str(found.origins["deepspeed.reduce_bucket_size"]) == "ds.json:16"
     assert not found.warnings
 
