@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..plan.errors import PlanError, shown
@@ -36,8 +36,6 @@ class Draft:
     """Flags without which it cannot be read back."""
     settings: tuple[str, ...] = ()
     """``--set`` of the reader."""
-    comment: str = ""
-    """What begins a line of comment in it; empty where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +108,11 @@ def exported(plan: Plan, target: Target) -> Exported:
     draft = target.write(plan)
     flags = _flags_beside(plan, target, draft)
     done = Exported(target, draft.text, draft.content, flags, draft.settings, plan)
-    if not draft.comment:
-        return done
-    text = draft.text.replace(READ_BACK, f"{draft.comment} {done.command_line}", 1)
-    return Exported(target, text, draft.content, flags, draft.settings, plan)
+    return replace(done, text=draft.text.replace(READ_BACK, f"# {done.command_line}", 1))
 
 
-READ_BACK = "@@READ-BACK@@"
-"""Where a draft wants the command that reads it back."""
+READ_BACK = "# @@READ-BACK@@"
+"""The line of comment in which a draft wants the command that reads it back."""
 
 
 def _flags_beside(plan: Plan, target: Target, draft: Draft) -> Flags:

@@ -66,7 +66,7 @@ def write(plan: Plan) -> Draft:
     launcher = [word.format(per_node=per_node, nodes=count) for word in LAUNCHER]
     lines += ["", *started(launcher, script, list(arguments.groups))]
     content = {"environment": environment, "script": script, "arguments": arguments.content()}
-    return Draft("\n".join(lines) + "\n", content, comment="#")
+    return Draft("\n".join(lines) + "\n", content)
 
 
 def _head(plan: Plan, script: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..frameworks.fsdp_stages import partition
 from ..plan.environment import is_followed
 from ..plan.fields import plan_fields
 from ..plan.framework_sections import Deepspeed, Megatron
@@ -49,6 +50,8 @@ def settled(plan: Plan) -> Plan:
         updates["model"] = plan.model.model_copy(update={"activation": "gelu"})
     if plan.framework == "deepspeed":
         updates["deepspeed"] = _settled_deepspeed(plan)
+    if plan.framework == "fsdp" and plan.fsdp.code == "torchtitan":
+        updates |= _settled_torchtitan(plan)
     if plan.framework == "megatron":
         updates["megatron"] = _settled_megatron(plan)
         updates["recompute"] = _settled_recompute(plan)
@@ -106,3 +109,25 @@ def largest_chunk(plan: Plan) -> int:
         pipeline.layout,
     )
     return max(len(chunk.layers) for stage in found for chunk in stage)
+
+
+def _settled_torchtitan(plan: Plan) -> dict[str, Any]:
+    """Selective recompute of every n-th layer is full recompute of those; stages by their entries; AdamW decays in
+    place, and Adam either does or not."""
+    optimizer, recompute, pipeline = plan.optimizer, plan.recompute, plan.pipeline
+    updates: dict[str, Any] = {}
+    if recompute.mode == "selective" and not plan.fsdp.per_operator:
+        updates["recompute"] = recompute.model_copy(update={"mode": "full", "layers": 1})
+    if optimizer.name == "adamw" or not optimizer.weight_decay:
+        updates["optimizer"] = optimizer.model_copy(update={"weight_decay": None})
+    if plan.layout.pp > 1:
+        updates["pipeline"] = pipeline.model_copy(update={"partition": titan_edges(plan)})
+    return updates
+
+
+def titan_edges(plan: Plan) -> tuple[int, ...]:
+    """The first entry of every stage in the list embedding, layers, norm, head, and its length."""
+    if not isinstance(plan.pipeline.partition, str):
+        return tuple(int(edge) for edge in plan.pipeline.partition)
+    _, *inner, _ = partition(plan)
+    return (0, *(layer + 1 for layer in inner), plan.model.layers + 3)
