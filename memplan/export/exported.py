@@ -121,13 +121,13 @@ def _flags_beside(plan: Plan, target: Target, draft: Draft) -> Flags:
     for _ in plan_fields():
         try:
             other = resolve(target.read(draft.text, flags, draft.settings))
+            path = next(iter(differences(plan, other)), None)
         except PlanError as error:
             further = {name: value for name, value in _all_beside(plan, target).items() if name not in flags}
             if not further:
                 raise _refused(plan, target, error) from None
             flags |= further
             continue
-        path = next(iter(differences(plan, other)), None)
         if path is None:
             return flags
         name, value = as_flag(plan, path) if target.may_be_flag(path) else ("", "")

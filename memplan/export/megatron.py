@@ -52,7 +52,7 @@ def write(plan: Plan) -> Draft:
         step(arguments, plan)
     environment = _environment(plan)
     script = "pretrain_bert.py" if plan.model.family == "bert" else "pretrain_gpt.py"
-    lines = [*_head(plan, script), "", *exports(environment)]
+    lines = [*_head(plan, script), *exports(environment)]
     for group, given in arguments.groups.items():
         if group == "YOURS":
             lines += [

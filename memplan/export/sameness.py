@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..frameworks.fsdp_stages import partition
+from ..frameworks.megatron_deepspeed import parallel_shape, stage_bounds
 from ..plan.environment import is_followed
 from ..plan.fields import plan_fields
 from ..plan.framework_sections import Deepspeed, Megatron
@@ -52,6 +53,9 @@ def settled(plan: Plan) -> Plan:
         updates["deepspeed"] = _settled_deepspeed(plan)
     if plan.framework == "fsdp" and plan.fsdp.code == "torchtitan":
         updates |= _settled_torchtitan(plan)
+    if plan.framework == "megatron-deepspeed":  # whatever method makes it, the cut is the cut
+        _, bounds = stage_bounds(plan, parallel_shape(plan))
+        updates["pipeline"] = plan.pipeline.model_copy(update={"partition": tuple(bounds)})
     if plan.framework == "megatron":
         updates["megatron"] = _settled_megatron(plan)
         updates["recompute"] = _settled_recompute(plan)

@@ -59,7 +59,9 @@ def nodes(plan: Plan) -> tuple[int, int]:
 
 
 def exports(environment: Mapping[str, str]) -> Iterator[str]:
-    """Lines that export variables to what the script starts."""
+    """Lines that export variables to what the script starts, behind an empty one."""
+    if environment:
+        yield ""
     for name, value in environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise PlanError(f"environment.{name}", value, "cannot be exported by a shell: letters, digits and _ can")
