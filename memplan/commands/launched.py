@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..plan.errors import ABSENT, Origin, PlanError
-from ..plan.read import Flags
+from ..plan.read import Flags, ReadPlan
 from ..plan.text import is_there
 
 if TYPE_CHECKING:
@@ -63,6 +63,17 @@ def refuse_script(place: str | None) -> None:
     if place is not None and place.endswith(_SHELL_SCRIPTS) and is_there(Path(place)):
         problem = f"is a shell script, not a plan; read it with --from {' or --from '.join(SCRIPTED)}"
         raise PlanError("", ABSENT, problem, origin=Origin(place))
+
+
+def read_given(place: str | None, launch_flags: LaunchFlags, flags: Flags) -> ReadPlan:
+    """The plan at ``place``, or in the launch file there, with ``flags`` over it."""
+    from ..plan.completion import launched_plan
+    from ..plan.read import read_plan
+
+    if launch_flags.framework is None:
+        refuse_script(place)
+        return read_plan(place, flags)
+    return launched_plan(read_launched(place, launch_flags, flags), flags)
 
 
 def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, vary: Sequence[str] = ()) -> Launch:

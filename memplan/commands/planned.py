@@ -9,7 +9,6 @@ from ..plan.errors import ABSENT, Origin, PlanError
 PLANNED = {
     "suggest-partition": "Balanced partitions, micro-batch sizes and layouts that fit, fastest first.",
     "validate": "Run the plan for real, briefly, and print measured beside estimated.",
-    "export": "Write the plan as a framework's own configuration.",
     "runs": "List the runs that were validated.",
 }
 """What each will do, by name."""

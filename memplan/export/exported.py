@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..plan.errors import PlanError, shown
+from ..plan.errors import PlanError, one_line, shown
 from ..plan.fields import Kind, plan_fields
 from ..plan.plan import Plan
 from ..plan.read import Flags
@@ -71,19 +71,30 @@ class Exported:
     plan: Plan
     """The plan, every default filled in."""
 
-    @property
-    def command(self) -> list[str]:
-        """The command that estimates the configuration, with ``FILE`` for its place."""
-        words = ["memplan", "estimate", *self.target.command]
+    def command(self, place: str = PLACE) -> list[str]:
+        """The command that estimates the configuration at ``place``."""
+        words = ["memplan", "estimate", *(place if word == PLACE else word for word in self.target.command)]
         for setting in self.settings:
             words += ["--set", setting]
         for name, value in self.flags.items():
             words += _flag_words(name, value)
         return words
 
+    def command_line(self, place: str = PLACE) -> str:
+        return shlex.join(self.command(place))
+
+    def text_at(self, place: str) -> str:
+        """The text of the file ``place``, whose comment names it."""
+        return self.text.replace(self.comment(), self.comment(place), 1)
+
+    def comment(self, place: str = PLACE) -> str:
+        """The command as a line of comment, which nothing in a name can end."""
+        return f"# {one_line(self.command_line(place))}"
+
     @property
-    def command_line(self) -> str:
-        return shlex.join(self.command)
+    def says_its_command(self) -> bool:
+        """Whether a comment in it is the command that reads it back."""
+        return self.comment() in self.text
 
 
 def _flag_words(name: str, value: str | tuple[str, ...]) -> list[str]:
@@ -108,7 +119,7 @@ def exported(plan: Plan, target: Target) -> Exported:
     draft = target.write(plan)
     flags = _flags_beside(plan, target, draft)
     done = Exported(target, draft.text, draft.content, flags, draft.settings, plan)
-    return replace(done, text=draft.text.replace(READ_BACK, f"# {done.command_line}", 1))
+    return replace(done, text=draft.text.replace(READ_BACK, done.comment(), 1))
 
 
 READ_BACK = "# @@READ-BACK@@"

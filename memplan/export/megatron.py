@@ -12,7 +12,6 @@ from pathlib import Path
 
 from .. import __version__
 from ..plan.completion import launched_plan
-from ..plan.errors import PlanError
 from ..plan.launch.files import words_of
 from ..plan.launch.read import Choices, launched
 from ..plan.plan import Plan
@@ -181,8 +180,8 @@ def _recompute(arguments: Arguments, plan: Plan) -> None:
 
 
 def _layers(arguments: Arguments, plan: Plan) -> None:
-    """Implementations, and what is fused where it is by default."""
-    megatron, group = plan.megatron, "LAYERS"
+    """Implementations, and what is not fused though it could be."""
+    megatron, model, group = plan.megatron, plan.model, "LAYERS"
     local = megatron.transformer_impl == "local"
     if plan.model.family == "bert":
         if local:
@@ -194,14 +193,17 @@ def _layers(arguments: Arguments, plan: Plan) -> None:
     for on, name in (
         (megatron.deterministic, "--deterministic-mode"),
         (not megatron.gradient_accumulation_fusion, "--no-gradient-accumulation-fusion"),
-        (not megatron.bias_gelu_fusion, "--no-bias-gelu-fusion"),
-        (not megatron.bias_swiglu_fusion, "--no-bias-swiglu-fusion"),
+        (not megatron.bias_gelu_fusion and model.mlp_bias and not model.gated, "--no-bias-gelu-fusion"),
+        (not megatron.bias_swiglu_fusion and model.gated, "--no-bias-swiglu-fusion"),
         (not megatron.bias_dropout_fusion, "--no-bias-dropout-fusion"),
-        (not megatron.rope_fusion, "--no-rope-fusion"),
+        (not megatron.rope_fusion and model.positions == "rotary", "--no-rope-fusion"),
         (not megatron.masked_softmax_fusion, "--no-masked-softmax-fusion"),
         (megatron.rotary_interleaved, "--rotary-interleaved"),
-        (megatron.attention_softmax_in_fp32, "--attention-softmax-in-fp32"),
         (megatron.query_key_layer_scaling, "--apply-query-key-layer-scaling"),
+        (
+            megatron.attention_softmax_in_fp32 and not megatron.query_key_layer_scaling,
+            "--attention-softmax-in-fp32",
+        ),
         (megatron.fp32_residual, "--fp32-residual-connection"),
         (megatron.per_token_loss, "--calculate-per-token-loss"),
         (not megatron.attention_mask_in_dataloader, "--no-create-attention-mask-in-dataloader"),
@@ -221,7 +223,8 @@ def _training(arguments: Arguments, plan: Plan) -> None:
         arguments.add(group, "--ddp-bucket-size", megatron.bucket_size)
     arguments.switch(group, "--log-num-zeros-in-grad", megatron.log_num_zeros_in_grad)
     arguments.switch(group, "--log-params-norm", megatron.log_params_norm)
-    arguments.switch(group, "--no-check-for-nan-in-loss-and-grad", not megatron.check_for_nan)
+    looks = megatron.check_for_nan or plan.precision.dtype == "fp16"  # which turns it off by itself
+    arguments.switch(group, "--no-check-for-nan-in-loss-and-grad", not looks)
 
 
 def _yours(arguments: Arguments, plan: Plan) -> None:
@@ -240,11 +243,6 @@ def read(text: str, flags: Flags, settings: tuple[str, ...]) -> Plan:
     """What ``--from megatron`` makes of the script."""
     words = words_of(text, "train.sh", "megatron", {}, Path())
     return launched_plan(launched(words, "megatron", Choices({})), flags).plan
-
-
-def _refuse(plan: Plan) -> None:
-    if plan.model.activation not in ("gelu", "gelu_new", "swiglu"):
-        raise PlanError("model.activation", plan.model.activation, "has no argument in Megatron-LM's parser")
 
 
 TARGET = Target(

@@ -57,7 +57,8 @@ def write(plan: Plan) -> Draft:
         lines += ["", *heredoc(f"{STAGES}.py", python)]
     for group, given in arguments.groups.items():
         if group == "YOURS":
-            lines += ["", f"# Not in a plan, and yours to replace: a tokenizer of {plan.model.vocab:,} tokens, data, steps."]
+            told = f"Not in a plan, and yours to replace: a tokenizer of {plan.model.vocab:,} tokens, data, steps."
+            lines += ["", *comment(told)]
         elif group == "PARALLEL" and warning:
             lines += ["", *comment(warning)]
         else:

@@ -77,8 +77,10 @@ def _settled_deepspeed(plan: Plan) -> Deepspeed:
 def _settled_megatron(plan: Plan) -> Megatron:
     """Fusions of what the model has not, and what Megatron-LM turns off by itself (``validate_args``)."""
     model, given, changes = plan.model, plan.megatron, {}
-    if model.activation == "swiglu" or not model.mlp_bias:
+    if model.gated or not model.mlp_bias:
         changes["bias_gelu_fusion"] = False
+    if not model.gated:
+        changes["bias_swiglu_fusion"] = False
     if model.positions != "rotary":
         changes["rope_fusion"] = False
     if plan.precision.dtype == "fp16":  # dynamic loss scaling finds them

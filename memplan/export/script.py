@@ -51,9 +51,7 @@ def nodes(plan: Plan) -> tuple[int, int]:
     if gpus <= on_node:
         return 1, gpus
     if gpus % on_node:
-        problem = (
-            f"must be a multiple of hardware.gpus_per_node = {on_node}: launchers start as many processes per node"
-        )
+        problem = f"must be a multiple of hardware.gpus_per_node = {on_node}: a launcher starts so many on every node"
         raise PlanError("hardware.gpus", gpus, problem)
     return gpus // on_node, on_node
 

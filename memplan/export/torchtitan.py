@@ -27,8 +27,8 @@ from ..plan.plan import Plan
 from ..plan.read import Flags
 from .beside import model_flags
 from .exported import PLACE, READ_BACK, Draft, Target
-from .script import comment
 from .sameness import titan_edges
+from .script import comment
 from .titan_stages import parts, split_points, torchtitans_own
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -70,7 +70,7 @@ def _refuse(plan: Plan) -> None:
         if dtype not in DTYPES:
             raise PlanError(path, dtype, f"must be {' or '.join(DTYPES)}: torchtitan takes no other")
     if plan.layout.dp == given.replicas:
-        problem = "must be more than fsdp.replicas: torchtitan's releases shard nothing on one rank (DDP, or no wrapper)"
+        problem = "must be more than fsdp.replicas: torchtitan's releases shard nothing on one rank"
         raise PlanError("layout.dp", plan.layout.dp, problem)
 
 
@@ -182,7 +182,8 @@ def _head(plan: Plan, release: str, *, known: bool) -> Iterator[str]:
     if not known:
         yield from comment(
             f"torchtitan has no such flavour: give it one of {spec.layers} layers, hidden size {spec.hidden}, "
-            f"{spec.heads} heads, {spec.kv_heads} of keys and values, {spec.ffn} features in the MLP, {spec.vocab} tokens."
+            f"{spec.heads} heads, {spec.kv_heads} of keys and values, {spec.ffn} features in the MLP and "
+            f"{spec.vocab} tokens."
         )
 
 

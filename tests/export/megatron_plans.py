@@ -72,6 +72,26 @@ def pipelines(draw: st.DrawFn, layers: int) -> tuple[dict[str, Any], dict[str, A
     return {"pp": pp, "vpp": vpp if pp > 1 else 1}, pipeline
 
 
+SWITCHES = (
+    "deterministic",
+    "gradient_accumulation_fusion",
+    "bias_gelu_fusion",
+    "bias_swiglu_fusion",
+    "bias_dropout_fusion",
+    "rope_fusion",
+    "masked_softmax_fusion",
+    "rotary_interleaved",
+    "attention_softmax_in_fp32",
+    "query_key_layer_scaling",
+    "per_token_loss",
+    "attention_mask_in_dataloader",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "log_num_zeros_in_grad",
+    "log_params_norm",
+    "check_for_nan",
+)
+
 STATES = st.sampled_from(["fp32", "bf16", "fp16", "fp8"])
 
 
@@ -98,15 +118,7 @@ def plans(draw: st.DrawFn) -> Plan:
         "exp_avg": STATES,
         "exp_avg_sq": STATES,
     }
-    flags = {
-        name: st.booleans()
-        for name in (
-            "deterministic gradient_accumulation_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion "
-            "rope_fusion masked_softmax_fusion rotary_interleaved attention_softmax_in_fp32 query_key_layer_scaling "
-            "per_token_loss attention_mask_in_dataloader overlap_grad_reduce overlap_param_gather "
-            "log_num_zeros_in_grad log_params_norm check_for_nan"
-        ).split()
-    }
+    flags = dict.fromkeys(SWITCHES, st.booleans())
     megatron = draw(
         chosen(
             {

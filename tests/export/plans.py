@@ -39,6 +39,7 @@ def folds(plan: Plan) -> list[Folded]:
 def round_trip(plan: Plan, target: Target) -> Exported:
     """``plan`` exported; read back it needs the same bytes, category by category, at the same places."""
     done = exported(plan, target)
+    assert done.says_its_command or not done.text.startswith("#")
     again = target.read(done.text, done.flags, done.settings)
     assert folds(again) == folds(plan)
     return done
@@ -50,7 +51,19 @@ def spec(base: str, /, **changes: Any) -> dict[str, Any]:
 
 
 names = st.sampled_from(
-    ["gpt2-xl", "my model", 'a\'b "c" $(d) `e` \\f # g', "llama-3-8b", "ü–模型", "0x10", "-x", "a=b"]
+    [
+        "gpt2-xl",
+        "my model",
+        'a\'b "c" $(d) `e` \\f # g',
+        "llama-3-8b",
+        "ü–模型",
+        "0x10",
+        "-x",
+        "a=b",
+        "one\ntouch two",
+        "EOT\nEOT",
+        "\x7f\u2028\x1b[31m",
+    ]
 )
 """Names that a shell, TOML or YAML would take for something else."""
 

@@ -103,5 +103,5 @@ def test_what_is_wrong_in_a_map_is_named(placed: dict[str, object], line: str, t
 
 
 def test_plans_of_other_frameworks_are_refused() -> None:
-    with pytest.raises(PlanError, match="^framework = single: must be device-map for --to device-map"):
+    with pytest.raises(PlanError, match=r"^framework = single: must be device-map for --to device-map"):
         exported(read_plan("llama-3-8b").plan, TARGET)

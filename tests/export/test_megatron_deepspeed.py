@@ -43,7 +43,7 @@ def test_the_example() -> None:
     done = of()
     assert "--pp-partition-method 'type:embed|transformer'" in done.text
     assert done.content["stages"] is None
-    assert done.command_line.endswith("--vocab 250100 --model-name bigscience-104b-250k --gpu v100-32gb")
+    assert done.command_line().endswith("--vocab 250100 --model-name bigscience-104b-250k --gpu v100-32gb")
 
 
 def test_a_list_that_a_method_makes_is_that_method() -> None:
@@ -58,7 +58,7 @@ def test_any_other_list_is_a_class() -> None:
     assert "--pp-partition-method" not in done.text
     assert f"cat > {STAGES}.py" in done.text
     assert "FIRST = [0, 5, 6, 8" in done.text
-    assert f"--partition {cut}" in done.command_line
+    assert f"--partition {cut}" in done.command_line()
 
 
 def test_weights_are_another_method_of_deepspeeds() -> None:
@@ -69,7 +69,7 @@ def test_weights_are_another_method_of_deepspeeds() -> None:
     done = of(pp="8", gpus="32", partition="type:embed:5|transformer:1")
     assert "--pp-partition-method" not in done.text
     assert "FIRST = [0, 7, 16, 25, 34, 43, 52, 61]" in done.text
-    assert "--partition 'type:embed:5|transformer:1'" in done.command_line
+    assert "--partition 'type:embed:5|transformer:1'" in done.command_line()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_flavour_is_named() -> None:
     done, job = of(NEW, layers="7")
     assert job["model"]["flavor"] == "llama-3-8b"
     assert "torchtitan has no such flavour: give it one of 7 layers" in done.text
-    assert done.command_line == "memplan estimate --from torchtitan FILE --model llama-3-8b --layers 7"
+    assert done.command_line() == "memplan estimate --from torchtitan FILE --model llama-3-8b --layers 7"
 
 
 def test_the_release_is_the_plans() -> None:
