@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..estimate import check
 from ..plan.errors import PlanError, one_line, shown
 from ..plan.fields import Kind, plan_fields
 from ..plan.plan import Plan
@@ -77,7 +78,7 @@ class Exported:
         for setting in self.settings:
             words += ["--set", setting]
         for name, value in self.flags.items():
-            words += _flag_words(name, value)
+            words += flag_words(name, value)
         return words
 
     def command_line(self, place: str = PLACE) -> str:
@@ -97,7 +98,8 @@ class Exported:
         return self.comment() in self.text
 
 
-def _flag_words(name: str, value: str | tuple[str, ...]) -> list[str]:
+def flag_words(name: str, value: str | tuple[str, ...]) -> list[str]:
+    """The flag ``name`` with its value, as words of a command line."""
     from ..plan.fields import by_flag
 
     field = by_flag()[name]
@@ -109,7 +111,7 @@ def _flag_words(name: str, value: str | tuple[str, ...]) -> list[str]:
 
 def exported(plan: Plan, target: Target) -> Exported:
     """``plan`` as a configuration of ``target``; ``PlanError`` that names the first field which it cannot express."""
-    plan = resolve(plan)
+    plan = check(plan)
     if plan.framework != target.framework:
         problem = (
             f"must be {target.framework} for --to {target.name}: in another framework the job is another, "
