@@ -42,7 +42,7 @@ def flags_of(plan: Plan) -> list[str]:
     return words
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(PLANS)
 def test_what_it_writes_is_the_plan_of_its_flags(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     path = tmp_path_factory.mktemp("init") / "plan.yaml"

@@ -19,7 +19,7 @@ from .megatron_plans import plans
 from .plans import round_trip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(plans())
 def test_what_is_exported_reads_back_as_the_plan(plan: Plan) -> None:
     done = round_trip(plan, TARGET)
