@@ -55,6 +55,13 @@ def programs_of(plan: Plan, options: Options) -> tuple[Program, ...]:
     return plain.programs(plan, options)
 
 
+def check(plan: Plan) -> Plan:
+    """``plan`` with every default filled in. ``PlanError`` where ``estimate`` would refuse it."""
+    plan = resolve(plan)
+    _check_addresses(plan, fold(plan))
+    return plan
+
+
 def fold(plan: Plan) -> tuple[Folded, ...]:
     """Requested bytes of every stage of a resolved plan: what a search evaluates."""
     return tuple(fold_program(program) for program in programs_of(plan, Options()))

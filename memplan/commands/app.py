@@ -10,6 +10,7 @@ import typer
 from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from .arguments import expanded
 from .estimate import estimate
+from .export import export
 from .init import init
 from .launched import MEANINGS
 from .listings import gpus, models, schema
@@ -51,6 +52,7 @@ def _memplan(
 app.command(epilog=_EXAMPLES)(estimate)
 app.command("suggest-partition")(suggest_partition)
 app.command()(trace)
+app.command()(export)
 app.command()(init)
 app.command()(models)
 app.command()(gpus)

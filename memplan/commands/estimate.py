@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..plan.completion import completed
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags, ReadPlan
-from .launched import CONFIGURED, LaunchFlags, completed, launched_plan, read_launched, refuse_script
+from .launch_options import LAUNCH, From, Set, Strict, VocabSize
+from .launched import CONFIGURED, LaunchFlags, read_given, read_launched
 from .output import console, print_json, printing
 from .plan_flags import with_plan_flags
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
 _OUTPUT = "Output"
 _SEVERAL = "Side by side"
-_LAUNCH = "A launch file in place of a plan"
 
 DOES_NOT_FIT = 1
 
@@ -33,39 +34,14 @@ def estimate(
             help="YAML or JSON file, name of a built-in example, or - for standard input; with --from a launch file."
         ),
     ] = None,
-    from_: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="FRAMEWORK",
-            help="PLAN is a launch script, list or mapping of arguments of megatron or megatron-deepspeed, the "
-            "ds_config.json of deepspeed, the TOML or saved JSON of a job of torchtitan, or the arguments of trainer",
-            rich_help_panel=_LAUNCH,
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=value",
-            help="a variable of the script ($1 as 1=value), or a key of torchtitan's; over the script's own",
-            rich_help_panel=_LAUNCH,
-        ),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            "--vocab-size", metavar="N", help="tokens of a tokenizer that is not here", rich_help_panel=_LAUNCH
-        ),
-    ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="arguments that are unknown or not modelled are errors", rich_help_panel=_LAUNCH),
-    ] = False,
+    from_: From = None,
+    set_: Set = None,
+    vocab_size: VocabSize = None,
+    strict: Strict = False,
     explain_args: Annotated[
         bool,
         typer.Option(
-            "--explain-args", help="which argument was read from where, and what became of it", rich_help_panel=_LAUNCH
+            "--explain-args", help="which argument was read from where, and what became of it", rich_help_panel=LAUNCH
         ),
     ] = False,
     compare: Annotated[
@@ -113,7 +89,7 @@ def estimate(
     if detail is not None and json:
         raise typer.BadParameter("--detail prints text; leave out --json")
     if not compare and not vary:
-        read = _read(plan, launch_flags, flags)
+        read = read_given(plan, launch_flags, flags)
         return (
             _detail(read, detail, no_color, verbose)
             if detail is not None
@@ -122,15 +98,6 @@ def estimate(
     if detail is not None:
         raise typer.BadParameter("--detail shows one plan's stage; leave out --compare and --vary")
     return _several(_variants(plan, launch_flags, flags, compare or (), vary or ()), json, no_color)
-
-
-def _read(plan: str | None, launch_flags: LaunchFlags, flags: Flags) -> ReadPlan:
-    from ..plan.read import read_plan
-
-    if launch_flags.framework is None:
-        refuse_script(plan)
-        return read_plan(plan, flags)
-    return launched_plan(read_launched(plan, launch_flags, flags), flags)
 
 
 def _variants(

@@ -26,7 +26,10 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="overwrite the file")] = False,
     flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
 ) -> int:
-    """A commented plan with every field. Flags set fields: memplan init plan.yaml --model llama-3-8b --gpu h200."""
+    """A commented plan with every field. Flags set fields: memplan init plan.yaml --model llama-3-8b --gpu h200.
+
+    Exit code 2: memplan estimate would refuse the plan that the flags make.
+    """
     text = _example(example, flags) if example is not None else _template(path, flags)
     if path is None or path == "-":
         with printing():
@@ -37,12 +40,18 @@ def init(
 
 
 def _template(path: str | None, flags: Flags) -> str:
+    from ..estimate import check
     from ..plan.fields import by_flag
     from ..plan.read import read_plan
     from ..plan.template import plan_template
 
     flags = {"model": DEFAULT_MODEL, **flags}
-    plan = read_plan(None, flags).plan
+    read = read_plan(None, flags)
+    plan = read.plan
+    try:
+        check(plan)
+    except PlanError as error:
+        raise error.located(read.origins) from None
     values = {by_flag()[name].path: _as_yaml(value) for name, value in flags.items()}
     if plan.device_map is not None:
         values["device_map"] = json.dumps({str(device): list(layers) for device, layers in plan.device_map.items()})

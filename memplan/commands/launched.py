@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..plan.errors import ABSENT, Origin, PlanError
-from ..plan.read import Flags, ReadPlan, build_plan
+from ..plan.read import Flags, ReadPlan
 from ..plan.text import is_there
 
 if TYPE_CHECKING:
@@ -65,6 +65,17 @@ def refuse_script(place: str | None) -> None:
         raise PlanError("", ABSENT, problem, origin=Origin(place))
 
 
+def read_given(place: str | None, launch_flags: LaunchFlags, flags: Flags) -> ReadPlan:
+    """The plan at ``place``, or in the launch file there, with ``flags`` over it."""
+    from ..plan.completion import launched_plan
+    from ..plan.read import read_plan
+
+    if launch_flags.framework is None:
+        refuse_script(place)
+        return read_plan(place, flags)
+    return launched_plan(read_launched(place, launch_flags, flags), flags)
+
+
 def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, vary: Sequence[str] = ()) -> Launch:
     """The launch file at ``place``, read as ``launch_flags`` say."""
     from ..plan.launch import Choices, read_launch
@@ -119,30 +130,6 @@ def _configured(place: str, launch_flags: LaunchFlags, flags: Flags, vary: Seque
     varied = [assignment.partition("=")[0] for assignment in vary]
     read = read_ds_config if launch_flags.framework == "deepspeed" else read_trainer_arguments
     return read(place, flags, varied, strict=launch_flags.strict)
-
-
-def launched_plan(launch: Launch, flags: Flags) -> ReadPlan:
-    """The plan of ``launch`` with ``flags`` over it."""
-    return completed(launch, build_plan(launch.source, flags))
-
-
-def completed(launch: Launch, read: ReadPlan) -> ReadPlan:
-    """``read``, with what there is to say about the arguments that it was made from.
-
-    A global batch size that the file leaves to Megatron (or DeepSpeed) follows the sizes that flags have changed.
-    """
-    if launch.config is not None:
-        from ..plan.launch.ds_config import with_batch
-
-        read = with_batch(read, launch.config)
-    if launch.finish is not None:
-        read = launch.finish(read)
-    plan, origin = read.plan, launch.one_microbatch
-    if origin is not None and read.origins.get("batch.gbs") is origin and plan.hardware.gpus is not None:
-        layout, mbs = plan.layout, plan.batch.mbs
-        dp = layout.dp or max(plan.hardware.gpus // (layout.tp * layout.pp * layout.cp), 1)
-        plan = plan.model_copy(update={"batch": plan.batch.model_copy(update={"gbs": mbs * dp})})
-    return ReadPlan(plan, read.origins, (*launch.notes, *read.warnings), launch.assumptions)
 
 
 def _whole(flags: Flags, name: str) -> Node | None:

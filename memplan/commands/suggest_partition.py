@@ -13,7 +13,7 @@ from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from ..plan.read import Flags, ReadPlan
 from .files import check_writable, write_whole
 from .fixed import fixed_values, fixes_of, located, with_fixes
-from .launched import LaunchFlags, launched_plan, read_launched, refuse_script
+from .launched import LaunchFlags, read_given
 from .output import console, print_json, print_text, printing
 from .plan_flags import with_plan_flags
 from .progress import progress
@@ -183,13 +183,8 @@ def _check(top: int, objective: str) -> None:
 
 
 def _read(place: str | None, launch_flags: LaunchFlags, flags: Flags, fixes: Mapping[str, str | None]) -> ReadPlan:
-    from ..plan.read import read_plan
-
     try:
-        if launch_flags.framework is None:
-            refuse_script(place)
-            return read_plan(place, flags)
-        return launched_plan(read_launched(place, launch_flags, flags), flags)
+        return read_given(place, launch_flags, flags)
     except PlanError as error:
         raise located(error, fixes) from None
 

@@ -248,11 +248,11 @@ class _Reader:
         if name is None:
             problem = f"is not modelled; {', '.join(sorted(OPTIMIZERS))} are"
             raise PlanError("optimizer.type", node.plain(), problem, origin=node.origin, known=OPTIMIZERS)
+        decoupled = self.switch("optimizer.params.adam_w_mode")
+        if name == "adam" and (decoupled is None or decoupled.value):
+            name = "adamw"  # adam_w_mode is on by default
         yield "name", Node(name, node.origin)
-        if name == "adafactor":
-            yield "implementation", Node("for-loop", node.origin)  # PyTorch's default
-        if name in ("adam", "adamw") and self.on("optimizer.params.torch_adam"):
-            yield "implementation", Node("foreach", self.root.mapping["optimizer"].mapping["params"].origin)
+        yield from self.implementation(name, node.origin)
         for key in ("momentum", "weight_decay") if name == "sgd" else ("weight_decay",):
             number = self.at(f"optimizer.params.{key}")
             if number is not None:
@@ -260,6 +260,22 @@ class _Reader:
         wide = self.switch("optimizer.params.fp32_optimizer_states")
         if wide is not None and wide.value is False:
             raise PlanError("optimizer.params.fp32_optimizer_states", False, "is not modelled", origin=wide.origin)
+
+    def implementation(self, name: str, origin: Origin) -> Iterator[tuple[str, Node]]:
+        """Which of PyTorch's implementations runs, where it is PyTorch's optimizer."""
+        of_torch = name in ("sgd", "adafactor") or (
+            name in ("adam", "adamw") and self.on("optimizer.params.torch_adam")
+        )
+        if not of_torch:
+            return
+        foreach, fused = self.switch("optimizer.params.foreach"), self.switch("optimizer.params.fused")
+        way = "for-loop" if name == "adafactor" else "foreach"  # PyTorch's defaults
+        if foreach is not None:
+            way = "foreach" if foreach.value else "for-loop"
+        if fused is not None and fused.value:
+            way, foreach = "fused", fused
+        if name != "sgd" or foreach is not None:
+            yield "implementation", Node(way, foreach.origin if foreach is not None else origin)
 
     def zero(self, stage: int) -> Iterator[tuple[str, Node]]:
         section = self.root.mapping.get(ZERO)

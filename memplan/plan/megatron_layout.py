@@ -195,6 +195,25 @@ def _of_layout(
     return [[parts[chunk * pp + stage].count("t") for chunk in range(chunks)] for stage in range(pp)]
 
 
+def layout_string(held: Stages) -> str:
+    """The string that makes Megatron-Core hold ``held``, whatever cut it is: ``Et*3|(tt|)*29,L``.
+
+    ``stages(…, layout=layout_string(held))`` is ``held`` again.
+    """
+    parts = [
+        "E" * chunk.embedding + _times("t", len(chunk.layers)) + "L" * chunk.head
+        for number in range(len(held[0]))
+        for chunk in (stage[number] for stage in held)
+    ]
+    *before, last = parts
+    runs = [(part, len(list(equal))) for part, equal in groupby(before)]
+    return "".join(f"({part}|)*{count}," if count > 1 else f"{part}|" for part, count in runs) + last
+
+
+def _times(letter: str, count: int) -> str:
+    return f"{letter}*{count}" if count > 2 else letter * count
+
+
 def written_out(text: str) -> str:
     """``text`` without commas and with repetitions unrolled: first ``(…)*N``, then ``x*N``."""
 
@@ -213,23 +232,11 @@ def written_out(text: str) -> str:
 
 
 def layout_text(counts: Sequence[Sequence[int]]) -> str:
-    """``--pipeline-model-parallel-layout`` of so many layers by stage, then by chunk: ``Et*3|(t*4|)*6t*2L``."""
-    pp, chunks = len(counts), len(counts[0])
-    flat = [counts[at % pp][at // pp] for at in range(pp * chunks)]
-    parts = [_layers_text(count) for count in flat]
-    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "L"
-    written = ""
-    for part, group in groupby(parts[:-1]):
-        times = len(list(group))
-        written += f"({part}|)*{times}" if times > 2 and part else f"{part}|" * times
-    return written + parts[-1]
+    """``layout_string`` of so many layers by stage, then by chunk."""
+    return layout_string(_numbered(counts, len(counts)))
 
 
-def _layers_text(count: int) -> str:
-    return f"t*{count}" if count > 3 else "t" * count
-
-
-def _numbered(counts: Counts, pp: int) -> Stages:
+def _numbered(counts: Sequence[Sequence[int]], pp: int) -> Stages:
     chunks = len(counts[0])
     held: list[list[Chunk]] = [[] for _ in range(pp)]
     at = 0

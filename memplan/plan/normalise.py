@@ -55,6 +55,9 @@ def field_value(field: PlanField, node: Node) -> Node:
     if field.kind is Kind.NAMES and isinstance(node.value, str):
         return Node([scalar(part.strip(), node.origin) for part in node.value.split(",")], node.origin)
     if field.kind is Kind.DEVICE_MAP and isinstance(node.value, dict):
+        from .module_names import by_device, is_by_module
+
+        node = by_device(node) if is_by_module(node) else node
         return Node({device: _layers(device, layers) for device, layers in node.mapping.items()}, node.origin)
     if field.kind is Kind.VARIABLES and isinstance(node.value, dict):
         return Node({name: _text(value) for name, value in node.mapping.items()}, node.origin)

@@ -265,7 +265,9 @@ class Plan(Section):
     deepspeed: Deepspeed = Deepspeed()
     trainer: Trainer = Trainer()
     device_map: dict[int, tuple[int, ...]] | None = Field(
-        None, description="device-map: the layers that each device holds, as {0: 0-11, 1: 12-23}; default: equal shares"
+        None,
+        description="device-map: the layers that each device holds, as {0: 0-11, 1: 12-23}, or a map of modules to "
+        "devices, as Accelerate takes it; default: equal shares",
     )
     environment: dict[str, str] = Field(
         default_factory=dict,

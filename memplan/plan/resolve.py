@@ -58,6 +58,9 @@ BLOCK_SIZE, OLD_BLOCK_SIZE = 256, 2048
 """Elements per scale of bitsandbytes' 8-bit states, from its 0.44 of September 2024, and before (``Optimizer2State``,
 ``init_state``, of ``optim/optimizer.py``)."""
 
+FOLLOW = frozenset({"layout.sequence_parallel", "fsdp.reshard_after_forward"})
+"""Fields whose default, once it is written down, says something else than leaving them out: other fields decide."""
+
 CUTOFFS = (20_000, 80_000)
 """First tokens of the tail clusters of an adaptive softmax, for vocabularies that are larger.
 

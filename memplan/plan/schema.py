@@ -49,7 +49,8 @@ def _as_written(path: str, value: dict[str, Any]) -> dict[str, Any]:
     elif field.kind is Kind.DEVICE_MAP:
         layers = {"type": ["array", "string", "integer"], "items": {"type": ["integer", "string"]}}
         devices = {"type": "object", "propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": layers}
-        value, others = {"description": field.description}, [devices, {"type": "null"}]
+        modules = {"type": "object", "additionalProperties": {"type": ["integer", "string"]}}
+        value, others = {"description": field.description}, [devices, modules, {"type": "null"}]
     elif field.kind is Kind.VARIABLES:
         value["additionalProperties"] = {"type": ["string", "number", "boolean"]}
     if not others:

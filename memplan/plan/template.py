@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from .fields import Kind, PlanField, plan_fields, sections
+from .resolve import FOLLOW
 
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:|%,+-]*")
 _HEAD = """\
@@ -44,7 +45,7 @@ def _described(field: PlanField, values: Mapping[str, str], indent: str) -> Iter
     yield f"{indent}# {comment_of(field)}"
     if field.path in values:
         yield f"{indent}{field.name}: {quoted(values[field.path])}"
-    elif field.default is None or field.default == {}:
+    elif field.default is None or field.default == {} or field.path in FOLLOW:
         yield f"{indent}# {field.name}:"
     else:
         yield f"{indent}{field.name}: {_default(field.default)}"

@@ -23,6 +23,8 @@ from .vocabulary import tokens_of
 _POSITIONS = {"absolute": "learned", "rotary": "rotary", "alibi": "alibi"}
 _PADDING = 128
 """What the estimate pads a vocabulary to a multiple of (times the tensor-parallel size)."""
+SGD_MOMENTUM = 0.9
+"""Of ``--sgd-momentum`` where nobody says."""
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
@@ -148,6 +150,9 @@ def _optimizer(building: Building, settings: Settings) -> None:
         building.because("--optimizer", "bitsandbytes' instead (--use-bnb-optimizer)")
     else:
         building.put("optimizer.name", kind, "--optimizer")
+        if kind.value == "sgd":
+            momentum = settings.number("--sgd-momentum") or Node(SGD_MOMENTUM, kind.origin)
+            building.put("optimizer.momentum", momentum, "--sgd-momentum")
     if not settings.has("--checkpoint-activations"):
         building.because("--checkpoint-num-layers", "no effect without --checkpoint-activations")
         return

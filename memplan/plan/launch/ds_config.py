@@ -73,9 +73,12 @@ def read_ds_config(place: str, flags: Flags, varied: Collection[str] = (), *, st
     """The plan in the ``ds_config.json`` at ``place``. What it does not say is in ``flags``: the model and the number
     of GPUs; ``varied`` are names of flags that take several values."""
     if place == "-":
-        text, name = read_standard_input(), STANDARD_INPUT
-    else:
-        text, name = read_text(path_of(place)), place
+        return ds_config_of(read_standard_input(), STANDARD_INPUT, flags, varied, strict=strict)
+    return ds_config_of(read_text(path_of(place)), place, flags, varied, strict=strict)
+
+
+def ds_config_of(text: str, name: str, flags: Flags, varied: Collection[str] = (), *, strict: bool = False) -> Launch:
+    """The plan in the configuration ``text``, which errors call ``name``."""
     # Tabs may indent JSON, and not YAML.
     written = parse_yaml(text.expandtabs(2), name)
     if written.mapping.keys() & {"model", "framework", "extends"}:

@@ -75,14 +75,16 @@ def _pipeline(building: Building, settings: Settings, context: Context) -> None:
     if layout is not None:
         building.put("pipeline.layout", layout, "--pipeline-model-parallel-layout")
     group, overlap = "--microbatch-group-size-per-virtual-pipeline-stage", "--no-overlap-p2p-communication"
+    warm_up = "--overlap-p2p-communication-warmup-flush"
     if chunks.value == 1:
-        for unused in (group, overlap):
+        for unused in (group, overlap, warm_up):
             building.because(unused, "no effect without virtual stages")
         return
     size = settings.integer(group)
     if size is not None:
         building.put("pipeline.group", size, group)
     building.put("pipeline.overlap_p2p", settings.switch(overlap, inverted=True), overlap)
+    building.put("pipeline.overlap_p2p_warmup", settings.switch(warm_up), warm_up)
 
 
 def _chunks(building: Building, settings: Settings) -> tuple[Node, str]:

@@ -60,7 +60,11 @@ class Said:
 
 def read_torchtitan(place: str, said: Said) -> Launch:
     """The plan in the configuration at ``place``."""
-    written, is_json = read_configuration(place)
+    return torchtitan_of(*read_configuration(place), said)
+
+
+def torchtitan_of(written: Node, is_json: bool, said: Said) -> Launch:
+    """The plan in the configuration ``written``, which is JSON or was TOML."""
     given = flat(written)
     origin = Origin(written.origin.source)
     if written.mapping.keys() & {"framework", "extends"}:

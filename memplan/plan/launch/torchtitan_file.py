@@ -21,9 +21,12 @@ _PLACE = re.compile(r" ?\(at (?:line (\d+), column \d+|end of document)\)")
 def read_configuration(place: str) -> tuple[Node, bool]:
     """The configuration at ``place``, and whether it is JSON."""
     if place == "-":
-        text, name = read_standard_input(), STANDARD_INPUT
-    else:
-        text, name = read_text(path_of(place)), place
+        return configuration_of(read_standard_input(), STANDARD_INPUT)
+    return configuration_of(read_text(path_of(place)), place)
+
+
+def configuration_of(text: str, name: str) -> tuple[Node, bool]:
+    """The configuration ``text``, which errors call ``name``, and whether it is JSON."""
     if not text.strip():
         raise PlanError("", ABSENT, "is empty", origin=Origin(name))
     if text.lstrip()[0] == "{":

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
-from memplan.commands.launched import LaunchFlags, launched_plan, read_launched
+from memplan.commands.launched import LaunchFlags, read_launched
+from memplan.plan.completion import launched_plan
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import ReadPlan
@@ -84,7 +85,7 @@ def test_sections_and_their_lines(read: Read) -> None:
     assert (plan.deepspeed.overlap_comm, plan.deepspeed.reduce_bucket_size) == (False, 200_000_000)
     assert plan.deepspeed.gradient_clipping == 1.0
     optimizer = plan.optimizer
-    assert (optimizer.name, optimizer.implementation, optimizer.weight_decay) == ("adam", "foreach", 0.1)
+    assert (optimizer.name, optimizer.implementation, optimizer.weight_decay) == ("adamw", "foreach", 0.1)
     assert str(found.origins["deepspeed.reduce_bucket_size"]) == "ds.json:16"
     assert not found.warnings
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from memplan.commands.launched import LaunchFlags, launched_plan, read_launched
+from memplan.commands.launched import LaunchFlags, read_launched
+from memplan.plan.completion import launched_plan
 from memplan.plan.errors import PlanError
 from memplan.plan.read import ReadPlan
 from memplan.plan.resolve import resolve

@@ -1,0 +1,120 @@
+"""``memplan export``: the plan in a framework's own words."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
+from ..plan.read import Flags, ReadPlan
+from .files import check_writable, write_whole
+from .launch_options import From, Set, Strict, VocabSize
+from .launched import LaunchFlags, read_given
+from .output import print_json, printing
+from .plan_flags import with_plan_flags
+
+if TYPE_CHECKING:
+    from ..export.exported import Exported
+
+_OUTPUT = "Output"
+
+
+@with_plan_flags
+def export(
+    plan: Annotated[
+        str | None,
+        typer.Argument(
+            help="YAML or JSON file, name of a built-in example, or - for standard input; with --from a launch file."
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="TARGET",
+            help="megatron, megatron-deepspeed, deepspeed, torchtitan or device-map; default: the plan's framework",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("-o", "--output", metavar="FILE", help="file to write; standard output if left out"),
+    ] = None,
+    from_: From = None,
+    set_: Set = None,
+    vocab_size: VocabSize = None,
+    strict: Strict = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite the file", rich_help_panel=_OUTPUT)] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="JSON of what is written, and nothing else", rich_help_panel=_OUTPUT)
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="nothing on standard error", rich_help_panel=_OUTPUT)
+    ] = False,
+    flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
+) -> int:
+    """The plan as a launch script, ds_config.json, job or device_map, which reads back as the same plan.
+
+    Exit code 2: the plan is wrong, or says something that the framework's configuration cannot; the line names it.
+    """
+    launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
+    launch_flags.check_alone(explain=False)
+    if output is not None and output != "-":
+        check_writable(Path(output), force=force)
+    read = read_given(plan, launch_flags, flags)
+    done = _exported(read, to)
+    _tell([note.message for note in read.warnings], quiet)
+    if json:
+        print_json(_as_json(done))
+        return 0
+    if output is None or output == "-":
+        with printing():
+            print(done.text, end="")
+        if not done.says_its_command:
+            _tell([f"estimate it with: {done.command_line()}"], quiet)
+        return 0
+    write_whole(Path(output), done.text_at(output).encode(), force=force)
+    _tell([f"wrote {output}; estimate it with: {done.command_line(output)}"], quiet)
+    return 0
+
+
+def _exported(read: ReadPlan, to: str | None) -> Exported:
+    from ..export.exported import exported
+    from ..export.targets import NAMES, OF_FRAMEWORK, target
+
+    framework = read.plan.framework
+    name = OF_FRAMEWORK.get(framework) if to is None else to
+    if name is None:
+        known = ", ".join(OF_FRAMEWORK)
+        problem = f"has no configuration of its own, but Python; these have: {known}"
+        raise PlanError("framework", framework, problem).located(read.origins)
+    if name not in NAMES:
+        guess = nearest(name, NAMES)
+        hint = f"; did you mean {guess}?" if guess else ""
+        problem = f"{name} must be {', '.join(NAMES[:-1])} or {NAMES[-1]}{hint}"
+        raise PlanError("", ABSENT, problem, origin=Origin("--to"))
+    try:
+        return exported(read.plan, target(name))
+    except PlanError as error:
+        raise error.located(read.origins) from None
+
+
+def _as_json(done: Exported) -> dict[str, Any]:
+    from .. import __version__
+
+    return {
+        "schema": 1,
+        "memplan": __version__,
+        "to": done.target.name,
+        "text": done.text,
+        **done.content,
+        "read_back": done.command(),
+    }
+
+
+def _tell(lines: list[str], quiet: bool) -> None:
+    for line in () if quiet else lines:
+        print(one_line(line), file=sys.stderr)
