@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from .cuts import CUT, Ratios, Work, Works, fastest
+from .cuts import CUT, Ratios, Work, Works, ends_of, fastest
 from .space import Point, Recomputing, Space
 from .timing import (
     EntryTimes,
@@ -83,7 +83,8 @@ class Clock:
             return (), step_time(resolve(self.space.plan(point))).total
         family = self.family(point)
         if self.space.cut is None:
-            works = fastest(self.space.base.model.layers, point.pp, point.vpp, family.ratios)
+            base = self.space.base
+            works = fastest(base.model.layers, point.pp, point.vpp, family.ratios, ends_of(base.framework))
         else:
             works = self._given(point)
         return works, self._passes(family, point, works, 0.0)

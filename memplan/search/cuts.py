@@ -25,6 +25,11 @@ CUT = ("megatron", "megatron-deepspeed")
 """Frameworks whose cut into stages is chosen."""
 
 
+def ends_of(framework: str) -> int:
+    """Layers that must be in the stages of embedding and head: BigScience's could not run without (``notices``)."""
+    return 1 if framework == "megatron-deepspeed" else 0
+
+
 class Work(NamedTuple):
     """What one chunk of a stage runs."""
 
@@ -60,17 +65,19 @@ class Ratios(NamedTuple):
 # -- the fastest -----------------------------------------------------------------------------------------
 
 
-def fastest(layers: int, pp: int, vpp: int, ratios: Ratios) -> Works:
+def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, fewest: int = 0) -> Works:
     """The cut whose slowest virtual stage takes least; of several the most even one, and of those the one whose first
     virtual stages, which have most in flight, hold least.
 
     A virtual stage that may take the time of t layers holds floor(t - what its ends take) of them, and the first t for
     which these add up to enough is a whole number, or a whole number and what the first or the last stage's ends take.
+    ``fewest`` layers are with both ends.
     """
     slots = pp * vpp
     if slots == 1:
         return ((Work(layers, True, True),),)
-    least = max((layers + ratios.embedding + ratios.head) / slots - 1e-9, ratios.embedding, ratios.head)
+    ends = fewest + max(ratios.embedding, ratios.head)
+    least = max((layers + ratios.embedding + ratios.head) / slots - 1e-9, ends, float(fewest))
     time = min(
         time
         for ends in (0.0, ratios.embedding, ratios.head)
@@ -217,7 +224,7 @@ def _of_layers(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria
     used for these two ends only (``tests/search/test_cuts.py`` checks it).
     """
     layers, pp, vpp = plan.model.layers, plan.layout.pp, plan.layout.vpp
-    peaks, first = Peaks(plan), fastest(layers, pp, vpp, ratios)
+    peaks, first = Peaks(plan), fastest(layers, pp, vpp, ratios, ends_of(plan.framework))
     threshold = max(peaks(at, works) for at, works in enumerate(first)) if limit is None else limit
 
     def held(stage: int, count: int) -> tuple[Work, ...]:
@@ -331,7 +338,7 @@ def mapped(shares: Sequence[int]) -> dict[int, tuple[int, ...]]:
 
 
 def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
-    """BigScience's list: any run of entries may be a stage, embedding and head alone, too."""
+    """BigScience's list: any run of entries may be a stage that has a layer; others could not run (``notices``)."""
     shape = megatron_deepspeed.parallel_shape(plan)
     entries = megatron_deepspeed.layer_list(plan, shape)
     stages, total = plan.layout.pp, len(entries)
@@ -353,7 +360,7 @@ def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteri
             return tuple(names[BEFORE : BEFORE + high - low])
         return tuple(names[low:high])
 
-    bounds = _edges(fastest(plan.model.layers, stages, 1, ratios))
+    bounds = _edges(fastest(plan.model.layers, stages, 1, ratios, ends_of(plan.framework)))
     threshold = limit
     if threshold is None:
         threshold = max(peak(at, canonical(low, high)) for at, (low, high) in enumerate(pairwise(bounds)))
@@ -366,9 +373,7 @@ def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteri
         held = names[low:high]
         if ("embedding" in held) != (stage == 0) or ("head" in held) != (stage == stages - 1):
             return inf, inf  # what follows the head stays with it
-        if not any(map(megatron_deepspeed.has_module, held)):
-            return inf, inf
-        if sum(layer[low:high]) * alone > threshold:
+        if not sum(layer[low:high]) or sum(layer[low:high]) * alone > threshold:
             return inf, inf
         size = peak(stage, canonical(low, high))
         return criteria(size, sum(seconds[low:high])) if size <= threshold else (inf, inf)
