@@ -202,6 +202,8 @@ class Space:
             },
             "pipeline": dict(_NO_CUT) if point.pp != self.base.layout.pp or point.vpp != self.base.layout.vpp else {},
         }
+        if self.base.framework == "megatron" and not point.zero:
+            changes["megatron"] = {"overlap_param_gather": False, "distributed_optimizer_instances": 1}
         whole: dict[str, Any] = {}
         for path, value in [*(one for extra in point.extras for one in extra.fields), *(fields or {}).items()]:
             section, _, name = path.rpartition(".")
@@ -251,7 +253,7 @@ def filled(base: Plan) -> Plan:
         if base.hardware.gpus is None or base.batch.gbs is None or base.framework == "device-map":
             raise
     alone = {
-        "layout": Layout(),
+        "layout": Layout(zero=base.layout.zero),
         "hardware": base.hardware.model_copy(update={"gpus": None}),
         "batch": base.batch.model_copy(update={"mbs": 1, "accumulation": None}),
         "pipeline": updated(base.pipeline, _NO_CUT),
@@ -317,7 +319,7 @@ def _parallel_sizes(plan: Plan, gpus: int) -> dict[str, tuple[int, ...]]:
     divided = (model.heads, model.kv_heads, model.ffn, model.hidden)
     wide = tuple(t for t in _divisors(gpus) if t <= within_node and not any(size % t for size in divided))
     if framework in ("megatron", "megatron-deepspeed"):
-        sizes |= {"tp": wide, "pp": deep, "zero": (1, 0)}
+        sizes |= {"tp": wide, "pp": deep, "zero": (1,) if plan.optimizer.precision_aware else (1, 0)}
     if framework == "megatron":
         longest = _powers(gpus) if plan.attention == "flash" else one
         sizes |= {"cp": tuple(cp for cp in longest if cp <= MOST_CONTEXT), "vpp": tuple(range(1, MOST_CHUNKS + 1))}
