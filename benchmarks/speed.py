@@ -22,6 +22,7 @@ from time import perf_counter
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.searching import LARGE, cutting, searching  # noqa: E402
 from memplan.allocator import AllocatorSettings, CachingAllocator  # noqa: E402
 from memplan.estimate import estimate, fold, programs_of  # noqa: E402
 from memplan.frameworks import megatron, plain  # noqa: E402, F401 (imported here, so that no plan pays for it)
@@ -33,6 +34,7 @@ from memplan.replay import replay  # noqa: E402
 from memplan.tape import Hold  # noqa: E402
 
 EXAMPLE = "bigscience-104b-250k"
+LARGE_FLAGS = tuple(part for name, value in LARGE.items() for part in (f"--{name}", value))
 MEMPLAN = ("-c", "from memplan.cli import main; raise SystemExit(main())")
 
 
@@ -58,6 +60,7 @@ def processes(runs: int) -> Iterator[tuple[str, str]]:
         "python -c pass": ("-c", "pass"),
         "memplan --version": (*MEMPLAN, "--version"),
         f"memplan estimate {EXAMPLE} --json": (*MEMPLAN, "estimate", EXAMPLE, "--json"),
+        "memplan suggest-partition, 16,384 GPUs": (*MEMPLAN, "suggest-partition", *LARGE_FLAGS, "--json"),
     }
     empty = 0.0
     with tempfile.TemporaryDirectory() as cache:
@@ -168,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="how fast an estimate is")
     parser.add_argument("--runs", type=int, default=10, help="runs of each process")
     runs = max(1, parser.parse_args(arguments).runs)
-    for measure in (in_process(), allocator(), processes(runs)):
+    for measure in (in_process(), allocator(), cutting(), searching(), processes(runs)):
         for name, result in measure:
             print(f"{name:<52} {result}")
     return 0

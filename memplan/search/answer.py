@@ -96,7 +96,7 @@ def _space(base: Plan, resolved: Plan, fixed: Mapping[str, object]) -> Space:
     if _has_points(space):
         return space
     gpus = space.gpus
-    for number in (1, 2):
+    for number in (1, 2, 3):
         for paths in combinations(sorted(fixed), number):
             if not _has_points_with(base, resolved, {path: fixed[path] for path in paths}):
                 raise _contradiction(space, fixed, paths)
@@ -119,9 +119,10 @@ def _has_points_with(base: Plan, resolved: Plan, fixed: Mapping[str, object]) ->
 def _contradiction(space: Space, fixed: Mapping[str, object], paths: Sequence[str]) -> PlanError:
     fields = plan_fields()
     named = [f"{fields[path].flag[2:] if path in fields else path} = {fixed[path]}" for path in paths]
-    if len(named) == 2:
+    if len(named) > 1:
+        together = f"{', '.join(named[:-1])} and {named[-1]}"
         problem = f"contradict each other on {space.gpus:,} GPUs: {_why(space)}"
-        return PlanError("", ABSENT, f"{named[0]} and {named[1]} {problem}", origin=Origin("--fix"))
+        return PlanError("", ABSENT, f"{together} {problem}", origin=Origin("--fix"))
     return PlanError(paths[0], fixed[paths[0]], f"leaves no layout of {space.gpus:,} GPUs: {_why(space)}")
 
 
