@@ -107,7 +107,27 @@ def at_least(needs: LayerNeeds, kept: States, shards: int, load: tuple[tuple[int
     return max(layers * per_layer + flying * needs.saved for layers, flying in load)
 
 
-def at_best(needs: LayerNeeds, kept: States, shards: int, layers: int, pp: int, vpp: int, microbatches: int) -> float:
+class Load(NamedTuple):
+    """What a bound needs to know of a layout."""
+
+    needs: LayerNeeds
+    kept: States
+    shards: int
+    pp: int
+    vpp: int
+    microbatches: int
+
+    @property
+    def states(self) -> float:
+        """Bytes of a layer."""
+        return self.needs.elements * (self.kept.whole * self.shards + self.kept.divided) / self.shards
+
+    def saved(self, stage: int) -> float:
+        """Bytes that every layer of ``stage`` holds for its passes in flight."""
+        return flights(self.pp, self.vpp, self.microbatches, stage) / self.vpp * self.needs.saved
+
+
+def at_best(load: Load, layers: int) -> float:
     """Bytes of the fullest stage of whatever cut.
 
     A stage with n layers in v chunks has f passes in flight of chunks with (n - v + 1) / v layers or more, so it needs
@@ -115,7 +135,30 @@ def at_best(needs: LayerNeeds, kept: States, shards: int, layers: int, pp: int, 
     a stage holds at most (M + f (v - 1) / v S) / (A + f / v S) of the layers. These add up to all of them, which gives
     the least M.
     """
-    per_layer = needs.elements * (kept.whole * shards + kept.divided) / shards
-    flying = [flights(pp, vpp, microbatches, stage) / vpp * needs.saved for stage in range(pp)]
-    free = sum(one * (vpp - 1) / (per_layer + one) for one in flying)
-    return (layers - free) / sum(1 / (per_layer + one) for one in flying)
+    states, flying = load.states, [load.saved(stage) for stage in range(load.pp)]
+    free = sum(one * (load.vpp - 1) / (states + one) for one in flying)
+    return (layers - free) / sum(1 / (states + one) for one in flying)
+
+
+def most_layers(load: Load, limit: int) -> list[int]:
+    """At most so many layers are in each stage if none needs more than ``limit`` bytes (see ``at_best``)."""
+    states, flying = load.states, [load.saved(stage) for stage in range(load.pp)]
+    return [int((limit + one * (load.vpp - 1)) / (states + one)) for one in flying]
+
+
+def fewest_recomputed(plain: Load, full: Load, works: Works, limit: int) -> int:
+    """At least so many layers of every chunk must be recomputed if no stage is to need more than ``limit`` bytes."""
+    most = max(work.layers for stage in works for work in stage)
+    for count in range(1, most + 1):
+        needed = 0.0
+        for at, stage in enumerate(works):
+            kept = [max(0, work.layers - count) for work in stage]
+            again = [min(work.layers, count) for work in stage]
+            passes = flights(plain.pp, plain.vpp, plain.microbatches, at)
+            saved = min(
+                one * plain.needs.saved + other * full.needs.saved for one, other in zip(kept, again, strict=True)
+            )
+            needed = max(needed, _layers(stage) * plain.states + passes * saved)
+        if needed <= limit:
+            return count
+    return most

@@ -190,10 +190,25 @@ def _entries(work: Work) -> tuple[str, ...]:
     )
 
 
-def fitting(plan: Plan, ratios: Ratios, limit: int) -> Works | None:
+def capped(layers: int, vpp: int, ratios: Ratios, caps: Sequence[int], fewest_layers: int) -> Works | None:
+    """The cut whose slowest stage takes least among those with at most ``caps`` layers in a stage."""
+    pp = len(caps)
+    stages = [
+        [
+            Option(spread(count, vpp, last=at == pp - 1), _seconds(works, ratios))
+            for count in range(max(fewest(at, pp, vpp), fewest_layers), min(cap, layers) + 1)
+            for works in (stage_works(at, pp, spread(count, vpp, last=at == pp - 1)),)
+        ]
+        for at, cap in enumerate(caps)
+    ]
+    chosen = choose(stages, layers)
+    return None if chosen is None else tuple(stage_works(at, pp, one.chunks) for at, one in enumerate(chosen))
+
+
+def fitting(plan: Plan, ratios: Ratios, limit: int, caps: Sequence[int] | None = None) -> Works | None:
     """Of the cuts whose every stage requests at most ``limit`` bytes, the one whose slowest stage takes least, and then
-    the one whose largest needs least."""
-    return _chosen(plan, ratios, limit, lambda peak, seconds: (seconds if peak <= limit else inf, peak))
+    the one whose largest needs least. ``caps`` are known bounds of the layers in each stage."""
+    return _chosen(plan, ratios, limit, lambda peak, seconds: (seconds if peak <= limit else inf, peak), caps)
 
 
 def smallest(plan: Plan, ratios: Ratios) -> Works | None:
@@ -205,7 +220,9 @@ Criteria = Callable[[int, float], tuple[float, float]]
 """From bytes and time to what is least, and what decides among equals."""
 
 
-def _chosen(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
+def _chosen(
+    plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria, caps: Sequence[int] | None = None
+) -> Works | None:
     if plan.framework == "megatron-deepspeed":
         return _of_entries(plan, ratios, limit, criteria)
     if plan.framework == "device-map":
@@ -213,10 +230,12 @@ def _chosen(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -
     if plan.framework != "megatron":
         problem = "has no stages whose cut can be chosen"
         raise PlanError("framework", plan.framework, problem)
-    return _of_layers(plan, ratios, limit, criteria)
+    return _of_layers(plan, ratios, limit, criteria, caps)
 
 
-def _of_layers(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
+def _of_layers(
+    plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria, caps: Sequence[int] | None
+) -> Works | None:
     """Megatron-Core: embedding and head have their places, layers are all alike.
 
     Options of a stage reach from the fewest layers that leave the others no more than they can hold, to the most that
@@ -232,10 +251,16 @@ def _of_layers(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria
 
     least = [fewest(stage, pp, vpp) for stage in range(pp)]
 
-    def most_of(stage: int) -> int:
-        return _most(lambda count: peaks(stage, held(stage, count)) <= threshold, least[stage], layers)
+    tops = [layers] * pp if caps is None else [min(layers, cap) for cap in caps]
+    most: list[int] = []
+    for stage, top in enumerate(tops):
+        if sum(most) + sum(tops[stage:]) < layers:
+            return None
 
-    most = [most_of(stage) for stage in range(pp)]
+        def holds(count: int, stage: int = stage) -> bool:
+            return peaks(stage, held(stage, count)) <= threshold
+
+        most.append(_most(holds, least[stage], top, downwards=caps is not None))
     if sum(most) < layers or any(map(int.__lt__, most, least)):
         return None
     spare = sum(most) - layers
@@ -253,9 +278,15 @@ def _of_layers(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria
     return tuple(stage_works(at, pp, option.chunks) for at, option in enumerate(chosen))
 
 
-def _most(holds: Callable[[int], bool], fewest: int, layers: int) -> int:
-    """The largest number from ``fewest`` up to ``layers`` that ``holds``, if smaller ones do; one less if none does."""
+def _most(holds: Callable[[int], bool], fewest: int, layers: int, downwards: bool = False) -> int:
+    """The largest number from ``fewest`` up to ``layers`` that ``holds``, if smaller ones do; one less if none does.
+    ``downwards`` where it is near the upper end."""
     low, high, step = fewest - 1, layers, 1
+    while downwards and low < high and step <= 4:
+        if holds(high):
+            return high
+        high, step = high - 1, step + 1
+    step = 1
     while low + step <= high and holds(low + step):
         low, step = low + step, 2 * step
     high = min(high, low + step - 1)

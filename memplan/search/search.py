@@ -21,9 +21,21 @@ from ..estimate import device_bytes, estimate
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from .bounds import LayerNeeds, States, at_best, at_least, layer_needs, loads, scaled, states
+from .bounds import (
+    LayerNeeds,
+    Load,
+    States,
+    at_best,
+    at_least,
+    fewest_recomputed,
+    layer_needs,
+    loads,
+    most_layers,
+    scaled,
+    states,
+)
 from .clock import Clock
-from .cuts import CUT, Ratios, Works, fields_of, fitting, smallest
+from .cuts import CUT, Ratios, Works, capped, ends_of, fields_of, fitting, smallest
 from .peaks import fullest
 from .result import Counts, Suggestion
 from .space import NO_RECOMPUTE, Point, Recomputing, Space
@@ -45,6 +57,8 @@ class Candidate:
     """``seconds`` is the whole step, not only its passes."""
     fitted: bool = False
     """Its cut, or the number of its recomputed layers, was chosen to fit."""
+    to_fit: int = 0
+    """Bytes that its tensors may request once that has been chosen; until then its time is a bound from below."""
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -217,7 +231,9 @@ class Search:
             _, _, candidate = heapq.heappop(heap)
             if not is_worth(candidate):
                 continue
-            if candidate.timed:
+            if candidate.to_fit:
+                self._waiting += self._chosen(candidate)
+            elif candidate.timed:
                 taken += 1
                 self.report("layouts, fastest first", taken, len(self.candidates))
                 yield candidate
@@ -242,43 +258,59 @@ class Search:
         return replace(candidate, seconds=self.clock.seconds(candidate.point, works), works=works, timed=True)
 
     def _fitted(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
-        """The same layout cut, or recomputed, such that its tensors request ``limit`` bytes at most."""
+        """The same layout, to be cut or recomputed such that its tensors request ``limit`` bytes at most: not before
+        nothing faster is left (``_chosen``), as that takes many folds."""
         point = candidate.point
         if not self.is_cut or candidate.fitted:
             return
         if self.space.cut is None and point.pp > 1 and self._at_best(point) <= limit:
-            plan = resolve(self._plan(candidate))
-            works = fitting(plan, self.clock.ratios(point), limit)
-            if works is not None and works != candidate.works:
-                yield replace(self._timed(candidate, works), fitted=True)
-        if point.recompute == NO_RECOMPUTE and Recomputing("full") in self.space.recompute:
-            yield from self._recomputed(candidate, limit)
+            layers, framework = self.space.base.model.layers, self.space.base.framework
+            caps = most_layers(self._load(point), limit)
+            works = capped(layers, point.vpp, self.clock.ratios(point), caps, ends_of(framework))
+            if works is not None:
+                yield replace(self._timed(candidate, works), fitted=True, to_fit=limit)
+        whole = point._replace(recompute=Recomputing("full"))
+        most = max(work.layers for stage in candidate.works for work in stage)
+        if point.recompute != NO_RECOMPUTE or whole.recompute not in self.space.recompute or most < 2:
+            return
+        if self._floor(whole, candidate.works) <= limit:
+            fewest = fewest_recomputed(self._load(point), self._load(whole), candidate.works, limit)
+            yield replace(self._timed(_recomputing(candidate, fewest)), fitted=True, to_fit=limit)
+
+    def _chosen(self, candidate: Candidate) -> Iterator[Candidate]:
+        """``candidate`` with the fastest cut that fits, or the fewest recomputed layers."""
+        point, limit = candidate.point, candidate.to_fit
+        done = replace(candidate, to_fit=0)
+        if point.recompute.method == "block":
+            yield from self._recomputed(done, limit)
+            return
+        caps = most_layers(self._load(point), limit)
+        works = fitting(resolve(self._plan(done)), self.clock.ratios(point), limit, caps)
+        if works is not None:
+            yield self._timed(done, works)
+
+    def _load(self, point: Point) -> Load:
+        shards, microbatches = point.dp * point.cp, self.space.microbatches(point)
+        return Load(self._needs(point), self._kept(point), shards, point.pp, point.vpp, microbatches)
 
     def _at_best(self, point: Point) -> float:
-        shards, microbatches = point.dp * point.cp, self.space.microbatches(point)
-        layers = self.space.base.model.layers
-        return at_best(self._needs(point), self._kept(point), shards, layers, point.pp, point.vpp, microbatches)
+        return at_best(self._load(point), self.space.base.model.layers)
 
     def _recomputed(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
-        """Full recompute on the fewest layers of every stage (of every chunk) that make it fit."""
+        """Full recompute on the fewest layers of every stage (of every chunk) that make it fit, from a number that is
+        not more than that."""
+        least = candidate.point.recompute.layers or 1
         most = max(work.layers for stage in candidate.works for work in stage)
-        whole = candidate.point._replace(recompute=Recomputing("full"))
-        if most < 2 or self._floor(whole, candidate.works) > limit:
-            return
-
-        def on(layers: int) -> Candidate:
-            return replace(
-                candidate, point=candidate.point._replace(recompute=Recomputing("full", "block", layers)), fitted=True
-            )
 
         def holds(layers: int) -> bool:
-            suggestion = self.folded(on(layers), limit)
+            suggestion = self.folded(_recomputing(candidate, layers), limit)
             return suggestion is not None and suggestion.requested <= limit
 
-        if not holds(most):
-            return
-        fewest = bisect_left(range(1, most), True, key=holds) + 1
-        yield self._timed(on(fewest))
+        if holds(least):
+            yield self._timed(candidate)
+        elif least < most and holds(most):
+            fewest = bisect_left(range(least + 1, most), True, key=holds) + least + 1
+            yield self._timed(_recomputing(candidate, fewest))
 
     # -- memory against time -------------------------------------------------------------------------------
 
@@ -331,6 +363,10 @@ class Search:
         too_large = self.too_large + sum(one.floor > self.requestable for one in self.candidates)
         slower = max(0, self.considered - too_large - folded)
         return Counts(self.considered, dict(self.refused), too_large, slower, folded, self.replayed)
+
+
+def _recomputing(candidate: Candidate, layers: int) -> Candidate:
+    return replace(candidate, point=candidate.point._replace(recompute=Recomputing("full", "block", layers)))
 
 
 def _kind(point: Point) -> object:
