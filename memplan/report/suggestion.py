@@ -19,15 +19,15 @@ from ..search.timing import StepTime, cost_of_step, cost_of_tokens
 from .names import stage_word
 from .output import put, put_line
 from .palette import BAD, CAUTION, FAINT, GOOD
-from .pieces import Pieces
+from .pieces import DOT, Pieces
 from .stages import stage_tables
 from .suggestion_tables import alternatives, changes_table, compact_stages, cuts_table, front_table
 from .suggestion_words import (
     comparison_words,
     cut_field,
     cut_words,
+    gpus_words,
     layout_pieces,
-    layout_words,
     same_layout,
     time_unit,
 )
@@ -59,7 +59,7 @@ def print_suggestion(answer: Answer, console: Console, *, verbose: bool = False,
     if quiet:
         found = answer.found
         stated = _stated(found)
-        put_line(console, Text.assemble(*_headline(found), layout_words(stated) if stated is not None else ""))
+        put_line(console, Text.assemble(*_headline(found), DOT.join(_pieces(found, stated)) if stated else ""))
     else:
         put(console, *_body(answer, console, verbose))
 
@@ -67,7 +67,8 @@ def print_suggestion(answer: Answer, console: Console, *, verbose: bool = False,
 def _body(answer: Answer, console: Console, verbose: bool) -> Iterator[RenderableType]:
     found = answer.found
     word, said = _headline(found)
-    first, *rest = layout_pieces(stated) if (stated := _stated(found)) is not None else [""]
+    stated = _stated(found)
+    first, *rest = _pieces(found, stated) if stated is not None else [""]
     yield Pieces([Text.assemble(word, said, first), *rest])
     yield Pieces(_job(found), style=FAINT)
     yield Text()
@@ -93,6 +94,11 @@ def _body(answer: Answer, console: Console, verbose: bool) -> Iterator[Renderabl
 def _stated(found: Found) -> Suggestion | None:
     """The layout that the report is about."""
     return found.best[0] if found.best else found.closest
+
+
+def _pieces(found: Found, stated: Suggestion) -> list[str]:
+    """The layout, and on how many GPUs where that was the question."""
+    return [*([gpus_words(stated.plan)] if found.objective == "gpus" else []), *layout_pieces(stated)]
 
 
 def _headline(found: Found) -> tuple[tuple[str, str], str]:

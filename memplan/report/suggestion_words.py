@@ -32,6 +32,10 @@ def layout_pieces(suggestion: Suggestion) -> list[str]:
     return [*([] if parts[:-2] else [_alone(suggestion)]), *parts, *(one.label for one in point.extras)]
 
 
+def gpus_words(plan: Plan) -> str:
+    return _plural(plan.hardware.gpus or 1, "GPU")
+
+
 def _alone(suggestion: Suggestion) -> str:
     works = suggestion.works
     return f"{len(works)} devices" if suggestion.plan.framework == "device-map" and works else "no parallelism"
@@ -100,6 +104,8 @@ def difference_pieces(other: Suggestion, than: Suggestion) -> list[str]:
 
 def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
     mine, theirs = other.point, than.point
+    if other.plan.hardware.gpus != than.plan.hardware.gpus and other.plan.hardware.gpus is not None:
+        yield gpus_words(other.plan)
     for name in _sizes(other):
         if getattr(mine, name) != getattr(theirs, name):
             yield f"{name} {getattr(mine, name)}"

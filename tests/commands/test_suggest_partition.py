@@ -86,6 +86,8 @@ def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
     assert least["seconds"] > fastest["seconds"]
     fewest = answer(capsys, *JOB, "--objective=gpus")["recommended"]
     assert fewest["layout"]["gpus"] == 1
+    assert main(suggest(*JOB, "--objective=gpus", "-q")) == 0
+    assert capsys.readouterr().out.startswith("Recommended: 1 GPU · ")
 
 
 def test_headroom_and_price(capsys: pytest.CaptureFixture[str]) -> None:
