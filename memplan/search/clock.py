@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from .cuts import CUT, Ratios, Work, Works, ends_of, fastest
+from .cuts import CUT, Ratios, Work, Works, fastest, may_be_alone
 from .space import Point, Recomputing, Space
 from .timing import (
     EntryTimes,
@@ -84,7 +84,7 @@ class Clock:
         family = self.family(point)
         if self.space.cut is None:
             base = self.space.base
-            works = fastest(base.model.layers, point.pp, point.vpp, family.ratios, ends_of(base.framework))
+            works = fastest(base.model.layers, point.pp, point.vpp, family.ratios, may_be_alone(base.framework))
         else:
             works = self._given(point)
         return works, self._passes(family, point, works, 0.0)

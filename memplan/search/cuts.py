@@ -25,9 +25,9 @@ CUT = ("megatron", "megatron-deepspeed")
 """Frameworks whose cut into stages is chosen."""
 
 
-def ends_of(framework: str) -> int:
-    """Layers that must be in the stages of embedding and head: BigScience's could not run without (``notices``)."""
-    return 1 if framework == "megatron-deepspeed" else 0
+def may_be_alone(framework: str) -> bool:
+    """Whether embedding or head can be a stage without a layer: BigScience's could not run (``notices``)."""
+    return framework != "megatron-deepspeed"
 
 
 class Work(NamedTuple):
@@ -65,61 +65,66 @@ class Ratios(NamedTuple):
 # -- the fastest -----------------------------------------------------------------------------------------
 
 
-def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, fewest: int = 0) -> Works:
-    """The cut whose slowest virtual stage takes least; of several the most even one, and of those the one whose first
-    virtual stages, which have most in flight, hold least.
+def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) -> Works:
+    """The cut whose slowest stage takes least, all its chunks together; of several the most even one, and of those the
+    one whose first stages, which have most in flight, hold least.
 
-    A virtual stage that may take the time of t layers holds floor(t - what its ends take) of them, and the first t for
-    which these add up to enough is a whole number, or a whole number and what the first or the last stage's ends take.
-    ``fewest`` layers are with both ends.
+    A stage that may take the time of t layers holds floor(t - what its ends take) of them, and the first t for which
+    these add up to enough is a whole number, or a whole number and what the first or the last stage's ends take.
+    Without ``alone`` an embedding or a head is beside a layer.
     """
-    slots = pp * vpp
-    if slots == 1:
-        return ((Work(layers, True, True),),)
-    ends = fewest + max(ratios.embedding, ratios.head)
-    least = max((layers + ratios.embedding + ratios.head) / slots - 1e-9, ends, float(fewest))
+    if pp == 1:
+        return (stage_works(0, 1, (layers,)),)
+    least = _fewest_of(pp, vpp, alone)
+    start = max(
+        (layers + ratios.embedding + ratios.head) / pp - 1e-9,
+        least[0] + ratios.embedding,
+        least[-1] + ratios.head,
+        float(max(least)) if pp > 2 else 0.0,
+    )
     time = min(
         time
         for ends in (0.0, ratios.embedding, ratios.head)
-        for time in _upwards(ends, least)
-        if sum(_held(time, slots, ratios)) >= layers
+        for time in _upwards(ends, start)
+        if _capacity(time, pp, ratios) >= layers
     )
-    return _levelled(layers, pp, vpp, *_held(time, slots, ratios))
+    first, last = floor(time - ratios.embedding + 1e-9), floor(time - ratios.head + 1e-9)
+    return _levelled(layers, pp, vpp, least, first, floor(time + 1e-9), last)
+
+
+def _fewest_of(pp: int, vpp: int, alone: bool) -> tuple[int, ...]:
+    """Layers that every stage has at least, so that no chunk is empty."""
+    return tuple(max(fewest(stage, pp, vpp), int(not alone)) for stage in range(pp))
 
 
 def _upwards(ends: float, least: float) -> Iterator[float]:
-    """``ends`` and whole numbers more, from ``least`` on, up to the one that surely is enough."""
+    """``ends`` and whole numbers more, from ``least`` on, up to one that surely is enough."""
     start = ends + max(0, ceil(least - ends))
     return (start + more for more in range(4))
 
 
-def _held(time: float, slots: int, ratios: Ratios) -> tuple[int, int, int]:
-    """Layers of the first virtual stage, of all between, and of the last one, that take ``time``."""
+def _capacity(time: float, pp: int, ratios: Ratios) -> int:
+    """Layers that the stages hold that take ``time``."""
     first, last = floor(time - ratios.embedding + 1e-9), floor(time - ratios.head + 1e-9)
-    return max(0, first), (slots - 2) * floor(time + 1e-9), max(0, last)
+    return first + (pp - 2) * floor(time + 1e-9) + last
 
 
 @lru_cache(maxsize=1 << 14)
-def _levelled(layers: int, pp: int, vpp: int, first: int, between: int, last: int) -> Works:
-    """At most so many layers in each virtual stage, as even as can be, ``layers`` in all."""
-    slots = pp * vpp
-    most = [first, *[between // (slots - 2)] * (slots - 2), last] if slots > 2 else [first, last]
-    level = next(level for level in range(layers + 1) if sum(min(one, level) for one in most) >= layers)
-    counts = [min(one, level) for one in most]
+def _levelled(layers: int, pp: int, vpp: int, least: tuple[int, ...], first: int, between: int, last: int) -> Works:
+    """At most so many layers in each stage and at ``least`` those, as even as can be, ``layers`` in all."""
+    most = [first, *[between] * (pp - 2), last]
+
+    def counts_at(level: int) -> list[int]:
+        return [max(low, min(high, level)) for low, high in zip(least, most, strict=True)]
+
+    level = next(level for level in range(layers + 1) if sum(counts_at(level)) >= layers)
+    counts = counts_at(level)
     surplus = sum(counts) - layers
     for at, count in enumerate(counts):
-        if surplus and count == level:
+        if surplus and count == level > least[at]:
             counts[at] -= 1
             surplus -= 1
-    return _works(counts, pp, vpp)
-
-
-def _works(counts: Sequence[int], pp: int, vpp: int) -> Works:
-    """``counts`` along the model: chunk 0 of every stage, then chunk 1, …"""
-    last = pp * vpp - 1
-    return tuple(
-        tuple(Work(counts[at], at == 0, at == last) for at in range(stage, pp * vpp, pp)) for stage in range(pp)
-    )
+    return tuple(stage_works(at, pp, spread(count, vpp, last=at == pp - 1)) for at, count in enumerate(counts))
 
 
 # -- as fields of a plan --------------------------------------------------------------------------------
@@ -190,13 +195,14 @@ def _entries(work: Work) -> tuple[str, ...]:
     )
 
 
-def capped(layers: int, vpp: int, ratios: Ratios, caps: Sequence[int], fewest_layers: int) -> Works | None:
+def capped(layers: int, vpp: int, ratios: Ratios, caps: Sequence[int], alone: bool) -> Works | None:
     """The cut whose slowest stage takes least among those with at most ``caps`` layers in a stage."""
     pp = len(caps)
+    least = _fewest_of(pp, vpp, alone)
     stages = [
         [
             Option(spread(count, vpp, last=at == pp - 1), _seconds(works, ratios))
-            for count in range(max(fewest(at, pp, vpp), fewest_layers), min(cap, layers) + 1)
+            for count in range(least[at], min(cap, layers) + 1)
             for works in (stage_works(at, pp, spread(count, vpp, last=at == pp - 1)),)
         ]
         for at, cap in enumerate(caps)
@@ -243,13 +249,13 @@ def _of_layers(
     used for these two ends only (``tests/search/test_cuts.py`` checks it).
     """
     layers, pp, vpp = plan.model.layers, plan.layout.pp, plan.layout.vpp
-    peaks, first = Peaks(plan), fastest(layers, pp, vpp, ratios, ends_of(plan.framework))
+    peaks, first = Peaks(plan), fastest(layers, pp, vpp, ratios, may_be_alone(plan.framework))
     threshold = max(peaks(at, works) for at, works in enumerate(first)) if limit is None else limit
 
     def held(stage: int, count: int) -> tuple[Work, ...]:
         return stage_works(stage, pp, spread(count, vpp, last=stage == pp - 1))
 
-    least = [fewest(stage, pp, vpp) for stage in range(pp)]
+    least = _fewest_of(pp, vpp, True)
 
     tops = [layers] * pp if caps is None else [min(layers, cap) for cap in caps]
     most: list[int] = []
@@ -322,8 +328,8 @@ def stage_works(stage: int, pp: int, chunks: Sequence[int]) -> tuple[Work, ...]:
 
 
 def _seconds(works: Sequence[Work], ratios: Ratios) -> float:
-    """Time of a stage's longest chunk, in layers: chunks of an interleaved schedule take turns."""
-    return max(work.layers + work.embedding * ratios.embedding + work.head * ratios.head for work in works)
+    """Time of a stage, in layers: its chunks take turns."""
+    return sum(work.layers + work.embedding * ratios.embedding + work.head * ratios.head for work in works)
 
 
 def _of_devices(plan: Plan, limit: int | None, criteria: Criteria) -> Works | None:
@@ -391,7 +397,7 @@ def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteri
             return tuple(names[BEFORE : BEFORE + high - low])
         return tuple(names[low:high])
 
-    bounds = _edges(fastest(plan.model.layers, stages, 1, ratios, ends_of(plan.framework)))
+    bounds = _edges(fastest(plan.model.layers, stages, 1, ratios, may_be_alone(plan.framework)))
     threshold = limit
     if threshold is None:
         threshold = max(peak(at, canonical(low, high)) for at, (low, high) in enumerate(pairwise(bounds)))

@@ -35,7 +35,7 @@ from .bounds import (
     states,
 )
 from .clock import Clock
-from .cuts import CUT, Ratios, Works, capped, ends_of, fields_of, fitting, smallest
+from .cuts import CUT, Ratios, Works, capped, fields_of, fitting, may_be_alone, smallest
 from .peaks import fullest
 from .result import Counts, Suggestion
 from .space import NO_RECOMPUTE, Point, Recomputing, Space
@@ -266,7 +266,7 @@ class Search:
         if self.space.cut is None and point.pp > 1 and self._at_best(point) <= limit:
             layers, framework = self.space.base.model.layers, self.space.base.framework
             caps = most_layers(self._load(point), limit)
-            works = capped(layers, point.vpp, self.clock.ratios(point), caps, ends_of(framework))
+            works = capped(layers, point.vpp, self.clock.ratios(point), caps, may_be_alone(framework))
             if works is not None:
                 yield replace(self._timed(candidate, works), fitted=True, to_fit=limit)
         whole = point._replace(recompute=Recomputing("full"))

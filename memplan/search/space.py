@@ -102,6 +102,8 @@ class Space:
     """Combinations of them; the first is none at all."""
     dp: tuple[int, ...] | None = None
     """``None``: what the other sizes leave."""
+    sequence_parallel: bool | None = None
+    """``None``: wherever there is tensor parallelism."""
     cut: str | None = None
     """The field that fixes what stages hold; ``None`` where the search may choose."""
     refused: Counter[str] = field(default_factory=Counter)
@@ -174,6 +176,8 @@ class Space:
                 return "interleaving needs micro-batches in multiples of pp"
             if cp > 1 and self.seq % (2 * cp):
                 return "2 cp must divide the sequence"
+            if self.sequence_parallel and tp == 1:
+                return "sequence parallelism needs tp above 1"
             if tp > 1 and self.seq // cp % tp:
                 return "cp x tp must divide the sequence"
         if framework == "fsdp" and pp > 1 and tp > 1:
@@ -189,7 +193,7 @@ class Space:
             "dp": None if self.base.framework != "device-map" else 1,
         }
         if self.base.framework == "megatron":
-            layout["sequence_parallel"] = point.tp > 1
+            layout["sequence_parallel"] = point.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
         changes: dict[str, dict[str, Any]] = {
             "layout": layout,
             "hardware": {"gpus": self.gpus},
@@ -293,6 +297,7 @@ def space_of(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int | N
         recompute=recompute,
         extras=_extras(resolved, fixed),
         dp=(int(fixed["layout.dp"]),) if "layout.dp" in fixed else None,
+        sequence_parallel=resolved.layout.sequence_parallel if "layout.sequence_parallel" in fixed else None,
         cut=cut,
     )
 

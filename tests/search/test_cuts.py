@@ -20,6 +20,7 @@ from memplan.search.changes import changed
 from memplan.search.cuts import (
     Peaks,
     Ratios,
+    Work,
     Works,
     fastest,
     fewest,
@@ -70,9 +71,12 @@ def peak_or_none(plan: Plan, bounds: tuple[int, ...]) -> int | None:
 
 
 def time_of(works: Works, ratios: Ratios) -> float:
-    """Of the slowest virtual stage, in layers."""
-    chunks = [work for stage in works for work in stage]
-    return max(work.layers + work.embedding * ratios.embedding + work.head * ratios.head for work in chunks)
+    """Of the slowest stage, in layers."""
+
+    def seconds(stage: tuple[Work, ...]) -> float:
+        return sum(work.layers + work.embedding * ratios.embedding + work.head * ratios.head for work in stage)
+
+    return max(map(seconds, works))
 
 
 # -- the fastest -----------------------------------------------------------------------------------------
@@ -84,13 +88,18 @@ def test_the_fastest_cut_is_that_of_dynamic_programming(
     layers: int, pp: int, vpp: int, embedding: float, head: float, least: int
 ) -> None:
     assume((pp > 1 or vpp == 1) and layers >= pp * vpp)
-    ratios, slots = Ratios(embedding, head), pp * vpp
-    works = fastest(layers, pp, vpp, ratios, least)
-    ends = [embedding * (slot == 0) + head * (slot == slots - 1) for slot in range(slots)]
-    options = [[Option((count,), count + taken) for count in range(least, layers + 1)] for taken in ends]
+    ratios = Ratios(embedding, head)
+    works = fastest(layers, pp, vpp, ratios, not least)
+    ends = [embedding * (stage == 0) + head * (stage == pp - 1) for stage in range(pp)]
+    fewest_of = [max(least, fewest(stage, pp, vpp)) for stage in range(pp)]
+    options = [
+        [Option((count,), count + taken) for count in range(low, layers + 1)]
+        for low, taken in zip(fewest_of, ends, strict=True)
+    ]
     chosen = choose(options, layers)
     assert chosen is not None
     assert sum(layers_of(works)) == layers
+    assert all(count >= low for count, low in zip(layers_of(works), fewest_of, strict=True))
     assert time_of(works, ratios) == pytest.approx(max(one.cost for one in chosen), abs=1e-6)
 
 
