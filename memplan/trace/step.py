@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..tape import Category
+from .failures import UntraceableError, explained
 from .job import Job
 from .models import example_inputs, made
 from .outline import outline_of
@@ -28,7 +29,7 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
     """The step after the first applied one: optimizer states exist, gradients do not.
 
     The model's output, and with it the logits' variable, is gone before backward begins; gradients end with
-    ``zero_grad`` behind the step.
+    ``zero_grad`` behind the step. ``UntraceableError`` where the model's code cannot run so.
     """
     recording = Recording()
     with environment(), rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
@@ -39,7 +40,10 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
         follow = Follow(recording, places, sums_in_place=sums_in_place)
         with follow, resizes_followed(follow), places.followed():
             follow.calibrate()
-            _run(job, model, follow, places)
+            try:
+                _run(job, model, follow, places)
+            except Exception as error:
+                raise UntraceableError(explained(error)) from error
     return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline)
 
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_iter
 
 from ..tape import Category, Drop, Hold, rounded
+from .failures import note
 from .recording import Place, Recording
 
 _aten: Any = torch.ops.aten
@@ -131,7 +132,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # what it does with the tensors inside is seen
-        out = self._as_on_a_gpu(func, args, kwargs or {})
+        try:
+            out = self._as_on_a_gpu(func, args, kwargs or {})
+        except Exception as error:
+            note(error, self.place())
+            raise
         if func is torch.ops.aten.native_layer_norm.default:
             out = (out[0], out[1].float(), out[2].float())  # CUDA's statistics are fp32
         for leaf in tree_iter(out):
