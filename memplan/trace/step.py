@@ -25,19 +25,20 @@ from .substitutions import cuda_behaviour
 from .traced import Traced
 
 
-def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
+def traced_step(job: Job, *, sums_in_place: bool = True, device: str = "cpu") -> Traced:
     """The step after the first applied one: optimizer states exist, gradients do not.
 
     The model's output, and with it the logits' variable, is gone before backward begins; gradients end with
-    ``zero_grad`` behind the step. ``UntraceableError`` where the model's code cannot run so.
+    ``zero_grad`` behind the step. On fake tensors of ``device``: with ``cuda``, which PyTorch has to find, nothing is
+    put in CUDA's place. ``UntraceableError`` where the model's code cannot run so.
     """
     recording = Recording()
-    with environment(), rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
+    with environment(), rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _on(device):
         model = made(job)
         outline = outline_of(model)
         shard(job, model, mesh)
         places = Places(model)
-        follow = Follow(recording, places, sums_in_place=sums_in_place)
+        follow = Follow(recording, places, sums_in_place=sums_in_place, device=device)
         with follow, resizes_followed(follow), places.followed():
             follow.calibrate()
             try:
@@ -45,6 +46,13 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
             except Exception as error:
                 raise UntraceableError(explained(error)) from error
     return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline)
+
+
+@contextmanager
+def _on(device: str) -> Iterator[None]:
+    """What is made is made on ``device``, and behaves as on a GPU."""
+    with torch.device(device) if device == "cuda" else cuda_behaviour():
+        yield
 
 
 def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:

@@ -40,6 +40,10 @@ FILLED: dict[Any, Any] = {
 While a mode sees operators, ``isTensorSubclassLike`` holds of every tensor and they fill a copy."""
 
 
+STATISTICS = (_aten.native_layer_norm.default, _aten.native_batch_norm.default)
+"""Operators whose mean and reciprocal deviation are fp32 on CUDA (``layer_norm_kernel.cu``, ``Normalization.cuh``)."""
+
+
 class _Followed(NamedTuple):
     finalizer: Any
     hold: Hold
@@ -50,10 +54,14 @@ class _Followed(NamedTuple):
 class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator below autograd, in forward and backward, and writes into ``recording``."""
 
-    def __init__(self, recording: Recording, place: Callable[[], Place], *, sums_in_place: bool = True) -> None:
+    def __init__(
+        self, recording: Recording, place: Callable[[], Place], *, sums_in_place: bool = True, device: str = "cpu"
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
         self.place = place
+        self.device = device
+        """The type of the device whose storages count."""
         self.host = False
         """Storages of zero-dimensional tensors that begin now are on the host, and not counted."""
         self._followed: dict[int, _Followed] = {}
@@ -82,7 +90,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _adopt(self, tensor: torch.Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._followed:
-            size = 0 if self.host and not tensor.dim() else storage.nbytes()
+            on_host = tensor.device.type != self.device or (self.host and not tensor.dim())
+            size = 0 if on_host else storage.nbytes()
             dtype = str(tensor.dtype).removeprefix("torch.")
             hold = Hold(0, size, Category.TEMPORARIES, name, tuple(tensor.shape), dtype)
             self._follow(storage, hold)
@@ -137,8 +146,10 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:
             note(error, self.place())
             raise
-        if func is torch.ops.aten.native_layer_norm.default:
-            out = (out[0], out[1].float(), out[2].float())  # CUDA's statistics are fp32
+        if func in STATISTICS and out[0].dtype in (torch.float16, torch.bfloat16):
+            out = (out[0], out[1].float(), out[2].float())
+        elif func is _aten.log_sigmoid_forward.default:
+            out = (out[0], out[1].new_empty(0))
         for leaf in tree_iter(out):
             if isinstance(leaf, torch.Tensor):
                 self.adopt(leaf, str(func))
