@@ -93,7 +93,8 @@ def _linear(linear: Any) -> Callable[..., torch.Tensor]:
         """``Linear.cpp``: one kernel for a matrix or a whole (b, s, h), else a product and then the bias, in place;
         which becomes a sum apart while a mode sees operators."""
         in_one = input.dim() == 2 or (input.dim() == 3 and input.is_contiguous())
-        others = is_traceable_wrapper_subclass(input) or torch.is_autocast_enabled(input.device.type)
+        wraps = is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(weight)
+        others = wraps or torch.is_autocast_enabled(input.device.type)
         if bias is None or in_one or others:
             return linear(input, weight, bias)  # type: ignore[no-any-return]
         return linear(input, weight).add_(bias)  # type: ignore[no-any-return]
