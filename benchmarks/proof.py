@@ -114,7 +114,7 @@ def sharded_proofs() -> dict[tuple[str, str, str], set[Shape]]:
 
 def _precision(sharding: Any) -> str:
     compute = sharding.param_dtype or sharding.original
-    return compute if compute == sharding.original else f"{sharding.original} shards, {compute}"
+    return compute if compute == sharding.original else f"{compute} over {sharding.original}"
 
 
 def others() -> Iterator[Other]:
@@ -151,9 +151,11 @@ def others() -> Iterator[Other]:
     test = "frameworks.test_ddp_against_torch::test_every_tensor_of_an_iteration"
     yield Other("DistributedDataParallel", f"fp32, eager; {families}", test, 1, "real processes on CPUs")
     families = _families(case.model for case in tuned.ADAPTED)
-    yield Other("LoRA (peft)", families, "layers.test_tuning_against_peft::test_step_with_adapters", 1)
+    yield Other("LoRA (peft)", families, "layers.test_tuning_against_peft::test_step_with_adapters", len(tuned.SHAPES))
     families = _families(case.model for case in tuned.PARTLY)
-    yield Other("frozen parts", families, "layers.test_tuning_against_peft::test_step_with_frozen_parts", 1)
+    yield Other(
+        "frozen parts", families, "layers.test_tuning_against_peft::test_step_with_frozen_parts", len(tuned.SHAPES)
+    )
     families = _families(case.model for case in four_bit.CASES)
     yield Other("4-bit weights", families, "layers.test_four_bit::test_step_with_four_bit_weights", 1)
     for kind in ("liger", "cut", "chunked", "logits_to_keep"):
@@ -250,8 +252,15 @@ def sharded_table() -> Iterator[str]:
         together = {
             shape for one, _, recompute in found if one == family and recompute for shape in found[one, "", recompute]
         }
-        precisions = ", ".join(sorted(name for one, name, _ in found if one == family and name))
-        yield line([family, _counted(len(together)), f"{without} · {full if recomputes else '–'}", precisions])
+        precisions = "; ".join(sorted(name for one, name, _ in found if one == family and name))
+        yield line(
+            [
+                family,
+                _counted(len(together)),
+                f"{_counted(without)} · {_counted(full) if recomputes else '–'}",
+                precisions,
+            ]
+        )
 
 
 def others_table() -> Iterator[str]:
