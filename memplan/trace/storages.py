@@ -44,6 +44,10 @@ STATISTICS = (_aten.native_layer_norm.default, _aten.native_batch_norm.default)
 """Operators whose mean and reciprocal deviation are fp32 on CUDA (``layer_norm_kernel.cu``, ``Normalization.cuh``)."""
 
 
+LOCAL = "_local_tensor"
+"""A ``DTensor``'s attribute."""
+
+
 class _Followed(NamedTuple):
     finalizer: Any
     hold: Hold
@@ -139,8 +143,10 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._followed.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # what it does with the tensors inside is seen
+        if any(is_traceable_wrapper_subclass_type(kind) and not hasattr(kind, LOCAL) for kind in types):
+            return (
+                NotImplemented  # what it does with the tensors inside is seen; a ``DTensor`` looks for placements, too
+            )
         try:
             out = self._as_on_a_gpu(func, args, kwargs or {})
         except Exception as error:
@@ -193,15 +199,21 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a ``DTensor``; other tensors as they are."""
+    part = getattr(tensor, LOCAL, tensor)
+    assert isinstance(part, torch.Tensor)
+    return part
+
+
 def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors inside one that wraps others, such as this rank's of a ``DTensor``; other tensors as they are."""
+    """The tensors inside one that wraps others; other tensors as they are."""
+    tensor = local(tensor)
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        part = getattr(tensor, name)
-        if isinstance(part, torch.Tensor):  # a ``DTensor`` names its mesh, too
-            yield from parts(part)
+        yield from parts(getattr(tensor, name))
 
 
 def references(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -75,6 +75,18 @@ def test_death_of_the_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bo
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
+def test_worker_without_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The real one, with 700 MB of addresses; where it fails is up to the dynamic linker."""
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nulimit -v 700000\nexec {sys.executable} "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    monkeypatch.setattr(run.sys, "executable", str(script))
+    with pytest.raises((PlanError, LackingError), match=r"cannot be (traced|imported)") as caught:
+        traced(job(), "gpt2")
+    assert "\n" not in str(caught.value)
+
+
 def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(found: dict[str, str], package: str) -> str:
         if package not in found:
