@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from benchmarks.mem_tracker import traced, tracked
@@ -9,8 +11,10 @@ from memplan.tape import Hold, rounded
 from memplan.trace.recording import BACKWARD
 from memplan.trace.step import traced_step
 
-from .test_step import model_flags, of
+from .test_step import model_flags
+from .test_step import of as of_plan
 
+of = partial(of_plan, layers="2")
 SINGLE = {
     "gpt2-fp32": ("gpt2", {"dtype": "fp32", "attention": "eager"}),
     "gpt2-bf16-recompute": ("gpt2", {"dtype": "bf16", "attention": "eager", "recompute": "full"}),
