@@ -31,6 +31,7 @@ def test_every_family_is_proven_under_fully_shard() -> None:
     found = proof.sharded_proofs()
     families = {family for family, _, _ in found}
     assert families == set(TRANSFORMERS) - set(proof.SAME_RECIPE) - {"bert"}, "fsdp has no recipe of BERT"
+    assert all(len(found["llama", "", recompute]) >= proof.ENOUGH for recompute in ("none", "full"))
     for family in families:
         shapes = set().union(*(found.get((family, "", recompute), set()) for recompute in ("none", "full")))
         assert len(shapes) >= proof.ENOUGH, family

@@ -116,6 +116,10 @@ IN_OTHER_SHAPES = [
     for at, model in enumerate(FAMILIES)
     for turn, (shape, recompute) in enumerate(OTHER_SHAPES)
 ]
+IN_OTHER_SHAPES += [
+    Case("llama", PRECISIONS[0], "none", "flash", 1, 64),
+    Case("llama", PRECISIONS[2], "full", "eager", 3, 37),
+]
 CASES = [*(Case("llama", sharding) for sharding in SHARDINGS), *OTHERS, *IN_OTHER_SHAPES]
 
 
