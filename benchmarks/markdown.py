@@ -28,8 +28,8 @@ def _section(table: Table) -> list[str]:
     lines += [f"- {label}: {text}" for label, text in (("Measured", table.what), ("Source", table.source)) if text]
     if table.rows:
         columns = COLUMNS if any(row.cause for row in table.rows) else COLUMNS[:-1]
-        lines += ["", _line(columns), _line(["---", "---", *["---:"] * 4, *["---"] * (len(columns) - 6)])]
-        lines += [_line(_cells(row)[: len(columns)]) for row in table.rows]
+        lines += ["", line(columns), line(["---", "---", *["---:"] * 4, *["---"] * (len(columns) - 6)])]
+        lines += [line(_cells(row)[: len(columns)]) for row in table.rows]
     if table.not_modelled:
         lines += ["", "Not modelled yet: " + "; ".join(table.not_modelled) + "."]
     for note in table.notes:
@@ -44,5 +44,6 @@ def _cells(row: Comparison) -> list[str]:
     return [row.id, row.reading, mib(row.measured), mib(row.estimated), percent, error, within, row.cause]
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """A row of a table."""
     return "| " + " | ".join(cells) + " |"

@@ -61,12 +61,10 @@ def model_class(config: Any) -> Any:
         named = getattr(transformers, name, None)
         if named is not None and name.endswith(_WITH_LOSS):
             return named
-    mappings: tuple[Any, ...] = (
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    )
+    mappings: tuple[Any, ...] = (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
+    if not config.is_encoder_decoder:  # else its decoder alone
+        mappings = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, *mappings)
+    mappings = (*mappings, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING)
     if not getattr(config, "is_decoder", False) and not config.is_encoder_decoder:
         mappings = (auto.MODEL_FOR_MASKED_LM_MAPPING, *mappings)
     for mapping in mappings:

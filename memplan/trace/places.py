@@ -7,6 +7,7 @@ onto the graph. ``AccumulateGrad`` has no such number, but the parameter.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from .failures import note
 from .recording import BACKWARD, SETUP, Place
 
 
@@ -62,6 +64,9 @@ class Places:
         self._note()
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None:
+            note(error, self())
         self.stack.pop()
         self._note()
 

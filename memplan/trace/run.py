@@ -31,6 +31,9 @@ def traced(job: Job, model: str) -> Traced:
     if worker.returncode:
         raise PlanError("model", model, f"cannot be traced: {_death(worker.returncode, errors.decode())}")
     answer = json.loads(out)
+    if "lacking" in answer:
+        package, problem = answer["lacking"]
+        raise LackingError(f"memplan trace needs {package}, which cannot be imported ({problem}): {_how(package)}")
     if "error" in answer:
         raise PlanError("model", model, f"cannot be traced: {answer['error']}")
     return Traced.from_json(answer)
@@ -42,12 +45,19 @@ def _death(code: int, errors: str) -> str:
     last = f": {lines[-1]}" if lines else ""
     if code > 0:
         return f"the process that ran it ended with {code}{last}"
-    return f"the process that ran it was ended by {signal.Signals(-code).name}{last}"
+    name = signal.Signals(-code).name
+    if name == "SIGKILL":
+        last = ", which Linux sends where memory runs out"
+    return f"the process that ran it was ended by {name}{last}"
+
+
+def _how(package: str) -> str:
+    """What installs it."""
+    return f"pip install '{package}>={'.'.join(map(str, LEAST[package]))}'"
 
 
 def _check(package: str) -> None:
-    least = LEAST[package]
-    wanted = f"pip install '{package}>={'.'.join(map(str, least))}'"
+    least, wanted = LEAST[package], _how(package)
     try:
         found = version(package)
     except PackageNotFoundError:

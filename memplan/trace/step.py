@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..tape import Category
+from .failures import UntraceableError, explained
 from .job import Job
 from .models import example_inputs, made
 from .outline import outline_of
@@ -24,23 +25,34 @@ from .substitutions import cuda_behaviour
 from .traced import Traced
 
 
-def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
+def traced_step(job: Job, *, sums_in_place: bool = True, device: str = "cpu") -> Traced:
     """The step after the first applied one: optimizer states exist, gradients do not.
 
     The model's output, and with it the logits' variable, is gone before backward begins; gradients end with
-    ``zero_grad`` behind the step.
+    ``zero_grad`` behind the step. On fake tensors of ``device``: with ``cuda``, which PyTorch has to find, nothing is
+    put in CUDA's place. ``UntraceableError`` where the model's code cannot run so.
     """
     recording = Recording()
-    with environment(), rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
+    with environment(), rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _on(device):
         model = made(job)
         outline = outline_of(model)
         shard(job, model, mesh)
         places = Places(model)
-        follow = Follow(recording, places, sums_in_place=sums_in_place)
+        follow = Follow(recording, places, sums_in_place=sums_in_place, device=device)
         with follow, resizes_followed(follow), places.followed():
             follow.calibrate()
-            _run(job, model, follow, places)
+            try:
+                _run(job, model, follow, places)
+            except Exception as error:
+                raise UntraceableError(explained(error)) from error
     return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline)
+
+
+@contextmanager
+def _on(device: str) -> Iterator[None]:
+    """What is made is made on ``device``, and behaves as on a GPU."""
+    with torch.device(device) if device == "cuda" else cuda_behaviour():
+        yield
 
 
 def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:

@@ -15,11 +15,37 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_iter
 
 from ..tape import Category, Drop, Hold, rounded
+from .failures import note
 from .recording import Place, Recording
+
+_aten: Any = torch.ops.aten
+FILLED: dict[Any, Any] = {
+    _aten.index_put.default: _aten.index_put_.default,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.put.default: _aten.put_.default,
+}
+"""What fills zeros that a backward formula has just made, and what does it in place: indexing, ``gather``,
+``index_select``, ``topk``/``sort``/``max`` and ``take`` (``FunctionsManual.cpp``, ``index_backward``,
+``index_select_backward``, ``value_selecting_reduction_backward``; ``TensorAdvancedIndexing.cpp``, ``gather_backward``).
+While a mode sees operators, ``isTensorSubclassLike`` holds of every tensor and they fill a copy."""
+
+
+STATISTICS = (_aten.native_layer_norm.default, _aten.native_batch_norm.default)
+"""Operators whose mean and reciprocal deviation are fp32 on CUDA (``layer_norm_kernel.cu``, ``Normalization.cuh``)."""
+
+
+LOCAL = "_local_tensor"
+"""A ``DTensor``'s attribute."""
 
 
 class _Followed(NamedTuple):
@@ -32,10 +58,14 @@ class _Followed(NamedTuple):
 class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator below autograd, in forward and backward, and writes into ``recording``."""
 
-    def __init__(self, recording: Recording, place: Callable[[], Place], *, sums_in_place: bool = True) -> None:
+    def __init__(
+        self, recording: Recording, place: Callable[[], Place], *, sums_in_place: bool = True, device: str = "cpu"
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
         self.place = place
+        self.device = device
+        """The type of the device whose storages count."""
         self.host = False
         """Storages of zero-dimensional tensors that begin now are on the host, and not counted."""
         self._followed: dict[int, _Followed] = {}
@@ -56,20 +86,25 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def adopt(self, tensor: torch.Tensor, name: str, category: Category | None = None) -> None:
         """Follows the storage of ``tensor``, unless it is already; ``category`` is what it is for."""
-        tensor = local(tensor)
+        for part in parts(tensor):
+            self._adopt(part, name)
+            if category is not None:
+                self.mark(part, category)
+
+    def _adopt(self, tensor: torch.Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._followed:
-            size = 0 if self.host and not tensor.dim() else storage.nbytes()
+            on_host = tensor.device.type != self.device or (self.host and not tensor.dim())
+            size = 0 if on_host else storage.nbytes()
             dtype = str(tensor.dtype).removeprefix("torch.")
             hold = Hold(0, size, Category.TEMPORARIES, name, tuple(tensor.shape), dtype)
             self._follow(storage, hold)
-        if category is not None:
-            self.mark(tensor, category)
 
     def mark(self, tensor: torch.Tensor, category: Category) -> None:
         """Says what the storage of ``tensor`` is for."""
-        hold = self._followed[local(tensor).untyped_storage()._cdata].hold
-        self.recording.marks[hold.tensor] = category
+        for part in parts(tensor):
+            hold = self._followed[part.untyped_storage()._cdata].hold
+            self.recording.marks[hold.tensor] = category
 
     def _follow(self, storage: torch.UntypedStorage, hold: Hold) -> Hold:
         """Follows ``storage``, described by ``hold`` but for its number; the hold that is written down."""
@@ -108,9 +143,19 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._followed.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = self._as_on_a_gpu(func, args, kwargs or {})
-        if func is torch.ops.aten.native_layer_norm.default:
-            out = (out[0], out[1].float(), out[2].float())  # CUDA's statistics are fp32
+        if any(is_traceable_wrapper_subclass_type(kind) and not hasattr(kind, LOCAL) for kind in types):
+            return (
+                NotImplemented  # what it does with the tensors inside is seen; a ``DTensor`` looks for placements, too
+            )
+        try:
+            out = self._as_on_a_gpu(func, args, kwargs or {})
+        except Exception as error:
+            note(error, self.place())
+            raise
+        if func in STATISTICS and out[0].dtype in (torch.float16, torch.bfloat16):
+            out = (out[0], out[1].float(), out[2].float())
+        elif func is _aten.log_sigmoid_forward.default:
+            out = (out[0], out[1].new_empty(0))
         for leaf in tree_iter(out):
             if isinstance(leaf, torch.Tensor):
                 self.adopt(leaf, str(func))
@@ -126,8 +171,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 total = self._in_place(args)
                 if total is not None:
                     return total
-            if func is torch.ops.aten.index_put.default and self._is_fresh(args[0]):
-                return torch.ops.aten.index_put_.default(*args, **kwargs)  # ``FunctionsManual.cpp``, index_backward
+            if func in FILLED and self._is_fresh(args[0]):
+                return FILLED[func](*args, **kwargs)
         return func(*args, **kwargs)
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
@@ -156,9 +201,19 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a ``DTensor``; other tensors as they are."""
-    part = getattr(tensor, "_local_tensor", tensor)
+    part = getattr(tensor, LOCAL, tensor)
     assert isinstance(part, torch.Tensor)
     return part
+
+
+def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors inside one that wraps others; other tensors as they are."""
+    tensor = local(tensor)
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from parts(getattr(tensor, name))
 
 
 def references(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -24,10 +24,17 @@ def main() -> int:
 
 
 def answered(job: Job) -> dict[str, Any]:
-    """What was traced, or ``error`` and where it happened."""
-    import torch
-    import transformers
+    """What was traced; or ``error`` and where it happened; or ``lacking``: the package that cannot be imported, why."""
+    package = "torch"
+    try:
+        import torch
 
+        package = "transformers"
+        import transformers
+    except (ImportError, OSError) as error:
+        return {"lacking": (package, str(error).partition("\n")[0])}
+
+    from .failures import UntraceableError, explained
     from .models import UnknownModelError
     from .step import traced_step
     from .substitutions import SUBSTITUTIONS
@@ -35,23 +42,11 @@ def answered(job: Job) -> dict[str, Any]:
     versions: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
     try:
         traced = traced_step(job)
-    except UnknownModelError as error:
+    except (UnknownModelError, UntraceableError) as error:
         return {**versions, "error": str(error)}
     except Exception as error:  # whatever a model's code raises is the user's to read
-        return {**versions, "error": _explained(error)}
+        return {**versions, "error": explained(error)}
     return {**versions, "substitutions": SUBSTITUTIONS, **traced.to_json()}
-
-
-def _explained(error: Exception) -> str:
-    """One line: what was raised, and by which line of the model's code."""
-    from traceback import extract_tb
-
-    frames = [frame for frame in extract_tb(error.__traceback__) if "/transformers/models/" in frame.filename]
-    where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
-    operator = getattr(error, "func", None)
-    named = f"{operator}: " if operator is not None else ""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {named}{first}{where}"
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import transformers
 
 from memplan.cli import main
+from memplan.trace import run
 
 TINY = ["--layers=2", "--hidden=64", "--heads=4", "--kv-heads=4", "--head-dim=16", "--ffn=160", "--vocab=1003"]
 GPT2 = ["trace", "--model", "gpt2", *TINY, "--mbs", "1", "--seq", "32"]
@@ -74,6 +76,31 @@ def test_wrong_inputs_without_a_recipe(
 
 SMALL = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
 SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
+
+
+def test_model_that_leaves_fake_tensors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One line: the operator, the module, the line of the model's code."""
+    made = transformers.AutoConfig.for_model("jetmoe", **SMALL, num_key_value_heads=2)
+    made.to_json_file(tmp_path / "config.json", use_diff=False)
+    assert main(["trace", "--model", str(tmp_path), "--mbs", "1", "--seq", "16", "--attention", "eager"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "cannot be traced: aten." in captured.err
+    assert ", in model.layers.0." in captured.err
+    assert "(modeling_jetmoe.py:" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_missing_package_ends_with_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(run, "version", version)
+    assert main(GPT2) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "needs torch, which is not installed: pip install" in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

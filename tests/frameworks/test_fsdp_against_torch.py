@@ -15,6 +15,7 @@ import transformers
 
 from memplan.frameworks import fsdp
 from memplan.frameworks.fsdp_units import Sharding
+from memplan.layers.coverage import KEEPS_WEIGHTS, WITHOUT_KERNEL
 from memplan.layers.module import Module, Options
 from memplan.plan.framework_sections import Fsdp
 from memplan.plan.plan import Plan
@@ -36,8 +37,6 @@ from ..layers.test_against_transformers import (
 from ..oracle import fsdp as oracle
 from ..oracle.tracer import Change
 
-B, S = 2, 64
-
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # OPT's layers return a view
 
 
@@ -49,15 +48,27 @@ class Case:
     sharding: oracle.Sharding
     recompute: str = "none"
     attention: str = "flash"
+    b: int = 2
+    s: int = 64
 
     def __str__(self) -> str:
         given = self.sharding
+        shape = "" if (self.b, self.s) == (2, 64) else f"{self.b}x{self.s}"
         changed = [f"{name}={getattr(given, name)}" for name in given.__dataclass_fields__ if _differs(given, name)]
-        return "-".join([self.model, *changed, self.recompute, self.attention])
+        return "-".join([self.model, *changed, self.recompute, self.attention, *filter(None, [shape])])
 
 
 def _differs(given: oracle.Sharding, name: str) -> bool:
     return bool(getattr(given, name) != getattr(oracle.Sharding(), name))
+
+
+def attention_of(model: str, turn: int) -> str:
+    """With the precision of that turn; fp32 has no flash kernel."""
+    return "flash" if turn % 3 < 2 and MODELS[model][0] not in WITHOUT_KERNEL else "eager"
+
+
+def recompute_of(model: str, recompute: str) -> str:
+    return "none" if MODELS[model][0] in KEEPS_WEIGHTS else recompute
 
 
 TWICE = (True, True)
@@ -92,7 +103,24 @@ OTHERS = (
     Case("gptj", oracle.Sharding(shards=3, original="bf16"), attention="eager"),
     Case("falcon", oracle.Sharding(reduce_dtype="bf16"), attention="eager"),
 )
-CASES = [*(Case("llama", sharding) for sharding in SHARDINGS), *OTHERS]
+FAMILIES = tuple(name for name, (family, _) in MODELS.items() if name == family and family != "bert")
+PRECISIONS = (
+    oracle.Sharding(),
+    oracle.Sharding(original="bf16", param_dtype=None, reduce_dtype=None),
+    oracle.Sharding(shards=3, param_dtype=None, reduce_dtype=None),
+)
+"""Mixed, 16 bits, and fp32, which has no flash kernel."""
+OTHER_SHAPES = (((1, 64), "full"), ((3, 37), "none"))
+IN_OTHER_SHAPES = [
+    Case(model, PRECISIONS[(at + turn) % 3], recompute_of(model, recompute), attention_of(model, at + turn), *shape)
+    for at, model in enumerate(FAMILIES)
+    for turn, (shape, recompute) in enumerate(OTHER_SHAPES)
+]
+IN_OTHER_SHAPES += [
+    Case("llama", PRECISIONS[0], "none", "flash", 1, 64),
+    Case("llama", PRECISIONS[2], "full", "eager", 3, 37),
+]
+CASES = [*(Case("llama", sharding) for sharding in SHARDINGS), *OTHERS, *IN_OTHER_SHAPES]
 
 
 UNSYNCED = tuple(
@@ -122,7 +150,7 @@ class Compared:
     @property
     def named(self) -> int:
         """Bytes that the plan holds and the trace does not: labels; less HSDP's mesh."""
-        return rounded(8 * B * S) - (ROUND if self.case.sharding.replicas > 1 else 0)
+        return rounded(8 * self.case.b * self.case.s) - (ROUND if self.case.sharding.replicas > 1 else 0)
 
     def modules(self, role: str) -> list[Module]:
         spans = self.last if role == "last" else self.program.spans
@@ -148,10 +176,10 @@ class Compared:
 def planned(case: Case, folder: Path) -> tuple[Plan, Sharding]:
     given = case.sharding
     compute = given.param_dtype or given.original
-    flags = {"model": str(folder), "framework": "single", "dtype": compute, "mbs": str(B), "seq": str(S)}
+    flags = {"model": str(folder), "framework": "single", "dtype": compute, "mbs": str(case.b), "seq": str(case.s)}
     flags |= {"attention": case.attention, "recompute": case.recompute, "optimizer": "adamw"}
     plan = resolve(read_plan(None, flags).plan)
-    gbs = B * given.shards * given.replicas * len(given.synced)
+    gbs = case.b * given.shards * given.replicas * len(given.synced)
     batch, fsdp = plan.batch.model_copy(update={"gbs": gbs}), Fsdp.model_validate({"parameters": given.original})
     plan = plan.model_copy(update={"batch": batch, "fsdp": fsdp})
     return plan, Sharding(given.shards, given.replicas, given.original, compute, given.reduce_dtype or compute)
@@ -169,7 +197,7 @@ def compared(case: Case, folder: Path) -> Compared:
     if all(given.synced):
         program = fsdp.program(plan, model, sharding)
     flash, recompute = case.attention == "flash", case.recompute == "full"
-    steps = oracle.traced_steps(config, B, S, given, flash=flash, recompute=recompute)
+    steps = oracle.traced_steps(config, case.b, case.s, given, flash=flash, recompute=recompute)
     return Compared(case, program, steps, last)
 
 

@@ -66,6 +66,8 @@ CASES = {
     "tp4-every-second-layer-bf16": Case(4, "full", True, SIXTEEN_BIT, every=2),
     "tp4-op": Case(4, "op", True),
     "tp4-none-fp32-one-shard": Case(4, "none", True, ALONE_IN_FP32, sizes=TWO_LAYERS),
+    "tp8-none-one-sequence": Case(8, "none", True, Sharding(2), sizes=ONE_SEQUENCE),
+    "tp4-full-one-sequence": Case(4, "full", False, Sharding(2), sizes=ONE_SEQUENCE),
     "tp8-op-one-sequence": Case(8, "op", False, Sharding(2), sizes=ONE_SEQUENCE),
 }
 

@@ -33,8 +33,14 @@ class Case:
 
 
 MHA = Sizes(hidden=128, heads=4, kv_heads=4, ffn=320, vocab=515, layers=3, b=1, s=96)
+MQA = Sizes(hidden=96, heads=3, kv_heads=1, ffn=256, vocab=771, layers=2, b=3, s=37)
 CASES = {
     "none": Case(ActivationCheckpointing("none")),
+    "none-mha": Case(ActivationCheckpointing("none"), sizes=MHA, shards=3),
+    "none-mqa": Case(ActivationCheckpointing("none"), sizes=MQA, shards=2),
+    "op-mqa": Case(ActivationCheckpointing("op"), sizes=MQA, shards=2),
+    "full-mha": Case(ActivationCheckpointing("full"), sizes=MHA, shards=3),
+    "full-mqa": Case(ActivationCheckpointing("full"), sizes=MQA, shards=2),
     "op": Case(ActivationCheckpointing("op")),
     "op-ends-apart": Case(ActivationCheckpointing("op"), ends_apart=True),
     "op-mha": Case(ActivationCheckpointing("op"), sizes=MHA, shards=3),

@@ -107,7 +107,7 @@ class Case:
 
 
 SETTINGS = tuple((*mode, recompute) for recompute in ("none", "full") for mode in MODES)
-IN_EVERY_SHAPE = ("gpt2", "bert", "llama", "phi3", "gemma2", "opt", "gpt_neox", "gptj", "falcon")
+IN_EVERY_SHAPE = tuple(name for name, (family, _) in MODELS.items() if name == family)
 
 CASES = [
     Case(model, *shape, *setting)

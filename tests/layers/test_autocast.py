@@ -61,12 +61,29 @@ def settings_of(model: str) -> list[tuple[str, str, str]]:
     ]
 
 
+def shape_of(at: int, setting: tuple[str, str, str]) -> list[tuple[int, int]]:
+    """Every shape in bf16, with the two kinds of attention in turn; of the first families one in fp16."""
+    dtype, attention, recompute = setting
+    turn = at + (recompute == "full")
+    if dtype == "fp16" and at > 2:
+        return []
+    if dtype == "fp16":
+        return [SHAPES[turn % 3]] if (attention == "flash") == bool(turn % 2) else []
+    eager = [shape for number, shape in enumerate(SHAPES) if (number + turn) % 3]
+    return eager if attention == "eager" else [shape for shape in SHAPES if shape not in eager]
+
+
 CASES = [
-    Case(model, *SHAPES[(at + turn) % 3], *settings_of(model)[(3 * at + 5 * turn) % len(settings_of(model))])
+    Case(model, *shape, *setting)
+    for at, model in enumerate(name for name, (family, _) in MODELS.items() if name == family)
+    for setting in settings_of(model)
+    for shape in (SHAPES if MODELS[model][0] in WITHOUT_KERNEL and setting[0] == "bf16" else shape_of(at, setting))
+] + [
+    Case(model, *SHAPES[at % 3], *settings_of(model)[3 * at % len(settings_of(model))])
     for at, model in enumerate(MODELS)
-    for turn in range(2 if model in ("gpt2", "bert", "llama") else 1)
+    if model != MODELS[model][0]
 ]
-"""Every model in one of its settings, and three in two."""
+"""Every family in every shape, with and without recompute; and its other models in one setting."""
 
 
 def compared(case: Case, folder: Path, accumulates: bool = False, parameters: str = "fp32") -> Compared:

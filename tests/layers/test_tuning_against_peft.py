@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("peft", reason="peft is not installed (the extra dev has it)")
 
-B, S, RANK = 2, 64, 8
-IDS = rounded(8 * B * S)
+RANK = 8
+SHAPES = ((2, 64), (1, 128), (3, 37))
+"""Sequences and tokens, which cases take in turn."""
+Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,10 @@ class Case:
     attention: str
     recompute: str
 
-    def flags(self, **more: str) -> dict[str, str]:
+    def flags(self, shape: Shape, **more: str) -> dict[str, str]:
+        (b, s) = shape
         own = {"dtype": self.dtype, "attention": self.attention, "recompute": self.recompute}
-        return {"mbs": str(B), "seq": str(S), **own, **{name.replace("_", "-"): value for name, value in more.items()}}
+        return {"mbs": str(b), "seq": str(s), **own, **{name.replace("_", "-"): value for name, value in more.items()}}
 
 
 @dataclass(frozen=True)
@@ -83,38 +87,39 @@ PARTLY = (
 )
 
 
-@pytest.mark.parametrize("case", ADAPTED, ids=str)
-def test_step_with_adapters(case: Adapted, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "shape"), list(zip(ADAPTED, cycle(SHAPES), strict=False)), ids=str)
+def test_step_with_adapters(case: Adapted, shape: Shape, tmp_path: Path) -> None:
     flags = case.flags(
-        lora_rank=str(RANK), lora_targets=case.targets, lora_dropout=str(case.dropout), lora_dtype=case.adapters
+        shape, lora_rank=str(RANK), lora_targets=case.targets, lora_dropout=str(case.dropout), lora_dtype=case.adapters
     )
     tune = lora(RANK, tuple(case.targets.split(",")), case.dropout, case.adapters)
-    compare(case, flags, tune, tmp_path)
+    compare(case, shape, flags, tune, tmp_path)
 
 
-@pytest.mark.parametrize("case", PARTLY, ids=str)
-def test_step_with_frozen_parts(case: Partly, tmp_path: Path) -> None:
-    flags = case.flags(freeze_embedding=str(case.embedding).lower(), freeze_layers=str(case.layers))
-    compare(case, flags, frozen(case.embedding, case.layers), tmp_path)
+@pytest.mark.parametrize(("case", "shape"), list(zip(PARTLY, cycle(SHAPES), strict=False)), ids=str)
+def test_step_with_frozen_parts(case: Partly, shape: Shape, tmp_path: Path) -> None:
+    flags = case.flags(shape, freeze_embedding=str(case.embedding).lower(), freeze_layers=str(case.layers))
+    compare(case, shape, flags, frozen(case.embedding, case.layers), tmp_path)
 
 
 def test_later_microbatch_adds_to_gradients(tmp_path: Path) -> None:
     case = Adapted("llama", "bf16", "flash", "full", "q_proj,v_proj")
-    program = program_of("llama", tmp_path, case.flags(lora_rank=str(RANK), lora_targets=case.targets))
+    program = program_of("llama", tmp_path, case.flags(SHAPES[0], lora_rank=str(RANK), lora_targets=case.targets))
     tune = lora(RANK, ("q_proj", "v_proj"), 0.0, "fp32")
-    step = traced_tuned_step(config_of("llama"), B, S, "bf16", tune, flash=True, recompute=True, accumulates=True)
+    step = traced_tuned_step(config_of("llama"), *SHAPES[0], "bf16", tune, flash=True, recompute=True, accumulates=True)
     modules = [span.module for span in reversed(program.spans) for _ in span.names]
     backward = [event for module in modules for event in named(module, module.steady.backward)]
     traced = traced_backward(step.backward, word_shape(program))
     assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(traced)
 
 
-def compare(case: Case, flags: dict[str, str], tune: object, folder: Path) -> None:
+def compare(case: Case, shape: Shape, flags: dict[str, str], tune: object, folder: Path) -> None:
+    b, s = shape
     program = program_of(case.model, folder, flags)
     step = traced_tuned_step(
         config_of(case.model),
-        B,
-        S,
+        b,
+        s,
         case.dtype,
         tune,  # type: ignore[arg-type]
         flash=case.attention == "flash",
@@ -122,4 +127,4 @@ def compare(case: Case, flags: dict[str, str], tune: object, folder: Path) -> No
     )
     backward = traced_backward(step.backward, word_shape(program))
     witness = Witness(step.parameters, step.before, sizes(step.forward), backward, sizes(step.optimizer))
-    assert_equal(program, witness, IDS)
+    assert_equal(program, witness, rounded(8 * b * s))

@@ -46,7 +46,8 @@ def test_model_that_reads_values() -> None:
     config = {"model_type": "mixtral", "vocab_size": 1003, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes = {"num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
     routed = {**config, **sizes, "experts_implementation": "eager"}
-    with pytest.raises(PlanError, match=r"cannot be traced: \w+: .*modeling_mixtral\.py:\d+") as caught:
+    expected = r"traced: aten\.nonzero\.default .* in model\.layers\.0\.mlp\.experts \(modeling_mixtral\.py:\d+"
+    with pytest.raises(PlanError, match=expected) as caught:
         traced(Job.from_json({**job(attention="eager").to_json(), "config": routed}), "mixtral")
     assert "\n" not in str(caught.value)
 
@@ -62,13 +63,26 @@ def as_worker(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("import os; os.abort()", "ended by SIGABRT"),
+        ("import os; os.abort()", r"ended by SIGABRT$"),
+        ("import os; os.kill(os.getpid(), 9)", r"ended by SIGKILL, which Linux sends where memory runs out$"),
         ("import sys; sys.exit('no memory\\nleft')", "ended with 1: left"),
     ],
 )
 def test_death_of_the_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, said: str) -> None:
     as_worker(monkeypatch, tmp_path, body)
     with pytest.raises(PlanError, match=said) as caught:
+        traced(job(), "gpt2")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
+def test_worker_without_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The real one, with 700 MB of addresses; where it fails is up to the dynamic linker."""
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nulimit -v 700000\nexec {sys.executable} "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    monkeypatch.setattr(run.sys, "executable", str(script))
+    with pytest.raises((PlanError, LackingError), match=r"cannot be (traced|imported)") as caught:
         traced(job(), "gpt2")
     assert "\n" not in str(caught.value)
 
@@ -84,6 +98,17 @@ def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         traced(job(), "gpt2")
     monkeypatch.setattr(run, "version", lambda package: version({"torch": "2.5.1"}, package))
     with pytest.raises(LackingError, match=r"needs torch 2\.6 or later, not 2\.5\.1: pip install"):
+        traced(job(), "gpt2")
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str) -> None:
+    """Installed for another Python, say: it is what is missing, not the model."""
+    (tmp_path / f"{package}.py").write_text("raise ImportError('no libfoo.so\\nin sight')", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    with pytest.raises(
+        LackingError, match=rf"needs {package}, which cannot be imported \(no libfoo\.so\): pip install"
+    ):
         traced(job(), "gpt2")
 
 

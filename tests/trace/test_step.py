@@ -69,6 +69,7 @@ SETTINGS = {
     "fp32": {"dtype": "fp32", "attention": "eager", "gbs": "4"},
     "recomputed": {"dtype": "bf16", "attention": "eager", "recompute": "full"},
     "flash": {"dtype": "bf16", "attention": "flash", "gbs": "2"},
+    "fp16": {"dtype": "fp16", "attention": "eager"},
 }
 CASES = [
     (family, setting)
@@ -167,6 +168,9 @@ def test_json_and_back() -> None:
 SIZED: dict[str, Any] = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZED |= {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 66}
 GROUPED = {**SIZED, "num_key_value_heads": 2}
+WHISPER: dict[str, Any] = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 40}
+WHISPER |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_target_positions": 64}
+WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
     "mixtral": {**GROUPED, "num_local_experts": 4},
     "olmo2": SIZED,
@@ -174,6 +178,7 @@ WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
     "roberta": SIZED,
     "t5": {"vocab_size": 1003, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
     "vit": {**SIZED, "image_size": 64, "patch_size": 16},
+    "whisper": {"vocab_size": 1003, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, **WHISPER},
     "bloom": {"vocab_size": 1003, "hidden_size": 64, "n_layer": 2, "n_head": 4},
 }
 
@@ -190,7 +195,7 @@ def test_models_without_a_recipe(kind: str, tmp_path: Path) -> None:
     points = {one.name: one.traced for one in compared(traced, None).points}
     assert points["between steps"] == points["after the step"] < points["peak of forward and backward"]
     layers = [row for row in compared(traced, None).rows if row.phase == FORWARD and "." in row.entry]
-    assert len(layers) == (4 if kind == "t5" else 2)
+    assert len(layers) == (4 if kind in ("t5", "whisper") else 2)
     assert all(row.traced.net > 0 for row in layers)
 
 
