@@ -40,7 +40,7 @@ def suggest(
         search, best = _fewest_gpus(space, fixed, limit, beyond, top, report)
     else:
         search = Search(space, Clock(space), limit, beyond, report)
-        best = search.fastest(top) if objective == "time" else _smallest(search, top)
+        best = _leanest_first(search, search.fastest(top)) if objective == "time" else _smallest(search, top)
     smallest = search.smallest() if not best else None
     closest = search.estimated(smallest) if smallest is not None else None
     front = search.front(best[0], STEPS, POINTS) if best else []
@@ -75,6 +75,26 @@ def _limits(plan: Plan) -> tuple[int, int, int]:
 def _is_stated(base: Plan) -> bool:
     """Whether the plan says how it is laid out, so that there is something to compare with."""
     return bool(base.layout.model_fields_set) or base.framework in ("single", "device-map")
+
+
+EQUALLY_FAST = 0.001
+"""A part of a step's time that the time model does not tell apart: the layout that needs less comes first."""
+
+
+def _leanest_first(search: Search, best: list[Suggestion]) -> list[Suggestion]:
+    """``best`` with the one that needs least of those that are as fast as its first in front, replayed whole."""
+    if not best:
+        return best
+    fastest = best[0]
+    as_good = [one for one in best if one.point.keeps_numerics == fastest.point.keeps_numerics]
+    as_fast = [one for one in as_good if one.seconds <= fastest.seconds * (1 + EQUALLY_FAST)]
+    leanest = min(as_fast, key=lambda one: (one.needs, one.seconds))
+    if leanest is fastest:
+        return best
+    whole = search.estimated(leanest)
+    if whole.needs > search.limit:
+        return best
+    return [whole, *(one for one in best if one is not leanest)]
 
 
 def _smallest(search: Search, top: int) -> list[Suggestion]:

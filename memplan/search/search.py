@@ -5,7 +5,10 @@ second (they are replayed). So every point of the space gets its time and a boun
 (``bounds``), and then the points are taken fastest first: one whose bound is too much is passed over, the others are
 folded, and the first that fits also in the allocator's replay is the answer, because every layout that was not looked
 at is slower. A layout that does not fit with its fastest cut comes back with the fastest cut that does, or with as few
-recomputed layers as make it fit, at its later time. None of this is a heuristic: the answer is that of evaluating all.
+recomputed layers as make it fit, at its later time. The answer is that of evaluating every point with every cut, as far
+as tensors go (``tests/search/test_search.py``). Two things are rules rather than optima: the best cut is the one whose
+slowest stage takes least, chunks of a stage differing by one layer at most and none empty; and a layout whose tensors
+fit but not its blocks is cut or recomputed once more, against a limit that is lower by what its blocks took more.
 """
 
 from __future__ import annotations
