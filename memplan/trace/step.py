@@ -57,10 +57,10 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
         _first_iteration(job, model, optimizer, inputs, follow)
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    _update(job, optimizer, follow)
+    update(job, optimizer, follow)
     for state in optimizer.state.values():
         for tensor in state.values():
-            if isinstance(tensor, torch.Tensor) and _is_followed(job, tensor):
+            if isinstance(tensor, torch.Tensor) and is_followed(job, tensor):
                 follow.mark(tensor, Category.OPTIMIZER_STATES)
     gc.collect()
     for microbatch in range(job.microbatches):
@@ -75,7 +75,7 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
             if parameter.grad is not None:
                 follow.mark(parameter.grad, Category.GRADIENTS)
     places.phase = OPTIMIZER
-    _update(job, optimizer, follow)
+    update(job, optimizer, follow)
     gc.collect()
     follow.close()
 
@@ -83,14 +83,14 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
 def _first_iteration(job: Job, model: Any, optimizer: Any, inputs: dict[str, torch.Tensor], follow: Follow) -> None:
     """FSDP settles its streams and orders in the first pass, and keeps buffers from it."""
     model(**inputs).loss.backward()
-    _update(job, optimizer, follow)
+    update(job, optimizer, follow)
 
 
-def _is_followed(job: Job, tensor: torch.Tensor) -> bool:
+def is_followed(job: Job, tensor: torch.Tensor) -> bool:
     return bool(tensor.dim()) or job.implementation == "fused"
 
 
-def _update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow) -> None:
+def update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow) -> None:
     """``step()`` and ``zero_grad()``; the counters of steps are on the host unless fused."""
     follow.host = job.implementation != "fused"
     optimizer.step()
