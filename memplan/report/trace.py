@@ -59,7 +59,7 @@ def _body(asked: Planned, traced: Traced, comparison: Comparison, verbose: bool)
     )
     yield Text(line, FAINT)
     count = elements(traced.outline.parameters)
-    yield Text(f"{count} parameters, torch {traced.torch}, transformers {traced.transformers}", FAINT)
+    yield Text(f"{count} parameters, torch {traced.torch}, {_code(traced)}{_rank(asked)}", FAINT)
     yield Text()
     yield _points(comparison.points)
     yield Text()
@@ -74,6 +74,17 @@ def _body(asked: Planned, traced: Traced, comparison: Comparison, verbose: bool)
         yield Text("In place of what a CPU does")
         for one in traced.substitutions:
             yield Text(f"  {one}", FAINT)
+
+
+def _code(traced: Traced) -> str:
+    """Whose modules ran."""
+    return f"transformers {traced.transformers}" if traced.transformers else "memplan's modules of torchtitan's Llama"
+
+
+def _rank(asked: Planned) -> str:
+    """Which rank of a pipeline it is."""
+    stages = asked.job.torchtitan.stages if asked.job.torchtitan is not None else None
+    return f", stage {stages.rank} of {stages.ranks}" if stages is not None else ""
 
 
 def _points(points: Sequence[Point]) -> Table:

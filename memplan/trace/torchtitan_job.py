@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..frameworks.fsdp_programs import recompute_of
 from ..frameworks.fsdp_stages import microbatches, partition
-from ..plan.errors import PlanError
+from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.plan import Plan
 from ..plan.tuning_checks import first_frozen, is_tuned
 from .job import MOST_MICROBATCHES, Job, Sharded, check_optimizer
@@ -22,7 +22,7 @@ def job_of_torchtitan(plan: Plan, stage: int = 0) -> Job:
     """The step of the first of the ranks that run ``stage``, a rank of the pipeline. ``PlanError`` where a trace
     cannot follow it; the plan's own checks (``frameworks.fsdp_programs``) come before."""
     _check(plan)
-    check_stage(plan, stage)
+    check_stage(stage, plan.layout.pp)
     spec, optimizer, layout, batch = plan.model, plan.optimizer, plan.layout, plan.batch
     recompute = recompute_of(plan, plan.fsdp)
     assert batch.seq is not None
@@ -68,11 +68,11 @@ def job_of_torchtitan(plan: Plan, stage: int = 0) -> Job:
     )
 
 
-def check_stage(plan: Plan, stage: int) -> None:
+def check_stage(stage: int, stages: int) -> None:
     """Refuses a stage that no rank of the pipeline has."""
-    if not 0 <= stage < plan.layout.pp:
-        ranks = f"from 0 to {plan.layout.pp - 1}" if plan.layout.pp > 1 else "0: there is no pipeline (pp 1)"
-        raise PlanError(STAGE, stage, f"must be {ranks}")
+    if not 0 <= stage < stages:
+        ranks = f"from 0 to {stages - 1}" if stages > 1 else "0: there is no pipeline (pp 1)"
+        raise PlanError("", ABSENT, f"must be {ranks}, not {stage}", origin=Origin(STAGE))
 
 
 def _stages(plan: Plan, stage: int) -> Stages | None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ..tape import Category
+from . import dtensors, substitutions
 from .dtensors import FollowLocal, on_devices
 from .hooked_places import HookedPlaces
 from .job import Job
@@ -27,6 +28,7 @@ from .torchtitan_parallel import layer_numbers, made
 from .torchtitan_settings import Torchtitan
 from .traced import Outline, Traced
 
+SUBSTITUTIONS = (*substitutions.SUBSTITUTIONS, *dtensors.SUBSTITUTIONS)
 BLOCKS, NORM = ("layers",), "norm"
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from .job import Job
+from .traced import Traced
 
 
 def main() -> int:
@@ -25,28 +27,49 @@ def main() -> int:
 
 def answered(job: Job) -> dict[str, Any]:
     """What was traced, or ``error`` and where it happened."""
-    import torch
-    import transformers
-
     from .models import UnknownModelError
-    from .step import traced_step
-    from .substitutions import SUBSTITUTIONS
 
-    versions: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions, trace, substitutions = _of_torchtitan() if job.torchtitan is not None else _of_transformers()
     try:
-        traced = traced_step(job)
+        traced = trace(job)
     except UnknownModelError as error:
         return {**versions, "error": str(error)}
     except Exception as error:  # whatever a model's code raises is the user's to read
         return {**versions, "error": _explained(error)}
-    return {**versions, "substitutions": SUBSTITUTIONS, **traced.to_json()}
+    return {**versions, "substitutions": substitutions, **traced.to_json()}
+
+
+_Tracer = tuple[dict[str, Any], Callable[[Job], Traced], tuple[str, ...]]
+"""Versions of libraries, what traces a job, and what is put in CUDA's place."""
+
+
+def _of_transformers() -> _Tracer:
+    import torch
+    import transformers
+
+    from .step import traced_step
+    from .substitutions import SUBSTITUTIONS
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}, traced_step, SUBSTITUTIONS
+
+
+def _of_torchtitan() -> _Tracer:
+    import torch
+
+    from .torchtitan_step import SUBSTITUTIONS, traced_torchtitan
+
+    return {"torch": torch.__version__}, traced_torchtitan, SUBSTITUTIONS
+
+
+_MODELS = ("/transformers/models/", "torchtitan_model.py")
+"""Where models' code is."""
 
 
 def _explained(error: Exception) -> str:
     """One line: what was raised, and by which line of the model's code."""
     from traceback import extract_tb
 
-    frames = [frame for frame in extract_tb(error.__traceback__) if "/transformers/models/" in frame.filename]
+    frames = [frame for frame in extract_tb(error.__traceback__) if any(one in frame.filename for one in _MODELS)]
     where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
     operator = getattr(error, "func", None)
     named = f"{operator}: " if operator is not None else ""
