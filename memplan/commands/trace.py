@@ -55,8 +55,9 @@ def trace(
 ) -> int:
     """A training step of the plan's model, run by PyTorch on fake tensors (no GPU, no memory), beside the estimate.
 
-    Needs torch and transformers (torch alone for --fsdp-code torchtitan). --model takes any config.json that transformers
-    knows, also one that memplan has no recipe for. Exit code 2: the plan is wrong, or cannot be traced. 3: torch or transformers is missing.
+    Needs torch, and transformers for other code than torchtitan's. --model takes any config.json that transformers
+    knows, also one that memplan has no recipe for. Exit code 2: the plan is wrong, or cannot be traced. 3: torch or
+    transformers is missing.
     """
     from ..trace.comparison import compared
     from ..trace.planned import planned

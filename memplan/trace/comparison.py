@@ -48,7 +48,11 @@ class Comparison:
 
 def compared(traced: Traced, program: Program | None) -> Comparison:
     """``traced`` beside ``program``, which is ``None`` for a model without a recipe."""
-    return Comparison(tuple(_points(traced, program)), tuple(_rows(traced, program)))
+    if program is not None and program.timeline is not None:
+        from .timeline_comparison import compared_stage
+
+        return compared_stage(traced, program)
+    return Comparison(tuple(_points(traced, program)), tuple(rows(traced, program)))
 
 
 def _points(traced: Traced, program: Program | None) -> Iterator[Point]:
@@ -69,7 +73,8 @@ def _points(traced: Traced, program: Program | None) -> Iterator[Point]:
     yield Point("after the step", start + passes.net + step.net, known("static"))
 
 
-def _rows(traced: Traced, program: Program | None) -> Iterator[Row]:
+def rows(traced: Traced, program: Program | None) -> Iterator[Row]:
+    """Each entry of the layer list in every pass, in order."""
     estimated = _by_entry(program.spans) if program is not None else {}
     final = _by_entry(program.last) if program is not None else {}
     names = list(estimated) or _entries(traced)

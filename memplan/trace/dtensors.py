@@ -110,7 +110,8 @@ def each_local(func: Any, args: tuple[Any, ...]) -> Any:
         return None
     if func._schema.is_mutable:
         return given
-    return [DTensor(tensor, like._spec, requires_grad=False) for tensor, like in zip(out, given, strict=True)]
+    wrap: Any = DTensor
+    return [wrap(tensor, like._spec, requires_grad=False) for tensor, like in zip(out, given, strict=True)]
 
 
 @contextmanager

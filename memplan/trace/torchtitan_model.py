@@ -6,13 +6,11 @@ Shapes: b micro-batch, s sequence, h hidden, a heads, d features of a head, v vo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from torch.nn import functional
 
-from .torchtitan_settings import Torchtitan
+from .torchtitan_settings import Part, Torchtitan
 
 
 class RMSNorm(nn.Module):
@@ -96,13 +94,13 @@ class Transformer(nn.Module):
 
     freqs_cis: torch.Tensor
 
-    def __init__(self, sizes: Torchtitan, s: int, layers: Sequence[int], *, first: bool, last: bool) -> None:
+    def __init__(self, sizes: Torchtitan, s: int, part: Part) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(sizes.vocab, sizes.hidden) if first else None
+        self.tok_embeddings = nn.Embedding(sizes.vocab, sizes.hidden) if part.first else None
         self.register_buffer("freqs_cis", torch.empty(s, sizes.head_dim // 2, dtype=torch.complex64))
-        self.layers = nn.ModuleDict({str(layer): TransformerBlock(sizes) for layer in layers})
-        self.norm = RMSNorm(sizes.hidden) if last else None
-        self.output = nn.Linear(sizes.hidden, sizes.vocab, bias=False) if last else None
+        self.layers = nn.ModuleDict({str(layer): TransformerBlock(sizes) for layer in range(part.low, part.high)})
+        self.norm = RMSNorm(sizes.hidden) if part.last else None
+        self.output = nn.Linear(sizes.hidden, sizes.vocab, bias=False) if part.last else None
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(b, s) tokens, or another stage's (b, s, h), as (b, s, v) logits or (b, s, h)."""

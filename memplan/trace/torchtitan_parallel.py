@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from .job import Job
 from .models import DTYPES
 from .torchtitan_model import Transformer
-from .torchtitan_settings import Torchtitan
+from .torchtitan_settings import Part, Torchtitan
 
 KEPT = {
     torch.ops.aten.mm.default,
@@ -39,21 +39,20 @@ KEPT = {
 
 
 def made(
-    job: Job, settings: Torchtitan, layers: range, numbers: Iterator[int], data: DeviceMesh, parts: DeviceMesh | None
+    job: Job, settings: Torchtitan, part: Part, numbers: Iterator[int], data: DeviceMesh, tensor: DeviceMesh | None
 ) -> Transformer:
-    """A stage's model on ``meta``, sharded over ``data`` (and ``parts``, the tensor-parallel ranks). ``numbers`` count
+    """A stage's model on ``meta``, sharded over ``data`` (and ``tensor``, the tensor-parallel ranks). ``numbers`` count
     the layers of a rank, from 0."""
     before = torch.get_default_dtype()
     assert job.fsdp is not None
     torch.set_default_dtype(DTYPES[job.fsdp.parameters])
     try:
         with torch.device("meta"):
-            first, last = not layers.start, layers.stop == settings.layers
-            model = Transformer(settings, job.s, layers, first=first, last=last).train()
+            model = Transformer(settings, job.s, part).train()
     finally:
         torch.set_default_dtype(before)
-    if parts is not None:
-        apply_tp(model, parts, parallel_loss=settings.parallel_loss)
+    if tensor is not None:
+        apply_tp(model, tensor, parallel_loss=settings.parallel_loss)
     for name, block in list(model.layers.items()):
         model.layers[name] = recomputed(block, settings, next(numbers))
     apply_fsdp(job, settings, model, data)

@@ -10,6 +10,16 @@ Checkpointing = Literal["none", "full", "op"]
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A stage's part of the model, or all of it: layers from ``low`` up to ``high``."""
+
+    low: int
+    high: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stages:
     """A rank of a pipeline, and what it runs."""
 
@@ -34,6 +44,10 @@ class Stages:
     def numbers(self) -> tuple[int, ...]:
         """This rank's stages."""
         return tuple(range(self.rank, self.count, self.ranks))
+
+    def part(self, stage: int) -> Part:
+        low, high = self.edges[stage : stage + 2]
+        return Part(low, high, not stage, stage == self.count - 1)
 
 
 @dataclass(frozen=True, slots=True)

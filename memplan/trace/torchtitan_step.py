@@ -25,7 +25,7 @@ from .storages import resizes_followed
 from .substitutions import cuda_behaviour
 from .torchtitan_model import Transformer, cross_entropy
 from .torchtitan_parallel import layer_numbers, made
-from .torchtitan_settings import Torchtitan
+from .torchtitan_settings import Part, Torchtitan
 from .traced import Outline, Traced
 
 SUBSTITUTIONS = (*substitutions.SUBSTITUTIONS, *dtensors.SUBSTITUTIONS)
@@ -42,8 +42,9 @@ def traced_torchtitan(job: Job) -> Traced:
 
         return traced_stage(job, settings, settings.stages)
     with rank_of(job, settings) as mesh:
-        parts = mesh["tp"] if settings.tensor > 1 else None
-        model = made(job, settings, range(settings.layers), layer_numbers(), inner(job, mesh), parts)
+        tensor = mesh["tp"] if settings.tensor > 1 else None
+        whole = Part(0, settings.layers, first=True, last=True)
+        model = made(job, settings, whole, layer_numbers(), inner(job, mesh), tensor)
         recording, places = Recording(), HookedPlaces([model])
         with followed(recording, places) as follow:
             _run(job, settings, model, follow, places)
