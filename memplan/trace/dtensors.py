@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_map
 
@@ -86,6 +86,11 @@ class FollowLocal(Follow):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._paused = False
+
+
+def clear_caches() -> None:
+    """Forgets placements that ``DTensor`` has found for meshes whose process groups are gone."""
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def is_foreach(func: Any, args: tuple[Any, ...]) -> bool:

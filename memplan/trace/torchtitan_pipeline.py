@@ -23,14 +23,14 @@ from .torchtitan_step import batch, followed, given_tensors, inner, mark_gradien
 from .traced import EMBEDDING, HEAD, Traced
 
 
-def traced_stage(job: Job, settings: Torchtitan, stages: Stages) -> Traced:
+def traced_stage(job: Job, settings: Torchtitan, stages: Stages, *, sums_in_place: bool) -> Traced:
     """The second iteration: the first has made optimizer states, and the buffers that stages receive in."""
     with rank_of(job, settings) as mesh, communication():
         numbers = layer_numbers()
         models = [made(job, settings, stages.part(at), numbers, inner(job, mesh), None) for at in stages.numbers]
         recording = Recording()
         places = PassPlaces(models, _openings(stages), recording)
-        with followed(recording, places) as follow:
+        with followed(recording, places, sums_in_place) as follow:
             _run(job, settings, stages, models, mesh, follow, places)
     passes = tuple(places.passes)
     return Traced(recording.categorised(settings.vocab), outline(models), passes=passes)

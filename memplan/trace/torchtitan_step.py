@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ..tape import Category
-from . import dtensors, substitutions
-from .dtensors import FollowLocal, on_devices
+from . import dtensors, pipelining, substitutions
+from .dtensors import FollowLocal, clear_caches, on_devices
 from .hooked_places import HookedPlaces
 from .job import Job
 from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
@@ -28,11 +28,11 @@ from .torchtitan_parallel import layer_numbers, made
 from .torchtitan_settings import Part, Torchtitan
 from .traced import Outline, Traced
 
-SUBSTITUTIONS = (*substitutions.SUBSTITUTIONS, *dtensors.SUBSTITUTIONS)
+SUBSTITUTIONS = (*substitutions.SUBSTITUTIONS, *dtensors.SUBSTITUTIONS, *pipelining.SUBSTITUTIONS)
 BLOCKS, NORM = ("layers",), "norm"
 
 
-def traced_torchtitan(job: Job) -> Traced:
+def traced_torchtitan(job: Job, *, sums_in_place: bool = True) -> Traced:
     """The step after the first applied one: optimizer states exist, gradients do not. Models are made and sharded on
     ``meta``, with real meshes, and get their tensors once tensors are fake."""
     settings = job.torchtitan
@@ -40,15 +40,16 @@ def traced_torchtitan(job: Job) -> Traced:
     if settings.stages is not None:
         from .torchtitan_pipeline import traced_stage
 
-        return traced_stage(job, settings, settings.stages)
+        return traced_stage(job, settings, settings.stages, sums_in_place=sums_in_place)
     with rank_of(job, settings) as mesh:
         tensor = mesh["tp"] if settings.tensor > 1 else None
         whole = Part(0, settings.layers, first=True, last=True)
         model = made(job, settings, whole, layer_numbers(), inner(job, mesh), tensor)
         recording, places = Recording(), HookedPlaces([model])
-        with followed(recording, places) as follow:
+        with followed(recording, places, sums_in_place) as follow:
             _run(job, settings, model, follow, places)
-    return Traced(recording.categorised(settings.vocab), outline([model]))
+    scores = settings.vocab // (settings.tensor if settings.parallel_loss else 1)
+    return Traced(recording.categorised(scores), outline([model]))
 
 
 @contextmanager
@@ -76,6 +77,7 @@ def rank_of(job: Job, settings: Torchtitan) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
     finally:
         dist.destroy_process_group()
+        clear_caches()
 
 
 def inner(job: Job, mesh: DeviceMesh) -> DeviceMesh:
@@ -85,11 +87,11 @@ def inner(job: Job, mesh: DeviceMesh) -> DeviceMesh:
 
 
 @contextmanager
-def followed(recording: Recording, places: HookedPlaces) -> Iterator[FollowLocal]:
+def followed(recording: Recording, places: HookedPlaces, sums_in_place: bool) -> Iterator[FollowLocal]:
     """Fake tensors, as on a GPU, whose storages are written down."""
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        follow = FollowLocal(recording, places)
+        follow = FollowLocal(recording, places, sums_in_place=sums_in_place)
         with follow, resizes_followed(follow), on_devices(follow), places.followed():
             follow.calibrate()
             yield follow

@@ -87,7 +87,7 @@ class Traced:
         if self.outline.norm and is_within(module, self.outline.norm):
             return FINAL_NORM
         around = not module or any(is_within(prefix, module) for prefix in self.outline.blocks)
-        if before == EMBEDDING or (around and before not in (FINAL_NORM, HEAD)):
+        if before == EMBEDDING or (around and (phase == BACKWARD or before not in (FINAL_NORM, HEAD))):
             return before
         return HEAD if phase == FORWARD or before == HEAD else EMBEDDING
 
