@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_map
 
-from .storages import Follow, local
+from .storages import DEVICE, Follow, local
 
 SUBSTITUTIONS = (
     "collectives of tensor parallelism are asynchronous; each holds its input until its output is waited for (NCCL)",
@@ -49,6 +49,8 @@ class FollowLocal(Follow):  # type: ignore[no-untyped-call]
             super().adopt(tensor, *args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         if types and any(issubclass(one, _WRAPPERS) for one in types):
             return self._unwrapped(func, args, kwargs or {})
         if self._paused or func is torch.ops.aten.lift_fresh.default:  # a number, which stays on the host
