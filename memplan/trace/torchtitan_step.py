@@ -72,6 +72,7 @@ def rank_of(job: Job, settings: Torchtitan) -> Iterator[DeviceMesh]:
         world *= size
         after *= 1 if name == "pp" else size
     rank = after * stages.rank if stages is not None else 0
+    clear_caches()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
