@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_map
 
+from ..tape import Category
 from .storages import DEVICE, Follow, local
 
 SUBSTITUTIONS = (
@@ -26,7 +27,8 @@ SUBSTITUTIONS = (
 )
 
 _FUNCTIONAL = torch.ops._c10d_functional
-_COLLECTIVES = (_FUNCTIONAL.all_gather_into_tensor.default, _FUNCTIONAL.reduce_scatter_tensor.default)
+_GATHER = _FUNCTIONAL.all_gather_into_tensor.default
+_COLLECTIVES = (_GATHER, _FUNCTIONAL.reduce_scatter_tensor.default)
 """Those that do not copy their input first."""
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 
@@ -63,7 +65,13 @@ class FollowLocal(Follow):  # type: ignore[no-untyped-call]
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _COLLECTIVES:
             self._stashed[out.untyped_storage()._cdata] = args[0]
+            self._is_communicated(out if func is _GATHER else args[0], args[1] if func is _GATHER else 0)
         return out
+
+    def _is_communicated(self, tensor: torch.Tensor, ranks: int) -> None:
+        """What is sent is a copy; what is received is one of several sequences, else the result itself."""
+        if tensor.shape[0] > ranks:
+            self.suppose(tensor, Category.COMMUNICATION_BUFFERS)
 
     def _unwrapped(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the wrapper makes of ``func``. Gradients of a subclass are never summed in place

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._utils import InferenceMode
+from torch.utils._pytree import tree_iter
 
 from .hooked_places import HookedPlaces
 from .recording import BACKWARD, BETWEEN, FORWARD, LOSS, OPTIMIZER, REDUCE, Place, Recording
@@ -67,6 +68,15 @@ def communication() -> Iterator[None]:
         patch.object(schedules._PipelineSchedule, "_warmup_p2p", known),
     ):
         yield
+
+
+def received(stage: PipelineStage) -> Iterator[torch.Tensor]:
+    """The buffers in which a stage receives, one for each micro-batch."""
+    kept: Any = stage
+    for information in (kept.args_recv_info, kept.grad_recv_info):
+        for one in tree_iter(information, is_leaf=lambda leaf: hasattr(leaf, "buffer")):
+            if isinstance(getattr(one, "buffer", None), torch.Tensor):
+                yield one.buffer
 
 
 class PassPlaces(HookedPlaces):

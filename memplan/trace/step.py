@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..tape import Category
+from .fsdp_categories import categories_of_fsdp
 from .job import Job
 from .models import example_inputs, made
 from .outline import outline_of
@@ -37,7 +38,8 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
         shard(job, model, mesh)
         places = Places(model)
         follow = Follow(recording, places, sums_in_place=sums_in_place)
-        with follow, resizes_followed(follow), places.followed():
+        named = categories_of_fsdp(follow) if job.fsdp is not None else nullcontext()
+        with follow, resizes_followed(follow), named, places.followed():
             follow.calibrate()
             _run(job, model, follow, places)
     return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline)

@@ -74,6 +74,12 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         hold = self._followed[local(tensor).untyped_storage()._cdata].hold
         self.recording.marks[hold.tensor] = category
 
+    def suppose(self, tensor: torch.Tensor, category: Category) -> None:
+        """Says what the storage of ``tensor`` is for, unless that is known."""
+        followed = self._followed.get(local(tensor).untyped_storage()._cdata)
+        if followed is not None:
+            self.recording.marks.setdefault(followed.hold.tensor, category)
+
     def _follow(self, storage: torch.UntypedStorage, hold: Hold) -> Hold:
         """Follows ``storage``, described by ``hold`` but for its number; the hold that is written down."""
         self._count += 1

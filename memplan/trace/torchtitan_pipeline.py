@@ -10,10 +10,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
+from ..tape import Category
 from .dtensors import FollowLocal
 from .job import Job
 from .models import DTYPES
-from .pipelining import PassPlaces, communication, schedule_of
+from .pipelining import PassPlaces, communication, received, schedule_of
 from .recording import BACKWARD, FORWARD, LOSS, Recording
 from .step import optimizer_of
 from .torchtitan_model import Transformer, cross_entropy
@@ -79,6 +80,9 @@ def _run(
     _update(job, optimizers, follow)
     for optimizer in optimizers:
         mark_states(job, optimizer, follow)
+    for part in parts:
+        for buffer in received(part):
+            follow.mark(buffer, Category.COMMUNICATION_BUFFERS)
     gc.collect()
     places.starts()
     step()

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from ..tape import Category
 from . import dtensors, pipelining, substitutions
 from .dtensors import FollowLocal, clear_caches, on_devices
+from .fsdp_categories import categories_of_fsdp
 from .hooked_places import HookedPlaces
 from .job import Job
 from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
@@ -93,7 +94,7 @@ def followed(recording: Recording, places: HookedPlaces, sums_in_place: bool) ->
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         follow = FollowLocal(recording, places, sums_in_place=sums_in_place)
-        with follow, resizes_followed(follow), on_devices(follow), places.followed():
+        with follow, resizes_followed(follow), on_devices(follow), categories_of_fsdp(follow), places.followed():
             follow.calibrate()
             yield follow
 

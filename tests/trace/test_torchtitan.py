@@ -70,6 +70,10 @@ def test_trace_equals_estimate(name: str) -> None:
         apart = SCALARS if row.entry in EDGES and row.phase == BACKWARD else 0  # the loss ends in a caller's frame
         assert abs(row.traced.net - row.estimated.net) <= apart, row
         assert abs(row.traced.peak - row.estimated.peak) <= apart, row
+        buffers = () if name == "one-shard-tp" else (Category.COMMUNICATION_BUFFERS,)  # nothing is sent to one rank
+        for category in (Category.GATHERED_PARAMETERS, *buffers):
+            assert row.traced.net_by[category] == row.estimated.net_by[category], row
+            assert row.traced.peak_by[category] == row.estimated.peak_by[category], row
     assert len(comparison.rows) % (2 * 5) == 0
     module = next(span.module for span in case.program.spans if "layer.1" in span.names)
     assert changes(traced.events("layer.1", FORWARD)) == changes(module.first.forward)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memplan.plan.errors import PlanError
-from memplan.tape import fold
+from memplan.program import static
+from memplan.tape import Category, fold
 from memplan.trace.recording import BACKWARD, BETWEEN, FORWARD, LOSS, REDUCE
 from memplan.trace.torchtitan_job import job_of_torchtitan
 from memplan.trace.traced import Traced
@@ -41,7 +42,10 @@ def test_trace_equals_estimate(name: str) -> None:
     for row in comparison.rows:
         assert row.estimated is not None, row
         assert (row.traced.net, row.traced.peak) == (row.estimated.net, row.estimated.peak), row
+        for category in (Category.GATHERED_PARAMETERS, Category.COMMUNICATION_BUFFERS):
+            assert row.traced.net_by[category] == row.estimated.net_by[category], row
     assert all(point.estimated == point.traced for point in comparison.points)
+    assert traced.setup.net_by == static(case.program).net_by
     counts = {what: sum(one.what == what for one in traced.passes) for what in (FORWARD, LOSS, BACKWARD, REDUCE)}
     plan, chunks = plan_of(flags), int(flags.get("vpp", 1))
     assert plan.batch.gbs is not None
