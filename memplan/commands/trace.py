@@ -25,6 +25,10 @@ def trace(
     plan: Annotated[
         str | None, typer.Argument(help="YAML or JSON file, name of a built-in example, or - for standard input.")
     ] = None,
+    stage: Annotated[
+        int,
+        typer.Option("--stage", metavar="N", help="the pipeline stage whose rank is traced", rich_help_panel=_OUTPUT),
+    ] = 0,
     events: Annotated[
         str | None,
         typer.Option("--events", metavar="FILE", help="every event, one JSON object a line", rich_help_panel=_OUTPUT),
@@ -51,8 +55,9 @@ def trace(
 ) -> int:
     """A training step of the plan's model, run by PyTorch on fake tensors (no GPU, no memory), beside the estimate.
 
-    Needs torch and transformers. --model takes any config.json that transformers knows, also one that memplan has
-    no recipe for. Exit code 2: the plan is wrong, or cannot be traced. 3: torch or transformers is missing.
+    Needs torch, and transformers for other code than torchtitan's. --model takes any config.json that transformers
+    knows, also one that memplan has no recipe for. Exit code 2: the plan is wrong, or cannot be traced. 3: torch or
+    transformers is missing.
     """
     from ..trace.comparison import compared
     from ..trace.planned import planned
@@ -61,7 +66,7 @@ def trace(
     for file in (events, snapshot):
         if file is not None:
             check_writable(Path(file), force=force)
-    asked = planned(plan, flags)
+    asked = planned(plan, flags, stage)
     with _progress(f"tracing {asked.name}"):
         found = traced(asked.job, asked.name)
     _write(found.recording, events, snapshot, force)

@@ -52,6 +52,11 @@ def in_order(modules: Sequence[str]) -> list[str]:
     return result
 
 
+def numbers_text(numbers: Iterable[int]) -> str:
+    """``0, 2–5`` of ascending ``numbers``."""
+    return ", ".join(span(*run) for run in _runs(numbers))
+
+
 def _shortened(runs: Sequence[tuple[int, int]]) -> list[str]:
     """``15, 31, …, 111`` where more than three stretches are equal and equally far apart, as virtual stages are."""
     texts = [span(*run) for run in runs]

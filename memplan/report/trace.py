@@ -12,7 +12,7 @@ from rich.text import Text
 from ..trace.comparison import Comparison, Point, Row
 from ..trace.planned import Planned
 from ..trace.traced import Traced
-from .names import modules_text, plan_text
+from .names import modules_text, numbers_text, plan_text
 from .output import put, put_line
 from .palette import CAUTION, FAINT, GOOD, label
 from .stages import plain_table
@@ -59,7 +59,7 @@ def _body(asked: Planned, traced: Traced, comparison: Comparison, verbose: bool)
     )
     yield Text(line, FAINT)
     count = elements(traced.outline.parameters)
-    yield Text(f"{count} parameters, torch {traced.torch}, transformers {traced.transformers}", FAINT)
+    yield Text(f"{count} parameters, torch {traced.torch}, {_code(traced)}{_rank(asked)}", FAINT)
     yield Text()
     yield _points(comparison.points)
     yield Text()
@@ -74,6 +74,17 @@ def _body(asked: Planned, traced: Traced, comparison: Comparison, verbose: bool)
         yield Text("In place of what a CPU does")
         for one in traced.substitutions:
             yield Text(f"  {one}", FAINT)
+
+
+def _code(traced: Traced) -> str:
+    """Whose modules ran."""
+    return f"transformers {traced.transformers}" if traced.transformers else "memplan's modules of torchtitan's Llama"
+
+
+def _rank(asked: Planned) -> str:
+    """Which rank of a pipeline it is."""
+    stages = asked.job.torchtitan.stages if asked.job.torchtitan is not None else None
+    return f", stage {stages.rank} of {stages.ranks}" if stages is not None else ""
 
 
 def _points(points: Sequence[Point]) -> Table:
@@ -103,25 +114,34 @@ def _rows(rows: Sequence[Row], verbose: bool) -> Table:
     table.add_column("phase", no_wrap=True)
     for name in ("left", "apart", "peak", "apart"):
         table.add_column(name, justify="right", no_wrap=True)
-    for _, group in groupby(rows, key=_looks):
-        members = list(group)
-        for shown in [[one] for one in members] if verbose else [members]:
-            table.add_row(*_cells(shown))
+    for members in [[one] for one in rows] if verbose else _alike(rows):
+        table.add_row(*_cells(members))
     return table
+
+
+def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+    """Neighbours that look alike, those of micro-batches that do so too at the first one's place."""
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for (*looks, _), group in groupby(rows, key=_looks):
+        members = list(group)
+        found.setdefault((*looks, *(row.entry for row in members)), []).extend(members)
+    return list(found.values())
 
 
 def _looks(row: Row) -> tuple[object, ...]:
     estimated = row.estimated
     known = (estimated.net, estimated.peak) if estimated is not None else ()
-    return row.phase, row.microbatch, row.entry.partition(".")[0], row.traced.net, row.traced.peak, known
+    kind = row.entry.partition(".")[0]
+    return row.phase, kind, row.traced.net, row.traced.peak, known, row.microbatch
 
 
 def _cells(rows: Sequence[Row]) -> list[RenderableType]:
     one, estimated = rows[0], rows[0].estimated
-    order = rows if one.phase == "forward" else rows[::-1]
-    phase = f"{one.phase}, mb {one.microbatch}" if one.microbatch else one.phase
+    own = [row.entry for row in rows if row.microbatch == one.microbatch]
+    numbers = sorted({row.microbatch for row in rows})
+    phase = f"{one.phase}, mb {numbers_text(numbers)}" if numbers != [0] else one.phase
     return [
-        modules_text([row.entry for row in order]),
+        modules_text(own if one.phase == "forward" else own[::-1]),
         phase,
         MIBS.figure(one.traced.net),
         _difference(one.traced.net, estimated.net if estimated is not None else None),

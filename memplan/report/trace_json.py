@@ -18,7 +18,7 @@ def trace_to_json(asked: Planned, traced: Traced, comparison: Comparison) -> dic
         "schema": SCHEMA,
         "memplan": __version__,
         "torch": traced.torch,
-        "transformers": traced.transformers,
+        "transformers": traced.transformers or None,
         "model": asked.name,
         "plan": asked.plan.model_dump(mode="json") if asked.plan is not None else None,
         "no_recipe": asked.reason or None,

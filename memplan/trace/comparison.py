@@ -11,7 +11,7 @@ from ..tape import Excursion, compose
 from .recording import BACKWARD, FORWARD, OPTIMIZER
 from .traced import FINAL_NORM, HEAD, Traced
 
-ENDS = (FINAL_NORM, "return", HEAD)
+ENDS = (FINAL_NORM, "return", HEAD, "loss")
 """Entries behind the last layer, compared as one: what ends between two of them is either's."""
 
 
@@ -48,7 +48,11 @@ class Comparison:
 
 def compared(traced: Traced, program: Program | None) -> Comparison:
     """``traced`` beside ``program``, which is ``None`` for a model without a recipe."""
-    return Comparison(tuple(_points(traced, program)), tuple(_rows(traced, program)))
+    if program is not None and program.timeline is not None:
+        from .timeline_comparison import compared_stage
+
+        return compared_stage(traced, program)
+    return Comparison(tuple(_points(traced, program)), tuple(rows(traced, program)))
 
 
 def _points(traced: Traced, program: Program | None) -> Iterator[Point]:
@@ -69,15 +73,20 @@ def _points(traced: Traced, program: Program | None) -> Iterator[Point]:
     yield Point("after the step", start + passes.net + step.net, known("static"))
 
 
-def _rows(traced: Traced, program: Program | None) -> Iterator[Row]:
+def rows(traced: Traced, program: Program | None) -> Iterator[Row]:
+    """Each entry of the layer list in every pass, in order."""
     estimated = _by_entry(program.spans) if program is not None else {}
+    final = _by_entry(program.last) if program is not None else {}
     names = list(estimated) or _entries(traced)
-    for microbatch in sorted({place.microbatch for place in traced.recording.places}):
+    numbers = sorted({place.microbatch for place in traced.recording.places})
+    for microbatch in numbers:
+        is_final = bool(final) and microbatch == numbers[-1]
         for phase in (FORWARD, BACKWARD):
             for name in names if phase == FORWARD else reversed(names):
-                spans = estimated.get(name, ())
+                spans = (final if is_final else estimated).get(name, ())
                 found = traced.of(ENDS if name == HEAD else (name,), phase, microbatch)
-                yield Row(name, phase, microbatch, found, _estimated(spans, phase, microbatch) if spans else None)
+                first = is_final or not microbatch
+                yield Row(name, phase, microbatch, found, _estimated(spans, phase, first) if spans else None)
 
 
 def _entries(traced: Traced) -> list[str]:
@@ -95,9 +104,9 @@ def _by_entry(spans: Sequence[Span]) -> dict[str, list[Span]]:
     return result
 
 
-def _estimated(spans: Sequence[Span], phase: str, microbatch: int) -> Excursion:
+def _estimated(spans: Sequence[Span], phase: str, first: bool) -> Excursion:
     def tapes(span: Span) -> Tapes:
-        return span.module.steady if microbatch else span.module.first
+        return span.module.first if first else span.module.steady
 
     if phase == FORWARD:
         return compose(tapes(span).forward_fold for span in spans)

@@ -16,7 +16,8 @@ READS = {
 ELEMENTS = "elements of a tensor, which fake tensors have not"
 NUMPY = re.compile(r"\.numpy\(\) is not supported")
 FORMAT = re.compile(r"format string passed to FakeTensor")
-_MODELS = "/transformers/models/"
+_MODELS = ("/transformers/models/", "torchtitan_model.py")
+"""Where models' code is."""
 
 
 class UntraceableError(Exception):
@@ -68,5 +69,5 @@ def _in(place: Place) -> str:
 
 
 def _at(error: BaseException) -> str:
-    frames = [frame for frame in extract_tb(error.__traceback__) if _MODELS in frame.filename]
+    frames = [frame for frame in extract_tb(error.__traceback__) if any(one in frame.filename for one in _MODELS)]
     return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""

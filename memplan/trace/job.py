@@ -11,6 +11,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.tuning_checks import first_frozen, is_tuned
 from .configs import config_of_spec
+from .torchtitan_settings import Torchtitan
 
 FRAMEWORKS = ("single", "fsdp")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adafactor")
@@ -56,14 +57,20 @@ class Job:
     weight_decay: float
     microbatches: int
     fsdp: Sharded | None = None
+    torchtitan: Torchtitan | None = None
+    """torchtitan's Llama, instead of a model of transformers'."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Job:
-        given = data["fsdp"]
-        return Job(**{**data, "fsdp": Sharded(**given) if given is not None else None})
+        fsdp, torchtitan = data["fsdp"], data.get("torchtitan")
+        nested = {
+            "fsdp": Sharded(**fsdp) if fsdp is not None else None,
+            "torchtitan": Torchtitan.from_json(torchtitan) if torchtitan is not None else None,
+        }
+        return Job(**{**data, **nested})
 
 
 def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
@@ -108,7 +115,7 @@ def _sharded(plan: Plan) -> Sharded:
 
 def _check_fsdp(plan: Plan) -> None:
     if plan.fsdp.code != "transformers":
-        raise PlanError("fsdp.code", plan.fsdp.code, "must be transformers: its models are traced")
+        raise PlanError("fsdp.code", plan.fsdp.code, "must be transformers here; torchtitan's has a job of its own")
     if plan.fsdp.offload:
         raise PlanError("fsdp.offload", True, "must be false: fake tensors are of one device, and offload moves none")
     for name in ("tp", "pp", "cp"):
@@ -137,6 +144,11 @@ def _check(plan: Plan) -> None:
         raise PlanError("code", plan.code, "must be current: the installed transformers is what is traced")
     if plan.recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
+    check_optimizer(plan)
+
+
+def check_optimizer(plan: Plan) -> None:
+    """Refuses optimizers that are not torch's."""
     optimizer = plan.optimizer
     if optimizer.name not in OPTIMIZERS:
         problem = f"must be one of {', '.join(OPTIMIZERS)}: a trace runs torch's own"

@@ -17,6 +17,7 @@ from ..plan.resolve import resolve
 from ..plan.text import is_folder, is_there, path_of, read_text
 from ..program import Program
 from .job import Job, job_of_plan
+from .torchtitan_job import check_stage, is_torchtitan, job_of_torchtitan
 
 STAND_IN = {"model": "llama-2-7b", "positions-max": str(2**31)}
 """Takes the place of an architecture without a recipe while the rest of a plan is read."""
@@ -37,9 +38,9 @@ class Planned:
     """Why there is no recipe."""
 
 
-def planned(source: str | None, flags: Flags) -> Planned:
-    """The job of the plan in ``source`` with ``flags`` over it. An architecture that is read from a
-    ``config.json`` (``--model``) need not be one that memplan has a recipe for."""
+def planned(source: str | None, flags: Flags, stage: int = 0) -> Planned:
+    """The job of the plan in ``source`` with ``flags`` over it, of the first rank of ``stage``. An architecture that is
+    read from a ``config.json`` (``--model``) need not be one that memplan has a recipe for."""
     flags = {"framework": "single", **flags} if source is None else flags
     path = _config_path(flags)
     try:
@@ -48,11 +49,14 @@ def planned(source: str | None, flags: Flags) -> Planned:
         if path is None or source is not None or not _is_about(error, path):
             raise
         return _without_recipe(path, flags, error)
-    if path is not None and read.plan.model.family not in TRANSFORMERS:
+    torchtitan = is_torchtitan(read.plan)
+    if not torchtitan:
+        check_stage(stage, 1)
+    if path is not None and not torchtitan and read.plan.model.family not in TRANSFORMERS:
         problem = "has no recipe of transformers' code"
         return _without_recipe(path, flags, PlanError("model.family", read.plan.model.family, problem))
     try:
-        return _with_recipe(read)
+        return _of_torchtitan(read, stage) if torchtitan else _with_recipe(read)
     except PlanError as error:
         raise error.located(read.origins) from None
 
@@ -64,6 +68,14 @@ def _with_recipe(read: ReadPlan) -> Planned:
     job = job_of_plan(plan)
     (program,) = programs_of(plan, Options())
     return Planned(job, plan.model.name, plan, program)
+
+
+def _of_torchtitan(read: ReadPlan, stage: int) -> Planned:
+    from ..estimate import programs_of
+
+    plan = resolve(read.plan)
+    programs = programs_of(plan, Options())
+    return Planned(job_of_torchtitan(plan, stage), plan.model.name, plan, programs[stage])
 
 
 def _config_path(flags: Flags) -> Path | None:

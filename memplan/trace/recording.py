@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 from ..tape import Category, Drop, Event, Excursion, Hold, Seam, Tape, fold
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "step"
+LOSS, REDUCE, BETWEEN = "loss", "reduce", "between"
+"""In a pipeline: the loss that follows a forward pass, the reduction of gradients behind the last backward, and
+what a schedule does between passes."""
 
 
 class Place(NamedTuple):
@@ -22,7 +25,7 @@ class Place(NamedTuple):
 
     microbatch: int
     phase: str
-    """``forward``, ``backward``, ``step``, or empty before the first."""
+    """``forward``, ``backward``, ``step`` (``reduce`` and ``between`` in a pipeline), or empty before the first."""
     module: str
     """Dotted path in the model, such as ``model.layers.1.mlp``; empty outside of any."""
     recompute: bool = False

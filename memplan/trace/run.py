@@ -14,13 +14,16 @@ from .traced import Traced
 
 LEAST = {"torch": (2, 6), "transformers": (5, 0)}
 """Oldest releases that a trace runs on."""
+LEAST_OF_TORCHTITAN = {"torch": (2, 13)}
+"""And one of torchtitan's code, which follows ``DTensor`` and pipeline schedules from within."""
 
 
 def traced(job: Job, model: str) -> Traced:
     """The trace of ``job``. ``LackingError`` without torch or transformers; ``PlanError`` of ``model``, its name, where
     the model's code cannot run on fake tensors."""
-    for package in LEAST:
-        _check(package)
+    least = LEAST if job.torchtitan is None else LEAST_OF_TORCHTITAN
+    for package, oldest in least.items():
+        _check(package, oldest)
     command = [sys.executable, "-m", "memplan.trace.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
         try:
@@ -33,7 +36,8 @@ def traced(job: Job, model: str) -> Traced:
     answer = json.loads(out)
     if "lacking" in answer:
         package, problem = answer["lacking"]
-        raise LackingError(f"memplan trace needs {package}, which cannot be imported ({problem}): {_how(package)}")
+        how = _how(package, least[package])
+        raise LackingError(f"memplan trace needs {package}, which cannot be imported ({problem}): {how}")
     if "error" in answer:
         raise PlanError("model", model, f"cannot be traced: {answer['error']}")
     return Traced.from_json(answer)
@@ -51,13 +55,13 @@ def _death(code: int, errors: str) -> str:
     return f"the process that ran it was ended by {name}{last}"
 
 
-def _how(package: str) -> str:
+def _how(package: str, least: tuple[int, int]) -> str:
     """What installs it."""
-    return f"pip install '{package}>={'.'.join(map(str, LEAST[package]))}'"
+    return f"pip install '{package}>={'.'.join(map(str, least))}'"
 
 
-def _check(package: str) -> None:
-    least, wanted = LEAST[package], _how(package)
+def _check(package: str, least: tuple[int, int]) -> None:
+    wanted = _how(package, least)
     try:
         found = version(package)
     except PackageNotFoundError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..tape import Category
 from .failures import UntraceableError, explained
+from .fsdp_categories import categories_of_fsdp
 from .job import Job
 from .models import example_inputs, made
 from .outline import outline_of
@@ -39,7 +40,8 @@ def traced_step(job: Job, *, sums_in_place: bool = True, device: str = "cpu") ->
         shard(job, model, mesh)
         places = Places(model)
         follow = Follow(recording, places, sums_in_place=sums_in_place, device=device)
-        with follow, resizes_followed(follow), places.followed():
+        named = categories_of_fsdp(follow) if job.fsdp is not None else nullcontext()
+        with follow, resizes_followed(follow), named, places.followed():
             follow.calibrate()
             try:
                 _run(job, model, follow, places)
@@ -69,10 +71,10 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
         _first_iteration(job, model, optimizer, inputs, follow)
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    _update(job, optimizer, follow)
+    update(job, optimizer, follow)
     for state in optimizer.state.values():
         for tensor in state.values():
-            if isinstance(tensor, torch.Tensor) and _is_followed(job, tensor):
+            if isinstance(tensor, torch.Tensor) and is_followed(job, tensor):
                 follow.mark(tensor, Category.OPTIMIZER_STATES)
     gc.collect()
     for microbatch in range(job.microbatches):
@@ -87,7 +89,7 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
             if parameter.grad is not None:
                 follow.mark(parameter.grad, Category.GRADIENTS)
     places.phase = OPTIMIZER
-    _update(job, optimizer, follow)
+    update(job, optimizer, follow)
     gc.collect()
     follow.close()
 
@@ -95,14 +97,14 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
 def _first_iteration(job: Job, model: Any, optimizer: Any, inputs: dict[str, torch.Tensor], follow: Follow) -> None:
     """FSDP settles its streams and orders in the first pass, and keeps buffers from it."""
     model(**inputs).loss.backward()
-    _update(job, optimizer, follow)
+    update(job, optimizer, follow)
 
 
-def _is_followed(job: Job, tensor: torch.Tensor) -> bool:
+def is_followed(job: Job, tensor: torch.Tensor) -> bool:
     return bool(tensor.dim()) or job.implementation == "fused"
 
 
-def _update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow) -> None:
+def update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow) -> None:
     """``step()`` and ``zero_grad()``; the counters of steps are on the host unless fused."""
     follow.host = job.implementation != "fused"
     optimizer.step()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -46,6 +47,8 @@ STATISTICS = (_aten.native_layer_norm.default, _aten.native_batch_norm.default)
 
 LOCAL = "_local_tensor"
 """A ``DTensor``'s attribute."""
+
+DEVICE = torch.ops.prim.device.default
 
 
 class _Followed(NamedTuple):
@@ -106,6 +109,12 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hold = self._followed[part.untyped_storage()._cdata].hold
             self.recording.marks[hold.tensor] = category
 
+    def suppose(self, tensor: torch.Tensor, category: Category) -> None:
+        """Says what the storage of ``tensor`` is for, unless that is known."""
+        followed = self._followed.get(local(tensor).untyped_storage()._cdata)
+        if followed is not None:
+            self.recording.marks.setdefault(followed.hold.tensor, category)
+
     def _follow(self, storage: torch.UntypedStorage, hold: Hold) -> Hold:
         """Follows ``storage``, described by ``hold`` but for its number; the hold that is written down."""
         self._count += 1
@@ -143,6 +152,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._followed.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):  # half of all calls: not worth the way to its mode
+            return args[0].fake_device
         if any(is_traceable_wrapper_subclass_type(kind) and not hasattr(kind, LOCAL) for kind in types):
             return (
                 NotImplemented  # what it does with the tensors inside is seen; a ``DTensor`` looks for placements, too

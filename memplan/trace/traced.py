@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..tape import Drop, Excursion, Hold, Tape, compose, fold
 from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording, is_within
@@ -33,6 +33,20 @@ class Outline:
         return ""
 
 
+class Pass(NamedTuple):
+    """A pass of a pipeline's stage, or the reduction of its gradients."""
+
+    what: str
+    """``forward``, ``loss``, ``backward`` or ``reduce``."""
+    stage: int
+    microbatch: int
+    begin: int
+    end: int
+    """Events of the recording."""
+    opening: str
+    """The entry that runs first."""
+
+
 @dataclass(frozen=True)
 class Traced:
     """A recorded step."""
@@ -43,6 +57,8 @@ class Traced:
     transformers: str = ""
     substitutions: tuple[str, ...] = ()
     """Where PyTorch's CPU was made to behave as CUDA."""
+    passes: tuple[Pass, ...] = ()
+    """Of a pipeline's rank, in order."""
 
     @cached_property
     def entries(self) -> tuple[str, ...]:
@@ -51,8 +67,11 @@ class Traced:
         result = []
         before: tuple[object, ...] = ()
         entry = ""
-        for place in self.recording.places:
-            if place[:2] != before:
+        openings = {one.begin: one.opening for one in self.passes}
+        for number, place in enumerate(self.recording.places):
+            if number in openings:
+                before, entry = place[:2], openings[number]
+            elif place[:2] != before:
                 before = place[:2]
                 entry = {FORWARD: EMBEDDING, BACKWARD: HEAD, OPTIMIZER: "optimizer"}.get(place.phase, "")
             entry = self._entry(place.module, entry, place.phase)
@@ -68,7 +87,7 @@ class Traced:
         if self.outline.norm and is_within(module, self.outline.norm):
             return FINAL_NORM
         around = not module or any(is_within(prefix, module) for prefix in self.outline.blocks)
-        if before == EMBEDDING or (around and before not in (FINAL_NORM, HEAD)):
+        if before == EMBEDDING or (around and (phase == BACKWARD or before not in (FINAL_NORM, HEAD))):
             return before
         return HEAD if phase == FORWARD or before == HEAD else EMBEDDING
 
@@ -104,11 +123,12 @@ class Traced:
 
     def to_json(self) -> dict[str, Any]:
         outline = {"blocks": self.outline.blocks, "norm": self.outline.norm, "parameters": self.outline.parameters}
-        return {"outline": outline, **self.recording.to_json()}
+        return {"outline": outline, "passes": self.passes, **self.recording.to_json()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Traced:
         given = data["outline"]
         outline = Outline(tuple(given["blocks"]), given["norm"], given["parameters"])
         versions = data.get("torch", ""), data.get("transformers", "")
-        return Traced(Recording.from_json(data), outline, *versions, tuple(data.get("substitutions", ())))
+        passes = tuple(Pass(*one) for one in data["passes"])
+        return Traced(Recording.from_json(data), outline, *versions, tuple(data.get("substitutions", ())), passes)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from .job import Job
+from .traced import Traced
 
 
 def main() -> int:
@@ -25,28 +28,53 @@ def main() -> int:
 
 def answered(job: Job) -> dict[str, Any]:
     """What was traced; or ``error`` and where it happened; or ``lacking``: the package that cannot be imported, why."""
-    package = "torch"
     try:
-        import torch
-
-        package = "transformers"
-        import transformers
-    except (ImportError, OSError) as error:
-        return {"lacking": (package, str(error).partition("\n")[0])}
+        versions, trace, substitutions = _of_torchtitan() if job.torchtitan is not None else _of_transformers()
+    except _NotImportableError as error:
+        return {"lacking": error.args}
 
     from .failures import UntraceableError, explained
     from .models import UnknownModelError
-    from .step import traced_step
-    from .substitutions import SUBSTITUTIONS
 
-    versions: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
     try:
-        traced = traced_step(job)
+        traced = trace(job)
     except (UnknownModelError, UntraceableError) as error:
         return {**versions, "error": str(error)}
     except Exception as error:  # whatever a model's code raises is the user's to read
         return {**versions, "error": explained(error)}
-    return {**versions, "substitutions": SUBSTITUTIONS, **traced.to_json()}
+    return {**versions, "substitutions": substitutions, **traced.to_json()}
+
+
+class _NotImportableError(Exception):
+    """A package, and why it cannot be imported."""
+
+
+def _imported(package: str) -> Any:
+    try:
+        return import_module(package)
+    except (ImportError, OSError) as error:
+        raise _NotImportableError(package, str(error).partition("\n")[0]) from error
+
+
+_Tracer = tuple[dict[str, Any], Callable[[Job], Traced], tuple[str, ...]]
+"""Versions of libraries, what traces a job, and what is put in CUDA's place."""
+
+
+def _of_transformers() -> _Tracer:
+    versions = {package: _imported(package).__version__ for package in ("torch", "transformers")}
+
+    from .step import traced_step
+    from .substitutions import SUBSTITUTIONS
+
+    return versions, traced_step, SUBSTITUTIONS
+
+
+def _of_torchtitan() -> _Tracer:
+    versions = {"torch": _imported("torch").__version__}
+
+    from .torchtitan_step import SUBSTITUTIONS, traced_torchtitan
+
+    return versions, traced_torchtitan, SUBSTITUTIONS
 
 
 if __name__ == "__main__":

@@ -42,6 +42,53 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "backward, mb 1" in out
 
 
+TITAN = ["trace", "--model", "llama-3-8b", "--framework", "fsdp", "--fsdp-code", "torchtitan", "--dp", "2"]
+TITAN += [
+    "--hidden=64",
+    "--heads=4",
+    "--kv-heads=2",
+    "--head-dim=16",
+    "--ffn=160",
+    "--vocab=1003",
+    "--mbs=1",
+    "--seq=32",
+]
+PIPELINE = [*TITAN, "--layers=3", "--pp=3", "--gbs=8"]
+
+
+def test_stage_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """torchtitan's code: every pass and layer of one rank, to the byte."""
+    events, snapshot = tmp_path / "events.jsonl", tmp_path / "memory.pickle"
+    assert main([*PIPELINE, "--stage=1", "--json", "--events", str(events), "--snapshot", str(snapshot)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["transformers"] is None
+    assert answer["job"]["torchtitan"]["stages"]["rank"] == 1
+    assert all(one["traced_bytes"] == one["estimated_bytes"] for one in answer["points"])
+    assert all(one["traced"] == one["estimated"] for one in answer["modules"])
+    assert {one["module"] for one in answer["modules"]} == {"start", "stage 1", "layer.1"}
+    assert any("NCCL" in one for one in answer["substitutions"])
+    lines = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == answer["events"]
+    assert {line["phase"] for line in lines} == {"setup", "forward", "backward", "between", "reduce", "step"}
+    assert set(pickle.loads(snapshot.read_bytes())) == {"segments", "device_traces", "allocator_settings"}
+
+
+def test_table_of_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Micro-batches that look alike share a line."""
+    assert main([*PIPELINE, "--stage=2", "--no-color"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Equal: trace and estimate")
+    assert "memplan's modules of torchtitan's Llama" in out
+    assert "stage 2 of 3" in " ".join(out.split())
+    assert "forward, mb 1–3" in out
+    assert "forward, mb 2" not in out
+
+
+def test_stage_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PIPELINE, "--stage=3"]) == 2
+    assert capsys.readouterr().err.endswith("--stage: must be from 0 to 2, not 3\n")
+
+
 def test_model_without_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     made = transformers.AutoConfig.for_model("olmo2", **SMALL)
     made.to_json_file(tmp_path / "config.json", use_diff=False)
@@ -119,7 +166,9 @@ def test_missing_package_ends_with_3(monkeypatch: pytest.MonkeyPatch, capsys: py
         ),
         (["--autocast"], "precision.autocast = true: must be false: autocast is not traced yet"),
         (["--trainer", "transformers"], "trainer.loop = transformers: must be none"),
-        (["--framework", "fsdp", "--fsdp-code", "torchtitan"], "fsdp.code = torchtitan: must be transformers"),
+        (["--framework", "fsdp", "--fsdp-code", "torchtitan"], "model = gpt2: must be an untied Llama without biases"),
+        (["--stage", "1"], "--stage: must be 0: there is no pipeline (pp 1), not 1"),
+        (["--stage", "first"], "--stage"),
         (["--model", "no-such-model"], "model = no-such-model: "),
         (["--seq", "0"], "batch.seq = 0: "),
         (["--events", "/no/such/folder/events"], "/no/such/folder/events: there is no folder /no/such/folder"),

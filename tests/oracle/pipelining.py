@@ -21,12 +21,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.stage import InferenceMode
-from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.trace.torchtitan_model import cross_entropy
+from memplan.trace.torchtitan_settings import Part
+
 from .fsdp import ResizedFollow, Sharding, run
-from .torchtitan import Llama, Sizes, recomputed
+from .torchtitan import Sizes, llama, recomputed
 from .tracer import Trace
 from .training_step import DTYPES
 
@@ -53,41 +55,19 @@ class Pipeline:
         return len(self.edges) - 1
 
 
-class Part(Llama):
-    """What one stage keeps of the model; the other modules are ``None``."""
-
-    def __init__(self, sizes: Sizes, pipeline: Pipeline, stage: int) -> None:
-        super().__init__(sizes)
-        model: Any = self
-        for layer in range(sizes.layers):
-            if not pipeline.edges[stage] <= layer < pipeline.edges[stage + 1]:
-                del self.layers[str(layer)]
-        if stage:
-            model.tok_embeddings = None
-        if stage < pipeline.stages - 1:
-            model.norm = None
-            model.output = None
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
-        for layer in self.layers.values():
-            h = layer(h, self.table)
-        h = self.norm(h) if self.norm is not None else h
-        return self.output(h) if self.output is not None else h
-
-
 def part(
     sizes: Sizes, pipeline: Pipeline, stage: int, sharding: Sharding, mode: str, mesh: DeviceMesh, *, ends_apart: bool
 ) -> Any:
     """``parallelize_llama.py`` for one stage's model, with pipeline parallelism."""
-    model: Any = Part(sizes, pipeline, stage).train()
+    low, high = pipeline.edges[stage : stage + 2]
+    model: Any = llama(sizes, Part(low, high, not stage, stage == pipeline.stages - 1))
     common: dict[str, Any] = {"mesh": mesh, "mp_policy": sharding.policy, "reshard_after_forward": False}
     if ends_apart and model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, **common)
     if ends_apart and model.output is not None:
         fully_shard([model.norm, model.output], **common)
     for name, block in list(model.layers.items()):
-        model.layers[name] = recomputed(block, mode)
+        model.layers[name] = recomputed(block, sizes, mode)
         fully_shard(model.layers[name], **common)
     fully_shard(model, **common)
     return model
@@ -180,7 +160,7 @@ def traced_pipeline(
         for tensor in (*tensors, tokens, labels):
             follow.adopt(tensor, "state")
         many = pipeline.schedule == "interleaved"
-        schedule = SCHEDULES[pipeline.schedule](stages if many else stages[0], count, loss_fn=_loss)
+        schedule = SCHEDULES[pipeline.schedule](stages if many else stages[0], count, loss_fn=cross_entropy)
         optimizers = [torch.optim.AdamW(list(model.parameters()), foreach=True) for model in models]
         arguments = (tokens,) if not rank else ()
         last = pipeline.stages - 1 in numbers
@@ -214,10 +194,6 @@ def traced_pipeline(
     finally:
         dist.destroy_process_group()
     return marks
-
-
-def _loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(pred.flatten(0, 1).float(), labels.flatten(0, 1))
 
 
 def _stage(

@@ -1,5 +1,5 @@
-"""The Llama of ``torchtitan.py`` with tensor parallelism as torchtitan applies it (``apply_tp`` of
-``torchtitan/parallelisms/parallelize_llama.py``, December 2024), one iteration of rank 0 on fake tensors."""
+"""The Llama of ``torchtitan.py`` with tensor parallelism as torchtitan applies it, one iteration of rank 0 on fake
+tensors, followed by the tests' own tracer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,16 @@ from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from torch.nn import functional
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.trace.torchtitan_model import Transformer, cross_entropy
+from memplan.trace.torchtitan_parallel import apply_tp
+
 from .fsdp import ResizedFollow, Sharding, Steps, _cut, fake_ranks, resizing
-from .torchtitan import Llama, Sizes, recomputed
+from .torchtitan import Sizes, llama, recomputed
 from .tracer import Trace, cuda_behaviour
 from .training_step import DTYPES, update
 
@@ -109,37 +104,6 @@ def real_meshes() -> Iterator[None]:
         yield
 
 
-def apply_tp(model: Llama, mesh: DeviceMesh, *, parallel_loss: bool) -> None:
-    output = Shard(-1) if parallel_loss else Replicate()
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "output": ColwiseParallel(
-                input_layouts=Shard(1), output_layouts=output, use_local_output=not parallel_loss
-            ),
-        },
-    )
-    prepared = PrepareModuleInput
-    for block in model.layers.values():
-        plan = {
-            "attention_norm": SequenceParallel(),
-            "attention": prepared(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
-            "attention.wq": ColwiseParallel(),
-            "attention.wk": ColwiseParallel(),
-            "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-            "ffn_norm": SequenceParallel(),
-            "feed_forward": prepared(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-            "feed_forward.w1": ColwiseParallel(),
-            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-            "feed_forward.w3": ColwiseParallel(),
-        }
-        parallelize_module(block, mesh, plan)
-
-
 def traced(
     sizes: Sizes,
     sharding: Sharding,
@@ -168,7 +132,7 @@ def traced(
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             model = _model(sizes, sharding.original)
             apply_tp(model, parts, parallel_loss=parallel_loss)
-            _shard(model, data, sharding, modes, ends_apart)
+            _shard(model, sizes, data, sharding, modes, ends_apart)
             for tensor in (*model.parameters(), *model.buffers()):
                 follow.adopt(tensor, "state")
             optimizer = torch.optim.AdamW(list(model.parameters()), foreach=True)
@@ -182,7 +146,7 @@ def traced(
                 model.set_requires_gradient_sync(sync)
                 with loss_parallel() if parallel_loss else nullcontext(), torch.set_grad_enabled(not evaluates):
                     logits = model(tokens)
-                    loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+                    loss = cross_entropy(logits, labels)
                     del logits
                     _cut(trace, steps)
                     if not evaluates:
@@ -195,15 +159,17 @@ def traced(
     return steps
 
 
-def _model(sizes: Sizes, dtype: str) -> Llama:
+def _model(sizes: Sizes, dtype: str) -> Transformer:
     default = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[dtype])
-    model = Llama(sizes).train()
+    model = llama(sizes)
     torch.set_default_dtype(default)
     return model
 
 
-def _shard(model: Llama, mesh: DeviceMesh, sharding: Sharding, modes: Sequence[str], ends_apart: bool) -> None:
+def _shard(
+    model: Transformer, sizes: Sizes, mesh: DeviceMesh, sharding: Sharding, modes: Sequence[str], ends_apart: bool
+) -> None:
     common: dict[str, Any] = {"mesh": mesh, "mp_policy": sharding.policy}
     if ends_apart:
         fully_shard(model.tok_embeddings, **common)
@@ -211,6 +177,6 @@ def _shard(model: Llama, mesh: DeviceMesh, sharding: Sharding, modes: Sequence[s
     last = len(model.layers) - 1
     for name, block in list(model.layers.items()):
         kept = not ends_apart and int(name) == last
-        model.layers[name] = recomputed(block, modes[int(name)])
+        model.layers[name] = recomputed(block, sizes, modes[int(name)])
         fully_shard(model.layers[name], **common, reshard_after_forward=not kept)
     fully_shard(model, **common)

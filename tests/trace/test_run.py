@@ -22,6 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = {"layers": "2", "hidden": "64", "heads": "4", "kv-heads": "4", "head-dim": "16", "ffn": "160", "vocab": "1003"}
 
 
+TITAN = {"model": "llama-3-8b", **TINY, "framework": "fsdp", "fsdp-code": "torchtitan", "mbs": "1", "seq": "32"}
+TITAN["vocab"] = "1004"
+
+
 def job(**flags: str) -> Job:
     return planned(None, {"model": "gpt2", **TINY, "mbs": "1", "seq": "32", **flags}).job
 
@@ -110,6 +114,22 @@ def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_p
         LackingError, match=rf"needs {package}, which cannot be imported \(no libfoo\.so\): pip install"
     ):
         traced(job(), "gpt2")
+
+
+def test_torchtitan_needs_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded = planned(None, {**TITAN, "tp": "2", "dp": "2"}).job
+
+    def version(package: str) -> str:
+        assert package == "torch"
+        return found
+
+    monkeypatch.setattr(run, "version", version)
+    found = "2.12.1"
+    with pytest.raises(LackingError, match=r"needs torch 2\.13 or later, not 2\.12\.1: pip install"):
+        traced(sharded, "llama")
+    found = "2.13.0+cpu"
+    answer = traced(sharded, "llama")
+    assert (answer.transformers, answer.outline.blocks) == ("", ("layers",))
 
 
 def test_interrupted(tmp_path: Path) -> None:
