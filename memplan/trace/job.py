@@ -11,8 +11,9 @@ from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.tuning_checks import first_frozen, is_tuned
 from .configs import config_of_spec
+from .replicated import Replicated, replicated_of
 
-FRAMEWORKS = ("single", "fsdp")
+FRAMEWORKS = ("single", "ddp", "fsdp")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adafactor")
 """Those that torch itself has."""
 IMPLEMENTATIONS = (None, "foreach", "for-loop", "fused")
@@ -45,7 +46,7 @@ class Job:
     b: int
     s: int
     dtype: str
-    """``fp32``, ``fp16`` or ``bf16``, of parameters and activations."""
+    """``fp32``, ``fp16`` or ``bf16``, of parameters and, without autocast, activations."""
     attention: str
     """``eager``, or ``flash``: transformers' ``sdpa``."""
     recompute: bool
@@ -56,14 +57,21 @@ class Job:
     weight_decay: float
     microbatches: int
     fsdp: Sharded | None = None
+    ddp: Replicated | None = None
+    autocast: str | None = None
+    """The dtype that autocast computes in."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Job:
-        given = data["fsdp"]
-        return Job(**{**data, "fsdp": Sharded(**given) if given is not None else None})
+        made = {name: kind(**data[name]) for name, kind in SECTIONS.items() if data.get(name) is not None}
+        return Job(**{**data, **made})
+
+
+SECTIONS: Mapping[str, type] = {"fsdp": Sharded, "ddp": Replicated}
+"""Fields of a job that are mappings in JSON."""
 
 
 def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
@@ -80,7 +88,7 @@ def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
         config=config_of_spec(plan.model) if config is None else config,
         b=plan.batch.mbs,
         s=plan.batch.seq,
-        dtype=plan.precision.dtype,
+        dtype=plan.precision.stored,
         attention=plan.attention,
         recompute=plan.recompute.mode == "full",
         optimizer=optimizer.name,
@@ -89,6 +97,8 @@ def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
         weight_decay=optimizer.weight_decay or 0.0,
         microbatches=min(plan.batch.gbs // (plan.batch.mbs * (plan.layout.dp or 1)), MOST_MICROBATCHES),
         fsdp=_sharded(plan) if plan.framework == "fsdp" else None,
+        ddp=replicated_of(plan),
+        autocast=plan.precision.dtype if plan.precision.autocast else None,
     )
 
 
@@ -129,8 +139,6 @@ def _check(plan: Plan) -> None:
     if is_tuned(plan):
         field, value = first_frozen(plan)
         raise PlanError(field, value, "must be left out: adapters, 4-bit and frozen parameters are not traced yet")
-    if plan.precision.autocast:
-        raise PlanError("precision.autocast", True, "must be false: autocast is not traced yet")
     if plan.trainer.loop != "none":
         raise PlanError("trainer.loop", plan.trainer.loop, "must be none: what the Trainer adds is not traced yet")
     if plan.code != "current":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..tape import Category
+from .autocast import Scaler, cuda_autocast, cuda_lists, scaler_of, scaler_states
+from .ddp import Replica, distributed, reducing
 from .job import Job
 from .models import example_inputs, made
 from .outline import outline_of
@@ -31,82 +33,116 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
     ``zero_grad`` behind the step.
     """
     recording = Recording()
-    with environment(), rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
+    lists = cuda_lists() if job.autocast is not None else nullcontext()
+    with environment(), lists, rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
         model = made(job)
         outline = outline_of(model)
         shard(job, model, mesh)
         places = Places(model)
         follow = Follow(recording, places, sums_in_place=sums_in_place)
-        with follow, resizes_followed(follow), places.followed():
+        with follow, reducing(job, follow) as reducer, resizes_followed(follow), places.followed():
             follow.calibrate()
-            _run(job, model, follow, places)
+            _run(job, Replica(job, model, reducer), follow, places)
     return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline)
 
 
-def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
+def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
+    model: Any = replica.inner
     parameters = [one for one in model.parameters() if one.requires_grad]
+    optimizer, scaler = optimizer_of(job, parameters), scaler_of(job.autocast)
     for parameter in model.parameters():
         follow.adopt(parameter, "parameter", Category.PARAMETERS)
     for buffer in model.buffers():
         follow.adopt(buffer, "buffer", Category.BUFFERS)
-    optimizer = optimizer_of(job, parameters)
     inputs = example_inputs(job, model)
     for name, tensor in inputs.items():
         follow.adopt(tensor, name, Category.INPUTS)
-    if job.fsdp is not None:
-        _first_iteration(job, model, optimizer, inputs, follow)
+    if job.fsdp is not None or job.ddp is not None or scaler is not None:
+        replica.settle(lambda: _first_iteration(job, replica.model, optimizer, inputs, follow, scaler))
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    _update(job, optimizer, follow)
-    for state in optimizer.state.values():
+    update(job, optimizer, follow)
+    for tensor in scaler_states(scaler):
+        follow.mark(tensor, Category.BUFFERS)
+    for state in getattr(optimizer, "optim", optimizer).state.values():
         for tensor in state.values():
-            if isinstance(tensor, torch.Tensor) and _is_followed(job, tensor):
+            if isinstance(tensor, torch.Tensor) and is_followed(job, tensor):
                 follow.mark(tensor, Category.OPTIMIZER_STATES)
     gc.collect()
     for microbatch in range(job.microbatches):
         places.microbatch, places.phase = microbatch, FORWARD
         if job.fsdp is not None:
             model.set_requires_gradient_sync(job.fsdp.syncs_each or microbatch == job.microbatches - 1)
-        loss = model(**inputs).loss
-        places.phase = BACKWARD
-        loss.backward()
-        del loss
+        with replica.synced(microbatch):
+            loss = _loss(job, replica.model, inputs, scaler)
+            places.phase = BACKWARD
+            loss.backward()
+            del loss
         for parameter in parameters:
             if parameter.grad is not None:
                 follow.mark(parameter.grad, Category.GRADIENTS)
     places.phase = OPTIMIZER
-    _update(job, optimizer, follow)
+    update(job, optimizer, follow, scaler)
     gc.collect()
     follow.close()
 
 
-def _first_iteration(job: Job, model: Any, optimizer: Any, inputs: dict[str, torch.Tensor], follow: Follow) -> None:
-    """FSDP settles its streams and orders in the first pass, and keeps buffers from it."""
-    model(**inputs).loss.backward()
-    _update(job, optimizer, follow)
+def _first_iteration(
+    job: Job,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    inputs: dict[str, torch.Tensor],
+    follow: Follow,
+    scaler: Scaler | None,
+) -> None:
+    """FSDP settles its streams and orders in the first pass, and keeps buffers from it; DDP its buckets; a scaler
+    makes its numbers."""
+    _loss(job, model, inputs, scaler).backward()
+    update(job, optimizer, follow, scaler)
 
 
-def _is_followed(job: Job, tensor: torch.Tensor) -> bool:
+def _loss(job: Job, model: Any, inputs: dict[str, torch.Tensor], scaler: Scaler | None) -> Any:
+    """Of one micro-batch; nothing else of the model's output is kept."""
+    with cuda_autocast(job.autocast):
+        loss = model(**inputs).loss
+    return loss if scaler is None else scaler.scale(loss)
+
+
+def is_followed(job: Job, tensor: torch.Tensor) -> bool:
     return bool(tensor.dim()) or job.implementation == "fused"
 
 
-def _update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow) -> None:
+def update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow, scaler: Scaler | None = None) -> None:
     """``step()`` and ``zero_grad()``; the counters of steps are on the host unless fused."""
-    follow.host = job.implementation != "fused"
-    optimizer.step()
-    follow.host = False
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    follow.host, follow.reads_ones = job.implementation != "fused", True
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+    follow.host, follow.reads_ones = False, False
+    if scaler is not None:
+        scaler.update()
     optimizer.zero_grad()
 
 
 def optimizer_of(job: Job, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """torch's optimizer of the job's name."""
     how: dict[str, Any] = {"foreach": job.implementation == "foreach", "weight_decay": job.weight_decay}
+    if job.optimizer != "adafactor":
+        how["fused"] = job.implementation == "fused"
     if job.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-3, momentum=job.momentum, fused=job.implementation == "fused", **how)
-    if job.optimizer in ("adam", "adamw"):
-        kind = torch.optim.Adam if job.optimizer == "adam" else torch.optim.AdamW
-        return kind(parameters, fused=job.implementation == "fused", **how)
-    return torch.optim.Adafactor(parameters, **how)
+        how |= {"lr": 1e-3, "momentum": job.momentum}
+    return distributed(job.ddp, parameters, KINDS[job.optimizer], how)
+
+
+KINDS: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor,
+}
 
 
 @contextmanager

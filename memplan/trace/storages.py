@@ -38,6 +38,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.place = place
         self.host = False
         """Storages of zero-dimensional tensors that begin now are on the host, and not counted."""
+        self.reads_ones = False
+        """Numbers that are read back now, as an optimizer does from the device, are one."""
         self._followed: dict[int, _Followed] = {}
         """Every live storage, by its address."""
         self._count = 0
@@ -108,6 +110,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._followed.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.reads_ones and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
         out = self._as_on_a_gpu(func, args, kwargs or {})
         if func is torch.ops.aten.native_layer_norm.default:
             out = (out[0], out[1].float(), out[2].float())  # CUDA's statistics are fp32

@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 
+from .autocast import cast_by_autocast
+
 SUBSTITUTIONS = (
     "dropout is native_dropout, whose mask has one byte an element (CUDA's fused kernel)",
     "scaled_dot_product_attention is the flash-attention operator where PyTorch would take it, else the "
     "memory-efficient one, with the outputs that they save",
     "layer_norm of 16-bit tensors gives its statistics in fp32",
     "counters of optimizer steps are on the host unless the implementation is fused",
+    "autocast is the CPU's, with CUDA's lists of operators (ATen/autocast_mode.h); GradScaler applies every step",
+    "DistributedDataParallel's all-reduce gives buckets back as they were (the fake process group returns nothing)",
+    "numbers that Adafactor reads back from the device are one",
 )
 
 LARGEST_FLASH_HEAD = 256
@@ -57,6 +62,9 @@ def fused_attention(
     flash for 16-bit heads of up to 256 features without a mask, else memory-efficient. The latter takes as many
     key heads as query heads and a mask in the dtype of the scores."""
     operators: Any = torch.ops.aten
+    query, key, value = cast_by_autocast(query, key, value)
+    if attn_mask is not None:
+        (attn_mask,) = cast_by_autocast(attn_mask)
     is_16_bit = query.dtype in (torch.float16, torch.bfloat16)
     if attn_mask is None and is_16_bit and query.shape[-1] <= LARGEST_FLASH_HEAD:
         flash = operators._scaled_dot_product_flash_attention

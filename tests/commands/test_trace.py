@@ -79,7 +79,7 @@ SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--framework", "ddp"], "framework = ddp: must be one of single, fsdp"),
+        (["--framework", "megatron"], "framework = megatron: must be one of single, ddp, fsdp"),
         (["--model", "megatron-22b"], "model.family = gpt: "),
         (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
         (["--loss", "liger"], "loss.kind = liger: must be plain"),
@@ -90,7 +90,6 @@ SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
             ["--freeze-layers", "1"],
             "frozen.layers = 1: must be left out: adapters, 4-bit and frozen parameters are not",
         ),
-        (["--autocast"], "precision.autocast = true: must be false: autocast is not traced yet"),
         (["--trainer", "transformers"], "trainer.loop = transformers: must be none"),
         (["--framework", "fsdp", "--fsdp-code", "torchtitan"], "fsdp.code = torchtitan: must be transformers"),
         (["--model", "no-such-model"], "model = no-such-model: "),
