@@ -9,9 +9,9 @@ from typing import Any
 from ..layers.coverage import TRANSFORMERS
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
-from ..plan.tuning_checks import first_frozen, is_tuned
 from .configs import config_of_spec
 from .replicated import Replicated, replicated_of
+from .tuned import Tuned, tuned_of
 
 FRAMEWORKS = ("single", "ddp", "fsdp")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adafactor")
@@ -60,6 +60,8 @@ class Job:
     ddp: Replicated | None = None
     autocast: str | None = None
     """The dtype that autocast computes in."""
+    tuned: Tuned | None = None
+    """What is trained, where it is not everything."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,7 +72,7 @@ class Job:
         return Job(**{**data, **made})
 
 
-SECTIONS: Mapping[str, type] = {"fsdp": Sharded, "ddp": Replicated}
+SECTIONS: Mapping[str, type] = {"fsdp": Sharded, "ddp": Replicated, "tuned": Tuned}
 """Fields of a job that are mappings in JSON."""
 
 
@@ -99,6 +101,7 @@ def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
         fsdp=_sharded(plan) if plan.framework == "fsdp" else None,
         ddp=replicated_of(plan),
         autocast=plan.precision.dtype if plan.precision.autocast else None,
+        tuned=tuned_of(plan),
     )
 
 
@@ -136,9 +139,9 @@ def _check(plan: Plan) -> None:
     if plan.model.family not in TRANSFORMERS:
         problem = f"must be one of {', '.join(TRANSFORMERS)}: those that transformers runs"
         raise PlanError("model.family", plan.model.family, problem)
-    if is_tuned(plan):
-        field, value = first_frozen(plan)
-        raise PlanError(field, value, "must be left out: adapters, 4-bit and frozen parameters are not traced yet")
+    if plan.quantisation.kind != "none":
+        problem = "must be none: bitsandbytes' 4-bit weights take no fake tensors"
+        raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
     if plan.trainer.loop != "none":
         raise PlanError("trainer.loop", plan.trainer.loop, "must be none: what the Trainer adds is not traced yet")
     if plan.code != "current":

@@ -24,6 +24,7 @@ from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
 from .storages import Follow, resizes_followed
 from .substitutions import cuda_behaviour
 from .traced import Traced
+from .tuning import tuned
 
 
 def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
@@ -35,7 +36,7 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
     recording = Recording()
     lists = cuda_lists() if job.autocast is not None else nullcontext()
     with environment(), lists, rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
-        model = made(job)
+        model = tuned(job, made(job))
         outline = outline_of(model)
         shard(job, model, mesh)
         places = Places(model)

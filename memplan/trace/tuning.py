@@ -1,0 +1,74 @@
+"""peft's adapters on a model of fake tensors, and frozen parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+from warnings import catch_warnings, simplefilter
+
+import torch
+
+from ..plan.lora import ALL_LINEAR
+from .job import Job
+from .outline import outline_of
+from .tuned import Tuned
+
+EMBEDDINGS = ("wte", "wpe", "embed_tokens", "embed_positions", "embed_in", "word_embeddings", "embeddings.")
+"""Parts of the names of embedding tables, and of what is beside them, in transformers."""
+
+
+def tuned(job: Job, model: Any) -> Any:
+    """``model`` as the job trains it: wrapped by peft, with frozen parts, or as it is."""
+    given = job.tuned
+    if given is None:
+        return model
+    if given.rank is not None:
+        model = with_adapters(given, model)
+    else:
+        freeze(given, model)
+    return model.train()
+
+
+def with_adapters(given: Tuned, model: Any) -> Any:
+    import peft
+
+    assert given.rank is not None
+    settings = peft.LoraConfig(
+        r=given.rank,
+        target_modules=ALL_LINEAR if given.targets == [ALL_LINEAR] else given.targets,
+        lora_dropout=given.dropout,
+        fan_in_fan_out=model.config.model_type == "gpt2",
+    )
+    with modules_of_fakes(), catch_warnings():
+        simplefilter("ignore")  # older names that peft asks transformers for
+        return peft.get_peft_model(model, settings, autocast_adapter_dtype=given.adapters == "fp32")
+
+
+def freeze(given: Tuned, model: Any) -> None:
+    if given.embedding:
+        for name, parameter in model.base_model.named_parameters():
+            if any(part in name for part in EMBEDDINGS):
+                parameter.requires_grad_(False)
+    (path,) = outline_of(model).blocks
+    layers: Any = model.get_submodule(path)
+    for layer in layers[: given.layers]:
+        layer.requires_grad_(False)
+
+
+@contextmanager
+def modules_of_fakes() -> Iterator[None]:
+    """``Module._apply`` puts new parameters in place of old ones: fake tensors cannot take each other's place inside
+    one (``param.data = …``)."""
+
+    def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for inner in module.modules() if recurse else (module,):
+            for name, parameter in inner._parameters.items():
+                if parameter is not None:
+                    applied = torch.nn.Parameter(function(parameter.detach()), parameter.requires_grad)
+                    inner._parameters[name] = applied
+        return module
+
+    with patch.object(torch.nn.Module, "_apply", apply):
+        yield
