@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -68,11 +68,15 @@ class Job:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Job:
-        made = {name: kind(**data[name]) for name, kind in SECTIONS.items() if data.get(name) is not None}
+        made = {name: make(data[name]) for name, make in SECTIONS.items() if data.get(name) is not None}
         return Job(**{**data, **made})
 
 
-SECTIONS: Mapping[str, type] = {"fsdp": Sharded, "ddp": Replicated, "tuned": Tuned}
+SECTIONS: Mapping[str, Callable[[Any], object]] = {
+    "fsdp": lambda data: Sharded(**data),
+    "ddp": lambda data: Replicated(**data),
+    "tuned": Tuned.from_json,
+}
 """Fields of a job that are mappings in JSON."""
 
 
@@ -139,9 +143,6 @@ def _check(plan: Plan) -> None:
     if plan.model.family not in TRANSFORMERS:
         problem = f"must be one of {', '.join(TRANSFORMERS)}: those that transformers runs"
         raise PlanError("model.family", plan.model.family, problem)
-    if plan.quantisation.kind != "none":
-        problem = "must be none: bitsandbytes' 4-bit weights take no fake tensors"
-        raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
     if plan.trainer.loop != "none":
         raise PlanError("trainer.loop", plan.trainer.loop, "must be none: what the Trainer adds is not traced yet")
     if plan.code != "current":

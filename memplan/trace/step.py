@@ -24,7 +24,7 @@ from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
 from .storages import Follow, resizes_followed
 from .substitutions import cuda_behaviour
 from .traced import Traced
-from .tuning import tuned
+from .tuning import dequantising, follow_frozen, tuned
 
 
 def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
@@ -41,7 +41,7 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
         shard(job, model, mesh)
         places = Places(model)
         follow = Follow(recording, places, sums_in_place=sums_in_place)
-        with follow, reducing(job, follow) as reducer, resizes_followed(follow), places.followed():
+        with follow, dequantising(job), reducing(job, follow) as reducer, resizes_followed(follow), places.followed():
             follow.calibrate()
             _run(job, Replica(job, model, reducer), follow, places)
     return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline)
@@ -53,6 +53,7 @@ def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
     optimizer, scaler = optimizer_of(job, parameters), scaler_of(job.autocast)
     for parameter in model.parameters():
         follow.adopt(parameter, "parameter", Category.PARAMETERS)
+    follow_frozen(job, model, follow)
     for buffer in model.buffers():
         follow.adopt(buffer, "buffer", Category.BUFFERS)
     inputs = example_inputs(job, model)

@@ -21,6 +21,8 @@ SUBSTITUTIONS = (
     "counters of optimizer steps are on the host unless the implementation is fused",
     "autocast is the CPU's, with CUDA's lists of operators (ATen/autocast_mode.h); GradScaler applies every step",
     "DistributedDataParallel's all-reduce gives buckets back as they were (the fake process group returns nothing)",
+    "4-bit weights are ordinary parameters beside bitsandbytes' own state, and gemm_4bit is the product of a "
+    "dequantised weight, as on CUDA where it has no kernel of its own",
     "numbers that Adafactor reads back from the device are one",
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 from warnings import catch_warnings, simplefilter
@@ -11,8 +11,10 @@ from warnings import catch_warnings, simplefilter
 import torch
 
 from ..plan.lora import ALL_LINEAR
+from .four_bit import Dequantising, follow_scales, prepared, quantised
 from .job import Job
 from .outline import outline_of
+from .storages import Follow
 from .tuned import Tuned
 
 EMBEDDINGS = ("wte", "wpe", "embed_tokens", "embed_positions", "embed_in", "word_embeddings", "embeddings.")
@@ -25,10 +27,28 @@ def tuned(job: Job, model: Any) -> Any:
     if given is None:
         return model
     if given.rank is not None:
+        if given.four_bit is not None:
+            model = quantised(given.four_bit, model)
+            if given.four_bit.prepared:
+                model = prepared(given.four_bit, model, job.recompute)
         model = with_adapters(given, model)
     else:
         freeze(given, model)
     return model.train()
+
+
+def dequantising(job: Job) -> AbstractContextManager[Any]:
+    """What 4-bit weights need above a ``Follow``; to be entered before it is calibrated."""
+    if job.tuned is None or job.tuned.four_bit is None:
+        return nullcontext()
+    mode: Any = Dequantising
+    return mode()  # type: ignore[no-any-return]
+
+
+def follow_frozen(job: Job, model: Any, follow: Follow) -> None:
+    """What weights keep beside themselves."""
+    if job.tuned is not None and job.tuned.four_bit is not None:
+        follow_scales(model, follow)
 
 
 def with_adapters(given: Tuned, model: Any) -> Any:
@@ -65,7 +85,7 @@ def modules_of_fakes() -> Iterator[None]:
     def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         for inner in module.modules() if recurse else (module,):
             for name, parameter in inner._parameters.items():
-                if parameter is not None:
+                if parameter is not None and not hasattr(parameter, "quant_state"):
                     applied = torch.nn.Parameter(function(parameter.detach()), parameter.requires_grad)
                     inner._parameters[name] = applied
         return module
