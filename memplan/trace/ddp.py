@@ -71,7 +71,7 @@ def wrapped(given: Replicated, model: torch.nn.Module) -> Any:
 
 
 def distributed(
-    given: Replicated | None, parameters: list[torch.nn.Parameter], kind: Any, how: dict[str, Any]
+    given: Replicated | None, parameters: list[Any], kind: Any, how: dict[str, Any]
 ) -> torch.optim.Optimizer:
     """The optimizer ``kind`` with the settings ``how``; the rank's part of it where ranks share its states."""
     if given is None or not given.zero:

@@ -62,6 +62,14 @@ class Job:
     """The dtype that autocast computes in."""
     tuned: Tuned | None = None
     """What is trained, where it is not everything."""
+    trainer: int | None = None
+    """Micro-batches whose inputs are on the device at once where transformers' Trainer runs the model."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Those that its trace needs besides torch and transformers."""
+        of_tuning = self.tuned.packages if self.tuned is not None else ()
+        return of_tuning if self.trainer is None else (*of_tuning, "accelerate")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,6 +98,7 @@ def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
     assert plan.batch.seq is not None
     assert plan.batch.gbs is not None
     assert plan.attention is not None
+    microbatches = plan.batch.gbs // (plan.batch.mbs * (plan.layout.dp or 1))
     return Job(
         config=config_of_spec(plan.model) if config is None else config,
         b=plan.batch.mbs,
@@ -101,11 +110,12 @@ def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
         implementation=optimizer.implementation or "foreach",
         momentum=optimizer.momentum,
         weight_decay=optimizer.weight_decay or 0.0,
-        microbatches=min(plan.batch.gbs // (plan.batch.mbs * (plan.layout.dp or 1)), MOST_MICROBATCHES),
+        microbatches=min(microbatches, MOST_MICROBATCHES),
         fsdp=_sharded(plan) if plan.framework == "fsdp" else None,
         ddp=replicated_of(plan),
         autocast=plan.precision.dtype if plan.precision.autocast else None,
         tuned=tuned_of(plan),
+        trainer=microbatches if plan.trainer.loop == "transformers" else None,
     )
 
 
@@ -135,6 +145,12 @@ def _check_fsdp(plan: Plan) -> None:
 
 
 def _check(plan: Plan) -> None:
+    if plan.framework == "device-map":
+        problem = (
+            "its devices are of one process, and fake tensors of cuda end the process on a PyTorch without CUDA; "
+            f"must be one of {', '.join(FRAMEWORKS)}"
+        )
+        raise PlanError("framework", plan.framework, problem)
     if plan.framework not in FRAMEWORKS:
         problem = f"must be one of {', '.join(FRAMEWORKS)}: others are not traced yet"
         raise PlanError("framework", plan.framework, problem)
@@ -143,8 +159,9 @@ def _check(plan: Plan) -> None:
     if plan.model.family not in TRANSFORMERS:
         problem = f"must be one of {', '.join(TRANSFORMERS)}: those that transformers runs"
         raise PlanError("model.family", plan.model.family, problem)
-    if plan.trainer.loop != "none":
-        raise PlanError("trainer.loop", plan.trainer.loop, "must be none: what the Trainer adds is not traced yet")
+    if plan.trainer.evaluation_batches is not None:
+        problem = "must be left out: a trace is of a training step, without evaluation"
+        raise PlanError("trainer.evaluation_batches", plan.trainer.evaluation_batches, problem)
     if plan.code != "current":
         raise PlanError("code", plan.code, "must be current: the installed transformers is what is traced")
     if plan.recompute.mode == "selective":

@@ -12,15 +12,15 @@ from ..plan.errors import LackingError, PlanError
 from .job import Job
 from .traced import Traced
 
-LEAST = {"torch": (2, 6), "transformers": (5, 0), "peft": (0, 18), "bitsandbytes": (0, 50)}
+LEAST = {"torch": (2, 6), "transformers": (5, 0), "peft": (0, 18), "bitsandbytes": (0, 50), "accelerate": (1, 0)}
 """Oldest releases that a trace runs on."""
 ALWAYS = ("torch", "transformers")
 
 
 def traced(job: Job, model: str) -> Traced:
-    """The trace of ``job``. ``LackingError`` without torch, transformers or what adapters and 4-bit weights need;
+    """The trace of ``job``. ``LackingError`` without torch, transformers or what the job needs besides;
     ``PlanError`` of ``model``, its name, where the model's code cannot run on fake tensors."""
-    for package in (*ALWAYS, *(job.tuned.packages if job.tuned is not None else ())):
+    for package in (*ALWAYS, *job.packages):
         _check(package)
     command = [sys.executable, "-m", "memplan.trace.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:

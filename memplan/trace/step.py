@@ -24,6 +24,7 @@ from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
 from .storages import Follow, resizes_followed
 from .substitutions import cuda_behaviour
 from .traced import Traced
+from .trainer import clip, converting, groups, imported, variables
 from .tuning import dequantising, follow_frozen, tuned
 
 
@@ -33,6 +34,7 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
     The model's output, and with it the logits' variable, is gone before backward begins; gradients end with
     ``zero_grad`` behind the step.
     """
+    imported(job)
     recording = Recording()
     lists = cuda_lists() if job.autocast is not None else nullcontext()
     with environment(), lists, rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
@@ -50,7 +52,7 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
 def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
     model: Any = replica.inner
     parameters = [one for one in model.parameters() if one.requires_grad]
-    optimizer, scaler = optimizer_of(job, parameters), scaler_of(job.autocast)
+    optimizer, scaler = optimizer_of(job, groups(job, model, parameters)), scaler_of(job.autocast)
     for parameter in model.parameters():
         follow.adopt(parameter, "parameter", Category.PARAMETERS)
     follow_frozen(job, model, follow)
@@ -59,6 +61,7 @@ def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
     inputs = example_inputs(job, model)
     for name, tensor in inputs.items():
         follow.adopt(tensor, name, Category.INPUTS)
+    held = variables(job, model, follow)
     if job.fsdp is not None or job.ddp is not None or scaler is not None:
         replica.settle(lambda: _first_iteration(job, replica.model, optimizer, inputs, follow, scaler))
     for parameter in parameters:
@@ -87,6 +90,7 @@ def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
     update(job, optimizer, follow, scaler)
     gc.collect()
     follow.close()
+    del held
 
 
 def _first_iteration(
@@ -105,8 +109,12 @@ def _first_iteration(
 
 def _loss(job: Job, model: Any, inputs: dict[str, torch.Tensor], scaler: Scaler | None) -> Any:
     """Of one micro-batch; nothing else of the model's output is kept."""
-    with cuda_autocast(job.autocast):
-        loss = model(**inputs).loss
+
+    def run(**inputs: torch.Tensor) -> Any:
+        with cuda_autocast(job.autocast):
+            return model(**inputs)
+
+    loss = converting(job, run)(**inputs).loss
     return loss if scaler is None else scaler.scale(loss)
 
 
@@ -115,9 +123,10 @@ def is_followed(job: Job, tensor: torch.Tensor) -> bool:
 
 
 def update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow, scaler: Scaler | None = None) -> None:
-    """``step()`` and ``zero_grad()``; the counters of steps are on the host unless fused."""
+    """``step()``, with what comes before it, and ``zero_grad()``; counters of steps are on the host unless fused."""
     if scaler is not None:
         scaler.unscale_(optimizer)
+    clip(job, optimizer)
     follow.host, follow.reads_ones = job.implementation != "fused", True
     if scaler is None:
         optimizer.step()
@@ -129,7 +138,7 @@ def update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow, scaler: S
     optimizer.zero_grad()
 
 
-def optimizer_of(job: Job, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(job: Job, parameters: list[Any]) -> torch.optim.Optimizer:
     """torch's optimizer of the job's name."""
     how: dict[str, Any] = {"foreach": job.implementation == "foreach", "weight_decay": job.weight_decay}
     if job.optimizer != "adafactor":
