@@ -113,6 +113,8 @@ class Reducing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if args and isinstance(args[0], FakeTensor):  # nearly all
+            return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._is_of_books(tensors, kwargs):
             return self._kept(func, args, kwargs)

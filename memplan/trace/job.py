@@ -147,8 +147,8 @@ def _check_fsdp(plan: Plan) -> None:
 def _check(plan: Plan) -> None:
     if plan.framework == "device-map":
         problem = (
-            "its devices are of one process, and fake tensors of cuda end the process on a PyTorch without CUDA; "
-            f"must be one of {', '.join(FRAMEWORKS)}"
+            f"must be one of {', '.join(FRAMEWORKS)}: layers on several CUDA devices are not traced, since autograd "
+            "over fake tensors of such devices ends a process whose PyTorch has no CUDA"
         )
         raise PlanError("framework", plan.framework, problem)
     if plan.framework not in FRAMEWORKS:

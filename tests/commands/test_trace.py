@@ -32,6 +32,22 @@ def test_files_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert set(pickle.loads(snapshot.read_bytes())) == {"segments", "device_traces", "allocator_settings"}
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--framework", "ddp", "--gpus", "8", "--autocast", "--gradient-as-bucket-view"],
+        ["--lora-rank", "4", "--trainer", "transformers"],
+    ],
+)
+def test_files_of_replicas_and_adapters(flags: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    events, snapshot = tmp_path / "events.jsonl", tmp_path / "memory.pickle"
+    assert main([*GPT2, *flags, "--json", "--events", str(events), "--snapshot", str(snapshot)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert max(abs(one["traced_bytes"] - one["estimated_bytes"]) for one in answer["points"]) <= 1024
+    assert len(events.read_text(encoding="utf-8").splitlines()) == answer["events"]
+    assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
+
+
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT2, "--gbs", "2", "--no-color"]) == 0
     out = capsys.readouterr().out
@@ -89,7 +105,10 @@ SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
             ["--trainer", "transformers", "--eval-batches", "2"],
             "trainer.evaluation_batches = 2: must be left out: a trace is of a training step, without evaluation",
         ),
-        (["--framework", "device-map"], "framework = device-map: its devices are of one process, and fake tensors"),
+        (
+            ["--framework", "device-map", "--gpus", "2"],
+            "framework = device-map: must be one of single, ddp, fsdp: layers",
+        ),
         (["--framework", "fsdp", "--fsdp-code", "torchtitan"], "fsdp.code = torchtitan: must be transformers"),
         (["--model", "no-such-model"], "model = no-such-model: "),
         (["--seq", "0"], "batch.seq = 0: "),

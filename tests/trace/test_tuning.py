@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from memplan.layers.coverage import KEEPS_WEIGHTS, WITHOUT_KERNEL
+from memplan.plan.errors import LackingError
 from memplan.tape import Category
+from memplan.trace import run
 from memplan.trace.job import Job
 from memplan.trace.step import traced_step
 
@@ -65,3 +68,19 @@ def test_adapters_alone_have_states() -> None:
     setup = traced_step(job).setup.net_by
     trained = sum(one.elements for one in program.parameter_tensors() if one.trained)
     assert trained * 8 <= setup[Category.OPTIMIZER_STATES] < setup[Category.PARAMETERS]
+
+
+def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 3 where adapters are asked for; frozen parts need nothing."""
+
+    def version(package: str) -> str:
+        if package == "peft":
+            raise PackageNotFoundError(package)
+        return "99.0"
+
+    monkeypatch.setattr(run, "version", version)
+    job, _ = of(**model_flags("llama"), **ALL)
+    with pytest.raises(LackingError, match="needs peft, which is not installed: pip install 'peft>="):
+        run.traced(job, "llama")
+    frozen, _ = of(**model_flags("llama"), **{"freeze-layers": "1"})
+    assert frozen.packages == ()
