@@ -112,7 +112,7 @@ def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
         weight_decay=optimizer.weight_decay or 0.0,
         microbatches=min(microbatches, MOST_MICROBATCHES),
         fsdp=_sharded(plan) if plan.framework == "fsdp" else None,
-        ddp=replicated_of(plan),
+        ddp=replicated_of(plan, has_recipe=config is None),
         autocast=plan.precision.dtype if plan.precision.autocast else None,
         tuned=tuned_of(plan),
         trainer=microbatches if plan.trainer.loop == "transformers" else None,

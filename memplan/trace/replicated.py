@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..plan.errors import PlanError
 from ..plan.plan import Plan
 
 
@@ -26,10 +27,13 @@ class Replicated:
     parameters_as_bucket_view: bool
 
 
-def replicated_of(plan: Plan) -> Replicated | None:
-    """``None`` where the plan's framework is another."""
+def replicated_of(plan: Plan, *, has_recipe: bool) -> Replicated | None:
+    """``None`` where the plan's framework is another. Which rank needs most is found with a model's recipe."""
     if plan.framework != "ddp":
         return None
+    if plan.layout.zero and not has_recipe:
+        problem = "must be 0 for an architecture without a recipe: which rank needs most is not known"
+        raise PlanError("layout.zero", plan.layout.zero, problem)
     from ..frameworks.ddp_programs import fullest_rank
 
     given = plan.ddp

@@ -53,26 +53,15 @@ def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
     model: Any = replica.inner
     parameters = [one for one in model.parameters() if one.requires_grad]
     optimizer, scaler = optimizer_of(job, groups(job, model, parameters)), scaler_of(job.autocast)
-    for parameter in model.parameters():
-        follow.adopt(parameter, "parameter", Category.PARAMETERS)
-    follow_frozen(job, model, follow)
-    for buffer in model.buffers():
-        follow.adopt(buffer, "buffer", Category.BUFFERS)
     inputs = example_inputs(job, model)
-    for name, tensor in inputs.items():
-        follow.adopt(tensor, name, Category.INPUTS)
+    _adopt(job, model, inputs, follow)
     held = variables(job, model, follow)
     if job.fsdp is not None or job.ddp is not None or scaler is not None:
         replica.settle(lambda: _first_iteration(job, replica.model, optimizer, inputs, follow, scaler))
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     update(job, optimizer, follow)
-    for tensor in scaler_states(scaler):
-        follow.mark(tensor, Category.BUFFERS)
-    for state in getattr(optimizer, "optim", optimizer).state.values():
-        for tensor in state.values():
-            if isinstance(tensor, torch.Tensor) and is_followed(job, tensor):
-                follow.mark(tensor, Category.OPTIMIZER_STATES)
+    _mark_states(job, optimizer, scaler, follow)
     gc.collect()
     for microbatch in range(job.microbatches):
         places.microbatch, places.phase = microbatch, FORWARD
@@ -91,6 +80,27 @@ def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
     gc.collect()
     follow.close()
     del held
+
+
+def _adopt(job: Job, model: Any, inputs: dict[str, torch.Tensor], follow: Follow) -> None:
+    """What is there before a step."""
+    for parameter in model.parameters():
+        follow.adopt(parameter, "parameter", Category.PARAMETERS)
+    follow_frozen(job, model, follow)
+    for buffer in model.buffers():
+        follow.adopt(buffer, "buffer", Category.BUFFERS)
+    for name, tensor in inputs.items():
+        follow.adopt(tensor, name, Category.INPUTS)
+
+
+def _mark_states(job: Job, optimizer: Any, scaler: Scaler | None, follow: Follow) -> None:
+    """What the first step has left, of ``ZeroRedundancyOptimizer`` in the optimizer that it wraps."""
+    for tensor in scaler_states(scaler):
+        follow.mark(tensor, Category.BUFFERS)
+    for state in getattr(optimizer, "optim", optimizer).state.values():
+        for tensor in state.values():
+            if isinstance(tensor, torch.Tensor) and is_followed(job, tensor):
+                follow.mark(tensor, Category.OPTIMIZER_STATES)
 
 
 def _first_iteration(

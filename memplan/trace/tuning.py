@@ -13,6 +13,7 @@ import torch
 from ..plan.lora import ALL_LINEAR
 from .four_bit import Dequantising, follow_scales, prepared, quantised
 from .job import Job
+from .models import UnknownModelError
 from .outline import outline_of
 from .storages import Follow
 from .tuned import Tuned
@@ -71,8 +72,12 @@ def freeze(given: Tuned, model: Any) -> None:
         for name, parameter in model.base_model.named_parameters():
             if any(part in name for part in EMBEDDINGS):
                 parameter.requires_grad_(False)
-    (path,) = outline_of(model).blocks
-    layers: Any = model.get_submodule(path)
+    if not given.layers:
+        return
+    blocks = outline_of(model).blocks
+    if len(blocks) != 1:
+        raise UnknownModelError(f"the first {given.layers} layers are of one list, and it has {len(blocks)} of them")
+    layers: Any = model.get_submodule(blocks[0])
     for layer in layers[: given.layers]:
         layer.requires_grad_(False)
 

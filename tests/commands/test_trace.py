@@ -75,6 +75,10 @@ def test_model_without_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["--layers", "x"], "model.layers = x: "),
         (["--layers", "0"], "model.layers = 0: "),
         (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
+        (
+            ["--framework", "ddp", "--gpus=2", "--zero=1"],
+            "layout.zero = 1: must be 0 for an architecture without a recipe",
+        ),
     ],
 )
 def test_wrong_inputs_without_a_recipe(

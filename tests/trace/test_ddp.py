@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from memplan.tape import Category, Hold
+from memplan.trace.comparison import compared
 from memplan.trace.job import Job, job_of_plan
+from memplan.trace.planned import planned
 from memplan.trace.recording import BACKWARD, FORWARD
 from memplan.trace.step import traced_step
 from memplan.trace.traced import Traced
@@ -16,7 +20,7 @@ from ..frameworks.test_ddp_against_torch import CASES, GOLDEN, TIED, plan_of, wi
 from ..oracle.ddp import RANKS
 from ..oracle.deepspeed import summary
 from .equality import assert_equal
-from .test_step import FAMILIES, model_flags, of
+from .test_step import FAMILIES, WITHOUT_RECIPE, model_flags, of
 
 REPLICATED = {"framework": "ddp", "gpus": "4"}
 ACCUMULATING = {"dtype": "fp32", "attention": "eager", "gbs": "16"}
@@ -75,6 +79,30 @@ def test_only_what_a_rank_owns() -> None:
     assert owned == sum(hold.bytes for hold in program.late_extra)
     other = Job.from_json({**job.to_json(), "ddp": {**job.to_json()["ddp"], "rank": 3 - job.ddp.rank}})
     assert 0 < traced_step(other).setup.net_by[Category.OPTIMIZER_STATES] < owned
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("mixtral", {"static-graph": "true"}),
+        ("olmo2", {"autocast": "true", "gradient-as-bucket-view": "true"}),
+        ("t5", {"recompute": "full"}),
+    ],
+)
+def test_models_without_a_recipe(kind: str, flags: dict[str, str], tmp_path: Path) -> None:
+    """What was there before is there after, and buckets are as large as parameters."""
+    made = transformers.AutoConfig.for_model(kind, **WITHOUT_RECIPE[kind])
+    made.to_json_file(tmp_path / "config.json", use_diff=False)
+    asked = planned(
+        None, {"model": str(tmp_path), "mbs": "2", "seq": "32", "attention": "eager", **REPLICATED, **flags}
+    )
+    assert asked.program is None
+    traced = traced_step(asked.job)
+    points = {one.name: one.traced for one in compared(traced, None).points}
+    assert points["between steps"] == points["after the step"] < points["peak of forward and backward"]
+    setup = traced.setup.net_by
+    buckets = setup[Category.GRADIENTS] or setup[Category.COMMUNICATION_BUFFERS]
+    assert 0 <= setup[Category.PARAMETERS] - buckets < 512 * 200
 
 
 # -- real processes ---------------------------------------------------------------------------------
