@@ -32,6 +32,17 @@ KEPT_TIED = SHARED - 7
 
 def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     """The one program that all ranks run; with ZeRO that of the rank that needs most."""
+    made = _replicated(plan, options)
+    return (_with_zero(plan, made)[1] if plan.layout.zero else made,)
+
+
+def fullest_rank(plan: Plan) -> int:
+    """The rank that needs most of those that ZeRO tells apart."""
+    return _with_zero(plan, _replicated(plan, Options()))[0]
+
+
+def _replicated(plan: Plan, options: Options) -> Program:
+    """What ranks do that do not share optimizer states."""
     _check(plan)
     (made,) = plain.programs(plan, options)
     given, shape = plan.ddp, plain.layer_shape(plan)
@@ -52,8 +63,7 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
         spans = broadcasting(spans, tuple(ddp.broadcast_buffers(buffers(plan, 0))))
     if given.find_unused_parameters and not given.static_graph and plan.loss.kind == "plain":
         spans, last = copying_outputs(spans), copying_outputs(last) if last else ()
-    made = replace(made, spans=spans, last=last, streams=bool(last), extra=extra)
-    return (_with_zero(plan, made) if plan.layout.zero else made,)
+    return replace(made, spans=spans, last=last, streams=bool(last), extra=extra)
 
 
 def _check(plan: Plan) -> None:
@@ -218,8 +228,8 @@ def _copying(head: Module) -> Module:
 # -- ZeroRedundancyOptimizer ------------------------------------------------------------------------
 
 
-def _with_zero(plan: Plan, made: Program) -> Program:
-    """Each rank with its own states; of two that differ in nothing else, the first."""
+def _with_zero(plan: Plan, made: Program) -> tuple[int, Program]:
+    """The rank that needs most, with its own states; of two that differ in nothing else, the first."""
     optimizer, dtype = plan.optimizer, plan.precision.stored
     assert plan.layout.dp is not None
     registered, _ = ddp.parameters(plain.layer_shape(plan), plan.model.layers, plan.recompute.mode == "full")
@@ -228,21 +238,21 @@ def _with_zero(plan: Plan, made: Program) -> Program:
         flat = ddp_zero.parameter_buckets(ddp_zero.owners(registered, plan.layout.dp), dtype)
         made, whole = replace(made, extra=(*flat, *made.extra)), ()
     ranks = _fullest(registered, plan.layout.dp, optimizer, dtype)
-    programs = [replace(made, states=whole, late_extra=states, step=step) for states, step in ranks]
-    return max(programs, key=lambda one: fold_program(one).peak)
+    programs = [(rank, replace(made, states=whole, late_extra=states, step=step)) for rank, states, step in ranks]
+    return max(programs, key=lambda one: fold_program(one[1]).peak)
 
 
 @lru_cache(maxsize=64)
 def _fullest(
     parameters: tuple[Parameter, ...], ranks: int, optimizer: Optimizer, dtype: str
-) -> tuple[tuple[tuple[Hold, ...], Stretch], ...]:
-    """States and step of the rank that keeps most, and of the one that needs most in its step: the peak of either is
-    the highest of all, since ranks differ in nothing else."""
+) -> tuple[tuple[int, tuple[Hold, ...], Stretch], ...]:
+    """Number, states and step of the rank that keeps most, and of the one that needs most in its step: the peak of
+    either is the highest of all, since ranks differ in nothing else."""
     owned = ddp_zero.owners(parameters, ranks)
-    both = [
-        (ddp_zero.states(own, optimizer, dtype), Stretch(drop_all(step_temporaries(optimizer, own, dtype), 1)))
-        for own in owned
+    every = [
+        (rank, ddp_zero.states(own, optimizer, dtype), Stretch(drop_all(step_temporaries(optimizer, own, dtype), 1)))
+        for rank, own in enumerate(owned)
     ]
-    kept = [sum(hold.bytes for hold in states) for states, _ in both]
-    needed = [size + step.excursion.peak for size, (_, step) in zip(kept, both, strict=True)]
-    return both[kept.index(max(kept))], both[needed.index(max(needed))]
+    kept = [sum(hold.bytes for hold in states) for _, states, _ in every]
+    needed = [size + step.excursion.peak for size, (*_, step) in zip(kept, every, strict=True)]
+    return every[kept.index(max(kept))], every[needed.index(max(needed))]

@@ -25,18 +25,18 @@ def opt_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape
 
 
 def opt_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    """``OPTDecoderLayer.forward``."""
+    """``OPTDecoderLayer.forward``, whose second half is over rows of all sequences at once."""
     spec = shape.spec
     residual = hidden
     hidden = layer_norm(r, hidden, "attention_norm")
     hidden, _ = opt_attention(r, hidden, shared, shape)
     hidden = ops.dropout(r, hidden, spec.hidden_dropout, "attention_output_dropout")
-    hidden = ops.add(r, residual, hidden, "residual_attention")
+    hidden = ops.add(r, residual, hidden, "residual_attention").view(shape.b * shape.s, spec.hidden)
     residual = hidden
     hidden = layer_norm(r, hidden, "mlp_norm")
     hidden = linear(r, hidden, "up", spec.ffn, spec.mlp_bias)
     hidden = activation(r, hidden, spec)
     hidden = linear(r, hidden, "down", spec.hidden, spec.mlp_bias)
     hidden = ops.dropout(r, hidden, spec.hidden_dropout, "mlp_dropout")
-    hidden = ops.add(r, residual, hidden, "residual_mlp")
+    hidden = ops.add(r, residual, hidden, "residual_mlp").view(shape.b, shape.s, spec.hidden)
     return hidden  # noqa: RET504 - the variable ends its tensor's life

@@ -178,7 +178,7 @@ def linear(
 
     With bias ``addmm`` (gradients: mat1 = x, mat2 = weight; the engine sums that of self = bias), without
     ``mm`` (mat2 = weight before self = x). Saves x and the weight, each only if the other needs a gradient.
-    The gradient of x is a view of a product of matrices.
+    The gradient of x is a product of matrices, of which x of more dimensions has a view.
     ``conv1d``: transformers' ``Conv1D``, which calls ``addmm`` itself.
     """
     if bias is None:
@@ -194,15 +194,19 @@ def linear(
     needs_x, needs_weight = x.node is not None, weight.node is not None
     has_bias = bias is not None
 
+    def product(r: Recorder) -> Tensor:
+        made = r.empty(shape, dtype, f"grad_{name}_input")
+        return made if len(shape) == 2 else made.view(*shape)
+
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         if has_bias:
             gradient = gradients[0]
             assert gradient is not None
-            grad_x = r.empty(shape, dtype, f"grad_{name}_input").view(*shape) if needs_x else None
+            grad_x = product(r) if needs_x else None
             grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight") if needs_weight else None
             return [grad_x, grad_w, Unsummed(gradient, (n,), f"grad_{name}_bias")]
         grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight") if needs_weight else None
-        grad_x = r.empty(shape, dtype, f"grad_{name}_input").view(*shape) if needs_x else None
+        grad_x = product(r) if needs_x else None
         return [grad_x, grad_w]
 
     inputs = (x, weight) if bias is None else (x, weight, bias)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .autocast import cast_by_autocast
+
 LARGEST_FLASH_HEAD = 256
 """Features of a head (``check_head_dim_size_flash``)."""
 FLASH_MULTIPLE = 8
@@ -32,6 +34,9 @@ def fused_attention(
 ) -> torch.Tensor:
     """Attention of ``query`` (b, a, s, d) over ``key`` and ``value``, on an A100 or later: flash where it can, else
     memory-efficient, else plain operators."""
+    query, key, value = cast_by_autocast(query, key, value)
+    if attn_mask is not None:
+        (attn_mask,) = cast_by_autocast(attn_mask)
     if _flash_can(query, key, value, attn_mask, is_causal):
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if attn_mask is not None and attn_mask.dtype is torch.bool:

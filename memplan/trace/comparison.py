@@ -75,18 +75,21 @@ def _points(traced: Traced, program: Program | None) -> Iterator[Point]:
 
 def rows(traced: Traced, program: Program | None) -> Iterator[Row]:
     """Each entry of the layer list in every pass, in order."""
-    estimated = _by_entry(program.spans) if program is not None else {}
-    final = _by_entry(program.last) if program is not None else {}
-    names = list(estimated) or _entries(traced)
+    spans = program.spans if program is not None else ()
     numbers = sorted({place.microbatch for place in traced.recording.places})
     for microbatch in numbers:
-        is_final = bool(final) and microbatch == numbers[-1]
+        is_final = program is not None and bool(program.last) and microbatch == numbers[-1]
+        if is_final and program is not None:
+            spans = program.last
+        estimated, ended = _by_entry(spans), [span for span in spans if span.module.steady.end]
+        names = list(estimated) or _entries(traced)
         for phase in (FORWARD, BACKWARD):
             for name in names if phase == FORWARD else reversed(names):
-                spans = (final if is_final else estimated).get(name, ())
+                own = estimated.get(name, ())
                 found = traced.of(ENDS if name == HEAD else (name,), phase, microbatch)
-                first = is_final or not microbatch
-                yield Row(name, phase, microbatch, found, _estimated(spans, phase, first) if spans else None)
+                behind = ended if name == HEAD else ()
+                expected = _estimated(own, behind, phase, is_final or not microbatch) if own else None
+                yield Row(name, phase, microbatch, found, expected)
 
 
 def _entries(traced: Traced) -> list[str]:
@@ -98,16 +101,22 @@ def _entries(traced: Traced) -> list[str]:
 
 def _by_entry(spans: Sequence[Span]) -> dict[str, list[Span]]:
     result: dict[str, list[Span]] = {}
+    is_normed = any(FINAL_NORM in span.names for span in spans)
     for span in spans:
         for name in span.names:
+            if name == "return" and not is_normed:  # what ran last is a layer
+                name = next(reversed(result))
             result.setdefault(HEAD if name in ENDS else name, []).append(span)
     return result
 
 
-def _estimated(spans: Sequence[Span], phase: str, first: bool) -> Excursion:
+def _estimated(spans: Sequence[Span], ended: Sequence[Span], phase: str, first: bool) -> Excursion:
+    """``spans`` in one pass; ``ended`` are those of which something ends with the model's forward, as autocast's copies
+    do."""
+
     def tapes(span: Span) -> Tapes:
         return span.module.first if first else span.module.steady
 
     if phase == FORWARD:
-        return compose(tapes(span).forward_fold for span in spans)
+        return compose([*(tapes(span).forward_fold for span in spans), *(span.end for span in ended)])
     return compose(tapes(span).backward_fold for span in reversed(spans))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..layers.coverage import TRANSFORMERS
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
-from ..plan.tuning_checks import first_frozen, is_tuned
 from .configs import config_of_spec
+from .replicated import Replicated, replicated_of
 from .torchtitan_settings import Torchtitan
+from .tuned import Tuned, tuned_of
 
-FRAMEWORKS = ("single", "fsdp")
+FRAMEWORKS = ("single", "ddp", "fsdp")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adafactor")
 """Those that torch itself has."""
 IMPLEMENTATIONS = (None, "foreach", "for-loop", "fused")
@@ -46,7 +47,7 @@ class Job:
     b: int
     s: int
     dtype: str
-    """``fp32``, ``fp16`` or ``bf16``, of parameters and activations."""
+    """``fp32``, ``fp16`` or ``bf16``, of parameters and, without autocast, activations."""
     attention: str
     """``eager``, or ``flash``: transformers' ``sdpa``."""
     recompute: bool
@@ -59,18 +60,36 @@ class Job:
     fsdp: Sharded | None = None
     torchtitan: Torchtitan | None = None
     """torchtitan's Llama, instead of a model of transformers'."""
+    ddp: Replicated | None = None
+    autocast: str | None = None
+    """The dtype that autocast computes in."""
+    tuned: Tuned | None = None
+    """What is trained, where it is not everything."""
+    trainer: int | None = None
+    """Micro-batches whose inputs are on the device at once where transformers' Trainer runs the model."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Those that its trace needs besides torch and transformers."""
+        of_tuning = self.tuned.packages if self.tuned is not None else ()
+        return of_tuning if self.trainer is None else (*of_tuning, "accelerate")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Job:
-        fsdp, torchtitan = data["fsdp"], data.get("torchtitan")
-        nested = {
-            "fsdp": Sharded(**fsdp) if fsdp is not None else None,
-            "torchtitan": Torchtitan.from_json(torchtitan) if torchtitan is not None else None,
-        }
-        return Job(**{**data, **nested})
+        made = {name: make(data[name]) for name, make in SECTIONS.items() if data.get(name) is not None}
+        return Job(**{**data, **made})
+
+
+SECTIONS: Mapping[str, Callable[[Any], object]] = {
+    "fsdp": lambda data: Sharded(**data),
+    "torchtitan": Torchtitan.from_json,
+    "ddp": lambda data: Replicated(**data),
+    "tuned": Tuned.from_json,
+}
+"""Fields of a job that are mappings in JSON."""
 
 
 def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
@@ -83,19 +102,24 @@ def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
     assert plan.batch.seq is not None
     assert plan.batch.gbs is not None
     assert plan.attention is not None
+    microbatches = plan.batch.gbs // (plan.batch.mbs * (plan.layout.dp or 1))
     return Job(
         config=config_of_spec(plan.model) if config is None else config,
         b=plan.batch.mbs,
         s=plan.batch.seq,
-        dtype=plan.precision.dtype,
+        dtype=plan.precision.stored,
         attention=plan.attention,
         recompute=plan.recompute.mode == "full",
         optimizer=optimizer.name,
         implementation=optimizer.implementation or "foreach",
         momentum=optimizer.momentum,
         weight_decay=optimizer.weight_decay or 0.0,
-        microbatches=min(plan.batch.gbs // (plan.batch.mbs * (plan.layout.dp or 1)), MOST_MICROBATCHES),
+        microbatches=min(microbatches, MOST_MICROBATCHES),
         fsdp=_sharded(plan) if plan.framework == "fsdp" else None,
+        ddp=replicated_of(plan, has_recipe=config is None),
+        autocast=plan.precision.dtype if plan.precision.autocast else None,
+        tuned=tuned_of(plan),
+        trainer=microbatches if plan.trainer.loop == "transformers" else None,
     )
 
 
@@ -125,6 +149,12 @@ def _check_fsdp(plan: Plan) -> None:
 
 
 def _check(plan: Plan) -> None:
+    if plan.framework == "device-map":
+        problem = (
+            f"must be one of {', '.join(FRAMEWORKS)}: layers on several CUDA devices are not traced, since autograd "
+            "over fake tensors of such devices ends a process whose PyTorch has no CUDA"
+        )
+        raise PlanError("framework", plan.framework, problem)
     if plan.framework not in FRAMEWORKS:
         problem = f"must be one of {', '.join(FRAMEWORKS)}: others are not traced yet"
         raise PlanError("framework", plan.framework, problem)
@@ -133,13 +163,9 @@ def _check(plan: Plan) -> None:
     if plan.model.family not in TRANSFORMERS:
         problem = f"must be one of {', '.join(TRANSFORMERS)}: those that transformers runs"
         raise PlanError("model.family", plan.model.family, problem)
-    if is_tuned(plan):
-        field, value = first_frozen(plan)
-        raise PlanError(field, value, "must be left out: adapters, 4-bit and frozen parameters are not traced yet")
-    if plan.precision.autocast:
-        raise PlanError("precision.autocast", True, "must be false: autocast is not traced yet")
-    if plan.trainer.loop != "none":
-        raise PlanError("trainer.loop", plan.trainer.loop, "must be none: what the Trainer adds is not traced yet")
+    if plan.trainer.evaluation_batches is not None:
+        problem = "must be left out: a trace is of a training step, without evaluation"
+        raise PlanError("trainer.evaluation_batches", plan.trainer.evaluation_batches, problem)
     if plan.code != "current":
         raise PlanError("code", plan.code, "must be current: the installed transformers is what is traced")
     if plan.recompute.mode == "selective":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .traced import Outline
@@ -15,8 +17,13 @@ def outline_of(model: torch.nn.Module) -> Outline:
         is_inside = any(name.startswith(f"{outer}.") for outer in blocks)
         if isinstance(module, torch.nn.ModuleList) and len(module) and not is_inside and _are_layers(module):
             blocks.append(name)
-    parameters = sum(one.numel() for one in model.parameters())
+    parameters = sum(_elements(one) for one in model.parameters())
     return Outline(tuple(blocks), _norm_behind(model, blocks[-1]) if blocks else "", parameters)
+
+
+def _elements(parameter: torch.Tensor) -> int:
+    state = getattr(parameter, "quant_state", None)  # bitsandbytes packs two numbers in a byte
+    return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def _are_layers(modules: torch.nn.ModuleList) -> bool:

@@ -21,18 +21,21 @@ from .outline import outline_of
 
 @contextmanager
 def rank_of(job: Job) -> Iterator[DeviceMesh | None]:
-    """The mesh of the job's ranks, of which this process is the first; made of real tensors, whose elements
-    are known, and so before a fake mode is entered."""
-    if job.fsdp is None:
+    """The mesh of the job's ranks, of which this process is the first, or the one that a replica names; made of real
+    tensors, whose elements are known, and so before a fake mode is entered. Replicas need none."""
+    if job.fsdp is not None:
+        rank, size = 0, job.fsdp.shards * job.fsdp.replicas
+    elif job.ddp is not None:
+        rank, size = job.ddp.rank, job.ddp.ranks
+    else:
         yield None
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    sharded = job.fsdp
-    dist.init_process_group("fake", rank=0, world_size=sharded.shards * sharded.replicas, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         with _real_meshes():
-            yield _mesh_of(sharded)
+            yield _mesh_of(job.fsdp) if job.fsdp is not None else None
     finally:
         dist.destroy_process_group()
 

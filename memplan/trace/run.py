@@ -12,16 +12,19 @@ from ..plan.errors import LackingError, PlanError
 from .job import Job
 from .traced import Traced
 
-LEAST = {"torch": (2, 6), "transformers": (5, 0)}
+LEAST = {"torch": (2, 6), "transformers": (5, 0), "peft": (0, 18), "bitsandbytes": (0, 50), "accelerate": (1, 0)}
 """Oldest releases that a trace runs on."""
+ALWAYS = ("torch", "transformers")
 LEAST_OF_TORCHTITAN = {"torch": (2, 13)}
 """And one of torchtitan's code, which follows ``DTensor`` and pipeline schedules from within."""
 
 
 def traced(job: Job, model: str) -> Traced:
-    """The trace of ``job``. ``LackingError`` without torch or transformers; ``PlanError`` of ``model``, its name, where
-    the model's code cannot run on fake tensors."""
-    least = LEAST if job.torchtitan is None else LEAST_OF_TORCHTITAN
+    """The trace of ``job``. ``LackingError`` without torch, transformers or what the job needs besides;
+    ``PlanError`` of ``model``, its name, where the model's code cannot run on fake tensors."""
+    least = LEAST_OF_TORCHTITAN
+    if job.torchtitan is None:
+        least = {package: LEAST[package] for package in (*ALWAYS, *job.packages)}
     for package, oldest in least.items():
         _check(package, oldest)
     command = [sys.executable, "-m", "memplan.trace.worker"]

@@ -13,6 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..tape import Category
+from .autocast import Scaler, cuda_autocast, cuda_lists, scaler_of, scaler_states
+from .ddp import Replica, distributed, reducing
 from .failures import UntraceableError, explained
 from .fsdp_categories import categories_of_fsdp
 from .job import Job
@@ -24,6 +26,8 @@ from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
 from .storages import Follow, resizes_followed
 from .substitutions import cuda_behaviour
 from .traced import Traced
+from .trainer import clip, converting, groups, imported, variables
+from .tuning import dequantising, follow_frozen, tuned
 
 
 def traced_step(job: Job, *, sums_in_place: bool = True, device: str = "cpu") -> Traced:
@@ -33,18 +37,27 @@ def traced_step(job: Job, *, sums_in_place: bool = True, device: str = "cpu") ->
     ``zero_grad`` behind the step. On fake tensors of ``device``: with ``cuda``, which PyTorch has to find, nothing is
     put in CUDA's place. ``UntraceableError`` where the model's code cannot run so.
     """
+    imported(job)
     recording = Recording()
-    with environment(), rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _on(device):
-        model = made(job)
+    lists = cuda_lists() if job.autocast is not None else nullcontext()
+    with environment(), lists, rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _on(device):
+        model = tuned(job, made(job))
         outline = outline_of(model)
         shard(job, model, mesh)
         places = Places(model)
         follow = Follow(recording, places, sums_in_place=sums_in_place, device=device)
         named = categories_of_fsdp(follow) if job.fsdp is not None else nullcontext()
-        with follow, resizes_followed(follow), named, places.followed():
+        with (
+            follow,
+            dequantising(job),
+            reducing(job, follow) as reducer,
+            resizes_followed(follow),
+            named,
+            places.followed(),
+        ):
             follow.calibrate()
             try:
-                _run(job, model, follow, places)
+                _run(job, Replica(job, model, reducer), follow, places)
             except Exception as error:
                 raise UntraceableError(explained(error)) from error
     return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline)
@@ -57,70 +70,121 @@ def _on(device: str) -> Iterator[None]:
         yield
 
 
-def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
+def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
+    model: Any = replica.inner
     parameters = [one for one in model.parameters() if one.requires_grad]
-    for parameter in model.parameters():
-        follow.adopt(parameter, "parameter", Category.PARAMETERS)
-    for buffer in model.buffers():
-        follow.adopt(buffer, "buffer", Category.BUFFERS)
-    optimizer = optimizer_of(job, parameters)
+    optimizer, scaler = optimizer_of(job, groups(job, model, parameters)), scaler_of(job.autocast)
     inputs = example_inputs(job, model)
-    for name, tensor in inputs.items():
-        follow.adopt(tensor, name, Category.INPUTS)
-    if job.fsdp is not None:
-        _first_iteration(job, model, optimizer, inputs, follow)
+    _adopt(job, model, inputs, follow)
+    held = variables(job, model, follow)
+    if job.fsdp is not None or job.ddp is not None or scaler is not None:
+        replica.settle(lambda: _first_iteration(job, replica.model, optimizer, inputs, follow, scaler))
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     update(job, optimizer, follow)
-    for state in optimizer.state.values():
-        for tensor in state.values():
-            if isinstance(tensor, torch.Tensor) and is_followed(job, tensor):
-                follow.mark(tensor, Category.OPTIMIZER_STATES)
+    _mark_states(job, optimizer, scaler, follow)
     gc.collect()
     for microbatch in range(job.microbatches):
         places.microbatch, places.phase = microbatch, FORWARD
         if job.fsdp is not None:
             model.set_requires_gradient_sync(job.fsdp.syncs_each or microbatch == job.microbatches - 1)
-        loss = model(**inputs).loss
-        places.phase = BACKWARD
-        loss.backward()
-        del loss
+        with replica.synced(microbatch):
+            loss = _loss(job, replica.model, inputs, scaler)
+            places.phase = BACKWARD
+            loss.backward()
+            del loss
         for parameter in parameters:
             if parameter.grad is not None:
                 follow.mark(parameter.grad, Category.GRADIENTS)
     places.phase = OPTIMIZER
-    update(job, optimizer, follow)
+    update(job, optimizer, follow, scaler)
     gc.collect()
     follow.close()
+    del held
 
 
-def _first_iteration(job: Job, model: Any, optimizer: Any, inputs: dict[str, torch.Tensor], follow: Follow) -> None:
-    """FSDP settles its streams and orders in the first pass, and keeps buffers from it."""
-    model(**inputs).loss.backward()
-    update(job, optimizer, follow)
+def _adopt(job: Job, model: Any, inputs: dict[str, torch.Tensor], follow: Follow) -> None:
+    """What is there before a step."""
+    for parameter in model.parameters():
+        follow.adopt(parameter, "parameter", Category.PARAMETERS)
+    follow_frozen(job, model, follow)
+    for buffer in model.buffers():
+        follow.adopt(buffer, "buffer", Category.BUFFERS)
+    for name, tensor in inputs.items():
+        follow.adopt(tensor, name, Category.INPUTS)
+
+
+def _mark_states(job: Job, optimizer: Any, scaler: Scaler | None, follow: Follow) -> None:
+    """What the first step has left, of ``ZeroRedundancyOptimizer`` in the optimizer that it wraps."""
+    for tensor in scaler_states(scaler):
+        follow.mark(tensor, Category.BUFFERS)
+    for state in getattr(optimizer, "optim", optimizer).state.values():
+        for tensor in state.values():
+            if isinstance(tensor, torch.Tensor) and is_followed(job, tensor):
+                follow.mark(tensor, Category.OPTIMIZER_STATES)
+
+
+def _first_iteration(
+    job: Job,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    inputs: dict[str, torch.Tensor],
+    follow: Follow,
+    scaler: Scaler | None,
+) -> None:
+    """FSDP settles its streams and orders in the first pass, and keeps buffers from it; DDP its buckets; a scaler
+    makes its numbers."""
+    _loss(job, model, inputs, scaler).backward()
+    update(job, optimizer, follow, scaler)
+
+
+def _loss(job: Job, model: Any, inputs: dict[str, torch.Tensor], scaler: Scaler | None) -> Any:
+    """Of one micro-batch; nothing else of the model's output is kept."""
+
+    def run(**inputs: torch.Tensor) -> Any:
+        with cuda_autocast(job.autocast):
+            return model(**inputs)
+
+    loss = converting(job, run)(**inputs).loss
+    return loss if scaler is None else scaler.scale(loss)
 
 
 def is_followed(job: Job, tensor: torch.Tensor) -> bool:
     return bool(tensor.dim()) or job.implementation == "fused"
 
 
-def update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow) -> None:
-    """``step()`` and ``zero_grad()``; the counters of steps are on the host unless fused."""
-    follow.host = job.implementation != "fused"
-    optimizer.step()
-    follow.host = False
+def update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow, scaler: Scaler | None = None) -> None:
+    """``step()``, with what comes before it, and ``zero_grad()``; counters of steps are on the host unless fused."""
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    clip(job, optimizer)
+    follow.host, follow.reads_ones = job.implementation != "fused", True
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+    follow.host, follow.reads_ones = False, False
+    if scaler is not None:
+        scaler.update()
     optimizer.zero_grad()
 
 
-def optimizer_of(job: Job, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(job: Job, parameters: list[Any]) -> torch.optim.Optimizer:
     """torch's optimizer of the job's name."""
     how: dict[str, Any] = {"foreach": job.implementation == "foreach", "weight_decay": job.weight_decay}
+    if job.optimizer != "adafactor":
+        how["fused"] = job.implementation == "fused"
     if job.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-3, momentum=job.momentum, fused=job.implementation == "fused", **how)
-    if job.optimizer in ("adam", "adamw"):
-        kind = torch.optim.Adam if job.optimizer == "adam" else torch.optim.AdamW
-        return kind(parameters, fused=job.implementation == "fused", **how)
-    return torch.optim.Adafactor(parameters, **how)
+        how |= {"lr": 1e-3, "momentum": job.momentum}
+    return distributed(job.ddp, parameters, KINDS[job.optimizer], how)
+
+
+KINDS: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor,
+}
 
 
 @contextmanager

@@ -71,6 +71,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The type of the device whose storages count."""
         self.host = False
         """Storages of zero-dimensional tensors that begin now are on the host, and not counted."""
+        self.reads_ones = False
+        """Numbers that are read back now, as an optimizer does from the device, are one."""
         self._followed: dict[int, _Followed] = {}
         """Every live storage, by its address."""
         self._count = 0
@@ -154,6 +156,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):  # half of all calls: not worth the way to its mode
             return args[0].fake_device
+        if self.reads_ones and func is _aten._local_scalar_dense.default:
+            return 1.0
         if any(is_traceable_wrapper_subclass_type(kind) and not hasattr(kind, LOCAL) for kind in types):
             return (
                 NotImplemented  # what it does with the tensors inside is seen; a ``DTensor`` looks for placements, too

@@ -27,6 +27,11 @@ SUBSTITUTIONS = (
     "sums of gradients that meet, gradients of indexing and gather, and the bias of a linear layer on a strided or "
     "four-dimensional input are added in place",
     "counters of optimizer steps are on the host unless the implementation is fused",
+    "autocast is the CPU's, with CUDA's lists of operators (ATen/autocast_mode.h); GradScaler applies every step",
+    "DistributedDataParallel's all-reduce gives buckets back as they were (the fake process group returns nothing)",
+    "4-bit weights are ordinary parameters beside bitsandbytes' own state, and gemm_4bit is the product of a "
+    "dequantised weight, as on CUDA where it has no kernel of its own",
+    "numbers that Adafactor reads back from the device are one",
 )
 
 

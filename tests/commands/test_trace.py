@@ -34,6 +34,22 @@ def test_files_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert set(pickle.loads(snapshot.read_bytes())) == {"segments", "device_traces", "allocator_settings"}
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--framework", "ddp", "--gpus", "8", "--autocast", "--gradient-as-bucket-view"],
+        ["--lora-rank", "4", "--trainer", "transformers"],
+    ],
+)
+def test_files_of_replicas_and_adapters(flags: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    events, snapshot = tmp_path / "events.jsonl", tmp_path / "memory.pickle"
+    assert main([*GPT2, *flags, "--json", "--events", str(events), "--snapshot", str(snapshot)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert max(abs(one["traced_bytes"] - one["estimated_bytes"]) for one in answer["points"]) <= 1024
+    assert len(events.read_text(encoding="utf-8").splitlines()) == answer["events"]
+    assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
+
+
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT2, "--gbs", "2", "--no-color"]) == 0
     out = capsys.readouterr().out
@@ -108,6 +124,10 @@ def test_model_without_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["--layers", "x"], "model.layers = x: "),
         (["--layers", "0"], "model.layers = 0: "),
         (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
+        (
+            ["--framework", "ddp", "--gpus=2", "--zero=1"],
+            "layout.zero = 1: must be 0 for an architecture without a recipe",
+        ),
     ],
 )
 def test_wrong_inputs_without_a_recipe(
@@ -153,19 +173,20 @@ def test_missing_package_ends_with_3(monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--framework", "ddp"], "framework = ddp: must be one of single, fsdp"),
+        (["--framework", "megatron"], "framework = megatron: must be one of single, ddp, fsdp"),
         (["--model", "megatron-22b"], "model.family = gpt: "),
         (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
         (["--loss", "liger"], "loss.kind = liger: must be plain"),
         (["--code", "2020", "--attention", "eager", "--dtype", "fp32"], "code = 2020: must be current"),
         (["--recompute", "selective"], "recompute.mode = selective: must be none or full"),
-        (["--lora-rank", "4"], "lora.rank = 4: must be left out: adapters, 4-bit and frozen parameters are not"),
         (
-            ["--freeze-layers", "1"],
-            "frozen.layers = 1: must be left out: adapters, 4-bit and frozen parameters are not",
+            ["--trainer", "transformers", "--eval-batches", "2"],
+            "trainer.evaluation_batches = 2: must be left out: a trace is of a training step, without evaluation",
         ),
-        (["--autocast"], "precision.autocast = true: must be false: autocast is not traced yet"),
-        (["--trainer", "transformers"], "trainer.loop = transformers: must be none"),
+        (
+            ["--framework", "device-map", "--gpus", "2"],
+            "framework = device-map: must be one of single, ddp, fsdp: layers",
+        ),
         (["--framework", "fsdp", "--fsdp-code", "torchtitan"], "model = gpt2: must be an untied Llama without biases"),
         (["--stage", "1"], "--stage: must be 0: there is no pipeline (pp 1), not 1"),
         (["--stage", "first"], "--stage"),

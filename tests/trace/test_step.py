@@ -118,6 +118,8 @@ def test_trace_equals_estimate(family: str, setting: str) -> None:
         {"optimizer": "sgd", "momentum": "0.9"},
         {"optimizer": "adam", "optimizer-implementation": "for-loop"},
         {"optimizer": "adamw", "optimizer-implementation": "fused"},
+        {"optimizer": "adafactor", "optimizer-implementation": "foreach"},
+        {"optimizer": "adafactor", "optimizer-implementation": "for-loop"},
     ],
 )
 def test_optimizers(optimizer: dict[str, str]) -> None:

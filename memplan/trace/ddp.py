@@ -1,0 +1,157 @@
+"""torch's own DistributedDataParallel and its C++ reducer on fake tensors, as one rank of the fake process group.
+
+The reducer reads values of a few integer tensors of its own (the order of buckets, which parameters were used): those
+are real. Its all-reduce expects the buckets back from the process group, and the fake one returns nothing: they are
+given back as they were. Buckets, their views and all copies are fake, and followed like other tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
+from typing import Any
+from warnings import catch_warnings, simplefilter
+from weakref import finalize
+
+import torch
+from torch._C import _distributed_c10d
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from ..tape import Category
+from .job import Job
+from .replicated import Replicated
+from .storages import Follow
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+class Replica:
+    """A job's model as its micro-batches call it: wrapped where the job is one of replicas."""
+
+    def __init__(self, job: Job, model: Any, reducing: Reducing | None) -> None:
+        self.given, self.last = job.ddp, job.microbatches - 1
+        self.inner = self.model = model
+        self.reducing = reducing
+        if self.given is not None and reducing is not None:
+            with reducing.bookkeeping():
+                self.model = wrapped(self.given, model)
+
+    def settle(self, iterate: Callable[[], None]) -> None:
+        """Iterations until buckets are what they stay: the reducer rebuilds them when the second begins, of a static
+        graph the third."""
+        for _ in range(2 if self.given is not None and self.given.static_graph else 1):
+            iterate()
+            if self.reducing is not None:
+                with self.reducing.bookkeeping():
+                    self.model.reducer._rebuild_buckets()
+
+    def synced(self, microbatch: int) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch of the step."""
+        if self.given is None or self.given.syncs_each or microbatch == self.last:
+            return nullcontext()
+        return self.model.no_sync()  # type: ignore[no-any-return]
+
+
+def wrapped(given: Replicated, model: torch.nn.Module) -> Any:
+    known = signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(
+        model,
+        bucket_cap_mb=given.bucket_cap_mb,
+        gradient_as_bucket_view=given.gradient_as_bucket_view,
+        static_graph=given.static_graph,
+        find_unused_parameters=given.find_unused_parameters,
+        **{buffers: given.broadcast_buffers},  # type: ignore[arg-type]
+    )
+
+
+def distributed(
+    given: Replicated | None, parameters: list[Any], kind: Any, how: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """The optimizer ``kind`` with the settings ``how``; the rank's part of it where ranks share its states."""
+    if given is None or not given.zero:
+        return kind(parameters, **how)  # type: ignore[no-any-return]
+    with catch_warnings():
+        simplefilter("ignore", DeprecationWarning)  # scripts its other optimizers when it is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, kind, parameters_as_bucket_view=given.parameters_as_bucket_view, **how)
+
+
+@contextmanager
+def reducing(job: Job, follow: Follow) -> Iterator[Reducing | None]:
+    """Above ``follow``, what the job's reducer needs; to be entered before ``follow`` is calibrated."""
+    if job.ddp is None:
+        yield None
+        return
+    with Reducing(follow) as mode:
+        yield mode
+
+
+class Reducing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Above a ``Follow``: keeps the reducer's own integers real, and its all-reduce whole."""
+
+    def __init__(self, follow: Follow) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.follow = follow
+        self._keeps_books = False
+        self._books: set[int] = set()
+        """Addresses of the storages of the reducer's integers."""
+
+    @contextmanager
+    def bookkeeping(self) -> Iterator[None]:
+        """Integers that are made now are the reducer's."""
+        self._keeps_books = True
+        try:
+            yield
+        finally:
+            self._keeps_books = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], FakeTensor):  # nearly all
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._is_of_books(tensors, kwargs):
+            return self._kept(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if func is torch.ops.c10d.allreduce_.default:
+            for bucket in args[0]:
+                self.follow.mark(bucket, Category.COMMUNICATION_BUFFERS)
+            return out[0], reduced(args[0])
+        return out
+
+    def _is_of_books(self, tensors: list[torch.Tensor], kwargs: Any) -> bool:
+        """Whether an operator makes integers of the reducer, or works on them."""
+        if not tensors:
+            return self._keeps_books and kwargs.get("dtype") in INTEGERS
+        return all(not isinstance(one, FakeTensor) and _address(one) in self._books for one in tensors)
+
+    def _kept(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` returns for real integers. Those that are not zero at first are copies on the device of others
+        on the host (``reducer.cpp``, ``initialize_local_used_map``): they alone are followed."""
+        with _disable_current_modes():
+            out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and _address(out) not in self._books:
+            self._books.add(_address(out))
+            end = finalize(out.untyped_storage(), self._books.discard, _address(out))
+            end.atexit = False
+            if func is torch.ops.aten.empty.memory_format and out.dtype is torch.int32:
+                self.follow.adopt(out, "reducer_integers", Category.COMMUNICATION_BUFFERS)
+        return out
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def reduced(tensors: list[torch.Tensor]) -> Any:
+    """The handle of an all-reduce that has ended (``c10d::Work``), with its results."""
+    future: Future[list[torch.Tensor]] = Future()
+    future.set_result(list(tensors))
+    bindings: Any = _distributed_c10d
+    return bindings._create_work_from_future(future).boxed()
