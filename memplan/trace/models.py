@@ -53,7 +53,7 @@ def config_of(job: Job) -> Any:
 
 def model_class(config: Any) -> Any:
     """The class with a head: that of the configuration's ``architectures``, else masked, causal, sequence-to-
-    sequence language model or image classifier, the first that there is."""
+    sequence language model or image classifier, the first that there is; with an encoder, one that runs it."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -67,7 +67,9 @@ def model_class(config: Any) -> Any:
         auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
         auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     )
-    if not getattr(config, "is_decoder", False) and not config.is_encoder_decoder:
+    if config.is_encoder_decoder:
+        mappings = (mappings[1], mappings[3])
+    elif not getattr(config, "is_decoder", False):
         mappings = (auto.MODEL_FOR_MASKED_LM_MAPPING, *mappings)
     for mapping in mappings:
         if type(config) in mapping:
