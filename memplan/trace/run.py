@@ -6,7 +6,9 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from ..plan.errors import LackingError, PlanError
 from .job import Job
@@ -19,21 +21,32 @@ LEAST = {"torch": (2, 6), "transformers": (5, 0)}
 def traced(job: Job, model: str) -> Traced:
     """The trace of ``job``. ``LackingError`` without torch or transformers; ``PlanError`` of ``model``, its name, where
     the model's code cannot run on fake tensors."""
-    for package in LEAST:
-        _check(package)
-    command = [sys.executable, "-m", "memplan.trace.worker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
-        try:
-            out, errors = worker.communicate(json.dumps(job.to_json()).encode())
-        except BaseException:
-            worker.kill()
-            raise
-    if worker.returncode:
-        raise PlanError("model", model, f"cannot be traced: {_death(worker.returncode, errors.decode())}")
-    answer = json.loads(out)
+    check_installed()
+    answer = answer_of("worker", job.to_json(), model)
     if "error" in answer:
         raise PlanError("model", model, f"cannot be traced: {answer['error']}")
     return Traced.from_json(answer)
+
+
+def check_installed() -> None:
+    """``LackingError`` without torch or transformers."""
+    for package in LEAST:
+        _check(package)
+
+
+def answer_of(worker: str, data: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """What a module of this package, run as a process, answers to ``data``; ``PlanError`` of ``model`` if it dies."""
+    command = [sys.executable, "-m", f"memplan.trace.{worker}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            out, errors = process.communicate(json.dumps(data).encode())
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise PlanError("model", model, f"cannot be traced: {_death(process.returncode, errors.decode())}")
+    answer: dict[str, Any] = json.loads(out)
+    return answer
 
 
 def _death(code: int, errors: str) -> str:

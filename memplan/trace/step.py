@@ -18,14 +18,15 @@ from .models import example_inputs, made
 from .outline import outline_of
 from .places import Places
 from .ranks import rank_of, shard
-from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
+from .recording import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, Recording
 from .storages import Follow, resizes_followed
 from .substitutions import cuda_behaviour
 from .traced import Traced
 
 
-def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
-    """The step after the first applied one: optimizer states exist, gradients do not.
+def traced_step(job: Job, *, sums_in_place: bool = True, evaluates: bool = False) -> Traced:
+    """The step after the first applied one: optimizer states exist, gradients do not. ``evaluates``: a forward
+    pass without a graph follows it, and the order in which gradients are ready is noted.
 
     The model's output, and with it the logits' variable, is gone before backward begins; gradients end with
     ``zero_grad`` behind the step.
@@ -39,11 +40,11 @@ def traced_step(job: Job, *, sums_in_place: bool = True) -> Traced:
         follow = Follow(recording, places, sums_in_place=sums_in_place)
         with follow, resizes_followed(follow), places.followed():
             follow.calibrate()
-            _run(job, model, follow, places)
-    return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline)
+            ready = _run(job, model, follow, places, evaluates)
+    return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline, ready=ready)
 
 
-def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
+def _run(job: Job, model: Any, follow: Follow, places: Places, evaluates: bool) -> tuple[str, ...]:
     parameters = [one for one in model.parameters() if one.requires_grad]
     for parameter in model.parameters():
         follow.adopt(parameter, "parameter", Category.PARAMETERS)
@@ -63,6 +64,9 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
             if isinstance(tensor, torch.Tensor) and _is_followed(job, tensor):
                 follow.mark(tensor, Category.OPTIMIZER_STATES)
     gc.collect()
+    ready: dict[str, None] = {}
+    if evaluates:
+        _note_ready(model, ready)
     for microbatch in range(job.microbatches):
         places.microbatch, places.phase = microbatch, FORWARD
         if job.fsdp is not None:
@@ -77,7 +81,21 @@ def _run(job: Job, model: Any, follow: Follow, places: Places) -> None:
     places.phase = OPTIMIZER
     _update(job, optimizer, follow)
     gc.collect()
+    if evaluates:
+        places.microbatch, places.phase = 0, EVALUATION
+        model.eval()
+        with torch.no_grad():
+            model(**inputs)
     follow.close()
+    return tuple(ready)
+
+
+def _note_ready(model: torch.nn.Module, ready: dict[str, None]) -> None:
+    """Paths of parameters, in the order in which their gradients arrive for the first time."""
+    named: Any = model.named_parameters()
+    for name, parameter in named:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.setdefault(name))
 
 
 def _first_iteration(job: Job, model: Any, optimizer: Any, inputs: dict[str, torch.Tensor], follow: Follow) -> None:
