@@ -129,7 +129,7 @@ def _read(plan: str | None, launch_flags: LaunchFlags, flags: Flags) -> ReadPlan
 
     if launch_flags.framework is None:
         refuse_script(plan)
-        return read_plan(plan, flags)
+        return read_plan(plan, flags, traced=True)
     return launched_plan(read_launched(plan, launch_flags, flags), flags)
 
 
