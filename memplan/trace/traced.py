@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -45,9 +45,9 @@ class Outline:
     """The norm behind the last layer; empty where there is none."""
     parameters: int
     """Elements."""
-    tensors: tuple[Registered, ...] = ()
+    tensors: tuple[Registered, ...] = field(default=(), compare=False)
     """Parameters in their order; known where the trace ran, and not written to JSON."""
-    buffers: tuple[Buffer, ...] = ()
+    buffers: tuple[Buffer, ...] = field(default=(), compare=False)
     """Likewise."""
 
     def layer_of(self, module: str) -> str:
