@@ -45,6 +45,8 @@ class TracedSpec(ModelSpec):
     config: dict[str, Any]
     """As it is written, but for ``layers``."""
     counted: bool
+    changed: bool = False
+    """``layers`` is not the configuration's own."""
     reason: str
     """Why there is no recipe."""
     digest: str
@@ -93,6 +95,7 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
         source=str(path),
         config=config,
         counted=name is not None,
+        changed="layers" in items,
         reason=str(PlanError(error.field, error.value, error.problem)),
         digest=sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
     )

@@ -94,7 +94,9 @@ def _flags(plan: Plan) -> str:
     flags += " --recompute full" if plan.recompute.mode == "full" else ""
     flags += " --autocast" if plan.precision.autocast else ""
     spec = plan.model
-    if isinstance(spec, TracedSpec) and spec.positions_max > 2**30:
+    assert isinstance(spec, TracedSpec)
+    flags += f" --layers {spec.layers}" if spec.changed else ""
+    if spec.positions_max > 2**30:
         flags += f" --seq {plan.batch.seq}"
     return flags
 
