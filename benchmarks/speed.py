@@ -1,6 +1,6 @@
 """How fast an estimate is: the command as a cold process, plans in process, events in the allocator.
 
-    python benchmarks/speed.py [--runs 10]
+    python benchmarks/speed.py [--runs 10] [--traces]
 
 Times depend on the machine, so they are read beside those of ``python -c pass`` from the same run.
 The process runs with compiled byte code, as an installed package has it.
@@ -9,6 +9,7 @@ The process runs with compiled byte code, as an installed package has it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from memplan.layers.module import Options  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.read import read_plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
+from memplan.plan.traced_spec import TracedSpec  # noqa: E402
 from memplan.replay import replay  # noqa: E402
 from memplan.tape import Hold  # noqa: E402
 
@@ -145,6 +147,45 @@ def in_process() -> Iterator[tuple[str, str]]:
     yield f"full estimate {EXAMPLE}, 32 stages", f"{5 / seconds(estimate, [job] * 5):,.1f} plans/s"
 
 
+# -- traced architectures -----------------------------------------------------------------------------
+
+
+def traced_plans() -> tuple[list[Plan], list[Plan]]:
+    """384 resolved plans of llama-3-8b, no two of one size; and the same of its configuration as if it had no recipe,
+    which is learnt from traces here."""
+    from memplan.trace.configs import config_of_spec
+    from memplan.trace.learned import learned
+
+    flags = {"model": "llama-3-8b", "framework": "single", "dtype": "bf16", "gbs": "5040", "seq": "8192"}
+    base = resolve(read_plan(None, flags).plan)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MEMPLAN_CACHE"] = folder
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config_of_spec(base.model)), encoding="utf-8")
+        spec = TracedSpec(
+            name="llama-3-8b, traced", family="llama", layers=base.model.layers, positions_max=8192, source=str(path),
+            config=config_of_spec(base.model), counted=True, reason="", digest="llama-3-8b",
+        )  # fmt: skip
+        traced = base.model_copy(update={"model": spec})
+        learned(traced)
+        fold(traced)
+    sizes = [{"mbs": mbs, "seq": seq} for mbs, seq in product((1, 2, 3, 4, 5, 6, 7, 8), range(128, 6272, 128))]
+    batches = [base.batch.model_copy(update=size) for size in sizes]
+    return tuple([one.model_copy(update={"batch": batch}) for batch in batches] for one in (base, traced))  # type: ignore[return-value]
+
+
+def traces() -> Iterator[tuple[str, str]]:
+    recipes, traced = traced_plans()
+    fold(recipes[0].model_copy(update={"batch": recipes[0].batch.model_copy(update={"seq": 64})}))
+    rates = {}
+    for name, plans in (("recipe", recipes), ("traces", traced)):
+        rates[name] = len(plans) / seconds(fold, plans), len(plans) / min(seconds(fold, plans) for _ in range(3))
+        cold, warm = rates[name]
+        yield f"fold llama-3-8b from {name}", f"{cold:,.0f} plans/s each size for the first time, {warm:,.0f} again"
+    ratios = [ours / theirs for ours, theirs in zip(rates["traces"], rates["recipe"], strict=True)]
+    yield "from traces / from recipe", f"{ratios[0]:.1f} x the first time, {ratios[1]:.1f} x again"
+
+
 # -- the allocator ------------------------------------------------------------------------------------
 
 
@@ -170,8 +211,10 @@ def allocator() -> Iterator[tuple[str, str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="how fast an estimate is")
     parser.add_argument("--runs", type=int, default=10, help="runs of each process")
-    runs = max(1, parser.parse_args(arguments).runs)
-    for measure in (in_process(), allocator(), cutting(), searching(), processes(runs)):
+    parser.add_argument("--traces", action="store_true", help="also learn llama-3-8b from traces (torch; a minute)")
+    given = parser.parse_args(arguments)
+    measures = (in_process(), allocator(), cutting(), searching(), processes(max(1, given.runs)))
+    for measure in (*measures, traces()) if given.traces else measures:
         for name, result in measure:
             print(f"{name:<52} {result}")
     return 0

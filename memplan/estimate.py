@@ -18,6 +18,7 @@ from .plan.errors import PlanError
 from .plan.plan import Plan
 from .plan.resolve import resolve
 from .plan.sizes import headroom_bytes
+from .plan.traced_spec import TracedSpec
 from .program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
 from .replay import Replayed, replay
 from .result import BeyondAllocated, Estimate, ModuleTape, Notice, Peak, StageEstimate
@@ -30,6 +31,10 @@ more than the tensors in them."""
 
 def programs_of(plan: Plan, options: Options) -> tuple[Program, ...]:
     """What every stage of a resolved plan does."""
+    if isinstance(plan.model, TracedSpec):
+        from .trace import programs as of_traces
+
+        return of_traces.programs(plan, options)
     if plan.framework == "megatron-deepspeed":
         from .frameworks import megatron_deepspeed
 

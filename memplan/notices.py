@@ -11,6 +11,7 @@ from .plan.loss_checks import FUSED
 from .plan.optimizer_checks import EIGHT_BIT as EIGHT_BIT_NAMES
 from .plan.plan import Plan
 from .plan.resolve import MEGATRONS
+from .plan.traced_spec import TracedSpec
 from .program import Program
 from .result import Notice
 from .tuning_notices import of_tuning
@@ -45,6 +46,8 @@ def warnings(plan: Plan, programs: Sequence[Program]) -> tuple[Notice, ...]:
 def _scores(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:
     """Scores of eager attention in fp32, where one layer's take a quarter of a gibibyte or more."""
     b, s, fp32 = plan.batch.mbs, plan.batch.seq, plan.precision.dtype == "fp32" or plan.quantisation.prepared
+    if isinstance(plan.model, TracedSpec):
+        return
     if plan.attention != "eager" or not fp32 or plan.code == "2020" or plan.framework in MEGATRONS or s is None:
         return
     size = hold_bytes((b, plan.model.heads, s, s), "fp32")
@@ -322,6 +325,10 @@ EIGHT_BIT = (
 def assumptions(plan: Plan) -> tuple[str, ...]:
     """What the estimate takes for granted."""
     result = [*COMMON]
+    if isinstance(plan.model, TracedSpec):
+        from .trace.lookup import assumptions as of_traces
+
+        return (*result, *of_traces(plan), *PLAIN[1:], *_of_optimizer(plan))
     if plan.framework == "megatron":
         result += MEGATRON_CORE
         if plan.megatron.transformer_impl == "transformer_engine":

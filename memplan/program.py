@@ -201,6 +201,8 @@ class Program:
     """Bytes of what evaluation has gathered: during its last forward pass, and when that has been appended."""
     order: Order | None = None
     """Megatron-Core: chunks and their schedule; instead of ``gradients``, ``flight`` and ``microbatches``."""
+    unrolled: tuple[Span, ...] = ()
+    """The same modules as one, for replaying, where they refer to more of one another than inputs and outputs."""
     timeline: Timeline | None = None
     """``torch.distributed.pipelining``: passes of an iteration in order, instead of ``gradients`` and ``flight``."""
 

@@ -121,7 +121,7 @@ class _Job:
 
     def __init__(self, rank: Rank, program: Program) -> None:
         self.rank = rank
-        self.passes = passes(program.spans, rank.settings)
+        self.passes = passes(program.unrolled or program.spans, rank.settings)
         self.frames: dict[int, list[int]] = {}
         """Of the micro-batches in flight."""
         self.rest: list[tuple[int, Operation]] = []

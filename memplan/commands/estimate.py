@@ -89,7 +89,7 @@ def estimate(
     if detail is not None and json:
         raise typer.BadParameter("--detail prints text; leave out --json")
     if not compare and not vary:
-        read = read_given(plan, launch_flags, flags)
+        read = read_given(plan, launch_flags, flags, traced=True)
         return (
             _detail(read, detail, no_color, verbose)
             if detail is not None

@@ -65,14 +65,15 @@ def refuse_script(place: str | None) -> None:
         raise PlanError("", ABSENT, problem, origin=Origin(place))
 
 
-def read_given(place: str | None, launch_flags: LaunchFlags, flags: Flags) -> ReadPlan:
-    """The plan at ``place``, or in the launch file there, with ``flags`` over it."""
+def read_given(place: str | None, launch_flags: LaunchFlags, flags: Flags, *, traced: bool = False) -> ReadPlan:
+    """The plan at ``place``, or in the launch file there, with ``flags`` over it; of an architecture that was
+    ``traced``, too."""
     from ..plan.completion import launched_plan
     from ..plan.read import read_plan
 
     if launch_flags.framework is None:
         refuse_script(place)
-        return read_plan(place, flags)
+        return read_plan(place, flags, traced=traced)
     return launched_plan(read_launched(place, launch_flags, flags), flags)
 
 

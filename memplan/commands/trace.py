@@ -42,6 +42,15 @@ def trace(
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
+    learn: Annotated[
+        bool,
+        typer.Option(
+            "--learn",
+            help="learn an architecture without a recipe for memplan estimate: sizes as polynomials in b and s, kept "
+            "in the user's cache directory",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="overwrite files", rich_help_panel=_OUTPUT)] = False,
     json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
     quiet: Annotated[
@@ -63,6 +72,10 @@ def trace(
     from ..trace.planned import planned
     from ..trace.run import traced
 
+    if learn:
+        if events is not None or snapshot is not None:
+            raise typer.BadParameter("--learn traces many steps; leave out --events and --snapshot")
+        return _learn(plan, flags, json, quiet, no_color)
     for file in (events, snapshot):
         if file is not None:
             check_writable(Path(file), force=force)
@@ -80,6 +93,28 @@ def trace(
 
         with printing():
             print_trace(asked, found, comparison, console(no_color), verbose=verbose, quiet=quiet)
+    return 0
+
+
+def _learn(plan: str | None, flags: Flags, json: bool, quiet: bool, no_color: bool) -> int:
+    from ..plan.errors import PlanError
+    from ..plan.read import read_plan
+    from ..plan.resolve import resolve
+    from ..report.learned import learned_to_json, print_learned
+    from ..trace.learned import learned
+
+    read = read_plan(plan, {"framework": "single", **flags} if plan is None else flags, traced=True)
+    try:
+        resolved = resolve(read.plan)
+        with _progress(f"tracing {resolved.model.name} at several sizes"):
+            found = learned(resolved)
+    except PlanError as error:
+        raise error.located(read.origins) from None
+    if json:
+        print_json(learned_to_json(resolved, found))
+    else:
+        with printing():
+            print_learned(resolved, found, console(no_color), quiet=quiet)
     return 0
 
 

@@ -38,7 +38,7 @@ def read_variants(
         for values in combinations:
             changes = " ".join(f"{name}={value}" for name, value in values.items())
             name = " ".join(part for part in (source_name if len(sources) > 1 else "", changes) if part)
-            plans[name or source_name] = build_plan(loaded, flags, values)
+            plans[name or source_name] = build_plan(loaded, flags, values, traced=True)
     return plans
 
 

@@ -270,9 +270,9 @@ def check_flash(plan: Plan) -> None:
         raise PlanError(
             "attention", "flash", f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}"
         )
-    if spec.sliding_window is not None and seq > spec.sliding_window:
+    if spec.sliding_window is not None and seq >= spec.sliding_window:
         problem = (
-            f"must be eager for sequences of {seq}: beyond the sliding window of {spec.sliding_window} transformers "
+            f"must be eager for sequences of {seq}: from the sliding window of {spec.sliding_window} on transformers "
             "passes a mask, and PyTorch leaves its flash kernel"
         )
         raise PlanError("attention", "flash", problem)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny
 
 from .framework_sections import Ddp, Deepspeed, Fsdp, Megatron, Trainer
 from .section import Count, Degree, Dtype, Section
@@ -240,7 +240,7 @@ class Pipeline(Section):
 class Plan(Section):
     """A training job: the whole input of an estimate."""
 
-    model: ModelSpec
+    model: SerializeAsAny[ModelSpec]
     framework: Framework = Field("single", description="what runs the model")
     hardware: Hardware = Hardware()
     layout: Layout = Layout()

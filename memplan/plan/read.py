@@ -15,6 +15,7 @@ from .normalise import field_value, normalised
 from .notes import Note, notes_of
 from .plan import Plan
 from .text import STANDARD_INPUT, is_there, path_of, read_standard_input, read_text
+from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, traced_spec
 from .validation import validated_plan
 from .yaml_nodes import parse_yaml, scalar
 
@@ -48,9 +49,10 @@ class ReadPlan:
     """Of how it was read, beside those of the estimate."""
 
 
-def read_plan(source: str | None, flags: Flags | None = None) -> ReadPlan:
-    """The plan in ``source`` (a path, a built-in example's name, ``-`` or nothing) with ``flags`` over it."""
-    return build_plan(load_source(source), flags or {})
+def read_plan(source: str | None, flags: Flags | None = None, *, traced: bool = False) -> ReadPlan:
+    """The plan in ``source`` (a path, a built-in example's name, ``-`` or nothing) with ``flags`` over it. ``traced``:
+    its model may be a configuration without a recipe (``TracedSpec``)."""
+    return build_plan(load_source(source), flags or {}, traced=traced)
 
 
 def load_source(source: str | None) -> Source:
@@ -68,7 +70,7 @@ def load_source(source: str | None) -> Source:
     return _extended(Source(normalised(written), folder), 1)
 
 
-def build_plan(source: Source, flags: Flags, variant: Flags | None = None) -> ReadPlan:
+def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, traced: bool = False) -> ReadPlan:
     """``source`` with ``flags`` over it, and over both the ``variant`` of a comparison."""
     here = Path() if "model" in flags or "model" in (variant or {}) else source.folder
     node = _with_flags(source.plan, flags, "--")
@@ -76,10 +78,26 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None) -> Re
     warnings: tuple[Note, ...] = ()
     model = node.mapping.get("model")
     if model is not None and isinstance(model.value, dict):
-        spec, warnings = complete_model(model, here)
+        try:
+            spec, warnings = complete_model(model, here)
+        except PlanError as error:
+            if not traced:
+                raise
+            return _without_recipe(node, traced_spec(model, here, error))
         node = node.with_items({"model": spec})
     plan = validated_plan(node)
     return ReadPlan(plan, dict(node.origins()), (*warnings, *notes_of(plan)))
+
+
+def _without_recipe(node: Node, spec: TracedSpec) -> ReadPlan:
+    """The plan of an architecture that only traces know."""
+    stand_in = complete_model(Node({"base": Node(STAND_IN, COMMAND_LINE)}, COMMAND_LINE), Path()).spec
+    written = validated_plan(node.with_items({"model": stand_in}))
+    if written.batch.seq is None and spec.positions_max == NO_LENGTH:
+        problem = "is needed: the configuration names no longest sequence"
+        raise PlanError("batch.seq", ABSENT, problem, origin=Origin(spec.source))
+    plan = written.model_copy(update={"model": spec})
+    return ReadPlan(plan, dict(node.origins()), notes_of(plan))
 
 
 _LAUNCH_FILES = (

@@ -53,7 +53,7 @@ def config_of(job: Job) -> Any:
 
 def model_class(config: Any) -> Any:
     """The class with a head: that of the configuration's ``architectures``, else masked, causal, sequence-to-
-    sequence language model or image classifier, the first that there is."""
+    sequence language model or image classifier, the first that there is; with an encoder, one that runs it."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 

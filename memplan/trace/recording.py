@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..tape import Category, Drop, Event, Excursion, Hold, Seam, Tape, fold
 
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "step"
+FORWARD, BACKWARD, OPTIMIZER, EVALUATION = "forward", "backward", "step", "evaluation"
 LOSS, REDUCE, BETWEEN = "loss", "reduce", "between"
 """In a pipeline: the loss that follows a forward pass, the reduction of gradients behind the last backward, and
 what a schedule does between passes."""
@@ -25,7 +25,8 @@ class Place(NamedTuple):
 
     microbatch: int
     phase: str
-    """``forward``, ``backward``, ``step`` (``reduce`` and ``between`` in a pipeline), or empty before the first."""
+    """``forward``, ``backward``, ``step``, ``evaluation`` (``reduce`` and ``between`` in a pipeline), or empty before
+    the first."""
     module: str
     """Dotted path in the model, such as ``model.layers.1.mlp``; empty outside of any."""
     recompute: bool = False
@@ -45,6 +46,8 @@ class Recording:
     """Bytes held now, each storage rounded up to 512."""
     marks: dict[int, Category] = field(default_factory=dict)
     """What is known of storages for certain, by number."""
+    raw: dict[int, int] = field(default_factory=dict)
+    """Bytes of storages before rounding, by number; known where the trace ran, and not written to JSON."""
 
     def add(self, event: Hold | Drop, place: Place) -> None:
         self.events.append(event)
@@ -55,6 +58,7 @@ class Recording:
         self.events.clear()
         self.places.clear()
         self.marks.clear()
+        self.raw.clear()
         self.live = 0
 
     def categorised(self, vocab: int = 0) -> Recording:
@@ -67,7 +71,7 @@ class Recording:
         for number in self._left_by_forward():
             kept.setdefault(number, Category.ACTIVATIONS)
         events = [event._replace(category=kept.get(event.tensor, Category.TEMPORARIES)) for event in self.events]
-        return Recording(events, self.places, self.live, self.marks)
+        return Recording(events, self.places, self.live, self.marks, self.raw)
 
     def _left_by_forward(self) -> set[int]:
         left: set[int] = set()

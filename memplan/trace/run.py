@@ -6,7 +6,9 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from ..plan.errors import LackingError, PlanError
 from .job import Job
@@ -22,28 +24,40 @@ LEAST_OF_TORCHTITAN = {"torch": (2, 13)}
 def traced(job: Job, model: str) -> Traced:
     """The trace of ``job``. ``LackingError`` without torch, transformers or what the job needs besides;
     ``PlanError`` of ``model``, its name, where the model's code cannot run on fake tensors."""
-    least = LEAST_OF_TORCHTITAN
-    if job.torchtitan is None:
-        least = {package: LEAST[package] for package in (*ALWAYS, *job.packages)}
+    answer = answer_of("worker", job, job.to_json(), model)
+    if "error" in answer:
+        raise PlanError("model", model, f"cannot be traced: {answer['error']}")
+    return Traced.from_json(answer)
+
+
+def needed(job: Job) -> dict[str, tuple[int, int]]:
+    """Packages that the trace of ``job`` needs, and their oldest releases."""
+    if job.torchtitan is not None:
+        return LEAST_OF_TORCHTITAN
+    return {package: LEAST[package] for package in (*ALWAYS, *job.packages)}
+
+
+def answer_of(worker: str, job: Job, data: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """What a module of this package, run as a process, answers to ``data`` about ``job``; ``PlanError`` of ``model`` if
+    it dies, ``LackingError`` without a package that it needs."""
+    least = needed(job)
     for package, oldest in least.items():
         _check(package, oldest)
-    command = [sys.executable, "-m", "memplan.trace.worker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
+    command = [sys.executable, "-m", f"memplan.trace.{worker}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
-            out, errors = worker.communicate(json.dumps(job.to_json()).encode())
+            out, errors = process.communicate(json.dumps(data).encode())
         except BaseException:
-            worker.kill()
+            process.kill()
             raise
-    if worker.returncode:
-        raise PlanError("model", model, f"cannot be traced: {_death(worker.returncode, errors.decode())}")
-    answer = json.loads(out)
+    if process.returncode:
+        raise PlanError("model", model, f"cannot be traced: {_death(process.returncode, errors.decode())}")
+    answer: dict[str, Any] = json.loads(out)
     if "lacking" in answer:
         package, problem = answer["lacking"]
         how = _how(package, least[package])
         raise LackingError(f"memplan trace needs {package}, which cannot be imported ({problem}): {how}")
-    if "error" in answer:
-        raise PlanError("model", model, f"cannot be traced: {answer['error']}")
-    return Traced.from_json(answer)
+    return answer
 
 
 def _death(code: int, errors: str) -> str:

@@ -22,7 +22,7 @@ from .models import example_inputs, made
 from .outline import outline_of
 from .places import Places
 from .ranks import rank_of, shard
-from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
+from .recording import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, Recording
 from .storages import Follow, resizes_followed
 from .substitutions import cuda_behaviour
 from .traced import Traced
@@ -30,8 +30,9 @@ from .trainer import clip, converting, groups, imported, variables
 from .tuning import dequantising, follow_frozen, tuned
 
 
-def traced_step(job: Job, *, sums_in_place: bool = True, device: str = "cpu") -> Traced:
-    """The step after the first applied one: optimizer states exist, gradients do not.
+def traced_step(job: Job, *, sums_in_place: bool = True, device: str = "cpu", evaluates: bool = False) -> Traced:
+    """The step after the first applied one: optimizer states exist, gradients do not. ``evaluates``: a forward
+    pass without a graph follows it, and the order in which gradients are ready is noted.
 
     The model's output, and with it the logits' variable, is gone before backward begins; gradients end with
     ``zero_grad`` behind the step. On fake tensors of ``device``: with ``cuda``, which PyTorch has to find, nothing is
@@ -57,10 +58,10 @@ def traced_step(job: Job, *, sums_in_place: bool = True, device: str = "cpu") ->
         ):
             follow.calibrate()
             try:
-                _run(job, Replica(job, model, reducer), follow, places)
+                ready = _run(job, Replica(job, model, reducer), follow, places, evaluates)
             except Exception as error:
                 raise UntraceableError(explained(error)) from error
-    return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline)
+    return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline, ready=ready)
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def _on(device: str) -> Iterator[None]:
         yield
 
 
-def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
+def _run(job: Job, replica: Replica, follow: Follow, places: Places, evaluates: bool) -> tuple[str, ...]:
     model: Any = replica.inner
     parameters = [one for one in model.parameters() if one.requires_grad]
     optimizer, scaler = optimizer_of(job, groups(job, model, parameters)), scaler_of(job.autocast)
@@ -84,6 +85,9 @@ def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
     update(job, optimizer, follow)
     _mark_states(job, optimizer, scaler, follow)
     gc.collect()
+    ready: dict[str, None] = {}
+    if evaluates:
+        _note_ready(model, ready)
     for microbatch in range(job.microbatches):
         places.microbatch, places.phase = microbatch, FORWARD
         if job.fsdp is not None:
@@ -99,8 +103,22 @@ def _run(job: Job, replica: Replica, follow: Follow, places: Places) -> None:
     places.phase = OPTIMIZER
     update(job, optimizer, follow, scaler)
     gc.collect()
+    if evaluates:
+        places.microbatch, places.phase = 0, EVALUATION
+        model.eval()
+        with torch.no_grad():
+            _evaluated(job, model, inputs)
     follow.close()
     del held
+    return tuple(ready)
+
+
+def _note_ready(model: torch.nn.Module, ready: dict[str, None]) -> None:
+    """Paths of parameters, in the order in which their gradients arrive for the first time."""
+    named: Any = model.named_parameters()
+    for name, parameter in named:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.setdefault(name))
 
 
 def _adopt(job: Job, model: Any, inputs: dict[str, torch.Tensor], follow: Follow) -> None:
@@ -136,6 +154,11 @@ def _first_iteration(
     makes its numbers."""
     _loss(job, model, inputs, scaler).backward()
     update(job, optimizer, follow, scaler)
+
+
+def _evaluated(job: Job, model: Any, inputs: dict[str, torch.Tensor]) -> None:
+    with cuda_autocast(job.autocast):
+        model(**inputs)
 
 
 def _loss(job: Job, model: Any, inputs: dict[str, torch.Tensor], scaler: Scaler | None) -> Any:

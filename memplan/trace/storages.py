@@ -120,6 +120,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, storage: torch.UntypedStorage, hold: Hold) -> Hold:
         """Follows ``storage``, described by ``hold`` but for its number; the hold that is written down."""
         self._count += 1
+        self.recording.raw[self._count] = hold.bytes
         hold = hold._replace(tensor=self._count, bytes=rounded(hold.bytes) if hold.bytes else 0)
         if hold.bytes:
             self.recording.add(hold, self.place())

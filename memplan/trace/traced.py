@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..tape import Drop, Excursion, Hold, Tape, compose, fold
-from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording, is_within
+from .recording import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, Recording, is_within
 
 EMBEDDING, FINAL_NORM, HEAD = "embedding", "final_norm", "head"
+_FIRST_ENTRY = {FORWARD: EMBEDDING, BACKWARD: HEAD, EVALUATION: EMBEDDING, OPTIMIZER: "optimizer"}
+
+
+class Registered(NamedTuple):
+    """A parameter as the model registers it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As memplan writes it where it has a name for it: ``bf16``."""
+    trained: bool = False
+    role: str = ""
+    """``word`` for the table of the input, ``position`` for another embedding, ``head`` for the output's."""
+
+
+class Buffer(NamedTuple):
+    """A registered buffer."""
+
+    path: str
+    bytes: int
+    """Of its storage, not rounded."""
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -23,6 +45,10 @@ class Outline:
     """The norm behind the last layer; empty where there is none."""
     parameters: int
     """Elements."""
+    tensors: tuple[Registered, ...] = field(default=(), compare=False)
+    """Parameters in their order; known where the trace ran, and not written to JSON."""
+    buffers: tuple[Buffer, ...] = field(default=(), compare=False)
+    """Likewise."""
 
     def layer_of(self, module: str) -> str:
         """The layer that ``module`` is in, as ``layer.3`` (the path where there are several lists), or nothing."""
@@ -59,6 +85,8 @@ class Traced:
     """Where PyTorch's CPU was made to behave as CUDA."""
     passes: tuple[Pass, ...] = ()
     """Of a pipeline's rank, in order."""
+    ready: tuple[str, ...] = ()
+    """Paths of parameters in the order in which their gradients were ready; where the trace ran."""
 
     @cached_property
     def entries(self) -> tuple[str, ...]:
@@ -73,13 +101,13 @@ class Traced:
                 before, entry = place[:2], openings[number]
             elif place[:2] != before:
                 before = place[:2]
-                entry = {FORWARD: EMBEDDING, BACKWARD: HEAD, OPTIMIZER: "optimizer"}.get(place.phase, "")
+                entry = _FIRST_ENTRY.get(place.phase, "")
             entry = self._entry(place.module, entry, place.phase)
             result.append(entry)
         return tuple(result)
 
     def _entry(self, module: str, before: str, phase: str) -> str:
-        if phase not in (FORWARD, BACKWARD):
+        if phase not in (FORWARD, BACKWARD, EVALUATION):
             return before
         layer = self.outline.layer_of(module)
         if layer:
@@ -89,7 +117,7 @@ class Traced:
         around = not module or any(is_within(prefix, module) for prefix in self.outline.blocks)
         if before == EMBEDDING or (around and (phase == BACKWARD or before not in (FINAL_NORM, HEAD))):
             return before
-        return HEAD if phase == FORWARD or before == HEAD else EMBEDDING
+        return HEAD if phase != BACKWARD or before == HEAD else EMBEDDING
 
     @cached_property
     def setup(self) -> Excursion:

@@ -30,7 +30,7 @@ def answered(job: Job) -> dict[str, Any]:
     """What was traced; or ``error`` and where it happened; or ``lacking``: the package that cannot be imported, why."""
     try:
         versions, trace, substitutions = _of_torchtitan() if job.torchtitan is not None else _of_transformers()
-    except _NotImportableError as error:
+    except NotImportableError as error:
         return {"lacking": error.args}
 
     from .failures import UntraceableError, explained
@@ -45,15 +45,15 @@ def answered(job: Job) -> dict[str, Any]:
     return {**versions, "substitutions": substitutions, **traced.to_json()}
 
 
-class _NotImportableError(Exception):
+class NotImportableError(Exception):
     """A package, and why it cannot be imported."""
 
 
-def _imported(package: str) -> Any:
+def imported(package: str) -> Any:
     try:
         return import_module(package)
     except (ImportError, OSError) as error:
-        raise _NotImportableError(package, str(error).partition("\n")[0]) from error
+        raise NotImportableError(package, str(error).partition("\n")[0]) from error
 
 
 _Tracer = tuple[dict[str, Any], Callable[[Job], Traced], tuple[str, ...]]
@@ -61,7 +61,7 @@ _Tracer = tuple[dict[str, Any], Callable[[Job], Traced], tuple[str, ...]]
 
 
 def _of_transformers() -> _Tracer:
-    versions = {package: _imported(package).__version__ for package in ("torch", "transformers")}
+    versions = {package: imported(package).__version__ for package in ("torch", "transformers")}
 
     from .step import traced_step
     from .substitutions import SUBSTITUTIONS
@@ -70,7 +70,7 @@ def _of_transformers() -> _Tracer:
 
 
 def _of_torchtitan() -> _Tracer:
-    versions = {"torch": _imported("torch").__version__}
+    versions = {"torch": imported("torch").__version__}
 
     from .torchtitan_step import SUBSTITUTIONS, traced_torchtitan
 

@@ -29,6 +29,7 @@ def plan(**flags: object) -> Plan:
         ({"recompute": "full", "recompute_layers": 2}, "uniform with layers 1"),
         ({"dtype": "fp32", "attention": "flash"}, "fp16 and bf16 only"),
         ({"model": "mistral-7b", "attention": "flash", "seq": 8192}, "sliding window of 4096"),
+        ({"model": "mistral-7b", "attention": "flash", "seq": 4096}, "sliding window of 4096"),
         ({"dtype": "bf16", "gradients": "fp32"}, "precision.gradients"),
         ({"loss": "adaptive-softmax"}, "loss.kind"),
     ],

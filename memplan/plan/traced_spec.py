@@ -1,0 +1,122 @@
+"""An architecture without a recipe: a Hugging Face configuration that is read as data and learnt from traces."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_serializer
+
+from .errors import ABSENT, Origin, PlanError
+from .node import Node
+from .spec import Activation, LayerCount, ModelSpec, Norm, Positions, Probability, Size
+from .text import is_folder, is_there, path_of, read_text
+
+STAND_IN = "llama-2-7b"
+"""Takes its place while the rest of a plan is read."""
+_LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_source_positions")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+NO_LENGTH = 2**31
+"""Longest sequence where the configuration names none."""
+
+
+class TracedSpec(ModelSpec):
+    """``layers`` is what ``--layers`` or the configuration say, if anything does (``counted``). No other size means
+    anything: sizes are those of the traced tensors."""
+
+    family: str = Field(description="Hugging Face's model_type")  # type: ignore[assignment]
+    layers: LayerCount = 1
+    hidden: Size = 1
+    heads: Size = 1
+    kv_heads: Size = 1
+    head_dim: Size = 1
+    ffn: Size = 1
+    vocab: Size = 1
+    positions_max: Size = NO_LENGTH
+    norm: Norm = "layernorm"
+    positions: Positions = "none"
+    activation: Activation = "gelu"
+    embedding_dropout: Probability = 0.0
+    attention_dropout: Probability = 0.0
+    hidden_dropout: Probability = 0.0
+
+    config: dict[str, Any]
+    """As it is written, but for ``layers``."""
+    counted: bool
+    changed: bool = False
+    """``layers`` is not the configuration's own."""
+    reason: str
+    """Why there is no recipe."""
+    digest: str
+    """Of the configuration."""
+
+    @model_serializer
+    def _as_it_is(self) -> dict[str, Any]:
+        layers = self.layers if self.counted else None
+        names = {"name": self.name, "family": self.family, "layers": layers, "source": self.source}
+        return {**names, "no_recipe": self.reason, "config": self.config}
+
+
+def layers_name(config: dict[str, Any]) -> str | None:
+    """What the configuration calls its number of layers, where it has one and says nothing of each of them."""
+    name = next((name for name in _LAYERS if type(config.get(name)) is int), None)
+    if name is None or any(isinstance(value, list) and len(value) == config[name] for value in config.values()):
+        return None
+    return name
+
+
+def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
+    """The configuration that ``model`` names, of which ``error`` says that it has no recipe; raises ``error`` where
+    it is about anything else. Of its sizes only ``layers`` can be changed."""
+    items = dict(model.mapping)
+    base = items.pop("base", None)
+    path = _config_path(base, folder)
+    if path is None or base is None or error.origin is None or error.origin.source != str(path):
+        raise error
+    config = _config(path, error)
+    name = layers_name(config)
+    for field, value in items.items():
+        if field != "layers" or name is None:
+            problem = f"changes an architecture with a recipe, which this one has not ({error.field}); change {path}"
+            raise PlanError(f"model.{field}", value.plain(), problem, origin=value.origin)
+        if type(value.value) is not int or not 1 <= value.value <= 100_000:
+            raise PlanError(
+                "model.layers", value.plain(), "must be a whole number from 1 to 100,000", origin=value.origin
+            )
+        config = {**config, name: value.value}
+    named = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return TracedSpec(
+        name=named.lower()[:100] or "model",
+        family=config["model_type"],
+        layers=config[name] if name is not None else 1,
+        positions_max=next((config[key] for key in _LENGTHS if type(config.get(key)) is int), NO_LENGTH),
+        source=str(path),
+        config=config,
+        counted=name is not None,
+        changed="layers" in items,
+        reason=str(PlanError(error.field, error.value, error.problem)),
+        digest=sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+    )
+
+
+def _config_path(base: Node | None, folder: Path) -> Path | None:
+    if base is None or not isinstance(base.value, str):
+        return None
+    path = path_of(base.value, folder)
+    path = path / "config.json" if is_folder(path) else path
+    return path if path.suffix == ".json" and is_there(path) else None
+
+
+def _config(path: Path, error: PlanError) -> dict[str, Any]:
+    """``error`` where it is none."""
+    try:
+        config = json.loads(read_text(path, "model"))
+    except ValueError:
+        raise error from None
+    if not isinstance(config, dict):
+        raise error
+    if not isinstance(config.get("model_type"), str):
+        raise PlanError("model_type", ABSENT, "is missing: transformers needs it", origin=Origin(str(path)))
+    return config

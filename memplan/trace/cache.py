@@ -1,0 +1,172 @@
+"""Fits on disk: one file each in the user's cache directory, written whole or not at all.
+
+A file says what it is of (settings, versions) and is believed only if that is what was asked for; whatever cannot be
+read is as good as absent, and written anew. ``MEMPLAN_CACHE`` names another directory than ``XDG_CACHE_HOME/memplan``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, NamedTuple
+
+from ..plan.errors import ABSENT, Origin, PlanError
+from .fit import Fit
+
+FORMAT = 1
+VARIABLE = "MEMPLAN_CACHE"
+SUFFIX = ".json.gz"
+ABANDONED = 3600
+"""Seconds after which what a writer that was killed has left is removed."""
+LARGEST = 1 << 28
+"""Bytes of a fit's JSON at most."""
+
+
+class Versions(NamedTuple):
+    """What a fit depends on besides its settings; an empty one is not installed."""
+
+    tracer: str
+    torch: str
+    transformers: str
+
+    @property
+    def installed(self) -> bool:
+        return bool(self.torch and self.transformers)
+
+
+@lru_cache(maxsize=1)
+def versions() -> Versions:
+    """Those of this environment."""
+    return Versions(tracer(), _installed("torch"), _installed("transformers"))
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+@lru_cache(maxsize=1)
+def tracer() -> str:
+    """A digest of this package's source: another tracer may find other events."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = sha256()
+    for source in sources:
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def folder() -> Path:
+    """Where fits are."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given).expanduser() / "traces"
+    base = os.environ.get("XDG_CACHE_HOME")
+    root = Path(base) if base and Path(base).is_absolute() else Path("~/.cache").expanduser()
+    return root / "memplan" / "traces"
+
+
+def path_of(settings: Mapping[str, Any], known: Versions) -> Path:
+    """The file of a fit under ``settings``."""
+    kind = re.sub(r"[^a-z0-9]+", "-", str(settings["config"].get("model_type", "")).lower())[:40]
+    return folder() / f"{kind}-{_digest(settings)}-{_digest(known._asdict())}{SUFFIX}"
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load(settings: Mapping[str, Any]) -> Fit | None:
+    """The fit for this environment; where torch or transformers are not installed, the newest of this tracer's."""
+    known = versions()
+    exact = path_of(settings, known)
+    if known.installed:
+        return _read(exact, settings, known)
+    stem = exact.name.rpartition("-")[0]
+    try:
+        found = sorted(folder().glob(f"{stem}-*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return None
+    return next((fit for path in found if (fit := _read(path, settings, known)) is not None), None)
+
+
+def others(settings: Mapping[str, Any]) -> str:
+    """For which versions there is a fit, if not for this environment's; one of them."""
+    stem = path_of(settings, versions()).name.rpartition("-")[0]
+    for path in folder().glob(f"{stem}-*{SUFFIX}"):
+        data = _json(path)
+        if data is not None and data.get("settings") == settings:
+            try:
+                found = Versions(**data["versions"])
+            except (TypeError, KeyError):
+                continue
+            return f"torch {found.torch} and transformers {found.transformers}"
+    return ""
+
+
+def _read(path: Path, settings: Mapping[str, Any], known: Versions) -> Fit | None:
+    data = _json(path)
+    if data is None or data.get("format") != FORMAT or data.get("settings") != settings:
+        return None
+    try:
+        made = Versions(**data["versions"])
+        if made.tracer != known.tracer or (known.installed and made != known):
+            return None
+        return Fit.from_json(data["fit"])
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError):
+        return None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """What is in the file, or nothing where it is corrupt, foreign or gone."""
+    try:
+        with gzip.open(path) as file:
+            text = file.read(LARGEST + 1)
+        data = json.loads(text) if len(text) <= LARGEST else None
+    except (OSError, EOFError, ValueError, zlib.error, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def store(settings: Mapping[str, Any], fit: Fit) -> Path:
+    """Writes ``fit`` whole, over what was there; the last of several writers wins. ``PlanError`` where it cannot be."""
+    path = path_of(settings, versions())
+    data = {"format": FORMAT, "settings": settings, "versions": versions()._asdict(), "fit": fit.to_json()}
+    content = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path.parent)
+        with NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".tmp", delete=False) as file:
+            temporary = file.name
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except OSError as error:
+        problem = f"cannot be written: {(error.strerror or str(error)).lower()}; {VARIABLE} names another directory"
+        raise PlanError("", ABSENT, problem, origin=Origin(str(path))) from None
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """What writers that were killed have left."""
+    for path in directory.glob(".*.tmp"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > ABANDONED:
+                path.unlink()

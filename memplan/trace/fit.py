@@ -1,0 +1,216 @@
+"""What is kept of a traced architecture: the tapes of its layers, each kind once, with sizes as polynomials.
+
+A *piece* holds for some b and s; it has the kinds of entries of the layer list and the row that they stand in.
+Sizes are numbers of polynomials, which many tensors share. A tensor that another entry made is known by where
+that stands: so many places away where it is the entry itself or a neighbour, else by its place in the row, counted
+from the end where it stands behind the layers that repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..layers.module import Parameter
+from .polynomials import Point, Polynomial
+
+LAYER = "layer."
+"""What names of layers begin with where a model has one list of them."""
+
+
+class Born(NamedTuple):
+    """A tensor comes to life."""
+
+    size: int
+    """Number of a polynomial."""
+    category: int
+    operator: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Numbers of polynomials, one a dimension."""
+
+
+class Gone(NamedTuple):
+    """A tensor dies."""
+
+    size: int
+    category: int
+    entry: int
+    """Where the entry stands that made it: places away, or in the row if ``far``."""
+    far: bool
+    forward: bool
+    """Made by a forward pass, else by the same pass that ends it."""
+    number: int
+    """Among the tensors that this entry makes in that pass."""
+
+
+Changes = tuple[Born | Gone, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Entries of the layer list that do the same: the changes of each pass (``structure.PASSES``)."""
+
+    passes: tuple[Changes, ...]
+    parameters: tuple[Parameter, ...]
+    ready: tuple[int, ...]
+    """Numbers of those that have a gradient, in the order in which it is ready."""
+    buffers: tuple[tuple[int, str], ...]
+    """Bytes and dtype of each."""
+
+
+class Places(NamedTuple):
+    """Entries of one kind that follow one another."""
+
+    kind: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The sizes that a piece was verified for."""
+
+    b_from: int
+    b_to: int | None
+    s_from: int
+    s_to: int
+    multiple: int
+    """``s`` is a multiple of this."""
+
+    def __contains__(self, point: Point) -> bool:
+        b, s = point
+        in_b = self.b_from <= b and (self.b_to is None or b <= self.b_to)
+        return in_b and self.s_from <= s <= self.s_to and s % self.multiple == 0
+
+    def __str__(self) -> str:
+        b = f"b = {self.b_from}" if self.b_to == self.b_from else f"b ≥ {self.b_from}"
+        step = f" in steps of {self.multiple}" if self.multiple > 1 else ""
+        return f"{b}, s {self.s_from} to {self.s_to}{step}"
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The step at every point of a domain."""
+
+    domain: Domain
+    polynomials: tuple[Polynomial, ...]
+    kinds: tuple[Kind, ...]
+    row: tuple[Places, ...]
+    inputs: tuple[Born, ...]
+    repeated: int | None
+    """Which of ``row`` grows with the number of layers; ``None`` where no other number was verified."""
+
+    def grown(self, layers: int) -> tuple[Places, ...]:
+        """The row of a model of so many layers; ``ValueError`` where it cannot be."""
+        have = sum(len(one.names) for one in self.row if one.names[0].startswith(LAYER))
+        if layers == have:
+            return self.row
+        more = layers - have
+        if self.repeated is None or len(self.row[self.repeated].names) + more < 1:
+            raise ValueError(f"a row of {have} layers cannot have {layers}")
+        numbers = iter(range(layers))
+        result = []
+        for at, (kind, names) in enumerate(self.row):
+            count = len(names) + (more if at == self.repeated else 0)
+            is_layer = names[0].startswith(LAYER)
+            result.append(Places(kind, tuple(f"{LAYER}{next(numbers)}" for _ in range(count)) if is_layer else names))
+        return tuple(result)
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A traced architecture under one set of settings."""
+
+    torch: str
+    transformers: str
+    layers: int
+    """Of the configuration that was traced; 0 where nothing says how many it has."""
+    verified: tuple[int, ...]
+    """Numbers of layers that were traced."""
+    pieces: tuple[Piece, ...]
+    refused: tuple[str, ...] = ()
+    """Why it holds nowhere else."""
+    buckets: bool = True
+    """Gradients are ready entry by entry, from the last to the first."""
+
+    @property
+    def extends(self) -> bool:
+        """Other numbers of layers were verified, too."""
+        return all(one.repeated is not None for one in self.pieces)
+
+    def piece_at(self, b: int, s: int) -> Piece | None:
+        return next((one for one in self.pieces if (b, s) in one.domain), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "torch": self.torch,
+            "transformers": self.transformers,
+            "layers": self.layers,
+            "verified": self.verified,
+            "pieces": [_piece_to_json(one) for one in self.pieces],
+            "refused": self.refused,
+            "buckets": self.buckets,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Fit:
+        return Fit(
+            str(data["torch"]),
+            str(data["transformers"]),
+            int(data["layers"]),
+            tuple(map(int, data["verified"])),
+            tuple(map(_piece_from_json, data["pieces"])),
+            tuple(map(str, data["refused"])),
+            bool(data["buckets"]),
+        )
+
+
+def _piece_to_json(piece: Piece) -> dict[str, Any]:
+    domain = piece.domain
+    return {
+        "domain": [domain.b_from, domain.b_to, domain.s_from, domain.s_to, domain.multiple],
+        "polynomials": [one.coefficients for one in piece.polynomials],
+        "kinds": [
+            {
+                "passes": kind.passes,
+                "parameters": [[one.name, one.shape, one.dtype, one.trained] for one in kind.parameters],
+                "ready": kind.ready,
+                "buffers": kind.buffers,
+            }
+            for kind in piece.kinds
+        ],
+        "row": piece.row,
+        "inputs": piece.inputs,
+        "repeated": piece.repeated,
+    }
+
+
+def _piece_from_json(data: Mapping[str, Any]) -> Piece:
+    return Piece(
+        Domain(*data["domain"]),
+        tuple(Polynomial(tuple(one)) for one in data["polynomials"]),
+        tuple(
+            Kind(
+                tuple(tuple(map(_change, changes)) for changes in kind["passes"]),
+                tuple(
+                    Parameter(name, tuple(shape), dtype, trained) for name, shape, dtype, trained in kind["parameters"]
+                ),
+                tuple(kind["ready"]),
+                tuple((size, dtype) for size, dtype in kind["buffers"]),
+            )
+            for kind in data["kinds"]
+        ),
+        tuple(Places(kind, tuple(names)) for kind, names in data["row"]),
+        tuple(_born(one) for one in data["inputs"]),
+        data["repeated"],
+    )
+
+
+def _change(row: Sequence[Any]) -> Born | Gone:
+    return _born(row) if len(row) == len(Born._fields) else Gone(*row)
+
+
+def _born(row: Sequence[Any]) -> Born:
+    size, category, operator, dtype, shape = row
+    return Born(size, category, operator, dtype, tuple(shape))

@@ -1,0 +1,146 @@
+"""``memplan trace --learn`` and ``memplan estimate`` of an architecture without a recipe, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from memplan.cli import main
+from memplan.estimate import fold
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.trace import cache, lookup
+
+SMALL: dict[str, Any] = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
+
+
+def config(folder: Path, kind: str = "olmo2", **changes: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    transformers.AutoConfig.for_model(kind, **SMALL, **changes).to_json_file(folder / "config.json", use_diff=False)
+    return str(folder / "config.json")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    lookup.forget()
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a wrong command prints."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_learnt_then_estimated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config(tmp_path / "mine")
+    job = ["--model", path, "--mbs", "2", "--seq", "48", "--gpu", "a100-40gb"]
+    before = error_of(capsys, "estimate", *job)
+    assert "model_type = olmo2: is not an architecture that is modelled" in before
+    assert f"nothing was learnt of it for bf16, flash attention: `memplan trace --learn --model {path}`" in before
+
+    assert main(["trace", "--learn", "--model", path, "--json"]) == 0
+    learnt = json.loads(capsys.readouterr().out)
+    assert learnt["layers"] == {"verified": [2], "any": False}
+    assert [one["mbs"] for one in learnt["pieces"]] == [[2, None], [1, 1]]
+    assert Path(learnt["file"]).is_file()
+
+    assert main(["estimate", *job, "--json"]) == 0
+    estimated = json.loads(capsys.readouterr().out)
+    (stage,) = estimated["stages"]
+    assert estimated["plan"]["model"]["family"] == "olmo2"
+    assert "hidden" not in estimated["plan"]["model"], "only what is known of it"
+    assert sum(stage["breakdown"].values()) == stage["allocated_bytes"]
+    assert stage["modules"] == ["embedding", "layer.0", "layer.1", "final_norm", "head"]
+    assert stage["device_bytes"] > stage["reserved_bytes"] >= stage["allocated_bytes"] >= stage["requested_bytes"]
+    workspaces = stage["breakdown"]["workspaces"]
+    assert stage["moments"]["evaluation"] > stage["static_bytes"] - workspaces
+    lines = [line for line in estimated["assumptions"] if line.startswith("from a trace of transformers")]
+    assert lines[0].startswith(f"from a trace of transformers {transformers.__version__} on torch 2.")
+
+    assert main(["trace", "--model", path, "--mbs", "2", "--seq", "48", "--json"]) == 0
+    traced = {one["name"]: one["traced_bytes"] for one in json.loads(capsys.readouterr().out)["points"]}
+    assert max(traced.values()) == stage["requested_bytes"]
+    assert 0 <= stage["static_bytes"] - workspaces - traced["between steps"] < 2**20, "blocks that were not split"
+
+    assert f"--model {path} --layers 3` traces it" in error_of(capsys, "estimate", *job, "--layers", "3"), "two alone"
+    assert "nothing was learnt of it for fp32, eager attention" in error_of(capsys, "estimate", *job, "--dtype", "fp32")
+    assert "batch.seq = 80: is outside of what was verified" in error_of(capsys, "estimate", *job, "--seq", "80")
+    assert "framework = fsdp: must be single or ddp" in error_of(
+        capsys, "estimate", *job, "--framework", "fsdp", "--gpus", "2"
+    )
+    assert main(["estimate", *job, "--vary", "mbs=1,2,4", "--vary", "optimizer=adamw,adam8bit", "--json"]) == 0
+    variants = json.loads(capsys.readouterr().out)["variants"]
+    assert len({one["stages"][0]["requested_bytes"] for one in variants}) == 6
+    without_torch(job)
+    folds(path)
+
+    known = cache.versions()
+    monkeypatch.setattr(cache, "versions", lambda: known._replace(torch="2.99.0"))
+    lookup.forget()
+    assert f"what was learnt of it was of torch {known.torch} and" in error_of(capsys, "estimate", *job)
+
+
+def without_torch(job: list[str]) -> None:
+    """The estimate neither imports torch nor transformers."""
+    code = "import sys; sys.modules.update(torch=None, transformers=None)\nfrom memplan.cli import main\n"
+    code += f"raise SystemExit(main({['estimate', *job, '-q']!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"Fits: ")
+
+
+def folds(path: str) -> None:
+    """What a search calls, for many sizes: memory grows with both."""
+    plans = [
+        resolve(read_plan(None, {"model": path, "mbs": str(b), "seq": str(s)}, traced=True).plan)
+        for b in (1, 2, 3)
+        for s in (16, 32, 64)
+    ]
+    peaks = [fold(plan)[0].backward_peak for plan in plans]
+    assert all(peaks[at] < peaks[at + 1] for at in range(8) if at % 3 < 2)
+    assert all(peaks[at] < peaks[at + 3] for at in range(6))
+
+
+def test_what_cannot_be_learnt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Routing by values names the operator and the line of the model's code, and leaves no file."""
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"}
+    path = config(tmp_path / "mine", "mixtral", **experts)
+    written = json.loads(Path(path).read_text(encoding="utf-8")) | {"experts_implementation": "eager"}
+    Path(path).write_text(json.dumps(written), encoding="utf-8")
+    line = error_of(capsys, "trace", "--learn", "--model", path)
+    assert "cannot be traced: " in line
+    assert "modeling_mixtral.py:" in line
+    assert not list(tmp_path.glob("cache/**/*.gz"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trace", "--learn", "--model", "gpt2"], "model = gpt2: has a recipe: memplan estimate needs no trace of it"),
+        (["trace", "--learn", "--model", "{}", "--hidden", "128"], "--hidden: model.hidden = 128: changes an"),
+        (["estimate", "--model", "{}", "--layers", "0"], "--layers: model.layers = 0: must be a whole number from 1"),
+        (["estimate", "--model", "{}", "--trainer", "transformers"], "trainer.loop = transformers: must be none"),
+    ],
+)
+def test_wrong_inputs(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = config(tmp_path / "mine")
+    assert said in error_of(capsys, *(one.format(path) for one in arguments))
+
+
+def test_no_longest_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "num_layers": 1}', encoding="utf-8")
+    line = error_of(capsys, "estimate", "--model", str(tmp_path))
+    assert "batch.seq: is needed: the configuration names no longest sequence" in line

@@ -1,0 +1,204 @@
+"""Programs from polynomials beside direct traces at sizes that none was fitted at, and beside recipes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from memplan.allocator import AllocatorSettings
+from memplan.estimate import programs_of
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.program import Program, fold_evaluation, fold_program
+from memplan.replay import replay
+from memplan.tape import Category, Hold
+from memplan.trace.comparison import compared
+from memplan.trace.fit import Fit
+from memplan.trace.job import Job, job_of_plan
+from memplan.trace.learning import learn
+from memplan.trace.lookup import job_of
+from memplan.trace.programs import program_of
+from memplan.trace.recording import EVALUATION
+from memplan.trace.step import traced_step
+from memplan.trace.structure import UnfitError
+from memplan.trace.traced import Traced
+
+from .test_step import SCALARS, WITHOUT_RECIPE, model_flags
+
+LONGEST = 256
+CASES: dict[str, dict[str, str]] = {
+    "gpt2": {"attention": "flash"},
+    "llama": {"recompute": "full", "attention": "flash"},
+    "bert": {"dtype": "fp32", "attention": "eager"},
+}
+POINTS = ((4, 200), (7, 33), (1, 150))
+"""None of them is among those that are traced to learn."""
+
+
+def traced(job: Job) -> Traced:
+    return traced_step(job, evaluates=True)
+
+
+def plan_of(family: str, b: int, s: int, **flags: str) -> Plan:
+    sizes = {"framework": "single", "layers": "7", "mbs": str(b), "seq": str(s), "gbs": str(2 * b)}
+    return resolve(read_plan(None, {**model_flags(family), **CASES[family], **sizes, **flags}).plan)
+
+
+@lru_cache(maxsize=8)
+def fit_of(family: str) -> Fit:
+    fit, _, _ = learn(job_of_plan(plan_of(family, 1, 64)), traced, LONGEST)
+    return Fit.from_json(json.loads(json.dumps(fit.to_json())))
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("family", CASES)
+def test_same_as_a_direct_trace(family: str, point: tuple[int, int]) -> None:
+    """To the byte: every named point, every entry in every pass, the peak by category and its place."""
+    plan = plan_of(family, *point)
+    found, program = traced(job_of_plan(plan)), program_of(plan, fit_of(family), Options())
+    comparison = compared(found, program)
+    assert comparison.furthest == 0
+    for row in comparison.rows:
+        assert row.estimated is not None
+        assert (row.traced.net, row.traced.peak) == (row.estimated.net, row.estimated.peak), row
+    folded, whole = fold_program(program), found.whole
+    assert (folded.peak, folded.peak_by) == (whole.peak, whole.peak_by)
+    assert folded.place.rpartition("/")[2] == whole.place.rpartition("/")[2]
+    evaluated = found.recording.of(0, EVALUATION)
+    assert fold_evaluation(program) == folded.static + evaluated.peak
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_same_as_the_recipe(family: str) -> None:
+    """But for the loss and its gradient, which end in a caller's frame; with other numbers of layers, too."""
+    for layers, (b, s) in (("7", (3, 224)), ("12", (2, 77))):
+        plan = plan_of(family, b, s, layers=layers)
+        (recipe,) = programs_of(plan, Options())
+        theirs = fold_program(recipe)
+        ours = fold_program(grown(plan, fit_of(family), int(layers)))
+        for name in ("static", "after_forward", "backward_peak", "step_peak", "peak"):
+            assert abs(getattr(ours, name) - getattr(theirs, name)) <= SCALARS, name
+        assert ours.place.split("/")[:3] == theirs.place.split("/")[:3]
+        assert ours.peak_by[Category.PARAMETERS] == theirs.peak_by[Category.PARAMETERS]
+
+
+def grown(plan: Plan, fit: Fit, layers: int) -> Program:
+    """As if the configuration had so many layers; the fit was made with seven."""
+    pieces = tuple(replace(one, row=one.grown(layers)) for one in fit.pieces)
+    return program_of(plan, replace(fit, layers=layers, pieces=pieces), Options())
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"optimizer": "sgd"},
+        {"optimizer": "sgd", "momentum": "0.9"},
+        {"optimizer": "adam", "optimizer-implementation": "for-loop"},
+        {"optimizer": "adamw", "optimizer-implementation": "fused"},
+    ],
+)
+def test_one_fit_serves_every_optimizer(optimizer: dict[str, str]) -> None:
+    plan = plan_of("gpt2", 2, 100, **optimizer)
+    assert compared(traced(job_of_plan(plan)), program_of(plan, fit_of("gpt2"), Options())).furthest == 0
+
+
+def test_replayed_as_the_recipe() -> None:
+    """Through the allocator, kernels' workspaces included."""
+    plan, options = plan_of("gpt2", 2, 200), Options(kernel_workspaces=True)
+    recipe, ours = programs_of(plan, options)[0], program_of(plan, fit_of("gpt2"), options)
+    (expected,), (found,) = (replay([one], AllocatorSettings(), ()) for one in (recipe, ours))
+    assert sum(found.breakdown) == found.allocated
+    assert found.breakdown[Category.WORKSPACES] == expected.breakdown[Category.WORKSPACES]
+    assert abs(found.allocated - expected.allocated) <= 2**20
+    assert abs(found.static - expected.static) <= 2**16
+
+
+def test_what_was_not_verified_is_refused() -> None:
+    fit = fit_of("gpt2")
+    with pytest.raises(PlanError, match=r"batch\.seq = 512: is outside of what was verified"):
+        program_of(plan_of("gpt2", 2, 512), fit, Options())
+    fsdp = plan_of("gpt2", 2, 64).model_copy(update={"framework": "fsdp"})
+    with pytest.raises(PlanError, match=r"framework = fsdp: must be single or ddp"):
+        program_of(fsdp, fit, Options())
+
+
+# -- without a recipe -------------------------------------------------------------------------------
+
+
+def without_recipe(kind: str, folder: Path, b: int, s: int, **settings: Any) -> tuple[Plan, Job]:
+    config = transformers.AutoConfig.for_model(
+        kind, **{**WITHOUT_RECIPE.get(kind, WITHOUT_RECIPE["mixtral"]), **settings}
+    )
+    config.to_json_file(folder / "config.json", use_diff=False)
+    flags = {"framework": "single", "model": str(folder), "mbs": str(b), "seq": str(s), "gbs": str(2 * b)}
+    plan = resolve(read_plan(None, flags, traced=True).plan)
+    return plan, job_of(plan)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "t5", "vit"])
+def test_models_without_a_recipe(kind: str, tmp_path: Path) -> None:
+    _, job = without_recipe(kind, tmp_path, 1, 32)
+    fit, _, _ = learn(job, traced, LONGEST)
+    assert {one.domain.multiple for one in fit.pieces} == {32 if kind == "t5" else 1}, "scores' sums are padded to 32"
+    for b, s in ((4, 96), (1, 160)):
+        plan, _ = without_recipe(kind, tmp_path, b, s)
+        found = traced(replace(job, b=b, s=s))
+        assert compared(found, program_of(plan, fit, Options())).furthest == 0
+
+
+def test_a_window_makes_two_pieces(tmp_path: Path) -> None:
+    """Below it there is no mask and the flash kernel runs; from it on there is one."""
+    sized = {"num_hidden_layers": 2, "max_position_embeddings": 1024, "sliding_window": 256}
+    _, job = without_recipe("mistral", tmp_path, 1, 32, **sized)
+    fit, _, _ = learn(job, traced, 1024)
+    domains = [(one.domain.b_from, one.domain.s_from, one.domain.s_to) for one in fit.pieces]
+    assert domains == [(2, 16, 224), (2, 256, 1024), (1, 16, 224), (1, 256, 1024)]
+    assert fit.piece_at(4, 240) is None, "between the last length below and the first above nothing was traced"
+
+
+def test_size_that_is_no_polynomial(tmp_path: Path) -> None:
+    """The reason names operator, module and points."""
+    _, job = without_recipe("olmo2", tmp_path, 1, 32)
+
+    def padded(one: Job) -> Traced:
+        found = traced(one)
+        raw, events = found.recording.raw, found.recording.events
+        for event in events:
+            if isinstance(event, Hold) and event.name == "aten.silu.default":
+                raw[event.tensor] += 512 * (one.s // 48)
+        return found
+
+    with pytest.raises(
+        UnfitError, match=r"aten\.silu\.default in model\.layers\.0\.mlp\.act_fn is .* at b = 5, s = 128, where"
+    ):
+        learn(job, padded, LONGEST)
+
+
+def test_structure_that_changes(tmp_path: Path) -> None:
+    _, job = without_recipe("olmo2", tmp_path, 1, 32)
+
+    def routed(one: Job) -> Traced:
+        return traced(replace(one, attention="eager" if one.s == 96 else one.attention))
+
+    with pytest.raises(UnfitError, match=r"the step at b = 2, s = 96 is another than at b = 2, s = 32: forward has"):
+        learn(job, routed, LONGEST)
+
+
+def test_ddp_as_the_recipe() -> None:
+    """Buckets in the order in which gradients are ready, and buffers that are broadcast."""
+    for flags in ({}, {"bucket-cap-mb": "0.05"}):
+        plan = plan_of("gpt2", 2, 64, framework="ddp", gpus="4", gbs="16", **flags)
+        (recipe,) = programs_of(plan, Options())
+        ours = program_of(plan, fit_of("gpt2"), Options())
+        expected, found = ([h.bytes for h in one.extra if h.name == "ddp_bucket"] for one in (recipe, ours))
+        assert found == expected
+        assert abs(fold_program(ours).peak - fold_program(recipe).peak) <= SCALARS
