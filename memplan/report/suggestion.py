@@ -98,7 +98,8 @@ def _stated(found: Found) -> Suggestion | None:
 
 def _pieces(found: Found, stated: Suggestion) -> list[str]:
     """The layout, and on how many GPUs where that was the question."""
-    return [*([gpus_words(stated.plan)] if found.objective == "gpus" else []), *layout_pieces(stated)]
+    changed = [] if stated.point.keeps_numerics else ["changes the numerics"]
+    return [*([gpus_words(stated.plan)] if found.objective == "gpus" else []), *layout_pieces(stated), *changed]
 
 
 def _headline(found: Found) -> tuple[tuple[str, str], str]:
@@ -116,7 +117,8 @@ def _headline(found: Found) -> tuple[tuple[str, str], str]:
 def _job(found: Found) -> list[str]:
     """What is given and kept: ``bigscience-104b-250k · megatron-deepspeed · 128 × v100-32gb · gbs 2048 · …``."""
     plan = found.base
-    parts = [plan.model.name, plan.framework, f"{plan.hardware.gpus or 1:,} × {plan.hardware.gpu}"]
+    most = "up to " if found.objective == "gpus" else ""
+    parts = [plan.model.name, plan.framework, f"{most}{plan.hardware.gpus or 1:,} × {plan.hardware.gpu}"]
     parts += [f"gbs {plan.batch.gbs}", f"seq {plan.batch.seq}", plan.precision.dtype, plan.optimizer.name]
     parts += [f"headroom {plan.headroom}"] if plan.headroom != "0" else []
     parts += [{"time": "the fastest", "memory": "the least memory", "gpus": "the fewest GPUs"}[found.objective]]

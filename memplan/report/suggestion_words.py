@@ -28,7 +28,7 @@ def layout_pieces(suggestion: Suggestion) -> list[str]:
     point, framework = suggestion.point, suggestion.plan.framework
     parts = [f"{name} {getattr(point, name)}" for name in _sizes(suggestion) if getattr(point, name) > 1]
     parts += [zero_words(point.zero, framework)] if point.zero else []
-    parts += [f"mbs {point.mbs}", recompute_words(point.recompute)]
+    parts += [f"mbs {point.mbs}", recompute_words(point.recompute, point.vpp)]
     return [*([] if parts[:-2] else [_alone(suggestion)]), *parts, *(one.label for one in point.extras)]
 
 
@@ -53,11 +53,11 @@ def zero_words(zero: int, framework: str) -> str:
     return f"ZeRO-{zero}"
 
 
-def recompute_words(recompute: Recomputing) -> str:
+def recompute_words(recompute: Recomputing, vpp: int = 1) -> str:
     if recompute.mode == "none":
         return "no recompute"
     if recompute.mode == "full" and recompute.method == "block" and recompute.layers is not None:
-        return f"full recompute of {_plural(recompute.layers, 'layer')} a stage"
+        return f"full recompute of {_plural(recompute.layers, 'layer')} of each {'chunk' if vpp > 1 else 'stage'}"
     return f"{recompute.mode} recompute"
 
 
@@ -117,7 +117,7 @@ def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
     if mine.mbs != theirs.mbs:
         yield f"mbs {mine.mbs}"
     if recompute_words(mine.recompute) != recompute_words(theirs.recompute):
-        yield recompute_words(mine.recompute)
+        yield recompute_words(mine.recompute, mine.vpp)
     for extra in mine.extras:
         if extra not in theirs.extras:
             yield extra.label

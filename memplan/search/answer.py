@@ -44,9 +44,9 @@ def suggest(
     smallest = search.smallest() if not best else None
     closest = search.estimated(smallest) if smallest is not None else None
     front = search.front(best[0], STEPS, POINTS) if best else []
-    given = measured(base, resolved) if _is_stated(base) else None
+    given = measured(base) if _is_stated(base) else None
     stuck = closest if closest is not None else given if given is not None and given.needs > limit else None
-    changes = changes_of(stuck, limit, search.report) if stuck is not None else ()
+    changes = changes_of(stuck, limit, fixed, search.report) if stuck is not None else ()
     return Found(
         base=resolved,
         fixed=dict(fixed),
@@ -99,10 +99,13 @@ def _leanest_first(search: Search, best: list[Suggestion]) -> list[Suggestion]:
 
 def _smallest(search: Search, top: int) -> list[Suggestion]:
     """The layout that needs least, if it fits, and the fastest ones beside it."""
-    least = search.smallest()
-    if least is None or least.requested > search.requestable:
-        return []
-    whole = search.estimated(least)
+    least = search.smallest(numerics=True)
+    whole = search.estimated(least) if least is not None and least.requested <= search.requestable else None
+    if whole is None or whole.needs > search.limit:
+        least = search.smallest()
+        if least is None or least.requested > search.requestable:
+            return []
+        whole = search.estimated(least)
     others = [one for one in search.fastest(top) if one.point != whole.point] if top > 1 else []
     return [whole, *others[: top - 1]] if whole.needs <= search.limit else []
 
@@ -147,9 +150,16 @@ def _contradiction(space: Space, fixed: Mapping[str, object], paths: Sequence[st
 
 
 def _why(space: Space) -> str:
-    """The rule that left most points out."""
+    """The rule that left out what had passed all others."""
     list(space)
-    return space.refused.most_common(1)[0][0] if space.refused else "no values are left"
+    rules = sorted(space.refused, key=lambda rule: (_depth(rule), space.refused[rule]))
+    return rules[-1] if rules else "no values are left"
+
+
+def _depth(rule: str) -> int:
+    """How late a rule of the enumeration is applied."""
+    starts = ("tp x cp x pp must", "no tp x cp x pp leaves", "dp must divide", "mbs x dp must divide")
+    return next((at for at, start in enumerate(starts) if rule.startswith(start)), len(starts))
 
 
 # -- fewest GPUs -------------------------------------------------------------------------------------------
@@ -161,6 +171,8 @@ def _fewest_gpus(
     """The smallest number of GPUs, whole nodes above one, on which a layout fits; the fastest there."""
     node, most = space.base.hardware.gpus_per_node, space.gpus
     counts = [*(count for count in range(1, min(node, most) + 1)), *range(2 * node, most + 1, node)]
+    if counts[-1] != most:
+        counts.append(most)
     search: Search | None = None
     for at, count in enumerate(counts):
         report("numbers of GPUs", at, len(counts))

@@ -16,11 +16,11 @@ from .cuts import CUT, Work, Works, fields_of, fitting, smallest
 from .peaks import fullest
 from .result import Change, Suggestion
 from .search import Report
-from .space import Point, Recomputing, extras_of, space_of, updated
+from .space import UNCUT_FIELDS, Point, Recomputing, extras_of, space_of, updated
 from .timing import step_time, work_of
 
 
-def measured(base: Plan, resolved: Plan) -> Suggestion | None:
+def measured(base: Plan) -> Suggestion | None:
     """A plan as it is; ``None`` where it cannot run."""
     try:
         plan = resolve(base)
@@ -46,10 +46,11 @@ def _works(plan: Plan) -> Works:
     return tuple(tuple(Work(chunk.layers, chunk.embedding, chunk.head) for chunk in stage) for stage in work_of(plan))
 
 
-def changes_of(given: Suggestion, limit: int, report: Report) -> list[Change]:
-    """Single changes of ``given`` that need less; those that fit first, and of these the fastest."""
+def changes_of(given: Suggestion, limit: int, fixed: Mapping[str, object], report: Report) -> list[Change]:
+    """Single changes of ``given`` that need less, or fit; those that fit first, and of these the fastest. What is
+    ``fixed`` stays."""
     found: list[Change] = []
-    proposed = list(_proposed(given, limit))
+    proposed = [(what, fields) for what, fields in _proposed(given, limit) if not fields.keys() & fixed.keys()]
     for at, (what, fields) in enumerate(proposed):
         report("changes that could help", at, len(proposed))
         base = changed(given.plan, fields)
@@ -58,9 +59,9 @@ def changes_of(given: Suggestion, limit: int, report: Report) -> list[Change]:
         except PlanError:
             continue
         gained, lost = given.needs - after.needs, after.seconds - given.seconds
-        if gained > 0:
-            capacity = _limit_of(base, given.plan, limit)
-            found.append(Change(what, tuple(fields.items()), after, gained, lost, after.needs <= capacity))
+        fits = after.needs <= _limit_of(base, given.plan, limit)
+        if gained > 0 or fits:
+            found.append(Change(what, tuple(fields.items()), after, gained, lost, fits))
     found.sort(key=lambda change: (not change.fits, change.lost if change.fits else -change.gained, -change.gained))
     return found
 
@@ -102,7 +103,7 @@ def _proposed(given: Suggestion, limit: int) -> Iterator[tuple[str, dict[str, An
     if "PYTORCH_CUDA_ALLOC_CONF" not in plan.environment and plan.framework != "megatron-deepspeed":
         environment = {**plan.environment, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         yield "expandable segments", {"environment": environment}
-    yield from _larger_gpus(plan)
+    yield from _larger_gpus(plan, given.needs)
 
 
 def _smaller_batches(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -140,7 +141,7 @@ def _more_sharding(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         for name in ("tp", "pp"):
             size = 2 * getattr(layout, name)
             if dp % 2 == 0:
-                fields = {f"layout.{name}": size, "layout.dp": None, **_NO_CUT}
+                fields = {f"layout.{name}": size, "layout.dp": None, **UNCUT_FIELDS}
                 if name == "tp" and framework == "megatron":
                     fields["layout.sequence_parallel"] = True
                 yield f"{name} {size // 2} → {size}", {**fields, "hardware.gpus": plan.hardware.gpus}
@@ -150,12 +151,6 @@ def _more_sharding(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         gpus = 2 * plan.hardware.gpus
         fields = {"hardware.gpus": gpus, "layout.dp": None, "batch.gbs": plan.batch.gbs, "batch.accumulation": None}
         yield f"{gpus:,} GPUs", fields
-
-
-_NO_CUT = {
-    "pipeline.first_layers": None, "pipeline.last_layers": None, "pipeline.count_embedding": False,
-    "pipeline.count_loss": False, "pipeline.layout": None, "pipeline.partition": "type:transformer",
-}  # fmt: skip
 
 
 def _other_cuts(plan: Plan, limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -172,16 +167,15 @@ def _other_cuts(plan: Plan, limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
             yield what, dict(fields_of(plan.framework, works))
 
 
-def _larger_gpus(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The next larger GPU of the table for data centres."""
+def _larger_gpus(plan: Plan, needs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The smallest GPU of a data centre on which the plan may fit, where the capacity is the table's."""
     name = plan.hardware.gpu
-    if name is None or name not in GPUS:
+    if name is None or plan.hardware.capacity != GPUS[name].capacity_bytes:
         return
-    own = GPUS[name].capacity_bytes
-    larger = [gpu for gpu in GPUS.values() if gpu.capacity_bytes > own * 1.1 and gpu.compute_capability is not None]
+    larger = [gpu for gpu in GPUS.values() if gpu.capacity_bytes >= needs and not gpu.name.startswith("rtx")]
     if larger:
         gpu = min(larger, key=lambda gpu: gpu.capacity_bytes)
-        yield f"{gpu.name}", {"hardware.gpu": gpu.name, "hardware.capacity": None}
+        yield gpu.name, {"hardware.gpu": gpu.name, "hardware.capacity": None}
 
 
 __all__ = ["changed", "changes_of", "measured"]

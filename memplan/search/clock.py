@@ -60,7 +60,9 @@ class Clock:
         accumulates = self.space.microbatches(point) > 1
         key = (point.tp, point.cp, point.mbs, point.recompute.mode, extras, accumulates)
         if key not in self._families:
-            plan = self.space.alone(point._replace(recompute=Recomputing(point.recompute.mode), zero=0, extras=extras))
+            plan = self.space.alone(
+                point._replace(recompute=Recomputing(point.recompute.mode), zero=self.space.least_zero, extras=extras)
+            )
             shape, rates = shape_of(plan), rates_of(plan)
             times = times_of(shape, rates, False, False)
             self._families[key] = _Family(times, _ratios(times, point.recompute), shape, rates)

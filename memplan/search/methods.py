@@ -15,7 +15,7 @@ from .changes import changed
 from .clock import Clock
 from .cuts import CUT, fields_of, smallest
 from .result import Suggestion
-from .space import space_of
+from .space import UNCUT_FIELDS, space_of
 from .timing import step_time
 
 DEEPSPEED = ("type:transformer", "type:embed|transformer", "parameters", "uniform")
@@ -23,12 +23,6 @@ DEEPSPEED = ("type:transformer", "type:embed|transformer", "parameters", "unifor
 
 LEAST = "least memory"
 """What the search's own cut by memory is called, where the proposed one is faster and needs more."""
-
-EVEN: Mapping[str, Any] = {
-    "pipeline.first_layers": None, "pipeline.last_layers": None, "pipeline.layout": None,
-    "pipeline.count_embedding": False, "pipeline.count_loss": False,
-}  # fmt: skip
-"""Megatron-Core's own cut: as many layers on every virtual stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,7 @@ def _fields(suggestion: Suggestion) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if least is not None:
         yield LEAST, least
     if framework == "megatron":
-        yield "even", EVEN
+        yield "even", UNCUT_FIELDS
     elif framework == "megatron-deepspeed":
         for method in DEEPSPEED:
             yield method, {"pipeline.partition": method}

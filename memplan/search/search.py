@@ -94,7 +94,7 @@ class Search:
     def _candidates(self) -> Iterator[Candidate]:
         """All but those that a bound leaves out, which are counted.
 
-        What a layer saves grows with the micro-batch: once one is too large in whatever states, larger ones are.
+        What a layer saves grows with the micro-batch: once one is too large in whatever states and cut, larger ones are.
         """
         space = self.space
         for tp, cp, pp, vpp, dp, sizes in space.layouts():
@@ -107,7 +107,7 @@ class Search:
                         self.considered += 1
                         candidate = self._candidate(point)
                         if candidate is not None:
-                            any_fits |= candidate.floor <= self.requestable
+                            any_fits = any_fits or candidate.floor <= self.requestable or self._could_fit(point)
                             yield candidate
                     if not any_fits and self.is_cut:
                         self.considered += (len(sizes) - at - 1) * len(combined)
@@ -115,12 +115,17 @@ class Search:
                         break
         self.refused.update(space.refused)
 
+    def _could_fit(self, point: Point) -> bool:
+        """In some other cut than its fastest, for all that its bound says."""
+        return self.is_cut and self.space.cut is None and point.pp > 1 and self._at_best(point) <= self.requestable
+
     def _candidate(self, point: Point) -> Candidate | None:
         try:
             works, seconds = self.clock.fastest(point)
             return Candidate(seconds, self._floor(point, works), point, works)
         except PlanError as error:
             self.refused[without_values(error)] += 1
+            self.considered -= 1
             return None
 
     def _floor(self, point: Point, works: Works) -> int:
@@ -132,7 +137,9 @@ class Search:
     def _needs(self, point: Point) -> LayerNeeds:
         key = (point.tp, point.cp, point.recompute.mode)
         if key not in self._layers:
-            self._layers[key] = layer_needs(self.space.alone(point._replace(mbs=1, zero=0, extras=())))
+            self._layers[key] = layer_needs(
+                self.space.alone(point._replace(mbs=1, zero=self.space.least_zero, extras=()))
+            )
         return scaled(self._layers[key], point.mbs)
 
     def _kept(self, point: Point) -> States:
@@ -157,8 +164,7 @@ class Search:
                     self.passed_over.add(key)
                     return suggestion
                 self._folded[key] = suggestion
-            except PlanError as error:
-                self.refused[without_values(error)] += 1
+            except PlanError:
                 self._folded[key] = None
         known = self._folded[key]
         if known is None or not candidate.timed or not self.is_cut:
@@ -336,10 +342,12 @@ class Search:
                 break
         return front
 
-    def smallest(self) -> Suggestion | None:
-        """The layout whose fullest stage requests least; of several the fastest."""
+    def smallest(self, *, numerics: bool = False) -> Suggestion | None:
+        """The layout whose fullest stage requests least; of several the fastest. ``numerics``: among those that keep
+        the numbers of training."""
         best: Suggestion | None = None
-        for candidate in sorted(self.candidates, key=lambda one: (one.floor, one.order)):
+        kept = [one for one in self.candidates if one.point.keeps_numerics or not numerics]
+        for candidate in sorted(kept, key=lambda one: (one.floor, one.order)):
             if best is not None and candidate.floor >= best.requested:
                 continue
             for one in (candidate, *self._smallest_cut(candidate, best)):
@@ -362,10 +370,14 @@ class Search:
             yield replace(self._timed(candidate, works), fitted=True)
 
     def counts(self) -> Counts:
-        folded = sum(one is not None for one in self._folded.values()) + len(self.passed_over - self._folded.keys())
-        too_large = self.too_large + sum(one.floor > self.requestable for one in self.candidates)
-        slower = max(0, self.considered - too_large - folded)
-        return Counts(self.considered, dict(self.refused), too_large, slower, folded, self.replayed)
+        """Every point has one fate; points of which several cuts were folded are counted once."""
+        folded = {point for point, _ in self._folded} | {point for point, _ in self.passed_over}
+        own = {one.point for one in self.candidates}
+        built = len(folded & own)
+        too_large = self.too_large
+        too_large += sum(one.floor > self.requestable and one.point not in folded for one in self.candidates)
+        slower = self.considered - too_large - built
+        return Counts(self.considered, dict(self.refused), too_large, slower, built, self.replayed)
 
 
 def _recomputing(candidate: Candidate, layers: int) -> Candidate:
@@ -373,9 +385,10 @@ def _recomputing(candidate: Candidate, layers: int) -> Candidate:
 
 
 def _kind(point: Point) -> object:
-    """What a person would call another layout: not another number of recomputed layers, cut or kernel of the loss."""
+    """What a person would call another layout: not another number of recomputed layers, of virtual
+    stages, another cut or kernel of the loss."""
     extras = tuple(extra for extra in point.extras if not extra.keeps_numerics or extra.moves_states)
-    return point._replace(recompute=Recomputing(point.recompute.mode), extras=extras)
+    return point._replace(recompute=Recomputing(point.recompute.mode), vpp=0, extras=extras)
 
 
 def without_values(error: PlanError) -> str:

@@ -102,6 +102,8 @@ class Space:
     """Combinations of them; the first is none at all."""
     dp: tuple[int, ...] | None = None
     """``None``: what the other sizes leave."""
+    per_operator: bool = True
+    """torchtitan's selective recompute is that per operator; ``False``: as the plan has it."""
     sequence_parallel: bool | None = None
     """``None``: wherever there is tensor parallelism."""
     cut: str | None = None
@@ -156,7 +158,7 @@ class Space:
         if rest:
             return f"tp x cp x pp must divide the {self.gpus:,} GPUs"
         if self.dp is not None and dp not in self.dp:
-            return "dp is fixed"
+            return f"no tp x cp x pp leaves dp = {self.dp[0]}"
         if self.gbs % dp:
             return f"dp must divide the global batch of {self.gbs:,}"
         return ""
@@ -204,10 +206,12 @@ class Space:
                 "layers": point.recompute.layers,
                 "modules": self.base.recompute.modules if point.recompute.mode == "selective" else None,
             },
-            "pipeline": dict(_NO_CUT) if point.pp != self.base.layout.pp or point.vpp != self.base.layout.vpp else {},
+            "pipeline": dict(UNCUT) if point.pp != self.base.layout.pp or point.vpp != self.base.layout.vpp else {},
         }
         if self.base.framework == "megatron" and not point.zero:
             changes["megatron"] = {"overlap_param_gather": False, "distributed_optimizer_instances": 1}
+        if self.base.framework == "fsdp" and self.base.fsdp.code == "torchtitan" and self.per_operator:
+            changes["fsdp"] = {"per_operator": point.recompute.mode == "selective", "recompute_every": 1}
         whole: dict[str, Any] = {}
         for path, value in [*(one for extra in point.extras for one in extra.fields), *(fields or {}).items()]:
             section, _, name = path.rpartition(".")
@@ -218,10 +222,15 @@ class Space:
         sections = {name: updated(getattr(self.base, name), values) for name, values in changes.items()}
         return self.base.model_copy(update={**sections, **whole})
 
+    @property
+    def least_zero(self) -> int:
+        """The smallest ZeRO stage that there is a point of."""
+        return min(self.zero)
+
     def alone(self, point: Point) -> Plan:
         """One replica of ``point`` on one stage, defaults filled in: what a layer's time and bytes depend on. It adds
         gradients up if ``point`` does."""
-        plan = self.plan(point._replace(pp=1, vpp=1, dp=1), _NOT_CUT)
+        plan = self.plan(point._replace(pp=1, vpp=1, dp=1), UNCUT_FIELDS)
         hardware = plan.hardware.model_copy(update={"gpus": None})
         batch = plan.batch.model_copy(update={"gbs": point.mbs * min(2, self.microbatches(point))})
         return resolve(plan.model_copy(update={"hardware": hardware, "batch": batch}))
@@ -231,14 +240,14 @@ class Space:
         return self.gbs // (point.dp * point.mbs)
 
 
-_NO_CUT: Mapping[str, Any] = {
+UNCUT: Mapping[str, Any] = {
     "first_layers": None, "last_layers": None, "count_embedding": False, "count_loss": False, "layout": None,
     "group": None, "partition": "type:transformer",
 }  # fmt: skip
 """Fields that cut a model into stages in one particular way, taken back where the number of stages is another."""
 
 
-_NOT_CUT = {f"pipeline.{name}": value for name, value in _NO_CUT.items()}
+UNCUT_FIELDS = {f"pipeline.{name}": value for name, value in UNCUT.items()}
 
 
 def updated(section: Any, values: Mapping[str, Any]) -> Any:
@@ -251,16 +260,18 @@ def updated(section: Any, values: Mapping[str, Any]) -> Any:
 
 def filled(base: Plan) -> Plan:
     """``base`` with its defaults filled in. Where its own layout does not run, they are those of one GPU."""
+    if base.optimizer.precision_aware and base.framework == "megatron" and not base.layout.zero:
+        base = base.model_copy(update={"layout": updated(base.layout, {"zero": 1})})  # its states are sharded ones
     try:
         return resolve(base)
     except PlanError:
         if base.hardware.gpus is None or base.batch.gbs is None or base.framework == "device-map":
             raise
     alone = {
-        "layout": Layout(zero=base.layout.zero),
+        "layout": Layout(zero=max(base.layout.zero, int(base.optimizer.precision_aware))),
         "hardware": base.hardware.model_copy(update={"gpus": None}),
         "batch": base.batch.model_copy(update={"mbs": 1, "accumulation": None}),
-        "pipeline": updated(base.pipeline, _NO_CUT),
+        "pipeline": updated(base.pipeline, UNCUT),
     }
     one = resolve(base.model_copy(update=alone))
     return one.model_copy(update={"hardware": one.hardware.model_copy(update={"gpus": base.hardware.gpus})})
@@ -297,6 +308,7 @@ def space_of(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int | N
         recompute=recompute,
         extras=_extras(resolved, fixed),
         dp=(int(fixed["layout.dp"]),) if "layout.dp" in fixed else None,
+        per_operator=not any(path.startswith(("recompute.", "fsdp.")) for path in fixed),
         sequence_parallel=resolved.layout.sequence_parallel if "layout.sequence_parallel" in fixed else None,
         cut=cut,
     )
@@ -352,8 +364,7 @@ def _recomputing(plan: Plan) -> tuple[Recomputing, ...]:
     if plan.framework == "megatron-deepspeed":
         return none, full
     if plan.framework == "fsdp" and plan.fsdp.code == "torchtitan":
-        per_operator = (Recomputing("selective"),) if plan.fsdp.per_operator else ()
-        return none, *per_operator, full
+        return none, Recomputing("selective"), full
     return none, full
 
 

@@ -185,8 +185,9 @@ def seen(shape: Shape) -> float:
 
 
 def _context_parallel(shape: Shape, rates: Rates, kernel: Seconds) -> Seconds:
-    """Keys and values around a ring, hidden behind the kernel while it works on what is there; or heads for tokens,
-    all to all, which nothing hides (``attn_forward_func_with_cp`` of Transformer Engine)."""
+    """Keys and values around a ring, beside the kernel while it works on what is there, and every part's output added
+    to those before it (``AttnFuncWithCPAndKVP2P`` of Transformer Engine, ``flash_attn_fwd_out_correction``); or heads
+    for tokens, all to all, which nothing hides (``attn_forward_func_with_cp``)."""
     spec, t, c, e = shape.spec, shape.t, shape.c, shape.element
     keys = 2 * shape.tokens * max(1, spec.kv_heads // t) * spec.head_dim * e
     around = group(c, t, rates.node)
@@ -197,7 +198,11 @@ def _context_parallel(shape: Shape, rates: Rates, kernel: Seconds) -> Seconds:
     across = t * c > rates.node
     forward, backward = (c - 1) * send(rates, keys, across), (c - 1) * send(rates, 2 * keys, across)
     hidden = (c - 1) / c
-    return Seconds(0.0, 0.0, max(0.0, forward - hidden * kernel.forward), max(0.0, backward - hidden * kernel.backward))
+    outputs = 3 * shape.tokens * (spec.heads // t) * spec.head_dim * e  # two read, one written
+    added = (c - 1) * streamed(rates, outputs, 2)
+    gradients = (c - 1) * streamed(rates, outputs + 3 * keys, 3)
+    exposed = beside(rates, forward, hidden * kernel.forward), beside(rates, backward, hidden * kernel.backward)
+    return Seconds(added, gradients, *exposed)
 
 
 def _communication(shape: Shape, rates: Rates, into: Seconds, up: Seconds) -> Seconds:
