@@ -75,7 +75,13 @@ def trace(
     if learn:
         if events is not None or snapshot is not None:
             raise typer.BadParameter("--learn traces many steps; leave out --events and --snapshot")
+        if stage or force:
+            raise typer.BadParameter(
+                "--learn has no stages and writes none of your files; leave out --stage and --force"
+            )
         return _learn(plan, flags, json, quiet, no_color)
+    if events is not None and events == snapshot:
+        raise typer.BadParameter(f"--events and --snapshot are two files; both are {events}")
     for file in (events, snapshot):
         if file is not None:
             check_writable(Path(file), force=force)

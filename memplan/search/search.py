@@ -94,7 +94,8 @@ class Search:
     def _candidates(self) -> Iterator[Candidate]:
         """All but those that a bound leaves out, which are counted.
 
-        What a layer saves grows with the micro-batch: once one is too large in whatever states and cut, larger ones are.
+        What a layer saves grows with the micro-batch: once one is too large in whatever states and cut, so are larger
+        ones.
         """
         space = self.space
         for tp, cp, pp, vpp, dp, sizes in space.layouts():

@@ -180,4 +180,5 @@ def check_optimizer(plan: Plan) -> None:
         problem = f"must be one of {', '.join(OPTIMIZERS)}: a trace runs torch's own"
         raise PlanError("optimizer.name", optimizer.name, problem)
     if optimizer.implementation not in IMPLEMENTATIONS:
-        raise PlanError("optimizer.implementation", optimizer.implementation, "must be foreach, for-loop or fused")
+        problem = "must be foreach, for-loop or fused, which are torch's own (--optimizer-implementation)"
+        raise PlanError("optimizer.implementation", optimizer.implementation, problem)

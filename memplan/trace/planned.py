@@ -48,6 +48,7 @@ def planned(source: str | None, flags: Flags, stage: int = 0) -> Planned:
     except PlanError as error:
         if path is None or source is not None or not _is_about(error, path):
             raise
+        check_stage(stage, 1)
         return _without_recipe(path, flags, error)
     torchtitan = is_torchtitan(read.plan)
     if not torchtitan:
@@ -98,6 +99,9 @@ def _without_recipe(path: Path, flags: Flags, error: PlanError) -> Planned:
         if by_flag()[name].section == "model":
             problem = f"changes an architecture with a recipe, which this one has not ({error.field}); change {path}"
             raise PlanError("", ABSENT, problem, origin=Origin(f"--{name}"))
+    if "lora-rank" in rest and "lora-targets" not in rest:
+        problem = f"is needed: peft's targets are those of a family, which {path} is not (--lora-targets q_proj,v_proj)"
+        raise PlanError("lora.targets", ABSENT, problem)
     if "seq" not in rest:
         length = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
         if length is None:

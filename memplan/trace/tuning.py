@@ -69,8 +69,9 @@ def with_adapters(given: Tuned, model: Any) -> Any:
 
 def freeze(given: Tuned, model: Any) -> None:
     if given.embedding:
+        tables = {id(one) for one in model.get_input_embeddings().parameters()}
         for name, parameter in model.base_model.named_parameters():
-            if any(part in name for part in EMBEDDINGS):
+            if id(parameter) in tables or any(part in name for part in EMBEDDINGS):
                 parameter.requires_grad_(False)
     if not given.layers:
         return
