@@ -62,8 +62,14 @@ def changes_of(given: Suggestion, limit: int, fixed: Mapping[str, object], repor
         fits = after.needs <= _limit_of(base, given.plan, limit)
         if gained > 0 or fits:
             found.append(Change(what, tuple(fields.items()), after, gained, lost, fits))
-    found.sort(key=lambda change: (not change.fits, change.lost if change.fits else -change.gained, -change.gained))
+    found.sort(key=_smallest_first)
     return found
+
+
+def _smallest_first(change: Change) -> tuple[object, ...]:
+    """What fits first; other hardware behind the same; then the fastest, or what gains most."""
+    buys = any(path.startswith("hardware.") and path != "hardware.gpus" for path, _ in change.fields)
+    return not change.fits, buys, change.lost if change.fits else -change.gained, -change.gained
 
 
 def _limit_of(base: Plan, before: Plan, limit: int) -> int:

@@ -99,7 +99,7 @@ def _fewest_of(pp: int, vpp: int, alone: bool) -> tuple[int, ...]:
 
 def _upwards(ends: float, least: float) -> Iterator[float]:
     """``ends`` and whole numbers more, from ``least`` on, up to one that surely is enough."""
-    start = ends + max(0, ceil(least - ends))
+    start = ends + max(0, ceil(least - ends - 1e-9))
     return (start + more for more in range(4))
 
 
