@@ -75,7 +75,7 @@ def _read(plan: Plan, spec: TracedSpec) -> Fit:
         if fit is not None:
             return fit
     made = next(filter(None, map(cache.others, asked)), "")
-    why = f"; what was learnt of it was of {made} or of another memplan" if made else ""
+    why = f"; what was learnt of it was of {made}" if made else ""
     learn = f"memplan trace --learn --model {spec.source}{_flags(plan)}"
     problem = f"{spec.reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs torch)"
     raise PlanError("", ABSENT, problem, origin=Origin(spec.source))
