@@ -126,6 +126,12 @@ def test_what_cannot_be_learnt(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert not list(tmp_path.glob("cache/**/*.gz"))
 
 
+REFUSED = (
+    "{}: must be left out: adapters and 4-bit weights of an architecture without a recipe are not modelled "
+    "(model_type olmo2)\n"
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -133,6 +139,10 @@ def test_what_cannot_be_learnt(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["trace", "--learn", "--model", "{}", "--hidden", "128"], "--hidden: model.hidden = 128: changes an"),
         (["estimate", "--model", "{}", "--layers", "0"], "--layers: model.layers = 0: must be a whole number from 1"),
         (["estimate", "--model", "{}", "--trainer", "transformers"], "trainer.loop = transformers: must be none"),
+        (["estimate", "--model", "{}", "--lora-rank", "8"], REFUSED.format("--lora-rank: lora.rank = 8")),
+        (["trace", "--learn", "--model", "{}", "--lora-rank", "8"], REFUSED.format("--lora-rank: lora.rank = 8")),
+        (["estimate", "--model", "{}", "--lora-targets", "q_proj"], REFUSED.format("lora.targets = [q_proj]")),
+        (["estimate", "--model", "{}", "--quantisation", "nf4"], REFUSED.format("quantisation.kind = nf4")),
     ],
 )
 def test_wrong_inputs(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -144,3 +154,40 @@ def test_no_longest_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     (tmp_path / "config.json").write_text('{"model_type": "t5", "num_layers": 1}', encoding="utf-8")
     line = error_of(capsys, "estimate", "--model", str(tmp_path))
     assert "batch.seq: is needed: the configuration names no longest sequence" in line
+
+
+@pytest.mark.parametrize("command", [["estimate"], ["trace", "--learn"]])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--framework", "fsdp", "--dp", "8"], "framework = fsdp: must be single or ddp"),
+        (
+            ["--framework", "ddp", "--dp", "2", "--zero", "1"],
+            "layout.zero = 1: must be 0: of an architecture without a recipe it is not modelled\n",
+        ),
+        (["--trainer", "transformers"], "trainer.loop = transformers: must be none: what the Trainer adds was not"),
+        (["--framework", "ddp", "--dp", "2", "--gradient-as-bucket-view"], "ddp.gradient_as_bucket_view = true: must"),
+    ],
+)
+def test_refused_without_a_trace(
+    command: list[str],
+    flags: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever was learnt; no process is started."""
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    path = config(tmp_path / "mine")
+    assert said in error_of(capsys, *command, "--model", path, *flags)
+
+
+@pytest.mark.parametrize("command", [["estimate"], ["trace", "--learn"]])
+def test_home_that_is_not_known(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cache.VARIABLE, "~nosuchuser/x")
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    line = error_of(capsys, *command, "--model", config(tmp_path / "mine"), "--seq", "64")
+    assert "environment: MEMPLAN_CACHE = ~nosuchuser/x: must be a directory: no home directory is known" in line
