@@ -73,7 +73,8 @@ def check(plan: Plan) -> None:
     if trainer.runs(plan):
         raise PlanError("trainer.loop", plan.trainer.loop, "must be none: what the Trainer adds was not traced")
     if plan.layout.zero:
-        raise PlanError("layout.zero", plan.layout.zero, "must be 0: of an architecture without a recipe it is not modelled")
+        problem = "must be 0: of an architecture without a recipe it is not modelled"
+        raise PlanError("layout.zero", plan.layout.zero, problem)
     given = plan.ddp
     for name in ("gradient_as_bucket_view", "find_unused_parameters", "parameters_as_bucket_view"):
         if plan.framework == "ddp" and getattr(given, name):

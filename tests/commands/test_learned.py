@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +150,61 @@ REFUSED = (
 def test_wrong_inputs(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = config(tmp_path / "mine")
     assert said in error_of(capsys, *(one.format(path) for one in arguments))
+
+
+ASKED = {
+    "nothing": [],
+    "fp32": ["--dtype", "fp32"],
+    "fp32 with flash": ["--dtype", "fp32", "--attention", "flash"],
+    "autocast": ["--autocast"],
+    "autocast over bf16": ["--autocast", "--autocast-parameters", "bf16"],
+    "autocast in fp16": ["--autocast", "--dtype", "fp16", "--attention", "eager"],
+    "parameters that are the default": ["--autocast", "--autocast-parameters", "fp32"],
+    "eager and recomputed": ["--attention", "eager", "--recompute", "full"],
+    "frozen": ["--freeze-embedding", "--freeze-layers", "1"],
+    "frozen in fp32": ["--dtype", "fp32", "--freeze-layers", "2", "--layers", "3"],
+    "under DDP": ["--framework", "ddp", "--dp", "2", "--gbs", "16", "--recompute", "full"],
+    "what changes no trace": ["--mbs", "2", "--optimizer", "sgd", "--momentum", "0.9", "--seq", "48"],
+}
+"""Plans, as flags of ``estimate``."""
+
+
+@pytest.mark.parametrize("positions", [64, None])
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_is_advised_is_what_was_asked_for(
+    asked: str, positions: int | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = config(tmp_path / "my models")
+    if positions is None:
+        written = json.loads(Path(path).read_text(encoding="utf-8"))
+        del written["max_position_embeddings"]
+        Path(path).write_text(json.dumps(written), encoding="utf-8")
+    flags = [*ASKED[asked], *(["--seq", "32"] if positions is None and "--seq" not in ASKED[asked] else [])]
+    line = error_of(capsys, "estimate", "--model", path, *flags)
+    command = shlex.split(re.findall("`(.*?)`", line)[0])
+    assert command[:5] == ["memplan", "trace", "--learn", "--model", path]
+    assert settings_under(command[3:]) == settings_under(["--model", path, *flags])
+    assert len(command) <= 5 + len(flags), "no more than was asked for"
+
+
+def settings_under(words: list[str]) -> lookup.Settings:
+    """What a fit is kept under, of a plan that is read from flags."""
+    flags: dict[str, str] = {}
+    for at, word in enumerate(words):
+        if word.startswith("--"):
+            following = words[at + 1 : at + 2]
+            flags[word[2:]] = "true" if not following or following[0].startswith("--") else following[0]
+    plan = resolve(read_plan(None, flags, traced=True).plan)
+    return lookup.settings_of(lookup.job_of(plan), plan.model.layers)
+
+
+def test_what_was_not_learnt_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = config(tmp_path / "mine")
+    asked = ["--autocast", "--autocast-parameters", "bf16", "--freeze-layers", "1", "--recompute", "full"]
+    line = error_of(capsys, "estimate", "--model", path, *asked[:3], "--recompute", "full")
+    assert "for bf16, flash attention, autocast, autocast-parameters bf16, recompute full: `" in line
+    line = error_of(capsys, "estimate", "--model", path, *asked[3:])
+    assert "for bf16, flash attention, recompute full, freeze-layers 1: `" in line
 
 
 def test_no_longest_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
