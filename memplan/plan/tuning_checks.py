@@ -6,6 +6,7 @@ from .errors import ABSENT, PlanError
 from .lora import LINEAR_LAYERS, adapted
 from .optimizer_checks import WHOLE
 from .plan import Plan
+from .traced_spec import TracedSpec
 from .tuning_sections import Frozen, Lora, Quantisation
 
 WITHOUT_4BIT = {
@@ -23,6 +24,12 @@ def check_tuning(plan: Plan) -> None:
     """Frozen parameters, LoRA and 4-bit weights: where they are modelled, and together with what."""
     if not is_tuned(plan):
         return
+    if isinstance(plan.model, TracedSpec) and (plan.lora, plan.quantisation) != (Lora(), Quantisation()):
+        _refuse(
+            plan,
+            "must be left out: adapters and 4-bit weights of an architecture without a recipe are not modelled "
+            f"(model_type {plan.model.family})",
+        )
     if plan.precision.autocast:
         problem = (
             "must be false (bf16 and fp16 of a Trainer ask for it) with adapters, 4-bit or frozen parameters: they are "

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ..plan.errors import ABSENT, Origin, PlanError
 from .fit import Fit
 
-FORMAT = 1
+FORMAT = 2
 VARIABLE = "MEMPLAN_CACHE"
 SUFFIX = ".json.gz"
 ABANDONED = 3600
@@ -69,12 +69,18 @@ def tracer() -> str:
 
 
 def folder() -> Path:
-    """Where fits are."""
+    """Where fits are; ``PlanError`` where that is in a home directory which nobody knows."""
     given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given).expanduser() / "traces"
     base = os.environ.get("XDG_CACHE_HOME")
-    root = Path(base) if base and Path(base).is_absolute() else Path("~/.cache").expanduser()
+    try:
+        if given:
+            return Path(given).expanduser() / "traces"
+        root = Path(base) if base and Path(base).is_absolute() else Path("~/.cache").expanduser()
+    except RuntimeError:
+        problem = "must be a directory: no home directory is known for what it begins with"
+        if not given:
+            problem = "is needed: it names the directory of what was learnt, and no home directory is known"
+        raise PlanError(VARIABLE, given or ABSENT, problem, origin=Origin("environment")) from None
     return root / "memplan" / "traces"
 
 
@@ -103,15 +109,20 @@ def load(settings: Mapping[str, Any]) -> Fit | None:
 
 
 def others(settings: Mapping[str, Any]) -> str:
-    """For which versions there is a fit, if not for this environment's; one of them."""
-    stem = path_of(settings, versions()).name.rpartition("-")[0]
+    """Of which other versions than this environment's there is a fit; those of one."""
+    known = versions()
+    stem = path_of(settings, known).name.rpartition("-")[0]
     for path in folder().glob(f"{stem}-*{SUFFIX}"):
         data = _json(path)
-        if data is not None and data.get("settings") == settings:
-            try:
-                found = Versions(**data["versions"])
-            except (TypeError, KeyError):
-                continue
+        if data is None or data.get("settings") != settings or not _is_whole(data):
+            continue
+        try:
+            found = Versions(**data["versions"])
+        except (TypeError, KeyError):
+            continue
+        if found.tracer != known.tracer:
+            return "another memplan"
+        if found != known:
             return f"torch {found.torch} and transformers {found.transformers}"
     return ""
 
@@ -120,6 +131,8 @@ def _read(path: Path, settings: Mapping[str, Any], known: Versions) -> Fit | Non
     data = _json(path)
     if data is None or data.get("format") != FORMAT or data.get("settings") != settings:
         return None
+    if not _is_whole(data):
+        return None
     try:
         made = Versions(**data["versions"])
         if made.tracer != known.tracer or (known.installed and made != known):
@@ -127,6 +140,16 @@ def _read(path: Path, settings: Mapping[str, Any], known: Versions) -> Fit | Non
         return Fit.from_json(data["fit"])
     except (TypeError, KeyError, ValueError, AttributeError, IndexError):
         return None
+
+
+def _is_whole(data: Mapping[str, Any]) -> bool:
+    """The fit is as it was stored: one that was changed since may be well formed, and wrong."""
+    return "fit" in data and data.get("sha256") == _checksum(data["fit"])
+
+
+def _checksum(fit: Any) -> str:
+    """A digest of a fit's JSON, however it is written."""
+    return sha256(json.dumps(fit, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _json(path: Path) -> dict[str, Any] | None:
@@ -143,7 +166,9 @@ def _json(path: Path) -> dict[str, Any] | None:
 def store(settings: Mapping[str, Any], fit: Fit) -> Path:
     """Writes ``fit`` whole, over what was there; the last of several writers wins. ``PlanError`` where it cannot be."""
     path = path_of(settings, versions())
-    data = {"format": FORMAT, "settings": settings, "versions": versions()._asdict(), "fit": fit.to_json()}
+    fitted = fit.to_json()
+    data = {"format": FORMAT, "settings": settings, "versions": versions()._asdict(), "fit": fitted}
+    data["sha256"] = _checksum(fitted)
     content = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
     temporary = ""
     try:

@@ -17,7 +17,7 @@ from . import cache
 from .fit import Fit
 from .job import Job
 from .lookup import forget, job_of, kept_as
-from .programs import program_of
+from .programs import check, program_of
 from .run import answer_of
 
 LONGEST = 4096
@@ -47,6 +47,8 @@ def learned(plan: Plan) -> Learned:
     if not isinstance(spec, TracedSpec):
         problem = "has a recipe: memplan estimate needs no trace of it; memplan trace shows that both agree"
         raise PlanError("model", spec.name, problem)
+    check(plan)
+    cache.folder()  # before tracing, which takes long, is in vain
     job = job_of(plan)
     fit, traces = fit_by_traces(job, plan, longest_of(plan), spec.source)
     path = cache.store(kept_as(job, fit), fit)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.fields import Kind, PlanField, plan_fields
 from ..plan.models import load_spec
-from ..plan.plan import Optimizer, Plan
-from ..plan.traced_spec import STAND_IN, TracedSpec, layers_name
+from ..plan.plan import Batch, Optimizer, Plan
+from ..plan.resolve import resolve
+from ..plan.traced_spec import NO_LENGTH, STAND_IN, TracedSpec, layers_name
 from . import cache
 from .fit import Born, Fit
 from .job import Job, job_of_plan
@@ -17,6 +21,9 @@ OPTIONAL = frozenset({"b", "s", "optimizer", "implementation", "momentum", "weig
 """Fields of a job that change nothing of forward and backward."""
 NAMES = frozenset({"_name_or_path", "transformers_version"})
 """Keys of a configuration that change no model."""
+SECTIONS = ("precision", "recompute", "frozen")
+"""Of a plan: with ``attention`` what its settings depend on; what is not modelled of the others was refused."""
+ALWAYS_TOLD = ("--dtype", "--attention")
 
 Settings = dict[str, Any]
 
@@ -75,30 +82,64 @@ def _read(plan: Plan, spec: TracedSpec) -> Fit:
         if fit is not None:
             return fit
     made = next(filter(None, map(cache.others, asked)), "")
-    why = f"; what was learnt of it was of {made} or of another memplan" if made else ""
-    learn = f"memplan trace --learn --model {spec.source}{_flags(plan)}"
+    why = f"; what was learnt of it was of {made}" if made else ""
+    learn = " ".join(["memplan trace --learn --model", shlex.quote(spec.source), *advised(plan)])
     problem = f"{spec.reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs torch)"
     raise PlanError("", ABSENT, problem, origin=Origin(spec.source))
 
 
 def _told(plan: Plan) -> str:
-    recompute = ", recompute full" if plan.recompute.mode == "full" else ""
-    return f"{plan.precision.dtype}, {plan.attention} attention{recompute}"
+    """The settings that a fit is looked for under: dtype and attention, and whatever is not the default."""
+    others = [word.removeprefix("--") for word in _differing(plan) if word.partition("=")[0] not in ALWAYS_TOLD]
+    return ", ".join([plan.precision.dtype, f"{plan.attention} attention", *(one.replace("=", " ") for one in others)])
 
 
-def _flags(plan: Plan) -> str:
-    """Flags of ``memplan trace`` for what is not the default."""
-    flags = f" --dtype {plan.precision.dtype}" if plan.precision.dtype != "bf16" else ""
-    default = "eager" if plan.precision.dtype == "fp32" else "flash"
-    flags += f" --attention {plan.attention}" if plan.attention != default else ""
-    flags += " --recompute full" if plan.recompute.mode == "full" else ""
-    flags += " --autocast" if plan.precision.autocast else ""
+def advised(plan: Plan) -> tuple[str, ...]:
+    """Flags of ``memplan trace --learn`` that lead to the fit which ``plan`` asks for."""
     spec = plan.model
     assert isinstance(spec, TracedSpec)
-    flags += f" --layers {spec.layers}" if spec.changed else ""
-    if spec.positions_max > 2**30:
-        flags += f" --seq {plan.batch.seq}"
-    return flags
+    words = [word for flag in _differing(plan) for word in flag.split("=", 1)]
+    words += ["--layers", str(spec.layers)] if spec.changed else []
+    words += ["--seq", str(plan.batch.seq)] if spec.positions_max == NO_LENGTH else []
+    return tuple(words)
+
+
+def _differing(plan: Plan) -> tuple[str, ...]:
+    """Flags, as ``--dtype=fp32`` or ``--autocast``, of the fields that tell the plan's fit from the default's: of all
+    that are not the default those without which it would be another."""
+    asked = settings_of(job_of(plan), None)
+    fields = [field for field in plan_fields().values() if field.section in SECTIONS or field.path == "attention"]
+    given = [field for field in fields if field.flag and _value(plan, field) not in (None, field.default)]
+    needed = list(given)
+    for field in given:
+        fewer = [one for one in needed if one is not field]
+        if _settings_with(plan, fewer) == asked:
+            needed = fewer
+    return tuple(_flag(plan, field) for field in needed)
+
+
+def _settings_with(plan: Plan, fields: Sequence[PlanField]) -> Settings | None:
+    """The settings of the default plan of the same model with ``fields`` as in ``plan``; nothing where it is none."""
+    update: dict[str, Any] = {"model": plan.model, "batch": Batch(seq=plan.batch.seq)}
+    for name in SECTIONS:
+        values = {field.name: _value(plan, field) for field in fields if field.section == name}
+        update[name] = type(getattr(plan, name))(**values)
+    update["attention"] = plan.attention if any(field.path == "attention" for field in fields) else None
+    try:
+        return settings_of(job_of(resolve(Plan(**update))), None)
+    except PlanError:
+        return None
+
+
+def _value(plan: Plan, field: PlanField) -> Any:
+    return getattr(getattr(plan, field.section) if field.section else plan, field.name)
+
+
+def _flag(plan: Plan, field: PlanField) -> str:
+    value = _value(plan, field)
+    if field.kind is Kind.SWITCH:
+        return field.flag if value else f"--no-{field.flag[2:]}"
+    return f"{field.flag}={value}"
 
 
 @lru_cache(maxsize=256)

@@ -29,12 +29,13 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     """The one program of a plan of a ``TracedSpec``; ``PlanError`` where nothing was learnt of it, or not this."""
     from .lookup import fit_of
 
+    check(plan)
     return (program_of(plan, fit_of(plan), options),)
 
 
 def program_of(plan: Plan, fit: Fit, options: Options) -> Program:
     """What ``fit`` comes to under ``plan``."""
-    _check(plan)
+    check(plan)
     b, s = plan.batch.mbs, plan.batch.seq
     assert s is not None
     piece = _piece(plan, fit, b, s)
@@ -64,14 +65,16 @@ def program_of(plan: Plan, fit: Fit, options: Options) -> Program:
     )
 
 
-def _check(plan: Plan) -> None:
+def check(plan: Plan) -> None:
+    """Refuses what is not modelled of an architecture without a recipe, whatever was learnt of it."""
     if plan.framework not in FRAMEWORKS:
         problem = f"must be {' or '.join(FRAMEWORKS)}: under others this architecture has no recipe"
         raise PlanError("framework", plan.framework, problem)
     if trainer.runs(plan):
         raise PlanError("trainer.loop", plan.trainer.loop, "must be none: what the Trainer adds was not traced")
     if plan.layout.zero:
-        raise PlanError("layout.zero", plan.layout.zero, "must be 0: ZeRO of an architecture without a recipe is not")
+        problem = "must be 0: of an architecture without a recipe it is not modelled"
+        raise PlanError("layout.zero", plan.layout.zero, problem)
     given = plan.ddp
     for name in ("gradient_as_bucket_view", "find_unused_parameters", "parameters_as_bucket_view"):
         if plan.framework == "ddp" and getattr(given, name):

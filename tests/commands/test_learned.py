@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +128,12 @@ def test_what_cannot_be_learnt(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert not list(tmp_path.glob("cache/**/*.gz"))
 
 
+REFUSED = (
+    "{}: must be left out: adapters and 4-bit weights of an architecture without a recipe are not modelled "
+    "(model_type olmo2)\n"
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -133,6 +141,10 @@ def test_what_cannot_be_learnt(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["trace", "--learn", "--model", "{}", "--hidden", "128"], "--hidden: model.hidden = 128: changes an"),
         (["estimate", "--model", "{}", "--layers", "0"], "--layers: model.layers = 0: must be a whole number from 1"),
         (["estimate", "--model", "{}", "--trainer", "transformers"], "trainer.loop = transformers: must be none"),
+        (["estimate", "--model", "{}", "--lora-rank", "8"], REFUSED.format("--lora-rank: lora.rank = 8")),
+        (["trace", "--learn", "--model", "{}", "--lora-rank", "8"], REFUSED.format("--lora-rank: lora.rank = 8")),
+        (["estimate", "--model", "{}", "--lora-targets", "q_proj"], REFUSED.format("lora.targets = [q_proj]")),
+        (["estimate", "--model", "{}", "--quantisation", "nf4"], REFUSED.format("quantisation.kind = nf4")),
     ],
 )
 def test_wrong_inputs(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -140,7 +152,99 @@ def test_wrong_inputs(arguments: list[str], said: str, capsys: pytest.CaptureFix
     assert said in error_of(capsys, *(one.format(path) for one in arguments))
 
 
+ASKED = {
+    "nothing": [],
+    "fp32": ["--dtype", "fp32"],
+    "fp32 with flash": ["--dtype", "fp32", "--attention", "flash"],
+    "autocast": ["--autocast"],
+    "autocast over bf16": ["--autocast", "--autocast-parameters", "bf16"],
+    "autocast in fp16": ["--autocast", "--dtype", "fp16", "--attention", "eager"],
+    "parameters that are the default": ["--autocast", "--autocast-parameters", "fp32"],
+    "eager and recomputed": ["--attention", "eager", "--recompute", "full"],
+    "frozen": ["--freeze-embedding", "--freeze-layers", "1"],
+    "frozen in fp32": ["--dtype", "fp32", "--freeze-layers", "2", "--layers", "3"],
+    "under DDP": ["--framework", "ddp", "--dp", "2", "--gbs", "16", "--recompute", "full"],
+    "what changes no trace": ["--mbs", "2", "--optimizer", "sgd", "--momentum", "0.9", "--seq", "48"],
+}
+"""Plans, as flags of ``estimate``."""
+
+
+@pytest.mark.parametrize("positions", [64, None])
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_is_advised_is_what_was_asked_for(
+    asked: str, positions: int | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = config(tmp_path / "my models")
+    if positions is None:
+        written = json.loads(Path(path).read_text(encoding="utf-8"))
+        del written["max_position_embeddings"]
+        Path(path).write_text(json.dumps(written), encoding="utf-8")
+    flags = [*ASKED[asked], *(["--seq", "32"] if positions is None and "--seq" not in ASKED[asked] else [])]
+    line = error_of(capsys, "estimate", "--model", path, *flags)
+    command = shlex.split(re.findall("`(.*?)`", line)[0])
+    assert command[:5] == ["memplan", "trace", "--learn", "--model", path]
+    assert settings_under(command[3:]) == settings_under(["--model", path, *flags])
+    assert len(command) <= 5 + len(flags), "no more than was asked for"
+
+
+def settings_under(words: list[str]) -> lookup.Settings:
+    """What a fit is kept under, of a plan that is read from flags."""
+    flags: dict[str, str] = {}
+    for at, word in enumerate(words):
+        if word.startswith("--"):
+            following = words[at + 1 : at + 2]
+            flags[word[2:]] = "true" if not following or following[0].startswith("--") else following[0]
+    plan = resolve(read_plan(None, flags, traced=True).plan)
+    return lookup.settings_of(lookup.job_of(plan), plan.model.layers)
+
+
+def test_what_was_not_learnt_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = config(tmp_path / "mine")
+    asked = ["--autocast", "--autocast-parameters", "bf16", "--freeze-layers", "1", "--recompute", "full"]
+    line = error_of(capsys, "estimate", "--model", path, *asked[:3], "--recompute", "full")
+    assert "for bf16, flash attention, autocast, autocast-parameters bf16, recompute full: `" in line
+    line = error_of(capsys, "estimate", "--model", path, *asked[3:])
+    assert "for bf16, flash attention, recompute full, freeze-layers 1: `" in line
+
+
 def test_no_longest_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5", "num_layers": 1}', encoding="utf-8")
     line = error_of(capsys, "estimate", "--model", str(tmp_path))
     assert "batch.seq: is needed: the configuration names no longest sequence" in line
+
+
+@pytest.mark.parametrize("command", [["estimate"], ["trace", "--learn"]])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--framework", "fsdp", "--dp", "8"], "framework = fsdp: must be single or ddp"),
+        (
+            ["--framework", "ddp", "--dp", "2", "--zero", "1"],
+            "layout.zero = 1: must be 0: of an architecture without a recipe it is not modelled\n",
+        ),
+        (["--trainer", "transformers"], "trainer.loop = transformers: must be none: what the Trainer adds was not"),
+        (["--framework", "ddp", "--dp", "2", "--gradient-as-bucket-view"], "ddp.gradient_as_bucket_view = true: must"),
+    ],
+)
+def test_refused_without_a_trace(
+    command: list[str],
+    flags: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever was learnt; no process is started."""
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    path = config(tmp_path / "mine")
+    assert said in error_of(capsys, *command, "--model", path, *flags)
+
+
+@pytest.mark.parametrize("command", [["estimate"], ["trace", "--learn"]])
+def test_home_that_is_not_known(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cache.VARIABLE, "~nosuchuser/x")
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    line = error_of(capsys, *command, "--model", config(tmp_path / "mine"), "--seq", "64")
+    assert "environment: MEMPLAN_CACHE = ~nosuchuser/x: must be a directory: no home directory is known" in line

@@ -75,6 +75,14 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache.folder() == tmp_path / ".cache" / "memplan" / "traces"
 
 
+@pytest.mark.parametrize("given", ["~nosuchuser", "~nosuchuser/x"])
+def test_home_that_is_not_known(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.VARIABLE, given)
+    for act in (cache.folder, lambda: cache.load(SETTINGS), lambda: cache.store(SETTINGS, fit())):
+        with pytest.raises(PlanError, match=f"^environment: MEMPLAN_CACHE = {given}: must be a directory: no home "):
+            act()
+
+
 @pytest.mark.parametrize("change", [{"dtype": "fp32"}, {"layers": 3}, {"config": {"model_type": "made-up"}}])
 def test_other_settings_are_another_file(change: dict[str, Any]) -> None:
     cache.store(SETTINGS, fit())
@@ -93,6 +101,11 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "of other settings": lambda content: changed(content, settings={**SETTINGS, "dtype": "fp16"}),
     "without a fit": lambda content: changed(content, fit={}),
     "with half a piece": lambda content: changed(content, fit={**fit().to_json(), "pieces": [{"domain": [1]}]}),
+    "with one polynomial": lambda content: altered(content, polynomials=[[0, 0, 0, 0, 4, 0]]),
+    "with another polynomial": lambda content: altered(content, polynomials=[[0, 0, 0, 0, 8, 0]] * 3),
+    "with an empty row": lambda content: altered(content, row=[]),
+    "without pieces": lambda content: changed(content, fit={**fit().to_json(), "pieces": []}),
+    "without a checksum": lambda content: changed(content, sha256=None),
     "of another tracer": lambda content: changed(content, versions={**cache.versions()._asdict(), "tracer": "0"}),
     "of another torch": lambda content: changed(content, versions={**cache.versions()._asdict(), "torch": "1.0"}),
     "of no versions": lambda content: changed(content, versions={"python": "3"}),
@@ -104,11 +117,20 @@ def changed(content: bytes, **fields: Any) -> bytes:
     return gzip.compress(json.dumps({**json.loads(gzip.decompress(content)), **fields}).encode())
 
 
+def altered(content: bytes, **fields: Any) -> bytes:
+    """With other ``fields`` of the one piece, and nothing else changed."""
+    found = json.loads(gzip.decompress(content))["fit"]
+    return changed(content, fit={**found, "pieces": [{**found["pieces"][0], **fields}]})
+
+
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_is_not_a_fit_is_ignored_and_rewritten(how: str) -> None:
     path = cache.store(SETTINGS, fit())
     path.write_bytes(BROKEN[how](path.read_bytes()))
     assert cache.load(SETTINGS) is None
+    named = {"of another tracer": "another memplan", "of another torch": "torch 1.0 and transformers "}
+    assert cache.others(SETTINGS).startswith(named.get(how, "")), "of other versions alone"
+    assert bool(cache.others(SETTINGS)) == (how in named)
     cache.store(SETTINGS, fit())
     assert same(cache.load(SETTINGS), fit())
 
