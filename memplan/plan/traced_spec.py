@@ -76,6 +76,8 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
     if path is None or base is None or error.origin is None or error.origin.source != str(path):
         raise error
     config = _config(path, error)
+    if "auto_map" in config and not any(type(config.get(key)) is int for key in _LENGTHS):
+        raise error  # code of its own that is never run, and nothing that a model of transformers would name
     name = layers_name(config)
     for field, value in items.items():
         if field != "layers" or name is None:
