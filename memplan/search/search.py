@@ -84,6 +84,8 @@ class Search:
         self._folded: dict[tuple[Point, Works], Suggestion | None] = {}
         self.passed_over: set[tuple[Point, Works]] = set()
         """What was folded until it was known to be too much."""
+        self.unbuilt: dict[Point, str] = {}
+        """What the framework or its model refused only when it was to be folded, and why."""
         self._waiting: list[Candidate] = []
         self._too_large_from: dict[Point, int] = {}
         """The smallest micro-batch with which a layout's tensors were too much."""
@@ -165,7 +167,8 @@ class Search:
                     self.passed_over.add(key)
                     return suggestion
                 self._folded[key] = suggestion
-            except PlanError:
+            except PlanError as error:
+                self.unbuilt[candidate.point] = without_values(error)
                 self._folded[key] = None
         known = self._folded[key]
         if known is None or not candidate.timed or not self.is_cut:
@@ -373,12 +376,14 @@ class Search:
     def counts(self) -> Counts:
         """Every point has one fate; points of which several cuts were folded are counted once."""
         folded = {point for point, _ in self._folded} | {point for point, _ in self.passed_over}
-        own = {one.point for one in self.candidates}
+        own = {one.point for one in self.candidates} - self.unbuilt.keys()
+        considered = self.considered - len({one.point for one in self.candidates} & self.unbuilt.keys())
+        refused = self.refused + Counter(self.unbuilt.values())
         built = len(folded & own)
         too_large = self.too_large
         too_large += sum(one.floor > self.requestable and one.point not in folded for one in self.candidates)
-        slower = self.considered - too_large - built
-        return Counts(self.considered, dict(self.refused), too_large, slower, built, self.replayed)
+        slower = considered - too_large - built
+        return Counts(considered, dict(refused), too_large, slower, built, self.replayed)
 
 
 def _recomputing(candidate: Candidate, layers: int) -> Candidate:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..layers.coverage import TRANSFORMERS
 from ..layers.module import Options
+from ..plan import traced_spec
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import by_flag
 from ..plan.plan import Plan
@@ -19,7 +20,7 @@ from ..program import Program
 from .job import Job, job_of_plan
 from .torchtitan_job import check_stage, is_torchtitan, job_of_torchtitan
 
-STAND_IN = {"model": "llama-2-7b", "positions-max": str(2**31)}
+STAND_IN = {"model": traced_spec.STAND_IN, "positions-max": str(2**31)}
 """Takes the place of an architecture without a recipe while the rest of a plan is read."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
