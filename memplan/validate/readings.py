@@ -1,0 +1,128 @@
+"""What a run measured, as it is written to files, kept as a record and shown: all in bytes, nothing guessed.
+
+``None`` is what could not be measured where it ran: a CPU has no allocator statistics, one GPU that plays a rank of
+many no NCCL buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+World = Literal["real", "emulated", "fake"]
+"""``real``: as many processes as ranks, and a process group of theirs. ``emulated``: one rank after the other, alone on
+a real device with torch's fake process group. ``fake``: emulated, on fake tensors."""
+Code = Literal["torch", "megatron", "deepspeed"]
+"""Whose code ran: torch's own, or a framework's."""
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Moment(_Data):
+    """One part of a run; the peaks are of its own, not of what came before."""
+
+    name: str
+    """``initialisation``, ``forward``, ``backward``, ``step`` (all of a measured iteration: ``iteration``), or
+    ``evaluation``."""
+    requested: int | None = Field(default=None, ge=0)
+    """Peak of requested bytes: of storages, each rounded up to 512, on any device; ``requested_bytes.all.peak`` of the
+    allocator's statistics are not rounded, and so not this."""
+    allocated: int | None = Field(default=None, ge=0)
+    """``torch.cuda.max_memory_allocated``."""
+    reserved: int | None = Field(default=None, ge=0)
+    """``torch.cuda.max_memory_reserved``."""
+    end: int | None = Field(default=None, ge=0)
+    """Allocated bytes (of a CPU: requested) when it ended."""
+
+
+class Place(_Data):
+    """An entry of the layer list in one pass, where measured and estimated can be compared."""
+
+    entry: str
+    phase: str
+    microbatch: int
+    net: int
+    peak: int
+    """The excursion: bytes that stay, and bytes above where it began."""
+    estimated_net: int | None
+    estimated_peak: int | None
+
+
+class RankReading(_Data):
+    """One rank of a run."""
+
+    rank: int = Field(ge=0)
+    stage: int = Field(ge=0)
+    host: str
+    device: str
+    """``cpu``, or the name that the driver gives the GPU."""
+    parameters: int = Field(ge=0)
+    requested: int | None
+    """Peak of an iteration in steady state, as ``Moment`` has them."""
+    allocated: int | None
+    reserved: int | None
+    device_bytes: int | None
+    """Of the whole device, from NVML, while the run's own process is the only one on it."""
+    static: int | None
+    """Between iterations."""
+    context: int | None = None
+    """CUDA context and kernels: the device's bytes without those reserved, before any communicator exists."""
+    nccl: int | None = None
+    """What the device's bytes grew by, without reserved ones, from then to the end of the run."""
+    workspaces: int | None = None
+    """cuBLAS's, which ``allocated`` holds."""
+    moments: tuple[Moment, ...] = ()
+    breakdown: dict[str, int] = {}
+    """By category, at the peak of ``requested``."""
+    seconds: tuple[float, ...] = ()
+    """Of each measured iteration."""
+    losses: tuple[float, ...] = ()
+    """Of every iteration from the first on, warm-up included; empty on ranks without the loss."""
+    apart: Place | None = None
+    """The first place where measured and estimated part ways."""
+
+
+class Failure(_Data):
+    """Why a rank ended early."""
+
+    rank: int | None
+    kind: Literal["out-of-memory", "error", "died", "timeout", "interrupted"]
+    message: str
+    """One line."""
+    when: str = ""
+    """What it was doing: phase, micro-batch and module."""
+    allocated: int | None = None
+    reserved: int | None = None
+    failing: int | None = None
+    """Bytes of the request that failed."""
+    lines: tuple[str, ...] = ()
+    """The last that it printed."""
+
+
+class Versions(_Data):
+    """What a measurement depends on."""
+
+    memplan: str
+    python: str
+    torch: str
+    cuda: str | None = None
+    driver: str | None = None
+    nccl: str | None = None
+    others: dict[str, str] = {}
+    """transformers, bitsandbytes, megatron-core, deepspeed, where they took part."""
+
+
+class Run(_Data):
+    """All of a run's measurements."""
+
+    world: World
+    code: Code
+    device: Literal["cuda", "cpu", "fake"]
+    gpu: str | None
+    """The name in memplan's table of GPUs, where the device is one of it."""
+    versions: Versions
+    ranks: tuple[RankReading, ...]
+    failures: tuple[Failure, ...] = ()
