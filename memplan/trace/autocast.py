@@ -43,12 +43,13 @@ def policies() -> Mapping[str, frozenset[str]]:
 
 
 @contextmanager
-def cuda_autocast(dtype: str | None) -> Iterator[None]:
-    """``torch.autocast`` in ``dtype`` (``bf16`` or ``fp16``), to be used under ``cuda_lists``; ``None`` is none."""
+def cuda_autocast(dtype: str | None, device: str = "cpu") -> Iterator[None]:
+    """``torch.autocast`` in ``dtype`` (``bf16`` or ``fp16``), to be used under ``cuda_lists`` on a CPU; ``None`` is
+    none."""
     if dtype is None:
         yield
         return
-    with torch.autocast("cpu", DTYPES[dtype]):
+    with torch.autocast(device, DTYPES[dtype]):
         yield
 
 
@@ -142,16 +143,16 @@ KERNELS = {"fp32": in_fp32, "fp32-output": with_fp32_output}
 class Scaler(torch.amp.GradScaler):
     """``GradScaler`` as if no gradient were infinite: every step is applied."""
 
-    def __init__(self) -> None:
-        super().__init__("cpu")
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
 
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         return optimizer.step()
 
 
-def scaler_of(autocast: str | None) -> Scaler | None:
+def scaler_of(autocast: str | None, device: str = "cpu") -> Scaler | None:
     """The one that fp16 comes with."""
-    return Scaler() if autocast == "fp16" else None
+    return Scaler(device) if autocast == "fp16" else None
 
 
 def scaler_states(scaler: Scaler | None) -> tuple[torch.Tensor, ...]:

@@ -26,6 +26,7 @@ from ..tape import Category
 from .job import Job
 from .replicated import Replicated
 from .storages import Follow
+from .surroundings import Surroundings
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -41,10 +42,10 @@ class Replica:
             with reducing.bookkeeping():
                 self.model = wrapped(self.given, model)
 
-    def settle(self, iterate: Callable[[], None]) -> None:
-        """Iterations until buckets are what they stay: the reducer rebuilds them when the second begins, of a static
-        graph the third."""
-        for _ in range(2 if self.given is not None and self.given.static_graph else 1):
+    def settle(self, iterate: Callable[[], None], least: int = 1) -> None:
+        """Iterations until buckets are what they stay, or ``least`` of them: the reducer rebuilds them when the second
+        begins, of a static graph the third."""
+        for _ in range(max(least, 2 if self.given is not None and self.given.static_graph else 1)):
             iterate()
             if self.reducing is not None:
                 with self.reducing.bookkeeping():
@@ -83,21 +84,22 @@ def distributed(
 
 
 @contextmanager
-def reducing(job: Job, follow: Follow) -> Iterator[Reducing | None]:
+def reducing(job: Job, follow: Follow | None, within: Surroundings) -> Iterator[Reducing | None]:
     """Above ``follow``, what the job's reducer needs; to be entered before ``follow`` is calibrated."""
     if job.ddp is None:
         yield None
         return
-    with Reducing(follow) as mode:
+    with Reducing(follow, within) as mode:
         yield mode
 
 
 class Reducing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Above a ``Follow``: keeps the reducer's own integers real, and its all-reduce whole."""
+    """Above a ``Follow``, if there is one: keeps the reducer's own integers real, and its all-reduce whole where there
+    are no others to give anything back."""
 
-    def __init__(self, follow: Follow) -> None:
+    def __init__(self, follow: Follow | None, within: Surroundings) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.follow = follow
+        self.follow, self.within = follow, within
         self._keeps_books = False
         self._books: set[int] = set()
         """Addresses of the storages of the reducer's integers."""
@@ -105,7 +107,7 @@ class Reducing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def bookkeeping(self) -> Iterator[None]:
         """Integers that are made now are the reducer's."""
-        self._keeps_books = True
+        self._keeps_books = self.within.fake
         try:
             yield
         finally:
@@ -115,14 +117,17 @@ class Reducing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if args and isinstance(args[0], FakeTensor):  # nearly all
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._is_of_books(tensors, kwargs):
-            return self._kept(func, args, kwargs)
+        if self.within.fake:
+            tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if self._is_of_books(tensors, kwargs):
+                return self._kept(func, args, kwargs)
         out = func(*args, **kwargs)
         if func is torch.ops.c10d.allreduce_.default:
-            for bucket in args[0]:
-                self.follow.mark(bucket, Category.COMMUNICATION_BUFFERS)
-            return out[0], reduced(args[0])
+            if self.follow is not None:
+                for bucket in args[0]:
+                    self.follow.suppose(bucket, Category.COMMUNICATION_BUFFERS)
+            if self.within.alone:
+                return out[0], reduced(args[0])
         return out
 
     def _is_of_books(self, tensors: list[torch.Tensor], kwargs: Any) -> bool:
@@ -141,6 +146,7 @@ class Reducing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             end = finalize(out.untyped_storage(), self._books.discard, _address(out))
             end.atexit = False
             if func is torch.ops.aten.empty.memory_format and out.dtype is torch.int32:
+                assert self.follow is not None
                 self.follow.adopt(out, "reducer_integers", Category.COMMUNICATION_BUFFERS)
         return out
 

@@ -58,6 +58,8 @@ class FollowLocal(Follow):  # type: ignore[no-untyped-call]
         if self._paused or func is torch.ops.aten.lift_fresh.default:  # a number, which stays on the host
             return func(*args, **(kwargs or {}))
         if func is _FUNCTIONAL.wait_tensor.default:
+            if not self.fake:
+                func(*args, **(kwargs or {}))
             self._stashed.pop(args[0].untyped_storage()._cdata, None)
             return args[0]
         if func is _FUNCTIONAL._wrap_tensor_autograd.default:

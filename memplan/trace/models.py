@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from .job import Job
+from .materialised import parameters_on_meta
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -16,15 +18,16 @@ class UnknownModelError(Exception):
     """The installed transformers has no model for the configuration."""
 
 
-def made(job: Job) -> torch.nn.Module:
-    """The model in training mode, in the job's dtype, with its own loss."""
+def made(job: Job, *, on_meta: bool = False) -> torch.nn.Module:
+    """The model in training mode, in the job's dtype, with its own loss; ``on_meta`` without memory for its
+    parameters."""
     import transformers
     from transformers import initialization
 
     config = config_of(job)
     dtype = job.fsdp.parameters if job.fsdp is not None else job.dtype
     attention = "sdpa" if job.attention == "flash" else "eager"
-    with initialization.no_init_weights():
+    with initialization.no_init_weights(), parameters_on_meta() if on_meta else nullcontext():
         model = model_class(config)._from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
     model.tie_weights()
     model.config.use_cache = False
@@ -91,3 +94,14 @@ def example_inputs(job: Job, model: Any) -> dict[str, torch.Tensor]:
         return {"input_features": features, "labels": torch.zeros(b, s, dtype=torch.int64)}
     ids = torch.zeros(b, s, dtype=torch.int64)
     return {"input_ids": ids, "labels": torch.zeros(b, s, dtype=torch.int64)}
+
+
+def randomise(inputs: dict[str, torch.Tensor], vocab: int) -> None:
+    """Tokens of ``vocab`` at random, each its own label, so that a model can learn something; noise elsewhere."""
+    for tensor in inputs.values():
+        if tensor.is_floating_point():
+            tensor.normal_()
+        else:
+            tensor.random_(0, vocab)
+    if "input_ids" in inputs:
+        inputs["labels"].copy_(inputs["input_ids"])

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard
@@ -17,12 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .job import Job, Sharded
 from .models import DTYPES
 from .outline import outline_of
+from .surroundings import FAKE, Surroundings
 
 
 @contextmanager
-def rank_of(job: Job) -> Iterator[DeviceMesh | None]:
-    """The mesh of the job's ranks, of which this process is the first, or the one that a replica names; made of real
-    tensors, whose elements are known, and so before a fake mode is entered. Replicas need none."""
+def rank_of(job: Job, within: Surroundings = FAKE) -> Iterator[DeviceMesh | None]:
+    """The mesh of the job's ranks, of which this process, where it is alone, is the first, or the one that a replica
+    names; made of real tensors, whose elements are known, and so before a fake mode is entered. Replicas need none."""
     if job.fsdp is not None:
         rank, size = 0, job.fsdp.shards * job.fsdp.replicas
     elif job.ddp is not None:
@@ -30,20 +30,14 @@ def rank_of(job: Job) -> Iterator[DeviceMesh | None]:
     else:
         yield None
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        with _real_meshes():
-            yield _mesh_of(job.fsdp) if job.fsdp is not None else None
-    finally:
-        dist.destroy_process_group()
+    with within.group(rank, size), _real_meshes():
+        yield _mesh_of(job.fsdp, within.device) if job.fsdp is not None else None
 
 
-def _mesh_of(sharded: Sharded) -> DeviceMesh:
+def _mesh_of(sharded: Sharded, device: str) -> DeviceMesh:
     if sharded.replicas == 1:
-        return init_device_mesh("cpu", (sharded.shards,), mesh_dim_names=("shard",))
-    return init_device_mesh("cpu", (sharded.replicas, sharded.shards), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device, (sharded.shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (sharded.replicas, sharded.shards), mesh_dim_names=("replicate", "shard"))
 
 
 @contextmanager

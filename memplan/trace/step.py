@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..tape import Category
 from .autocast import Scaler, cuda_autocast, cuda_lists, scaler_of, scaler_states
@@ -18,96 +18,91 @@ from .ddp import Replica, distributed, reducing
 from .failures import UntraceableError, explained
 from .fsdp_categories import categories_of_fsdp
 from .job import Job
-from .models import example_inputs, made
+from .materialised import initialise, materialise
+from .models import config_of, example_inputs, made, randomise
 from .outline import outline_of
 from .places import Places
 from .ranks import rank_of, shard
 from .recording import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, Recording
 from .storages import Follow, resizes_followed
-from .substitutions import cuda_behaviour
-from .traced import Traced
+from .surroundings import FAKE, Surroundings
+from .traced import Outline, Traced
 from .trainer import clip, converting, groups, imported, variables
 from .tuning import dequantising, follow_frozen, tuned
 
 
-def traced_step(job: Job, *, sums_in_place: bool = True, device: str = "cpu", evaluates: bool = False) -> Traced:
+def traced_step(
+    job: Job, *, sums_in_place: bool = True, evaluates: bool = False, within: Surroundings = FAKE
+) -> Traced:
     """The step after the first applied one: optimizer states exist, gradients do not. ``evaluates``: a forward
     pass without a graph follows it, and the order in which gradients are ready is noted.
 
     The model's output, and with it the logits' variable, is gone before backward begins; gradients end with
-    ``zero_grad`` behind the step. On fake tensors of ``device``: with ``cuda``, which PyTorch has to find, nothing is
-    put in CUDA's place. ``UntraceableError`` where the model's code cannot run so.
+    ``zero_grad`` behind the step. On fake CUDA tensors, which PyTorch has to find a GPU for, nothing is put in
+    CUDA's place, nor on real ones. ``UntraceableError`` where the model's code cannot run so.
     """
     imported(job)
     recording = Recording()
-    lists = cuda_lists() if job.autocast is not None else nullcontext()
-    with environment(), lists, rank_of(job) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _on(device):
-        model = tuned(job, made(job))
-        outline = outline_of(model)
-        shard(job, model, mesh)
+    lists = cuda_lists() if job.autocast is not None and within.fake else nullcontext()
+    with environment(within), lists, rank_of(job, within) as mesh, within.tensors():
+        model, outline = sharded_model(job, mesh, within)
         places = Places(model)
-        follow = Follow(recording, places, sums_in_place=sums_in_place, device=device)
+        follow = Follow(recording, places, sums_in_place=sums_in_place, device=within.device, fake=within.fake)
         named = categories_of_fsdp(follow) if job.fsdp is not None else nullcontext()
         with (
             follow,
             dequantising(job),
-            reducing(job, follow) as reducer,
+            reducing(job, follow, within) as reducer,
             resizes_followed(follow),
             named,
             places.followed(),
         ):
             follow.calibrate()
             try:
-                ready = _run(job, Replica(job, model, reducer), follow, places, evaluates)
+                ready = _run(job, Replica(job, model, reducer), follow, places, evaluates, within)
             except Exception as error:
+                if not within.fake:
+                    raise
                 raise UntraceableError(explained(error)) from error
     return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline, ready=ready)
 
 
-@contextmanager
-def _on(device: str) -> Iterator[None]:
-    """What is made is made on ``device``, and behaves as on a GPU."""
-    with torch.device(device) if device == "cuda" else cuda_behaviour():
-        yield
+def sharded_model(job: Job, mesh: DeviceMesh | None, within: Surroundings) -> tuple[Any, Outline]:
+    """The job's model, with values if it is real, in its shards. Weights that are tied have to be made whole: memory
+    that comes later would untie them."""
+    on_meta = not within.fake and job.fsdp is not None and not config_of(job).tie_word_embeddings
+    model = tuned(job, made(job, on_meta=on_meta))
+    outline = outline_of(model)
+    shard(job, model, mesh)
+    if not within.fake:
+        materialise(model, within.device)
+        initialise(model, seed=mesh.get_rank() if mesh is not None else 0)
+    return model, outline
 
 
-def _run(job: Job, replica: Replica, follow: Follow, places: Places, evaluates: bool) -> tuple[str, ...]:
+def _run(
+    job: Job, replica: Replica, follow: Follow, places: Places, evaluates: bool, within: Surroundings
+) -> tuple[str, ...]:
     model: Any = replica.inner
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    optimizer, scaler = optimizer_of(job, groups(job, model, parameters)), scaler_of(job.autocast)
-    inputs = example_inputs(job, model)
-    _adopt(job, model, inputs, follow)
+    training = Training(job, replica, within, follow)
+    _adopt(job, model, training.inputs, follow)
     held = variables(job, model, follow)
-    if job.fsdp is not None or job.ddp is not None or scaler is not None:
-        replica.settle(lambda: _first_iteration(job, replica.model, optimizer, inputs, follow, scaler))
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    update(job, optimizer, follow)
-    _mark_states(job, optimizer, scaler, follow)
+    if within.fake:
+        _settle(job, training, follow)
+    else:
+        replica.settle(lambda: training.iterate(Watch()), within.warmup)
+    _mark_states(job, training.optimizer, training.scaler, follow)
     gc.collect()
     ready: dict[str, None] = {}
     if evaluates:
         _note_ready(model, ready)
-    for microbatch in range(job.microbatches):
-        places.microbatch, places.phase = microbatch, FORWARD
-        if job.fsdp is not None:
-            model.set_requires_gradient_sync(job.fsdp.syncs_each or microbatch == job.microbatches - 1)
-        with replica.synced(microbatch):
-            loss = _loss(job, replica.model, inputs, scaler)
-            places.phase = BACKWARD
-            loss.backward()
-            del loss
-        for parameter in parameters:
-            if parameter.grad is not None:
-                follow.mark(parameter.grad, Category.GRADIENTS)
-    places.phase = OPTIMIZER
-    update(job, optimizer, follow, scaler)
+    training.iterate(Marking(places, follow))
     gc.collect()
     if evaluates:
         places.microbatch, places.phase = 0, EVALUATION
         model.eval()
         with torch.no_grad():
-            _evaluated(job, model, inputs)
+            training.evaluate()
     follow.close()
     del held
     return tuple(ready)
@@ -142,54 +137,120 @@ def _mark_states(job: Job, optimizer: Any, scaler: Scaler | None, follow: Follow
                 follow.mark(tensor, Category.OPTIMIZER_STATES)
 
 
-def _first_iteration(
-    job: Job,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    inputs: dict[str, torch.Tensor],
-    follow: Follow,
-    scaler: Scaler | None,
-) -> None:
+def _settle(job: Job, training: Training, follow: Follow) -> None:
     """FSDP settles its streams and orders in the first pass, and keeps buffers from it; DDP its buckets; a scaler
-    makes its numbers."""
-    _loss(job, model, inputs, scaler).backward()
-    update(job, optimizer, follow, scaler)
+    makes its numbers. Then a step of any gradients makes an optimizer's states."""
+
+    def iteration() -> None:
+        training.loss().backward()
+        update(job, training.optimizer, follow, training.scaler)
+
+    if job.fsdp is not None or job.ddp is not None or training.scaler is not None:
+        training.replica.settle(iteration)
+    for parameter in training.parameters:
+        parameter.grad = torch.empty_like(parameter)
+    update(job, training.optimizer, follow)
 
 
-def _evaluated(job: Job, model: Any, inputs: dict[str, torch.Tensor]) -> None:
-    with cuda_autocast(job.autocast):
-        model(**inputs)
+class Watch:
+    """What looks on while an iteration runs; this one does not."""
+
+    def begins(self, phase: str, microbatch: int) -> None:
+        """Forward or backward of a micro-batch, or the optimizer's step."""
+
+    def accumulated(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """A backward pass has ended, and left gradients."""
 
 
-def _loss(job: Job, model: Any, inputs: dict[str, torch.Tensor], scaler: Scaler | None) -> Any:
-    """Of one micro-batch; nothing else of the model's output is kept."""
+class Marking(Watch):
+    """Tells a trace where the iteration is, and what gradients are."""
 
-    def run(**inputs: torch.Tensor) -> Any:
-        with cuda_autocast(job.autocast):
-            return model(**inputs)
+    def __init__(self, places: Places, follow: Follow) -> None:
+        self.places, self.follow = places, follow
 
-    loss = converting(job, run)(**inputs).loss
-    return loss if scaler is None else scaler.scale(loss)
+    def begins(self, phase: str, microbatch: int) -> None:
+        self.places.microbatch, self.places.phase = microbatch, phase
+
+    def accumulated(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.follow.mark(parameter.grad, Category.GRADIENTS)
+
+
+class Training:
+    """A model with its optimizer and the inputs of a micro-batch."""
+
+    def __init__(self, job: Job, replica: Replica, within: Surroundings, follow: Follow | None = None) -> None:
+        self.job, self.replica, self.within, self.follow = job, replica, within, follow
+        model: Any = replica.inner
+        self.parameters = [one for one in model.parameters() if one.requires_grad]
+        self.optimizer = optimizer_of(job, groups(job, model, self.parameters))
+        self.scaler = scaler_of(job.autocast, within.device)
+        self.inputs = example_inputs(job, model)
+        if not within.fake:
+            randomise(self.inputs, model.config.vocab_size)
+
+    def iterate(self, watch: Watch) -> None:
+        """Every micro-batch and the step."""
+        job, model = self.job, self.replica.inner
+        last = job.microbatches - 1
+        for microbatch in range(job.microbatches):
+            watch.begins(FORWARD, microbatch)
+            if job.fsdp is not None:
+                model.set_requires_gradient_sync(job.fsdp.syncs_each or microbatch == last)
+            with self.replica.synced(microbatch):
+                loss = self.loss()
+                watch.begins(BACKWARD, microbatch)
+                loss.backward()
+                if self.within.lost is not None:
+                    self.within.lost(loss.detach())
+                del loss
+            watch.accumulated(self.parameters)
+        watch.begins(OPTIMIZER, last)
+        update(job, self.optimizer, self.follow, self.scaler)
+
+    def loss(self) -> Any:
+        """Of one micro-batch; nothing else of the model's output is kept."""
+        loss = converting(self.job, self._forward)(**self.inputs).loss
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def evaluate(self) -> None:
+        """A forward pass of the model alone."""
+        with cuda_autocast(self.job.autocast, self.within.device):
+            self.replica.inner(**self.inputs)
+
+    def _forward(self, **inputs: torch.Tensor) -> Any:
+        with cuda_autocast(self.job.autocast, self.within.device):
+            return self.replica.model(**inputs)
 
 
 def is_followed(job: Job, tensor: torch.Tensor) -> bool:
     return bool(tensor.dim()) or job.implementation == "fused"
 
 
-def update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow, scaler: Scaler | None = None) -> None:
+def update(job: Job, optimizer: torch.optim.Optimizer, follow: Follow | None, scaler: Scaler | None = None) -> None:
     """``step()``, with what comes before it, and ``zero_grad()``; counters of steps are on the host unless fused."""
     if scaler is not None:
         scaler.unscale_(optimizer)
     clip(job, optimizer)
-    follow.host, follow.reads_ones = job.implementation != "fused", True
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-    follow.host, follow.reads_ones = False, False
+    with counting(job, follow):
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
     if scaler is not None:
         scaler.update()
     optimizer.zero_grad()
+
+
+@contextmanager
+def counting(job: Job, follow: Follow | None) -> Iterator[None]:
+    """While an optimizer steps under ``follow``, if there is one."""
+    if follow is not None:
+        follow.host, follow.reads_ones = job.implementation != "fused", True
+    yield
+    if follow is not None:
+        follow.host, follow.reads_ones = False, False
 
 
 def optimizer_of(job: Job, parameters: list[Any]) -> torch.optim.Optimizer:
@@ -211,9 +272,9 @@ KINDS: dict[str, Any] = {
 
 
 @contextmanager
-def environment() -> Iterator[None]:
-    """transformers as it runs on a GPU: fewer key heads are handed to the kernel as they are, and rows are of one
-    sequence each, which ``find_packed_sequence_indices`` cannot see on fake tensors."""
+def environment(within: Surroundings = FAKE) -> Iterator[None]:
+    """transformers on fake tensors as it runs on a GPU: fewer key heads are handed to the kernel as they are, and rows
+    are of one sequence each, which ``find_packed_sequence_indices`` cannot see on fake tensors."""
     from transformers import masking_utils
     from transformers.utils import logging
 
@@ -223,6 +284,9 @@ def environment() -> Iterator[None]:
         find(position_ids)
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    if not within.fake:
+        yield
+        return
     with (
         patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}),
         patch.object(masking_utils, "find_packed_sequence_indices", found_none),

@@ -62,13 +62,21 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator below autograd, in forward and backward, and writes into ``recording``."""
 
     def __init__(
-        self, recording: Recording, place: Callable[[], Place], *, sums_in_place: bool = True, device: str = "cpu"
+        self,
+        recording: Recording,
+        place: Callable[[], Place],
+        *,
+        sums_in_place: bool = True,
+        device: str = "cpu",
+        fake: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
         self.place = place
         self.device = device
         """The type of the device whose storages count."""
+        self.fake = fake
+        """Tensors are, and operators return what CUDA's would."""
         self.host = False
         """Storages of zero-dimensional tensors that begin now are on the host, and not counted."""
         self.reads_ones = False
@@ -157,7 +165,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):  # half of all calls: not worth the way to its mode
             return args[0].fake_device
-        if self.reads_ones and func is _aten._local_scalar_dense.default:
+        if self.fake and self.reads_ones and func is _aten._local_scalar_dense.default:
             return 1.0
         if any(is_traceable_wrapper_subclass_type(kind) and not hasattr(kind, LOCAL) for kind in types):
             return (
@@ -168,15 +176,21 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:
             note(error, self.place())
             raise
-        if func in STATISTICS and out[0].dtype in (torch.float16, torch.bfloat16):
-            out = (out[0], out[1].float(), out[2].float())
-        elif func is _aten.log_sigmoid_forward.default:
-            out = (out[0], out[1].new_empty(0))
+        if self.fake:
+            out = _as_of_cuda(func, out)
+        if not self.fake and func.is_view:
+            self._leave_alone(args[0])
         for leaf in tree_iter(out):
             if isinstance(leaf, torch.Tensor):
                 self.adopt(leaf, str(func))
                 self.resized(leaf.untyped_storage())
         return out
+
+    def _leave_alone(self, tensor: torch.Tensor) -> None:
+        """What is viewed and was never seen is a buffer inside a library, gloo's, which no GPU has: not counted."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._followed:
+            self._follow(storage, Hold(0, 0, Category.TEMPORARIES, "foreign"))
 
     # -- what autograd does in place where no mode sees operators -----------------------------------
 
@@ -213,6 +227,15 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found == self._alone:
                 return torch.ops.aten.add_.Tensor(one, other)  # type: ignore[no-any-return]
         return None
+
+
+def _as_of_cuda(func: Any, out: Any) -> Any:
+    """What CUDA's kernel of ``func`` would have returned beside its result."""
+    if func in STATISTICS and out[0].dtype in (torch.float16, torch.bfloat16):
+        return out[0], out[1].float(), out[2].float()
+    if func is _aten.log_sigmoid_forward.default:
+        return out[0], out[1].new_empty(0)
+    return out
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

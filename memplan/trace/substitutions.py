@@ -60,6 +60,17 @@ def cuda_behaviour() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def cuda_behaviour_of_real() -> Iterator[None]:
+    """Of those functions the ones that CPU tensors can be put through, and give right values."""
+    functional: Any = torch.nn.functional
+    with (
+        patch.object(functional, "dropout", _dropout(functional.dropout)),
+        patch.object(functional, "linear", _linear(functional.linear)),
+    ):
+        yield
+
+
 def _refused(name: str) -> Callable[..., Any]:
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise NotOnCudaError(f"{name} is cuDNN's on CUDA, and how much that keeps for backward is not known")

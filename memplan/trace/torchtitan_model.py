@@ -12,6 +12,9 @@ from torch.nn import functional
 
 from .torchtitan_settings import Part, Torchtitan
 
+THETA = 500_000.0
+"""Base of rotary embeddings: Llama 3's."""
+
 
 class RMSNorm(nn.Module):
     """In fp32 inside; the product with the weight is in the input's dtype."""
@@ -101,6 +104,14 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(sizes) for layer in range(part.low, part.high)})
         self.norm = RMSNorm(sizes.hidden) if part.last else None
         self.output = nn.Linear(sizes.hidden, sizes.vocab, bias=False) if part.last else None
+
+    def fill_frequencies(self) -> None:
+        """``precompute_freqs_cis``: of position and pair of features, in place."""
+        s, pairs = self.freqs_cis.shape
+        device = self.freqs_cis.device
+        turns = 1.0 / (THETA ** (torch.arange(0, pairs, device=device).float() / pairs))
+        angles = torch.outer(torch.arange(s, device=device).float(), turns)
+        self.freqs_cis.copy_(torch.polar(torch.ones_like(angles), angles))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(b, s) tokens, or another stage's (b, s, h), as (b, s, v) logits or (b, s, h)."""

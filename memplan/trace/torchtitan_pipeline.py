@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,22 +18,35 @@ from .models import DTYPES
 from .pipelining import PassPlaces, communication, received, schedule_of
 from .recording import BACKWARD, FORWARD, LOSS, Recording
 from .step import optimizer_of
+from .surroundings import FAKE, Surroundings
 from .torchtitan_model import Transformer, cross_entropy
 from .torchtitan_parallel import layer_numbers, made
 from .torchtitan_settings import Stages, Torchtitan
-from .torchtitan_step import batch, followed, given_tensors, inner, mark_gradients, mark_states, outline, rank_of
+from .torchtitan_step import (
+    adopt_batch,
+    batch,
+    followed,
+    given_tensors,
+    inner,
+    mark_gradients,
+    mark_states,
+    outline,
+    rank_of,
+)
 from .traced import EMBEDDING, HEAD, Traced
 
 
-def traced_stage(job: Job, settings: Torchtitan, stages: Stages, *, sums_in_place: bool) -> Traced:
+def traced_stage(
+    job: Job, settings: Torchtitan, stages: Stages, *, sums_in_place: bool, within: Surroundings = FAKE
+) -> Traced:
     """The second iteration: the first has made optimizer states, and the buffers that stages receive in."""
-    with rank_of(job, settings) as mesh, communication():
+    with rank_of(job, settings, within) as mesh, communication() if within.alone else nullcontext():
         numbers = layer_numbers()
         models = [made(job, settings, stages.part(at), numbers, inner(job, mesh), None) for at in stages.numbers]
         recording = Recording()
         places = PassPlaces(models, _openings(stages), recording)
-        with followed(recording, places, sums_in_place) as follow:
-            _run(job, settings, stages, models, mesh, follow, places)
+        with followed(recording, places, sums_in_place, within) as follow:
+            _run(job, settings, stages, models, mesh, follow, places, within)
     passes = tuple(places.passes)
     return Traced(recording.categorised(settings.vocab), outline(models), passes=passes)
 
@@ -57,13 +71,15 @@ def _run(
     mesh: DeviceMesh,
     follow: FollowLocal,
     places: PassPlaces,
+    within: Surroundings,
 ) -> None:
-    parameters = [given_tensors(model, follow) for model in models]
+    parameters = [given_tensors(model, follow, within) for model in models]
     parts = [
-        places.watched(_stage(job, settings, stages, model, at, mesh))
+        places.watched(_stage(job, settings, stages, model, at, mesh, within))
         for model, at in zip(models, stages.numbers, strict=True)
     ]
-    tokens, labels = batch(job, stages.microbatches, follow)
+    tokens, labels = batch(job, stages.microbatches, settings.vocab, within)
+    adopt_batch(tokens, labels, follow)
     first, last = not stages.rank, stages.count - 1 in stages.numbers
     loss = places.watched_loss(cross_entropy, stages.count - 1)
     schedule = schedule_of(stages.schedule, parts, stages.microbatches, loss)
@@ -74,10 +90,14 @@ def _run(
         losses: list[torch.Tensor] | None = [] if last else None
         target = labels if last else None
         schedule.step(*inputs, target=target, losses=losses, return_outputs=stages.return_outputs)
+        if within.lost is not None:
+            for loss in losses or ():
+                within.lost(loss.detach())
 
     gc.collect()
-    step()
-    _update(job, optimizers, follow)
+    for _ in range(1 if within.fake else within.warmup):
+        step()
+        _update(job, optimizers, follow)
     for optimizer in optimizers:
         mark_states(job, optimizer, follow)
     for part in parts:
@@ -95,7 +115,13 @@ def _run(
 
 
 def _stage(
-    job: Job, settings: Torchtitan, stages: Stages, model: Transformer, number: int, mesh: DeviceMesh
+    job: Job,
+    settings: Torchtitan,
+    stages: Stages,
+    model: Transformer,
+    number: int,
+    mesh: DeviceMesh,
+    within: Surroundings,
 ) -> PipelineStage:
     """A stage that knows the shapes of what it receives and sends."""
     dtype = DTYPES[job.dtype]
@@ -106,7 +132,7 @@ def _stage(
         model,
         number,
         stages.count,
-        torch.device("cpu"),
+        torch.device(within.device),
         input_args=hidden if number else tokens,
         output_args=hidden if number < stages.count - 1 else logits,
         group=mesh.get_group("pp"),

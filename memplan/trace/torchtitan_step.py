@@ -6,11 +6,9 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -20,10 +18,11 @@ from .dtensors import FollowLocal, clear_caches, on_devices
 from .fsdp_categories import categories_of_fsdp
 from .hooked_places import HookedPlaces
 from .job import Job
+from .materialised import initialise
 from .recording import BACKWARD, FORWARD, OPTIMIZER, Recording
-from .step import is_followed, optimizer_of, update
-from .storages import resizes_followed
-from .substitutions import cuda_behaviour
+from .step import Marking, Watch, is_followed, optimizer_of, update
+from .storages import local, resizes_followed
+from .surroundings import FAKE, Surroundings
 from .torchtitan_model import Transformer, cross_entropy
 from .torchtitan_parallel import layer_numbers, made
 from .torchtitan_settings import Part, Torchtitan
@@ -33,7 +32,7 @@ SUBSTITUTIONS = (*substitutions.SUBSTITUTIONS, *dtensors.SUBSTITUTIONS, *pipelin
 BLOCKS, NORM = ("layers",), "norm"
 
 
-def traced_torchtitan(job: Job, *, sums_in_place: bool = True) -> Traced:
+def traced_torchtitan(job: Job, *, sums_in_place: bool = True, within: Surroundings = FAKE) -> Traced:
     """The step after the first applied one: optimizer states exist, gradients do not. Models are made and sharded on
     ``meta``, with real meshes, and get their tensors once tensors are fake."""
     settings = job.torchtitan
@@ -41,24 +40,22 @@ def traced_torchtitan(job: Job, *, sums_in_place: bool = True) -> Traced:
     if settings.stages is not None:
         from .torchtitan_pipeline import traced_stage
 
-        return traced_stage(job, settings, settings.stages, sums_in_place=sums_in_place)
-    with rank_of(job, settings) as mesh:
+        return traced_stage(job, settings, settings.stages, sums_in_place=sums_in_place, within=within)
+    with rank_of(job, settings, within) as mesh:
         tensor = mesh["tp"] if settings.tensor > 1 else None
         whole = Part(0, settings.layers, first=True, last=True)
         model = made(job, settings, whole, layer_numbers(), inner(job, mesh), tensor)
         recording, places = Recording(), HookedPlaces([model])
-        with followed(recording, places, sums_in_place) as follow:
-            _run(job, settings, model, follow, places)
+        with followed(recording, places, sums_in_place, within) as follow:
+            _run(job, settings, model, follow, places, within)
     scores = settings.vocab // (settings.tensor if settings.parallel_loss else 1)
     return Traced(recording.categorised(scores), outline([model]))
 
 
 @contextmanager
-def rank_of(job: Job, settings: Torchtitan) -> Iterator[DeviceMesh]:
-    """The mesh of all ranks, of which this process is the first of its stage: pipeline, replicas, shards, and
-    tensor parallelism, each where there is any."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+def rank_of(job: Job, settings: Torchtitan, within: Surroundings = FAKE) -> Iterator[DeviceMesh]:
+    """The mesh of all ranks, of which this process, where it is alone, is the first of its stage: pipeline, replicas,
+    shards, and tensor parallelism, each where there is any."""
     assert job.fsdp is not None
     stages = settings.stages
     sizes = {
@@ -74,11 +71,10 @@ def rank_of(job: Job, settings: Torchtitan) -> Iterator[DeviceMesh]:
         after *= 1 if name == "pp" else size
     rank = after * stages.rank if stages is not None else 0
     clear_caches()
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+        with within.group(rank, world):
+            yield init_device_mesh(within.device, tuple(dims.values()), mesh_dim_names=tuple(dims))
     finally:
-        dist.destroy_process_group()
         clear_caches()
 
 
@@ -89,11 +85,13 @@ def inner(job: Job, mesh: DeviceMesh) -> DeviceMesh:
 
 
 @contextmanager
-def followed(recording: Recording, places: HookedPlaces, sums_in_place: bool) -> Iterator[FollowLocal]:
-    """Fake tensors, as on a GPU, whose storages are written down."""
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), cuda_behaviour():
+def followed(
+    recording: Recording, places: HookedPlaces, sums_in_place: bool, within: Surroundings = FAKE
+) -> Iterator[FollowLocal]:
+    """Tensors, as on a GPU, whose storages are written down."""
+    with warnings.catch_warnings(), within.tensors():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        follow = FollowLocal(recording, places, sums_in_place=sums_in_place)
+        follow = FollowLocal(recording, places, sums_in_place=sums_in_place, device=within.device, fake=within.fake)
         with follow, resizes_followed(follow), on_devices(follow), categories_of_fsdp(follow), places.followed():
             follow.calibrate()
             yield follow
@@ -103,15 +101,23 @@ def outline(models: Sequence[Transformer]) -> Outline:
     return Outline(BLOCKS, NORM, sum(one.numel() for model in models for one in model.parameters()))
 
 
-def given_tensors(model: Transformer, follow: FollowLocal) -> list[torch.nn.Parameter]:
+def given_tensors(model: Transformer, follow: FollowLocal, within: Surroundings) -> list[torch.nn.Parameter]:
     """Gives a model on ``meta`` its tensors; its parameters."""
-    model.to_empty(device="cpu")
+    with_tensors(model, within)
     parameters = list(model.parameters())
     for parameter in parameters:
         follow.adopt(parameter, "parameter", Category.PARAMETERS)
     for buffer in model.buffers():
         follow.adopt(buffer, "buffer", Category.BUFFERS)
     return parameters
+
+
+def with_tensors(model: Transformer, within: Surroundings) -> None:
+    """Gives a model on ``meta`` its tensors, and values if they are real."""
+    model.to_empty(device=within.device)
+    if not within.fake:
+        initialise(model, seed=dist.get_rank())
+        model.fill_frequencies()
 
 
 def mark_states(job: Job, optimizer: torch.optim.Optimizer, follow: FollowLocal) -> None:
@@ -127,37 +133,83 @@ def mark_gradients(parameters: Sequence[torch.nn.Parameter], follow: FollowLocal
             follow.mark(parameter.grad, Category.GRADIENTS)
 
 
-def batch(job: Job, count: int, follow: FollowLocal) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of ``count`` micro-batches."""
+def batch(job: Job, count: int, vocab: int, within: Surroundings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of ``count`` micro-batches, the same on all ranks."""
     tokens, labels = (torch.zeros(count * job.b, job.s, dtype=torch.int64) for _ in range(2))
-    for name, tensor in (("tokens", tokens), ("labels", labels)):
-        follow.adopt(tensor, name, Category.INPUTS)
+    if not within.fake:
+        torch.manual_seed(0)
+        tokens.random_(0, vocab)
+        labels.copy_(tokens)
     return tokens, labels
 
 
-def _run(job: Job, settings: Torchtitan, model: Transformer, follow: FollowLocal, places: HookedPlaces) -> None:
-    sharded: Any = model
-    assert job.fsdp is not None
-    parameters = given_tensors(model, follow)
-    optimizer = optimizer_of(job, parameters)
-    tokens, labels = batch(job, 1, follow)
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    update(job, optimizer, follow)
-    mark_states(job, optimizer, follow)
+def adopt_batch(tokens: torch.Tensor, labels: torch.Tensor, follow: FollowLocal) -> None:
+    for name, tensor in (("tokens", tokens), ("labels", labels)):
+        follow.adopt(tensor, name, Category.INPUTS)
+
+
+class TitanTraining:
+    """A model of one stage, its optimizer and a micro-batch, with tensors already."""
+
+    def __init__(
+        self,
+        job: Job,
+        settings: Torchtitan,
+        model: Transformer,
+        within: Surroundings,
+        follow: FollowLocal | None = None,
+    ) -> None:
+        self.job, self.settings, self.model, self.within, self.follow = job, settings, model, within, follow
+        self.parameters = list(model.parameters())
+        self.optimizer = optimizer_of(job, self.parameters)
+        self.tokens, self.labels = batch(job, 1, settings.vocab, within)
+
+    def iterate(self, watch: Watch) -> None:
+        """Every micro-batch and the step."""
+        job, sharded = self.job, self.model
+        assert job.fsdp is not None
+        last = job.microbatches - 1
+        for microbatch in range(job.microbatches):
+            watch.begins(FORWARD, microbatch)
+            sharded.set_requires_gradient_sync(job.fsdp.syncs_each or microbatch == last)
+            with loss_parallel() if self.settings.parallel_loss else nullcontext():
+                logits = self.model(self.tokens)
+                loss = cross_entropy(logits, self.labels)
+                del logits
+                watch.begins(BACKWARD, microbatch)
+                loss.backward()  # type: ignore[no-untyped-call]
+            if self.within.lost is not None:
+                self.within.lost(local(loss.detach()))
+            del loss
+            watch.accumulated(self.parameters)
+        watch.begins(OPTIMIZER, last)
+        update(job, self.optimizer, self.follow)
+
+    def evaluate(self) -> None:
+        """A forward pass of the model alone."""
+        self.model(self.tokens)
+
+
+def _run(
+    job: Job,
+    settings: Torchtitan,
+    model: Transformer,
+    follow: FollowLocal,
+    places: HookedPlaces,
+    within: Surroundings,
+) -> None:
+    given_tensors(model, follow, within)
+    training = TitanTraining(job, settings, model, within, follow)
+    adopt_batch(training.tokens, training.labels, follow)
+    if within.fake:
+        for parameter in training.parameters:
+            parameter.grad = torch.empty_like(parameter)
+        update(job, training.optimizer, follow)
+    else:
+        for _ in range(within.warmup):
+            training.iterate(Watch())
+    mark_states(job, training.optimizer, follow)
     gc.collect()
-    for microbatch in range(job.microbatches):
-        places.microbatch, places.phase = microbatch, FORWARD
-        sharded.set_requires_gradient_sync(job.fsdp.syncs_each or microbatch == job.microbatches - 1)
-        with loss_parallel() if settings.parallel_loss else nullcontext():
-            logits = model(tokens)
-            loss = cross_entropy(logits, labels)
-            del logits
-            places.phase = BACKWARD
-            loss.backward()  # type: ignore[no-untyped-call]
-        del loss
-        mark_gradients(parameters, follow)
-    places.phase = OPTIMIZER
-    update(job, optimizer, follow)
+    training.iterate(Marking(places, follow))
     gc.collect()
     follow.close()

@@ -8,6 +8,7 @@ import torch
 from memplan.tape import Hold
 from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER, Recording
 from memplan.trace.step import traced_step
+from memplan.trace.surroundings import Surroundings
 
 from .test_step import model_flags, of
 
@@ -34,6 +35,6 @@ def sizes(recording: Recording, phase: str) -> list[int]:
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "gpt_neox", "opt"])
 def test_events_on_fake_cuda_tensors(family: str, setting: str) -> None:
     job, _ = of(**model_flags(family), **SETTINGS[setting])
-    here, there = traced_step(job).recording, traced_step(job, device="cuda").recording
+    here, there = traced_step(job).recording, traced_step(job, within=Surroundings(device="cuda")).recording
     for phase in ("", FORWARD, BACKWARD, OPTIMIZER):
         assert sizes(here, phase) == sizes(there, phase), phase

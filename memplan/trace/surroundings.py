@@ -1,0 +1,73 @@
+"""Where a step runs: on fake tensors or on real ones, and alone or among processes of a group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .substitutions import cuda_behaviour, cuda_behaviour_of_real
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """As a trace has them, if nothing is said: fake tensors, of which a CPU-only PyTorch makes what CUDA would."""
+
+    fake: bool = True
+    device: str = "cpu"
+    """The type of the device."""
+    alone: bool = True
+    """This process plays a rank, and others are of torch's fake process group; else there is a process for every
+    rank, started by torch's elastic launcher."""
+    warmup: int = 1
+    """Iterations before the one that is followed, of real tensors."""
+    seconds: float = 600.0
+    """After which a collective that has not ended is an error."""
+    lost: Callable[[torch.Tensor], None] | None = None
+    """Is given the loss of every micro-batch, where the rank has it."""
+    says: Callable[[str], None] | None = None
+    """Is told what begins."""
+
+    def tells(self, what: str) -> None:
+        if self.says is not None:
+            self.says(what)
+
+    @contextmanager
+    def tensors(self) -> Iterator[None]:
+        """What is made is made on ``device``, and behaves as on a GPU where it is fake and there is none."""
+        if not self.fake:
+            with torch.device(self.device), cuda_behaviour_of_real() if self.device == "cpu" else nullcontext():
+                yield
+            return
+        as_on_a_gpu = torch.device(self.device) if self.device == "cuda" else cuda_behaviour()
+        with FakeTensorMode(allow_non_fake_inputs=True), as_on_a_gpu:
+            yield
+
+    @contextmanager
+    def group(self, rank: int, ranks: int) -> Iterator[None]:
+        """The process group of all ranks; ``rank`` is the one that a process which is alone plays."""
+        if self.alone:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+        else:
+            more: dict[str, Any] = {}
+            if self.device == "cuda":
+                more["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group(BACKENDS[self.device], timeout=timedelta(seconds=self.seconds), **more)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+FAKE = Surroundings()
