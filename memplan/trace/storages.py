@@ -45,6 +45,9 @@ STATISTICS = (_aten.native_layer_norm.default, _aten.native_batch_norm.default)
 """Operators whose mean and reciprocal deviation are fp32 on CUDA (``layer_norm_kernel.cu``, ``Normalization.cuh``)."""
 
 
+FOREIGN = "foreign"
+"""Name of a storage that is not the program's."""
+
 LOCAL = "_local_tensor"
 """A ``DTensor``'s attribute."""
 
@@ -100,6 +103,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def adopt(self, tensor: torch.Tensor, name: str, category: Category | None = None) -> None:
         """Follows the storage of ``tensor``, unless it is already; ``category`` is what it is for."""
         for part in parts(tensor):
+            if category is not None:
+                self._take_back(part)
             self._adopt(part, name)
             if category is not None:
                 self.mark(part, category)
@@ -124,6 +129,12 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         followed = self._followed.get(local(tensor).untyped_storage()._cdata)
         if followed is not None:
             self.recording.marks.setdefault(followed.hold.tensor, category)
+
+    def _take_back(self, tensor: torch.Tensor) -> None:
+        """A storage that was left alone turns out to be of the program."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._followed and self._followed[key].hold.name == FOREIGN:
+            self._followed.pop(key).finalizer.detach()
 
     def _follow(self, storage: torch.UntypedStorage, hold: Hold) -> Hold:
         """Follows ``storage``, described by ``hold`` but for its number; the hold that is written down."""
@@ -187,10 +198,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _leave_alone(self, tensor: torch.Tensor) -> None:
-        """What is viewed and was never seen is a buffer inside a library, gloo's, which no GPU has: not counted."""
+        """What is viewed and was never seen is a buffer inside a library, gloo's, which no GPU has: not counted,
+        unless it is adopted later."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._followed:
-            self._follow(storage, Hold(0, 0, Category.TEMPORARIES, "foreign"))
+            self._follow(storage, Hold(0, 0, Category.TEMPORARIES, FOREIGN))
 
     # -- what autograd does in place where no mode sees operators -----------------------------------
 
