@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import loss_parallel
 
 from ..tape import Category
 from .dtensors import FollowLocal
@@ -28,13 +30,14 @@ def traced_stage(job: Job, settings: Torchtitan, stages: Stages, *, sums_in_plac
     """The second iteration: the first has made optimizer states, and the buffers that stages receive in."""
     with rank_of(job, settings) as mesh, communication():
         numbers = layer_numbers()
-        models = [made(job, settings, stages.part(at), numbers, inner(job, mesh), None) for at in stages.numbers]
+        data, tensor = inner(job, mesh), mesh["tp"] if settings.tensor > 1 else None
+        models = [made(job, settings, stages.part(at), numbers, data, tensor) for at in stages.numbers]
         recording = Recording()
         places = PassPlaces(models, _openings(stages), recording)
         with followed(recording, places, sums_in_place) as follow:
             _run(job, settings, stages, models, mesh, follow, places)
     passes = tuple(places.passes)
-    return Traced(recording.categorised(settings.vocab), outline(models), passes=passes)
+    return Traced(recording.categorised(settings.scores), outline(models), passes=passes)
 
 
 def _openings(stages: Stages) -> dict[tuple[str, int], str]:
@@ -73,7 +76,8 @@ def _run(
     def step() -> None:
         losses: list[torch.Tensor] | None = [] if last else None
         target = labels if last else None
-        schedule.step(*inputs, target=target, losses=losses, return_outputs=stages.return_outputs)
+        with loss_parallel() if settings.parallel_loss else nullcontext():
+            schedule.step(*inputs, target=target, losses=losses, return_outputs=stages.return_outputs)
 
     gc.collect()
     step()
@@ -99,7 +103,7 @@ def _stage(
 ) -> PipelineStage:
     """A stage that knows the shapes of what it receives and sends."""
     dtype = DTYPES[job.dtype]
-    hidden = torch.empty(job.b, job.s, settings.hidden, dtype=dtype, requires_grad=True)
+    hidden = torch.empty(job.b, job.s // settings.tensor, settings.hidden, dtype=dtype, requires_grad=True)
     tokens = torch.zeros(job.b, job.s, dtype=torch.int64)
     logits = torch.empty(job.b, job.s, settings.vocab, dtype=dtype, requires_grad=True)
     return PipelineStage(

@@ -49,8 +49,7 @@ def traced_torchtitan(job: Job, *, sums_in_place: bool = True) -> Traced:
         recording, places = Recording(), HookedPlaces([model])
         with followed(recording, places, sums_in_place) as follow:
             _run(job, settings, model, follow, places)
-    scores = settings.vocab // (settings.tensor if settings.parallel_loss else 1)
-    return Traced(recording.categorised(scores), outline([model]))
+    return Traced(recording.categorised(settings.scores), outline([model]))
 
 
 @contextmanager
