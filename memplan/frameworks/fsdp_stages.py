@@ -182,7 +182,7 @@ def _part(
     loss = None
     if cut.first:
         embedding, *_ = made.ends(options if names or cut.last else returned)
-        blocks[:1] = [made.first_block(block, embedding) for block in blocks[:1]]
+        embedding, *blocks = made.behind(embedding, blocks)
         spans = [Span(embedding, ("embedding",))]
     spans += [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     if cut.last:

@@ -7,6 +7,7 @@ forward, and so do the root's. Logits leave the model, and the loss is taken out
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -107,9 +108,13 @@ class Recipes:
             return block(self.shape, mode, options)
         return fsdp_torchtitan_tp.block(self.shape, self.tensor, mode, options)
 
-    def first_block(self, block: Module, embedding: Module) -> Module:
-        """``block`` behind the embedding."""
-        return block if self.tensor == 1 else fsdp_torchtitan_tp.first_block(block, embedding)
+    def behind(self, embedding: Module, blocks: Sequence[Module]) -> list[Module]:
+        """The embedding and the blocks behind it, of which a stage may have none."""
+        if self.tensor == 1:
+            return [embedding, *blocks]
+        if not blocks:
+            return [fsdp_torchtitan_tp.sent(embedding)]
+        return [embedding, fsdp_torchtitan_tp.first_block(blocks[0], embedding), *blocks[1:]]
 
     def ends(self, options: Options) -> tuple[Module, Module, Module, Module]:
         """Embedding, final norm, head, and the loss outside of the model."""
@@ -151,8 +156,8 @@ def torchtitan_model(
     made = recipes(plan)
     names = plain.layer_names(plan.model.layers)
     embedding, norm, head, loss = made.ends(options)
-    first, *blocks = (made.block(recompute.of(at), options) for at in range(len(names)))
-    blocks = [made.first_block(first, embedding), *blocks]
+    blocks = [made.block(recompute.of(at), options) for at in range(len(names))]
+    embedding, *blocks = made.behind(embedding, blocks)
     layers = [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     after = [Span(norm, ("final_norm",)), Span(head, ("head",)), Span(loss, ("loss",))]
     spans = (Span(embedding, ("embedding",)), *layers, *after)
