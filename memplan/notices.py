@@ -346,7 +346,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
                 "host memory is the tensors' own; PyTorch rounds what is pinned up to a power of two, at most twice it"
             )
         result += TENSOR_PARALLEL if plan.layout.tp > 1 else ()
-        result += fsdp_notices.PIPELINE if plan.layout.pp > 1 else ()
+        result += fsdp_notices.assumptions(plan)
     if plan.framework == "megatron-deepspeed":
         result += MEGATRON
         if plan.precision.dtype == "fp16" and plan.layout.zero == 0:

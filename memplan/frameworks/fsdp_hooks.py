@@ -67,11 +67,14 @@ class Gradient:
 
     end: Drop
     elements: int
+    """Of the parameter, as this rank has it."""
+    whole: int
+    """Of the gradient: more, where tensor parallelism leaves it whole."""
     kept: int
-    """Id of its copy in the reduction's dtype, where it is not reduced at once."""
-    local: Hold | None = None
-    """What it becomes first, where tensor parallelism leaves it in another placement than its parameter's
-    (``unsharded_grad_data``)."""
+    """Id of its copy in the reduction's dtype, where it is not reduced at once; in the same placement."""
+    placed: int | None = None
+    """Id of what is reduced, where tensor parallelism leaves the gradient in another placement than its parameter's
+    (``unsharded_grad_data``, ``unsharded_accumulated_grad_data``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,14 +269,17 @@ class Hooks:
         self.states[at].ran = True
         sharding, role = self.sharding, self.role
         cast = sharding.reduce != sharding.compute
-        ends = [self._placed(one) for one in self.gradients[at]]
+        found = self.gradients[at]
+        ends = [one.end for one in found]
         if role.adds and cast:  # ``accumulate_unsharded_grad_if_needed``
             self.events += ends
-            ends = [self._kept(one)[1] for one in self.gradients[at]]
+            ends = [self._kept(one)[1] for one in found]
+        if role.reduces:
+            ends = [self._placed(one, end) for one, end in zip(found, ends, strict=True)]
         self.reshard(at, forward=False)
         if not role.reduces:
             if cast and not role.adds:  # ``to_accumulated_grad_if_needed``
-                for one in self.gradients[at]:
+                for one in found:
                     self.events += [self._kept(one)[0], one.end]
             return
         if self.reducing is not None:
@@ -289,17 +295,19 @@ class Hooks:
         self._reduced(at, elements)
         self.events += last
 
-    def _placed(self, one: Gradient) -> Drop:
-        """The end of a gradient that has its parameter's placement."""
-        if one.local is None:
-            return one.end
-        self.events += [one.local, one.end]
-        return Drop(one.local.tensor, one.local.bytes, one.local.category)
+    def _placed(self, one: Gradient, end: Drop) -> Drop:
+        """The end of a gradient in its parameter's placement; ``end`` is that of one as autograd left it."""
+        if one.placed is None:
+            return end
+        dtype = self.sharding.reduce if end.tensor == one.kept else self.sharding.compute
+        hold = self.hold(one.placed, one.elements, dtype, GRADIENTS, "redistributed_gradient")
+        self.events.append(end)
+        return Drop(hold.tensor, hold.bytes, hold.category)
 
     def _kept(self, one: Gradient) -> tuple[Hold, Drop]:
         """A gradient's copy in the reduction's dtype, which waits for a micro-batch that reduces."""
         dtype = self.sharding.reduce
-        hold = Hold(one.kept, size(one.elements, dtype), GRADIENTS, "unsharded_gradient", (one.elements,), dtype)
+        hold = Hold(one.kept, size(one.whole, dtype), GRADIENTS, "unsharded_gradient", (one.whole,), dtype)
         return hold, Drop(hold.tensor, hold.bytes, hold.category)
 
     def _reduced(self, at: int, elements: int) -> None:

@@ -12,10 +12,14 @@ from ..layers.tensor_parallel import PARTIAL, REPLICATED
 from ..program import Span
 from ..tape import Category, Drop, Hold, Tape
 from .fsdp_hooks import LOCAL, PERSISTENT, Gradient, Role, Seams, seams
-from .fsdp_units import Sharding, Unit, size
+from .fsdp_units import Sharding, Unit
 
-SHARED_GRADIENT, SHARED_KEPT = -900, -950
-"""Ids from here down to −999 are of gradients that wait in one module for the hooks of another."""
+ALONE = (PERSISTENT, PERSISTENT + 300, PERSISTENT + 600)
+"""Ids from here on are of gradients that one module's hooks end: as autograd left them, kept, in their parameter's
+placement."""
+
+SHARED = (-900, -930, -960)
+"""Ids from here down to −989 are of such that wait in one module for the hooks of another."""
 
 
 @lru_cache(maxsize=4096)
@@ -149,15 +153,25 @@ def owned(spans: Sequence[Span], units: Sequence[Unit], sharding: Sharding) -> O
         own: list[Gradient] = []
         for place in places:
             holds = left_gradients(modules[place][0])
-            first, kept, step = (PERSISTENT, PERSISTENT + 300, 1) if unit.alone else (SHARED_GRADIENT, SHARED_KEPT, -1)
-            ids = range(first + step * shared, first + step * (shared + len(holds)), step)
+            known = _ids(unit, len(holds), shared)
             if not unit.alone:
                 shared += len(holds)
-            renamed[place] = tuple((hold.tensor, id) for hold, id in zip(holds, ids, strict=True))
-            own += [_gradient(hold, id, id - first + kept, sharding) for hold, id in zip(holds, ids, strict=True)]
+            renamed[place] = tuple((hold.tensor, ids[0]) for hold, ids in zip(holds, known, strict=True))
+            own += [_gradient(hold, ids, sharding) for hold, ids in zip(holds, known, strict=True)]
         gradients.append(_in_order(own, unit.parameters))
-    assert shared <= SHARED_GRADIENT - SHARED_KEPT, "too many gradients that wait for hooks"
+    assert shared <= SHARED[0] - SHARED[1], "too many gradients that wait for hooks"
     return Owned(tuple(modules), tuple(renamed), tuple(gradients))
+
+
+Ids = tuple[int, int, int]
+"""Of a gradient as autograd leaves it, of its copy that is kept, and of what is reduced."""
+
+
+def _ids(unit: Unit, count: int, shared: int) -> list[Ids]:
+    """Of ``count`` gradients, before which ``shared`` of other modules wait."""
+    if unit.alone:
+        return [(ALONE[0] + at, ALONE[1] + at, ALONE[2] + at) for at in range(count)]
+    return [(SHARED[0] - at, SHARED[1] - at, SHARED[2] - at) for at in range(shared, shared + count)]
 
 
 @lru_cache(maxsize=256)
@@ -175,14 +189,12 @@ def _with_hooks(
     )
 
 
-def _gradient(hold: Hold, id: int, kept: int, sharding: Sharding) -> Gradient:
-    placement, elements = hold.name.rpartition("/")[2], prod(hold.shape)
-    local = None
-    if placement in (PARTIAL, REPLICATED):
-        elements //= sharding.tensor if placement == REPLICATED else 1
-        bytes = size(elements, hold.dtype)
-        local = Hold(kept, bytes, Category.GRADIENTS, "redistributed_gradient", (elements,), hold.dtype)
-    return Gradient(Drop(id, hold.bytes, hold.category), elements, kept, local)
+def _gradient(hold: Hold, ids: Ids, sharding: Sharding) -> Gradient:
+    placement, whole = hold.name.rpartition("/")[2], prod(hold.shape)
+    id, kept, placed = ids
+    elements = whole // sharding.tensor if placement == REPLICATED else whole
+    moves = placement in (PARTIAL, REPLICATED)
+    return Gradient(Drop(id, hold.bytes, hold.category), elements, whole, kept, placed if moves else None)
 
 
 def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) -> list[Gradient]:
@@ -192,7 +204,7 @@ def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) ->
     result = []
     for parameter in parameters:
         equal = [gradient for gradient in left if gradient.elements == parameter.elements]
-        one = min(equal, key=lambda gradient: gradient.local is None)
+        one = min(equal, key=lambda gradient: gradient.placed is None)
         left.remove(one)
         result.append(one)
     return result

@@ -1,4 +1,4 @@
-"""What a user of a pipeline under ``fully_shard`` should know."""
+"""What a user of ``fully_shard`` should know of a pipeline, and of one shard."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ PIPELINE = (
     "shapes known beforehand: that the first iteration infers them by a pass of its own is not replayed",
 )
 """Taken for granted with pipeline parallelism."""
+
+ONE_SHARD = (
+    "fully_shard over one rank, as torchtitan has it since 9 April 2026 (#2900; before, it left it away there): "
+    "parameters are copied, gathered from nobody; that it divides gradients by 1.0 (set_gradient_divide_factor), which "
+    "over one rank takes a copy of a unit's gradients while they are reduced, is left out",
+)
+"""Taken for granted of torchtitan's models where no two ranks share a parameter's shards."""
+
+
+def assumptions(plan: Plan) -> tuple[str, ...]:
+    """Of layouts, beside what holds for all of ``fully_shard``."""
+    alone = plan.fsdp.code == "torchtitan" and plan.layout.dp == plan.fsdp.replicas
+    return (*(ONE_SHARD if alone else ()), *(PIPELINE if plan.layout.pp > 1 else ()))
 
 
 def warnings(plan: Plan, programs: Sequence[Program]) -> Iterator[Notice]:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..layers.huggingface import LayerShape
 from ..layers.module import Options, Parameter, hold_bytes
 from ..pipeline.torch_schedules import Place, rounds, schedule, shortened
 from ..pipeline.torchtitan_partition import of_entries, split_points, weighted
@@ -24,7 +23,7 @@ from ..timeline import Part, Timeline
 from . import plain
 from .fsdp import sharded_states, sharded_step, with_parameters
 from .fsdp_pipeline import part, stage_units
-from .fsdp_torchtitan import ActivationCheckpointing, Checkpointing, block, check, ends
+from .fsdp_torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, recipes
 from .fsdp_units import Sharding, shard
 
 
@@ -44,12 +43,6 @@ def check_pipeline(plan: Plan, given: Fsdp) -> None:
     if given.code != "torchtitan":
         problem = "must be 1 with transformers' models; torchtitan's (fsdp.code: torchtitan) is cut into stages"
         raise PlanError("layout.pp", layout.pp, problem)
-    if layout.tp > 1:
-        problem = "must be 1 with pipeline parallelism: stages of tensor-parallel layers are not modelled yet"
-        raise PlanError("layout.tp", layout.tp, problem)
-    if layout.dp == given.replicas:
-        problem = "must be more than fsdp.replicas with pipeline parallelism: torchtitan shards nothing across one rank"
-        raise PlanError("layout.dp", layout.dp, problem)
     if layout.vpp > 1 and pipeline.schedule != "1f1b":
         problem = "must be 1f1b with vpp > 1 (Interleaved1F1B): looped BFS is not modelled"
         raise PlanError("pipeline.schedule", pipeline.schedule, problem)
@@ -124,7 +117,7 @@ def _rank(
     place: Place,
     edges: Sequence[int],
 ) -> Program:
-    shape, count = plain.layer_shape(plan), microbatches(plan)
+    made, count = recipes(plan), microbatches(plan)
     numbers = [place.stage(chunk) for chunk in range(place.chunks)]
     cuts = [Cut(edges[at], edges[at + 1], not at, at == place.stages - 1) for at in numbers]
     parts: list[Part] = []
@@ -133,18 +126,18 @@ def _rank(
     for cut in cuts:
         modes = tuple(recompute.of(before + at) for at in range(cut.high - cut.low))
         before += cut.high - cut.low
-        parts.append(_part(shape, options, modes, cut, sharding, plan.fsdp.ends_apart, place.chunks > 1))
+        parts.append(_part(made, options, modes, cut, sharding, plan.fsdp.ends_apart, place.chunks > 1))
     spans = tuple(span for one in parts for span in (*one.spans, *one.losses))
     tensors = [[parameter for span in one.spans for parameter in span.module.parameters] for one in parts]
-    timeline = _timeline(tuple(parts), place, plan, shape)
-    ranks = sharding.shards * sharding.replicas
+    timeline = _timeline(tuple(parts), place, plan, made)
+    ranks = sharding.shards * sharding.replicas * sharding.tensor
     return Program(
         stage=place.rank,
         ranks=tuple(range(place.rank * ranks, (place.rank + 1) * ranks)),
         entries=tuple(name for span in spans for name in span.names),
         spans=spans,
         states=sharded_states(plan.optimizer, sharding),
-        extra=tuple(_kept(shape, cuts, count)),
+        extra=tuple(_kept(made, cuts, count)),
         step=_steps(tensors, plan, sharding),
         flight=timeline.flight,
         microbatches=count,
@@ -155,19 +148,20 @@ def _rank(
     )
 
 
-def _timeline(parts: tuple[Part, ...], place: Place, plan: Plan, shape: LayerShape) -> Timeline:
+def _timeline(parts: tuple[Part, ...], place: Place, plan: Plan, made: Recipes) -> Timeline:
     count, name, outputs = microbatches(plan), plan.pipeline.schedule, plan.fsdp.return_outputs
     actions = schedule(place, count, name, outputs), shortened(place, count, name, outputs)
     if not outputs or place.rank < place.ranks - 1:
         return Timeline(parts, *actions)
-    merged = (count * shape.b, shape.s, shape.spec.vocab)
-    size = hold_bytes(merged, shape.dtype)
-    return Timeline(parts, *actions, Hold(0, size, Category.LOGITS, "merged_logits", merged, shape.dtype), count)
+    b, *rest = made.logits
+    merged, dtype = (count * b, *rest), made.shape.dtype
+    held = Hold(0, hold_bytes(merged, dtype), Category.LOGITS, "merged_logits", merged, dtype)
+    return Timeline(parts, *actions, held, count)
 
 
 @lru_cache(maxsize=256)
 def _part(
-    shape: LayerShape,
+    made: Recipes,
     options: Options,
     modes: tuple[Checkpointing, ...],
     cut: Cut,
@@ -183,28 +177,31 @@ def _part(
         own = received if not cut.first and not at else options
         return replace(own, drops_gradient=False) if not cut.last and at == len(names) - 1 else own
 
-    spans = [Span(block(shape, mode, chosen(at)), (names[at],)) for at, mode in enumerate(modes)]
+    blocks = [made.block(mode, chosen(at)) for at, mode in enumerate(modes)]
+    spans: list[Span] = []
     loss = None
     if cut.first:
-        embedding, *_ = ends(shape, options if names or cut.last else returned)
-        spans = [Span(embedding, ("embedding",)), *spans]
+        embedding, *_ = made.ends(options if names or cut.last else returned)
+        embedding, *blocks = made.behind(embedding, blocks)
+        spans = [Span(embedding, ("embedding",))]
+    spans += [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     if cut.last:
-        _, norm, head, _ = ends(shape, options)
-        _, *_, loss = ends(shape, received)
+        _, norm, head, _ = made.ends(options)
+        *_, loss = made.ends(received)
         if not names:
-            _, norm, *_ = ends(shape, received)
+            _, norm, *_ = made.ends(received)
         spans += [Span(norm, ("final_norm",)), Span(head, ("head",))]
     units = stage_units(names, first=cut.first, last=cut.last, ends_apart=ends_apart)
     return part(tuple(spans), loss, with_parameters(spans, units, "torchtitan"), sharding, ahead)
 
 
-def _kept(shape: LayerShape, cuts: Sequence[Cut], count: int) -> list[Hold]:
+def _kept(made: Recipes, cuts: Sequence[Cut], count: int) -> list[Hold]:
     """Tokens and labels of ``count`` micro-batches, and of every stage its table of rotations and its buffers for
     what it receives."""
-    batch = (count * shape.b, shape.s)
+    shape, hidden = made.shape, made.hidden
+    batch, table = (count * shape.b, shape.s), (shape.s, shape.spec.head_dim // 2)
     size = hold_bytes(batch, "int64")
     result = [Hold(0, size, Category.INPUTS, name, batch, "int64") for name in ("input_ids", "labels")]
-    table, hidden = (shape.s, shape.spec.head_dim // 2), (shape.b, shape.s, shape.spec.hidden)
     size = hold_bytes(hidden, shape.dtype)
     for cut in cuts:
         result.append(Hold(0, 2 * hold_bytes(table, "fp32"), Category.BUFFERS, "freqs_cis", table, "complex64"))

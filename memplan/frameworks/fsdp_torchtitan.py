@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from ..layers import torchtitan
-from ..layers.autograd import Recorder, Tensor
+from ..layers.autograd import Recorder, Shape, Tensor
 from ..layers.huggingface import LayerShape
 from ..layers.module import Interface, Module, Options, Run, build, hold_bytes
 from ..plan.errors import PlanError
@@ -93,16 +93,49 @@ def check(plan: Plan) -> None:
     plain.check_flash(plan)
 
 
-def modules(
-    plan: Plan, shape: LayerShape, modes: Sequence[Checkpointing], options: Options
-) -> tuple[list[Module], tuple[Module, Module, Module, Module]]:
-    """Blocks, and the ends, of one rank."""
-    t = plan.layout.tp
-    if t == 1:
-        return [block(shape, mode, options) for mode in modes], ends(shape, options)
-    around = fsdp_torchtitan_tp.ends(shape, t, plan.loss.kind == "vocab-parallel", options)
-    blocks = [fsdp_torchtitan_tp.block(shape, t, mode, options) for mode in modes]
-    return [fsdp_torchtitan_tp.first_block(blocks[0], around[0]), *blocks[1:]], around
+@dataclass(frozen=True, slots=True)
+class Recipes:
+    """The modules of one rank, of which tensor parallelism may have a part."""
+
+    shape: LayerShape
+    """That of all tensor-parallel ranks together."""
+    tensor: int = 1
+    parallel_loss: bool = False
+    """Logits stay in parts."""
+
+    def block(self, mode: Checkpointing, options: Options) -> Module:
+        if self.tensor == 1:
+            return block(self.shape, mode, options)
+        return fsdp_torchtitan_tp.block(self.shape, self.tensor, mode, options)
+
+    def behind(self, embedding: Module, blocks: Sequence[Module]) -> list[Module]:
+        """The embedding and the blocks behind it, of which a stage may have none."""
+        if self.tensor == 1:
+            return [embedding, *blocks]
+        if not blocks:
+            return [fsdp_torchtitan_tp.sent(embedding)]
+        return [embedding, fsdp_torchtitan_tp.first_block(blocks[0], embedding), *blocks[1:]]
+
+    def ends(self, options: Options) -> tuple[Module, Module, Module, Module]:
+        """Embedding, final norm, head, and the loss outside of the model."""
+        if self.tensor == 1:
+            return ends(self.shape, options)
+        return fsdp_torchtitan_tp.ends(self.shape, self.tensor, self.parallel_loss, options)
+
+    @property
+    def hidden(self) -> Shape:
+        """Of the residual stream: (b, s / t, h)."""
+        return self.shape.b, self.shape.s // self.tensor, self.shape.spec.hidden
+
+    @property
+    def logits(self) -> Shape:
+        """(b, s, v), or (b, s, v / t)."""
+        parts = self.tensor if self.parallel_loss else 1
+        return self.shape.b, self.shape.s, self.shape.spec.vocab // parts
+
+
+def recipes(plan: Plan) -> Recipes:
+    return Recipes(plain.layer_shape(plan), plan.layout.tp, plan.loss.kind == "vocab-parallel")
 
 
 def torchtitan_model(
@@ -120,10 +153,11 @@ def torchtitan_model(
     block is resharded (``torchtitan/distributed/fsdp.py``, ``apply_fsdp_to_decoder``, of later releases).
     """
     check(plan)
-    shape = plain.layer_shape(plan)
+    made = recipes(plan)
     names = plain.layer_names(plan.model.layers)
-    modes = [recompute.of(at) for at in range(len(names))]
-    blocks, (embedding, norm, head, loss) = modules(plan, shape, modes, options)
+    embedding, norm, head, loss = made.ends(options)
+    blocks = [made.block(recompute.of(at), options) for at in range(len(names))]
+    embedding, *blocks = made.behind(embedding, blocks)
     layers = [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     after = [Span(norm, ("final_norm",)), Span(head, ("head",)), Span(loss, ("loss",))]
     spans = (Span(embedding, ("embedding",)), *layers, *after)
@@ -135,6 +169,6 @@ def torchtitan_model(
         units = [Unit("embedding", (), 0, 0, reshard, False), *units, apart]
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
-    table = (shape.s, plan.model.head_dim // 2)
+    table = (made.shape.s, plan.model.head_dim // 2)
     freqs = Hold(0, 2 * hold_bytes(table, "fp32"), Category.BUFFERS, "freqs_cis", table, "complex64")
     return Model(spans, with_parameters(spans, units, "torchtitan"), "head", (freqs,))

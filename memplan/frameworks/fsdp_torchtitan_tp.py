@@ -42,13 +42,30 @@ def hidden_interface(shape: LayerShape, t: int) -> Interface:
 @lru_cache(maxsize=1024)
 def first_block(block: Module, embedding: Module) -> Module:
     """``block`` as the first one, whose first operator waits for the embedding's collective and ends its input."""
-    (sent,) = embedding.left
-    waited: Tape = (Drop(LEFT, sent.bytes, sent.category),)
+    waited = _waited(embedding)
 
     def after(tapes: Tapes) -> Tapes:
         return replace(tapes, forward=waited + tapes.forward)
 
     return replace(block, first=after(block.first), steady=after(block.steady), evaluation=waited + block.evaluation)
+
+
+@lru_cache(maxsize=1024)
+def sent(embedding: Module) -> Module:
+    """``embedding`` as a stage of its own, whose collective is waited for as soon as its output is sent."""
+    waited = _waited(embedding)
+
+    def before(tapes: Tapes) -> Tapes:
+        return replace(tapes, forward=tapes.forward + waited)
+
+    first, steady = before(embedding.first), before(embedding.steady)
+    return replace(embedding, first=first, steady=steady, evaluation=embedding.evaluation + waited, left=())
+
+
+def _waited(embedding: Module) -> Tape:
+    """What ends where somebody waits for the embedding's collective."""
+    (held,) = embedding.left
+    return (Drop(LEFT, held.bytes, held.category),)
 
 
 @lru_cache(maxsize=1024)

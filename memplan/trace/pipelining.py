@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.utils._pytree import tree_iter
@@ -50,6 +51,9 @@ class _Work:
 
 
 def _exchanged(operations: list[Any], desc: str | None = None) -> list[_Work]:
+    for operation in operations:
+        if isinstance(operation.tensor, AsyncCollectiveTensor):  # what sends it waits for it first, as any operator
+            operation.tensor = operation.tensor.trigger_wait()  # type: ignore[no-untyped-call]
     if len({operation.op for operation in operations}) > 1:
         return [_Work(None)]
     return [_Work(operation.tensor) for operation in operations]

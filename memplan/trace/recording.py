@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from ..tape import Category, Drop, Event, Excursion, Hold, Seam, Tape, fold
 
 FORWARD, BACKWARD, OPTIMIZER, EVALUATION = "forward", "backward", "step", "evaluation"
+ITERATION = "iteration"
+"""All passes of a pipeline's iteration, which is no event's phase."""
 LOSS, REDUCE, BETWEEN = "loss", "reduce", "between"
 """In a pipeline: the loss that follows a forward pass, the reduction of gradients behind the last backward, and
 what a schedule does between passes."""

@@ -65,11 +65,12 @@ def layer_numbers() -> Iterator[int]:
 
 
 def apply_tp(model: Transformer, mesh: DeviceMesh, *, parallel_loss: bool) -> None:
-    """``apply_tp``, with sequence parallelism."""
+    """``apply_tp``, with sequence parallelism. A stage has not every module of the plan."""
     output = Shard(-1) if parallel_loss else Replicate()
     head = ColwiseParallel(input_layouts=Shard(1), output_layouts=output, use_local_output=not parallel_loss)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    parallelize_module(model, mesh, {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": head})
+    plan = {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": head}
+    parallelize_module(model, mesh, {name: style for name, style in plan.items() if getattr(model, name) is not None})
     for block in model.layers.values():
         parallelize_module(block, mesh, _block_plan())
 

@@ -73,6 +73,11 @@ class Torchtitan:
     """The embedding is a unit, and norm and head are another."""
     stages: Stages | None = None
 
+    @property
+    def scores(self) -> int:
+        """Logits of one token that a rank has."""
+        return self.vocab // (self.tensor if self.parallel_loss else 1)
+
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Torchtitan:
         given = data["stages"]

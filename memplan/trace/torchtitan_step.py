@@ -48,8 +48,7 @@ def traced_torchtitan(job: Job, *, sums_in_place: bool = True, within: Surroundi
         recording, places = Recording(), HookedPlaces([model])
         with followed(recording, places, sums_in_place, within) as follow:
             _run(job, settings, model, follow, places, within)
-    scores = settings.vocab // (settings.tensor if settings.parallel_loss else 1)
-    return Traced(recording.categorised(scores), outline([model]))
+    return Traced(recording.categorised(settings.scores), outline([model]))
 
 
 @contextmanager

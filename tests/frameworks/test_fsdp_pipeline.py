@@ -19,8 +19,6 @@ from ..oracle.pipelining import Marks, Pipeline, traced_pipeline
 from ..oracle.torchtitan import Sizes
 from .test_fsdp_torchtitan import plan_of
 
-SHARDS = 4
-
 
 @dataclass(frozen=True)
 class Case:
@@ -34,11 +32,19 @@ class Case:
     reduce: str = "fp32"
     replicas: int = 1
     outputs: bool = False
+    shards: int = 4
+    tensor: int = 1
+    parallel_loss: bool = False
     only: tuple[int, ...] | None = None
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(hidden=96, heads=6, kv_heads=2, ffn=224, vocab=1003, layers=self.edges[-1], b=2, s=48)
+        vocab = 1003 if self.tensor == 1 else 1002
+        return Sizes(hidden=96, heads=6, kv_heads=2, ffn=224, vocab=vocab, layers=self.edges[-1], b=2, s=48)
+
+    @property
+    def dp(self) -> int:
+        return self.shards * self.replicas
 
     @property
     def chunks(self) -> int:
@@ -55,6 +61,11 @@ CASES = {
     "gpipe-fewer-full": Case((0, 1, 2, 3, 4), 4, 2, "gpipe", recompute="full", only=(2, 3)),
     "interleaved": Case((0, 1, 2, 3, 4), 2, 3, "interleaved", recompute="full", ends_apart=True),
     "interleaved-bf16": Case((0, 0, 1, 2, 2), 2, 2, "interleaved", reduce="bf16"),
+    "1f1b-tp": Case((0, 2, 3), 2, 3, tensor=2, parallel_loss=True),
+    "gpipe-tp-op": Case((0, 1, 2), 2, 2, "gpipe", recompute="op", tensor=2, outputs=True, only=(1,)),
+    "interleaved-tp-bf16": Case((0, 0, 1, 2, 2), 2, 2, "interleaved", reduce="bf16", tensor=2, parallel_loss=True),
+    "1f1b-one-shard": Case((0, 1, 2), 2, 2, shards=1, only=(0,)),
+    "1f1b-tp-one-shard": Case((0, 1, 2), 2, 2, recompute="full", shards=1, tensor=2, parallel_loss=True),
     "interleaved-evicts": Case((0, 0, 1, 2, 3, 4, 5, 6, 6), 2, 2, "interleaved", only=(1,)),
 }
 RANKS = [
@@ -69,8 +80,9 @@ def plan_for(case: Case) -> Plan:
     plan = plan_of(case.sizes)
     entries = (0, *(edge + 1 for edge in case.edges[1:-1]), case.edges[-1] + 3)
     updates = {
-        "batch": {"gbs": case.sizes.b * SHARDS * case.replicas * case.microbatches},
-        "layout": {"pp": case.ranks, "vpp": case.chunks, "dp": SHARDS * case.replicas},
+        "batch": {"gbs": case.sizes.b * case.dp * case.microbatches},
+        "layout": {"pp": case.ranks, "vpp": case.chunks, "dp": case.dp, "tp": case.tensor},
+        "loss": {"kind": "vocab-parallel" if case.parallel_loss else "plain"},
         "pipeline": {"schedule": "gpipe" if case.schedule == "gpipe" else "1f1b", "partition": entries},
         "fsdp": {
             "code": "torchtitan",
@@ -85,7 +97,8 @@ def plan_for(case: Case) -> Plan:
 
 
 def programs(case: Case, *, in_place: bool = False) -> tuple[Program, ...]:
-    recompute, sharding = ActivationCheckpointing(case.recompute), Sharding(SHARDS, case.replicas, reduce=case.reduce)
+    recompute = ActivationCheckpointing(case.recompute)
+    sharding = Sharding(case.shards, case.replicas, reduce=case.reduce, tensor=case.tensor)
     return stage_programs(plan_for(case), Options(accumulates_in_place=in_place), recompute, sharding)
 
 
@@ -112,8 +125,9 @@ def marks_of(program: Program, place: Place) -> Marks:
 @pytest.mark.parametrize(("case", "rank"), RANKS)
 def test_every_pass(case: Case, rank: int) -> None:
     """Bytes held as each pass begins, the peak of each, and what is held between iterations."""
-    pipeline = Pipeline(case.edges, case.ranks, case.schedule, case.microbatches, case.outputs)
-    sharding = oracle.Sharding(SHARDS, case.replicas, reduce_dtype=case.reduce)
+    tensor = case.tensor, case.parallel_loss
+    pipeline = Pipeline(case.edges, case.ranks, case.schedule, case.microbatches, case.outputs, *tensor)
+    sharding = oracle.Sharding(case.shards, case.replicas, reduce_dtype=case.reduce)
     traced = traced_pipeline(case.sizes, pipeline, rank, sharding, case.recompute, ends_apart=case.ends_apart)
     program = programs(case)[rank]
     assert marks_of(program, Place(rank, case.ranks, case.chunks)) == traced

@@ -28,6 +28,7 @@ FLAGS = {
     "seq": "256",
 }
 INTERLEAVED = {**FLAGS, "pp": "2", "vpp": "4"}
+PARTS = {**FLAGS, "tp": "2"}
 
 
 def plan_of(flags: dict[str, str]) -> Plan:
@@ -79,6 +80,39 @@ def test_receive_buffers_are_there_for_every_micro_batch() -> None:
     assert buffers == [8 * hidden, 16 * hidden, 16 * hidden, 8 * hidden]
 
 
+def test_a_part_of_the_sequence_crosses_stages() -> None:
+    """(b, s / t, h): sequence parallelism's residual stream; logits are (b, s, v / t) with ``loss_parallel``."""
+    whole, parts = (programs({**flags, "return-outputs": "true"}) for flags in (FLAGS, PARTS))
+    for one, other in zip(whole, parts, strict=True):
+        buffers = [static(program).net_by[Category.COMMUNICATION_BUFFERS] for program in (one, other)]
+        assert buffers[0] == 2 * buffers[1] > 0
+        assert (len(one.ranks), len(other.ranks)) == (2, 4)
+    kept = [static(programs[-1]).net_by[Category.LOGITS] for programs in (whole, parts)]
+    assert kept == [8 * 256 * 128_256 * 2, 8 * 256 * 64_128 * 2]
+
+
+def test_the_embeddings_gradient_waits_whole() -> None:
+    """``embedding_dense_backward`` has no table in parts, and the copy in fp32 that waits for the reduction has the
+    placement that autograd left: 128256 × 4096 × 4 bytes on every rank, of which 1 / t is reduced."""
+    first = programs(PARTS)[0]
+    timeline = first.timeline
+    assert timeline is not None
+    before = takewhile(lambda action: action.what != "reduce", timeline.actions)
+    held = compose(map(timeline.excursion, before)).net_by[Category.GRADIENTS]
+    elements = sum(one.elements for one in first.parameter_tensors())
+    assert held == 4 * (elements + 128_256 * 4096 // 2)
+    assert timeline.whole.net_by[Category.GRADIENTS] == 4 * (first.elements or 0)
+
+
+def test_one_shard_is_said() -> None:
+    """torchtitan shards across one rank since April 2026 only."""
+    said = [
+        any("over one rank" in line for line in estimate(plan_of({**FLAGS, **flags})).assumptions)
+        for flags in ({}, {"dp": "1"}, {"fsdp-replicas": "2"}, {"dp": "1", "tp": "2"})
+    ]
+    assert said == [False, True, True, True]
+
+
 def test_gradients_are_whole_until_the_reduction() -> None:
     """In fp32, whatever the number of shards; parameters in bf16."""
     few, many = (programs({**FLAGS, "dp": dp, "gbs": gbs})[1] for dp, gbs in (("2", "16"), ("8", "64")))
@@ -96,8 +130,16 @@ def test_gradients_are_whole_until_the_reduction() -> None:
 @pytest.mark.parametrize("gbs", ["16", "80"])
 @pytest.mark.parametrize(
     "flags",
-    [FLAGS, {**FLAGS, "schedule": "gpipe"}, INTERLEAVED, {**FLAGS, "return-outputs": "true"}],
-    ids=["1f1b", "gpipe", "vpp", "outputs"],
+    [
+        FLAGS,
+        {**FLAGS, "schedule": "gpipe"},
+        INTERLEAVED,
+        {**FLAGS, "return-outputs": "true"},
+        PARTS,
+        {**INTERLEAVED, "tp": "4", "partition": "0,1,2,3,4,5,6,8,11"},
+        {**PARTS, "dp": "1", "gbs": "8"},
+    ],
+    ids=["1f1b", "gpipe", "vpp", "outputs", "tp", "vpp-tp", "tp-one-shard"],
 )
 def test_the_allocator_sees_what_is_requested(flags: dict[str, str], gbs: str) -> None:
     """But for what blocks are larger than requests both peaks are one, at every number of micro-batches."""
@@ -150,8 +192,6 @@ def test_the_reduction_is_among_the_details() -> None:
         ({"reshard-after-forward": "true"}, "fsdp.reshard_after_forward", "always"),
         ({"gradient-sync": "false"}, "fsdp.gradient_sync", "reduces once"),
         ({"fsdp-offload": "true"}, "fsdp.offload", "together they are not modelled"),
-        ({"dp": "1"}, "layout.dp", "shards nothing across one rank"),
-        ({"fsdp-replicas": "2"}, "layout.dp", "more than fsdp.replicas"),
         ({"gbs": "4"}, "batch.gbs", "gives 2 micro-batches; 1f1b needs at least as many as the 4 stages"),
         ({"pp": "2", "vpp": "2", "gbs": "10"}, "batch.gbs", "multiple of the 2 rounds"),
         ({"vpp": "3"}, "layout.vpp", "makes 12 stages, which must be at most 8"),

@@ -9,26 +9,32 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.stage import InferenceMode
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.trace.dtensors import clear_caches
 from memplan.trace.torchtitan_model import cross_entropy
+from memplan.trace.torchtitan_parallel import apply_tp
 from memplan.trace.torchtitan_settings import Part
 
 from .fsdp import ResizedFollow, Sharding, run
 from .torchtitan import Sizes, llama, recomputed
+from .torchtitan_tp import run_local
 from .tracer import Trace
 from .training_step import DTYPES
 
@@ -49,6 +55,8 @@ class Pipeline:
     schedule: str = "1f1b"
     microbatches: int = 4
     return_outputs: bool = False
+    tensor: int = 1
+    parallel_loss: bool = False
 
     @property
     def stages(self) -> int:
@@ -56,11 +64,14 @@ class Pipeline:
 
 
 def part(
-    sizes: Sizes, pipeline: Pipeline, stage: int, sharding: Sharding, mode: str, mesh: DeviceMesh, *, ends_apart: bool
+    sizes: Sizes, pipeline: Pipeline, stage: int, sharding: Sharding, mode: str, meshes: Meshes, *, ends_apart: bool
 ) -> Any:
     """``parallelize_llama.py`` for one stage's model, with pipeline parallelism."""
     low, high = pipeline.edges[stage : stage + 2]
     model: Any = llama(sizes, Part(low, high, not stage, stage == pipeline.stages - 1))
+    mesh = meshes.data
+    if meshes.tensor is not None:
+        apply_tp(model, meshes.tensor, parallel_loss=pipeline.parallel_loss)
     common: dict[str, Any] = {"mesh": mesh, "mp_policy": sharding.policy, "reshard_after_forward": False}
     if ends_apart and model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, **common)
@@ -71,6 +82,14 @@ def part(
         fully_shard(model.layers[name], **common)
     fully_shard(model, **common)
     return model
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Ranks that ``fully_shard`` sees, and those of tensor parallelism."""
+
+    data: DeviceMesh
+    tensor: DeviceMesh | None
 
 
 class Held:
@@ -84,6 +103,9 @@ class Held:
 
 
 def exchanged(operations: list[Any], desc: str | None = None) -> list[Held]:
+    for operation in operations:
+        if isinstance(operation.tensor, AsyncCollectiveTensor):
+            operation.tensor = operation.tensor.trigger_wait()
     if len({operation.op for operation in operations}) > 1:
         return [Held(None)]
     return [Held(operation.tensor) for operation in operations]
@@ -150,7 +172,7 @@ def traced_pipeline(
 
     def body(trace: Trace, follow: ResizedFollow) -> None:
         numbers = range(rank, pipeline.stages, pipeline.ranks)
-        models = [part(sizes, pipeline, at, sharding, mode, inner, ends_apart=ends_apart) for at in numbers]
+        models = [part(sizes, pipeline, at, sharding, mode, meshes, ends_apart=ends_apart) for at in numbers]
         stages = [
             _watched(_stage(sizes, pipeline, model, at, mesh, sharding), trace, marks)
             for model, at in zip(models, numbers, strict=True)
@@ -170,29 +192,33 @@ def traced_pipeline(
             marks.__init__(trace.live)  # type: ignore[misc]
             losses: list[torch.Tensor] | None = [] if last else None
             marks.cut(trace, "begin")
-            schedule.step(
-                *arguments,
-                target=labels if last else None,
-                losses=losses,
-                return_outputs=pipeline.return_outputs,
-            )
+            with loss_parallel() if pipeline.parallel_loss else nullcontext():
+                schedule.step(
+                    *arguments,
+                    target=labels if last else None,
+                    losses=losses,
+                    return_outputs=pipeline.return_outputs,
+                )
             del losses
             marks.cut(trace, "step")
             _update(optimizers, trace)
             marks.cut(trace, "end")
             marks.end = trace.live
 
-    inside = (sharding.replicas, sharding.shards) if sharding.replicas > 1 else (sharding.shards,)
-    names = ("replicate", "shard")[-len(inside) :]
-    ranks = pipeline.ranks * sharding.shards * sharding.replicas
+    dims = {"pp": pipeline.ranks, "replicate": sharding.replicas, "shard": sharding.shards, "tp": pipeline.tensor}
+    dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
+    ranks = prod(dims.values())
     dist.init_process_group("fake", rank=rank * (ranks // pipeline.ranks), world_size=ranks, store=FakeStore())
+    clear_caches()
     try:
-        mesh = init_device_mesh("cpu", (pipeline.ranks, *inside), mesh_dim_names=("pp", *names))
-        inner = mesh[names]
+        mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+        data = mesh["shard"] if sharding.replicas == 1 else mesh["replicate", "shard"]
+        meshes = Meshes(data, mesh["tp"] if pipeline.tensor > 1 else None)
         with communication():
-            run(body)
+            run(body) if pipeline.tensor == 1 else run_local(body)
     finally:
         dist.destroy_process_group()
+        clear_caches()
     return marks
 
 
@@ -200,7 +226,7 @@ def _stage(
     sizes: Sizes, pipeline: Pipeline, model: Any, stage: int, mesh: DeviceMesh, sharding: Sharding
 ) -> PipelineStage:
     dtype = DTYPES[sharding.param_dtype or sharding.original]
-    hidden = torch.empty(sizes.b, sizes.s, sizes.hidden, dtype=dtype, requires_grad=True)
+    hidden = torch.empty(sizes.b, sizes.s // pipeline.tensor, sizes.hidden, dtype=dtype, requires_grad=True)
     tokens = torch.zeros(sizes.b, sizes.s, dtype=torch.int64)
     logits = torch.empty(sizes.b, sizes.s, sizes.vocab, dtype=dtype, requires_grad=True)
     return PipelineStage(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -104,6 +104,22 @@ def real_meshes() -> Iterator[None]:
         yield
 
 
+def run_local(body: Callable[[Trace, ResizedFollow], None]) -> None:
+    """As ``fsdp.run``, with ``DTensor``s."""
+    trace = Trace()
+    with (
+        warnings.catch_warnings(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        cuda_behaviour(),
+        LocalFollow(trace) as follow,
+        resizing(follow),
+        real_meshes(),
+        as_on_devices(follow),
+    ):
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        body(trace, follow)
+
+
 def traced(
     sizes: Sizes,
     sharding: Sharding,
@@ -119,17 +135,8 @@ def traced(
     with fake_ranks(tp * sharding.shards * sharding.replicas):
         mesh = init_device_mesh("cpu", (sharding.replicas, sharding.shards, tp), mesh_dim_names=("r", "dp", "tp"))
         data, parts = mesh["dp"] if sharding.replicas == 1 else mesh["r", "dp"], mesh["tp"]
-        trace = Trace()
-        with (
-            warnings.catch_warnings(),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            cuda_behaviour(),
-            LocalFollow(trace) as follow,
-            resizing(follow),
-            real_meshes(),
-            as_on_devices(follow),
-        ):
-            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+        def body(trace: Trace, follow: ResizedFollow) -> None:
             model = _model(sizes, sharding.original)
             apply_tp(model, parts, parallel_loss=parallel_loss)
             _shard(model, sizes, data, sharding, modes, ends_apart)
@@ -156,6 +163,8 @@ def traced(
             update(optimizer, trace)
             _cut(trace, steps)
             steps.end = trace.live
+
+        run_local(body)
     return steps
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from memplan.frameworks.fsdp_stages import microbatches
 from memplan.plan.errors import PlanError
 from memplan.program import static
 from memplan.tape import Category, fold
+from memplan.trace.comparison import Row
 from memplan.trace.recording import BACKWARD, BETWEEN, FORWARD, LOSS, REDUCE
 from memplan.trace.torchtitan_job import job_of_torchtitan
 from memplan.trace.traced import Traced
@@ -15,6 +17,8 @@ from .titan_cases import GROUPED, ONE_SEQUENCE, WIDE_HEADS, found, plan_of
 
 FULL, OPERATORS = {"recompute": "full"}, {"recompute-per-operator": "true"}
 THREE = {"layers": "3", "pp": "3", "gbs": "24"}
+CHUNKS = {"layers": "4", "pp": "2", "vpp": "2"}
+WHOLE = {"loss": "plain", "return-outputs": "true"}
 CASES: dict[str, tuple[dict[str, str], int]] = {
     "1f1b-first": ({**GROUPED, **THREE, "gbs": "32"}, 0),
     "1f1b-middle-full": ({**GROUPED, **THREE, "gbs": "32", **FULL}, 1),
@@ -29,6 +33,24 @@ CASES: dict[str, tuple[dict[str, str], int]] = {
         {**GROUPED, "layers": "4", "pp": "2", "vpp": "2", "gbs": "16", "fsdp-reduce": "bf16", "ends-apart": "true"},
         1,
     ),
+    "1f1b-tp-first": ({**GROUPED, **THREE, "gbs": "32", "tp": "2"}, 0),
+    "1f1b-tp-middle-full": ({**WIDE_HEADS, **THREE, "gbs": "36", "tp": "2", **FULL}, 1),
+    "1f1b-tp-last-operators": ({**ONE_SEQUENCE, **THREE, "gbs": "16", "tp": "2", **OPERATORS}, 2),
+    "1f1b-tp-first-replicas": ({**ONE_SEQUENCE, **THREE, "gbs": "16", "tp": "2", "fsdp-replicas": "2", **FULL}, 0),
+    "gpipe-tp-first-bf16": ({**WIDE_HEADS, **THREE, "tp": "2", "schedule": "gpipe", "fsdp-reduce": "bf16"}, 0),
+    "gpipe-tp-last-outputs": ({**GROUPED, **THREE, "tp": "4", "schedule": "gpipe", "return-outputs": "true"}, 2),
+    "gpipe-tp-last-gathered": ({**WIDE_HEADS, **THREE, "gbs": "36", "tp": "2", "schedule": "gpipe", **WHOLE}, 2),
+    "interleaved-tp-first": ({**GROUPED, **CHUNKS, "gbs": "24", "tp": "2", **OPERATORS}, 0),
+    "interleaved-tp-middle": ({**ONE_SEQUENCE, **CHUNKS, "layers": "6", "pp": "3", "gbs": "12", "tp": "2", **FULL}, 1),
+    "interleaved-tp-last-apart": (
+        {**WIDE_HEADS, "layers": "4", "pp": "2", "vpp": "3", "gbs": "24", "tp": "2", "ends-apart": "true"},
+        1,
+    ),
+    "one-shard": ({**GROUPED, "layers": "2", "pp": "2", "gbs": "6", "dp": "1"}, 1),
+    "one-shard-replicas": ({**GROUPED, "layers": "2", "pp": "2", "gbs": "8", "dp": "2", "fsdp-replicas": "2"}, 0),
+    "one-shard-tp-first": ({**GROUPED, "layers": "4", "pp": "2", "gbs": "4", "dp": "1", "tp": "2"}, 0),
+    "one-shard-tp-last": ({**GROUPED, "layers": "4", "pp": "2", "gbs": "4", "dp": "1", "tp": "2"}, 1),
+    "one-shard-interleaved-tp": ({**ONE_SEQUENCE, **CHUNKS, "gbs": "4", "dp": "1", "tp": "2", **FULL}, 0),
 }
 
 
@@ -48,15 +70,34 @@ def test_trace_equals_estimate(name: str) -> None:
     assert traced.setup.net_by == static(case.program).net_by
     counts = {what: sum(one.what == what for one in traced.passes) for what in (FORWARD, LOSS, BACKWARD, REDUCE)}
     plan, chunks = plan_of(flags), int(flags.get("vpp", 1))
-    assert plan.batch.gbs is not None
-    microbatches = plan.batch.gbs // (plan.batch.mbs * 4)
-    assert counts[FORWARD] == counts[BACKWARD] == chunks * microbatches
+    count = microbatches(plan)
+    assert counts[FORWARD] == counts[BACKWARD] == chunks * count
     assert counts[REDUCE] == chunks
-    assert counts[LOSS] == (microbatches if stage == plan.layout.pp - 1 else 0)
+    assert counts[LOSS] == (count if stage == plan.layout.pp - 1 else 0)
     whole = [row for row in comparison.rows if row.entry.startswith("stage ")]
     assert len(whole) == sum(counts.values())
-    layers = {row.entry for row in comparison.rows if row.entry.startswith("layer.")}
-    assert len(layers) == plan.model.layers // plan.layout.pp
+    layers = [row.entry for row in comparison.rows if row.entry.startswith("layer.")]
+    names = [name for name in case.program.entries if name.startswith("layer.")]
+    assert sorted(set(layers)) == sorted(names)
+
+
+def test_an_embedding_alone_is_waited_for_when_it_is_sent() -> None:
+    """The collective holds its input (b, s, h) until its part of the output is sent, behind the pass: there alone a
+    trace holds more than the estimate, whose pass ends it. Each pass with what follows it is the same."""
+    flags = {**GROUPED, "pp": "2", "gbs": "16", "tp": "2", "partition": "0,1,6"}
+    case = found(flags)
+    sent = 2 * 64 * 192 * 2
+    apart = {(row.entry, row.phase): _differs(row) for row in case.comparison.rows if any(_differs(row))}
+    assert apart == {("embedding", FORWARD): (sent, 0)}
+    points = {point.name: point.traced - (point.estimated or 0) for point in case.comparison.points}
+    assert {name: size for name, size in points.items() if size} == {"after the first forward": sent}
+    alone = found({**flags, "tp": "1"})
+    assert not alone.comparison.furthest
+
+
+def _differs(row: Row) -> tuple[int, int]:
+    assert row.estimated is not None
+    return row.traced.net - row.estimated.net, row.traced.peak - row.estimated.peak
 
 
 def test_a_stage_has_only_its_own_modules() -> None:
