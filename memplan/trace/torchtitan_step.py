@@ -165,7 +165,8 @@ class TitanTraining:
 
     def iterate(self, watch: Watch) -> None:
         """Every micro-batch and the step."""
-        job, sharded = self.job, self.model
+        sharded: Any = self.model
+        job = self.job
         assert job.fsdp is not None
         last = job.microbatches - 1
         for microbatch in range(job.microbatches):
