@@ -26,8 +26,8 @@ from .rank_files import TASK, RankFiles, ranks_in, write_json, write_whole
 from .readings import Failure, RankReading
 from .run_folder import TEMPORARY, run_folder
 from .shared_memory import SharedMemory, shared_now
-from .ways import Way
 from .watching import Progress, Watch
+from .ways import Way
 
 WORKER = "memplan.validate.worker"
 PATIENCE = 600.0

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 MARKER = "MEMPLAN_RUN"
@@ -65,7 +66,7 @@ def marked(mark: str) -> list[int]:
 
 def all_processes() -> Iterable[int]:
     try:
-        return [int(entry) for entry in os.listdir(PROC) if entry.isdigit()]
+        return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
     except OSError:
         return ()
 
@@ -99,10 +100,8 @@ def is_alive(pid: int) -> bool:
 def send(pids: Iterable[int], which: signal.Signals) -> None:
     """``which`` to each of them that is still there."""
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, which)
-        except (ProcessLookupError, PermissionError):
-            continue
 
 
 def end_all(

@@ -1,5 +1,5 @@
-"""The files in which a rank and what guards it speak to each other; every time in them is ``time.monotonic()``, one clock
-for all processes of a machine.
+"""The files in which a rank and what guards it speak to each other. Every time in them is ``time.monotonic()``, one
+clock for all processes of a machine.
 
 =======================  ====================================================================================
 ``task.json``            what is to be run: the launcher does not read it

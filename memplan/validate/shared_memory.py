@@ -6,7 +6,6 @@ name (PyTorch's ``torch_PID_…``). Others' files are never touched.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ FOLDER = Path("/dev/shm")
 def shared_now(folder: Path = FOLDER) -> frozenset[str]:
     """Names of what is there."""
     try:
-        return frozenset(os.listdir(folder))
+        return frozenset(file.name for file in folder.iterdir())
     except OSError:
         return frozenset()
 
@@ -58,7 +57,7 @@ class SharedMemory:
         with suppress(OSError):
             for file in (process / "fd").iterdir():
                 with suppress(OSError):
-                    used.add(os.readlink(file).partition(folder)[2])
+                    used.add(str(file.readlink()).partition(folder)[2])
         return used
 
     def remove(self) -> None:
