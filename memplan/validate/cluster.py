@@ -15,6 +15,11 @@ from typing import Literal
 from ..plan.errors import ABSENT, Origin, PlanError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+VARIABLES: Mapping[str, tuple[str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+"""In which each says a process's rank, and of how many."""
 PORTS = range(20_000, 30_000)
 """From which a job's port is chosen: below those that Linux gives out by itself (32768 on), and clear of PyTorch's
 29500 by more than chance would have it for most jobs."""
@@ -50,7 +55,7 @@ def membership(environment: Mapping[str, str], gpus: int) -> Membership | None:
     if all(environment.get(name) for name in TORCHRUN):
         found = _by_torchrun(environment)
     elif environment.get("SLURM_STEP_NODELIST") and environment.get("SLURM_PROCID"):
-        if _count(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") == 1:
+        if _count(environment, "SLURM_STEP_NUM_TASKS") == 1:
             return None
         found = _by_srun(environment)
     else:
@@ -76,7 +81,7 @@ def _by_srun(environment: Mapping[str, str]) -> Membership:
     return Membership(
         "srun",
         _count(environment, "SLURM_PROCID"),
-        _count(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        _count(environment, "SLURM_STEP_NUM_TASKS"),
         _count(environment, "SLURM_LOCALID"),
         address,
         _count(environment, given) if given else port_of(environment),
@@ -84,14 +89,13 @@ def _by_srun(environment: Mapping[str, str]) -> Membership:
 
 
 def _check(found: Membership, gpus: int) -> None:
-    source, world = ("WORLD_SIZE", "torchrun") if found.launcher == "torchrun" else ("SLURM_NTASKS", "srun")
+    rank, world = VARIABLES[found.launcher]
+    origin = Origin("environment")
     if found.world != gpus:
-        problem = f"must be {gpus}, the GPUs of the run: {world} started {found.world} processes"
-        raise PlanError("", ABSENT, f"{source} = {found.world}: {problem}", origin=Origin("environment"))
+        problem = f"must be {gpus}, the GPUs of the run: {found.launcher} started {found.world} processes"
+        raise PlanError(world, found.world, problem, origin=origin)
     if found.rank >= found.world:
-        rank = "RANK" if found.launcher == "torchrun" else "SLURM_PROCID"
-        problem = f"{rank} = {found.rank}: must be below {source} = {found.world}"
-        raise PlanError("", ABSENT, problem, origin=Origin("environment"))
+        raise PlanError(rank, found.rank, f"must be below {world} = {found.world}", origin=origin)
 
 
 def _count(environment: Mapping[str, str], *names: str) -> int:
@@ -102,7 +106,12 @@ def _count(environment: Mapping[str, str], *names: str) -> int:
             if text.isascii() and text.isdigit():
                 return int(text)
             raise PlanError(name, text, "must be a whole number", origin=Origin("environment"))
-    raise PlanError(names[0], ABSENT, "must be set, as RANK and WORLD_SIZE are", origin=Origin("environment"))
+    raise PlanError(
+        names[0],
+        ABSENT,
+        "must be set: other variables say that this process is a rank of a run",
+        origin=Origin("environment"),
+    )
 
 
 def port_of(environment: Mapping[str, str]) -> int:

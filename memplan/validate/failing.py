@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from .processes import LONGEST_DEATH
-from .rank_files import LAUNCHER_LOG, RankFiles, ranks_in, read_json
+from .rank_files import KEEPER_LOG, LAUNCHER_LOG, RankFiles, ranks_in, read_json
 from .readings import Failure
 from .watching import Progress, end_of
 
@@ -165,11 +165,16 @@ def unable_to_die(pids: tuple[int, ...]) -> Failure:
     return Failure(rank=None, kind="died", message=message)
 
 
-def launcher_failed(folder: Path) -> Failure:
-    """It ended badly, and no rank did."""
-    lines = last_lines(folder / LAUNCHER_LOG)
-    message = raised(_read(folder / LAUNCHER_LOG)) or (lines[-1].strip() if lines else "printed nothing")
-    return Failure(rank=None, kind="died", message=f"PyTorch's launcher failed: {message}", lines=lines)
+def launcher_failed(folder: Path, keeper: int) -> Failure:
+    """No rank failed, but PyTorch's launcher or the keeper did; ``keeper``: the latter's exit code."""
+    if keeper < 0:
+        message = f"the process that keeps the run's others was {signalled(-keeper)}"
+        return Failure(rank=None, kind="died", message=message)
+    log = next((log for log in (folder / LAUNCHER_LOG, folder / KEEPER_LOG) if last_lines(log)), folder / LAUNCHER_LOG)
+    lines = last_lines(log)
+    message = raised(_read(log)) or (lines[-1].strip() if lines else "printed nothing")
+    who = "PyTorch's launcher" if log.name == LAUNCHER_LOG else "what starts the ranks"
+    return Failure(rank=None, kind="died", message=f"{who} failed: {message}", lines=lines)
 
 
 def doing(files: RankFiles) -> str:

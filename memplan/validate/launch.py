@@ -22,7 +22,7 @@ from .failing import failures_of, hung, launcher_failed, silent_ranks, unable_to
 from .interrupts import Interrupts, interrupts
 from .keeper import KILL, SETTINGS, TERMINATE
 from .processes import LONGEST_DEATH, MARKER, end_all, is_alive, marked, send
-from .rank_files import TASK, RankFiles, ranks_in, write_json, write_whole
+from .rank_files import KEEPER_LOG, TASK, ranks_in, write_json, write_whole
 from .readings import Failure, RankReading
 from .run_folder import TEMPORARY, run_folder
 from .shared_memory import SharedMemory, shared_now
@@ -77,7 +77,7 @@ def launched(
         given = _environment(way, folder, dict(os.environ if environment is None else environment))
         run = _Run(folder, way.commands(folder, worker), given, interrupted)
         try:
-            return run.outcome(way, patience, limit, watch)
+            return run.outcome(patience, limit, watch)
         finally:
             run.end()
 
@@ -110,7 +110,7 @@ class _Run:
         self._undying: tuple[int, ...] = ()
         settings = {"commands": commands, "grace": GRACE, "shared": self._shared_before}
         write_json(folder / SETTINGS, settings)
-        with (folder / "keeper.log").open("ab") as log:
+        with (folder / KEEPER_LOG).open("ab") as log:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-m", "memplan.validate.keeper", str(folder)],
                 stdin=subprocess.PIPE,
@@ -120,7 +120,7 @@ class _Run:
                 start_new_session=True,  # so that Ctrl-C in a terminal reaches this process alone
             )
 
-    def outcome(self, way: Way, patience: float, limit: float | None, watch: Watcher) -> Outcome:
+    def outcome(self, patience: float, limit: float | None, watch: Watcher) -> Outcome:
         """Waits until all have ended, or one failed."""
         deadline = None if limit is None else time.monotonic() + limit
         problem: Failure | None = None
@@ -140,7 +140,7 @@ class _Run:
         told = time.monotonic()
         self.end()
         self._watch.look()
-        return self._answer(way, told, problem)
+        return self._answer(told, problem)
 
     def _runs(self) -> bool:
         return self._keeper.poll() is None
@@ -162,13 +162,12 @@ class _Run:
 
     def _hung(self, patience: float) -> Failure:
         """``faulthandler`` prints the stack of a process that gets SIGABRT."""
-        workers = [int(files.pid.read_text()) for files in ranks_in(self._folder) if files.pid.exists()]
-        ours = set(marked(str(self._folder))).intersection(workers)
+        ours = set(marked(str(self._folder))).intersection(self._workers())
         send(ours, signal.SIGABRT)
         self._settle(STACKS, lambda: not any(is_alive(pid) for pid in ours))
         return hung(self._folder, self._watch.progress, patience)
 
-    def _answer(self, way: Way, told: float, problem: Failure | None) -> Outcome:
+    def _answer(self, told: float, problem: Failure | None) -> Outcome:
         readings = tuple(
             RankReading.model_validate_json(files.result.read_bytes())
             for files in ranks_in(self._folder)
@@ -176,7 +175,7 @@ class _Run:
         )
         failures = (problem,) if problem else failures_of(self._folder, told, self._watch.tracebacks)
         if not failures and self._keeper.returncode:
-            failures = (launcher_failed(self._folder),)
+            failures = (launcher_failed(self._folder, self._keeper.returncode),)
         if not failures:
             failures = silent_ranks(self._folder)
         if self._undying:
@@ -212,9 +211,8 @@ class _Run:
         self._undying = end_all(lambda: marked(str(self._folder)), 0) if left else ()
         if self._keeper.returncode < 0:
             shared = SharedMemory(self._shared_before)
-            shared.look([*left, *(_pid(files) for files in ranks_in(self._folder) if files.pid.exists())])
+            shared.look([*left, *self._workers()])
             shared.remove()
 
-
-def _pid(files: RankFiles) -> int:
-    return int(files.pid.read_text())
+    def _workers(self) -> list[int]:
+        return [int(files.pid.read_text()) for files in ranks_in(self._folder) if files.pid.exists()]

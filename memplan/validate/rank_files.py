@@ -9,7 +9,8 @@ clock for all processes of a machine.
 ``rank-R.log``           what it printed, both streams in their order
 ``rank-R.pid``           its process
 ``rank-R.end.json``      ``code``, as ``subprocess`` has it (negative: a signal), and ``at``
-``launcher.log``         what the elastic launcher printed
+``launcher.log``         what the elastic launcher printed, or the guards of emulated ranks
+``keeper.log``           what the keeper printed: nothing, unless it failed
 =======================  ====================================================================================
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 
 TASK = "task.json"
 LAUNCHER_LOG = "launcher.log"
+KEEPER_LOG = "keeper.log"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,14 @@ from pathlib import Path
 from memplan.validate.readings import RankReading
 from memplan.validate.telling import Telling
 
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-def reading(rank: int) -> RankReading:
+
+def reading(rank: int, host: str = "here") -> RankReading:
     return RankReading(
         rank=rank,
         stage=0,
-        host="here",
+        host=host,
         device="cpu",
         parameters=1,
         requested=2,
@@ -29,6 +31,11 @@ def reading(rank: int) -> RankReading:
         device_bytes=None,
         static=None,
     )
+
+
+def process_group() -> str:
+    rank, world, local, host, port = map(os.environ.get, RENDEZVOUS)
+    return f"{rank} of {world}, {local} here, {host}:{port}"
 
 
 def does(what: str, telling: Telling, folder: Path) -> None:
@@ -61,6 +68,9 @@ def does(what: str, telling: Telling, folder: Path) -> None:
             orphan = "import os, time; os.setsid(); os.fork() and os._exit(0); time.sleep(60)"
             subprocess.Popen([sys.executable, "-c", orphan], env={})
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        case "has a child and sleeps":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            time.sleep(60)
         case "leaves shared memory":
             for name in (f"torch_{os.getpid()}_1_0", f"nccl-{folder.name[-6:]}"):
                 memory = shared_memory.SharedMemory(name, create=True, size=4096)
@@ -80,7 +90,7 @@ def main() -> None:
     telling = Telling(folder, rank)
     telling.says("starting")
     does(task[rank], telling, folder)
-    telling.result(reading(rank))
+    telling.result(reading(rank, process_group() if task[rank] == "tells" else "here"))
 
 
 if __name__ == "__main__":
