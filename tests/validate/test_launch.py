@@ -94,7 +94,7 @@ def test_who_ignores_sigterm(place: Path) -> None:
 def test_children_of_a_worker(place: Path) -> None:
     """One of them forked twice, in a session of its own and without the run's mark."""
     before = orphans()
-    assert in_turn("has a child").failures == ()
+    assert in_turn("has children").failures == ()
     assert orphans() == before
 
 
