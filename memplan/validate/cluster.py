@@ -1,0 +1,165 @@
+"""Processes that ``torchrun`` or ``srun`` started: which rank of which run this one is.
+
+A batch script is no rank, though Slurm gives it ``SLURM_PROCID=0`` and the job's ``SLURM_NTASKS``; only ``srun`` sets
+the variables of a step (``SLURM_STEP_NODELIST``, ``SLURM_STEP_NUM_TASKS``; "OUTPUT ENVIRONMENT VARIABLES" of srun's
+manual). Neither is the shell of ``srun --pty``, a step of one task.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..plan.errors import ABSENT, Origin, PlanError
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+VARIABLES: Mapping[str, tuple[str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+"""In which each says a process's rank, and of how many."""
+PORTS = range(20_000, 30_000)
+"""From which a job's port is chosen: below those that Linux gives out by itself (32768 on), and clear of PyTorch's
+29500 by more than chance would have it for most jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A process's place in a run that something else started."""
+
+    launcher: Literal["torchrun", "srun"]
+    rank: int
+    world: int
+    local_rank: int
+    address: str
+    """Host of rank 0, where all meet."""
+    port: int
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """By which PyTorch's ``env://`` finds the others."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def membership(environment: Mapping[str, str], gpus: int) -> Membership | None:
+    """The place of the process that has this environment, or ``None`` if nothing started it as a rank. ``PlanError``
+    where the run is of another size than ``gpus``, or its variables contradict each other."""
+    if all(environment.get(name) for name in TORCHRUN):
+        found = _by_torchrun(environment)
+    elif environment.get("SLURM_STEP_NODELIST") and environment.get("SLURM_PROCID"):
+        if _count(environment, "SLURM_STEP_NUM_TASKS") == 1:
+            return None
+        found = _by_srun(environment)
+    else:
+        return None
+    _check(found, gpus)
+    return found
+
+
+def _by_torchrun(environment: Mapping[str, str]) -> Membership:
+    return Membership(
+        "torchrun",
+        _count(environment, "RANK"),
+        _count(environment, "WORLD_SIZE"),
+        _count(environment, "LOCAL_RANK"),
+        environment["MASTER_ADDR"],
+        _count(environment, "MASTER_PORT"),
+    )
+
+
+def _by_srun(environment: Mapping[str, str]) -> Membership:
+    address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
+    given = "MASTER_PORT" if environment.get("MASTER_PORT") else None
+    return Membership(
+        "srun",
+        _count(environment, "SLURM_PROCID"),
+        _count(environment, "SLURM_STEP_NUM_TASKS"),
+        _count(environment, "SLURM_LOCALID"),
+        address,
+        _count(environment, given) if given else port_of(environment),
+    )
+
+
+def _check(found: Membership, gpus: int) -> None:
+    rank, world = VARIABLES[found.launcher]
+    origin = Origin("environment")
+    if found.world != gpus:
+        problem = f"must be {gpus}, the GPUs of the run: {found.launcher} started {found.world} processes"
+        raise PlanError(world, found.world, problem, origin=origin)
+    if found.rank >= found.world:
+        raise PlanError(rank, found.rank, f"must be below {world} = {found.world}", origin=origin)
+
+
+def _count(environment: Mapping[str, str], *names: str) -> int:
+    """The first of them that is set."""
+    for name in names:
+        text = environment.get(name)
+        if text:
+            if text.isascii() and text.isdigit():
+                return int(text)
+            raise PlanError(name, text, "must be a whole number", origin=Origin("environment"))
+    raise PlanError(
+        names[0],
+        ABSENT,
+        "must be set: other variables say that this process is a rank of a run",
+        origin=Origin("environment"),
+    )
+
+
+def port_of(environment: Mapping[str, str]) -> int:
+    """A port that all ranks of a job step find without asking each other, and that other jobs on the same machine are
+    not likely to have: of the job's and the step's numbers."""
+    job = _count(environment, "SLURM_JOB_ID", "SLURM_JOBID")
+    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID") or "0"
+    # consecutive jobs are 7 apart, which shares no factor with the range, so that the steps of one job come between
+    return PORTS[(7 * job + (int(step) if step.isdigit() else 0)) % len(PORTS)]
+
+
+def first_host(nodes: str) -> str:
+    """The first of a Slurm list: ``gpu03`` of ``gpu[03-07,12],x1``."""
+    return hosts_of(nodes)[0]
+
+
+_ENTRY = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def hosts_of(nodes: str) -> tuple[str, ...]:
+    """All of a Slurm list, in its order (``scontrol show hostnames``): brackets hold numbers and ranges, as wide as
+    their first number is written, and a name can have several of them."""
+    entries = _ENTRY.findall(nodes)
+    if not nodes or ",".join(entries) != nodes:
+        raise _unreadable(nodes)
+    return tuple(host for entry in entries for host in _expanded(entry, nodes))
+
+
+def _expanded(entry: str, nodes: str) -> list[str]:
+    before, bracket, rest = entry.partition("[")
+    if not bracket:
+        return [entry]
+    inside, _, after = rest.partition("]")
+    numbers = [number for piece in inside.split(",") for number in _numbers(piece, nodes)]
+    return [f"{before}{number}{tail}" for number in numbers for tail in (_expanded(after, nodes) if after else [""])]
+
+
+def _numbers(piece: str, nodes: str) -> list[str]:
+    found = _RANGE.fullmatch(piece)
+    if found is None:
+        raise _unreadable(nodes)
+    first, last = found[1], found[2] or found[1]
+    if int(last) < int(first):
+        raise _unreadable(nodes)
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def _unreadable(nodes: str) -> PlanError:
+    problem = "must be host names with numbers in brackets, as gpu[03-07,12],x1"
+    return PlanError("SLURM_STEP_NODELIST", nodes, problem, origin=Origin("environment"))

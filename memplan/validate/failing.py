@@ -1,0 +1,223 @@
+"""Which rank failed first, and why, from the files of a run that has ended.
+
+When one rank dies, others that wait for it in a collective fail because of it, some of them sooner than the death of
+the first is noted. Such failures are known by what they say (``CONSEQUENCES``), and are left out of the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from .processes import LONGEST_DEATH
+from .rank_files import KEEPER_LOG, LAUNCHER_LOG, RankFiles, ranks_in, read_json
+from .readings import Failure
+from .watching import Progress, end_of
+
+LINES = 20
+"""That a failure repeats of what its rank printed last."""
+TAIL = 1 << 16
+"""Bytes of a log in which they are looked for."""
+CONSEQUENCES = re.compile(
+    r"Connection (closed by peer|reset by peer|refused|was likely closed)|Broken pipe|failed to recv, got 0 bytes"
+    r"|remote process exited|ncclRemoteError|ncclSystemError|DistNetworkError|NCCL communicator was aborted"
+    r"|Timed out waiting \d+ms for|Watchdog caught collective operation timeout|Application timeout caused pair closure"
+    r"|client socket has timed out|wait timeout after|another rank|recvValue failed",
+    re.IGNORECASE,
+)
+"""What gloo (``transport/tcp/pair.cc``), the store of c10d (``TCPStore.cpp``, ``socket.cpp``) and NCCL
+(``ncclGetErrorWithVersion`` in PyTorch's ``NCCLUtils.cpp``, the watchdog of ``ProcessGroupNCCL.cpp``) say on ranks that
+lost another one."""
+TIMED_OUT = re.compile(r"Timed out waiting|collective operation timeout|wait timeout after", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory")
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_TRACEBACK = "Traceback (most recent call last):"
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
+_STACK = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
+_COLLECTIVE = re.compile(r'File ".*torch/distributed/(distributed_c10d|c10d_logger|_functional_collectives)\.py"')
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """That a rank failed."""
+
+    failure: Failure
+    at: float
+    consequence: bool
+    """Whether it is because of another rank."""
+    terminated: bool
+    """Whether it said nothing, and was told to end: as the launcher does to the rest."""
+
+
+def failures_of(folder: Path, before: float, tracebacks: Mapping[int, float]) -> tuple[Failure, ...]:
+    """The ranks that failed by themselves, first one first, and at least one if any failed; from what was written
+    ``before`` the ranks were told to end. ``tracebacks``: when one was seen, by rank."""
+    found = {files.rank: _sign(files, before, tracebacks.get(files.rank)) for files in ranks_in(folder)}
+    signs = sorted((sign for sign in found.values() if sign), key=lambda sign: (sign.consequence, sign.at))
+    own = tuple(sign.failure for sign in signs if not sign.consequence)
+    if own or not signs:
+        return own
+    quiet = [RankFiles(folder, rank) for rank, sign in found.items() if sign is None or sign.terminated]
+    absent = [files for files in quiet if not files.result.exists()]
+    waited = signs[0].failure
+    return (_absent(absent, waited) if absent and TIMED_OUT.search(waited.message) else waited,)
+
+
+def _absent(absent: list[RankFiles], waited: Failure) -> Failure:
+    """Others waited in a collective until its own timeout, which is shorter than the run's."""
+    ranks = {files.rank for files in absent}
+    return Failure(
+        rank=min(ranks),
+        kind="timeout",
+        message=f"{_ranks(ranks)} did not come to the collective in which rank {waited.rank} waited: {waited.message}",
+        when=doing(absent[0]),
+        lines=last_lines(absent[0].log) or waited.lines,
+    )
+
+
+def _sign(files: RankFiles, before: float, traceback_at: float | None) -> Sign | None:
+    end, told, printed = end_of(files), read_json(files.failure), _read(files.log)
+    if end is not None and end.at > before:
+        end = None
+    error, lines = raised(printed), printed[-LINES:]
+    times = [] if traceback_at is None else [traceback_at]
+    if end is not None and end.code:
+        times.append(end.at)
+    if told is not None and told["at"] <= before:
+        times.append(told.pop("at"))
+        failure = Failure(**told, lines=lines)
+    elif not times or (end is not None and end.code == 0):  # a traceback that did not matter
+        return None
+    elif end is not None and end.code < 0:
+        failure = Failure(rank=files.rank, kind="died", message=signalled(-end.code), lines=lines)
+    elif end is not None and error is None:
+        said = f": {printed[-1].strip()}" if printed else ", and printed nothing"
+        failure = Failure(rank=files.rank, kind="died", message=f"ended with {end.code}{said}", lines=lines)
+    else:
+        failure = _raised(files.rank, error or "printed a traceback", lines)
+    by_another = CONSEQUENCES.search(f"{failure.message}\n{error or ''}") is not None
+    terminated = told is None and end is not None and end.code == -signal.SIGTERM
+    failure = failure.model_copy(update={"when": failure.when or doing(files)})
+    return Sign(failure, min(times), by_another or terminated, terminated)
+
+
+def _raised(rank: int, error: str, lines: tuple[str, ...]) -> Failure:
+    if OUT_OF_MEMORY.search(error):
+        return Failure(rank=rank, kind="out-of-memory", message=error, lines=lines)
+    return Failure(rank=rank, kind="error", message=error, lines=lines)
+
+
+def signalled(number: int) -> str:
+    """What a signal did to a process, in words."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"ended by {name}{', which Linux sends where memory runs out' if name == 'SIGKILL' else ''}"
+
+
+def silent_ranks(folder: Path) -> tuple[Failure, ...]:
+    """Ranks that ended well, without a result."""
+    return tuple(
+        Failure(
+            rank=files.rank,
+            kind="died",
+            message="ended without a result",
+            when=doing(files),
+            lines=last_lines(files.log),
+        )
+        for files in ranks_in(folder)
+        if not files.result.exists() and (end := end_of(files)) is not None and end.code == 0
+    )
+
+
+def hung(folder: Path, progress: tuple[Progress, ...], seconds: float) -> Failure:
+    """No rank did anything for ``seconds``, and each printed where it stood (``faulthandler``). The one that the others
+    wait for is outside of a collective while they are in one, or else the one that was the first to fall silent."""
+    if not progress:
+        message = f"no rank began anything in {seconds:g} s"
+        return Failure(rank=None, kind="timeout", message=message, lines=last_lines(folder / LAUNCHER_LOG))
+    stacks = {one.rank: stack(RankFiles(folder, one.rank).log) for one in progress if not one.done}
+    waiting = {rank for rank, lines in stacks.items() if any(_COLLECTIVE.search(line) for line in lines)}
+    suspects = [one for one in progress if not one.done] or list(progress)
+    outside = [one for one in suspects if one.rank not in waiting]
+    first = min(outside or suspects, key=lambda one: one.at)
+    where = "in a collective" if first.rank in waiting else "outside of any collective"
+    others = f", while {_ranks(waiting)} waited in one" if waiting - {first.rank} and first.rank not in waiting else ""
+    message = f"nothing happened for {seconds:g} s; it stood {where}{others}"
+    lines = stacks.get(first.rank) or last_lines(RankFiles(folder, first.rank).log)
+    return Failure(rank=first.rank, kind="timeout", message=message, when=first.what, lines=lines)
+
+
+def _ranks(ranks: set[int]) -> str:
+    names = ", ".join(map(str, sorted(ranks)[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+def unable_to_die(pids: tuple[int, ...]) -> Failure:
+    """Processes that survived SIGKILL: something in the kernel holds them, most often a driver."""
+    message = f"processes {', '.join(map(str, pids))} did not end within {LONGEST_DEATH:g} s of SIGKILL"
+    return Failure(rank=None, kind="died", message=message)
+
+
+def launcher_failed(folder: Path, keeper: int) -> Failure:
+    """No rank failed, but PyTorch's launcher or the keeper did; ``keeper``: the latter's exit code."""
+    if keeper < 0:
+        message = f"the process that keeps the run's others was {signalled(-keeper)}"
+        return Failure(rank=None, kind="died", message=message)
+    log = next((log for log in (folder / LAUNCHER_LOG, folder / KEEPER_LOG) if last_lines(log)), folder / LAUNCHER_LOG)
+    lines = last_lines(log)
+    message = raised(_read(log)) or (lines[-1].strip() if lines else "printed nothing")
+    who = "PyTorch's launcher" if log.name == LAUNCHER_LOG else "what starts the ranks"
+    return Failure(rank=None, kind="died", message=f"{who} failed: {message}", lines=lines)
+
+
+def doing(files: RankFiles) -> str:
+    """What it last said that it does."""
+    try:
+        said = files.progress.read_bytes()
+    except FileNotFoundError:
+        return ""
+    lines = said[: said.rfind(b"\n") + 1].splitlines()
+    return str(json.loads(lines[-1])["what"]) if lines else ""
+
+
+def last_lines(log: Path) -> tuple[str, ...]:
+    """The last ``LINES`` that are not blank."""
+    return _read(log)[-LINES:]
+
+
+def _read(log: Path) -> tuple[str, ...]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ()
+    return tuple(line.rstrip() for line in text.splitlines() if line.strip())
+
+
+def raised(printed: tuple[str, ...]) -> str | None:
+    """The line that says what was raised: after the frames of the last traceback. PyTorch's own prefix is left out."""
+    plain = [_RANK.sub("", line) for line in printed]
+    starts = [number for number, line in enumerate(plain) if line.startswith(_TRACEBACK)]
+    if not starts:
+        return None
+    after = [line for line in plain[starts[-1] + 1 :] if not line.startswith(" ")]
+    return next((line for line in after if _ERROR.match(line)), after[0] if after else None)
+
+
+def stack(log: Path) -> tuple[str, ...]:
+    """The main thread's, innermost call first, as ``faulthandler`` printed it last."""
+    lines = _read(log)
+    starts = [number for number, line in enumerate(lines) if _STACK.match(line)]
+    if not starts:
+        return ()
+    first = next((number for number in reversed(starts) if lines[number].startswith("Current")), starts[-1])
+    length = sum(1 for _ in takewhile(lambda line: line.startswith("  File"), lines[first + 1 :]))
+    return lines[first : first + 1 + min(length, LINES)]

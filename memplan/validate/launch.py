@@ -1,0 +1,218 @@
+"""Starts the processes of a run, guards them, and answers with what they measured or why they failed.
+
+    memplan → keeper → PyTorch's elastic launcher → a guard for each rank → its worker
+
+Nothing of this but the launcher and the workers imports torch. The files in which they speak to each other are those of
+``rank_files``; what outlives whom is said in ``keeper``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .failing import failures_of, hung, launcher_failed, silent_ranks, unable_to_die
+from .interrupts import Interrupts, interrupts
+from .keeper import KILL, SETTINGS, TERMINATE
+from .processes import LONGEST_DEATH, MARKER, end_all, is_alive, marked, send
+from .rank_files import KEEPER_LOG, TASK, ranks_in, write_json, write_whole
+from .readings import Failure, RankReading
+from .run_folder import TEMPORARY, run_folder
+from .shared_memory import SharedMemory, shared_now
+from .watching import Progress, Watch
+from .ways import Way
+
+WORKER = "memplan.validate.worker"
+PATIENCE = 600.0
+"""Seconds in which no rank begins anything, before the run counts as hung."""
+GRACE = 1.0
+"""Seconds between SIGTERM and SIGKILL: all that they leave is in the folder, or known."""
+LOOK = 0.05
+SETTLING = 0.3
+"""Seconds after the first sign of a failure, in which others that fail by themselves say so."""
+TRACEBACK_SETTLING = 1.0
+"""And after a traceback, in which the rank that printed it ends."""
+STACKS = 2.0
+"""Seconds that hung ranks have to print where they stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a run."""
+
+    readings: tuple[RankReading, ...]
+    failures: tuple[Failure, ...]
+    """Who failed first comes first; who failed because of another is left out."""
+
+
+Watcher = Callable[[tuple[Progress, ...]], None]
+
+
+def launched(
+    way: Way,
+    task: bytes,
+    *,
+    worker: str = WORKER,
+    patience: float = PATIENCE,
+    limit: float | None = None,
+    environment: Mapping[str, str] | None = None,
+    watch: Watcher = lambda progress: None,
+) -> Outcome:
+    """Runs ``worker``, a module, ``way``; ``task`` is what the workers find in ``task.json``. ``python -m worker FOLDER
+    RANK`` is what each is called as.
+
+    ``patience`` and ``limit`` are seconds without any progress, and in all. ``environment`` is this process's, if left
+    out. ``watch`` is called twenty times a second. ``KeyboardInterrupt`` on Ctrl-C, SIGTERM and SIGHUP, when all have
+    ended; ``LackingError`` where a folder cannot be made.
+    """
+    with interrupts() as interrupted, run_folder() as folder:
+        write_whole(folder / TASK, task)
+        given = _environment(way, folder, dict(os.environ if environment is None else environment))
+        run = _Run(folder, way.commands(folder, worker), given, interrupted)
+        try:
+            return run.outcome(patience, limit, watch)
+        finally:
+            run.end()
+
+
+def _environment(way: Way, folder: Path, given: dict[str, str]) -> dict[str, str]:
+    """Of all processes of the run."""
+    temporary = folder / TEMPORARY
+    fixed = {MARKER: str(folder), "TMPDIR": str(temporary), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    return {**way.environment(given), **_package_path(given), **fixed}
+
+
+def _package_path(given: Mapping[str, str]) -> dict[str, str]:
+    """Where memplan is a checkout that nobody installed, its workers find it, too."""
+    root = Path(__file__).parents[2]
+    if str(root) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), given.get("PYTHONPATH"))))}
+
+
+class _Run:
+    """The processes of one run, from their start to their end."""
+
+    def __init__(
+        self, folder: Path, commands: list[list[str]], environment: dict[str, str], interrupted: Interrupts
+    ) -> None:
+        self._folder = folder
+        self._interrupted = interrupted
+        self._shared_before = sorted(shared_now())
+        self._watch = Watch(folder)
+        self._undying: tuple[int, ...] = ()
+        settings = {"commands": commands, "grace": GRACE, "shared": self._shared_before}
+        write_json(folder / SETTINGS, settings)
+        with (folder / KEEPER_LOG).open("ab") as log:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-m", "memplan.validate.keeper", str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # so that Ctrl-C in a terminal reaches this process alone
+            )
+
+    def outcome(self, patience: float, limit: float | None, watch: Watcher) -> Outcome:
+        """Waits until all have ended, or one failed."""
+        deadline = None if limit is None else time.monotonic() + limit
+        problem: Failure | None = None
+        while self._runs():
+            self._interrupted.check()
+            self._watch.look()
+            watch(self._watch.progress)
+            if self._failed():
+                break
+            if self._watch.quiet_for() > patience:
+                problem = self._hung(patience)
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                problem = Failure(rank=None, kind="timeout", message=f"the run took longer than {limit:g} s")
+                break
+            time.sleep(LOOK)
+        told = time.monotonic()
+        self.end()
+        self._watch.look()
+        return self._answer(told, problem)
+
+    def _runs(self) -> bool:
+        return self._keeper.poll() is None
+
+    def _failed(self) -> bool:
+        """Whether a rank failed; if so, others have had a moment to say what they know."""
+        if not self._watch.anyone_failed():
+            if not self._watch.tracebacks:
+                return False
+            self._settle(TRACEBACK_SETTLING, self._watch.anyone_failed)
+        self._settle(SETTLING, lambda: False)
+        return True
+
+    def _settle(self, seconds: float, enough: Callable[[], bool]) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not enough() and self._runs() and not self._interrupted.count:
+            time.sleep(LOOK)
+            self._watch.look()
+
+    def _hung(self, patience: float) -> Failure:
+        """``faulthandler`` prints the stack of a process that gets SIGABRT."""
+        ours = set(marked(str(self._folder))).intersection(self._workers())
+        send(ours, signal.SIGABRT)
+        self._settle(STACKS, lambda: not any(is_alive(pid) for pid in ours))
+        return hung(self._folder, self._watch.progress, patience)
+
+    def _answer(self, told: float, problem: Failure | None) -> Outcome:
+        readings = tuple(
+            RankReading.model_validate_json(files.result.read_bytes())
+            for files in ranks_in(self._folder)
+            if files.result.exists()
+        )
+        failures = (problem,) if problem else failures_of(self._folder, told, self._watch.tracebacks)
+        if not failures and self._keeper.returncode:
+            failures = (launcher_failed(self._folder, self._keeper.returncode),)
+        if not failures:
+            failures = silent_ranks(self._folder)
+        if self._undying:
+            failures = (*failures, unable_to_die(self._undying))
+        return Outcome(readings, failures)
+
+    def end(self) -> None:
+        """All processes end, and with them ports and shared memory. A second Ctrl-C takes away their grace."""
+        if self._keeper.stdin is not None and not self._keeper.stdin.closed:
+            self._tell(TERMINATE)
+        asked, deadline = self._interrupted.count, time.monotonic() + GRACE + 2 * LONGEST_DEATH
+        while self._runs() and time.monotonic() < deadline:
+            if self._interrupted.count > max(asked, 1):
+                self._tell(KILL)
+            time.sleep(LOOK)
+        if self._runs():
+            self._keeper.kill()
+        self._keeper.wait()
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        self._sweep()
+
+    def _tell(self, word: bytes) -> None:
+        assert self._keeper.stdin is not None
+        try:
+            os.write(self._keeper.stdin.fileno(), word)
+        except BrokenPipeError:  # it has ended
+            return
+
+    def _sweep(self) -> None:
+        """What the keeper left behind, which is something only if it was killed itself."""
+        left = marked(str(self._folder))
+        self._undying = end_all(lambda: marked(str(self._folder)), 0) if left else ()
+        if self._keeper.returncode < 0:
+            shared = SharedMemory(self._shared_before)
+            shared.look([*left, *self._workers()])
+            shared.remove()
+
+    def _workers(self) -> list[int]:
+        return [int(files.pid.read_text()) for files in ranks_in(self._folder) if files.pid.exists()]

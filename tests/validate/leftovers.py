@@ -1,0 +1,50 @@
+"""What a run must not leave behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from memplan.validate.processes import MARKER, all_processes, is_alive
+from memplan.validate.run_folder import PREFIX
+
+SHARED = Path("/dev/shm")
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Living processes of runs whose folders are in ``folder``."""
+    mark = f"{MARKER}={folder}".encode()
+    found = []
+    for pid in all_processes():
+        try:
+            environment = Path("/proc", str(pid), "environ").read_bytes()
+        except OSError:
+            continue
+        if mark in environment and pid != os.getpid() and is_alive(pid):
+            found.append(pid)
+    return found
+
+
+def anything_left(folder: Path) -> list[str]:
+    """Processes and files of runs whose folders are in ``folder``."""
+    processes = [f"process {pid}" for pid in processes_of(folder)]
+    return [*processes, *(str(path) for path in folder.glob(f"{PREFIX}*"))]
+
+
+def soon(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether it comes to hold."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if holds():
+            return True
+        time.sleep(0.05)
+    return holds()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        client.settimeout(1)
+        return client.connect_ex(("localhost", port)) == 0

@@ -1,0 +1,108 @@
+"""Folders that cannot be made, and folders that nobody needs any more."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from memplan.plan.errors import LackingError
+from memplan.validate import run_folder as module
+from memplan.validate.run_folder import PREFIX, run_folder
+
+ROOT = Path(__file__).parents[2]
+MAKE = "from memplan.validate.run_folder import run_folder\nwith run_folder(): print('made')"
+
+
+def test_made_and_removed(place: Path) -> None:
+    with run_folder() as folder:
+        assert folder.parent == place
+        assert folder.stat().st_mode & 0o077 == 0
+        (folder / "tmp" / "deep").mkdir()
+    assert list(place.iterdir()) == []
+
+
+def test_removed_on_an_error(place: Path) -> None:
+    with pytest.raises(ZeroDivisionError), run_folder():
+        1 / 0  # noqa: B018
+    assert list(place.iterdir()) == []
+
+
+def test_nowhere_to_write(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the folder was writable when Python looked, and is not any more."""
+    monkeypatch.setattr(tempfile, "tempdir", str(place / "gone"))
+    with pytest.raises(LackingError, match=r"cannot keep its run's files in .*gone: No such file or directory; set"):
+        run_folder().__enter__()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_not_writable(place: Path) -> None:
+    place.chmod(0o500)
+    with pytest.raises(LackingError, match="Permission denied"):
+        run_folder().__enter__()
+    place.chmod(0o700)
+
+
+def inside_namespace(script: str, place: Path) -> subprocess.CompletedProcess[str]:
+    """What a shell says that is root of a user namespace of its own, so that it can mount."""
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-Urm", "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here")
+    environment = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(ROOT)}
+    return subprocess.run([unshare, "-Urm", "sh", "-c", script], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("size=1m", "1,0[0-9,]+ bytes are free, and 16,777,216 are wanted"),
+        ("size=64m,nr_inodes=1", "No space left on device"),
+        ("ro", "Read-only file system|No usable temporary directory"),
+    ],
+)
+def test_full_or_read_only(place: Path, options: str, said: str) -> None:
+    """A file system of its own, in which there is no room; the program's working directory is no way out."""
+    fallback = f"import tempfile; tempfile.tempdir = {str(place)!r}\n"
+    script = f'mount -t tmpfs -o {options} none "$TMPDIR" && exec "{sys.executable}" -c "$0"'
+    script = script.replace("$0", (fallback + MAKE).replace('"', '\\"'))
+    answer = inside_namespace(script, place)
+    last = answer.stderr.strip().splitlines()[-1]
+    assert last.startswith("memplan.plan.errors.LackingError: memplan validate cannot keep its run's files in ")
+    assert re.search(said, last), last
+    assert "made" not in answer.stdout
+
+
+def old(folder: Path) -> None:
+    long_ago = time.time() - 2 * module.YOUNG
+    os.utime(folder, (long_ago, long_ago))
+
+
+def test_left_ones_go(place: Path) -> None:
+    """Those that nobody locks, unless they are so young that somebody may be about to."""
+    for name in ("left", "without-lock", "young"):
+        (place / f"{PREFIX}{name}").mkdir()
+    (place / f"{PREFIX}left" / "lock").touch()
+    (place / "others").mkdir()
+    for name in (f"{PREFIX}left", f"{PREFIX}without-lock", "others"):
+        old(place / name)
+    with run_folder():
+        assert (place / f"{PREFIX}young").exists()
+        assert (place / "others").exists()
+        assert not (place / f"{PREFIX}left").exists()
+        assert not (place / f"{PREFIX}without-lock").exists()
+    (place / f"{PREFIX}young").rmdir()
+
+
+def test_those_in_use_stay(place: Path) -> None:
+    with run_folder() as first:
+        old(first)
+        with run_folder() as second:
+            assert first.exists()
+            assert second != first

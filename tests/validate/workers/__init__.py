@@ -1,0 +1,1 @@
+"""Small workers that tests launch: each is called with the run's folder and its rank."""
