@@ -7,13 +7,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.rendezvous import rendezvous
 
 from .substitutions import cuda_behaviour, cuda_behaviour_of_real
+
+_groups = count()
+"""Numbers of the process groups of this process: each has keys of its own."""
+
+
+@cache
+def meeting() -> tuple[dist.Store, int, int]:
+    """Where the processes of a run meet, as its launcher says in the environment: the store, this rank, and how many
+    there are."""
+    return next(iter(rendezvous("env://")))  # type: ignore[no-untyped-call, no-any-return]
+
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -63,7 +77,16 @@ class Surroundings:
             more: dict[str, Any] = {}
             if self.device == "cuda":
                 more["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group(BACKENDS[self.device], timeout=timedelta(seconds=self.seconds), **more)
+            store, rank, ranks = meeting()
+            named = dist.PrefixStore(f"group/{next(_groups)}", store)
+            dist.init_process_group(
+                BACKENDS[self.device],
+                store=named,
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=self.seconds),
+                **more,
+            )
         try:
             yield
         finally:

@@ -1,0 +1,218 @@
+"""One rank of a validation: ``python -m memplan.validate.worker FOLDER RANK``.
+
+On a GPU twice: once with nothing looking on but the allocator, once followed operator by operator, which needs no more
+memory but time. On a CPU, whose allocator keeps no statistics, followed alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .rank_files import TASK
+from .readings import RankReading
+from .task import Task
+from .telling import Telling
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..trace.surroundings import Surroundings
+    from ..trace.traced import Traced
+    from .clean import Clean
+
+SIZE = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB)")
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+OF_CPU = "DefaultCPUAllocator"
+"""In the message with which PyTorch's CPU allocator gives up."""
+
+
+def main(arguments: list[str]) -> int:
+    folder, rank = Path(arguments[0]), int(arguments[1])
+    task = Task.model_validate_json((folder / TASK).read_bytes())
+    telling = Telling(folder, rank)
+    telling.says("importing torch")
+    try:
+        reading = _Rank(task, rank, telling).reading()
+    except Exception as error:
+        _tell(error, telling)
+        raise
+    telling.result(reading)
+    if task.world == "real" and task.gathers:
+        _gather(telling, reading, task)
+    return 0
+
+
+def _tell(error: Exception, telling: Telling) -> None:
+    import torch
+
+    text = str(error).strip()
+    is_full = isinstance(error, torch.OutOfMemoryError) or OF_CPU in text
+    if not is_full:
+        telling.failed("error", f"{type(error).__name__}: {text.partition(chr(10))[0]}", when=_where(error))
+        return
+    on_gpu = torch.cuda.is_available()
+    telling.failed(
+        "out-of-memory",
+        text.partition("\n")[0],
+        when=_where(error),
+        allocated=torch.cuda.memory_allocated() if on_gpu else None,
+        reserved=torch.cuda.memory_reserved() if on_gpu else None,
+        failing=_failing(text),
+    )
+
+
+def _failing(message: str) -> int | None:
+    """Bytes of the request, as exactly as the message has them."""
+    found = SIZE.search(message)
+    return round(float(found[1]) * UNITS[found[2]]) if found else None
+
+
+def _where(error: BaseException) -> str | None:
+    """The innermost module whose code was running, by its path in the outermost; ``None`` in backward, which has no
+    Python frames of modules."""
+    import torch
+
+    modules: list[torch.nn.Module] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            modules.append(owner)
+        traceback = traceback.tb_next
+    if not modules:
+        return None
+    names = {id(module): name for name, module in modules[0].named_modules()}
+    named = [names[id(module)] for module in modules if names.get(id(module))]
+    return f"forward, {named[-1]}" if named else None
+
+
+class _Rank:
+    """What one process does."""
+
+    def __init__(self, task: Task, rank: int, telling: Telling) -> None:
+        self.task, self.rank, self.telling = task, rank, telling
+        self.losses: list[float] = []
+        self.local = int(os.environ.get("LOCAL_RANK", "0")) if task.world == "real" else 0
+
+    def reading(self) -> RankReading:
+        import torch
+
+        from ..layers.module import Options
+        from .footprint import footprint_of
+        from .native import Native
+
+        task = self.task
+        native = Native(task.plan, task.plan)
+        stage = native.stage_of(self.rank)
+        clean = None
+        if task.device == "cuda":
+            torch.cuda.set_device(self.local)
+            clean = self._clean(native)
+            gc.collect()
+        traced = self._followed(native)
+        from ..estimate import programs_of
+
+        program = programs_of(task.plan, Options())[stage]
+        footprint = footprint_of(traced, program)
+        name = torch.cuda.get_device_name() if task.device == "cuda" else "cpu"
+        return RankReading(
+            rank=self.rank,
+            stage=stage,
+            host=socket.gethostname(),
+            device=name,
+            parameters=traced.outline.parameters,
+            requested=footprint.peak,
+            allocated=clean.allocated if clean else None,
+            reserved=clean.reserved if clean else None,
+            device_bytes=clean.device_bytes if clean else None,
+            static=clean.static if clean else footprint.static,
+            context=clean.context if clean else None,
+            nccl=clean.nccl if clean else None,
+            workspaces=clean.workspaces if clean else None,
+            moments=tuple(clean.moments) if clean else (),
+            breakdown=footprint.breakdown,
+            seconds=tuple(clean.seconds) if clean else (),
+            losses=tuple(self.losses),
+            apart=footprint.apart,
+        )
+
+    def _within(self, lost: Callable[[torch.Tensor], None] | None, warmup: int) -> Surroundings:
+        from ..trace.surroundings import Surroundings
+
+        task = self.task
+        return Surroundings(
+            fake=False,
+            device=task.device,
+            alone=task.world == "emulated",
+            warmup=warmup,
+            seconds=task.seconds,
+            lost=lost,
+        )
+
+    def _clean(self, native: Native) -> Clean:
+        from .clean import measured
+        from .devices import devices as shown
+        from .devices import visible
+
+        def used() -> int | None:
+            from ..plan.errors import LackingError
+
+            try:
+                return visible(shown(), os.environ)[self.local].used
+            except (LackingError, IndexError):
+                return None
+
+        import torch
+
+        total = torch.cuda.get_device_properties(self.local).total_memory
+
+        def says(what: str) -> None:
+            self.telling.says(what, torch.cuda.memory_allocated(), total)
+
+        job = self._job(native)
+        return measured(job, self._within(None, self.task.warmup), self.task.steps, used, says)
+
+    def _job(self, native: Native):  # type: ignore[no-untyped-def]
+        from dataclasses import replace
+
+        job = native.job(self.rank)
+        return job if job.ddp is None else replace(job, ddp=replace(job.ddp, rank=self.rank))
+
+    def _followed(self, native: Native) -> Traced:
+        self.telling.says("following an iteration")
+        job = self._job(native)
+        within = self._within(lambda loss: self.losses.append(float(loss)), self.task.warmup)
+        if job.torchtitan is not None:
+            from ..trace.torchtitan_step import traced_torchtitan
+
+            return traced_torchtitan(job, within=within)
+        from ..trace.step import traced_step
+
+        return traced_step(job, within=within)
+
+
+def _gather(telling: Telling, reading: RankReading, task: Task) -> None:
+    """Readings of all ranks come to the first one, whose machine tells the user."""
+    from ..trace.surroundings import meeting
+
+    store, rank, ranks = meeting()
+    store.set(f"reading/{rank}", reading.model_dump_json())
+    if rank:
+        store.get("readings")
+        return
+    for other in range(1, ranks):
+        store.wait([f"reading/{other}"], timedelta(seconds=task.seconds))
+        telling.result(RankReading.model_validate_json(store.get(f"reading/{other}")))
+    store.set("readings", "all")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
