@@ -60,6 +60,7 @@ class RankReading(_Data):
     device: str
     """``cpu``, or the name that the driver gives the GPU."""
     parameters: int = Field(ge=0)
+    """Elements of its stage's model, before they are sharded."""
     requested: int | None
     """Peak of an iteration in steady state, as ``Moment`` has them."""
     allocated: int | None

@@ -12,10 +12,17 @@ import re
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..estimate import programs_of
+from ..layers.module import Options
+from ..plan.errors import LackingError
+from .devices import devices, visible
+from .footprint import footprint_of
+from .native import Native
 from .rank_files import TASK
 from .readings import RankReading
 from .task import Task
@@ -24,6 +31,7 @@ from .telling import Telling
 if TYPE_CHECKING:
     import torch
 
+    from ..trace.job import Job
     from ..trace.surroundings import Surroundings
     from ..trace.traced import Traced
     from .clean import Clean
@@ -101,27 +109,18 @@ class _Rank:
         self.task, self.rank, self.telling = task, rank, telling
         self.losses: list[float] = []
         self.local = int(os.environ.get("LOCAL_RANK", "0")) if task.world == "real" else 0
+        self.native = Native(task.plan, task.plan)
 
     def reading(self) -> RankReading:
         import torch
 
-        from ..layers.module import Options
-        from .footprint import footprint_of
-        from .native import Native
-
-        task = self.task
-        native = Native(task.plan, task.plan)
-        stage = native.stage_of(self.rank)
-        clean = None
+        task, stage, clean = self.task, self.native.stage_of(self.rank), None
         if task.device == "cuda":
             torch.cuda.set_device(self.local)
-            clean = self._clean(native)
+            clean = self._clean()
             gc.collect()
-        traced = self._followed(native)
-        from ..estimate import programs_of
-
-        program = programs_of(task.plan, Options())[stage]
-        footprint = footprint_of(traced, program)
+        traced = self._followed()
+        footprint = footprint_of(traced, programs_of(task.plan, Options())[stage])
         name = torch.cuda.get_device_name() if task.device == "cuda" else "cpu"
         return RankReading(
             rank=self.rank,
@@ -144,7 +143,7 @@ class _Rank:
             apart=footprint.apart,
         )
 
-    def _within(self, lost: Callable[[torch.Tensor], None] | None, warmup: int) -> Surroundings:
+    def _within(self, lost: Callable[[torch.Tensor], None] | None) -> Surroundings:
         from ..trace.surroundings import Surroundings
 
         task = self.task
@@ -152,44 +151,40 @@ class _Rank:
             fake=False,
             device=task.device,
             alone=task.world == "emulated",
-            warmup=warmup,
+            warmup=task.warmup,
             seconds=task.seconds,
             lost=lost,
         )
 
-    def _clean(self, native: Native) -> Clean:
-        from .clean import measured
-        from .devices import devices as shown
-        from .devices import visible
-
-        def used() -> int | None:
-            from ..plan.errors import LackingError
-
-            try:
-                return visible(shown(), os.environ)[self.local].used
-            except (LackingError, IndexError):
-                return None
-
+    def _clean(self) -> Clean:
         import torch
+
+        from .clean import measured
 
         total = torch.cuda.get_device_properties(self.local).total_memory
 
         def says(what: str) -> None:
             self.telling.says(what, torch.cuda.memory_allocated(), total)
 
-        job = self._job(native)
-        return measured(job, self._within(None, self.task.warmup), self.task.steps, used, says)
+        return measured(self._job(), self._within(None), self.task.steps, self._used, says)
 
-    def _job(self, native: Native):  # type: ignore[no-untyped-def]
-        from dataclasses import replace
+    def _used(self) -> int | None:
+        """Bytes of the device that any process has in use; ``None`` where the driver does not say."""
+        try:
+            return visible(devices(), os.environ)[self.local].used
+        except (LackingError, IndexError):
+            return None
 
-        job = native.job(self.rank)
+    def _job(self) -> Job:
+        job = self.native.job(self.rank)
         return job if job.ddp is None else replace(job, ddp=replace(job.ddp, rank=self.rank))
 
-    def _followed(self, native: Native) -> Traced:
+    def _followed(self) -> Traced:
+        """Losses are of what ranks compute together: where one plays all of them, they mean nothing."""
         self.telling.says("following an iteration")
-        job = self._job(native)
-        within = self._within(lambda loss: self.losses.append(float(loss)), self.task.warmup)
+        job = self._job()
+        is_whole = self.task.world == "real" or self.native.ranks == 1
+        within = self._within((lambda loss: self.losses.append(float(loss))) if is_whole else None)
         if job.torchtitan is not None:
             from ..trace.torchtitan_step import traced_torchtitan
 
