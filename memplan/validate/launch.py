@@ -32,6 +32,8 @@ from .ways import Way
 WORKER = "memplan.validate.worker"
 PATIENCE = 600.0
 """Seconds in which no rank begins anything, before the run counts as hung."""
+STARTING = 600.0
+"""Seconds until the first of its ranks starts: other machines may be late, and torch be on a slow file system."""
 GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL: all that they leave is in the folder, or known."""
 LOOK = 0.05
@@ -130,8 +132,9 @@ class _Run:
             watch(self._watch.progress)
             if self._failed():
                 break
-            if self._watch.quiet_for() > patience:
-                problem = self._hung(patience)
+            waits = patience if self._watch.started else max(patience, STARTING)
+            if self._watch.quiet_for() > waits:
+                problem = self._hung(waits)
                 break
             if deadline is not None and time.monotonic() > deadline:
                 problem = Failure(rank=None, kind="timeout", message=f"the run took longer than {limit:g} s")

@@ -122,6 +122,11 @@ class Watch:
     def anyone_failed(self) -> bool:
         return any(rank.failed() for rank in self._ranks.values())
 
+    @property
+    def started(self) -> bool:
+        """Whether any rank did."""
+        return bool(self._ranks)
+
     def quiet_for(self) -> float:
         """Seconds in which no rank began anything."""
         return time.monotonic() - self.since
