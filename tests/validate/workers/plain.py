@@ -93,6 +93,10 @@ def does(what: str, telling: Telling, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "has no result":
             sys.exit(0)
+        case "fills the disk":
+            with (folder / "tmp" / "all").open("wb", buffering=0) as file:
+                while True:
+                    file.write(b"x" * 4096)
         case "fills the folder":
             (folder / "tmp" / "much").write_bytes(b"x" * 4096)
             Path(os.environ["TMPDIR"], "more").write_text("x")
