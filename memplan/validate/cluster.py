@@ -106,12 +106,8 @@ def _count(environment: Mapping[str, str], *names: str) -> int:
             if text.isascii() and text.isdigit():
                 return int(text)
             raise PlanError(name, text, "must be a whole number", origin=Origin("environment"))
-    raise PlanError(
-        names[0],
-        ABSENT,
-        "must be set: other variables say that this process is a rank of a run",
-        origin=Origin("environment"),
-    )
+    problem = "must be set: other variables say that this process is a rank of a run"
+    raise PlanError(names[0], ABSENT, problem, origin=Origin("environment"))
 
 
 def port_of(environment: Mapping[str, str]) -> int:

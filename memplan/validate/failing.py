@@ -6,8 +6,8 @@ the first is noted. Such failures are known by what they say (``CONSEQUENCES``),
 
 from __future__ import annotations
 
-import json
 import re
+import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from .processes import LONGEST_DEATH
-from .rank_files import KEEPER_LOG, LAUNCHER_LOG, RankFiles, ranks_in, read_json
+from .rank_files import KEEPER_LOG, LAUNCHER_LOG, RankFiles, last_said, ranks_in, read_json
 from .readings import Failure
 from .watching import Progress, end_of
 
@@ -23,6 +23,8 @@ LINES = 20
 """That a failure repeats of what its rank printed last."""
 TAIL = 1 << 16
 """Bytes of a log in which they are looked for."""
+LEAST_ROOM = 1 << 16
+"""Bytes free, below which a disk is full."""
 CONSEQUENCES = re.compile(
     r"Connection (closed by peer|reset by peer|refused|was likely closed)|Broken pipe|failed to recv, got 0 bytes"
     r"|remote process exited|ncclRemoteError|ncclSystemError|DistNetworkError|NCCL communicator was aborted"
@@ -173,6 +175,8 @@ def launcher_failed(folder: Path, keeper: int) -> Failure:
     log = next((log for log in (folder / LAUNCHER_LOG, folder / KEEPER_LOG) if last_lines(log)), folder / LAUNCHER_LOG)
     lines = last_lines(log)
     message = raised(_read(log)) or (lines[-1].strip() if lines else "printed nothing")
+    if shutil.disk_usage(folder).free < LEAST_ROOM:
+        message += f"; there is no room left in {folder.parent}, where the run keeps its files (TMPDIR)"
     who = "PyTorch's launcher" if log.name == LAUNCHER_LOG else "what starts the ranks"
     return Failure(rank=None, kind="died", message=f"{who} failed: {message}", lines=lines)
 
@@ -180,11 +184,10 @@ def launcher_failed(folder: Path, keeper: int) -> Failure:
 def doing(files: RankFiles) -> str:
     """What it last said that it does."""
     try:
-        said = files.progress.read_bytes()
+        said = last_said(files.progress.read_bytes())
     except FileNotFoundError:
         return ""
-    lines = said[: said.rfind(b"\n") + 1].splitlines()
-    return str(json.loads(lines[-1])["what"]) if lines else ""
+    return "" if said is None else str(said["what"])
 
 
 def last_lines(log: Path) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from .processes import die_with_parent
-from .rank_files import RankFiles, write_json
+from .rank_files import RankFiles, write_json, write_whole
 
 
 def main(arguments: list[str]) -> int:
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         worker.terminate()
 
     signal.signal(signal.SIGTERM, terminate)
-    files.pid.write_text(str(worker.pid), encoding="utf-8")
+    write_whole(files.pid, str(worker.pid).encode())
     code = worker.wait()
     write_json(files.end, {"code": code, "at": time.monotonic()})
     return code if code >= 0 else 128 - code

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from .processes import adopt_orphans, descendants, die_with_parent, end_all
-from .rank_files import LAUNCHER_LOG, ranks_in, read_json
+from .rank_files import LAUNCHER_LOG, read_json, workers_in
 from .shared_memory import SharedMemory
 
 SETTINGS = "keeper.json"
@@ -72,7 +72,7 @@ class Keeper:
             return int(not all(self._succeeds(command) for command in self.commands))
         finally:
             self._end_tree()
-            self.shared.look(self._known())
+            self.shared.look(workers_in(self.directory))  # some may have come and gone between two looks
             self.shared.remove()
             if self.input.gone:
                 shutil.rmtree(self.directory, ignore_errors=True)
@@ -97,10 +97,6 @@ class Keeper:
         self.shared.look(descendants(os.getpid()))
         end_all(lambda: _reaped(descendants(os.getpid())), self.grace, hurried=self.input.hurries)
         _reaped([])
-
-    def _known(self) -> list[int]:
-        """Workers that may have come and gone between two looks."""
-        return [int(files.pid.read_text()) for files in ranks_in(self.directory) if files.pid.exists()]
 
 
 def _reaped(pids: list[int]) -> list[int]:

@@ -22,7 +22,7 @@ from .failing import failures_of, hung, launcher_failed, silent_ranks, unable_to
 from .interrupts import Interrupts, interrupts
 from .keeper import KILL, SETTINGS, TERMINATE
 from .processes import LONGEST_DEATH, MARKER, end_all, is_alive, marked, send
-from .rank_files import KEEPER_LOG, TASK, ranks_in, write_json, write_whole
+from .rank_files import KEEPER_LOG, TASK, ranks_in, workers_in, write_json, write_whole
 from .readings import Failure, RankReading
 from .run_folder import TEMPORARY, run_folder
 from .shared_memory import SharedMemory, shared_now
@@ -32,6 +32,8 @@ from .ways import Way
 WORKER = "memplan.validate.worker"
 PATIENCE = 600.0
 """Seconds in which no rank begins anything, before the run counts as hung."""
+STARTING = 600.0
+"""Seconds until the first of its ranks starts: other machines may be late, and torch be on a slow file system."""
 GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL: all that they leave is in the folder, or known."""
 LOOK = 0.05
@@ -130,8 +132,9 @@ class _Run:
             watch(self._watch.progress)
             if self._failed():
                 break
-            if self._watch.quiet_for() > patience:
-                problem = self._hung(patience)
+            waits = patience if self._watch.started else max(patience, STARTING)
+            if self._watch.quiet_for() > waits:
+                problem = self._hung(waits)
                 break
             if deadline is not None and time.monotonic() > deadline:
                 problem = Failure(rank=None, kind="timeout", message=f"the run took longer than {limit:g} s")
@@ -162,7 +165,7 @@ class _Run:
 
     def _hung(self, patience: float) -> Failure:
         """``faulthandler`` prints the stack of a process that gets SIGABRT."""
-        ours = set(marked(str(self._folder))).intersection(self._workers())
+        ours = set(marked(str(self._folder))).intersection(workers_in(self._folder))
         send(ours, signal.SIGABRT)
         self._settle(STACKS, lambda: not any(is_alive(pid) for pid in ours))
         return hung(self._folder, self._watch.progress, patience)
@@ -211,8 +214,5 @@ class _Run:
         self._undying = end_all(lambda: marked(str(self._folder)), 0) if left else ()
         if self._keeper.returncode < 0:
             shared = SharedMemory(self._shared_before)
-            shared.look([*left, *self._workers()])
+            shared.look([*left, *workers_in(self._folder)])
             shared.remove()
-
-    def _workers(self) -> list[int]:
-        return [int(files.pid.read_text()) for files in ranks_in(self._folder) if files.pid.exists()]

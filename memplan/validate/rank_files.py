@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return content
+
+
+def workers_in(directory: Path) -> list[int]:
+    """Processes of the ranks that were started."""
+    return [int(files.pid.read_bytes()) for files in ranks_in(directory) if files.pid.exists()]
+
+
+def last_said(content: bytes) -> dict[str, Any] | None:
+    """Of a piece of a rank's progress, what it said last. A line that is not whole, where a disk was full, counts as
+    none."""
+    for line in reversed(content.splitlines()):
+        with suppress(ValueError):
+            said: dict[str, Any] = json.loads(line)
+            return said
+    return None

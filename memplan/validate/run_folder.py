@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ YOUNG = 60.0
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A new one. ``LackingError`` where none can be made."""
+    """A new one; what runs of this user left behind goes. ``LackingError`` where none can be made."""
     _remove_left_ones()
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -44,7 +45,8 @@ def run_folder() -> Iterator[Path]:
 def _locked(folder: Path) -> Iterator[Path]:
     try:
         (folder / TEMPORARY).mkdir()
-        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        (folder / LOCK).write_text(socket.gethostname(), encoding="utf-8")
+        lock = os.open(folder / LOCK, os.O_RDWR)
     except OSError as error:
         raise _unusable(str(folder.parent), error.strerror or str(error)) from None
     try:
@@ -90,13 +92,11 @@ def _remove_left_ones() -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether nobody holds its lock, nor can be about to."""
-    if time.time() - folder.stat().st_mtime < YOUNG:
+    """Whether nobody holds its lock, nor can be about to, nor has it from another machine, whose locks cannot always
+    be seen from here."""
+    if time.time() - folder.stat().st_mtime < YOUNG or (folder / LOCK).read_text() != socket.gethostname():
         return False
-    try:
-        lock = os.open(folder / LOCK, os.O_RDWR)
-    except FileNotFoundError:
-        return True
+    lock = os.open(folder / LOCK, os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .rank_files import RankFiles, ranks_in, read_json
+from .rank_files import RankFiles, last_said, ranks_in, read_json
 
 TRACEBACK = re.compile(rb"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):", re.MULTILINE)
 """As Python prints it, and PyTorch with process groups."""
@@ -73,8 +72,9 @@ class _Rank:
         self._log = _Reader(files.log)
 
     def look(self) -> None:
-        for line in self._says.more().splitlines()[-1:]:
-            self.progress = Progress(self.files.rank, **json.loads(line))
+        said = last_said(self._says.more())
+        if said is not None:
+            self.progress = Progress(self.files.rank, **said)
         done = self.files.result.exists()
         if done and self.progress is not None and not self.progress.done:
             last = self.progress
@@ -121,6 +121,11 @@ class Watch:
 
     def anyone_failed(self) -> bool:
         return any(rank.failed() for rank in self._ranks.values())
+
+    @property
+    def started(self) -> bool:
+        """Whether any rank did."""
+        return bool(self._ranks)
 
     def quiet_for(self) -> float:
         """Seconds in which no rank began anything."""

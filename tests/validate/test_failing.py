@@ -14,8 +14,8 @@ GLOO = (
     "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4"
 )
 NCCL = (
-    "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:328, remote process "
-    "exited or there was a network error, NCCL version 2.21.5"
+    "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:328, "
+    "remote process exited or there was a network error, NCCL version 2.21.5"
 )
 STORE = "torch.distributed.DistNetworkError: failed to recv, got 0 bytes"
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,6 @@ from typing import Any
 import pytest
 
 from memplan.validate.launch import Outcome, launched
-from memplan.validate.watching import Progress
 from memplan.validate.ways import Elastic
 
 from .leftovers import listens
@@ -23,26 +26,14 @@ PATIENCE = 60.0
 """Seconds for two ranks to import torch on a busy machine."""
 
 
-class Seen:
-    """The port at which the ranks met."""
-
-    def __init__(self) -> None:
-        self.port: int | None = None
-
-    def __call__(self, progress: tuple[Progress, ...]) -> None:
-        for one in progress:
-            if one.what.startswith("port "):
-                self.port = int(one.what.removeprefix("port "))
-
-
 TWO = Elastic(2)
 
 
 def together(way: Elastic = TWO, patience: float = PATIENCE, **task: Any) -> Outcome:
-    seen = Seen()
-    outcome = launched(way, json.dumps(task).encode(), worker=WORKER, patience=patience, watch=seen)
-    assert seen.port is not None
-    assert not listens(seen.port)
+    outcome = launched(way, json.dumps(task).encode(), worker=WORKER, patience=patience)
+    ports = [int(path.read_text()) for path in Path(tempfile.gettempdir()).glob("port-*")]
+    assert ports
+    assert not any(listens(port) for port in ports)
     return outcome
 
 
@@ -75,12 +66,10 @@ def test_one_never_comes(place: Path) -> None:
 
 def test_blocked_collective(place: Path) -> None:
     """Nothing but our patience ends it; the stacks tell who waits for whom."""
-    outcome = together(rank=1, does="sleeps", patience=4)
+    outcome = together(rank=1, does="sleeps", patience=3)
     (failure,) = outcome.failures
     assert (failure.rank, failure.kind) == (1, "timeout")
-    assert (
-        failure.message == "nothing happened for 10 s; it stood outside of any collective, while rank 0 waited in one"
-    )
+    assert failure.message == "nothing happened for 3 s; it stood outside of any collective, while rank 0 waited in one"
 
 
 def test_two_machines(place: Path) -> None:
@@ -90,9 +79,42 @@ def test_two_machines(place: Path) -> None:
         port = probe.getsockname()[1]
     way = Elastic(1, nodes=2, endpoint=f"localhost:{port}")
     outcomes: list[Outcome] = []
-    other = threading.Thread(target=lambda: outcomes.append(together(way)))
-    other.start()
-    outcomes.append(together(way))
-    other.join()
+    machines = [threading.Thread(target=lambda: outcomes.append(launched(way, b"{}", worker=WORKER))) for _ in range(2)]
+    for machine in machines:
+        machine.start()
+    for machine in machines:
+        machine.join()
     assert sorted(reading.rank for outcome in outcomes for reading in outcome.readings) == [0, 1]
     assert [outcome.failures for outcome in outcomes] == [(), ()]
+
+
+ROOT = Path(__file__).parents[2]
+MEMBER = ["-m", "tests.validate.workers.parent", "joined"]
+
+
+def test_joined_by_torchrun(place: Path) -> None:
+    """Two processes that torchrun started become one run."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run([*torchrun, *MEMBER, "{}", "2"], env=environment, capture_output=True, text=True)
+    assert sorted(answer.stdout.splitlines()) == ["[0] []", "[1] []"], answer.stderr
+
+
+def test_joined_by_srun(place: Path) -> None:
+    """Two processes with the variables of a Slurm step, of which one is killed: each of them says what its own rank
+    did."""
+    ranks = []
+    for rank in range(2):
+        step = {
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+        }
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **step}
+        command = [sys.executable, *MEMBER, json.dumps({"rank": 1, "does": "is killed"}), "2"]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    first, second = (process.communicate()[0] for process in ranks)
+    assert second == "[] ['ended by SIGKILL, which Linux sends where memory runs out']\n"
+    assert "Connection closed by peer" in first

@@ -81,7 +81,7 @@ def test_older_driver(tmp_path: Path) -> None:
 
 
 def test_driver_that_is_not_loaded(tmp_path: Path) -> None:
-    with pytest.raises(NvmlError, match="^nvmlInit_v2: Driver Not Loaded$"):
+    with pytest.raises(NvmlError, match=r"^nvmlInit_v2: Driver Not Loaded$"):
         devices_by_nvml(compiled(tmp_path, "INIT=9"))
 
 

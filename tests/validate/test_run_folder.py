@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -50,13 +51,16 @@ def test_not_writable(place: Path) -> None:
     place.chmod(0o700)
 
 
-def inside_namespace(script: str, place: Path) -> subprocess.CompletedProcess[str]:
-    """What a shell says that is root of a user namespace of its own, so that it can mount."""
+def with_small_disk(options: str, program: str, place: Path) -> subprocess.CompletedProcess[str]:
+    """What ``program`` says where ``place`` is a file system of its own; mounting needs a user namespace."""
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-Urm", "true"], capture_output=True).returncode:
         pytest.skip("no user namespaces here")
-    environment = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(ROOT)}
-    return subprocess.run([unshare, "-Urm", "sh", "-c", script], capture_output=True, text=True, env=environment)
+    program = f"import tempfile; tempfile.tempdir = {str(place)!r}\n{program}"  # and not the working directory instead
+    script = f'mount -t tmpfs -o {options} none "$TMPDIR" && exec "$PYTHON" -c "$PROGRAM"'
+    given = {"TMPDIR": str(place), "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "PROGRAM": program}
+    command = [unshare, "-Urm", "sh", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **given}, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -64,15 +68,11 @@ def inside_namespace(script: str, place: Path) -> subprocess.CompletedProcess[st
     [
         ("size=1m", "1,0[0-9,]+ bytes are free, and 16,777,216 are wanted"),
         ("size=64m,nr_inodes=1", "No space left on device"),
-        ("ro", "Read-only file system|No usable temporary directory"),
+        ("ro", "Read-only file system"),
     ],
 )
 def test_full_or_read_only(place: Path, options: str, said: str) -> None:
-    """A file system of its own, in which there is no room; the program's working directory is no way out."""
-    fallback = f"import tempfile; tempfile.tempdir = {str(place)!r}\n"
-    script = f'mount -t tmpfs -o {options} none "$TMPDIR" && exec "{sys.executable}" -c "$0"'
-    script = script.replace("$0", (fallback + MAKE).replace('"', '\\"'))
-    answer = inside_namespace(script, place)
+    answer = with_small_disk(options, MAKE, place)
     last = answer.stderr.strip().splitlines()[-1]
     assert last.startswith("memplan.plan.errors.LackingError: memplan validate cannot keep its run's files in ")
     assert re.search(said, last), last
@@ -85,19 +85,20 @@ def old(folder: Path) -> None:
 
 
 def test_left_ones_go(place: Path) -> None:
-    """Those that nobody locks, unless they are so young that somebody may be about to."""
-    for name in ("left", "without-lock", "young"):
+    """Those of this machine that nobody locks, unless they are so young that somebody may be about to."""
+    here = socket.gethostname()
+    hosts = {"left": here, "elsewhere": f"{here}2", "young": here}
+    for name, host in hosts.items():
         (place / f"{PREFIX}{name}").mkdir()
-    (place / f"{PREFIX}left" / "lock").touch()
+        (place / f"{PREFIX}{name}" / "lock").write_text(host, encoding="utf-8")
     (place / "others").mkdir()
-    for name in (f"{PREFIX}left", f"{PREFIX}without-lock", "others"):
+    for name in (f"{PREFIX}left", f"{PREFIX}elsewhere", "others"):
         old(place / name)
-    with run_folder():
-        assert (place / f"{PREFIX}young").exists()
-        assert (place / "others").exists()
-        assert not (place / f"{PREFIX}left").exists()
-        assert not (place / f"{PREFIX}without-lock").exists()
-    (place / f"{PREFIX}young").rmdir()
+    with run_folder() as folder:
+        kept = {path.name.removeprefix(PREFIX) for path in place.iterdir() if path != folder}
+    assert kept == {"elsewhere", "young", "others"}
+    for path in place.iterdir():
+        shutil.rmtree(path)
 
 
 def test_those_in_use_stay(place: Path) -> None:
@@ -106,3 +107,19 @@ def test_those_in_use_stay(place: Path) -> None:
         with run_folder() as second:
             assert first.exists()
             assert second != first
+
+
+FILL = """
+import os
+from memplan.validate.launch import launched
+from memplan.validate.ways import InTurn
+outcome = launched(InTurn((0,)), b'["fills the disk"]', worker="tests.validate.workers.plain")
+print(outcome.failures[0].message, os.listdir(tempfile.tempdir))
+"""
+
+
+def test_filled_while_it_runs(place: Path) -> None:
+    """Not even why can be written then; the answer says so, and the folder goes."""
+    answer = with_small_disk("size=20m", FILL, place)
+    said = f"there is no room left in {place}, where the run keeps its files (TMPDIR) []\n"
+    assert answer.stdout.endswith(said), answer

@@ -1,18 +1,28 @@
-"""A program that launches ranks, to be interrupted from outside: ``python -m … WAY TASK``."""
+"""A program that launches ranks, to be interrupted from outside, or to be a rank of somebody else's launcher itself:
+``python -m … WAY TASK [WORLD]``."""
 
 from __future__ import annotations
 
+import os
 import sys
 
+from memplan.validate.cluster import membership
 from memplan.validate.launch import launched
-from memplan.validate.ways import Elastic, InTurn
+from memplan.validate.ways import Elastic, InTurn, Joined, Way
 
-WAYS = {"in turn": InTurn((0,)), "elastic": Elastic(2)}
+WAYS: dict[str, Way] = {"in turn": InTurn((0,)), "elastic": Elastic(2)}
 
 
 def main() -> int:
+    way, task, *world = sys.argv[1:]
     try:
-        launched(WAYS[sys.argv[1]], sys.argv[2].encode(), worker="tests.validate.workers.plain")
+        if world:
+            place = membership(os.environ, int(world[0]))
+            assert place is not None
+            outcome = launched(Joined(place), task.encode(), worker="tests.validate.workers.together")
+            print(f"{[reading.rank for reading in outcome.readings]} {[one.message for one in outcome.failures]}")
+        else:
+            launched(WAYS[way], task.encode(), worker="tests.validate.workers.plain")
     except KeyboardInterrupt:
         return 130
     return 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import time
-from multiprocessing import shared_memory
+from dataclasses import dataclass
 from pathlib import Path
 
 from memplan.validate.readings import RankReading
@@ -38,6 +39,20 @@ def process_group() -> str:
     return f"{rank} of {world}, {local} here, {host}:{port}"
 
 
+@dataclass
+class Mapped:
+    """A file in shared memory; nobody keeps account of it, unlike of those of ``multiprocessing``."""
+
+    name: str
+    memory: mmap.mmap
+
+
+def shared_memory(name: str) -> Mapped:
+    with Path("/dev/shm", name).open("w+b") as file:
+        file.truncate(4096)
+        return Mapped(name, mmap.mmap(file.fileno(), 4096))
+
+
 def does(what: str, telling: Telling, folder: Path) -> None:
     match what:
         case "works":
@@ -64,21 +79,24 @@ def does(what: str, telling: Telling, folder: Path) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             telling.says("being stubborn")
             time.sleep(60)
-        case "has a child":
+        case "has children":
             orphan = "import os, time; os.setsid(); os.fork() and os._exit(0); time.sleep(60)"
-            subprocess.Popen([sys.executable, "-c", orphan], env={})
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            subprocess.Popen([sys.executable, "-c", orphan, str(folder)], env={})
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(folder)])
         case "has a child and sleeps":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(folder)])
             time.sleep(60)
         case "leaves shared memory":
-            for name in (f"torch_{os.getpid()}_1_0", f"nccl-{folder.name[-6:]}"):
-                memory = shared_memory.SharedMemory(name, create=True, size=4096)
-                telling.says(memory.name)
+            mapped = [shared_memory(f"torch_{os.getpid()}_1_0"), shared_memory(f"nccl-{folder.name[-6:]}")]
+            telling.says(" ".join(one.name for one in mapped))
             time.sleep(1.5)
             os.kill(os.getpid(), signal.SIGKILL)
         case "has no result":
             sys.exit(0)
+        case "fills the disk":
+            with (folder / "tmp" / "all").open("wb", buffering=0) as file:
+                while True:
+                    file.write(b"x" * 4096)
         case "fills the folder":
             (folder / "tmp" / "much").write_bytes(b"x" * 4096)
             Path(os.environ["TMPDIR"], "more").write_text("x")

@@ -44,7 +44,8 @@ def main() -> None:
     total = torch.tensor([rank])
     torch.distributed.all_reduce(total)
     assert total.item() == world * (world - 1) // 2
-    telling.says(f"port {os.environ['MASTER_PORT']}")
+    (folder.parent / f"port-{rank}").write_text(os.environ["MASTER_PORT"], encoding="utf-8")
+    telling.says("together")
     if rank == task.get("rank"):
         match task["does"]:
             case "is killed":
