@@ -87,7 +87,7 @@ def test_what_is_written_reads_back(run: Run) -> None:
     assert written(again) == written(record)
     losses = [(rank.losses, other.losses) for rank, other in zip(run.ranks, again.run.ranks, strict=True)]
     assert all(
-        a == b or math.isnan(a) and math.isnan(b) for one, other in losses for a, b in zip(one, other, strict=True)
+        a == b or (math.isnan(a) and math.isnan(b)) for one, other in losses for a, b in zip(one, other, strict=True)
     )
     without = [rank.model_copy(update={"losses": ()}) for rank in run.ranks]
     assert without == [rank.model_copy(update={"losses": ()}) for rank in again.run.ranks]
