@@ -22,7 +22,7 @@ SCHEMA = 1
 LARGEST = 1 << 26
 """Bytes of a record's JSON at most: a rank takes about two kilobytes."""
 TOLERANCE = 0.03
-"""By which part of the estimate a measurement may differ from it."""
+"""By which part of what was measured an estimate may differ from it."""
 CHECKSUM = "sha256"
 TIME = "%Y-%m-%dT%H:%M:%SZ"
 
