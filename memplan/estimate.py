@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from . import facts
 from .allocator import AllocatorSettings
+from .beyond import beyond, reading_assumptions, reading_warnings
 from .frameworks.states import managed_bytes
 from .layers.module import Options
+from .measured import NOTHING, Measured
 from .notices import assumptions, warnings
 from .plan.errors import PlanError
 from .plan.plan import Plan
@@ -21,8 +22,8 @@ from .plan.sizes import headroom_bytes
 from .plan.traced_spec import TracedSpec
 from .program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
 from .replay import Replayed, replay
-from .result import BeyondAllocated, Estimate, ModuleTape, Notice, Peak, StageEstimate
-from .workspaces import cublas_workspaces, torch_version
+from .result import Estimate, ModuleTape, Notice, Peak, StageEstimate
+from .workspaces import held_workspaces
 
 LARGEST_RANK = 1 << 47
 """Bytes of tensors on one rank. The replay numbers four times as many addresses, because segments come to
@@ -72,24 +73,26 @@ def fold(plan: Plan) -> tuple[Folded, ...]:
     return tuple(fold_program(program) for program in programs_of(plan, Options()))
 
 
-def estimate(plan: Plan) -> Estimate:
-    """The whole report. ``PlanError`` where the plan contradicts itself or is not modelled."""
+def estimate(plan: Plan, known: Measured = NOTHING) -> Estimate:
+    """The whole report, with what is ``known`` of the user's own GPUs. ``PlanError`` where the plan contradicts itself
+    or is not modelled."""
     plan = resolve(plan)
     programs = programs_of(plan, Options())
     measured = programs_of(plan, Options(kernel_workspaces=True))
     folds = [fold_program(program) for program in programs]
     evaluated = [fold_evaluation(program) for program in _evaluation_programs(plan, programs)]
     _check_addresses(plan, folds)
-    replayed = replay(measured, allocator_settings(plan), cublas_workspaces(plan))
+    replayed = replay(measured, allocator_settings(plan), held_workspaces(plan, known))
     stages = tuple(
-        _stage(plan, program, folded, result, evaluation)
+        _stage(plan, known, program, folded, result, evaluation)
         for program, folded, result, evaluation in zip(programs, folds, replayed, evaluated, strict=True)
     )
     capacity = plan.hardware.capacity
     headroom = headroom_bytes(plan.headroom, capacity)
     fits = None if capacity is None else _fits(stages, capacity - headroom)
-    notices = (*warnings(plan, programs), *_reading_warnings(plan), *_moment_warnings(stages))
-    return Estimate(plan, fits, capacity, headroom, stages, notices, assumptions(plan))
+    notices = (*warnings(plan, programs), *reading_warnings(plan, known, stages), *_moment_warnings(stages))
+    taken = (*reading_assumptions(plan, known, stages), *assumptions(plan))
+    return Estimate(plan, fits, capacity, headroom, stages, notices, taken)
 
 
 def _evaluation_programs(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
@@ -139,21 +142,23 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
     return tuple(tape for tape in (*forward, *ended, *backward, *reduce, step) if tape.events)
 
 
-def device_bytes(plan: Plan, stage: int) -> int:
+def device_bytes(plan: Plan, stage: int, known: Measured = NOTHING) -> int:
     """The furthest reading of one stage of a resolved plan that is known; the same as in the whole report."""
     program = programs_of(plan, Options(kernel_workspaces=True))[stage]
-    (replayed,) = replay((program,), allocator_settings(plan), cublas_workspaces(plan))
-    beyond = _beyond(plan, replayed)
-    return replayed.reserved + sum(size or 0 for size in (beyond.cuda_context, beyond.nccl, beyond.other))
+    (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
+    apart = beyond(plan, replayed, stage, known)
+    return replayed.reserved + sum(size or 0 for size in (apart.cuda_context, apart.nccl, apart.other))
 
 
 # -- readings ---------------------------------------------------------------------------------------
 
 
-def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed, evaluation: int | None) -> StageEstimate:
-    beyond, together = _beyond(plan, replayed), ranks_on_node(plan, program)
-    known = sum(size for size in (beyond.cuda_context, beyond.nccl, beyond.other) if size is not None)
-    device = replayed.reserved + known if beyond.cuda_context is not None else None
+def _stage(
+    plan: Plan, known: Measured, program: Program, folded: Folded, replayed: Replayed, evaluation: int | None
+) -> StageEstimate:
+    apart, together = beyond(plan, replayed, program.stage, known), ranks_on_node(plan, program)
+    outside = sum(size for size in (apart.cuda_context, apart.nccl, apart.other) if size is not None)
+    device = replayed.reserved + outside if apart.cuda_context is not None else None
     return StageEstimate(
         stage=program.stage,
         ranks=program.ranks,
@@ -166,13 +171,13 @@ def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed, eva
         static=replayed.static,
         peak=_peak(folded, _is_bound(plan, program)),
         breakdown=replayed.breakdown,
-        beyond=beyond,
+        beyond=apart,
         moments={
             "initialisation": program.initialisation,
             "steady": replayed.allocated,
             "evaluation": evaluation,
             "checkpoint": None if _casts_states(plan) else replayed.static,
-            "first_iteration_device": replayed.first_iteration + known if device is not None else None,
+            "first_iteration_device": replayed.first_iteration + outside if device is not None else None,
         },
         in_flight=program.flight,
         host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
@@ -193,48 +198,6 @@ def _peak(folded: Folded, upper_bound: bool) -> Peak:
 def _is_bound(plan: Plan, program: Program) -> bool:
     """How many tokens fall into each cluster of an adaptive softmax is known at run time only."""
     return plan.loss.kind == "adaptive-softmax" and "head" in program.entries
-
-
-def _beyond(plan: Plan, replayed: Replayed) -> BeyondAllocated:
-    """Context and NCCL where somebody has published them; ``None`` elsewhere."""
-    context = None
-    if plan.hardware.gpu is not None:
-        context = facts.cuda_context(plan.hardware.gpu, plan.environment, torch_version(plan))
-    nccl = 0 if _alone(plan) else None
-    return BeyondAllocated(
-        allocator_cache=replayed.reserved - replayed.allocated,
-        cuda_context=context.bytes if context is not None else None,
-        nccl=nccl,
-        other=0,
-    )
-
-
-def _alone(plan: Plan) -> bool:
-    return plan.framework in ("single", "device-map") or plan.hardware.gpus == 1
-
-
-def _reading_warnings(plan: Plan) -> tuple[Notice, ...]:
-    """What the device reading leaves out."""
-    gpu = plan.hardware.gpu
-    if gpu is None:
-        return (Notice("no-gpu", "no GPU is named (--gpu): there is nothing to fit into, and no device reading"),)
-    notices = []
-    context = facts.cuda_context(gpu, plan.environment, torch_version(plan))
-    if context is None:
-        notices.append(
-            Notice(
-                "context-unknown", f"nobody has published the CUDA context of {gpu}: the device reading is not known"
-            )
-        )
-    if not _alone(plan):
-        notices.append(
-            Notice(
-                "nccl-not-counted",
-                "the device reading is a lower bound: NCCL's buffers are not in it; they depend on the topology "
-                "(12 MiB a channel for each ring, several communicators); leave headroom for them",
-            )
-        )
-    return tuple(notices)
 
 
 def _casts_states(plan: Plan) -> bool:

@@ -15,6 +15,7 @@ from .init import init
 from .launched import MEANINGS
 from .listings import gpus, models, schema
 from .planned import PLANNED, not_built_yet
+from .runs import runs
 from .suggest_partition import MEANINGS as SEARCHED
 from .suggest_partition import suggest_partition
 from .trace import trace
@@ -53,6 +54,7 @@ app.command(epilog=_EXAMPLES)(estimate)
 app.command("suggest-partition")(suggest_partition)
 app.command()(trace)
 app.command()(export)
+app.command()(runs)
 app.command()(init)
 app.command()(models)
 app.command()(gpus)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SEVERAL = ("--compare", "--vary")
+_SEVERAL = ("--compare", "--vary", "--import")
 
 
 def expanded(arguments: Sequence[str]) -> list[str]:
@@ -30,4 +30,4 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 def _continues(flag: str, argument: str) -> bool:
     if argument.startswith("-") and argument != "-":
         return False
-    return flag == "--compare" or "=" in argument
+    return flag != "--vary" or "=" in argument

@@ -15,8 +15,10 @@ from .launch_options import LAUNCH, From, Set, Strict, VocabSize
 from .launched import CONFIGURED, LaunchFlags, read_given, read_launched
 from .output import console, print_json, printing
 from .plan_flags import with_plan_flags
+from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
+    from ..measured import Measured
     from ..plan.launch import Launch
     from ..result import Estimate
 
@@ -57,6 +59,7 @@ def estimate(
             rich_help_panel=_SEVERAL,
         ),
     ] = None,
+    no_records: NoRecords = False,
     detail: Annotated[
         int | None,
         typer.Option(
@@ -93,11 +96,11 @@ def estimate(
         return (
             _detail(read, detail, no_color, verbose)
             if detail is not None
-            else _one(read, json, quiet, verbose, no_color)
+            else _one(read, no_records, json, quiet, verbose, no_color)
         )
     if detail is not None:
         raise typer.BadParameter("--detail shows one plan's stage; leave out --compare and --vary")
-    return _several(_variants(plan, launch_flags, flags, compare or (), vary or ()), json, no_color)
+    return _several(_variants(plan, launch_flags, flags, compare or (), vary or ()), no_records, json, no_color)
 
 
 def _variants(
@@ -131,8 +134,9 @@ def _explain(launch: Launch, json: bool, quiet: bool, no_color: bool) -> int:
     return 0
 
 
-def _one(read: ReadPlan, json: bool, quiet: bool, verbose: bool, no_color: bool) -> int:
-    estimated = _estimated(read)
+def _one(read: ReadPlan, no_records: bool, json: bool, quiet: bool, verbose: bool, no_color: bool) -> int:
+    known, problem = measured_of(no_records=no_records)
+    estimated = _estimated(warned(read, problem), known)
     if json:
         from ..report.json import to_json
 
@@ -145,8 +149,9 @@ def _one(read: ReadPlan, json: bool, quiet: bool, verbose: bool, no_color: bool)
     return _code([estimated])
 
 
-def _several(variants: dict[str, ReadPlan], json: bool, no_color: bool) -> int:
-    estimates = [_estimated(read) for read in variants.values()]
+def _several(variants: dict[str, ReadPlan], no_records: bool, json: bool, no_color: bool) -> int:
+    known, problem = measured_of(no_records=no_records)
+    estimates = [_estimated(warned(read, problem), known) for read in variants.values()]
     names = list(variants)
     if json:
         from ..report.json import comparison_to_json
@@ -175,12 +180,12 @@ def _detail(read: ReadPlan, stage: int, no_color: bool, verbose: bool) -> int:
     return 0
 
 
-def _estimated(read: ReadPlan) -> Estimate:
+def _estimated(read: ReadPlan, known: Measured) -> Estimate:
     from ..estimate import estimate
     from ..result import Notice
 
     try:
-        estimated = estimate(read.plan)
+        estimated = estimate(read.plan, known)
     except PlanError as error:
         raise error.located(read.origins) from None
     notices = tuple(Notice(note.code, note.message) for note in read.warnings)

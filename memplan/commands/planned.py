@@ -8,7 +8,6 @@ from ..plan.errors import ABSENT, Origin, PlanError
 
 PLANNED = {
     "validate": "Run the plan for real, briefly, and print measured beside estimated.",
-    "runs": "List the runs that were validated.",
 }
 """What each will do, by name."""
 

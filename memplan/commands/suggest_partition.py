@@ -17,8 +17,10 @@ from .launched import LaunchFlags, read_given
 from .output import console, print_json, print_text, printing
 from .plan_flags import with_plan_flags
 from .progress import progress
+from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
+    from ..measured import Measured
     from ..report.suggestion import Answer
     from ..search.answer import Objective
     from ..search.result import Found
@@ -115,6 +117,7 @@ def suggest_partition(
             rich_help_panel=_SEARCH,
         ),
     ] = None,
+    no_records: NoRecords = False,
     write: Annotated[
         str | None,
         typer.Option("--write", metavar="FILE.yaml", help="the recommended layout as a plan", rich_help_panel=_OUTPUT),
@@ -149,7 +152,9 @@ def suggest_partition(
     launch_flags.check_alone(explain=False)
     fixes = fixes_of(fix or ())
     read = _read(plan, launch_flags, with_fixes(flags, fixes), fixes)
-    found = _found(read, flags, fixes, cast("Objective", objective), top, quiet)
+    known, problem = measured_of(no_records=no_records)
+    read = warned(read, problem)
+    found = _found(read, flags, fixes, cast("Objective", objective), top, quiet, known)
     answer = _answer(read, found, _written(found, files))
     if json:
         from ..report.suggestion_json import suggestion_to_json
@@ -190,7 +195,13 @@ def _read(place: str | None, launch_flags: LaunchFlags, flags: Flags, fixes: Map
 
 
 def _found(
-    read: ReadPlan, flags: Flags, fixes: Mapping[str, str | None], objective: Objective, top: int, quiet: bool
+    read: ReadPlan,
+    flags: Flags,
+    fixes: Mapping[str, str | None],
+    objective: Objective,
+    top: int,
+    quiet: bool,
+    known: Measured,
 ) -> Found:
     from ..search.answer import suggest
 
@@ -198,7 +209,7 @@ def _found(
     fixed = fixed_values(read.plan, flags, fixes)
     try:
         with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
-            found = suggest(read.plan, fixed, objective, top, report)
+            found = suggest(read.plan, fixed, objective, top, report, known)
         if not found.best and found.closest is None:
             raise _no_layout(found)
         return found

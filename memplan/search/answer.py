@@ -7,7 +7,8 @@ from itertools import combinations
 from time import perf_counter
 from typing import Literal
 
-from ..gpus import GPUS
+from ..beyond import context_bytes
+from ..measured import NOTHING, Measured
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import plan_fields
 from ..plan.plan import Plan
@@ -30,23 +31,25 @@ def suggest(
     objective: Objective = "time",
     top: int = 4,
     report: Report = lambda what, done, of: None,
+    known: Measured = NOTHING,
 ) -> Found:
-    """The best layouts for ``base``. ``PlanError`` where what is ``fixed`` leaves none, or time is not modelled."""
+    """The best layouts for ``base``, with what is ``known`` of the user's own GPUs. ``PlanError`` where what is
+    ``fixed`` leaves none, or time is not modelled."""
     started = perf_counter()
     resolved = filled(base)
-    capacity, limit, beyond = _limits(resolved)
+    capacity, limit, beyond = _limits(resolved, known)
     space = _space(base, resolved, fixed)
     if objective == "gpus":
-        search, best = _fewest_gpus(space, fixed, limit, beyond, top, report)
+        search, best = _fewest_gpus(space, fixed, limit, beyond, top, report, known)
     else:
-        search = Search(space, Clock(space), limit, beyond, report)
+        search = Search(space, Clock(space), limit, beyond, report, known)
         best = _leanest_first(search, search.fastest(top)) if objective == "time" else _smallest(search, top)
     smallest = search.smallest() if not best else None
     closest = search.estimated(smallest) if smallest is not None else None
     front = search.front(best[0], STEPS, POINTS) if best else []
-    given = measured(base) if _is_stated(base) else None
+    given = measured(base, known) if _is_stated(base) else None
     stuck = closest if closest is not None else given if given is not None and given.needs > limit else None
-    changes = changes_of(stuck, limit, fixed, search.report) if stuck is not None else ()
+    changes = changes_of(stuck, limit, fixed, search.report, known) if stuck is not None else ()
     return Found(
         base=resolved,
         fixed=dict(fixed),
@@ -63,13 +66,13 @@ def suggest(
     )
 
 
-def _limits(plan: Plan) -> tuple[int, int, int]:
+def _limits(plan: Plan, known: Measured) -> tuple[int, int, int]:
     """Capacity, what of it may be used, and what of that the CUDA context takes; bytes."""
     capacity, gpu = plan.hardware.capacity, plan.hardware.gpu
     if capacity is None or gpu is None:
         problem = "is missing: a search needs a GPU to fit into and to reckon with (--gpu h100-80gb)"
         raise PlanError("hardware.gpu", ABSENT, problem)
-    return capacity, capacity - headroom_bytes(plan.headroom, capacity), GPUS[gpu].context_bytes or 0
+    return capacity, capacity - headroom_bytes(plan.headroom, capacity), context_bytes(plan, known) or 0
 
 
 def _is_stated(base: Plan) -> bool:
@@ -166,7 +169,7 @@ def _depth(rule: str) -> int:
 
 
 def _fewest_gpus(
-    space: Space, fixed: Mapping[str, object], limit: int, beyond: int, top: int, report: Report
+    space: Space, fixed: Mapping[str, object], limit: int, beyond: int, top: int, report: Report, known: Measured
 ) -> tuple[Search, list[Suggestion]]:
     """The smallest number of GPUs, whole nodes above one, on which a layout fits; the fastest there."""
     node, most = space.base.hardware.gpus_per_node, space.gpus
@@ -183,11 +186,11 @@ def _fewest_gpus(
             continue
         if not _has_points(smaller):
             continue
-        search = Search(smaller, Clock(smaller), limit, beyond, report)
+        search = Search(smaller, Clock(smaller), limit, beyond, report, known)
         best = search.fastest(top)
         if best:
             return search, best
-    return search or Search(space, Clock(space), limit, beyond, report), []
+    return search or Search(space, Clock(space), limit, beyond, report, known), []
 
 
 __all__ = ["Objective", "suggest"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..estimate import device_bytes, estimate
 from ..gpus import GPUS
+from ..measured import NOTHING, Measured
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
@@ -20,18 +21,18 @@ from .space import UNCUT_FIELDS, Point, Recomputing, extras_of, space_of, update
 from .timing import step_time, work_of
 
 
-def measured(base: Plan) -> Suggestion | None:
+def measured(base: Plan, known: Measured = NOTHING) -> Suggestion | None:
     """A plan as it is; ``None`` where it cannot run."""
     try:
         plan = resolve(base)
-        return _suggestion(base, plan)
+        return _suggestion(base, plan, known)
     except PlanError:
         return None
 
 
-def _suggestion(base: Plan, plan: Plan) -> Suggestion:
+def _suggestion(base: Plan, plan: Plan, known: Measured) -> Suggestion:
     requested, stage = fullest(plan)
-    device = device_bytes(plan, stage) if plan.framework in CUT else estimate(base).peak
+    device = device_bytes(plan, stage, known) if plan.framework in CUT else estimate(base, known).peak
     step = step_time(plan)
     return Suggestion(_point(plan), _works(plan), base, requested, stage, step.total, device, None, step)
 
@@ -46,7 +47,9 @@ def _works(plan: Plan) -> Works:
     return tuple(tuple(Work(chunk.layers, chunk.embedding, chunk.head) for chunk in stage) for stage in work_of(plan))
 
 
-def changes_of(given: Suggestion, limit: int, fixed: Mapping[str, object], report: Report) -> list[Change]:
+def changes_of(
+    given: Suggestion, limit: int, fixed: Mapping[str, object], report: Report, known: Measured = NOTHING
+) -> list[Change]:
     """Single changes of ``given`` that need less, or fit; those that fit first, and of these the fastest. What is
     ``fixed`` stays."""
     found: list[Change] = []
@@ -55,7 +58,7 @@ def changes_of(given: Suggestion, limit: int, fixed: Mapping[str, object], repor
         report("changes that could help", at, len(proposed))
         base = changed(given.plan, fields)
         try:
-            after = _suggestion(base, resolve(base))
+            after = _suggestion(base, resolve(base), known)
         except PlanError:
             continue
         gained, lost = given.needs - after.needs, after.seconds - given.seconds

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from ..estimate import device_bytes, estimate
+from ..measured import NOTHING, Measured
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
@@ -71,10 +72,13 @@ class Candidate:
 
 
 class Search:
-    """One search through ``space``; ``limit`` is what a GPU may need in bytes, ``beyond`` what of it is no tensor."""
+    """One search through ``space``; ``limit`` is what a GPU may need in bytes, ``beyond`` what of it is no tensor,
+    ``known`` what was measured on the user's own GPUs."""
 
-    def __init__(self, space: Space, clock: Clock, limit: int, beyond: int, report: Report) -> None:
-        self.space, self.clock, self.limit, self.report = space, clock, limit, report
+    def __init__(
+        self, space: Space, clock: Clock, limit: int, beyond: int, report: Report, known: Measured = NOTHING
+    ) -> None:
+        self.space, self.clock, self.limit, self.report, self.known = space, clock, limit, report, known
         self.beyond, self.requestable = beyond, limit - beyond
         self.is_cut = space.base.framework in CUT
         self.refused: Counter[str] = Counter()
@@ -194,7 +198,7 @@ class Search:
     def estimated(self, suggestion: Suggestion) -> Suggestion:
         """With the allocator's replay of every stage, and the parts of its time."""
         self.replayed += 1
-        whole = estimate(suggestion.plan)
+        whole = estimate(suggestion.plan, self.known)
         step = self.clock.step(resolve(suggestion.plan))
         return replace(suggestion, estimate=whole, device=whole.peak, step=step, seconds=step.total)
 
@@ -205,7 +209,8 @@ class Search:
         self.replayed += 1
         plan = resolve(suggestion.plan)
         step = self.clock.step(plan)
-        return replace(suggestion, device=device_bytes(plan, suggestion.fullest), step=step, seconds=step.total)
+        device = device_bytes(plan, suggestion.fullest, self.known)
+        return replace(suggestion, device=device, step=step, seconds=step.total)
 
     # -- fastest first -------------------------------------------------------------------------------------
 

@@ -1,0 +1,166 @@
+"""``memplan runs``: the records of ``memplan validate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..plan.errors import ABSENT, Origin, PlanError
+from .files import write_whole
+from .output import console, print_json, print_text, printing
+
+if TYPE_CHECKING:
+    from ..records.record import Record
+
+_OUTPUT = "Output"
+_FILES = "Records of others, and for them"
+
+
+def runs(
+    run: Annotated[str | None, typer.Argument(metavar="ID", help="a run's id, or the beginning of it")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="TEXT", help="of GPUs whose name has this in it")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="TEXT", help="of models whose name has this in it")
+    ] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            "--export",
+            metavar="FILE.json",
+            help="writes the run to share it: without names of hosts and what ranks printed",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    import_: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="FILE.json …", help="keeps the runs in these files", rich_help_panel=_FILES),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="--export overwrites a file", rich_help_panel=_FILES)] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="removes the run and what was learned from it")] = False,
+    json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="only the verdict", rich_help_panel=_OUTPUT)] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
+    ] = False,
+) -> int:
+    """Runs that were validated: all of them, or one, measured beside estimated.
+
+    Exit code 0: done. 2: there is no such run, or its record cannot be read.
+    """
+    _check(run, [gpu is not None or model is not None, export is not None, bool(import_), delete], bool(import_))
+    if force and export is None:
+        raise typer.BadParameter("--force is for --export")
+    if import_:
+        return _import(import_)
+    if run is None:
+        return _list(gpu, model, json, no_color)
+    if delete:
+        return _delete(run)
+    record = _find(run)
+    if export is not None:
+        write_record(record, Path(export).expanduser(), force=force)
+        print_text(f"{export}: run {record.id}, to share\n")
+        return 0
+    if json:
+        from ..records.record import to_json
+
+        print_json(to_json(record))
+    else:
+        from ..report.run import print_run
+
+        with printing():
+            print_run(record, console(no_color), quiet=quiet)
+    return 0
+
+
+def write_record(record: Record, path: Path, *, force: bool = False) -> None:
+    """Writes ``record`` to be shared (``records.sharing``), whole or not at all."""
+    from ..records.sharing import shared_text
+
+    write_whole(path, shared_text(record).encode(), force=force)
+
+
+def _check(run: str | None, given: Sequence[bool], imports: bool) -> None:
+    filtered, exports, _, deletes = given
+    if sum(given) > 1:
+        raise typer.BadParameter("--gpu and --model, --export, --import and --delete exclude one another")
+    if run is not None and (filtered or imports):
+        raise typer.BadParameter("ID names one run; leave out --gpu, --model and --import")
+    if run is None and (exports or deletes):
+        raise typer.BadParameter(f"{'--export' if exports else '--delete'} needs a run: memplan runs ID")
+
+
+def _find(run: str) -> Record:
+    from ..records.database import open_database
+
+    _check_any(run)
+    with open_database() as database:
+        return database.find(run)
+
+
+def _check_any(run: str) -> None:
+    """``PlanError`` where there is no record at all; nothing is made then."""
+    from ..records.place import exists, path_of_records
+
+    if not exists(path_of_records()):
+        problem = f"{run} is the id of no run; no run is recorded in {path_of_records()}"
+        raise PlanError("", ABSENT, problem, origin=Origin("memplan runs"))
+
+
+def _delete(run: str) -> int:
+    from ..records.database import open_database
+
+    _check_any(run)
+    with open_database() as database:
+        print_text(f"removed run {database.delete(run)}\n")
+    return 0
+
+
+def _import(files: Sequence[str]) -> int:
+    """Reads all of ``files`` before any is kept."""
+    from ..records.database import open_database
+    from ..records.record import read_record
+
+    found = [read_record(Path(file).expanduser()) for file in files]
+    with open_database() as database:
+        lines = [
+            f"{file}: run {record.id} " + ("is kept" if database.add(record, imported=True) else "was there already")
+            for file, record in zip(files, found, strict=True)
+        ]
+    print_text("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+def _list(gpu: str | None, model: str | None, json: bool, no_color: bool) -> int:
+    from ..records.place import exists, path_of_records
+    from ..report.runs import Row, print_runs, runs_to_json
+
+    rows: list[Row] = []
+    ids: list[str] = []
+    if exists(path_of_records()):
+        from ..records.database import open_database
+
+        with open_database() as database:
+            rows, ids = list(database.records(gpu, model)), database.ids()
+    if json:
+        print_json(runs_to_json(rows))
+    elif rows:
+        with printing():
+            print_runs(rows, ids, console(no_color))
+    else:
+        print_text(_nothing(len(ids), path_of_records()))
+    return 0
+
+
+def _nothing(others: int, path: Path) -> str:
+    if others:
+        runs = "the 1 run is" if others == 1 else f"the {others:,} runs are"
+        return f"No run is of that GPU and model; {runs} listed by: memplan runs\n"
+    return (
+        f"No runs yet in {path}.\n"
+        "memplan validate PLAN --gpus N makes the first; memplan validate PLAN --device fake needs no GPU.\n"
+        "memplan runs --import FILE.json keeps one that somebody else has exported.\n"
+    )

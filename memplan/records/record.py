@@ -1,0 +1,236 @@
+"""One validated run: what was asked for, what ran, what it was estimated to need and what it needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from ..plan.errors import ABSENT, Origin, PlanError
+from ..validate.readings import Run
+from .estimated import Estimated, Plan
+
+SCHEMA = 1
+"""Of a record's JSON; one that is larger was written by a newer memplan."""
+LARGEST = 1 << 26
+"""Bytes of a record's JSON at most: a rank takes about two kilobytes."""
+TOLERANCE = 0.03
+"""By which part of what was measured an estimate may differ from it."""
+CHECKSUM = "sha256"
+TIME = "%Y-%m-%dT%H:%M:%SZ"
+
+Verdict = Literal["agrees", "differs", "failed", "nothing measured"]
+"""``agrees``: no stage is further from its estimate than the tolerance. ``failed``: a rank ended early."""
+
+
+def _is_time(text: str) -> str:
+    if datetime.strptime(text, TIME).strftime(TIME) != text:
+        raise ValueError("must be as 2026-11-21T20:15:03Z")
+    return text
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Hardware(_Data):
+    """What it ran on."""
+
+    gpu: str | None
+    """As the driver names it; ``None`` of a CPU."""
+    gpus: int = Field(ge=0)
+    """Devices that took part; one where a device played the ranks in turn."""
+    nodes: int = Field(ge=1)
+    driver: str | None
+
+
+class Record(_Data):
+    """A run. Immutable: its id names this content for good."""
+
+    id: str = Field(pattern=r"^[0-9a-f]{12}$")
+    time: Annotated[str, AfterValidator(_is_time)]
+    """When it ended, UTC, as 2026-11-21T20:15:03Z."""
+    command: str
+    """As typed, for a shell."""
+    plan: dict[str, Any]
+    """As given, before defaults were filled in and before it was turned into that of the code that ran."""
+    estimate: Estimated
+    """Of the code that ran."""
+    run: Run
+    hardware: Hardware
+    tolerance: float = Field(gt=0.0, lt=1.0)
+    verdict: Verdict
+
+    @property
+    def ran(self) -> Plan:
+        """The plan as it ran, every default filled in."""
+        return self.estimate.plan
+
+
+def new_record(
+    plan: Mapping[str, Any],
+    estimate: Mapping[str, Any],
+    run: Run,
+    *,
+    command: str,
+    tolerance: float = TOLERANCE,
+    verdict: Verdict | None = None,
+    time: datetime | None = None,
+) -> Record:
+    """A record of now. ``plan`` as given, ``estimate`` the JSON of the estimate for the code that ran.
+
+    Without a ``verdict`` it follows from measured, estimated and ``tolerance`` (``differences.verdict_of``).
+    """
+    from .differences import differences, verdict_of
+
+    estimated = Estimated.model_validate(estimate)
+    return Record(
+        id=secrets.token_hex(6),
+        time=(time or datetime.now(timezone.utc)).astimezone(timezone.utc).strftime(TIME),
+        command=command,
+        plan=dict(plan),
+        estimate=estimated,
+        run=run,
+        hardware=hardware_of(run),
+        tolerance=tolerance,
+        verdict=verdict or verdict_of(run, differences(estimated, run), tolerance),
+    )
+
+
+def hardware_of(run: Run) -> Hardware:
+    """What ``run`` says of its machines."""
+    names = [rank.device for rank in run.ranks if rank.device != "cpu"] if run.device == "cuda" else []
+    devices = (len(run.ranks) if run.world == "real" else 1) if names else 0
+    hosts = len({rank.host for rank in run.ranks})
+    return Hardware(gpu=names[0] if names else None, gpus=devices, nodes=max(1, hosts), driver=run.versions.driver)
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    """``record`` with a checksum, which tells a changed or damaged file from a whole one."""
+    content = {"schema": SCHEMA, **record.model_dump(mode="json", by_alias=True, exclude={"estimate"})}
+    content = _without_infinities({**content, "estimate": record.estimate.to_json()})
+    return {**content, CHECKSUM: _checksum(content)}
+
+
+def to_text(record: Record) -> str:
+    return json.dumps(to_json(record), indent=1, allow_nan=False) + "\n"
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    """A digest of the content, however it is written."""
+    return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _without_infinities(value: Any) -> Any:
+    """What JSON has no numbers for as text: a loss can be NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    return [_without_infinities(item) for item in value] if isinstance(value, list) else value
+
+
+def from_text(text: str, source: str) -> Record:
+    """The record in ``text``. ``PlanError`` where it is damaged, another program's, or of a newer memplan."""
+    return from_json(_parsed(text, source), source)
+
+
+def from_json(data: Any, source: str) -> Record:
+    """The record in ``data``, as ``to_json`` wrote it into ``source``."""
+    origin = Origin(source)
+    if not isinstance(data, dict) or "schema" not in data or "run" not in data:
+        raise PlanError("", ABSENT, "is not a record of memplan validate (memplan runs ID --export)", origin=origin)
+    schema = data["schema"]
+    if isinstance(schema, int) and not isinstance(schema, bool) and schema > SCHEMA:
+        problem = f"was written by a newer memplan: this one reads records up to schema {SCHEMA}; upgrade it"
+        raise PlanError("schema", schema, problem, origin=origin)
+    if schema != SCHEMA or isinstance(schema, bool):
+        raise PlanError("schema", schema, f"must be {SCHEMA}", origin=origin)
+    content = {key: value for key, value in data.items() if key != CHECKSUM}
+    record = _validated({key: value for key, value in content.items() if key != "schema"}, origin)
+    if data.get(CHECKSUM) != _checksum(content):
+        problem = "does not fit the content: the file was damaged, or changed since it was written"
+        raise PlanError(CHECKSUM, data.get(CHECKSUM, ABSENT), problem, origin=origin)
+    return record
+
+
+def _parsed(text: str, source: str) -> Any:
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not a number of JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise PlanError("", ABSENT, f"is not JSON: {error.msg}", origin=Origin(source, error.lineno)) from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError("", ABSENT, f"is not JSON: {error}", origin=Origin(source)) from None
+
+
+def _validated(data: Mapping[str, Any], origin: Origin) -> Record:
+    try:
+        # JSON mode is strict about types, and still takes a list for a tuple.
+        return Record.model_validate_json(json.dumps(_with_infinities(data)), strict=True)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        raise _translated(found["loc"], found["type"], found["input"], found["msg"], origin) from None
+    except (ValueError, RecursionError, AttributeError, TypeError) as error:
+        raise PlanError("", ABSENT, f"is not a record: {error}", origin=origin) from None
+
+
+_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _with_infinities(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Losses as numbers again."""
+    run = data["run"]
+    if not isinstance(run, dict) or not isinstance(run.get("ranks"), list):
+        return dict(data)
+    ranks = [
+        {**rank, "losses": [_NUMBERS.get(loss, loss) if isinstance(loss, str) else loss for loss in rank["losses"]]}
+        if isinstance(rank, dict) and isinstance(rank.get("losses"), list)
+        else rank
+        for rank in run["ranks"]
+    ]
+    return {**data, "run": {**run, "ranks": ranks}}
+
+
+def _translated(location: Sequence[str | int], kind: str, value: object, message: str, origin: Origin) -> PlanError:
+    field = ".".join(map(str, location))
+    if kind == "missing":
+        return PlanError(field, ABSENT, "is missing", origin=origin)
+    if kind == "extra_forbidden":
+        return PlanError(field, ABSENT, "is not a field of a record", origin=origin)
+    words = {"int_type": "must be a whole number", "float_type": "must be a number", "string_type": "must be text"}
+    changed = message.replace("Input should", "must").replace("Value error, ", "")
+    return PlanError(field, value, words.get(kind, changed[:1].lower() + changed[1:]), origin=origin)
+
+
+# -- files --------------------------------------------------------------------------------------------------
+
+
+def read_record(path: Path) -> Record:
+    """The record in a file."""
+    origin = Origin(str(path))
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+    except OSError as error:
+        problem = f"cannot be read: {(error.strerror or str(error)).lower()}"
+        raise PlanError("", ABSENT, problem, origin=origin) from None
+    if len(content) > LARGEST:
+        raise PlanError("", ABSENT, f"is larger than a record can be ({LARGEST >> 20} MiB)", origin=origin)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise PlanError("", ABSENT, "is not a record of memplan validate: not UTF-8 text", origin=origin) from None
+    return from_text(text, str(path))
