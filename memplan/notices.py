@@ -381,10 +381,19 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
             "devices copy are not counted"
         )
     if plan.attention == "flash" and plan.framework != "megatron-deepspeed":
-        result.append("flash attention through PyTorch's own kernel, with what it allocates inside in backward")
+        result.append(_fused(plan))
     if plan.recompute.mode == "full" and plan.framework != "megatron-deepspeed":
         result.append("recompute by torch.utils.checkpoint(use_reentrant=False), which stops at the last saved tensor")
     return tuple(result)
+
+
+def _fused(plan: Plan) -> str:
+    if plan.precision.dtype == "fp32" and plan.framework == "fsdp":
+        return (
+            "in fp32 scaled_dot_product_attention takes the memory-efficient kernel, with what it allocates inside in "
+            "backward on sm80 and later"
+        )
+    return "flash attention through PyTorch's own kernel, with what it allocates inside in backward"
 
 
 FUSED_LOSSES = {

@@ -204,7 +204,7 @@ def _kept(made: Recipes, cuts: Sequence[Cut], count: int) -> list[Hold]:
     result = [Hold(0, size, Category.INPUTS, name, batch, "int64") for name in ("input_ids", "labels")]
     size = hold_bytes(hidden, shape.dtype)
     for cut in cuts:
-        result.append(Hold(0, 2 * hold_bytes(table, "fp32"), Category.BUFFERS, "freqs_cis", table, "complex64"))
+        result.append(Hold(0, hold_bytes((*table, 2), "fp32"), Category.BUFFERS, "freqs_cis", table, "complex64"))
         names = ["received_input"] * (not cut.first) + ["received_gradient"] * (not cut.last)
         kind = Category.COMMUNICATION_BUFFERS
         result += [Hold(0, size, kind, name, hidden, shape.dtype) for name in names for _ in range(count)]

@@ -14,6 +14,7 @@ from typing import Literal
 
 from ..layers import torchtitan
 from ..layers.autograd import Recorder, Shape, Tensor
+from ..layers.efficient import HEAD_MULTIPLE
 from ..layers.huggingface import LayerShape
 from ..layers.module import Interface, Module, Options, Run, build, hold_bytes
 from ..plan.errors import PlanError
@@ -89,8 +90,12 @@ def check(plan: Plan) -> None:
         problem = "must be an untied Llama without biases: torchtitan's other models have no recipe"
         raise PlanError("model", spec.name, problem)
     if plan.attention != "flash":
-        raise PlanError("attention", plan.attention, "must be flash: torchtitan's Llama has no other")
-    plain.check_flash(plan)
+        raise PlanError("attention", plan.attention, "must be flash, a fused kernel: torchtitan's Llama has no other")
+    if plan.precision.dtype != "fp32":
+        plain.check_flash(plan)
+    elif spec.head_dim % HEAD_MULTIPLE:
+        problem = f"must be a multiple of {HEAD_MULTIPLE} in fp32: for others no fused kernel of PyTorch's runs"
+        raise PlanError("model.head_dim", spec.head_dim, problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,5 +175,5 @@ def torchtitan_model(
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
     table = (made.shape.s, plan.model.head_dim // 2)
-    freqs = Hold(0, 2 * hold_bytes(table, "fp32"), Category.BUFFERS, "freqs_cis", table, "complex64")
+    freqs = Hold(0, hold_bytes((*table, 2), "fp32"), Category.BUFFERS, "freqs_cis", table, "complex64")
     return Model(spans, with_parameters(spans, units, "torchtitan"), "head", (freqs,))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from ..tape import Category
 from . import ops
 from .autograd import Gradients, Recorder, Shape, Storage, Tensor
+from .efficient import efficient_attention
 from .huggingface import LayerShape, linear, silu
 from .recompute import Frame
 
@@ -46,7 +47,7 @@ class _Keeping(Recorder):
 
 
 class Policy:
-    """Which operators' outputs a region keeps: flash attention's, and every second matrix product's, the first
+    """Which operators' outputs a region keeps: fused attention's, and every second matrix product's, the first
     one among them (``_get_custom_policy``). Without ``keeps``, none."""
 
     def __init__(self, keeps: bool) -> None:
@@ -139,7 +140,8 @@ def same(r: Recorder, x: Tensor) -> Tensor:
 def attention(
     r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, then: Callable[[Recorder, Tensor], Tensor] = same
 ) -> Tensor:
-    """``Attention.forward``; ``then``: a hook behind ``wo``, within the function."""
+    """``Attention.forward``, by the kernel that ``scaled_dot_product_attention`` takes; ``then``: a hook behind ``wo``,
+    within the function."""
     spec, b, s, d = shape.spec, shape.b, shape.s, shape.spec.head_dim
     a, groups = spec.heads, spec.kv_heads
     q = policy.product(r, lambda r: linear(r, x, "query", a * d, False)).view(b, s, a, d)
@@ -149,7 +151,8 @@ def attention(
     keys = repeated(r, k, (b, s, a, d), "key")
     values = repeated(r, v, (b, s, a, d), "value")
     q, k, v = q.view(b, a, s, d), keys.view(b, a, s, d), values.view(b, a, s, d)
-    out = policy.run(r, lambda r: ops.flash_attention(r, q, k, v))
+    fused = efficient_attention if q.dtype == "fp32" else ops.flash_attention
+    out = policy.run(r, lambda r: fused(r, q, k, v))
     out = out.view(b, s, a * d)
     return then(r, policy.product(r, lambda r: linear(r, out, "attention_output", spec.hidden, False)))
 

@@ -246,13 +246,15 @@ def _quantisation(quantisation: Quantisation, plan: Plan) -> Quantisation:
 
 
 def _attention(plan: Plan) -> AttentionImplementation:
-    """Flash, but for code that is older than it and for fp32, which its kernel does not take."""
+    """Flash, but for code that is older than it and for fp32, which its kernel does not take; torchtitan's Llama has
+    fused kernels alone."""
     if plan.framework == "megatron":
         scores = plan.megatron.attention_backend in ("unfused", "local") or plan.megatron.transformer_impl == "local"
         return "eager" if scores else "flash"
     older = plan.framework == "megatron-deepspeed" or plan.code == "2020"
     fp32 = plan.precision.dtype == "fp32" or plan.quantisation.prepared
-    without = older or fp32 or plan.model.family in EAGER_ONLY
+    titan = plan.framework == "fsdp" and plan.fsdp.code == "torchtitan"
+    without = older or (fp32 and not titan) or plan.model.family in EAGER_ONLY
     return "eager" if without else "flash"
 
 

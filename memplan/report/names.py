@@ -87,8 +87,14 @@ def plan_text(plan: Plan) -> str:
     dtype = f"{plan.precision.dtype} autocast" if plan.precision.autocast else plan.precision.dtype
     parts += [f"seq {batch.seq or plan.model.positions_max}", dtype, plan.optimizer.name]
     parts += [f"{plan.recompute.mode} recompute"] if plan.recompute.mode != "none" else []
-    parts += [f"{plan.attention} attention"]
+    parts += [f"{_attention(plan)} attention"]
     return " · ".join([*parts, *_tuning(plan)])
+
+
+def _attention(plan: Plan) -> str:
+    """Fused attention under ``fsdp`` is that of PyTorch, whose kernel for fp32 is another one."""
+    fused = plan.attention == "flash" and plan.precision.dtype == "fp32" and plan.framework == "fsdp"
+    return "memory-efficient" if fused else str(plan.attention)
 
 
 def _who(plan: Plan) -> list[str]:

@@ -182,8 +182,6 @@ class Space:
                 return "sequence parallelism needs tp above 1"
             if tp > 1 and self.seq // cp % tp:
                 return "cp x tp must divide the sequence"
-        if framework == "fsdp" and pp > 1 and tp > 1:
-            return "fsdp's tensor and pipeline parallelism together are not modelled"
         if framework == "fsdp" and pp > 1 and microbatches < pp:
             return "a pipeline needs as many micro-batches as stages"
         return ""

@@ -32,6 +32,7 @@ from .torchtitan_settings import Part, Torchtitan
 
 KEPT = {
     torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memplan.allocator import AllocatorSettings
 from memplan.estimate import estimate
-from memplan.frameworks import fsdp, fsdp_torchtitan
+from memplan.frameworks import fsdp
 from memplan.frameworks.fsdp_programs import model_of, programs, sharding_of
 from memplan.layers import ops, tensor_parallel
 from memplan.layers.autograd import Recorder
@@ -124,10 +124,7 @@ def compared(request: pytest.FixtureRequest) -> Compared:
 
 def made(case: Case) -> Program:
     plan = shrunk(plan_of(**flags_of(case)), case.sizes)
-    with pytest.MonkeyPatch.context() as patch:
-        if plan.precision.dtype == "fp32":  # for which the flash kernel has no recipe of its own: the plan is refused
-            patch.setattr(fsdp_torchtitan.plain, "check_flash", lambda plan: None)
-        model = model_of(plan, Options(accumulates_in_place=False), plan.fsdp)
+    model = model_of(plan, Options(accumulates_in_place=False), plan.fsdp)
     return fsdp.program(plan, model, sharding_of(plan, plan.fsdp))
 
 
@@ -263,7 +260,7 @@ def test_gradients_of_dtensors_are_not_added_in_place() -> None:
         ({"tp": "1", "loss": "vocab-parallel"}, "loss.kind = vocab-parallel: must be plain with tp 1"),
         ({"tp": "1", "sequence-parallel": "true"}, "layout.sequence_parallel = true: must be false with tp = 1"),
         ({"cp": "2"}, "layout.cp = 2: must be 1"),
-        ({"dtype": "fp32"}, "must be flash"),
+        ({"attention": "eager"}, "must be flash"),
     ],
 )
 def test_what_is_not_modelled_is_refused(flags: dict[str, str], says: str) -> None:

@@ -5,7 +5,8 @@ first appears as the output of an operator, at its size rounded up to 512 B, unt
 autograd let it go. Tensors are on the CPU; three of its behaviours are replaced by CUDA's:
 
 * dropout is ``native_dropout``, whose mask has one byte an element;
-* scaled-dot-product attention is the flash-attention operator, which takes fewer key heads as they are;
+* scaled-dot-product attention is the flash-attention operator, which takes fewer key heads as they are; in fp32 the
+  memory-efficient one, which does not;
 * layer norm of 16-bit tensors gives its statistics in fp32.
 """
 
@@ -114,7 +115,7 @@ def cuda_behaviour() -> Iterator[None]:
             return dropout(input, p, training, inplace)  # type: ignore[no-any-return]
         return torch.native_dropout(input, p, True)[0]
 
-    def flash(
+    def fused(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -124,12 +125,16 @@ def cuda_behaviour() -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        assert attn_mask is None, "flash attention takes no mask"
+        assert attn_mask is None, "no mask here"
         query, key, value = cast_by_autocast(query, key, value)
+        if query.dtype is torch.float32:
+            trains = torch.is_grad_enabled() and query.requires_grad
+            efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+            return efficient(query, key, value, None, trains, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
         operator = torch.ops.aten._scaled_dot_product_flash_attention
         return operator(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
 
-    functional.dropout, functional.scaled_dot_product_attention = native_dropout, flash
+    functional.dropout, functional.scaled_dot_product_attention = native_dropout, fused
     try:
         yield
     finally:

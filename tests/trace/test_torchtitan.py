@@ -35,6 +35,9 @@ OTHERS: dict[str, dict[str, str]] = {
     "kept": {"reshard-after-forward": "false", "dtype": "fp16"},
     "one-shard-tp": {"tp": "2", "dp": "1"},
     "bf16-sgd": {"fsdp-parameters": "bf16", "fsdp-reduce": "bf16", "optimizer": "sgd", "momentum": "0.9"},
+    "fp32": {"dtype": "fp32", "seq": "80"},
+    "fp32-operators-tp": {"dtype": "fp32", "tp": "2", **OPERATORS},
+    "fp32-full-one-shard": {**ONE_SEQUENCE, "dtype": "fp32", "dp": "1", **FULL, "seq": "72"},
     "fused-tp": {"tp": "2", "optimizer": "adam", "optimizer-implementation": "fused"},
     "for-loop-tp-replicas": {"tp": "2", "optimizer-implementation": "for-loop", "fsdp-replicas": "2"},
 }
@@ -70,7 +73,7 @@ def test_trace_equals_estimate(name: str) -> None:
         apart = SCALARS if row.entry in EDGES and row.phase == BACKWARD else 0  # the loss ends in a caller's frame
         assert abs(row.traced.net - row.estimated.net) <= apart, row
         assert abs(row.traced.peak - row.estimated.peak) <= apart, row
-        buffers = () if name == "one-shard-tp" else (Category.COMMUNICATION_BUFFERS,)  # nothing is sent to one rank
+        buffers = () if "one-shard" in name else (Category.COMMUNICATION_BUFFERS,)  # nothing is sent to one rank
         for category in (Category.GATHERED_PARAMETERS, *buffers):
             assert row.traced.net_by[category] == row.estimated.net_by[category], row
             assert row.traced.peak_by[category] == row.estimated.peak_by[category], row

@@ -18,6 +18,7 @@ from .titan_cases import GROUPED, ONE_SEQUENCE, WIDE_HEADS, found, plan_of
 FULL, OPERATORS = {"recompute": "full"}, {"recompute-per-operator": "true"}
 THREE = {"layers": "3", "pp": "3", "gbs": "24"}
 CHUNKS = {"layers": "4", "pp": "2", "vpp": "2"}
+FP32 = {"dtype": "fp32"}
 WHOLE = {"loss": "plain", "return-outputs": "true"}
 CASES: dict[str, tuple[dict[str, str], int]] = {
     "1f1b-first": ({**GROUPED, **THREE, "gbs": "32"}, 0),
@@ -50,6 +51,7 @@ CASES: dict[str, tuple[dict[str, str], int]] = {
     "one-shard-replicas": ({**GROUPED, "layers": "2", "pp": "2", "gbs": "8", "dp": "2", "fsdp-replicas": "2"}, 0),
     "one-shard-tp-first": ({**GROUPED, "layers": "4", "pp": "2", "gbs": "4", "dp": "1", "tp": "2"}, 0),
     "one-shard-tp-last": ({**GROUPED, "layers": "4", "pp": "2", "gbs": "4", "dp": "1", "tp": "2"}, 1),
+    "one-shard-fp32-tp": ({**WIDE_HEADS, "layers": "2", "pp": "2", "gbs": "6", "dp": "1", "tp": "2", **FP32}, 1),
     "one-shard-interleaved-tp": ({**ONE_SEQUENCE, **CHUNKS, "gbs": "4", "dp": "1", "tp": "2", **FULL}, 0),
 }
 
