@@ -74,7 +74,6 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["init", "--model", "gpt2", "--tp", "x"], "--tp: layout.tp = x: must be a whole number"),
         (["init", "--example", "lama"], "--example: example = lama: is not a built-in example"),
         (["init", "nofolder/plan.yaml"], "nofolder/plan.yaml: cannot be written: no such file or directory"),
-        (["validate", "--gpus", "3"], "memplan validate: is not built yet"),
     ],
 )  # fmt: skip
 def test_wrong_input_gives_one_line_and_2(run: Run, arguments: list[str], line: str) -> None:

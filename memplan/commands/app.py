@@ -14,11 +14,11 @@ from .export import export
 from .init import init
 from .launched import MEANINGS
 from .listings import gpus, models, schema
-from .planned import PLANNED, not_built_yet
 from .runs import runs
 from .suggest_partition import MEANINGS as SEARCHED
 from .suggest_partition import suggest_partition
 from .trace import trace
+from .validate import validate
 
 app = typer.Typer(
     name="memplan",
@@ -54,17 +54,12 @@ app.command(epilog=_EXAMPLES)(estimate)
 app.command("suggest-partition")(suggest_partition)
 app.command()(trace)
 app.command()(export)
+app.command()(validate)
 app.command()(runs)
 app.command()(init)
 app.command()(models)
 app.command()(gpus)
 app.command()(schema)
-for _name, _does in PLANNED.items():
-    app.command(
-        _name,
-        help=f"{_does} (not built yet)",
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    )(not_built_yet)
 
 
 def run_command(arguments: list[str]) -> int:

@@ -41,8 +41,7 @@ def answer_of(worker: str, job: Job, data: Mapping[str, Any], model: str) -> dic
     """What a module of this package, run as a process, answers to ``data`` about ``job``; ``PlanError`` of ``model`` if
     it dies, ``LackingError`` without a package that it needs."""
     least = needed(job)
-    for package, oldest in least.items():
-        _check(package, oldest)
+    check_packages(least)
     command = [sys.executable, "-m", f"memplan.trace.{worker}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
@@ -77,12 +76,18 @@ def _how(package: str, least: tuple[int, int]) -> str:
     return f"pip install '{package}>={'.'.join(map(str, least))}'"
 
 
-def _check(package: str, least: tuple[int, int]) -> None:
+def check_packages(least: Mapping[str, tuple[int, int]], command: str = "memplan trace") -> None:
+    """``LackingError`` where a package is missing that ``command`` needs, or older than ``least`` has it."""
+    for package, oldest in least.items():
+        _check(package, oldest, command)
+
+
+def _check(package: str, least: tuple[int, int], command: str) -> None:
     wanted = _how(package, least)
     try:
         found = version(package)
     except PackageNotFoundError:
-        raise LackingError(f"memplan trace needs {package}, which is not installed: {wanted}") from None
+        raise LackingError(f"{command} needs {package}, which is not installed: {wanted}") from None
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < least:
-        raise LackingError(f"memplan trace needs {package} {'.'.join(map(str, least))} or later, not {found}: {wanted}")
+        raise LackingError(f"{command} needs {package} {'.'.join(map(str, least))} or later, not {found}: {wanted}")

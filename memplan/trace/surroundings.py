@@ -23,10 +23,11 @@ _groups = count()
 
 
 @cache
-def meeting() -> tuple[dist.Store, int, int]:
+def meeting() -> tuple[Any, int, int]:
     """Where the processes of a run meet, as its launcher says in the environment: the store, this rank, and how many
     there are."""
-    return next(iter(rendezvous("env://")))  # type: ignore[no-untyped-call, no-any-return]
+    store, rank, ranks = next(iter(rendezvous("env://")))
+    return store, rank, ranks
 
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -78,7 +79,7 @@ class Surroundings:
             if self.device == "cuda":
                 more["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             store, rank, ranks = meeting()
-            named = dist.PrefixStore(f"group/{next(_groups)}", store)
+            named = torch._C._distributed_c10d.PrefixStore(f"group/{next(_groups)}", store)
             dist.init_process_group(
                 BACKENDS[self.device],
                 store=named,

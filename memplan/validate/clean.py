@@ -112,7 +112,7 @@ def measured(
     driver, before this process has a context, too."""
     clean = Clean()
     before = used()
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.empty(1, device="cuda")
     clean.context = _beyond(before, used)
     torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,250 @@
+"""``memplan validate``: the plan, run for real and briefly, measured beside estimated."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from ..plan.errors import ABSENT, Origin, PlanError, nearest
+from ..plan.read import Flags, ReadPlan
+from .files import check_writable
+from .launched import LaunchFlags, read_given
+from .output import console, print_json, print_text, printing
+from .plan_flags import with_plan_flags
+from .progress import progress
+from .recorded import NoRecords
+
+if TYPE_CHECKING:
+    from ..records.record import Record
+    from ..validate.readings import Run
+    from ..validate.run import Prepared
+
+_OUTPUT = "Output"
+_RUN = "Run"
+_MACHINES = "Several machines (or start it by torchrun or srun)"
+DIFFERS = 1
+DEVICES = ("cuda", "cpu", "fake")
+CODES = ("torch", "megatron", "deepspeed")
+MOST = 1000
+"""Iterations."""
+
+
+@with_plan_flags
+def validate(
+    plan: Annotated[
+        str | None,
+        typer.Argument(
+            help="YAML or JSON file, name of a built-in example, or - for standard input; with --from a launch file."
+        ),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option("--from", metavar="FRAMEWORK", help="PLAN is a launch file (see estimate --help)"),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="cuda; cpu: real processes and gloo; fake: nothing but fake tensors",
+            rich_help_panel=_RUN,
+        ),
+    ] = "cuda",
+    emulate: Annotated[
+        bool,
+        typer.Option(
+            "--emulate",
+            help="one rank of each stage after the other, alone on one GPU, whatever --gpus says",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
+    with_: Annotated[
+        str,
+        typer.Option("--with", metavar="CODE", help="whose code runs: torch's own", rich_help_panel=_RUN),
+    ] = "torch",
+    warmup: Annotated[
+        int, typer.Option("--warmup", metavar="N", help="iterations before the measured ones", rich_help_panel=_RUN)
+    ] = 2,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="iterations that are timed", rich_help_panel=_RUN)
+    ] = 3,
+    tolerance: Annotated[
+        str,
+        typer.Option("--tolerance", metavar="PERCENT", help="by how much they may differ", rich_help_panel=_RUN),
+    ] = "3%",
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout", metavar="SECONDS", help="without progress, after which it hangs", rich_help_panel=_RUN
+        ),
+    ] = 600.0,
+    share_gpu: Annotated[
+        bool, typer.Option("--share-gpu", help="run on GPUs that others use, too", rich_help_panel=_RUN)
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="run what is estimated not to fit; --record overwrites", rich_help_panel=_RUN),
+    ] = False,
+    nnodes: Annotated[
+        int, typer.Option("--nnodes", metavar="N", help="machines that run it together", rich_help_panel=_MACHINES)
+    ] = 1,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet", rich_help_panel=_MACHINES),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--node-rank", metavar="N", help="this machine's number, if it matters", rich_help_panel=_MACHINES
+        ),
+    ] = None,
+    record: Annotated[
+        str | None,
+        typer.Option("--record", metavar="FILE.json", help="the run's record, to share", rich_help_panel=_OUTPUT),
+    ] = None,
+    no_records: NoRecords = False,
+    json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="only the verdict", rich_help_panel=_OUTPUT)] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="progress also where it is piped", rich_help_panel=_OUTPUT)
+    ] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
+    ] = False,
+    flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
+) -> int:
+    """Runs a few training steps of exactly this layout and prints what they needed beside the estimate.
+
+    --gpus is how many GPUs there are for it: as many as the plan has ranks, or fewer, and then one rank of each stage
+    runs alone on one of them. Exit code 0: measured and estimated agree. 1: they differ by more than --tolerance, or a
+    rank failed. 2: the plan is wrong. 3: no CUDA, no torch, or a GPU in use.
+    """
+    from ..validate.run import Where, prepared
+
+    part = _part(tolerance)
+    _check_choice("--device", device, DEVICES)
+    _check_choice("--with", with_, CODES)
+    if with_ != "torch":
+        problem = f"{with_} is not run yet: torch's own code is, and is estimated as what it is (--with torch)"
+        raise PlanError("", ABSENT, problem, origin=Origin("--with"))
+    for name, value, least in (("--warmup", warmup, 1), ("--steps", steps, 1), ("--nnodes", nnodes, 1)):
+        if not least <= value <= MOST:
+            raise PlanError("", ABSENT, f"{value} must be from {least} to {MOST}", origin=Origin(name))
+    if not 0 < timeout < float("inf"):
+        raise PlanError("", ABSENT, f"{timeout:g} must be more than 0", origin=Origin("--timeout"))
+    if nnodes > 1 and rdzv_endpoint is None:
+        problem = "is needed with --nnodes: the host and port where the machines meet, as node1:29500"
+        raise PlanError("", ABSENT, problem, origin=Origin("--rdzv-endpoint"))
+    if record is not None:
+        check_writable(Path(record).expanduser(), force=force)
+    read, gpus = _read(plan, from_, flags)
+    where = Where(
+        gpus=gpus,
+        device=cast(Literal["cuda", "cpu", "fake"], device),
+        emulates=emulate,
+        nodes=nnodes,
+        endpoint=rdzv_endpoint,
+        node_rank=node_rank,
+        warmup=warmup,
+        steps=steps,
+        patience=timeout,
+        shares=share_gpu,
+        forces=force,
+    )
+    try:
+        asked = prepared(read.plan, where)
+    except PlanError as error:
+        raise error.located(read.origins) from None
+    made = _recorded(asked, read, _run(asked, quiet, verbose), part)
+    if not asked.answers or made is None:
+        return 0
+    _keep(made, record, no_records, force)
+    if json:
+        from ..records.record import to_json
+
+        print_json(to_json(made))
+    else:
+        from ..report.run import print_run
+
+        with printing():
+            if asked.native.differs and not quiet:
+                print_text(f"{asked.native.differs}\n\n")
+            print_run(made, console(no_color), quiet=quiet)
+    return 0 if made.verdict == "agrees" else DIFFERS
+
+
+def _part(text: str) -> float:
+    """``3%`` as 0.03."""
+    try:
+        part = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        part = 0.0
+    if not 0.0 < part < 1.0:
+        raise PlanError(
+            "", ABSENT, f"{text} must be a percentage above 0 and below 100, as 3%", origin=Origin("--tolerance")
+        )
+    return part
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        guess = nearest(value, choices)
+        problem = f"{value} must be one of {', '.join(choices)}" + (f"; did you mean {guess}?" if guess else "")
+        raise PlanError("", ABSENT, problem, origin=Origin(flag))
+
+
+def _read(place: str | None, from_: str | None, flags: Flags) -> tuple[ReadPlan, int]:
+    """The plan, and how many GPUs there are to run it: ``--gpus`` is the plan's own number only where it says none."""
+    rest = {name: value for name, value in flags.items() if name != "gpus"}
+    launch = LaunchFlags(from_, (), False, None)
+    read = read_given(place, launch, rest if place is not None else flags)
+    stated = read.plan.hardware.gpus
+    if "gpus" not in flags:
+        return read, stated or 1
+    both = read_given(place, launch, flags)
+    gpus = both.plan.hardware.gpus
+    assert gpus is not None
+    return (both if stated is None else read), gpus
+
+
+def _run(asked: Prepared, quiet: bool, verbose: bool) -> Run:
+    from ..validate.progress import shown
+    from ..validate.run import run
+
+    if asked.world == "fake":
+        with progress(f"tracing {asked.native.runs.model.name}", quiet=quiet) as says:
+            return run(asked, lambda progress: None, says)
+    with shown("quiet" if quiet else "verbose" if verbose else "normal", asked.stages) as display:
+        return run(asked, display, lambda what, done, of: None)
+
+
+def _recorded(asked: Prepared, read: ReadPlan, run: Run, tolerance: float) -> Record | None:
+    """``None`` where this machine has nothing to tell: another one has the first rank."""
+    from ..records.record import new_record
+    from ..report.json import to_json
+
+    if not run.ranks and not run.failures:
+        return None
+    return new_record(
+        read.plan.model_dump(mode="json"),
+        to_json(asked.estimate),
+        run,
+        command=shlex.join(["memplan", *sys.argv[1:]]),
+        tolerance=tolerance,
+    )
+
+
+def _keep(made: Record, file: str | None, no_records: bool, force: bool) -> None:
+    if not no_records:
+        from ..records.database import open_database
+
+        with open_database() as database:
+            database.add(made)
+    if file is not None:
+        from .runs import write_record
+
+        write_record(made, Path(file).expanduser(), force=force)

@@ -1,0 +1,253 @@
+"""A validation from the plan to a record: what is run, where, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from .. import __version__
+from ..estimate import estimate, programs_of
+from ..layers.module import Options
+from ..plan.errors import ABSENT, LackingError, Origin, PlanError
+from ..plan.plan import Plan
+from ..plan.resolve import resolve
+from ..report.units import size
+from ..result import Estimate
+from ..trace.run import check_packages, needed, traced
+from .cluster import Membership, membership
+from .devices import Device, gpus_for
+from .explained import explained
+from .footprint import footprint_of
+from .hardware import gpu_of
+from .launch import Watcher, launched
+from .native import Native, native
+from .readings import RankReading, Run, Versions, World
+from .task import Task
+from .ways import Elastic, InTurn, Joined, Way
+
+DEVICES = ("cuda", "cpu", "fake")
+PACKAGES = ("transformers", "bitsandbytes", "megatron-core", "deepspeed")
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """How the user wants it run."""
+
+    gpus: int
+    """That take part, on all machines together."""
+    device: Literal["cuda", "cpu", "fake"] = "cuda"
+    emulates: bool = False
+    nodes: int = 1
+    endpoint: str | None = None
+    node_rank: int | None = None
+    warmup: int = 2
+    steps: int = 3
+    patience: float = 600.0
+    shares: bool = False
+    forces: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is about to run."""
+
+    native: Native
+    estimate: Estimate
+    """For the code that runs, on the hardware that is here."""
+    world: World
+    where: Where
+    gpu: str | None
+    """Of memplan's table."""
+    driver: str | None
+    joined: Membership | None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.native.ranks)) if self.world == "real" else self.native.distinct()
+
+    @property
+    def stages(self) -> dict[int, int]:
+        """Of each rank."""
+        return {rank: self.native.stage_of(rank) for rank in self.ranks}
+
+    @property
+    def answers(self) -> bool:
+        """Whether this process tells the user: of several that join one run, the first."""
+        return self.joined is None or not self.joined.rank
+
+
+def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.environ) -> Prepared:
+    """Checks everything that can be known before anything is started. ``PlanError`` where the plan cannot be run so,
+    ``LackingError`` where something is missing or in use."""
+    found = native(plan)
+    joined = membership(environment, where.gpus) if where.device != "fake" else None
+    world = _world(found, where)
+    check_packages(needed(found.job(0)), "memplan validate")
+    devices: tuple[Device, ...] = ()
+    if where.device == "cuda":
+        _check_build()
+        local = 1 if world == "emulated" or joined is not None else where.gpus // where.nodes
+        devices = gpus_for(local, None, share=where.shares, environment=environment)
+    gpu = gpu_of(devices[0].name, devices[0].total) if devices else found.runs.hardware.gpu
+    runs = _here(found.runs, gpu, devices)
+    found = Native(found.given, runs, found.differs)
+    estimated = estimate(runs)
+    _check_size(estimated, devices, where)
+    driver = devices[0].driver if devices else None
+    return Prepared(found, estimated, world, where, gpu, driver, joined)
+
+
+def _world(found: Native, where: Where) -> World:
+    """Real where there is a device for every rank."""
+    if where.device == "fake":
+        return "fake"
+    if where.emulates:
+        return "emulated"
+    if where.gpus > found.ranks:
+        problem = f"is more than the {found.ranks} ranks of the plan (hardware.gpus); a run takes one for each"
+        raise PlanError("", ABSENT, f"{where.gpus} {problem}", origin=Origin("--gpus"))
+    if where.gpus % where.nodes:
+        problem = f"must divide the {where.gpus} GPUs: every machine has the same number"
+        raise PlanError("", ABSENT, f"{where.nodes} {problem}", origin=Origin("--nnodes"))
+    return "real" if where.gpus == found.ranks else "emulated"
+
+
+def _check_build() -> None:
+    """A PyTorch that was built without CUDA runs on no GPU."""
+    found = version("torch")
+    if found.endswith("+cpu"):
+        problem = f"torch {found} is built without CUDA: install one with it (pytorch.org/get-started)"
+        raise LackingError(f"{problem}; --device fake and --device cpu need none")
+
+
+def _here(plan: Plan, gpu: str | None, devices: tuple[Device, ...]) -> Plan:
+    """``plan`` on the hardware and the PyTorch that are here."""
+    torch = ".".join(version("torch").split("+")[0].split(".")[:2])
+    hardware = plan.hardware.model_copy(update={"gpu": gpu}) if devices else plan.hardware
+    if devices:
+        hardware = hardware.model_copy(update={"capacity": devices[0].total})
+    return resolve(plan.model_copy(update={"hardware": hardware, "torch": torch}))
+
+
+def _check_size(estimated: Estimate, devices: tuple[Device, ...], where: Where) -> None:
+    """Refuses a run that cannot end well, unless it is forced."""
+    if not devices or where.forces or estimated.peak is None:
+        return
+    free = min(device.free for device in devices)
+    if estimated.peak > free:
+        stage = f"stage {estimated.peak_stage} is estimated to need {size(estimated.peak)}"
+        problem = f"{stage}, and {devices[0]} has {size(free)} free: it would run out of memory"
+        raise PlanError("", ABSENT, f"{problem}; --force runs it all the same", origin=Origin("--gpus"))
+
+
+def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None]) -> Run:
+    """Runs it. ``watch`` is shown the progress of processes, ``says`` that of traces."""
+    if prepared.world == "fake":
+        return _traced(prepared, says)
+    where = prepared.where
+    assert where.device != "fake"
+    task = Task(
+        plan=prepared.native.runs,
+        world=prepared.world,
+        device=where.device,
+        warmup=where.warmup,
+        steps=where.steps,
+        seconds=where.patience,
+        gathers=where.nodes > 1 or prepared.joined is not None,
+    )
+    outcome = launched(_way(prepared), task.model_dump_json().encode(), patience=where.patience, watch=watch)
+    runs, stages = prepared.native.runs, prepared.stages
+    failures = tuple(explained(one, runs, stages.get(one.rank or 0, 0)) for one in outcome.failures)
+    return Run(
+        world=prepared.world,
+        code="torch",
+        device=where.device,
+        gpu=prepared.gpu if where.device == "cuda" else None,
+        versions=_versions(prepared),
+        ranks=outcome.readings,
+        failures=failures,
+    )
+
+
+def _way(prepared: Prepared) -> Way:
+    where = prepared.where
+    if prepared.world == "emulated":
+        return InTurn(prepared.ranks)
+    if prepared.joined is not None:
+        return Joined(prepared.joined)
+    endpoint = where.endpoint or "localhost:0"
+    return Elastic(where.gpus // where.nodes, where.nodes, endpoint, where.node_rank)
+
+
+def _traced(prepared: Prepared, says: Callable[[str, int, int], None]) -> Run:
+    """One rank of each stage on fake tensors."""
+    found, readings = prepared.native, []
+    programs = programs_of(found.runs, Options())
+    for at, rank in enumerate(prepared.ranks):
+        stage = found.stage_of(rank)
+        says("tracing", at, len(prepared.ranks))
+        trace = traced(found.job(rank), found.runs.model.name)
+        footprint = footprint_of(trace, programs[stage])
+        readings.append(
+            RankReading(
+                rank=rank,
+                stage=stage,
+                host=socket.gethostname(),
+                device="fake",
+                parameters=trace.outline.parameters,
+                requested=footprint.peak,
+                allocated=None,
+                reserved=None,
+                device_bytes=None,
+                static=footprint.static,
+                breakdown=footprint.breakdown,
+                apart=footprint.apart,
+            )
+        )
+    return Run(world="fake", code="torch", device="fake", gpu=None, versions=_versions(prepared), ranks=tuple(readings))
+
+
+def _versions(prepared: Prepared) -> Versions:
+    others = {name: found for name in PACKAGES if (found := _installed(name))}
+    nccl = next((found for name in _NCCL if (found := _installed(name))), None)
+    on_gpu = prepared.where.device == "cuda"
+    return Versions(
+        memplan=__version__,
+        python=platform.python_version(),
+        torch=version("torch"),
+        cuda=_cuda() if on_gpu else None,
+        driver=prepared.driver,
+        nccl=nccl if on_gpu else None,
+        others={name: found for name, found in others.items() if name in needed(prepared.native.job(0))},
+    )
+
+
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cuda() -> str | None:
+    """The CUDA that the installed PyTorch is built with, which it writes into a file."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    try:
+        text = (Path(found.origin).parent / "version.py").read_text()
+    except OSError:
+        return None
+    match = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
+    return match[1] if match else None
