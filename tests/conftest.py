@@ -10,15 +10,20 @@ import pytest
 LONGEST = (
     "trace/test_fits.py",
     "layers/test_against_transformers.py",
+    "trace/test_ddp.py",
     "frameworks/test_fsdp_against_torch.py",
-    "trace/test_torchtitan.py",
+    "commands/test_trace.py",
+    "trace/test_step.py",
+    "trace/test_autocast.py",
+    "layers/test_autocast.py",
+    "trace/test_run.py",
+    "layers/megatron_core/test_local_layer.py",
+    "commands/test_learned.py",
+    "trace/test_tuning.py",
+    "trace/test_trainer.py",
     "trace/test_torchtitan_pipeline.py",
     "trace/test_torchtitan_witness.py",
-    "trace/test_step.py",
-    "trace/test_mem_tracker.py",
-    "layers/test_autocast.py",
-    "commands/test_trace.py",
-    "commands/test_learned.py",
+    "export/test_sameness.py",
 )
 """Files that take longest, in the order in which they begin: what begins last keeps one worker busy alone."""
 
