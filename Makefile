@@ -16,7 +16,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/memplan estimate $(JOB) $(FLAGS) || test $$? -eq 1
 
 test: lint types
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .

@@ -1,13 +1,50 @@
-"""No test reads the records of whoever runs it: estimates would then depend on their GPUs."""
+"""What all tests share: the order of files, when garbage is collected, and that nobody's own records are read."""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
+from pathlib import Path
+
+import pytest
 
 _EMPTY = tempfile.mkdtemp(prefix="memplan-no-records-")
 # When this is imported, before any test module: some keep the environment of the processes that they start.
 os.environ["MEMPLAN_DATA"] = _EMPTY
 atexit.register(shutil.rmtree, _EMPTY, ignore_errors=True)
+
+LONGEST = (
+    "trace/test_fits.py",
+    "layers/test_against_transformers.py",
+    "trace/test_ddp.py",
+    "frameworks/test_fsdp_against_torch.py",
+    "commands/test_trace.py",
+    "trace/test_step.py",
+    "trace/test_autocast.py",
+    "layers/test_autocast.py",
+    "trace/test_run.py",
+    "layers/megatron_core/test_local_layer.py",
+    "commands/test_learned.py",
+    "trace/test_tuning.py",
+    "validate/test_validate.py",
+    "trace/test_trainer.py",
+    "trace/test_torchtitan_pipeline.py",
+    "trace/test_torchtitan_witness.py",
+    "export/test_sameness.py",
+)
+"""Files that take longest, in the order in which they begin: what begins last keeps one worker busy alone."""
+
+_ORDER = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _ORDER.get(item.path, len(LONGEST)))
+
+
+def pytest_runtest_setup() -> None:
+    """Tracers look for garbage all the time: not among what was imported, and left by tests before this one."""
+    gc.collect()
+    gc.freeze()

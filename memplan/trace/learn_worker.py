@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -41,6 +42,8 @@ def answered(job: Job, longest: int) -> dict[str, Any]:
     def trace(one: Job) -> Traced:
         nonlocal traces
         traces += 1
+        gc.collect()
+        gc.freeze()  # a trace looks for garbage twice: not among all that was imported, and traced before
         return traced_step(one, evaluates=True)
 
     try:

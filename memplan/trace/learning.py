@@ -7,7 +7,7 @@ longest sequence, at lengths that are no multiples of anything, and with as many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +23,12 @@ from .traced import Traced
 
 Trace = Callable[[Job], Traced]
 """Traces a step of two micro-batches, and an evaluation behind it."""
+
+Seen = dict[tuple[Point, int | None, bool], tuple[Traced, Structure]]
+"""Traces and their structures by point, layers, and whether the optimizer is the job's own."""
+
+STATELESS: Mapping[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0}
+"""Fields of most jobs: a structure has nothing of the optimizer, and one without states is traced soonest."""
 
 SHALLOW = 5
 """Layers of most traces, where a configuration has more: two at either end that may differ, and some that repeat."""
@@ -56,14 +62,22 @@ class Learner:
     """Tokens: sequences are multiples of this at most points."""
     shallow: int | None = None
     """Layers of most traces; ``None`` for as many as the configuration has."""
-    seen: dict[tuple[Point, int | None], tuple[Traced, Structure]] = field(default_factory=dict)
+    seen: Seen = field(default_factory=dict)
 
     def at(self, b: int, s: int, layers: int | None = None) -> tuple[Traced, Structure]:
-        """The trace at a point, and its structure."""
-        layers = layers or self.shallow
-        key = (b, s), layers
+        """A trace at a point, and its structure; with an optimizer that keeps nothing."""
+        return self._seen(b, s, layers or self.shallow, is_own=False)
+
+    def whole(self, b: int, s: int) -> Traced:
+        """The trace of all layers at a point, with the job's own optimizer."""
+        return self._seen(b, s, None, is_own=True)[0]
+
+    def _seen(self, b: int, s: int, layers: int | None, is_own: bool) -> tuple[Traced, Structure]:
+        config = self.config(layers)
+        key = (b, s), config.get(layers_name(config) or ""), is_own
         if key not in self.seen:
-            traced = self.trace(replace(self.job, b=b, s=s, microbatches=2, config=self.config(layers)))
+            optimizer = {} if is_own else STATELESS
+            traced = self.trace(replace(self.job, b=b, s=s, microbatches=2, config=config, **optimizer))
             _check_gradients(traced)
             self.seen[key] = traced, structure_of(traced)
         return self.seen[key]
@@ -163,10 +177,11 @@ def learn(job: Job, trace: Trace, longest: int) -> tuple[Fit, Traced, Point]:
     name = layers_name(job.config)
     layers = int(job.config[name]) if name is not None else 0
     units = [unit for unit in UNITS if 4 * unit <= longest] or [_unit_within(longest)]
-    if layers > SHALLOW + 1 and Learner(job, trace, longest, units[0], SHALLOW).runs():
+    learner = Learner(job, trace, longest, units[0], SHALLOW)
+    if layers > SHALLOW + 1 and learner.runs():
         with suppress(LayersDifferError):
-            return _with_some_unit(job, trace, longest, units, SHALLOW, layers)
-    return _with_some_unit(job, trace, longest, units, None, layers)
+            return _with_some_unit(learner, units, layers)
+    return _with_some_unit(replace(learner, shallow=None), units, layers)
 
 
 def _unit_within(longest: int) -> int:
@@ -177,15 +192,13 @@ def _unit_within(longest: int) -> int:
     return unit
 
 
-def _with_some_unit(
-    job: Job, trace: Trace, longest: int, units: Sequence[int], shallow: int | None, layers: int
-) -> tuple[Fit, Traced, Point]:
-    """With the first unit that fits; why the last does not, where none does."""
+def _with_some_unit(learner: Learner, units: Sequence[int], layers: int) -> tuple[Fit, Traced, Point]:
+    """With the first unit that fits; why the last does not, where none does. What one has seen another need not."""
     *first, last = units
     for unit in first:
         with suppress(UnfitError):
-            return _learnt(Learner(job, trace, longest, unit, shallow), layers)
-    return _learnt(Learner(job, trace, longest, last, shallow), layers)
+            return _learnt(replace(learner, unit=unit), layers)
+    return _learnt(replace(learner, unit=last), layers)
 
 
 def _learnt(learner: Learner, layers: int) -> tuple[Fit, Traced, Point]:
@@ -201,7 +214,7 @@ def _learnt(learner: Learner, layers: int) -> tuple[Fit, Traced, Point]:
                 learner.check_layers(piece, bs[0], piece.domain.s_from // unit * unit + 2 * unit, count)
         pieces += found if shallow is not None else [replace(piece, repeated=None) for piece in found]
         refused += why
-    whole, _ = learner.at(1, 2 * unit, layers or None)
+    whole = learner.whole(1, 2 * unit)
     buckets = all(gradients_follow_rows(piece, learner.at(piece.domain.b_from, unit)[0]) for piece in pieces)
     fit = Fit("", "", layers, verified, tuple(pieces), tuple(refused), buckets)
     return fit, whole, (1, 2 * unit)

@@ -6,6 +6,7 @@ one sees it die. What libraries print goes to standard error.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -36,6 +37,7 @@ def answered(job: Job) -> dict[str, Any]:
     from .failures import UntraceableError, explained
     from .models import UnknownModelError
 
+    gc.freeze()  # a trace looks for garbage twice: not among all that was imported
     try:
         traced = trace(job)
     except (UnknownModelError, UntraceableError) as error:

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .tracer import Change, Follow, Trace, cuda_behaviour
-from .training_step import DTYPES, _quiet, _unpacked, update
+from .training_step import DTYPES, _model, _quiet, _unpacked, update
 
 
 class ResizedFollow(Follow):  # type: ignore[no-untyped-call]
@@ -149,11 +149,7 @@ def mesh_of(sharding: Sharding) -> DeviceMesh:
 def sharded_model(
     config: transformers.PreTrainedConfig, sharding: Sharding, mesh: DeviceMesh, *, flash: bool, recompute: bool
 ) -> Any:
-    auto: Any = transformers.AutoModelForCausalLM
-    attention = "sdpa" if flash else "eager"
-    model = auto.from_config(config, dtype=DTYPES[sharding.original], attn_implementation=attention)
-    model.config.use_cache = False
-    model.train()
+    model = _model(config, sharding.original, "sdpa" if flash else "eager")
     if recompute:
         model.activation_checkpointing_enable()
     policy = sharding.policy
@@ -192,7 +188,7 @@ def traced_steps(
         return traced(build, sharding)
 
 
-def traced(build: Build, sharding: Sharding, *, iterations: int = 3) -> Steps:
+def traced(build: Build, sharding: Sharding, *, iterations: int = 2) -> Steps:
     """The last of ``iterations`` with AdamW (foreach), whose states exist by then."""
     steps = Steps()
 

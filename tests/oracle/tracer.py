@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -93,6 +93,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.add(change)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of all calls, which would go through its mode
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.native_layer_norm.default:
             out = (out[0], out[1].float(), out[2].float())

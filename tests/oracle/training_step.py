@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from transformers import masking_utils
+from transformers import initialization, masking_utils
 
 from .autocast import cuda_autocast, cuda_lists
 from .tracer import Change, Follow, Trace, run
@@ -113,7 +113,9 @@ def _unpacked() -> Iterator[None]:
 
 def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str) -> Any:
     auto: Any = transformers.AutoModelForMaskedLM if config.model_type == "bert" else transformers.AutoModelForCausalLM
-    model = auto.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
+    with initialization.no_init_weights():
+        model = auto.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
+    model.tie_weights()
     model.config.use_cache = False
     return model.train()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from functools import lru_cache
@@ -45,6 +46,8 @@ POINTS = ((4, 200), (7, 33), (1, 150))
 
 
 def traced(job: Job) -> Traced:
+    gc.collect()
+    gc.freeze()
     return traced_step(job, evaluates=True)
 
 
@@ -156,12 +159,21 @@ def test_models_without_a_recipe(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_window_makes_two_pieces(tmp_path: Path) -> None:
-    """Below it there is no mask and the flash kernel runs; from it on there is one."""
-    sized = {"num_hidden_layers": 2, "max_position_embeddings": 1024, "sliding_window": 256}
+    """Below it there is no mask and the flash kernel runs; from it on there is one. No step is traced twice, though
+    sequences of another unit were tried first, and one alone with the job's own optimizer."""
+    sized = {"num_hidden_layers": 2, "max_position_embeddings": 512, "sliding_window": 256}
     _, job = without_recipe("mistral", tmp_path, 1, 32, **sized)
-    fit, _, _ = learn(job, traced, 1024)
+    jobs: list[Job] = []
+
+    def noted(one: Job) -> Traced:
+        jobs.append(one)
+        return traced(one)
+
+    fit, _, _ = learn(job, noted, 512)
+    assert len({(one.b, one.s, one.optimizer) for one in jobs}) == len(jobs)
+    assert [one.optimizer for one in jobs].count(job.optimizer) == 1
     domains = [(one.domain.b_from, one.domain.s_from, one.domain.s_to) for one in fit.pieces]
-    assert domains == [(2, 16, 224), (2, 256, 1024), (1, 16, 224), (1, 256, 1024)]
+    assert domains == [(2, 16, 224), (2, 256, 512), (1, 16, 224), (1, 256, 512)]
     assert fit.piece_at(4, 240) is None, "between the last length below and the first above nothing was traced"
 
 

@@ -1,0 +1,98 @@
+"""``memplan validate`` on a CPU: real processes that meet by gloo, and ranks that are played one by one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memplan.plan.read import read_plan
+from memplan.validate.launch import launched
+from memplan.validate.native import native
+from memplan.validate.task import Task
+from memplan.validate.ways import Elastic
+
+ROOT = Path(__file__).parents[2]
+LLAMA = "--model llama-3-8b --layers 4 --vocab 2048 --hidden 256 --ffn 512 --heads 4 --kv-heads 2 --seq 128"
+GPT = "--model gpt2 --layers 2 --seq 128 --attention eager --dtype fp32"
+TITAN = f"{LLAMA} --framework fsdp --fsdp-code torchtitan --gpus 4"
+CASES = {
+    "pp2-tp2": f"{TITAN} --pp 2 --tp 2 --gbs 4",
+    "fsdp4": f"{LLAMA} --framework fsdp --gpus 4 --dtype fp32 --attention eager",
+    "ddp2": f"{GPT} --framework ddp --gpus 2",
+    "zero1": f"{GPT} --framework ddp --zero 1 --gpus 2",
+}
+NEAR = 0.005
+
+
+def run(arguments: str, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "cli.py", "validate", *arguments.split(), *more]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def validated(arguments: str, *more: str) -> dict[str, Any]:
+    done = run(arguments, "--json", "--no-records", *more)
+    assert done.stderr == ""
+    assert done.returncode == 0, done.stdout
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record
+
+
+def estimated(record: dict[str, Any], stage: int) -> int:
+    (found,) = [one["requested_bytes"] for one in record["estimate"]["stages"] if one["stage"] == stage]
+    return int(found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_real_processes(case: str) -> None:
+    """The most loaded rank of each stage needs what was estimated; what all train gets better at it."""
+    record = validated(f"{CASES[case]} --device cpu --warmup 3 --tolerance 0.5%")
+    ranks = record["run"]["ranks"]
+    assert record["run"]["world"] == "real"
+    assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
+    assert record["verdict"] == "agrees"
+    for stage in {rank["stage"] for rank in ranks}:
+        most = max(rank["requested"] for rank in ranks if rank["stage"] == stage)
+        assert most == pytest.approx(estimated(record, stage), rel=NEAR)
+    for rank in ranks:
+        assert sum(rank["breakdown"].values()) == rank["requested"]
+    losses = [rank["losses"] for rank in ranks if rank["losses"]]
+    assert losses
+    assert all(own[-1] < own[0] - 0.1 for own in losses)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_rank_beside_pytorchs_own_tracker(case: str) -> None:
+    words = CASES[case].split()
+    flags = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    found = native(read_plan(None, flags).plan)
+    task = Task(plan=found.runs, world="real", device="cpu", warmup=2, steps=1, seconds=60.0)
+    content = task.model_dump_json().encode()
+    outcome = launched(Elastic(found.ranks), content, worker="tests.validate.workers.tracked", patience=120.0)
+    assert outcome.failures == ()
+    assert len(outcome.readings) == found.ranks
+    for reading in outcome.readings:
+        (tracker,) = reading.moments
+        assert reading.requested == pytest.approx(tracker.requested, rel=NEAR), reading.rank
+
+
+@pytest.mark.parametrize("case", ["pp2-tp2", "zero1"])
+def test_ranks_that_are_played(case: str) -> None:
+    """One rank of each stage, alone; what others would have computed means nothing."""
+    record = validated(f"{CASES[case]} --device cpu --emulate --warmup 1 --tolerance 0.5%")
+    ranks = record["run"]["ranks"]
+    assert record["run"]["world"] == "emulated"
+    assert [rank["rank"] for rank in ranks] == ([0, 2] if case == "pp2-tp2" else [0])
+    for rank in ranks:
+        assert rank["requested"] == pytest.approx(estimated(record, rank["stage"]), rel=NEAR)
+        assert rank["losses"] == []
+
+
+def test_fake_tensors_need_no_device() -> None:
+    record = validated(f"{TITAN} --pp 2 --tp 2 --gbs 4 --device fake")
+    assert record["run"]["device"] == "fake"
+    assert [rank["requested"] for rank in record["run"]["ranks"]] == [estimated(record, stage) for stage in (0, 1)]

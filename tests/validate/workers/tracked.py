@@ -1,0 +1,101 @@
+"""A rank whose iteration is followed by PyTorch's own MemTracker, and then by memplan's, in the same processes.
+
+Both see operators as modes do, and so both keep autograd from summing gradients in place: memplan's is told to.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from memplan.trace.step import Training, Watch, traced_step
+from memplan.trace.surroundings import Surroundings
+from memplan.trace.torchtitan_step import traced_torchtitan
+from memplan.validate.clean import AnyTraining, training_of
+from memplan.validate.footprint import footprint_of
+from memplan.validate.rank_files import TASK
+from memplan.validate.readings import Moment, RankReading
+from memplan.validate.task import Task
+from memplan.validate.telling import Telling
+from memplan.validate.worker import _Rank
+
+
+def externals(training: AnyTraining) -> list[Any]:
+    """What is there before an iteration."""
+    if isinstance(training, Training):
+        optimizer = getattr(training.optimizer, "optim", training.optimizer)  # a ZeroRedundancyOptimizer's own part
+        return [training.replica.inner, optimizer, *training.inputs.values()]
+    models = getattr(training, "models", None) or [training.model]
+    optimizers = getattr(training, "optimizers", None) or [training.optimizer]
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    return [*models, *optimizers, *buffers, training.tokens, training.labels]
+
+
+def forget_before(part: Any, tracker: Any) -> None:
+    """Of modules that run for one micro-batch after the other the tracker keeps no statistics."""
+    forward = part.forward_one_chunk
+
+    def forgetting(*args: Any, **kwargs: Any) -> Any:
+        tracker.reset_mod_stats()
+        return forward(*args, **kwargs)
+
+    part.forward_one_chunk = forgetting
+
+
+@contextmanager
+def tracked(job: Any, within: Surroundings, peaks: list[int]) -> Iterator[None]:
+    with training_of(job, within) as training:
+        for _ in range(within.warmup):
+            training.iterate(Watch())
+        gc.collect()
+        tracker: Any = MemTracker()
+        tracker.track_external(*externals(training))
+        for part in getattr(training, "parts", ()):
+            forget_before(part, tracker)
+        with tracker, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            training.iterate(Watch())
+        (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+        peaks.append(int(snapshot["Total"]))
+        yield
+
+
+def main(folder: Path, rank: int) -> int:
+    task = Task.model_validate_json((folder / TASK).read_bytes())
+    telling = Telling(folder, rank)
+    own = _Rank(task, rank, telling)
+    job, within = own._job(), Surroundings(fake=False, alone=False, warmup=task.warmup, seconds=task.seconds)
+    peaks: list[int] = []
+    with tracked(job, within, peaks):
+        pass
+    trace = traced_torchtitan if job.torchtitan is not None else traced_step
+    found = footprint_of(trace(job, sums_in_place=False, within=within), None)
+    telling.result(
+        RankReading(
+            rank=rank,
+            stage=own.native.stage_of(rank),
+            host="here",
+            device="cpu",
+            parameters=0,
+            requested=found.peak,
+            allocated=None,
+            reserved=None,
+            device_bytes=None,
+            static=found.static,
+            moments=(Moment(name="tracker", requested=peaks[0]),),
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    raise SystemExit(main(Path(sys.argv[1]), int(sys.argv[2])))
