@@ -156,6 +156,15 @@ def hung(folder: Path, progress: tuple[Progress, ...], seconds: float) -> Failur
     return Failure(rank=first.rank, kind="timeout", message=message, when=first.what, lines=lines)
 
 
+def late(progress: tuple[Progress, ...], seconds: float) -> Failure:
+    """All of ``seconds`` are over. The rank that began what it does first is the one to look at."""
+    message = f"the run took longer than {seconds:g} s"
+    slowest = min((one for one in progress if not one.done), key=lambda one: one.at, default=None)
+    if slowest is None:
+        return Failure(rank=None, kind="timeout", message=message)
+    return Failure(rank=slowest.rank, kind="timeout", message=message, when=slowest.what)
+
+
 def _ranks(ranks: set[int]) -> str:
     names = ", ".join(map(str, sorted(ranks)[:8])) + (", …" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"

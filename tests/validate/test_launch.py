@@ -83,8 +83,9 @@ def test_hung(place: Path) -> None:
 
 
 def test_time_is_up(place: Path) -> None:
-    (failure,) = in_turn("sleeps", limit=1.0).failures
-    assert (failure.kind, failure.message) == ("timeout", "the run took longer than 1 s")
+    (failure,) = in_turn("sleeps", limit=2.0).failures
+    assert (failure.kind, failure.message) == ("timeout", "the run took longer than 2 s")
+    assert (failure.rank, failure.when) == (0, "starting")
 
 
 def test_who_ignores_sigterm(place: Path) -> None:
