@@ -96,8 +96,7 @@ def test_who_ignores_sigterm(place: Path) -> None:
 def test_children_of_a_worker(place: Path) -> None:
     """One of them forked twice, in a session of its own and without the run's mark."""
     assert in_turn("has children").failures == ()
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    assert [line for line in listed.splitlines() if str(place) in line] == []
+    assert processes_of(place) == []
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no shared memory here")
