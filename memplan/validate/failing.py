@@ -33,8 +33,8 @@ CONSEQUENCES = re.compile(
     r"|remote process exit|ncclRemoteError|collective operation timeout|NCCL communicator was aborted",
     re.IGNORECASE,
 )
-"""What gloo (``transport/tcp/pair.cc``, ``unbound_buffer.cc``), the store of c10d (``TCPStore.cpp``, ``socket.cpp``) and
-NCCL (``nccl.h`` and the watchdog of ``ProcessGroupNCCL.cpp``) say on ranks that lost another one."""
+"""What ranks that lost another one say: gloo's (``transport/tcp/pair.cc``, ``unbound_buffer.cc``), those of c10d's store
+(``TCPStore.cpp``, ``socket.cpp``), and NCCL's (``nccl.h``; the watchdog of ``ProcessGroupNCCL.cpp``)."""
 TIMED_OUT = re.compile(r"Timed out waiting|collective operation timeout|wait timeout after", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory")
 _RANK = re.compile(r"^\[rank\d+\]: ?")
