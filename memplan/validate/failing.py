@@ -33,7 +33,7 @@ CONSEQUENCES = re.compile(
     r"|remote process exit|ncclRemoteError|collective operation timeout|NCCL communicator was aborted",
     re.IGNORECASE,
 )
-"""What ranks that lost another one say: gloo's (``transport/tcp/pair.cc``, ``unbound_buffer.cc``), those of c10d's store
+"""What ranks that lost another one say: gloo's (``transport/tcp/pair.cc``, ``unbound_buffer.cc``), c10d's store's
 (``TCPStore.cpp``, ``socket.cpp``), and NCCL's (``nccl.h``; the watchdog of ``ProcessGroupNCCL.cpp``)."""
 TIMED_OUT = re.compile(r"Timed out waiting|collective operation timeout|wait timeout after", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory")
