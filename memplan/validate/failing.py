@@ -26,15 +26,15 @@ TAIL = 1 << 16
 LEAST_ROOM = 1 << 16
 """Bytes free, below which a disk is full."""
 CONSEQUENCES = re.compile(
-    r"Connection (closed by peer|reset by peer|refused|was likely closed)|Broken pipe|failed to recv, got 0 bytes"
-    r"|remote process exited|ncclRemoteError|ncclSystemError|DistNetworkError|NCCL communicator was aborted"
-    r"|Timed out waiting \d+ms for|Watchdog caught collective operation timeout|Application timeout caused pair closure"
-    r"|client socket has timed out|wait timeout after|another rank|recvValue failed",
+    r"Connection (closed by|reset by|refused|was likely closed)|Broken pipe|(Read|Write) error \[|remote worker"
+    r"|Remote peer closed|Socket unexpectedly closed|connectFullMesh failed|Application timeout caused pair closure"
+    r"|failed to (recv|send), (got|sent) 0 bytes|(sendBytes|recvValue\w*) failed|DistNetworkError|wait timeout after"
+    r"|client socket has timed out|Timed out waiting \d+ms for"
+    r"|remote process exit|ncclRemoteError|collective operation timeout|NCCL communicator was aborted",
     re.IGNORECASE,
 )
-"""What gloo (``transport/tcp/pair.cc``), the store of c10d (``TCPStore.cpp``, ``socket.cpp``) and NCCL
-(``ncclGetErrorWithVersion`` in PyTorch's ``NCCLUtils.cpp``, the watchdog of ``ProcessGroupNCCL.cpp``) say on ranks that
-lost another one."""
+"""What ranks that lost another one say: gloo's (``transport/tcp/pair.cc``, ``unbound_buffer.cc``), c10d's store's
+(``TCPStore.cpp``, ``socket.cpp``), and NCCL's (``nccl.h``; the watchdog of ``ProcessGroupNCCL.cpp``)."""
 TIMED_OUT = re.compile(r"Timed out waiting|collective operation timeout|wait timeout after", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory")
 _RANK = re.compile(r"^\[rank\d+\]: ?")
@@ -96,7 +96,9 @@ def _sign(files: RankFiles, before: float, traceback_at: float | None) -> Sign |
     elif not times or (end is not None and end.code == 0):  # a traceback that did not matter
         return None
     elif end is not None and end.code < 0:
-        failure = Failure(rank=files.rank, kind="died", message=signalled(-end.code), lines=lines)
+        error = thrown(printed)
+        why = "" if error is None else f": {error}"
+        failure = Failure(rank=files.rank, kind="died", message=f"{signalled(-end.code)}{why}", lines=lines)
     elif end is not None and error is None:
         said = f": {printed[-1].strip()}" if printed else ", and printed nothing"
         failure = Failure(rank=files.rank, kind="died", message=f"ended with {end.code}{said}", lines=lines)
@@ -156,6 +158,15 @@ def hung(folder: Path, progress: tuple[Progress, ...], seconds: float) -> Failur
     return Failure(rank=first.rank, kind="timeout", message=message, when=first.what, lines=lines)
 
 
+def late(progress: tuple[Progress, ...], seconds: float) -> Failure:
+    """All of ``seconds`` are over. The rank that began what it does first is the one to look at."""
+    message = f"the run took longer than {seconds:g} s"
+    slowest = min((one for one in progress if not one.done), key=lambda one: one.at, default=None)
+    if slowest is None:
+        return Failure(rank=None, kind="timeout", message=message)
+    return Failure(rank=slowest.rank, kind="timeout", message=message, when=slowest.what)
+
+
 def _ranks(ranks: set[int]) -> str:
     names = ", ".join(map(str, sorted(ranks)[:8])) + (", …" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
@@ -213,6 +224,11 @@ def raised(printed: tuple[str, ...]) -> str | None:
         return None
     after = [line for line in plain[starts[-1] + 1 :] if not line.startswith(" ")]
     return next((line for line in after if _ERROR.match(line)), after[0] if after else None)
+
+
+def thrown(printed: tuple[str, ...]) -> str | None:
+    """What a C++ exception said that nobody caught, as where NCCL's watchdog takes the whole process down."""
+    return next((line.partition("what():")[2].strip() for line in reversed(printed) if "what():" in line), None)
 
 
 def stack(log: Path) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .failing import failures_of, hung, launcher_failed, silent_ranks, unable_to_die
+from .failing import failures_of, hung, late, launcher_failed, silent_ranks, unable_to_die
 from .interrupts import Interrupts, interrupts
 from .keeper import KILL, SETTINGS, TERMINATE
 from .processes import LONGEST_DEATH, MARKER, end_all, is_alive, marked, send
@@ -85,10 +85,10 @@ def launched(
 
 
 def _environment(way: Way, folder: Path, given: dict[str, str]) -> dict[str, str]:
-    """Of all processes of the run."""
+    """Of all processes of the run. GPUs are counted as ``devices`` does, where they are looked at before."""
     temporary = folder / TEMPORARY
     fixed = {MARKER: str(folder), "TMPDIR": str(temporary), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-    return {**way.environment(given), **_package_path(given), **fixed}
+    return {**way.environment(given), **_package_path(given), **fixed, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def _package_path(given: Mapping[str, str]) -> dict[str, str]:
@@ -137,7 +137,7 @@ class _Run:
                 problem = self._hung(waits)
                 break
             if deadline is not None and time.monotonic() > deadline:
-                problem = Failure(rank=None, kind="timeout", message=f"the run took longer than {limit:g} s")
+                problem = late(self._watch.progress, limit or 0.0)
                 break
             time.sleep(LOOK)
         told = time.monotonic()

@@ -20,8 +20,9 @@ MARKER = "MEMPLAN_RUN"
 PROC = Path("/proc")
 PAUSE = 0.02
 """Seconds between two looks at processes that are about to end."""
-LONGEST_DEATH = 10.0
-"""Seconds after SIGKILL before a process counts as one that cannot be ended: a driver that does not return."""
+LONGEST_DEATH = 30.0
+"""Seconds after SIGKILL before a process counts as one that cannot be ended: a driver takes several to give back
+hundreds of GB of pinned memory, and one that is stuck does not return at all."""
 
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
 """``PR_SET_PDEATHSIG`` and ``PR_SET_CHILD_SUBREAPER`` of ``linux/prctl.h``."""

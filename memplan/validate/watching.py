@@ -11,6 +11,8 @@ from .rank_files import RankFiles, last_said, ranks_in, read_json
 
 TRACEBACK = re.compile(rb"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):", re.MULTILINE)
 """As Python prints it, and PyTorch with process groups."""
+LONGEST_LINE = 1 << 16
+"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,14 @@ class _Reader:
         self._offset = 0
 
     def more(self) -> bytes:
-        """Whole lines."""
+        """Whole lines, or what could be one of a progress bar that never ends."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
             return b""
-        whole = content[: content.rfind(b"\n") + 1]
+        whole = content if len(content) > LONGEST_LINE else content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         return whole
 
@@ -68,10 +70,17 @@ class _Rank:
         self.files = files
         self.progress: Progress | None = None
         self.traceback_at: float | None = None
+        self.failed = False
+        """Whether it says so, or ended badly."""
+        self.ended_well = False
+        """From then on there is nothing new of it."""
         self._says = _Reader(files.progress)
         self._log = _Reader(files.log)
 
     def look(self) -> None:
+        if self.ended_well:
+            return
+        end = end_of(self.files)
         said = last_said(self._says.more())
         if said is not None:
             self.progress = Progress(self.files.rank, **said)
@@ -82,11 +91,9 @@ class _Rank:
         printed = self._log.more()
         if self.traceback_at is None and not done and TRACEBACK.search(printed):
             self.traceback_at = time.monotonic()
-
-    def failed(self) -> bool:
-        """Whether it says so, or ended badly."""
-        end = end_of(self.files)
-        return self.files.failure.exists() or (end is not None and end.code != 0)
+        told = self.files.failure.exists()
+        self.failed = told or (end is not None and end.code != 0)
+        self.ended_well = not told and end is not None and end.code == 0
 
 
 class Watch:
@@ -120,7 +127,7 @@ class Watch:
         return {number: rank.traceback_at for number, rank in self._ranks.items() if rank.traceback_at is not None}
 
     def anyone_failed(self) -> bool:
-        return any(rank.failed() for rank in self._ranks.values())
+        return any(rank.failed for rank in self._ranks.values())
 
     @property
     def started(self) -> bool:

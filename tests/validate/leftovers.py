@@ -15,17 +15,17 @@ SHARED = Path("/dev/shm")
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Living processes of runs whose folders are in ``folder``."""
-    mark = f"{MARKER}={folder}".encode()
-    found = []
-    for pid in all_processes():
-        try:
-            environment = Path("/proc", str(pid), "environ").read_bytes()
-        except OSError:
-            continue
-        if mark in environment and pid != os.getpid() and is_alive(pid):
-            found.append(pid)
-    return found
+    """Living processes of runs whose folders are in ``folder``: by their environment, or by their arguments."""
+    mark, name = f"{MARKER}={folder}".encode(), str(folder).encode()
+    others = [pid for pid in all_processes() if pid != os.getpid() and is_alive(pid)]
+    return [pid for pid in others if mark in _content(pid, "environ") or name in _content(pid, "cmdline")]
+
+
+def _content(pid: int, kind: str) -> bytes:
+    try:
+        return Path("/proc", str(pid), kind).read_bytes()
+    except OSError:
+        return b""
 
 
 def anything_left(folder: Path) -> list[str]:

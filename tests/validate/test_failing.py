@@ -17,6 +17,10 @@ NCCL = (
     "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:328, "
     "remote process exited or there was a network error, NCCL version 2.21.5"
 )
+RESET = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34216: Connection "
+    "reset by peer. This is typically caused by a remote worker crashing."
+)
 STORE = "torch.distributed.DistNetworkError: failed to recv, got 0 bytes"
 
 
@@ -31,7 +35,7 @@ def left(folder: Path, rank: int, at: float, code: int = 1, log: str = "") -> No
     write_json(files.end, {"code": code, "at": at})
 
 
-@pytest.mark.parametrize("consequence", [GLOO, NCCL, STORE])
+@pytest.mark.parametrize("consequence", [GLOO, RESET, NCCL, STORE])
 def test_consequences(tmp_path: Path, consequence: str) -> None:
     """Even if they were noted sooner than the death that caused them."""
     left(tmp_path, 0, 1.0, log=traceback(consequence, "[rank0]: "))
@@ -39,6 +43,22 @@ def test_consequences(tmp_path: Path, consequence: str) -> None:
     left(tmp_path, 2, 1.2, code=-15)
     (failure,) = failures_of(tmp_path, 9.0, {})
     assert (failure.rank, failure.kind) == (1, "died")
+
+
+def test_watchdog(tmp_path: Path) -> None:
+    """NCCL's ends the process by an exception of C++ that nobody catches."""
+    what = (
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.14.3\n"
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+    )
+    log = f"terminate called after throwing an instance of 'std::runtime_error'\n  what():  {what}\n"
+    left(tmp_path, 0, 1.0, code=-6, log=f"{log}Fatal Python error: Aborted\n\nThread 0x01 (most recent call first):\n")
+    left(tmp_path, 1, 1.1, code=-11)
+    (failure,) = failures_of(tmp_path, 9.0, {})
+    assert (failure.rank, failure.message) == (1, "ended by SIGSEGV")
+    RankFiles(tmp_path, 1).end.unlink()
+    (failure,) = failures_of(tmp_path, 9.0, {})
+    assert failure.message == f"ended by SIGABRT: {what.splitlines()[0]}"
 
 
 def test_consequences_alone(tmp_path: Path) -> None:
