@@ -62,8 +62,14 @@ class Measured:
         object.__setattr__(self, "_by_key", by_key)
 
     def context(self, plan: Plan) -> Measurement | None:
-        """Of a resolved plan: the CUDA context and the kernels that are loaded with it."""
-        return self._find(CONTEXT, plan)
+        """Of a resolved plan: the CUDA context, and the kernels that were loaded by the time it was measured.
+
+        Where communicators exist that is before they do, and kernels that are loaded later count as NCCL's: the two
+        belong together. Elsewhere it is the whole run.
+        """
+        if self.nccl(plan, 0) is not None:
+            return self._find(CONTEXT, plan, communicators=True)
+        return self._find(CONTEXT, plan) or self._find(CONTEXT, plan, communicators=True)
 
     def nccl(self, plan: Plan, stage: int) -> Measurement | None:
         """What communicators take on a rank of ``stage``, of the same layout on as many GPUs and nodes."""
@@ -73,14 +79,16 @@ class Measured:
         """cuBLAS's on a rank, all together."""
         return self._find(WORKSPACES, plan)
 
-    def _find(self, name: str, plan: Plan, stage: int | None = None) -> Measurement | None:
+    def _find(
+        self, name: str, plan: Plan, stage: int | None = None, *, communicators: bool = False
+    ) -> Measurement | None:
         gpu = plan.hardware.gpu
         if not self._by_key or gpu is None:
             return None
         data, version = plan.model_dump(mode="json", include=_READ), plan.torch or "2.13"
         code, gpus = code_of(plan.framework), plan.hardware.gpus or 1
         nodes = -(-gpus // plan.hardware.gpus_per_node)
-        setting = settings(data, code, version, gpus, nodes)[name]
+        setting = settings(data, code, version, gpus, nodes, communicators=communicators)[name]
         return self._by_key.get((name, gpu, setting, stage))
 
 
@@ -97,17 +105,20 @@ _READ: Any = {
 }
 
 
-def settings(plan: Mapping[str, Any], code: str, torch: str, gpus: int, nodes: int) -> dict[str, str]:
+def settings(
+    plan: Mapping[str, Any], code: str, torch: str, gpus: int, nodes: int, *, communicators: bool
+) -> dict[str, str]:
     """What each measurement depends on besides the GPU, as text, by name. ``plan``: a resolved one as JSON.
 
-    The context: PyTorch's release, whose code, and whether all kernels are loaded at the start. NCCL: the framework,
-    the sizes of all groups, the machine, and NCCL's variables. cuBLAS: which products there are, and its variables.
+    The context: PyTorch's release, whose code, whether all kernels are loaded at the start, and whether communicators
+    were made in the run. NCCL: the framework, the sizes of all groups, the machine, and NCCL's variables. cuBLAS: which
+    products there are, and its variables.
     """
     release = ".".join(torch.split("+")[0].split(".")[:2])
     environment = plan.get("environment") or {}
     base = {"code": code, "torch": release}
     chosen: dict[str, dict[str, Any]] = {
-        CONTEXT: {"eager": environment.get("CUDA_MODULE_LOADING") == "EAGER"},
+        CONTEXT: {"eager": environment.get("CUDA_MODULE_LOADING") == "EAGER", "communicators": communicators},
         NCCL: {
             "framework": plan.get("framework"),
             "layout": plan.get("layout"),

@@ -29,7 +29,14 @@ def facts_of(record: Record) -> tuple[Measurement, ...]:
     if run.device != "cuda" or run.world == "fake" or run.failures or run.gpu is None or not alike:
         return ()
     plan = record.estimate.to_json()["plan"]
-    keys = settings(plan, run.code, run.versions.torch, len(run.ranks), record.hardware.nodes)
+    keys = settings(
+        plan,
+        run.code,
+        run.versions.torch,
+        len(run.ranks),
+        record.hardware.nodes,
+        communicators=run.world == "real" and len(run.ranks) > 1,
+    )
     return tuple(
         Measurement(name, run.gpu, keys[name], stage, size, record.time, record.id, _versions(run))
         for name, stage, size in _sizes(record)
