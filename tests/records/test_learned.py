@@ -96,6 +96,8 @@ def test_nothing_of_a_gpu_that_memplan_does_not_know() -> None:
     record = record_of(context=7)
     assert names(record.model_copy(update={"run": record.run.model_copy(update={"gpu": None})})) == []
     ranks = record_of(SHARDED, context=7).run.ranks
+    odd = VERSIONS.model_copy(update={"torch": "nightly"})
+    assert names(record_of(context=7, versions=odd)) == []
     mixed = (ranks[0], ranks[1].model_copy(update={"device": "NVIDIA A10G"}))
     assert names(record.model_copy(update={"run": record.run.model_copy(update={"ranks": mixed})})) == []
 
