@@ -1,4 +1,4 @@
-"""What a device holds beside PyTorch's allocator: as this user's runs measured it, or as somebody has published it.
+"""What driver and libraries take of a device: as this user's runs measured it, or as somebody has published it.
 
 What nobody has measured is ``None``, and the report says so.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from . import facts
-from .measured import Measured, Measurement
+from .measured import WORKSPACES, Measured, Measurement
 from .plan.plan import Plan
 from .replay import Replayed
 from .result import BeyondAllocated, Notice, StageEstimate
+from .tape import Category, Hold, rounded
 from .workspaces import cublas_workspaces, torch_version
 
 
@@ -31,6 +32,12 @@ def context_bytes(plan: Plan, known: Measured) -> int | None:
     return None if found is None else found.bytes
 
 
+def least_context(plan: Plan, known: Measured) -> int:
+    """A bound from below of ``context_bytes``, whatever the plan's layout."""
+    found = (*known.contexts(plan), _published_context(plan))
+    return min((one.bytes for one in found if one is not None), default=0)
+
+
 def _published_context(plan: Plan) -> facts.Fact | None:
     if plan.hardware.gpu is None:
         return None
@@ -46,6 +53,17 @@ def _nccl(plan: Plan, stage: int, known: Measured) -> int | None:
 
 def _alone(plan: Plan) -> bool:
     return plan.framework in ("single", "device-map") or plan.hardware.gpus == 1
+
+
+def held_workspaces(plan: Plan, known: Measured) -> tuple[Hold, ...]:
+    """``cublas_workspaces``, or as many bytes as were measured: in published blocks if these make it up."""
+    published, measured = cublas_workspaces(plan), known.workspaces(plan)
+    if measured is None:
+        return published
+    size = published[0].bytes if published else 0
+    if size and measured.bytes % size == 0:
+        return published[:1] * (measured.bytes // size)
+    return (Hold(0, rounded(measured.bytes), Category.WORKSPACES, WORKSPACES),) if measured.bytes else ()
 
 
 def reading_warnings(plan: Plan, known: Measured, stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:

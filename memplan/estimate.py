@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from .allocator import AllocatorSettings
-from .beyond import beyond, reading_assumptions, reading_warnings
+from .beyond import beyond, held_workspaces, reading_assumptions, reading_warnings
 from .frameworks.states import managed_bytes
 from .layers.module import Options
 from .measured import NOTHING, Measured
@@ -23,7 +23,6 @@ from .plan.traced_spec import TracedSpec
 from .program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
 from .replay import Replayed, replay
 from .result import Estimate, ModuleTape, Notice, Peak, StageEstimate
-from .workspaces import held_workspaces
 
 LARGEST_RANK = 1 << 47
 """Bytes of tensors on one rank. The replay numbers four times as many addresses, because segments come to

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from .facts import Version
 from .plan.plan import Plan
+from .workspaces import torch_version
 
 CONTEXT, NCCL, WORKSPACES = "cuda_context", "nccl", "cublas_workspaces"
 """What is learned; nothing else has a name of its own in what a run measures."""
+LARGEST = 1 << 40
+"""Bytes: more than any device has."""
 
 _CODES = {"megatron": "megatron", "deepspeed": "deepspeed", "megatron-deepspeed": "megatron-deepspeed"}
 
@@ -32,7 +36,7 @@ class Measurement:
     gpu: str
     """As ``memplan gpus`` names it."""
     setting: str
-    """What must be the same for it to hold (``settings``)."""
+    """What must be the same for it to hold (``setting``)."""
     stage: int | None
     bytes: int
     time: str
@@ -55,15 +59,26 @@ class Measured:
 
     measurements: tuple[Measurement, ...] = ()
     _by_key: Mapping[tuple[str, str, str, int | None], Measurement] = field(init=False, repr=False, compare=False)
+    _kinds: frozenset[tuple[str, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_age = sorted(self.measurements, key=lambda one: (not one.imported, one.time, one.run))
         by_key = {(one.name, one.gpu, one.setting, one.stage): one for one in by_age}
         object.__setattr__(self, "_by_key", by_key)
+        object.__setattr__(self, "_kinds", frozenset((one.name, one.gpu) for one in by_age))
 
     def context(self, plan: Plan) -> Measurement | None:
-        """Of a resolved plan: the CUDA context and the kernels that are loaded with it."""
-        return self._find(CONTEXT, plan)
+        """Of a resolved plan: the CUDA context, and the kernels that were loaded by the time it was measured.
+
+        Where communicators exist that is before they do, and kernels that are loaded later count as NCCL's: the two
+        belong together. Elsewhere it is the whole run.
+        """
+        whole, early = self.contexts(plan)
+        return early if self.nccl(plan, 0) is not None else whole or early
+
+    def contexts(self, plan: Plan) -> tuple[Measurement | None, Measurement | None]:
+        """Of runs without communicators, and of runs before theirs."""
+        return self._find(CONTEXT, plan), self._find(CONTEXT, plan, communicators=True)
 
     def nccl(self, plan: Plan, stage: int) -> Measurement | None:
         """What communicators take on a rank of ``stage``, of the same layout on as many GPUs and nodes."""
@@ -73,15 +88,16 @@ class Measured:
         """cuBLAS's on a rank, all together."""
         return self._find(WORKSPACES, plan)
 
-    def _find(self, name: str, plan: Plan, stage: int | None = None) -> Measurement | None:
+    def _find(
+        self, name: str, plan: Plan, stage: int | None = None, *, communicators: bool = False
+    ) -> Measurement | None:
         gpu = plan.hardware.gpu
-        if not self._by_key or gpu is None:
+        if gpu is None or (name, gpu) not in self._kinds:
             return None
-        data, version = plan.model_dump(mode="json", include=_READ), plan.torch or "2.13"
-        code, gpus = code_of(plan.framework), plan.hardware.gpus or 1
+        gpus = plan.hardware.gpus or 1
         nodes = -(-gpus // plan.hardware.gpus_per_node)
-        setting = settings(data, code, version, gpus, nodes)[name]
-        return self._by_key.get((name, gpu, setting, stage))
+        ran = Ran(code_of(plan.framework), torch_version(plan), gpus, nodes, communicators)
+        return self._by_key.get((name, gpu, setting(name, plan.model_dump(mode="json", include=_READ), ran), stage))
 
 
 NOTHING = Measured()
@@ -97,34 +113,47 @@ _READ: Any = {
 }
 
 
-def settings(plan: Mapping[str, Any], code: str, torch: str, gpus: int, nodes: int) -> dict[str, str]:
-    """What each measurement depends on besides the GPU, as text, by name. ``plan``: a resolved one as JSON.
+class Ran(NamedTuple):
+    """What a measurement depends on besides the plan."""
 
-    The context: PyTorch's release, whose code, and whether all kernels are loaded at the start. NCCL: the framework,
-    the sizes of all groups, the machine, and NCCL's variables. cuBLAS: which products there are, and its variables.
+    code: str
+    torch: Version
+    gpus: int
+    nodes: int
+    communicators: bool
+    """Were any made in the run?"""
+
+
+def setting(name: str, plan: Mapping[str, Any], ran: Ran) -> str:
+    """What the measurement ``name`` depends on besides the GPU, as text. ``plan``: a resolved one as JSON.
+
+    The context: PyTorch's release, whose code, whether all kernels are loaded at the start, and whether communicators
+    were made in the run. NCCL: the framework, the sizes of all groups, the machine, and NCCL's variables. cuBLAS: which
+    products there are, and its variables.
     """
-    release = ".".join(torch.split("+")[0].split(".")[:2])
     environment = plan.get("environment") or {}
-    base = {"code": code, "torch": release}
-    chosen: dict[str, dict[str, Any]] = {
-        CONTEXT: {"eager": environment.get("CUDA_MODULE_LOADING") == "EAGER"},
-        NCCL: {
+    own: dict[str, Any] = {
+        "eager": environment.get("CUDA_MODULE_LOADING") == "EAGER",
+        "communicators": ran.communicators,
+    }
+    if name == NCCL:
+        own = {
             "framework": plan.get("framework"),
             "layout": plan.get("layout"),
             "replicas": (plan.get("fsdp") or {}).get("replicas"),
-            "gpus": gpus,
-            "nodes": nodes,
+            "gpus": ran.gpus,
+            "nodes": ran.nodes,
             "environment": _variables(environment, ("NCCL_", "TORCH_NCCL_")),
-        },
-        WORKSPACES: {
+        }
+    elif name == WORKSPACES:
+        own = {
             "framework": plan.get("framework"),
             "family": (plan.get("model") or {}).get("family"),
             "precision": plan.get("precision"),
             "quantisation": plan.get("quantisation"),
             "environment": _variables(environment, ("CUBLAS", "TORCH_CUBLAS")),
-        },
-    }
-    return {name: json.dumps({**base, **own}, sort_keys=True) for name, own in chosen.items()}
+        }
+    return json.dumps({"code": ran.code, "torch": ran.torch, **own}, sort_keys=True)
 
 
 def _variables(environment: Mapping[str, str], prefixes: Iterable[str]) -> dict[str, str]:

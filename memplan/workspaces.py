@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from . import facts
 from .gpus import GPUS
-from .measured import WORKSPACES, Measured
 from .plan.errors import PlanError
 from .plan.plan import Plan
 from .tape import Category, Hold, rounded
@@ -37,14 +36,3 @@ def cublas_workspaces(plan: Plan) -> tuple[Hold, ...]:
         for _ in range(THREADS)
         if fact.held and fact.bytes
     )
-
-
-def held_workspaces(plan: Plan, known: Measured) -> tuple[Hold, ...]:
-    """``cublas_workspaces``, or as many bytes as were measured: in published blocks if these make it up."""
-    published, measured = cublas_workspaces(plan), known.workspaces(plan)
-    if measured is None:
-        return published
-    size = published[0].bytes if published else 0
-    if size and measured.bytes % size == 0:
-        return published[:1] * (measured.bytes // size)
-    return (Hold(0, rounded(measured.bytes), Category.WORKSPACES, WORKSPACES),) if measured.bytes else ()

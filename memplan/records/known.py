@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..measured import NOTHING, Measured, Measurement
+from ..measured import LARGEST, NOTHING, Measured, Measurement
 from ..plan.errors import PlanError
 from .place import exists, path_of_records
 
@@ -27,6 +27,8 @@ def known_measurements() -> tuple[Measured, str]:
             return Measured(_measurements(connection)), ""
     except PlanError as error:
         return NOTHING, str(error)
+    except ImportError as error:  # a Python that was built without SQLite
+        return NOTHING, f"this Python cannot read them ({error})"
 
 
 _NEWEST = (
@@ -41,9 +43,9 @@ _NEWEST = (
 def _measurements(connection: Connection) -> tuple[Measurement, ...]:
     rows = connection.execute(_NEWEST).fetchall()
     return tuple(
-        Measurement(name, gpu, setting, stage, size, str(time), run, versions, bool(imported))
+        Measurement(name, gpu, setting, stage, size, str(time), str(run), str(versions), bool(imported))
         for name, gpu, setting, stage, size, time, run, versions, imported, _ in rows
-        if isinstance(size, int)
+        if isinstance(size, int) and 0 <= size <= LARGEST
     )
 
 

@@ -8,15 +8,13 @@ and kernels that stream apart.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
-from ..measured import CONTEXT, NCCL, WORKSPACES, Measurement, code_of, settings
+from ..measured import CONTEXT, LARGEST, NCCL, WORKSPACES, Measurement, Ran, code_of, setting
 from ..validate.readings import RankReading, Run
 from .record import Record
-
-LARGEST = 1 << 40
-"""Bytes: more than any device has."""
 
 OWN_WORKSPACES = ("megatron", "megatron-deepspeed")
 """Frameworks whose recipes hold workspaces themselves, stage by stage."""
@@ -26,12 +24,14 @@ def facts_of(record: Record) -> tuple[Measurement, ...]:
     """What ``record`` teaches: nothing unless it ran to its end on GPUs of one kind that memplan knows."""
     run = record.run
     alike = len({rank.device for rank in run.ranks}) == 1
-    if run.device != "cuda" or run.world == "fake" or run.failures or run.gpu is None or not alike:
+    release = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", run.versions.torch)
+    if run.device != "cuda" or run.world == "fake" or run.failures or run.gpu is None or not alike or release is None:
         return ()
     plan = record.estimate.to_json()["plan"]
-    keys = settings(plan, run.code, run.versions.torch, len(run.ranks), record.hardware.nodes)
+    communicators = run.world == "real" and len(run.ranks) > 1
+    ran = Ran(run.code, (int(release[1]), int(release[2])), len(run.ranks), record.hardware.nodes, communicators)
     return tuple(
-        Measurement(name, run.gpu, keys[name], stage, size, record.time, record.id, _versions(run))
+        Measurement(name, run.gpu, setting(name, plan, ran), stage, size, record.time, record.id, _versions(run))
         for name, stage, size in _sizes(record)
         if 0 <= size <= LARGEST
     )

@@ -7,7 +7,7 @@ from itertools import combinations
 from time import perf_counter
 from typing import Literal
 
-from ..beyond import context_bytes
+from ..beyond import least_context
 from ..measured import NOTHING, Measured
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import plan_fields
@@ -72,7 +72,7 @@ def _limits(plan: Plan, known: Measured) -> tuple[int, int, int]:
     if capacity is None or gpu is None:
         problem = "is missing: a search needs a GPU to fit into and to reckon with (--gpu h100-80gb)"
         raise PlanError("hardware.gpu", ABSENT, problem)
-    return capacity, capacity - headroom_bytes(plan.headroom, capacity), context_bytes(plan, known) or 0
+    return capacity, capacity - headroom_bytes(plan.headroom, capacity), least_context(plan, known)
 
 
 def _is_stated(base: Plan) -> bool:

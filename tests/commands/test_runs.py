@@ -254,3 +254,14 @@ def test_into_a_pipe_that_takes_ascii() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"-33.3 %" in done.stdout
     assert SINGLE["model"].encode() in done.stdout
+
+
+def test_a_run_that_ended_before_anything_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    failure = Failure(rank=None, kind="timeout", message="no rank began within 600 s")
+    record = record_of(failures=(failure,))
+    record = record.model_copy(update={"run": record.run.model_copy(update={"ranks": ()})})
+    with open_database() as database:
+        database.add(record)
+    assert said(capsys, record.id).startswith("Failed: the run, timeout: no rank began within 600 s\ngpt2 · single")
+    assert "failed" in said(capsys)
+    assert data(capsys)["runs"][0]["measured_bytes"] is None

@@ -96,6 +96,8 @@ def test_nothing_of_a_gpu_that_memplan_does_not_know() -> None:
     record = record_of(context=7)
     assert names(record.model_copy(update={"run": record.run.model_copy(update={"gpu": None})})) == []
     ranks = record_of(SHARDED, context=7).run.ranks
+    odd = VERSIONS.model_copy(update={"torch": "nightly"})
+    assert names(record_of(context=7, versions=odd)) == []
     mixed = (ranks[0], ranks[1].model_copy(update={"device": "NVIDIA A10G"}))
     assert names(record.model_copy(update={"run": record.run.model_copy(update={"ranks": mixed})})) == []
 
@@ -171,6 +173,25 @@ def test_a_device_reading_where_there_was_none(capsys: pytest.CaptureFixture[str
     assert after["warnings"] == []
     assert after["stages"][0]["device_bytes"] == after["stages"][0]["reserved_bytes"] + 300 * MIB
     assert after["assumptions"][0].endswith("; none is published")
+
+
+def test_context_and_nccl_are_of_the_same_kind_of_run() -> None:
+    """Kernels that are loaded once communicators exist count as theirs: added to a whole run's context, they would
+    count twice."""
+    whole = facts_of(record_of(minute=9, context=900 * MIB))
+    early = facts_of(record_of(SHARDED, minute=1, context=500 * MIB, nccl=700 * MIB))
+    emulated = facts_of(record_of(SHARDED, minute=5, context=800 * MIB, world="emulated"))
+    single, sharded = resolve(read_plan(None, SINGLE).plan), resolve(read_plan(None, SHARDED).plan)
+
+    def context(plan: Any, *facts: Measurement) -> int | None:
+        found = Measured(facts).context(plan)
+        return None if found is None else found.bytes // MIB
+
+    assert context(sharded, *whole, *early, *emulated) == 500
+    assert context(sharded, *whole, *emulated) == 900
+    assert context(single, *whole, *early) == 900
+    assert context(single, *early) == 500, "at least"
+    assert context(sharded, *(one for one in early if one.name == CONTEXT), *emulated) == 800
 
 
 def test_nccl_of_the_same_world(capsys: pytest.CaptureFixture[str]) -> None:
