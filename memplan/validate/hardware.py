@@ -15,7 +15,7 @@ _MEMORY = re.compile(r"-\d+gb$")
 def gpu_of(name: str, total: int) -> str | None:
     """The table's name of ``NVIDIA A100-SXM4-80GB`` with ``total`` bytes; ``None`` where no row is like it."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    fitting = [gpu for gpu in GPUS if _is_like(gpu, words)]
+    fitting = [gpu for gpu, row in GPUS.items() if row.title == name or _is_like(gpu, words)]
     near = [gpu for gpu in fitting if _distance(gpu, total) <= NEAR]
     return min(near, key=lambda gpu: (-len(_model(gpu)), _distance(gpu, total)), default=None)
 

@@ -23,7 +23,7 @@ from ..report.units import size
 from ..result import Estimate
 from ..trace.run import check_packages, needed, traced
 from .cluster import Membership, membership
-from .devices import Device, gpus_for
+from .devices import Device, check_free, gpus_for
 from .explained import explained
 from .footprint import footprint_of
 from .hardware import gpu_of
@@ -94,8 +94,7 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
     devices: tuple[Device, ...] = ()
     if where.device == "cuda":
         _check_build()
-        local = 1 if world == "emulated" or joined is not None else where.gpus // where.nodes
-        devices = gpus_for(local, None, share=where.shares, environment=environment)
+        devices = _devices(where, world, joined, environment)
     gpu = gpu_of(devices[0].name, devices[0].total) if devices else found.runs.hardware.gpu
     runs = _here(found.runs, gpu, devices)
     found = Native(found.given, runs, found.differs)
@@ -118,6 +117,18 @@ def _world(found: Native, where: Where) -> World:
         problem = f"must divide the {where.gpus} GPUs: every machine has the same number"
         raise PlanError("", ABSENT, f"{where.nodes} {problem}", origin=Origin("--nnodes"))
     return "real" if where.gpus == found.ranks else "emulated"
+
+
+def _devices(
+    where: Where, world: World, joined: Membership | None, environment: Mapping[str, str]
+) -> tuple[Device, ...]:
+    """Those of this machine that take part, which nobody else uses."""
+    if joined is None:
+        count = 1 if world == "emulated" else where.gpus // where.nodes
+        return gpus_for(count, None, share=where.shares, environment=environment)
+    own = gpus_for(joined.local_rank + 1, None, share=True, environment=environment)[joined.local_rank :]
+    check_free(own, None, share=where.shares)
+    return own
 
 
 def _check_build() -> None:

@@ -1,0 +1,27 @@
+"""The request that failed, in the plan's terms."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.validate.explained import explained
+from memplan.validate.readings import Failure
+
+PLAN = resolve(read_plan(None, {"model": "gpt2", "vocab": "256000", "mbs": "4", "seq": "1024"}).plan)
+
+
+def failure(failing: int | None) -> Failure:
+    return Failure(rank=0, kind="out-of-memory", message="Tried to allocate.", failing=failing)
+
+
+def test_a_request_of_the_logits_size_is_the_logits() -> None:
+    """4 x 1023 or 1024 tokens x 256,000 scores in bf16 are 1.95 GiB, as PyTorch prints them."""
+    found = explained(failure(round(1.95 * 2**30)), PLAN, 0).message
+    assert found.startswith("Tried to allocate. 1.95 GiB is logits of head in forward (4 x 1,024 x 256,000 in bf16)")
+
+
+@pytest.mark.parametrize("failing", [None, 12_345_678])
+def test_what_is_of_no_tensors_size_is_left_as_it_is(failing: int | None) -> None:
+    assert explained(failure(failing), PLAN, 0) == failure(failing)
