@@ -99,7 +99,8 @@ def plan_for(case: Case) -> Plan:
 
 def programs(case: Case, *, in_place: bool = False) -> tuple[Program, ...]:
     recompute = ActivationCheckpointing(case.recompute)
-    sharding = Sharding(case.shards, case.replicas, reduce=case.reduce, tensor=case.tensor)
+    divides = case.shards == 1
+    sharding = Sharding(case.shards, case.replicas, reduce=case.reduce, tensor=case.tensor, divides=divides)
     return stage_programs(plan_for(case), Options(accumulates_in_place=in_place), recompute, sharding)
 
 
