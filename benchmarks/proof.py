@@ -123,6 +123,7 @@ def others() -> Iterator[Other]:
     from tests.frameworks import test_fsdp_tensor_parallel as tp
     from tests.frameworks import test_fsdp_torchtitan as titan
     from tests.frameworks import test_steps as steps
+    from tests.layers import test_efficient as efficient
     from tests.layers import test_four_bit as four_bit
     from tests.layers import test_fused_losses as losses
     from tests.layers import test_tuning_against_peft as tuned
@@ -143,10 +144,13 @@ def others() -> Iterator[Other]:
         shapes = len({(case.sizes, case.tp) for case in cases})
         sizes = ", ".join(str(size) for size in sorted({case.tp for case in cases}))
         yield Other(name, f"{title}; t = {sizes}", "frameworks.test_fsdp_tensor_parallel::test_every_event", shapes)
-    schedules = ", ".join(sorted({case.schedule for case in pipeline.CASES.values()}))
-    shapes = len({case.edges for case in pipeline.CASES.values()})
+    shapes = len(efficient.SHAPES)
+    yield Other("memory-efficient attention", "fp32", "layers.test_efficient::test_as_the_operator", shapes)
     test = "frameworks.test_fsdp_pipeline::test_every_pass"
-    yield Other("pipeline stages of torchtitan", schedules, test, shapes, "shapes are partitions")
+    for title, staged in _stages(pipeline.CASES.values()).items():
+        schedules = ", ".join(sorted({case.schedule for case in staged}))
+        shapes = len({case.edges for case in staged})
+        yield Other(f"pipeline stages of torchtitan{title}", schedules, test, shapes, "shapes are partitions")
     families = ", ".join(sorted({case.family for case in ddp.CASES.values()}))
     test = "frameworks.test_ddp_against_torch::test_every_tensor_of_an_iteration"
     yield Other("DistributedDataParallel", f"fp32, eager; {families}", test, 1, "real processes on CPUs")
@@ -169,6 +173,19 @@ def others() -> Iterator[Other]:
     yield Other(
         "GPT-2 of 2020", "fp32, eager", "", 0, "that code does not run beside today's PyTorch; its measured growth"
     )
+
+
+def _stages(cases: Iterable[Any]) -> dict[str, list[Any]]:
+    """Cases by what they have besides stages."""
+    found: dict[str, list[Any]] = {"": [], ", tensor-parallel": [], ", one shard": []}
+    for case in cases:
+        if case.tensor > 1:
+            found[", tensor-parallel"].append(case)
+        if case.shards == 1:
+            found[", one shard"].append(case)
+        if case.tensor == 1 and case.shards > 1:
+            found[""].append(case)
+    return found
 
 
 RECOMPUTE = {"none": "without recompute", "op": "recompute per operator", "full": "with recompute"}

@@ -321,6 +321,8 @@ class Hooks:
         if replicated and own == COMMON - 6:
             own = self.id("all_reduced", at)
         output = self.hold(own, elements, sharding.reduce, category, "reduce_scatter_output", REDUCING)
+        if sharding.divides and sharding.shards == 1:
+            self.drop(self.hold(COMMON - 8, elements, sharding.reduce, BUFFERS, "divided_gradients", REDUCING))
         result = output
         if cast:
             id = self.id("gradient", at) if keeps else COMMON - 7

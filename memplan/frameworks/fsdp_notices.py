@@ -23,8 +23,7 @@ PIPELINE = (
 
 ONE_SHARD = (
     "fully_shard over one rank, as torchtitan has it since 9 April 2026 (#2900; before, it left it away there): "
-    "parameters are copied, gathered from nobody; that it divides gradients by 1.0 (set_gradient_divide_factor), which "
-    "over one rank takes a copy of a unit's gradients while they are reduced, is left out",
+    "parameters are copied, gathered from nobody; gradients are divided by 1.0 (set_gradient_divide_factor) in a copy",
 )
 """Taken for granted of torchtitan's models where no two ranks share a parameter's shards."""
 

@@ -72,9 +72,17 @@ def _check_recompute(plan: Plan, given: Fsdp) -> None:
 
 def sharding_of(plan: Plan, given: Fsdp) -> Sharding:
     assert plan.layout.dp is not None
-    shards = plan.layout.dp // given.replicas
-    compute = plan.precision.dtype
-    return Sharding(shards, given.replicas, given.parameters, compute, given.reduce, given.offload, plan.layout.tp)
+    shards, compute = plan.layout.dp // given.replicas, plan.precision.dtype
+    return Sharding(
+        shards,
+        given.replicas,
+        given.parameters,
+        compute,
+        given.reduce,
+        given.offload,
+        plan.layout.tp,
+        divides=given.code == "torchtitan" and shards == 1,  # with more shards NCCL divides, if anything
+    )
 
 
 def model_of(plan: Plan, options: Options, given: Fsdp) -> Model:

@@ -33,6 +33,8 @@ class Sharding:
     """``CPUOffloadPolicy``: shards, their gradients and the optimizer live in host memory."""
     tensor: int = 1
     """Ranks among which tensor parallelism has cut parameters before (``DTensor``); a unit's are the local ones."""
+    divides: bool = False
+    """``set_gradient_divide_factor``: over one rank, which sends nothing, gradients are divided in a copy."""
 
     def width(self, reshard_after_forward: bool | int) -> int | None:
         """Ranks across which parameters are cut after forward; ``None`` where they stay whole

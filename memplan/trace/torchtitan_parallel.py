@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -119,7 +119,9 @@ def _per_operator() -> Any:
 
 def apply_fsdp(job: Job, settings: Torchtitan, model: Transformer, mesh: DeviceMesh) -> None:
     """``apply_fsdp``: every block is a unit, and so is the model; the last block stays whole behind forward, unless
-    the ends are units of their own. Nothing is resharded in a pipeline."""
+    the ends are units of their own. Nothing is resharded in a pipeline. That gradients are not divided
+    (``disable_fsdp_gradient_division``, of January 2026) is seen where one rank has them all: torchtitan shards there
+    since April 2026."""
     assert job.fsdp is not None
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[job.fsdp.reduce])
     common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
@@ -134,3 +136,7 @@ def apply_fsdp(job: Job, settings: Torchtitan, model: Transformer, mesh: DeviceM
     if settings.stages is not None:
         common["reshard_after_forward"] = False
     fully_shard(model, **common)
+    if job.fsdp.shards == 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)

@@ -64,7 +64,8 @@ CASES = {
     "1f1b-tp": Case((0, 2, 3), 2, 3, tensor=2, parallel_loss=True),
     "gpipe-tp-op": Case((0, 1, 2), 2, 2, "gpipe", recompute="op", tensor=2, outputs=True, only=(1,)),
     "interleaved-tp-bf16": Case((0, 0, 1, 2, 2), 2, 2, "interleaved", reduce="bf16", tensor=2, parallel_loss=True),
-    "1f1b-one-shard": Case((0, 1, 2), 2, 2, shards=1, only=(0,)),
+    "1f1b-one-shard": Case((0, 2, 3), 2, 2, shards=1, only=(0,)),
+    "interleaved-one-shard": Case((0, 0, 1, 2, 2), 2, 2, "interleaved", shards=1, replicas=2, only=(1,)),
     "1f1b-tp-one-shard": Case((0, 1, 2), 2, 2, recompute="full", shards=1, tensor=2, parallel_loss=True),
     "interleaved-evicts": Case((0, 0, 1, 2, 3, 4, 5, 6, 6), 2, 2, "interleaved", only=(1,)),
 }
@@ -98,7 +99,8 @@ def plan_for(case: Case) -> Plan:
 
 def programs(case: Case, *, in_place: bool = False) -> tuple[Program, ...]:
     recompute = ActivationCheckpointing(case.recompute)
-    sharding = Sharding(case.shards, case.replicas, reduce=case.reduce, tensor=case.tensor)
+    divides = case.shards == 1
+    sharding = Sharding(case.shards, case.replicas, reduce=case.reduce, tensor=case.tensor, divides=divides)
     return stage_programs(plan_for(case), Options(accumulates_in_place=in_place), recompute, sharding)
 
 

@@ -16,6 +16,9 @@ from memplan.tape import Category, Hold
 from ..oracle.tracer import Follow, Trace, run
 from .test_against_transformers import sizes
 
+SHAPES = ((2, 4, 96, 24), (1, 3, 37, 64), (3, 2, 130, 128))
+"""b, a, s, d."""
+
 
 def recipe(b: int, a: int, s: int, d: int, *, inside: bool = False) -> Tapes:
     """Of one tensor as queries, keys and values."""
@@ -27,7 +30,7 @@ def recipe(b: int, a: int, s: int, d: int, *, inside: bool = False) -> Tapes:
     return build("attention", attended, Interface((b, a, s, d), "fp32"), Options(kernel_workspaces=inside)).first
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 96, 24), (1, 3, 37, 64), (3, 2, 130, 128)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_the_operator(shape: tuple[int, int, int, int]) -> None:
     """Output, log-sum-exp of rows up to a multiple of 32, two scalars; three gradients, which are summed in place."""
     forward: list[int] = []

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -137,6 +137,13 @@ class Steps:
             live += sum(change.sign * change.bytes for change in stretch)
             result.append(live)
         return result
+
+
+def undivided(model: torch.nn.Module, sharding: Sharding) -> None:
+    """As torchtitan has it where one rank has all shards (``disable_fsdp_gradient_division``)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and sharding.shards == 1:
+            module.set_gradient_divide_factor(1.0)
 
 
 def mesh_of(sharding: Sharding) -> DeviceMesh:

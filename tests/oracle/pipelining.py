@@ -32,7 +32,7 @@ from memplan.trace.torchtitan_model import cross_entropy
 from memplan.trace.torchtitan_parallel import apply_tp
 from memplan.trace.torchtitan_settings import Part
 
-from .fsdp import ResizedFollow, Sharding, run
+from .fsdp import ResizedFollow, Sharding, run, undivided
 from .torchtitan import Sizes, llama, recomputed
 from .torchtitan_tp import run_local
 from .tracer import Trace
@@ -81,6 +81,7 @@ def part(
         model.layers[name] = recomputed(block, sizes, mode)
         fully_shard(model.layers[name], **common)
     fully_shard(model, **common)
+    undivided(model, sharding)
     return model
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memplan.trace.torchtitan_model import Transformer, cross_entropy
 from memplan.trace.torchtitan_parallel import apply_tp
 
-from .fsdp import ResizedFollow, Sharding, Steps, _cut, fake_ranks, resizing
+from .fsdp import ResizedFollow, Sharding, Steps, _cut, fake_ranks, resizing, undivided
 from .torchtitan import Sizes, llama, recomputed
 from .tracer import Trace, cuda_behaviour
 from .training_step import DTYPES, update
@@ -189,3 +189,4 @@ def _shard(
         model.layers[name] = recomputed(block, sizes, modes[int(name)])
         fully_shard(model.layers[name], **common, reshard_after_forward=not kept)
     fully_shard(model, **common)
+    undivided(model, sharding)
