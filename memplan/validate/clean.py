@@ -137,7 +137,9 @@ def measured(
         clean.workspaces = _workspaces()
         clean.device_bytes = _difference(used(), before)
         beyond = _beyond(before, used)
-        if beyond is not None and clean.context is not None and not within.alone:
+        if within.alone:  # there are no communicators, and kernels have been loaded since
+            clean.context = beyond
+        elif beyond is not None and clean.context is not None:
             clean.nccl = beyond - clean.context
         del training
     gc.collect()

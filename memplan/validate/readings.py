@@ -70,7 +70,8 @@ class RankReading(_Data):
     static: int | None
     """Between iterations."""
     context: int | None = None
-    """CUDA context and kernels: the device's bytes without those reserved, before any communicator exists."""
+    """CUDA context: the device's bytes without those reserved, before any communicator exists; at the end, with the
+    kernels that were loaded meanwhile, where none ever does."""
     nccl: int | None = None
     """What the device's bytes grew by, without reserved ones, from then to the end of the run."""
     workspaces: int | None = None

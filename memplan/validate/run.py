@@ -16,6 +16,7 @@ from typing import Literal
 from .. import __version__
 from ..estimate import estimate, programs_of
 from ..layers.module import Options
+from ..plan.environment import READ, REFUSED
 from ..plan.errors import ABSENT, LackingError, Origin, PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
@@ -96,7 +97,7 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
         _check_build()
         devices = _devices(where, world, joined, environment)
     gpu = gpu_of(devices[0].name, devices[0].total) if devices else found.runs.hardware.gpu
-    runs = _here(found.runs, gpu, devices)
+    runs = _here(found.runs, gpu, devices, environment)
     found = Native(found.given, runs, found.differs)
     estimated = estimate(runs)
     _check_size(estimated, devices, where)
@@ -139,13 +140,15 @@ def _check_build() -> None:
         raise LackingError(f"{problem}; --device fake and --device cpu need none")
 
 
-def _here(plan: Plan, gpu: str | None, devices: tuple[Device, ...]) -> Plan:
-    """``plan`` on the hardware and the PyTorch that are here."""
+def _here(plan: Plan, gpu: str | None, devices: tuple[Device, ...], environment: Mapping[str, str]) -> Plan:
+    """``plan`` on the hardware and the PyTorch that are here, with the variables that its ranks will have."""
     torch = ".".join(version("torch").split("+")[0].split(".")[:2])
     hardware = plan.hardware.model_copy(update={"gpu": gpu}) if devices else plan.hardware
     if devices:
         hardware = hardware.model_copy(update={"capacity": devices[0].total})
-    return resolve(plan.model_copy(update={"hardware": hardware, "torch": torch}))
+    inherited = {name: environment[name] for name in (*READ, *REFUSED) if name in environment} if devices else {}
+    changed = {"hardware": hardware, "torch": torch, "environment": {**inherited, **plan.environment}}
+    return resolve(plan.model_copy(update=changed))
 
 
 def _check_size(estimated: Estimate, devices: tuple[Device, ...], where: Where) -> None:
@@ -174,8 +177,14 @@ def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None
         seconds=where.patience,
         gathers=where.nodes > 1 or prepared.joined is not None,
     )
-    outcome = launched(_way(prepared), task.model_dump_json().encode(), patience=where.patience, watch=watch)
     runs, stages = prepared.native.runs, prepared.stages
+    outcome = launched(
+        _way(prepared),
+        task.model_dump_json().encode(),
+        patience=where.patience,
+        environment={**os.environ, **runs.environment},
+        watch=watch,
+    )
     failures = tuple(explained(one, runs, stages.get(one.rank or 0, 0)) for one in outcome.failures)
     return Run(
         world=prepared.world,

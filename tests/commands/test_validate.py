@@ -1,0 +1,89 @@
+"""``memplan validate`` as a command: what it refuses before anything is started, in one line and with the exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memplan.cli import main
+
+FAKE = ["validate", "--model", "gpt2", "--layers", "2", "--seq", "64", "--device", "fake"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--device", "tpu"], "--device: tpu must be one of cuda, cpu, fake; did you mean cpu?"),
+        (["--tolerance", "0"], "--tolerance: 0 must be a percentage above 0 and below 100, as 3%"),
+        (["--tolerance", "ten"], "--tolerance: ten must be a percentage above 0 and below 100, as 3%"),
+        (["--steps", "0"], "--steps: 0 must be from 1 to 1000"),
+        (["--warmup", "-1"], "--warmup: -1 must be from 1 to 1000"),
+        (["--timeout", "0"], "--timeout: 0 must be more than 0"),
+        (["--nnodes", "2"], "--rdzv-endpoint: is needed with --nnodes"),
+        (["--gpus", "0"], "--gpus: hardware.gpus = 0: must be at least 1"),
+        (["--framework", "ddp", "--zero", "3"], "layout.zero = 3: must be less than 2 with framework ddp"),
+        (["--lora-rank", "8"], "lora.rank = 8: must be left out: a validation trains whole models"),
+        (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
+    ],
+)
+def test_wrong_input(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAKE, *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert line in error
+    assert error.count("\n") == 1
+
+
+def test_more_gpus_than_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan's own number of GPUs is the number of ranks; ``--gpus`` says how many there are here."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("model: {base: gpt2, layers: 2}\nframework: ddp\nhardware: {gpus: 2}\n")
+    assert main(["validate", str(plan), "--gpus", "4", "--device", "cpu"]) == 2
+    assert "--gpus: 4 is more than the 2 ranks of the plan" in capsys.readouterr().err
+
+
+def test_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    assert main(["validate", "--model", "gpt2", "--gpus", "1"]) == 3
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert "--device fake" in error
+
+
+def test_a_record_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    file.write_text("mine")
+    assert main([*FAKE, "--record", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err
+    assert file.read_text() == "mine"
+
+
+def test_a_run_is_kept_and_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEMPLAN_DATA", str(tmp_path / "data"))
+    file = tmp_path / "run.json"
+    assert main([*FAKE, "--record", str(file), "-q"]) == 0
+    assert capsys.readouterr().out.startswith("Agrees: requested ")
+    assert main(["runs"]) == 0
+    listed = capsys.readouterr().out
+    assert "gpt2" in listed
+    assert "agrees" in listed
+    monkeypatch.setenv("MEMPLAN_DATA", str(tmp_path / "another"))
+    assert main(["runs", "--import", str(file)]) == 0
+
+
+def test_nothing_is_kept_without_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMPLAN_DATA", str(tmp_path / "data"))
+    assert main([*FAKE, "--no-records", "-q"]) == 0
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_plan_of_another_framework_says_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--framework", "deepspeed", "--zero", "1", "--gpus", "2", "--no-records"]
+    assert main([*FAKE, *flags]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("torch-native code runs in place of deepspeed: DDP and ZeroRedundancyOptimizer;")
