@@ -172,5 +172,5 @@ def _steps(ranks: Sequence[RankReading]) -> list[str]:
         lines.append(f"{max(medians):.4g} s (median of {max(len(rank.seconds) for rank in ranks)}, slowest rank)")
     losses = next((rank.losses for rank in ranks if rank.losses), ())
     if losses:
-        lines.append(f"loss {losses[0]:.4g} → {losses[-1]:.4g} in {len(losses)} steps")
+        lines.append(f"loss {losses[0]:.4g} → {losses[-1]:.4g} in {len(losses)} micro-batches")
     return lines

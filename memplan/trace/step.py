@@ -194,6 +194,7 @@ class Training:
         """Every micro-batch and the step."""
         job, model = self.job, self.replica.inner
         last = job.microbatches - 1
+        self.within.tell()
         for microbatch in range(job.microbatches):
             watch.begins(FORWARD, microbatch)
             if job.fsdp is not None:

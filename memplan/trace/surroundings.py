@@ -49,12 +49,12 @@ class Surroundings:
     """After which a collective that has not ended is an error."""
     lost: Callable[[torch.Tensor], None] | None = None
     """Is given the loss of every micro-batch, where the rank has it."""
-    says: Callable[[str], None] | None = None
-    """Is told what begins."""
+    begins: Callable[[], None] | None = None
+    """Is called when an iteration of a training begins."""
 
-    def tells(self, what: str) -> None:
-        if self.says is not None:
-            self.says(what)
+    def tell(self) -> None:
+        if self.begins is not None:
+            self.begins()
 
     @contextmanager
     def tensors(self) -> Iterator[None]:

@@ -103,6 +103,7 @@ class PipelineTraining:
 
     def iterate(self, watch: Watch) -> None:
         """The schedule with every micro-batch, and the step."""
+        self.within.tell()
         watch.begins(ITERATION, 0)
         self._run()
         watch.accumulated([one for own in self.parameters for one in own])

@@ -170,6 +170,7 @@ class TitanTraining:
         job = self.job
         assert job.fsdp is not None
         last = job.microbatches - 1
+        self.within.tell()
         for microbatch in range(job.microbatches):
             watch.begins(FORWARD, microbatch)
             sharded.set_requires_gradient_sync(job.fsdp.syncs_each or microbatch == last)

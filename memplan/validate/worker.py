@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,10 +182,16 @@ class _Rank:
 
     def _followed(self) -> Traced:
         """Losses are of what ranks compute together: where one plays all of them, they mean nothing."""
-        self.telling.says("following an iteration")
+        self.telling.says("building the model, to follow it")
         job = self._job()
+        numbers = count(1)
+
+        def begins() -> None:
+            self.telling.says(f"followed iteration {next(numbers)} of {self.task.warmup + 1}")
+
         is_whole = self.task.world == "real" or self.native.ranks == 1
-        within = self._within((lambda loss: self.losses.append(float(loss))) if is_whole else None)
+        lost = (lambda loss: self.losses.append(float(loss))) if is_whole else None
+        within = replace(self._within(lost), begins=begins)
         if job.torchtitan is not None:
             from ..trace.torchtitan_step import traced_torchtitan
 
