@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     telling = Telling(folder, rank)
     telling.says("importing torch")
     try:
-        reading = _Rank(task, rank, telling).reading()
+        reading = Rank(task, rank, telling).reading()
     except Exception as error:
         _tell(error, telling)
         raise
@@ -103,7 +103,7 @@ def _where(error: BaseException) -> str | None:
     return f"forward, {named[-1]}" if named else None
 
 
-class _Rank:
+class Rank:
     """What one process does."""
 
     def __init__(self, task: Task, rank: int, telling: Telling) -> None:
@@ -167,7 +167,7 @@ class _Rank:
         def says(what: str) -> None:
             self.telling.says(what, torch.cuda.memory_allocated(), total)
 
-        return measured(self._job(), self._within(None), self.task.steps, self._used, says)
+        return measured(self.job(), self._within(None), self.task.steps, self._used, says)
 
     def _used(self) -> int | None:
         """Bytes of the device that any process has in use; ``None`` where the driver does not say."""
@@ -176,14 +176,14 @@ class _Rank:
         except (LackingError, IndexError):
             return None
 
-    def _job(self) -> Job:
+    def job(self) -> Job:
         job = self.native.job(self.rank)
         return job if job.ddp is None else replace(job, ddp=replace(job.ddp, rank=self.rank))
 
     def _followed(self) -> Traced:
         """Losses are of what ranks compute together: where one plays all of them, they mean nothing."""
         self.telling.says("building the model, to follow it")
-        job = self._job()
+        job = self.job()
         numbers = count(1)
 
         def begins() -> None:

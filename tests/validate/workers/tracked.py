@@ -22,10 +22,10 @@ from memplan.trace.torchtitan_step import traced_torchtitan
 from memplan.validate.clean import AnyTraining, training_of
 from memplan.validate.footprint import footprint_of
 from memplan.validate.rank_files import TASK
-from memplan.validate.readings import Moment, RankReading
+from memplan.validate.readings import Moment
 from memplan.validate.task import Task
 from memplan.validate.telling import Telling
-from memplan.validate.worker import _Rank
+from memplan.validate.worker import Rank
 
 
 def externals(training: AnyTraining) -> list[Any]:
@@ -69,30 +69,18 @@ def tracked(job: Any, within: Surroundings, peaks: list[int]) -> Iterator[None]:
 
 
 def main(folder: Path, rank: int) -> int:
+    """The reading is a worker's own; its moments are two: what MemTracker saw, and memplan without sums in place."""
     task = Task.model_validate_json((folder / TASK).read_bytes())
     telling = Telling(folder, rank)
-    own = _Rank(task, rank, telling)
-    job, within = own._job(), Surroundings(fake=False, alone=False, warmup=task.warmup, seconds=task.seconds)
+    own = Rank(task, rank, telling)
+    job, within = own.job(), Surroundings(fake=False, alone=False, warmup=1, seconds=task.seconds)
     peaks: list[int] = []
     with tracked(job, within, peaks):
         pass
     trace = traced_torchtitan if job.torchtitan is not None else traced_step
     found = footprint_of(trace(job, sums_in_place=False, within=within), None)
-    telling.result(
-        RankReading(
-            rank=rank,
-            stage=own.native.stage_of(rank),
-            host="here",
-            device="cpu",
-            parameters=0,
-            requested=found.peak,
-            allocated=None,
-            reserved=None,
-            device_bytes=None,
-            static=found.static,
-            moments=(Moment(name="tracker", requested=peaks[0]),),
-        )
-    )
+    moments = (Moment(name="tracker", requested=peaks[0]), Moment(name="beside", requested=found.peak))
+    telling.result(own.reading().model_copy(update={"moments": moments}))
     return 0
 
 
