@@ -261,12 +261,20 @@ def test_gradients_of_dtensors_are_not_added_in_place() -> None:
         ({"tp": "1", "sequence-parallel": "true"}, "layout.sequence_parallel = true: must be false with tp = 1"),
         ({"cp": "2"}, "layout.cp = 2: must be 1"),
         ({"attention": "eager"}, "must be flash"),
+        ({"dtype": "fp32", "head-dim": "30"}, "model.head_dim = 30: must be a multiple of 4 in fp32"),
     ],
 )
 def test_what_is_not_modelled_is_refused(flags: dict[str, str], says: str) -> None:
     with pytest.raises(PlanError) as refused:
         programs(plan_of(**{"tp": "2", "seq": "512", "layers": "1", **flags}), Options())
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(("dtype", "says"), [("fp32", "memory-efficient kernel"), ("bf16", "flash attention")])
+def test_which_kernel_is_said(dtype: str, says: str) -> None:
+    plan = plan_of(tp="2", dp="2", seq="512", layers="1", dtype=dtype)
+    assert plan.attention == "flash"
+    assert any(says in line for line in estimate(plan).assumptions)
 
 
 def test_estimate_of_a_plan() -> None:
