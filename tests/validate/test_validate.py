@@ -19,7 +19,7 @@ from memplan.validate.ways import Elastic
 
 ROOT = Path(__file__).parents[2]
 LLAMA = "--model llama-3-8b --layers 4 --vocab 2048 --hidden 256 --ffn 512 --heads 4 --kv-heads 2 --seq 128"
-GPT = "--model gpt2 --layers 2 --seq 128 --attention eager --dtype fp32"
+GPT = "--model gpt2 --layers 2 --hidden 256 --heads 4 --ffn 1024 --vocab 4096 --seq 128 --attention eager --dtype fp32"
 TITAN = f"{LLAMA} --framework fsdp --fsdp-code torchtitan --gpus 4"
 CASES = {
     "pp2-tp2": f"{TITAN} --pp 2 --tp 2 --gbs 4",
