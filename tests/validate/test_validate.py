@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,20 @@ def test_fake_tensors_need_no_device() -> None:
     record = validated(f"{TITAN} --pp 2 --tp 2 --gbs 4 --device fake")
     assert record["run"]["device"] == "fake"
     assert [rank["requested"] for rank in record["run"]["ranks"]] == [estimated(record, stage) for stage in (0, 1)]
+
+
+def test_of_two_machines_the_first_reports() -> None:
+    """Two commands that meet, as on two machines with a rank each: one has the readings of both."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        meeting = f"localhost:{probe.getsockname()[1]}"
+    words = f"{CASES['ddp2']} --device cpu --warmup 1 --nnodes 2 --rdzv-endpoint {meeting} --json --no-records"
+    command = [sys.executable, "cli.py", "validate", *words.split()]
+    pipe = subprocess.PIPE
+    machines = [subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
+    told = [machine.communicate(timeout=300) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0]
+    (report,) = [out for out, _ in told if out]
+    (silent,) = [errors for out, errors in told if not out]
+    assert silent.strip() == "memplan: the machine of the first rank tells how it went"
+    assert [rank["rank"] for rank in json.loads(report)["run"]["ranks"]] == [0, 1]
