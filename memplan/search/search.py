@@ -39,7 +39,7 @@ from .bounds import (
 )
 from .clock import Clock
 from .cuts import CUT, Ratios, Works, capped, fields_of, fitting, may_be_alone, smallest
-from .peaks import fullest
+from .peaks import fullest, stops_early
 from .result import Counts, Suggestion
 from .space import NO_RECOMPUTE, Point, Recomputing, Space
 
@@ -82,8 +82,8 @@ class Search:
         self._layers: dict[object, LayerNeeds] = {}
         self._states: dict[object, States] = {}
         self._folded: dict[tuple[Point, Works], Suggestion | None] = {}
-        self.passed_over: set[tuple[Point, Works]] = set()
-        """What was folded until it was known to be too much."""
+        self.passed_over: dict[tuple[Point, Works], Suggestion] = {}
+        """What was folded until it was known to be too much: its fullest stage requests so many bytes at least."""
         self.unbuilt: dict[Point, str] = {}
         """What the framework or its model refused only when it was to be folded, and why."""
         self._waiting: list[Candidate] = []
@@ -157,14 +157,18 @@ class Search:
         """What the fullest stage requests, to the byte, or that it is more than ``enough``; ``None`` where the
         framework or its model refuses the plan."""
         key = (candidate.point, candidate.works)
+        passed = self.passed_over.get(key)
+        if passed is not None and enough is not None and passed.requested > enough:
+            return passed
         if key not in self._folded:
             try:
                 mapped = self._mapped(candidate)
                 plan = self._plan(mapped)
-                requested, stage = fullest(resolve(plan), enough)
+                resolved = resolve(plan)
+                requested, stage = fullest(resolved, enough)
                 suggestion = Suggestion(mapped.point, mapped.works, plan, requested, stage, mapped.seconds)
-                if enough is not None and requested > enough:
-                    self.passed_over.add(key)
+                if stops_early(resolved) and enough is not None and requested > enough:
+                    self.passed_over[key] = suggestion
                     return suggestion
                 self._folded[key] = suggestion
             except PlanError as error:
