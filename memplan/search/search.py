@@ -39,6 +39,7 @@ from .bounds import (
 )
 from .clock import Clock
 from .cuts import CUT, Ratios, Works, capped, fields_of, fitting, may_be_alone, smallest
+from .floors import Floors
 from .peaks import fullest, stops_early
 from .result import Counts, Suggestion
 from .space import NO_RECOMPUTE, Point, Recomputing, Space
@@ -81,6 +82,7 @@ class Search:
         self.considered = self.too_large = self.replayed = 0
         self._layers: dict[object, LayerNeeds] = {}
         self._states: dict[object, States] = {}
+        self._floors = Floors(space)
         self._folded: dict[tuple[Point, Works], Suggestion | None] = {}
         self.passed_over: dict[tuple[Point, Works], Suggestion] = {}
         """What was folded until it was known to be too much: its fullest stage requests so many bytes at least."""
@@ -133,7 +135,7 @@ class Search:
 
     def _floor(self, point: Point, works: Works) -> int:
         if not self.is_cut:
-            return 0
+            return self._floors(point)
         load = loads(works, self.space.microbatches(point))
         return at_least(self._needs(point), self._kept(point), point.dp * point.cp, load)
 
