@@ -103,7 +103,7 @@ class Search:
         """
         space = self.space
         for tp, cp, pp, vpp, dp, sizes in space.layouts():
-            combined = space.states(dp * cp)
+            combined = space.states(dp * cp, pp)
             for recompute in space.recompute:
                 for at, mbs in enumerate(sizes):
                     any_fits = False

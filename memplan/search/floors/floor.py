@@ -74,7 +74,7 @@ class Floors:
         return self._kept[key]
 
     def _passing_of(self, point: Point, accumulates: bool) -> Growing:
-        extras = tuple(extra for extra in point.extras if extra.changes_passes)
+        extras = tuple(extra for extra in point.extras if extra.changes_passes or extra.groups > 1)
         zero = point.zero if self.framework == "deepspeed" else self.space.least_zero
         key = (point.tp, point.dp, zero, point.recompute, extras, accumulates)
         if key not in self._passing:
