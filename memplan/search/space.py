@@ -431,7 +431,7 @@ def _replicas(plan: Plan) -> tuple[int, ...]:
 
 
 def _hybrid(count: int) -> Extra:
-    label = f"HSDP with {count} groups" if count > 1 else "one group of shards"
+    label = f"HSDP ×{count}" if count > 1 else "one group of shards"
     return Extra(label, (("fsdp.replicas", count),), groups=count)
 
 
