@@ -133,8 +133,9 @@ class Space:
     def layouts(self) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...]]]:
         """tp, cp, pp, vpp, dp, and the micro-batch sizes that go with them, ascending."""
         self.refused.clear()
-        combinations = len(self.zero) * len(self.recompute) * len(self.extras)
         for tp, cp, pp in product(self.tp, self.cp, self.pp):
+            extras = sum(pp == 1 or all(one.groups == 1 for one in extras) for extras in self.extras)
+            combinations = len(self.zero) * len(self.recompute) * extras
             dp, rest = self._replicas(tp * cp * pp)
             why = self._undivided(dp, rest)
             if why:

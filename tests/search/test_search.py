@@ -202,6 +202,17 @@ def test_the_answer_of_other_frameworks(name: str) -> None:
         assert (not best.point.keeps_numerics, best.seconds) == (fits[0][0], pytest.approx(fits[0][1], rel=1e-9))
 
 
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_overlapping_gradients_and_parameters_takes_no_memory(zero: str) -> None:
+    """So it is no axis of the search: it changes time alone (``docs/suggest.md``)."""
+    flags = {**SPACES["megatron"], "tp": "2", "pp": "2", "zero": zero}
+    without = resolve(read_plan(None, flags).plan)
+    overlap = {"overlap-grad-reduce": "true", "overlap-param-gather": "true" if zero == "1" else "false"}
+    beside = resolve(read_plan(None, {**flags, **overlap}).plan)
+    assert [stage.peak for stage in fold(beside)] == [stage.peak for stage in fold(without)]
+    assert step_time(beside).total <= step_time(without).total
+
+
 def test_hybrid_shards_are_found() -> None:
     """On 64 nodes, where gathering among all of them is slower than what is computed meanwhile."""
     flags = {"model": "llama-3-8b", "framework": "fsdp", "gpu": "h100-80gb", "gpus": "512", "gbs": "512", "seq": "2048"}
