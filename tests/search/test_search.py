@@ -205,7 +205,7 @@ def test_the_answer_of_other_frameworks(name: str) -> None:
 @pytest.mark.parametrize("zero", ["0", "1"])
 def test_overlapping_gradients_and_parameters_takes_no_memory(zero: str) -> None:
     """So it is no axis of the search: it changes time alone (``docs/suggest.md``)."""
-    flags = {**SPACES["megatron"], "tp": "2", "pp": "2", "zero": zero}
+    flags = {**SPACES["megatron"], "layers": "4", "tp": "2", "pp": "2", "zero": zero}
     without = resolve(read_plan(None, flags).plan)
     overlap = {"overlap-grad-reduce": "true", "overlap-param-gather": "true" if zero == "1" else "false"}
     beside = resolve(read_plan(None, {**flags, **overlap}).plan)
