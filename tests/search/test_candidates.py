@@ -102,6 +102,7 @@ JOBS: dict[str, tuple[Flags, ...]] = {
         {**LLAMA, "gpus": "4", "gbs": "48", "layers": "7", "schedule": "gpipe", **TITAN},
         {**LLAMA, "gpus": "16", "gbs": "96", "layers": "8", "gpus-per-node": "4", "recompute-every": "2", **TITAN},
         {**LLAMA, "gpus": "6", "gbs": "96", "layers": "6", "gpus-per-node": "2", **TITAN},
+        {**LLAMA, "gpus": "16", "gbs": "960", "layers": "16", "gpus-per-node": "8", **TITAN},
     ),
 }  # fmt: skip
 ALL = 1000

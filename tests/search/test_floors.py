@@ -48,6 +48,10 @@ SPACES: dict[str, tuple[dict[str, str], float]] = {
     "fsdp, one rank": ({**LLAMA, "framework": "fsdp", "gpus": "1", "gbs": "12"}, 0.7),
     "fsdp, replicas": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "fsdp-replicas": "2"}, 0.8),
     "fsdp, groups": ({**LLAMA, "framework": "fsdp", "gpus": "12", "gbs": "144", "gpus-per-node": "2"}, 0.8),
+    "fsdp, groups of bf16 shards": (
+        {**LLAMA, "framework": "fsdp", "gpus": "8", "gbs": "48", "gpus-per-node": "2", "fsdp-parameters": "bf16"},
+        0.8,
+    ),
     "fsdp, bf16 shards": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "fsdp-parameters": "bf16"}, 0.8),
     "fsdp, no_sync": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "gradient-sync": "false"}, 0.7),
     "fsdp, resharded root": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "reshard-root": "true"}, 0.8),

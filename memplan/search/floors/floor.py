@@ -18,7 +18,7 @@ from ...plan.errors import PlanError
 from ...plan.plan import Plan
 from ...plan.resolve import resolve
 from ...plan.traced_spec import TracedSpec
-from ..space import NO_RECOMPUTE, Point, Space
+from ..space import NO_RECOMPUTE, Extra, Point, Space
 from . import sharded, staged, whole, zero
 from .parts import NONE, Growing, Kept
 
@@ -74,7 +74,7 @@ class Floors:
         return self._kept[key]
 
     def _passing_of(self, point: Point, accumulates: bool) -> Growing:
-        extras = tuple(extra for extra in point.extras if extra.changes_passes or extra.groups > 1)
+        extras = tuple(extra for extra in point.extras if extra.changes_passes or _regroups(extra))
         zero = point.zero if self.framework == "deepspeed" else self.space.least_zero
         key = (point.tp, point.dp, zero, point.recompute, extras, accumulates)
         if key not in self._passing:
@@ -107,3 +107,8 @@ class Floors:
         gbs = sequences * point.dp * (2 if accumulates else 1)
         batch = plan.batch.model_copy(update={"mbs": sequences, "gbs": gbs})
         return resolve(plan.model_copy(update={"batch": batch}))
+
+
+def _regroups(extra: Extra) -> bool:
+    """Shards and what is summed between their groups are gathered and held in passes."""
+    return any(path == "fsdp.replicas" for path, _ in extra.fields)

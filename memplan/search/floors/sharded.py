@@ -53,7 +53,9 @@ def passing(plan: Plan, accumulates: bool) -> tuple[int, ...]:
     model = fsdp_programs.model_of(plan, Options(), plan.fsdp)
     sharding = fsdp_programs.sharding_of(plan, plan.fsdp)
     reduces = plan.fsdp.gradient_sync or not accumulates
-    return _Walk(model, sharding, reduces).peaks()
+    cast = sharding.reduce != sharding.parameters
+    outlives = sharding.replicas > 1 and reduces and (accumulates or sharding.offload or cast)
+    return _Walk(model, sharding, reduces, outlives).peaks()
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class _Walk:
     sharding: Sharding
     reduces: bool
     """Gradients end with their unit's backward, rather than being added to others."""
+    outlives: bool
+    """What is reduced is held until the end of backward, as sums across replicas run beside it."""
 
     def peaks(self) -> tuple[int, int]:
         modules = [span.module for span in self.model.spans for _ in span.names]
@@ -89,9 +93,11 @@ class _Walk:
             level += excursion.net - (left if place in self.alone else 0) - self.stays(place)
             if place not in self.alone and place in owner:
                 waiting[owner[place].name] += left
-            level -= self.over(place, "first") + sum(
-                waiting.pop(one.name, 0) for one in self.around if one.first == place
-            )
+            if self.outlives and place in self.alone:
+                level += size(self.alone[place].flat(self.sharding.shards), self.sharding.reduce)
+                most = max(most, level)
+            level -= self.over(place, "first")
+            level -= sum(waiting.pop(one.name, 0) for one in self.around if one.first == place)
         return early, most
 
     @property
@@ -120,8 +126,14 @@ class _Walk:
 
     def whole(self, unit: Unit) -> int:
         """A unit's gathered parameters."""
+        return self._wholes[unit.name]
+
+    @cached_property
+    def _wholes(self) -> dict[str, int]:
         shards, compute = self.sharding.shards, self.sharding.compute
-        return sum(size(one * shards, compute) for one in unit.shard_elements(shards))
+        return {
+            unit.name: sum(size(one * shards, compute) for one in unit.shard_elements(shards)) for unit in self.units
+        }
 
     def gathered(self, unit: Unit) -> int:
         """The flat output of its gathering."""
