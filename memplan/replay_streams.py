@@ -36,11 +36,12 @@ class StreamedRank:
         self.statics = 0
 
     def hold(self, key: Key, hold: Hold) -> None:
-        self.allocator.allocate(key, hold.bytes, hold.stream)
-        self.live[key] = hold.bytes, hold.category
-        self.by[hold.category] += hold.bytes
-        if self.allocator.allocated > self.peak:
-            self.peak, self.peak_by = self.allocator.allocated, self.by[:]
+        allocator, size, category = self.allocator, hold.bytes, hold.category
+        allocator.allocate(key, size, hold.stream)
+        self.live[key] = size, category
+        self.by[category] += size
+        if allocator.allocated > self.peak:
+            self.peak, self.peak_by = allocator.allocated, self.by[:]
 
     def drop(self, key: Key) -> None:
         if key not in self.live:
@@ -57,12 +58,14 @@ class StreamedRank:
         return key
 
     def run(self, tape: Tape, microbatch: int, place: int, input: Key | None, gradient: Key | None) -> None:
+        neighbours = {INPUT: input, GRAD_OUTPUT: gradient}
+        hold, drop = self.hold, self.drop
         for event in tape:
             if isinstance(event, Hold):
-                self.hold(_key(microbatch, place, event.tensor), event)
+                hold(_key(microbatch, place, event.tensor), event)
             elif isinstance(event, Drop):
-                neighbour = {INPUT: input, GRAD_OUTPUT: gradient}.get(event.tensor)
-                self.drop(neighbour or _key(microbatch, place, event.tensor))
+                id = event.tensor
+                drop((microbatch, place, id) if id > 0 else neighbours.get(id) or (microbatch, -1, id))
 
     def microbatch(self, number: int, spans: Sequence[Span], first: bool) -> None:
         """Forward and backward; the gradients that stay are carried on."""

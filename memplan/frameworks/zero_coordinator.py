@@ -15,6 +15,7 @@ for what a gather allocates. dp ranks; a parameter of n elements has shards of c
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -92,10 +93,20 @@ class Coordinator:
     """The buffer that each gathered parameter lies in, and its elements."""
     active: dict[int, set[int]] = field(default_factory=dict)
 
+    uses: dict[int, list[int]] = field(default_factory=dict)
+    """Steps that each parameter is wanted for."""
+    passed: list[int] = field(default_factory=list)
+    """Elements of all steps before each."""
+
     def __post_init__(self) -> None:
         self.status = [Status.WHOLE if p.persists else Status.PARTITIONED for p in self.parameters]
+        self.passed = [0]
         for at, step in enumerate(self.steps):
-            self.queue.extend((id, at) for id in sorted(set(step.parameters)))
+            wanted = sorted(set(step.parameters))
+            self.queue.extend((id, at) for id in wanted)
+            self.passed.append(self.passed[-1] + sum(self.parameters[id].elements for id in wanted))
+            for id in wanted:
+                self.uses.setdefault(id, []).append(at)
 
     # -- before and behind a module ---------------------------------------------------------------
 
@@ -216,14 +227,14 @@ class Coordinator:
     def _to_release(self, step: Step) -> set[int]:
         going = {id for id in step.parameters if not self.parameters[id].persists}
         going = {id for id in going if self.fetched_for.get(id, -1) <= self.at}
-        passed = 0
-        for later in self.steps[self.at :]:
-            if passed >= self.zero.stage3_max_reuse_distance:
-                break
-            for id in sorted(set(later.parameters)):
-                going.discard(id)
-                passed += self.parameters[id].elements
-        return going
+        until = bisect_left(self.passed, self.passed[self.at] + self.zero.stage3_max_reuse_distance, self.at)
+        return {id for id in going if not self._is_used(id, until)}
+
+    def _is_used(self, id: int, until: int) -> bool:
+        """From the next step on, before step ``until``."""
+        uses = self.uses.get(id, [])
+        following = bisect_left(uses, self.at)
+        return following < len(uses) and uses[following] < until
 
     def _end(self, id: int) -> list[Change]:
         if self.status[id] is not Status.WHOLE or self.active.get(id):

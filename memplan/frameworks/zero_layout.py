@@ -39,12 +39,12 @@ class Group:
     sizes: tuple[int, ...]
     dp: int
 
-    @property
+    @cached_property
     def padded(self) -> int:
         multiple = ALIGNMENT * self.dp
         return -(-sum(self.sizes) // multiple) * multiple
 
-    @property
+    @cached_property
     def share(self) -> int:
         """Elements that each rank updates."""
         return self.padded // self.dp

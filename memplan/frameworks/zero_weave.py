@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from ..layers.autograd import ITEMSIZE
@@ -17,7 +18,8 @@ from .zero_config import Zero
 from .zero_coordinator import Change, Coordinator, Sharded, Step
 from .zero_hooks import FAMILIES, NONE, Hooks
 from .zero_modules import TIED, Instance
-from .zero_recorder import Mark, mark_of
+from .zero_pieces import Role, pieces
+from .zero_recorder import Mark
 
 ACROSS = -(1 << 25)
 """Ids at and below are of tensors that outlive the module that they begin in: gathered parameters here,"""
@@ -75,6 +77,20 @@ class Model:
     def bytes(self, id: int) -> int:
         return self.parameters[id].bytes(self.dtype)
 
+    @cached_property
+    def _known(self) -> dict[tuple[int, str], Step]:
+        return {}
+
+    def step(self, at: int, module: str) -> Step:
+        """A submodule of instance ``at`` runs, known by its weight's name."""
+        found = self._known.get((at, module))
+        if found is None:
+            instance = self.instances[at]
+            names = instance.hooked.reads
+            ids = tuple(self.id_of(instance, name) for name in names[module])
+            found = self._known[at, module] = Step(at * 64 + list(names).index(module), ids)
+        return found
+
 
 @dataclass(frozen=True)
 class Woven:
@@ -88,24 +104,22 @@ class Woven:
 
 def weave(model: Model, zero: Zero, dp: int, reducer: Reducer, *, first: bool) -> Woven:
     """``first``: gradients appear, rather than being added to."""
-    tapes = [instance.hooked.module.first if first else instance.hooked.module.steady for instance in model.instances]
-    coordinator = None
-    if zero.stage == 3:
-        coordinator = coordinator_of(model, zero, dp, [t.forward for t in tapes], [t.backward for t in tapes])
-    walk = _Walk(model, coordinator, reducer)
-    forward = tuple(walk.tape(at, tape.forward) for at, tape in enumerate(tapes))
+    role: Role = "first" if first else "steady"
+    count = len(model.instances)
+    coordinator = coordinator_of(model, zero, dp, role) if zero.stage == 3 else None
+    walk = _Walk(model, coordinator, reducer, role)
+    forward = tuple(walk.tape(at) for at in range(count))
     walk.backward = True
-    backward = [walk.tape(at, tapes[at].backward) for at in reversed(range(len(tapes)))]
+    backward = [walk.tape(at) for at in reversed(range(count))]
     backward[-1] = (*backward[-1], *reducer.finished(), *walk.leftovers())
     return Woven(forward, tuple(walk.renamed(at, tape) for at, tape in enumerate(reversed(backward))), coordinator)
 
 
 def weave_evaluation(model: Model, zero: Zero, dp: int) -> tuple[Tape, ...]:
     """Forward alone, without a graph."""
-    tapes = [instance.hooked.module.evaluation for instance in model.instances]
-    coordinator = coordinator_of(model, zero, dp, tapes, []) if zero.stage == 3 else None
-    walk = _Walk(model, coordinator, Keeping(True))
-    return tuple(walk.tape(at, tape) for at, tape in enumerate(tapes))
+    coordinator = coordinator_of(model, zero, dp, "evaluation") if zero.stage == 3 else None
+    walk = _Walk(model, coordinator, Keeping(True), "evaluation")
+    return tuple(walk.tape(at) for at in range(len(model.instances)))
 
 
 def modules(model: Model, first: Woven, steady: Woven, evaluation: Sequence[Tape]) -> tuple[Module, ...]:
@@ -124,11 +138,12 @@ def modules(model: Model, first: Woven, steady: Woven, evaluation: Sequence[Tape
     return tuple(result)
 
 
-def coordinator_of(model: Model, zero: Zero, dp: int, forward: Sequence[Tape], backward: Sequence[Tape]) -> Coordinator:
+def coordinator_of(model: Model, zero: Zero, dp: int, role: Role) -> Coordinator:
     """The coordinator with a complete trace of one pass."""
-    steps: list[Step] = [step for at, tape in enumerate(forward) for step in _steps(model, at, tape, False)]
-    for at in reversed(range(len(backward))):
-        steps += _steps(model, at, backward[at], True)
+    count = len(model.instances)
+    steps = [step for at in range(count) for step in _steps(model, at, role, False)]
+    if role != "evaluation":
+        steps += [step for at in reversed(range(count)) for step in _steps(model, at, role, True)]
     return Coordinator(zero, dp, sharded(model, zero), tuple(steps))
 
 
@@ -143,26 +158,20 @@ def sharded(model: Model, zero: Zero) -> tuple[Sharded, ...]:
     return tuple(result)
 
 
-def _steps(model: Model, at: int, tape: Tape, backward: bool) -> list[Step]:
+def _steps(model: Model, at: int, role: Role, backward: bool) -> list[Step]:
     steps: list[Step] = []
-    for event in tape:
-        mark = mark_of(event) if isinstance(event, Seam) else None
+    for _, mark, passed in pieces(model.instances[at].hooked, model.family, role, backward=backward):
         if mark is None or mark.kind == "gradient":
-            steps += [EMPTY] * _before_tensor(model, at, event)
+            steps += [EMPTY] * passed
             continue
         steps += [EMPTY] * _without_parameters(model, at, mark, backward)
         if mark.kind == "fetch":
-            steps.append(_step(model, at, mark.name))
+            steps.append(model.step(at, mark.name))
     return steps
 
 
 EMPTY = Step(-1, ())
 """A module without parameters."""
-
-
-def _before_tensor(model: Model, at: int, event: Event) -> int:
-    """How many modules without parameters run before ``event``, if it begins a tensor."""
-    return model.hooks(at).at.get(event.name, 0) if isinstance(event, Hold) else 0
 
 
 def _without_parameters(model: Model, at: int, mark: Mark, backward: bool) -> int:
@@ -173,17 +182,12 @@ def _without_parameters(model: Model, at: int, mark: Mark, backward: bool) -> in
     )
 
 
-def _step(model: Model, at: int, module: str) -> Step:
-    instance = model.instances[at]
-    names = instance.hooked.reads
-    return Step(at * 64 + list(names).index(module), tuple(model.id_of(instance, name) for name in names[module]))
-
-
 class _Walk:
     """One pass over the model, with what hooks insert."""
 
-    def __init__(self, model: Model, coordinator: Coordinator | None, reducer: Reducer) -> None:
+    def __init__(self, model: Model, coordinator: Coordinator | None, reducer: Reducer, role: Role) -> None:
         self.model = model
+        self.role = role
         self.coordinator = coordinator
         self.reducer = reducer
         self.names: list[dict[int, int]] = [{} for _ in model.instances]
@@ -194,20 +198,16 @@ class _Walk:
         self.waits: Drop | None = None
         """A tied parameter's gradient from the head, until the embedding's arrives."""
 
-    def tape(self, at: int, tape: Tape) -> Tape:
+    def tape(self, at: int) -> Tape:
         result: list[Event] = []
         gone: set[int] = set()
-        for event in tape:
-            mark = mark_of(event) if isinstance(event, Seam) else None
-            if mark is None:
-                if self.coordinator is not None:
-                    result += self._events(self._passed(_before_tensor(self.model, at, event)))
-                if not (isinstance(event, Drop) and event.tensor in gone):
-                    result.append(event)
-            elif mark.kind == "gradient":
+        hooked = self.model.instances[at].hooked
+        for events, mark, passed in pieces(hooked, self.model.family, self.role, backward=self.backward):
+            result += [event for event in events if not _ends(event, gone)] if gone else events
+            if mark is not None and mark.kind == "gradient":
                 result += self._gradient(at, mark, gone)
             elif self.coordinator is not None:
-                result += self._hook(at, mark)
+                result += self._events(self._passed(passed)) if mark is None else self._hook(at, mark)
         return tuple(result)
 
     def leftovers(self) -> Tape:
@@ -227,7 +227,7 @@ class _Walk:
 
     def _hook(self, at: int, mark: Mark) -> Tape:
         assert self.coordinator is not None
-        step = _step(self.model, at, mark.name)
+        step = self.model.step(at, mark.name)
         others = _without_parameters(self.model, at, mark, self.backward)
         if mark.kind == "release":
             changes = self.coordinator.release(step)
@@ -278,3 +278,7 @@ class _Walk:
         gone.add(mark.tensor)
         before, stays = self.reducer.arrived(id, self.model.parameters[id].elements, size)
         return (own, *before) if stays else (own, *before, drop)
+
+
+def _ends(event: Event, gone: set[int]) -> bool:
+    return isinstance(event, Drop) and event.tensor in gone

@@ -44,6 +44,11 @@ def fullest(plan: Plan, enough: int | None = None) -> Bound:
     return largest, -at
 
 
+def stops_early(plan: Plan) -> bool:
+    """Whether ``fullest`` of ``plan`` with ``enough`` may be less than the whole answer."""
+    return plan.framework == "megatron" and plan.layout.pp > 1
+
+
 def _first_largest(peaks: Iterable[int]) -> Bound:
     largest, at = max((peak, -stage) for stage, peak in enumerate(peaks))
     return largest, -at

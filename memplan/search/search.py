@@ -40,7 +40,8 @@ from .bounds import (
 )
 from .clock import Clock
 from .cuts import CUT, Ratios, Works, capped, fields_of, fitting, may_be_alone, smallest
-from .peaks import fullest
+from .floors import Floors
+from .peaks import fullest, stops_early
 from .result import Counts, Suggestion
 from .space import NO_RECOMPUTE, Point, Recomputing, Space
 
@@ -85,9 +86,10 @@ class Search:
         self.considered = self.too_large = self.replayed = 0
         self._layers: dict[object, LayerNeeds] = {}
         self._states: dict[object, States] = {}
+        self._floors = Floors(space)
         self._folded: dict[tuple[Point, Works], Suggestion | None] = {}
-        self.passed_over: set[tuple[Point, Works]] = set()
-        """What was folded until it was known to be too much."""
+        self.passed_over: dict[tuple[Point, Works], Suggestion] = {}
+        """What was folded until it was known to be too much: its fullest stage requests so many bytes at least."""
         self.unbuilt: dict[Point, str] = {}
         """What the framework or its model refused only when it was to be folded, and why."""
         self._waiting: list[Candidate] = []
@@ -105,7 +107,7 @@ class Search:
         """
         space = self.space
         for tp, cp, pp, vpp, dp, sizes in space.layouts():
-            combined = space.states(dp * cp)
+            combined = space.states(dp * cp, pp)
             for recompute in space.recompute:
                 for at, mbs in enumerate(sizes):
                     any_fits = False
@@ -137,7 +139,7 @@ class Search:
 
     def _floor(self, point: Point, works: Works) -> int:
         if not self.is_cut:
-            return 0
+            return self._floors(point)
         load = loads(works, self.space.microbatches(point))
         return at_least(self._needs(point), self._kept(point), point.dp * point.cp, load)
 
@@ -161,14 +163,18 @@ class Search:
         """What the fullest stage requests, to the byte, or that it is more than ``enough``; ``None`` where the
         framework or its model refuses the plan."""
         key = (candidate.point, candidate.works)
+        passed = self.passed_over.get(key)
+        if passed is not None and enough is not None and passed.requested > enough:
+            return passed
         if key not in self._folded:
             try:
                 mapped = self._mapped(candidate)
                 plan = self._plan(mapped)
-                requested, stage = fullest(resolve(plan), enough)
+                resolved = resolve(plan)
+                requested, stage = fullest(resolved, enough)
                 suggestion = Suggestion(mapped.point, mapped.works, plan, requested, stage, mapped.seconds)
-                if enough is not None and requested > enough:
-                    self.passed_over.add(key)
+                if stops_early(resolved) and enough is not None and requested > enough:
+                    self.passed_over[key] = suggestion
                     return suggestion
                 self._folded[key] = suggestion
             except PlanError as error:

@@ -49,6 +49,8 @@ class Extra(NamedTuple):
     """Forward and backward take another time."""
     moves_states: bool = False
     """States or parameters are kept elsewhere than on the GPU."""
+    groups: int = 1
+    """Groups of replicas that it makes, each of two or more."""
 
 
 class Point(NamedTuple):
@@ -114,23 +116,26 @@ class Space:
     def __iter__(self) -> Iterator[Point]:
         """Every point that the framework's rules of division allow, in a fixed order."""
         for tp, cp, pp, vpp, dp, sizes in self.layouts():
-            for recompute, mbs, (zero, extras) in product(self.recompute, sizes, self.states(dp * cp)):
+            for recompute, mbs, (zero, extras) in product(self.recompute, sizes, self.states(dp * cp, pp)):
                 yield Point(tp, cp, pp, vpp, dp, zero, mbs, recompute, extras)
 
-    def states(self, shards: int) -> list[tuple[int, tuple[Extra, ...]]]:
-        """ZeRO stages with everything beside them: what changes neither passes nor schedule."""
+    def states(self, shards: int, pp: int = 1) -> list[tuple[int, tuple[Extra, ...]]]:
+        """ZeRO stages with everything beside them: what changes neither passes nor schedule. Groups of replicas are not
+        tried beside a pipeline."""
         return [
             (zero, extras)
             for zero, extras in product(self.zero, self.extras)
             if (shards > 1 or not zero or self.base.framework == "deepspeed")
             and all(zero >= extra.least_zero for extra in extras)
+            and all(extra.groups == 1 or (pp == 1 and _makes_groups(shards, extra.groups)) for extra in extras)
         ]
 
     def layouts(self) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...]]]:
         """tp, cp, pp, vpp, dp, and the micro-batch sizes that go with them, ascending."""
         self.refused.clear()
-        combinations = len(self.zero) * len(self.recompute) * len(self.extras)
         for tp, cp, pp in product(self.tp, self.cp, self.pp):
+            extras = sum(pp == 1 or all(one.groups == 1 for one in extras) for extras in self.extras)
+            combinations = len(self.zero) * len(self.recompute) * extras
             dp, rest = self._replicas(tp * cp * pp)
             why = self._undivided(dp, rest)
             if why:
@@ -368,7 +373,11 @@ def _recomputing(plan: Plan) -> tuple[Recomputing, ...]:
 
 def _extras(plan: Plan, fixed: Mapping[str, Any]) -> tuple[tuple[Extra, ...], ...]:
     """Every combination of one choice of each group, none of them first."""
-    groups = [group for group in extras_of(plan) if not any(path in fixed for one in group for path, _ in one.fields)]
+    groups = [
+        group
+        for group in extras_of(plan)
+        if group and not any(path in fixed for one in group for path, _ in one.fields)
+    ]
     combined = product(*[(None, *group) for group in groups])
     return tuple(tuple(extra for extra in choice if extra is not None) for choice in combined)
 
@@ -391,6 +400,8 @@ def extras_of(plan: Plan) -> list[tuple[Extra, ...]]:
         groups.append((_OFFLOAD_STATES, _OFFLOAD_ALL))
     if framework == "fsdp" and not plan.fsdp.offload:
         groups.append((Extra("CPU offload", (("fsdp.offload", True),), moves_states=True),))
+    if framework == "fsdp":
+        groups.append(tuple(_hybrid(count) for count in _replicas(plan) if count != plan.fsdp.replicas))
     if framework in ("single", "ddp", "device-map") and plan.loss.kind == "plain" and not plan.loss.logits_to_keep:
         groups.append((Extra("Liger's fused loss", (("loss.kind", "liger"),), changes_passes=True),))
     if framework not in ("megatron", "fsdp") and adam:
@@ -410,6 +421,21 @@ _OFFLOAD_ALL = Extra(
     least_zero=3,
     moves_states=True,
 )
+
+
+def _replicas(plan: Plan) -> tuple[int, ...]:
+    """Groups of ranks that hold the same shards: those that are whole nodes, or one group of all."""
+    nodes, rest = divmod(plan.hardware.gpus or 1, plan.hardware.gpus_per_node)
+    return _divisors(nodes) if nodes > 1 and not rest else (1,)
+
+
+def _hybrid(count: int) -> Extra:
+    label = f"HSDP ×{count}" if count > 1 else "one group of shards"
+    return Extra(label, (("fsdp.replicas", count),), groups=count)
+
+
+def _makes_groups(shards: int, count: int) -> bool:
+    return shards > count and shards % count == 0
 
 
 def _divisors(number: int) -> tuple[int, ...]:

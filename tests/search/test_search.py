@@ -46,6 +46,7 @@ SPACES = {
     "ddp": {**LLAMA, "framework": "ddp", "gpus": "4", "gbs": "64"},
     "deepspeed": {**LLAMA, "framework": "deepspeed", "gpus": "4", "gbs": "16"},
     "fsdp": {**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "64"},
+    "fsdp, nodes": {**LLAMA, "framework": "fsdp", "gpus": "8", "gpus-per-node": "2", "gbs": "64"},
     "fsdp, torchtitan": {**LLAMA, "framework": "fsdp", "fsdp-code": "torchtitan", "gpus": "4", "gbs": "16"},
     "device-map": {**LLAMA, "framework": "device-map", "gpus": "4", "gbs": "16"},
 }  # fmt: skip
@@ -190,7 +191,7 @@ def test_the_answer_is_that_of_evaluating_everything() -> None:
     assert closest.requested == sizes[0]
 
 
-@pytest.mark.parametrize("name", ["ddp", "deepspeed", "fsdp", "single"])
+@pytest.mark.parametrize("name", ["ddp", "deepspeed", "fsdp", "fsdp, nodes", "single"])
 def test_the_answer_of_other_frameworks(name: str) -> None:
     """No cuts, and recompute of all layers or none."""
     whole = space(name)
@@ -199,6 +200,28 @@ def test_the_answer_of_other_frameworks(name: str) -> None:
         fits = sorted(one for one in every if one[2] <= requestable)
         (best,) = searched(whole, requestable).fastest(1)
         assert (not best.point.keeps_numerics, best.seconds) == (fits[0][0], pytest.approx(fits[0][1], rel=1e-9))
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_overlapping_gradients_and_parameters_takes_no_memory(zero: str) -> None:
+    """So it is no axis of the search: it changes time alone (``docs/suggest.md``)."""
+    flags = {**SPACES["megatron"], "layers": "4", "tp": "2", "pp": "2", "zero": zero}
+    without = resolve(read_plan(None, flags).plan)
+    overlap = {"overlap-grad-reduce": "true", "overlap-param-gather": "true" if zero == "1" else "false"}
+    beside = resolve(read_plan(None, {**flags, **overlap}).plan)
+    assert [stage.peak for stage in fold(beside)] == [stage.peak for stage in fold(without)]
+    assert step_time(beside).total <= step_time(without).total
+
+
+def test_hybrid_shards_are_found() -> None:
+    """On 64 nodes, where gathering among all of them is slower than what is computed meanwhile."""
+    flags = {"model": "llama-3-8b", "framework": "fsdp", "gpu": "h100-80gb", "gpus": "512", "gbs": "512", "seq": "2048"}
+    base = read_plan(None, flags).plan
+    (best,) = searched(space_of(base, filled(base), {}), 70 << 30).fastest(1)
+    assert resolve(best.plan).fsdp.replicas > 1
+    (sharded,) = searched(space_of(base, filled(base), {"fsdp.replicas": 1}), 70 << 30).fastest(1)
+    assert resolve(sharded.plan).fsdp.replicas == 1
+    assert sharded.seconds > best.seconds
 
 
 def test_the_same_answer_every_time() -> None:

@@ -56,7 +56,7 @@ _H100 = "https://www.nvidia.com/en-us/data-center/h100/"
 _DGX_H100 = "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html"
 _GH200 = "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip"
 _H200 = "https://www.nvidia.com/en-us/data-center/h200/"
-_HGX = "https://www.nvidia.com/en-us/data-center/hgx/"
+_BLACKWELL = "https://resources.nvidia.com/en-us-blackwell-architecture/datasheet"
 _DGX_B200 = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet"
 _GB200 = "https://www.nvidia.com/en-us/data-center/gb200-nvl72/"
 _L40S = "https://www.nvidia.com/en-us/data-center/l40s/"
@@ -127,7 +127,7 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
         "h100-94gb": _speed(_H100, 835.5, 417.5, 60, 3900, 64, link=300, link_gpus=2),
         "h100-96gb": _speed(_GH200, 989.4, 494.7, 67, 4000, 450, link=450, link_gpus=8, network=_TETON),
         "h200": _speed(_H200, 989.4, 494.7, 67, 4800, 64, link=450, link_gpus=8, network=_DGX_H),
-        "b200": _speed(_HGX, 2250, 1125, 75, 8000, 64, link=900, link_gpus=8, network=_DGX_B),
+        "b200": _speed(_BLACKWELL, 2250, 1100, 75, 7700, 64, link=900, link_gpus=8, network=_DGX_B),
         "gb200": _speed(_GB200, 2500, 1250, 80, 8000, 225, link=900, link_gpus=72, network=_NVL72),
         "l40s": _speed(_L40S, 362.05, 183, 91.6, 864, 32),
         "a10": _speed(_A10, 125, 62.5, 31.2, 600, 32),
