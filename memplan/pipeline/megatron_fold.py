@@ -269,7 +269,7 @@ def _front(rows: dict[tuple[int, ...], tuple[int, _Row]]) -> list[tuple[int, _Ro
 
 
 @lru_cache(maxsize=1 << 14)
-def _saved(passes: ChunkPasses, sends: bool, receives: bool, hidden: int) -> tuple[int, Bytes] | None:
+def saved_by_flight(passes: ChunkPasses, sends: bool, receives: bool, hidden: int) -> tuple[int, Bytes] | None:
     """Bytes that a micro-batch in flight holds besides tensors between stages; ``None`` if backward leaves others."""
     output = change(-hidden * sends, CATEGORIES["output"])
     gradient = change(-hidden * receives, CATEGORIES["input_grad"])
@@ -297,7 +297,7 @@ def fold_iteration(
     hidden = sizes.hidden
     for chunk, first in enumerate(pattern):
         passes = chunks[chunk]
-        saved = _saved(passes, plan.sends(chunk), plan.receives(chunk), hidden)
+        saved = saved_by_flight(passes, plan.sends(chunk), plan.receives(chunk), hidden)
         if saved is None:
             return composed(plan, chunks, sizes, finalize)
         if chunk == first:
