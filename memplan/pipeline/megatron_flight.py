@@ -1,4 +1,4 @@
-"""Bytes that a rank of Megatron-Core holds while its passes run, from above: from their order alone.
+"""Bytes that a rank of Megatron-Core holds while its passes run, from below and above: from their order alone.
 
 What lives between stages is decided by the scope of variables (``megatron_schedule``), which takes a run of the whole
 schedule to know. What passes in flight have saved follows from sums over the order of passes, and of the tensors
@@ -53,15 +53,28 @@ def _sums(plan: Schedule, saved: tuple[int, ...], forward: tuple[int, ...], back
     )
 
 
-def at_most(plan: Schedule, chunks: Sequence[ChunkPasses], sizes: Sizes) -> int | None:
-    """Bytes above those with which an iteration begins, of which ``fold_iteration`` never needs more; ``None`` where
-    backward leaves other than forward has made."""
+class Range(NamedTuple):
+    """Bounds of a number of bytes, both included."""
+
+    least: int
+    most: int
+
+
+def between(plan: Schedule, chunks: Sequence[ChunkPasses], sizes: Sizes) -> Range | None:
+    """Bytes above those with which an iteration begins, where the peak of ``fold_iteration`` lies; ``None`` where
+    backward leaves other than forward has made.
+
+    From below: every pass in flight has its input and a stub, but that the output of the last one may not have become
+    one; of what is there when an iteration begins, two hidden states for each chunk that receives one have ended.
+    """
     weights: list[int] = []
+    receiving = 0
     for chunk, passes in enumerate(chunks):
         receives, sends = plan.receives(chunk), plan.sends(chunk)
         saved = saved_by_flight(passes, sends, receives, sizes.hidden)
         if saved is None:
             return None
+        receiving += receives
         weights.append(saved[0] + receives * sizes.hidden + sends * sizes.stub)
     longest = reduced(replace(plan, stage=0))
     sums = _sums(
@@ -70,10 +83,13 @@ def at_most(plan: Schedule, chunks: Sequence[ChunkPasses], sizes: Sizes) -> int 
         tuple([passes.forward.peak for passes in chunks]),
         tuple([passes.backward.peak for passes in chunks]),
     )
+    most = _most(sums, min(plan.warmup, longest.microbatches * plan.chunks))
     early = (plan.group - plan.stages) * (plan.first or plan.last)
     reports = plan.microbatches * sizes.report if plan.last else 0
-    between = (AHEAD + early) * sizes.hidden + (1 + early) * sizes.stub + reports
-    return _most(sums, min(plan.warmup, longest.microbatches * plan.chunks)) + between
+    return Range(
+        max(0, most - 2 * receiving * sizes.hidden - sizes.stub),
+        most + (AHEAD + early) * sizes.hidden + (1 + early) * sizes.stub + reports,
+    )
 
 
 def _most(sums: _Sums, warmup: int) -> int:

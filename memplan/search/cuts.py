@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 from ..estimate import fold
 from ..frameworks import megatron, megatron_deepspeed
 from ..layers.module import Options
+from ..pipeline.megatron_flight import Range
 from ..plan.errors import PlanError
 from ..plan.megatron_layout import layout_text
 from ..plan.plan import Plan
-from ..program import fold_program
+from ..program import Program, fold_program
 from .partition import Option, choose, contiguous
+from .peaks import between
 
 CUT = ("megatron", "megatron-deepspeed")
 """Frameworks whose cut into stages is chosen."""
@@ -178,13 +180,26 @@ class Peaks:
         if plan.framework == "megatron":
             self._stages = megatron.stages_of(plan, Options())
         self._of = cache(self._computed)
+        self._bounds = cache(self._between)
 
     def __call__(self, stage: int, works: tuple[Work, ...]) -> int:
         return self._of(stage, works)
 
+    def keep_to(self, limit: int, stage: int, works: tuple[Work, ...]) -> bool:
+        """Whether that is ``limit`` at most."""
+        bounds = self._bounds(stage, works)
+        if bounds.most <= limit:
+            return True
+        return bounds.least <= limit and self(stage, works) <= limit
+
     def _computed(self, stage: int, works: tuple[Work, ...]) -> int:
-        entries = tuple(_entries(work) for work in works)
-        return fold_program(self._stages.program(stage, entries)).peak
+        return fold_program(self._program(stage, works)).peak
+
+    def _between(self, stage: int, works: tuple[Work, ...]) -> Range:
+        return between(self._program(stage, works))
+
+    def _program(self, stage: int, works: tuple[Work, ...]) -> Program:
+        return self._stages.program(stage, tuple(_entries(work) for work in works))
 
 
 def _entries(work: Work) -> tuple[str, ...]:
@@ -264,7 +279,7 @@ def _of_layers(
             return None
 
         def holds(count: int, stage: int = stage) -> bool:
-            return peaks(stage, held(stage, count)) <= threshold
+            return peaks.keep_to(threshold, stage, held(stage, count))
 
         most.append(_most(holds, least[stage], top, downwards=caps is not None))
     if sum(most) < layers or any(map(int.__lt__, most, least)):

@@ -17,7 +17,7 @@ from memplan.program import fold_program
 from memplan.search.changes import changed
 from memplan.search.clock import Clock
 from memplan.search.cuts import Works, fields_of, smallest
-from memplan.search.peaks import at_most, fullest
+from memplan.search.peaks import between, fullest
 from memplan.search.search import Candidate, Search
 from memplan.search.space import Point, Recomputing, Space, filled, space_of
 from memplan.search.timing import step_time
@@ -104,7 +104,12 @@ def test_bounds_from_above_and_below(name: str) -> None:
         point, plan = candidate.point, resolve(search._plan(candidate))
         programs = megatron.programs(plan, Options())
         peaks = [fold_program(program).peak for program in programs]
-        assert all(peak <= at_most(program) for program, peak in zip(programs, peaks, strict=True))
+        for program, peak in zip(programs, peaks, strict=True):
+            bounds = between(program)
+            assert bounds.least <= peak <= bounds.most
+        enough = min(peaks)
+        most, stage = fullest(plan, enough)
+        assert most == max(peaks) if max(peaks) <= enough else enough < most <= peaks[stage]
         least = smallest(plan, search.clock.ratios(point))
         assert least is not None
         peak, _ = fullest(resolve(changed(plan, dict(fields_of("megatron", least)))))
