@@ -6,7 +6,7 @@ the embedding and the head take, and how many micro-batches each stage has in fl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import ceil, floor, inf
@@ -84,31 +84,26 @@ def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) 
         least[-1] + ratios.head,
         float(max(least)) if pp > 2 else 0.0,
     )
-    time = min(
-        time
-        for ends in (0.0, ratios.embedding, ratios.head)
-        for time in _upwards(ends, start)
-        if _capacity(time, pp, ratios) >= layers
-    )
-    first, last = floor(time - ratios.embedding + 1e-9), floor(time - ratios.head + 1e-9)
-    return _levelled(layers, pp, vpp, least, first, floor(time + 1e-9), last)
+    first, between, last = min(_least_time(layers, pp, ratios, start, ends) for ends in (0.0, *ratios))[1:]
+    return _levelled(layers, pp, vpp, least, first, between, last)
 
 
+@lru_cache(maxsize=1 << 10)
 def _fewest_of(pp: int, vpp: int, alone: bool) -> tuple[int, ...]:
     """Layers that every stage has at least, so that no chunk is empty."""
     return tuple(max(fewest(stage, pp, vpp), int(not alone)) for stage in range(pp))
 
 
-def _upwards(ends: float, least: float) -> Iterator[float]:
-    """``ends`` and whole numbers more, from ``least`` on, up to one that surely is enough."""
-    start = ends + max(0, ceil(least - ends - 1e-9))
-    return (start + more for more in range(4))
-
-
-def _capacity(time: float, pp: int, ratios: Ratios) -> int:
-    """Layers that the stages hold that take ``time``."""
-    first, last = floor(time - ratios.embedding + 1e-9), floor(time - ratios.head + 1e-9)
-    return first + (pp - 2) * floor(time + 1e-9) + last
+def _least_time(layers: int, pp: int, ratios: Ratios, start: float, ends: float) -> tuple[float, int, int, int]:
+    """The first of ``ends`` and whole numbers more, from ``start`` on, in which all layers can be held; and how many
+    the first stage holds in it, each one between, and the last."""
+    time = ends + max(0, ceil(start - ends - 1e-9))
+    while True:
+        first, between = floor(time - ratios.embedding + 1e-9), floor(time + 1e-9)
+        last = floor(time - ratios.head + 1e-9)
+        if first + (pp - 2) * between + last >= layers:
+            return time, first, between, last
+        time += 1
 
 
 @lru_cache(maxsize=1 << 14)

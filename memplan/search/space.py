@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -108,12 +108,10 @@ class Space:
     """``None``: wherever there is tensor parallelism."""
     cut: str | None = None
     """The field that fixes what stages hold; ``None`` where the search may choose."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """Points that the enumeration left out, by the rule."""
 
     def __iter__(self) -> Iterator[Point]:
         """Every point that the framework's rules of division allow, in a fixed order."""
-        for tp, cp, pp, vpp, dp, sizes in self.layouts():
+        for tp, cp, pp, vpp, dp, sizes in self.layouts(Counter()):
             for recompute, mbs, (zero, extras) in product(self.recompute, sizes, self.states(dp * cp)):
                 yield Point(tp, cp, pp, vpp, dp, zero, mbs, recompute, extras)
 
@@ -126,22 +124,23 @@ class Space:
             and all(zero >= extra.least_zero for extra in extras)
         ]
 
-    def layouts(self) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...]]]:
-        """tp, cp, pp, vpp, dp, and the micro-batch sizes that go with them, ascending."""
-        self.refused.clear()
+    def layouts(self, refused: Counter[str]) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...]]]:
+        """tp, cp, pp, vpp, dp, and the micro-batch sizes that go with them, ascending. Points that are left out are
+        counted in ``refused``, by the rule."""
         combinations = len(self.zero) * len(self.recompute) * len(self.extras)
         for tp, cp, pp in product(self.tp, self.cp, self.pp):
             dp, rest = self._replicas(tp * cp * pp)
             why = self._undivided(dp, rest)
             if why:
-                self.refused[why] += combinations * len(self.vpp)
+                refused[why] += combinations * len(self.vpp)
                 continue
+            every = _divisors(self.gbs // dp) if self.mbs is None else self.mbs
             for vpp in self.vpp:
                 sizes = []
-                for mbs in _divisors(self.gbs // dp) if self.mbs is None else self.mbs:
+                for mbs in every:
                     why = self._unrunnable(tp, pp, vpp, cp, dp, mbs)
                     if why:
-                        self.refused[why] += combinations
+                        refused[why] += combinations
                     else:
                         sizes.append(mbs)
                 if sizes:
