@@ -113,7 +113,7 @@ def test_bounds_from_above_and_below(name: str) -> None:
         least = smallest(plan, search.clock.ratios(point))
         assert least is not None
         peak, _ = fullest(resolve(changed(plan, dict(fields_of("megatron", least)))))
-        assert search._at_best(point) <= peak
+        assert search.needs.at_best(point) <= peak
 
 
 # -- against everything -----------------------------------------------------------------------------------
