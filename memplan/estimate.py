@@ -174,7 +174,7 @@ def _stage(plan: Plan, program: Program, folded: Folded, replayed: Replayed, eva
             "checkpoint": None if _casts_states(plan) else replayed.static,
             "first_iteration_device": replayed.first_iteration + known if device is not None else None,
         },
-        in_flight=program.flight,
+        in_flight=program.in_flight,
         host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
         nvme=together * program.nvme,
     )

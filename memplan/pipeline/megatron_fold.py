@@ -113,13 +113,13 @@ def reduced(plan: Schedule) -> Schedule:
 @lru_cache(maxsize=1 << 14)
 def most_in_flight(plan: Schedule) -> tuple[int, ...]:
     """Micro-batches whose activations each chunk holds at once, at most."""
-    forward = [chunk for _, chunk in table(reduced(plan))]
+    forward, last, warmup = [chunk for _, chunk in table(reduced(plan))], plan.chunks - 1, plan.warmup
     held, most = [0] * plan.chunks, [0] * plan.chunks
     for k, chunk in enumerate(forward):
         held[chunk] += 1
         most[chunk] = max(most[chunk], held[chunk])
-        if k >= plan.warmup:
-            held[plan.chunks - 1 - forward[k - plan.warmup]] -= 1
+        if k >= warmup:
+            held[last - forward[k - warmup]] -= 1
     return tuple(most)
 
 
