@@ -231,21 +231,21 @@ MOST_TOGETHER = 4
 
 def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
     """``steps`` with those in a row together that give back all they take, and nothing else."""
-    found: list[Stretch] = []
+    parts: list[list[Step]] = []
+    most: list[int] = []
     at = 0
     while at < len(steps):
         end, together = _closed(steps, at)
-        part = _stretch(steps[at : end + 1], together)
-        if found and bool(found[-1].together) is bool(together):
-            before = found.pop()
-            part = _stretch((*before.steps, *part.steps), max(before.together, together))
-        found.append(part)
+        if not most or bool(most[-1]) is not bool(together):
+            parts.append([])
+            most.append(0)
+        parts[-1] += steps[at : end + 1]
+        most[-1] = max(most[-1], together)
         at = end + 1
-    return tuple(found)
-
-
-def _stretch(steps: Sequence[Step], together: int) -> Stretch:
-    return Stretch(tuple(steps), together, max(least for _, _, least, _, _ in steps), max(step[3] for step in steps))
+    return tuple(
+        Stretch(tuple(part), together, max(step[2] for step in part), max(step[3] for step in part))
+        for part, together in zip(parts, most, strict=True)
+    )
 
 
 def _closed(steps: Sequence[Step], start: int) -> tuple[int, int]:
