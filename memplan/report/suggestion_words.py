@@ -8,8 +8,8 @@ from itertools import groupby
 
 from ..plan.plan import Plan
 from ..search.cuts import Works
+from ..search.point import Recomputing
 from ..search.result import Suggestion
-from ..search.space import Recomputing
 from .pieces import DOT
 from .units import MINUS, size
 

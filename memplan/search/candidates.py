@@ -16,7 +16,8 @@ from ..plan.errors import PlanError
 from .bounds import LayerNeeds, Load, States, at_best, at_least, layer_needs, loads, scaled, states
 from .clock import Clock
 from .cuts import CUT, Works
-from .space import Extra, Point, Recomputing, Space
+from .point import Extra, Point, Recomputing
+from .space import Space
 
 
 class Candidate(NamedTuple):

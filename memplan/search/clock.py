@@ -13,7 +13,8 @@ from typing import NamedTuple
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from .cuts import CUT, Ratios, Work, Works, fastest, may_be_alone
-from .space import Extra, Point, Recomputing, Space
+from .point import Extra, Point, Recomputing
+from .space import Space
 from .timing import (
     EntryTimes,
     LayerTimes,

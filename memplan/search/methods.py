@@ -11,11 +11,11 @@ from ..estimate import fold
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from .changes import changed
 from .clock import Clock
 from .cuts import CUT, fields_of, smallest
+from .fields import UNCUT_FIELDS, changed
 from .result import Suggestion
-from .space import UNCUT_FIELDS, space_of
+from .space import space_of
 from .timing import step_time
 
 DEEPSPEED = ("type:transformer", "type:embed|transformer", "parameters", "uniform")

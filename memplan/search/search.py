@@ -29,8 +29,9 @@ from .candidates import Candidate, Candidates, Needs, recomputing, without_value
 from .clock import Clock
 from .cuts import CUT, Ratios, Works, capped, fields_of, fitting, may_be_alone, smallest
 from .peaks import fullest
+from .point import NO_RECOMPUTE, Point, Recomputing
 from .result import Counts, Suggestion
-from .space import NO_RECOMPUTE, Point, Recomputing, Space
+from .space import Space
 from .timing import step_time
 
 Report = Callable[[str, int, int], None]

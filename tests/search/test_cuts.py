@@ -16,7 +16,6 @@ from memplan.plan.megatron_layout import layout_text, stages
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.search.changes import changed
 from memplan.search.cuts import (
     Peaks,
     Ratios,
@@ -31,6 +30,7 @@ from memplan.search.cuts import (
     spread,
     stage_works,
 )
+from memplan.search.fields import changed
 from memplan.search.partition import Option, choose
 from memplan.search.timing import work_of
 
