@@ -15,9 +15,10 @@ from typing import NamedTuple
 from ..plan.errors import PlanError
 from .bounds import LayerNeeds, Load, States, at_best, at_least, layer_needs, loads, scaled, states
 from .clock import Clock
-from .cuts import CUT, Works
+from .cuts import CUT
 from .point import Extra, Point, Recomputing
 from .space import Space
+from .works import Works
 
 
 class Candidate(NamedTuple):

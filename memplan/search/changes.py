@@ -13,7 +13,7 @@ from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from .axes import extras_of
 from .clock import Clock
-from .cuts import CUT, Work, Works, fields_of, fitting, smallest
+from .cuts import CUT, fitting, smallest
 from .fields import UNCUT_FIELDS, changed
 from .peaks import fullest
 from .point import Point, Recomputing
@@ -21,6 +21,7 @@ from .result import Change, Suggestion
 from .search import Report
 from .space import space_of
 from .timing import step_time, work_of
+from .works import Work, Works, fields_of
 
 
 def measured(base: Plan) -> Suggestion | None:

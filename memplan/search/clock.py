@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from .cuts import CUT, Ratios, Work, Works, fastest, may_be_alone
+from .cuts import CUT, Ratios, fastest, may_be_alone
 from .point import Extra, Point, Recomputing
 from .space import Space
 from .timing import (
@@ -30,6 +30,7 @@ from .timing import (
 from .timing.ends import send_time, times_of
 from .timing.shape import overlapped_sends
 from .timing.updates import Replicas, updates
+from .works import Work, Works
 
 Groups = tuple[tuple[int, tuple[StageWork, ...]], ...]
 """How many stages in a row have these chunks."""

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import ceil, floor, inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..estimate import fold
 from ..frameworks import megatron, megatron_deepspeed
 from ..layers.module import Options
 from ..pipeline.megatron_flight import Range
 from ..plan.errors import PlanError
-from ..plan.megatron_layout import layout_text
 from ..plan.plan import Plan
 from ..program import Program, fold_program
 from .partition import Option, choose, contiguous
 from .peaks import between
+from .works import BEFORE, Work, Works, edges, mapped
 
 CUT = ("megatron", "megatron-deepspeed")
 """Frameworks whose cut into stages is chosen."""
@@ -30,31 +30,6 @@ CUT = ("megatron", "megatron-deepspeed")
 def may_be_alone(framework: str) -> bool:
     """Whether embedding or head can be a stage without a layer: BigScience's could not run (``notices``)."""
     return framework != "megatron-deepspeed"
-
-
-class Work(NamedTuple):
-    """What one chunk of a stage runs."""
-
-    layers: int
-    embedding: bool = False
-    head: bool = False
-    has_norm: bool | None = None
-    """Whether the final norm is in it, where that is not where the head is."""
-    until: int = 0
-    """BigScience's layer list: the first entry of the next stage, where it is no layer of its own."""
-
-    @property
-    def final_norm(self) -> bool:
-        return self.head if self.has_norm is None else self.has_norm
-
-
-Works = tuple[tuple[Work, ...], ...]
-"""By stage, then by chunk."""
-
-
-def layers_of(works: Works) -> tuple[int, ...]:
-    """Layers of each stage."""
-    return tuple(sum(work.layers for work in stage) for stage in works)
 
 
 class Ratios(NamedTuple):
@@ -122,46 +97,6 @@ def _levelled(layers: int, pp: int, vpp: int, least: tuple[int, ...], first: int
             counts[at] -= 1
             surplus -= 1
     return tuple(stage_works(at, pp, spread(count, vpp, last=at == pp - 1)) for at, count in enumerate(counts))
-
-
-# -- as fields of a plan --------------------------------------------------------------------------------
-
-
-Fields = tuple[tuple[str, Any], ...]
-
-
-@lru_cache(maxsize=4096)
-def fields_of(framework: str, works: Works) -> Fields:
-    """The fields of a plan that say what its stages hold."""
-    if framework == "megatron":
-        return _megatron_fields(works)
-    if framework == "megatron-deepspeed":
-        return (("pipeline.partition", _edges(works)),)
-    if framework == "device-map" and works:
-        return (("device_map", mapped(layers_of(works))),)
-    return ()
-
-
-def _megatron_fields(works: Works) -> Fields:
-    counts = {work.layers for stage in works for work in stage}
-    chosen = None if len(counts) == 1 else layout_text([[work.layers for work in stage] for stage in works])
-    none = dict.fromkeys(("first_layers", "last_layers", "layout"), None) | {"count_embedding": False}
-    fields = {**none, "count_loss": False, "layout": chosen}
-    return tuple((f"pipeline.{name}", value) for name, value in fields.items())
-
-
-BEFORE = 3
-"""Entries of BigScience's layer list in front of the layers (``megatron_deepspeed.layer_list``)."""
-BEHIND = 4
-
-
-def _edges(works: Works) -> tuple[int, ...]:
-    """First entry of every stage, and the length of the list; ends with their neighbours unless they say otherwise."""
-    edges, at = [0], BEFORE
-    for (work,) in works:
-        at += work.layers
-        edges.append(work.until or at + BEHIND * work.head)
-    return tuple(edges)
 
 
 # -- by memory -----------------------------------------------------------------------------------------
@@ -378,12 +313,6 @@ def _of_devices(plan: Plan, limit: int | None, criteria: Criteria) -> Works | No
     return None if chosen is None else tuple(stage_works(at, devices, one.chunks) for at, one in enumerate(chosen))
 
 
-def mapped(shares: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """A device map of so many layers in a row on each device."""
-    edges = [0, *accumulate(shares)]
-    return {device: tuple(range(low, high)) for device, (low, high) in enumerate(pairwise(edges))}
-
-
 def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
     """BigScience's list: any run of entries may be a stage that has a layer; others could not run (``notices``)."""
     shape = megatron_deepspeed.parallel_shape(plan)
@@ -407,7 +336,7 @@ def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteri
             return tuple(names[BEFORE : BEFORE + high - low])
         return tuple(names[low:high])
 
-    bounds = _edges(fastest(plan.model.layers, stages, 1, ratios, may_be_alone(plan.framework)))
+    bounds = edges(fastest(plan.model.layers, stages, 1, ratios, may_be_alone(plan.framework)))
     threshold = limit
     if threshold is None:
         threshold = max(peak(at, canonical(low, high)) for at, (low, high) in enumerate(pairwise(bounds)))

@@ -27,12 +27,13 @@ from ..plan.resolve import resolve
 from .bounds import fewest_recomputed, most_layers
 from .candidates import Candidate, Candidates, Needs, recomputing, without_values
 from .clock import Clock
-from .cuts import CUT, Ratios, Works, capped, fields_of, fitting, may_be_alone, smallest
+from .cuts import CUT, Ratios, capped, fitting, may_be_alone, smallest
 from .peaks import fullest
 from .point import NO_RECOMPUTE, Point, Recomputing
 from .result import Counts, Suggestion
 from .space import Space
 from .timing import step_time
+from .works import Works, fields_of
 
 Report = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""

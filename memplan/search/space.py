@@ -21,8 +21,6 @@ from .axes import combined_extras, divisors, parallel_sizes, recomputing
 from .fields import UNCUT, UNCUT_FIELDS, changed, updated
 from .point import Extra, Point, Recomputing
 
-PARALLEL = ("tp", "cp", "pp", "vpp", "dp")
-
 
 @dataclass(frozen=True, slots=True)
 class Space:

@@ -15,13 +15,14 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import fold_program
 from memplan.search.clock import Clock
-from memplan.search.cuts import Works, fields_of, smallest
+from memplan.search.cuts import smallest
 from memplan.search.fields import changed
 from memplan.search.peaks import between, fullest
 from memplan.search.point import Point, Recomputing
 from memplan.search.search import Candidate, Search
 from memplan.search.space import Space, filled, space_of
 from memplan.search.timing import step_time
+from memplan.search.works import Works, fields_of
 
 from .test_cuts import counts_of
 
