@@ -40,6 +40,19 @@ Step = tuple[int, int, int, int, int]
 """For ``run``. Slot of a block; units that it takes, negative where it is given back, 0 where nothing
 happens; the least code of a block that fits; the most units held until the next step, and the place of that."""
 
+
+class Stretch(NamedTuple):
+    """Steps in a row."""
+
+    steps: tuple[Step, ...]
+    together: int
+    """Blocks that they hold at once, at most, if they give back all that they take, and nothing else; 0 if not."""
+    least: int
+    """The least code of a block that serves any of them."""
+    top: int
+    """The most units held."""
+
+
 Pool = TypeVar("Pool", bound="SegmentPool")
 
 
@@ -120,6 +133,32 @@ class SegmentPool:
             code = end - address << SHIFT | address
         edges[address] = edges[end] = code
         insort(free, code)
+
+    def run_all(self, stretches: Iterable[Stretch], blocks: list[int], limit: int) -> tuple[int, int, int]:
+        """``run`` with all steps of ``stretches``.
+
+        A stretch that gives back what it takes leaves free blocks as they were if none of its requests needs a new
+        segment: what lives decides where free blocks lie. Each of its blocks makes one free block smaller, so that as
+        many that serve any of them as it holds at once are enough; then it is passed over, if its most, with what
+        blocks may exceed requests, is no new peak.
+        """
+        free, rest = self.free, 0 if self.picky else self.least_rest
+        beyond, highest = 0, -1
+        for steps, together, least, top in stretches:
+            if (
+                together
+                and rest
+                and len(free) >= together
+                and free[-together] >= least
+                and top + together * rest + beyond <= limit
+            ):
+                continue
+            more, limit, place = self.run(steps, blocks, limit - beyond)
+            limit += beyond
+            beyond += more
+            if place >= 0:
+                highest = place
+        return beyond, limit, highest
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """``take`` and ``give`` for many requests in a row, without calls; codes go to and come from ``blocks``.

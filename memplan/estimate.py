@@ -178,7 +178,7 @@ def _stage(
             "checkpoint": None if _casts_states(plan) else replayed.static,
             "first_iteration_device": replayed.first_iteration + outside if device is not None else None,
         },
-        in_flight=program.flight,
+        in_flight=program.in_flight,
         host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
         nvme=together * program.nvme,
     )

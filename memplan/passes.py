@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ._blocks import LARGEST_SMALL, SHIFT, Step
+from ._blocks import LARGEST_SMALL, SHIFT, Step, Stretch
 from .allocator import AllocatorSettings
 from .layers.module import GRAD_OUTPUT, INPUT, SHARED, STALE, Module, Tapes
 from .program import Span
@@ -38,9 +38,9 @@ class Pass:
     """Forward or backward of one micro-batch through a row of modules."""
 
     operations: tuple[Operation, ...]
-    small: tuple[Step, ...]
+    small: tuple[Stretch, ...]
     """The operations that small blocks serve, which never exceed requests: peaks are looked for in ``large``."""
-    large: tuple[Step, ...]
+    large: tuple[Stretch, ...]
     """The others; held units count both."""
     handed: int
     """Slot of what the next in line gets: output or gradient of the input; 0 where there is none."""
@@ -206,7 +206,7 @@ def _summed(operations: Sequence[Operation], handed: int, before: dict[int, Oper
     return Pass(tuple(operations), small, large, handed, left, net, changed)
 
 
-def _steps(operations: Sequence[Operation]) -> tuple[tuple[Step, ...], tuple[Step, ...], int]:
+def _steps(operations: Sequence[Operation]) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...], int]:
     """Small and large steps, and the net change in units. A small step's peak belongs to the large one before it."""
     small: list[Step] = []
     large: list[Step] = []
@@ -222,4 +222,48 @@ def _steps(operations: Sequence[Operation]) -> tuple[tuple[Step, ...], tuple[Ste
         large.append((slot, units, units << SHIFT, top, place))
         slot, units, top, place = operation.slot, operation.units, total, at
     large.append((slot, units, units << SHIFT, top, place))
-    return tuple(small), tuple(large), total
+    return stretches(small), stretches(large), total
+
+
+MOST_TOGETHER = 4
+"""Blocks of a stretch that gives back what it takes: of more there are seldom enough free ones of the largest size."""
+
+
+def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
+    """``steps`` with those in a row together that give back all they take, and nothing else."""
+    parts: list[list[Step]] = []
+    most: list[int] = []
+    at = 0
+    while at < len(steps):
+        end, together = _closed(steps, at)
+        if not most or bool(most[-1]) is not bool(together):
+            parts.append([])
+            most.append(0)
+        parts[-1] += steps[at : end + 1]
+        most[-1] = max(most[-1], together)
+        at = end + 1
+    return tuple(
+        Stretch(tuple(part), together, max(step[2] for step in part), max(step[3] for step in part))
+        for part, together in zip(parts, most, strict=True)
+    )
+
+
+def _closed(steps: Sequence[Step], start: int) -> tuple[int, int]:
+    """Where the shortest stretch from ``start`` on ends that gives back what it takes, and how many blocks it holds at
+    once; ``start`` and 0 where there is none."""
+    live: set[int] = set()
+    together = 0
+    for at in range(start, len(steps)):
+        slot, units = steps[at][:2]
+        if units > 0:
+            live.add(slot)
+            together = max(together, len(live))
+        elif units == 0 or slot not in live:
+            break
+        else:
+            live.remove(slot)
+        if together > MOST_TOGETHER:
+            break
+        if not live:
+            return at, together
+    return start, 0

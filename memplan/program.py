@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from .frameworks.states import State
 from .layers.module import Module, Parameter
-from .pipeline.megatron_fold import ChunkPasses, Sizes, fold_iteration
+from .pipeline.megatron_fold import ChunkPasses, Sizes, fold_iteration, most_in_flight
 from .pipeline.megatron_schedule import Schedule
 from .pipeline.schedule import Passes
 from .pipeline.schedule import fold_iteration as fold_one_chunk
@@ -205,6 +205,11 @@ class Program:
     """The same modules as one, for replaying, where they refer to more of one another than inputs and outputs."""
     timeline: Timeline | None = None
     """``torch.distributed.pipelining``: passes of an iteration in order, instead of ``gradients`` and ``flight``."""
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations the rank holds at once, at most; of a chunk, where it has several."""
+        return self.flight if self.order is None else max(most_in_flight(self.order.schedule))
 
     def parameters(self) -> int:
         if self.elements is not None:

@@ -100,8 +100,8 @@ class Rank:
         """The events of one pass of one micro-batch, whose blocks ``frame`` holds by slot."""
         limit = self.peak - self.allocated
         if events.small:
-            self.small.run(events.small, frame, limit)
-        beyond, limit, highest = self.large.run(events.large, frame, limit)
+            self.small.run_all(events.small, frame, limit)
+        beyond, limit, highest = self.large.run_all(events.large, frame, limit)
         if highest >= 0:
             self.peak, self.peak_at = self.allocated + limit, (tuple(self.by), events, highest)
         self.allocated += events.net + beyond

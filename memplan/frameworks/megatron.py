@@ -21,7 +21,6 @@ from ..layers.megatron_core.shape import CoreShape, Version
 from ..layers.megatron_core.te_attention import backend
 from ..layers.module import Interface, Module, Options, Run, build, hold_bytes
 from ..layers.recompute import recomputed_reentrant
-from ..pipeline.megatron_fold import most_in_flight
 from ..pipeline.megatron_schedule import Schedule, schedule
 from ..plan import megatron_layout
 from ..plan.errors import PlanError
@@ -387,7 +386,6 @@ def _program(
         states=(),
         extra=(),
         step=(),
-        flight=max(most_in_flight(order)),
         microbatches=order.microbatches,
         initialisation=kept.construction.excursion.peak,
         kept=kept,

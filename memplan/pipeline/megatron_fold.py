@@ -113,13 +113,13 @@ def reduced(plan: Schedule) -> Schedule:
 @lru_cache(maxsize=1 << 14)
 def most_in_flight(plan: Schedule) -> tuple[int, ...]:
     """Micro-batches whose activations each chunk holds at once, at most."""
-    forward = [chunk for _, chunk in table(reduced(plan))]
+    forward, last, warmup = [chunk for _, chunk in table(reduced(plan))], plan.chunks - 1, plan.warmup
     held, most = [0] * plan.chunks, [0] * plan.chunks
     for k, chunk in enumerate(forward):
         held[chunk] += 1
         most[chunk] = max(most[chunk], held[chunk])
-        if k >= plan.warmup:
-            held[plan.chunks - 1 - forward[k - plan.warmup]] -= 1
+        if k >= warmup:
+            held[last - forward[k - warmup]] -= 1
     return tuple(most)
 
 
@@ -269,7 +269,7 @@ def _front(rows: dict[tuple[int, ...], tuple[int, _Row]]) -> list[tuple[int, _Ro
 
 
 @lru_cache(maxsize=1 << 14)
-def _saved(passes: ChunkPasses, sends: bool, receives: bool, hidden: int) -> tuple[int, Bytes] | None:
+def saved_by_flight(passes: ChunkPasses, sends: bool, receives: bool, hidden: int) -> tuple[int, Bytes] | None:
     """Bytes that a micro-batch in flight holds besides tensors between stages; ``None`` if backward leaves others."""
     output = change(-hidden * sends, CATEGORIES["output"])
     gradient = change(-hidden * receives, CATEGORIES["input_grad"])
@@ -297,7 +297,7 @@ def fold_iteration(
     hidden = sizes.hidden
     for chunk, first in enumerate(pattern):
         passes = chunks[chunk]
-        saved = _saved(passes, plan.sends(chunk), plan.receives(chunk), hidden)
+        saved = saved_by_flight(passes, plan.sends(chunk), plan.receives(chunk), hidden)
         if saved is None:
             return composed(plan, chunks, sizes, finalize)
         if chunk == first:

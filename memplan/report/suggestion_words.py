@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ..plan.plan import Plan
-from ..search.cuts import Works
+from ..search.point import Recomputing
 from ..search.result import Suggestion
-from ..search.space import Recomputing
+from ..search.works import Works
 from .pieces import DOT
 from .units import MINUS, size
 

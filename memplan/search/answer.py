@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from time import perf_counter
@@ -154,8 +155,10 @@ def _contradiction(space: Space, fixed: Mapping[str, object], paths: Sequence[st
 
 def _why(space: Space) -> str:
     """The rule that left out what had passed all others."""
-    list(space)
-    rules = sorted(space.refused, key=lambda rule: (_depth(rule), space.refused[rule]))
+    refused: Counter[str] = Counter()
+    for _ in space.layouts(refused):
+        pass
+    rules = sorted(refused, key=lambda rule: (_depth(rule), refused[rule]))
     return rules[-1] if rules else "no values are left"
 
 

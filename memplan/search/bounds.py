@@ -17,7 +17,7 @@ from ..layers.autograd import ITEMSIZE
 from ..layers.module import Options
 from ..plan.plan import Plan
 from ..program import module_elements
-from .cuts import Work, Works
+from .works import Work, Works
 
 ROUNDING = 64 * 512
 """Bytes by which rounding may make what a layer saves at b = 1 larger than its share at another b: fewer than 64

@@ -12,13 +12,17 @@ from ..measured import NOTHING, Measured
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
+from .axes import extras_of
 from .clock import Clock
-from .cuts import CUT, Work, Works, fields_of, fitting, smallest
+from .cuts import CUT, fitting, smallest
+from .fields import UNCUT_FIELDS, changed
 from .peaks import fullest
+from .point import Point, Recomputing
 from .result import Change, Suggestion
 from .search import Report
-from .space import UNCUT_FIELDS, Point, Recomputing, extras_of, space_of, updated
+from .space import space_of
 from .timing import step_time, work_of
+from .works import Work, Works, fields_of
 
 
 def measured(base: Plan, known: Measured = NOTHING) -> Suggestion | None:
@@ -80,21 +84,6 @@ def _limit_of(base: Plan, before: Plan, limit: int) -> int:
     if base.hardware.gpu == before.hardware.gpu or base.hardware.gpu is None or before.hardware.gpu is None:
         return limit
     return limit + GPUS[base.hardware.gpu].capacity_bytes - GPUS[before.hardware.gpu].capacity_bytes
-
-
-def changed(plan: Plan, fields: Mapping[str, Any]) -> Plan:
-    """``plan`` with other values of some fields, by their paths."""
-    sections: dict[str, dict[str, Any]] = {}
-    whole: dict[str, Any] = {}
-    for path, value in fields.items():
-        section, _, name = path.rpartition(".")
-        if section:
-            sections.setdefault(section, {})[name] = value
-        else:
-            whole[path] = value
-    return plan.model_copy(
-        update={**{name: updated(getattr(plan, name), values) for name, values in sections.items()}, **whole}
-    )
 
 
 def _proposed(given: Suggestion, limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -185,6 +174,3 @@ def _larger_gpus(plan: Plan, needs: int) -> Iterator[tuple[str, dict[str, Any]]]
     if larger:
         gpu = min(larger, key=lambda gpu: gpu.capacity_bytes)
         yield gpu.name, {"hardware.gpu": gpu.name, "hardware.capacity": None}
-
-
-__all__ = ["changed", "changes_of", "measured"]

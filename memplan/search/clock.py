@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from .cuts import CUT, Ratios, Work, Works, fastest, may_be_alone
-from .space import Point, Recomputing, Space
+from .cuts import CUT, Ratios, fastest, may_be_alone
+from .point import Extra, Point, Recomputing
+from .space import Space
 from .timing import (
     EntryTimes,
     LayerTimes,
     Rates,
     Shape,
     StageWork,
-    StepTime,
     rates_of,
     shape_of,
     step_seconds,
@@ -30,6 +30,7 @@ from .timing import (
 from .timing.ends import send_time, times_of
 from .timing.shape import overlapped_sends
 from .timing.updates import Replicas, updates
+from .works import Work, Works
 
 Groups = tuple[tuple[int, tuple[StageWork, ...]], ...]
 """How many stages in a row have these chunks."""
@@ -50,31 +51,36 @@ class Clock:
     def __init__(self, space: Space) -> None:
         self.space = space
         self.is_cut = space.base.framework in CUT
+        self._shapes: dict[object, tuple[Shape, Rates]] = {}
         self._families: dict[object, _Family] = {}
+        self._kept: dict[object, Plan] = {}
         self._fixed: Works | None = None
         self._groups: dict[tuple[int, Recomputing], tuple[Works, Groups]] = {}
 
     def family(self, point: Point) -> _Family:
         """Times of a layer and of both ends, and of sends between stages."""
-        extras = tuple(extra for extra in point.extras if extra.changes_passes)
+        extras = tuple([extra for extra in point.extras if extra.changes_passes])
         accumulates = self.space.microbatches(point) > 1
-        key = (point.tp, point.cp, point.mbs, point.recompute.mode, extras, accumulates)
-        if key not in self._families:
-            plan = self.space.alone(
-                point._replace(recompute=Recomputing(point.recompute.mode), zero=self.space.least_zero, extras=extras)
-            )
-            shape, rates = shape_of(plan), rates_of(plan)
-            times = times_of(shape, rates, False, False)
-            self._families[key] = _Family(times, _ratios(times, point.recompute), shape, rates)
-        family = self._families[key]
-        if point.pp == 1:
-            return family
-        across = self.space.gpus > self.space.base.hardware.gpus_per_node
-        staged = (*key, across)
-        if staged not in self._families:
-            send = send_time(family.shape, family.rates, across)
-            self._families[staged] = family._replace(times=replace(family.times, send=send))
-        return self._families[staged]
+        key = (point.tp, point.cp, point.mbs, point.recompute.mode, extras, accumulates, point.pp > 1)
+        known = self._families.get(key)
+        if known is None:
+            known = self._families[key] = self._family(point, extras, accumulates)
+        return known
+
+    def _family(self, point: Point, extras: tuple[Extra, ...], accumulates: bool) -> _Family:
+        key = (point.tp, point.cp, point.recompute.mode, extras, accumulates)
+        if key not in self._shapes:
+            recompute, zero = Recomputing(point.recompute.mode), self.space.least_zero
+            plan = self.space.alone(point._replace(recompute=recompute, zero=zero, extras=extras))
+            self._shapes[key] = replace(shape_of(plan), b=1), rates_of(plan)
+        one, rates = self._shapes[key]
+        shape = replace(one, b=point.mbs)
+        times = times_of(shape, rates, False, False)
+        ratios = _ratios(times, point.recompute)
+        if point.pp > 1:
+            across = self.space.gpus > self.space.base.hardware.gpus_per_node
+            times = replace(times, send=send_time(shape, rates, across))
+        return _Family(times, ratios, shape, rates)
 
     def ratios(self, point: Point) -> Ratios:
         return self.family(point).ratios
@@ -104,13 +110,22 @@ class Clock:
         """Of the whole step."""
         if not self.is_cut:
             return step_time(resolve(self.space.plan(point))).total
-        family, plan, count = self.family(point), resolve(self.space.plan(point)), self.space.microbatches(point)
-        replicas = Replicas(plan, shape_of(plan), family.rates)
+        family, count = self.family(point), self.space.microbatches(point)
+        replicas = Replicas(self._states(point), family.shape, family.rates)
         once = max(
             updates(replicas, chunks, family.times, count, len(works) > 1).total
             for _, chunks in self._grouped(works, point.recompute)
         )
         return self._passes(family, point, works, once)
+
+    def _states(self, point: Point) -> Plan:
+        """A resolved plan whose replicas keep states and exchange gradients as those of ``point`` do."""
+        key = (point.zero, point.extras)
+        if key not in self._kept:
+            self._kept[key] = resolve(self.space.plan(point))
+        plan = self._kept[key]
+        sizes = {"tp": point.tp, "cp": point.cp, "pp": point.pp, "dp": point.dp}
+        return plan.model_copy(update={"layout": plan.layout.model_copy(update=sizes)})
 
     def _passes(self, family: _Family, point: Point, works: Works, once: float) -> float:
         groups, count = self._grouped(works, point.recompute), self.space.microbatches(point)
@@ -123,10 +138,6 @@ class Clock:
         if known is None:
             known = self._groups[key] = works, grouped(works, recompute, self.space.base.model.final_norm)
         return known[1]
-
-    def step(self, plan: Plan) -> StepTime:
-        """Of a resolved plan, with its parts."""
-        return step_time(plan)
 
 
 def _ratios(times: EntryTimes, recompute: Recomputing) -> Ratios:

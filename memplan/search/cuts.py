@@ -6,20 +6,22 @@ the embedding and the head take, and how many micro-batches each stage has in fl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import ceil, floor, inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..estimate import fold
 from ..frameworks import megatron, megatron_deepspeed
 from ..layers.module import Options
+from ..pipeline.megatron_flight import Range
 from ..plan.errors import PlanError
-from ..plan.megatron_layout import layout_text
 from ..plan.plan import Plan
-from ..program import fold_program
+from ..program import Program, fold_program
 from .partition import Option, choose, contiguous
+from .peaks import between
+from .works import BEFORE, Work, Works, edges, mapped
 
 CUT = ("megatron", "megatron-deepspeed")
 """Frameworks whose cut into stages is chosen."""
@@ -28,31 +30,6 @@ CUT = ("megatron", "megatron-deepspeed")
 def may_be_alone(framework: str) -> bool:
     """Whether embedding or head can be a stage without a layer: BigScience's could not run (``notices``)."""
     return framework != "megatron-deepspeed"
-
-
-class Work(NamedTuple):
-    """What one chunk of a stage runs."""
-
-    layers: int
-    embedding: bool = False
-    head: bool = False
-    has_norm: bool | None = None
-    """Whether the final norm is in it, where that is not where the head is."""
-    until: int = 0
-    """BigScience's layer list: the first entry of the next stage, where it is no layer of its own."""
-
-    @property
-    def final_norm(self) -> bool:
-        return self.head if self.has_norm is None else self.has_norm
-
-
-Works = tuple[tuple[Work, ...], ...]
-"""By stage, then by chunk."""
-
-
-def layers_of(works: Works) -> tuple[int, ...]:
-    """Layers of each stage."""
-    return tuple(sum(work.layers for work in stage) for stage in works)
 
 
 class Ratios(NamedTuple):
@@ -82,31 +59,26 @@ def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) 
         least[-1] + ratios.head,
         float(max(least)) if pp > 2 else 0.0,
     )
-    time = min(
-        time
-        for ends in (0.0, ratios.embedding, ratios.head)
-        for time in _upwards(ends, start)
-        if _capacity(time, pp, ratios) >= layers
-    )
-    first, last = floor(time - ratios.embedding + 1e-9), floor(time - ratios.head + 1e-9)
-    return _levelled(layers, pp, vpp, least, first, floor(time + 1e-9), last)
+    first, between, last = min(_least_time(layers, pp, ratios, start, ends) for ends in (0.0, *ratios))[1:]
+    return _levelled(layers, pp, vpp, least, first, between, last)
 
 
+@lru_cache(maxsize=1 << 10)
 def _fewest_of(pp: int, vpp: int, alone: bool) -> tuple[int, ...]:
     """Layers that every stage has at least, so that no chunk is empty."""
     return tuple(max(fewest(stage, pp, vpp), int(not alone)) for stage in range(pp))
 
 
-def _upwards(ends: float, least: float) -> Iterator[float]:
-    """``ends`` and whole numbers more, from ``least`` on, up to one that surely is enough."""
-    start = ends + max(0, ceil(least - ends - 1e-9))
-    return (start + more for more in range(4))
-
-
-def _capacity(time: float, pp: int, ratios: Ratios) -> int:
-    """Layers that the stages hold that take ``time``."""
-    first, last = floor(time - ratios.embedding + 1e-9), floor(time - ratios.head + 1e-9)
-    return first + (pp - 2) * floor(time + 1e-9) + last
+def _least_time(layers: int, pp: int, ratios: Ratios, start: float, ends: float) -> tuple[float, int, int, int]:
+    """The first of ``ends`` and whole numbers more, from ``start`` on, in which all layers can be held; and how many
+    the first stage holds in it, each one between, and the last."""
+    time = ends + max(0, ceil(start - ends - 1e-9))
+    while True:
+        first, between = floor(time - ratios.embedding + 1e-9), floor(time + 1e-9)
+        last = floor(time - ratios.head + 1e-9)
+        if first + (pp - 2) * between + last >= layers:
+            return time, first, between, last
+        time += 1
 
 
 @lru_cache(maxsize=1 << 14)
@@ -127,46 +99,6 @@ def _levelled(layers: int, pp: int, vpp: int, least: tuple[int, ...], first: int
     return tuple(stage_works(at, pp, spread(count, vpp, last=at == pp - 1)) for at, count in enumerate(counts))
 
 
-# -- as fields of a plan --------------------------------------------------------------------------------
-
-
-Fields = tuple[tuple[str, Any], ...]
-
-
-@lru_cache(maxsize=4096)
-def fields_of(framework: str, works: Works) -> Fields:
-    """The fields of a plan that say what its stages hold."""
-    if framework == "megatron":
-        return _megatron_fields(works)
-    if framework == "megatron-deepspeed":
-        return (("pipeline.partition", _edges(works)),)
-    if framework == "device-map" and works:
-        return (("device_map", mapped(layers_of(works))),)
-    return ()
-
-
-def _megatron_fields(works: Works) -> Fields:
-    counts = {work.layers for stage in works for work in stage}
-    chosen = None if len(counts) == 1 else layout_text([[work.layers for work in stage] for stage in works])
-    none = dict.fromkeys(("first_layers", "last_layers", "layout"), None) | {"count_embedding": False}
-    fields = {**none, "count_loss": False, "layout": chosen}
-    return tuple((f"pipeline.{name}", value) for name, value in fields.items())
-
-
-BEFORE = 3
-"""Entries of BigScience's layer list in front of the layers (``megatron_deepspeed.layer_list``)."""
-BEHIND = 4
-
-
-def _edges(works: Works) -> tuple[int, ...]:
-    """First entry of every stage, and the length of the list; ends with their neighbours unless they say otherwise."""
-    edges, at = [0], BEFORE
-    for (work,) in works:
-        at += work.layers
-        edges.append(work.until or at + BEHIND * work.head)
-    return tuple(edges)
-
-
 # -- by memory -----------------------------------------------------------------------------------------
 
 
@@ -178,13 +110,26 @@ class Peaks:
         if plan.framework == "megatron":
             self._stages = megatron.stages_of(plan, Options())
         self._of = cache(self._computed)
+        self._bounds = cache(self._between)
 
     def __call__(self, stage: int, works: tuple[Work, ...]) -> int:
         return self._of(stage, works)
 
+    def keep_to(self, limit: int, stage: int, works: tuple[Work, ...]) -> bool:
+        """Whether that is ``limit`` at most."""
+        bounds = self._bounds(stage, works)
+        if bounds.most <= limit:
+            return True
+        return bounds.least <= limit and self(stage, works) <= limit
+
     def _computed(self, stage: int, works: tuple[Work, ...]) -> int:
-        entries = tuple(_entries(work) for work in works)
-        return fold_program(self._stages.program(stage, entries)).peak
+        return fold_program(self._program(stage, works)).peak
+
+    def _between(self, stage: int, works: tuple[Work, ...]) -> Range:
+        return between(self._program(stage, works))
+
+    def _program(self, stage: int, works: tuple[Work, ...]) -> Program:
+        return self._stages.program(stage, tuple(_entries(work) for work in works))
 
 
 def _entries(work: Work) -> tuple[str, ...]:
@@ -264,7 +209,7 @@ def _of_layers(
             return None
 
         def holds(count: int, stage: int = stage) -> bool:
-            return peaks(stage, held(stage, count)) <= threshold
+            return peaks.keep_to(threshold, stage, held(stage, count))
 
         most.append(_most(holds, least[stage], top, downwards=caps is not None))
     if sum(most) < layers or any(map(int.__lt__, most, least)):
@@ -368,12 +313,6 @@ def _of_devices(plan: Plan, limit: int | None, criteria: Criteria) -> Works | No
     return None if chosen is None else tuple(stage_works(at, devices, one.chunks) for at, one in enumerate(chosen))
 
 
-def mapped(shares: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """A device map of so many layers in a row on each device."""
-    edges = [0, *accumulate(shares)]
-    return {device: tuple(range(low, high)) for device, (low, high) in enumerate(pairwise(edges))}
-
-
 def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
     """BigScience's list: any run of entries may be a stage that has a layer; others could not run (``notices``)."""
     shape = megatron_deepspeed.parallel_shape(plan)
@@ -397,7 +336,7 @@ def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteri
             return tuple(names[BEFORE : BEFORE + high - low])
         return tuple(names[low:high])
 
-    bounds = _edges(fastest(plan.model.layers, stages, 1, ratios, may_be_alone(plan.framework)))
+    bounds = edges(fastest(plan.model.layers, stages, 1, ratios, may_be_alone(plan.framework)))
     threshold = limit
     if threshold is None:
         threshold = max(peak(at, canonical(low, high)) for at, (low, high) in enumerate(pairwise(bounds)))

@@ -11,12 +11,13 @@ from ..estimate import fold
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from .changes import changed
 from .clock import Clock
-from .cuts import CUT, fields_of, smallest
+from .cuts import CUT, smallest
+from .fields import UNCUT_FIELDS, changed
 from .result import Suggestion
-from .space import UNCUT_FIELDS, space_of
+from .space import space_of
 from .timing import step_time
+from .works import fields_of
 
 DEEPSPEED = ("type:transformer", "type:embed|transformer", "parameters", "uniform")
 """Methods of DeepSpeed's ``PipelineModule._partition_layers``, with the two patterns that BigScience used."""

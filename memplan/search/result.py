@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ..plan.plan import Plan
 from ..result import Estimate
-from .cuts import Works
-from .space import Point
+from .point import Point
 from .timing import StepTime
+from .works import Works
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import heapq
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 from ..estimate import device_bytes, estimate
@@ -25,51 +25,19 @@ from ..measured import NOTHING, Measured
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from .bounds import (
-    LayerNeeds,
-    Load,
-    States,
-    at_best,
-    at_least,
-    fewest_recomputed,
-    layer_needs,
-    loads,
-    most_layers,
-    scaled,
-    states,
-)
+from .bounds import fewest_recomputed, most_layers
+from .candidates import Candidate, Candidates, Needs, recomputing, without_values
 from .clock import Clock
-from .cuts import CUT, Ratios, Works, capped, fields_of, fitting, may_be_alone, smallest
-from .floors import Floors
+from .cuts import CUT, Ratios, capped, fitting, may_be_alone, smallest
 from .peaks import fullest, stops_early
+from .point import NO_RECOMPUTE, Point, Recomputing
 from .result import Counts, Suggestion
-from .space import NO_RECOMPUTE, Point, Recomputing, Space
+from .space import Space
+from .timing import step_time
+from .works import Works, fields_of
 
 Report = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A point with a cut, before anything is built."""
-
-    seconds: float
-    floor: int
-    """Bytes that the fullest stage needs at least."""
-    point: Point
-    works: Works
-    timed: bool = False
-    """``seconds`` is the whole step, not only its passes."""
-    fitted: bool = False
-    """Its cut, or the number of its recomputed layers, was chosen to fit."""
-    to_fit: int = 0
-    """Bytes that its tensors may request once that has been chosen; until then its time is a bound from below."""
-
-    @property
-    def order(self) -> tuple[object, ...]:
-        """Fastest first, what keeps the numbers of training before what does not; of equals the one that needs less,
-        then the one with the smaller sizes."""
-        return (not self.point.keeps_numerics, self.seconds, self.floor, self.point.order, self.works)
 
 
 class Search:
@@ -82,11 +50,8 @@ class Search:
         self.space, self.clock, self.limit, self.report, self.known = space, clock, limit, report, known
         self.beyond, self.requestable = beyond, limit - beyond
         self.is_cut = space.base.framework in CUT
-        self.refused: Counter[str] = Counter()
-        self.considered = self.too_large = self.replayed = 0
-        self._layers: dict[object, LayerNeeds] = {}
-        self._states: dict[object, States] = {}
-        self._floors = Floors(space)
+        self.needs = Needs(space)
+        self.replayed = 0
         self._folded: dict[tuple[Point, Works], Suggestion | None] = {}
         self.passed_over: dict[tuple[Point, Works], Suggestion] = {}
         """What was folded until it was known to be too much: its fullest stage requests so many bytes at least."""
@@ -95,67 +60,9 @@ class Search:
         self._waiting: list[Candidate] = []
         self._too_large_from: dict[Point, int] = {}
         """The smallest micro-batch with which a layout's tensors were too much."""
-        self.candidates = sorted(self._candidates(), key=lambda one: one.order)
-
-    # -- every point: its time, and a bound of its memory -------------------------------------------------
-
-    def _candidates(self) -> Iterator[Candidate]:
-        """All but those that a bound leaves out, which are counted.
-
-        What a layer saves grows with the micro-batch: once one is too large in whatever states and cut, so are larger
-        ones.
-        """
-        space = self.space
-        for tp, cp, pp, vpp, dp, sizes in space.layouts():
-            combined = space.states(dp * cp, pp)
-            for recompute in space.recompute:
-                for at, mbs in enumerate(sizes):
-                    any_fits = False
-                    for zero, extras in combined:
-                        point = Point(tp, cp, pp, vpp, dp, zero, mbs, recompute, extras)
-                        self.considered += 1
-                        candidate = self._candidate(point)
-                        if candidate is not None:
-                            any_fits = any_fits or candidate.floor <= self.requestable or self._could_fit(point)
-                            yield candidate
-                    if not any_fits and self.is_cut:
-                        self.considered += (len(sizes) - at - 1) * len(combined)
-                        self.too_large += (len(sizes) - at - 1) * len(combined)
-                        break
-        self.refused.update(space.refused)
-
-    def _could_fit(self, point: Point) -> bool:
-        """In some other cut than its fastest, for all that its bound says."""
-        return self.is_cut and self.space.cut is None and point.pp > 1 and self._at_best(point) <= self.requestable
-
-    def _candidate(self, point: Point) -> Candidate | None:
-        try:
-            works, seconds = self.clock.fastest(point)
-            return Candidate(seconds, self._floor(point, works), point, works)
-        except PlanError as error:
-            self.refused[without_values(error)] += 1
-            self.considered -= 1
-            return None
-
-    def _floor(self, point: Point, works: Works) -> int:
-        if not self.is_cut:
-            return self._floors(point)
-        load = loads(works, self.space.microbatches(point))
-        return at_least(self._needs(point), self._kept(point), point.dp * point.cp, load)
-
-    def _needs(self, point: Point) -> LayerNeeds:
-        key = (point.tp, point.cp, point.recompute.mode)
-        if key not in self._layers:
-            self._layers[key] = layer_needs(
-                self.space.alone(point._replace(mbs=1, zero=self.space.least_zero, extras=()))
-            )
-        return scaled(self._layers[key], point.mbs)
-
-    def _kept(self, point: Point) -> States:
-        key = (point.zero, point.extras)
-        if key not in self._states:
-            self._states[key] = states(self.space.alone(point._replace(mbs=1)))
-        return self._states[key]
+        self._points = Candidates(space, clock, self.needs, self.requestable)
+        self.candidates = list(self._points)
+        self._fastest_first = sorted((*one.rank, at) for at, one in enumerate(self.candidates))
 
     # -- memory --------------------------------------------------------------------------------------------
 
@@ -192,8 +99,8 @@ class Search:
         works = smallest(resolve(self.space.plan(candidate.point, {"device_map": None})), Ratios())
         if works is None:
             return candidate
-        plan = self._plan(replace(candidate, works=works))
-        return replace(candidate, works=works, seconds=self.clock.step(resolve(plan)).total)
+        plan = self._plan(candidate._replace(works=works))
+        return candidate._replace(works=works, seconds=step_time(resolve(plan)).total)
 
     def _plan(self, candidate: Candidate) -> Plan:
         """As a user would write it, defaults left out."""
@@ -205,7 +112,7 @@ class Search:
         """With the allocator's replay of every stage, and the parts of its time."""
         self.replayed += 1
         whole = estimate(suggestion.plan, self.known)
-        step = self.clock.step(resolve(suggestion.plan))
+        step = step_time(resolve(suggestion.plan))
         return replace(suggestion, estimate=whole, device=whole.peak, step=step, seconds=step.total)
 
     def replayed_fullest(self, suggestion: Suggestion) -> Suggestion:
@@ -214,7 +121,7 @@ class Search:
             return self.estimated(suggestion)
         self.replayed += 1
         plan = resolve(suggestion.plan)
-        step = self.clock.step(plan)
+        step = step_time(plan)
         device = device_bytes(plan, suggestion.fullest, self.known)
         return replace(suggestion, device=device, step=step, seconds=step.total)
 
@@ -243,16 +150,20 @@ class Search:
     def _by_time(self, is_worth: Callable[[Candidate], bool]) -> Iterator[Candidate]:
         """Candidates in their order that are worth it, with the time of their whole step; what is put into
         ``_waiting`` meanwhile is among them."""
-        order = count()
-        heap = [(one.order, next(order), one) for one in self.candidates]
-        taken = 0
-        while heap or self._waiting:
+        order, taken, passed = count(), 0, 0
+        heap: list[tuple[tuple[object, ...], int, Candidate]] = []
+        while True:
             for later in self._waiting:
                 heapq.heappush(heap, (later.order, next(order), later))
             self._waiting.clear()
-            if not heap:
+            rest = self._fastest_first[passed] if passed < len(self._fastest_first) else None
+            if rest is not None and (not heap or rest[:2] <= heap[0][0]):
+                candidate = self.candidates[rest[2]]
+                passed += 1
+            elif heap:
+                _, _, candidate = heapq.heappop(heap)
+            else:
                 return
-            _, _, candidate = heapq.heappop(heap)
             if not is_worth(candidate):
                 continue
             if candidate.to_fit:
@@ -279,7 +190,7 @@ class Search:
     def _timed(self, candidate: Candidate, works: Works | None = None) -> Candidate:
         """With the seconds of its whole step, cut into ``works``."""
         works = candidate.works if works is None else works
-        return replace(candidate, seconds=self.clock.seconds(candidate.point, works), works=works, timed=True)
+        return candidate._replace(seconds=self.clock.seconds(candidate.point, works), works=works, timed=True)
 
     def _fitted(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
         """The same layout, to be cut or recomputed such that its tensors request ``limit`` bytes at most: not before
@@ -287,38 +198,31 @@ class Search:
         point = candidate.point
         if not self.is_cut or candidate.fitted:
             return
-        if self.space.cut is None and point.pp > 1 and self._at_best(point) <= limit:
+        if self.space.cut is None and point.pp > 1 and self.needs.at_best(point) <= limit:
             layers, framework = self.space.base.model.layers, self.space.base.framework
-            caps = most_layers(self._load(point), limit)
+            caps = most_layers(self.needs.load(point), limit)
             works = capped(layers, point.vpp, self.clock.ratios(point), caps, may_be_alone(framework))
             if works is not None:
-                yield replace(self._timed(candidate, works), fitted=True, to_fit=limit)
+                yield self._timed(candidate, works)._replace(fitted=True, to_fit=limit)
         whole = point._replace(recompute=Recomputing("full"))
         most = max(work.layers for stage in candidate.works for work in stage)
         if point.recompute != NO_RECOMPUTE or whole.recompute not in self.space.recompute or most < 2:
             return
-        if self._floor(whole, candidate.works) <= limit:
-            fewest = fewest_recomputed(self._load(point), self._load(whole), candidate.works, limit)
-            yield replace(self._timed(_recomputing(candidate, fewest)), fitted=True, to_fit=limit)
+        if self.needs.floor(whole, candidate.works) <= limit:
+            fewest = fewest_recomputed(self.needs.load(point), self.needs.load(whole), candidate.works, limit)
+            yield self._timed(recomputing(candidate, fewest))._replace(fitted=True, to_fit=limit)
 
     def _chosen(self, candidate: Candidate) -> Iterator[Candidate]:
         """``candidate`` with the fastest cut that fits, or the fewest recomputed layers."""
         point, limit = candidate.point, candidate.to_fit
-        done = replace(candidate, to_fit=0)
+        done = candidate._replace(to_fit=0)
         if point.recompute.method == "block":
             yield from self._recomputed(done, limit)
             return
-        caps = most_layers(self._load(point), limit)
+        caps = most_layers(self.needs.load(point), limit)
         works = fitting(resolve(self._plan(done)), self.clock.ratios(point), limit, caps)
         if works is not None:
             yield self._timed(done, works)
-
-    def _load(self, point: Point) -> Load:
-        shards, microbatches = point.dp * point.cp, self.space.microbatches(point)
-        return Load(self._needs(point), self._kept(point), shards, point.pp, point.vpp, microbatches)
-
-    def _at_best(self, point: Point) -> float:
-        return at_best(self._load(point), self.space.base.model.layers)
 
     def _recomputed(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
         """Full recompute on the fewest layers of every stage (of every chunk) that make it fit, from a number that is
@@ -327,14 +231,14 @@ class Search:
         most = max(work.layers for stage in candidate.works for work in stage)
 
         def holds(layers: int) -> bool:
-            suggestion = self.folded(_recomputing(candidate, layers), limit)
+            suggestion = self.folded(recomputing(candidate, layers), limit)
             return suggestion is not None and suggestion.requested <= limit
 
         if holds(least):
             yield self._timed(candidate)
         elif least < most and holds(most):
             fewest = bisect_left(range(least + 1, most), True, key=holds) + least + 1
-            yield self._timed(_recomputing(candidate, fewest))
+            yield self._timed(recomputing(candidate, fewest))
 
     # -- memory against time -------------------------------------------------------------------------------
 
@@ -378,27 +282,34 @@ class Search:
         point = candidate.point
         if not self.is_cut or point.pp == 1 or self.space.cut is not None:
             return
-        if best is not None and self._at_best(point) >= best.requested:
+        if best is not None and self.needs.at_best(point) >= best.requested:
             return
         works = smallest(resolve(self._plan(candidate)), self.clock.ratios(point))
         if works is not None:
-            yield replace(self._timed(candidate, works), fitted=True)
+            yield self._timed(candidate, works)._replace(fitted=True)
 
     def counts(self) -> Counts:
         """Every point has one fate; points of which several cuts were folded are counted once."""
         folded = {point for point, _ in self._folded} | {point for point, _ in self.passed_over}
-        own = {one.point for one in self.candidates} - self.unbuilt.keys()
-        considered = self.considered - len({one.point for one in self.candidates} & self.unbuilt.keys())
-        refused = self.refused + Counter(self.unbuilt.values())
-        built = len(folded & own)
-        too_large = self.too_large
-        too_large += sum(one.floor > self.requestable and one.point not in folded for one in self.candidates)
-        slower = considered - too_large - built
-        return Counts(considered, dict(refused), too_large, slower, built, self.replayed)
+        sizes = {point[:SIZES] for point in (*folded, *self.unbuilt)}
+        own = [one for one in self.candidates if one.point[:SIZES] in sizes]
+        refused = {one.point for one in own} & self.unbuilt.keys()
+        built = [one for one in own if one.point in folded]
+        considered = self._points.considered - len(refused)
+        too_large = self._points.too_large + sum(one.floor > self.requestable for one in self.candidates)
+        too_large -= sum(one.floor > self.requestable for one in built)
+        return Counts(
+            considered=considered,
+            refused=dict(self._points.refused + Counter(self.unbuilt.values())),
+            too_large=too_large,
+            slower=considered - too_large - len({one.point for one in built} - refused),
+            folded=len({one.point for one in built} - refused),
+            replayed=self.replayed,
+        )
 
 
-def _recomputing(candidate: Candidate, layers: int) -> Candidate:
-    return replace(candidate, point=candidate.point._replace(recompute=Recomputing("full", "block", layers)))
+SIZES = 7
+"""Fields of a point that are numbers, in front of the others."""
 
 
 def _kind(point: Point) -> object:
@@ -406,8 +317,3 @@ def _kind(point: Point) -> object:
     stages, another cut or kernel of the loss."""
     extras = tuple(extra for extra in point.extras if not extra.keeps_numerics or extra.moves_states)
     return point._replace(recompute=Recomputing(point.recompute.mode), vpp=0, extras=extras)
-
-
-def without_values(error: PlanError) -> str:
-    """An error's field and rule, so that equal ones are counted together."""
-    return f"{error.field}: {error.problem}"

@@ -10,76 +10,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..plan.errors import PlanError
-from ..plan.plan import Layout, Plan, Recompute
+from ..plan.plan import Layout, Plan
 from ..plan.resolve import resolve
-
-PARALLEL = ("tp", "cp", "pp", "vpp", "dp")
-
-
-class Recomputing(NamedTuple):
-    """How much is computed again in backward; fields as in the section ``recompute``."""
-
-    mode: str = "none"
-    method: str = "uniform"
-    layers: int | None = None
-
-    def __str__(self) -> str:
-        if self.mode == "full" and self.method == "block":
-            return f"full on {self.layers} layers"
-        return self.mode
-
-
-NO_RECOMPUTE = Recomputing()
-
-
-class Extra(NamedTuple):
-    """Fields that are changed together, and what a person calls that."""
-
-    label: str
-    fields: tuple[tuple[str, Any], ...]
-    keeps_numerics: bool = True
-    least_zero: int = 0
-    """The smallest ZeRO stage that it goes with."""
-    changes_passes: bool = False
-    """Forward and backward take another time."""
-    moves_states: bool = False
-    """States or parameters are kept elsewhere than on the GPU."""
-    groups: int = 1
-    """Groups of replicas that it makes, each of two or more."""
-
-
-class Point(NamedTuple):
-    """One value of every axis."""
-
-    tp: int
-    cp: int
-    pp: int
-    vpp: int
-    dp: int
-    zero: int
-    mbs: int
-    recompute: Recomputing
-    extras: tuple[Extra, ...] = ()
-
-    @property
-    def keeps_numerics(self) -> bool:
-        return all(extra.keeps_numerics for extra in self.extras)
-
-    @property
-    def order(self) -> tuple[object, ...]:
-        """Smaller sizes and fewer changes first: what decides between equals."""
-        changes = len(self.extras), tuple(extra.label for extra in self.extras)
-        recompute = self.recompute.mode, self.recompute.layers or 0
-        return (*changes, self.tp, self.cp, self.pp, self.vpp, -self.zero, self.mbs, *recompute)
-
-    @property
-    def gpus(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
+from .axes import combined_extras, divisors, makes_groups, parallel_sizes, recomputing
+from .fields import UNCUT, UNCUT_FIELDS, changed, updated
+from .point import Extra, Point, Recomputing
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +50,10 @@ class Space:
     """``None``: wherever there is tensor parallelism."""
     cut: str | None = None
     """The field that fixes what stages hold; ``None`` where the search may choose."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """Points that the enumeration left out, by the rule."""
 
     def __iter__(self) -> Iterator[Point]:
         """Every point that the framework's rules of division allow, in a fixed order."""
-        for tp, cp, pp, vpp, dp, sizes in self.layouts():
+        for tp, cp, pp, vpp, dp, sizes in self.layouts(Counter()):
             for recompute, mbs, (zero, extras) in product(self.recompute, sizes, self.states(dp * cp, pp)):
                 yield Point(tp, cp, pp, vpp, dp, zero, mbs, recompute, extras)
 
@@ -127,26 +65,27 @@ class Space:
             for zero, extras in product(self.zero, self.extras)
             if (shards > 1 or not zero or self.base.framework == "deepspeed")
             and all(zero >= extra.least_zero for extra in extras)
-            and all(extra.groups == 1 or (pp == 1 and _makes_groups(shards, extra.groups)) for extra in extras)
+            and all(extra.groups == 1 or (pp == 1 and makes_groups(shards, extra.groups)) for extra in extras)
         ]
 
-    def layouts(self) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...]]]:
-        """tp, cp, pp, vpp, dp, and the micro-batch sizes that go with them, ascending."""
-        self.refused.clear()
+    def layouts(self, refused: Counter[str]) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...]]]:
+        """tp, cp, pp, vpp, dp, and the micro-batch sizes that go with them, ascending. Points that are left out are
+        counted in ``refused``, by the rule."""
         for tp, cp, pp in product(self.tp, self.cp, self.pp):
             extras = sum(pp == 1 or all(one.groups == 1 for one in extras) for extras in self.extras)
             combinations = len(self.zero) * len(self.recompute) * extras
             dp, rest = self._replicas(tp * cp * pp)
             why = self._undivided(dp, rest)
             if why:
-                self.refused[why] += combinations * len(self.vpp)
+                refused[why] += combinations * len(self.vpp)
                 continue
+            every = divisors(self.gbs // dp) if self.mbs is None else self.mbs
             for vpp in self.vpp:
                 sizes = []
-                for mbs in _divisors(self.gbs // dp) if self.mbs is None else self.mbs:
+                for mbs in every:
                     why = self._unrunnable(tp, pp, vpp, cp, dp, mbs)
                     if why:
-                        self.refused[why] += combinations
+                        refused[why] += combinations
                     else:
                         sizes.append(mbs)
                 if sizes:
@@ -193,37 +132,31 @@ class Space:
 
     def plan(self, point: Point, fields: Mapping[str, Any] | None = None) -> Plan:
         """``point`` as a plan before its defaults are filled in, with ``fields`` over it."""
-        layout = {
-            **{name: getattr(point, name) for name in ("tp", "cp", "pp", "vpp", "zero")},
-            "dp": None if self.base.framework != "device-map" else 1,
+        base, framework, recompute = self.base, self.base.framework, point.recompute
+        changes: dict[str, Any] = {f"layout.{name}": getattr(point, name) for name in ("tp", "cp", "pp", "vpp", "zero")}
+        changes["layout.dp"] = None if framework != "device-map" else 1
+        if framework == "megatron":
+            parallel = point.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+            changes["layout.sequence_parallel"] = parallel
+        changes |= {
+            "hardware.gpus": self.gpus,
+            "batch.mbs": point.mbs,
+            "batch.gbs": self.gbs,
+            "batch.accumulation": None,
+            "recompute.mode": recompute.mode,
+            "recompute.method": recompute.method,
+            "recompute.layers": recompute.layers,
+            "recompute.modules": base.recompute.modules if recompute.mode == "selective" else None,
         }
-        if self.base.framework == "megatron":
-            layout["sequence_parallel"] = point.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
-        changes: dict[str, dict[str, Any]] = {
-            "layout": layout,
-            "hardware": {"gpus": self.gpus},
-            "batch": {"mbs": point.mbs, "gbs": self.gbs, "accumulation": None},
-            "recompute": {
-                "mode": point.recompute.mode,
-                "method": point.recompute.method,
-                "layers": point.recompute.layers,
-                "modules": self.base.recompute.modules if point.recompute.mode == "selective" else None,
-            },
-            "pipeline": dict(UNCUT) if point.pp != self.base.layout.pp or point.vpp != self.base.layout.vpp else {},
-        }
-        if self.base.framework == "megatron" and not point.zero:
-            changes["megatron"] = {"overlap_param_gather": False, "distributed_optimizer_instances": 1}
-        if self.base.framework == "fsdp" and self.base.fsdp.code == "torchtitan" and self.per_operator:
-            changes["fsdp"] = {"per_operator": point.recompute.mode == "selective", "recompute_every": 1}
-        whole: dict[str, Any] = {}
-        for path, value in [*(one for extra in point.extras for one in extra.fields), *(fields or {}).items()]:
-            section, _, name = path.rpartition(".")
-            if section:
-                changes.setdefault(section, {})[name] = value
-            else:
-                whole[name] = value
-        sections = {name: updated(getattr(self.base, name), values) for name, values in changes.items()}
-        return self.base.model_copy(update={**sections, **whole})
+        if point.pp != base.layout.pp or point.vpp != base.layout.vpp:
+            changes |= UNCUT_FIELDS
+        if framework == "megatron" and not point.zero:
+            changes |= {"megatron.overlap_param_gather": False, "megatron.distributed_optimizer_instances": 1}
+        if framework == "fsdp" and base.fsdp.code == "torchtitan" and self.per_operator:
+            changes |= {"fsdp.per_operator": recompute.mode == "selective", "fsdp.recompute_every": 1}
+        for extra in point.extras:
+            changes |= dict(extra.fields)
+        return changed(base, changes | dict(fields or {}))
 
     @property
     def least_zero(self) -> int:
@@ -241,24 +174,6 @@ class Space:
     def microbatches(self, point: Point) -> int:
         """Of one replica in one step."""
         return self.gbs // (point.dp * point.mbs)
-
-
-UNCUT: Mapping[str, Any] = {
-    "first_layers": None, "last_layers": None, "count_embedding": False, "count_loss": False, "layout": None,
-    "group": None, "partition": "type:transformer",
-}  # fmt: skip
-"""Fields that cut a model into stages in one particular way, taken back where the number of stages is another."""
-
-
-UNCUT_FIELDS = {f"pipeline.{name}": value for name, value in UNCUT.items()}
-
-
-def updated(section: Any, values: Mapping[str, Any]) -> Any:
-    """``section`` with ``values``; those that are its defaults count as not set, as if nobody had said them."""
-    copied = section.model_copy(update=values)
-    defaults = {name for name in values if getattr(copied, name) == type(section).model_fields[name].default}
-    copied.__pydantic_fields_set__.difference_update(defaults)
-    return copied
 
 
 def filled(base: Plan) -> Plan:
@@ -286,8 +201,8 @@ def space_of(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int | N
     assert resolved.batch.seq is not None
     assert resolved.hardware.gpus is not None
     gpus = resolved.hardware.gpus if gpus is None else gpus
-    sizes = _parallel_sizes(resolved, gpus)
-    recompute = _recomputing(resolved)
+    sizes = parallel_sizes(resolved, gpus)
+    recompute = recomputing(resolved)
     sizes = {name: _narrowed(f"layout.{name}", values, fixed) for name, values in sizes.items()}
     cuts = (path for path in sorted(fixed) if path.startswith("pipeline.") or path == "device_map")
     cut = next((path for path in cuts if path != "pipeline.schedule"), None)
@@ -295,7 +210,8 @@ def space_of(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int | N
         sizes |= {"pp": (resolved.layout.pp,), "vpp": (resolved.layout.vpp,)}
     mbs = (int(fixed["batch.mbs"]),) if "batch.mbs" in fixed else None
     if any(path.startswith("recompute.") for path in fixed):
-        recompute = (_of_section(base.recompute),)
+        given = base.recompute
+        recompute = (Recomputing(given.mode, given.method, given.layers),)
     return Space(
         base=base,
         resolved=resolved,
@@ -309,16 +225,12 @@ def space_of(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int | N
         zero=sizes["zero"],
         mbs=mbs,
         recompute=recompute,
-        extras=_extras(resolved, fixed),
+        extras=combined_extras(resolved, fixed),
         dp=(int(fixed["layout.dp"]),) if "layout.dp" in fixed else None,
         per_operator=not any(path.startswith(("recompute.", "fsdp.")) for path in fixed),
         sequence_parallel=resolved.layout.sequence_parallel if "layout.sequence_parallel" in fixed else None,
         cut=cut,
     )
-
-
-def _of_section(recompute: Recompute) -> Recomputing:
-    return Recomputing(recompute.mode, recompute.method, recompute.layers)
 
 
 def _narrowed(path: str, values: tuple[int, ...], fixed: Mapping[str, Any]) -> tuple[int, ...]:
@@ -328,123 +240,6 @@ def _narrowed(path: str, values: tuple[int, ...], fixed: Mapping[str, Any]) -> t
         among = ", ".join(map(str, values[:12])) + (", …" if len(values) > 12 else "")
         raise PlanError(path, fixed[path], f"is not in the space that is searched: {among}")
     return (fixed[path],)
-
-
-def _parallel_sizes(plan: Plan, gpus: int) -> dict[str, tuple[int, ...]]:
-    """Values of every size in the section ``layout`` that a framework can have on so many GPUs."""
-    framework, model, one = plan.framework, plan.model, (1,)
-    sizes: dict[str, tuple[int, ...]] = {"tp": one, "cp": one, "pp": one, "vpp": one, "zero": (0,)}
-    deep = tuple(pp for pp in _divisors(gpus) if pp <= model.layers)
-    within_node = min(gpus, plan.hardware.gpus_per_node)
-    divided = (model.heads, model.kv_heads, model.ffn, model.hidden)
-    wide = tuple(t for t in _divisors(gpus) if t <= within_node and not any(size % t for size in divided))
-    if framework in ("megatron", "megatron-deepspeed"):
-        sizes |= {"tp": wide, "pp": deep, "zero": (1,) if plan.optimizer.precision_aware else (1, 0)}
-    if framework == "megatron":
-        longest = _powers(gpus) if plan.attention == "flash" else one
-        sizes |= {"cp": tuple(cp for cp in longest if cp <= MOST_CONTEXT), "vpp": tuple(range(1, MOST_CHUNKS + 1))}
-    if framework == "fsdp" and plan.fsdp.code == "torchtitan":
-        whole = tuple(t for t in wide if not plan.model.vocab % t)
-        sizes |= {"tp": whole, "pp": deep, "vpp": tuple(range(1, MOST_CHUNKS + 1))}
-    if framework == "deepspeed":
-        sizes["zero"] = (0, 1, 2, 3)
-    if framework == "ddp":
-        sizes["zero"] = (0, 1)
-    return sizes
-
-
-MOST_CONTEXT = 16
-"""Context-parallel ranks: more than published runs of up to 128k tokens use."""
-MOST_CHUNKS = 8
-"""Virtual stages of a rank that are tried."""
-
-
-def _recomputing(plan: Plan) -> tuple[Recomputing, ...]:
-    """Ways to recompute that a framework has. How many layers, where that can be chosen, is found by the search."""
-    none, full = NO_RECOMPUTE, Recomputing("full")
-    if plan.framework == "megatron":
-        return none, Recomputing("selective"), full
-    if plan.framework == "megatron-deepspeed":
-        return none, full
-    if plan.framework == "fsdp" and plan.fsdp.code == "torchtitan":
-        return none, Recomputing("selective"), full
-    return none, full
-
-
-def _extras(plan: Plan, fixed: Mapping[str, Any]) -> tuple[tuple[Extra, ...], ...]:
-    """Every combination of one choice of each group, none of them first."""
-    groups = [
-        group
-        for group in extras_of(plan)
-        if group and not any(path in fixed for one in group for path, _ in one.fields)
-    ]
-    combined = product(*[(None, *group) for group in groups])
-    return tuple(tuple(extra for extra in choice if extra is not None) for choice in combined)
-
-
-def extras_of(plan: Plan) -> list[tuple[Extra, ...]]:
-    """Choices beside layout, batch and recompute, alternatives of one another in a group."""
-    fields: tuple[tuple[str, Any], ...]
-    framework, groups = plan.framework, list[tuple[Extra, ...]]()
-    adam = plan.optimizer.name in ("adam", "adamw")
-    if framework == "megatron" and plan.megatron.cross_entropy_fusion == "none":
-        fused = "te" if plan.megatron.transformer_impl == "transformer_engine" else "native"
-        groups.append((Extra("fused cross entropy", (("megatron.cross_entropy_fusion", fused),), changes_passes=True),))
-    if framework == "megatron" and adam and not plan.optimizer.precision_aware and plan.precision.dtype == "bf16":
-        fields = (("optimizer.precision_aware", True), ("optimizer.exp_avg", "bf16"), ("optimizer.exp_avg_sq", "bf16"))
-        groups.append((Extra("Adam states in bf16", fields, keeps_numerics=False, least_zero=1),))
-    if framework == "megatron-deepspeed" and plan.loss.kind == "vocab-parallel":
-        fields = (("loss.kind", "adaptive-softmax"),)
-        groups.append((Extra("adaptive softmax", fields, keeps_numerics=False, changes_passes=True),))
-    if framework == "deepspeed" and plan.deepspeed.offload_optimizer == "none":
-        groups.append((_OFFLOAD_STATES, _OFFLOAD_ALL))
-    if framework == "fsdp" and not plan.fsdp.offload:
-        groups.append((Extra("CPU offload", (("fsdp.offload", True),), moves_states=True),))
-    if framework == "fsdp":
-        groups.append(tuple(_hybrid(count) for count in _replicas(plan) if count != plan.fsdp.replicas))
-    if framework in ("single", "ddp", "device-map") and plan.loss.kind == "plain" and not plan.loss.logits_to_keep:
-        groups.append((Extra("Liger's fused loss", (("loss.kind", "liger"),), changes_passes=True),))
-    if framework not in ("megatron", "fsdp") and adam:
-        fields = (("optimizer.name", "adam8bit"), ("optimizer.implementation", None))
-        if framework == "megatron-deepspeed":
-            fields = (*fields, ("optimizer.embeddings_32bit", False))
-        groups.append((Extra("8-bit Adam", fields, keeps_numerics=False),))
-    return groups
-
-
-_OFFLOAD_STATES = Extra(
-    "optimizer on the CPU", (("deepspeed.offload_optimizer", "cpu"),), least_zero=1, moves_states=True
-)
-_OFFLOAD_ALL = Extra(
-    "optimizer and parameters on the CPU",
-    (("deepspeed.offload_optimizer", "cpu"), ("deepspeed.offload_param", "cpu")),
-    least_zero=3,
-    moves_states=True,
-)
-
-
-def _replicas(plan: Plan) -> tuple[int, ...]:
-    """Groups of ranks that hold the same shards: those that are whole nodes, or one group of all."""
-    nodes, rest = divmod(plan.hardware.gpus or 1, plan.hardware.gpus_per_node)
-    return _divisors(nodes) if nodes > 1 and not rest else (1,)
-
-
-def _hybrid(count: int) -> Extra:
-    label = f"HSDP ×{count}" if count > 1 else "one group of shards"
-    return Extra(label, (("fsdp.replicas", count),), groups=count)
-
-
-def _makes_groups(shards: int, count: int) -> bool:
-    return shards > count and shards % count == 0
-
-
-def _divisors(number: int) -> tuple[int, ...]:
-    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
-    return tuple(sorted({*small, *(number // one for one in small)}))
-
-
-def _powers(limit: int) -> tuple[int, ...]:
-    return tuple(1 << bit for bit in range(limit.bit_length()) if 1 << bit <= limit)
 
 
 def nearest_counts(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int) -> Sequence[int]:

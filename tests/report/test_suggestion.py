@@ -28,9 +28,9 @@ from memplan.report.suggestion_words import (
     time_unit,
 )
 from memplan.search.answer import suggest
-from memplan.search.cuts import Work
 from memplan.search.methods import methods_of
 from memplan.search.result import Found
+from memplan.search.works import Work
 
 from .printing import printed, widest
 

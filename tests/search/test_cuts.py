@@ -16,23 +16,11 @@ from memplan.plan.megatron_layout import layout_text, stages
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.search.changes import changed
-from memplan.search.cuts import (
-    Peaks,
-    Ratios,
-    Work,
-    Works,
-    fastest,
-    fewest,
-    fields_of,
-    fitting,
-    layers_of,
-    smallest,
-    spread,
-    stage_works,
-)
+from memplan.search.cuts import Peaks, Ratios, fastest, fewest, fitting, smallest, spread, stage_works
+from memplan.search.fields import changed
 from memplan.search.partition import Option, choose
 from memplan.search.timing import work_of
+from memplan.search.works import Work, Works, fields_of, layers_of
 
 SMALL = {
     "model": "llama-2-7b", "layers": "7", "hidden": "256", "ffn": "512", "heads": "4", "kv-heads": "4",

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import pairwise, product
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from memplan.estimate import estimate, fold
 from memplan.frameworks import megatron
 from memplan.layers.module import Options
-from memplan.pipeline.megatron_fold import ChunkPasses, Sizes, fold_iteration
-from memplan.pipeline.megatron_schedule import schedule
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.program import fold_program
-from memplan.search.changes import changed
 from memplan.search.clock import Clock
-from memplan.search.cuts import Works, fields_of, smallest
-from memplan.search.peaks import APART, at_most, beside, fullest, most_at_once
+from memplan.search.cuts import smallest
+from memplan.search.fields import changed
+from memplan.search.peaks import between, fullest
+from memplan.search.point import Point, Recomputing
 from memplan.search.search import Candidate, Search
-from memplan.search.space import Point, Recomputing, Space, filled, space_of
+from memplan.search.space import Space, filled, space_of
 from memplan.search.timing import step_time
-from memplan.tape import Category, change
+from memplan.search.works import Works, fields_of
 
 from .test_cuts import counts_of
 
@@ -111,38 +107,16 @@ def test_bounds_from_above_and_below(name: str) -> None:
         point, plan = candidate.point, resolve(search._plan(candidate))
         programs = megatron.programs(plan, Options())
         peaks = [fold_program(program).peak for program in programs]
-        for at, (program, peak) in enumerate(zip(programs, peaks, strict=True)):
-            assert peak <= at_most(program)
-            assert all(
-                behind <= beside(program, peak, later) for later, behind in zip(programs[at:], peaks[at:], strict=True)
-            )
+        for program, peak in zip(programs, peaks, strict=True):
+            bounds = between(program)
+            assert bounds.least <= peak <= bounds.most
+        enough = min(peaks)
+        most, stage = fullest(plan, enough)
+        assert most == max(peaks) if max(peaks) <= enough else enough < most <= peaks[stage]
         least = smallest(plan, search.clock.ratios(point))
         assert least is not None
         peak, _ = fullest(resolve(changed(plan, dict(fields_of("megatron", least)))))
-        assert search._at_best(point) <= peak
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    st.integers(3, 9), st.integers(1, 4), st.integers(1, 6), st.booleans(), st.sampled_from([512, 5120, 51200]),
-    st.integers(0, 50_000), st.integers(0, 20_000), st.integers(0, 40_000),
-)  # fmt: skip
-def test_a_later_stage_with_the_same_chunks_needs_less(
-    pp: int, vpp: int, rounds: int, overlap: bool, hidden: int, saved: int, forward: int, backward: int
-) -> None:
-    """But for a few hidden states between stages (``peaks.beside``)."""
-    ahead = change(saved + hidden, Category.ACTIVATIONS)
-    passes = ChunkPasses(
-        replace(ahead, peak=saved + hidden + forward),
-        replace(
-            change(-saved, Category.ACTIVATIONS).then(change(hidden, Category.TEMPORARIES)), peak=hidden + backward
-        ),
-    )
-    stages = [schedule(stage, pp, pp * rounds, vpp, None, overlap) for stage in range(1, pp - 1)]
-    peaks = [fold_iteration(stage, (passes,) * vpp, Sizes(hidden)).peak for stage in stages]
-    for (at, one), (behind, other) in combinations(enumerate(stages), 2):
-        fewer = most_at_once(one) - most_at_once(other)
-        assert peaks[behind] <= peaks[at] - fewer * saved + APART * (hidden + 512)
+        assert search.needs.at_best(point) <= peak
 
 
 # -- against everything -----------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.search.answer import suggest
-from memplan.search.changes import changed
-from memplan.search.cuts import Ratios, fields_of, layers_of, mapped, smallest
+from memplan.search.cuts import Ratios, smallest
+from memplan.search.fields import changed
 from memplan.search.timing import work_of
+from memplan.search.works import fields_of, layers_of, mapped
 
 
 def peak(plan: Plan, fields: tuple = ()) -> int:

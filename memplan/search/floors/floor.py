@@ -18,7 +18,8 @@ from ...plan.errors import PlanError
 from ...plan.plan import Plan
 from ...plan.resolve import resolve
 from ...plan.traced_spec import TracedSpec
-from ..space import NO_RECOMPUTE, Extra, Point, Space
+from ..point import NO_RECOMPUTE, Extra, Point
+from ..space import Space
 from . import sharded, staged, whole, zero
 from .parts import NONE, Growing, Kept
 
@@ -86,17 +87,18 @@ class Floors:
         return self._passing[key]
 
     def _ranks_of(self, point: Point) -> tuple[staged.Rank, ...]:
-        key = (point.pp, point.vpp, point.dp, point.extras)
+        key = (point.tp, point.pp, point.vpp, point.dp, point.extras)
         if key not in self._ranks:
             self._ranks[key] = staged.ranks_of(resolve(self.space.plan(point)))
         return self._ranks[key]
 
     def _saved_of(self, point: Point) -> staged.Saved:
-        if point.recompute not in self._saved:
+        key = (point.tp, point.recompute)
+        if key not in self._saved:
             plan = resolve(self.space.plan(point))
-            alone = point._replace(pp=1, vpp=1, dp=self.space.gpus)
-            self._saved[point.recompute] = staged.saved(plan, lambda sequences: self._plan(alone, sequences, False))
-        return self._saved[point.recompute]
+            alone = point._replace(pp=1, vpp=1, dp=self.space.gpus // point.tp)
+            self._saved[key] = staged.saved(plan, lambda sequences: self._plan(alone, sequences, False))
+        return self._saved[key]
 
     def _plan(self, point: Point, sequences: int, accumulates: bool) -> Plan:
         """``point`` with so many sequences in a micro-batch and one or two of those; a device map is of one device."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from ...frameworks import fsdp_programs, fsdp_stages, fsdp_torchtitan, plain
+from ...frameworks import fsdp_programs, fsdp_stages, fsdp_torchtitan
 from ...frameworks.fsdp import sharded_states, sharded_step
 from ...frameworks.fsdp_stages import Cut
 from ...frameworks.fsdp_torchtitan import Checkpointing
@@ -68,16 +68,16 @@ class Flight(NamedTuple):
 
 def least(plan: Plan, ranks: Sequence[Rank], known: Saved) -> int:
     """Bytes of the fullest rank of a resolved plan."""
-    shape, recompute = plain.layer_shape(plan), fsdp_programs.recompute_of(plan, plan.fsdp)
+    made, recompute = fsdp_torchtitan.recipes(plan), fsdp_programs.recompute_of(plan, plan.fsdp)
     count, pp, chunks = fsdp_stages.microbatches(plan), plan.layout.pp, plan.layout.vpp
     layers = {mode: one.at(plan.batch.mbs) for mode, one in known.layers.items()}
     turn = min(one.at(plan.batch.mbs) for one in known.turn.values())
     loss = min(one.at(plan.batch.mbs) for one in known.loss.values())
     ends = known.ends.at(plan.batch.mbs)
-    hidden = hold_bytes((shape.b, shape.s, shape.spec.hidden), shape.dtype)
+    hidden = hold_bytes(made.hidden, made.shape.dtype)
     most = 0
     for number, rank in enumerate(ranks):
-        static = rank.static + sum(hold.bytes for hold in fsdp_stages._kept(shape, rank.cuts, count))
+        static = rank.static + sum(hold.bytes for hold in fsdp_stages._kept(made, rank.cuts, count))
         most = max(most, static + rank.step)
         before, saved = 0, []
         for cut in rank.cuts:
@@ -105,7 +105,7 @@ def saved(plan: Plan, of: Callable[[int], Plan]) -> Saved:
     modes = {recompute.of(at) for at in range(plan.model.layers)}
 
     def block(mode: Checkpointing, sequences: int) -> Tapes:
-        return fsdp_torchtitan.block(plain.layer_shape(of(sequences)), mode, Options()).steady
+        return fsdp_torchtitan.recipes(of(sequences)).block(mode, Options()).steady
 
     def growing(measured: Callable[[Checkpointing, int], tuple[int, ...]]) -> dict[Checkpointing, Growing]:
         return {mode: Growing(partial(measured, mode), TENSORS) for mode in modes}
@@ -117,7 +117,7 @@ def saved(plan: Plan, of: Callable[[int], Plan]) -> Saved:
         return (block(mode, sequences).backward_fold.peak,)
 
     def behind(sequences: int) -> list[Tapes]:
-        _, *modules = fsdp_torchtitan.ends(plain.layer_shape(of(sequences)), Options())
+        _, *modules = fsdp_torchtitan.recipes(of(sequences)).ends(Options())
         return [one.steady for one in modules]
 
     def ends(sequences: int) -> tuple[int, ...]:
@@ -159,8 +159,9 @@ def ranks_of(plan: Plan) -> tuple[Rank, ...]:
     """Every rank of a resolved plan's pipeline."""
     fsdp_stages.check_pipeline(plan, plan.fsdp)
     pp, chunks, edges = plan.layout.pp, plan.layout.vpp, fsdp_stages.partition(plan)
-    shape = replace(plain.layer_shape(plan), b=1, s=2)  # parameters do not depend on it
-    layer, ends = fsdp_torchtitan.block(shape, "none", Options()), fsdp_torchtitan.ends(shape, Options())
+    made = fsdp_torchtitan.recipes(plan)
+    made = replace(made, shape=replace(made.shape, b=1, s=2 * made.tensor))  # parameters do not depend on it
+    layer, ends = made.block("none", Options()), made.ends(Options())
     result = []
     for rank in range(pp):
         numbers = [rank + chunk * pp for chunk in range(chunks)]
