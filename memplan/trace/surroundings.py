@@ -93,10 +93,13 @@ class Surroundings:
                 timeout=timedelta(seconds=self.seconds),
                 **more,
             )
+        ended_well = False
         try:
             yield
+            ended_well = True
         finally:
-            dist.destroy_process_group()
+            if ended_well or self.alone:  # others may be waiting for this rank, and NCCL's orderly end waits for them
+                dist.destroy_process_group()
 
 
 FAKE = Surroundings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -76,3 +77,30 @@ def test_only_torchtitans_code_needs_its_modules() -> None:
     code = "import sys, memplan.validate.clean; print([name for name in sys.modules if 'torchtitan_p' in name])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_rank_that_fails_does_not_wait_for_others() -> None:
+    """The orderly end of NCCL's communicators takes all ranks, and those are waiting for this one."""
+    code = """
+import torch.distributed as dist
+from memplan.trace.surroundings import Surroundings
+try:
+    with Surroundings(fake=False, alone=False).group(0, 1):
+        raise RuntimeError
+except RuntimeError:
+    print(dist.is_initialized())
+dist.destroy_process_group()
+with Surroundings(fake=False, alone=False).group(0, 1):
+    pass
+print(dist.is_initialized())
+"""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == "True\nFalse\n", done.stderr
