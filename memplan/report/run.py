@@ -132,11 +132,19 @@ def _most_loaded(ranks: Sequence[RankReading], stage: int) -> RankReading | None
     return max(own, key=lambda rank: (rank.allocated or rank.requested or 0, -rank.rank), default=None)
 
 
+def _estimated_ranks(ranks: Sequence[RankReading]) -> Iterator[RankReading]:
+    """Of each stage the one that an estimate is about: others may have less by the plan."""
+    for stage in sorted({rank.stage for rank in ranks}):
+        rank = _most_loaded(ranks, stage)
+        if rank is not None:
+            yield rank
+
+
 def _sections(record: Record) -> Iterator[tuple[str, list[str]]]:
     run = record.run
     if run.failures:
         yield "Failures", [line for failure in run.failures for line in (_failure_line(failure), *failure.lines)]
-    apart = next((rank for rank in run.ranks if rank.apart is not None), None)
+    apart = next((rank for rank in _estimated_ranks(run.ranks) if rank.apart is not None), None)
     if apart is not None and apart.apart is not None:
         place = apart.apart
         where = f"{place.entry}, {place.phase}, micro-batch {place.microbatch}, on rank {apart.rank}"

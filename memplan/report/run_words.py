@@ -80,4 +80,10 @@ def verdict_words(record: Record, found: tuple[Difference, ...]) -> str:
         return "there is no reading that the estimate has, too"
     furthest = max(all_judged, key=lambda one: abs(one.part or 0.0))
     where = f" on stage {furthest.stage}" if len(all_judged) > 1 else ""
-    return f"{furthest.reading} {part_words(furthest)} from measured{where}, tolerance {tolerance}"
+    return f"{furthest.reading} {part_words(furthest)} from measured{where}, tolerance {tolerance}{_in_place(record)}"
+
+
+def _in_place(record: Record) -> str:
+    """Which framework it says nothing about, where another one's shape ran."""
+    given, ran = record.plan.get("framework"), record.ran.framework
+    return "" if given in (None, ran) else one_line(f"; of {ran}, which ran in place of {given}")
