@@ -91,6 +91,9 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
     found = native(plan)
     joined = membership(environment, where.gpus) if where.device != "fake" else None
     world = _world(found, where)
+    if joined is not None and joined.world > 1 and world == "emulated":
+        problem = f"is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no {joined.launcher}"
+        raise PlanError("", ABSENT, f"{where.gpus} {problem}; start one process", origin=Origin("--gpus"))
     check_packages(needed(found.job(0)), "memplan validate")
     devices: tuple[Device, ...] = ()
     if where.device == "cuda":
