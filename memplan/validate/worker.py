@@ -64,7 +64,8 @@ def _tell(error: Exception, telling: Telling) -> None:
     if not isinstance(error, torch.OutOfMemoryError) and not is_full(text):
         telling.failed("error", f"{type(error).__name__}: {text.partition(chr(10))[0]}", when=_where(error))
         return
-    said, on_gpu = full(text), torch.cuda.is_initialized()
+    said = full(text)
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     telling.failed(
         "out-of-memory",
         text.partition("\n")[0],
