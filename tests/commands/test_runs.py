@@ -123,6 +123,19 @@ def test_a_verdict_names_the_framework_that_did_not_run() -> None:
     assert "in place of" not in printed(partial(print_run, record, quiet=True), width=200)
 
 
+@pytest.mark.parametrize(
+    ("flags", "world", "words"),
+    [
+        (SINGLE, "real", "0.5 s (median of 1, slowest rank)"),
+        ({**SINGLE, "gbs": "64"}, "real", "0.5 s (median of 1, slowest rank, 2 of 32 micro-batches)"),
+        (SHARDED, "emulated", "0.5 s (median of 1, slowest rank, without what ranks send one another)"),
+    ],
+)
+def test_seconds_say_what_they_lack(flags: dict[str, str], world: str, words: str) -> None:
+    record = record_of(flags, world=world, seconds=(0.5,))
+    assert words in printed(partial(print_run, record), width=120)
+
+
 def test_the_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made = kept()
     monkeypatch.setenv("COLUMNS", "160")
