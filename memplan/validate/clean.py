@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .trainings import AnyTraining
 
 
+PASSES = "passes"
+"""A pipeline's, of all micro-batches, which cannot be told apart without a synchronisation in its schedule."""
+
+
 @dataclass
 class Clean:
     """What the allocator said, in bytes."""
@@ -40,13 +44,13 @@ class Clean:
 class _Phases(Watch):
     """Reads peaks between phases, which costs a synchronisation each."""
 
-    def __init__(self, clean: Clean) -> None:
-        self.clean, self.phase = clean, ""
+    def __init__(self) -> None:
+        self.phase = ""
         self.peaks: dict[str, Moment] = {}
 
     def begins(self, phase: str, microbatch: int) -> None:
         self.ends()
-        self.phase = phase
+        self.phase = PASSES if phase == ITERATION else phase
 
     def ends(self) -> None:
         moment = _moment(self.phase)
@@ -98,7 +102,7 @@ def measured(
         _warm_up(training, within, says)
         _iterations(clean, training, steps, says)
         says("reading each phase")
-        phases = _Phases(clean)
+        phases = _Phases()
         _moment("")
         training.iterate(phases)
         phases.ends()
