@@ -44,7 +44,7 @@ def device_words(record: Record) -> str:
     name = one_line(run.gpu or hardware.gpu or "cpu")
     if run.world == "emulated":
         return f"{name}, emulated"
-    count = len(run.ranks)
+    count = record.ran.hardware.gpus or len(run.ranks)  # of a run that failed not all have a reading
     return name if count == 1 else f"{count} × {name}"
 
 

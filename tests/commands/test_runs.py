@@ -17,6 +17,7 @@ from memplan.records.database import open_database
 from memplan.records.place import NAME
 from memplan.records.record import Record, read_record, to_json
 from memplan.report.run import print_run
+from memplan.report.run_words import device_words
 from memplan.report.runs import print_runs
 from memplan.validate.readings import Failure, Place
 from tests.records.made import MIB, SHARDED, SINGLE, TWO_STAGES, record_of
@@ -121,6 +122,12 @@ def test_a_verdict_names_the_framework_that_did_not_run() -> None:
     line = "; of ddp, which ran in place of deepspeed"
     assert line in printed(partial(print_run, given, quiet=True), width=200)
     assert "in place of" not in printed(partial(print_run, record, quiet=True), width=200)
+
+
+def test_a_run_that_failed_before_it_measured_was_on_as_many() -> None:
+    record = record_of(TWO_STAGES, failures=(FAILURE,))
+    nothing = record.model_copy(update={"run": record.run.model_copy(update={"ranks": ()})})
+    assert device_words(nothing) == device_words(record) == "4 × h100-80gb"
 
 
 @pytest.mark.parametrize(
