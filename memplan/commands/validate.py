@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -136,9 +137,7 @@ def validate(
             raise PlanError("", ABSENT, f"{value} must be from {least} to {MOST}", origin=Origin(name))
     if not 0 < timeout < float("inf"):
         raise PlanError("", ABSENT, f"{timeout:g} must be more than 0", origin=Origin("--timeout"))
-    if nnodes > 1 and rdzv_endpoint is None:
-        problem = "is needed with --nnodes: the host and port where the machines meet, as node1:29500"
-        raise PlanError("", ABSENT, problem, origin=Origin("--rdzv-endpoint"))
+    _check_machines(nnodes, rdzv_endpoint, node_rank)
     if record is not None:
         check_writable(Path(record).expanduser(), force=force)
     read, gpus = _read(plan, from_, flags)
@@ -161,7 +160,7 @@ def validate(
         raise error.located(read.origins) from None
     made = _recorded(asked, read, _run(asked, quiet, verbose), part)
     if not asked.answers:
-        return 0
+        return _silent(made)
     if made is None:
         print("memplan: the machine of the first rank tells how it went", file=sys.stderr)
         return 0
@@ -198,6 +197,17 @@ def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
         guess = nearest(value, choices)
         problem = f"{value} must be one of {', '.join(choices)}" + (f"; did you mean {guess}?" if guess else "")
         raise PlanError("", ABSENT, problem, origin=Origin(flag))
+
+
+def _check_machines(nodes: int, endpoint: str | None, node_rank: int | None) -> None:
+    place = "the host and port where the machines meet, as node1:29500"
+    if nodes > 1 and endpoint is None:
+        raise PlanError("", ABSENT, f"is needed with --nnodes: {place}", origin=Origin("--rdzv-endpoint"))
+    if endpoint is not None and not re.fullmatch(r".+:\d{1,5}", endpoint):
+        raise PlanError("", ABSENT, f"{endpoint} must be {place}", origin=Origin("--rdzv-endpoint"))
+    if node_rank is not None and (endpoint is None or not 0 <= node_rank < nodes):
+        problem = f"{node_rank} must be from 0 to {nodes - 1}, with --nnodes and --rdzv-endpoint"
+        raise PlanError("", ABSENT, problem, origin=Origin("--node-rank"))
 
 
 def _read(place: str | None, from_: str | None, flags: Flags) -> tuple[ReadPlan, int]:
@@ -240,6 +250,17 @@ def _recorded(asked: Prepared, read: ReadPlan, run: Run, tolerance: float) -> Re
         command=shlex.join(["memplan", *sys.argv[1:]]),
         tolerance=tolerance,
     )
+
+
+def _silent(made: Record | None) -> int:
+    """Of a process that joined a run as another rank than the first, which does not hear how this one failed."""
+    if made is None or not made.run.failures:
+        return 0
+    from ..records.differences import differences
+    from ..report.run_words import verdict_words
+
+    print(f"memplan: {verdict_words(made, differences(made.estimate, made.run))}", file=sys.stderr)
+    return DIFFERS
 
 
 def _keep(made: Record, file: str | None, no_records: bool, force: bool) -> None:

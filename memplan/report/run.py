@@ -13,6 +13,7 @@ from ..plan.errors import one_line
 from ..records.differences import Difference, differences, worst
 from ..records.learned import facts_of
 from ..records.record import Record
+from ..trace.job import MOST_MICROBATCHES
 from ..validate.readings import Failure, RankReading
 from .output import put, put_line
 from .palette import BAD, FAINT, label
@@ -132,17 +133,25 @@ def _most_loaded(ranks: Sequence[RankReading], stage: int) -> RankReading | None
     return max(own, key=lambda rank: (rank.allocated or rank.requested or 0, -rank.rank), default=None)
 
 
+def _estimated_ranks(ranks: Sequence[RankReading]) -> Iterator[RankReading]:
+    """Of each stage the one that an estimate is about: others may have less by the plan."""
+    for stage in sorted({rank.stage for rank in ranks}):
+        rank = _most_loaded(ranks, stage)
+        if rank is not None:
+            yield rank
+
+
 def _sections(record: Record) -> Iterator[tuple[str, list[str]]]:
     run = record.run
     if run.failures:
         yield "Failures", [line for failure in run.failures for line in (_failure_line(failure), *failure.lines)]
-    apart = next((rank for rank in run.ranks if rank.apart is not None), None)
+    apart = next((rank for rank in _estimated_ranks(run.ranks) if rank.apart is not None), None)
     if apart is not None and apart.apart is not None:
         place = apart.apart
         where = f"{place.entry}, {place.phase}, micro-batch {place.microbatch}, on rank {apart.rank}"
         estimated = "nothing" if place.estimated_peak is None else f"{exact(place.estimated_peak)} bytes"
         yield "First apart", [f"{where}: peak {exact(place.peak)} bytes, estimated {estimated}"]
-    steps = _steps(run.ranks)
+    steps = _steps(record)
     if steps:
         yield "Steps", steps
     facts = facts_of(record)
@@ -164,13 +173,25 @@ def _failure_line(failure: Failure) -> str:
     return f"{text} ({held})" if held else text
 
 
-def _steps(ranks: Sequence[RankReading]) -> list[str]:
+def _steps(record: Record) -> list[str]:
     """The slowest rank's seconds, and how the loss went."""
-    lines = []
+    ranks, lines = record.run.ranks, []
     medians = [sorted(rank.seconds)[len(rank.seconds) // 2] for rank in ranks if rank.seconds]
     if medians:
-        lines.append(f"{max(medians):.4g} s (median of {max(len(rank.seconds) for rank in ranks)}, slowest rank)")
+        count = max(len(rank.seconds) for rank in ranks)
+        words = [f"median of {count}", "slowest rank", *_left_out(record)]
+        lines.append(f"{max(medians):.4g} s ({', '.join(words)})")
     losses = next((rank.losses for rank in ranks if rank.losses), ())
     if losses:
         lines.append(f"loss {losses[0]:.4g} → {losses[-1]:.4g} in {len(losses)} micro-batches")
     return lines
+
+
+def _left_out(record: Record) -> Iterator[str]:
+    """What an iteration's seconds lack."""
+    ran, layout = record.ran, record.ran.layout
+    microbatches = (ran.batch.gbs or 0) // (ran.batch.mbs * (layout.get("dp") or 1))
+    if record.run.code == "torch" and layout.get("pp") in (None, 1) and microbatches > MOST_MICROBATCHES:
+        yield f"{MOST_MICROBATCHES} of {microbatches:,} micro-batches"
+    if record.run.world == "emulated":
+        yield "without what ranks send one another"

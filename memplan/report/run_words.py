@@ -44,7 +44,7 @@ def device_words(record: Record) -> str:
     name = one_line(run.gpu or hardware.gpu or "cpu")
     if run.world == "emulated":
         return f"{name}, emulated"
-    count = len(run.ranks)
+    count = record.ran.hardware.gpus or len(run.ranks)  # of a run that failed not all have a reading
     return name if count == 1 else f"{count} × {name}"
 
 
@@ -80,4 +80,10 @@ def verdict_words(record: Record, found: tuple[Difference, ...]) -> str:
         return "there is no reading that the estimate has, too"
     furthest = max(all_judged, key=lambda one: abs(one.part or 0.0))
     where = f" on stage {furthest.stage}" if len(all_judged) > 1 else ""
-    return f"{furthest.reading} {part_words(furthest)} from measured{where}, tolerance {tolerance}"
+    return f"{furthest.reading} {part_words(furthest)} from measured{where}, tolerance {tolerance}{_in_place(record)}"
+
+
+def _in_place(record: Record) -> str:
+    """Which framework it says nothing about, where another one's shape ran."""
+    given, ran = record.plan.get("framework"), record.ran.framework
+    return "" if given in (None, ran) else one_line(f"; of {ran}, which ran in place of {given}")

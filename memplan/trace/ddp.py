@@ -34,21 +34,24 @@ INTEGERS = (torch.int32, torch.int64)
 class Replica:
     """A job's model as its micro-batches call it: wrapped where the job is one of replicas."""
 
-    def __init__(self, job: Job, model: Any, reducing: Reducing | None) -> None:
+    def __init__(self, job: Job, model: Any, reducing: Reducing | None = None) -> None:
         self.given, self.last = job.ddp, job.microbatches - 1
         self.inner = self.model = model
         self.reducing = reducing
-        if self.given is not None and reducing is not None:
-            with reducing.bookkeeping():
+        if self.given is not None:
+            with self._bookkeeping():
                 self.model = wrapped(self.given, model)
+
+    def _bookkeeping(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.reducing is None else self.reducing.bookkeeping()
 
     def settle(self, iterate: Callable[[], None], least: int = 1) -> None:
         """Iterations until buckets are what they stay, or ``least`` of them: the reducer rebuilds them when the second
         begins, of a static graph the third."""
         for _ in range(max(least, 2 if self.given is not None and self.given.static_graph else 1)):
             iterate()
-            if self.reducing is not None:
-                with self.reducing.bookkeeping():
+            if self.given is not None:
+                with self._bookkeeping():
                     self.model.reducer._rebuild_buckets()
 
     def synced(self, microbatch: int) -> AbstractContextManager[None]:
@@ -84,8 +87,9 @@ def distributed(
 
 
 @contextmanager
-def reducing(job: Job, follow: Follow | None, within: Surroundings) -> Iterator[Reducing | None]:
-    """Above ``follow``, what the job's reducer needs; to be entered before ``follow`` is calibrated."""
+def reducing(job: Job, follow: Follow, within: Surroundings) -> Iterator[Reducing | None]:
+    """Above ``follow``, what the job's reducer needs; to be entered before ``follow`` is calibrated. Where nothing
+    follows, ``answered`` is all that it needs."""
     if job.ddp is None:
         yield None
         return
@@ -93,11 +97,28 @@ def reducing(job: Job, follow: Follow | None, within: Surroundings) -> Iterator[
         yield mode
 
 
-class Reducing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Above a ``Follow``, if there is one: keeps the reducer's own integers real, and its all-reduce whole where there
-    are no others to give anything back."""
+@contextmanager
+def answered(job: Job, within: Surroundings) -> Iterator[None]:
+    """c10d's own all-reduce gives buckets back where a rank is alone. A mode could, too, and would keep autograd from
+    summing gradients in place (``TensorSubclassLikeUtils.h``, ``isTensorSubclassLike``)."""
+    if job.ddp is None or not within.alone:
+        yield
+        return
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    with catch_warnings():
+        simplefilter("ignore")  # a kernel is overridden, and means to be
+        library.impl("allreduce_", lambda buckets, *_: (buckets, reduced(buckets)), within.device.upper())
+    try:
+        yield
+    finally:
+        library._destroy()
 
-    def __init__(self, follow: Follow | None, within: Surroundings) -> None:
+
+class Reducing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Above a ``Follow``: keeps the reducer's own integers real, and its all-reduce whole where there are no others to
+    give anything back."""
+
+    def __init__(self, follow: Follow, within: Surroundings) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.follow, self.within = follow, within
         self._keeps_books = False
@@ -123,9 +144,8 @@ class Reducing(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._kept(func, args, kwargs)
         out = func(*args, **kwargs)
         if func is torch.ops.c10d.allreduce_.default:
-            if self.follow is not None:
-                for bucket in args[0]:
-                    self.follow.suppose(bucket, Category.COMMUNICATION_BUFFERS)
+            for bucket in args[0]:
+                self.follow.suppose(bucket, Category.COMMUNICATION_BUFFERS)
             if self.within.alone:
                 return out[0], reduced(args[0])
         return out
@@ -146,7 +166,6 @@ class Reducing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             end = finalize(out.untyped_storage(), self._books.discard, _address(out))
             end.atexit = False
             if func is torch.ops.aten.empty.memory_format and out.dtype is torch.int32:
-                assert self.follow is not None
                 self.follow.adopt(out, "reducer_integers", Category.COMMUNICATION_BUFFERS)
         return out
 

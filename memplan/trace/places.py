@@ -11,6 +11,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class Places:
         """Numbers of nodes at which another module began, or went on."""
         self.modules: list[str] = []
         """Those modules."""
+        self._thread = get_ident()
+        """In which forward runs."""
 
     def __call__(self) -> Place:
         if self.phase != BACKWARD or self.stack:
@@ -55,6 +58,8 @@ class Places:
         return self.modules[at - 1] if at else ""
 
     def _note(self) -> None:
+        if get_ident() != self._thread:
+            return
         number: int = torch._C._autograd._get_sequence_nr()
         self.begins.append(number)
         self.modules.append(self.stack[-1] if self.stack else "")

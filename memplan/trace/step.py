@@ -100,7 +100,6 @@ def _run(
     gc.collect()
     if evaluates:
         places.microbatch, places.phase = 0, EVALUATION
-        model.eval()
         with torch.no_grad():
             training.evaluate()
     follow.close()
@@ -192,9 +191,12 @@ class Training:
 
     def iterate(self, watch: Watch) -> None:
         """Every micro-batch and the step."""
+        with self.within.iteration():
+            self._iterate(watch)
+
+    def _iterate(self, watch: Watch) -> None:
         job, model = self.job, self.replica.inner
         last = job.microbatches - 1
-        self.within.tell()
         for microbatch in range(job.microbatches):
             watch.begins(FORWARD, microbatch)
             if job.fsdp is not None:
@@ -216,7 +218,8 @@ class Training:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def evaluate(self) -> None:
-        """A forward pass of the model alone."""
+        """A forward pass of the model alone, in evaluation mode from here on."""
+        self.replica.inner.eval()
         with cuda_autocast(self.job.autocast, self.within.device):
             self.replica.inner(**self.inputs)
 

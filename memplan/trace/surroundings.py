@@ -52,9 +52,14 @@ class Surroundings:
     begins: Callable[[], None] | None = None
     """Is called when an iteration of a training begins."""
 
-    def tell(self) -> None:
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """Around an iteration of a training. What real code makes there without naming a device is on the host, as in
+        any training: counters of optimizer steps, which would else be read back one by one."""
         if self.begins is not None:
             self.begins()
+        with torch.device("cpu") if not self.fake and self.device != "cpu" else nullcontext():
+            yield
 
     @contextmanager
     def tensors(self) -> Iterator[None]:
@@ -88,10 +93,13 @@ class Surroundings:
                 timeout=timedelta(seconds=self.seconds),
                 **more,
             )
+        ended_well = False
         try:
             yield
+            ended_well = True
         finally:
-            dist.destroy_process_group()
+            if ended_well or self.alone:  # others may be waiting for this rank, and NCCL's orderly end waits for them
+                dist.destroy_process_group()
 
 
 FAKE = Surroundings()

@@ -34,9 +34,11 @@ KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
-"""Operators whose outputs selective recompute keeps; of products every second (``_get_custom_policy``)."""
+"""Operators whose outputs selective recompute keeps; of products every second (``_get_custom_policy``). cuDNN's
+attention, which PyTorch takes on Hopper and Blackwell by now, is in torchtitan's list since then, too."""
 
 
 def made(

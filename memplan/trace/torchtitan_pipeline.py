@@ -103,12 +103,12 @@ class PipelineTraining:
 
     def iterate(self, watch: Watch) -> None:
         """The schedule with every micro-batch, and the step."""
-        self.within.tell()
-        watch.begins(ITERATION, 0)
-        self._run()
-        watch.accumulated([one for own in self.parameters for one in own])
-        watch.begins(OPTIMIZER, 0)
-        self._update()
+        with self.within.iteration():
+            watch.begins(ITERATION, 0)
+            self._run()
+            watch.accumulated([one for own in self.parameters for one in own])
+            watch.begins(OPTIMIZER, 0)
+            self._update()
 
     def _run(self) -> None:
         losses: list[torch.Tensor] | None = [] if self.is_last else None

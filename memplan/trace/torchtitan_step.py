@@ -166,11 +166,14 @@ class TitanTraining:
 
     def iterate(self, watch: Watch) -> None:
         """Every micro-batch and the step."""
+        with self.within.iteration():
+            self._iterate(watch)
+
+    def _iterate(self, watch: Watch) -> None:
         sharded: Any = self.model
         job = self.job
         assert job.fsdp is not None
         last = job.microbatches - 1
-        self.within.tell()
         for microbatch in range(job.microbatches):
             watch.begins(FORWARD, microbatch)
             sharded.set_requires_gradient_sync(job.fsdp.syncs_each or microbatch == last)

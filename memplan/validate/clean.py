@@ -4,55 +4,26 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..trace.ddp import Replica, reducing
 from ..trace.job import Job
-from ..trace.pipelining import PassPlaces
-from ..trace.ranks import rank_of
-from ..trace.recording import ITERATION, Recording
-from ..trace.step import Training, Watch, environment, sharded_model
+from ..trace.recording import ITERATION
+from ..trace.step import Training, Watch
 from ..trace.surroundings import Surroundings
-from ..trace.torchtitan_parallel import layer_numbers, made
-from ..trace.torchtitan_pipeline import PipelineTraining, openings, stages_of
-from ..trace.torchtitan_settings import Part, Torchtitan
-from ..trace.torchtitan_step import TitanTraining, inner, with_tensors
-from ..trace.torchtitan_step import rank_of as titan_rank_of
 from .readings import Moment
+from .trainings import training_of
 
-AnyTraining = Training | TitanTraining | PipelineTraining
-
-
-@contextmanager
-def training_of(job: Job, within: Surroundings) -> Iterator[AnyTraining]:
-    """The job's model on its rank, with its optimizer, before the first iteration."""
-    settings = job.torchtitan
-    if settings is None:
-        with environment(within), rank_of(job, within) as mesh, within.tensors(), reducing(job, None, within) as mode:
-            model, _ = sharded_model(job, mesh, within)
-            yield Training(job, Replica(job, model, mode), within)
-    elif settings.stages is None:
-        yield from _whole(job, settings, within)
-    else:
-        with stages_of(job, settings, settings.stages, within) as (mesh, models), within.tensors():
-            for part in models:
-                with_tensors(part, within)
-            places = PassPlaces(models, openings(settings.stages), Recording())
-            yield PipelineTraining(job, settings.stages, models, mesh, places, within)
+if TYPE_CHECKING:
+    from .trainings import AnyTraining
 
 
-def _whole(job: Job, settings: Torchtitan, within: Surroundings) -> Iterator[TitanTraining]:
-    with titan_rank_of(job, settings, within) as mesh, within.tensors():
-        tensor = mesh["tp"] if settings.tensor > 1 else None
-        whole = Part(0, settings.layers, first=True, last=True)
-        model = made(job, settings, whole, layer_numbers(), inner(job, mesh), tensor)
-        with_tensors(model, within)
-        yield TitanTraining(job, settings, model, within)
+PASSES = "passes"
+"""A pipeline's, of all micro-batches, which cannot be told apart without a synchronisation in its schedule."""
 
 
 @dataclass
@@ -73,13 +44,13 @@ class Clean:
 class _Phases(Watch):
     """Reads peaks between phases, which costs a synchronisation each."""
 
-    def __init__(self, clean: Clean) -> None:
-        self.clean, self.phase = clean, ""
+    def __init__(self) -> None:
+        self.phase = ""
         self.peaks: dict[str, Moment] = {}
 
     def begins(self, phase: str, microbatch: int) -> None:
         self.ends()
-        self.phase = phase
+        self.phase = PASSES if phase == ITERATION else phase
 
     def ends(self) -> None:
         moment = _moment(self.phase)
@@ -106,12 +77,21 @@ def _moment(name: str) -> Moment:
 
 
 def measured(
-    job: Job, within: Surroundings, steps: int, used: Callable[[], int | None], says: Callable[[str], None]
+    job: Job,
+    within: Surroundings,
+    steps: int,
+    local: int,
+    used: Callable[[], int | None],
+    says: Callable[[str], None],
+    *,
+    communicates: bool,
 ) -> Clean:
-    """``steps`` timed iterations behind ``within.warmup``. ``used`` is what the whole device has in use, from the
-    driver, before this process has a context, too."""
+    """``steps`` timed iterations behind ``within.warmup``, on the ``local``-th device. ``used`` is what all of that has
+    in use, from the driver, before this process has a context, too; ``communicates``: whether there will be
+    communicators."""
     clean = Clean()
-    before = used()
+    before = used()  # choosing another device than the first makes a context there (CUDA 12)
+    torch.cuda.set_device(local)
     torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.empty(1, device="cuda")
     clean.context = _beyond(before, used)
@@ -119,35 +99,49 @@ def measured(
     says("building the model")
     with training_of(job, within) as training:
         clean.moments.append(_moment("initialisation"))
-        for number in range(within.warmup):
-            says(f"warm-up {number + 1} of {within.warmup}")
-            training.iterate(Watch())
+        _warm_up(training, within, says)
         _iterations(clean, training, steps, says)
         says("reading each phase")
-        phases = _Phases(clean)
+        phases = _Phases()
         _moment("")
         training.iterate(phases)
         phases.ends()
         clean.moments += phases.peaks.values()
-        if not isinstance(training, PipelineTraining):
+        evaluate = getattr(training, "evaluate", None)
+        if evaluate is not None:
             says("evaluating")
             with torch.no_grad():
-                training.evaluate()
+                evaluate()
             clean.moments.append(_moment("evaluation"))
         clean.workspaces = _workspaces()
         clean.device_bytes = _difference(used(), before)
         beyond = _beyond(before, used)
-        if within.alone:  # there are no communicators, and kernels have been loaded since
+        if not communicates:  # kernels have been loaded since
             clean.context = beyond
         elif beyond is not None and clean.context is not None:
             clean.nccl = beyond - clean.context
-        del training
+        del training, evaluate
     gc.collect()
     torch.cuda.empty_cache()
     return clean
 
 
-def _iterations(clean: Clean, training: Any, steps: int, says: Callable[[str], None]) -> None:
+def _warm_up(training: AnyTraining, within: Surroundings, says: Callable[[str], None]) -> None:
+    """Until the optimizer has its states, and a reducer its last buckets."""
+    numbers = count(1)
+
+    def iterate() -> None:
+        says(f"warm-up {next(numbers)}")
+        training.iterate(Watch())
+
+    if isinstance(training, Training):
+        training.replica.settle(iterate, within.warmup)
+        return
+    for _ in range(within.warmup):
+        iterate()
+
+
+def _iterations(clean: Clean, training: AnyTraining, steps: int, says: Callable[[str], None]) -> None:
     gc.collect()
     _moment("")
     clean.static = torch.cuda.memory_allocated()

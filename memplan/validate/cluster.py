@@ -33,6 +33,7 @@ class Membership:
     rank: int
     world: int
     local_rank: int
+    """Its device's number among those that it sees."""
     address: str
     """Host of rank 0, where all meet."""
     port: int
@@ -82,10 +83,15 @@ def _by_srun(environment: Mapping[str, str]) -> Membership:
         "srun",
         _count(environment, "SLURM_PROCID"),
         _count(environment, "SLURM_STEP_NUM_TASKS"),
-        _count(environment, "SLURM_LOCALID"),
+        0 if _sees_one_gpu(environment) else _count(environment, "SLURM_LOCALID"),
         address,
         _count(environment, given) if given else port_of(environment),
     )
+
+
+def _sees_one_gpu(environment: Mapping[str, str]) -> bool:
+    """Slurm shows a task its own GPUs alone where it binds them (``--gpus-per-task``, ``--gpu-bind``)."""
+    return len(environment.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1
 
 
 def _check(found: Membership, gpus: int) -> None:

@@ -7,12 +7,16 @@ from typing import NamedTuple
 
 from ..estimate import detail
 from ..plan.plan import Plan
-from ..report.units import size
+from ..report.units import MIB, size
 from ..tape import Hold
 from .readings import Failure
 
 NEAR = 0.005
 """A request is known to two decimals of its unit, as PyTorch prints it."""
+EXACT, ROUND = 10 * MIB, 2 * MIB
+"""What PyTorch prints is the segment that it could not get: of requests from ``EXACT`` bytes on the next multiple of
+``ROUND``. Smaller ones share segments, whose size says nothing (``CUDACachingAllocator.cpp``,
+``get_allocation_size``)."""
 
 
 class Tensor(NamedTuple):
@@ -36,9 +40,21 @@ def explained(failure: Failure, plan: Plan, stage: int) -> Failure:
 
 
 def _of_size(plan: Plan, stage: int, bytes_: int) -> Iterator[Tensor]:
-    """Tensors of one micro-batch whose size is printed like ``bytes_``."""
+    """Tensors of one micro-batch whose size, or else whose segment's, is printed like ``bytes_``."""
     unit = next(unit for unit in (2**30, 2**20, 2**10, 1) if bytes_ >= unit)
-    for tape in detail(plan, stage):
-        for event in tape.events:
-            if isinstance(event, Hold) and abs(event.bytes - bytes_) <= NEAR * unit:
-                yield Tensor(tape.module, tape.phase, event)
+    tensors = [
+        Tensor(tape.module, tape.phase, event)
+        for tape in detail(plan, stage)
+        for event in tape.events
+        if isinstance(event, Hold)
+    ]
+    for size_of in (_bytes, _segment):
+        yield from (one for one in tensors if abs(size_of(one.hold) - bytes_) <= NEAR * unit)
+
+
+def _bytes(hold: Hold) -> int:
+    return hold.bytes
+
+
+def _segment(hold: Hold) -> int:
+    return -(-hold.bytes // ROUND) * ROUND if hold.bytes >= EXACT else hold.bytes

@@ -25,8 +25,8 @@ class Moment(_Data):
     """One part of a run; the peaks are of its own, not of what came before."""
 
     name: str
-    """``initialisation``, ``forward``, ``backward``, ``step`` (all of a measured iteration: ``iteration``), or
-    ``evaluation``."""
+    """``initialisation``, ``forward``, ``backward`` (both of a pipeline: ``passes``), ``step`` (all of a measured
+    iteration: ``iteration``), or ``evaluation``."""
     requested: int | None = Field(default=None, ge=0)
     """Peak of requested bytes: of storages, each rounded up to 512, on any device; ``requested_bytes.all.peak`` of the
     allocator's statistics are not rounded, and so not this."""

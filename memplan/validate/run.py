@@ -28,6 +28,7 @@ from .devices import Device, check_free, gpus_for
 from .explained import explained
 from .footprint import footprint_of
 from .hardware import gpu_of
+from .host_memory import check_host
 from .launch import Watcher, launched
 from .native import Native, native
 from .readings import RankReading, Run, Versions, World
@@ -91,6 +92,9 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
     found = native(plan)
     joined = membership(environment, where.gpus) if where.device != "fake" else None
     world = _world(found, where)
+    if joined is not None and joined.world > 1 and world == "emulated":
+        problem = f"is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no {joined.launcher}"
+        raise PlanError("", ABSENT, f"{where.gpus} {problem}; start one process", origin=Origin("--gpus"))
     check_packages(needed(found.job(0)), "memplan validate")
     devices: tuple[Device, ...] = ()
     if where.device == "cuda":
@@ -101,6 +105,8 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
     found = Native(found.given, runs, found.differs)
     estimated = estimate(runs)
     _check_size(estimated, devices, where)
+    if where.device == "cpu" and not where.forces:
+        check_host(estimated, where.gpus // where.nodes if world == "real" and joined is None else 1)
     driver = devices[0].driver if devices else None
     return Prepared(found, estimated, world, where, gpu, driver, joined)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from ..plan.errors import LackingError
 from .devices import devices, visible
 from .footprint import footprint_of
 from .native import Native
+from .out_of_memory import full, is_full
 from .rank_files import TASK
 from .readings import RankReading
 from .task import Task
@@ -37,10 +37,8 @@ if TYPE_CHECKING:
     from ..trace.traced import Traced
     from .clean import Clean
 
-SIZE = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB)")
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-OF_CPU = "DefaultCPUAllocator"
-"""In the message with which PyTorch's CPU allocator gives up."""
+AUTOGRAD = "_engine_run_backward"
+"""The function from which PyTorch enters its engine (``torch/autograd/graph.py``)."""
 
 
 def main(arguments: list[str]) -> int:
@@ -63,36 +61,33 @@ def _tell(error: Exception, telling: Telling) -> None:
     import torch
 
     text = str(error).strip()
-    is_full = isinstance(error, torch.OutOfMemoryError) or OF_CPU in text
-    if not is_full:
+    if not isinstance(error, torch.OutOfMemoryError) and not is_full(text):
         telling.failed("error", f"{type(error).__name__}: {text.partition(chr(10))[0]}", when=_where(error))
         return
-    on_gpu = torch.cuda.is_available()
+    said = full(text)
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     telling.failed(
         "out-of-memory",
         text.partition("\n")[0],
         when=_where(error),
-        allocated=torch.cuda.memory_allocated() if on_gpu else None,
-        reserved=torch.cuda.memory_reserved() if on_gpu else None,
-        failing=_failing(text),
+        allocated=torch.cuda.memory_allocated() if said.allocated is None and on_gpu else said.allocated,
+        reserved=torch.cuda.memory_reserved() if said.reserved is None and on_gpu else said.reserved,
+        failing=said.failing,
     )
-
-
-def _failing(message: str) -> int | None:
-    """Bytes of the request, as exactly as the message has them."""
-    found = SIZE.search(message)
-    return round(float(found[1]) * UNITS[found[2]]) if found else None
 
 
 def _where(error: BaseException) -> str | None:
     """The innermost module whose code was running, by its path in the outermost; ``None`` in backward, which has no
-    Python frames of modules."""
+    Python frames of modules but those that are recomputed: their path is within what is recomputed."""
     import torch
 
     modules: list[torch.nn.Module] = []
-    traceback = error.__traceback__
+    phase, traceback = "forward", error.__traceback__
     while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
+        frame = traceback.tb_frame
+        if frame.f_code.co_name == AUTOGRAD:
+            phase = "recompute in backward"
+        owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
             modules.append(owner)
         traceback = traceback.tb_next
@@ -100,7 +95,7 @@ def _where(error: BaseException) -> str | None:
         return None
     names = {id(module): name for name, module in modules[0].named_modules()}
     named = [names[id(module)] for module in modules if names.get(id(module))]
-    return f"forward, {named[-1]}" if named else None
+    return f"{phase}, {named[-1]}" if named else None
 
 
 class Rank:
@@ -117,7 +112,6 @@ class Rank:
 
         task, stage, clean = self.task, self.native.stage_of(self.rank), None
         if task.device == "cuda":
-            torch.cuda.set_device(self.local)
             clean = self._clean()
             gc.collect()
         traced = self._followed()
@@ -162,12 +156,13 @@ class Rank:
 
         from .clean import measured
 
-        total = torch.cuda.get_device_properties(self.local).total_memory
-
         def says(what: str) -> None:
+            total = torch.cuda.get_device_properties(self.local).total_memory
             self.telling.says(what, torch.cuda.memory_allocated(), total)
 
-        return measured(self.job(), self._within(None), self.task.steps, self._used, says)
+        communicates = self.task.world == "real" and self.native.ranks > 1
+        within, steps = self._within(None), self.task.steps
+        return measured(self.job(), within, steps, self.local, self._used, says, communicates=communicates)
 
     def _used(self) -> int | None:
         """Bytes of the device that any process has in use; ``None`` where the driver does not say."""

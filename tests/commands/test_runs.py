@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from memplan.records.database import open_database
 from memplan.records.place import NAME
 from memplan.records.record import Record, read_record, to_json
 from memplan.report.run import print_run
+from memplan.report.run_words import device_words
 from memplan.report.runs import print_runs
 from memplan.validate.readings import Failure, Place
 from tests.records.made import MIB, SHARDED, SINGLE, TWO_STAGES, record_of
@@ -98,6 +100,47 @@ def test_without_runs_it_says_how_to_make_one(capsys: pytest.CaptureFixture[str]
     assert "no run is recorded" in error_of(capsys, "abc")
     assert "no run is recorded" in error_of(capsys, "abc", "--delete")
     assert not own_folder.exists(), "looking makes nothing"
+
+
+def test_a_rank_that_has_less_than_was_estimated_is_not_apart() -> None:
+    """Of ranks that share an optimizer's states the estimate is of the one that has most."""
+    place = Place(entry="layer.3", phase="step", microbatch=0, net=0, peak=1, estimated_net=0, estimated_peak=9)
+    record = record_of(SHARDED)
+    first, second = record.run.ranks
+    assert first.allocated is not None
+    less = first.model_copy(update={"allocated": first.allocated - MIB, "apart": place})
+    for rank, is_said in ((less, False), (first.model_copy(update={"apart": place}), True)):
+        run = record.run.model_copy(update={"ranks": (rank, second)})
+        shown = record.model_copy(update={"run": run})
+        assert ("First apart" in printed(partial(print_run, shown))) is is_said
+
+
+def test_a_verdict_names_the_framework_that_did_not_run() -> None:
+    """A line by itself, as with -q, would else be taken for the plan's own."""
+    record = record_of(SHARDED)
+    given = record.model_copy(update={"plan": {**record.plan, "framework": "deepspeed"}})
+    line = "; of ddp, which ran in place of deepspeed"
+    assert line in printed(partial(print_run, given, quiet=True), width=200)
+    assert "in place of" not in printed(partial(print_run, record, quiet=True), width=200)
+
+
+def test_a_run_that_failed_before_it_measured_was_on_as_many() -> None:
+    record = record_of(TWO_STAGES, failures=(FAILURE,))
+    nothing = record.model_copy(update={"run": record.run.model_copy(update={"ranks": ()})})
+    assert device_words(nothing) == device_words(record) == "4 × h100-80gb"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "words"),
+    [
+        (SINGLE, "real", "0.5 s (median of 1, slowest rank)"),
+        ({**SINGLE, "gbs": "64"}, "real", "0.5 s (median of 1, slowest rank, 2 of 32 micro-batches)"),
+        (SHARDED, "emulated", "0.5 s (median of 1, slowest rank, without what ranks send one another)"),
+    ],
+)
+def test_seconds_say_what_they_lack(flags: dict[str, str], world: str, words: str) -> None:
+    record = record_of(flags, world=world, seconds=(0.5,))
+    assert words in printed(partial(print_run, record), width=120)
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from memplan.cli import main
+from memplan.commands.validate import _silent
+from memplan.validate.readings import Failure
+from tests.records.made import record_of
 
 FAKE = ["validate", "--model", "gpt2", "--layers", "2", "--seq", "64", "--device", "fake"]
 
@@ -21,6 +24,8 @@ FAKE = ["validate", "--model", "gpt2", "--layers", "2", "--seq", "64", "--device
         (["--warmup", "-1"], "--warmup: -1 must be from 1 to 1000"),
         (["--timeout", "0"], "--timeout: 0 must be more than 0"),
         (["--nnodes", "2"], "--rdzv-endpoint: is needed with --nnodes"),
+        (["--nnodes", "2", "--rdzv-endpoint", "node1"], "--rdzv-endpoint: node1 must be the host and port where"),
+        (["--node-rank", "0"], "--node-rank: 0 must be from 0 to 0, with --nnodes and --rdzv-endpoint"),
         (["--gpus", "0"], "--gpus: hardware.gpus = 0: must be at least 1"),
         (["--framework", "ddp", "--zero", "3"], "layout.zero = 3: must be less than 2 with framework ddp"),
         (["--lora-rank", "8"], "lora.rank = 8: must be left out: a validation trains whole models"),
@@ -41,6 +46,27 @@ def test_more_gpus_than_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     plan.write_text("model: {base: gpt2, layers: 2}\nframework: ddp\nhardware: {gpus: 2}\n")
     assert main(["validate", str(plan), "--gpus", "4", "--device", "cpu"]) == 2
     assert "--gpus: 4 is more than the 2 ranks of the plan" in capsys.readouterr().err
+
+
+def test_ranks_in_turn_are_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of those that torchrun started would run all of them, on the same GPU."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("model: {base: gpt2, layers: 2}\nframework: ddp\nhardware: {gpus: 4}\n")
+    started = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    assert main(["validate", str(plan), "--gpus", "2", "--device", "cpu"]) == 2
+    assert "--gpus: 2 is fewer than the 4 ranks of the plan" in capsys.readouterr().err
+
+
+def test_a_rank_that_failed_says_so_where_another_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    failure = Failure(rank=5, kind="out-of-memory", message="Tried to allocate 20.00 GiB.")
+    assert _silent(record_of(failures=(failure,))) == 1
+    assert capsys.readouterr().err == "memplan: rank 5, out of memory: Tried to allocate 20.00 GiB.\n"
+    assert _silent(record_of()) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:

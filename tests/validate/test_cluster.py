@@ -135,3 +135,11 @@ def test_ports(job: int, step: int) -> None:
 
 def test_step_whose_number_is_a_word() -> None:
     assert port_of({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "interactive"}) in PORTS
+
+
+@pytest.mark.parametrize(("shown", "local"), [("0", 0), ("GPU-8932f937", 0), ("0,1,2,3", 1)])
+def test_a_task_that_sees_one_gpu_has_that(shown: str, local: int) -> None:
+    """``srun --gpus-per-task 1`` numbers what each task sees from 0."""
+    found = membership({**SRUN, "CUDA_VISIBLE_DEVICES": shown}, 16)
+    assert found is not None
+    assert found.local_rank == local

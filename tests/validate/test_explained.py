@@ -25,3 +25,14 @@ def test_a_request_of_the_logits_size_is_the_logits() -> None:
 @pytest.mark.parametrize("failing", [None, 12_345_678])
 def test_what_is_of_no_tensors_size_is_left_as_it_is(failing: int | None) -> None:
     assert explained(failure(failing), PLAN, 0) == failure(failing)
+
+
+def test_a_request_is_printed_as_the_segment_that_it_needs() -> None:
+    """4 x 1,023 x 50,257 scores in bf16 are 392.23 MiB; what cannot be had is a segment of 394."""
+    plan = resolve(read_plan(None, {"model": "gpt2", "mbs": "4", "seq": "1023"}).plan)
+    found = explained(failure(394 << 20), plan, 0).message
+    assert found.startswith("Tried to allocate. 394 MiB is logits of head in forward (4 x 1,023 x 50,257 in bf16)")
+
+
+def test_segments_that_small_requests_share_say_nothing() -> None:
+    assert explained(failure(20 << 20), PLAN, 0) == failure(20 << 20)

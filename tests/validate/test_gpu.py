@@ -35,6 +35,8 @@ CASES = {
     "bert-large": "--model bert-large --seq 512 --mbs 8 --dtype fp32 --attention eager",
     "llama-3-8b": f"{LLAMA} --dtype bf16",
     "vocabulary-256k": "--model gpt2 --vocab 256000 --seq 1024 --mbs 4 --dtype bf16",
+    "ddp8": "--model gpt2 --seq 1024 --mbs 4 --dtype bf16 --framework ddp --gpus 8 --emulate",
+    "zero1": "--model gpt2 --seq 1024 --mbs 4 --dtype bf16 --framework ddp --zero 1 --gpus 8 --emulate",
     "fsdp8": f"{TITAN} --gpus 8 --emulate",
     "fsdp64": f"{TITAN} --gpus 64 --emulate",
     "tp2-pp2": f"{TITAN} --tp 2 --pp 2 --gpus 8 --gbs 8 --emulate",
@@ -63,8 +65,8 @@ def test_measured_is_estimated(case: str) -> None:
 
 
 def test_a_run_out_of_memory_says_which_tensor_it_was() -> None:
-    """Scores of 256,000 tokens for each of a micro-batch that no GPU holds."""
-    code, record = run("--model gpt2 --vocab 256000 --seq 1024 --mbs 512 --dtype bf16 --force")
+    """Scores of 256,000 tokens for each of a micro-batch that no GPU holds, behind a layer that most do (14 GB)."""
+    code, record = run("--model gpt2 --layers 1 --vocab 256000 --seq 1024 --mbs 512 --dtype bf16 --force")
     (failure,) = record["run"]["failures"]
     assert code == 1
     assert failure["kind"] == "out-of-memory"

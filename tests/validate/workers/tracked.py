@@ -19,16 +19,16 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from memplan.trace.step import Training, Watch, traced_step
 from memplan.trace.surroundings import Surroundings
 from memplan.trace.torchtitan_step import traced_torchtitan
-from memplan.validate.clean import AnyTraining, training_of
 from memplan.validate.footprint import footprint_of
 from memplan.validate.rank_files import TASK
 from memplan.validate.readings import Moment
 from memplan.validate.task import Task
 from memplan.validate.telling import Telling
+from memplan.validate.trainings import training_of
 from memplan.validate.worker import Rank
 
 
-def externals(training: AnyTraining) -> list[Any]:
+def externals(training: Any) -> list[Any]:
     """What is there before an iteration."""
     if isinstance(training, Training):
         optimizer = getattr(training.optimizer, "optim", training.optimizer)  # a ZeroRedundancyOptimizer's own part
