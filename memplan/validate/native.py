@@ -7,6 +7,7 @@ compared with the estimate of that, never with the framework's own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,14 +131,26 @@ def _translated(plan: Plan) -> tuple[Plan, str]:
             **changes,
         }
     )
-    if name != plan.optimizer.name:
-        shape += f", with {name} in place of {plan.optimizer.name}"
-    if whole != plan.recompute.mode:
-        shape += ", without selective recompute"
-    return resolve(given), (
+    runs = resolve(given)
+    shape = ", ".join((shape, *_other_choices(plan, runs)))
+    return runs, (
         f"torch-native code runs in place of {plan.framework}: {shape}; what it measures says nothing of what "
         f"memplan estimates for {plan.framework}"
     )
+
+
+def _other_choices(plan: Plan, runs: Plan) -> Iterator[str]:
+    """What of ``plan`` torch's code has not, beside what a framework is."""
+    if runs.optimizer.name != plan.optimizer.name:
+        yield f"with {runs.optimizer.name} in place of {plan.optimizer.name}"
+    if runs.recompute.mode != plan.recompute.mode:
+        yield "without selective recompute"
+    if runs.loss.kind != plan.loss.kind:
+        yield f"with the {runs.loss.kind} loss in place of {plan.loss.kind}"
+    if plan.pipeline != Pipeline(schedule=plan.pipeline.schedule):
+        yield "in stages as torchtitan cuts them"
+    if plan.deepspeed.offload_optimizer != "none":
+        yield "without offload"
 
 
 def _new(kind: type[Section], values: dict[str, Any]) -> Section:
