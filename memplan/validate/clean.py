@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,10 +106,14 @@ def _moment(name: str) -> Moment:
 
 
 def measured(
-    job: Job, within: Surroundings, steps: int, used: Callable[[], int | None], says: Callable[[str], None]
+    built: AbstractContextManager[Any],
+    within: Surroundings,
+    steps: int,
+    used: Callable[[], int | None],
+    says: Callable[[str], None],
 ) -> Clean:
-    """``steps`` timed iterations behind ``within.warmup``. ``used`` is what the whole device has in use, from the
-    driver, before this process has a context, too."""
+    """``steps`` timed iterations behind ``within.warmup`` of what ``built`` gives, as ``training_of`` does. ``used`` is
+    what the whole device has in use, from the driver, before this process has a context, too."""
     clean = Clean()
     before = used()
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -117,7 +121,7 @@ def measured(
     clean.context = _beyond(before, used)
     torch.cuda.reset_peak_memory_stats()
     says("building the model")
-    with training_of(job, within) as training:
+    with built as training:
         clean.moments.append(_moment("initialisation"))
         for number in range(within.warmup):
             says(f"warm-up {number + 1} of {within.warmup}")

@@ -127,3 +127,5 @@ class Run(_Data):
     versions: Versions
     ranks: tuple[RankReading, ...]
     failures: tuple[Failure, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Sentences: what was not as it is where the estimate is for."""

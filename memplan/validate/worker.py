@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from ..estimate import programs_of
 from ..layers.module import Options
 from ..plan.errors import LackingError
+from .codes import code_of, layout_of
 from .devices import devices, visible
 from .footprint import footprint_of
-from .native import Native
 from .rank_files import TASK
 from .readings import RankReading
 from .task import Task
@@ -31,6 +31,7 @@ from .telling import Telling
 if TYPE_CHECKING:
     import torch
 
+    from ..program import Program
     from ..trace.job import Job
     from ..trace.surroundings import Surroundings
     from ..trace.traced import Traced
@@ -109,7 +110,7 @@ class _Rank:
         self.task, self.rank, self.telling = task, rank, telling
         self.losses: list[float] = []
         self.local = int(os.environ.get("LOCAL_RANK", "0")) if task.world == "real" else 0
-        self.native = Native(task.plan, task.plan)
+        self.native = layout_of(task)
 
     def reading(self) -> RankReading:
         import torch
@@ -119,8 +120,9 @@ class _Rank:
             torch.cuda.set_device(self.local)
             clean = self._clean()
             gc.collect()
-        traced = self._followed()
-        footprint = footprint_of(traced, programs_of(task.plan, Options())[stage])
+        program = programs_of(task.plan, Options())[stage]
+        traced = self._followed(program)
+        footprint = footprint_of(traced, program)
         name = torch.cuda.get_device_name() if task.device == "cuda" else "cpu"
         return RankReading(
             rank=self.rank,
@@ -159,14 +161,19 @@ class _Rank:
     def _clean(self) -> Clean:
         import torch
 
-        from .clean import measured
+        from .clean import measured, training_of
 
         total = torch.cuda.get_device_properties(self.local).total_memory
 
         def says(what: str) -> None:
             self.telling.says(what, torch.cuda.memory_allocated(), total)
 
-        return measured(self._job(), self._within(None), self.task.steps, self._used, says)
+        within = self._within(None)
+        other = code_of(self.task)
+        built = (
+            training_of(self._job(), within) if other is None else other.training_of(self.task.plan, self.rank, within)
+        )
+        return measured(built, within, self.task.steps, self._used, says)
 
     def _used(self) -> int | None:
         """Bytes of the device that any process has in use; ``None`` where the driver does not say."""
@@ -179,12 +186,15 @@ class _Rank:
         job = self.native.job(self.rank)
         return job if job.ddp is None else replace(job, ddp=replace(job.ddp, rank=self.rank))
 
-    def _followed(self) -> Traced:
+    def _followed(self, program: Program) -> Traced:
         """Losses are of what ranks compute together: where one plays all of them, they mean nothing."""
         self.telling.says("following an iteration")
-        job = self._job()
         is_whole = self.task.world == "real" or self.native.ranks == 1
         within = self._within((lambda loss: self.losses.append(float(loss))) if is_whole else None)
+        other = code_of(self.task)
+        if other is not None:
+            return other.followed(self.task.plan, self.rank, program, within)
+        job = self._job()
         if job.torchtitan is not None:
             from ..trace.torchtitan_step import traced_torchtitan
 

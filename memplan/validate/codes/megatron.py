@@ -3,6 +3,7 @@
 Built and stepped as ``megatron/training/training.py`` does (``get_model``, ``setup_model_and_optimizer``,
 ``train_step``), which is no part of Megatron-Core.
 """
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ from .megatron_settings import POSITIONS, ddp_config, layer_spec, optimizer_conf
 
 
 @contextmanager
-def training_of(plan: Plan, rank: int, within: Surroundings, follow: Follow | None = None) -> Iterator[MegatronTraining]:
+def training_of(
+    plan: Plan, rank: int, within: Surroundings, follow: Follow | None = None
+) -> Iterator[MegatronTraining]:
     """The chunks of ``rank``, with buffers and optimizer, before the first iteration."""
     layout = plan.layout
     assert layout.dp is not None
@@ -54,7 +57,8 @@ def training_of(plan: Plan, rank: int, within: Surroundings, follow: Follow | No
             create_gloo_process_groups=False,
         )
         try:
-            tensor_parallel.model_parallel_cuda_manual_seed(1234 + 100 * parallel_state.get_pipeline_model_parallel_rank())
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            tensor_parallel.model_parallel_cuda_manual_seed(1234 + 100 * stage)
             yield MegatronTraining(plan, within)
         finally:
             parallel_state.destroy_model_parallel()
@@ -125,7 +129,7 @@ class MegatronTraining:
         settings = ddp_config(self.plan, checks=not self.within.alone)
         if self.within.device == "cpu":
             return DistributedDataParallel(self.config, settings, inner, disable_bucketing=at > 0)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             made = DistributedDataParallel(self.config, settings, inner, disable_bucketing=at > 0)
@@ -144,6 +148,7 @@ class MegatronTraining:
 
     def iterate(self, watch: Watch) -> None:
         """``train_step``: every micro-batch and the step."""
+        watch.begins(BETWEEN, 0)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -231,25 +236,30 @@ def told(watch: Watch, chunks: Sequence[Any]) -> Iterator[None]:
     counts = [0] * len(chunks)
     given: dict[int, tuple[int, int]] = {}
 
-    def within(phase: str, chunk: int, microbatch: int, step: Callable[[], Any]) -> Any:
+    def begins(phase: str, chunk: int, microbatch: int) -> None:
         if isinstance(watch, InChunks):
             watch.chunk = chunk
         watch.begins(phase, microbatch)
-        try:
-            return step()
-        finally:
-            watch.begins(BETWEEN, microbatch)
 
     def forward(function: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         chunk = numbers[id(model)]
         microbatch, counts[chunk] = counts[chunk], counts[chunk] + 1
-        result = within(FORWARD, chunk, microbatch, lambda: of_forward(function, data, model, *args, **kwargs))
+
+        def called(*given: Any) -> Any:
+            begins(FORWARD, chunk, microbatch)
+            return function(*given)
+
+        result = of_forward(called, data, model, *args, **kwargs)
+        begins(BETWEEN, chunk, microbatch)
         given[id(_only(result[0]))] = chunk, microbatch
         return result
 
-    def backward(given_input: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(received: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         chunk, microbatch = given.pop(id(_only(output)))
-        return within(BACKWARD, chunk, microbatch, lambda: of_backward(given_input, output, *args, **kwargs))
+        begins(BACKWARD, chunk, microbatch)
+        result = of_backward(received, output, *args, **kwargs)
+        begins(BETWEEN, chunk, microbatch)
+        return result
 
     of_forward, of_backward = schedules.forward_step, schedules.backward_step
     with patch.object(schedules, "forward_step", forward), patch.object(schedules, "backward_step", backward):

@@ -1,4 +1,5 @@
 """What ``pretrain_gpt.py`` of Megatron-LM brings to Megatron-Core, which has no training loop: batches and the loss."""
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...plan.plan import Plan
 
@@ -18,7 +20,13 @@ Batch = dict[str, torch.Tensor]
 
 
 def host_batch(plan: Plan) -> Batch:
-    """A micro-batch of random tokens as a data loader collates it, the same on all ranks: of whole sequences."""
+    """A micro-batch of random tokens as a data loader collates it on the host, the same on all ranks: of whole
+    sequences. Nothing follows it, as nothing does on a GPU."""
+    with _disable_current_modes():
+        return _collated(plan)
+
+
+def _collated(plan: Plan) -> Batch:
     b, s = plan.batch.mbs, plan.batch.seq
     assert s is not None
     generator = torch.Generator().manual_seed(0)
@@ -56,16 +64,18 @@ class Batches:
             return {}
         wanted = [name for name in self.host if self._is_wanted(name)]
         if self.group.rank() == 0:
-            batch = {name: self._arrived(tensor) for name, tensor in self.host.items()}
+            whole = {name: self._arrived(tensor) for name, tensor in self.host.items()}
         else:
-            batch = {
+            whole = {
                 name: torch.empty(self.host[name].shape, dtype=self.host[name].dtype, device=self.device)
                 for name in wanted
             }
         for name in wanted:
             if self.group.size() > 1:
-                torch.distributed.broadcast(batch[name], self.source, group=self.group)
-        batch = get_batch_on_this_cp_rank({name: batch[name] for name in wanted})
+                torch.distributed.broadcast(whole[name], self.source, group=self.group)
+        cut = {name: whole[name] for name in wanted}
+        del whole
+        batch: Batch = get_batch_on_this_cp_rank(cut)
         if self.arrived is not None:
             self.arrived(batch)
         return batch
@@ -87,12 +97,10 @@ def forward_step(batches: Batches, model: Any) -> tuple[torch.Tensor, Any]:
     return output, partial(loss_of, loss_mask)
 
 
-def loss_of(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+def loss_of(loss_mask: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """``loss_func``: the loss summed over tokens, their number, and both for the log."""
     losses, mask = output.view(-1).float(), loss_mask.view(-1).float()
     loss = torch.sum(losses * mask)
     tokens = mask.sum().clone().detach().to(torch.int)
     report = torch.cat([loss.clone().detach().view(1), tokens.view(1)])
     return loss, tokens, {"lm loss": report}
-
-

@@ -2,6 +2,7 @@
 
 Nothing is left out of an iteration for it; ``megatron_plan.ON_CPU`` names every place, for reports.
 """
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ FACTORIES = frozenset((torch.tensor, torch.zeros, torch.ones, torch.empty, torch
 
 
 class _Device(TorchFunctionMode):
-    """Tensors that are asked of a GPU are on the CPU. Single numbers that are not asked of one are on the host on a GPU,
-    too, and do not count."""
+    """Tensors that are asked of a GPU are on the CPU. Single numbers that are asked of none stay on the host where there
+    is a GPU, and do not count."""
 
     def __init__(self, follow: Follow | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.follow = follow
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,5 @@
 """An iteration of Megatron-Core's on real tensors, written down event by event."""
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
@@ -95,9 +96,8 @@ class ChunkPlaces(Places):
         return EMBEDDING if model.pre_process else inner[0], HEAD if model.post_process else inner[1]
 
     def opens(self, entry: str) -> None:
-        if self.phase in (FORWARD, BACKWARD):
-            at = len(self.recording.events)
-            self.passes.append(Pass(self.phase, self.chunk, self.microbatch, at, at, entry))
+        at = len(self.recording.events)
+        self.passes.append(Pass(self.phase, self.chunk, self.microbatch, at, at, entry))
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -135,7 +135,8 @@ class _Marking(InChunks):
     def begins(self, phase: str, microbatch: int) -> None:
         places = self.places
         places.chunk, places.microbatch, places.phase = self.chunk, microbatch, phase
-        places.opens(BATCH if phase == FORWARD else places.ends(places.models[self.chunk])[1])
+        if phase in (FORWARD, BACKWARD):
+            places.opens(BATCH if phase == FORWARD else places.ends(places.models[self.chunk])[1])
 
     def batch(self, batch: Batch) -> None:
         for tensor in batch.values():

@@ -1,5 +1,6 @@
 """A plan as Megatron-Core's own configurations: what ``megatron/training/arguments.py`` and ``gpt_builders.py`` make
 of a launch script's arguments."""
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
