@@ -110,7 +110,7 @@ class _Rank:
         self.task, self.rank, self.telling = task, rank, telling
         self.losses: list[float] = []
         self.local = int(os.environ.get("LOCAL_RANK", "0")) if task.world == "real" else 0
-        self.native = layout_of(task)
+        self.native, self.code = layout_of(task), code_of(task)
 
     def reading(self) -> RankReading:
         import torch
@@ -169,10 +169,8 @@ class _Rank:
             self.telling.says(what, torch.cuda.memory_allocated(), total)
 
         within = self._within(None)
-        other = code_of(self.task)
-        built = (
-            training_of(self._job(), within) if other is None else other.training_of(self.task.plan, self.rank, within)
-        )
+        code, plan = self.code, self.task.plan
+        built = training_of(self._job(), within) if code is None else code.training_of(plan, self.rank, within)
         return measured(built, within, self.task.steps, self._used, says)
 
     def _used(self) -> int | None:
@@ -191,9 +189,8 @@ class _Rank:
         self.telling.says("following an iteration")
         is_whole = self.task.world == "real" or self.native.ranks == 1
         within = self._within((lambda loss: self.losses.append(float(loss))) if is_whole else None)
-        other = code_of(self.task)
-        if other is not None:
-            return other.followed(self.task.plan, self.rank, program, within)
+        if self.code is not None:
+            return self.code.followed(self.task.plan, self.rank, program, within)
         job = self._job()
         if job.torchtitan is not None:
             from ..trace.torchtitan_step import traced_torchtitan

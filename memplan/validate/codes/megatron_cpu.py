@@ -24,8 +24,8 @@ FACTORIES = frozenset((torch.tensor, torch.zeros, torch.ones, torch.empty, torch
 
 
 class _Device(TorchFunctionMode):
-    """Tensors that are asked of a GPU are on the CPU. Single numbers that are asked of none stay on the host where there
-    is a GPU, and do not count."""
+    """Tensors that are asked of a GPU are on the CPU. Single numbers that are asked of none are on a GPU's host, and do
+    not count."""
 
     def __init__(self, follow: Follow | None) -> None:
         super().__init__()
@@ -36,6 +36,8 @@ class _Device(TorchFunctionMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = "cpu"
+            if function is torch.tensor:  # copied to a GPU from the host
+                return function(*args, **kwargs).clone()
         if self.follow is None or device is not None or function not in FACTORIES:
             return function(*args, **kwargs)
         before, self.follow.host = self.follow.host, True

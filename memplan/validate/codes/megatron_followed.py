@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -159,6 +160,8 @@ def _mark(training: MegatronTraining, follow: Follow) -> None:
             follow.mark(received, Category.ACTIVATIONS)
             if received.grad is not None:
                 follow.mark(received.grad, Category.TEMPORARIES)
+    for tensor in parallel_state.get_global_memory_buffer().buffer.values():
+        follow.mark(tensor, Category.COMMUNICATION_BUFFERS)
     _mark_main(training, follow)
     for optimizer in training.optimizers:
         for state in optimizer.state.values():
