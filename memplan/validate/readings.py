@@ -26,7 +26,7 @@ class Moment(_Data):
 
     name: str
     """``initialisation``, ``forward``, ``backward``, ``step`` (all of a measured iteration: ``iteration``), or
-    ``evaluation``."""
+    ``evaluation``; ``between``: what a schedule does between passes."""
     requested: int | None = Field(default=None, ge=0)
     """Peak of requested bytes: of storages, each rounded up to 512, on any device; ``requested_bytes.all.peak`` of the
     allocator's statistics are not rounded, and so not this."""

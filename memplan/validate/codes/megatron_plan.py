@@ -33,6 +33,10 @@ ON_CPU = (
     "dropout is native_dropout, and a bias on a strided input is added in place, as on CUDA",
     "torch.compile is off; single numbers that Megatron-Core keeps on the host do not count",
 )
+RMSNORM_ON_CPU = "RMSNorm on a CPU is several operators, which save more than CUDA's kernel, for which the estimate is"
+ENGINE = "transformer_engine"
+FROM_ENGINE = "Transformer Engine (pip install 'transformer-engine[pytorch]', with CUDA)"
+FROM_APEX = "apex, built with its CUDA extensions (github.com/NVIDIA/apex)"
 FUSIONS = ("gradient_accumulation_fusion", "bias_dropout_fusion")
 """Of local layers, kernels or compiled functions that only CUDA has."""
 
@@ -87,7 +91,10 @@ def notes(plan: Plan, device: str, *, alone: bool) -> tuple[str, ...]:
         found.append(COMPILED)
     if alone:
         found.append(ALONE)
-    return (*found, *(ON_CPU if device == "cpu" else ()))
+    if device == "cpu":
+        found += [RMSNORM_ON_CPU] * (plan.model.norm == "rmsnorm")
+        found += ON_CPU
+    return tuple(found)
 
 
 def _check_packages(plan: Plan) -> None:
@@ -95,9 +102,8 @@ def _check_packages(plan: Plan) -> None:
 
     check_packages(PACKAGES, "memplan validate --with megatron")
     if plan.megatron.transformer_impl == "transformer_engine" and _installed("transformer-engine") is None:
-        how = "pip install 'transformer-engine[pytorch]' on a machine with CUDA"
         local = "megatron.transformer_impl: local needs none"
-        raise LackingError(f"the plan's layers are Transformer Engine's, which is not installed: {how}; {local}")
+        raise LackingError(f"the plan's layers need {FROM_ENGINE}; {local}")
 
 
 def _check_cpu(plan: Plan) -> None:
@@ -138,20 +144,30 @@ def _fuses_softmax(plan: Plan) -> bool:
 
 
 def _check_kernels(plan: Plan) -> None:
-    """apex's, which Megatron-Core itself would ask for in the middle of a run."""
-    megatron = plan.megatron
-    apex = "apex, built with its CUDA extensions (github.com/NVIDIA/apex)"
-    fused = megatron.gradient_accumulation_fusion
-    if fused and find_spec("fused_weight_gradient_mlp_cuda") is None:
-        raise LackingError(f"megatron.gradient_accumulation_fusion needs {apex}; false needs none")
-    if _fuses_softmax(plan) and find_spec("scaled_upper_triang_masked_softmax_cuda") is None:
-        raise LackingError(f"megatron.masked_softmax_fusion needs {apex}; false needs none")
-    is_local = megatron.transformer_impl == "local"
-    if is_local and plan.layout.sequence_parallel and find_spec("apex") is None:
-        raise LackingError(f"local layers with layout.sequence_parallel need {apex}; false needs none")
-    if plan.optimizer.precision_aware and _installed("transformer-engine") is None:
-        how = "pip install 'transformer-engine[pytorch]'"
-        raise LackingError(f"optimizer.precision_aware needs Transformer Engine: {how}")
+    """What Megatron-Core itself would ask for in the middle of a run."""
+    if plan.megatron.deterministic:
+        problem = "must be false: a validation does not switch PyTorch to deterministic algorithms, as the mode would"
+        raise PlanError("megatron.deterministic", True, problem)
+    for what, where, module in _kernels(plan):
+        if find_spec(module) is None:
+            raise LackingError(f"{what} needs {where}, or the plan without it")
+    if plan.optimizer.precision_aware and find_spec(ENGINE) is None:
+        raise LackingError(f"optimizer.precision_aware needs {FROM_ENGINE}")
+
+
+def _kernels(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """A choice of the plan, what it needs, and the module by which that is known."""
+    megatron, layout, spec = plan.megatron, plan.layout, plan.model
+    if megatron.gradient_accumulation_fusion:
+        yield "megatron.gradient_accumulation_fusion", FROM_APEX, "fused_weight_gradient_mlp_cuda"
+    if _fuses_softmax(plan):
+        yield "megatron.masked_softmax_fusion", FROM_APEX, "scaled_upper_triang_masked_softmax_cuda"
+    if megatron.transformer_impl == "local" and layout.sequence_parallel:
+        yield "layout.sequence_parallel with local layers", FROM_APEX, "apex"
+    if megatron.rope_fusion and spec.positions == "rotary":
+        yield "megatron.rope_fusion", FROM_ENGINE, ENGINE
+    if megatron.cross_entropy_fusion == "te":
+        yield "megatron.cross_entropy_fusion: te", FROM_ENGINE, ENGINE
 
 
 def _installed(package: str) -> str | None:

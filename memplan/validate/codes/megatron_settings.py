@@ -157,7 +157,6 @@ def optimizer_config(plan: Plan) -> OptimizerConfig:
         lr=1e-4,
         min_lr=0.0,
         weight_decay=given.weight_decay if given.weight_decay is not None else 0.01,
-        sgd_momentum=given.momentum,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
