@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from memplan.cli import main
 from memplan.estimate import programs_of
 from memplan.layers.module import Options
 from memplan.plan.errors import LackingError, PlanError
@@ -100,6 +101,16 @@ def test_what_only_cuda_has_is_refused_in_one_line(read: Any) -> None:
     assert "megatron.bias_gelu_fusion true (must be false), megatron.cross_entropy_fusion native" in message
     with pytest.raises(PlanError, match=r"must be cuda or cpu"):
         planned("megatron", read(), "fake")
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the plan as it is where nothing is said: Transformer Engine's layers, and everything fused."""
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"framework": "megatron", "model": MODEL, "batch": PLAN["batch"]}))
+    assert main(["validate", str(file), "--with", "megatron", "--device", "cpu", "--no-records"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "megatron.transformer_impl transformer_engine (must be local)" in error
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")

@@ -30,11 +30,14 @@ BATCH, PASSTHROUGH, LAYERS, NORM = "batch", "passthrough", "decoder.layers", "de
 
 
 def followed(plan: Plan, rank: int, program: Program, within: Surroundings) -> Traced:
-    """The iteration behind ``within.warmup`` others. ``program``: the estimate's, whose entries name the places."""
+    """The iteration behind ``within.warmup`` others. ``program``: the estimate's, whose entries name the places.
+
+    What Megatron-Core compiles runs operator by operator: a compiled function would make tensors unseen.
+    """
     recording = Recording()
     places = ChunkPlaces(recording, program)
     follow = Follow(recording, places, device=within.device, fake=False)
-    with follow, resizes_followed(follow):
+    with follow, resizes_followed(follow), torch.compiler.set_stance("force_eager"):
         follow.calibrate()
         with training_of(plan, rank, within, follow) as training:
             places.knows(training.models)

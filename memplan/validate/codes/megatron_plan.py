@@ -11,6 +11,7 @@ from ...layers.megatron_core.local import softmax_is_fused
 from ...plan.errors import LackingError, PlanError
 from ...plan.plan import Plan
 from ...plan.resolve import resolve
+from ...trace.run import check_packages
 from ..native import Native
 
 PACKAGES = {"torch": (2, 6), "megatron-core": (0, 16)}
@@ -67,7 +68,7 @@ def megatron_core(plan: Plan, device: str) -> MegatronCore:
     if device == "fake":
         problem = "must be cuda or cpu with --with megatron: on fake tensors Megatron-Core does not run"
         raise PlanError("", "fake", problem)
-    _check_packages(given)
+    check_packages(PACKAGES, "memplan validate --with megatron")
     if device == "cpu":
         _check_cpu(given)
     else:
@@ -95,15 +96,6 @@ def notes(plan: Plan, device: str, *, alone: bool) -> tuple[str, ...]:
         found += [RMSNORM_ON_CPU] * (plan.model.norm == "rmsnorm")
         found += ON_CPU
     return tuple(found)
-
-
-def _check_packages(plan: Plan) -> None:
-    from ...trace.run import check_packages
-
-    check_packages(PACKAGES, "memplan validate --with megatron")
-    if plan.megatron.transformer_impl == "transformer_engine" and _installed("transformer-engine") is None:
-        local = "megatron.transformer_impl: local needs none"
-        raise LackingError(f"the plan's layers need {FROM_ENGINE}; {local}")
 
 
 def _check_cpu(plan: Plan) -> None:
@@ -145,6 +137,9 @@ def _fuses_softmax(plan: Plan) -> bool:
 
 def _check_kernels(plan: Plan) -> None:
     """What Megatron-Core itself would ask for in the middle of a run."""
+    if plan.megatron.transformer_impl == "transformer_engine" and find_spec(ENGINE) is None:
+        local = "megatron.transformer_impl: local needs none"
+        raise LackingError(f"the plan's layers need {FROM_ENGINE}; {local}")
     if plan.megatron.deterministic:
         problem = "must be false: a validation does not switch PyTorch to deterministic algorithms, as the mode would"
         raise PlanError("megatron.deterministic", True, problem)
