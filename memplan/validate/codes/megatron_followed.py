@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ...frameworks.megatron import padded_vocab
 from ...plan.plan import Plan
 from ...program import Program
-from ...tape import Category
+from ...tape import Category, Drop
 from ...trace.places import Places
 from ...trace.recording import BACKWARD, FORWARD, Recording
 from ...trace.step import Watch
@@ -52,7 +53,22 @@ def followed(plan: Plan, rank: int, program: Program, within: Surroundings) -> T
             gc.collect()
             follow.close()
     scores = padded_vocab(plan) // plan.layout.tp
-    return Traced(recording.categorised(scores), outline, passes=tuple(places.passes))
+    return _with_batches(Traced(recording.categorised(scores), outline, passes=tuple(places.passes)))
+
+
+def _with_batches(traced: Traced) -> Traced:
+    """``traced`` with places as the estimate has them: what ends of a micro-batch's inputs in backward belongs to the
+    batch, not to the layer that was the last to need it. Events stay as they are."""
+    recording, entries = traced.recording, traced.entries
+    openings = {one.begin: one for one in traced.passes}
+    places = list(recording.places)
+    for at, (event, place) in enumerate(zip(recording.events, recording.places, strict=True)):
+        if isinstance(event, Drop) and event.category is Category.INPUTS and place.phase == BACKWARD:
+            places[at] = place._replace(module="")
+            openings[at] = Pass(BACKWARD, 0, place.microbatch, at, at, BATCH)
+            openings.setdefault(at + 1, Pass(BACKWARD, 0, place.microbatch, at + 1, at + 1, entries[at]))
+    passes = tuple(openings[at] for at in sorted(openings))
+    return replace(traced, recording=replace(recording, places=places), passes=passes)
 
 
 def _elements(model: Any) -> int:
