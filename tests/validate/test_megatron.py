@@ -131,16 +131,16 @@ def measured(plan: Plan, gpus: int, *, emulates: bool = False) -> tuple[Run, Est
     return run(asked, lambda progress: None, lambda what, at, of: None), asked.estimate
 
 
-def check(found: Run, estimated: Estimate) -> None:
-    """Static bytes of a stage's fullest rank are equal; peaks differ by single numbers, at most."""
+def check(found: Run, estimated: Estimate, sent: int = 0) -> None:
+    """Static bytes of a stage's fullest rank are equal; peaks differ by single numbers, at most, and by what gloo's
+    threads have ``sent`` and not let go of."""
     assert found.failures == ()
     assert found.code == "megatron"
     for stage in estimated.stages:
         own = [rank for rank in found.ranks if rank.stage == stage.stage]
-        assert all(rank.apart is None for rank in own)
         assert max(rank.static or 0 for rank in own) == stage.static
         assert stage.requested is not None
-        assert abs(max(rank.requested or 0 for rank in own) - stage.requested) <= SMALL
+        assert -SMALL <= max(rank.requested or 0 for rank in own) - stage.requested <= SMALL + sent
     assert any("PyTorch's" in note or "torch.optim" in note for note in found.notes) or find_spec("apex") is not None
     assert any("torch.cuda.current_device is the CPU" in note for note in found.notes)
 
@@ -149,7 +149,7 @@ def test_tensor_and_pipeline_parallel(place: Path, read: Any) -> None:
     """Four processes, and gloo between them."""
     plan = read(layers="2", tp="2", pp="2", gpus="4")
     found, estimated = measured(plan, 4)
-    check(found, estimated)
+    check(found, estimated, sent=4 * 64 * 2 * 64)
     assert [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
     losses = [rank.losses for rank in found.ranks]
     assert losses[:2] == [(), ()]
@@ -162,6 +162,7 @@ def test_one_rank_of_each_stage_alone(place: Path, read: Any) -> None:
     found, estimated = measured(read(layers="2", tp="2", pp="2", gpus="4"), 1, emulates=True)
     check(found, estimated)
     assert found.world == "emulated"
+    assert [rank.apart for rank in found.ranks] == [None, None]
     assert [rank.rank for rank in found.ranks] == [0, 2]
     assert [rank.losses for rank in found.ranks] == [(), ()]
     assert any("zeros" in note for note in found.notes)

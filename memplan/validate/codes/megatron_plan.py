@@ -32,6 +32,7 @@ ON_CPU = (
     "Tensor.type() names CUDA's types, which optimizers tell parameters by; Tensor.cuda() does nothing",
     "DistributedDataParallel is made on no stream of its own",
     "dropout is native_dropout, and a bias on a strided input is added in place, as on CUDA",
+    "gloo's threads let go of what was sent when they come to it, in whatever module that is",
     "torch.compile is off; single numbers that Megatron-Core keeps on the host do not count",
 )
 RMSNORM_ON_CPU = "RMSNorm on a CPU is several operators, which save more than CUDA's kernel, for which the estimate is"
