@@ -65,7 +65,12 @@ def validate(
     ] = False,
     with_: Annotated[
         str,
-        typer.Option("--with", metavar="CODE", help="whose code runs: torch's own", rich_help_panel=_RUN),
+        typer.Option(
+            "--with",
+            metavar="CODE",
+            help="whose code runs: torch, or megatron (Megatron-Core)",
+            rich_help_panel=_RUN,
+        ),
     ] = "torch",
     warmup: Annotated[
         int, typer.Option("--warmup", metavar="N", help="iterations before the measured ones", rich_help_panel=_RUN)
@@ -129,8 +134,8 @@ def validate(
     part = _part(tolerance)
     _check_choice("--device", device, DEVICES)
     _check_choice("--with", with_, CODES)
-    if with_ != "torch":
-        problem = f"{with_} is not run yet: torch's own code is, and is estimated as what it is (--with torch)"
+    if with_ == "deepspeed":
+        problem = f"{with_} is not run yet: torch's own code is, and Megatron-Core's (--with megatron)"
         raise PlanError("", ABSENT, problem, origin=Origin("--with"))
     for name, value, least in (("--warmup", warmup, 1), ("--steps", steps, 1), ("--nnodes", nnodes, 1)):
         if not least <= value <= MOST:
@@ -153,6 +158,7 @@ def validate(
         patience=timeout,
         shares=share_gpu,
         forces=force,
+        code=cast(Literal["torch", "megatron", "deepspeed"], with_),
     )
     try:
         asked = prepared(read.plan, where)

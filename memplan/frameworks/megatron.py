@@ -142,7 +142,9 @@ def layers_module(shape: CoreShape, count: int, options: Options) -> Module:
         assert x is not None
         if not count:
             return Run(block.layer(r, x, shape))
-        return Run(recomputed_reentrant(r, lambda r, hidden: _layers(r, hidden, shape, count), (x,)))
+        out = recomputed_reentrant(r, lambda r, hidden: _layers(r, hidden, shape, count), (x,))
+        ends.keep_mask(r, shape)
+        return Run(out)
 
     return build("layer", recipe, Interface(shape.hidden, _hidden_dtype(shape)), options)
 
@@ -197,8 +199,10 @@ def _job(shape: CoreShape, recompute: Recompute, options: Options) -> _Job:
 
 @lru_cache(maxsize=1 << 14)
 def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
-    """A chunk's modules: the batch, what its entries run, and the batch's end."""
-    shape, role = job.shape, _role(entries)
+    """A chunk's modules: the batch, what its entries run, and the batch's end. Of GPT's only the first and the last
+    have a batch, and with it a mask."""
+    role = _role(entries)
+    shape = replace(job.shape, attention_mask=False) if _makes_masks(job.shape, role) else job.shape
     receives, sends = "embedding" not in entries, "head" not in entries
     tied_here = shape.spec.tied_embeddings and {"embedding", "head"} <= set(entries)
     groups = _grouped(job.recompute, entries) or [["passthrough"]]
@@ -224,6 +228,11 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
     released, ended = ends.batch_released(batch, saved), ends.batch_ends(batch, saved)
     edges = [Span(released, ("batch",)), Span(batch, ("batch",)), *spans, Span(ended, ("batch",))]
     return Chunk(tuple(edges))
+
+
+def _makes_masks(shape: CoreShape, role: Role) -> bool:
+    """Local layers of a stage in the middle, which is given no mask, make their own."""
+    return role == "middle" and shape.implementation == "local" and shape.spec.family != "bert"
 
 
 def _grouped(recompute: Recompute, entries: Sequence[str]) -> list[list[str]]:

@@ -123,8 +123,7 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
         construction += [
             Hold(next(ids), rounded(n * 4), Category.MAIN_PARAMETERS, "main_param", (n,), "fp32") for n in sizes
         ]
-    names = ("found_inf", "overflow", "scale", "growth") if rules.dtype == "fp16" else ("scale_one",)
-    construction += [Hold(next(ids), rounded(4), small, name, (1,), "fp32") for name in names if rules.mixed]
+    construction += [Hold(next(ids), rounded(4), small, name, (1,), "fp32") for name in _numbers(rules)]
     states: list[Event] = []
     for n in sizes:
         states += [
@@ -153,6 +152,16 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
         ]
         step += [*casts, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in casts)]
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
+
+
+def _numbers(rules: Rules) -> tuple[str, ...]:
+    """Single numbers on the device: ``optimizer.py`` (``FP32Optimizer``, and ``MixedPrecisionOptimizer``, which the
+    distributed optimizer is in fp32, too), ``grad_scaler.py`` (``DynamicGradScaler``)."""
+    if rules.dtype == "fp16":
+        return ("found_inf", "overflow", "scale", "min_scale", "growth_factor", "backoff_factor")
+    if rules.dtype == "bf16":
+        return ("scale_one",)
+    return ("overflow", "scale_one") if rules.distributed else ("scale",)
 
 
 # -- buffers ----------------------------------------------------------------------------------------

@@ -154,6 +154,8 @@ def _sections(record: Record) -> Iterator[tuple[str, list[str]]]:
     steps = _steps(record)
     if steps:
         yield "Steps", steps
+    if run.notes:
+        yield "Notes", list(run.notes)
     facts = facts_of(record)
     if facts:
         stages = len({one.stage for one in facts if one.stage is not None}) > 1

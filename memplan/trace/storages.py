@@ -130,6 +130,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if followed is not None:
             self.recording.marks.setdefault(followed.hold.tensor, category)
 
+    def suppose_all(self, category: Category) -> None:
+        """Says what all storages that there are now are for, of which it is not known."""
+        for followed in self._followed.values():
+            self.recording.marks.setdefault(followed.hold.tensor, category)
+
     def _take_back(self, tensor: torch.Tensor) -> None:
         """A storage that was left alone turns out to be of the program."""
         key = tensor.untyped_storage()._cdata

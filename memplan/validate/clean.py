@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..trace.job import Job
 from ..trace.recording import ITERATION
 from ..trace.step import Training, Watch
 from ..trace.surroundings import Surroundings
 from .readings import Moment
-from .trainings import training_of
 
 if TYPE_CHECKING:
     from .trainings import AnyTraining
@@ -77,7 +76,7 @@ def _moment(name: str) -> Moment:
 
 
 def measured(
-    job: Job,
+    built: AbstractContextManager[Any],
     within: Surroundings,
     steps: int,
     local: int,
@@ -86,9 +85,9 @@ def measured(
     *,
     communicates: bool,
 ) -> Clean:
-    """``steps`` timed iterations behind ``within.warmup``, on the ``local``-th device. ``used`` is what all of that has
-    in use, from the driver, before this process has a context, too; ``communicates``: whether there will be
-    communicators."""
+    """``steps`` timed iterations behind ``within.warmup`` of what ``built`` gives, as ``training_of`` does, on the
+    ``local``-th device. ``used`` is what all of that has in use, from the driver, before this process has a context,
+    too; ``communicates``: whether there will be communicators."""
     clean = Clean()
     before = used()  # choosing another device than the first makes a context there (CUDA 12)
     torch.cuda.set_device(local)
@@ -97,7 +96,7 @@ def measured(
     clean.context = _beyond(before, used)
     torch.cuda.reset_peak_memory_stats()
     says("building the model")
-    with training_of(job, within) as training:
+    with built as training:
         clean.moments.append(_moment("initialisation"))
         _warm_up(training, within, says)
         _iterations(clean, training, steps, says)

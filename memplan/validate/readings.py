@@ -26,7 +26,7 @@ class Moment(_Data):
 
     name: str
     """``initialisation``, ``forward``, ``backward`` (both of a pipeline: ``passes``), ``step`` (all of a measured
-    iteration: ``iteration``), or ``evaluation``."""
+    iteration: ``iteration``), or ``evaluation``; ``between``: what a schedule does between passes."""
     requested: int | None = Field(default=None, ge=0)
     """Peak of requested bytes: of storages, each rounded up to 512, on any device; ``requested_bytes.all.peak`` of the
     allocator's statistics are not rounded, and so not this."""
@@ -128,3 +128,5 @@ class Run(_Data):
     versions: Versions
     ranks: tuple[RankReading, ...]
     failures: tuple[Failure, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Sentences: what was not as it is where the estimate is for."""

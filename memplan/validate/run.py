@@ -7,7 +7,7 @@ import platform
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,19 +24,20 @@ from ..report.units import size
 from ..result import Estimate
 from ..trace.run import check_packages, needed, traced
 from .cluster import Membership, membership
+from .codes import notes_of, packages_of, planned
 from .devices import Device, check_free, gpus_for
 from .explained import explained
 from .footprint import footprint_of
 from .hardware import gpu_of
 from .host_memory import check_host
 from .launch import Watcher, launched
-from .native import Native, native
-from .readings import RankReading, Run, Versions, World
+from .native import Native
+from .readings import Code, RankReading, Run, Versions, World
 from .task import Task
 from .ways import Elastic, InTurn, Joined, Way
 
 DEVICES = ("cuda", "cpu", "fake")
-PACKAGES = ("transformers", "bitsandbytes", "megatron-core", "deepspeed")
+PACKAGES = ("transformers", "bitsandbytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Where:
     patience: float = 600.0
     shares: bool = False
     forces: bool = False
+    code: Code = "torch"
+    """Whose runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +92,21 @@ class Prepared:
 def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.environ) -> Prepared:
     """Checks everything that can be known before anything is started. ``PlanError`` where the plan cannot be run so,
     ``LackingError`` where something is missing or in use."""
-    found = native(plan)
+    found = planned(where.code, plan, where.device)
     joined = membership(environment, where.gpus) if where.device != "fake" else None
     world = _world(found, where)
     if joined is not None and joined.world > 1 and world == "emulated":
         problem = f"is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no {joined.launcher}"
         raise PlanError("", ABSENT, f"{where.gpus} {problem}; start one process", origin=Origin("--gpus"))
-    check_packages(needed(found.job(0)), "memplan validate")
+    if where.code == "torch":
+        check_packages(needed(found.job(0)), "memplan validate")
     devices: tuple[Device, ...] = ()
     if where.device == "cuda":
         _check_build()
         devices = _devices(where, world, joined, environment)
     gpu = gpu_of(devices[0].name, devices[0].total) if devices else found.runs.hardware.gpu
     runs = _here(found.runs, gpu, devices, environment)
-    found = Native(found.given, runs, found.differs)
+    found = replace(found, runs=runs)
     estimated = estimate(runs)
     _check_size(estimated, devices, where)
     if where.device == "cpu" and not where.forces:
@@ -176,6 +180,7 @@ def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None
     assert where.device != "fake"
     task = Task(
         plan=prepared.native.runs,
+        code=where.code,
         world=prepared.world,
         device=where.device,
         warmup=where.warmup,
@@ -194,12 +199,13 @@ def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None
     failures = tuple(explained(one, runs, stages.get(one.rank or 0, 0)) for one in outcome.failures)
     return Run(
         world=prepared.world,
-        code="torch",
+        code=where.code,
         device=where.device,
         gpu=prepared.gpu if where.device == "cuda" else None,
         versions=_versions(prepared),
         ranks=outcome.readings,
         failures=failures,
+        notes=notes_of(where.code, runs, where.device, alone=prepared.world == "emulated"),
     )
 
 
@@ -242,7 +248,6 @@ def _traced(prepared: Prepared, says: Callable[[str, int, int], None]) -> Run:
 
 
 def _versions(prepared: Prepared) -> Versions:
-    others = {name: found for name in PACKAGES if (found := _installed(name))}
     nccl = next((found for name in _NCCL if (found := _installed(name))), None)
     on_gpu = prepared.where.device == "cuda"
     return Versions(
@@ -252,8 +257,19 @@ def _versions(prepared: Prepared) -> Versions:
         cuda=_cuda() if on_gpu else None,
         driver=prepared.driver,
         nccl=nccl if on_gpu else None,
-        others={name: found for name, found in others.items() if name in needed(prepared.native.job(0))},
+        others=_took_part(prepared),
     )
+
+
+def _took_part(prepared: Prepared) -> dict[str, str]:
+    """Versions of packages, by name."""
+    code = prepared.where.code
+    if code == "torch":
+        least = needed(prepared.native.job(0))
+        names = tuple(name for name in PACKAGES if name in least)
+    else:
+        names = packages_of(code)
+    return {name: found for name in names if (found := _installed(name))}
 
 
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

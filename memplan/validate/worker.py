@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from ..estimate import programs_of
 from ..layers.module import Options
 from ..plan.errors import LackingError
+from .codes import code_of, layout_of
 from .devices import devices, visible
 from .footprint import footprint_of
-from .native import Native
 from .out_of_memory import full, is_full
 from .rank_files import TASK
 from .readings import RankReading
@@ -32,6 +32,7 @@ from .telling import Telling
 if TYPE_CHECKING:
     import torch
 
+    from ..program import Program
     from ..trace.job import Job
     from ..trace.surroundings import Surroundings
     from ..trace.traced import Traced
@@ -105,7 +106,7 @@ class Rank:
         self.task, self.rank, self.telling = task, rank, telling
         self.losses: list[float] = []
         self.local = int(os.environ.get("LOCAL_RANK", "0")) if task.world == "real" else 0
-        self.native = Native(task.plan, task.plan)
+        self.native, self.code = layout_of(task), code_of(task)
 
     def reading(self) -> RankReading:
         import torch
@@ -114,8 +115,9 @@ class Rank:
         if task.device == "cuda":
             clean = self._clean()
             gc.collect()
-        traced = self._followed()
-        footprint = footprint_of(traced, programs_of(task.plan, Options())[stage])
+        program = programs_of(task.plan, Options())[stage]
+        traced = self._followed(program)
+        footprint = footprint_of(traced, program)
         name = torch.cuda.get_device_name() if task.device == "cuda" else "cpu"
         return RankReading(
             rank=self.rank,
@@ -155,14 +157,17 @@ class Rank:
         import torch
 
         from .clean import measured
+        from .trainings import training_of
 
         def says(what: str) -> None:
             total = torch.cuda.get_device_properties(self.local).total_memory
             self.telling.says(what, torch.cuda.memory_allocated(), total)
 
         communicates = self.task.world == "real" and self.native.ranks > 1
-        within, steps = self._within(None), self.task.steps
-        return measured(self.job(), within, steps, self.local, self._used, says, communicates=communicates)
+        within, steps, code = self._within(None), self.task.steps, self.code
+        training = None if code is None else code.training_of(self.task.plan, self.rank, within)
+        built = training or training_of(self.job(), within)
+        return measured(built, within, steps, self.local, self._used, says, communicates=communicates)
 
     def _used(self) -> int | None:
         """Bytes of the device that any process has in use; ``None`` where the driver does not say."""
@@ -175,10 +180,9 @@ class Rank:
         job = self.native.job(self.rank)
         return job if job.ddp is None else replace(job, ddp=replace(job.ddp, rank=self.rank))
 
-    def _followed(self) -> Traced:
+    def _followed(self, program: Program) -> Traced:
         """Losses are of what ranks compute together: where one plays all of them, they mean nothing."""
         self.telling.says("building the model, to follow it")
-        job = self.job()
         numbers = count(1)
 
         def begins() -> None:
@@ -187,6 +191,9 @@ class Rank:
         is_whole = self.task.world == "real" or self.native.ranks == 1
         lost = (lambda loss: self.losses.append(float(loss))) if is_whole else None
         within = replace(self._within(lost), begins=begins)
+        if self.code is not None:
+            return self.code.followed(self.task.plan, self.rank, program, within)
+        job = self.job()
         if job.torchtitan is not None:
             from ..trace.torchtitan_step import traced_torchtitan
 

@@ -143,6 +143,14 @@ def test_seconds_say_what_they_lack(flags: dict[str, str], world: str, words: st
     assert words in printed(partial(print_run, record), width=120)
 
 
+def test_notes_are_shown() -> None:
+    made = record_of(TWO_STAGES, code="megatron")
+    run = made.run.model_copy(update={"notes": ("apex is not installed", "a second one")})
+    text = printed(lambda console: print_run(made.model_copy(update={"run": run}), console), 100)
+    assert "\nNotes\n  apex is not installed\n  a second one\n" in text
+    assert "Notes" not in printed(lambda console: print_run(made, console), 100)
+
+
 def test_the_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made = kept()
     monkeypatch.setenv("COLUMNS", "160")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..recompute import recomputed_reentrant
 from . import local, rotary, te, te_attention
+from .ends import keep_mask
 from .shape import CoreShape
 
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
@@ -27,6 +28,7 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = ""
         k = rotary.embed(r, k, "key", shape)
     if "core_attn" in shape.recompute_modules:
         context = recomputed_reentrant(r, lambda r, q, k, v: _core_attention(r, q, k, v, shape), (q, k, v))
+        keep_mask(r, shape)
     else:
         context = _core_attention(r, q, k, v, shape)
     row_linear = local.row_linear if shape.implementation == "local" else te.row_linear

@@ -130,6 +130,13 @@ def input_of(r: Recorder, shape: CoreShape, id: int) -> Tensor:
     return r.outside(input_shape(shape, id), input_dtype(id), INPUTS, id)
 
 
+def keep_mask(r: Recorder, shape: CoreShape) -> None:
+    """A recomputed region saves all that it is given, the attention mask, too (``tensor_parallel/random.py``,
+    ``CheckpointFunction``)."""
+    if shape.attention_mask:
+        r.saved_outside.add(ATTENTION_MASK)
+
+
 # -- embedding ---------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from ...tape import Category
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
+from .ends import ATTENTION_MASK, input_of
 from .shape import CoreShape
 
 FUSED_SOFTMAX_LONGEST = 4096
@@ -170,7 +171,7 @@ def _probabilities(r: Recorder, scores: Tensor, shape: CoreShape) -> Tensor:
         scores, strided = ops.cast(r, scores, "fp32", "scores_fp32"), False
     if shape.query_key_layer_scaling:
         scores, strided = ops.scale(r, scores, "scores_scaled"), False
-    mask = r.outside((1,), "bool") if shape.attention_mask else _causal_mask(r, shape.s) if causal else None
+    mask = input_of(r, shape, ATTENTION_MASK) if shape.attention_mask else _causal_mask(r, shape.s) if causal else None
     if mask is not None:
         scores = _masked(r, scores, mask, strided)
     probabilities = ops.softmax(r, scores, "probabilities_fp32")
