@@ -20,7 +20,7 @@ from .recorded import NoRecords
 
 if TYPE_CHECKING:
     from ..records.record import Record
-    from ..validate.readings import Run
+    from ..validate.readings import Code, Run
     from ..validate.run import Prepared
 
 _OUTPUT = "Output"
@@ -64,7 +64,7 @@ def validate(
     ] = False,
     with_: Annotated[
         str,
-        typer.Option("--with", metavar="CODE", help="whose code runs: torch's own", rich_help_panel=_RUN),
+        typer.Option("--with", metavar="CODE", help="whose code runs: torch's own, or deepspeed's engine", rich_help_panel=_RUN),
     ] = "torch",
     warmup: Annotated[
         int, typer.Option("--warmup", metavar="N", help="iterations before the measured ones", rich_help_panel=_RUN)
@@ -128,7 +128,7 @@ def validate(
     part = _part(tolerance)
     _check_choice("--device", device, DEVICES)
     _check_choice("--with", with_, CODES)
-    if with_ != "torch":
+    if with_ == "megatron":
         problem = f"{with_} is not run yet: torch's own code is, and is estimated as what it is (--with torch)"
         raise PlanError("", ABSENT, problem, origin=Origin("--with"))
     for name, value, least in (("--warmup", warmup, 1), ("--steps", steps, 1), ("--nnodes", nnodes, 1)):
@@ -144,6 +144,7 @@ def validate(
     read, gpus = _read(plan, from_, flags)
     where = Where(
         gpus=gpus,
+        code=cast("Code", with_),
         device=cast(Literal["cuda", "cpu", "fake"], device),
         emulates=emulate,
         nodes=nnodes,

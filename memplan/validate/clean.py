@@ -23,16 +23,21 @@ from ..trace.torchtitan_pipeline import PipelineTraining, openings, stages_of
 from ..trace.torchtitan_settings import Part, Torchtitan
 from ..trace.torchtitan_step import TitanTraining, inner, with_tensors
 from ..trace.torchtitan_step import rank_of as titan_rank_of
+from .codes.deepspeed import EngineJob
+from .codes.deepspeed_engine import EngineTraining, engine_of
 from .readings import Moment
 
-AnyTraining = Training | TitanTraining | PipelineTraining
+AnyTraining = Training | TitanTraining | PipelineTraining | EngineTraining
 
 
 @contextmanager
 def training_of(job: Job, within: Surroundings) -> Iterator[AnyTraining]:
     """The job's model on its rank, with its optimizer, before the first iteration."""
     settings = job.torchtitan
-    if settings is None:
+    if isinstance(job, EngineJob):
+        with engine_of(job, within) as engine:
+            yield engine
+    elif settings is None:
         with environment(within), rank_of(job, within) as mesh, within.tensors(), reducing(job, None, within) as mode:
             model, _ = sharded_model(job, mesh, within)
             yield Training(job, Replica(job, model, mode), within)

@@ -7,7 +7,7 @@ import platform
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,13 +23,14 @@ from ..report.units import size
 from ..result import Estimate
 from ..trace.run import check_packages, needed, traced
 from .cluster import Membership, membership
+from .codes import runs_by
 from .devices import Device, gpus_for
 from .explained import explained
 from .footprint import footprint_of
 from .hardware import gpu_of
 from .launch import Watcher, launched
-from .native import Native, native
-from .readings import RankReading, Run, Versions, World
+from .native import Native
+from .readings import Code, RankReading, Run, Versions, World
 from .task import Task
 from .ways import Elastic, InTurn, Joined, Way
 
@@ -43,6 +44,8 @@ class Where:
 
     gpus: int
     """That take part, on all machines together."""
+    code: Code = "torch"
+    """Whose code runs."""
     device: Literal["cuda", "cpu", "fake"] = "cuda"
     emulates: bool = False
     nodes: int = 1
@@ -87,7 +90,7 @@ class Prepared:
 def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.environ) -> Prepared:
     """Checks everything that can be known before anything is started. ``PlanError`` where the plan cannot be run so,
     ``LackingError`` where something is missing or in use."""
-    found = native(plan)
+    found = runs_by(plan, where.code)
     joined = membership(environment, where.gpus) if where.device != "fake" else None
     world = _world(found, where)
     check_packages(needed(found.job(0)), "memplan validate")
@@ -98,7 +101,7 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
         devices = gpus_for(local, None, share=where.shares, environment=environment)
     gpu = gpu_of(devices[0].name, devices[0].total) if devices else found.runs.hardware.gpu
     runs = _here(found.runs, gpu, devices)
-    found = Native(found.given, runs, found.differs)
+    found = replace(found, runs=runs)
     estimated = estimate(runs)
     _check_size(estimated, devices, where)
     driver = devices[0].driver if devices else None
@@ -156,9 +159,10 @@ def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None
     assert where.device != "fake"
     task = Task(
         plan=prepared.native.runs,
+        code=where.code,
         world=prepared.world,
         device=where.device,
-        warmup=where.warmup,
+        warmup=max(where.warmup, prepared.native.least_warmup),
         steps=where.steps,
         seconds=where.patience,
         gathers=where.nodes > 1 or prepared.joined is not None,
@@ -168,7 +172,7 @@ def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None
     failures = tuple(explained(one, runs, stages.get(one.rank or 0, 0)) for one in outcome.failures)
     return Run(
         world=prepared.world,
-        code="torch",
+        code=where.code,
         device=where.device,
         gpu=prepared.gpu if where.device == "cuda" else None,
         versions=_versions(prepared),

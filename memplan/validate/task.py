@@ -7,16 +7,18 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ..plan.plan import Plan
-from .readings import World
+from .readings import Code, World
 
 
 class Task(BaseModel):
-    """A run of ``plan`` by torch-native code."""
+    """A run of ``plan``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     plan: Plan
     """Resolved, as it runs."""
+    code: Code = "torch"
+    """Whose code runs it."""
     world: World
     device: Literal["cuda", "cpu"]
     warmup: int

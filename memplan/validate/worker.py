@@ -17,12 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..estimate import programs_of
-from ..layers.module import Options
 from ..plan.errors import LackingError
+from .codes import of_task
 from .devices import devices, visible
 from .footprint import footprint_of
-from .native import Native
 from .rank_files import TASK
 from .readings import RankReading
 from .task import Task
@@ -109,7 +107,7 @@ class _Rank:
         self.task, self.rank, self.telling = task, rank, telling
         self.losses: list[float] = []
         self.local = int(os.environ.get("LOCAL_RANK", "0")) if task.world == "real" else 0
-        self.native = Native(task.plan, task.plan)
+        self.native = of_task(task)
 
     def reading(self) -> RankReading:
         import torch
@@ -120,7 +118,7 @@ class _Rank:
             clean = self._clean()
             gc.collect()
         traced = self._followed()
-        footprint = footprint_of(traced, programs_of(task.plan, Options())[stage])
+        footprint = footprint_of(traced, self.native.program(self.rank))
         name = torch.cuda.get_device_name() if task.device == "cuda" else "cpu"
         return RankReading(
             rank=self.rank,
@@ -185,6 +183,12 @@ class _Rank:
         job = self._job()
         is_whole = self.task.world == "real" or self.native.ranks == 1
         within = self._within((lambda loss: self.losses.append(float(loss))) if is_whole else None)
+        if self.task.code == "deepspeed":
+            from .codes.deepspeed import EngineJob
+            from .codes.deepspeed_engine import followed
+
+            assert isinstance(job, EngineJob)
+            return followed(job, within, self.telling.says)
         if job.torchtitan is not None:
             from ..trace.torchtitan_step import traced_torchtitan
 

@@ -1,0 +1,121 @@
+"""A plan as DeepSpeed's engine runs it: ``deepspeed.initialize`` on a model of transformers, with ZeRO's settings.
+
+What is checked here is what can be known without DeepSpeed; ``deepspeed_engine`` runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ...export.deepspeed import TYPES, configuration
+from ...frameworks.deepspeed_programs import fullest_rank, program_of_rank
+from ...layers.module import Options
+from ...plan.errors import ABSENT, Origin, PlanError
+from ...plan.plan import Optimizer, Plan, Precision
+from ...plan.resolve import resolve
+from ...program import Program
+from ...trace.job import Job, job_of_plan
+from ..native import Native
+from ..readings import Code
+
+FRAMEWORK = "deepspeed"
+SETTLED = 3
+"""Iterations after which ZeRO-3's coordinator has a complete trace (``partitioned_param_coordinator.py``)."""
+LOSS_SCALE = 8
+"""fp16: the power of two that the loss is scaled by at first, which overflows in no step; 16 would in some."""
+FP16_ON_CPU = "its accelerator for CPUs refuses fp16 on most of them; bf16 takes the same bytes"
+HOST_IS_DEVICE = "the host is the device there, and what is offloaded would count"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob(Job):
+    """One rank's training step under the engine."""
+
+    ds_config: dict[str, Any] = field(default_factory=dict)
+    """``ds_config.json``."""
+    rank: int = 0
+    ranks: int = 1
+    stage: int = 0
+    groups: str = "one"
+    """Groups of parameters: ``one``, or matrices and the rest (``decay``)."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ("deepspeed",)
+
+
+@dataclass(frozen=True, slots=True)
+class WithDeepspeed(Native):
+    """What the engine runs for a plan."""
+
+    @property
+    def code(self) -> Code:
+        return "deepspeed"
+
+    @property
+    def least_warmup(self) -> int:
+        return SETTLED
+
+    def distinct(self) -> tuple[int, ...]:
+        """The rank that needs most; at stages 1 and 2 they keep gradients of different parameters."""
+        return (fullest_rank(self.runs),)
+
+    def program(self, rank: int) -> Program:
+        return program_of_rank(self.runs, Options(), rank)
+
+    def job(self, rank: int) -> EngineJob:
+        """The engine's configuration, and the model as for torch's own code."""
+        plan = self.runs
+        alone = plan.model_copy(
+            update={
+                "framework": "single",
+                "precision": Precision(dtype=plan.precision.dtype),
+                "optimizer": Optimizer(),
+            }
+        )
+        job = job_of_plan(alone)
+        config = configuration(plan)
+        config["gradient_accumulation_steps"] = job.microbatches
+        config["steps_per_print"] = 2**31 - 1
+        if "fp16" in config:
+            config["fp16"] |= {"initial_scale_power": LOSS_SCALE}
+        return EngineJob(
+            **{name: value for name, value in asdict(job).items()},
+            ds_config=config,
+            rank=rank,
+            ranks=self.ranks,
+            stage=plan.layout.zero,
+            groups=plan.deepspeed.groups,
+        )
+
+
+def with_deepspeed(plan: Plan) -> WithDeepspeed:
+    """``PlanError`` of a plan of another framework, or of one that the engine is not run with here."""
+    if plan.framework == "megatron-deepspeed":
+        problem = "runs plans of framework deepspeed; megatron-deepspeed's models are BigScience's own code"
+        raise PlanError("", ABSENT, f"deepspeed {problem}", origin=Origin("--with"))
+    if plan.framework != FRAMEWORK:
+        problem = f"deepspeed runs plans of framework deepspeed, and this one's is {plan.framework}"
+        raise PlanError("", ABSENT, problem, origin=Origin("--with"))
+    runs = resolve(plan)
+    _check_optimizer(runs)
+    found = WithDeepspeed(runs, runs)
+    found.program(0)
+    found.job(0)
+    return found
+
+
+def _check_optimizer(plan: Plan) -> None:
+    optimizer = plan.optimizer
+    if optimizer.name not in TYPES:
+        named = ", ".join(TYPES)
+        problem = f"must be one of {named} with --with deepspeed: others are made by the training script"
+        raise PlanError("optimizer.name", optimizer.name, problem)
+    if optimizer.implementation in ("transformers", "apex"):
+        problem = "must be one that DeepSpeed makes, with --with deepspeed; others are made by the training script"
+        raise PlanError("optimizer.implementation", optimizer.implementation, problem)
+    for name in ("offload_optimizer", "offload_param"):
+        if getattr(plan.deepspeed, name) == "nvme":
+            problem = "must be none or cpu with --with deepspeed: a run writes nothing to disks"
+            raise PlanError(f"deepspeed.{name}", "nvme", problem)
