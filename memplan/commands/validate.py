@@ -64,7 +64,9 @@ def validate(
     ] = False,
     with_: Annotated[
         str,
-        typer.Option("--with", metavar="CODE", help="whose code runs: torch's own, or deepspeed's engine", rich_help_panel=_RUN),
+        typer.Option(
+            "--with", metavar="CODE", help="whose code runs: torch's own, or deepspeed's engine", rich_help_panel=_RUN
+        ),
     ] = "torch",
     warmup: Annotated[
         int, typer.Option("--warmup", metavar="N", help="iterations before the measured ones", rich_help_panel=_RUN)

@@ -110,9 +110,7 @@ def _of_candidates(plan: Plan, options: Options, zero: Zero, rank: int | None = 
     building = _initialisation(setting, shape, plan)
     numbers = _candidates(setting, shape, plan) if rank is None else [rank]
     ranks = {number: _rank(setting, shape, plan.model.layers, options, number) for number in numbers}
-    return {
-        number: replace(_program(one, setting, beside), initialisation=building) for number, one in ranks.items()
-    }
+    return {number: replace(_program(one, setting, beside), initialisation=building) for number, one in ranks.items()}
 
 
 def _initialisation(setting: Setting, shape: LayerShape, plan: Plan) -> int | None:

@@ -22,7 +22,7 @@ from ..plan.tuning_checks import first_frozen, is_tuned
 from ..program import Program
 from ..trace.job import Job, job_of_plan
 from ..trace.torchtitan_job import is_torchtitan, job_of_torchtitan
-from .readings import Code
+from .readings import Code, World
 
 NATIVE = ("single", "ddp", "fsdp")
 ZERO = {0: ("ddp", 0), 1: ("ddp", 1), 2: ("fsdp", 0), 3: ("fsdp", 0)}
@@ -64,8 +64,15 @@ class Native:
         return "torch"
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What a reading on a device other than CUDA's lacks, or has besides."""
+    def by_pass(self) -> bool:
+        """Passes are compared as a whole, not entry by entry."""
+        return False
+
+    def check_device(self, device: str) -> None:
+        """``PlanError`` where ``device``, ``cuda``, ``cpu`` or ``fake``, cannot run it."""
+
+    def notes(self, world: World, device: str) -> tuple[str, ...]:
+        """What the readings of such a run lack, or have besides."""
         return ()
 
     @property

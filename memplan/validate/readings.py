@@ -127,3 +127,5 @@ class Run(_Data):
     versions: Versions
     ranks: tuple[RankReading, ...]
     failures: tuple[Failure, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What is to be known of the readings: what they lack, or have besides."""

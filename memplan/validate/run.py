@@ -91,6 +91,7 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
     """Checks everything that can be known before anything is started. ``PlanError`` where the plan cannot be run so,
     ``LackingError`` where something is missing or in use."""
     found = runs_by(plan, where.code)
+    found.check_device(where.device)
     joined = membership(environment, where.gpus) if where.device != "fake" else None
     world = _world(found, where)
     check_packages(needed(found.job(0)), "memplan validate")
@@ -178,6 +179,7 @@ def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None
         versions=_versions(prepared),
         ranks=outcome.readings,
         failures=failures,
+        notes=prepared.native.notes(prepared.world, where.device),
     )
 
 

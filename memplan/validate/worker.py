@@ -118,7 +118,7 @@ class _Rank:
             clean = self._clean()
             gc.collect()
         traced = self._followed()
-        footprint = footprint_of(traced, self.native.program(self.rank))
+        footprint = footprint_of(traced, self.native.program(self.rank), by_pass=self.native.by_pass)
         name = torch.cuda.get_device_name() if task.device == "cuda" else "cpu"
         return RankReading(
             rank=self.rank,

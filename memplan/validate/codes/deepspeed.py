@@ -17,13 +17,24 @@ from ...plan.resolve import resolve
 from ...program import Program
 from ...trace.job import Job, job_of_plan
 from ..native import Native
-from ..readings import Code
+from ..readings import Code, World
 
 FRAMEWORK = "deepspeed"
 SETTLED = 3
 """Iterations after which ZeRO-3's coordinator has a complete trace (``partitioned_param_coordinator.py``)."""
 LOSS_SCALE = 8
 """fp16: the power of two that the loss is scaled by at first, which overflows in no step; 16 would in some."""
+SCALARS = "scalars that the engine makes, losses and norms, are measured and not estimated: 512 bytes each"
+ONE_STREAM = (
+    "DeepSpeed's accelerator for CPUs has one stream and no pinned memory: gathers and reductions end before the next "
+    "operator, in the order of the main stream, which is what is estimated"
+)
+GLOO = "gloo's own copies of what it sends, which NCCL does not make, are not counted"
+CPU_ATTENTION = "attention flash is PyTorch's kernel for CPUs, whose statistics and temporaries are not CUDA's"
+ALONE = (
+    "one rank ran alone: collectives gave it back its own share, so that losses mean nothing, and what NCCL takes was "
+    "not measured"
+)
 FP16_ON_CPU = "its accelerator for CPUs refuses fp16 on most of them; bf16 takes the same bytes"
 HOST_IS_DEVICE = "the host is the device there, and what is offloaded would count"
 
@@ -54,6 +65,41 @@ class WithDeepspeed(Native):
         return "deepspeed"
 
     @property
+    def by_pass(self) -> bool:
+        """Hooks between two layers gather, reduce and free for either of them."""
+        return True
+
+    def check_device(self, device: str) -> None:
+        plan = self.runs
+        if device == "fake":
+            problem = "fake must be cuda or cpu with --with deepspeed: its engine reads values, which fake tensors lack"
+            raise PlanError("", ABSENT, problem, origin=Origin("--device"))
+        if device != "cpu":
+            return
+        if plan.precision.dtype == "fp16":
+            raise PlanError("precision.dtype", "fp16", f"must be bf16 or fp32 with --device cpu: {FP16_ON_CPU}")
+        if plan.optimizer.name == "lion":
+            raise PlanError("optimizer.name", "lion", "must be another with --device cpu: DeepSpeed's is CUDA's")
+        for name in ("offload_optimizer", "offload_param"):
+            value = getattr(plan.deepspeed, name)
+            if value != "none":
+                raise PlanError(f"deepspeed.{name}", value, f"must be none with --device cpu: {HOST_IS_DEVICE}")
+
+    def notes(self, world: World, device: str) -> tuple[str, ...]:
+        """In words, for the report."""
+        plan = self.runs
+        result = [SCALARS]
+        if device == "cpu":
+            result.append(ONE_STREAM)
+            if world == "real":
+                result.append(GLOO)
+            if plan.attention == "flash":
+                result.append(CPU_ATTENTION)
+        if world == "emulated" and self.ranks > 1:
+            result.append(ALONE)
+        return tuple(result)
+
+    @property
     def least_warmup(self) -> int:
         return SETTLED
 
@@ -75,13 +121,13 @@ class WithDeepspeed(Native):
             }
         )
         job = job_of_plan(alone)
-        config = configuration(plan)
+        config = _explicit(configuration(plan), plan.optimizer)
         config["gradient_accumulation_steps"] = job.microbatches
         config["steps_per_print"] = 2**31 - 1
         if "fp16" in config:
             config["fp16"] |= {"initial_scale_power": LOSS_SCALE}
         return EngineJob(
-            **{name: value for name, value in asdict(job).items()},
+            **asdict(job),
             ds_config=config,
             rank=rank,
             ranks=self.ranks,
@@ -119,3 +165,14 @@ def _check_optimizer(plan: Plan) -> None:
         if getattr(plan.deepspeed, name) == "nvme":
             problem = "must be none or cpu with --with deepspeed: a run writes nothing to disks"
             raise PlanError(f"deepspeed.{name}", "nvme", problem)
+
+
+def _explicit(config: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """PyTorch's optimizers take several tensors at once by default on CUDA alone, and here on any device."""
+    made = config.get("optimizer")
+    own = optimizer.name in ("adam", "adamw", "lion") and optimizer.implementation is None
+    if made is None or own or optimizer.implementation == "fused":
+        return config
+    by_default = "for-loop" if optimizer.name == "adafactor" else "foreach"
+    several = (optimizer.implementation or by_default) == "foreach"
+    return {**config, "optimizer": {**made, "params": {**made.get("params", {}), "foreach": several}}}

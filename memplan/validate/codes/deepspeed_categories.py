@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -32,24 +34,30 @@ KEPT: dict[str, Category] = {
 """Attributes of ``DeepSpeedZeroOptimizer``, ``DeepSpeedZeroOptimizer_Stage3``, ``BF16_Optimizer``, ``FP16_Optimizer``
 and ``FP16_UnfusedOptimizer``."""
 
-MAKERS: dict[str, Category] = {
-    "_all_gather_dtype": GATHERED,
-    "_all_gather_coalesced": GATHERED,
-    "_all_gather_sequential": GATHERED,
-    "all_gather_coalesced": GATHERED,
-    "_allgather_param": GATHERED,
-    "_allgather_params_coalesced": GATHERED,
-    "setup_buckets": BUFFERS,
-    "allreduce_bucket": BUFFERS,
-    "allreduce_no_retain": BUFFERS,
-    "buffered_allreduce_fallback": BUFFERS,
-    "reduce_scatter_coalesced": BUFFERS,
-    "copy_grads_in_partition": GRADIENTS,
-    "flatten_dense_tensors_aligned": GRADIENTS,
-    "get_flat_partition": GRADIENTS,
-    "_prepare_sub_group": GRADIENTS,
+MAKERS: dict[tuple[str, str], Category] = {
+    ("partition_parameters.py", "_all_gather_dtype"): GATHERED,
+    ("partition_parameters.py", "_all_gather_coalesced"): GATHERED,
+    ("partition_parameters.py", "_all_gather_sequential"): GATHERED,
+    ("partition_parameters.py", "all_gather_coalesced"): GATHERED,
+    ("partition_parameters.py", "wait"): GATHERED,
+    ("coalesced_collectives.py", "reduce_scatter_coalesced"): BUFFERS,
+    ("stage_1_and_2.py", "setup_buckets"): BUFFERS,
+    ("stage_1_and_2.py", "allreduce_bucket"): BUFFERS,
+    ("stage_1_and_2.py", "copy_grads_in_partition"): GRADIENTS,
+    ("stage_1_and_2.py", "step"): GRADIENTS,
+    ("stage3.py", "_prepare_fp32_grad_for_sub_group"): GRADIENTS,
+    ("bf16_optimizer.py", "_update_hp_grad"): GRADIENTS,
+    ("engine.py", "allreduce_bucket"): BUFFERS,
+    ("fused_optimizer.py", "step"): GRADIENTS,
+    ("fused_optimizer.py", "<listcomp>"): GRADIENTS,
+    ("unfused_optimizer.py", "step"): GRADIENTS,
 }
-"""Functions of DeepSpeed's, by the innermost of which a tensor is known."""
+"""Of functions of DeepSpeed's by file and name: the innermost that is running when a storage appears is its maker."""
+
+WRAPPER = "nvtx.py"
+"""Calls for others: ``instrument_w_nvtx(torch.cat)``."""
+OPTIMIZERS = "/torch/optim/"
+"""What these make is temporary, whoever calls them."""
 
 
 def mark_kept(training: Any, follow: Follow) -> None:
@@ -87,12 +95,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 @contextmanager
 def categories_of_engine(follow: Follow) -> Iterator[None]:
     """Storages that ``follow`` sees first in one of ``MAKERS`` are what it makes."""
-    adopt = follow._adopt
+    adopt, package = follow._adopt, _package()
 
     def told(tensor: torch.Tensor, name: str) -> None:
         known = tensor.untyped_storage()._cdata in follow._followed
         adopt(tensor, name)
-        category = None if known or name == "foreign" else _by_maker()
+        category = None if known or name == "foreign" else _by_maker(package)
         if category is not None:
             follow.suppose(tensor, category)
 
@@ -100,11 +108,22 @@ def categories_of_engine(follow: Follow) -> Iterator[None]:
         yield
 
 
-def _by_maker() -> Category | None:
+def _package() -> str:
+    """The folder of DeepSpeed's code, with a slash."""
+    found = find_spec("deepspeed")
+    assert found is not None
+    assert found.origin is not None
+    return f"{Path(found.origin).parent}/"
+
+
+def _by_maker(package: str) -> Category | None:
     frame: Any = sys._getframe(2)
     while frame is not None:
-        code = frame.f_code
-        if code.co_name in MAKERS and "deepspeed" in code.co_filename:
-            return MAKERS[code.co_name]
+        path, function = frame.f_code.co_filename, frame.f_code.co_name
+        file = path.rpartition("/")[2]
+        if path.startswith(package) and file != WRAPPER:
+            return MAKERS.get((file, function))
+        if OPTIMIZERS in path:
+            return None
         frame = frame.f_back
     return None

@@ -74,7 +74,7 @@ class EngineTraining:
             watch.begins(FORWARD, microbatch)
             loss = self.engine(**self.inputs).loss
             watch.begins(BACKWARD, microbatch)
-            with self._reduction(watch, last) if microbatch == last else nullcontext():
+            with self._reduction(watch, microbatch):
                 self.engine.backward(loss)
             if self.within.lost is not None:
                 self.within.lost(loss.detach())
@@ -89,8 +89,8 @@ class EngineTraining:
         self.engine(**self.inputs)
 
     @contextmanager
-    def _reduction(self, watch: Watch, last: int) -> Iterator[None]:
-        """At stages 0 and 1 gradients are reduced behind the last backward pass, in ``engine.backward``; here, as in
+    def _reduction(self, watch: Watch, microbatch: int) -> Iterator[None]:
+        """At stages 0 and 1 gradients are cast and reduced behind a backward pass, in ``engine.backward``; here, as in
         the estimate, that is of the step."""
         if self.job.stage > 1:
             yield
@@ -99,7 +99,7 @@ class EngineTraining:
 
         def reduced() -> None:
             watch.accumulated(self.parameters)
-            watch.begins(OPTIMIZER, last)
+            watch.begins(OPTIMIZER, microbatch)
             epilogue()
 
         with patch.object(self.engine, "_backward_epilogue", reduced):
