@@ -176,9 +176,11 @@ def followed(job: EngineJob, within: Surroundings, says: Callable[[str], None] =
 
 
 class _EngineMarking(Marking):
-    """Scalars of the engine's own step are numbers of Python's on a GPU, or stay on the host."""
+    """Scalars of the engine's own step are numbers of Python's on a GPU, or stay on the host. What only cycles of
+    references hold, gradients at times, ends with a phase at the latest."""
 
     def begins(self, phase: str, microbatch: int) -> None:
+        gc.collect()
         super().begins(phase, microbatch)
         self.follow.host = phase == OPTIMIZER
 
