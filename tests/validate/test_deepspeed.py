@@ -148,7 +148,7 @@ def test_without_deepspeed() -> None:
     [
         ("--model gpt2 --framework ddp --gpus 2", "runs plans of framework deepspeed, and this one's is ddp"),
         ("--model bigscience-104b --framework megatron-deepspeed --gpus 4", "BigScience's own code"),
-        (f"{LLAMA} --zero 2 --optimizer adam8bit", "must be one of adam, adamw"),
+        (f"{TINY} --model gpt2 --gpus 2 --zero 2 --optimizer adam8bit", "must be one of adam, adamw"),
         (f"{LLAMA} --zero 2 --dtype fp16", "must be bf16 or fp32 with --device cpu"),
         (f"{LLAMA} --zero 2 --offload-optimizer cpu", "the host is the device there"),
         (f"{LLAMA} --zero 3 --offload-optimizer nvme", "writes nothing to disks"),

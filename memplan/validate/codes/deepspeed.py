@@ -5,13 +5,17 @@ What is checked here is what can be known without DeepSpeed; ``deepspeed_engine`
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 from typing import Any
 
 from ...export.deepspeed import TYPES, configuration
 from ...frameworks.deepspeed_programs import fullest_rank, program_of_rank
 from ...layers.module import Options
-from ...plan.errors import ABSENT, Origin, PlanError
+from ...plan.errors import ABSENT, LackingError, Origin, PlanError
 from ...plan.plan import Optimizer, Plan, Precision
 from ...plan.resolve import resolve
 from ...program import Program
@@ -24,6 +28,8 @@ SETTLED = 3
 """Iterations after which ZeRO-3's coordinator has a complete trace (``partitioned_param_coordinator.py``)."""
 LOSS_SCALE = 8
 """fp16: the power of two that the loss is scaled by at first, which overflows in no step; 16 would in some."""
+KERNELS = {"adam": "fused_adam", "adamw": "fused_adam", "lion": "fused_lion"}
+"""Of optimizers that DeepSpeed has of its own."""
 SCALARS = "scalars that the engine makes, losses and norms, are measured and not estimated: 512 bytes each"
 ONE_STREAM = (
     "DeepSpeed's accelerator for CPUs has one stream and no pinned memory: gathers and reductions end before the next "
@@ -74,6 +80,7 @@ class WithDeepspeed(Native):
         if device == "fake":
             problem = "fake must be cuda or cpu with --with deepspeed: its engine reads values, which fake tensors lack"
             raise PlanError("", ABSENT, problem, origin=Origin("--device"))
+        check_compiles(plan.optimizer, device)
         if device != "cpu":
             return
         if plan.precision.dtype == "fp16":
@@ -165,6 +172,25 @@ def _check_optimizer(plan: Plan) -> None:
         if getattr(plan.deepspeed, name) == "nvme":
             problem = "must be none or cpu with --with deepspeed: a run writes nothing to disks"
             raise PlanError(f"deepspeed.{name}", "nvme", problem)
+
+
+def check_compiles(optimizer: Optimizer, device: str) -> None:
+    """``LackingError`` where DeepSpeed's own kernels are neither installed nor can be compiled, as they are at their
+    first use (``ops/op_builder/builder.py``, ``jit_load``)."""
+    kernel = KERNELS.get(optimizer.name) if optimizer.implementation is None else None
+    found = find_spec("deepspeed")
+    if kernel is None or found is None or found.origin is None:
+        return
+    built = Path(found.origin).parent / "git_version_info_installed.py"
+    if built.exists() and f"'{kernel}': True" in built.read_text():
+        return
+    missing = [tool for tool in ("ninja", "c++") if which(tool) is None]
+    if device == "cuda" and which("nvcc") is None and "CUDA_HOME" not in os.environ:
+        missing.append("nvcc")
+    if missing:
+        others = "with --optimizer-implementation foreach PyTorch's runs, and is estimated as what it is"
+        problem = f"DeepSpeed compiles its optimizer for {optimizer.name} at its first use, which needs"
+        raise LackingError(f"{problem} {' and '.join(missing)} on the path (pip install ninja); {others}")
 
 
 def _explicit(config: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

@@ -42,8 +42,7 @@ def engine_of(job: EngineJob, within: Surroundings) -> Iterator[EngineTraining]:
             ours = {"RANK": str(job.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(job.ranks)}
             stack.enter_context(patch.dict(os.environ, ours))
         deepspeed: Any = import_module("deepspeed")
-        operators: Any = import_module("deepspeed.ops").__compatible_ops__
-        stack.enter_context(patch.dict(operators, {SHARED_MEMORY: False}))
+        stack.enter_context(_own_globals())
         deepspeed.init_distributed(verbose=False)
         stack.enter_context(cuda_behaviour_of_real() if within.device == "cpu" else nullcontext())
         training = EngineTraining(job, deepspeed, within)
@@ -51,6 +50,25 @@ def engine_of(job: EngineJob, within: Surroundings) -> Iterator[EngineTraining]:
             yield training
         finally:
             training.engine.destroy()
+
+
+@contextmanager
+def _own_globals() -> Iterator[None]:
+    """DeepSpeed keeps process groups and the linear function that it replaced in variables of its modules, which the
+    next engine of this process would find."""
+    operators: Any = import_module("deepspeed.ops").__compatible_ops__
+    init: Any = import_module("deepspeed.runtime.zero.partition_parameters").InsertPostInitMethodToModuleSubClasses
+    with (
+        patch.dict(operators, {SHARED_MEMORY: False}),
+        patch.dict(vars(import_module("deepspeed.utils.groups"))),
+        patch.dict(vars(import_module("deepspeed.comm.comm"))),
+        patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
+    ):
+        try:
+            yield
+        finally:
+            if hasattr(init, "linear_bk"):
+                del init.linear_bk
 
 
 class EngineTraining:
@@ -153,6 +171,7 @@ def followed(job: EngineJob, within: Surroundings, says: Callable[[str], None] =
         with torch.device(within.device):
             follow.calibrate()
         follow.host = True
+        says("building the engine")
         with engine_of(job, within) as training:
             follow.host = False
             outline = replace(outline_of(training.model), parameters=sum(map(_elements, training.parameters)))

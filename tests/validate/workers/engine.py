@@ -55,7 +55,10 @@ def main(folder: Path, rank: int, place: Path) -> int:
     task = Task.model_validate_json((folder / TASK).read_bytes())
     telling = Telling(folder, rank)
     own = Kept(task, rank, telling)
-    reading = own.reading()
+    first = own.reading()
+    own.losses.clear()
+    reading = own.reading()  # on a GPU, too, the engine that is followed comes behind another one
+    assert first.requested == reading.requested
     program = own.native.program(rank)
     passes = {
         f"{microbatch}/{phase}": [make(source, microbatch, phase) for make, source in pairs]
