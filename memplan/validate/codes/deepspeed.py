@@ -146,7 +146,7 @@ class WithDeepspeed(Native):
 def with_deepspeed(plan: Plan) -> WithDeepspeed:
     """``PlanError`` of a plan of another framework, or of one that the engine is not run with here."""
     if plan.framework == "megatron-deepspeed":
-        problem = "runs plans of framework deepspeed; megatron-deepspeed's models are BigScience's own code"
+        problem = "runs plans of framework deepspeed; megatron-deepspeed needs BigScience's own code, which is not run"
         raise PlanError("", ABSENT, f"deepspeed {problem}", origin=Origin("--with"))
     if plan.framework != FRAMEWORK:
         problem = f"deepspeed runs plans of framework deepspeed, and this one's is {plan.framework}"
