@@ -137,6 +137,18 @@ def test_the_command() -> None:
     assert any("gloo" in note for note in run["notes"])
 
 
+@needs_deepspeed
+def test_what_names_categories_is_in_deepspeed() -> None:
+    """A function or attribute that another release calls otherwise would leave its tensors temporary."""
+    from memplan.validate.codes.deepspeed_categories import KEPT, MAKERS, _package
+
+    sources = {path.name: path.read_text() for path in Path(_package()).glob("runtime/**/*.py")}
+    for file, function in MAKERS:
+        assert function == "<listcomp>" or f"def {function}(" in sources[file], (file, function)
+    for name in KEPT:
+        assert any(f"self.{name}" in source for source in sources.values()), name
+
+
 @pytest.mark.skipif(INSTALLED, reason="DeepSpeed is installed")
 def test_without_deepspeed() -> None:
     with pytest.raises(LackingError, match="memplan validate needs deepspeed, which is not installed: pip install"):
@@ -157,6 +169,14 @@ def test_without_deepspeed() -> None:
 def test_refusals(arguments: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         prepared(plan_of(arguments), Where(2, code="deepspeed", device="cpu"))
+
+
+@needs_deepspeed
+def test_a_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    plan = plan_of(f"{TINY} --model gpt2 --gpus 2 --zero 2")
+    with pytest.raises(LackingError, match="which needs ninja and c\\+\\+ on the path"):
+        prepared(plan, Where(2, code="deepspeed", device="cpu"))
 
 
 def test_fake_tensors_are_refused() -> None:
