@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -27,6 +28,8 @@ from ...trace.traced import Traced
 from .deepspeed import EngineJob
 from .deepspeed_categories import categories_of_engine, mark_kept
 
+GLOO = 0.02
+"""Seconds in which threads of gloo's let go of what they have sent: they need Python's lock for that."""
 SHARED_MEMORY = "deepspeed_shm_comm"
 """An operator for inference, which is compiled and takes shared memory where the device is a CPU."""
 
@@ -200,6 +203,7 @@ class _EngineMarking(Marking):
 
     def begins(self, phase: str, microbatch: int) -> None:
         gc.collect()
+        time.sleep(GLOO)
         super().begins(phase, microbatch)
         self.follow.host = phase == OPTIMIZER
 
