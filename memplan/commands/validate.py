@@ -21,7 +21,7 @@ from .recorded import NoRecords
 
 if TYPE_CHECKING:
     from ..records.record import Record
-    from ..validate.readings import Run
+    from ..validate.readings import Code, Run
     from ..validate.run import Prepared
 
 _OUTPUT = "Output"
@@ -68,7 +68,7 @@ def validate(
         typer.Option(
             "--with",
             metavar="CODE",
-            help="whose code runs: torch, or megatron (Megatron-Core)",
+            help="whose code runs: torch, megatron (Megatron-Core) or deepspeed (its engine)",
             rich_help_panel=_RUN,
         ),
     ] = "torch",
@@ -134,9 +134,6 @@ def validate(
     part = _part(tolerance)
     _check_choice("--device", device, DEVICES)
     _check_choice("--with", with_, CODES)
-    if with_ == "deepspeed":
-        problem = f"{with_} is not run yet: torch's own code is, and Megatron-Core's (--with megatron)"
-        raise PlanError("", ABSENT, problem, origin=Origin("--with"))
     for name, value, least in (("--warmup", warmup, 1), ("--steps", steps, 1), ("--nnodes", nnodes, 1)):
         if not least <= value <= MOST:
             raise PlanError("", ABSENT, f"{value} must be from {least} to {MOST}", origin=Origin(name))
@@ -148,6 +145,7 @@ def validate(
     read, gpus = _read(plan, from_, flags)
     where = Where(
         gpus=gpus,
+        code=cast("Code", with_),
         device=cast(Literal["cuda", "cpu", "fake"], device),
         emulates=emulate,
         nodes=nnodes,
@@ -158,7 +156,6 @@ def validate(
         patience=timeout,
         shares=share_gpu,
         forces=force,
-        code=cast(Literal["torch", "megatron", "deepspeed"], with_),
     )
     try:
         asked = prepared(read.plan, where)

@@ -77,7 +77,27 @@ class Rank:
 
 def programs(plan: Plan, options: Options, zero: Zero | None = None) -> tuple[Program, ...]:
     """One program; ``zero`` is the plan's stage with DeepSpeed's defaults if not given."""
-    zero = zero or Zero(stage=plan.layout.zero)
+    made = _of_candidates(plan, options, zero or Zero(stage=plan.layout.zero))
+    return (max(made.values(), key=_need) if len(made) > 1 else next(iter(made.values())),)
+
+
+def fullest_rank(plan: Plan, zero: Zero) -> int:
+    """The rank whose program is the plan's."""
+    made = _of_candidates(plan, Options(), zero)
+    return max(made, key=lambda rank: _need(made[rank])) if len(made) > 1 else next(iter(made))
+
+
+def program_of_rank(plan: Plan, options: Options, zero: Zero, rank: int) -> Program:
+    """What ``rank`` runs; at stages 1 and 2 others keep other gradients."""
+    return next(iter(_of_candidates(plan, options, zero, rank).values()))
+
+
+def _need(program: Program) -> int:
+    return fold_program(program).peak
+
+
+def _of_candidates(plan: Plan, options: Options, zero: Zero, rank: int | None = None) -> dict[int, Program]:
+    """Programs by rank: of all that may need most, or of ``rank`` alone."""
     check(plan, zero)
     shape = layer_shape(plan)
     assert plan.layout.dp is not None
@@ -87,10 +107,10 @@ def programs(plan: Plan, options: Options, zero: Zero | None = None) -> tuple[Pr
     setting = Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, recompute, microbatches)
     options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
     beside = (*inputs(shape, 0), *buffers(plan, 0), *quantisation_maps(plan.optimizer))
-    ranks = [_rank(setting, shape, plan.model.layers, options, rank) for rank in _candidates(setting, shape, plan)]
-    made = [_program(rank, setting, beside) for rank in ranks]
-    most = max(made, key=lambda one: fold_program(one).peak) if len(made) > 1 else made[0]
-    return (replace(most, initialisation=_initialisation(setting, shape, plan)),)
+    building = _initialisation(setting, shape, plan)
+    numbers = _candidates(setting, shape, plan) if rank is None else [rank]
+    ranks = {number: _rank(setting, shape, plan.model.layers, options, number) for number in numbers}
+    return {number: replace(_program(one, setting, beside), initialisation=building) for number, one in ranks.items()}
 
 
 def _initialisation(setting: Setting, shape: LayerShape, plan: Plan) -> int | None:

@@ -49,6 +49,18 @@ def programs(plan: Plan, options: Options) -> tuple[Program, ...]:
     return (replace(made, elements=elements, host=host, nvme=nvme),)
 
 
+def fullest_rank(plan: Plan) -> int:
+    """The rank that needs most, whose program the estimate is of."""
+    with _fields_of_a_plan(plan):
+        return deepspeed.fullest_rank(plan, zero_of(plan))
+
+
+def program_of_rank(plan: Plan, options: Options, rank: int) -> Program:
+    """What ``rank`` runs, which at stages 1 and 2 may need less than the estimate's."""
+    with _fields_of_a_plan(plan):
+        return deepspeed.program_of_rank(plan, options, zero_of(plan), rank)
+
+
 def traffic(plan: Plan, program: Program) -> Traffic:
     """What ``program``, of ZeRO-3, gathers and reduces in each micro-batch."""
     model, dp = _model(plan), plan.layout.dp

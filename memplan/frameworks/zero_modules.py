@@ -88,6 +88,7 @@ def hooked(
             present,
             options.kernel_workspaces,
             options.consumes_gradients,
+            views_products=bias_first,
             bias_first=bias_first,
             outputs=outputs,
         )

@@ -188,6 +188,9 @@ class Recorder:
     sequence: int = 0
     saved_outside: set[int] = field(default_factory=set)
     """Ids of storages held before the recording that a node saved."""
+    views_products: bool = True
+    """The gradient of a linear layer's input is a view of a product of matrices, in which nothing is summed in place;
+    ``False`` where a Python function of its own multiplies tensors of more dimensions (ZeRO-3's)."""
     frame: Frame | None = None
     """The recompute region that is being run, if any."""
     kept: Storage | None = None

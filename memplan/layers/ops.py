@@ -196,7 +196,7 @@ def linear(
 
     def product(r: Recorder) -> Tensor:
         made = r.empty(shape, dtype, f"grad_{name}_input")
-        return made if len(shape) == 2 else made.view(*shape)
+        return made.view(*shape) if len(shape) != 2 and r.views_products else made
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         if has_bias:

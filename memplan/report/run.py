@@ -164,6 +164,8 @@ def _sections(record: Record) -> Iterator[tuple[str, list[str]]]:
             where = f" on stage {one.stage}" if stages and one.name == NCCL else ""
             lines.append(f"{LEARNED[one.name]} {size(one.bytes)}{where}")
         yield "Learned", lines
+    if run.notes:
+        yield "Notes", list(run.notes)
 
 
 def _failure_line(failure: Failure) -> str:

@@ -14,8 +14,15 @@ from ..plan.errors import LackingError, PlanError
 from .job import Job
 from .traced import Traced
 
-LEAST = {"torch": (2, 6), "transformers": (5, 0), "peft": (0, 18), "bitsandbytes": (0, 50), "accelerate": (1, 0)}
-"""Oldest releases that a trace runs on."""
+LEAST = {
+    "torch": (2, 6),
+    "transformers": (5, 0),
+    "peft": (0, 18),
+    "bitsandbytes": (0, 50),
+    "accelerate": (1, 0),
+    "deepspeed": (0, 19),
+}
+"""Oldest releases that a trace, or a validation, runs on."""
 ALWAYS = ("torch", "transformers")
 LEAST_OF_TORCHTITAN = {"torch": (2, 13)}
 """And one of torchtitan's code, which follows ``DTensor`` and pipeline schedules from within."""

@@ -11,15 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..estimate import programs_of
 from ..frameworks.ddp_programs import fullest_rank
+from ..layers.module import Options
 from ..plan.errors import PlanError
 from ..plan.framework_sections import Ddp, Deepspeed, Fsdp, Megatron
 from ..plan.plan import Layout, Loss, Optimizer, Pipeline, Plan, Precision, Recompute
 from ..plan.resolve import resolve
 from ..plan.section import Section
 from ..plan.tuning_checks import first_frozen, is_tuned
+from ..program import Program
 from ..trace.job import Job, job_of_plan
 from ..trace.torchtitan_job import is_torchtitan, job_of_torchtitan
+from .readings import Code, World
 
 NATIVE = ("single", "ddp", "fsdp")
 ZERO = {0: ("ddp", 0), 1: ("ddp", 1), 2: ("fsdp", 0), 3: ("fsdp", 0)}
@@ -54,6 +58,32 @@ class Native:
         if self.runs.framework == "ddp" and self.runs.layout.zero:
             return (fullest_rank(self.runs),)
         return tuple(range(0, self.ranks, self.ranks // self.stages))
+
+    @property
+    def code(self) -> Code:
+        """Whose code runs it."""
+        return "torch"
+
+    @property
+    def by_pass(self) -> bool:
+        """Passes are compared as a whole, not entry by entry."""
+        return False
+
+    def check_device(self, device: str) -> None:
+        """``PlanError`` where ``device``, ``cuda``, ``cpu`` or ``fake``, cannot run it."""
+
+    def notes(self, world: World, device: str) -> tuple[str, ...]:
+        """What the readings of such a run lack, or have besides."""
+        return ()
+
+    @property
+    def least_warmup(self) -> int:
+        """Iterations before one that is like those behind it."""
+        return 1
+
+    def program(self, rank: int) -> Program:
+        """What the estimate has ``rank`` run."""
+        return programs_of(self.runs, Options())[self.stage_of(rank)]
 
     def job(self, rank: int) -> Job:
         """What ``rank`` runs."""

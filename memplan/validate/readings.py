@@ -129,4 +129,4 @@ class Run(_Data):
     ranks: tuple[RankReading, ...]
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
-    """Sentences: what was not as it is where the estimate is for."""
+    """What is to be known of the readings: what they lack, or have besides."""

@@ -46,6 +46,8 @@ class Where:
 
     gpus: int
     """That take part, on all machines together."""
+    code: Code = "torch"
+    """Whose code runs."""
     device: Literal["cuda", "cpu", "fake"] = "cuda"
     emulates: bool = False
     nodes: int = 1
@@ -56,8 +58,6 @@ class Where:
     patience: float = 600.0
     shares: bool = False
     forces: bool = False
-    code: Code = "torch"
-    """Whose runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
     if joined is not None and joined.world > 1 and world == "emulated":
         problem = f"is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no {joined.launcher}"
         raise PlanError("", ABSENT, f"{where.gpus} {problem}; start one process", origin=Origin("--gpus"))
-    if where.code == "torch":
+    if where.code != "megatron":
         check_packages(needed(found.job(0)), "memplan validate")
     devices: tuple[Device, ...] = ()
     if where.device == "cuda":
@@ -183,7 +183,7 @@ def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None
         code=where.code,
         world=prepared.world,
         device=where.device,
-        warmup=where.warmup,
+        warmup=max(where.warmup, prepared.native.least_warmup),
         steps=where.steps,
         seconds=where.patience,
         gathers=where.nodes > 1 or prepared.joined is not None,
@@ -205,7 +205,7 @@ def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None
         versions=_versions(prepared),
         ranks=outcome.readings,
         failures=failures,
-        notes=notes_of(where.code, runs, where.device, alone=prepared.world == "emulated"),
+        notes=notes_of(where.code, prepared.native, prepared.world, where.device),
     )
 
 

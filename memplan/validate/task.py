@@ -18,7 +18,7 @@ class Task(BaseModel):
     plan: Plan
     """Resolved, as it runs."""
     code: Code = "torch"
-    """Whose runs."""
+    """Whose code runs it."""
     world: World
     device: Literal["cuda", "cpu"]
     warmup: int

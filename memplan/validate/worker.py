@@ -17,8 +17,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..estimate import programs_of
-from ..layers.module import Options
 from ..plan.errors import LackingError
 from .codes import code_of, layout_of
 from .devices import devices, visible
@@ -115,9 +113,9 @@ class Rank:
         if task.device == "cuda":
             clean = self._clean()
             gc.collect()
-        program = programs_of(task.plan, Options())[stage]
+        program = self.native.program(self.rank)
         traced = self._followed(program)
-        footprint = footprint_of(traced, program)
+        footprint = footprint_of(traced, program, by_pass=self.native.by_pass)
         name = torch.cuda.get_device_name() if task.device == "cuda" else "cpu"
         return RankReading(
             rank=self.rank,

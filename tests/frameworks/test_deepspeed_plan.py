@@ -8,7 +8,7 @@ import pytest
 
 from memplan.estimate import estimate
 from memplan.frameworks import deepspeed
-from memplan.frameworks.deepspeed_programs import programs, zero_of
+from memplan.frameworks.deepspeed_programs import fullest_rank, program_of_rank, programs, zero_of
 from memplan.frameworks.zero_config import Zero
 from memplan.frameworks.zero_weave import ACROSS
 from memplan.layers.module import Options
@@ -195,3 +195,22 @@ def test_assumptions_name_the_release() -> None:
     assert "DeepSpeed 0.19" in told
     assert "ZeRO++" in told
     assert "optimizer states have the parameters' dtype" not in told
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_the_estimate_is_of_the_rank_that_needs_most(stage: str) -> None:
+    plan = resolve(read_plan(None, {**GPT2, "gpus": "4", "zero": stage, "layers": "3"}).plan)
+    (most,) = programs(plan, Options())
+    peaks = [fold_program(program_of_rank(plan, Options(), rank)).peak for rank in range(4)]
+    assert max(peaks) == fold_program(most).peak == peaks[fullest_rank(plan)]
+
+
+@pytest.mark.parametrize(("stage", "sums"), [("2", 2), ("3", 0)])
+def test_where_gradients_are_summed_apart(stage: str, sums: int) -> None:
+    """PyTorch's linear layer returns views as gradients, of which two sums of each layer cannot be in place; ZeRO-3's
+    own linear function returns none."""
+    plan = resolve(read_plan(None, {**GPT2, "model": "llama-3-8b", "zero": stage, "layers": "2"}).plan)
+    (made,) = programs(plan, Options())
+    (layer, *_) = [span.module for span in made.spans if "layer.0" in span.names]
+    names = [event.name for event in layer.first.backward if isinstance(event, Hold)]
+    assert names.count("gradient_sum") == sums

@@ -1,4 +1,4 @@
-"""Other code than torch's own, which a validation can run: Megatron-Core's.
+"""Other code than torch's own, which a validation can run: Megatron-Core's, and DeepSpeed's engine.
 
 A module ``…_plan`` says, without torch, what is run for a plan; another one runs it in a worker.
 """
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...plan.plan import Plan
 from ..native import Native, native
-from ..readings import Code
+from ..readings import Code, World
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -39,6 +39,12 @@ def planned(code: Code, plan: Plan, device: str) -> Native:
         from .megatron_plan import megatron_core
 
         return megatron_core(plan, device)
+    if code == "deepspeed":
+        from .deepspeed import with_deepspeed
+
+        found = with_deepspeed(plan)
+        found.check_device(device)
+        return found
     return native(plan)
 
 
@@ -48,21 +54,27 @@ def layout_of(task: Task) -> Native:
         from .megatron_plan import MegatronCore
 
         return MegatronCore(task.plan, task.plan)
+    if task.code == "deepspeed":
+        from .deepspeed import WithDeepspeed
+
+        return WithDeepspeed(task.plan, task.plan)
     return Native(task.plan, task.plan)
 
 
-def notes_of(code: Code, plan: Plan, device: str, *, alone: bool) -> tuple[str, ...]:
+def notes_of(code: Code, runs: Native, world: World, device: str) -> tuple[str, ...]:
     """What a reader of the report has to know."""
     if code == "megatron":
         from .megatron_plan import notes
 
-        return notes(plan, device, alone=alone)
-    return ()
+        return notes(runs.runs, device, alone=world == "emulated")
+    return runs.notes(world, device)
 
 
 def packages_of(code: Code) -> tuple[str, ...]:
     """Whose versions a report names."""
-    return ("megatron-core", "transformer-engine", "apex") if code == "megatron" else ()
+    return {"megatron": ("megatron-core", "transformer-engine", "apex"), "deepspeed": ("deepspeed", "transformers")}[
+        code
+    ]
 
 
 def code_of(task: Task) -> Runner | None:
@@ -71,4 +83,8 @@ def code_of(task: Task) -> Runner | None:
         from . import megatron_run
 
         return megatron_run
+    if task.code == "deepspeed":
+        from . import deepspeed_run
+
+        return deepspeed_run
     return None

@@ -148,6 +148,10 @@ class MegatronTraining:
 
     def iterate(self, watch: Watch) -> None:
         """``train_step``: every micro-batch and the step."""
+        with self.within.iteration():
+            self._train_step(watch)
+
+    def _train_step(self, watch: Watch) -> None:
         watch.begins(BETWEEN, 0)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
