@@ -19,7 +19,7 @@ from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.program import fold_program
 from memplan.tape import Category
-from memplan.validate.codes import runs_by
+from memplan.validate.codes import planned
 from memplan.validate.launch import launched
 from memplan.validate.readings import World
 from memplan.validate.run import Where, prepared
@@ -64,7 +64,7 @@ def plan_of(arguments: str) -> Plan:
 
 
 def task_of(plan: Plan, world: World) -> Task:
-    found = runs_by(plan, "deepspeed")
+    found = planned("deepspeed", plan, "cpu")
     warmup = found.least_warmup
     return Task(plan=found.runs, code="deepspeed", world=world, device="cpu", warmup=warmup, steps=1, seconds=60.0)
 
@@ -79,7 +79,7 @@ def test_every_rank_is_the_estimates(case: str, tmp_path: Path) -> None:
     """Storages of forward and backward by their sizes, one by one, their sum and their peak; then the whole iteration:
     peak, what lies between iterations, and what each category has at the peak."""
     plan = plan_of(CASES[case])
-    found = runs_by(plan, "deepspeed")
+    found = planned("deepspeed", plan, "cpu")
     environment = {**os.environ, "EVENTS": str(tmp_path)}
     content = task_of(plan, "real").model_dump_json().encode()
     worker = "tests.validate.workers.engine"
@@ -110,7 +110,7 @@ def test_every_rank_is_the_estimates(case: str, tmp_path: Path) -> None:
 def test_a_rank_that_runs_alone(case: str) -> None:
     """Rank of 64 in one process; collectives return what they were given."""
     plan = plan_of(f"{CASES[case].replace('--gpus 2', '--gpus 64').replace('--gbs 8', '')}")
-    found = runs_by(plan, "deepspeed")
+    found = planned("deepspeed", plan, "cpu")
     ranks = found.distinct()
     assert len(ranks) == 1
     outcome = launched(InTurn(ranks), task_of(plan, "emulated").model_dump_json().encode(), patience=200.0)

@@ -72,9 +72,14 @@ def notes_of(code: Code, runs: Native, world: World, device: str) -> tuple[str, 
 
 def packages_of(code: Code) -> tuple[str, ...]:
     """Whose versions a report names."""
-    return {"megatron": ("megatron-core", "transformer-engine", "apex"), "deepspeed": ("deepspeed", "transformers")}[
-        code
-    ]
+    return PACKAGES[code]
+
+
+PACKAGES: dict[Code, tuple[str, ...]] = {
+    "torch": (),
+    "megatron": ("megatron-core", "transformer-engine", "apex"),
+    "deepspeed": ("deepspeed", "transformers"),
+}
 
 
 def code_of(task: Task) -> Runner | None:

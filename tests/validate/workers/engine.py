@@ -18,17 +18,17 @@ from memplan.trace.traced import Traced
 from memplan.validate.rank_files import TASK
 from memplan.validate.task import Task
 from memplan.validate.telling import Telling
-from memplan.validate.worker import _Rank
+from memplan.validate.worker import Rank
 
 PLACE = "EVENTS"
 """Names the folder of those files, in the environment."""
 
 
-class Kept(_Rank):
+class Kept(Rank):
     traced: Traced
 
-    def _followed(self) -> Traced:
-        self.traced = super()._followed()
+    def _followed(self, program: Program) -> Traced:
+        self.traced = super()._followed(program)
         return self.traced
 
 
