@@ -27,13 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (BrokenPipeError, SystemExit):  # SystemExit is how rich, printing the help, says the same
-        from .commands.output import silence
-
-        silence()
+        _silence()
         return 0
     except OSError as error:
+        _silence()  # what is still to be written would fail once more, when Python ends
         return _fail(f"memplan: {error.strerror or error}", WRONG_ENVIRONMENT)
     return code
+
+
+def _silence() -> None:
+    from .commands.output import silence
+
+    silence()
 
 
 def _run(arguments: list[str]) -> int:

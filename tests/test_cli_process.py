@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MEMPLAN = [sys.executable, "-m", "memplan.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENVIRONMENT.pop("PYTHONUNBUFFERED", None)
 
 
 def memplan(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -143,7 +143,7 @@ KERNELS = {"fp32": in_fp32, "fp32-output": with_fp32_output}
 class Scaler(torch.amp.GradScaler):
     """``GradScaler`` as if no gradient were infinite: every step is applied."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
 
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

@@ -95,7 +95,8 @@ def _sign(files: RankFiles, before: float, traceback_at: float | None) -> Sign |
         failure = Failure(**told, lines=lines)
     elif not times or (end is not None and end.code == 0):  # a traceback that did not matter
         return None
-    elif end is not None and end.code < 0:
+    # one that raised may be aborted on its way out, by threads of gloo's that still run: what it raised is why
+    elif end is not None and end.code < 0 and not (error is not None and end.code == -signal.SIGABRT):
         error = thrown(printed)
         why = "" if error is None else f": {error}"
         failure = Failure(rank=files.rank, kind="died", message=f"{signalled(-end.code)}{why}", lines=lines)
