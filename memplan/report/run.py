@@ -14,7 +14,7 @@ from ..records.differences import Difference, differences, worst
 from ..records.learned import facts_of
 from ..records.record import Record
 from ..trace.job import MOST_MICROBATCHES
-from ..validate.readings import Failure, RankReading
+from ..validate.readings import Failure, Place, RankReading
 from .output import put, put_line
 from .palette import BAD, FAINT, label
 from .pieces import Pieces
@@ -149,8 +149,8 @@ def _sections(record: Record) -> Iterator[tuple[str, list[str]]]:
     if apart is not None and apart.apart is not None:
         place = apart.apart
         where = f"{place.entry}, {place.phase}, micro-batch {place.microbatch}, on rank {apart.rank}"
-        estimated = "nothing" if place.estimated_peak is None else f"{exact(place.estimated_peak)} bytes"
-        yield "First apart", [f"{where}: peak {exact(place.peak)} bytes, estimated {estimated}"]
+        title = "First apart" + (", within the tolerance" if record.verdict == "agrees" else "")
+        yield title, [f"{where}: {_excursion_words(place)}"]
     steps = _steps(record)
     if steps:
         yield "Steps", steps
@@ -166,6 +166,15 @@ def _sections(record: Record) -> Iterator[tuple[str, list[str]]]:
         yield "Learned", lines
     if run.notes:
         yield "Notes", list(run.notes)
+
+
+def _excursion_words(place: Place) -> str:
+    """The peak, or where that is as estimated, what stays."""
+    what, measured, estimated = "peak", place.peak, place.estimated_peak
+    if measured == estimated:
+        what, measured, estimated = "what stays", place.net, place.estimated_net
+    expected = "nothing" if estimated is None else f"{exact(estimated)} bytes"
+    return f"{what} {exact(measured)} bytes, estimated {expected}"
 
 
 def _failure_line(failure: Failure) -> str:
