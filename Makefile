@@ -5,11 +5,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# The job that the README opens with: BigScience's 104B with mt5's vocabulary, at the micro-batch that ran out of memory.
-JOB := bigscience-104b-250k
-FLAGS := --mbs 8
+# The job that the README opens with: Llama 3 8B under FSDP on 8 H100s.
+JOB := llama-3-8b-8gpu
+FLAGS :=
 
-.PHONY: demo test lint types picture accuracy speed clean
+.PHONY: demo test golden golden-record lint types picture accuracy speed clean
 
 # Exit code 1 is an answer (the job does not fit), not a failure.
 demo: $(VENV)/.installed
@@ -18,16 +18,25 @@ demo: $(VENV)/.installed
 test: lint types
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
+# Every recorded answer; `make golden ONLY=deepspeed` checks those with this text in their command.
+golden: $(VENV)/.installed
+	$(BIN)/python -m tests.golden $(ONLY)
+
+# Sentences that changed, and new cases; figures only with `python -m tests.golden --record-figures`.
+golden-record: $(VENV)/.installed
+	$(BIN)/python -m tests.golden --record $(ONLY)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/lint-imports
 
 types: $(VENV)/.installed-dev
 	$(BIN)/python -m mypy
 
 # The README's picture: a real run, drawn.
 picture: $(VENV)/.installed
-	$(BIN)/python -m memplan.report.svg $(JOB) docs/estimate.svg $(FLAGS)
+	$(BIN)/python -m benchmarks.picture $(JOB) docs/estimate.svg $(FLAGS)
 
 accuracy: $(VENV)/.installed
 	$(BIN)/python benchmarks/accuracy.py

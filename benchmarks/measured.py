@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memplan import facts
+from memplan.device import facts
 from memplan.estimate import estimate, programs_of
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron import ParallelShape, layer
@@ -19,7 +19,7 @@ from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.spec import ModelSpec
-from memplan.program import Program, fold_program
+from memplan.tape.program import Program, fold_program
 
 from . import megatron
 from .comparison import GIB, MIB, Comparison, Table, near

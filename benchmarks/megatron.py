@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from memplan.estimate import estimate
-from memplan.plan.launch import plan_of_arguments
+from memplan.formats.training_scripts import plan_of_arguments
 from memplan.plan.plan import Plan
 from memplan.plan.resolve import resolve
 from memplan.result import Estimate
@@ -270,10 +270,18 @@ def b200_plan(row: Row) -> Plan:
     return resolve(read.plan)
 
 
+def b200_dense(rows: Sequence[Row]) -> list[Row]:
+    """Those without experts and without context parallelism, whose tensors are not all known yet."""
+    return [row for row in rows if row["model"] == "llama3-70b" and "cp" not in row["parallel"]]
+
+
 def b200(rows: Sequence[Row]) -> Table:
     """Every rank's allocated and reserved memory."""
-    dense = [row for row in rows if row["model"] == "llama3-70b"]
-    left = Counter(row["model"] for row in rows if row["model"] != "llama3-70b")
+    dense, others = b200_dense(rows), [row for row in rows if row not in b200_dense(rows)]
+    left = Counter(
+        f"{row['model']} ({'context parallelism' if 'cp' in row['parallel'] else 'mixture of experts'})"
+        for row in others
+    )
     compared = tuple(comparison for row in dense for comparison in _b200(row))
     errors = [abs(row.percent) for row in compared if row.reading.startswith("allocated")]
     return Table(
@@ -282,7 +290,7 @@ def b200(rows: Sequence[Row]) -> Table:
         "SimuMax 1.2's public benchmark (MooreThreads/SimuMax, docs/b200; PyTorch 2.10, Transformer Engine 2.11)",
         "0.4 % (allocated)",
         compared,
-        tuple(f"{count} rows of {name} (mixture of experts)" for name, count in left.items()),
+        tuple(f"{count} rows of {name}" for name, count in left.items()),
         (
             f"Allocated, {len(errors)} ranks: mean |error| {sum(errors) / len(errors):.4f} %, "
             f"worst {max(errors):.4f} %. "

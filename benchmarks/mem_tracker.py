@@ -27,10 +27,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from memplan.tape import Category, Hold, rounded  # noqa: E402
+from memplan.tape.events import Category, Hold, rounded  # noqa: E402
 from memplan.trace.job import Job  # noqa: E402
-from memplan.trace.planned import planned  # noqa: E402
 from memplan.trace.recording import FORWARD, Recording  # noqa: E402
+from memplan.trace.run import planned  # noqa: E402
 
 COUNTER = 4
 """Bytes of a step counter."""
@@ -64,8 +64,8 @@ def tracked(job: Job) -> Reading:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker
 
+    from memplan.trace.distributed import rank_of, shard
     from memplan.trace.models import example_inputs, made
-    from memplan.trace.ranks import rank_of, shard
     from memplan.trace.step import environment, optimizer_of
     from memplan.trace.substitutions import cuda_behaviour
 

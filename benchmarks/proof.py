@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.markdown import line  # noqa: E402
 from memplan.estimate import programs_of  # noqa: E402
-from memplan.layers.coverage import TRANSFORMERS  # noqa: E402
+from memplan.layers.coverage import TRANSFORMERS, covered  # noqa: E402
 from memplan.layers.module import Options  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.read import read_plan  # noqa: E402
@@ -122,11 +122,11 @@ def others() -> Iterator[Other]:
     from tests.frameworks import test_fsdp_pipeline as pipeline
     from tests.frameworks import test_fsdp_tensor_parallel as tp
     from tests.frameworks import test_fsdp_torchtitan as titan
-    from tests.frameworks import test_steps as steps
-    from tests.layers import test_efficient as efficient
     from tests.layers import test_four_bit as four_bit
+    from tests.layers import test_fused_attention as efficient
     from tests.layers import test_fused_losses as losses
     from tests.layers import test_tuning_against_peft as tuned
+    from tests.optimizers import test_steps as steps
     from tests.oracle import ddp
 
     def sized(cases: Iterable[Any]) -> int:
@@ -145,7 +145,7 @@ def others() -> Iterator[Other]:
         sizes = ", ".join(str(size) for size in sorted({case.tp for case in cases}))
         yield Other(name, f"{title}; t = {sizes}", "frameworks.test_fsdp_tensor_parallel::test_every_event", shapes)
     shapes = len(efficient.SHAPES)
-    yield Other("memory-efficient attention", "fp32", "layers.test_efficient::test_as_the_operator", shapes)
+    yield Other("memory-efficient attention", "fp32", "layers.test_fused_attention::test_as_the_operator", shapes)
     test = "frameworks.test_fsdp_pipeline::test_every_pass"
     for title, staged in _stages(pipeline.CASES.values()).items():
         schedules = ", ".join(sorted({case.schedule for case in staged}))
@@ -166,7 +166,7 @@ def others() -> Iterator[Other]:
         test = f"layers.test_fused_losses::test_{kind}"
         yield Other(f"loss: {kind.replace('_', ' ')}", "16 and 32 bits", test, len({*losses.SIZES}))
     kinds = ", ".join(dict.fromkeys(optimizer.name for optimizer, _ in steps.PYTORCH))
-    test = "frameworks.test_steps::test_any_shapes_in_any_order"
+    test = "optimizers.test_steps::test_any_shapes_in_any_order"
     yield Other(
         "optimizers", f"fp32, bf16, fp16; {kinds}", test, len(steps.MODEL), "any shapes of parameters, at random"
     )
@@ -257,7 +257,9 @@ def families_table() -> Iterator[str]:
             return [family, same, *[""] * (len(SETTINGS) - 1)]
         return [family, *(cell(family, setting, found) for setting in SETTINGS)]
 
-    yield from table(["family", *(setting.title for setting in SETTINGS)], (row(family) for family in TRANSFORMERS))
+    yield from table(
+        ["family", *(setting.title for setting in SETTINGS)], (row(family) for family in covered(TRANSFORMERS))
+    )
 
 
 def sharded_table() -> Iterator[str]:

@@ -23,17 +23,17 @@ from time import perf_counter
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.searching import LARGE, cutting, searching  # noqa: E402
-from memplan.allocator import AllocatorSettings, CachingAllocator  # noqa: E402
+from benchmarks.search import LARGE, cutting, searching  # noqa: E402
+from memplan.allocator.caching import AllocatorSettings, CachingAllocator  # noqa: E402
+from memplan.allocator.replay import replay  # noqa: E402
 from memplan.estimate import estimate, fold, programs_of  # noqa: E402
-from memplan.frameworks import megatron, plain  # noqa: E402, F401 (imported here, so that no plan pays for it)
+from memplan.frameworks.plain import programs as plain  # noqa: E402, F401 (imported here, so that no plan pays for it)
 from memplan.layers.module import Options  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.read import read_plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
 from memplan.plan.traced_spec import TracedSpec  # noqa: E402
-from memplan.replay import replay  # noqa: E402
-from memplan.tape import Hold  # noqa: E402
+from memplan.tape.events import Hold  # noqa: E402
 
 EXAMPLE = "bigscience-104b-250k"
 LARGE_FLAGS = tuple(part for name, value in LARGE.items() for part in (f"--{name}", value))
@@ -153,7 +153,7 @@ def in_process() -> Iterator[tuple[str, str]]:
 def traced_plans() -> tuple[list[Plan], list[Plan]]:
     """384 resolved plans of llama-3-8b, no two of one size; and the same of its configuration as if it had no recipe,
     which is learnt from traces here."""
-    from memplan.trace.configs import config_of_spec
+    from memplan.trace.job import config_of_spec
     from memplan.trace.learned import learned
 
     flags = {"model": "llama-3-8b", "framework": "single", "dtype": "bf16", "gbs": "5040", "seq": "8192"}

@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.measured import bigscience_plan, plan_of, read_rows  # noqa: E402
-from benchmarks.megatron import b200_plan  # noqa: E402
+from benchmarks.megatron import b200_dense, b200_plan  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
-from memplan.search.timing import Efficiency, step_time  # noqa: E402
-from memplan.search.timing.efficiency import default  # noqa: E402
-from memplan.search.timing.flops import model_flops  # noqa: E402
+from memplan.search.time import Efficiency, step_time  # noqa: E402
+from memplan.search.time.rates import default  # noqa: E402
+from memplan.search.time.shape import model_flops  # noqa: E402
 
 MEASURED = ROOT.parent / "shared" / "measured"
 PUBLISHED = Path(__file__).with_name("published_steps.jsonl")
@@ -173,7 +173,7 @@ def _parameters_times_batch(row: Row) -> float:
 
 def b200(rows: Sequence[Row]) -> Table:
     """The dense rows."""
-    dense = [row for row in rows if row["model"] == "llama3-70b"]
+    dense = b200_dense(rows)
     timed = tuple(Timed(row["id"], row["step_ms"] / 1e3, step_time(b200_plan(row)).total) for row in dense)
     return Table("megatron_b200.jsonl", timed)
 

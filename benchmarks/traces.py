@@ -23,10 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.measured import Row, read_rows, traced_plan  # noqa: E402
-from memplan.tape import Hold, compose  # noqa: E402
-from memplan.trace.job import job_of_plan  # noqa: E402
-from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER  # noqa: E402
-from memplan.trace.traced import Traced  # noqa: E402
+from memplan.tape.events import Hold, compose  # noqa: E402
+from memplan.trace.framework import job_of_plan  # noqa: E402
+from memplan.trace.recording import (  # noqa: E402
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    Traced,
+)
 
 MEASURED = ROOT.parent / "shared" / "measured" / "traced_transformers_5_23.jsonl"
 CLOSE = 4096

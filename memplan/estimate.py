@@ -9,65 +9,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from .allocator import AllocatorSettings
-from .beyond import beyond, held_workspaces, reading_assumptions, reading_warnings
-from .frameworks.states import managed_bytes
+from .allocator.caching import AllocatorSettings
+from .allocator.replay import Replayed, replay
+from .assumptions import assumptions
+from .device.measured import NOTHING, Measured
+from .device.outside_pytorch import beyond, held_workspaces, reading_assumptions, reading_warnings
+from .frameworks import framework
 from .layers.module import Options
-from .measured import NOTHING, Measured
-from .notices import assumptions, warnings
+from .notices import warnings
+from .optimizers.bitsandbytes import managed_bytes
 from .plan.errors import PlanError
 from .plan.plan import Plan
 from .plan.resolve import resolve
+from .plan.resolved import ResolvedPlan
 from .plan.sizes import headroom_bytes
 from .plan.traced_spec import TracedSpec
-from .program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
-from .replay import Replayed, replay
 from .result import Estimate, ModuleTape, Notice, Peak, StageEstimate
+from .tape.program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
 
 LARGEST_RANK = 1 << 47
 """Bytes of tensors on one rank. The replay numbers four times as many addresses, because segments come to
 more than the tensors in them."""
 
 
-def programs_of(plan: Plan, options: Options) -> tuple[Program, ...]:
+def programs_of(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     """What every stage of a resolved plan does."""
     if isinstance(plan.model, TracedSpec):
-        from .trace import programs as of_traces
-
-        return of_traces.programs(plan, options)
-    if plan.framework == "megatron-deepspeed":
-        from .frameworks import megatron_deepspeed
-
-        return megatron_deepspeed.programs(plan, options)
-    if plan.framework == "megatron":
-        from .frameworks import megatron
-
-        return megatron.programs(plan, options)
-    if plan.framework == "deepspeed":
-        from .frameworks import deepspeed_programs
-
-        return deepspeed_programs.programs(plan, options)
-    if plan.framework == "fsdp":
-        from .frameworks import fsdp_programs
-
-        return fsdp_programs.programs(plan, options)
-    if plan.framework == "ddp":
-        from .frameworks import ddp_programs
-
-        return ddp_programs.programs(plan, options)
-    from .frameworks import plain
-
-    return plain.programs(plan, options)
+        return framework(plan.framework).running.learnt_programs(plan, options)
+    return framework(plan.framework).programs(plan, options)
 
 
-def check(plan: Plan) -> Plan:
+def check(plan: Plan) -> ResolvedPlan:
     """``plan`` with every default filled in. ``PlanError`` where ``estimate`` would refuse it."""
     plan = resolve(plan)
     _check_addresses(plan, fold(plan))
     return plan
 
 
-def fold(plan: Plan) -> tuple[Folded, ...]:
+def fold(plan: ResolvedPlan) -> tuple[Folded, ...]:
     """Requested bytes of every stage of a resolved plan: what a search evaluates."""
     return tuple(fold_program(program) for program in programs_of(plan, Options()))
 
@@ -94,22 +73,21 @@ def estimate(plan: Plan, known: Measured = NOTHING) -> Estimate:
     return Estimate(plan, fits, capacity, headroom, stages, notices, taken)
 
 
-def _evaluation_programs(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
+def _evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """``programs``, or those with the Trainer's own batch size of evaluation."""
     mbs, batch = plan.trainer.evaluation_mbs, plan.batch
     if mbs is None or mbs == batch.mbs:
         return programs
-    assert plan.layout.dp is not None
     visible = plan.hardware.gpus if batch.multiply_by_visible_gpus else 1
     changed = {"mbs": mbs, "gbs": mbs * (visible or 1) * plan.layout.dp, "accumulation": None}
     return programs_of(plan.model_copy(update={"batch": batch.model_copy(update=changed)}), Options())
 
 
-def _check_addresses(plan: Plan, folds: Sequence[Folded]) -> None:
+def _check_addresses(plan: ResolvedPlan, folds: Sequence[Folded]) -> None:
     """``PlanError`` above ``LARGEST_RANK``."""
     peak = max(folded.peak for folded in folds)
     if peak > LARGEST_RANK:
-        problem = f"makes a rank need {peak >> 40:,} TiB; memplan reckons with {LARGEST_RANK >> 40} TiB at most"
+        problem = f"needs {peak >> 40:,} TiB on one rank; memplan supports at most {LARGEST_RANK >> 40} TiB per rank"
         raise PlanError("batch.mbs", plan.batch.mbs, problem)
 
 
@@ -134,14 +112,13 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
         for span in reversed(spans)
         for name in reversed(span.names)
     ]
-    timeline = programs[stage].timeline
-    reduced = () if timeline is None else (one for part in timeline.parts for one in part.segments["reduce"])
-    reduce = [ModuleTape(segment.name, "reduce", segment.events) for segment in reduced]
+    reduced = [one for chunk in programs[stage].order.chunks for one in chunk.hooks.get("reduce", ())]
+    reduce = [ModuleTape(one.name, "reduce", one.events) for one in reduced]
     step = ModuleTape("optimizer", "step", programs[stage].step + programs[stage].late_step)
     return tuple(tape for tape in (*forward, *ended, *backward, *reduce, step) if tape.events)
 
 
-def device_bytes(plan: Plan, stage: int, known: Measured = NOTHING) -> int:
+def device_bytes(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> int:
     """The furthest reading of one stage of a resolved plan that is known; the same as in the whole report."""
     program = programs_of(plan, Options(kernel_workspaces=True))[stage]
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
@@ -153,7 +130,7 @@ def device_bytes(plan: Plan, stage: int, known: Measured = NOTHING) -> int:
 
 
 def _stage(
-    plan: Plan, known: Measured, program: Program, folded: Folded, replayed: Replayed, evaluation: int | None
+    plan: ResolvedPlan, known: Measured, program: Program, folded: Folded, replayed: Replayed, evaluation: int | None
 ) -> StageEstimate:
     apart, together = beyond(plan, replayed, program.stage, known), ranks_on_node(plan, program)
     outside = sum(size for size in (apart.cuda_context, apart.nccl, apart.other) if size is not None)
@@ -178,7 +155,7 @@ def _stage(
             "checkpoint": None if _casts_states(plan) else replayed.static,
             "first_iteration_device": replayed.first_iteration + outside if device is not None else None,
         },
-        in_flight=program.in_flight,
+        in_flight=program.order.in_flight,
         host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
         nvme=together * program.nvme,
     )
@@ -194,12 +171,12 @@ def _peak(folded: Folded, upper_bound: bool) -> Peak:
     return Peak("steady", phase, rest[0], "/".join(rest[1:]), int(first), upper_bound)
 
 
-def _is_bound(plan: Plan, program: Program) -> bool:
+def _is_bound(plan: ResolvedPlan, program: Program) -> bool:
     """How many tokens fall into each cluster of an adaptive softmax is known at run time only."""
     return plan.loss.kind == "adaptive-softmax" and "head" in program.entries
 
 
-def _casts_states(plan: Plan) -> bool:
+def _casts_states(plan: ResolvedPlan) -> bool:
     """Saving a checkpoint casts states that are not fp32 (``distrib_optimizer.py``, ``FusedAdam.state_dict``)."""
     optimizer = plan.optimizer
     return optimizer.precision_aware and {optimizer.main_parameters, optimizer.exp_avg, optimizer.exp_avg_sq} != {
@@ -226,7 +203,7 @@ def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
     )
 
 
-def allocator_settings(plan: Plan) -> AllocatorSettings:
+def allocator_settings(plan: ResolvedPlan) -> AllocatorSettings:
     """The allocator as the plan's environment configures it."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         value = plan.environment.get(name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .plan.plan import Plan
-from .tape import Bytes, Category, Event
+from .plan.resolved import ResolvedPlan
+from .tape.events import Bytes, Category, Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StageEstimate:
     static: int
     peak: Peak
     breakdown: Bytes
-    """By category (see ``tape.Category``), summing to ``allocated`` (to ``requested`` where that is ``None``)."""
+    """By category (``tape.events.Category``), summing to ``allocated`` (to ``requested`` where that is ``None``)."""
     beyond: BeyondAllocated
     moments: dict[str, int | None]
     """Peak of each moment: initialisation, steady, evaluation, checkpoint."""
@@ -85,7 +85,7 @@ class Notice:
 class Estimate:
     """The answer to ``memplan estimate``."""
 
-    plan: Plan
+    plan: ResolvedPlan
     """After every default was filled in."""
     fits: bool | None
     """``None`` where no GPU was named, so there is nothing to fit into."""

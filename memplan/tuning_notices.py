@@ -3,45 +3,45 @@
 from __future__ import annotations
 
 from .plan.lora import adapter_parameters
-from .plan.plan import Plan
+from .plan.resolved import ResolvedPlan
 from .plan.tuning_checks import is_tuned
 
 
-def of_tuning(plan: Plan) -> tuple[str, ...]:
+def of_tuning(plan: ResolvedPlan) -> tuple[str, ...]:
     """Assumptions of adapters, 4-bit weights and frozen parts."""
     if not is_tuned(plan):
         return ()
     return (*_of_lora(plan), *_of_quantisation(plan), *_of_graph(plan))
 
 
-def _of_lora(plan: Plan) -> tuple[str, ...]:
+def _of_lora(plan: ResolvedPlan) -> tuple[str, ...]:
     lora = plan.lora
     if lora.rank is None:
         return ()
     count = adapter_parameters(plan)
     return (
-        f"LoRA by peft 0.21 on {', '.join(lora.targets or ())}: {count:,} parameters trained, in {lora.dtype}; without "
+        f"LoRA by peft 0.21 on {', '.join(lora.targets or ())}: {count:,} trained parameters in {lora.dtype}; no "
         "biases, DoRA, rsLoRA or modules_to_save",
     )
 
 
-def _of_quantisation(plan: Plan) -> tuple[str, ...]:
+def _of_quantisation(plan: ResolvedPlan) -> tuple[str, ...]:
     quantisation = plan.quantisation
     if quantisation.kind == "none":
         return ()
     prepared = "prepare_model_for_kbit_training" if quantisation.prepared else "without prepare_model_for_kbit_training"
     return (
-        f"4-bit weights by bitsandbytes 0.50, blocks of 64, computing in {quantisation.compute} ({prepared}); "
+        f"4-bit weights by bitsandbytes 0.50, blocks of 64, compute in {quantisation.compute} ({prepared}); "
         "embedding, norms and head are not quantised",
-        "a 4-bit layer dequantises its whole weight in forward as in backward; below 1,536 tokens a micro-batch "
-        "bitsandbytes may choose a kernel that does not (forward is an upper bound)",
+        "a 4-bit layer dequantises its whole weight in forward and in backward; below 1,536 tokens per "
+        "micro-batch bitsandbytes may choose a kernel without this copy, so forward is an upper bound",
     )
 
 
-def _of_graph(plan: Plan) -> tuple[str, ...]:
+def _of_graph(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.recompute.mode != "full":
         return ()
     return (
-        "the embedding's output requires a gradient, as transformers 5 asks for it with gradient checkpointing "
+        "the embedding's output requires a gradient: transformers 5 sets this with gradient checkpointing "
         "(enable_input_require_grads)",
     )

@@ -33,7 +33,7 @@ LONGEST = (
     "trace/test_trainer.py",
     "trace/test_torchtitan_pipeline.py",
     "trace/test_torchtitan_witness.py",
-    "export/test_sameness.py",
+    "formats/test_sameness.py",
 )
 """Files that take longest, in the order in which they begin: what begins last keeps one worker busy alone."""
 

@@ -1,33 +1,61 @@
-"""The command line itself: which commands there are, and what happens when one is misspelt."""
+"""The command line itself: which commands there are, flags that take several values (``--compare A B C`` is ``--compare
+A --compare B --compare C``), and what happens when one is misspelt.
+"""
 
 from __future__ import annotations
 
-from copy import copy
+import gc
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError, nearest
-from .arguments import expanded
-from .estimate import estimate
-from .export import export
-from .init import init
-from .launched import MEANINGS
-from .listings import gpus, models, schema
-from .runs import runs
-from .suggest_partition import MEANINGS as SEARCHED
-from .suggest_partition import suggest_partition
-from .trace import trace
-from .validate import validate
+from .plan_flags import with_plan_flags
 
-app = typer.Typer(
-    name="memplan",
-    help="Plan the GPU memory of a training job before a GPU hour is spent.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+_SEVERAL = ("--compare", "--vary", "--import")
 
+
+def expanded(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with each flag that takes several values repeated before each of them."""
+    result: list[str] = []
+    repeated: str | None = None
+    taken = 0
+    for position, argument in enumerate(arguments):
+        if argument == "--":
+            return result + list(arguments[position:])
+        if argument in _SEVERAL:
+            repeated, taken = argument, 0
+        elif repeated is not None:
+            if taken and _continues(repeated, argument):
+                result.append(repeated)
+            elif taken:
+                repeated = None
+            taken += 1
+        result.append(argument)
+    return result
+
+
+def _continues(flag: str, argument: str) -> bool:
+    if argument.startswith("-") and argument != "-":
+        return False
+    return flag != "--vary" or "=" in argument
+
+
+COMMANDS = {
+    "estimate": "estimate",
+    "suggest-partition": "suggest_partition",
+    "trace": "trace",
+    "export": "export",
+    "validate": "validate",
+    "runs": "runs",
+    "init": "init",
+    "models": "listings",
+    "gpus": "listings",
+    "schema": "listings",
+}
+"""Every command, and the module beside this one that has it. One that is not asked for is not imported."""
 
 _EXAMPLES = """Examples: memplan estimate bigscience-104b-250k ·
 memplan estimate --model llama-3-8b --gpu h200 --mbs 2 ·
@@ -35,7 +63,53 @@ memplan estimate plan.yaml --vary optimizer=adamw,adam8bit mbs=1,2 ·
 memplan estimate --from megatron train.sh --gpus 64"""
 
 
-@app.callback(invoke_without_command=True)
+def run_command(arguments: list[str]) -> int:
+    """Runs the command that ``arguments`` name and returns its exit code."""
+    words = expanded(arguments)
+    try:
+        return _run(words, None if {"-h", "--help"} & set(words) else {word.partition("=")[0] for word in words})
+    except _USAGE_ERROR as error:
+        if not hasattr(error, "possibilities"):
+            raise _explained(error) from None
+    try:
+        return _run(words, None)  # a flag that is unknown: the error names the one that was probably meant
+    except _USAGE_ERROR as error:
+        raise _explained(error) from None
+
+
+def _run(words: list[str], flags: set[str] | None) -> int:
+    """The command that ``words`` begin with, with no other flags of fields than ``flags``."""
+    asked = words[0] if words else ""
+    command = typer.main.get_command(_app(asked, flags))
+    if asked != "estimate":
+        gc.enable()
+    try:
+        with command.make_context("memplan", words) as context:
+            code = command.invoke(context)
+    except typer.Exit as end:
+        return int(end.exit_code)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    return code if isinstance(code, int) else 0
+
+
+def _app(asked: str, flags: set[str] | None) -> typer.Typer:
+    """The app with the command that is ``asked`` for; with all of them where that is none."""
+    app = typer.Typer(
+        name="memplan",
+        help="Plan the GPU memory of a training job before a GPU hour is spent.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_memplan)
+    for name in [asked] if asked in COMMANDS else COMMANDS:
+        function = getattr(import_module(f".{COMMANDS[name]}", __package__), name.replace("-", "_"))
+        command = with_plan_flags(function, flags if asked in COMMANDS else ())
+        app.command(name, epilog=_EXAMPLES if name == "estimate" else None)(command)
+    return app
+
+
 def _memplan(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
@@ -48,47 +122,6 @@ def _memplan(
     if context.invoked_subcommand is None:
         print(context.get_help())
         raise typer.Exit()
-
-
-app.command(epilog=_EXAMPLES)(estimate)
-app.command("suggest-partition")(suggest_partition)
-app.command()(trace)
-app.command()(export)
-app.command()(validate)
-app.command()(runs)
-app.command()(init)
-app.command()(models)
-app.command()(gpus)
-app.command()(schema)
-
-
-def run_command(arguments: list[str]) -> int:
-    """Runs the command that ``arguments`` name and returns its exit code."""
-    command = typer.main.get_command(_narrowed(arguments))
-    try:
-        with command.make_context("memplan", expanded(arguments)) as context:
-            code = command.invoke(context)
-    except typer.Exit as end:
-        return int(end.exit_code)
-    except typer.Abort:
-        raise KeyboardInterrupt from None
-    except _USAGE_ERROR as error:
-        raise _explained(error) from None
-    return code if isinstance(code, int) else 0
-
-
-def _narrowed(arguments: list[str]) -> typer.Typer:
-    """The app with no other command than the one that ``arguments`` begin with: the flags of each take time to make."""
-    asked = [one for one in app.registered_commands if arguments and _name_of(one) == arguments[0]]
-    if not asked:
-        return app
-    narrow = copy(app)
-    narrow.registered_commands = asked
-    return narrow
-
-
-def _name_of(command: Any) -> str:
-    return str(command.name or command.callback.__name__)
 
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -111,6 +144,8 @@ def _explained(error: Any) -> PlanError:
 
 def _meaning(flag: str) -> str:
     from ..plan.fields import by_flag
+    from .launched import MEANINGS
+    from .suggest_partition import MEANINGS as SEARCHED
 
     meanings = {**MEANINGS, **SEARCHED}
     if flag in meanings:

@@ -1,41 +1,103 @@
-"""``memplan estimate``: the memory of every stage, with what and when."""
+"""``memplan estimate``: the memory of every stage, with what and when; of one plan, or of several files or values of a
+field.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..plan.completion import completed
+from ..formats import FORMATS
 from ..plan.errors import ABSENT, Origin, PlanError
-from ..plan.read import Flags, ReadPlan
-from .launch_options import LAUNCH, From, Set, Strict, VocabSize
-from .launched import CONFIGURED, LaunchFlags, read_given, read_launched
-from .output import console, print_json, printing
-from .plan_flags import with_plan_flags
+from ..plan.fields import Kind, by_flag
+from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
+from .launched import LAUNCH, From, LaunchFlags, Set, Strict, VocabSize, read_given, read_launched
+from .output import OUTPUT, Json, NoColor, PlanOrLaunchFile, Quiet, console, print_json, printing, without_collection
 from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
-    from ..measured import Measured
-    from ..plan.launch import Launch
+    from ..device.measured import Measured
+    from ..formats.launch import Launch
     from ..result import Estimate
 
-_OUTPUT = "Output"
+
+MOST_VARIANTS = 64
+"""Estimates that one table can hold."""
+
+
+def read_variants(
+    source: str | None,
+    flags: Flags,
+    compare: Sequence[str],
+    vary: Sequence[str],
+    load: Callable[[str | None], Source] = load_source,
+) -> dict[str, ReadPlan]:
+    """Every combination of the plans and of the values to vary, by the name that tells it apart.
+
+    ``load`` reads a plan from where ``source`` or ``compare`` say it is.
+    """
+    if [source, *compare].count("-") > 1:
+        raise PlanError("", ABSENT, "can be read only once, as one of the plans", origin=Origin("standard input"))
+    choices = [_values(assignment) for assignment in vary]
+    combinations: list[dict[str, str]] = [dict(combination) for combination in product(*choices)]
+    sources = _named_sources(source, compare, flags)
+    if len(combinations) * len(sources) > MOST_VARIANTS:
+        problem = f"makes {len(combinations) * len(sources)} variants; at most {MOST_VARIANTS} fit side by side"
+        raise PlanError("", ABSENT, problem, origin=Origin("--vary"))
+    plans: dict[str, ReadPlan] = {}
+    for source_name, place in sources.items():
+        loaded = load(place)
+        for values in combinations:
+            changes = " ".join(f"{name}={value}" for name, value in values.items())
+            name = " ".join(part for part in (source_name if len(sources) > 1 else "", changes) if part)
+            plans[name or source_name] = build_plan(loaded, flags, values, traced=True)
+    return plans
+
+
+def _named_sources(source: str | None, compare: Sequence[str], flags: Flags) -> dict[str, str | None]:
+    """Where plans are read, by a short name; the plan that is only flags is left out when others are compared."""
+    places = [source] if source is not None or not compare or "model" in flags else []
+    named: dict[str, str | None] = {}
+    for place in [*places, *compare]:
+        name = "flags" if place is None else place
+        if name in named:
+            raise PlanError(
+                "plan", name, "is there twice; compare different plans, or --vary a field", origin=COMMAND_LINE
+            )
+        named[name] = place
+    return named
+
+
+def _values(assignment: str) -> list[tuple[str, str]]:
+    """``optimizer=adamw,adam8bit`` as pairs of the flag's name and a value."""
+    name, equals, values = assignment.partition("=")
+    name = name.strip().removeprefix("--")
+    field = by_flag().get(name)
+    origin = Origin("--vary")
+    if field is None:
+        problem = f"{name!r} is not a field that can vary; names are those of the flags, as optimizer or tp"
+        raise PlanError(name, ABSENT, problem, origin=origin, known=by_flag())
+    lists = field.kind in (Kind.INTEGERS, Kind.NAMES, Kind.PARTITION, Kind.DEVICE_MAP)
+    parts = [part.strip() for part in values.split(";" if lists and ";" in values else ",")]
+    if lists and ";" not in values and field.kind is not Kind.PARTITION:
+        parts = [values]
+    if not equals or not all(parts):
+        problem = f"needs values, as --vary {name}=A,B"
+        raise PlanError(name, ABSENT, problem, origin=origin)
+    return [(name, part) for part in dict.fromkeys(parts)]
+
+
 _SEVERAL = "Side by side"
 
 DOES_NOT_FIT = 1
 
 
-@with_plan_flags
 def estimate(
-    plan: Annotated[
-        str | None,
-        typer.Argument(
-            help="YAML or JSON file, name of a built-in example, or - for standard input; with --from a launch file."
-        ),
-    ] = None,
+    plan: PlanOrLaunchFile = None,
     from_: From = None,
     set_: Set = None,
     vocab_size: VocabSize = None,
@@ -43,19 +105,21 @@ def estimate(
     explain_args: Annotated[
         bool,
         typer.Option(
-            "--explain-args", help="which argument was read from where, and what became of it", rich_help_panel=LAUNCH
+            "--explain-args",
+            help="list every launch argument, its origin, and the field that it sets",
+            rich_help_panel=LAUNCH,
         ),
     ] = False,
     compare: Annotated[
         list[str] | None,
-        typer.Option("--compare", metavar="PLAN2 …", help="other plans to put beside it", rich_help_panel=_SEVERAL),
+        typer.Option("--compare", metavar="PLAN2 …", help="other plans to compare with PLAN", rich_help_panel=_SEVERAL),
     ] = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
             "--vary",
             metavar="FLAG=A,B",
-            help="values of a field to put side by side, as optimizer=adamw,adam8bit; again for every combination",
+            help="values of a field to compare, as optimizer=adamw,adam8bit; repeated, every combination of values",
             rich_help_panel=_SEVERAL,
         ),
     ] = None,
@@ -63,17 +127,15 @@ def estimate(
     detail: Annotated[
         int | None,
         typer.Option(
-            "--detail", metavar="STAGE", help="the stage's tape: every tensor, layer by layer", rich_help_panel=_OUTPUT
+            "--detail", metavar="STAGE", help="print every tensor of this stage, layer by layer", rich_help_panel=OUTPUT
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="only the verdict", rich_help_panel=_OUTPUT)] = False,
+    json: Json = False,
+    quiet: Quiet = False,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="every stage and reading", rich_help_panel=_OUTPUT)
+        bool, typer.Option("-v", "--verbose", help="print every stage and every reading", rich_help_panel=OUTPUT)
     ] = False,
-    no_color: Annotated[
-        bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
-    ] = False,
+    no_color: NoColor = False,
     flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
 ) -> int:
     """Memory of every stage of a training job: does it fit, and if not, what is in the way?
@@ -85,8 +147,8 @@ def estimate(
     if explain_args:
         if compare or vary or detail is not None:
             raise typer.BadParameter("--explain-args shows arguments; leave out --compare, --vary and --detail")
-        if launch_flags.framework in CONFIGURED:
-            given = f"--from {launch_flags.framework}"
+        if launch_flags.format in FORMATS and not FORMATS[launch_flags.format].takes_settings:
+            given = f"--from {launch_flags.format}"
             raise typer.BadParameter(f"--explain-args shows arguments of launch scripts, which {given} has none of")
         return _explain(read_launched(plan, launch_flags, flags), json, quiet, no_color)
     if detail is not None and json:
@@ -107,10 +169,10 @@ def _variants(
     plan: str | None, launch_flags: LaunchFlags, flags: Flags, compare: Sequence[str], vary: Sequence[str]
 ) -> dict[str, ReadPlan]:
     """Variants of a plan or of a launch file; what it is compared with are plans."""
+    from ..formats.launch import completed
     from ..plan.read import load_source
-    from .variants import read_variants
 
-    if launch_flags.framework is None:
+    if launch_flags.format is None:
         return read_variants(plan, flags, compare, vary)
     launch = read_launched(plan, launch_flags, flags, vary)
     variants = read_variants(
@@ -142,7 +204,7 @@ def _one(read: ReadPlan, no_records: bool, json: bool, quiet: bool, verbose: boo
 
         print_json(to_json(estimated))
     else:
-        from ..report.table import print_estimate
+        from ..report.estimate import print_estimate
 
         with printing():
             print_estimate(estimated, console(no_color), verbose=verbose, quiet=quiet)
@@ -185,7 +247,8 @@ def _estimated(read: ReadPlan, known: Measured) -> Estimate:
     from ..result import Notice
 
     try:
-        estimated = estimate(read.plan, known)
+        with without_collection():
+            estimated = estimate(read.plan, known)
     except PlanError as error:
         raise error.located(read.origins) from None
     notices = tuple(Notice(note.code, note.message) for note in read.warnings)

@@ -8,35 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..formats import WRITTEN, target
 from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
 from ..plan.read import Flags, ReadPlan
-from .files import check_writable, write_whole
-from .launch_options import From, Set, Strict, VocabSize
-from .launched import LaunchFlags, read_given
-from .output import print_json, printing
-from .plan_flags import with_plan_flags
+from .launched import From, LaunchFlags, Set, Strict, VocabSize, read_given
+from .output import OUTPUT, Overwrite, PlanOrLaunchFile, check_writable, print_json, printing, write_whole
 
 if TYPE_CHECKING:
-    from ..export.exported import Exported
-
-_OUTPUT = "Output"
+    from ..formats.exported import Exported
 
 
-@with_plan_flags
 def export(
-    plan: Annotated[
-        str | None,
-        typer.Argument(
-            help="YAML or JSON file, name of a built-in example, or - for standard input; with --from a launch file."
-        ),
-    ] = None,
+    plan: PlanOrLaunchFile = None,
     to: Annotated[
         str | None,
         typer.Option(
             "--to",
             metavar="TARGET",
             help="megatron, megatron-deepspeed, deepspeed, torchtitan or device-map; default: the plan's framework",
-            rich_help_panel=_OUTPUT,
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     output: Annotated[
@@ -47,12 +37,12 @@ def export(
     set_: Set = None,
     vocab_size: VocabSize = None,
     strict: Strict = False,
-    force: Annotated[bool, typer.Option("--force", help="overwrite the file", rich_help_panel=_OUTPUT)] = False,
+    force: Overwrite = False,
     json: Annotated[
-        bool, typer.Option("--json", help="JSON of what is written, and nothing else", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--json", help="print only JSON of the written configuration", rich_help_panel=OUTPUT)
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="nothing on standard error", rich_help_panel=_OUTPUT)
+        bool, typer.Option("-q", "--quiet", help="print nothing on standard error", rich_help_panel=OUTPUT)
     ] = False,
     flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
 ) -> int:
@@ -82,19 +72,19 @@ def export(
 
 
 def _exported(read: ReadPlan, to: str | None) -> Exported:
-    from ..export.exported import exported
-    from ..export.targets import NAMES, OF_FRAMEWORK, target
+    from ..formats.exported import exported
+    from ..frameworks import framework, frameworks
 
-    framework = read.plan.framework
-    name = OF_FRAMEWORK.get(framework) if to is None else to
+    name = to if to is not None else framework(read.plan.framework).configuration
     if name is None:
-        known = ", ".join(OF_FRAMEWORK)
+        names = {one.configuration: one.name for one in frameworks()}
+        known = ", ".join(names[format] for format in WRITTEN)
         problem = f"has no configuration of its own, but Python; these have: {known}"
-        raise PlanError("framework", framework, problem).located(read.origins)
-    if name not in NAMES:
-        guess = nearest(name, NAMES)
+        raise PlanError("framework", read.plan.framework, problem).located(read.origins)
+    if name not in WRITTEN:
+        guess = nearest(name, WRITTEN)
         hint = f"; did you mean {guess}?" if guess else ""
-        problem = f"{name} must be {', '.join(NAMES[:-1])} or {NAMES[-1]}{hint}"
+        problem = f"{name} must be {', '.join(WRITTEN[:-1])} or {WRITTEN[-1]}{hint}"
         raise PlanError("", ABSENT, problem, origin=Origin("--to"))
     try:
         return exported(read.plan, target(name))

@@ -10,20 +10,17 @@ import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags
-from .files import write_whole
-from .output import printing
-from .plan_flags import with_plan_flags
+from .output import Overwrite, printing, write_whole
 
 DEFAULT_MODEL = "gpt2-xl"
 
 
-@with_plan_flags
 def init(
     path: Annotated[str | None, typer.Argument(help="File to write; standard output if left out.")] = None,
     example: Annotated[
-        str | None, typer.Option("--example", metavar="NAME", help="a copy of a built-in example")
+        str | None, typer.Option("--example", metavar="NAME", help="write a copy of a built-in example")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="overwrite the file")] = False,
+    force: Overwrite = False,
     flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
 ) -> int:
     """A commented plan with every field. Flags set fields: memplan init plan.yaml --model llama-3-8b --gpu h200.

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
-
-from .output import console, print_json, printing
-
-AsJson = Annotated[bool, typer.Option("--json", help="JSON, and nothing else")]
-NoColor = Annotated[bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)")]
+from .output import Json, NoColor, console, print_json, printing
 
 
-def models(json: AsJson = False, no_color: NoColor = False) -> int:
+def models(json: Json = False, no_color: NoColor = False) -> int:
     """Models that are built in, with their sizes."""
     from ..plan.count import parameters
     from ..plan.library import model_specs
@@ -23,7 +17,7 @@ def models(json: AsJson = False, no_color: NoColor = False) -> int:
     if json:
         print_json([{**spec.model_dump(mode="json"), "parameters": parameters(spec)} for spec in specs])
         return 0
-    from ..report.units import elements
+    from ..report.names import elements
 
     rows = [
         (
@@ -38,15 +32,15 @@ def models(json: AsJson = False, no_color: NoColor = False) -> int:
         for spec in specs
     ]
     headings = ("model", "parameters", "layers", "hidden", "heads", "vocab", "longest")
-    _print_table(headings, rows, no_color, left=(0,))
+    _print_table(headings, rows, no_color)
     return 0
 
 
-def gpus(json: AsJson = False, no_color: NoColor = False) -> int:
+def gpus(json: Json = False, no_color: NoColor = False) -> int:
     """GPUs that are built in, with the memory that their drivers show."""
     from dataclasses import asdict
 
-    from ..gpus import GPUS
+    from ..device.gpus import GPUS
 
     if json:
         print_json([asdict(gpu) for gpu in GPUS.values()])
@@ -60,7 +54,7 @@ def gpus(json: AsJson = False, no_color: NoColor = False) -> int:
         )
         for gpu in GPUS.values()
     ]
-    _print_table(("GPU", "memory MiB", "compute capability", "CUDA context MiB"), rows, no_color, left=(0,))
+    _print_table(("GPU", "memory MiB", "compute capability", "CUDA context MiB"), rows, no_color)
     return 0
 
 
@@ -72,15 +66,14 @@ def schema() -> int:
     return 0
 
 
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], no_color: bool, left: Sequence[int]) -> None:
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], no_color: bool) -> None:
+    """The first column is of names, the others of figures."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from ..report.output import put
+    from ..report.printing import left, put, right
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index in left else "right", no_wrap=True)
+    table = Table(left(headings[0]), *map(right, headings[1:]), box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for row in rows:
         table.add_row(*row)
     with printing():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
 from ..plan.fields import Kind, PlanField, by_flag
-from ..plan.read import Flags
 
 _PANELS = {
     "": "Job",
@@ -48,8 +47,11 @@ _METAVARS = {
 _MARK, _OFF = "plan_", "off_"
 
 
-def with_plan_flags(command: Callable[..., int]) -> Callable[..., int]:
-    """``command`` with a flag for every field, all of them given to it as ``flags``: those that were set."""
+def with_plan_flags(command: Callable[..., int], words: Collection[str] | None = None) -> Callable[..., int]:
+    """``command`` with a flag for every field, all of them given to it as ``flags``: those that were set. With the
+    ``words`` of a command line, only the flags that are among them, since each takes time to make."""
+    if "flags" not in inspect.signature(command).parameters:
+        return command
 
     @wraps(command)
     def with_flags(**values: Any) -> int:
@@ -66,15 +68,15 @@ def with_plan_flags(command: Callable[..., int]) -> Callable[..., int]:
 
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "flags"]
-    parameters = [*own, *(one for field in _shown_order(by_flag().values()) for one in _parameters(field))]
+    fields = _shown_order(field for field in by_flag().values() if words is None or _is_among(words, field.flag))
+    parameters = [*own, *(one for field in fields for one in _parameters(field))]
     with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_flags
 
 
-def flag_names() -> Iterable[str]:
-    """Names of all flags, with their hyphens."""
-    return [field.flag for field in by_flag().values()]
+def _is_among(words: Collection[str], flag: str) -> bool:
+    return flag in words or f"--no-{flag[2:]}" in words
 
 
 def _as_text(value: Any) -> str | tuple[str, ...]:
@@ -113,4 +115,4 @@ def _help(field: PlanField) -> str:
     return f"{field.description} ({', '.join(field.choices)})" if field.choices else field.description
 
 
-__all__ = ["Flags", "flag_names", "with_plan_flags"]
+__all__ = ["with_plan_flags"]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..measured import NOTHING, Measured
+from ..device.measured import NOTHING, Measured
 from ..plan.notes import Note
 from ..plan.read import ReadPlan
 
@@ -15,7 +15,7 @@ NoRecords = Annotated[
     bool,
     typer.Option(
         "--no-records",
-        help="published figures only: nothing of what your own runs measured (`memplan runs` lists them)",
+        help="use published figures only; ignore measurements of your own runs (`memplan runs` lists them)",
         rich_help_panel="Hardware",
     ),
 ]

@@ -9,42 +9,42 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError
-from .files import write_whole
-from .output import console, print_json, print_text, printing
+from .output import Json, NoColor, Overwrite, Quiet, console, print_json, print_text, printing, write_whole
 
 if TYPE_CHECKING:
     from ..records.record import Record
 
-_OUTPUT = "Output"
 _FILES = "Records of others, and for them"
 
 
 def runs(
-    run: Annotated[str | None, typer.Argument(metavar="ID", help="a run's id, or the beginning of it")] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="TEXT", help="of GPUs whose name has this in it")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="ID", help="a run's id or its beginning")] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="TEXT", help="only runs on GPUs whose name contains TEXT")
+    ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="TEXT", help="of models whose name has this in it")
+        str | None, typer.Option("--model", metavar="TEXT", help="only runs of models whose name contains TEXT")
     ] = None,
     export: Annotated[
         str | None,
         typer.Option(
             "--export",
             metavar="FILE.json",
-            help="writes the run to share it: without names of hosts and what ranks printed",
+            help="write the run to a file for sharing, without host names and without the ranks' output",
             rich_help_panel=_FILES,
         ),
     ] = None,
     import_: Annotated[
         list[str] | None,
-        typer.Option("--import", metavar="FILE.json …", help="keeps the runs in these files", rich_help_panel=_FILES),
+        typer.Option(
+            "--import", metavar="FILE.json …", help="add the runs in these files to yours", rich_help_panel=_FILES
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="--export overwrites a file", rich_help_panel=_FILES)] = False,
-    delete: Annotated[bool, typer.Option("--delete", help="removes the run and what was learned from it")] = False,
-    json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="only the verdict", rich_help_panel=_OUTPUT)] = False,
-    no_color: Annotated[
-        bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
-    ] = False,
+    force: Overwrite = False,
+    delete: Annotated[bool, typer.Option("--delete", help="remove the run and its measurements")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> int:
     """Runs that were validated: all of them, or one, measured beside estimated.
 
@@ -52,7 +52,7 @@ def runs(
     """
     _check(run, [gpu is not None or model is not None, export is not None, bool(import_), delete], bool(import_))
     if force and export is None:
-        raise typer.BadParameter("--force is for --export")
+        raise typer.BadParameter("--overwrite is for --export")
     if import_:
         return _import(import_)
     if run is None:
@@ -69,7 +69,7 @@ def runs(
 
         print_json(to_json(record))
     else:
-        from ..report.run import print_run
+        from ..report.runs import print_run
 
         with printing():
             print_run(record, console(no_color), quiet=quiet)

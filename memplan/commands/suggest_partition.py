@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from ..frameworks import framework
 from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from ..plan.read import Flags, ReadPlan
-from .files import check_writable, write_whole
+from ..report.progress import progress
 from .fixed import fixed_values, fixes_of, located, with_fixes
 from .launched import LaunchFlags, read_given
-from .output import console, print_json, print_text, printing
-from .plan_flags import with_plan_flags
-from .progress import progress
+from .output import (
+    Overwrite,
+    check_writable,
+    console,
+    print_json,
+    print_text,
+    printing,
+    without_collection,
+    write_whole,
+)
 from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
-    from ..measured import Measured
+    from ..device.measured import Measured
     from ..report.suggestion import Answer
     from ..search.answer import Objective
     from ..search.result import Found
@@ -37,13 +43,13 @@ MOST = 50
 NOTHING_FITS = 1
 
 MEANINGS = {
-    "--fix": "a field that the search keeps, as --fix tp=4 or --fix tp",
+    "--fix": "a field to keep fixed: --fix tp=4, or --fix tp for the plan's value",
     "--objective": "time, memory or gpus",
     "--plot": "a file that ends in .svg or .png",
     "--top": f"how many layouts to show, from 1 to {MOST}",
     "--write": "the file for the recommended plan",
 }
-"""What flags without a value would have said."""
+"""What to write behind a flag that was given without a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,6 @@ class _Files:
             check_matplotlib()
 
 
-@with_plan_flags
 def suggest_partition(
     plan: Annotated[
         str | None,
@@ -88,25 +93,28 @@ def suggest_partition(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=value", help="a variable of the script", rich_help_panel=_LAUNCH),
+        typer.Option("--set", metavar="NAME=value", help="set a variable of the script", rich_help_panel=_LAUNCH),
     ] = None,
     vocab_size: Annotated[
         int | None,
         typer.Option(
-            "--vocab-size", metavar="N", help="tokens of a tokenizer that is not here", rich_help_panel=_LAUNCH
+            "--vocab-size",
+            metavar="N",
+            help="size of the vocabulary, if the tokenizer's files are not on this machine",
+            rich_help_panel=_LAUNCH,
         ),
     ] = None,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="arguments that are unknown or not modelled are errors", rich_help_panel=_LAUNCH),
+        typer.Option("--strict", help="refuse arguments that are unknown or not modelled", rich_help_panel=_LAUNCH),
     ] = False,
     top: Annotated[
-        int, typer.Option("--top", metavar="N", help="layouts to show, the best first", rich_help_panel=_SEARCH)
+        int, typer.Option("--top", metavar="N", help="number of layouts to show, best first", rich_help_panel=_SEARCH)
     ] = 4,
     objective: Annotated[
         str,
         typer.Option(
-            "--objective", metavar="NAME", help="what is best: time, memory or gpus (fewest)", rich_help_panel=_SEARCH
+            "--objective", metavar="NAME", help="quantity to minimise: time, memory or gpus", rich_help_panel=_SEARCH
         ),
     ] = "time",
     fix: Annotated[
@@ -114,29 +122,33 @@ def suggest_partition(
         typer.Option(
             "--fix",
             metavar="NAME=VALUE",
-            help="a field that the search must keep, as tp=4,mbs; without a value as the plan has it. Flags of such "
-            "fields do the same; what a plan's file says is where the search starts",
+            help="keep this field fixed: tp=4, or tp for the plan's value; separate several with commas. A "
+            "field's own flag (--tp 4) also fixes it; values in a plan's file only start the search",
             rich_help_panel=_SEARCH,
         ),
     ] = None,
     no_records: NoRecords = False,
     write: Annotated[
         str | None,
-        typer.Option("--write", metavar="FILE.yaml", help="the recommended layout as a plan", rich_help_panel=_OUTPUT),
+        typer.Option(
+            "--write", metavar="FILE.yaml", help="write the recommended layout as a plan", rich_help_panel=_OUTPUT
+        ),
     ] = None,
     plot: Annotated[
         str | None,
-        typer.Option("--plot", metavar="FILE.svg|png", help="memory against time", rich_help_panel=_OUTPUT),
+        typer.Option("--plot", metavar="FILE.svg|png", help="draw memory against time", rich_help_panel=_OUTPUT),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="overwrite files", rich_help_panel=_OUTPUT)] = False,
-    json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="a row for each layout", rich_help_panel=_OUTPUT)] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="only the layout", rich_help_panel=_OUTPUT)] = False,
+    force: Overwrite = False,
+    json: Annotated[bool, typer.Option("--json", help="print JSON only", rich_help_panel=_OUTPUT)] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="print one CSV row per layout", rich_help_panel=_OUTPUT)] = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="print only the layout", rich_help_panel=_OUTPUT)
+    ] = False,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="every stage, rule and assumption", rich_help_panel=_OUTPUT)
+        bool, typer.Option("-v", "--verbose", help="print every stage, rule and assumption", rich_help_panel=_OUTPUT)
     ] = False,
     no_color: Annotated[
-        bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--no-color", help="print without colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
     ] = False,
     flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
 ) -> int:
@@ -156,7 +168,7 @@ def suggest_partition(
     read = _read(plan, launch_flags, with_fixes(flags, fixes), fixes)
     known, problem = measured_of(no_records=no_records)
     read = warned(read, problem)
-    with _without_collection():
+    with without_collection():
         found = _found(read, flags, fixes, cast("Objective", objective), top, quiet, known)
         answer = _answer(read, found, _written(found, files))
     if json:
@@ -173,19 +185,6 @@ def suggest_partition(
         with printing():
             print_suggestion(answer, console(no_color), verbose=verbose, quiet=quiet)
     return 0 if found.best else NOTHING_FITS
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """A search makes hundreds of thousands of values that live to its end and hardly one that refers to itself: looking
-    for such takes an eighth of its time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _path(name: str | None) -> Path | None:
@@ -234,7 +233,7 @@ def _found(
 
 
 def _no_layout(found: Found) -> PlanError:
-    """What refused most of the layouts that a framework's rules of division leave, all of which were refused."""
+    """The rule that refused most layouts, where every layout that a framework's rules of division leave was refused."""
     from ..plan.fields import plan_fields
 
     rules = found.counts.refused
@@ -248,22 +247,18 @@ def _no_layout(found: Found) -> PlanError:
     return PlanError(field, value, f"{problem}; no layout runs")
 
 
-ONE_REPLICA = ("single", "device-map")
-"""Frameworks whose global batch follows from the micro-batch alone."""
-
-
 def _check_batch(read: ReadPlan) -> None:
     """A search keeps the global batch, so there has to be one that does not follow from the layout."""
-    batch, framework = read.plan.batch, read.plan.framework
-    if batch.gbs is None and batch.accumulation is None and framework not in ONE_REPLICA:
-        problem = "is missing: whatever the layout, a search keeps the number of sequences in a step (--gbs 512)"
+    batch, replicates = read.plan.batch, "dp" in framework(read.plan.framework).supports.sizes
+    if batch.gbs is None and batch.accumulation is None and replicates:
+        problem = "is missing: a search keeps the global batch, whatever the layout (--gbs 512)"
         raise PlanError("batch.gbs", ABSENT, problem)
 
 
 def _answer(read: ReadPlan, found: Found, written: Sequence[str]) -> Answer:
     from ..report.suggestion import Answer
     from ..result import Notice
-    from ..search.methods import methods_of
+    from ..search.changes import methods_of
 
     methods = methods_of(found.best[0]) if found.best else ()
     notes = tuple(Notice(note.code, note.message) for note in read.warnings)
@@ -289,8 +284,8 @@ def _written(found: Found, files: _Files) -> list[str]:
 
 def _plan_text(found: Found, name: str) -> str:
     from ..plan.write import plan_yaml
+    from ..report.names import size
     from ..report.suggestion_words import layout_words, time_unit
-    from ..report.units import size
 
     best = found.best[0]
     step = time_unit(best.seconds).text(best.seconds)

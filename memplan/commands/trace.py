@@ -2,64 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..plan.read import Flags
-from .files import check_writable, write_whole
-from .output import console, print_json, printing
-from .plan_flags import with_plan_flags
+from ..report.progress import progress
+from .output import (
+    OUTPUT,
+    Json,
+    NoColor,
+    Overwrite,
+    PlanFile,
+    check_writable,
+    console,
+    print_json,
+    printing,
+    write_whole,
+)
 
 if TYPE_CHECKING:
     from ..trace.recording import Recording
 
-_OUTPUT = "Output"
 
-
-@with_plan_flags
 def trace(
-    plan: Annotated[
-        str | None, typer.Argument(help="YAML or JSON file, name of a built-in example, or - for standard input.")
-    ] = None,
+    plan: PlanFile = None,
     stage: Annotated[
         int,
-        typer.Option("--stage", metavar="N", help="the pipeline stage whose rank is traced", rich_help_panel=_OUTPUT),
+        typer.Option("--stage", metavar="N", help="pipeline stage whose rank is traced", rich_help_panel=OUTPUT),
     ] = 0,
     events: Annotated[
         str | None,
-        typer.Option("--events", metavar="FILE", help="every event, one JSON object a line", rich_help_panel=_OUTPUT),
+        typer.Option(
+            "--events",
+            metavar="FILE",
+            help="write every event to FILE, one JSON object per line",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     snapshot: Annotated[
         str | None,
         typer.Option(
             "--snapshot",
             metavar="FILE.pickle",
-            help="a snapshot for PyTorch's memory viewer (python -m torch.cuda._memory_viz trace_plot FILE.pickle)",
-            rich_help_panel=_OUTPUT,
+            help="write a snapshot for PyTorch's memory viewer (python -m torch.cuda._memory_viz trace_plot "
+            "FILE.pickle)",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     learn: Annotated[
         bool,
         typer.Option(
             "--learn",
-            help="learn an architecture without a recipe for memplan estimate: sizes as polynomials in b and s, kept "
-            "in the user's cache directory",
-            rich_help_panel=_OUTPUT,
+            help="learn an architecture without a recipe, so that memplan estimate can read it: tensor sizes as "
+            "polynomials in b and s, saved in the user's cache directory",
+            rich_help_panel=OUTPUT,
         ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="overwrite files", rich_help_panel=_OUTPUT)] = False,
-    json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
+    force: Overwrite = False,
+    json: Json = False,
     quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="only how far trace and estimate are apart", rich_help_panel=_OUTPUT)
+        bool,
+        typer.Option(
+            "-q", "--quiet", help="print only the difference between trace and estimate", rich_help_panel=OUTPUT
+        ),
     ] = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="every layer", rich_help_panel=_OUTPUT)] = False,
-    no_color: Annotated[
-        bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
-    ] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="print every layer", rich_help_panel=OUTPUT)] = False,
+    no_color: NoColor = False,
     flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
 ) -> int:
     """A training step of the plan's model, run by PyTorch on fake tensors (no GPU, no memory), beside the estimate.
@@ -69,15 +79,14 @@ def trace(
     transformers is missing.
     """
     from ..trace.comparison import compared
-    from ..trace.planned import planned
-    from ..trace.run import traced
+    from ..trace.run import planned, traced
 
     if learn:
         if events is not None or snapshot is not None:
             raise typer.BadParameter("--learn traces many steps; leave out --events and --snapshot")
         if stage or force:
             raise typer.BadParameter(
-                "--learn has no stages and writes none of your files; leave out --stage and --force"
+                "--learn has no stages and writes none of your files; leave out --stage and --overwrite"
             )
         return _learn(plan, flags, json, quiet, no_color)
     if events is not None and events == snapshot:
@@ -86,12 +95,12 @@ def trace(
         if file is not None:
             check_writable(Path(file), force=force)
     asked = planned(plan, flags, stage)
-    with _progress(f"tracing {asked.name}"):
+    with progress(f"tracing {asked.name}"):
         found = traced(asked.job, asked.name)
     _write(found.recording, events, snapshot, force)
     comparison = compared(found, asked.program)
     if json:
-        from ..report.trace_json import trace_to_json
+        from ..report.trace import trace_to_json
 
         print_json(trace_to_json(asked, found, comparison))
     else:
@@ -106,13 +115,13 @@ def _learn(plan: str | None, flags: Flags, json: bool, quiet: bool, no_color: bo
     from ..plan.errors import PlanError
     from ..plan.read import read_plan
     from ..plan.resolve import resolve
-    from ..report.learned import learned_to_json, print_learned
+    from ..report.trace import learned_to_json, print_learned
     from ..trace.learned import learned
 
     read = read_plan(plan, {"framework": "single", **flags} if plan is None else flags, traced=True)
     try:
         resolved = resolve(read.plan)
-        with _progress(f"tracing {resolved.model.name} at several sizes"):
+        with progress(f"tracing {resolved.model.name} at several sizes"):
             found = learned(resolved)
     except PlanError as error:
         raise error.located(read.origins) from None
@@ -132,15 +141,6 @@ def _write(recording: Recording, events: str | None, snapshot: str | None, force
     if snapshot is not None:
         import pickle
 
-        from ..trace.snapshot import snapshot as snapshot_of
+        from ..trace.recording import snapshot as snapshot_of
 
         write_whole(Path(snapshot), pickle.dumps(snapshot_of(recording)), force=force)
-
-
-@contextmanager
-def _progress(text: str) -> Iterator[None]:
-    """Shown on standard error while it is a terminal."""
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
-        yield

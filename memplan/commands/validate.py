@@ -12,19 +12,27 @@ import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from ..plan.read import Flags, ReadPlan
-from .files import check_writable
+from ..report.progress import progress
 from .launched import LaunchFlags, read_given
-from .output import console, print_json, print_text, printing
-from .plan_flags import with_plan_flags
-from .progress import progress
+from .output import (
+    OUTPUT,
+    Json,
+    NoColor,
+    PlanOrLaunchFile,
+    Quiet,
+    check_writable,
+    console,
+    print_json,
+    print_text,
+    printing,
+)
 from .recorded import NoRecords
 
 if TYPE_CHECKING:
+    from ..records.readings import Code, Run
     from ..records.record import Record
-    from ..validate.readings import Code, Run
     from ..validate.run import Prepared
 
-_OUTPUT = "Output"
 _RUN = "Run"
 _MACHINES = "Several machines (or start it by torchrun or srun)"
 DIFFERS = 1
@@ -34,14 +42,8 @@ MOST = 1000
 """Iterations."""
 
 
-@with_plan_flags
 def validate(
-    plan: Annotated[
-        str | None,
-        typer.Argument(
-            help="YAML or JSON file, name of a built-in example, or - for standard input; with --from a launch file."
-        ),
-    ] = None,
+    plan: PlanOrLaunchFile = None,
     from_: Annotated[
         str | None,
         typer.Option("--from", metavar="FRAMEWORK", help="PLAN is a launch file (see estimate --help)"),
@@ -51,7 +53,7 @@ def validate(
         typer.Option(
             "--device",
             metavar="NAME",
-            help="cuda; cpu: real processes and gloo; fake: nothing but fake tensors",
+            help="cuda; cpu: real processes with gloo; fake: fake tensors without computation",
             rich_help_panel=_RUN,
         ),
     ] = "cuda",
@@ -59,7 +61,7 @@ def validate(
         bool,
         typer.Option(
             "--emulate",
-            help="one rank of each stage after the other, alone on one GPU, whatever --gpus says",
+            help="run one rank of each stage, one after another, alone on one GPU, whatever --gpus says",
             rich_help_panel=_RUN,
         ),
     ] = False,
@@ -68,59 +70,76 @@ def validate(
         typer.Option(
             "--with",
             metavar="CODE",
-            help="whose code runs: torch, megatron (Megatron-Core) or deepspeed (its engine)",
+            help="library to run: torch, megatron (Megatron-Core) or deepspeed (DeepSpeed's engine)",
             rich_help_panel=_RUN,
         ),
     ] = "torch",
     warmup: Annotated[
         int, typer.Option("--warmup", metavar="N", help="iterations before the measured ones", rich_help_panel=_RUN)
     ] = 2,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", help="iterations that are timed", rich_help_panel=_RUN)
-    ] = 3,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="measured iterations", rich_help_panel=_RUN)] = 3,
     tolerance: Annotated[
         str,
-        typer.Option("--tolerance", metavar="PERCENT", help="by how much they may differ", rich_help_panel=_RUN),
+        typer.Option(
+            "--tolerance",
+            metavar="PERCENT",
+            help="allowed difference, measured against estimated",
+            rich_help_panel=_RUN,
+        ),
     ] = "3%",
     timeout: Annotated[
         float,
         typer.Option(
-            "--timeout", metavar="SECONDS", help="without progress, after which it hangs", rich_help_panel=_RUN
+            "--timeout",
+            metavar="SECONDS",
+            help="seconds without progress before the run counts as hung",
+            rich_help_panel=_RUN,
         ),
     ] = 600.0,
     share_gpu: Annotated[
-        bool, typer.Option("--share-gpu", help="run on GPUs that others use, too", rich_help_panel=_RUN)
+        bool, typer.Option("--share-gpu", help="run on GPUs even if other processes use them", rich_help_panel=_RUN)
     ] = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="run what is estimated not to fit; --record overwrites", rich_help_panel=_RUN),
+        typer.Option("--force", help="run even if the estimate says that the plan does not fit", rich_help_panel=_RUN),
     ] = False,
     nnodes: Annotated[
-        int, typer.Option("--nnodes", metavar="N", help="machines that run it together", rich_help_panel=_MACHINES)
+        int,
+        typer.Option(
+            "--nnodes", metavar="N", help="number of machines that run the plan together", rich_help_panel=_MACHINES
+        ),
     ] = 1,
     rdzv_endpoint: Annotated[
         str | None,
-        typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet", rich_help_panel=_MACHINES),
+        typer.Option(
+            "--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous address of the machines", rich_help_panel=_MACHINES
+        ),
     ] = None,
     node_rank: Annotated[
         int | None,
         typer.Option(
-            "--node-rank", metavar="N", help="this machine's number, if it matters", rich_help_panel=_MACHINES
+            "--node-rank",
+            metavar="N",
+            help="number of this machine, if machines must have fixed ranks",
+            rich_help_panel=_MACHINES,
         ),
     ] = None,
     record: Annotated[
         str | None,
-        typer.Option("--record", metavar="FILE.json", help="the run's record, to share", rich_help_panel=_OUTPUT),
+        typer.Option(
+            "--record", metavar="FILE.json", help="write the run's record to a file for sharing", rich_help_panel=OUTPUT
+        ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace an existing FILE.json", rich_help_panel=OUTPUT)
+    ] = False,
     no_records: NoRecords = False,
-    json: Annotated[bool, typer.Option("--json", help="JSON, and nothing else", rich_help_panel=_OUTPUT)] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="only the verdict", rich_help_panel=_OUTPUT)] = False,
+    json: Json = False,
+    quiet: Quiet = False,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="progress also where it is piped", rich_help_panel=_OUTPUT)
+        bool, typer.Option("-v", "--verbose", help="print progress even when output is piped", rich_help_panel=OUTPUT)
     ] = False,
-    no_color: Annotated[
-        bool, typer.Option("--no-color", help="no colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
-    ] = False,
+    no_color: NoColor = False,
     flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
 ) -> int:
     """Runs a few training steps of exactly this layout and prints what they needed beside the estimate.
@@ -141,7 +160,7 @@ def validate(
         raise PlanError("", ABSENT, f"{timeout:g} must be more than 0", origin=Origin("--timeout"))
     _check_machines(nnodes, rdzv_endpoint, node_rank)
     if record is not None:
-        check_writable(Path(record).expanduser(), force=force)
+        check_writable(Path(record).expanduser(), force=overwrite)
     read, gpus = _read(plan, from_, flags)
     where = Where(
         gpus=gpus,
@@ -167,13 +186,13 @@ def validate(
     if made is None:
         print("memplan: the machine of the first rank tells how it went", file=sys.stderr)
         return 0
-    _keep(made, record, no_records, force)
+    _keep(made, record, no_records, overwrite)
     if json:
         from ..records.record import to_json
 
         print_json(to_json(made))
     else:
-        from ..report.run import print_run
+        from ..report.runs import print_run
 
         with printing():
             if asked.native.differs and not quiet:
@@ -203,7 +222,7 @@ def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_machines(nodes: int, endpoint: str | None, node_rank: int | None) -> None:
-    place = "the host and port where the machines meet, as node1:29500"
+    place = "the host and port of the rendezvous, as node1:29500"
     if nodes > 1 and endpoint is None:
         raise PlanError("", ABSENT, f"is needed with --nnodes: {place}", origin=Origin("--rdzv-endpoint"))
     if endpoint is not None and not re.fullmatch(r".+:\d{1,5}", endpoint):
@@ -260,13 +279,13 @@ def _silent(made: Record | None) -> int:
     if made is None or not made.run.failures:
         return 0
     from ..records.differences import differences
-    from ..report.run_words import verdict_words
+    from ..report.runs import verdict_words
 
     print(f"memplan: {verdict_words(made, differences(made.estimate, made.run))}", file=sys.stderr)
     return DIFFERS
 
 
-def _keep(made: Record, file: str | None, no_records: bool, force: bool) -> None:
+def _keep(made: Record, file: str | None, no_records: bool, overwrite: bool) -> None:
     if not no_records:
         from ..records.database import open_database
 
@@ -275,4 +294,4 @@ def _keep(made: Record, file: str | None, no_records: bool, force: bool) -> None
     if file is not None:
         from .runs import write_record
 
-        write_record(made, Path(file).expanduser(), force=force)
+        write_record(made, Path(file).expanduser(), force=overwrite)

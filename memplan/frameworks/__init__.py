@@ -1,1 +1,36 @@
-"""How each framework keeps states, what it inserts at the seams, and what its optimizer step adds."""
+"""The frameworks, each in a room of its own. To add one is to add its folder and a line in ``ROOMS``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+
+from .base import Framework, Supports
+
+ROOMS = {
+    "single": ".plain.single",
+    "ddp": ".ddp.framework",
+    "device-map": ".plain.device_map",
+    "megatron": ".megatron.framework",
+    "megatron-deepspeed": ".megatron_deepspeed.framework",
+    "deepspeed": ".deepspeed.framework",
+    "fsdp": ".fsdp.framework",
+}
+"""The module of each framework's object, ``FRAMEWORK``; loaded when a plan names it."""
+
+
+@cache
+def framework(name: str) -> Framework:
+    """The object of the framework ``name``, one of ``ROOMS``."""
+    found = import_module(ROOMS[name], __package__).FRAMEWORK
+    assert isinstance(found, Framework)
+    return found
+
+
+def frameworks() -> Iterator[Framework]:
+    """Every framework's object: for errors and documents, since it imports all of them."""
+    return map(framework, ROOMS)
+
+
+__all__ = ["ROOMS", "Framework", "Supports", "framework", "frameworks"]

@@ -25,7 +25,7 @@ from math import prod
 from sys import getrefcount
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..tape import Category, Drop, Event, Hold, Seam, Tape, rounded
+from ..tape.events import Category, Drop, Event, Hold, Hook, Seam, Stretch, Tape, rounded
 
 if TYPE_CHECKING:
     from .recompute import Frame
@@ -84,6 +84,11 @@ class Tensor:
         """The tensor itself under another name; ``shape`` where broadcasting leaves more dimensions than elements."""
         return Tensor(self.storage, shape or self.shape, self.dtype, self.node, self.slot)
 
+    def by(self, node: Node | None) -> Tensor:
+        """The tensor, as the output of ``node``."""
+        self.node = node
+        return self
+
 
 class Unsummed(NamedTuple):
     """The gradient of a broadcast input at the full shape, which the engine still has to sum."""
@@ -95,6 +100,13 @@ class Unsummed(NamedTuple):
 
 Gradients = list["Tensor | None"]
 Backward = Callable[["Recorder", Gradients], Sequence["Tensor | Unsummed | None"]]
+
+
+def incoming(gradients: Gradients) -> Tensor:
+    """The gradient of an operator's first output, where there is one."""
+    gradient = gradients[0]
+    assert gradient is not None
+    return gradient
 
 
 class Node:
@@ -205,6 +217,8 @@ class Recorder:
     """Autocast's cache: parameters in its dtype, by their names."""
     tuning: Tuning | None = None
     """What is trained, where that is not every parameter."""
+    seams: bool = False
+    """Also record where hooks of frameworks run."""
     required: list[Leaf] = field(default_factory=list)
     """Leaves made by ``requires_grad_``, whose tensor and gradient live as long as the graph."""
 
@@ -242,8 +256,8 @@ class Recorder:
             self.events[storage.at] = hold._replace(category=category)
             storage.category = category
 
-    def seam(self, name: str) -> None:
-        self.events.append(Seam(name))
+    def seam(self, name: str, hook: Hook | None = None, tensor: int = 0) -> None:
+        self.events.append(Seam(name, hook, tensor))
 
     # -- graph ------------------------------------------------------------------------------------
 
@@ -307,6 +321,20 @@ class Recorder:
                 self.saved_outside.add(storage.id)
         node.saved = storages
         return node
+
+    def output(
+        self,
+        inputs: Sequence[Tensor],
+        saved: Iterable[Tensor],
+        backward: Backward,
+        shape: Shape,
+        dtype: str,
+        name: str,
+        category: Category = Category.TEMPORARIES,
+    ) -> Tensor:
+        """A fresh tensor that an operator on ``inputs`` makes once its backward node is there."""
+        node = self.node(inputs, saved, backward)
+        return self.empty(shape, dtype, name, category).by(node)
 
     def backward(self, output: list[Tensor], gradient: list[Tensor]) -> None:
         """Runs the graph below ``output[0]`` from ``gradient[0]``. Both lists are emptied, so that the
@@ -391,6 +419,8 @@ class Recorder:
         arrived.clear()
         if gradient is None:
             return
+        if leaf.is_parameter and self.seams:
+            self.seam(leaf.name, Hook.GRADIENT, gradient.storage.id)
         if not leaf.is_parameter:
             leaf.gradient = gradient
         elif not leaf.has_gradient and not self.consumes_gradients:
@@ -415,7 +445,7 @@ class Recorder:
     def tape(self, start: int = 0, end: int | None = None) -> Tape:
         """What was recorded from event ``start`` up to ``end``, with each drop in its hold's category."""
         categories = {event.tensor: event.category for event in self.events if isinstance(event, Hold)}
-        return tuple(
+        return Stretch(
             event._replace(category=categories[event.tensor])
             if isinstance(event, Drop) and categories.get(event.tensor, event.category) is not event.category
             else event

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..tape import Category
+from ..tape.events import Category
 from . import ops
 from .autograd import Recorder, Tensor
-from .huggingface_parts import LayerShape, Shared, activation, layer_norm, linear, norm
+from .huggingface import LayerShape, Shared, activation, layer_norm, linear, norm
 
 
 @dataclass(slots=True)
@@ -18,6 +19,9 @@ class Embedded:
     shared: Shared
     frame: list[Tensor] = field(default_factory=list)
     """Tensors in variables of ``model.forward``, alive until it returns."""
+
+
+Embedding = Callable[[Recorder, LayerShape], Embedded]
 
 
 def token_ids(r: Recorder, shape: LayerShape, b: int | None = None) -> Tensor:
@@ -105,137 +109,6 @@ def word_embeddings(r: Recorder, shape: LayerShape) -> Tensor:
     """Rows of the table of words, (b, s, h)."""
     word = r.parameter("word.weight", (shape.spec.vocab, shape.spec.hidden), shape.dtype)
     return ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
-
-
-def position_ids_are_shared(r: Recorder) -> bool:
-    """GPT-2's model keeps them in a variable and hands them to its layers; a table that is trained saves them."""
-    return r.tuning is not None and not r.tuning.trains("position.weight")
-
-
-def gpt2_embedding(r: Recorder, shape: LayerShape, *, makes_mask: bool = True) -> Embedded:
-    """``GPT2Model.forward`` up to the first block; in 2020 each block had the mask as a buffer instead."""
-    spec = shape.spec
-    inputs_embeds = r.embedded(word_embeddings(r, shape))
-    position_ids = positions(r, shape.s)
-    table = r.parameter("position.weight", (spec.positions_max, spec.hidden), shape.dtype)
-    position_embeds = ops.embedding(r, table, position_ids, "position_embeddings")
-    hidden = ops.add(r, inputs_embeds, position_embeds, "embedding_sum")
-    mask = causal_mask(r, shape) if makes_mask else None
-    hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
-    shared = Shared(mask, position_ids=position_ids if position_ids_are_shared(r) else None)
-    return Embedded(hidden, shared, [inputs_embeds, position_embeds])
-
-
-def llama_embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``LlamaModel.forward`` up to the first layer; Falcon's makes its mask without looking at positions."""
-    spec = shape.spec
-    inputs_embeds = r.embedded(word_embeddings(r, shape))
-    position_ids = positions(r, shape.s)
-    mask = causal_mask(r, shape, packed=spec.family != "falcon")
-    cos, sin = rotary_tables(r, shape)
-    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids))
-
-
-def gemma2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``Gemma2Model.forward`` up to the first layer: ``Gemma2TextScaledWordEmbedding``, and a mask of each kind."""
-    inputs_embeds = r.embedded(scaled(r, word_embeddings(r, shape), shape))
-    position_ids = positions(r, shape.s)
-    full = causal_mask(r, shape, window=False)
-    mask = causal_mask(r, shape)
-    cos, sin = rotary_tables(r, shape)
-    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full))
-
-
-def scaled(r: Recorder, embeddings: Tensor, shape: LayerShape) -> Tensor:
-    """``* embed_scale.to(weight.dtype)``, a buffer of no dimension."""
-    scale = r.outside((), shape.stored or shape.dtype, Category.BUFFERS)
-    if scale.dtype != shape.dtype:
-        scale = ops.cast(r, scale, shape.dtype, "embedding_scale_cast")
-    return ops.multiply(r, embeddings, scale, "embedding_scaled")
-
-
-def neox_embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``GPTNeoXModel.forward`` up to the first layer."""
-    spec = shape.spec
-    inputs_embeds = r.embedded(word_embeddings(r, shape))
-    position_ids = positions(r, shape.s)
-    mask = causal_mask(r, shape)
-    hidden = ops.dropout(r, inputs_embeds, spec.embedding_dropout, "embedding_dropout")
-    cos, sin = rotary_tables(r, shape)
-    frame = [inputs_embeds] if spec.embedding_dropout else []
-    return Embedded(hidden, Shared(mask, cos, sin, position_ids), frame)
-
-
-def gptj_embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``GPTJModel.forward`` up to the first layer; each layer makes its own sines and cosines."""
-    spec = shape.spec
-    inputs_embeds = r.embedded(word_embeddings(r, shape))
-    position_ids = positions(r, shape.s)
-    mask = causal_mask(r, shape)
-    hidden = ops.dropout(r, inputs_embeds, spec.embedding_dropout, "embedding_dropout")
-    frame = [inputs_embeds] if spec.embedding_dropout else []
-    return Embedded(hidden, Shared(mask, position_ids=position_ids), frame)
-
-
-def opt_embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``OPTDecoder.forward`` up to the first layer: positions are counted from a mask of ones, (b, s)."""
-    spec, b, s = shape.spec, shape.b, shape.s
-    inputs_embeds = r.embedded(word_embeddings(r, shape))
-    ones = r.empty((b, s), "fp32", "attention_mask")
-    position_ids = counted_positions(r, b, s)
-    mask = causal_mask(r, shape, packed=False)
-    table = r.parameter("position.weight", (spec.position_offset + spec.positions_max, spec.hidden), shape.dtype)
-    pos_embeds = ops.embedding(r, table, r.empty((b, s), "int64", "position_ids_offset"), "position_embeddings")
-    hidden = ops.add(r, inputs_embeds, pos_embeds, "embedding_sum")
-    return Embedded(hidden, Shared(mask, position_ids=position_ids), [inputs_embeds, ones, pos_embeds])
-
-
-def counted_positions(r: Recorder, b: int, s: int) -> Tensor:
-    """``(cumsum(mask) * mask - 1).long()``."""
-    counted = r.empty((b, s), "fp32", "positions_counted")
-    product = r.empty((b, s), "fp32", "positions_masked")
-    fp32 = r.empty((b, s), "fp32", "positions_fp32")
-    del product
-    position_ids = r.empty((b, s), "int64", "position_ids")
-    del fp32, counted
-    return position_ids
-
-
-def bert_embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``BertEmbeddings.forward``."""
-    spec, dtype, h = shape.spec, shape.dtype, shape.spec.hidden
-    types = r.empty((1, shape.s), "int64", "token_type_ids")
-    words = r.embedded(word_embeddings(r, shape))
-    kinds = ops.embedding(
-        r,
-        r.parameter("token_type.weight", (spec.token_types, h), dtype),
-        types.view(shape.b, shape.s),
-        "token_type_embeddings",
-    )
-    hidden = ops.add(r, words, kinds, "embedding_sum")
-    table = r.parameter("position.weight", (spec.positions_max, h), dtype)
-    places = ops.embedding(r, table, token_ids(r, shape, 1), "position_embeddings")
-    hidden = ops.add(r, hidden, places, "embedding_sum")
-    hidden = layer_norm(r, hidden, "embedding_norm")
-    hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
-    return Embedded(hidden, Shared())
-
-
-EMBEDDINGS = {
-    "gpt2": gpt2_embedding,
-    "gpt": gpt2_embedding,
-    "bert": bert_embedding,
-    "llama": llama_embedding,
-    "mistral": llama_embedding,
-    "qwen3": llama_embedding,
-    "qwen2": llama_embedding,
-    "phi3": llama_embedding,
-    "gemma2": gemma2_embedding,
-    "opt": opt_embedding,
-    "gpt_neox": neox_embedding,
-    "gptj": gptj_embedding,
-    "falcon": llama_embedding,
-}
 
 
 def final_norm(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:

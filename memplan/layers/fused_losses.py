@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..tape import Category
+from ..tape.events import Category
 from . import ends, ops
 from .autograd import Gradients, Recorder, Tensor, Unsummed
-from .huggingface_parts import LayerShape
+from .huggingface import LayerShape
 
 LOGITS, GRADIENTS = Category.LOGITS, Category.GRADIENTS
 
@@ -84,10 +84,12 @@ def last_tokens(r: Recorder, hidden: Tensor, shape: LayerShape, kept: int) -> tu
     if kept == s:
         return hidden, shape
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty((b, s, h), shape.dtype, "grad_hidden_sliced")]
-
-    view = Tensor(hidden.storage, (b, kept, h), hidden.dtype, r.node((hidden,), (), backward))
+    view = Tensor(
+        hidden.storage,
+        (b, kept, h),
+        hidden.dtype,
+        r.node((hidden,), (), lambda r, gradients: [r.empty((b, s, h), shape.dtype, "grad_hidden_sliced")]),
+    )
     if b > 1 and kept > 1:
         view = ops.contiguous(r, view, (b, kept, h), "kept_hidden")
     return view, replace(shape, s=kept)

@@ -1,148 +1,277 @@
-"""Transformer layers as Hugging Face transformers (5.x) writes them, whole on one device.
+"""Parts of transformer layers as Hugging Face transformers (5.x) writes them: projections, norms, attention, rotary.
 
-``models/gpt2/modeling_gpt2.py``, ``models/bert/modeling_bert.py``, and the families of the modules beside this one.
-How tensors end: ``layers.huggingface_parts``.
+A tensor that a module's Python keeps in a variable is kept here in a variable of the same scope, which is what
+ends its life at the same line. Whether a tensor without a variable, made in a call's arguments, ends within the
+call or behind it depends on Python's version: such a call has one of these at most, and does not end it early by
+giving its name to another tensor.
 Shapes: b micro-batch, s sequence, h hidden, a heads, d head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..families import family
 from ..plan.spec import ModelSpec
 from . import ops
-from .autograd import Recorder, Tensor
-from .huggingface_falcon import falcon_layer
-from .huggingface_gemma2 import gemma2_layer
-from .huggingface_gptj import gptj_layer
-from .huggingface_llama import llama_layer
-from .huggingface_neox import neox_layer
-from .huggingface_opt import opt_layer
-from .huggingface_parts import (
-    Heads,
-    Layer,
-    LayerShape,
-    Shared,
-    activation,
-    attention,
-    batched,
-    layer_norm,
-    linear,
-    norm,
-    product,
-    silu,
-)
-from .huggingface_phi3 import phi3_layer
-
-__all__ = [
-    "LAYERS",
-    "Heads",
-    "LayerShape",
-    "Shared",
-    "activation",
-    "batched",
-    "gpt2_mlp",
-    "layer_norm",
-    "linear",
-    "norm",
-    "product",
-    "silu",
-]
+from .autograd import Recorder, Shape, Tensor
+from .fused_attention import flash_attention
+from .tuning import Layer as Linear
+from .tuning import plain_linear, tuned_linear
 
 
-# -- GPT-2 ------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One micro-batch of one architecture on one rank."""
+
+    spec: ModelSpec
+    b: int
+    s: int
+    dtype: str
+    flash: bool
+    stored: str = ""
+    """dtype of buffers, and of parameters before they are cast for a forward pass; empty if it is ``dtype``."""
 
 
-def gpt2_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
-    spec, b, s, a, d = shape.spec, shape.b, shape.s, shape.spec.heads, shape.spec.head_dim
-    qkv = linear(r, hidden, "qkv", spec.qkv_features, spec.attention_bias, conv1d=True)
-    q, k, v = ops.split(r, qkv, [(b, a, s, d)] * 3, "qkv")
-    del qkv
-    if not shape.flash:
-        q, v = ops.copied_gradient(r, q, "query"), ops.copied_gradient(r, v, "value")
-    out, weights = attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)
-    out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias, conv1d=True)
-    out = ops.dropout(r, out, spec.hidden_dropout, "attention_output_dropout")
+@dataclass(slots=True)
+class Shared:
+    """Tensors that one forward pass makes once and every layer reads."""
+
+    mask: Tensor | None = None
+    """Additive mask (b or 1, 1, s, s)."""
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    position_ids: Tensor | None = None
+    """(1, s), in OPT (b, s), where layers are handed them without reading them."""
+    full_mask: Tensor | None = None
+    """The mask of layers without a window, where ``mask`` is that of those with one."""
+
+
+Layer = Callable[[Recorder, Tensor, Shared, LayerShape], Tensor]
+
+
+# -- parts ------------------------------------------------------------------------------------------
+
+
+def linear(
+    r: Recorder, x: Tensor, name: str, n: int, bias: bool, *, strided: bool = False, conv1d: bool = False
+) -> Tensor:
+    """A ``Linear`` or ``Conv1D`` called ``name`` with ``n`` outputs.
+
+    ``strided``: the gradient arrives in a layout that matrix products have to copy.
+    """
+    layer = Linear(name, n, bias, strided, conv1d)
+    if r.tuning is not None and r.tuning.replaces(name):
+        return tuned_linear(r, x, layer)
+    return plain_linear(r, x, layer)
+
+
+def layer_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
+    bias = r.parameter(f"{name}.bias", (x.shape[-1],), x.dtype)
+    return ops.layer_norm(r, x, weight, bias, name)
+
+
+def rms_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``LlamaRMSNorm.forward``: in fp32, by Python operators."""
+    weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
+    dtype = x.dtype
+    hidden = ops.cast(r, x, "fp32", f"{name}_fp32")
+    variance = ops.mean_last(r, ops.power(r, hidden, f"{name}_square"), f"{name}_variance")
+    deviation = f"{name}_rstd"
+    hidden = ops.multiply(
+        r, hidden, ops.rsqrt(r, ops.add_constant(r, variance, f"{name}_eps"), deviation), f"{name}_normed"
+    )
+    return ops.multiply(r, weight, ops.cast(r, hidden, dtype, f"{name}_cast"), name)
+
+
+def norm(r: Recorder, x: Tensor, spec: ModelSpec, name: str) -> Tensor:
+    """The spec's, or one that the family has of its own."""
+    if (own := family(spec.family).norm) is not None:
+        return own(r, x, name)
+    return rms_norm(r, x, name) if spec.norm == "rmsnorm" else layer_norm(r, x, name)
+
+
+def gelu(r: Recorder, x: Tensor) -> Tensor:
+    """``aten::gelu``: one kernel that saves its input."""
+    return ops.elementwise(r, "gelu", (x,), (x,))
+
+
+def gelu_new(r: Recorder, x: Tensor) -> Tensor:
+    """``NewGELUActivation``: ``0.5 x (1 + tanh(c (x + 0.044715 x³)))`` as eight Python operators."""
+
+    def inner() -> Tensor:
+        return ops.add(r, x, ops.scale(r, ops.power(r, x, "cube"), "cube_scaled"), "inner")
+
+    half = ops.scale(r, x, "half_input")
+    factor = ops.add_constant(r, ops.tanh(r, ops.scale(r, inner(), "inner_scaled")), "one_plus_tanh")
+    out = ops.multiply(r, half, factor, "gelu")
+    del half, factor
+    return out
+
+
+def gelu_fast(r: Recorder, x: Tensor) -> Tensor:
+    """``FastGELUActivation``: ``0.5 x (1 + tanh(c x (1 + 0.044715 x x)))`` as nine Python operators."""
+
+    def cubic() -> Tensor:
+        return ops.add_constant(r, ops.multiply(r, ops.scale(r, x, "square_scaled"), x, "square"), "one_plus_square")
+
+    def inner() -> Tensor:
+        scaled = ops.scale(r, x, "input_scaled")
+        return ops.multiply(r, scaled, cubic(), "inner")
+
+    half = ops.scale(r, x, "half_input")
+    factor = ops.add_constant(r, ops.tanh(r, inner()), "one_plus_tanh")
+    out = ops.multiply(r, half, factor, "gelu")
+    del half, factor
+    return out
+
+
+def silu(r: Recorder, x: Tensor) -> Tensor:
+    """``aten::silu``: one kernel that saves its input."""
+    return ops.elementwise(r, "silu", (x,), (x,))
+
+
+def relu(r: Recorder, x: Tensor) -> Tensor:
+    """``aten::relu``: one kernel that saves its result."""
+    return ops.elementwise(r, "relu", (x,), saves_output=True)
+
+
+def activation(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
+    """The spec's, of a gated one that of the gate."""
+    return {"gelu_new": gelu_new, "gelu_fast": gelu_fast, "relu": relu, "swiglu": silu}.get(spec.activation, gelu)(r, x)
+
+
+# -- attention --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Heads:
+    """Queries, keys or values as (b, a, s, d), and how they lie in memory."""
+
+    tensor: Tensor
+    transposed: bool
+    """A view of (b, s, a, d), which a batched product copies unless b = 1."""
+    expanded: bool = False
+    """One head seen as many, which a cast lays out one by one."""
+
+    def cast(self, tensor: Tensor) -> Heads:
+        """As ``tensor``, into which autocast has cast them, or themselves."""
+        return Heads(tensor, self.transposed and not (self.expanded and tensor is not self.tensor))
+
+
+def batched(r: Recorder, x: Heads, name: str) -> Tensor:
+    """As ``matmul`` folds batch and heads into one dimension: a copy where the layout forbids a view."""
+    if x.transposed and x.tensor.shape[0] > 1:
+        return ops.contiguous(r, x.tensor, x.tensor.shape, f"{name}_contiguous")
+    return x.tensor
+
+
+def product(r: Recorder, x: Heads, y: Heads, names: tuple[str, str], shape: Shape, name: str) -> Tensor:
+    """``matmul`` of heads, whose copies end with it; autocast's casts keep the layout."""
+    cast_x, cast_y = ops.entering(r, "matmul", x.tensor, y.tensor, name=f"{name}_operand")
+    left, right = batched(r, x.cast(cast_x), names[0]), batched(r, y.cast(cast_y), names[1])
+    out = ops.matmul(r, left, right, shape, name)
+    del left, right
+    return out
+
+
+def eager_attention(
+    r: Recorder, q: Heads, k: Heads, v: Heads, shared: Shared, shape: LayerShape
+) -> tuple[Tensor, Tensor]:
+    """``eager_attention_forward``: scores (b, a, s, s) in memory.
+
+    Most families take the softmax in fp32, some in the scores' dtype.
+    """
+    spec = shape.spec
+    b, a, s, d = q.tensor.shape
+    if spec.heads > spec.kv_heads:
+        k, v = repeated(r, k, a, "key"), repeated(r, v, a, "value")
+    scores = (b, a, s, s)
+    weights = ops.scale(r, product(r, q, k, ("query", "key"), scores, "scores"), "scores_scaled")
+    if spec.attention_softcap is not None:
+        weights = ops.scale(r, weights, "scores_divided")
+        weights = ops.tanh(r, weights, "scores_tanh")
+        weights = ops.scale(r, weights, "scores_capped")
+    if shared.mask is not None:
+        weights = ops.add_constant(r, weights, "scores_masked", shared.mask)
+    known = family(spec.family)
+    if not known.softmax_in_dtype:
+        weights = ops.cast(r, softmax_fp32(r, weights), q.tensor.dtype, "probabilities")
+    else:
+        weights = ops.softmax(r, weights, "probabilities")
+        if known.casts_probabilities:
+            weights = ops.cast(r, weights, v.tensor.dtype, "probabilities_cast")
+    weights = ops.dropout(r, weights, spec.attention_dropout, "attention_dropout")
+    out = product(r, Heads(weights, False), v, ("", "value"), (b, a, s, d), "context")
+    if b > 1:
+        out = ops.copied_gradient(r, out, "context")
+    out = ops.contiguous(r, out, (b, s, a * d), "context_contiguous")
     return out, weights
 
 
-def gpt2_mlp(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
-    hidden = linear(r, hidden, "up", spec.ffn, spec.mlp_bias, conv1d=True)
-    hidden = activation(r, hidden, spec)
-    hidden = linear(r, hidden, "down", spec.hidden, spec.mlp_bias, conv1d=True)
-    hidden = ops.dropout(r, hidden, spec.hidden_dropout, "mlp_dropout")
-    return hidden  # noqa: RET504
+def repeated(r: Recorder, x: Heads, a: int, name: str) -> Heads:
+    """``repeat_kv``: ``expand`` then ``reshape``, which is a copy unless there is one head only."""
+    b, heads, s, d = x.tensor.shape
+    one = heads == 1
+    return Heads(ops.expanded(r, x.tensor, (b, a, s, d), f"{name}_repeated", copies=not one), one, one)
 
 
-def gpt2_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    """``GPT2Block.forward``."""
-    residual = hidden
-    hidden = layer_norm(r, hidden, "attention_norm")
-    attended, _ = gpt2_attention(r, hidden, shared, shape)
-    hidden = ops.add(r, attended, residual, "residual_attention")
-    residual = hidden
-    hidden = layer_norm(r, hidden, "mlp_norm")
-    fed = gpt2_mlp(r, hidden, shape.spec)
-    hidden = ops.add(r, residual, fed, "residual_mlp")
-    return hidden  # noqa: RET504
+def softmax_fp32(r: Recorder, x: Tensor) -> Tensor:
+    """``softmax(x, dtype=float32)``: one kernel for fp16 on CUDA (``SoftMax.cpp``, ``half_to_float``), else a cast."""
+    if x.dtype == "fp16":
+        return ops.softmax(r, x, "probabilities_fp32", "fp32")
+    return ops.softmax(r, ops.cast(r, x, "fp32", "scores_fp32"), "probabilities_fp32")
 
 
-# -- BERT -------------------------------------------------------------------------------------------
+def attention(
+    r: Recorder, q: Heads, k: Heads, v: Heads, shared: Shared, shape: LayerShape
+) -> tuple[Tensor, Tensor | None]:
+    """The attention that the plan names, on (b, a, s, d), giving (b, s, a d); flash's output lies as its queries."""
+    if not shape.flash:
+        return eager_attention(r, q, k, v, shared, shape)
+    out = flash_attention(r, q.tensor, k.tensor, v.tensor)
+    b, a, s, d = q.tensor.shape
+    if q.transposed:
+        return out.view(b, s, a * d), None
+    out = ops.contiguous(r, out, (b, s, a * d), "attention_contiguous")
+    return out, None
 
 
-def bert_self_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
-    spec, b, s, a, d = shape.spec, shape.b, shape.s, shape.spec.heads, shape.spec.head_dim
+def weights_before(r: Recorder, shape: LayerShape, dtype: str | None = None) -> Tensor | None:
+    """The attention weights that the layer before returned, which the model holds until this one returns.
 
-    def project(name: str) -> Tensor:
-        strided = not shape.flash and name == "key" and b > 1
-        x = linear(r, hidden, name, a * d, spec.attention_bias, strided=strided)
-        if not shape.flash and name != "key":
-            x = ops.copied_gradient(r, x, name)
-        return x.view(b, a, s, d)
-
-    q, k, v = project("query"), project("key"), project("value")
-    return attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)
+    In training they are saved; in evaluation they count here, in every layer as if one were before it.
+    """
+    pairs = (shape.b, shape.spec.heads, shape.s, shape.s)
+    return None if r.grad_enabled else r.empty(pairs, dtype or shape.dtype, "probabilities_of_layer_before")
 
 
-def bert_output(r: Recorder, hidden: Tensor, residual: Tensor, name: str, spec: ModelSpec) -> Tensor:
-    """``BertSelfOutput`` and ``BertOutput``: dense, dropout, norm of the sum."""
-    hidden = linear(r, hidden, name, spec.hidden, spec.mlp_bias)
-    hidden = ops.dropout(r, hidden, spec.hidden_dropout, f"{name}_dropout")
-    hidden = layer_norm(r, ops.add(r, hidden, residual, f"{name}_residual"), f"{name}_norm")
-    return hidden  # noqa: RET504
+def rotate_half(r: Recorder, x: Tensor, name: str) -> Tensor:
+    half = x.shape[-1] // 2
+    first = ops.slice_last(r, x, half, f"{name}_first_half")
+    second = ops.slice_last(r, x, x.shape[-1] - half, f"{name}_second_half")
+    return ops.cat_last(r, ops.scale(r, second, f"{name}_negated"), first, f"{name}_rotated")
 
 
-def bert_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    """``BertLayer.forward``: post-norm."""
-    output, _ = bert_attention(r, hidden, shared, shape)
-    attended = output
-    return bert_feed_forward(r, attended, shape.spec)
+def rotary_one(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
+    assert shared.cos is not None
+    assert shared.sin is not None
+    kept = ops.multiply(r, x, shared.cos, f"{name}_cos")
+    turned = ops.multiply(r, rotate_half(r, x, name), shared.sin, f"{name}_sin")
+    return ops.add(r, kept, turned, f"{name}_rotary")
 
 
-def bert_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
-    """``BertAttention.forward``."""
-    attended, weights = bert_self_attention(r, hidden, shared, shape)
-    attended = bert_output(r, attended, hidden, "attention_output", shape.spec)
-    return attended, weights
+def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+    """``apply_rotary_pos_emb``: five operators each."""
+    q_out = rotary_one(r, q, shared, "query")
+    k_out = rotary_one(r, k, shared, "key")
+    return q_out, k_out
 
 
-def bert_feed_forward(r: Recorder, attended: Tensor, spec: ModelSpec) -> Tensor:
-    """``feed_forward_chunk``."""
-    intermediate = activation(r, linear(r, attended, "up", spec.ffn, spec.mlp_bias), spec)
-    return bert_output(r, intermediate, attended, "down", spec)
-
-
-LAYERS: dict[str, Layer] = {
-    "gpt2": gpt2_layer,
-    "gpt": gpt2_layer,
-    "bert": bert_layer,
-    "llama": llama_layer,
-    "mistral": llama_layer,
-    "qwen3": llama_layer,
-    "qwen2": llama_layer,
-    "phi3": phi3_layer,
-    "gemma2": gemma2_layer,
-    "opt": opt_layer,
-    "gpt_neox": neox_layer,
-    "gptj": gptj_layer,
-    "falcon": falcon_layer,
-}
-"""The layer of each family; a family that is missing has no recipe here."""
+def halves(r: Recorder, x: Tensor, n: int, name: str) -> tuple[Tensor, Tensor]:
+    """``x[..., :n], x[..., n:]``; all of a tensor is an alias of it."""
+    d = x.shape[-1]
+    first = ops.alias(r, x) if n == d else ops.slice_last(r, x, n, f"{name}_turned")
+    return first, ops.slice_last(r, x, d - n, f"{name}_passed")

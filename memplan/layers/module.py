@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
-from ..tape import Category, Excursion, Hold, Seam, Tape, fold, rounded
+from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Excursion, Hold, Hook, Scope, Tape, fold, renamed, rounded
 from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
 from .tuning import FourBit, Tuning
-
-INPUT, GRAD_OUTPUT = -1, -2
-"""Ids of a module's input and of the gradient of its output, which its neighbours made."""
 
 STALE = -3
 """Id of a tensor that an earlier micro-batch left in a slot and that this one displaces."""
 
-LEFT = -1000
-"""Ids at and below are of tensors that a module left in its caller's variables."""
+LEFT = Scope.CALLER.id()
+"""Ids from here down are of tensors that a module left in its caller's variables."""
 
 SHARED = -10
 """Ids at and below are of tensors that one module of a stage makes and several read."""
@@ -102,6 +100,13 @@ class Module:
     def evaluation_fold(self) -> Excursion:
         return fold(self.evaluation)
 
+    @cached_property
+    def largest_id(self) -> int:
+        """Of the module's own tensors."""
+        tapes = (self.first.forward, self.first.backward, self.steady.backward, self.evaluation)
+        ids = (event.tensor for tape in tapes for event in tape if isinstance(event, Hold | Drop))
+        return max(ids, default=0)
+
 
 @dataclass(slots=True)
 class Run:
@@ -121,6 +126,7 @@ class Run:
 
 
 Recipe = Callable[[Recorder, Tensor | None], Run]
+RecorderKind = TypeVar("RecorderKind", bound=Recorder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,47 +159,64 @@ class Options:
     """Logits are cast to fp32 once autocast has ended."""
     tuning: Tuning | None = None
     """What is trained, where that is not every parameter."""
+    seams: bool = False
+    """Tapes have seams where a framework's hooks run."""
+    holds_input: bool = False
+    """A module's caller holds its input until hooks behind its forward have run."""
 
 
 def build(
     name: str, recipe: Recipe, interface: Interface, options: Options, present: frozenset[str] = frozenset()
 ) -> Module:
     """Runs ``recipe`` in each role. Parameters named in ``present`` have a gradient already in the first one."""
-    first, recorder, run = _tapes(recipe, interface, _recorder(options, True, present), options)
-    steady, _, _ = _tapes(recipe, interface, _recorder(options, False, present), options)
-    evaluation = evaluation_tape(recipe, interface, _recorder(options, False, frozenset(), False))
+
+    def recorder(first: bool, grad_enabled: bool) -> Recorder:
+        return Recorder(
+            options.accumulates_in_place,
+            first,
+            present if grad_enabled else frozenset(),
+            options.kernel_workspaces and grad_enabled,
+            options.consumes_gradients and grad_enabled,
+            grad_enabled=grad_enabled,
+            autocast=options.autocast,
+            stored=options.parameters,
+            tuning=options.tuning,
+            seams=options.seams,
+        )
+
+    return recorded(name, recipe, interface, options, recorder, present)[0]
+
+
+def recorded(
+    name: str,
+    recipe: Recipe,
+    interface: Interface,
+    options: Options,
+    make: Callable[[bool, bool], RecorderKind],
+    present: frozenset[str] = frozenset(),
+) -> tuple[Module, RecorderKind]:
+    """As ``build`` with recorders of a kind: ``make(first micro-batch, with a graph)``. Also the first of them."""
+    recorder = make(True, True)
+    first, run = _tapes(name, recipe, interface, recorder, options)
+    steady, _ = _tapes(name, recipe, interface, make(False, True), options)
+    evaluation = _evaluation_tape(name, recipe, interface, make(False, False), options)
     leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
-    parameters = tuple(_parameter(leaf, options.tuning is not None) for leaf in leaves)
-    return Module(
+    made = Module(
         name,
         first,
         steady,
         evaluation,
-        parameters,
+        tuple(_parameter(leaf, options.tuning is not None) for leaf in leaves),
         tuple(_hold(first, id) for id in range(LEFT, LEFT - len(run.left), -1)),
         tuple(_hold(first, id) for id in run.shared),
         frozenset(id for id in recorder.saved_outside if id <= SHARED),
         run.slot,
     )
+    return made, recorder
 
 
 def _parameter(leaf: Leaf, tuned: bool) -> Parameter:
     return Parameter(leaf.name, leaf.shape, leaf.dtype if tuned else None, leaf.trained, leaf.four_bit)
-
-
-def _recorder(options: Options, first: bool, present: frozenset[str], grad_enabled: bool = True) -> Recorder:
-    if not grad_enabled:
-        return Recorder(grad_enabled=False, autocast=options.autocast, stored=options.parameters, tuning=options.tuning)
-    return Recorder(
-        options.accumulates_in_place,
-        first,
-        present,
-        options.kernel_workspaces,
-        options.consumes_gradients,
-        autocast=options.autocast,
-        stored=options.parameters,
-        tuning=options.tuning,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +236,7 @@ def _hold(tapes: Tapes, id: int) -> Hold:
     return next(event for event in tapes.forward if isinstance(event, Hold) and event.tensor == id)
 
 
-def _relabelled(tape: Tape, known: dict[int, int]) -> Tape:
-    if not known:
-        return tape
-    return tuple(
-        event if isinstance(event, Seam) else event._replace(tensor=known.get(event.tensor, event.tensor))
-        for event in tape
-    )
-
-
-def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> tuple[Tapes, Recorder, _Ids]:
+def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> tuple[Tapes, _Ids]:
     leaf = None
     x = None
     if interface.shape is not None:
@@ -231,8 +245,15 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
         )
         if interface.requires_grad:
             x, leaf = recorder.leaf(x)
+
+    def hook(kind: Hook) -> None:
+        if options.seams:
+            recorder.seam(name, kind)
+
+    hook(Hook.BEFORE_FORWARD)
     run = recipe(recorder, x)
-    del x
+    if not options.holds_input:
+        x = None
     run.until_end.clear()
     shared = {known: recorder.hand_over(t) for known, t in run.shared.items() if t is not None}
     slot = recorder.hand_over(run.slot) if run.slot is not None else 0
@@ -241,6 +262,8 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
     run.shared.clear()
     run.slot = None
     recorder.settle()
+    hook(Hook.AFTER_FORWARD)
+    x = None
     ended = len(recorder.events)
     recorder.casts.clear()
     _convert(recorder, run)
@@ -250,7 +273,7 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
         output = recorder.hand_over(run.output)
         if run.output.node is None:
             recorder.close()
-            return Tapes(_relabelled(recorder.tape(), ids.known()), (), output, 0), recorder, ids
+            return Tapes(renamed(recorder.tape(), ids.known()), (), output, 0), ids
         root = [run.output]
         gradient = [
             recorder.outside(root[0].shape, root[0].dtype, Category.TEMPORARIES, GRAD_OUTPUT, options.drops_gradient)
@@ -261,16 +284,17 @@ def _tapes(recipe: Recipe, interface: Interface, recorder: Recorder, options: Op
         assert run.loss is not None
         root = [run.loss.alias()]
         gradient = [recorder.empty((), run.loss.dtype, "grad_loss")]
+    hook(Hook.BEFORE_BACKWARD)
     recorder.backward(root, gradient)
     run.loss = None
     grad_input = 0
     if leaf is not None and leaf.gradient is not None:
         grad_input = recorder.hand_over(leaf.gradient)
     recorder.end_required()
+    hook(Hook.AFTER_BACKWARD)
     recorder.close()
-    forward = _relabelled(recorder.tape(0, ended), ids.known())
-    tapes = Tapes(forward, recorder.tape(middle), output, grad_input, recorder.tape(ended, middle))
-    return tapes, recorder, ids
+    forward = renamed(recorder.tape(0, ended), ids.known())
+    return Tapes(forward, recorder.tape(middle), output, grad_input, recorder.tape(ended, middle)), ids
 
 
 def _convert(recorder: Recorder, run: Run) -> None:
@@ -280,19 +304,25 @@ def _convert(recorder: Recorder, run: Run) -> None:
     del copies
 
 
-def evaluation_tape(recipe: Recipe, interface: Interface, recorder: Recorder) -> Tape:
+def _evaluation_tape(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> Tape:
     """Forward without a graph, on a fresh ``recorder`` that records none."""
     x = None
     if interface.shape is not None:
         x = recorder.outside(interface.shape, interface.dtype, Category.ACTIVATIONS, INPUT, drops=True)
+    if options.seams:
+        recorder.seam(name, Hook.BEFORE_FORWARD)
     run = recipe(recorder, x)
-    del x
+    if not options.holds_input:
+        x = None
     for tensor in (*run.left, *run.shared.values(), run.output, run.slot):
         if tensor is not None:
             recorder.hand_over(tensor)
     run.until_end.clear()
     _convert(recorder, run)
     run.loss = None
+    if options.seams:
+        recorder.seam(name, Hook.AFTER_FORWARD)
+    x = None
     recorder.close()
     return recorder.tape()
 

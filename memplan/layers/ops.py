@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..tape import Category
+from ..tape.events import Category
 from .autocast import cached_name, cast_to, promoted
-from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed
+from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 
-TEMPORARIES, WORKSPACES = Category.TEMPORARIES, Category.WORKSPACES
+TEMPORARIES = Category.TEMPORARIES
 
 
 def entering(r: Recorder, operator: str, *inputs: Tensor, name: str) -> tuple[Tensor, ...]:
@@ -68,8 +68,7 @@ def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
     broadcast = _size(y.shape) < _size(x.shape)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        gradient = gradients[0]
-        assert gradient is not None
+        gradient = incoming(gradients)
         other = gradient.alias()
         return [gradient, Unsummed(other, shape, f"grad_{name}_sum") if broadcast else other]
 
@@ -79,9 +78,9 @@ def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
 
 def add_constant(r: Recorder, x: Tensor, name: str = "add", y: Tensor | None = None) -> Tensor:
     """``x + c`` with a number, or with ``y``, a tensor without gradient (an attention mask)."""
-    out = r.empty(x.shape, x.dtype if y is None else promoted(x.dtype, y.dtype), name)
-    out.node = r.node((x,), (), lambda r, gradients: gradients)
-    return out
+    return r.empty(x.shape, x.dtype if y is None else promoted(x.dtype, y.dtype), name).by(
+        r.node((x,), (), lambda r, gradients: gradients)
+    )
 
 
 def scale(r: Recorder, x: Tensor, name: str = "scaled") -> Tensor:
@@ -109,10 +108,7 @@ def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
         grad_x = gradient(r, shape_x, f"grad_{name}_self") if need_x else None
         return [grad_x, grad_y]
 
-    node = r.node((x, y), saves, backward)
-    out = r.empty(full, dtype, name)
-    out.node = node
-    return out
+    return r.output((x, y), saves, backward, full, dtype, name)
 
 
 def _size(shape: Shape) -> int:
@@ -126,30 +122,19 @@ def cast(r: Recorder, x: Tensor, dtype: str, name: str, category: Category = TEM
     """``x.to(dtype)``; nothing where the dtype is that already. The gradient is cast back."""
     if x.dtype == dtype:
         return x
-    out = r.empty(x.shape, dtype, name, category)
     back = x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        gradient = gradients[0]
-        assert gradient is not None
-        return [r.empty(gradient.shape, back, f"grad_{name}", category)]
+        return [r.empty(incoming(gradients).shape, back, f"grad_{name}", category)]
 
-    out.node = r.node((x,), (), backward)
-    return out
+    return r.empty(x.shape, dtype, name, category).by(r.node((x,), (), backward))
 
 
 def contiguous(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
     """``contiguous`` or ``reshape`` of a transposed tensor: a copy whose gradient goes back as a view."""
-    out = r.empty(shape, x.dtype, name)
     back = x.shape
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        gradient = gradients[0]
-        assert gradient is not None
-        return [gradient.view(*back)]
-
-    out.node = r.node((x,), (), backward)
-    return out
+    return r.empty(shape, x.dtype, name).by(r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*back)]))
 
 
 def copied_gradient(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -157,9 +142,7 @@ def copied_gradient(r: Recorder, x: Tensor, name: str) -> Tensor:
     shape = x.shape
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        gradient = gradients[0]
-        assert gradient is not None
-        return [r.empty(shape, gradient.dtype, f"grad_{name}_contiguous")]
+        return [r.empty(shape, incoming(gradients).dtype, f"grad_{name}_contiguous")]
 
     return Tensor(x.storage, shape, x.dtype, r.node((x,), (), backward))
 
@@ -212,10 +195,7 @@ def linear(
     inputs = (x, weight) if bias is None else (x, weight, bias)
     saves = [saved for saved, needed in ((x, needs_weight), (weight, needs_x)) if needed]
     saves = saves if has_bias else saves[::-1]
-    node = r.node(inputs, saves, backward)
-    out = r.empty((*x.shape[:-1], n), x.dtype, name, category)
-    out.node = node
-    return out
+    return r.output(inputs, saves, backward, (*x.shape[:-1], n), x.dtype, name, category)
 
 
 def matmul(r: Recorder, x: Tensor, y: Tensor, shape: Shape, name: str) -> Tensor:
@@ -230,10 +210,9 @@ def matmul(r: Recorder, x: Tensor, y: Tensor, shape: Shape, name: str) -> Tensor
         grad_x = r.empty(shape_x, dtype, f"grad_{name}_self") if needs_x else None
         return [grad_x, grad_y]
 
-    node = r.node((x, y), [saved for saved, needed in ((y, needs_x), (x, needs_y)) if needed], backward)
-    out = r.empty(shape, x.dtype, name)
-    out.node = node
-    return out
+    return r.output(
+        (x, y), [saved for saved, needed in ((y, needs_x), (x, needs_y)) if needed], backward, shape, x.dtype, name
+    )
 
 
 def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: bool = False) -> list[Tensor]:
@@ -243,10 +222,12 @@ def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: 
     """
     whole, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(whole, dtype, f"grad_{name}_cat")]
-
-    node = r.node((x,), (x,) if keeps else (), backward, outputs=len(shapes))
+    node = r.node(
+        (x,),
+        (x,) if keeps else (),
+        lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_cat")],
+        outputs=len(shapes),
+    )
     return [Tensor(x.storage, shape, dtype, node, slot) for slot, shape in enumerate(shapes)]
 
 
@@ -259,10 +240,7 @@ def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = N
     out = r.empty(x.shape, dtype or x.dtype, name)
     shape, back = x.shape, taken.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, back, f"grad_{name}")]
-
-    out.node = r.node((taken,), (out,), backward)
+    out.node = r.node((taken,), (out,), lambda r, gradients: [r.empty(shape, back, f"grad_{name}")])
     del taken
     return out
 
@@ -275,10 +253,7 @@ def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
     mask = r.empty(x.shape, "bool", f"{name}_mask")
     shape, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, f"grad_{name}")]
-
-    out.node = r.node((x,), (mask,), backward)
+    out.node = r.node((x,), (mask,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
     return out
 
 
@@ -286,13 +261,14 @@ def embedding(r: Recorder, weight: Tensor, indices: Tensor, name: str) -> Tensor
     """Rows of ``weight`` by ``indices`` (saved); backward makes a dense gradient of the whole table."""
     table, dtype = weight.shape, weight.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(table, dtype, f"grad_{name}_weight")]
-
-    node = r.node((weight,), (indices,), backward)
-    out = r.empty((*indices.shape, weight.shape[1]), weight.dtype, name)
-    out.node = node
-    return out
+    return r.output(
+        (weight,),
+        (indices,),
+        lambda r, gradients: [r.empty(table, dtype, f"grad_{name}_weight")],
+        (*indices.shape, weight.shape[1]),
+        weight.dtype,
+        name,
+    )
 
 
 def layer_norm(r: Recorder, x: Tensor, weight: Tensor, bias: Tensor, name: str, statistics: str = "fp32") -> Tensor:
@@ -315,49 +291,12 @@ def layer_norm(r: Recorder, x: Tensor, weight: Tensor, bias: Tensor, name: str, 
     return out
 
 
-def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention") -> Tensor:
-    """``_scaled_dot_product_flash_attention`` on (b, a, s, d): saves q, k, v, output and log-sum-exp.
-
-    The log-sum-exp is (b, a, s) fp32; two scalars hold the random state. Backward makes the three
-    gradients. Inside, it allocates ``dq_accum`` (b, a, s, d) and ``softmax_d`` (b, a, s) in fp32, s
-    rounded up to 128 and d to 32, and with fewer key heads dk and dv for every query head
-    (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``).
-    """
-    q, k, v = entering(r, "scaled_dot_product_attention", q, k, v, name=f"{name}_input")
-    b, a, s, d = q.shape
-    whole = q.shape
-    repeated = k.shape[1] < a
-    out = r.empty(q.shape, q.dtype, name)
-    logsumexp = r.empty((b, a, s), "fp32", f"{name}_logsumexp")
-    seed = r.empty((2,), "int64", f"{name}_rng_state")
-    offset = r.empty((), "int64", f"{name}_rng_unused")
-    shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
-    needed = [tensor.node is not None for tensor in (q, k, v)]
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
-        if r.kernel_workspaces:
-            rows, columns = -(-s // 128) * 128, -(-d // 32) * 32
-            inside = [r.empty((b, a, rows), "fp32", "softmax_d", WORKSPACES)]
-            inside.append(r.empty((b, a, rows, columns), "fp32", "dq_accum", WORKSPACES))
-            inside += [r.empty(whole, dtype, f"{name}_expanded", WORKSPACES) for name in ("dk", "dv") if repeated]
-            del inside
-        return [gradient if one else None for gradient, one in zip(made, needed, strict=True)]
-
-    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward)
-    del offset, seed, logsumexp
-    return out
-
-
 def log_softmax(r: Recorder, x: Tensor, name: str = "log_probabilities") -> Tensor:
     """Saves its result; logits-sized in both directions."""
     out = r.empty(x.shape, x.dtype, name, Category.LOGITS)
     shape, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, "grad_logits", Category.LOGITS)]
-
-    out.node = r.node((x,), (out,), backward)
+    out.node = r.node((x,), (out,), lambda r, gradients: [r.empty(shape, dtype, "grad_logits", Category.LOGITS)])
     return out
 
 
@@ -387,10 +326,7 @@ def power(r: Recorder, x: Tensor, name: str = "pow") -> Tensor:
         del scaled, lower
         return [product]
 
-    node = r.node((x,), (x,), backward)
-    out = r.empty(shape, dtype, name)
-    out.node = node
-    return out
+    return r.output((x,), (x,), backward, shape, dtype, name)
 
 
 def tanh(r: Recorder, x: Tensor, name: str = "tanh") -> Tensor:
@@ -400,10 +336,10 @@ def tanh(r: Recorder, x: Tensor, name: str = "tanh") -> Tensor:
 
 def mean_last(r: Recorder, x: Tensor, name: str = "mean") -> Tensor:
     """``x.mean(-1, keepdim=True)``: saves nothing; the gradient is expanded and divided (full size)."""
-    out = r.empty((*x.shape[:-1], 1), x.dtype, name)
     shape, dtype = x.shape, x.dtype
-    out.node = r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
-    return out
+    return r.empty((*x.shape[:-1], 1), x.dtype, name).by(
+        r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
+    )
 
 
 def rsqrt(r: Recorder, x: Tensor, name: str = "rsqrt") -> Tensor:
@@ -437,16 +373,11 @@ def slice_last(r: Recorder, x: Tensor, width: int, name: str) -> Tensor:
 
 def cat_last(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
     """``cat``: a copy; the gradients are views of the incoming one."""
-    out = r.empty((*x.shape[:-1], x.shape[-1] + y.shape[-1]), promoted(x.dtype, y.dtype), name)
     shapes = (x.shape, y.shape)
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        gradient = gradients[0]
-        assert gradient is not None
-        return [gradient.view(*shape) for shape in shapes]
-
-    out.node = r.node((x, y), (), backward)
-    return out
+    return r.empty((*x.shape[:-1], x.shape[-1] + y.shape[-1]), promoted(x.dtype, y.dtype), name).by(
+        r.node((x, y), (), lambda r, gradients: [incoming(gradients).view(*shape) for shape in shapes])
+    )
 
 
 def expanded(r: Recorder, x: Tensor, shape: Shape, name: str, *, copies: bool) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..tape import Category
+from ..tape.events import Category
 from . import ops
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed
 
@@ -65,10 +65,7 @@ def gathered(r: Recorder, x: Tensor, t: int, name: str) -> Tensor:
     shape, dtype = x.shape, x.dtype
     out = all_gather(r, shape, dtype, t, name)
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [reduce_scatter(r, shape, dtype, t, f"grad_{name}")]
-
-    out.node = r.node((x,), (), backward)
+    out.node = r.node((x,), (), lambda r, gradients: [reduce_scatter(r, shape, dtype, t, f"grad_{name}")])
     return apart(out)
 
 
@@ -82,10 +79,8 @@ def scattered(r: Recorder, x: Tensor, t: int, name: str, run: Runner | None = No
 
 
 def _gathers(shape: Shape, dtype: str, t: int, name: str) -> Callable[[Recorder, Gradients], Sequence[Tensor | None]]:
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [all_gather(r, shape, dtype, t, f"grad_{name}")]
 
-    return backward
+    return lambda r, gradients: [all_gather(r, shape, dtype, t, f"grad_{name}")]
 
 
 # -- modules ----------------------------------------------------------------------------------------
@@ -100,10 +95,7 @@ def weighted(r: Recorder, x: Tensor, weight: Tensor, name: str) -> Tensor:
         grad_x = r.empty(shape, dtype, f"grad_{name}_input")
         return [grad_x, Unsummed(grad_weight, features, f"grad_{name}_weight_sum/{PARTIAL}")]
 
-    node = r.node((x, weight), (weight, x), backward)
-    out = r.empty(shape, dtype, name)
-    out.node = node
-    return out
+    return r.output((x, weight), (weight, x), backward, shape, dtype, name)
 
 
 def embedding(r: Recorder, weight: Tensor, tokens: Tensor, t: int, name: str) -> tuple[Tensor, list[Tensor]]:
@@ -126,10 +118,9 @@ def _rows(r: Recorder, weight: Tensor, tokens: Tensor, t: int, name: str) -> Ten
     whole, dtype = (t * weight.shape[0], weight.shape[1]), weight.dtype
     rows = r.empty((*tokens.shape, weight.shape[1]), dtype, f"{name}_rows")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(whole, dtype, f"grad_{name}_weight/{REPLICATED}")]
-
-    rows.node = r.node((weight,), (tokens,), backward)
+    rows.node = r.node(
+        (weight,), (tokens,), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_weight/{REPLICATED}")]
+    )
     del mask, local
     return rows
 
@@ -213,10 +204,7 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
     out = r.empty((), dtype, "loss")
     del summed, result, safe, local, picked, total
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [_grad_logits(r, shape, dtype)]
-
-    out.node = r.node((x,), (x, labels, weight), backward)
+    out.node = r.node((x,), (x, labels, weight), lambda r, gradients: [_grad_logits(r, shape, dtype)])
     return out
 
 

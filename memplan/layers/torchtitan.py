@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..tape import Category
+from ..tape.events import Category
 from . import ops
 from .autograd import Gradients, Recorder, Shape, Storage, Tensor
-from .efficient import efficient_attention
+from .fused_attention import efficient_attention, flash_attention
 from .huggingface import LayerShape, linear, silu
 from .recompute import Frame
 
@@ -118,9 +118,7 @@ def turned(r: Recorder, x: Tensor, name: str) -> Tensor:
         del conjugate
         return [gradient]
 
-    out = r.empty(shape, "fp32", f"{name}_complex")
-    out.node = r.node((x,), (), backward)
-    return out
+    return r.empty(shape, "fp32", f"{name}_complex").by(r.node((x,), (), backward))
 
 
 def rotary(r: Recorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +149,7 @@ def attention(
     keys = repeated(r, k, (b, s, a, d), "key")
     values = repeated(r, v, (b, s, a, d), "value")
     q, k, v = q.view(b, a, s, d), keys.view(b, a, s, d), values.view(b, a, s, d)
-    fused = efficient_attention if q.dtype == "fp32" else ops.flash_attention
+    fused = efficient_attention if q.dtype == "fp32" else flash_attention
     out = policy.run(r, lambda r: fused(r, q, k, v))
     out = out.view(b, s, a * d)
     return then(r, policy.product(r, lambda r: linear(r, out, "attention_output", spec.hidden, False)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..tape import Category
+from ..tape.events import Category
 from . import ops
 from . import tensor_parallel as tp
 from .autograd import Recorder, Tensor

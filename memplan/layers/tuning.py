@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import ops
-from .autograd import Gradients, Recorder, Tensor, Unsummed
+from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming
 
 BLOCK = 64
 """Elements of a 4-bit weight under one scale (``Params4bit``, ``blocksize``)."""
@@ -164,23 +164,18 @@ def promoted_sum(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
     (``engine.cpp``, ``validate_outputs``)."""
     if x.dtype == y.dtype:
         return ops.add(r, x, y, name)
-    out = r.empty(x.shape, y.dtype, name)
     shape, dtype = x.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        gradient = gradients[0]
-        assert gradient is not None
+        gradient = incoming(gradients)
         return [Unsummed(Tensor(gradient.storage, shape, dtype), shape, f"grad_{name}_cast"), gradient]
 
-    out.node = r.node((x, y), (), backward)
-    return out
+    return r.empty(x.shape, y.dtype, name).by(r.node((x, y), (), backward))
 
 
 def cloned(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``x.clone()``: the gradient goes through."""
-    out = r.empty(x.shape, x.dtype, name)
-    out.node = r.node((x,), (), lambda r, gradients: gradients)
-    return out
+    return r.empty(x.shape, x.dtype, name).by(r.node((x,), (), lambda r, gradients: gradients))
 
 
 # -- 4-bit weights ----------------------------------------------------------------------------------

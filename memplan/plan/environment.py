@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
+
+from ..frameworks import framework
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -19,7 +20,7 @@ READ = (
     "CUDA_MODULE_LOADING",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
 )
-"""Variables that the estimate follows (``facts.py``, the allocator, ``frameworks/megatron.py``)."""
+"""Variables that the estimate follows (``facts.py``, the allocator, ``frameworks/megatron/programs.py``)."""
 
 REFUSED = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "must be left out: it turns off the caching allocator, and memory without one is "
@@ -27,18 +28,7 @@ REFUSED = {
 }
 """Why, by name."""
 
-BACKENDS = {
-    "auto": ("1", "1", "1"),
-    "flash": ("1", "0", "0"),
-    "fused": ("0", "1", "0"),
-    "unfused": ("0", "0", "1"),
-    "local": ("0", "0", "0"),
-}
-"""``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` as Megatron sets them for each attention back end
-(``LanguageModule._set_attention_backend``); it stops where one of them is set otherwise."""
-_SELECTORS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-
-_IRRELEVANT = re.compile(
+_IRRELEVANT = (
     r"CUDA_(?:DEVICE_MAX_CONNECTIONS|DEVICE_ORDER|VISIBLE_DEVICES|LAUNCH_BLOCKING|HOME|PATH|ROOT|VERSION"
     r"|CACHE_\w+|TOOLKIT_\w+|GRAPHS_USE_\w+)"
     r"|NCCL_(?:IB|NET|SOCKET|DEBUG|TIMEOUT|ASYNC|BLOCKING|TOPO|OOB|SHARP|UCX|COMM_ID|HOSTID|IGNORE|LAUNCH|CROSS"
@@ -52,29 +42,9 @@ _IRRELEVANT = re.compile(
 
 def is_irrelevant(name: str) -> bool:
     """The variable ``name`` is known to change no memory."""
-    return bool(_IRRELEVANT.fullmatch(name))
+    return bool(re.fullmatch(_IRRELEVANT, name))
 
 
 def is_followed(name: str, plan: Plan) -> bool:
     """The estimate of ``plan`` reads the variable ``name``, or a check has compared it with what it reads."""
-    return name in READ or (plan.framework == "megatron" and name in _SELECTORS)
-
-
-def refused(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Variables of ``plan`` under which memory would be another, or the run would stop, and why."""
-    for name in plan.environment:
-        if name in REFUSED:
-            yield name, REFUSED[name]
-    if plan.framework == "megatron":
-        yield from _contradicting(plan.environment, plan.megatron.attention_backend)
-
-
-def _contradicting(environment: Mapping[str, str], backend: str) -> Iterator[tuple[str, str]]:
-    for name, value in zip(_SELECTORS, BACKENDS[backend], strict=True):
-        if environment.get(name, value) != value:
-            choices = ", ".join(BACKENDS)
-            yield (
-                name,
-                f"must be {value} or left out: Megatron stops where it contradicts --attention-backend {backend}; "
-                f"choose the back end there ({choices})",
-            )
+    return name in READ or name in framework(plan.framework).supports.environment

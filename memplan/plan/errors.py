@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from ..bash.origin import Origin as Origin
 
 LONGEST_VALUE = 60
 """Characters of a wrong value that an error repeats."""
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a value came from: a file (or ``standard input``) and line, or a flag."""
-
-    source: str
-    line: int | None = None
-
-    def __str__(self) -> str:
-        return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
 class LackingError(Exception):

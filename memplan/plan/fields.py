@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from .plan import Plan
+from .section import OneOf
 
 
 class Kind(Enum):
@@ -94,7 +95,7 @@ MODEL = PlanField(
     "--model",
     Kind.MODEL,
     (),
-    "name of a spec, path to a spec, path to a Hugging Face config.json or its folder",
+    "name of a model spec, or path to a model spec, a Hugging Face config.json or its folder",
     None,
     True,
 )
@@ -122,6 +123,9 @@ def _field(path: str, info: FieldInfo) -> PlanField:
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     flag = extra.get("flag", "--" + path.rpartition(".")[2].replace("_", "-"))
     kind, choices = (_KIND_OF_PATH[path], ()) if path in _KIND_OF_PATH else _kind(info.annotation)
+    for rule in info.metadata:
+        if isinstance(rule, OneOf):
+            kind, choices = Kind.CHOICE, tuple(rule.names)
     return PlanField(
         path=path,
         flag=str(flag),

@@ -1,6 +1,6 @@
 """A Hugging Face ``config.json`` as a model spec. Only data is read: code that it names is never run.
 
-What each family's configuration says, and its defaults: ``plan.huggingface_families``.
+What each family's configuration says, and its defaults: ``families``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ..families import families
+from ..families import family as family_of
+from ..families.base import REQUIRED, Config, Key
 from .errors import ABSENT, PlanError, one_line, shown
-from .huggingface_families import FAMILIES, REQUIRED, Family, Key
 from .node import Node
 from .notes import Note
 
@@ -47,7 +49,8 @@ def spec_of_config(config: Node, path: Path) -> Node:
         items["blocks"] = Node("parallel" if items["blocks"].value else "sequential", items["blocks"].origin)
     if family.activation is not None:
         items["activation"] = _activation(config, family.activation, family.activations, gated=family.gated_gelu)
-    return Node(_with_derived_sizes(items, config), origin)
+    items = _with_derived_sizes(items, config)
+    return Node(_with_rotary_fraction(items) if family.rotary_in_features else items, origin)
 
 
 def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
@@ -71,16 +74,22 @@ def _architectures(config: Node) -> list[str]:
     return [item.value for item in items if isinstance(item.value, str)]
 
 
-def _family(config: Node) -> tuple[str, Family]:
+def known_types() -> tuple[str, ...]:
+    """Every ``model_type`` that is read."""
+    return tuple(one.name for one in families() if one.config is not None)
+
+
+def _family(config: Node) -> tuple[str, Config]:
     node = config.mapping.get("model_type")
-    known = f"known are {', '.join(FAMILIES)}"
+    found = family_of(node.value).config if node is not None and isinstance(node.value, str) else None
+    if node is not None and found is not None:
+        return str(node.value), found
+    known = f"known are {', '.join(known_types())}"
     if node is None:
         raise PlanError("model_type", ABSENT, f"is missing; {known}", origin=config.origin)
-    if not isinstance(node.value, str) or node.value not in FAMILIES:
-        code = " (code named in auto_map is never run)" if "auto_map" in config.mapping else ""
-        problem = f"is not an architecture that is modelled{code}; {known}"
-        raise PlanError("model_type", node.plain(), problem, origin=node.origin)
-    return node.value, FAMILIES[node.value]
+    code = " (code named in auto_map is never run)" if "auto_map" in config.mapping else ""
+    problem = f"is not an architecture that is modelled{code}; {known}"
+    raise PlanError("model_type", node.plain(), problem, origin=node.origin)
 
 
 def _setting(config: Node, name: str) -> Node | None:
@@ -97,7 +106,7 @@ def _name(path: Path) -> str:
     return stem.lower()[:100] or "model"
 
 
-def _refuse_what_is_not_modelled(config: Node, family: Family) -> None:
+def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
     for name, modelled in family.refused.items():
         node = _setting(config, name)
         if node is not None and node.value is not None and node.value != modelled:
@@ -227,14 +236,12 @@ def _with_derived_sizes(items: dict[str, Node], config: Node) -> dict[str, Node]
             raise PlanError(key, hidden, problem, origin=items["hidden"].origin)
         derived = {"kv_heads": heads, "head_dim": hidden // heads, "ffn": 4 * hidden}[name]
         items[name] = Node(derived, items["hidden"].origin)
-    return _with_rotary_fraction(items, config)
+    return items
 
 
-def _with_rotary_fraction(items: dict[str, Node], config: Node) -> dict[str, Node]:
-    """GPT-J names the features that turn, not their part of a head."""
-    features, d = items.get("rotary_fraction"), items["head_dim"].value
-    if features is None or items["family"].value != "gptj":
-        return items
+def _with_rotary_fraction(items: dict[str, Node]) -> dict[str, Node]:
+    """The part of a head that turns, where the configuration names its features."""
+    features, d = items["rotary_fraction"], items["head_dim"].value
     assert isinstance(features.value, int)
     assert isinstance(d, int)
     if features.value > d or features.value % 2:

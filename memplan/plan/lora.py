@@ -2,106 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
+from ..families import family
 from .errors import PlanError
 from .plan import Plan
 
 ALL_LINEAR = "all-linear"
 """Every linear layer but the head (peft ``tuners_utils.py``, ``_maybe_include_all_linear_layers``)."""
-
-_LLAMA: Mapping[str, str] = MappingProxyType(
-    {
-        "query": "self_attn.q_proj",
-        "key": "self_attn.k_proj",
-        "value": "self_attn.v_proj",
-        "attention_output": "self_attn.o_proj",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-    }
-)
-
-_GPT2: Mapping[str, str] = MappingProxyType(
-    {"qkv": "attn.c_attn", "attention_output": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
-)
-
-LINEAR_LAYERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "gpt2": _GPT2,
-        "gpt": _GPT2,
-        "bert": MappingProxyType(
-            {
-                "query": "attention.self.query",
-                "key": "attention.self.key",
-                "value": "attention.self.value",
-                "attention_output": "attention.output.dense",
-                "up": "intermediate.dense",
-                "down": "output.dense",
-                "transform": "cls.predictions.transform.dense",
-            }
-        ),
-        **dict.fromkeys(("llama", "mistral", "qwen3", "qwen2", "gemma2"), _LLAMA),
-        "phi3": MappingProxyType(
-            {
-                "qkv": "self_attn.qkv_proj",
-                "attention_output": "self_attn.o_proj",
-                "gate_up": "mlp.gate_up_proj",
-                "down": "mlp.down_proj",
-            }
-        ),
-        "opt": MappingProxyType(
-            {
-                "query": "self_attn.q_proj",
-                "key": "self_attn.k_proj",
-                "value": "self_attn.v_proj",
-                "attention_output": "self_attn.out_proj",
-                "up": "fc1",
-                "down": "fc2",
-            }
-        ),
-        "gpt_neox": MappingProxyType(
-            {
-                "qkv": "attention.query_key_value",
-                "attention_output": "attention.dense",
-                "up": "mlp.dense_h_to_4h",
-                "down": "mlp.dense_4h_to_h",
-            }
-        ),
-        "gptj": MappingProxyType(
-            {
-                "query": "attn.q_proj",
-                "key": "attn.k_proj",
-                "value": "attn.v_proj",
-                "attention_output": "attn.out_proj",
-                "up": "mlp.fc_in",
-                "down": "mlp.fc_out",
-            }
-        ),
-        "falcon": MappingProxyType(
-            {
-                "qkv": "self_attention.query_key_value",
-                "attention_output": "self_attention.dense",
-                "up": "mlp.dense_h_to_4h",
-                "down": "mlp.dense_4h_to_h",
-            }
-        ),
-    }
-)
-"""By family: linear layers as the recipes name them, and the ends of their names in transformers."""
-
-DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "gpt2": ("c_attn",),
-        "gpt": ("c_attn",),
-        "bert": ("query", "value"),
-        **dict.fromkeys(("llama", "mistral", "qwen3", "qwen2", "gemma2", "opt", "gptj"), ("q_proj", "v_proj")),
-        **dict.fromkeys(("gpt_neox", "falcon"), ("query_key_value",)),
-    }
-)
-"""peft's own by family (``utils/constants.py``, ``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``)."""
-
 
 NOT_ADAPTED = ("lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out", "word_embeddings", "decoder")
 """What targets may name in peft and is not modelled: embeddings and heads."""
@@ -115,7 +21,7 @@ def adapted(plan: Plan) -> frozenset[str]:
     """
     if plan.lora.rank is None:
         return frozenset()
-    names = LINEAR_LAYERS.get(plan.model.family, {})
+    names = family(plan.model.family).linear_layers
     found: set[str] = set()
     targets = plan.lora.targets or ()
     if ALL_LINEAR in targets and len(targets) > 1:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from ..frameworks import framework
+from .checks import listed, require
 from .errors import ABSENT, PlanError
-from .optimizer_checks import WHOLE
-from .plan import Loss, Plan
+from .plan import Loss
+from .resolved import ResolvedPlan
 
 FUSED = ("liger", "cut", "chunked")
 """Losses that never hold all logits at once."""
+
+FIELDS = {
+    "chunks": ("chunked",),
+    "fp32_accumulators": ("liger", "cut"),
+    "liger": ("liger",),
+    "cutoffs": ("adaptive-softmax",),
+    "div_value": ("adaptive-softmax",),
+}
+"""Fields that belong to some kinds of loss only."""
 
 OLDEST_LIGER = (0, 5, 3)
 
@@ -15,75 +26,57 @@ ACCUMULATES = (0, 6, 2)
 """Liger from which the weight's gradient can be accumulated in fp32."""
 
 
-def check_loss(plan: Plan) -> None:
-    """Which loss there is where, and clusters that rise below the vocabulary."""
-    loss, vocab = plan.loss, plan.model.vocab
-    if plan.framework == "megatron" and loss.kind != "vocab-parallel":
-        problem = "must be vocab-parallel with framework megatron; megatron.cross_entropy_fusion names its kernel"
-        raise PlanError("loss.kind", loss.kind, problem)
-    _check_fused(plan)
+def check_loss(plan: ResolvedPlan) -> None:
+    """Which loss there is where, and what it asks of the rest of the plan."""
+    loss, supports = plan.loss, framework(plan.framework).supports
+    _check_fields(plan)
+    must, why = listed(supports.losses), supports.losses_refused.get(loss.kind)
+    require(plan, "loss.kind", loss.kind, must, "losses", loss.kind, loss.kind, why)
     if loss.kind in FUSED:
         _check_fused_kind(plan)
-    elif loss.kind == "vocab-parallel" and plan.framework == "fsdp":
-        _check_loss_parallel(plan)
-    elif loss.kind != "plain" and plan.framework not in ("megatron", "megatron-deepspeed"):
-        what = "adaptive softmax" if loss.kind == "adaptive-softmax" else "the vocabulary-parallel loss"
-        problem = f"must be plain with framework {plan.framework}; {what} is modelled under megatron-deepspeed"
-        raise PlanError("loss.kind", loss.kind, problem)
-    if loss.kind != "adaptive-softmax":
-        problem = f"belongs to the adaptive softmax, and loss.kind is {loss.kind}"
-        if loss.cutoffs is not None:
-            raise PlanError("loss.cutoffs", list(loss.cutoffs), problem)
-        if loss.div_value != Loss().div_value:
-            raise PlanError("loss.div_value", loss.div_value, problem)
-        return
+    elif loss.kind == "adaptive-softmax":
+        _check_clusters(plan)
+
+
+def _check_clusters(plan: ResolvedPlan) -> None:
+    """Tail clusters of the adaptive softmax."""
+    loss, vocab = plan.loss, plan.model.vocab
     if plan.model.mlm_head:
         problem = f"must be plain or vocab-parallel: the head of {plan.model.name} has no adaptive softmax"
         raise PlanError("loss.kind", loss.kind, problem)
     if loss.cutoffs is None:
-        problem = f"is missing: a vocabulary of {vocab} has no default; name the first token of each tail cluster"
+        problem = f"is missing: a vocabulary of {vocab} has no default; give the first token id of each tail cluster"
         raise PlanError("loss.cutoffs", ABSENT, problem)
     if list(loss.cutoffs) != sorted(set(loss.cutoffs)) or not loss.cutoffs or loss.cutoffs[-1] >= vocab:
-        problem = f"must rise and stay below the vocabulary of {vocab}"
+        problem = f"must increase and stay below the vocabulary of {vocab}"
         raise PlanError("loss.cutoffs", list(loss.cutoffs), problem)
-
-
-def _check_loss_parallel(plan: Plan) -> None:
-    """``loss_parallel`` of PyTorch, which torchtitan enters with tensor parallelism."""
-    if plan.layout.tp == 1:
-        raise PlanError("loss.kind", plan.loss.kind, "must be plain with tp 1: there are no parts of the vocabulary")
 
 
 def liger_version(loss: Loss) -> tuple[int, ...]:
     return tuple(map(int, loss.liger.split(".")))
 
 
-def _check_fused(plan: Plan) -> None:
-    """Fields that belong to some kinds of loss only."""
+def _check_fields(plan: ResolvedPlan) -> None:
+    """Fields that belong to other kinds of loss, and logits of the last tokens alone."""
     loss = plan.loss
-    for name, kinds in (("chunks", ("chunked",)), ("fp32_accumulators", ("liger", "cut")), ("liger", ("liger",))):
-        value = getattr(loss, name)
-        if loss.kind not in kinds and value != Loss.model_fields[name].default:
-            problem = f"belongs to loss {' or '.join(kinds)}, and loss.kind is {loss.kind}"
+    for name, value in loss.changed():
+        kinds = FIELDS.get(name, (loss.kind,))
+        if loss.kind not in kinds:
+            problem = f"needs loss.kind {listed(kinds)}, not {loss.kind}"
             raise PlanError(f"loss.{name}", value, problem)
     kept, seq = loss.logits_to_keep, plan.batch.seq
     if kept is None:
         return
-    assert seq is not None
-    if plan.framework not in WHOLE or loss.kind != "plain" or not plan.model.causal:
-        problem = f"belongs to causal models with loss plain and framework {', '.join(WHOLE)}"
-        raise PlanError("loss.logits_to_keep", kept, problem)
+    require(plan, "loss.logits_to_keep", kept, "left out", "last_logits")
+    if loss.kind != "plain" or not plan.model.causal:
+        raise PlanError("loss.logits_to_keep", kept, "needs a causal model and loss.kind plain")
     if kept > seq:
         raise PlanError("loss.logits_to_keep", kept, f"must be at most the {seq} tokens of a sequence")
 
 
-def _check_fused_kind(plan: Plan) -> None:
+def _check_fused_kind(plan: ResolvedPlan) -> None:
     """What each fused loss asks of the rest of the plan."""
     loss, kind, batch = plan.loss, plan.loss.kind, plan.batch
-    if plan.framework not in WHOLE:
-        problem = f"must be plain with framework {plan.framework}, where fused losses are not modelled yet; "
-        problem += f"{', '.join(WHOLE)} have them"
-        raise PlanError("loss.kind", kind, problem)
     if not plan.model.causal or plan.model.mlm_head:
         raise PlanError(
             "loss.kind", kind, f"must be plain: {plan.model.name} has no head for causal language modelling"
@@ -96,24 +89,20 @@ def _check_fused_kind(plan: Plan) -> None:
         raise PlanError("loss.liger", loss.liger, f"must be at least {'.'.join(map(str, OLDEST_LIGER))}")
     if kind == "liger" and loss.fp32_accumulators and liger_version(loss) < ACCUMULATES:
         raise PlanError(
-            "loss.fp32_accumulators", True, f"must be false with Liger {loss.liger}; 0.6.2 and later have it"
+            "loss.fp32_accumulators",
+            True,
+            f"must be false with Liger {loss.liger}; Liger 0.6.2 and later support fp32 accumulators",
         )
     if kind == "cut" and batch.seq == 1:
-        raise PlanError("batch.seq", 1, "must be at least 2: cut cross entropy leaves out the first token")
+        raise PlanError("batch.seq", 1, "must be at least 2: cut cross entropy drops the first token")
     if kind == "chunked":
         _check_chunks(plan)
 
 
-def _check_chunks(plan: Plan) -> None:
-    batch, loss = plan.batch, plan.loss
-    assert batch.seq is not None
-    assert plan.hardware.gpus is not None
+def _check_chunks(plan: ResolvedPlan) -> None:
+    loss = plan.loss
     if plan.model.logit_softcap is not None:
-        problem = f"must be another: {plan.model.name} caps its logits, which torchtitan's models do not"
+        problem = f"cannot be {loss.kind}: {plan.model.name} caps its logits, torchtitan's models do not"
         raise PlanError("loss.kind", loss.kind, problem)
-    if plan.framework == "ddp":
-        problem = "must be another with ddp: chunks run backward within forward, where DDP's hooks fire too early"
-        raise PlanError("loss.kind", loss.kind, problem)
-    tokens = batch.mbs * batch.seq * (plan.hardware.gpus if batch.multiply_by_visible_gpus else 1)
-    if tokens % loss.chunks:
-        raise PlanError("loss.chunks", loss.chunks, f"must divide the {tokens} tokens of a micro-batch")
+    if plan.tokens % loss.chunks:
+        raise PlanError("loss.chunks", loss.chunks, f"must divide the {plan.tokens} tokens of a micro-batch")

@@ -87,7 +87,9 @@ def virtual_stages(
     if rest:
         raise _not_divisible(layers, pp, count_embedding, count_loss)
     if layers_per_chunk < 1 or per_stage % layers_per_chunk:
-        raise PlanError(VPP, layers_per_chunk, f"layers per virtual stage must divide the {per_stage} of a stage")
+        raise PlanError(
+            VPP, layers_per_chunk, f"layers per virtual stage must divide the {per_stage} layers of a stage"
+        )
     return per_stage // layers_per_chunk
 
 
@@ -128,7 +130,7 @@ def _even(layers: int, pp: int, chunks: int, count_embedding: bool, count_loss: 
     counts[-1][-1] -= count_loss
     if counts[0][0] < 0 or counts[-1][-1] < 0:
         field = COUNT_EMBEDDING if counts[0][0] < 0 else COUNT_LOSS
-        raise PlanError(field, True, f"leaves a chunk with fewer than no layers; it has {per_stage // chunks}")
+        raise PlanError(field, True, f"takes more layers from a chunk than its {per_stage // chunks}")
     return counts
 
 
@@ -144,16 +146,16 @@ def _uneven(layers: int, pp: int, chunks: int, first: int | None, last: int | No
     field, size = fixed[-1]
     middle, rest = pp - len(fixed), layers - sum(size for _, size in fixed)
     if middle < 0:
-        raise PlanError(field, size, f"needs layout.pp of at least {len(fixed)}, it is {pp}")
+        raise PlanError(field, size, f"needs layout.pp of at least {len(fixed)}, not {pp}")
     if rest < 0 or bool(rest) != bool(middle):
-        raise PlanError(field, size, f"leaves {rest} of {layers} layers for {middle} stages between")
+        raise PlanError(field, size, f"leaves {rest} of {layers} layers for the {middle} middle stages")
     if not middle and chunks > 1 and pp > 1:
         raise PlanError(VPP, chunks, f"needs a stage between those of {FIRST} and {LAST}: layout.pp above {pp}")
     if middle and rest % middle:
-        raise PlanError(field, size, f"leaves {rest} of {layers} layers, which {middle} stages cannot share equally")
+        raise PlanError(field, size, f"leaves {rest} of {layers} layers, not a multiple of the {middle} middle stages")
     per_stage = rest // middle if middle else 0
     if per_stage % chunks:
-        raise PlanError(VPP, chunks, f"must divide the {per_stage} layers of a stage in the middle")
+        raise PlanError(VPP, chunks, f"must divide the {per_stage} layers of a middle stage")
     sizes = [*([first] if first is not None else ()), *[per_stage] * middle, *([last] if last is not None else ())]
     return [[size // chunks] * chunks for size in sizes]
 
@@ -178,7 +180,7 @@ def _of_layout(
         if char == "m":
             raise PlanError(LAYOUT, text, "m (multi-token prediction) is not covered yet")
         if char not in "EtL":
-            raise PlanError(LAYOUT, text, f"{char!r} is no layer; E, t, L, separators | and repetitions *N are")
+            raise PlanError(LAYOUT, text, f"{char!r} is not allowed; use E, t, L, the separator | and repetitions *N")
     if len(parts) % pp:
         raise PlanError(LAYOUT, text, f"has {len(parts)} stages, which layout.pp = {pp} must divide")
     chunks = len(parts) // pp
@@ -187,9 +189,9 @@ def _of_layout(
     _check_vpp(chunks, pp)
     flat = "".join(parts)
     if flat[:1] != "E" or flat.count("E") != 1:
-        raise PlanError(LAYOUT, text, "must begin with the embedding E and have no other")
+        raise PlanError(LAYOUT, text, "must begin with the embedding E and have one E only")
     if flat[-1:] != "L" or flat.count("L") != 1:
-        raise PlanError(LAYOUT, text, "must end with the loss L and have no other")
+        raise PlanError(LAYOUT, text, "must end with the loss L and have one L only")
     if flat.count("t") != layers:
         raise PlanError(LAYOUT, text, f"has {flat.count('t')} layers t; the model has {layers}")
     return [[parts[chunk * pp + stage].count("t") for chunk in range(chunks)] for stage in range(pp)]

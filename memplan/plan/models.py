@@ -88,7 +88,7 @@ def _base(base: Node, folder: Path) -> Found:
             if error.problem == "no such file":
                 raise PlanError("model", name, "no such file", origin=base.origin) from None
             raise
-    problem = "is not a model that is built in (`memplan models` lists them), nor a path"
+    problem = "is neither a built-in model (`memplan models` lists them) nor a path"
     raise PlanError("model", name, problem, origin=base.origin, known=model_specs())
 
 

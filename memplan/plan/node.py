@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,6 +11,16 @@ from .errors import Origin
 
 Scalar: TypeAlias = str | int | float | bool | None
 Value: TypeAlias = "Scalar | list[Node] | dict[str, Node]"
+
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
+_CONSTANTS: dict[str, Scalar] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+_LONGEST_NUMBER = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +66,24 @@ class Node:
     def without(self, *keys: str) -> Node:
         """This mapping without ``keys``."""
         return Node({key: node for key, node in self.mapping.items() if key not in keys}, self.origin)
+
+
+def scalar(text: str, origin: Origin) -> Node:
+    """What ``text`` means when written without quotes.
+
+    As YAML 1.2 says ``true``, ``null`` and decimal numbers are special; ``yes``, ``010``, ``1_000`` and ``1:30`` are
+    text, which a field that wants a number refuses by name.
+    """
+    return Node(_meaning(text), origin, text)
+
+
+def _meaning(text: str) -> Scalar:
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    if len(text) <= _LONGEST_NUMBER:
+        if _INTEGER.fullmatch(text):
+            return int(text)
+        if _FLOAT.fullmatch(text):
+            number = float(text)
+            return number if abs(number) != float("inf") else text
+    return text

@@ -10,9 +10,8 @@ import re
 
 from .errors import ABSENT, PlanError
 from .fields import Kind, PlanField, plan_fields, sections
-from .node import Node
+from .node import Node, scalar
 from .sizes import parse_size
-from .yaml_nodes import scalar
 
 _INTEGERS = re.compile(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)+,?\s*")
 _RANGE = re.compile(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6}))?\s*")

@@ -7,17 +7,23 @@ print, and the JSON Schema carries. A field's flag is its name with hyphens, ``-
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, SerializeAsAny
 
+from ..frameworks import ROOMS as FRAMEWORKS
+from ..optimizers import ROOMS as OPTIMIZERS
+from ..optimizers import algorithm
 from .framework_sections import Ddp, Deepspeed, Fsdp, Megatron, Trainer
-from .section import Count, Degree, Dtype, Section
+from .section import Count, Degree, Dtype, OneOf, Section
 from .spec import LayerCount, ModelSpec
 from .tuning_sections import Frozen, Lora, Quantisation
 
-Framework = Literal["single", "ddp", "device-map", "megatron", "megatron-deepspeed", "deepspeed", "fsdp"]
-OptimizerName = Literal["sgd", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit", "muon"]
+if TYPE_CHECKING:
+    from ..optimizers.base import Algorithm
+
+FrameworkName = Annotated[str, OneOf(FRAMEWORKS)]
+OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
 OptimizerImplementation = Literal["foreach", "for-loop", "fused", "apex", "bitsandbytes", "transformers"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
@@ -32,16 +38,16 @@ class Hardware(Section):
     gpus: Degree | None = Field(None, description="number of GPUs in the job; default: tp x pp x dp x cp")
     gpus_per_node: Degree = Field(8, description="GPUs in one node")
     capacity: int | None = Field(
-        None, ge=1, le=2**50, description="device memory, if not the GPU table's: bytes, or as 31.7GiB"
+        None, ge=1, le=2**50, description="device memory in bytes, or as 31.7GiB; default: the GPU table's"
     )
     network: float | None = Field(
         None,
         gt=0.0,
         le=1e6,
-        description="GB/s that a GPU has of its node's network adapters, in one direction; default: those of the DGX "
-        "system with this GPU",
+        description="network bandwidth of one GPU in one direction, in GB/s; default: the bandwidth in the DGX system "
+        "with this GPU",
     )
-    price: float | None = Field(None, ge=0.0, le=1e9, description="what a GPU costs for an hour, in any currency")
+    price: float | None = Field(None, ge=0.0, le=1e9, description="price of one GPU for one hour, in any currency")
 
 
 class Layout(Section):
@@ -59,12 +65,12 @@ class Batch(Section):
     mbs: Count = Field(1, description="micro-batch size (sequences per forward pass on one rank)")
     gbs: Count | None = Field(None, description="global batch size; default: mbs x dp x pp")
     accumulation: Count | None = Field(
-        None, description="micro-batches of a rank before a step; default: what gbs makes of it"
+        None, description="micro-batches of one rank before a step; default: gbs / (mbs x dp)"
     )
-    seq: Count | None = Field(None, description="sequence length in tokens; default: the model's longest")
+    seq: Count | None = Field(None, description="sequence length in tokens; default: the model's maximum")
     multiply_by_visible_gpus: bool = Field(
         False,
-        description="the Trainer's DataParallel default: the batch is multiplied by the number of visible GPUs",
+        description="the Trainer's DataParallel default: multiply the batch by the number of visible GPUs",
     )
 
 
@@ -73,16 +79,17 @@ class Precision(Section):
 
     dtype: Dtype = Field("bf16", description="dtype of parameters and activations")
     autocast: bool = Field(
-        False, description="PyTorch's autocast computes in dtype (bf16=True of a Trainer), over fp32 parameters"
+        False, description="PyTorch's autocast: compute in dtype with fp32 parameters (the Trainer's bf16=True)"
     )
     parameters: Dtype | None = Field(
         None,
-        description="autocast: dtype of parameters; default: fp32 (transformers 5 loads them as they were saved)",
+        description="autocast: dtype of parameters; default: fp32 (transformers 5 loads parameters in their saved "
+        "dtype)",
         json_schema_extra={"flag": "--autocast-parameters"},
     )
     gradients: Dtype | None = Field(
         None,
-        description="dtype in which gradients are accumulated; default: that of the parameters (megatron: fp32)",
+        description="dtype of accumulated gradients; default: the parameters' dtype (megatron: fp32)",
     )
 
     @property
@@ -97,35 +104,38 @@ class Optimizer(Section):
     name: OptimizerName = Field("adamw", description="optimizer", json_schema_extra={"flag": "--optimizer"})
     implementation: OptimizerImplementation | None = Field(
         None,
-        description="PyTorch's foreach, for-loop or fused; apex FusedAdam; bitsandbytes' in 32 bits; transformers' "
-        "Adafactor; default: the framework's",
+        description="foreach, for-loop, fused: PyTorch's; apex: FusedAdam; bitsandbytes: with 32-bit states; "
+        "transformers: Adafactor; default: the framework's",
         json_schema_extra={"flag": "--optimizer-implementation"},
     )
     block_size: int | None = Field(
         None,
         ge=1,
         le=2**31,
-        description="elements per scale of 8-bit states; default: 256, with older code 2048 (bitsandbytes before 0.44)",
+        description="8-bit states: elements that share one scale; default: 256, or 2048 for code with bitsandbytes "
+        "before 0.44",
         json_schema_extra={"flag": "--optimizer-block-size"},
     )
     embeddings_32bit: bool = Field(
-        True, description="8-bit optimizers keep 32-bit states for embeddings (bitsandbytes' rule)"
+        True, description="8-bit optimizers: keep 32-bit states for embeddings (bitsandbytes' rule)"
     )
     paged: bool = Field(
         False,
-        description="bitsandbytes: states of 100,000 elements and more are in CUDA's unified memory",
+        description="bitsandbytes: keep states of 100,000 or more elements in CUDA's unified memory",
         json_schema_extra={"flag": "--paged-optimizer"},
     )
-    momentum: float = Field(0.0, ge=0.0, lt=1.0, description="SGD: with momentum there is a buffer per parameter")
+    momentum: float = Field(
+        0.0, ge=0.0, lt=1.0, description="SGD: momentum; above 0, every parameter has a momentum buffer"
+    )
     weight_decay: float | None = Field(
         None,
         ge=0.0,
         le=100.0,
-        description="decay of weights; default: the optimizer's own (AdamW 0.01, Muon 0.1, else 0)",
+        description="weight decay; default: the optimizer's own (AdamW 0.01, Muon 0.1, else 0)",
     )
     precision_aware: bool = Field(
         False,
-        description="megatron: Transformer Engine's FusedAdam keeps main parameters and states in dtypes of choice",
+        description="megatron: Transformer Engine's FusedAdam, with a choice of dtypes for main parameters and states",
         json_schema_extra={"flag": "--precision-aware-optimizer"},
     )
     main_parameters: StateDtype = Field(
@@ -142,27 +152,36 @@ class Optimizer(Section):
         json_schema_extra={"flag": "--exp-avg-sq-dtype"},
     )
 
+    @property
+    def algorithm(self) -> Algorithm:
+        """The optimizer's object, which knows what is the same in every plan."""
+        return algorithm(self.name)
+
 
 class Recompute(Section):
     shorthand = "mode"
 
     mode: RecomputeMode = Field(
-        "none", description="what is recomputed in backward", json_schema_extra={"flag": "--recompute"}
+        "none",
+        description="activations that backward recomputes: none, those of selected modules, or those of full layers",
+        json_schema_extra={"flag": "--recompute"},
     )
     method: Literal["uniform", "block"] = Field(
         "uniform",
-        description="full recompute: every group, or the first layers",
+        description="full recompute: of every group of layers (uniform), or of each stage's first layers (block)",
         json_schema_extra={"flag": "--recompute-method"},
     )
     layers: LayerCount | None = Field(
         None,
-        description="uniform: layers per recomputed group (1); block: recomputed layers per stage (all)",
+        description="uniform: layers per recomputed group (default: 1); block: recomputed layers per stage (default: "
+        "all)",
         json_schema_extra={"flag": "--recompute-layers"},
     )
     modules: tuple[RecomputeModule, ...] | None = Field(
         None,
         max_length=8,
-        description="megatron, selective recompute: core_attn, layernorm, mlp; default: core_attn",
+        description="megatron, selective recompute: modules to recompute (core_attn, layernorm, mlp); default: "
+        "core_attn",
         json_schema_extra={"flag": "--recompute-modules"},
     )
 
@@ -172,24 +191,27 @@ class Loss(Section):
 
     kind: LossKind | None = Field(
         None,
-        description="plain, vocabulary-parallel or adaptive softmax; Liger's fused linear, cut, or torchtitan's "
-        "chunked cross entropy; default: the framework's",
+        description="loss: plain, vocabulary-parallel or adaptive softmax; Liger's fused linear, Apple's cut or "
+        "torchtitan's chunked cross entropy; default: the framework's",
         json_schema_extra={"flag": "--loss"},
     )
     cutoffs: tuple[Count, ...] | None = Field(
-        None, max_length=64, description="adaptive softmax: first token of each tail cluster, as 20000,80000"
+        None, max_length=64, description="adaptive softmax: first token id of each tail cluster, as 20000,80000"
     )
     div_value: float = Field(
-        4.0, ge=1.0, le=1e6, description="adaptive softmax: by how much each tail cluster is narrower"
+        4.0,
+        ge=1.0,
+        le=1e6,
+        description="adaptive softmax: each tail cluster is narrower than the one before by this factor",
     )
     chunks: Count = Field(
         8,
-        description="chunked: equal parts of the tokens of a micro-batch (num_chunks)",
+        description="chunked: number of equal parts of a micro-batch's tokens (num_chunks)",
         json_schema_extra={"flag": "--loss-chunks"},
     )
     fp32_accumulators: bool = Field(
         False,
-        description="liger: accum_dtype=torch.float32; cut: accum_e_fp32 and accum_c_fp32",
+        description="accumulate in fp32 (liger: accum_dtype=torch.float32; cut: accum_e_fp32 and accum_c_fp32)",
         json_schema_extra={"flag": "--loss-fp32-accumulators"},
     )
     liger: str = Field(
@@ -199,7 +221,7 @@ class Loss(Section):
         json_schema_extra={"flag": "--liger-version"},
     )
     logits_to_keep: Count | None = Field(
-        None, description="plain: logits (and labels) of this many last tokens of each sequence only; default: all"
+        None, description="plain: compute logits and loss of this many last tokens of each sequence; default: all"
     )
 
 
@@ -207,8 +229,8 @@ class Pipeline(Section):
     schedule: ScheduleName = Field("1f1b", description="pipeline schedule")
     partition: str | tuple[int, ...] | tuple[str, ...] = Field(
         "type:transformer",
-        description="uniform, parameters, type:REGEX, type:REGEX:W|REGEX:W, or the first entry of every stage and the "
-        "length of the list, as 0,4,6,…",
+        description="uniform, parameters, type:REGEX, type:REGEX:W|REGEX:W, or the number of each stage's first entry "
+        "and, last, the number of all entries, as 0,4,6,…",
     )
     first_layers: LayerCount | None = Field(
         None, description="megatron: layers of the first stage (decoder-first-pipeline-num-layers)"
@@ -217,11 +239,9 @@ class Pipeline(Section):
         None, description="megatron: layers of the last stage (decoder-last-pipeline-num-layers)"
     )
     count_embedding: bool = Field(
-        False, description="megatron: the embedding counts as a layer when layers are split into stages"
+        False, description="megatron: count the embedding as a layer when layers are split into stages"
     )
-    count_loss: bool = Field(
-        False, description="megatron: the loss counts as a layer when layers are split into stages"
-    )
+    count_loss: bool = Field(False, description="megatron: count the loss as a layer when layers are split into stages")
     layout: str | None = Field(
         None,
         max_length=10_000,
@@ -230,44 +250,50 @@ class Pipeline(Section):
     )
     group: Count | None = Field(
         None,
-        description="megatron: micro-batches that a virtual stage runs in a row; default: pp",
+        description="megatron: consecutive micro-batches of one virtual stage; default: pp",
         json_schema_extra={"flag": "--microbatch-group-size"},
     )
-    overlap_p2p: bool = Field(True, description="megatron: interleaved schedule overlaps its sends and receives")
-    overlap_p2p_warmup: bool = Field(False, description="megatron: overlap-p2p-communication-warmup-flush")
+    overlap_p2p: bool = Field(True, description="megatron: overlap sends and receives in the interleaved schedule")
+    overlap_p2p_warmup: bool = Field(
+        False,
+        description="megatron: also overlap sends and receives in warmup and flush "
+        "(overlap-p2p-communication-warmup-flush)",
+    )
 
 
 class Plan(Section):
     """A training job: the whole input of an estimate."""
 
     model: SerializeAsAny[ModelSpec]
-    framework: Framework = Field("single", description="what runs the model")
-    hardware: Hardware = Hardware()
-    layout: Layout = Layout()
-    batch: Batch = Batch()
-    precision: Precision = Precision()
-    optimizer: Optimizer = Optimizer()
-    recompute: Recompute = Recompute()
+    framework: FrameworkName = Field("single", description="training framework")
+    hardware: Hardware = Hardware.model_construct()
+    layout: Layout = Layout.model_construct()
+    batch: Batch = Batch.model_construct()
+    precision: Precision = Precision.model_construct()
+    optimizer: Optimizer = Optimizer.model_construct()
+    recompute: Recompute = Recompute.model_construct()
     attention: AttentionImplementation | None = Field(
-        None, description="eager (scores in memory) or flash; default: flash where framework and dtype have it"
+        None,
+        description="eager (scores are stored) or flash attention; default: flash where framework and dtype support it",
     )
     code: Literal["current", "2020"] = Field(
-        "current", description="age of the model's code: transformers' of today, or of October 2020 (GPT-2 only)"
+        "current",
+        description="version of the model's code: today's transformers, or transformers of October 2020 (GPT-2 only)",
     )
-    loss: Loss = Loss()
-    lora: Lora = Lora()
-    quantisation: Quantisation = Quantisation()
-    frozen: Frozen = Frozen()
-    pipeline: Pipeline = Pipeline()
-    megatron: Megatron = Megatron()
-    ddp: Ddp = Ddp()
-    fsdp: Fsdp = Fsdp()
-    deepspeed: Deepspeed = Deepspeed()
-    trainer: Trainer = Trainer()
+    loss: Loss = Loss.model_construct()
+    lora: Lora = Lora.model_construct()
+    quantisation: Quantisation = Quantisation.model_construct()
+    frozen: Frozen = Frozen.model_construct()
+    pipeline: Pipeline = Pipeline.model_construct()
+    megatron: Megatron = Megatron.model_construct()
+    ddp: Ddp = Ddp.model_construct()
+    fsdp: Fsdp = Fsdp.model_construct()
+    deepspeed: Deepspeed = Deepspeed.model_construct()
+    trainer: Trainer = Trainer.model_construct()
     device_map: dict[int, tuple[int, ...]] | None = Field(
         None,
-        description="device-map: the layers that each device holds, as {0: 0-11, 1: 12-23}, or a map of modules to "
-        "devices, as Accelerate takes it; default: equal shares",
+        description="device-map: layers on each device, as {0: 0-11, 1: 12-23}, or Accelerate's map of modules to "
+        "devices; default: an equal share on each device",
     )
     environment: dict[str, str] = Field(
         default_factory=dict,
@@ -277,6 +303,6 @@ class Plan(Section):
     torch: str | None = Field(
         None,
         pattern=r"^\d{1,3}\.\d{1,3}(\.\d{1,3})?$",
-        description="version of PyTorch; default: 2.13, and what older code ran on",
+        description="version of PyTorch; default: 2.13, or the version of older code",
     )
     headroom: str = Field("0", description="memory kept free: bytes, 2GiB, or 5%")

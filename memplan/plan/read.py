@@ -10,14 +10,14 @@ from .errors import ABSENT, Origin, PlanError
 from .fields import MODEL, Kind, PlanField, by_flag
 from .library import examples, model_specs
 from .models import complete_model
-from .node import Node
+from .node import Node, scalar
 from .normalise import field_value, normalised
 from .notes import Note, notes_of
 from .plan import Plan
 from .text import STANDARD_INPUT, is_there, path_of, read_standard_input, read_text
 from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, traced_spec
 from .validation import validated_plan
-from .yaml_nodes import parse_yaml, scalar
+from .yaml_nodes import parse_yaml
 
 COMMAND_LINE = Origin("command line")
 MOST_EXTENDED = 8
@@ -25,9 +25,6 @@ MOST_EXTENDED = 8
 
 Flags = Mapping[str, "str | tuple[str, ...]"]
 """Values of flags by name without hyphens: ``{"tp": "4", "env": ("NAME=VALUE",)}``."""
-
-_MERGED = frozenset({"environment"})
-"""Fields of which a later layer adds to the earlier, as it does to sections; others are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ def _without_recipe(node: Node, spec: TracedSpec) -> ReadPlan:
     stand_in = complete_model(Node({"base": Node(STAND_IN, COMMAND_LINE)}, COMMAND_LINE), Path()).spec
     written = validated_plan(node.with_items({"model": stand_in}))
     if written.batch.seq is None and spec.positions_max == NO_LENGTH:
-        problem = "is needed: the configuration names no longest sequence"
+        problem = "is missing, and the model's configuration names no maximum sequence length"
         raise PlanError("batch.seq", ABSENT, problem, origin=Origin(spec.source))
     plan = written.model_copy(update={"model": spec})
     return ReadPlan(plan, dict(node.origins()), notes_of(plan))
@@ -148,7 +145,7 @@ def _extended(source: Source, depth: int) -> Source:
     if extends is None:
         return source
     if depth > MOST_EXTENDED:
-        problem = f"makes a chain of more than {MOST_EXTENDED} plans; does one extend itself?"
+        problem = f"makes a chain of more than {MOST_EXTENDED} plans; does a plan extend itself?"
         raise PlanError("extends", extends.plain(), problem, origin=extends.origin)
     if not isinstance(extends.value, str) or not extends.value or extends.value == "-":
         problem = "must be a path to a plan or the name of a built-in example"
@@ -191,7 +188,7 @@ def _with_flags(plan: Node, flags: Flags, prefix: str) -> Node:
     for name, value in sorted(flags.items(), key=lambda flag: flag[0] != "model"):
         field = by_flag().get(name)
         if field is None:
-            problem = f"is not a field that can vary; known are {', '.join(by_flag())}"
+            problem = f"is not a field that can vary; the fields are {', '.join(by_flag())}"
             raise PlanError("", ABSENT, f"{name} {problem}", origin=Origin(prefix.strip()), known=())
         plan = _over(plan, _placed(field, _flag_value(field, value, Origin(prefix + name)), plan.origin))
     return plan

@@ -29,7 +29,10 @@ def plan_schema() -> dict[str, Any]:
     base = {"type": "string", "description": plan_fields()["model"].description}
     definitions["ModelSpec"]["properties"] = {"base": base, **definitions["ModelSpec"]["properties"]}
     properties["model"] = {"anyOf": [base, {"$ref": "#/$defs/ModelSpec"}]}
-    extends = {"type": "string", "description": "plan that this one changes: a path, or the name of a built-in example"}
+    extends = {
+        "type": "string",
+        "description": "plan that this plan extends: a path, or the name of a built-in example",
+    }
     schema["properties"] = {"$schema": {"type": "string"}, "extends": extends, **properties}
     schema.pop("required", None)
     return {"$schema": _DRAFT, **_without_titles(schema), "title": "memplan plan"}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 
@@ -13,8 +16,38 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 Elements = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A field that holds one of ``names``, a table that is read whenever a plan is."""
+
+    names: Collection[str]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(self.names), "type": "string"}
+
+    def _known(self, name: str) -> str:
+        if name not in self.names:
+            raise PydanticCustomError("literal_error", "Input should be a name that is known")
+        return name
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+    """Most runs validate whole plans alone, whose validator has those of its sections inside."""
 
     shorthand: ClassVar[str | None] = None
     """The field that a plain value in place of the whole section sets: ``optimizer: adam8bit``."""
+
+    def changed(self) -> Iterator[tuple[str, Any]]:
+        """Fields that differ from their defaults, with their values; lists, not tuples, as errors show them."""
+        given = self.model_fields_set
+        for name, value in self if given else ():
+            if name in given and value != type(self).model_fields[name].default:
+                yield name, list(value) if isinstance(value, tuple) else value
+
+
+class FrameworkSection(Section):
+    """A section that only frameworks read which name it (``Supports.sections``)."""

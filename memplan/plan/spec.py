@@ -11,22 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Family = Literal[
-    "gpt2",
-    "gpt",
-    "bert",
-    "bloom",
-    "llama",
-    "mistral",
-    "qwen3",
-    "qwen2",
-    "phi3",
-    "gemma2",
-    "opt",
-    "gpt_neox",
-    "gptj",
-    "falcon",
-]
+from ..families import ROOMS as FAMILIES
+from .section import OneOf
+
+Family = Annotated[str, OneOf(FAMILIES)]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rotary", "alibi", "none"]
 Activation = Literal["gelu", "gelu_new", "gelu_fast", "relu", "swiglu", "geglu"]
@@ -45,12 +33,12 @@ class ModelSpec(BaseModel):
     for Megatron's GPT); it selects the recipe of a layer where a framework has several.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str = Field(
         description="name of the model", json_schema_extra={"flag": "--model-name"}, min_length=1, max_length=200
     )
-    family: Family = Field(description="code that the model runs as: Hugging Face's model_type, or gpt for Megatron's")
+    family: Family = Field(description="code of the model: Hugging Face's model_type, or gpt for Megatron's GPT")
     layers: LayerCount = Field(description="transformer layers")
     hidden: Size = Field(description="hidden size")
     heads: Size = Field(description="attention heads")
@@ -67,12 +55,13 @@ class ModelSpec(BaseModel):
         "pre", description="norms before each block, after it as in BERT, or before and after as in Gemma 2"
     )
     blocks: Blocks = Field(
-        "sequential", description="attention then MLP, or side by side with a norm each (GPT-NeoX) or one (GPT-J)"
+        "sequential",
+        description="attention then MLP, or both side by side with two norms (GPT-NeoX) or one norm (GPT-J)",
     )
-    positions: Positions = Field(description="how positions enter")
-    position_offset: Rows = Field(0, description="rows of the learned position table before the first (OPT: 2)")
+    positions: Positions = Field(description="position encoding")
+    position_offset: Rows = Field(0, description="unused first rows of the learned position table (OPT: 2)")
     rotary_fraction: float = Field(
-        1.0, gt=0.0, le=1.0, description="part of each head's features that rotary positions turn"
+        1.0, gt=0.0, le=1.0, description="fraction of each head's features that rotary positions rotate"
     )
     activation: Activation = Field(
         description="MLP activation; gelu_new and gelu_fast are the tanh form in Python, swiglu and geglu have a gate"
@@ -82,20 +71,20 @@ class ModelSpec(BaseModel):
     mlp_bias: bool = Field(True, description="bias on the MLP's projections")
     qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys, as in Qwen 3")
     causal: bool = Field(True, description="causal attention; false for an encoder")
-    sliding_window: Size | None = Field(None, description="tokens that attention looks back, if limited")
+    sliding_window: Size | None = Field(None, description="attention window in tokens; default: no limit")
     alternating_windows: bool = Field(
-        False, description="the window limits every second layer only, from the first, as in Gemma 2"
+        False, description="apply the window to every second layer only, from the first layer on (Gemma 2)"
     )
     attention_softcap: float | None = Field(
-        None, gt=0.0, description="attention's scores x become c tanh(x / c) with this c (Gemma 2)"
+        None, gt=0.0, description="cap c of attention scores: a score x becomes c tanh(x / c) (Gemma 2)"
     )
 
     tied_embeddings: bool = Field(True, description="the head shares the embedding's weight")
     embedding_norm: bool = Field(False, description="norm after the embedding, as in BLOOM and BERT")
-    embedding_scale: bool = Field(False, description="the embedding's output is multiplied by a number (Gemma 2)")
+    embedding_scale: bool = Field(False, description="multiply the embedding's output by a number (Gemma 2)")
     final_norm: bool = Field(True, description="norm before the head")
     head_bias: bool = Field(False, description="bias on the head, as in GPT-J")
-    logit_softcap: float | None = Field(None, gt=0.0, description="as attention_softcap, of the logits")
+    logit_softcap: float | None = Field(None, gt=0.0, description="cap c of logits: a logit x becomes c tanh(x / c)")
     token_types: Rows = Field(0, description="rows of the token-type table (BERT); 0 where there is none")
     mlm_head: bool = Field(
         False, description="BERT's head: dense, activation and norm before a decoder that has a bias"
@@ -108,10 +97,10 @@ class ModelSpec(BaseModel):
     published_parameters: int | None = Field(
         None,
         ge=1,
-        description="parameters as published by the authors, to test our count",
+        description="number of parameters that the authors published, to test memplan's count",
         json_schema_extra={"flag": ""},
     )
-    source: str = Field("", description="where the sizes come from", json_schema_extra={"flag": ""})
+    source: str = Field("", description="source of the sizes", json_schema_extra={"flag": ""})
 
     @property
     def qkv_features(self) -> int:

@@ -60,6 +60,13 @@ def read_text(path: Path, field: str = "") -> str:
         raise _unreadable(field, origin, error) from None
 
 
+def text_at(place: str) -> tuple[str, str]:
+    """The text at ``place``, a path or ``-`` for standard input, and what errors call it."""
+    if place == "-":
+        return read_standard_input(), STANDARD_INPUT
+    return read_text(path_of(place)), place
+
+
 def read_standard_input() -> str:
     """The text on standard input, at most 1 MiB of UTF-8."""
     origin = Origin(STANDARD_INPUT)

@@ -26,7 +26,7 @@ class TracedSpec(ModelSpec):
     """``layers`` is what ``--layers`` or the configuration say, if anything does (``counted``). No other size means
     anything: sizes are those of the traced tensors."""
 
-    family: str = Field(description="Hugging Face's model_type")  # type: ignore[assignment]
+    family: str = Field(description="Hugging Face's model_type")
     layers: LayerCount = 1
     hidden: Size = 1
     heads: Size = 1
@@ -81,7 +81,7 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
     name = layers_name(config)
     for field, value in items.items():
         if field != "layers" or name is None:
-            problem = f"changes an architecture with a recipe, which this one has not ({error.field}); change {path}"
+            problem = f"cannot be changed: the architecture has no recipe ({error.field}); change {path}"
             raise PlanError(f"model.{field}", value.plain(), problem, origin=value.origin)
         if type(value.value) is not int or not 1 <= value.value <= 100_000:
             raise PlanError(

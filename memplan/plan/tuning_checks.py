@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from ..families import family
 from .errors import ABSENT, PlanError
-from .lora import LINEAR_LAYERS, adapted
-from .optimizer_checks import WHOLE
+from .lora import adapted
 from .plan import Plan
+from .resolved import ResolvedPlan
 from .traced_spec import TracedSpec
 from .tuning_sections import Frozen, Lora, Quantisation
-
-WITHOUT_4BIT = {
-    "falcon": "transformers replaces Linear itself only, and Falcon's layers are of a class of their own",
-    "bert": "bitsandbytes' layers are modelled in causal models",
-}
 
 
 def is_tuned(plan: Plan) -> bool:
@@ -20,7 +16,7 @@ def is_tuned(plan: Plan) -> bool:
     return (plan.lora, plan.quantisation, plan.frozen) != (Lora(), Quantisation(), Frozen())
 
 
-def check_tuning(plan: Plan) -> None:
+def check_tuning(plan: ResolvedPlan) -> None:
     """Frozen parameters, LoRA and 4-bit weights: where they are modelled, and together with what."""
     if not is_tuned(plan):
         return
@@ -31,21 +27,14 @@ def check_tuning(plan: Plan) -> None:
             f"(model_type {plan.model.family})",
         )
     if plan.precision.autocast:
-        problem = (
-            "must be false (bf16 and fp16 of a Trainer ask for it) with adapters, 4-bit or frozen parameters: they are "
-        )
-        problem += "modelled in 16 bits throughout, without autocast"
+        problem = "must be false (bf16 and fp16 of a Trainer ask for it) with adapters, 4-bit or frozen parameters: "
+        problem += "memplan models these in 16 bits throughout"
         raise PlanError("precision.autocast", True, problem)
-    if plan.framework not in WHOLE:
-        _refuse(
-            plan,
-            f"must be left out with framework {plan.framework}, not modelled there yet; {', '.join(WHOLE)} have it",
-        )
     if plan.code != "current":
         _refuse(plan, "must be left out with code 2020")
     if plan.loss.kind not in ("plain", "liger"):
         problem = (
-            f"must be plain or liger with {first_frozen(plan)[0]}: others are modelled where everything is trained"
+            f"must be plain or liger with {first_frozen(plan)[0]}: other losses are not modelled with frozen parts"
         )
         raise PlanError("loss.kind", plan.loss.kind, problem)
     _check_lora(plan)
@@ -56,29 +45,25 @@ def check_tuning(plan: Plan) -> None:
 def first_frozen(plan: Plan) -> tuple[str, object]:
     """The first field that freezes something, with its value."""
     for name, section in (("lora", plan.lora), ("quantisation", plan.quantisation), ("frozen", plan.frozen)):
-        for field, value in section:
-            if value != type(section).model_fields[field].default:
-                return f"{name}.{field}", value
+        for field, value in section.changed():
+            return f"{name}.{field}", value
     raise AssertionError("nothing is frozen")
 
 
-def _refuse(plan: Plan, problem: str) -> None:
+def _refuse(plan: ResolvedPlan, problem: str) -> None:
     field, value = first_frozen(plan)
-    raise PlanError(field, list(value) if isinstance(value, tuple) else value, problem)
+    raise PlanError(field, value, problem)
 
 
-def _check_lora(plan: Plan) -> None:
+def _check_lora(plan: ResolvedPlan) -> None:
     lora = plan.lora
     if lora.rank is None:
-        for name, default in Lora():
-            value = getattr(lora, name)
-            if value != default:
-                shown = list(value) if isinstance(value, tuple) else value
-                raise PlanError(f"lora.{name}", shown, "belongs to adapters: give their rank, as --lora-rank 16")
+        for name, value in lora.changed():
+            raise PlanError(f"lora.{name}", value, "needs lora.rank, as --lora-rank 16")
         return
     if lora.targets is None:
-        names = dict.fromkeys(name.rpartition(".")[2] for name in LINEAR_LAYERS.get(plan.model.family, {}).values())
-        problem = f"is missing: peft has no default for family {plan.model.family}; name some of {', '.join(names)}"
+        names = dict.fromkeys(name.rpartition(".")[2] for name in family(plan.model.family).linear_layers.values())
+        problem = f"is missing: peft has no default for family {plan.model.family}; choose from {', '.join(names)}"
         raise PlanError("lora.targets", ABSENT, problem)
     if not lora.targets:
         raise PlanError("lora.targets", [], "must name at least one linear layer")
@@ -89,31 +74,29 @@ def _check_lora(plan: Plan) -> None:
     adapted(plan)
 
 
-def _check_quantisation(plan: Plan) -> None:
+def _check_quantisation(plan: ResolvedPlan) -> None:
     quantisation = plan.quantisation
     if quantisation.kind == "none":
-        for name, default in Quantisation():
-            if getattr(quantisation, name) != default:
-                problem = "belongs to 4-bit weights, and quantisation.kind is none"
-                raise PlanError(f"quantisation.{name}", getattr(quantisation, name), problem)
+        for name, value in quantisation.changed():
+            raise PlanError(f"quantisation.{name}", value, "needs 4-bit weights: quantisation.kind is none")
         return
     if plan.lora.rank is None:
         problem = "must be none without adapters: 4-bit weights cannot be trained; give --lora-rank"
         raise PlanError("quantisation.kind", quantisation.kind, problem)
-    if plan.model.family in WITHOUT_4BIT:
-        problem = f"must be none for family {plan.model.family}: {WITHOUT_4BIT[plan.model.family]}"
+    if why := family(plan.model.family).no_4bit:
+        problem = f"must be none for family {plan.model.family}: {why}"
         raise PlanError("quantisation.kind", quantisation.kind, problem)
     if quantisation.prepared and plan.attention == "flash":
-        problem = "must be eager with quantisation.prepared: hidden states are fp32, which its kernel does not take"
+        problem = "must be eager with quantisation.prepared: hidden states are fp32, and the flash kernel needs 16 bits"
         raise PlanError("attention", "flash", problem)
 
 
-def _check_frozen(plan: Plan) -> None:
+def _check_frozen(plan: ResolvedPlan) -> None:
     frozen, layers = plan.frozen, plan.model.layers
     if frozen == Frozen():
         return
     if plan.lora.rank is not None:
-        name, value = next((name, value) for name, value in frozen if value)
+        name, value = next(frozen.changed())
         raise PlanError(f"frozen.{name}", value, "must be left out with LoRA, which freezes the whole model")
     if frozen.layers > layers:
         raise PlanError("frozen.layers", frozen.layers, f"must be at most the {layers} layers of the model")

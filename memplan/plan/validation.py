@@ -102,8 +102,8 @@ def _unknown(path: str) -> PlanError:
         known = list(sections()[section].model_fields if section else [*Plan.model_fields, "extends"])
     elsewhere = [other for other in plan_fields() if other.rpartition(".")[2] == name]
     if elsewhere:
-        return PlanError(path, ABSENT, f"is not a field here; it is {' or '.join(elsewhere)}")
-    return PlanError(path, ABSENT, f"is not a field; known are {', '.join(known)}", known=known)
+        return PlanError(path, ABSENT, f"is not a field here; write {' or '.join(elsewhere)}")
+    return PlanError(path, ABSENT, f"is not a field; the fields are {', '.join(known)}", known=known)
 
 
 def _wrong_type(kind: str, value: object, field: PlanField | None, message: str) -> str:

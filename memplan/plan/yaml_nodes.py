@@ -1,156 +1,57 @@
 """YAML (and so JSON) to nodes that know their lines.
 
-Nodes are built from the parser's events, with a budget for depth and for the size after aliases are
-expanded, so no document can take more time or memory than its length deserves. Only plain data is
-read. Unquoted scalars mean what YAML 1.2 says: ``true``, ``null`` and decimal numbers are special;
-``yes``, ``010``, ``1_000`` and ``1:30`` are text, which a field that wants a number refuses by name.
+Documents that are nothing but ``field: value`` and sections of such lines, as most plans and specs are, are read here;
+all others by ``yaml_events``, which takes longer to import than a plan takes to read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
 
-import yaml
+from .errors import Origin
+from .node import Node, scalar
 
-from .errors import ABSENT, Origin, PlanError
-from .node import Node, Scalar
-
-DEEPEST = 32
-"""Nesting that a document may have."""
-MOST_NODES = 50_000
-"""Values that a document may have after its aliases are expanded."""
-
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
-_FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
-_CONSTANTS: dict[str, Scalar] = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
-}
-_LONGEST_NUMBER = 400
-
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LINE = re.compile(
+    r"(?P<section>  )?(?P<key>[A-Za-z0-9_]+):"
+    r"(?: (?:\"(?P<quoted>[^\"\\]*)\"|(?P<plain>[A-Za-z0-9.](?:[-A-Za-z0-9_.,;/+()| ]*[-A-Za-z0-9_.,;/+()|])?)))?"
+)
+"""A line of a simple document: a field, alone or in a section, with a value that has one meaning in all of YAML."""
 
 
 def parse_yaml(text: str, source: str, *, line: bool = True) -> Node:
     """The document in ``text``. ``source`` is what errors call it; ``line`` whether they add the line."""
-    builder = _Builder(source, line)
-    if source.endswith(".json"):
-        text = text.replace("\t", " ")
-    try:
-        return builder.build(yaml.parse(text, Loader=_Loader))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = Origin(source, min(mark.line, text.rstrip("\n").count("\n")) + 1 if mark and line else None)
-        raise PlanError("", ABSENT, f"is not valid YAML: {error.problem or error.context}", origin=where) from None
-    except yaml.reader.ReaderError as error:
-        at = text.count("\n", 0, error.position) + 1 if isinstance(error.position, int) else None
-        problem = "contains a control character, which YAML does not allow"
-        raise PlanError("", ABSENT, problem, origin=Origin(source, at if line else None)) from None
-    except UnicodeError:
-        raise PlanError("", ABSENT, "is not valid Unicode text", origin=Origin(source)) from None
+    simple = _simple(text, source, line)
+    if simple is not None:
+        return simple
+    from .yaml_events import parse_events
+
+    return parse_events(text, source, line)
 
 
-def scalar(text: str, origin: Origin) -> Node:
-    """What ``text`` means when written without quotes."""
-    return Node(_meaning(text), origin, text)
-
-
-def _meaning(text: str) -> Scalar:
-    if text in _CONSTANTS:
-        return _CONSTANTS[text]
-    if len(text) <= _LONGEST_NUMBER:
-        if _INTEGER.fullmatch(text):
-            return int(text)
-        if _FLOAT.fullmatch(text):
-            number = float(text)
-            return number if abs(number) != float("inf") else text
-    return text
-
-
-class _Builder:
-    """One pass over the events of one document."""
-
-    def __init__(self, source: str, lines: bool) -> None:
-        self._source = source
-        self._lines = lines
-        self._anchors: dict[str, tuple[Node, int]] = {}
-        self._size = 0
-
-    def build(self, events: Iterator[Any]) -> Node:
-        root: Node | None = None
-        for event in events:
-            if isinstance(event, yaml.DocumentStartEvent) and root is not None:
-                raise self._refused(event, "holds a second document after `---`; a plan is one document")
-            if isinstance(event, yaml.NodeEvent):
-                root = self._node(event, events, 0)
-        if root is None or root.text == "":
-            raise PlanError("", ABSENT, "is empty", origin=Origin(self._source))
-        return root
-
-    def _node(self, event: Any, events: Iterator[Any], depth: int) -> Node:
-        origin = self._origin(event)
-        if isinstance(event, yaml.AliasEvent):
-            return self._alias(event)
-        if event.tag is not None and event.tag != "!":
-            raise self._refused(event, f"has the YAML tag {event.tag}; only plain values are read")
-        if depth > DEEPEST:
-            raise self._refused(event, f"is nested more than {DEEPEST} deep")
-        before = self._size
-        self._count(event, 1)
-        if isinstance(event, yaml.ScalarEvent):
-            node = scalar(event.value, origin) if event.implicit[0] else Node(event.value, origin)
-        elif isinstance(event, yaml.SequenceStartEvent):
-            node = Node(self._items(events, depth), origin)
-        else:
-            node = Node(self._pairs(events, depth), origin)
-        if event.anchor is not None:
-            self._anchors[event.anchor] = (node, self._size - before)
-        return node
-
-    def _items(self, events: Iterator[Any], depth: int) -> list[Node]:
-        items: list[Node] = []
-        for event in events:
-            if isinstance(event, yaml.SequenceEndEvent):
-                break
-            items.append(self._node(event, events, depth + 1))
-        return items
-
-    def _pairs(self, events: Iterator[Any], depth: int) -> dict[str, Node]:
-        pairs: dict[str, Node] = {}
-        for event in events:
-            if isinstance(event, yaml.MappingEndEvent):
-                break
-            key = self._key(event)
-            if key in pairs:
-                raise self._refused(event, f"gives {key} twice (first on line {pairs[key].origin.line}); keep one")
-            if key == "<<":
-                raise self._refused(event, "uses a merge key (<<); write the fields out, or use `extends: PLAN`")
-            node = self._node(next(events), events, depth + 1)
-            pairs[key] = Node(node.value, self._origin(event), node.text)
-        return pairs
-
-    def _key(self, event: Any) -> str:
-        if not isinstance(event, yaml.ScalarEvent):
-            raise self._refused(event, "has a list or a mapping as a field's name")
-        return str(event.value)
-
-    def _alias(self, event: Any) -> Node:
-        if event.anchor not in self._anchors:
-            raise self._refused(event, f"repeats *{event.anchor}, which is not complete or not defined above")
-        node, size = self._anchors[event.anchor]
-        self._count(event, size)
-        return node
-
-    def _count(self, event: Any, size: int) -> None:
-        self._size += size
-        if self._size > MOST_NODES:
-            raise self._refused(event, f"grows to more than {MOST_NODES:,} values, far more than a plan has")
-
-    def _origin(self, event: Any) -> Origin:
-        return Origin(self._source, event.start_mark.line + 1 if self._lines else None)
-
-    def _refused(self, event: Any, problem: str) -> PlanError:
-        return PlanError("", ABSENT, problem, origin=self._origin(event))
+def _simple(text: str, source: str, numbered: bool) -> Node | None:
+    """The document, if each of its lines is empty, a comment, or ``_LINE``; a section has at least one field."""
+    if not (text.isascii() and text.replace("\n", "").isprintable()):
+        return None
+    root: dict[str, Node] = {}
+    section: dict[str, Node] | None = None
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line or line.startswith("#"):
+            continue
+        found = _LINE.fullmatch(line)
+        if found is None:
+            return None
+        inside, key, quoted, plain = found.groups()
+        into = section if inside else root
+        if into is None or key in into or (section == {} and not inside):
+            return None
+        origin = Origin(source, number if numbered else None)
+        if quoted is None and plain is None:
+            if inside:
+                return None
+            into[key] = Node(section := {}, origin)
+            continue
+        into[key] = scalar(plain, origin) if quoted is None else Node(quoted, origin)
+        section = section if inside else None
+    if not root or section == {}:
+        return None
+    return Node(root, next(iter(root.values())).origin)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from ..validate.readings import RankReading, Run
 from .estimated import Estimated, Stage
-from .record import Verdict
+from .readings import RankReading, Run
 
+Verdict = Literal["agrees", "differs", "failed", "nothing measured"]
 READINGS = ("requested", "allocated", "reserved", "device")
 JUDGED = ("allocated", "requested")
 """The first of them that was measured decides: requested bytes where a device has no allocator's statistics."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..measured import LARGEST, NOTHING, Measured, Measurement
+from ..device.measured import LARGEST, NOTHING, Measured, Measurement
 from ..plan.errors import PlanError
 from .place import exists, path_of_records
 
@@ -21,7 +21,7 @@ def known_measurements() -> tuple[Measured, str]:
         path = path_of_records()
         if not exists(path):
             return NOTHING, ""
-        from .connection import connected, errors_of
+        from .database import connected, errors_of
 
         with connected(path, patience=PATIENCE) as connection, errors_of(path):
             return Measured(_measurements(connection)), ""

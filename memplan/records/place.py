@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from ..plan.errors import ABSENT, Origin, PlanError
+from ..user_folders import user_folder
 
 VARIABLE = "MEMPLAN_DATA"
 NAME = "runs.sqlite3"
@@ -13,18 +13,7 @@ NAME = "runs.sqlite3"
 
 def folder() -> Path:
     """The user's data directory; ``PlanError`` where that is in a home directory which nobody knows."""
-    given = os.environ.get(VARIABLE)
-    base = os.environ.get("XDG_DATA_HOME")
-    try:
-        if given:
-            return Path(given).expanduser()
-        root = Path(base) if base and Path(base).is_absolute() else Path("~/.local/share").expanduser()
-    except RuntimeError:
-        problem = "must be a directory: no home directory is known for what it begins with"
-        if not given:
-            problem = "is needed: it names the directory of records, and no home directory is known"
-        raise PlanError(VARIABLE, given or ABSENT, problem, origin=Origin("environment")) from None
-    return root / "memplan"
+    return user_folder(VARIABLE, "XDG_DATA_HOME", "~/.local/share", "records")
 
 
 def path_of_records() -> Path:

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..plan.errors import ABSENT, Origin, PlanError
-from ..validate.readings import Run
+from .differences import Verdict, differences, verdict_of
 from .estimated import Estimated, Plan
+from .readings import Run
 
 SCHEMA = 1
 """Of a record's JSON; one that is larger was written by a newer memplan."""
@@ -26,7 +27,6 @@ TOLERANCE = 0.03
 CHECKSUM = "sha256"
 TIME = "%Y-%m-%dT%H:%M:%SZ"
 
-Verdict = Literal["agrees", "differs", "failed", "nothing measured"]
 """``agrees``: no stage is further from its estimate than the tolerance. ``failed``: a rank ended early."""
 
 
@@ -88,8 +88,6 @@ def new_record(
 
     Without a ``verdict`` it follows from measured, estimated and ``tolerance`` (``differences.verdict_of``).
     """
-    from .differences import differences, verdict_of
-
     estimated = Estimated.model_validate(estimate)
     return Record(
         id=secrets.token_hex(6),

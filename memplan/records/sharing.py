@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..validate.readings import Failure, Run
+from .readings import Failure, Run
 from .record import Record, to_text
 
 

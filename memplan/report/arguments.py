@@ -6,15 +6,14 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
-from .breakable import Breakable
-from .output import put, put_line
 from .palette import CAUTION, FAINT
-from .stages import plain_table
+from .printing import Breakable, plain_table, put, put_line
 
 if TYPE_CHECKING:
-    from ..plan.launch import Explained, Launch
+    from ..formats.launch import Explained, Launch
 
 LONGEST_VALUE = 60
 """Characters of a value that are printed."""
@@ -27,9 +26,7 @@ def print_arguments(launch: Launch, console: Console, *, quiet: bool = False) ->
     if quiet:
         put_line(console, Text(_summary(launch)))
         return
-    table = plain_table()
-    for header in ("argument", "value", "line", "became"):
-        table.add_column(header)
+    table = plain_table(*[Column(header) for header in ("argument", "value", "line", "became")])
     sources = {explained.origin.source for explained in launch.explained if explained.origin.line is not None}
     for explained in launch.explained:
         table.add_row(

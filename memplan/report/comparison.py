@@ -1,22 +1,70 @@
-"""``memplan estimate --compare`` and ``--vary``: variants beside the first plan, and what each saves where."""
+"""What a variant changes against the first plan: by category where it matters, and by stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..result import Estimate, Notice
-from .difference import by_category, by_stage, shown
-from .names import plan_text, stage_word
-from .output import put
-from .palette import BAD, CAUTION, FAINT, GOOD
-from .rows import free_on, limit_of
-from .stages import plain_table
-from .units import UNKNOWN, Unit, unit_for
-from .verdict import reading_of
+from ..result import Estimate, Notice, StageEstimate
+from .names import UNKNOWN, Unit, plan_text, span, stage_word, unit_for
+from .palette import BAD, CAUTION, FAINT, GOOD, label, shares
+from .printing import entries, folded, left, plain_table, put, right
+from .stages import free_on, limit_of, reading_of, rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure that differs: what it is of, and by how many bytes."""
+
+    of: str
+    size: int
+
+    def text(self, unit: Unit) -> str:
+        return f"{self.of} {unit.change(self.size)}"
+
+
+def shown(changes: list[Change], unit: Unit) -> list[Change]:
+    """Those that are not zero in print."""
+    return [change for change in changes if unit.prints(change.size)]
+
+
+def by_category(before: StageEstimate, after: StageEstimate) -> list[Change]:
+    """Differences of the headline's shares, the largest first. They sum to the headline's difference."""
+    old = {share.key: share.size for share in shares(before)}
+    new = {share.key: share.size for share in shares(after)}
+    changes = [Change(label(key), new.get(key, 0) - old.get(key, 0)) for key in {**old, **new}]
+    return sorted(changes, key=lambda change: -abs(change.size))
+
+
+def by_stage(before: Estimate, after: Estimate) -> list[Change]:
+    """Differences of the headlines, stages that change by the same named together (largest change of a run).
+
+    Empty where the variants have different numbers of stages.
+    """
+    if len(before.stages) != len(after.stages):
+        return []
+    starts = sorted(_starts(before) | _starts(after))
+    runs = []
+    for start, stop in zip(starts, [*starts[1:], len(before.stages)], strict=True):
+        pairs = zip(before.stages[start:stop], after.stages[start:stop], strict=True)
+        largest = max((new.headline - old.headline for old, new in pairs), key=abs)
+        runs.append((start, stop, largest))
+    return [
+        Change(span(before.stages[members[0][0]].stage, before.stages[members[-1][1] - 1].stage), largest)
+        for largest, members in ((size, list(same)) for size, same in groupby(runs, key=lambda run: run[2]))
+    ]
+
+
+def _starts(estimate: Estimate) -> set[int]:
+    """Indices of the stages that open a row of the table."""
+    lengths = [len(row.members) for row in rows_of(estimate)]
+    return {sum(lengths[:index]) for index in range(len(lengths))}
+
 
 LONGEST_NAME = 28
 """Columns after which a variant's name wraps."""
@@ -36,18 +84,19 @@ def print_comparison(names: Sequence[str], estimates: Sequence[Estimate], consol
             title = Text(name, "bold")
             if index:
                 title.append(f": {_effect(estimates[0], estimate, unit)}", "none")
-            put(console, Text(), title, _entries(lines))
+            put(console, Text(), title, entries([(f"  {name}", text) for name, text in lines], FAINT))
 
 
 def _summary(names: Sequence[str], estimates: Sequence[Estimate], unit: Unit) -> Table:
-    table = plain_table()
-    table.add_column("variant", overflow="fold", max_width=LONGEST_NAME)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column(f"peak {stage_word(estimates[0].plan)}", justify="right", no_wrap=True)
-    table.add_column("peak", justify="right", no_wrap=True)
-    table.add_column("reading", no_wrap=True)
-    table.add_column("free", justify="right", no_wrap=True)
-    table.add_column("change", justify="right", no_wrap=True)
+    table = plain_table(
+        folded("variant", max_width=LONGEST_NAME),
+        left("verdict"),
+        right(f"peak {stage_word(estimates[0].plan)}"),
+        right("peak"),
+        left("reading"),
+        right("free"),
+        right("change"),
+    )
     for index, (name, estimate) in enumerate(zip(names, estimates, strict=True)):
         worst = estimate.stages[estimate.peak_stage]
         change = unit.change(estimate.peak - estimates[0].peak) if index else ""
@@ -97,12 +146,3 @@ def _stages_that_matter(base: Estimate, variant: Estimate) -> tuple[tuple[int, i
     if len(base.stages) != len(variant.stages):
         return ((base.peak_stage, variant.peak_stage),)
     return tuple((stage, stage) for stage in dict.fromkeys((base.peak_stage, variant.peak_stage)))
-
-
-def _entries(lines: list[tuple[str, Text]]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style=FAINT, overflow="fold")
-    table.add_column(ratio=1, overflow="fold")
-    for name, text in lines:
-        table.add_row(Text(f"  {name}"), text)
-    return table

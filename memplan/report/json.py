@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import __version__
 from ..result import Estimate, StageEstimate
-from ..tape import Category
+from ..tape.events import Category
 
 SCHEMA = 1
 MOMENTS = ("initialisation", "steady", "evaluation", "checkpoint", "first_iteration_device")

@@ -1,12 +1,97 @@
-"""Stages, ranks and modules in few characters: ``1–30``, ``embedding, layers 0–2``."""
+"""Names and sizes as reports print them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
+from ..frameworks import framework
 from ..plan.plan import Plan
+
+# -- units -----------------------------------------------------------------------------------------------
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MINUS = "−"
+UNKNOWN = "?"
+
+
+def size(count: int) -> str:
+    """``count`` bytes with a unit: ``23.45 GiB``, ``612 MiB``, ``1.5 KiB``, ``40 B``.
+
+    A unit is left for the next larger one where its figure would otherwise round to 1,024.
+    """
+    magnitude = abs(count)
+    sign = MINUS if count < 0 else ""
+    if magnitude >= GIB - MIB / 2:
+        return f"{sign}{magnitude / GIB:,.2f} GiB"
+    if magnitude >= 10 * MIB:
+        return f"{sign}{magnitude / MIB:.0f} MiB"
+    if magnitude >= MIB - KIB / 20:
+        return f"{sign}{magnitude / MIB:.1f} MiB"
+    if magnitude >= KIB:
+        return f"{sign}{magnitude / KIB:.1f} KiB"
+    return f"{sign}{magnitude} B"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The unit of a whole table, so that its figures can be compared and need no unit of their own."""
+
+    name: str
+    bytes: int
+    decimals: int
+
+    def figure(self, count: int | None) -> str:
+        """``count`` bytes without the unit: ``23.45``, ``−1.33``; ``?`` where not known."""
+        if count is None:
+            return UNKNOWN
+        figure = f"{abs(count) / self.bytes:,.{self.decimals}f}"
+        return MINUS + figure if count < 0 and figure.strip("0.") else figure
+
+    def prints(self, count: int) -> bool:
+        """Whether ``count`` bytes are more than a zero in this unit."""
+        return bool(self.figure(abs(count)).strip("0."))
+
+    def change(self, count: int) -> str:
+        """A difference of ``count`` bytes, signed: ``+0.50``, ``−4.10``, ``0`` for none."""
+        if not count:
+            return "0"
+        return self.figure(count) if count < 0 else f"+{self.figure(count)}"
+
+
+GIBS, MIBS = Unit("GiB", GIB, 2), Unit("MiB", MIB, 1)
+MEANING = {"GiB": "GiB (2^30 bytes)", "MiB": "MiB (2^20 bytes)"}
+"""Of each unit's name."""
+
+
+def unit_for(largest: int) -> Unit:
+    """GiB to 10 MiB for what fills a GPU; MiB to a tenth below 2 GiB."""
+    return GIBS if largest >= 2 * GIB else MIBS
+
+
+def percent(part: int, whole: int) -> str:
+    """``part`` of ``whole`` to a tenth: ``12.3``."""
+    return f"{100 * part / whole:.1f}" if whole else "0.0"
+
+
+def elements(count: int) -> str:
+    """A parameter count to three digits: ``1.45 B``, ``362 M``, ``80.4 K``, ``512``."""
+    for magnitude, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= 0.9995 * magnitude:
+            figure = count / magnitude
+            decimals = 2 if figure < 9.995 else 1 if figure < 99.95 else 0
+            return f"{figure:,.{decimals}f} {letter}"
+    return str(count)
+
+
+def exact(count: int) -> str:
+    """``count`` with thousands separated: ``4,102,029,312``."""
+    return f"{count:,}".replace("-", MINUS)
+
+
+# -- names -----------------------------------------------------------------------------------------------
 
 DASH = "–"
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
@@ -72,7 +157,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def stage_word(plan: Plan) -> str:
     """What a row of the table is: a pipeline stage, or a device of a device map."""
-    return "device" if plan.framework == "device-map" else "stage"
+    return framework(plan.framework).stage_word
 
 
 def plan_text(plan: Plan) -> str:
@@ -87,29 +172,13 @@ def plan_text(plan: Plan) -> str:
     dtype = f"{plan.precision.dtype} autocast" if plan.precision.autocast else plan.precision.dtype
     parts += [f"seq {batch.seq or plan.model.positions_max}", dtype, plan.optimizer.name]
     parts += [f"{plan.recompute.mode} recompute"] if plan.recompute.mode != "none" else []
-    parts += [f"{_attention(plan)} attention"]
+    parts += [f"{framework(plan.framework).attention_words(plan)} attention"]
     return " · ".join([*parts, *_tuning(plan)])
-
-
-def _attention(plan: Plan) -> str:
-    """Fused attention under ``fsdp`` is that of PyTorch, whose kernel for fp32 is another one."""
-    fused = plan.attention == "flash" and plan.precision.dtype == "fp32" and plan.framework == "fsdp"
-    return "memory-efficient" if fused else str(plan.attention)
 
 
 def _who(plan: Plan) -> list[str]:
     """The framework, and what of it makes another plan."""
-    parts: list[str] = [plan.framework]
-    if plan.framework == "fsdp":
-        parts += ["torchtitan"] if plan.fsdp.code == "torchtitan" else []
-        parts += [f"{plan.fsdp.replicas} replicas"] if plan.fsdp.replicas > 1 else []
-        parts += ["offload"] if plan.fsdp.offload else []
-    if plan.framework == "deepspeed":
-        for what, place in (
-            ("optimizer", plan.deepspeed.offload_optimizer),
-            ("parameters", plan.deepspeed.offload_param),
-        ):
-            parts += [f"{what} on {place}"] if place != "none" else []
+    parts = [plan.framework, *framework(plan.framework).described(plan)]
     return [*parts, "Trainer"] if plan.trainer.loop != "none" else parts
 
 

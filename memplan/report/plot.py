@@ -11,8 +11,8 @@ from typing import Any
 
 from ..plan.errors import ABSENT, LackingError, Origin, PlanError
 from ..search.result import Found, Suggestion
+from .names import GIB
 from .suggestion_words import TimeUnit, difference_pieces, layout_pieces, time_unit
-from .units import GIB
 
 FORMATS = ("svg", "png")
 KEYED = 14

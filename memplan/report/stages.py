@@ -1,25 +1,122 @@
-"""The table of stages: what each needs, when and for what, and what is left."""
+"""The table of stages: what each needs, when and for what, and what is left; a row for each stage, or for a run of
+stages that are built alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
 
-from rich import box
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from ..result import Estimate, StageEstimate
-from .bar import bar
-from .breakable import Breakable
-from .names import DASH, stage_word
-from .palette import BAD, FAINT, shares
-from .rows import Row, free_on, limit_of, rows_of
-from .units import Unit, elements, unit_for
-from .verdict import reading_of
+from .names import DASH, Unit, elements, in_order, kind_of, modules_text, ranks_text, span, stage_word, unit_for
+from .palette import BAD, FAINT, bar, shares
+from .printing import GAP, Breakable, folded, left, plain_table, right
 
-GAP = 2
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Stages that stand in one row, in order, and what the row says of them."""
+
+    members: tuple[StageEstimate, ...]
+
+    @property
+    def worst(self) -> StageEstimate:
+        """The member that needs most, the first of equals."""
+        return max(self.members, key=lambda stage: stage.headline)
+
+    @property
+    def stages(self) -> str:
+        return span(self.members[0].stage, self.members[-1].stage)
+
+    @property
+    def ranks(self) -> str:
+        union = [rank for stage in self.members for rank in stage.ranks]
+        text = ranks_text(union)
+        return text if not text.startswith("×") or len(self.members) == 1 else f"{ranks_text(self.worst.ranks)} each"
+
+    def modules(self, separator: str = ", ") -> str:
+        """``layers 1–60, 2 each``, with ``separator`` before the count."""
+        text = modules_text(in_order([module for stage in self.members for module in stage.modules]))
+        each = len(self.members[0].modules)
+        return text if len(self.members) == 1 or each < 2 else f"{text}{separator}{each} each"
+
+    @property
+    def one_cause(self) -> bool:
+        """Whether all members peak in the same phase, in a module of the same kind, on the same tensor."""
+        return len({_cause(stage) for stage in self.members}) == 1
+
+    @property
+    def what(self) -> str:
+        """For what the peak is: ``logits_fp32 in head``; ``… in layer.*`` where only the layer's number differs."""
+        peak = self.worst.peak
+        numbers = {stage.peak.module for stage in self.members}
+        module = f"{kind_of(peak.module)}.*" if self.one_cause and len(numbers) > 1 else peak.module
+        return f"{peak.tensor} in {module}" if peak.tensor else module
+
+    def when(self, word: str = "micro-batch") -> str:
+        """When the peak is: ``forward, micro-batch 0``; and of which stage, where the members differ in cause."""
+        told = self.members if self.one_cause else (self.worst,)
+        microbatches = {stage.peak.microbatch for stage in told}
+        microbatch = microbatches.pop() if len(microbatches) == 1 else None
+        parts = [self.worst.peak.phase]
+        parts += [] if microbatch is None else [f"{word} {microbatch}"]
+        parts += [] if self.one_cause else [f"stage {self.worst.stage}"]
+        return ", ".join(parts)
+
+    def figures(self, of: Callable[[StageEstimate], int | None], unit: Unit) -> tuple[str, ...]:
+        """A size in ``unit``: once, or the least and the most where members differ."""
+        sizes = [of(stage) for stage in self.members]
+        known = [size for size in sizes if size is not None]
+        ends = [min(known), max(known)] if known else [None]
+        return tuple(dict.fromkeys(map(unit.figure, ends)))
+
+
+def limit_of(estimate: Estimate) -> int | None:
+    """Bytes that a stage may take: the capacity less the headroom; ``None`` without a GPU."""
+    return None if estimate.capacity is None else estimate.capacity - estimate.headroom
+
+
+def free_on(stage: StageEstimate, limit: int | None) -> int | None:
+    """Bytes left on the stage's most loaded rank; negative where it does not fit."""
+    return None if limit is None else limit - stage.headline
+
+
+def reading_of(stage: StageEstimate) -> str:
+    """The furthest reading that is known of the stage, which is its headline."""
+    known = (("device", stage.device), ("reserved", stage.reserved), ("allocated", stage.allocated))
+    return next((name for name, count in known if count is not None), "requested")
+
+
+def rows_of(estimate: Estimate, *, folded: bool = True) -> tuple[Row, ...]:
+    """The estimate's rows. Folded, neighbours that hold the same and both fit, or both do not, share one."""
+    limit = limit_of(estimate)
+    if not folded:
+        return tuple(Row((stage,)) for stage in estimate.stages)
+    runs = groupby(estimate.stages, key=lambda stage: _appearance(stage, limit))
+    return tuple(Row(tuple(members)) for _, members in runs)
+
+
+def _appearance(stage: StageEstimate, limit: int | None) -> tuple[object, ...]:
+    """What two stages must share to stand in one row: what they hold, what is known of it, and the verdict."""
+    return (
+        tuple(map(kind_of, stage.modules)),
+        len(stage.ranks),
+        stage.parameters,
+        (stage.device is None, stage.reserved is None, stage.allocated is None),
+        limit is not None and stage.headline > limit,
+    )
+
+
+def _cause(stage: StageEstimate) -> tuple[str, str, str]:
+    return stage.peak.phase, kind_of(stage.peak.module), stage.peak.tensor
+
+
 SHORTEST_BAR, LONGEST_BAR = 32, 64
 
 
@@ -82,11 +179,6 @@ def unit_of(estimate: Estimate) -> Unit:
     return unit_for(max(stage.headline for stage in estimate.stages))
 
 
-def plain_table() -> Table:
-    """A table with a rule under its header and nothing else."""
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), header_style="")
-
-
 def _scale(estimate: Estimate) -> int:
     """Bytes at the right end of every bar: the capacity, or more where a stage needs more."""
     return max(estimate.capacity or 0, *(stage.headline for stage in estimate.stages), 1)
@@ -94,9 +186,7 @@ def _scale(estimate: Estimate) -> int:
 
 def _chart(estimate: Estimate, rows: tuple[Row, ...], width: int) -> Table:
     """The bars alone, one for each row."""
-    chart = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
-    chart.add_column(justify="right", no_wrap=True)
-    chart.add_column(no_wrap=True)
+    chart = Table.grid(right(), left(), padding=(0, GAP, 0, 0), pad_edge=False)
     cells = width - GAP - max(len(row.stages) for row in rows)
     for row in rows:
         chart.add_row(row.stages, bar(shares(row.worst), _scale(estimate), cells, limit_of(estimate)))
@@ -104,19 +194,17 @@ def _chart(estimate: Estimate, rows: tuple[Row, ...], width: int) -> Table:
 
 
 def _table(estimate: Estimate, rows: tuple[Row, ...], shape: Shape) -> Table:
-    table = plain_table()
-    table.add_column(stage_word(estimate.plan), justify="right", no_wrap=True)
-    if shape.ranks:
-        table.add_column("ranks", no_wrap=True)
-    table.add_column("modules", overflow="fold", max_width=shape.longest)
-    table.add_column("params", justify="right", no_wrap=True)
-    table.add_column("static", justify="right", no_wrap=True)
-    table.add_column(f"{peak_reading(estimate)}\npeak", justify="right", no_wrap=True)
-    if estimate.capacity is not None:
-        table.add_column("free", justify="right", no_wrap=True)
-    table.add_column("at the peak", overflow="fold", max_width=shape.longest)
-    if shape.bar:
-        table.add_column("", no_wrap=True)
+    table = plain_table(
+        right(stage_word(estimate.plan)),
+        *([left("ranks")] if shape.ranks else []),
+        folded("modules", max_width=shape.longest),
+        right("params"),
+        right("static"),
+        right(f"{peak_reading(estimate)}\npeak"),
+        *([right("free")] if estimate.capacity is not None else []),
+        folded("at the peak", max_width=shape.longest),
+        *([left()] if shape.bar else []),
+    )
     for row in rows:
         cells: list[RenderableType] = [row.stages, row.ranks] if shape.ranks else [row.stages]
         cells += [

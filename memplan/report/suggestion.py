@@ -10,30 +10,174 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..frameworks import framework
 from ..plan.fields import plan_fields
 from ..plan.resolve import resolve
-from ..result import Notice
-from ..search.methods import Method
-from ..search.result import Counts, Found, Suggestion
-from ..search.timing import StepTime, cost_of_step, cost_of_tokens
-from .names import stage_word
-from .output import put, put_line
-from .palette import BAD, CAUTION, FAINT, GOOD
-from .pieces import DOT, Pieces
-from .stages import stage_tables
-from .suggestion_tables import alternatives, changes_table, compact_stages, cuts_table, front_table
+from ..result import Estimate, Notice
+from ..search.changes import Method
+from ..search.result import Change, Counts, Found, Suggestion
+from ..search.time import StepTime, cost_of_step, cost_of_tokens
+from .estimate import verdict
+from .names import DASH, Unit, elements, size, stage_word, unit_for
+from .palette import BAD, CAUTION, FAINT, FILLED, GOOD, bar, shares
+from .printing import DOT, GAP, Breakable, Pieces, entries, folded, left, plain_table, put, put_line, right
+from .stages import free_on, in_colour, limit_of, measured, peak_reading, rows_of, stage_tables, unit_of
 from .suggestion_words import (
+    TimeUnit,
+    change_percent,
     comparison_words,
-    cut_field,
     cut_words,
+    difference_pieces,
     gpus_words,
     layout_pieces,
     same_layout,
     time_unit,
 )
-from .table import named_list
-from .units import size
-from .verdict import verdict
+
+SHORTEST_BAR, LONGEST_BAR = 12, 64
+FRONT_BAR = 12
+
+
+def compact_stages(estimate: Estimate, console: Console) -> Iterator[RenderableType]:
+    """What stages hold, need and leave: a row for each run that is alike, with a bar in colour where there is room."""
+    table = _stage_table(estimate, 0)
+    cells = console.width - measured(table, console).maximum - GAP
+    if in_colour(console) and cells >= SHORTEST_BAR:
+        table = _stage_table(estimate, min(cells, LONGEST_BAR))
+    yield table
+
+
+def _stage_table(estimate: Estimate, cells: int) -> Table:
+    limit, unit = limit_of(estimate), unit_of(estimate)
+    table = plain_table(
+        right(stage_word(estimate.plan)),
+        folded("modules", max_width=40),
+        right("params"),
+        right(f"{peak_reading(estimate)} {unit.name}"),
+        right("free"),
+        *([left()] if cells else []),
+    )
+    scale = max(estimate.capacity or 0, estimate.peak, 1)
+    for row in rows_of(estimate):
+        over = f"bold {BAD}" if limit is not None and row.worst.headline > limit else ""
+        figures: list[RenderableType] = [
+            row.stages,
+            Breakable(row.modules()),
+            elements(row.worst.parameters),
+            Text(DASH.join(row.figures(lambda stage: stage.headline, unit)), over or "bold"),
+            Text(DASH.join(row.figures(lambda stage: free_on(stage, limit), unit)), over),
+        ]
+        table.add_row(*figures, *([bar(shares(row.worst), scale, cells, limit)] if cells else []))
+    return table
+
+
+def alternatives(found: Found) -> Table:
+    """The recommended layout, the others, and the plan as given: time and memory of each, and how they differ."""
+    best, *others = found.best
+    unit, time = _units([*found.best, *([found.given] if found.given is not None else [])], best)
+    table = plain_table(folded("layout"), *map(right, (f"step {time.name}", "slower", f"peak {unit.name}", "memory")))
+    table.add_row("recommended", time.figure(best.seconds), "", unit.figure(best.needs), "")
+    for other in others:
+        table.add_row(_named(other, best, found.limit), *_beside(other, best, unit, time))
+    if found.given is not None and not same_layout(found.given, best):
+        table.add_row(_named(found.given, best, found.limit, "as given: "), *_beside(found.given, best, unit, time))
+    return table
+
+
+def _named(other: Suggestion, best: Suggestion, limit: int, prefix: str = "") -> Pieces:
+    """What the layout does differently, marked where it trains with other numbers or does not fit."""
+    first, *pieces = difference_pieces(other, best)
+    marks = [] if other.point.keeps_numerics else [Text("changes the numerics", CAUTION)]
+    marks += [Text("does not fit", BAD)] if other.needs > limit else []
+    return Pieces([prefix + first, *pieces, *marks])
+
+
+def _beside(other: Suggestion, best: Suggestion, unit: Unit, time: TimeUnit) -> list[str]:
+    slower = change_percent(other.seconds, best.seconds)
+    return [time.figure(other.seconds), slower, unit.figure(other.needs), unit.change(other.needs - best.needs)]
+
+
+def _units(suggestions: Sequence[Suggestion], best: Suggestion) -> tuple[Unit, TimeUnit]:
+    return unit_for(max(one.needs for one in suggestions)), time_unit(best.seconds)
+
+
+def changes_table(stuck: Suggestion, changes: Sequence[Change]) -> Table:
+    """Each with the bytes that it gains and the time that it loses."""
+    unit, time = _units([stuck, *(change.suggestion for change in changes)], stuck)
+    table = plain_table(
+        folded("change"), left(), *map(right, (f"peak {unit.name}", "gained", f"step {time.name}", "slower"))
+    )
+    table.add_row("none", "", unit.figure(stuck.needs), "", time.figure(stuck.seconds), "")
+    for change in changes:
+        after = change.suggestion
+        table.add_row(
+            Text(change.what),
+            Text("fits", GOOD) if change.fits else Text("too large", BAD),
+            unit.figure(after.needs),
+            unit.figure(change.gained),
+            time.figure(after.seconds),
+            change_percent(after.seconds, stuck.seconds),
+        )
+    return table
+
+
+def cuts_table(methods: Sequence[Method]) -> Iterator[RenderableType]:
+    """The proposed cut beside other ways to cut the same layout."""
+    proposed, *others = methods
+    known = [method.requested for method in methods if method.requested is not None]
+    if proposed.requested is None or proposed.seconds is None:
+        return
+    unit, time = unit_for(max(known)), time_unit(proposed.seconds)
+    table = plain_table(
+        folded("cut"), *map(right, (f"requested {unit.name}", "more", "stage", f"step {time.name}", "slower"))
+    )
+    for method in methods:
+        if method.requested is None or method.seconds is None:
+            table.add_row(Text(method.name), Text(DASH, FAINT), "", "", "", "")
+            continue
+        is_other = method is not proposed
+        table.add_row(
+            Text(method.name),
+            unit.figure(method.requested),
+            unit.change(method.requested - proposed.requested) if is_other else "",
+            str(method.fullest),
+            time.figure(method.seconds),
+            change_percent(method.seconds, proposed.seconds) if is_other else "",
+        )
+    yield Text.assemble(("Other cuts of the same layout", "bold"), (": peak of the fullest stage", FAINT))
+    yield table
+    for method in others:
+        if method.problem:
+            yield Text(f"{method.name} makes no cut: {method.problem}", FAINT)
+
+
+def front_table(front: Sequence[Suggestion], console: Console, most: int | None) -> Iterator[RenderableType]:
+    """Layouts of which none needs less memory and less time, fastest first; at most ``most`` of them, ends included."""
+    shown = _thinned(front, most)
+    unit, time = unit_for(max(one.requested for one in front)), time_unit(front[0].seconds)
+    more = len(front) - len(shown)
+    table = plain_table(right(f"step {time.name}"), left(), right(unit.name), left(), folded("layout"))
+    slowest, largest = max(one.seconds for one in front), max(one.requested for one in front)
+    cells = FRONT_BAR if console.width < 120 else 2 * FRONT_BAR
+    for one in shown:
+        table.add_row(
+            time.figure(one.seconds),
+            Text(FILLED * max(1, round(cells * one.seconds / slowest)), "yellow"),
+            unit.figure(one.requested),
+            Text(FILLED * max(1, round(cells * one.requested / largest)), "blue"),
+            Pieces(layout_pieces(one) if one is front[0] else difference_pieces(one, front[0])),
+        )
+    told = ": requested by the fullest stage" + (f" ({more} more with -v)" if more else "")
+    yield Text.assemble(("Memory against time", "bold"), (told, FAINT))
+    yield table
+
+
+def _thinned(front: Sequence[Suggestion], most: int | None) -> Sequence[Suggestion]:
+    """``front``, or points of it at equal distances."""
+    if most is None or len(front) <= most:
+        return front
+    return [front[at * (len(front) - 1) // (most - 1)] for at in range(most)]
+
 
 BILLION = 1e9
 SHOWN = 8
@@ -140,19 +284,17 @@ def _short(value: object) -> str:
 
 def _layout(suggestion: Suggestion, console: Console, verbose: bool) -> Iterator[RenderableType]:
     estimate, step = suggestion.estimate, suggestion.step
-    facts = Table.grid(padding=(0, 2, 0, 0))
-    facts.add_column(style=FAINT, no_wrap=True)
-    facts.add_column(ratio=1, overflow="fold")
+    facts = Table.grid(left(style=FAINT), folded(ratio=1), padding=(0, 2, 0, 0))
     if step is not None:
         facts.add_row("step", _speed(suggestion, step))
         facts.add_row("of it", _parts(step))
         facts.add_row("costs", _costs(suggestion, step))
     if estimate is not None:
         facts.add_row("memory", verdict(estimate))
-    if suggestion.works and len(suggestion.works) > 1:
-        stages = f"on {len(suggestion.works)} {stage_word(suggestion.plan)}s"
-        facts.add_row("layers", f"{cut_words(suggestion.works)} {stages}")
-        field = cut_field(suggestion.plan, whole=verbose)
+    if suggestion.cut and len(suggestion.cut) > 1:
+        stages = f"on {len(suggestion.cut)} {stage_word(suggestion.plan)}s"
+        facts.add_row("layers", f"{cut_words(suggestion.cut)} {stages}")
+        field = framework(suggestion.plan.framework).cut_field(suggestion.plan, whole=verbose)
         if field:
             facts.add_row("cut", field)
     yield facts
@@ -246,7 +388,7 @@ def _search(counts: Counts, seconds: float, verbose: bool) -> Iterator[Renderabl
         rules = sorted(counts.refused.items(), key=lambda rule: (-rule[1], rule[0]))
         yield Text()
         yield Text("Left out by a rule", "bold")
-        yield named_list([(f"{count:,}", rule) for rule, count in rules], FAINT)
+        yield entries([(f"{count:,}", rule) for rule, count in rules], FAINT)
 
 
 def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator[RenderableType]:
@@ -254,7 +396,7 @@ def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator
     warnings = [*answer.notes, *(estimate.warnings if estimate is not None else ())]
     if warnings:
         yield Text()
-        yield named_list([(notice.code, notice.message) for notice in warnings], CAUTION)
+        yield entries([(notice.code, notice.message) for notice in warnings], CAUTION)
     step = stated.step if stated is not None else None
     assumed = [*answer.assumptions, *(step.assumptions if step is not None else ())]
     assumed += estimate.assumptions if estimate is not None else ()
@@ -265,5 +407,5 @@ def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator
             yield Padding(Text(assumption), (0, 0, 0, 2))
     elif assumed:
         yield Text(
-            f"Times are reckoned from published figures, not measured; {len(assumed)} assumptions with -v.", FAINT
+            f"Times are computed from published figures, not measured; {len(assumed)} assumptions with -v.", FAINT
         )

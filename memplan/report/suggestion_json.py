@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import __version__
-from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from ..search.methods import Method
+from ..plan.resolved import ResolvedPlan
+from ..search.changes import Method
 from ..search.result import Change, Counts, Found, Suggestion
-from ..search.timing import StepTime, cost_of_step, cost_of_tokens, step_time
+from ..search.time import StepTime, cost_of_step, cost_of_tokens, step_time
 from .json import SCHEMA, stage_to_json
 from .suggestion import Answer
 from .suggestion_words import cut_words
@@ -74,7 +74,7 @@ def _suggestion(one: Suggestion) -> dict[str, Any]:
     return {
         "plan": plan.model_dump(mode="json"),
         "layout": _layout(one, plan),
-        "layers": [[work.layers for work in stage] for stage in one.works],
+        "layers": [[chunk.layers for chunk in stage] for stage in one.cut],
         "requested_bytes": one.requested,
         "device_bytes": one.needs if one.device is not None or estimate is not None else None,
         "fullest_stage": one.fullest,
@@ -93,7 +93,7 @@ def _step_of(one: Suggestion) -> StepTime:
     return step_time(resolve(one.plan)) if one.step is None else one.step
 
 
-def _layout(one: Suggestion, plan: Plan) -> dict[str, Any]:
+def _layout(one: Suggestion, plan: ResolvedPlan) -> dict[str, Any]:
     point = one.point
     return {
         **{name: getattr(point, name) for name in ("tp", "cp", "pp", "vpp", "dp", "zero", "mbs")},
@@ -157,7 +157,7 @@ def suggestion_to_csv(found: Found) -> str:
     writer.writeheader()
     for kind, one in _kinds(found):
         whole = _suggestion(one)
-        row = {**whole, **whole["layout"], "kind": kind, "layers": cut_words(one.works)}
+        row = {**whole, **whole["layout"], "kind": kind, "layers": cut_words(one.cut)}
         row["extras"] = "; ".join(extra.label for extra in one.point.extras)
         row["keeps_numerics"] = str(one.point.keeps_numerics).lower()
         writer.writerow({name: row[name] for name in COLUMNS})

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from ..frameworks import framework
 from ..plan.plan import Plan
+from ..search.cuts import StageLayers
 from ..search.point import Recomputing
 from ..search.result import Suggestion
-from ..search.works import Works
-from .pieces import DOT
-from .units import MINUS, size
+from .names import MINUS, size
+from .printing import DOT
 
 SIZES = ("tp", "cp", "pp", "vpp", "dp")
-LONGEST_LIST = 12
-"""Entries of a partition that are printed without ``-v``."""
 
 
 def layout_words(suggestion: Suggestion) -> str:
@@ -25,9 +24,9 @@ def layout_words(suggestion: Suggestion) -> str:
 
 def layout_pieces(suggestion: Suggestion) -> list[str]:
     """What a layout is, piece by piece; sizes of one are left out."""
-    point, framework = suggestion.point, suggestion.plan.framework
+    point, own = suggestion.point, framework(suggestion.plan.framework)
     parts = [f"{name} {getattr(point, name)}" for name in _sizes(suggestion) if getattr(point, name) > 1]
-    parts += [zero_words(point.zero, framework)] if point.zero else []
+    parts += [own.zero_words(point.zero)] if point.zero else []
     parts += [f"mbs {point.mbs}", recompute_words(point.recompute, point.vpp)]
     return [*([] if parts[:-2] else [_alone(suggestion)]), *parts, *(one.label for one in point.extras)]
 
@@ -37,20 +36,18 @@ def gpus_words(plan: Plan) -> str:
 
 
 def _alone(suggestion: Suggestion) -> str:
-    works = suggestion.works
-    return f"{len(works)} devices" if suggestion.plan.framework == "device-map" and works else "no parallelism"
+    cut = suggestion.cut
+    return f"{len(cut)} devices" if _is_one_process(suggestion) and cut else "no parallelism"
 
 
 def _sizes(suggestion: Suggestion) -> tuple[str, ...]:
     """Devices of a map are one replica, whatever its batch is multiplied by."""
-    return () if suggestion.plan.framework == "device-map" else SIZES
+    return () if _is_one_process(suggestion) else SIZES
 
 
-def zero_words(zero: int, framework: str) -> str:
-    """A ZeRO stage as users of the framework call it."""
-    if framework == "megatron":
-        return "distributed optimizer" if zero else "states on every replica"
-    return f"ZeRO-{zero}"
+def _is_one_process(suggestion: Suggestion) -> bool:
+    """Its devices are one process's."""
+    return framework(suggestion.plan.framework).supports.several_gpus_of_a_process
 
 
 def recompute_words(recompute: Recomputing, vpp: int = 1) -> str:
@@ -61,36 +58,11 @@ def recompute_words(recompute: Recomputing, vpp: int = 1) -> str:
     return f"{recompute.mode} recompute"
 
 
-def cut_words(works: Works) -> str:
+def cut_words(cut: StageLayers) -> str:
     """Layers of each stage, equal neighbours together, chunks of a stage joined: ``1, 2 ×30, 1`` or ``2+2 ×7, 2+1``."""
-    texts = ("+".join(str(work.layers) for work in stage) for stage in works)
+    texts = ("+".join(str(chunk.layers) for chunk in stage) for stage in cut)
     runs = [(text, len(list(same))) for text, same in groupby(texts)]
     return ", ".join(text if count == 1 else f"{text} ×{count}" for text, count in runs)
-
-
-def cut_field(plan: Plan, *, whole: bool) -> str:
-    """The flag that says what stages hold; empty where that is the framework's default. Long lists are cut unless
-    ``whole``."""
-    pipeline = plan.pipeline
-    if plan.framework == "megatron-deepspeed":
-        partition = pipeline.partition
-        if isinstance(partition, str):
-            return f"--partition {partition}"
-        shown = [str(entry) for entry in partition]
-        if len(shown) > LONGEST_LIST and not whole:
-            shown = [*shown[: LONGEST_LIST - 3], "…", *shown[-2:]]
-        return f"--partition {','.join(shown)}"
-    if plan.framework == "device-map" and plan.device_map is not None:
-        held = (f"{device}: {_range(layers)}" for device, layers in plan.device_map.items())
-        return f"--device-map '{{{', '.join(held)}}}'"
-    return f"--pipeline-layout '{pipeline.layout}'" if pipeline.layout is not None else ""
-
-
-def _range(layers: Sequence[int]) -> str:
-    """``0-11``; one by one where they do not follow one another."""
-    if layers and list(layers) == list(range(layers[0], layers[-1] + 1)) and len(layers) > 1:
-        return f"{layers[0]}-{layers[-1]}"
-    return str(list(layers))
 
 
 def same_layout(one: Suggestion, other: Suggestion) -> bool:
@@ -103,17 +75,17 @@ def difference_pieces(other: Suggestion, than: Suggestion) -> list[str]:
 
 
 def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
-    mine, theirs = other.point, than.point
+    mine, theirs, own = other.point, than.point, framework(other.plan.framework)
     if other.plan.hardware.gpus != than.plan.hardware.gpus and other.plan.hardware.gpus is not None:
         yield gpus_words(other.plan)
     for name in _sizes(other):
         if getattr(mine, name) != getattr(theirs, name):
             yield f"{name} {getattr(mine, name)}"
     sharded, other_sharded = (one.plan.layout.sequence_parallel for one in (other, than))
-    if mine.tp > 1 and theirs.tp > 1 and sharded != other_sharded and other.plan.framework == "megatron":
+    if mine.tp > 1 and theirs.tp > 1 and sharded != other_sharded and own.supports.sequence_parallel:
         yield f"{'with' if sharded else 'without'} sequence parallelism"
     if mine.zero != theirs.zero:
-        yield zero_words(mine.zero, other.plan.framework)
+        yield own.zero_words(mine.zero)
     if mine.mbs != theirs.mbs:
         yield f"mbs {mine.mbs}"
     if recompute_words(mine.recompute) != recompute_words(theirs.recompute):
@@ -124,8 +96,8 @@ def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
     for extra in theirs.extras:
         if extra not in mine.extras and not _has(other.plan, extra.fields):
             yield f"without {extra.label}"
-    same_stages = (mine.pp, mine.vpp) == (theirs.pp, theirs.vpp) and other.works and than.works
-    if same_stages and cut_words(other.works) != cut_words(than.works):
+    same_stages = (mine.pp, mine.vpp) == (theirs.pp, theirs.vpp) and other.cut and than.cut
+    if same_stages and cut_words(other.cut) != cut_words(than.cut):
         yield "another cut"
 
 

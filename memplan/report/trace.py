@@ -1,25 +1,29 @@
-"""``memplan trace``: how far trace and estimate are apart, at named points and layer by layer."""
+"""``memplan trace``: how far trace and estimate are apart, at named points and layer by layer, as text and as JSON;
+with ``--learn`` what was learnt of an architecture, and where it holds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from .. import __version__
+from ..plan.resolved import ResolvedPlan
+from ..tape.events import Category, Excursion
 from ..trace.comparison import Comparison, Point, Row
-from ..trace.planned import Planned
-from ..trace.traced import Traced
-from .names import modules_text, numbers_text, plan_text
-from .output import put, put_line
+from ..trace.learned import Learned
+from ..trace.recording import Traced
+from ..trace.run import Planned
+from .json import SCHEMA
+from .names import MIBS, elements, exact, modules_text, numbers_text, percent, plan_text, size
 from .palette import CAUTION, FAINT, GOOD, label
-from .stages import plain_table
-from .trace_json import breakdown
-from .units import MIB, Unit, elements, exact, percent, size
+from .printing import folded, left, plain_table, put, put_line, right
 
-MIBS = Unit("MiB", MIB, 1)
 CLOSE = 4096
 """Bytes: scalars, not layers."""
 
@@ -88,10 +92,7 @@ def _rank(asked: Planned) -> str:
 
 
 def _points(points: Sequence[Point]) -> Table:
-    table = plain_table()
-    table.add_column("")
-    for name in ("traced", "estimated", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(Column(), *map(right, ("traced", "estimated", "difference")))
     for one in points:
         estimated = MIBS.figure(one.estimated) if one.estimated is not None else ""
         table.add_row(one.name, MIBS.figure(one.traced), estimated, _difference(one.traced, one.estimated))
@@ -109,11 +110,7 @@ def _difference(traced: int, estimated: int | None) -> Text:
 
 
 def _rows(rows: Sequence[Row], verbose: bool) -> Table:
-    table = plain_table()
-    table.add_column("modules", overflow="fold")
-    table.add_column("phase", no_wrap=True)
-    for name in ("left", "apart", "peak", "apart"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(folded("modules"), left("phase"), *map(right, ("left", "apart", "peak", "apart")))
     for members in [[one] for one in rows] if verbose else _alike(rows):
         table.add_row(*_cells(members))
     return table
@@ -148,3 +145,92 @@ def _cells(rows: Sequence[Row]) -> list[RenderableType]:
         MIBS.figure(one.traced.peak),
         _difference(one.traced.peak, estimated.peak if estimated is not None else None),
     ]
+
+
+def trace_to_json(asked: Planned, traced: Traced, comparison: Comparison) -> dict[str, Any]:
+    """What ``memplan trace --json`` prints."""
+    return {
+        "schema": SCHEMA,
+        "memplan": __version__,
+        "torch": traced.torch,
+        "transformers": traced.transformers or None,
+        "model": asked.name,
+        "plan": asked.plan.model_dump(mode="json") if asked.plan is not None else None,
+        "no_recipe": asked.reason or None,
+        "job": asked.job.to_json(),
+        "parameters": traced.outline.parameters,
+        "events": len(traced.recording.events),
+        "substitutions": list(traced.substitutions),
+        "breakdown": breakdown(traced),
+        "points": [
+            {"name": one.name, "traced_bytes": one.traced, "estimated_bytes": one.estimated}
+            for one in comparison.points
+        ],
+        "modules": [
+            {
+                "module": row.entry,
+                "phase": row.phase,
+                "microbatch": row.microbatch,
+                "traced": _excursion(row.traced),
+                "estimated": _excursion(row.estimated) if row.estimated is not None else None,
+            }
+            for row in comparison.rows
+        ],
+    }
+
+
+def breakdown(traced: Traced) -> dict[str, int]:
+    """What is held at the peak of the whole step, by category."""
+    peak = traced.whole.peak_by
+    return {category.key: peak[category] for category in Category if peak[category]}
+
+
+def _excursion(excursion: Excursion) -> dict[str, int]:
+    return {"net_bytes": excursion.net, "peak_bytes": excursion.peak}
+
+
+def print_learned(plan: ResolvedPlan, learned: Learned, console: Console, *, quiet: bool) -> None:
+    verdict = Text.assemble(("Learnt", f"bold {GOOD}"), f": {plan.model.name}, from {learned.traces} traces")
+    if quiet:
+        put_line(console, verdict)
+    else:
+        put(console, verdict, *_learned_body(learned))
+
+
+def _learned_body(learned: Learned) -> Iterator[Text]:
+    fit = learned.fit
+    yield Text(f"torch {fit.torch}, transformers {fit.transformers}; kept in {learned.path}", FAINT)
+    yield Text()
+    for piece in fit.pieces:
+        kinds, sizes = len(piece.kinds), len(piece.polynomials)
+        yield Text(f"{piece.domain}: {kinds} kinds of entries, {sizes} polynomials")
+    if fit.layers:
+        text = ", ".join(map(str, fit.verified))
+        yield Text(f"layers: {'any number from ' if fit.extends else ''}{min(fit.verified)} (traced: {text})")
+    for reason in fit.refused:
+        yield Text(f"not beyond: {reason}", CAUTION)
+
+
+def learned_to_json(plan: ResolvedPlan, learned: Learned) -> dict[str, Any]:
+    """What ``memplan trace --learn --json`` prints."""
+    fit = learned.fit
+    return {
+        "schema": SCHEMA,
+        "memplan": __version__,
+        "torch": fit.torch,
+        "transformers": fit.transformers,
+        "model": plan.model.source,
+        "file": str(learned.path),
+        "traces": learned.traces,
+        "layers": {"verified": list(fit.verified), "any": fit.extends} if fit.layers else None,
+        "pieces": [
+            {
+                "mbs": [one.domain.b_from, one.domain.b_to],
+                "seq": [one.domain.s_from, one.domain.s_to],
+                "seq_multiple": one.domain.multiple,
+                "polynomials": len(one.polynomials),
+            }
+            for one in fit.pieces
+        ],
+        "not_beyond": list(fit.refused),
+    }

@@ -1,4 +1,4 @@
-"""From a plan and what of it is fixed to an answer: what to run, why, and what to change where nothing fits."""
+"""From a plan and its fixed fields to an answer: which layout to run, and what to change where nothing fits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from itertools import combinations
 from time import perf_counter
 from typing import Literal
 
-from ..beyond import least_context
-from ..measured import NOTHING, Measured
+from ..device.measured import NOTHING, Measured
+from ..device.outside_pytorch import least_context
+from ..frameworks import framework
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import plan_fields
 from ..plan.plan import Plan
+from ..plan.resolved import ResolvedPlan
 from ..plan.sizes import headroom_bytes
+from .candidates import Clock
 from .changes import changes_of, measured
-from .clock import Clock
 from .result import Found, Suggestion
 from .search import Report, Search
 from .space import Space, filled, nearest_counts, space_of
@@ -34,8 +36,8 @@ def suggest(
     report: Report = lambda what, done, of: None,
     known: Measured = NOTHING,
 ) -> Found:
-    """The best layouts for ``base``, with what is ``known`` of the user's own GPUs. ``PlanError`` where what is
-    ``fixed`` leaves none, or time is not modelled."""
+    """The best layouts for ``base``, with measurements of the user's own GPUs (``known``). ``PlanError`` where the
+    ``fixed`` fields leave no layout, or time is not modelled."""
     started = perf_counter()
     resolved = filled(base)
     capacity, limit, beyond = _limits(resolved, known)
@@ -67,18 +69,18 @@ def suggest(
     )
 
 
-def _limits(plan: Plan, known: Measured) -> tuple[int, int, int]:
-    """Capacity, what of it may be used, and what of that the CUDA context takes; bytes."""
+def _limits(plan: ResolvedPlan, known: Measured) -> tuple[int, int, int]:
+    """Bytes of a GPU: its capacity, the limit (capacity less headroom), and the CUDA context within it."""
     capacity, gpu = plan.hardware.capacity, plan.hardware.gpu
     if capacity is None or gpu is None:
-        problem = "is missing: a search needs a GPU to fit into and to reckon with (--gpu h100-80gb)"
+        problem = "is missing: a search needs the GPU's memory and speed (--gpu h100-80gb)"
         raise PlanError("hardware.gpu", ABSENT, problem)
     return capacity, capacity - headroom_bytes(plan.headroom, capacity), least_context(plan, known)
 
 
 def _is_stated(base: Plan) -> bool:
     """Whether the plan says how it is laid out, so that there is something to compare with."""
-    return bool(base.layout.model_fields_set) or base.framework in ("single", "device-map")
+    return bool(base.layout.model_fields_set) or "dp" not in framework(base.framework).supports.sizes
 
 
 EQUALLY_FAST = 0.001
@@ -117,7 +119,7 @@ def _smallest(search: Search, top: int) -> list[Suggestion]:
 # -- what leaves no layout ---------------------------------------------------------------------------------
 
 
-def _space(base: Plan, resolved: Plan, fixed: Mapping[str, object]) -> Space:
+def _space(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, object]) -> Space:
     """The space, which has a point; ``PlanError`` that names what contradicts itself elsewhere."""
     space = space_of(base, resolved, fixed)
     if _has_points(space):
@@ -136,7 +138,7 @@ def _has_points(space: Space) -> bool:
     return next(iter(space), None) is not None
 
 
-def _has_points_with(base: Plan, resolved: Plan, fixed: Mapping[str, object]) -> bool:
+def _has_points_with(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, object]) -> bool:
     try:
         return _has_points(space_of(base, resolved, fixed))
     except PlanError:

@@ -1,5 +1,9 @@
 """Every point of a space with its fastest cut, a bound from below of its time, and one of its memory.
 
+``Clock`` computes once what the times of many points share: ``fastest`` is a bound from below, the passes without what
+a step does once (gradients between replicas, the optimizer); ``seconds`` adds that, and is the total of
+``time.step_time`` for the same plan.
+
 Points that differ only in what is kept (ZeRO stage, optimizer states) share cut and time. Micro-batches are taken from
 small to large: what a layer saves grows with them, so that once a layout's tensors are too large in whatever states
 and cut, so are those of larger ones.
@@ -9,17 +13,167 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from dataclasses import replace
+from functools import cache
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from ..plan.errors import PlanError
-from .bounds import LayerNeeds, Load, States, at_best, at_least, layer_needs, loads, scaled, states
-from .clock import Clock
-from .cuts import CUT
-from .floors import Floors
+from ..plan.resolve import resolve
+from ..plan.resolved import ResolvedPlan
+from .cuts import ChunkLayers, Ratios, StageLayers, fastest
+from .lower_bounds import Needs
 from .point import Extra, Point, Recomputing
 from .space import Space
-from .works import Works
+from .time import EntryTimes, LayerTimes, Rates, Shape, StageWork, rates_of, shape_of, step_seconds, step_time, work_of
+from .time.layer import send_time, times_of
+from .time.updates import Replicas, updates
+
+Groups = tuple[tuple[int, tuple[StageWork, ...]], ...]
+"""How many stages in a row have these chunks."""
+
+
+class _Family(NamedTuple):
+    """What points share that differ only in replicas and states."""
+
+    times: EntryTimes
+    ratios: Ratios
+    shape: Shape
+    rates: Rates
+
+
+class Clock:
+    """Times of the points of one space."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.chooses_cut, self.alone = space.search.chooses_cut, space.framework.supports.stages_without_layers
+        self._shapes: dict[object, tuple[Shape, Rates]] = {}
+        self._families: dict[object, _Family] = {}
+        self._kept: dict[object, ResolvedPlan] = {}
+        self._laid_out: dict[object, ResolvedPlan] = {}
+        self._fixed: StageLayers | None = None
+        overlapped_sends = space.framework.time.overlapped_sends
+        self._overlapped_sends = cache(lambda vpp: overlapped_sends(space.resolved, vpp))
+        self._groups: dict[tuple[int, Recomputing], tuple[StageLayers, Groups]] = {}
+
+    def family(self, point: Point) -> _Family:
+        """Times of a layer and of both ends, and of sends between stages."""
+        extras = tuple([extra for extra in point.extras if extra.changes_passes])
+        accumulates = self.space.microbatches(point) > 1
+        key = (point.tp, point.cp, point.mbs, point.recompute.mode, extras, accumulates, point.pp > 1)
+        known = self._families.get(key)
+        if known is None:
+            known = self._families[key] = self._family(point, extras, accumulates)
+        return known
+
+    def _family(self, point: Point, extras: tuple[Extra, ...], accumulates: bool) -> _Family:
+        key = (point.tp, point.cp, point.recompute.mode, extras, accumulates)
+        if key not in self._shapes:
+            recompute, zero = Recomputing(point.recompute.mode), self.space.least_zero
+            plan = self.space.alone(point._replace(recompute=recompute, zero=zero, extras=extras))
+            self._shapes[key] = replace(shape_of(plan), b=1), rates_of(plan)
+        one, rates = self._shapes[key]
+        shape = replace(one, b=point.mbs)
+        times = times_of(shape, rates, False, False)
+        ratios = _ratios(times, point.recompute)
+        if point.pp > 1:
+            across = self.space.gpus > self.space.base.hardware.gpus_per_node
+            times = replace(times, send=send_time(shape, rates, across))
+        return _Family(times, ratios, shape, rates)
+
+    def ratios(self, point: Point) -> Ratios:
+        return self.family(point).ratios
+
+    def fastest(self, point: Point) -> tuple[StageLayers, float]:
+        """The cut whose slowest stage takes least, and at least its seconds."""
+        if not self.chooses_cut:
+            return (), step_time(resolve(self.space.plan(point))).total
+        family = self.family(point)
+        if self.space.cut is None:
+            cut = fastest(self.space.base.model.layers, point.pp, point.vpp, family.ratios, self.alone)
+        else:
+            cut = self._given(point)
+        return cut, self._passes(family, point, cut, 0.0)
+
+    def _given(self, point: Point) -> StageLayers:
+        """The cut that the plan has, which all points share."""
+        if self._fixed is None:
+            stages = work_of(resolve(self.space.plan(point)))
+            self._fixed = tuple(
+                tuple(ChunkLayers(chunk.layers, chunk.embedding, chunk.head) for chunk in stage) for stage in stages
+            )
+        return self._fixed
+
+    def seconds(self, point: Point, cut: StageLayers) -> float:
+        """Of the whole step."""
+        if not self.chooses_cut:
+            return step_time(resolve(self.space.plan(point))).total
+        family, count = self.family(point), self.space.microbatches(point)
+        replicas = Replicas(self._states(point), family.shape, family.rates)
+        once = max(
+            updates(replicas, chunks, family.times, count, len(cut) > 1).total
+            for _, chunks in self._grouped(cut, point.recompute)
+        )
+        return self._passes(family, point, cut, once)
+
+    def _states(self, point: Point) -> ResolvedPlan:
+        """A resolved plan whose replicas keep states and exchange gradients as those of ``point`` do."""
+        key = (point.zero, point.extras)
+        if key not in self._kept:
+            self._kept[key] = resolve(self.space.plan(point))
+        sizes = (point.tp, point.cp, point.pp, point.dp)
+        known = self._laid_out.get((key, sizes))
+        if known is None:
+            plan = self._kept[key]
+            layout = plan.layout.model_copy(update=dict(zip(("tp", "cp", "pp", "dp"), sizes, strict=True)))
+            known = self._laid_out[(key, sizes)] = plan.model_copy(update={"layout": layout})
+        return known
+
+    def _passes(self, family: _Family, point: Point, cut: StageLayers, once: float) -> float:
+        groups, count = self._grouped(cut, point.recompute), self.space.microbatches(point)
+        return step_seconds(family.times, groups, count, once, self._overlapped_sends(point.vpp))
+
+    def _grouped(self, cut: StageLayers, recompute: Recomputing) -> Groups:
+        """Remembered by the object, which is as long as its key."""
+        key = (id(cut), recompute)
+        known = self._groups.get(key)
+        if known is None:
+            known = self._groups[key] = cut, grouped(cut, recompute, self.space.base.model.final_norm)
+        return known[1]
+
+
+def _ratios(times: EntryTimes, recompute: Recomputing) -> Ratios:
+    layer = _whole(times.layer) + (times.layer.recompute if recompute.mode != "none" else 0.0)
+    return Ratios(_whole(times.embedding) / layer, (_whole(times.final_norm) + _whole(times.head)) / layer)
+
+
+def _whole(times: LayerTimes) -> float:
+    return times.forward + times.backward
+
+
+def grouped(cut: StageLayers, recompute: Recomputing, final_norm: bool) -> Groups:
+    """``cut`` as the time model counts them, equal neighbours together."""
+    stages = (
+        tuple(
+            StageWork(
+                work.layers,
+                _recomputed(work.layers, recompute),
+                work.embedding,
+                final_norm and work.final_norm,
+                work.head,
+            )
+            for work in stage
+        )
+        for stage in cut
+    )
+    return tuple((len(list(equal)), chunks) for chunks, equal in groupby(stages))
+
+
+def _recomputed(layers: int, recompute: Recomputing) -> int:
+    if recompute.mode == "none":
+        return 0
+    return min(layers, recompute.layers) if recompute.method == "block" and recompute.layers else layers
 
 
 class Candidate(NamedTuple):
@@ -29,7 +183,7 @@ class Candidate(NamedTuple):
     floor: int
     """Bytes that the fullest stage needs at least."""
     point: Point
-    works: Works
+    cut: StageLayers
     timed: bool = False
     """``seconds`` is the whole step, not only its passes."""
     fitted: bool = False
@@ -45,51 +199,7 @@ class Candidate(NamedTuple):
     @property
     def order(self) -> tuple[object, ...]:
         """By ``rank``; of equals the one that needs less, then the one with the smaller sizes."""
-        return (*self.rank, self.floor, self.point.order, self.works)
-
-
-class Needs:
-    """What the points of one space need at least, in bytes of the fullest stage."""
-
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        self.is_cut = space.base.framework in CUT
-        self._layers: dict[object, LayerNeeds] = {}
-        self._states: dict[object, States] = {}
-        self._floors = Floors(space)
-
-    def floor(self, point: Point, works: Works) -> int:
-        """Of ``point`` with the cut ``works``."""
-        if not self.is_cut:
-            return self._floors(point)
-        load = loads(works, self.space.microbatches(point))
-        return at_least(self._layer(point), self._kept(point), point.dp * point.cp, load)
-
-    def load(self, point: Point) -> Load:
-        """What decides them, whatever the cut."""
-        shards, microbatches = point.dp * point.cp, self.space.microbatches(point)
-        return Load(self._layer(point), self._kept(point), shards, point.pp, point.vpp, microbatches)
-
-    def at_best(self, point: Point) -> float:
-        """Of whatever cut."""
-        return at_best(self.load(point), self.space.base.model.layers)
-
-    def _layer(self, point: Point) -> LayerNeeds:
-        key = (point.tp, point.cp, point.recompute.mode, point.mbs)
-        known = self._layers.get(key)
-        if known is None:
-            one = (*key[:3], 0)
-            if one not in self._layers:
-                alone = self.space.alone(point._replace(mbs=1, zero=self.space.least_zero, extras=()))
-                self._layers[one] = layer_needs(alone)
-            known = self._layers[key] = scaled(self._layers[one], point.mbs)
-        return known
-
-    def _kept(self, point: Point) -> States:
-        key = (point.zero, point.extras)
-        if key not in self._states:
-            self._states[key] = states(self.space.alone(point._replace(mbs=1)))
-        return self._states[key]
+        return (*self.rank, self.floor, self.point.order, self.cut)
 
 
 Kept = tuple[int, tuple[Extra, ...]]
@@ -101,6 +211,7 @@ class Candidates:
 
     def __init__(self, space: Space, clock: Clock, needs: Needs, requestable: int) -> None:
         self.space, self.clock, self.needs, self.requestable = space, clock, needs, requestable
+        self.chooses_cut = space.search.chooses_cut
         self.considered = self.too_large = 0
         """Points; and those of them that need no candidate, because smaller micro-batches are too large."""
         self.refused: Counter[str] = Counter()
@@ -130,8 +241,10 @@ class Candidates:
             self.considered += many
             found = list(chain.from_iterable(map(self._alike, alike)))
             yield from found
+            if surely and refused == self.refused.total():
+                continue  # in some cut, these could fit
             too_large = all(one.floor > self.requestable for one in found)
-            if self.needs.is_cut and too_large and not self._could_fit([one.point for one in found]):
+            if self.chooses_cut and too_large and not self._could_fit([one.point for one in found]):
                 self._leave_out((len(sizes) - at - 1) * many)
                 return
 
@@ -147,28 +260,27 @@ class Candidates:
             groups: dict[object, list[Kept]] = {}
             for zero, extras in self.space.states(shards, pp):
                 passes = tuple(extra for extra in extras if extra.changes_passes)
-                groups.setdefault(passes if self.needs.is_cut else (zero, extras), []).append((zero, extras))
+                groups.setdefault(passes if self.chooses_cut else (zero, extras), []).append((zero, extras))
             known = self._grouped[key] = list(groups.values())
         return known
 
     def _alike(self, points: Sequence[Point]) -> Iterator[Candidate]:
         """``points`` that take the same time."""
         try:
-            works, seconds = self.clock.fastest(points[0])
+            cut, seconds = self.clock.fastest(points[0])
         except PlanError as error:
             self._refuse(error, len(points))
             return
-        for point in points:
-            candidate = self._bounded(point, works, seconds)
-            if candidate is not None:
-                yield candidate
-
-    def _bounded(self, point: Point, works: Works, seconds: float) -> Candidate | None:
         try:
-            return Candidate(seconds, self.needs.floor(point, works), point, works)
+            floors = list(self.needs.floors(points, cut))
         except PlanError as error:
-            self._refuse(error, 1)
-            return None
+            if len(points) == 1:
+                self._refuse(error, 1)
+            else:
+                yield from chain.from_iterable(self._alike([point]) for point in points)
+            return
+        for point, floor in zip(points, floors, strict=True):
+            yield Candidate(seconds, floor, point, cut)
 
     def _refuse(self, error: PlanError, points: int) -> None:
         self.refused[without_values(error)] += points
@@ -176,12 +288,11 @@ class Candidates:
 
     def _could_fit(self, points: Sequence[Point]) -> bool:
         """One of ``points``, which differ in what is kept alone, in some cut, for all that its bound says."""
-        if not self.needs.is_cut:
+        if not self.chooses_cut:
             return True
         if self.space.cut is not None:
             return False
-        least = min(points, key=lambda point: self.needs.load(point).states, default=None)
-        return least is not None and self.needs.at_best(least) <= self.requestable
+        return bool(points) and self.needs.could_keep_to(self.requestable, points)
 
 
 def recomputing(candidate: Candidate, layers: int) -> Candidate:

@@ -1,35 +1,74 @@
-"""Cuts of a model into pipeline stages: the fastest one, the fastest one that fits, and the one that needs least.
+"""Cuts of a model into pipeline stages: what stages hold, the fastest cut, the fastest that fits, and the smallest.
 
 What the stages of a layout hold is chosen last, because everything else about it is known by then: how long a layer,
-the embedding and the head take, and how many micro-batches each stage has in flight.
+the embedding and the head take, and how many micro-batches each stage has in flight. How a cut by memory is found is
+the framework's own (``FrameworkSearch.cut``), of one of two problems that are solved here, exactly, whatever the costs
+of stages look like:
+
+``contiguous``
+    n entries in order, cut into p runs; ``cost(stage, low, high)`` of a run is arbitrary. Bellman's principle: the
+    least bottleneck of the first j entries on k + 1 stages is the minimum over i of max(that of the first i entries
+    on k stages, cost(k, i, j)), because whatever is the best way to serve the last stage with entries i to j, the
+    stages before it cannot do better than their own optimum. O(p n²) costs.
+
+``choose``
+    All layers are alike, so only how many each stage holds matters; a stage offers *options*, each with so many
+    layers (in one chunk or in several of an interleaved schedule) and a cost. Some threshold T admits a solution if
+    and only if one option below T can be taken from every stage such that the layers add up; the sums that stages
+    0 to k can reach are a set of numbers, here the bits of one integer, and stage k + 1 shifts it by what it offers.
+    Reachability only grows with T, so bisection over the costs that occur finds the least T. O(log(options) ·
+    options) shifts of integers of L bits.
+
+Neither needs costs to grow with the number of layers, or stages to be alike. Ties are broken by a stated rule: the
+least bottleneck of ``cost``; among those solutions the least of ``second``; among those, the most even one, stage by
+stage.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import pairwise
 from math import ceil, floor, inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..estimate import fold
-from ..frameworks import megatron, megatron_deepspeed
-from ..layers.module import Options
-from ..pipeline.megatron_flight import Range
-from ..plan.errors import PlanError
-from ..plan.plan import Plan
-from ..program import Program, fold_program
-from .partition import Option, choose, contiguous
-from .peaks import between
-from .works import BEFORE, Work, Works, edges, mapped
-
-CUT = ("megatron", "megatron-deepspeed")
-"""Frameworks whose cut into stages is chosen."""
+from ..frameworks import framework
+from ..plan.resolved import ResolvedPlan
 
 
-def may_be_alone(framework: str) -> bool:
-    """Whether embedding or head can be a stage without a layer: BigScience's could not run (``notices``)."""
-    return framework != "megatron-deepspeed"
+class ChunkLayers(NamedTuple):
+    """What one chunk of a stage runs."""
+
+    layers: int
+    embedding: bool = False
+    head: bool = False
+    has_norm: bool | None = None
+    """Whether the final norm is in it, where that is not where the head is."""
+    until: int = 0
+    """BigScience's layer list: the first entry of the next stage, where it is no layer of its own."""
+
+    @property
+    def final_norm(self) -> bool:
+        return self.head if self.has_norm is None else self.has_norm
+
+
+StageLayers = tuple[tuple[ChunkLayers, ...], ...]
+"""By stage, then by chunk."""
+
+Fields = tuple[tuple[str, Any], ...]
+"""Fields of a plan by their paths, and their values."""
+
+
+def layers_of(cut: StageLayers) -> tuple[int, ...]:
+    """Layers of each stage."""
+    return tuple(sum(chunk.layers for chunk in stage) for stage in cut)
+
+
+@lru_cache(maxsize=4096)
+def fields_of(name: str, cut: StageLayers) -> Fields:
+    """The fields of a plan of the framework ``name`` that say what its stages hold."""
+    return framework(name).search.cut_fields(cut)
 
 
 class Ratios(NamedTuple):
@@ -42,7 +81,7 @@ class Ratios(NamedTuple):
 # -- the fastest -----------------------------------------------------------------------------------------
 
 
-def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) -> Works:
+def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) -> StageLayers:
     """The cut whose slowest stage takes least, all its chunks together; of several the most even one, and of those the
     one whose first stages, which have most in flight, hold least.
 
@@ -51,8 +90,8 @@ def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) 
     Without ``alone`` an embedding or a head is beside a layer.
     """
     if pp == 1:
-        return (stage_works(0, 1, (layers,)),)
-    least = _fewest_of(pp, vpp, alone)
+        return (stage_layers(0, 1, (layers,)),)
+    least = fewest_of(pp, vpp, alone)
     start = max(
         (layers + ratios.embedding + ratios.head) / pp - 1e-9,
         least[0] + ratios.embedding,
@@ -64,7 +103,7 @@ def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) 
 
 
 @lru_cache(maxsize=1 << 10)
-def _fewest_of(pp: int, vpp: int, alone: bool) -> tuple[int, ...]:
+def fewest_of(pp: int, vpp: int, alone: bool) -> tuple[int, ...]:
     """Layers that every stage has at least, so that no chunk is empty."""
     return tuple(max(fewest(stage, pp, vpp), int(not alone)) for stage in range(pp))
 
@@ -82,7 +121,9 @@ def _least_time(layers: int, pp: int, ratios: Ratios, start: float, ends: float)
 
 
 @lru_cache(maxsize=1 << 14)
-def _levelled(layers: int, pp: int, vpp: int, least: tuple[int, ...], first: int, between: int, last: int) -> Works:
+def _levelled(
+    layers: int, pp: int, vpp: int, least: tuple[int, ...], first: int, between: int, last: int
+) -> StageLayers:
     """At most so many layers in each stage and at ``least`` those, as even as can be, ``layers`` in all."""
     most = [first, *[between] * (pp - 2), last]
 
@@ -96,151 +137,60 @@ def _levelled(layers: int, pp: int, vpp: int, least: tuple[int, ...], first: int
         if surplus and count == level > least[at]:
             counts[at] -= 1
             surplus -= 1
-    return tuple(stage_works(at, pp, spread(count, vpp, last=at == pp - 1)) for at, count in enumerate(counts))
+    return tuple(stage_layers(at, pp, spread(count, vpp, last=at == pp - 1)) for at, count in enumerate(counts))
 
 
 # -- by memory -----------------------------------------------------------------------------------------
 
 
-class Peaks:
-    """Requested bytes of any stage of a resolved plan, whatever it holds."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        if plan.framework == "megatron":
-            self._stages = megatron.stages_of(plan, Options())
-        self._of = cache(self._computed)
-        self._bounds = cache(self._between)
-
-    def __call__(self, stage: int, works: tuple[Work, ...]) -> int:
-        return self._of(stage, works)
-
-    def keep_to(self, limit: int, stage: int, works: tuple[Work, ...]) -> bool:
-        """Whether that is ``limit`` at most."""
-        bounds = self._bounds(stage, works)
-        if bounds.most <= limit:
-            return True
-        return bounds.least <= limit and self(stage, works) <= limit
-
-    def _computed(self, stage: int, works: tuple[Work, ...]) -> int:
-        return fold_program(self._program(stage, works)).peak
-
-    def _between(self, stage: int, works: tuple[Work, ...]) -> Range:
-        return between(self._program(stage, works))
-
-    def _program(self, stage: int, works: tuple[Work, ...]) -> Program:
-        return self._stages.program(stage, tuple(_entries(work) for work in works))
-
-
-def _entries(work: Work) -> tuple[str, ...]:
-    return (
-        *(("embedding",) if work.embedding else ()),
-        *(f"layer.{at}" for at in range(work.layers)),
-        *(("final_norm", "head") if work.head else ()),
-    )
-
-
-def capped(layers: int, vpp: int, ratios: Ratios, caps: Sequence[int], alone: bool) -> Works | None:
+def capped(layers: int, vpp: int, ratios: Ratios, caps: Sequence[int], alone: bool) -> StageLayers | None:
     """The cut whose slowest stage takes least among those with at most ``caps`` layers in a stage."""
     pp = len(caps)
-    least = _fewest_of(pp, vpp, alone)
+    least = fewest_of(pp, vpp, alone)
     stages = [
         [
-            Option(spread(count, vpp, last=at == pp - 1), _seconds(works, ratios))
+            Option(spread(count, vpp, last=at == pp - 1), stage_seconds(cut, ratios))
             for count in range(least[at], min(cap, layers) + 1)
-            for works in (stage_works(at, pp, spread(count, vpp, last=at == pp - 1)),)
+            for cut in (stage_layers(at, pp, spread(count, vpp, last=at == pp - 1)),)
         ]
         for at, cap in enumerate(caps)
     ]
     chosen = choose(stages, layers)
-    return None if chosen is None else tuple(stage_works(at, pp, one.chunks) for at, one in enumerate(chosen))
+    return None if chosen is None else tuple(stage_layers(at, pp, one.chunks) for at, one in enumerate(chosen))
 
 
-def fitting(plan: Plan, ratios: Ratios, limit: int, caps: Sequence[int] | None = None) -> Works | None:
+def fitting(plan: ResolvedPlan, ratios: Ratios, limit: int, caps: Sequence[int] | None = None) -> StageLayers | None:
     """Of the cuts whose every stage requests at most ``limit`` bytes, the one whose slowest stage takes least, and then
     the one whose largest needs least. ``caps`` are known bounds of the layers in each stage."""
-    return _chosen(plan, ratios, limit, lambda peak, seconds: (seconds if peak <= limit else inf, peak), caps)
+    return framework(plan.framework).search.cut(
+        plan, ratios, limit, lambda peak, seconds: (seconds if peak <= limit else inf, peak), caps
+    )
 
 
-def smallest(plan: Plan, ratios: Ratios) -> Works | None:
+def smallest(plan: ResolvedPlan, ratios: Ratios) -> StageLayers | None:
     """The cut whose largest stage requests least; of several the fastest."""
-    return _chosen(plan, ratios, None, lambda peak, seconds: (peak, seconds))
+    return framework(plan.framework).search.cut(plan, ratios, None, lambda peak, seconds: (peak, seconds), None)
 
 
 Criteria = Callable[[int, float], tuple[float, float]]
 """From bytes and time to what is least, and what decides among equals."""
 
 
-def _chosen(
-    plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria, caps: Sequence[int] | None = None
-) -> Works | None:
-    if plan.framework == "megatron-deepspeed":
-        return _of_entries(plan, ratios, limit, criteria)
-    if plan.framework == "device-map":
-        return _of_devices(plan, limit, criteria)
-    if plan.framework != "megatron":
-        problem = "has no stages whose cut can be chosen"
-        raise PlanError("framework", plan.framework, problem)
-    return _of_layers(plan, ratios, limit, criteria, caps)
-
-
-def _of_layers(
-    plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria, caps: Sequence[int] | None
-) -> Works | None:
-    """Megatron-Core: embedding and head have their places, layers are all alike.
-
-    Options of a stage reach from the fewest layers that leave the others no more than they can hold, to the most that
-    keep to ``limit``, or to what the fastest cut needs, which is one to be beaten. That more layers never need less is
-    used for these two ends only (``tests/search/test_cuts.py`` checks it).
-    """
-    layers, pp, vpp = plan.model.layers, plan.layout.pp, plan.layout.vpp
-    peaks, first = Peaks(plan), fastest(layers, pp, vpp, ratios, may_be_alone(plan.framework))
-    threshold = max(peaks(at, works) for at, works in enumerate(first)) if limit is None else limit
-
-    def held(stage: int, count: int) -> tuple[Work, ...]:
-        return stage_works(stage, pp, spread(count, vpp, last=stage == pp - 1))
-
-    least = _fewest_of(pp, vpp, True)
-
-    tops = [layers] * pp if caps is None else [min(layers, cap) for cap in caps]
-    most: list[int] = []
-    for stage, top in enumerate(tops):
-        if sum(most) + sum(tops[stage:]) < layers:
-            return None
-
-        def holds(count: int, stage: int = stage) -> bool:
-            return peaks.keep_to(threshold, stage, held(stage, count))
-
-        most.append(_most(holds, least[stage], top, downwards=caps is not None))
-    if sum(most) < layers or any(map(int.__lt__, most, least)):
-        return None
-    spare = sum(most) - layers
-    options = [
-        [
-            Option(tuple(work.layers for work in works), *criteria(peaks(stage, works), _seconds(works, ratios)))
-            for count in range(max(least[stage], most[stage] - spare), most[stage] + 1)
-            for works in (held(stage, count),)
-        ]
-        for stage in range(pp)
-    ]
-    chosen = choose(options, layers)
-    if chosen is None:
-        return None
-    return tuple(stage_works(at, pp, option.chunks) for at, option in enumerate(chosen))
-
-
-def _most(holds: Callable[[int], bool], fewest: int, layers: int, downwards: bool = False) -> int:
+def most_that(holds: Callable[[int], bool], fewest: int, layers: int, near: int) -> int:
     """The largest number from ``fewest`` up to ``layers`` that ``holds``, if smaller ones do; one less if none does.
-    ``downwards`` where it is near the upper end."""
+    Found in steps that double, from ``near`` on."""
     low, high, step = fewest - 1, layers, 1
-    while downwards and low < high and step <= 4:
-        if holds(high):
-            return high
-        high, step = high - 1, step + 1
-    step = 1
-    while low + step <= high and holds(low + step):
-        low, step = low + step, 2 * step
-    high = min(high, low + step - 1)
+    at = min(max(near, fewest), layers)
+    if low < high and holds(at):
+        low = at
+        while low < high and holds(min(low + step, high)):
+            low, step = min(low + step, high), 2 * step
+        high = min(high, low + step - 1)
+    else:
+        high = min(high, at - 1)
+        while low < high and not holds(max(high - step + 1, fewest)):
+            high, step = max(high - step, low), 2 * step
+        low = max(low, high - step + 1)
     while low < high:
         middle = (low + high + 1) // 2
         if holds(middle):
@@ -266,100 +216,149 @@ def spread(layers: int, chunks: int, last: bool) -> tuple[int, ...]:
     return tuple(counts[::-1] if last else counts)
 
 
-def stage_works(stage: int, pp: int, chunks: Sequence[int]) -> tuple[Work, ...]:
+def stage_layers(stage: int, pp: int, chunks: Sequence[int]) -> tuple[ChunkLayers, ...]:
     """A stage with so many layers in its chunks."""
     last = len(chunks) - 1
-    return tuple(Work(count, stage == 0 and at == 0, stage == pp - 1 and at == last) for at, count in enumerate(chunks))
+    return tuple(
+        ChunkLayers(count, stage == 0 and at == 0, stage == pp - 1 and at == last) for at, count in enumerate(chunks)
+    )
 
 
-def _seconds(works: Sequence[Work], ratios: Ratios) -> float:
+def stage_seconds(cut: Sequence[ChunkLayers], ratios: Ratios) -> float:
     """Time of a stage, in layers: its chunks take turns."""
-    return sum(work.layers + work.embedding * ratios.embedding + work.head * ratios.head for work in works)
+    return sum(chunk.layers + chunk.embedding * ratios.embedding + chunk.head * ratios.head for chunk in cut)
 
 
-def _of_devices(plan: Plan, limit: int | None, criteria: Criteria) -> Works | None:
-    """A device map: devices run one after the other, so that every map takes the same time. What a device needs depends
-    on its own layers alone."""
-    layers, devices = plan.model.layers, plan.hardware.gpus or 1
+Cost = Callable[[int, int, int], float]
+"""Of a stage that holds entries from ``low`` up to ``high``: bytes, or seconds; ``inf`` where it cannot hold them."""
 
-    @cache
-    def peaks(shares: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(one.peak for one in fold(plan.model_copy(update={"device_map": mapped(shares)})))
 
-    @cache
-    def peak(device: int, count: int) -> int:
-        """With ``count`` layers on ``device``, as many as there are for the others."""
-        others = devices - 1
-        rest = [(layers - count + others - 1 - at) // others for at in range(others)]
-        return peaks((*rest[:device], count, *rest[device:]))[device]
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a stage may hold: ``chunks`` layers in each of its chunks."""
 
-    if devices == 1:
-        return ((Work(layers, True, True),),)
-    even = tuple((layers + devices - 1 - at) // devices for at in range(devices))
-    threshold = max(peaks(even)) if limit is None else limit
+    chunks: tuple[int, ...]
+    cost: float
+    second: float = 0.0
 
-    def most_of(device: int) -> int:
-        return _most(lambda count: peak(device, count) <= threshold, 1, layers - devices + 1)
+    @property
+    def layers(self) -> int:
+        return sum(self.chunks)
 
-    most = [most_of(device) for device in range(devices)]
-    if sum(most) < layers or min(most) < 1:
+
+# -- entries in order -------------------------------------------------------------------------------------
+
+
+def contiguous(stages: int, entries: int, cost: Cost, second: Cost | None = None) -> tuple[int, ...] | None:
+    """Where each stage begins, and ``entries``, of the cut with the least largest ``cost``; ``None`` without any."""
+    cost = cache(cost)
+    least = _bottleneck(stages, entries, cost)
+    if least is None:
         return None
-    spare = sum(most) - layers
-    options = [
-        [Option((count,), *criteria(peak(at, count), 0.0)) for count in range(max(1, top - spare), top + 1)]
-        for at, top in enumerate(most)
-    ]
-    chosen = choose(options, layers)
-    return None if chosen is None else tuple(stage_works(at, devices, one.chunks) for at, one in enumerate(chosen))
+    if second is None:
+        return _most_even(stages, entries, lambda stage, low, high: cost(stage, low, high) <= least)
+    also = cache(lambda stage, low, high: second(stage, low, high) if cost(stage, low, high) <= least else inf)
+    then = _bottleneck(stages, entries, also)
+    assert then is not None
+    return _most_even(stages, entries, lambda stage, low, high: also(stage, low, high) <= then)
 
 
-def _of_entries(plan: Plan, ratios: Ratios, limit: int | None, criteria: Criteria) -> Works | None:
-    """BigScience's list: any run of entries may be a stage that has a layer; others could not run (``notices``)."""
-    shape = megatron_deepspeed.parallel_shape(plan)
-    entries = megatron_deepspeed.layer_list(plan, shape)
-    stages, total = plan.layout.pp, len(entries)
-    names = [entry.name for entry in entries]
-    layer = [name.startswith("layer.") for name in names]
+def _bottleneck(stages: int, entries: int, cost: Cost) -> float | None:
+    """The least largest ``cost``; ``None`` where every cut has a stage that cannot hold its entries."""
+    best: list[float] = [0.0] + [inf] * entries
+    for stage in range(stages):
+        following = [inf] * (entries + 1)
+        for low, before in enumerate(best):
+            if before == inf:
+                continue
+            for high in range(low, entries + 1):
+                if following[high] > before:
+                    following[high] = min(following[high], max(before, cost(stage, low, high)))
+        best = following
+    return best[entries] if best[entries] < inf else None
 
-    @cache
-    def peak(stage: int, held: tuple[str, ...]) -> int:
-        """Of a stage with entries of these names, layers of which are all alike."""
-        low = names.index(held[0])
-        found = entries[low : low + len(held)]
-        return fold_program(megatron_deepspeed.stage_program(plan, shape, stage, found, stages, Options())).peak
 
-    def canonical(low: int, high: int) -> tuple[str, ...]:
-        """``names[low:high]`` as the first run that is the same but for the numbers of its layers."""
-        if layer[low] and not all(layer[low:high]):
-            return tuple(names[low:high])
-        if layer[low]:
-            return tuple(names[BEFORE : BEFORE + high - low])
-        return tuple(names[low:high])
-
-    bounds = edges(fastest(plan.model.layers, stages, 1, ratios, may_be_alone(plan.framework)))
-    threshold = limit
-    if threshold is None:
-        threshold = max(peak(at, canonical(low, high)) for at, (low, high) in enumerate(pairwise(bounds)))
-    alone = peak(stages - 1, canonical(BEFORE, BEFORE + 2)) - peak(stages - 1, canonical(BEFORE, BEFORE + 1))
-    weights = {"embedding": ratios.embedding, "head": ratios.head}
-    seconds = [weights.get(name, 1.0 if layer[at] else 0.0) for at, name in enumerate(names)]
+def _most_even(stages: int, entries: int, allowed: Callable[[int, int, int], bool]) -> tuple[int, ...]:
+    """Of the cuts whose every stage is ``allowed`` the one whose first stage is nearest to its equal share, then the
+    second to its share of what is left, …; the smaller one where two are as near."""
 
     @cache
-    def values(stage: int, low: int, high: int) -> tuple[float, float]:
-        held = names[low:high]
-        if ("embedding" in held) != (stage == 0) or ("head" in held) != (stage == stages - 1):
-            return inf, inf  # what follows the head stays with it
-        if not sum(layer[low:high]) or sum(layer[low:high]) * alone > threshold:
-            return inf, inf
-        size = peak(stage, canonical(low, high))
-        return criteria(size, sum(seconds[low:high])) if size <= threshold else (inf, inf)
+    def ends(stage: int, low: int) -> bool:
+        """Whether stages from ``stage`` on can hold the entries from ``low`` on."""
+        if stage == stages:
+            return low == entries
+        return any(allowed(stage, low, high) and ends(stage + 1, high) for high in range(low, entries + 1))
 
-    chosen = contiguous(stages, total, lambda *at: values(*at)[0] if at[1] < at[2] else inf, lambda *at: values(*at)[1])
+    bounds = [0]
+    for stage in range(stages):
+        low = bounds[-1]
+        share = (entries - low) / (stages - stage)
+        possible = (high for high in range(low, entries + 1) if allowed(stage, low, high) and ends(stage + 1, high))
+        bounds.append(min(possible, key=lambda high: (abs(high - low - share), high)))
+    return tuple(bounds)
+
+
+# -- layers that are alike --------------------------------------------------------------------------------
+
+
+def choose(stages: Sequence[Sequence[Option]], layers: int) -> tuple[Option, ...] | None:
+    """One option of each stage, ``layers`` in all, with the least largest cost; ``None`` where there is none."""
+    chosen = _cheapest(stages, layers, [option.cost for options in stages for option in options], _cost)
     if chosen is None:
         return None
+    chosen = _cheapest(chosen, layers, [option.second for options in chosen for option in options], _second)
+    assert chosen is not None
+    return _evenly(chosen, layers)
 
-    def work(low: int, high: int) -> Work:
-        held = names[low:high]
-        return Work(sum(layer[low:high]), "embedding" in held, "head" in held, "final_norm" in held, high)
 
-    return tuple((work(low, high),) for low, high in pairwise(chosen))
+def _cost(option: Option) -> float:
+    return option.cost
+
+
+def _second(option: Option) -> float:
+    return option.second
+
+
+def _cheapest(
+    stages: Sequence[Sequence[Option]], layers: int, values: Sequence[float], value: Callable[[Option], float]
+) -> list[list[Option]] | None:
+    """The options up to the least threshold of ``value`` below which ``layers`` can be reached."""
+    thresholds = sorted({one for one in values if one < inf})
+
+    def below(threshold: float) -> list[list[Option]]:
+        return [[option for option in options if value(option) <= threshold] for options in stages]
+
+    at = bisect_left(thresholds, True, key=lambda threshold: _reaches(below(threshold), layers))
+    return below(thresholds[at]) if at < len(thresholds) else None
+
+
+def _reaches(stages: Sequence[Sequence[Option]], layers: int) -> bool:
+    return bool(_sums(stages, layers)[0] >> layers & 1)
+
+
+def _sums(stages: Sequence[Sequence[Option]], layers: int) -> list[int]:
+    """By stage, the numbers of layers that it and those behind it can hold together: bit n for n layers."""
+    mask = (1 << layers + 1) - 1
+    sums = [1]
+    for options in reversed(stages):
+        reached = 0
+        for count in {option.layers for option in options}:
+            reached |= sums[-1] << count
+        sums.append(reached & mask)
+    return sums[::-1]
+
+
+def _evenly(stages: Sequence[Sequence[Option]], layers: int) -> tuple[Option, ...]:
+    """The most even of the choices that are left, by the rule of ``_most_even``; of equal counts the cheapest."""
+    sums, chosen, left = _sums(stages, layers), list[Option](), layers
+    for stage, options in enumerate(stages):
+        behind, share = sums[stage + 1], left / (len(stages) - stage)
+        possible = [option for option in options if option.layers <= left and behind >> left - option.layers & 1]
+        nearest = min((abs(option.layers - share), option.layers) for option in possible)[1]
+        best = min(
+            (option for option in possible if option.layers == nearest),
+            key=lambda one: (one.second, one.cost, one.chunks),
+        )
+        chosen.append(best)
+        left -= best.layers
+    return tuple(chosen)

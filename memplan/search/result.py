@@ -1,4 +1,4 @@
-"""What a search says: immutable values that reports print and JSON carries. Sizes in bytes, times in seconds."""
+"""The answer of a search: immutable values that reports print and JSON carries. Sizes in bytes, times in seconds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ..plan.plan import Plan
 from ..result import Estimate
+from .cuts import StageLayers
 from .point import Point
-from .timing import StepTime
-from .works import Works
+from .time import StepTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Suggestion:
     """A layout, what it needs and how long its step takes."""
 
     point: Point
-    works: Works
+    cut: StageLayers
     plan: Plan
     """Before defaults are filled in: what ``--write`` writes."""
     requested: int

@@ -1,14 +1,14 @@
 """The search itself: layouts in the order of their time, each built only when nothing faster fits.
 
-Time costs microseconds to know, memory milliseconds (tapes are folded) and the allocator's answer a tenth of a
-second (they are replayed). So every point of the space gets its time and a bound from below of its memory
-(``bounds``), and then the points are taken fastest first: one whose bound is too much is passed over, the others are
-folded, and the first that fits also in the allocator's replay is the answer, because every layout that was not looked
-at is slower. A layout that does not fit with its fastest cut comes back with the fastest cut that does, or with as few
-recomputed layers as make it fit, at its later time. The answer is that of evaluating every point with every cut, as far
-as tensors go (``tests/search/test_search.py``). Two things are rules rather than optima: the best cut is the one whose
-slowest stage takes least, chunks of a stage differing by one layer at most and none empty; and a layout whose tensors
-fit but not its blocks is cut or recomputed once more, against a limit that is lower by what its blocks took more.
+Time costs microseconds to know, memory milliseconds (tapes are folded) and the allocator's answer a tenth of a second
+(they are replayed). So every point of the space gets its time and a bound from below of its memory (``lower_bounds``),
+and then the points are taken fastest first: one whose bound is too much is passed over, the others are folded, and the
+first that fits also in the allocator's replay is the answer, because every layout that was not looked at is slower. A
+layout that does not fit with its fastest cut comes back with the fastest cut that does, or with as few recomputed
+layers as make it fit, at its later time. The answer is that of evaluating every point with every cut, as far as tensors
+go (``tests/search/test_search.py``). Two things are rules rather than optima: the best cut is the one whose slowest
+stage takes least, chunks of a stage differing by one layer at most and none empty; and a layout whose tensors fit but
+not its blocks is cut or recomputed once more, against a limit that is lower by what its blocks took more.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
+from ..device.measured import NOTHING, Measured
 from ..estimate import device_bytes, estimate
-from ..measured import NOTHING, Measured
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from .bounds import fewest_recomputed, most_layers
-from .candidates import Candidate, Candidates, Needs, recomputing, without_values
-from .clock import Clock
-from .cuts import CUT, Ratios, capped, fitting, may_be_alone, smallest
-from .peaks import fullest, stops_early
+from .candidates import Candidate, Candidates, Clock, recomputing, without_values
+from .cuts import StageLayers, capped, fields_of, fitting, smallest
+from .lower_bounds import Needs, fewest_recomputed, most_layers
 from .point import NO_RECOMPUTE, Point, Recomputing
 from .result import Counts, Suggestion
 from .space import Space
-from .timing import step_time
-from .works import Works, fields_of
+from .time import step_time
 
 Report = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
@@ -49,11 +46,11 @@ class Search:
     ) -> None:
         self.space, self.clock, self.limit, self.report, self.known = space, clock, limit, report, known
         self.beyond, self.requestable = beyond, limit - beyond
-        self.is_cut = space.base.framework in CUT
+        self.asked = space.search
         self.needs = Needs(space)
         self.replayed = 0
-        self._folded: dict[tuple[Point, Works], Suggestion | None] = {}
-        self.passed_over: dict[tuple[Point, Works], Suggestion] = {}
+        self._folded: dict[tuple[Point, StageLayers], Suggestion | None] = {}
+        self.passed_over: dict[tuple[Point, StageLayers], Suggestion] = {}
         """What was folded until it was known to be too much: its fullest stage requests so many bytes at least."""
         self.unbuilt: dict[Point, str] = {}
         """What the framework or its model refused only when it was to be folded, and why."""
@@ -69,18 +66,18 @@ class Search:
     def folded(self, candidate: Candidate, enough: int | None = None) -> Suggestion | None:
         """What the fullest stage requests, to the byte, or that it is more than ``enough``; ``None`` where the
         framework or its model refuses the plan."""
-        key = (candidate.point, candidate.works)
+        key = (candidate.point, candidate.cut)
         passed = self.passed_over.get(key)
         if passed is not None and enough is not None and passed.requested > enough:
             return passed
         if key not in self._folded:
             try:
-                mapped = self._mapped(candidate)
-                plan = self._plan(mapped)
+                placed = self._placed(candidate)
+                plan = self._plan(placed)
                 resolved = resolve(plan)
-                requested, stage = fullest(resolved, enough)
-                suggestion = Suggestion(mapped.point, mapped.works, plan, requested, stage, mapped.seconds)
-                if stops_early(resolved) and enough is not None and requested > enough:
+                requested, stage = self.asked.fullest(resolved, enough)
+                suggestion = Suggestion(placed.point, placed.cut, plan, requested, stage, placed.seconds)
+                if self.asked.stops_early and enough is not None and requested > enough:
                     self.passed_over[key] = suggestion
                     return suggestion
                 self._folded[key] = suggestion
@@ -88,24 +85,22 @@ class Search:
                 self.unbuilt[candidate.point] = without_values(error)
                 self._folded[key] = None
         known = self._folded[key]
-        if known is None or not candidate.timed or not self.is_cut:
+        if known is None or not candidate.timed or not self.asked.chooses_cut:
             return known
         return replace(known, seconds=candidate.seconds)
 
-    def _mapped(self, candidate: Candidate) -> Candidate:
-        """Layers of a device map are placed by memory: every map takes the same time."""
-        if self.space.base.framework != "device-map" or self.space.cut is not None:
+    def _placed(self, candidate: Candidate) -> Candidate:
+        """Where every cut takes the same time, layers are placed by memory."""
+        cut = self.asked.placed(self.space, candidate.point) if self.space.cut is None else None
+        if cut is None:
             return candidate
-        works = smallest(resolve(self.space.plan(candidate.point, {"device_map": None})), Ratios())
-        if works is None:
-            return candidate
-        plan = self._plan(candidate._replace(works=works))
-        return candidate._replace(works=works, seconds=step_time(resolve(plan)).total)
+        plan = self._plan(candidate._replace(cut=cut))
+        return candidate._replace(cut=cut, seconds=step_time(resolve(plan)).total)
 
     def _plan(self, candidate: Candidate) -> Plan:
         """As a user would write it, defaults left out."""
         chosen = self.space.cut is None
-        fields = fields_of(self.space.base.framework, candidate.works) if chosen else ()
+        fields = fields_of(self.space.base.framework, candidate.cut) if chosen else ()
         return self.space.plan(candidate.point, dict(fields))
 
     def estimated(self, suggestion: Suggestion) -> Suggestion:
@@ -117,7 +112,7 @@ class Search:
 
     def replayed_fullest(self, suggestion: Suggestion) -> Suggestion:
         """With the replay of the fullest stage alone."""
-        if not self.is_cut:
+        if not self.asked.chooses_cut:
             return self.estimated(suggestion)
         self.replayed += 1
         plan = resolve(suggestion.plan)
@@ -179,7 +174,7 @@ class Search:
         """What it needs, if its tensors fit. A layout that was too large with a smaller micro-batch is not built."""
         chain, mbs = candidate.point._replace(mbs=0), candidate.point.mbs
         known = self._too_large_from.get(chain, mbs + 1)
-        if candidate.floor > self.requestable or (not self.is_cut and known <= mbs):
+        if candidate.floor > self.requestable or (not self.asked.chooses_cut and known <= mbs):
             return None
         suggestion = self.folded(candidate, self.requestable)
         if suggestion is None or suggestion.requested <= self.requestable:
@@ -187,29 +182,29 @@ class Search:
         self._too_large_from[chain] = min(known, mbs)
         return None
 
-    def _timed(self, candidate: Candidate, works: Works | None = None) -> Candidate:
-        """With the seconds of its whole step, cut into ``works``."""
-        works = candidate.works if works is None else works
-        return candidate._replace(seconds=self.clock.seconds(candidate.point, works), works=works, timed=True)
+    def _timed(self, candidate: Candidate, cut: StageLayers | None = None) -> Candidate:
+        """With the seconds of its whole step, cut as ``cut`` says."""
+        cut = candidate.cut if cut is None else cut
+        return candidate._replace(seconds=self.clock.seconds(candidate.point, cut), cut=cut, timed=True)
 
     def _fitted(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
         """The same layout, to be cut or recomputed such that its tensors request ``limit`` bytes at most: not before
         nothing faster is left (``_chosen``), as that takes many folds."""
         point = candidate.point
-        if not self.is_cut or candidate.fitted:
+        if not self.asked.chooses_cut or candidate.fitted:
             return
         if self.space.cut is None and point.pp > 1 and self.needs.at_best(point) <= limit:
-            layers, framework = self.space.base.model.layers, self.space.base.framework
+            layers, alone = self.space.base.model.layers, self.space.framework.supports.stages_without_layers
             caps = most_layers(self.needs.load(point), limit)
-            works = capped(layers, point.vpp, self.clock.ratios(point), caps, may_be_alone(framework))
-            if works is not None:
-                yield self._timed(candidate, works)._replace(fitted=True, to_fit=limit)
+            cut = capped(layers, point.vpp, self.clock.ratios(point), caps, alone)
+            if cut is not None:
+                yield self._timed(candidate, cut)._replace(fitted=True, to_fit=limit)
         whole = point._replace(recompute=Recomputing("full"))
-        most = max(work.layers for stage in candidate.works for work in stage)
+        most = max(chunk.layers for stage in candidate.cut for chunk in stage)
         if point.recompute != NO_RECOMPUTE or whole.recompute not in self.space.recompute or most < 2:
             return
-        if self.needs.floor(whole, candidate.works) <= limit:
-            fewest = fewest_recomputed(self.needs.load(point), self.needs.load(whole), candidate.works, limit)
+        if self.needs.floor(whole, candidate.cut) <= limit:
+            fewest = fewest_recomputed(self.needs.load(point), self.needs.load(whole), candidate.cut, limit)
             yield self._timed(recomputing(candidate, fewest))._replace(fitted=True, to_fit=limit)
 
     def _chosen(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -220,15 +215,15 @@ class Search:
             yield from self._recomputed(done, limit)
             return
         caps = most_layers(self.needs.load(point), limit)
-        works = fitting(resolve(self._plan(done)), self.clock.ratios(point), limit, caps)
-        if works is not None:
-            yield self._timed(done, works)
+        cut = fitting(resolve(self._plan(done)), self.clock.ratios(point), limit, caps)
+        if cut is not None:
+            yield self._timed(done, cut)
 
     def _recomputed(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
         """Full recompute on the fewest layers of every stage (of every chunk) that make it fit, from a number that is
         not more than that."""
         least = candidate.point.recompute.layers or 1
-        most = max(work.layers for stage in candidate.works for work in stage)
+        most = max(chunk.layers for stage in candidate.cut for chunk in stage)
 
         def holds(layers: int) -> bool:
             suggestion = self.folded(recomputing(candidate, layers), limit)
@@ -280,13 +275,13 @@ class Search:
 
     def _smallest_cut(self, candidate: Candidate, best: Suggestion | None) -> Iterator[Candidate]:
         point = candidate.point
-        if not self.is_cut or point.pp == 1 or self.space.cut is not None:
+        if not self.asked.chooses_cut or point.pp == 1 or self.space.cut is not None:
             return
         if best is not None and self.needs.at_best(point) >= best.requested:
             return
-        works = smallest(resolve(self._plan(candidate)), self.clock.ratios(point))
-        if works is not None:
-            yield self._timed(candidate, works)._replace(fitted=True)
+        cut = smallest(resolve(self._plan(candidate)), self.clock.ratios(point))
+        if cut is not None:
+            yield self._timed(candidate, cut)._replace(fitted=True)
 
     def counts(self) -> Counts:
         """Every point has one fate; points of which several cuts were folded are counted once."""

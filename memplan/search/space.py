@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from ..frameworks import framework
+from ..frameworks.base import Framework
 from ..plan.errors import PlanError
 from ..plan.plan import Layout, Plan
 from ..plan.resolve import resolve
-from .axes import combined_extras, divisors, makes_groups, parallel_sizes, recomputing
-from .fields import UNCUT, UNCUT_FIELDS, changed, updated
-from .point import Extra, Point, Recomputing
+from ..plan.resolved import ResolvedPlan
+from .framework import FrameworkSearch, divisors
+from .point import UNCUT, UNCUT_FIELDS, Extra, Point, Recomputing, changed, updated
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Space:
 
     base: Plan
     """Before defaults are filled in, so that those follow the point."""
-    resolved: Plan
+    resolved: ResolvedPlan
     gpus: int
     gbs: int
     seq: int
@@ -51,6 +53,15 @@ class Space:
     cut: str | None = None
     """The field that fixes what stages hold; ``None`` where the search may choose."""
 
+    @property
+    def framework(self) -> Framework:
+        return framework(self.base.framework)
+
+    @property
+    def search(self) -> FrameworkSearch:
+        """The framework, as a search sees it."""
+        return self.framework.search
+
     def __iter__(self) -> Iterator[Point]:
         """Every point that the framework's rules of division allow, in a fixed order."""
         for tp, cp, pp, vpp, dp, sizes in self.layouts(Counter()):
@@ -63,7 +74,7 @@ class Space:
         return [
             (zero, extras)
             for zero, extras in product(self.zero, self.extras)
-            if (shards > 1 or not zero or self.base.framework == "deepspeed")
+            if (shards > 1 or not zero or self.search.zero_of_one_rank)
             and all(zero >= extra.least_zero for extra in extras)
             and all(extra.groups == 1 or (pp == 1 and makes_groups(shards, extra.groups)) for extra in extras)
         ]
@@ -74,7 +85,7 @@ class Space:
         for tp, cp, pp in product(self.tp, self.cp, self.pp):
             extras = sum(pp == 1 or all(one.groups == 1 for one in extras) for extras in self.extras)
             combinations = len(self.zero) * len(self.recompute) * extras
-            dp, rest = self._replicas(tp * cp * pp)
+            dp, rest = self.search.replicas(self, tp * cp * pp)
             why = self._undivided(dp, rest)
             if why:
                 refused[why] += combinations * len(self.vpp)
@@ -91,13 +102,6 @@ class Space:
                 if sizes:
                     yield tp, cp, pp, vpp, dp, tuple(sizes)
 
-    def _replicas(self, ranks: int) -> tuple[int, int]:
-        """Replicas of so many ranks each, and GPUs that are left. Devices of a map are one process, which may see its
-        batch multiplied by them."""
-        if self.base.framework != "device-map":
-            return divmod(self.gpus, ranks)
-        return (self.gpus if self.base.batch.multiply_by_visible_gpus else 1), 0
-
     def _undivided(self, dp: int, rest: int) -> str:
         if rest:
             return f"tp x cp x pp must divide the {self.gpus:,} GPUs"
@@ -109,36 +113,21 @@ class Space:
 
     def _unrunnable(self, tp: int, pp: int, vpp: int, cp: int, dp: int, mbs: int) -> str:
         """Why the framework would not start; empty where it would."""
-        framework, layers = self.base.framework, self.base.model.layers
         microbatches, rest = divmod(self.gbs, dp * mbs)
         if rest:
             return "mbs x dp must divide the global batch"
         if vpp > 1 and pp == 1:
             return "virtual stages need pp above 1"
-        if vpp * pp > layers + 2 * (vpp > 1):
+        if vpp * pp > self.base.model.layers + 2 * (vpp > 1):
             return "more stages than layers"
-        if framework == "megatron":
-            if vpp > 1 and microbatches % pp:
-                return "interleaving needs micro-batches in multiples of pp"
-            if cp > 1 and self.seq % (2 * cp):
-                return "2 cp must divide the sequence"
-            if self.sequence_parallel and tp == 1:
-                return "sequence parallelism needs tp above 1"
-            if tp > 1 and self.seq // cp % tp:
-                return "cp x tp must divide the sequence"
-        if framework == "fsdp" and pp > 1 and microbatches < pp:
-            return "a pipeline needs as many micro-batches as stages"
-        return ""
+        return self.search.unrunnable(self, tp, cp, pp, vpp, microbatches)
 
     def plan(self, point: Point, fields: Mapping[str, Any] | None = None) -> Plan:
         """``point`` as a plan before its defaults are filled in, with ``fields`` over it."""
-        base, framework, recompute = self.base, self.base.framework, point.recompute
+        base, recompute = self.base, point.recompute
         changes: dict[str, Any] = {f"layout.{name}": getattr(point, name) for name in ("tp", "cp", "pp", "vpp", "zero")}
-        changes["layout.dp"] = None if framework != "device-map" else 1
-        if framework == "megatron":
-            parallel = point.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
-            changes["layout.sequence_parallel"] = parallel
         changes |= {
+            "layout.dp": None,
             "hardware.gpus": self.gpus,
             "batch.mbs": point.mbs,
             "batch.gbs": self.gbs,
@@ -150,10 +139,7 @@ class Space:
         }
         if point.pp != base.layout.pp or point.vpp != base.layout.vpp:
             changes |= UNCUT_FIELDS
-        if framework == "megatron" and not point.zero:
-            changes |= {"megatron.overlap_param_gather": False, "megatron.distributed_optimizer_instances": 1}
-        if framework == "fsdp" and base.fsdp.code == "torchtitan" and self.per_operator:
-            changes |= {"fsdp.per_operator": recompute.mode == "selective", "fsdp.recompute_every": 1}
+        changes |= self.search.fields(self, point)
         for extra in point.extras:
             changes |= dict(extra.fields)
         return changed(base, changes | dict(fields or {}))
@@ -163,7 +149,7 @@ class Space:
         """The smallest ZeRO stage that there is a point of."""
         return min(self.zero)
 
-    def alone(self, point: Point) -> Plan:
+    def alone(self, point: Point) -> ResolvedPlan:
         """One replica of ``point`` on one stage, defaults filled in: what a layer's time and bytes depend on. It adds
         gradients up if ``point`` does."""
         plan = self.plan(point._replace(pp=1, vpp=1, dp=1), UNCUT_FIELDS)
@@ -176,14 +162,14 @@ class Space:
         return self.gbs // (point.dp * point.mbs)
 
 
-def filled(base: Plan) -> Plan:
+def filled(base: Plan) -> ResolvedPlan:
     """``base`` with its defaults filled in. Where its own layout does not run, they are those of one GPU."""
-    if base.optimizer.precision_aware and base.framework == "megatron" and not base.layout.zero:
-        base = base.model_copy(update={"layout": updated(base.layout, {"zero": 1})})  # its states are sharded ones
+    own = framework(base.framework)
+    base = own.search.completed(base)
     try:
         return resolve(base)
     except PlanError:
-        if base.hardware.gpus is None or base.batch.gbs is None or base.framework == "device-map":
+        if base.hardware.gpus is None or base.batch.gbs is None or own.supports.several_gpus_of_a_process:
             raise
     alone = {
         "layout": Layout(zero=max(base.layout.zero, int(base.optimizer.precision_aware))),
@@ -195,14 +181,11 @@ def filled(base: Plan) -> Plan:
     return one.model_copy(update={"hardware": one.hardware.model_copy(update={"gpus": base.hardware.gpus})})
 
 
-def space_of(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int | None = None) -> Space:
+def space_of(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, Any], gpus: int | None = None) -> Space:
     """The space around ``base``, whose default values ``resolved`` has filled in, with some fields ``fixed``."""
-    assert resolved.batch.gbs is not None
-    assert resolved.batch.seq is not None
-    assert resolved.hardware.gpus is not None
     gpus = resolved.hardware.gpus if gpus is None else gpus
-    sizes = parallel_sizes(resolved, gpus)
-    recompute = recomputing(resolved)
+    search = framework(resolved.framework).search
+    sizes, recompute = search.parallel_sizes(resolved, gpus), search.recomputing(resolved)
     sizes = {name: _narrowed(f"layout.{name}", values, fixed) for name, values in sizes.items()}
     cuts = (path for path in sorted(fixed) if path.startswith("pipeline.") or path == "device_map")
     cut = next((path for path in cuts if path != "pipeline.schedule"), None)
@@ -225,12 +208,24 @@ def space_of(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int | N
         zero=sizes["zero"],
         mbs=mbs,
         recompute=recompute,
-        extras=combined_extras(resolved, fixed),
+        extras=_combined(search.extras(resolved), fixed),
         dp=(int(fixed["layout.dp"]),) if "layout.dp" in fixed else None,
         per_operator=not any(path.startswith(("recompute.", "fsdp.")) for path in fixed),
         sequence_parallel=resolved.layout.sequence_parallel if "layout.sequence_parallel" in fixed else None,
         cut=cut,
     )
+
+
+def _combined(groups: Sequence[tuple[Extra, ...]], fixed: Mapping[str, Any]) -> tuple[tuple[Extra, ...], ...]:
+    """Every combination of one choice of each group, none of them first."""
+    free = [group for group in groups if group and not any(path in fixed for one in group for path, _ in one.fields)]
+    combined = product(*[(None, *group) for group in free])
+    return tuple(tuple(extra for extra in choice if extra is not None) for choice in combined)
+
+
+def makes_groups(shards: int, count: int) -> bool:
+    """So many replicas are so many groups of several."""
+    return shards > count and shards % count == 0
 
 
 def _narrowed(path: str, values: tuple[int, ...], fixed: Mapping[str, Any]) -> tuple[int, ...]:
@@ -242,7 +237,7 @@ def _narrowed(path: str, values: tuple[int, ...], fixed: Mapping[str, Any]) -> t
     return (fixed[path],)
 
 
-def nearest_counts(base: Plan, resolved: Plan, fixed: Mapping[str, Any], gpus: int) -> Sequence[int]:
+def nearest_counts(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, Any], gpus: int) -> Sequence[int]:
     """Numbers of GPUs around ``gpus`` for which the space has a point: the next below, and the next above."""
 
     def has_points(count: int) -> bool:

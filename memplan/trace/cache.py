@@ -22,6 +22,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from ..plan.errors import ABSENT, Origin, PlanError
+from ..user_folders import user_folder
 from .fit import Fit
 
 FORMAT = 2
@@ -70,18 +71,7 @@ def tracer() -> str:
 
 def folder() -> Path:
     """Where fits are; ``PlanError`` where that is in a home directory which nobody knows."""
-    given = os.environ.get(VARIABLE)
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        if given:
-            return Path(given).expanduser() / "traces"
-        root = Path(base) if base and Path(base).is_absolute() else Path("~/.cache").expanduser()
-    except RuntimeError:
-        problem = "must be a directory: no home directory is known for what it begins with"
-        if not given:
-            problem = "is needed: it names the directory of what was learnt, and no home directory is known"
-        raise PlanError(VARIABLE, given or ABSENT, problem, origin=Origin("environment")) from None
-    return root / "memplan" / "traces"
+    return user_folder(VARIABLE, "XDG_CACHE_HOME", "~/.cache", "what was learnt") / "traces"
 
 
 def path_of(settings: Mapping[str, Any], known: Versions) -> Path:

@@ -1,15 +1,16 @@
-"""A trace beside the estimate: at named points, and layer by layer."""
+"""A trace beside the estimate: at named points, pass by pass of a pipeline's rank, and layer by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..layers.module import Tapes
-from ..program import Program, Span, fold_program
-from ..tape import Excursion, compose
-from .recording import BACKWARD, FORWARD, OPTIMIZER
-from .traced import FINAL_NORM, HEAD, Traced
+from ..schedules.torch_schedules import Pipelined
+from ..tape.events import Excursion, compose, fold
+from ..tape.program import Program, Span, fold_program, static
+from .recording import BACKWARD, BETWEEN, FINAL_NORM, FORWARD, HEAD, LOSS, OPTIMIZER, REDUCE, Traced
 
 ENDS = (FINAL_NORM, "return", HEAD, "loss")
 """Entries behind the last layer, compared as one: what ends between two of them is either's."""
@@ -48,9 +49,7 @@ class Comparison:
 
 def compared(traced: Traced, program: Program | None) -> Comparison:
     """``traced`` beside ``program``, which is ``None`` for a model without a recipe."""
-    if program is not None and program.timeline is not None:
-        from .timeline_comparison import compared_stage
-
+    if program is not None and isinstance(program.order, Pipelined):
         return compared_stage(traced, program)
     return Comparison(tuple(_points(traced, program)), tuple(rows(traced, program)))
 
@@ -120,3 +119,67 @@ def _estimated(spans: Sequence[Span], ended: Sequence[Span], phase: str, first: 
     if phase == FORWARD:
         return compose([*(tapes(span).forward_fold for span in spans), *(span.end for span in ended)])
     return compose(tapes(span).backward_fold for span in reversed(spans))
+
+
+PASSES = (FORWARD, LOSS, BACKWARD, REDUCE)
+START = "start"
+
+
+def compared_stage(traced: Traced, program: Program) -> Comparison:
+    """``traced``, which has passes, beside ``program``, which has a order."""
+    assert isinstance(program.order, Pipelined)
+    whole = list(_passes(traced, program.order))
+    return Comparison(tuple(_stage_points(traced, program)), (*whole, *rows(traced, program)))
+
+
+def _stage_points(traced: Traced, program: Program) -> Iterator[Point]:
+    folded, first = fold_program(program), traced.passes[0]
+    start, events = traced.setup.net, traced.recording.events
+    iteration = fold(events[_begin(traced) : _end(traced)])
+    step = traced.recording.of(traced.passes[-1].microbatch, OPTIMIZER)
+    after_forward = start + fold(events[_begin(traced) : first.end]).net
+    yield Point("between steps", start, folded.static)
+    yield Point("after the first forward", after_forward, folded.after_forward)
+    yield Point("peak of forward and backward", start + iteration.peak, folded.backward_peak)
+    yield Point("peak of the step", start + iteration.net + step.peak, folded.step_peak)
+    yield Point("after the step", start + iteration.net + step.net, static(program).net)
+
+
+def _begin(traced: Traced) -> int:
+    """The first event of the iteration."""
+    places = traced.recording.places
+    return next((at for at, place in enumerate(places) if place.phase), len(places))
+
+
+def _end(traced: Traced) -> int:
+    """The first event of the step."""
+    places = traced.recording.places
+    return next((at for at, place in enumerate(places) if place.phase == OPTIMIZER), len(places))
+
+
+def _passes(traced: Traced, order: Pipelined) -> Iterator[Row]:
+    """Each pass with what the schedule does until the next one begins, and what it does in front of the first."""
+    events = traced.recording.events
+    begins = [_begin(traced), *(one.begin for one in traced.passes), _end(traced)]
+    before, *found = [fold(events[low:high]) for low, high in pairwise(begins)]
+    estimated = _estimated_passes(order)
+    stages = sorted({one.stage for one in traced.passes})
+    yield Row(START, BETWEEN, 0, before, estimated[None])
+    for one, excursion in zip(traced.passes, found, strict=True):
+        key = one.what, stages.index(one.stage), one.microbatch
+        yield Row(f"stage {one.stage}", one.what, one.microbatch, excursion, estimated.get(key))
+
+
+Key = tuple[str, int, int]
+"""What a pass does, in which of the rank's stages, with which micro-batch."""
+
+
+def _estimated_passes(order: Pipelined) -> dict[Key | None, Excursion]:
+    """Of each pass with the actions behind it; ``None``: those in front of the first."""
+    grouped: dict[Key | None, list[Excursion]] = {None: []}
+    key: Key | None = None
+    for action in order.actions:
+        if action.what in PASSES:
+            key = action.what, action.chunk, action.microbatch
+        grouped.setdefault(key, []).append(order.excursion(action))
+    return {key: compose(parts) for key, parts in grouped.items()}

@@ -1,22 +1,225 @@
-"""What is traced: plain data that goes to the worker as JSON."""
+"""What is traced, as plain data that goes to the worker as JSON, and how it follows from a resolved plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from ..layers.coverage import TRANSFORMERS
-from ..plan.errors import PlanError
-from ..plan.plan import Plan
-from .configs import config_of_spec
-from .replicated import Replicated, replicated_of
-from .torchtitan_settings import Torchtitan
-from .tuned import Tuned, tuned_of
+from ..families import family as family_of
+from ..layers.coverage import TRANSFORMERS, covered
+from ..optimizers import algorithms
+from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.huggingface import ACTIVATIONS, known_types
+from ..plan.resolved import ResolvedPlan
+from ..plan.spec import ModelSpec
+from ..plan.tuning_checks import is_tuned
 
-FRAMEWORKS = ("single", "ddp", "fsdp")
-OPTIMIZERS = ("sgd", "adam", "adamw", "adafactor")
-"""Those that torch itself has."""
+
+def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
+    """Keys and values of a ``config.json``; ``PlanError`` where the family has none that says the same."""
+    family = family_of(spec.family).config
+    if family is None:
+        problem = f"has no Hugging Face configuration; these have: {', '.join(known_types())}"
+        raise PlanError("model.family", spec.family, problem)
+    config: dict[str, Any] = {"model_type": spec.family}
+    for name, value in family.constants.items():
+        if getattr(spec, name) != value:
+            problem = f"must be {str(value).lower()}: a configuration of {spec.family} cannot say otherwise"
+            raise PlanError(f"model.{name}", getattr(spec, name), problem)
+    for name, key in family.keys.items():
+        turned = name == "rotary_fraction" and family.rotary_in_features
+        _put(config, key.names[0], spec.rotary_features if turned else _written(spec, name))
+    if family.activation is not None:
+        wanted = "gelu" if spec.activation == "geglu" else spec.activation
+        known = [given for given in family.activations if ACTIVATIONS[given] == wanted]
+        if not known:
+            raise PlanError("model.activation", spec.activation, f"must be one that {spec.family} has")
+        config[family.activation.names[0]] = known[0]
+    return config
+
+
+def _written(spec: ModelSpec, name: str) -> object:
+    if name == "blocks":
+        return spec.blocks == "parallel"
+    value: object = getattr(spec, name)
+    return value
+
+
+def _put(config: dict[str, Any], name: str, value: object) -> None:
+    """``section.name`` is in a mapping of its own; rotary parameters name their type."""
+    section, _, rest = name.partition(".")
+    if not rest:
+        config[name] = value
+        return
+    inner = config.setdefault(section, {})
+    if section == "rope_parameters":
+        inner |= {"rope_type": "default", "rope_theta": 10_000.0}
+    inner[rest] = value
+
+
+Checkpointing = Literal["none", "full", "op"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stage's part of the model, or all of it: layers from ``low`` up to ``high``."""
+
+    low: int
+    high: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A rank of a pipeline, and what it runs."""
+
+    rank: int
+    ranks: int
+    chunks: int
+    """Stages of a rank: number k of rank r is stage ``r + k · ranks``."""
+    edges: tuple[int, ...]
+    """First layer of every stage, and the number of layers."""
+    schedule: str
+    """``gpipe`` or ``1f1b``; with several chunks, interleaved 1F1B."""
+    microbatches: int
+    """Of one iteration: all of them."""
+    return_outputs: bool
+
+    @property
+    def count(self) -> int:
+        """Stages of the pipeline."""
+        return self.ranks * self.chunks
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """This rank's stages."""
+        return tuple(range(self.rank, self.count, self.ranks))
+
+    def part(self, stage: int) -> Part:
+        low, high = self.edges[stage : stage + 2]
+        return Part(low, high, not stage, stage == self.count - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Torchtitan:
+    """Sizes of the model (b, s and dtypes are the job's), and how it is recomputed and cut."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    layers: int
+    recompute: Checkpointing
+    """Of a layer: nothing, all of it, or all but attention and every second product."""
+    every: int
+    """With ``full``: every n-th layer of a rank."""
+    tensor: int
+    """Tensor-parallel size."""
+    parallel_loss: bool
+    """Logits stay in parts (``loss_parallel``)."""
+    ends_apart: bool
+    """The embedding is a unit, and norm and head are another."""
+    stages: Stages | None = None
+
+    @property
+    def scores(self) -> int:
+        """Logits of one token that a rank has."""
+        return self.vocab // (self.tensor if self.parallel_loss else 1)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Torchtitan:
+        given = data["stages"]
+        stages = Stages(**{**given, "edges": tuple(given["edges"])}) if given is not None else None
+        return Torchtitan(**{**data, "stages": stages})
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """``DistributedDataParallel`` around the model, as rank ``rank`` of ``ranks`` sees it."""
+
+    ranks: int
+    rank: int
+    """The one whose share of optimizer states needs most; 0 where all are alike."""
+    bucket_cap_mb: float | None
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    find_unused_parameters: bool
+    broadcast_buffers: bool
+    syncs_each: bool
+    """Every micro-batch reduces its gradients; else the last one alone (``no_sync``)."""
+    zero: bool
+    """The optimizer is a ``ZeroRedundancyOptimizer``."""
+    parameters_as_bucket_view: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitWeights:
+    """bitsandbytes' quantisation of linear layers."""
+
+    kind: str
+    """``nf4`` or ``fp4``."""
+    double: bool
+    compute: str
+    """Dtype in which quantised layers compute."""
+    prepared: bool
+    """``prepare_model_for_kbit_training``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """A model of which some parameters are frozen."""
+
+    rank: int | None
+    """Of LoRA adapters; ``None`` without them."""
+    targets: list[str]
+    """Linear layers that have one, as peft takes them."""
+    dropout: float
+    adapters: str
+    """Dtype of adapters."""
+    embedding: bool
+    """The embedding's tables and norm are frozen."""
+    layers: int
+    """So many layers from the first are frozen."""
+    four_bit: FourBitWeights | None = None
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Tuned:
+        four_bit = data["four_bit"]
+        return Tuned(**{**data, "four_bit": FourBitWeights(**four_bit) if four_bit is not None else None})
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Those that a trace needs besides."""
+        return (*(("peft",) * (self.rank is not None)), *(("bitsandbytes",) * (self.four_bit is not None)))
+
+
+def tuned_of(plan: ResolvedPlan) -> Tuned | None:
+    """``None`` where everything is trained."""
+    if not is_tuned(plan):
+        return None
+    lora, frozen = plan.lora, plan.frozen
+    return Tuned(
+        rank=lora.rank,
+        targets=list(lora.targets or ()),
+        dropout=lora.dropout,
+        adapters=lora.dtype or "fp32",
+        embedding=frozen.embedding,
+        layers=frozen.layers,
+        four_bit=_four_bit(plan),
+    )
+
+
+def _four_bit(plan: ResolvedPlan) -> FourBitWeights | None:
+    given = plan.quantisation
+    if given.kind == "none":
+        return None
+    return FourBitWeights(given.kind, given.double, given.compute or plan.precision.dtype, given.prepared)
+
+
 IMPLEMENTATIONS = (None, "foreach", "for-loop", "fused")
 MOST_MICROBATCHES = 2
 """The first leaves gradients, a later one adds to them; further ones are like the second."""
@@ -79,30 +282,29 @@ class Job:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Job:
-        made = {name: make(data[name]) for name, make in SECTIONS.items() if data.get(name) is not None}
+        made = {name: make(data[name]) for name, make in PARTS if data.get(name) is not None}
         return Job(**{**data, **made})
 
 
-SECTIONS: Mapping[str, Callable[[Any], object]] = {
-    "fsdp": lambda data: Sharded(**data),
-    "torchtitan": Torchtitan.from_json,
-    "ddp": lambda data: Replicated(**data),
-    "tuned": Tuned.from_json,
-}
+PARTS: tuple[tuple[str, Callable[[Any], object]], ...] = (
+    ("fsdp", lambda data: Sharded(**data)),
+    ("torchtitan", Torchtitan.from_json),
+    ("ddp", lambda data: Replicated(**data)),
+    ("tuned", Tuned.from_json),
+)
 """Fields of a job that are mappings in JSON."""
 
 
-def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
-    """The step that a resolved plan's rank runs; ``config`` in place of its model's. ``PlanError``
-    where a trace cannot follow it yet."""
+def transformers_job(
+    plan: ResolvedPlan, config: dict[str, Any] | None, *, fsdp: Sharded | None, ddp: Replicated | None
+) -> Job:
+    """The step of transformers' model that a resolved plan's rank runs; ``config`` in place of its model's.
+    ``PlanError`` where a trace cannot follow it yet."""
     _check(plan)
     optimizer, loss = plan.optimizer, plan.loss
     if loss.kind != "plain" or loss.logits_to_keep is not None:
         raise PlanError("loss.kind", loss.kind, "must be plain, of all tokens: a trace runs the model's own loss")
-    assert plan.batch.seq is not None
-    assert plan.batch.gbs is not None
-    assert plan.attention is not None
-    microbatches = plan.batch.gbs // (plan.batch.mbs * (plan.layout.dp or 1))
+    microbatches = plan.microbatches
     return Job(
         config=config_of_spec(plan.model) if config is None else config,
         b=plan.batch.mbs,
@@ -115,53 +317,17 @@ def job_of_plan(plan: Plan, config: dict[str, Any] | None = None) -> Job:
         momentum=optimizer.momentum,
         weight_decay=optimizer.weight_decay or 0.0,
         microbatches=min(microbatches, MOST_MICROBATCHES),
-        fsdp=_sharded(plan) if plan.framework == "fsdp" else None,
-        ddp=replicated_of(plan, has_recipe=config is None),
+        fsdp=fsdp,
+        ddp=ddp,
         autocast=plan.precision.dtype if plan.precision.autocast else None,
         tuned=tuned_of(plan),
         trainer=microbatches if plan.trainer.loop == "transformers" else None,
     )
 
 
-def _sharded(plan: Plan) -> Sharded:
-    given = plan.fsdp
-    assert plan.layout.dp is not None
-    return Sharded(
-        shards=plan.layout.dp // given.replicas,
-        replicas=given.replicas,
-        reshard=given.reshard_to or given.reshard_after_forward,
-        reshard_root=given.reshard_root,
-        parameters=given.parameters,
-        reduce=given.reduce,
-        syncs_each=given.gradient_sync,
-    )
-
-
-def _check_fsdp(plan: Plan) -> None:
-    if plan.fsdp.code != "transformers":
-        raise PlanError("fsdp.code", plan.fsdp.code, "must be transformers here; torchtitan's has a job of its own")
-    if plan.fsdp.offload:
-        raise PlanError("fsdp.offload", True, "must be false: fake tensors are of one device, and offload moves none")
-    for name in ("tp", "pp", "cp"):
-        size = getattr(plan.layout, name)
-        if size != 1:
-            raise PlanError(f"layout.{name}", size, "must be 1: data parallelism alone is traced")
-
-
-def _check(plan: Plan) -> None:
-    if plan.framework == "device-map":
-        problem = (
-            f"must be one of {', '.join(FRAMEWORKS)}: layers on several CUDA devices are not traced, since autograd "
-            "over fake tensors of such devices ends a process whose PyTorch has no CUDA"
-        )
-        raise PlanError("framework", plan.framework, problem)
-    if plan.framework not in FRAMEWORKS:
-        problem = f"must be one of {', '.join(FRAMEWORKS)}: others are not traced yet"
-        raise PlanError("framework", plan.framework, problem)
-    if plan.framework == "fsdp":
-        _check_fsdp(plan)
-    if plan.model.family not in TRANSFORMERS:
-        problem = f"must be one of {', '.join(TRANSFORMERS)}: those that transformers runs"
+def _check(plan: ResolvedPlan) -> None:
+    if family_of(plan.model.family).covers is None:
+        problem = f"must be one of {', '.join(covered(TRANSFORMERS))}: those that transformers runs"
         raise PlanError("model.family", plan.model.family, problem)
     if plan.trainer.evaluation_batches is not None:
         problem = "must be left out: a trace is of a training step, without evaluation"
@@ -173,12 +339,22 @@ def _check(plan: Plan) -> None:
     check_optimizer(plan)
 
 
-def check_optimizer(plan: Plan) -> None:
+def check_optimizer(plan: ResolvedPlan) -> None:
     """Refuses optimizers that are not torch's."""
     optimizer = plan.optimizer
-    if optimizer.name not in OPTIMIZERS:
-        problem = f"must be one of {', '.join(OPTIMIZERS)}: a trace runs torch's own"
+    if optimizer.algorithm.torch is None:
+        problem = f"must be one of {', '.join(one.name for one in algorithms() if one.torch)}: a trace runs torch's own"
         raise PlanError("optimizer.name", optimizer.name, problem)
     if optimizer.implementation not in IMPLEMENTATIONS:
         problem = "must be foreach, for-loop or fused, which are torch's own (--optimizer-implementation)"
         raise PlanError("optimizer.implementation", optimizer.implementation, problem)
+
+
+STAGE = "--stage"
+
+
+def check_stage(stage: int, stages: int) -> None:
+    """Refuses a stage that no rank of the pipeline has."""
+    if not 0 <= stage < stages:
+        ranks = f"from 0 to {stages - 1}" if stages > 1 else "0: there is no pipeline (pp 1)"
+        raise PlanError("", ABSENT, f"must be {ranks}, not {stage}", origin=Origin(STAGE))

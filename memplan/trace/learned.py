@@ -1,24 +1,179 @@
-"""Learns the architecture of a plan: traces it in a process of its own, checks what came of it, and keeps it."""
+"""The fit of a plan whose architecture has no recipe: found on disk and kept in memory, or learnt in a process of its
+own, checked and kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..frameworks import framework
 from ..layers.module import Options
-from ..plan.errors import PlanError
-from ..plan.plan import Optimizer, Plan
+from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.fields import Kind, PlanField, plan_fields
+from ..plan.models import load_spec
+from ..plan.plan import Batch, Optimizer, Plan
 from ..plan.resolve import resolve
-from ..plan.traced_spec import NO_LENGTH, TracedSpec
-from ..program import fold_program
+from ..plan.resolved import ResolvedPlan
+from ..plan.traced_spec import NO_LENGTH, STAND_IN, TracedSpec, layers_name
+from ..tape.program import fold_program
 from . import cache
-from .fit import Fit
+from .fit import Born, Fit
+from .framework import job_of_plan
 from .job import Job
-from .lookup import forget, job_of, kept_as
-from .programs import check, program_of
 from .run import answer_of
+
+OPTIONAL = frozenset({"b", "s", "optimizer", "implementation", "momentum", "weight_decay", "microbatches"})
+"""Fields of a job that change nothing of forward and backward."""
+NAMES = frozenset({"_name_or_path", "transformers_version"})
+"""Keys of a configuration that change no model."""
+SECTIONS = ("precision", "recompute", "frozen")
+"""Of a plan: with ``attention`` what its settings depend on; what is not modelled of the others was refused."""
+ALWAYS_TOLD = ("--dtype", "--attention")
+
+Settings = dict[str, Any]
+
+
+def job_of(plan: ResolvedPlan) -> Job:
+    """The step of one rank by itself; ``PlanError`` where the plan asks for what is not traced."""
+    assert isinstance(plan.model, TracedSpec)
+    update = {
+        "model": load_spec(STAND_IN),
+        "framework": "single",
+        "optimizer": Optimizer(name="adamw", implementation="foreach", weight_decay=0.01),
+    }
+    config = {name: value for name, value in plan.model.config.items() if name not in NAMES}
+    return job_of_plan(plan.model_copy(update=update), config)
+
+
+def settings_of(job: Job, layers: int | None) -> Settings:
+    """What tells one fit from another; ``layers`` where it is of so many alone."""
+    data = {name: value for name, value in job.to_json().items() if name not in OPTIONAL}
+    name = layers_name(job.config)
+    data["config"] = {key: value for key, value in job.config.items() if key != name}
+    return {**data, "layers": layers if name is not None else None}
+
+
+def kept_as(job: Job, fit: Fit) -> Settings:
+    """Under which settings ``fit`` is stored: of any number of layers, if others were verified, too."""
+    return settings_of(job, None if fit.extends else fit.layers)
+
+
+def fit_of(plan: ResolvedPlan) -> Fit:
+    """What was learnt of the plan's architecture; ``PlanError`` where nothing was."""
+    spec = plan.model
+    assert isinstance(spec, TracedSpec)
+    sections = (plan.precision, plan.recompute, plan.loss, plan.lora, plan.quantisation, plan.frozen, plan.trainer)
+    key = (spec.digest, plan.attention, plan.code, plan.framework, *sections)
+    found = _FOUND.get(key)
+    if found is None:
+        found = _FOUND[key] = _read(plan, spec)
+    return found
+
+
+_FOUND: dict[tuple[object, ...], Fit] = {}
+"""Fits of this process."""
+
+
+def forget() -> None:
+    """Fits are read again."""
+    _FOUND.clear()
+
+
+def _read(plan: ResolvedPlan, spec: TracedSpec) -> Fit:
+    job = job_of(plan)
+    asked = [settings_of(job, None), settings_of(job, spec.layers)]
+    for settings in asked:
+        fit = cache.load(settings)
+        if fit is not None:
+            return fit
+    made = next(filter(None, map(cache.others, asked)), "")
+    why = f"; what was learnt of it was of {made}" if made else ""
+    learn = " ".join(["memplan trace --learn --model", shlex.quote(spec.source), *advised(plan)])
+    problem = f"{spec.reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs torch)"
+    raise PlanError("", ABSENT, problem, origin=Origin(spec.source))
+
+
+def _told(plan: ResolvedPlan) -> str:
+    """The settings that a fit is looked for under: dtype and attention, and whatever is not the default."""
+    others = [word.removeprefix("--") for word in _differing(plan) if word.partition("=")[0] not in ALWAYS_TOLD]
+    return ", ".join([plan.precision.dtype, f"{plan.attention} attention", *(one.replace("=", " ") for one in others)])
+
+
+def advised(plan: ResolvedPlan) -> tuple[str, ...]:
+    """Flags of ``memplan trace --learn`` that lead to the fit which ``plan`` asks for."""
+    spec = plan.model
+    assert isinstance(spec, TracedSpec)
+    words = [word for flag in _differing(plan) for word in flag.split("=", 1)]
+    words += ["--layers", str(spec.layers)] if spec.changed else []
+    words += ["--seq", str(plan.batch.seq)] if spec.positions_max == NO_LENGTH else []
+    return tuple(words)
+
+
+def _differing(plan: ResolvedPlan) -> tuple[str, ...]:
+    """Flags, as ``--dtype=fp32`` or ``--autocast``, of the fields that tell the plan's fit from the default's: of all
+    that are not the default those without which it would be another."""
+    asked = settings_of(job_of(plan), None)
+    fields = [field for field in plan_fields().values() if field.section in SECTIONS or field.path == "attention"]
+    given = [field for field in fields if field.flag and _value(plan, field) not in (None, field.default)]
+    needed = list(given)
+    for field in given:
+        fewer = [one for one in needed if one is not field]
+        if _settings_with(plan, fewer) == asked:
+            needed = fewer
+    return tuple(_flag(plan, field) for field in needed)
+
+
+def _settings_with(plan: ResolvedPlan, fields: Sequence[PlanField]) -> Settings | None:
+    """The settings of the default plan of the same model with ``fields`` as in ``plan``; nothing where it is none."""
+    update: dict[str, Any] = {"model": plan.model, "batch": Batch(seq=plan.batch.seq)}
+    for name in SECTIONS:
+        values = {field.name: _value(plan, field) for field in fields if field.section == name}
+        update[name] = type(getattr(plan, name))(**values)
+    update["attention"] = plan.attention if any(field.path == "attention" for field in fields) else None
+    try:
+        return settings_of(job_of(resolve(Plan(**update))), None)
+    except PlanError:
+        return None
+
+
+def _value(plan: ResolvedPlan, field: PlanField) -> Any:
+    return getattr(getattr(plan, field.section) if field.section else plan, field.name)
+
+
+def _flag(plan: ResolvedPlan, field: PlanField) -> str:
+    value = _value(plan, field)
+    if field.kind is Kind.SWITCH:
+        return field.flag if value else f"--no-{field.flag[2:]}"
+    return f"{field.flag}={value}"
+
+
+@lru_cache(maxsize=256)
+def _operators(fit: Fit) -> frozenset[str]:
+    changes = (one for piece in fit.pieces for kind in piece.kinds for part in kind.passes for one in part)
+    return frozenset(one.operator for one in changes if isinstance(one, Born))
+
+
+def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of the plan's traces."""
+    fit = fit_of(plan)
+    domains = "; ".join(str(one.domain) for one in fit.pieces)
+    layers = f", {', '.join(map(str, fit.verified))} layers" if fit.layers else ""
+    lines = [
+        f"from a trace of transformers {fit.transformers} on torch {fit.torch}: no recipe ({plan.model.source}); sizes "
+        f"are polynomials in b and s, verified for {domains}{layers}",
+        "optimizer states and step follow memplan's rules over the traced parameters",
+    ]
+    if any("efficient_attention_backward" in name for name in _operators(fit)):
+        lines.append("what the memory-efficient attention kernel allocates inside is not counted")
+    if any("_grouped_mm" in name for name in _operators(fit)):
+        lines.append("experts run as one grouped product, whose tensors are as large whichever experts tokens go to")
+    return tuple(lines)
+
 
 LONGEST = 4096
 """Tokens up to which an architecture is traced that names no longest sequence."""
@@ -40,14 +195,14 @@ class Learned:
     """Where it is kept."""
 
 
-def learned(plan: Plan) -> Learned:
+def learned(plan: ResolvedPlan) -> Learned:
     """What traces of the resolved plan's architecture come to, kept for later. ``LackingError`` without torch or
     transformers; ``PlanError`` where it cannot be traced, or written as polynomials."""
     spec = plan.model
     if not isinstance(spec, TracedSpec):
         problem = "has a recipe: memplan estimate needs no trace of it; memplan trace shows that both agree"
         raise PlanError("model", spec.name, problem)
-    check(plan)
+    framework(plan.framework).running.check_learnt(plan)
     cache.folder()  # before tracing, which takes long, is in vain
     job = job_of(plan)
     fit, traces = fit_by_traces(job, plan, longest_of(plan), spec.source)
@@ -56,24 +211,22 @@ def learned(plan: Plan) -> Learned:
     return Learned(fit, traces, path)
 
 
-def longest_of(plan: Plan) -> int:
+def longest_of(plan: ResolvedPlan) -> int:
     """The longest sequence to trace: that of the model, and that of the plan if it is longer."""
     spec, asked = plan.model, plan.batch.seq or 1
     named = spec.positions_max if spec.positions_max != NO_LENGTH else max(LONGEST, asked)
     return max(named, asked)
 
 
-def fit_by_traces(job: Job, plan: Plan, longest: int, name: str) -> tuple[Fit, int]:
+def fit_by_traces(job: Job, plan: ResolvedPlan, longest: int, name: str) -> tuple[Fit, int]:
     """The fit and how many steps were traced for it; compared with one of them under ``plan``."""
-    answer = answer_of("learn_worker", job, {"job": job.to_json(), "longest": longest}, name)
-    if "error" in answer:
-        raise PlanError("model", name, answer["error"])
+    answer = answer_of("learned", job, {"longest": longest}, name)
     fit = Fit.from_json(answer["fit"])
     _compare(plan, fit, answer["point"], answer["points"], name)
     return fit, int(answer["traces"])
 
 
-def _compare(plan: Plan, fit: Fit, point: tuple[int, int], traced: Mapping[str, int], name: str) -> None:
+def _compare(plan: ResolvedPlan, fit: Fit, point: tuple[int, int], traced: Mapping[str, int], name: str) -> None:
     """What polynomials and rules come to is what was traced with all layers and AdamW, at named points."""
     b, s = point
     update: dict[str, Any] = {
@@ -83,7 +236,8 @@ def _compare(plan: Plan, fit: Fit, point: tuple[int, int], traced: Mapping[str, 
         "hardware": plan.hardware.model_copy(update={"gpus": 1}),
         "optimizer": Optimizer(name="adamw", implementation="foreach", weight_decay=0.01),
     }
-    folded = fold_program(program_of(resolve(plan.model_copy(update=update)), fit, Options()))
+    alone = resolve(plan.model_copy(update=update))
+    folded = fold_program(framework(alone.framework).running.learnt_program(alone, fit, Options()))
     for point_name, field in NAMED.items():
         ours, found = int(getattr(folded, field)), traced[point_name]
         if ours != found:

@@ -13,13 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..plan.traced_spec import layers_name
-from .fit import Domain, Fit, Piece
-from .fitting import Fitted, as_traced, fit_sizes
+from .fit import Domain, Fit, Piece, Point
 from .job import Job
-from .polynomials import Point
+from .recording import Traced
 from .rows import gradients_follow_rows, laid_out, piece_of
-from .structure import Structure, UnfitError, structure_of
-from .traced import Traced
+from .structure import Fitted, Structure, UnfitError, as_traced, fit_sizes, structure_of
 
 Trace = Callable[[Job], Traced]
 """Traces a step of two micro-batches, and an evaluation behind it."""

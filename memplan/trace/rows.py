@@ -8,11 +8,9 @@ from difflib import SequenceMatcher
 from itertools import groupby
 
 from ..layers.module import Parameter
-from .fit import LAYER, Born, Changes, Domain, Gone, Kind, Piece, Places
-from .fitting import Fitted, distinct
-from .polynomials import Polynomial
-from .structure import Begin, Change, runs
-from .traced import EMBEDDING, FINAL_NORM, HEAD, Outline, Registered, Traced
+from .fit import LAYER, Born, Changes, Domain, Gone, Kind, Piece, Places, Polynomial
+from .recording import EMBEDDING, FINAL_NORM, HEAD, Outline, Registered, Traced
+from .structure import Begin, Change, Fitted, distinct, runs
 
 FORWARD_PASS = 0
 _BACKWARDS = (1, 2)

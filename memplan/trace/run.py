@@ -1,4 +1,6 @@
-"""Starts the worker, and turns whatever becomes of it into a result or one line."""
+"""From what a user gives to a job, to its trace in a process of its own (whatever becomes of that is a result or one
+line), and to the program that the trace stands beside.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,25 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from ..plan.errors import LackingError, PlanError
-from .job import Job
-from .traced import Traced
+from ..families import family
+from ..frameworks import framework
+from ..layers.module import Options
+from ..plan import traced_spec
+from ..plan.errors import ABSENT, LackingError, Origin, PlanError
+from ..plan.fields import by_flag
+from ..plan.read import Flags, ReadPlan, read_plan
+from ..plan.resolve import resolve
+from ..plan.resolved import ResolvedPlan
+from ..plan.text import is_folder, is_there, path_of, read_text
+from ..tape.program import Program
+from .framework import job_of_plan
+from .job import Job, check_stage
+from .recording import Traced
 
 LEAST = {
     "torch": (2, 6),
@@ -31,10 +46,7 @@ LEAST_OF_TORCHTITAN = {"torch": (2, 13)}
 def traced(job: Job, model: str) -> Traced:
     """The trace of ``job``. ``LackingError`` without torch, transformers or what the job needs besides;
     ``PlanError`` of ``model``, its name, where the model's code cannot run on fake tensors."""
-    answer = answer_of("worker", job, job.to_json(), model)
-    if "error" in answer:
-        raise PlanError("model", model, f"cannot be traced: {answer['error']}")
-    return Traced.from_json(answer)
+    return Traced.from_json(answer_of("traced", job, {}, model))
 
 
 def needed(job: Job) -> dict[str, tuple[int, int]]:
@@ -44,15 +56,15 @@ def needed(job: Job) -> dict[str, tuple[int, int]]:
     return {package: LEAST[package] for package in (*ALWAYS, *job.packages)}
 
 
-def answer_of(worker: str, job: Job, data: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """What a module of this package, run as a process, answers to ``data`` about ``job``; ``PlanError`` of ``model`` if
-    it dies, ``LackingError`` without a package that it needs."""
+def answer_of(work: str, job: Job, data: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """What one of the worker's kinds of ``work`` answers about ``job`` and what ``data`` says besides; ``PlanError`` of
+    ``model`` if it dies or cannot do it, ``LackingError`` without a package that it needs."""
     least = needed(job)
     check_packages(least)
-    command = [sys.executable, "-m", f"memplan.trace.{worker}"]
+    command = [sys.executable, "-m", "memplan.trace.worker", work]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
-            out, errors = process.communicate(json.dumps(data).encode())
+            out, errors = process.communicate(json.dumps({"job": job.to_json(), **data}).encode())
         except BaseException:
             process.kill()
             raise
@@ -63,6 +75,8 @@ def answer_of(worker: str, job: Job, data: Mapping[str, Any], model: str) -> dic
         package, problem = answer["lacking"]
         how = _how(package, least[package])
         raise LackingError(f"memplan trace needs {package}, which cannot be imported ({problem}): {how}")
+    if "error" in answer:
+        raise PlanError("model", model, answer["error"])
     return answer
 
 
@@ -98,3 +112,105 @@ def _check(package: str, least: tuple[int, int], command: str) -> None:
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < least:
         raise LackingError(f"{command} needs {package} {'.'.join(map(str, least))} or later, not {found}: {wanted}")
+
+
+STAND_IN = {"model": traced_spec.STAND_IN, "positions-max": str(2**31)}
+"""Takes the place of an architecture without a recipe while the rest of a plan is read."""
+_LENGTHS = ("max_position_embeddings", "n_positions", "seq_length")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A job, its plan, and the program of its recipe."""
+
+    job: Job
+    name: str
+    plan: ResolvedPlan | None
+    """``None`` where the architecture has no recipe."""
+    program: Program | None
+    reason: str = ""
+    """Why there is no recipe."""
+
+
+def planned(source: str | None, flags: Flags, stage: int = 0) -> Planned:
+    """The job of the plan in ``source`` with ``flags`` over it, of the first rank of ``stage``. An architecture that is
+    read from a ``config.json`` (``--model``) need not be one that memplan has a recipe for."""
+    flags = {"framework": "single", **flags} if source is None else flags
+    path = _config_path(flags)
+    try:
+        read = read_plan(source, flags)
+    except PlanError as error:
+        if path is None or source is not None or not _is_about(error, path):
+            raise
+        check_stage(stage, 1)
+        return _without_recipe(path, flags, error)
+    running = framework(read.plan.framework).running
+    has_recipe = family(read.plan.model.family).covers is not None
+    if path is not None and running.runs_transformers(read.plan) and not has_recipe:
+        check_stage(stage, 1)
+        problem = "has no recipe of transformers' code"
+        return _without_recipe(path, flags, PlanError("model.family", read.plan.model.family, problem))
+    try:
+        return _with_recipe(read, stage)
+    except PlanError as error:
+        raise error.located(read.origins) from None
+
+
+def _with_recipe(read: ReadPlan, stage: int) -> Planned:
+    from ..estimate import programs_of
+
+    plan = resolve(read.plan)
+    job = job_of_plan(plan, stage=stage)
+    return Planned(job, plan.model.name, plan, programs_of(plan, Options())[stage])
+
+
+def _config_path(flags: Flags) -> Path | None:
+    given = flags.get("model")
+    if not isinstance(given, str):
+        return None
+    path = path_of(given)
+    path = path / "config.json" if is_folder(path) else path
+    return path if path.suffix == ".json" and is_there(path) else None
+
+
+def _is_about(error: PlanError, path: Path) -> bool:
+    return error.origin is not None and error.origin.source == str(path) and error.problem != "no such file"
+
+
+def _without_recipe(path: Path, flags: Flags, error: PlanError) -> Planned:
+    config = _config(path, error)
+    rest = {name: value for name, value in flags.items() if name not in ("model", "layers")}
+    for name in rest:
+        if by_flag()[name].section == "model":
+            problem = f"changes an architecture with a recipe, which this one has not ({error.field}); change {path}"
+            raise PlanError("", ABSENT, problem, origin=Origin(f"--{name}"))
+    if "lora-rank" in rest and "lora-targets" not in rest:
+        problem = f"is needed: peft's targets are those of a family, which {path} is not (--lora-targets q_proj,v_proj)"
+        raise PlanError("lora.targets", ABSENT, problem)
+    if "seq" not in rest:
+        length = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
+        if length is None:
+            raise PlanError("batch.seq", ABSENT, "is needed: the configuration names no longest sequence")
+        rest["seq"] = str(length)
+    if "layers" in flags:
+        name = next((name for name in _LAYERS if name in config), _LAYERS[0])
+        config[name] = read_plan(None, {**STAND_IN, "layers": flags["layers"]}).plan.model.layers
+    read = read_plan(None, {**STAND_IN, **rest})
+    try:
+        job = job_of_plan(resolve(read.plan), config)
+    except PlanError as wrong:
+        raise wrong.located(read.origins) from None
+    reason = str(PlanError(error.field, error.value, error.problem))
+    return Planned(job, str(path), None, None, reason)
+
+
+def _config(path: Path, error: PlanError) -> dict[str, Any]:
+    """The configuration as it is written; ``error`` where it is none."""
+    try:
+        config = json.loads(read_text(path, "model"))
+    except ValueError:
+        raise error from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise PlanError("model_type", ABSENT, "is missing: transformers needs it", origin=Origin(str(path)))
+    return config

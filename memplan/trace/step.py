@@ -1,34 +1,87 @@
-"""One training step of a transformers model on fake tensors, written down event by event."""
+"""One training step of a transformers model on fake tensors, written down event by event, with what transformers'
+Trainer does around a model that it leaves as it is, by its own and Accelerate's functions.
+
+transformers 5.23, ``trainer.py``: ``_run_epoch``, ``_clip_grad_norm``, ``create_optimizer``. The Trainer's loop itself
+(logs, callbacks, the data loader, evaluation) is not run.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..tape import Category
+from ..optimizers import algorithm
+from ..tape.events import Category
 from .autocast import Scaler, cuda_autocast, cuda_lists, scaler_of, scaler_states
-from .ddp import Replica, distributed, reducing
-from .failures import UntraceableError, explained
-from .fsdp_categories import categories_of_fsdp
+from .distributed import Replica, answered, categories_of_fsdp, distributed, rank_of, reducing, shard
 from .job import Job
-from .materialised import initialise, materialise
-from .models import config_of, example_inputs, made, randomise
-from .outline import outline_of
-from .places import Places
-from .ranks import rank_of, shard
-from .recording import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, Recording
-from .storages import Follow, resizes_followed
+from .models import config_of, example_inputs, made, outline_of, randomise
+from .places import Places, UntraceableError, explained
+from .recording import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, Outline, Recording, Traced
+from .storages import Follow, initialise, local, materialise, resizes_followed
 from .surroundings import FAKE, Surroundings
-from .traced import Outline, Traced
-from .trainer import clip, converting, groups, imported, variables
 from .tuning import dequantising, follow_frozen, tuned
+
+
+def imported(job: Job) -> None:
+    """Before operators are followed: these modules make tensors when they are imported."""
+    if job.trainer is not None:
+        with catch_warnings():
+            simplefilter("ignore")
+            import_module("accelerate.utils.operations")
+            import_module("transformers.trainer")
+
+
+def groups(job: Job, model: Any, parameters: list[torch.nn.Parameter]) -> list[Any]:
+    """``parameters`` as the optimizer takes them: those whose weights decay and the rest (``create_optimizer``)."""
+    if job.trainer is None:
+        return parameters
+    from transformers import Trainer
+
+    decay = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    return [
+        {"params": [one for name, one in named if name in decay], "weight_decay": job.weight_decay},
+        {"params": [one for name, one in named if name not in decay], "weight_decay": 0.0},
+    ]
+
+
+def variables(job: Job, model: Any, follow: Follow) -> list[torch.Tensor]:
+    """What variables of ``_run_epoch`` hold: the loss so far, the last norm, a count of tokens, and inputs of the
+    iteration's other micro-batches (``get_batch_samples``)."""
+    if job.trainer is None:
+        return []
+    numbers = [torch.zeros(()), torch.zeros(()), torch.zeros((), dtype=torch.int64)]
+    for number in numbers:
+        follow.adopt(number, "trainer", Category.BUFFERS)
+    batches = [one for _ in range(job.trainer - 1) for one in example_inputs(job, model).values()]
+    for tensor in batches:
+        follow.adopt(tensor, "inputs", Category.INPUTS)
+    return numbers + batches
+
+
+def converting(job: Job, model: Any) -> Any:
+    """What calls ``model``: its outputs are cast to fp32 behind autocast (``Accelerator.prepare_model``)."""
+    if job.trainer is None or job.autocast is None:
+        return model
+    operations: Any = import_module("accelerate.utils.operations")
+    return operations.convert_outputs_to_fp32(model)
+
+
+def clip(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """``clip_grad_norm_`` over all gradients, with the foreach kernels that CUDA tensors have."""
+    if job.trainer is not None:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
 
 
 def traced_step(
@@ -80,6 +133,14 @@ def sharded_model(job: Job, mesh: DeviceMesh | None, within: Surroundings) -> tu
     return model, outline
 
 
+@contextmanager
+def transformers_training_of(job: Job, within: Surroundings) -> Iterator[Training]:
+    """The job's model on its rank, with its optimizer, before the first iteration; nothing looks on."""
+    with environment(within), rank_of(job, within) as mesh, within.tensors(), answered(job, within):
+        model, _ = sharded_model(job, mesh, within)
+        yield Training(job, Replica(job, model), within)
+
+
 def _run(
     job: Job, replica: Replica, follow: Follow, places: Places, evaluates: bool, within: Surroundings
 ) -> tuple[str, ...]:
@@ -91,7 +152,9 @@ def _run(
         _settle(job, training, follow)
     else:
         replica.settle(lambda: training.iterate(Watch()), within.warmup)
-    _mark_states(job, training.optimizer, training.scaler, follow)
+    mark_states(job, training.optimizer, follow)
+    for tensor in scaler_states(training.scaler):
+        follow.mark(tensor, Category.BUFFERS)
     gc.collect()
     ready: dict[str, None] = {}
     if evaluates:
@@ -126,10 +189,8 @@ def _adopt(job: Job, model: Any, inputs: dict[str, torch.Tensor], follow: Follow
         follow.adopt(tensor, name, Category.INPUTS)
 
 
-def _mark_states(job: Job, optimizer: Any, scaler: Scaler | None, follow: Follow) -> None:
+def mark_states(job: Job, optimizer: Any, follow: Follow) -> None:
     """What the first step has left, of ``ZeroRedundancyOptimizer`` in the optimizer that it wraps."""
-    for tensor in scaler_states(scaler):
-        follow.mark(tensor, Category.BUFFERS)
     for state in getattr(optimizer, "optim", optimizer).state.values():
         for tensor in state.values():
             if isinstance(tensor, torch.Tensor) and is_followed(job, tensor):
@@ -149,6 +210,12 @@ def _settle(job: Job, training: Training, follow: Follow) -> None:
     for parameter in training.parameters:
         parameter.grad = torch.empty_like(parameter)
     update(job, training.optimizer, follow)
+
+
+def mark_gradients(parameters: Sequence[torch.nn.Parameter], follow: Follow) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            follow.mark(parameter.grad, Category.GRADIENTS)
 
 
 class Watch:
@@ -171,9 +238,7 @@ class Marking(Watch):
         self.places.microbatch, self.places.phase = microbatch, phase
 
     def accumulated(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self.follow.mark(parameter.grad, Category.GRADIENTS)
+        mark_gradients(parameters, self.follow)
 
 
 class Training:
@@ -201,16 +266,20 @@ class Training:
             watch.begins(FORWARD, microbatch)
             if job.fsdp is not None:
                 model.set_requires_gradient_sync(job.fsdp.syncs_each or microbatch == last)
-            with self.replica.synced(microbatch):
+            with self.synced(microbatch):
                 loss = self.loss()
                 watch.begins(BACKWARD, microbatch)
                 loss.backward()
                 if self.within.lost is not None:
-                    self.within.lost(loss.detach())
+                    self.within.lost(local(loss.detach()))
                 del loss
             watch.accumulated(self.parameters)
         watch.begins(OPTIMIZER, last)
         update(job, self.optimizer, self.follow, self.scaler)
+
+    def synced(self, microbatch: int) -> AbstractContextManager[object]:
+        """Around forward and backward of a micro-batch."""
+        return self.replica.synced(microbatch)
 
     def loss(self) -> Any:
         """Of one micro-batch; nothing else of the model's output is kept."""
@@ -259,20 +328,13 @@ def counting(job: Job, follow: Follow | None) -> Iterator[None]:
 
 def optimizer_of(job: Job, parameters: list[Any]) -> torch.optim.Optimizer:
     """torch's optimizer of the job's name."""
+    optimizer = algorithm(job.optimizer)
     how: dict[str, Any] = {"foreach": job.implementation == "foreach", "weight_decay": job.weight_decay}
-    if job.optimizer != "adafactor":
+    if "fused" in optimizer.implementations:
         how["fused"] = job.implementation == "fused"
-    if job.optimizer == "sgd":
+    if optimizer.has_momentum:
         how |= {"lr": 1e-3, "momentum": job.momentum}
-    return distributed(job.ddp, parameters, KINDS[job.optimizer], how)
-
-
-KINDS: dict[str, Any] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adafactor": torch.optim.Adafactor,
-}
+    return distributed(job.ddp, parameters, getattr(torch.optim, str(optimizer.torch)), how)
 
 
 @contextmanager

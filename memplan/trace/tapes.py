@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ..layers.module import Module, Tapes
-from ..program import Span
-from ..tape import NOTHING, Category, Drop, Event, Excursion, Hold, Tape, rounded
+from ..tape.events import NOTHING, Category, Drop, Event, Excursion, Hold, Tape, rounded
+from ..tape.program import Span
 from .fit import Born, Changes, Gone, Kind, Piece, Places
 from .rows import place_of
 
@@ -35,7 +35,7 @@ class Sizes:
 
 
 def folded(changes: Changes, sizes: Sequence[int]) -> Excursion:
-    """``tape.fold`` without events."""
+    """``tape.events.fold`` without events."""
     net = peak = 0
     at = -1
     for number, change in enumerate(changes):
@@ -69,11 +69,18 @@ def _by_category(changes: Sequence[Born | Gone], sizes: Sequence[int], before: t
 # -- modules ----------------------------------------------------------------------------------------
 
 
+def _set(value: object, **fields: object) -> None:
+    """Sets fields as the ``__init__`` of a frozen dataclass does. Those that are left out are properties here:
+    tapes that are made when they are asked for."""
+    for name, field in fields.items():
+        object.__setattr__(value, name, field)
+
+
 class TracedTapes(Tapes):
     """Those of one kind at one point; ``known`` is the pass of its backward."""
 
     def __init__(self, kind: Kind, known: int, sizes: Sizes) -> None:
-        self.__dict__.update(kind=kind, known=known, sizes=sizes, output=0, grad_input=0, end=())
+        _set(self, kind=kind, known=known, sizes=sizes, output=0, grad_input=0, end=())
 
     kind: Kind
     known: int
@@ -101,8 +108,8 @@ class TracedModule(Module):
 
     def __init__(self, name: str, kind: Kind, sizes: Sizes) -> None:
         first, steady = TracedTapes(kind, FIRST, sizes), TracedTapes(kind, FURTHER, sizes)
-        self.__dict__.update(kind=kind, sizes=sizes, name=name, first=first, steady=steady)
-        self.__dict__.update(parameters=kind.parameters, left=(), shares=(), saved_shared=frozenset(), slot=0)
+        own = {"parameters": kind.parameters, "left": (), "shares": (), "saved_shared": frozenset(), "slot": 0}
+        _set(self, kind=kind, sizes=sizes, name=name, first=first, steady=steady, **own)
 
     kind: Kind
     sizes: Sizes
@@ -159,7 +166,7 @@ class _RowTapes(Tapes):
     """Of the whole model."""
 
     def __init__(self, row: _Row, known: int) -> None:
-        self.__dict__.update(row=row, known=known, output=0, grad_input=0, end=())
+        _set(self, row=row, known=known, output=0, grad_input=0, end=())
 
     row: _Row
     known: int
@@ -236,7 +243,8 @@ class _Row:
 
 
 class _Workspaces:
-    """What flash attention's backward allocates inside, behind its three outputs (``layers.ops.flash_attention``)."""
+    """What flash attention's backward allocates inside, behind its three outputs
+    (``layers.fused_attention.flash_attention``)."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes

@@ -1,4 +1,6 @@
-"""Traces one job in a process of its own: JSON on standard input, JSON on standard output.
+"""What runs a job: ``traced_job`` and ``training_of`` in this process, and in one of its own ``python -m
+memplan.trace.worker traced|learned``, with JSON on standard input and output, which traces a job or learns an
+architecture.
 
 Some operators on fake tensors of another device end the whole process on a CPU-only build; whoever started this
 one sees it die. What libraries print goes to standard error.
@@ -10,41 +12,53 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .job import Job
-from .traced import Traced
+from .recording import Traced
+
+if TYPE_CHECKING:
+    from .step import Training
+    from .surroundings import Surroundings
+    from .torchtitan_step import PipelineTraining
+
+    AnyTraining: TypeAlias = Training | PipelineTraining
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    job = Job.from_json(json.load(sys.stdin))
     with answer:
-        json.dump(answered(job), answer)
+        json.dump(answered(WORK[arguments[0]], json.load(sys.stdin)), answer)
     return 0
 
 
-def answered(job: Job) -> dict[str, Any]:
-    """What was traced; or ``error`` and where it happened; or ``lacking``: the package that cannot be imported, why."""
+def answered(work: Work, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What was found; or ``error`` and where it happened; or ``lacking``: the package that cannot be imported, why."""
+    job = Job.from_json(data["job"])
+    needed = ("torch",) if job.torchtitan is not None else ("torch", "transformers")
     try:
-        versions, trace, substitutions = _of_torchtitan() if job.torchtitan is not None else _of_transformers()
+        versions = {package: imported(package).__version__ for package in needed}
     except NotImportableError as error:
         return {"lacking": error.args}
 
-    from .failures import UntraceableError, explained
     from .models import UnknownModelError
+    from .places import UntraceableError, explained
+    from .structure import UnfitError
 
     gc.freeze()  # a trace looks for garbage twice: not among all that was imported
     try:
-        traced = trace(job)
+        return work(job, data, versions)
+    except UnfitError as error:
+        return {"error": f"cannot be written as polynomials: {error}"}
     except (UnknownModelError, UntraceableError) as error:
-        return {**versions, "error": str(error)}
+        return {"error": f"cannot be traced: {error}"}
     except Exception as error:  # whatever a model's code raises is the user's to read
-        return {**versions, "error": explained(error)}
-    return {**versions, "substitutions": substitutions, **traced.to_json()}
+        return {"error": f"cannot be traced: {explained(error)}"}
 
 
 class NotImportableError(Exception):
@@ -58,26 +72,58 @@ def imported(package: str) -> Any:
         raise NotImportableError(package, str(error).partition("\n")[0]) from error
 
 
-_Tracer = tuple[dict[str, Any], Callable[[Job], Traced], tuple[str, ...]]
-"""Versions of libraries, what traces a job, and what is put in CUDA's place."""
+def traced_job(job: Job, within: Surroundings) -> Traced:
+    """A recorded step of the job. torchtitan's needs a newer torch than others do, and is imported where it runs."""
+    if job.torchtitan is not None:
+        from .torchtitan_step import SUBSTITUTIONS, traced_torchtitan
 
-
-def _of_transformers() -> _Tracer:
-    versions = {package: imported(package).__version__ for package in ("torch", "transformers")}
-
+        return replace(traced_torchtitan(job, within=within), substitutions=SUBSTITUTIONS)
     from .step import traced_step
-    from .substitutions import SUBSTITUTIONS
+    from .substitutions import SUBSTITUTIONS as OF_TRANSFORMERS
 
-    return versions, traced_step, SUBSTITUTIONS
+    return replace(traced_step(job, within=within), substitutions=OF_TRANSFORMERS)
 
 
-def _of_torchtitan() -> _Tracer:
-    versions = {"torch": imported("torch").__version__}
+def training_of(job: Job, within: Surroundings) -> AbstractContextManager[AnyTraining]:
+    """The job's model on its rank, with its optimizer, before the first iteration; nothing looks on."""
+    if job.torchtitan is not None:
+        from .torchtitan_step import torchtitan_training_of
 
-    from .torchtitan_step import SUBSTITUTIONS, traced_torchtitan
+        return torchtitan_training_of(job, within)
+    from .step import transformers_training_of
 
-    return versions, traced_torchtitan, SUBSTITUTIONS
+    return transformers_training_of(job, within)
 
+
+def traced(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict[str, Any]:
+    """What was traced, and what was put in CUDA's place."""
+    from .surroundings import FAKE
+
+    return {**versions, **traced_job(job, FAKE).to_json()}
+
+
+def learned(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict[str, Any]:
+    """The fit up to sequences of ``longest`` tokens, and a traced step to compare it with."""
+    from .comparison import compared
+    from .learning import learn
+    from .step import traced_step
+
+    traces = 0
+
+    def trace(one: Job) -> Traced:
+        nonlocal traces
+        traces += 1
+        gc.collect()
+        gc.freeze()  # nor among what was traced before
+        return traced_step(one, evaluates=True)
+
+    fit, whole, point = learn(job, trace, data["longest"])
+    points = {one.name: one.traced for one in compared(whole, None).points}
+    return {"fit": {**fit.to_json(), **versions}, "point": point, "points": points, "traces": traces}
+
+
+Work: TypeAlias = Callable[[Job, Mapping[str, Any], dict[str, str]], dict[str, Any]]
+WORK: Mapping[str, Work] = {"traced": traced, "learned": learned}
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

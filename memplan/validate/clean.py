@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..records.readings import Moment
 from ..trace.recording import ITERATION
 from ..trace.step import Training, Watch
 from ..trace.surroundings import Surroundings
-from .readings import Moment
 
 if TYPE_CHECKING:
-    from .trainings import AnyTraining
+    from ..trace.worker import AnyTraining
 
 
 PASSES = "passes"

@@ -1,23 +1,112 @@
-"""Which rank failed first, and why, from the files of a run that has ended.
-
-When one rank dies, others that wait for it in a collective fail because of it, some of them sooner than the death of
-the first is noted. Such failures are known by what they say (``CONSEQUENCES``), and are left out of the answer.
-"""
+"""How a run failed: which rank first, with its last lines; what a request for memory was for."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
+from ..estimate import detail
+from ..plan.resolved import ResolvedPlan
+from ..records.readings import Failure
+from ..report.names import MIB, size
+from ..tape.events import Hold
 from .processes import LONGEST_DEATH
-from .rank_files import KEEPER_LOG, LAUNCHER_LOG, RankFiles, last_said, ranks_in, read_json
-from .readings import Failure
-from .watching import Progress, end_of
+from .run_files import KEEPER_LOG, LAUNCHER_LOG, Progress, RankFiles, end_of, last_said, ranks_in, read_json
+
+# -- out of memory ---------------------------------------------------------------------------------------
+
+_SIZE = r"(\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB)"
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_ASKED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
+_ALLOCATED = re.compile(rf"Of the allocated memory {_SIZE} is allocated by PyTorch")
+_UNALLOCATED = re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated")
+_FULL = re.compile(r"out of memory|STATUS_ALLOC_FAILED|DefaultCPUAllocator", re.IGNORECASE)
+"""The caching allocator's, CUDA's and NCCL's words, those of cuBLAS and cuDNN, and of PyTorch's CPU allocator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Bytes, each ``None`` where the message does not have it."""
+
+    failing: int | None
+    """Of the request, to two decimals of its unit."""
+    allocated: int | None
+    reserved: int | None
+
+
+def is_full(message: str) -> bool:
+    return _FULL.search(message) is not None
+
+
+def full(message: str) -> Full:
+    allocated, unallocated = _bytes(_ALLOCATED, message), _bytes(_UNALLOCATED, message)
+    reserved = None if allocated is None or unallocated is None else allocated + unallocated
+    return Full(_bytes(_ASKED, message), allocated, reserved)
+
+
+def _bytes(pattern: re.Pattern[str], message: str) -> int | None:
+    found = pattern.search(message)
+    return round(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+NEAR = 0.005
+"""A request is known to two decimals of its unit, as PyTorch prints it."""
+EXACT, ROUND = 10 * MIB, 2 * MIB
+"""What PyTorch prints is the segment that it could not get: of requests from ``EXACT`` bytes on the next multiple of
+``ROUND``. Smaller ones share segments, whose size says nothing (``CUDACachingAllocator.cpp``,
+``get_allocation_size``)."""
+
+
+class Tensor(NamedTuple):
+    module: str
+    phase: str
+    hold: Hold
+
+    def __str__(self) -> str:
+        shape = " x ".join(f"{length:,}" for length in self.hold.shape)
+        return f"{self.hold.name} of {self.module} in {self.phase} ({shape} in {self.hold.dtype})"
+
+
+def explained(failure: Failure, plan: ResolvedPlan, stages: Mapping[int, int]) -> Failure:
+    """``failure`` with the tensor of its size, where the estimate has one for the stage of its rank; ``stages`` are
+    those of the run's ranks."""
+    stage = None if failure.rank is None else stages.get(failure.rank)
+    if failure.kind != "out-of-memory" or failure.failing is None or stage is None:
+        return failure
+    found = next(_of_size(plan, stage, failure.failing), None)
+    if found is None:
+        return failure
+    return failure.model_copy(update={"message": f"{failure.message} {size(failure.failing)} is {found}."})
+
+
+def _of_size(plan: ResolvedPlan, stage: int, bytes_: int) -> Iterator[Tensor]:
+    """Tensors of one micro-batch whose size, or else whose segment's, is printed like ``bytes_``."""
+    unit = next(unit for unit in (2**30, 2**20, 2**10, 1) if bytes_ >= unit)
+    tensors = [
+        Tensor(tape.module, tape.phase, event)
+        for tape in detail(plan, stage)
+        for event in tape.events
+        if isinstance(event, Hold)
+    ]
+    for size_of in (_exact, _segment):
+        yield from (one for one in tensors if abs(size_of(one.hold) - bytes_) <= NEAR * unit)
+
+
+def _exact(hold: Hold) -> int:
+    return hold.bytes
+
+
+def _segment(hold: Hold) -> int:
+    return -(-hold.bytes // ROUND) * ROUND if hold.bytes >= EXACT else hold.bytes
+
+
+# -- failing ---------------------------------------------------------------------------------------------
 
 LINES = 20
 """That a failure repeats of what its rank printed last."""

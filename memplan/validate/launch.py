@@ -3,31 +3,162 @@
     memplan → keeper → PyTorch's elastic launcher → a guard for each rank → its worker
 
 Nothing of this but the launcher and the workers imports torch. The files in which they speak to each other are those of
-``rank_files``; what outlives whom is said in ``keeper``.
+``run_files``; what outlives whom is said in ``guards``.
+
+The run's folder is made in the temporary directory, locked while the run lives, and always removed: by the run itself;
+by its keeper, if the run is killed; and by the next run of the same user, if both were.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
+from ..plan.errors import LackingError, one_line
+from ..records.readings import Failure, RankReading
+from .cluster import Way
 from .failing import failures_of, hung, late, launcher_failed, silent_ranks, unable_to_die
-from .interrupts import Interrupts, interrupts
-from .keeper import KILL, SETTINGS, TERMINATE
+from .guards import KILL, SETTINGS, TERMINATE, SharedMemory, shared_now
 from .processes import LONGEST_DEATH, MARKER, end_all, is_alive, marked, send
-from .rank_files import KEEPER_LOG, TASK, ranks_in, workers_in, write_json, write_whole
-from .readings import Failure, RankReading
-from .run_folder import TEMPORARY, run_folder
-from .shared_memory import SharedMemory, shared_now
-from .watching import Progress, Watch
-from .ways import Way
+from .run_files import KEEPER_LOG, TASK, Progress, Watch, ranks_in, workers_in, write_json, write_whole
+
+PREFIX = "memplan-run-"
+LOCK = "lock"
+TEMPORARY = "tmp"
+"""What the workers have as ``TMPDIR``, so that what libraries leave there goes with the folder."""
+LEAST_FREE = 16 << 20
+"""Bytes: room for what the ranks print and measure."""
+YOUNG = 60.0
+"""Seconds that a folder may exist before it is locked."""
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """A new one; what runs of this user left behind goes. ``LackingError`` where none can be made."""
+    _remove_left_ones()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    except OSError as error:
+        raise _unusable(_temporary(), error.strerror or str(error)) from None
+    try:
+        yield from _locked(folder)
+    finally:
+        _remove(folder)
+
+
+def _locked(folder: Path) -> Iterator[Path]:
+    try:
+        (folder / TEMPORARY).mkdir()
+        (folder / LOCK).write_text(socket.gethostname(), encoding="utf-8")
+        lock = os.open(folder / LOCK, os.O_RDWR)
+    except OSError as error:
+        raise _unusable(str(folder.parent), error.strerror or str(error)) from None
+    try:
+        with suppress(OSError):  # file systems without locks: the age decides
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = shutil.disk_usage(folder).free
+        if free < LEAST_FREE:
+            raise _unusable(str(folder.parent), f"{free:,} bytes are free, and {LEAST_FREE:,} are wanted")
+        yield folder
+    finally:
+        os.close(lock)
+
+
+def _unusable(where: str, why: str) -> LackingError:
+    line = f"memplan validate cannot keep its run's files in {where}: {why}; set TMPDIR to a folder that has room"
+    return LackingError(one_line(line))
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError:
+        return "a temporary folder"
+
+
+def _remove(folder: Path) -> None:
+    """A process that could not be ended may still write: what is left then goes with the next run."""
+    for _ in range(5):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.05)
+
+
+def _remove_left_ones() -> None:
+    """Folders of runs whose every guard was killed, and what still runs of them."""
+    with suppress(OSError):
+        for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            with suppress(OSError):
+                if folder.stat().st_uid == os.getuid() and _is_left(folder):
+                    end_all(lambda mark=str(folder): marked(mark), 0)  # type: ignore[misc]
+                    _remove(folder)
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether nobody holds its lock, nor can be about to, nor has it from another machine, whose locks cannot always
+    be seen from here."""
+    if time.time() - folder.stat().st_mtime < YOUNG or (folder / LOCK).read_text() != socket.gethostname():
+        return False
+    lock = os.open(folder / LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """How often the process was asked to end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def notice(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+    def check(self) -> None:
+        """``KeyboardInterrupt`` if it was, which the command line turns into exit code 130."""
+        if self.count:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupts() -> Iterator[Interrupts]:
+    """Signals are counted within, and raised as ``KeyboardInterrupt`` at the end if nobody did. Outside the main thread
+    Python has no handlers, and nothing is counted. What ignores a signal (``nohup``) goes on ignoring it."""
+    noticed = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield noticed
+        return
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, noticed.notice) for number in heard}
+    try:
+        yield noticed
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    noticed.check()
+
 
 WORKER = "memplan.validate.worker"
 PATIENCE = 600.0
@@ -114,7 +245,7 @@ class _Run:
         write_json(folder / SETTINGS, settings)
         with (folder / KEEPER_LOG).open("ab") as log:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "memplan.validate.keeper", str(folder)],
+                [sys.executable, "-m", "memplan.validate.guards", "keep", str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -8,24 +8,31 @@ compared with the estimate of that, never with the framework's own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..estimate import programs_of
-from ..frameworks.ddp_programs import fullest_rank
+from ..frameworks import framework, frameworks
 from ..layers.module import Options
 from ..plan.errors import PlanError
-from ..plan.framework_sections import Ddp, Deepspeed, Fsdp, Megatron
+from ..plan.framework_sections import Fsdp
 from ..plan.plan import Layout, Loss, Optimizer, Pipeline, Plan, Precision, Recompute
 from ..plan.resolve import resolve
+from ..plan.resolved import ResolvedPlan
 from ..plan.section import Section
 from ..plan.tuning_checks import first_frozen, is_tuned
-from ..program import Program
-from ..trace.job import Job, job_of_plan
-from ..trace.torchtitan_job import is_torchtitan, job_of_torchtitan
-from .readings import Code, World
+from ..records.readings import Code, World
 
-NATIVE = ("single", "ddp", "fsdp")
+if TYPE_CHECKING:
+    from ..trace.recording import Traced
+    from ..trace.surroundings import Surroundings
+
+from ..tape.program import Program
+from ..trace.framework import job_of_plan
+from ..trace.job import Job
+from ..trace.run import check_packages, needed
+
 ZERO = {0: ("ddp", 0), 1: ("ddp", 1), 2: ("fsdp", 0), 3: ("fsdp", 0)}
 """Frameworks, and ZeRO stages in them, that keep what a ZeRO stage keeps."""
 
@@ -34,9 +41,9 @@ ZERO = {0: ("ddp", 0), 1: ("ddp", 1), 2: ("fsdp", 0), 3: ("fsdp", 0)}
 class Native:
     """What is run for a plan."""
 
-    given: Plan
+    given: ResolvedPlan
     """Resolved, as the user has it."""
-    runs: Plan
+    runs: ResolvedPlan
     """Resolved, as torch's code runs it."""
     differs: str = ""
     """In one sentence, where ``runs`` is of another framework than ``given``."""
@@ -55,14 +62,7 @@ class Native:
 
     def distinct(self) -> tuple[int, ...]:
         """One rank of each stage, the one that needs most."""
-        if self.runs.framework == "ddp" and self.runs.layout.zero:
-            return (fullest_rank(self.runs),)
-        return tuple(range(0, self.ranks, self.ranks // self.stages))
-
-    @property
-    def code(self) -> Code:
-        """Whose code runs it."""
-        return "torch"
+        return framework(self.runs.framework).running.distinct(self.runs, self.ranks)
 
     @property
     def by_pass(self) -> bool:
@@ -70,7 +70,17 @@ class Native:
         return False
 
     def check_device(self, device: str) -> None:
-        """``PlanError`` where ``device``, ``cuda``, ``cpu`` or ``fake``, cannot run it."""
+        """``PlanError`` where ``device``, ``cuda``, ``cpu`` or ``fake``, cannot run it, ``LackingError`` where kernels
+        are missing there."""
+
+    def check_packages(self) -> None:
+        """``LackingError`` where a package is missing, or older than what runs."""
+        check_packages(needed(self.job(0)), "memplan validate")
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Those that take part, torch apart, whose versions a record names where they are installed."""
+        return tuple(name for name in needed(self.job(0)) if name != "torch")
 
     def notes(self, world: World, device: str) -> tuple[str, ...]:
         """What the readings of such a run lack, or have besides."""
@@ -87,22 +97,20 @@ class Native:
 
     def job(self, rank: int) -> Job:
         """What ``rank`` runs."""
-        if is_torchtitan(self.runs):
-            return job_of_torchtitan(self.runs, self.stage_of(rank))
-        return job_of_plan(self.runs)
+        return job_of_plan(self.runs, stage=self.stage_of(rank))
 
 
-def native(plan: Plan) -> Native:
+def native(plan: ResolvedPlan) -> Native:
     """What torch's code runs for ``plan``. ``PlanError`` where it has nothing of the kind."""
     given = resolve(plan)
-    runs, differs = (given, "") if given.framework in NATIVE else _translated(given)
+    runs, differs = (given, "") if framework(given.framework).running.runs else _translated(given)
     _check(runs)
     found = Native(given, runs, differs)
     found.job(0)
     return found
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: ResolvedPlan) -> None:
     if is_tuned(plan):
         field, value = first_frozen(plan)
         problem = "must be left out: a validation trains whole models; memplan trace follows adapters and frozen parts"
@@ -112,12 +120,12 @@ def _check(plan: Plan) -> None:
         raise PlanError("trainer.loop", plan.trainer.loop, problem)
 
 
-def _translated(plan: Plan) -> tuple[Plan, str]:
+def _translated(plan: ResolvedPlan) -> tuple[ResolvedPlan, str]:
     """A plan of another framework in the nearest shape that torch has."""
-    if plan.framework == "device-map":
-        problem = (
-            f"must be one of {', '.join(NATIVE)}, or one that these can stand for: one process on several GPUs is not"
-        )
+    nothing = framework(plan.framework).running.nothing_like_it
+    if nothing:
+        named = ", ".join(one.name for one in frameworks() if one.running.runs)
+        problem = f"must be one of {named}, or one that these can stand for: {nothing}"
         raise PlanError("framework", plan.framework, problem)
     layout, changes = plan.layout, dict[str, Any]()
     parallel = layout.tp > 1 or layout.pp > 1
@@ -127,25 +135,25 @@ def _translated(plan: Plan) -> tuple[Plan, str]:
         raise PlanError(f"layout.{name}", getattr(layout, name), problem)
     if parallel:
         _check_llama(plan)
-        framework, zero = "fsdp", 0
+        name, zero = "fsdp", 0
         changes["fsdp"] = Fsdp(code="torchtitan", reshard_after_forward=layout.pp == 1)
         changes["pipeline"] = Pipeline(schedule=plan.pipeline.schedule)
         shape = f"torchtitan's Llama with tp {layout.tp} and pp {layout.pp} under fully_shard"
     else:
-        framework, zero = ZERO[layout.zero]
+        name, zero = ZERO[layout.zero]
         changes["pipeline"] = Pipeline()
-        if framework == "fsdp":
+        if layout.zero > 1:
             changes["fsdp"] = Fsdp(reshard_after_forward=layout.zero == 3)
         shape = {("ddp", 0): "DistributedDataParallel", ("ddp", 1): "DDP and ZeroRedundancyOptimizer"}.get(
-            (framework, zero), "fully_shard"
+            (name, zero), "fully_shard"
         )
     whole = "full" if plan.recompute.mode == "full" else "none"
     sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "dp": layout.dp, "zero": zero}
-    name = plan.optimizer.name if plan.optimizer.name in ("sgd", "adam", "adamw") else "adamw"
-    optimizer: dict[str, Any] = {"name": name, "momentum": plan.optimizer.momentum if name == "sgd" else 0.0}
+    steps = plan.optimizer.name if plan.optimizer.name in ("sgd", "adam", "adamw") else "adamw"
+    optimizer: dict[str, Any] = {"name": steps, "momentum": plan.optimizer.momentum if steps == "sgd" else 0.0}
     given = plan.model_copy(
         update={
-            "framework": framework,
+            "framework": name,
             "layout": _new(Layout, sizes),
             "precision": Precision(dtype=plan.precision.dtype),
             "optimizer": _new(Optimizer, optimizer),
@@ -153,11 +161,8 @@ def _translated(plan: Plan) -> tuple[Plan, str]:
             "loss": Loss(),
             "attention": None if parallel else plan.attention,
             "code": "current",
-            "megatron": Megatron(),
-            "deepspeed": Deepspeed(),
-            "ddp": Ddp(),
-            "fsdp": Fsdp(),
             "torch": None,
+            **{section: _default(section) for one in frameworks() for section in one.supports.sections},
             **changes,
         }
     )
@@ -169,7 +174,7 @@ def _translated(plan: Plan) -> tuple[Plan, str]:
     )
 
 
-def _other_choices(plan: Plan, runs: Plan) -> Iterator[str]:
+def _other_choices(plan: ResolvedPlan, runs: ResolvedPlan) -> Iterator[str]:
     """What of ``plan`` torch's code has not, beside what a framework is."""
     if runs.optimizer.name != plan.optimizer.name:
         yield f"with {runs.optimizer.name} in place of {plan.optimizer.name}"
@@ -179,18 +184,73 @@ def _other_choices(plan: Plan, runs: Plan) -> Iterator[str]:
         yield f"with the {runs.loss.kind} loss in place of {plan.loss.kind}"
     if plan.pipeline != Pipeline(schedule=plan.pipeline.schedule):
         yield "in stages as torchtitan cuts them"
-    if plan.deepspeed.offload_optimizer != "none":
+    if (plan.deepspeed.offload_optimizer, plan.deepspeed.offload_param) != ("none", "none"):
         yield "without offload"
+    if plan.optimizer.precision_aware:
+        yield "with states of the parameters' dtype or fp32"
+    if runs.attention != plan.attention:
+        yield f"with {runs.attention} attention in place of {plan.attention}"
+    if runs.precision.gradients != plan.precision.gradients:
+        yield "with gradients accumulated as torch does"
+
+
+def _default(section: str) -> object:
+    return Plan.model_fields[section].get_default(call_default_factory=True)
 
 
 def _new(kind: type[Section], values: dict[str, Any]) -> Section:
     return kind.model_validate(values)
 
 
-def _check_llama(plan: Plan) -> None:
+def _check_llama(plan: ResolvedPlan) -> None:
     if plan.model.family != "llama":
         problem = (
             "must be llama for torch-native code with tensor or pipeline parallelism, which is torchtitan's; "
             "other families run with tp 1 and pp 1"
         )
         raise PlanError("model.family", plan.model.family, problem)
+
+
+class Runner(Protocol):
+    """A framework's own code in a worker."""
+
+    def training_of(self, plan: ResolvedPlan, rank: int, within: Surroundings) -> AbstractContextManager[Any]:
+        """The plan's model on ``rank``, with its optimizer, before the first iteration."""
+        ...
+
+    def followed(self, plan: ResolvedPlan, rank: int, program: Program, within: Surroundings) -> Traced:
+        """An iteration event by event, behind those that warm up."""
+        ...
+
+
+class OwnCode:
+    """Code that ``--with`` names; this one is torch's own."""
+
+    title = "PyTorch's code"
+
+    def planned(self, plan: ResolvedPlan) -> Native:
+        """What it runs for a plan. ``PlanError`` where it has nothing of the kind."""
+        return native(plan)
+
+    def layout(self, plan: ResolvedPlan) -> Native:
+        """Which rank is of which stage, of a plan as it runs."""
+        return Native(plan, plan)
+
+    def runner(self) -> Runner | None:
+        """What runs it in a worker; ``None``: torch's own code."""
+        return None
+
+
+def own_code(code: Code) -> OwnCode:
+    """Other code than torch's is of the framework whose name it has."""
+    found = None if code == "torch" else framework(code).running.own_code
+    return found or OwnCode()
+
+
+def planned(code: Code, plan: ResolvedPlan, device: str) -> Native:
+    """What ``code`` runs for ``plan`` on ``device``. ``PlanError`` where it has nothing of the kind, ``LackingError``
+    where it is not installed."""
+    found = own_code(code).planned(plan)
+    found.check_device(device)
+    found.check_packages()
+    return found

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from ..commands.progress import PATIENCE
-from ..report.units import size
-from .watching import Progress
+from ..report.names import size
+from ..report.progress import PATIENCE
+from .run_files import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -122,8 +122,7 @@ def table_of(rows: Sequence[Row], console: Console) -> RenderableType:
     """The rows with their bars."""
     from rich.table import Table
 
-    from ..report.bar import bar
-    from ..report.palette import Share
+    from ..report.palette import Share, bar
 
     table = Table.grid(padding=(0, 2))
     for row in rows:

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -14,30 +14,59 @@ from pathlib import Path
 from typing import Literal
 
 from .. import __version__
-from ..estimate import estimate, programs_of
-from ..layers.module import Options
+from ..estimate import estimate
 from ..plan.environment import READ, REFUSED
 from ..plan.errors import ABSENT, LackingError, Origin, PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from ..report.units import size
+from ..plan.resolved import ResolvedPlan
+from ..records.readings import Code, RankReading, Run, Versions, World
+from ..report.names import size
 from ..result import Estimate
-from ..trace.run import check_packages, needed, traced
-from .cluster import Membership, membership
-from .codes import notes_of, packages_of, planned
-from .devices import Device, check_free, gpus_for
-from .explained import explained
-from .footprint import footprint_of
-from .hardware import gpu_of
-from .host_memory import check_host
+from ..trace.run import traced
+from .cluster import Elastic, InTurn, Joined, Membership, Way, membership
+from .devices import Device, check_free, check_host, gpu_of, gpus_for
+from .failing import explained
 from .launch import Watcher, launched
-from .native import Native
-from .readings import Code, RankReading, Run, Versions, World
-from .task import Task
-from .ways import Elastic, InTurn, Joined, Way
+from .native import Native, planned
+from .worker import Task, footprint_of
 
-DEVICES = ("cuda", "cpu", "fake")
-PACKAGES = ("transformers", "bitsandbytes")
+NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+def versions_of(packages: Iterable[str], driver: str | None) -> Versions:
+    """With those of ``packages`` that are installed; ``driver`` is the GPUs', ``None`` of a run without any."""
+    on_gpu = driver is not None
+    found = {name: installed for name in packages if (installed := _installed(name)) is not None}
+    return Versions(
+        memplan=__version__,
+        python=platform.python_version(),
+        torch=version("torch"),
+        cuda=_cuda() if on_gpu else None,
+        driver=driver,
+        nccl=next((one for name in NCCL if (one := _installed(name))), None) if on_gpu else None,
+        others=found,
+    )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cuda() -> str | None:
+    """The CUDA that the installed PyTorch is built with, which it writes into a file."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    try:
+        text = (Path(found.origin).parent / "version.py").read_text()
+    except OSError:
+        return None
+    match = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +121,12 @@ class Prepared:
 def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.environ) -> Prepared:
     """Checks everything that can be known before anything is started. ``PlanError`` where the plan cannot be run so,
     ``LackingError`` where something is missing or in use."""
-    found = planned(where.code, plan, where.device)
+    found = planned(where.code, resolve(plan), where.device)
     joined = membership(environment, where.gpus) if where.device != "fake" else None
     world = _world(found, where)
     if joined is not None and joined.world > 1 and world == "emulated":
         problem = f"is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no {joined.launcher}"
         raise PlanError("", ABSENT, f"{where.gpus} {problem}; start one process", origin=Origin("--gpus"))
-    if where.code != "megatron":
-        check_packages(needed(found.job(0)), "memplan validate")
     devices: tuple[Device, ...] = ()
     if where.device == "cuda":
         _check_build()
@@ -150,7 +177,9 @@ def _check_build() -> None:
         raise LackingError(f"{problem}; --device fake and --device cpu need none")
 
 
-def _here(plan: Plan, gpu: str | None, devices: tuple[Device, ...], environment: Mapping[str, str]) -> Plan:
+def _here(
+    plan: ResolvedPlan, gpu: str | None, devices: tuple[Device, ...], environment: Mapping[str, str]
+) -> ResolvedPlan:
     """``plan`` on the hardware and the PyTorch that are here, with the variables that its ranks will have."""
     torch = ".".join(version("torch").split("+")[0].split(".")[:2])
     hardware = plan.hardware.model_copy(update={"gpu": gpu}) if devices else plan.hardware
@@ -169,7 +198,7 @@ def _check_size(estimated: Estimate, devices: tuple[Device, ...], where: Where) 
     if estimated.peak > free:
         stage = f"stage {estimated.peak_stage} is estimated to need {size(estimated.peak)}"
         problem = f"{stage}, and {devices[0]} has {size(free)} free: it would run out of memory"
-        raise PlanError("", ABSENT, f"{problem}; --force runs it all the same", origin=Origin("--gpus"))
+        raise PlanError("", ABSENT, f"{problem}; --force runs it anyway", origin=Origin("--gpus"))
 
 
 def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None]) -> Run:
@@ -196,16 +225,16 @@ def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None
         environment={**os.environ, **runs.environment},
         watch=watch,
     )
-    failures = tuple(explained(one, runs, stages.get(one.rank or 0, 0)) for one in outcome.failures)
+    failures = tuple(explained(one, runs, stages) for one in outcome.failures)
     return Run(
         world=prepared.world,
         code=where.code,
         device=where.device,
         gpu=prepared.gpu if where.device == "cuda" else None,
-        versions=_versions(prepared),
+        versions=versions_of(prepared.native.packages, prepared.driver),
         ranks=outcome.readings,
         failures=failures,
-        notes=notes_of(where.code, prepared.native, prepared.world, where.device),
+        notes=prepared.native.notes(prepared.world, where.device),
     )
 
 
@@ -222,16 +251,14 @@ def _way(prepared: Prepared) -> Way:
 def _traced(prepared: Prepared, says: Callable[[str, int, int], None]) -> Run:
     """One rank of each stage on fake tensors."""
     found, readings = prepared.native, []
-    programs = programs_of(found.runs, Options())
     for at, rank in enumerate(prepared.ranks):
-        stage = found.stage_of(rank)
         says("tracing", at, len(prepared.ranks))
         trace = traced(found.job(rank), found.runs.model.name)
-        footprint = footprint_of(trace, programs[stage])
+        footprint = footprint_of(trace, found.program(rank))
         readings.append(
             RankReading(
                 rank=rank,
-                stage=stage,
+                stage=found.stage_of(rank),
                 host=socket.gethostname(),
                 device="fake",
                 parameters=trace.outline.parameters,
@@ -244,52 +271,5 @@ def _traced(prepared: Prepared, says: Callable[[str, int, int], None]) -> Run:
                 apart=footprint.apart,
             )
         )
-    return Run(world="fake", code="torch", device="fake", gpu=None, versions=_versions(prepared), ranks=tuple(readings))
-
-
-def _versions(prepared: Prepared) -> Versions:
-    nccl = next((found for name in _NCCL if (found := _installed(name))), None)
-    on_gpu = prepared.where.device == "cuda"
-    return Versions(
-        memplan=__version__,
-        python=platform.python_version(),
-        torch=version("torch"),
-        cuda=_cuda() if on_gpu else None,
-        driver=prepared.driver,
-        nccl=nccl if on_gpu else None,
-        others=_took_part(prepared),
-    )
-
-
-def _took_part(prepared: Prepared) -> dict[str, str]:
-    """Versions of packages, by name."""
-    code = prepared.where.code
-    if code == "torch":
-        least = needed(prepared.native.job(0))
-        names = tuple(name for name in PACKAGES if name in least)
-    else:
-        names = packages_of(code)
-    return {name: found for name in names if (found := _installed(name))}
-
-
-_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _cuda() -> str | None:
-    """The CUDA that the installed PyTorch is built with, which it writes into a file."""
-    found = find_spec("torch")
-    if found is None or found.origin is None:
-        return None
-    try:
-        text = (Path(found.origin).parent / "version.py").read_text()
-    except OSError:
-        return None
-    match = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
-    return match[1] if match else None
+    versions = versions_of(found.packages, prepared.driver)
+    return Run(world="fake", code="torch", device="fake", gpu=None, versions=versions, ranks=tuple(readings))

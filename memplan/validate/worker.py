@@ -10,31 +10,127 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from ..plan.errors import LackingError
-from .codes import code_of, layout_of
+from ..plan.resolved import ResolvedPlan
+from ..records.readings import Code, Place, RankReading, World
+from ..tape.events import Category, Excursion, compose, fold
+from ..tape.program import Program
+from ..trace.comparison import Row, compared
+from ..trace.recording import EVALUATION, Traced
+from ..trace.worker import traced_job, training_of
 from .devices import devices, visible
-from .footprint import footprint_of
-from .out_of_memory import full, is_full
-from .rank_files import TASK
-from .readings import RankReading
-from .task import Task
-from .telling import Telling
+from .failing import full, is_full
+from .native import own_code
+from .run_files import TASK, Telling
 
 if TYPE_CHECKING:
     import torch
 
-    from ..program import Program
     from ..trace.job import Job
     from ..trace.surroundings import Surroundings
-    from ..trace.traced import Traced
     from .clean import Clean
+
+
+class Task(BaseModel):
+    """A run of ``plan``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan: ResolvedPlan
+    """Resolved, as it runs."""
+    code: Code = "torch"
+    """Whose code runs it."""
+    world: World
+    device: Literal["cuda", "cpu"]
+    warmup: int
+    """Iterations before those that are measured; the first makes the optimizer's states."""
+    steps: int
+    """Iterations that are timed."""
+    seconds: float
+    """After which a collective that has not ended is an error."""
+    gathers: bool = False
+    """Ranks are on several machines, or were not started by this one: their readings come to the first."""
+
+
+NOTABLE = 0.001
+"""Part of a rank's peak by which an entry's excursion has to differ to be where measured and estimated part."""
+WHOLE = "the whole model"
+"""In place of an entry of the layer list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Requested bytes of one iteration."""
+
+    static: int
+    peak: int
+    breakdown: dict[str, int]
+    apart: Place | None
+
+
+def footprint_of(traced: Traced, program: Program | None, *, by_pass: bool = False) -> Footprint:
+    """Of the iteration that ``traced`` holds; ``program`` is the estimate's for the same rank. ``by_pass``: passes are
+    compared as a whole, where what happens between two entries is not always the same one's."""
+    start, iteration = traced.setup, _iteration(traced)
+    by = [before + during for before, during in zip(start.net_by, iteration.peak_by, strict=True)]
+    peak = start.net + iteration.peak
+    return Footprint(
+        static=start.net,
+        peak=peak,
+        breakdown={category.key: by[category] for category in Category if by[category]},
+        apart=_apart(traced, program, peak, by_pass),
+    )
+
+
+def _iteration(traced: Traced) -> Excursion:
+    recording = traced.recording
+    zipped = zip(recording.events, recording.places, strict=True)
+    return fold(event for event, place in zipped if place.phase not in ("", EVALUATION))
+
+
+def _apart(traced: Traced, program: Program | None, peak: int, by_pass: bool) -> Place | None:
+    if program is None:
+        return None
+    rows: Iterable[Row] = compared(traced, program).rows
+    rows = _whole(rows) if by_pass else rows
+    return next((_place(row) for row in rows if _is_notable(row, peak)), None)
+
+
+def _whole(rows: Iterable[Row]) -> Iterator[Row]:
+    """One row for each pass."""
+    for (microbatch, phase), own in groupby(rows, lambda row: (row.microbatch, row.phase)):
+        parts = list(own)
+        estimated = compose(row.estimated for row in parts if row.estimated is not None)
+        yield Row(WHOLE, phase, microbatch, compose(row.traced for row in parts), estimated)
+
+
+def _is_notable(row: Row, peak: int) -> bool:
+    if row.estimated is None:
+        return False
+    furthest = max(abs(row.traced.net - row.estimated.net), abs(row.traced.peak - row.estimated.peak))
+    return furthest > NOTABLE * peak
+
+
+def _place(row: Row) -> Place:
+    return Place(
+        entry=row.entry,
+        phase=row.phase,
+        microbatch=row.microbatch,
+        net=row.traced.net,
+        peak=row.traced.peak,
+        estimated_net=row.estimated.net if row.estimated is not None else None,
+        estimated_peak=row.estimated.peak if row.estimated is not None else None,
+    )
+
 
 AUTOGRAD = "_engine_run_backward"
 """The function from which PyTorch enters its engine (``torch/autograd/graph.py``)."""
@@ -104,7 +200,8 @@ class Rank:
         self.task, self.rank, self.telling = task, rank, telling
         self.losses: list[float] = []
         self.local = int(os.environ.get("LOCAL_RANK", "0")) if task.world == "real" else 0
-        self.native, self.code = layout_of(task), code_of(task)
+        code = own_code(task.code)
+        self.native, self.code = code.layout(task.plan), code.runner()
 
     def reading(self) -> RankReading:
         import torch
@@ -155,7 +252,6 @@ class Rank:
         import torch
 
         from .clean import measured
-        from .trainings import training_of
 
         def says(what: str) -> None:
             total = torch.cuda.get_device_properties(self.local).total_memory
@@ -191,14 +287,7 @@ class Rank:
         within = replace(self._within(lost), begins=begins)
         if self.code is not None:
             return self.code.followed(self.task.plan, self.rank, program, within)
-        job = self.job()
-        if job.torchtitan is not None:
-            from ..trace.torchtitan_step import traced_torchtitan
-
-            return traced_torchtitan(job, within=within)
-        from ..trace.step import traced_step
-
-        return traced_step(job, within=within)
+        return traced_job(self.job(), within)
 
 
 def _gather(telling: Telling, reading: RankReading, task: Task) -> None:

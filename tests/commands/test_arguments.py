@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.commands.arguments import expanded
+from memplan.commands.app import expanded
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
-from memplan.export.targets import NAMES, OF_FRAMEWORK, target
+from memplan.formats import WRITTEN, target
+from memplan.frameworks import framework
 
 EXAMPLES = {
     "bert-5.1b-zero3": "deepspeed",
@@ -51,7 +52,7 @@ def test_examples_read_back_by_the_command_that_is_told(
     before, again = estimated(["estimate", name], capsys), estimated([command, *arguments], capsys)
     for key in ("stages", "peak_bytes", "fits", "capacity_bytes", "headroom_bytes"):
         assert again[key] == before[key], key
-    if OF_FRAMEWORK[before["plan"]["framework"]] != "device-map":
+    if framework(before["plan"]["framework"]).configuration != "device-map":
         content = file.read_text(encoding="utf-8")
         assert (f"# {told}" in content) == (to in ("megatron", "megatron-deepspeed"))
     again_told = ran(["export", *arguments, "--to", to], capsys)[1]
@@ -128,7 +129,7 @@ def test_a_file_is_written_whole_or_not_at_all(capsys: pytest.CaptureFixture[str
 
 
 def test_every_target_has_its_name() -> None:
-    assert [target(name).name for name in NAMES] == list(NAMES)
+    assert [target(name).name for name in WRITTEN] == list(WRITTEN)
 
 
 @pytest.mark.parametrize(

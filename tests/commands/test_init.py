@@ -9,14 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.cli import main
-from memplan.export.beside import as_flag, as_text, model_flags
-from memplan.export.exported import flag_words
-from memplan.export.sameness import differences, value_at
+from memplan.formats.exported import as_flag, as_text, differences, flag_words, model_flags
+from memplan.formats.rows import value_at
 from memplan.plan.fields import plan_fields
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from tests.export import deepspeed_plans, device_map_plans, megatron_deepspeed_plans, megatron_plans, torchtitan_plans
+from tests.formats import deepspeed_plans, device_map_plans, megatron_deepspeed_plans, megatron_plans, torchtitan_plans
 
 PLANS = st.one_of(
     deepspeed_plans.plans(),

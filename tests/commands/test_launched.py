@@ -12,7 +12,7 @@ import pytest
 
 from memplan.cli import main
 
-from ..plan.launch.scripts import BIGSCIENCE, GPT, script
+from ..formats.launch.scripts import BIGSCIENCE, GPT, script
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -147,4 +147,4 @@ def test_recompute_that_saves_nothing_is_told(run: Run) -> None:
     _, out, _ = run("estimate", *flags)
     read = json.loads(out)
     assert "recompute-without-gain" not in [warning["code"] for warning in read["warnings"]]
-    assert any("attention by its back end fused (cuDNN" in text for text in read["assumptions"])
+    assert any("attention back end fused (cuDNN" in text for text in read["assumptions"])

@@ -17,7 +17,8 @@ from memplan.cli import main
 from memplan.estimate import fold
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.trace import cache, lookup
+from memplan.trace import cache
+from memplan.trace import learned as lookup
 
 SMALL: dict[str, Any] = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
 SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
@@ -79,7 +80,7 @@ def test_learnt_then_estimated(
 
     assert f"--model {path} --layers 3` traces it" in error_of(capsys, "estimate", *job, "--layers", "3"), "two alone"
     assert "nothing was learnt of it for fp32, eager attention" in error_of(capsys, "estimate", *job, "--dtype", "fp32")
-    assert "batch.seq = 80: is outside of what was verified" in error_of(capsys, "estimate", *job, "--seq", "80")
+    assert "batch.seq = 80: is outside the verified range" in error_of(capsys, "estimate", *job, "--seq", "80")
     assert "framework = fsdp: must be single or ddp" in error_of(
         capsys, "estimate", *job, "--framework", "fsdp", "--gpus", "2"
     )
@@ -138,7 +139,7 @@ REFUSED = (
     ("arguments", "said"),
     [
         (["trace", "--learn", "--model", "gpt2"], "model = gpt2: has a recipe: memplan estimate needs no trace of it"),
-        (["trace", "--learn", "--model", "{}", "--hidden", "128"], "--hidden: model.hidden = 128: changes an"),
+        (["trace", "--learn", "--model", "{}", "--hidden", "128"], "--hidden: model.hidden = 128: cannot be changed"),
         (["estimate", "--model", "{}", "--layers", "0"], "--layers: model.layers = 0: must be a whole number from 1"),
         (["estimate", "--model", "{}", "--trainer", "transformers"], "trainer.loop = transformers: must be none"),
         (["estimate", "--model", "{}", "--lora-rank", "8"], REFUSED.format("--lora-rank: lora.rank = 8")),
@@ -210,7 +211,7 @@ def test_what_was_not_learnt_is_told(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_no_longest_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5", "num_layers": 1}', encoding="utf-8")
     line = error_of(capsys, "estimate", "--model", str(tmp_path))
-    assert "batch.seq: is needed: the configuration names no longest sequence" in line
+    assert "batch.seq: is missing, and the model's configuration names no maximum sequence length" in line
 
 
 @pytest.mark.parametrize("command", [["estimate"], ["trace", "--learn"]])
@@ -220,9 +221,12 @@ def test_no_longest_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["--framework", "fsdp", "--dp", "8"], "framework = fsdp: must be single or ddp"),
         (
             ["--framework", "ddp", "--dp", "2", "--zero", "1"],
-            "layout.zero = 1: must be 0: of an architecture without a recipe it is not modelled\n",
+            "layout.zero = 1: must be 0: not modelled for an architecture without a recipe\n",
         ),
-        (["--trainer", "transformers"], "trainer.loop = transformers: must be none: what the Trainer adds was not"),
+        (
+            ["--trainer", "transformers"],
+            "trainer.loop = transformers: must be none: the Trainer's own tensors were not",
+        ),
         (["--framework", "ddp", "--dp", "2", "--gradient-as-bucket-view"], "ddp.gradient_as_bucket_view = true: must"),
     ],
 )

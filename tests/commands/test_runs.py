@@ -15,11 +15,9 @@ import pytest
 from memplan.cli import main
 from memplan.records.database import open_database
 from memplan.records.place import NAME
+from memplan.records.readings import Failure, Place
 from memplan.records.record import Record, read_record, to_json
-from memplan.report.run import print_run
-from memplan.report.run_words import device_words
-from memplan.report.runs import print_runs
-from memplan.validate.readings import Failure, Place
+from memplan.report.runs import device_words, print_run, print_runs
 from tests.records.made import MIB, SHARDED, SINGLE, TWO_STAGES, record_of
 from tests.report.printing import printed, widest
 
@@ -252,8 +250,8 @@ def test_from_one_machine_to_another(
     files = [str(tmp_path / f"{number}.json") for number in range(2)]
     assert said(capsys, made[4].id[:7], "--export", files[0]) == f"{files[0]}: run {made[4].id}, to share\n"
     assert said(capsys, made[5].id, "--export", files[1])
-    assert "is there already; --force overwrites it" in error_of(capsys, made[4].id, "--export", files[0])
-    said(capsys, made[4].id, "--export", files[0], "--force")
+    assert "is there already; --overwrite replaces it" in error_of(capsys, made[4].id, "--export", files[0])
+    said(capsys, made[4].id, "--export", files[0], "--overwrite")
     assert "alpha" not in Path(files[0]).read_text()
     assert read_record(Path(files[0])).id == made[4].id
 
@@ -277,7 +275,7 @@ def test_from_one_machine_to_another(
         (["--delete"], "--delete needs a run: memplan runs ID"),
         (["abc", "--delete", "--export", "x.json"], "--delete exclude one another"),
         (["--import", "nowhere.json"], "nowhere.json: cannot be read: no such file or directory"),
-        (["--force"], "--force is for --export"),
+        (["--overwrite"], "--overwrite is for --export"),
         (["--gpus", "8"], "--gpus: is not a flag of memplan runs; did you mean --gpu?"),
     ],
 )

@@ -159,18 +159,18 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--fix", "optimizer=adamx"], "--fix optimizer: optimizer.name = adamx: must be one of "),
         (["--fix", "tp="], "--fix: tp needs a value, as --fix tp=A"),
         (["--fix", "zero=9"], "--fix zero: layout.zero = 9: must be at most 3"),
-        (["--fix"], "--fix: needs a value: a field that the search keeps"),
+        (["--fix"], "--fix: needs a value: a field to keep fixed"),
         (["--gpus=0"], "--gpus: hardware.gpus = 0: must be at least 1"),
         (["--gpus=7"], "--gpus: hardware.gpus = 7: has no layout: "),
         (["--mbs=3"], "--mbs: batch.mbs = 3: leaves no layout of 2 GPUs: "),
         (["--gpu=v100-16gb"], "precision.dtype = bf16: must be fp16 or fp32 on v100-16gb: "),
-        (["--gpu=h101"], "--gpu: hardware.gpu = h101: is not a GPU that is known"),
+        (["--gpu=h101"], "--gpu: hardware.gpu = h101: is not a known GPU"),
         (["--top=0"], "--top: 0 must be from 1 to 50"),
         (["--objective=x"], "--objective: x must be one of time, memory, gpus"),
         (["--objective=tim"], "; did you mean time?"),
         (["--plot=file.txt"], "--plot: file.txt must end in .svg or .png"),
         (["--write=/no/such/folder/plan.yaml"], "/no/such/folder/plan.yaml: there is no folder /no/such/folder"),
-        (["--write", __file__], "is there already; --force overwrites it"),
+        (["--write", __file__], "is there already; --overwrite replaces it"),
         (["--json", "--csv"], "--json and --csv exclude each other"),
         (["--set", "A=1"], "--set: belongs to --from, which reads a launch file"),
     ],
@@ -186,8 +186,8 @@ def test_wrong_inputs(flags: list[str], line: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("left_out", "line"),
     [
-        ("--gpu=", "hardware.gpu: is missing: a search needs a GPU"),
-        ("--gbs=", "batch.gbs: is missing: whatever the layout"),
+        ("--gpu=", "hardware.gpu: is missing: a search needs the GPU's memory"),
+        ("--gbs=", "batch.gbs: is missing: a search keeps the global batch"),
     ],
 )
 def test_what_is_missing(left_out: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +289,7 @@ def test_in_a_terminal(columns: int) -> None:
 
 def test_progress_appears_late_and_goes() -> None:
     code = (
-        "import time; from memplan.commands.progress import progress\n"
+        "import time; from memplan.report.progress import progress\n"
         "with progress('searching') as report:\n"
         "    time.sleep({})\n"
         "    report('layouts', 3, 1000)\n"

@@ -193,7 +193,7 @@ def test_missing_package_ends_with_3(monkeypatch: pytest.MonkeyPatch, capsys: py
         (["--model", "no-such-model"], "model = no-such-model: "),
         (["--seq", "0"], "batch.seq = 0: "),
         (["--events", "/no/such/folder/events"], "/no/such/folder/events: there is no folder /no/such/folder"),
-        (["--snapshot", str(Path(__file__))], "is there already; --force overwrites it"),
+        (["--snapshot", str(Path(__file__))], "is there already; --overwrite replaces it"),
         (["--eventz", "x"], "--eventz: "),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from memplan.cli import main
 from memplan.commands.validate import _silent
-from memplan.validate.readings import Failure
+from memplan.records.readings import Failure
 from tests.records.made import record_of
 
 FAKE = ["validate", "--model", "gpt2", "--layers", "2", "--seq", "64", "--device", "fake"]
@@ -24,10 +24,13 @@ FAKE = ["validate", "--model", "gpt2", "--layers", "2", "--seq", "64", "--device
         (["--warmup", "-1"], "--warmup: -1 must be from 1 to 1000"),
         (["--timeout", "0"], "--timeout: 0 must be more than 0"),
         (["--nnodes", "2"], "--rdzv-endpoint: is needed with --nnodes"),
-        (["--nnodes", "2", "--rdzv-endpoint", "node1"], "--rdzv-endpoint: node1 must be the host and port where"),
+        (["--nnodes", "2", "--rdzv-endpoint", "node1"], "--rdzv-endpoint: node1 must be the host and port of"),
         (["--node-rank", "0"], "--node-rank: 0 must be from 0 to 0, with --nnodes and --rdzv-endpoint"),
         (["--gpus", "0"], "--gpus: hardware.gpus = 0: must be at least 1"),
-        (["--framework", "ddp", "--zero", "3"], "layout.zero = 3: must be less than 2 with framework ddp"),
+        (
+            ["--framework", "ddp", "--zero", "3"],
+            "layout.zero = 3: must be at most 1 with framework ddp; deepspeed has ZeRO-",
+        ),
         (["--lora-rank", "8"], "lora.rank = 8: must be left out: a validation trains whole models"),
         (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.commands.variants import read_variants
+from memplan.commands.estimate import read_variants
 from memplan.plan.errors import PlanError
 
 

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.estimate import estimate
-from memplan.frameworks import ddp_programs
-from memplan.frameworks.ddp import MIB, bucket_sizes
-from memplan.frameworks.ddp_zero import owners, parameter_buckets
+from memplan.frameworks.ddp import programs as ddp_programs
+from memplan.frameworks.ddp.programs import owners, parameter_buckets
+from memplan.frameworks.ddp.reducer import MIB, bucket_sizes
 from memplan.layers.module import Options, Parameter
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import fold_program, static
-from memplan.tape import Category
+from memplan.tape.events import Category
+from memplan.tape.program import fold_program, static
 
 GPT2 = {"model": "gpt2", "framework": "ddp", "gpus": 4, "seq": 128, "layers": 3}
 
@@ -98,7 +98,7 @@ def test_looking_for_unused_parameters_copies_the_logits() -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ({"zero": 2}, "layout.zero = 2: must be less than 2 with framework ddp"),
+        ({"zero": 2}, "layout.zero = 2: must be at most 1 with framework ddp; deepspeed has ZeRO-"),
         ({"parameters_as_bucket_view": True}, "belongs to ZeroRedundancyOptimizer (layout.zero: 1)"),
         ({"zero": 1, "optimizer": "adam8bit"}, "optimizer.name = adam8bit: must be PyTorch's sgd, adam, adamw"),
         ({"zero": 1, "optimizer": "muon"}, "optimizer.name = muon: must be PyTorch's sgd, adam, adamw, adafactor"),

@@ -16,13 +16,16 @@ from typing import Any
 import pytest
 import transformers
 
-from memplan.frameworks import ddp, ddp_programs, ddp_zero, plain
+from memplan.frameworks.ddp import programs as ddp_programs
+from memplan.frameworks.ddp import programs as ddp_zero
+from memplan.frameworks.ddp import reducer as ddp
+from memplan.frameworks.plain import programs as plain
 from memplan.layers.module import Module, Options
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import Program, fold_program, static
-from memplan.tape import ROUND, Drop, Hold, Tape, rounded
+from memplan.tape.events import ROUND, Drop, Hold, Tape, rounded
+from memplan.tape.program import Program, fold_program, static
 
 from ..oracle.ddp import CASES, RANKS, VOCAB, B, Case, S, measure
 from ..oracle.deepspeed import SIZES, summary

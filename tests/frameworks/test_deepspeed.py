@@ -7,7 +7,6 @@ never added in place there, since the tracer's references keep storages from bei
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,22 +17,25 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.frameworks import deepspeed, zero_initialisation, zero_step
-from memplan.frameworks.zero_buckets import ReducingBucket
-from memplan.frameworks.zero_config import Zero, check_zero
-from memplan.frameworks.zero_layout import Group, groups, shard, sub_groups
-from memplan.frameworks.zero_weave import Model
+from memplan.formats.deepspeed.config import configuration_of
+from memplan.frameworks.deepspeed import engine as deepspeed
+from memplan.frameworks.deepspeed import states as zero_states
+from memplan.frameworks.deepspeed import step as zero_step
+from memplan.frameworks.deepspeed.buckets import ReducingBucket
+from memplan.frameworks.deepspeed.config import Zero, check_zero
+from memplan.frameworks.deepspeed.states import Group, groups, shard, sub_groups
+from memplan.frameworks.plain.hooked import Model
 from memplan.layers.huggingface import LayerShape
 from memplan.layers.module import Options, Parameter
-from memplan.plan.deepspeed_config import read_deepspeed_config
 from memplan.plan.errors import PlanError
 from memplan.plan.models import load_spec
 from memplan.plan.plan import Batch, Hardware, Layout, Optimizer, Plan, Precision, Recompute
 from memplan.plan.read import read_plan
+from memplan.plan.resolved import ResolvedPlan
 from memplan.plan.spec import ModelSpec
 from memplan.plan.yaml_nodes import parse_yaml
-from memplan.program import fold_program
-from memplan.tape import Category, Drop, Hold, Tape
+from memplan.tape.events import Category, Drop, Hold, Tape
+from memplan.tape.program import fold_program
 
 from ..oracle.deepspeed import AVAILABLE, CASES, SIZES, Case, measure, summary
 
@@ -123,9 +125,9 @@ def optimizer_of(case: Case) -> Optimizer:
     return Optimizer(**chosen[case.optimizer])
 
 
-def plan_of(case: Case) -> Plan:
+def plan_of(case: Case) -> ResolvedPlan:
     dtype: Any = case.dtype
-    return Plan(
+    plan = Plan(
         model=spec_of(case.family),
         framework="deepspeed",
         hardware=Hardware(gpus=case.ranks),
@@ -136,6 +138,7 @@ def plan_of(case: Case) -> Plan:
         recompute=Recompute(mode="full" if case.recompute else "none"),
         attention="eager",
     )
+    return ResolvedPlan.model_construct(**dict(plan))
 
 
 @cache
@@ -167,7 +170,7 @@ def ours(name: str, rank: int) -> dict[str, dict[str, Any]]:
         backward = [tape.backward for tape in reversed(tapes)]
         if case.stage == 1 and microbatch == case.microbatches - 1:
             bucket = ReducingBucket(setting.zero, parts, rank, case.dtype, clears=False)
-            size = deepspeed._bucket_bytes(setting)
+            size = deepspeed.bucket_bytes(setting)
             bucket.buffers = [Hold(zero_step.BUCKET, size, Category.GRADIENTS)]
             backward.append(zero_step.reduction(model, bucket))
         found[f"{microbatch}/forward"] = summary(changes(*(tape.forward for tape in tapes)))
@@ -255,10 +258,10 @@ def test_building_the_engine(name: str) -> None:
     own = sum(parameter.bytes(case.dtype) for parameter in model.parameters)
     for record in GOLDEN[name]:
         found = record["initialise"]
-        peak = zero_initialisation.peak(model, parts, found["before"] - own, None)
+        peak = zero_states.initialisation_peak(model, parts, found["before"] - own, None)
         assert found["peak"] == peak
-    full = zero_initialisation.peak(model, parts, 0, 0)
-    assert full <= zero_initialisation.peak(model, parts, 0, None)
+    full = zero_states.initialisation_peak(model, parts, 0, 0)
+    assert full <= zero_states.initialisation_peak(model, parts, 0, None)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.optimizer != "adamw" and case.stage])
@@ -370,8 +373,8 @@ def test_what_a_configuration_says_are_fields_of_zero() -> None:
       "offload_param": {"device": "nvme", "nvme_path": "/local", "buffer_size": 1e8, "pin_memory": true},
       "offload_optimizer": {"device": "cpu", "buffer_count": 5, "ratio": 1.0}},
       "data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 1.0}"""
-    config = read_deepspeed_config(parse_yaml(text, "ds_config.json"))
-    values: dict[str, Any] = {name: node.plain() for name, node in config.zero.items()}
+    plan, _ = configuration_of(parse_yaml(text, "ds_config.json"))
+    values: dict[str, Any] = {name: node.plain() for name, node in plan.mapping["deepspeed"].mapping.items()}
     assert Zero(stage=3, **values).offload_param_buffer_size == 10**8
 
 
@@ -384,5 +387,5 @@ def test_nvme_has_states_of_large_sub_groups_and_parameters_beyond_the_limit() -
     host, nvme = deepspeed.host_bytes(plan, away)
     assert nvme == (16 + 2) * share
     assert host == (2 * 10**7 + 2 * 5 * 10**8 + 2 * share + 4 * 4 * share)
-    host, nvme = deepspeed.host_bytes(plan, replace(away, offload_param_max_in_cpu=10**9))
+    host, nvme = deepspeed.host_bytes(plan, away.model_copy(update={"offload_param_max_in_cpu": 10**9}))
     assert nvme == 16 * share

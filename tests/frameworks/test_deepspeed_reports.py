@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 
 from memplan.estimate import estimate
-from memplan.frameworks import zero_documented
 from memplan.plan.read import read_plan
 from memplan.result import StageEstimate
-from memplan.tape import Category
+from memplan.tape.events import Category
+
+from . import deepspeed_documented as zero_documented
 
 GIB = 1 << 30
 LLAMA_7B = {"model": "llama-2-7b", "dtype": "fp16", "attention": "eager"}

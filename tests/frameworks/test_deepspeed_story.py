@@ -9,18 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.frameworks import zero_documented, zero_states
-from memplan.frameworks.deepspeed import model_of
-from memplan.frameworks.zero_buckets import ScatteringBucket
-from memplan.frameworks.zero_config import Zero
-from memplan.frameworks.zero_layout import groups, sub_groups
-from memplan.frameworks.zero_traffic import gathering, layer_shards
-from memplan.frameworks.zero_weave import Model, Woven, weave
+from memplan.frameworks.deepspeed import states as zero_states
+from memplan.frameworks.deepspeed.buckets import ScatteringBucket
+from memplan.frameworks.deepspeed.config import Zero
+from memplan.frameworks.deepspeed.engine import model_of
+from memplan.frameworks.deepspeed.hooks import Inserted, insert_hooks
+from memplan.frameworks.deepspeed.states import groups, sub_groups
+from memplan.frameworks.deepspeed.traffic import gathering, layer_shards
+from memplan.frameworks.plain.hooked import Model
 from memplan.layers.huggingface import LayerShape
 from memplan.layers.module import Options
 from memplan.plan.models import load_spec
 from memplan.plan.plan import Optimizer
-from memplan.tape import Category, Drop, Hold
+from memplan.tape.events import Category, Drop, Hold
+
+from . import deepspeed_documented as zero_documented
 
 RANKS = 8
 FUSED = Optimizer(name="adamw", implementation="fused")
@@ -29,11 +32,11 @@ FUSED = Optimizer(name="adamw", implementation="fused")
 DEFAULTS = Zero(stage=3)
 
 
-def bert(zero: Zero = DEFAULTS) -> tuple[Model, Woven]:
+def bert(zero: Zero = DEFAULTS) -> tuple[Model, Inserted]:
     """One micro-batch of 8 sequences of 512 tokens."""
     spec = load_spec("bert-5.1b")
     model = model_of(LayerShape(spec, 8, 512, "fp16", False), spec.layers, Options(), 3, False)
-    return model, weave(model, zero, RANKS, ScatteringBucket(zero, RANKS, "fp16", "fp16"), first=True)
+    return model, insert_hooks(model, zero, RANKS, ScatteringBucket(zero, RANKS, "fp16", "fp16"), first=True)
 
 
 def test_one_layer() -> None:
@@ -52,14 +55,14 @@ def test_one_layer() -> None:
 
 def test_how_many_layers_are_whole_at_once() -> None:
     """At the defaults 10⁹ live parameters do not bind; buckets of 5 · 10⁷ do, one for each module that begins."""
-    model, woven = bert()
+    model, inserted = bert()
     layer = layer_shards(model, DEFAULTS, RANKS, "layer.3")
-    found = gathering(model, woven)
+    found = gathering(model, inserted)
     assert found.most == 2_184_985_600
     assert found.most / layer.gathered == pytest.approx(13.9, abs=0.05)
     none = Zero(stage=3, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
-    model, woven = bert(none)
-    assert gathering(model, woven).most == 166_476_800, "the decoder, 32003 x 2560, and its bias are largest"
+    model, inserted = bert(none)
+    assert gathering(model, inserted).most == 166_476_800, "the decoder, 32003 x 2560, and its bias are largest"
 
 
 def test_traffic_and_copies_of_a_step() -> None:
@@ -68,8 +71,8 @@ def test_traffic_and_copies_of_a_step() -> None:
     Before the change every gather was copied whole, 157,352,960 bytes a layer and pass: 20.1 GB a step. Today a
     gather of one weight alone needs no copy, but prefetched ones share a buffer and are copied out of it.
     """
-    model, woven = bert()
-    found = gathering(model, woven)
+    model, inserted = bert()
+    found = gathering(model, inserted)
     layer = layer_shards(model, DEFAULTS, RANKS, "layer.3")
     assert found.forward >= 64 * layer.gathered
     assert found.forward - found.backward == 2_064_399_360
@@ -92,9 +95,9 @@ def test_everything_gathered_is_released(live: int, bucket: int, reuse: int, ran
     )
     spec = load_spec("gpt2").model_copy(update={"layers": 3})
     model = model_of(LayerShape(spec, 1, 64, "bf16", False), 3, Options(), 3, False)
-    woven = weave(model, zero, ranks, ScatteringBucket(zero, ranks, "bf16", "bf16"), first=True)
+    inserted = insert_hooks(model, zero, ranks, ScatteringBucket(zero, ranks, "bf16", "bf16"), first=True)
     held: dict[int, int] = {}
-    for event in (event for tape in (*woven.forward, *reversed(woven.backward)) for event in tape):
+    for event in (event for tape in (*inserted.forward, *reversed(inserted.backward)) for event in tape):
         if isinstance(event, Hold) and event.category is Category.GATHERED_PARAMETERS:
             assert event.tensor not in held
             held[event.tensor] = event.bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memplan.allocator import AllocatorSettings
-from memplan.estimate import estimate
-from memplan.frameworks import fsdp
-from memplan.frameworks.fsdp_programs import programs
-from memplan.frameworks.fsdp_torchtitan import ActivationCheckpointing, torchtitan_model
-from memplan.frameworks.fsdp_units import Sharding, Unit, shard, size
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.replay import replay
+from memplan.device.workspaces import cublas_workspaces
+from memplan.estimate import check, estimate
+from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp.programs import programs
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
+from memplan.frameworks.fsdp.units import Sharding, Unit, shard, size
 from memplan.layers.module import Options, Parameter
 from memplan.plan.errors import PlanError
 from memplan.plan.framework_sections import Fsdp
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import Folded, Program, fold_program, fold_with_last, static
-from memplan.replay_streams import replay_streams
-from memplan.tape import Category, Drop, Hold, compose, fold
-from memplan.workspaces import cublas_workspaces
+from memplan.tape.events import Category, Drop, Hold, compose, fold
+from memplan.tape.program import Folded, Program, fold_program, static
 
 MEASURED = Path(__file__).parents[2].parent / "shared" / "measured"
 
@@ -34,8 +33,8 @@ MEASURED = Path(__file__).parents[2].parent / "shared" / "measured"
 def plan_of(ranks: int = 8, microbatches: int = 1, **flags: object) -> Plan:
     merged = {"model": "llama-3-8b", "framework": "single", "dtype": "bf16", "attention": "flash", **flags}
     plan = resolve(read_plan(None, {name: str(value) for name, value in merged.items()}).plan)
-    gbs = plan.batch.mbs * ranks * microbatches
-    return plan.model_copy(update={"batch": plan.batch.model_copy(update={"gbs": gbs})})
+    batch = plan.batch.model_copy(update={"gbs": plan.batch.mbs * ranks * microbatches})
+    return plan.model_copy(update={"batch": batch, "layout": plan.layout.model_copy(update={"dp": ranks})})
 
 
 def transformers_program(plan: Plan, sharding: Sharding, **model: Any) -> Program:
@@ -119,7 +118,7 @@ def test_torchtitan_rows(ranks: int, gib: float) -> None:
     plan = on_ranks(plan_of(gpu="h100-96gb", mbs=2, seq=8192, optimizer="adamw"), sharding, 1)
     model = torchtitan_model(plan, Options(kernel_workspaces=True), ActivationCheckpointing("op"))
     program = fsdp.program(plan, model, sharding)
-    reserved = replay_streams(program, AllocatorSettings(), cublas_workspaces(plan)).reserved
+    reserved = replay((program,), AllocatorSettings(), cublas_workspaces(plan))[0].reserved
     assert reserved == pytest.approx(gib * 2**30, rel=0.005)
 
 
@@ -139,8 +138,9 @@ RESHARDS = st.sampled_from([True, False])
 
 
 def on_ranks(plan: Plan, sharding: Sharding, microbatches: int) -> Plan:
-    gbs = plan.batch.mbs * sharding.shards * sharding.replicas * microbatches
-    return plan.model_copy(update={"batch": plan.batch.model_copy(update={"gbs": gbs})})
+    ranks = sharding.shards * sharding.replicas
+    batch = plan.batch.model_copy(update={"gbs": plan.batch.mbs * ranks * microbatches})
+    return plan.model_copy(update={"batch": batch, "layout": plan.layout.model_copy(update={"dp": ranks})})
 
 
 def made(code: str, plan: Plan, sharding: Sharding, reshard: bool) -> Program:
@@ -197,7 +197,7 @@ def test_every_hold_ends_once(code: str, plan: Plan, sharding: Sharding, reshard
 def test_replay_follows_the_fold(code: str, plan: Plan, sharding: Sharding, reshard: bool) -> None:
     """Every drop finds its tensor, and blocks are no smaller than requests."""
     program = made(code, plan, sharding, reshard)
-    replayed = replay_streams(program, AllocatorSettings(expandable_segments=True), ())
+    (replayed,) = replay((program,), AllocatorSettings(expandable_segments=True), ())
     assert replayed.allocated == fold_program(program).peak
     assert replayed.reserved >= replayed.allocated
 
@@ -226,15 +226,14 @@ def test_gradients_reduced_once(plan: Plan, sharding: Sharding) -> None:
     """What two or more micro-batches leave are the sharded gradients, as where each reduces its own."""
     plan = on_ranks(plan, sharding, 3)
     model = fsdp.transformers_model(plan, Options())
-    made, last = fsdp.unsynced_program(plan, model, sharding)
-    program = replace(made, last=last)
-    total = static(program).then(fold_with_last(program))
+    program = fsdp.unsynced_program(plan, model, sharding)
+    total = static(program).then(program.order.whole)
     left = total.net - static(program).net
     synced = fsdp.program(plan, model, sharding)
     once = compose(span.backward(True) for span in reversed(synced.spans))
     assert left == total.net_by[Category.GRADIENTS] == once.net_by[Category.GRADIENTS]
     assert sum(total.peak_by) == total.peak
-    replayed = replay_streams(program, AllocatorSettings(expandable_segments=True), ())
+    (replayed,) = replay((program,), AllocatorSettings(expandable_segments=True), ())
     step = total.net + fold(program.step).peak
     assert replayed.allocated == max(total.peak, step)
     assert replayed.static == static(program).net
@@ -250,7 +249,8 @@ def test_gradients_reduced_once(plan: Plan, sharding: Sharding) -> None:
         ({}, Fsdp(reshard_to=3), "a divisor of the 8 shards"),
         ({}, Fsdp(reshard_to=8, replicas=4), "a divisor of the 2 shards"),
         ({"optimizer": "adam8bit"}, Fsdp(), "optimizer.name"),
-        ({}, Fsdp(code="torchtitan", reshard_to=4), "torchtitan has no other"),
+        ({"model": "gpt2", "code": "2020", "dtype": "fp32", "attention": "eager"}, Fsdp(), "must be current"),
+        ({}, Fsdp(code="torchtitan", reshard_to=4), "torchtitan's reshard_after_forward is true or false"),
         ({}, Fsdp(reshard_to=4, reshard_after_forward=False), "must be left out where"),
         ({}, Fsdp(per_operator=True), "fsdp.code"),
         ({"recompute": "selective"}, Fsdp(code="torchtitan"), "needs fsdp.per_operator, or fsdp.recompute_every"),
@@ -260,8 +260,10 @@ def test_gradients_reduced_once(plan: Plan, sharding: Sharding) -> None:
     ],
 )
 def test_contradictions_are_refused_in_one_line(flags: dict[str, str], given: Fsdp, says: str) -> None:
+    job = {"model": "llama-3-8b", "layers": "2", "seq": "128", "framework": "fsdp", "gpus": "8", "gbs": "24"}
+    plan = read_plan(None, job | flags).plan.model_copy(update={"fsdp": given})
     with pytest.raises(PlanError, match=says) as caught:
-        programs(sharded_plan(given, **flags), Options())
+        check(plan)
     assert "\n" not in str(caught.value)
 
 

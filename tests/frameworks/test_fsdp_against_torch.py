@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import transformers
 
-from memplan.frameworks import fsdp
-from memplan.frameworks.fsdp_units import Sharding
-from memplan.layers.coverage import KEEPS_WEIGHTS, WITHOUT_KERNEL
+from memplan.families import family as family_of
+from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Module, Options
 from memplan.plan.framework_sections import Fsdp
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import Program, Span, fold_program, fold_with_last, static
-from memplan.tape import ROUND, rounded
+from memplan.tape.events import ROUND, rounded
+from memplan.tape.program import Program, fold_program, static
 
 from ..layers.test_against_transformers import (
     MODELS,
@@ -64,11 +64,11 @@ def _differs(given: oracle.Sharding, name: str) -> bool:
 
 def attention_of(model: str, turn: int) -> str:
     """With the precision of that turn; fp32 has no flash kernel."""
-    return "flash" if turn % 3 < 2 and MODELS[model][0] not in WITHOUT_KERNEL else "eager"
+    return "flash" if turn % 3 < 2 and not family_of(MODELS[model][0]).no_flash else "eager"
 
 
 def recompute_of(model: str, recompute: str) -> str:
-    return "none" if MODELS[model][0] in KEEPS_WEIGHTS else recompute
+    return "none" if family_of(MODELS[model][0]).returns_weights else recompute
 
 
 TWICE = (True, True)
@@ -144,8 +144,6 @@ class Compared:
     case: Case
     program: Program
     steps: oracle.Steps
-    last: tuple[Span, ...] = ()
-    """The last micro-batch's modules, where it is another."""
 
     @property
     def named(self) -> int:
@@ -153,7 +151,7 @@ class Compared:
         return rounded(8 * self.case.b * self.case.s) - (ROUND if self.case.sharding.replicas > 1 else 0)
 
     def modules(self, role: str) -> list[Module]:
-        spans = self.last if role == "last" else self.program.spans
+        spans = self.program.last if role == "last" else self.program.spans
         return [span.module for span in spans for _ in span.names]
 
     def forward(self) -> list[Event]:
@@ -180,8 +178,9 @@ def planned(case: Case, folder: Path) -> tuple[Plan, Sharding]:
     flags |= {"attention": case.attention, "recompute": case.recompute, "optimizer": "adamw"}
     plan = resolve(read_plan(None, flags).plan)
     gbs = case.b * given.shards * given.replicas * len(given.synced)
+    layout = plan.layout.model_copy(update={"dp": given.shards * given.replicas})
     batch, fsdp = plan.batch.model_copy(update={"gbs": gbs}), Fsdp.model_validate({"parameters": given.original})
-    plan = plan.model_copy(update={"batch": batch, "fsdp": fsdp})
+    plan = plan.model_copy(update={"layout": layout, "batch": batch, "fsdp": fsdp})
     return plan, Sharding(given.shards, given.replicas, given.original, compute, given.reduce_dtype or compute)
 
 
@@ -193,12 +192,12 @@ def compared(case: Case, folder: Path) -> Compared:
     given = case.sharding
     options, reshard_root = Options(accumulates_in_place=False), bool(given.root_reshard)
     model = fsdp.transformers_model(plan, options, reshard=given.reshard_after_forward, reshard_root=reshard_root)
-    program, last = fsdp.unsynced_program(plan, model, sharding)
+    program = fsdp.unsynced_program(plan, model, sharding)
     if all(given.synced):
         program = fsdp.program(plan, model, sharding)
     flash, recompute = case.attention == "flash", case.recompute == "full"
     steps = oracle.traced_steps(config, case.b, case.s, given, flash=flash, recompute=recompute)
-    return Compared(case, program, steps, last)
+    return Compared(case, program, steps)
 
 
 @pytest.fixture(params=CASES, ids=str, scope="module")
@@ -240,8 +239,8 @@ def test_readings(case: Compared) -> None:
 
 
 def test_peak_unsynced(unsynced: Compared) -> None:
-    program, steps = replace(unsynced.program, last=unsynced.last), unsynced.steps
-    folded = static(program).then(fold_with_last(program))
+    program, steps = unsynced.program, unsynced.steps
+    folded = static(program).then(program.order.whole)
     highest = max(steps.peaks()[:-1])
     assert 0 <= highest + unsynced.named - folded.peak <= 2 * ROUND
     assert folded.net == steps.levels()[-2] + unsynced.named - ROUND  # the loss ends later in the trace

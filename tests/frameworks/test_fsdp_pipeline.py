@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from memplan.frameworks.fsdp_stages import stage_programs
-from memplan.frameworks.fsdp_torchtitan import ActivationCheckpointing, Checkpointing
-from memplan.frameworks.fsdp_units import Sharding
+from memplan.frameworks.fsdp.stages import stage_programs
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, Checkpointing
+from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
-from memplan.pipeline.torch_schedules import Place
 from memplan.plan.plan import Plan
-from memplan.program import Program, fold_program, static
+from memplan.schedules.torch_schedules import Pipelined, Place
+from memplan.tape.program import Program, fold_program, static
 
 from ..oracle import fsdp as oracle
 from ..oracle.pipelining import Marks, Pipeline, traced_pipeline
@@ -106,19 +106,19 @@ def programs(case: Case, *, in_place: bool = False) -> tuple[Program, ...]:
 
 def marks_of(program: Program, place: Place) -> Marks:
     """What the estimate says where the oracle looks."""
-    assert program.timeline is not None
-    timeline, folded, held = program.timeline, fold_program(program), static(program).net
+    assert isinstance(program.order, Pipelined)
+    order, folded, held = program.order, fold_program(program), static(program).net
     marks = Marks(held, ["begin"], [held], [held])
     letters = {"forward": "F", "backward": "B", "reduce": "R"}
-    for action, level in zip(timeline.actions, timeline.levels, strict=True):
+    for action, level in zip(order.actions, order.levels, strict=True):
         if action.what in letters:
             number = "" if action.what == "reduce" else action.microbatch
             marks.names.append(f"{letters[action.what]}{place.stage(action.chunk)}.{number}")
             marks.levels.append(held + level)
             marks.peaks.append(held + level)
-        marks.peaks[-1] = max(marks.peaks[-1], held + level + timeline.excursion(action).peak)
+        marks.peaks[-1] = max(marks.peaks[-1], held + level + order.excursion(action).peak)
     marks.names += ["step", "end"]
-    marks.levels += [held + timeline.whole.net, folded.static]
+    marks.levels += [held + order.whole.net, folded.static]
     marks.peaks.append(folded.step_peak)
     marks.end = folded.static
     return marks

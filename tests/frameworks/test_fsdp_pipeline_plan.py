@@ -6,16 +6,17 @@ from itertools import takewhile
 
 import pytest
 
-from memplan.allocator import AllocatorSettings
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.replay import replay
 from memplan.estimate import detail, estimate, programs_of
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import Program, fold_program, static
-from memplan.replay import replay
-from memplan.tape import Category, compose
+from memplan.schedules.torch_schedules import Pipelined
+from memplan.tape.events import Category, compose
+from memplan.tape.program import Program, fold_program, static
 
 FLAGS = {
     "model": "llama-3-8b",
@@ -37,6 +38,11 @@ def plan_of(flags: dict[str, str]) -> Plan:
 
 def programs(flags: dict[str, str]) -> tuple[Program, ...]:
     return programs_of(plan_of(flags), Options())
+
+
+def pipelined(program: Program) -> Pipelined:
+    assert isinstance(program.order, Pipelined)
+    return program.order
 
 
 def test_parameters_stay_whole_unless_somebody_says_otherwise() -> None:
@@ -95,13 +101,12 @@ def test_the_embeddings_gradient_waits_whole() -> None:
     """``embedding_dense_backward`` has no table in parts, and the copy in fp32 that waits for the reduction has the
     placement that autograd left: 128256 × 4096 × 4 bytes on every rank, of which 1 / t is reduced."""
     first = programs(PARTS)[0]
-    timeline = first.timeline
-    assert timeline is not None
-    before = takewhile(lambda action: action.what != "reduce", timeline.actions)
-    held = compose(map(timeline.excursion, before)).net_by[Category.GRADIENTS]
+    order = pipelined(first)
+    before = takewhile(lambda action: action.what != "reduce", order.actions)
+    held = compose(map(order.excursion, before)).net_by[Category.GRADIENTS]
     elements = sum(one.elements for one in first.parameter_tensors())
     assert held == 4 * (elements + 128_256 * 4096 // 2)
-    assert timeline.whole.net_by[Category.GRADIENTS] == 4 * (first.elements or 0)
+    assert order.whole.net_by[Category.GRADIENTS] == 4 * (first.elements or 0)
 
 
 def test_one_shard_is_said() -> None:
@@ -118,10 +123,9 @@ def test_gradients_are_whole_until_the_reduction() -> None:
     few, many = (programs({**FLAGS, "dp": dp, "gbs": gbs})[1] for dp, gbs in (("2", "16"), ("8", "64")))
     for program in (few, many):
         elements = sum(one.elements for one in program.parameter_tensors())
-        timeline = program.timeline
-        assert timeline is not None
-        before = takewhile(lambda action: action.what != "reduce", timeline.actions)
-        held = compose(map(timeline.excursion, before)).net_by
+        order = pipelined(program)
+        before = takewhile(lambda action: action.what != "reduce", order.actions)
+        held = compose(map(order.excursion, before)).net_by
         assert held[Category.GRADIENTS] == 4 * elements
         assert held[Category.GATHERED_PARAMETERS] == 2 * elements
     assert few.elements == 4 * many.elements
@@ -162,8 +166,7 @@ def test_kept_outputs_lie_there_between_iterations() -> None:
 @pytest.mark.parametrize("flags", [FLAGS, INTERLEAVED], ids=["1f1b", "vpp"])
 def test_an_iteration_leaves_sharded_gradients_alone(flags: dict[str, str]) -> None:
     for program in programs(flags):
-        assert program.timeline is not None
-        left = program.timeline.whole.net_by
+        left = program.order.whole.net_by
         assert left[Category.GRADIENTS] == sum(left) == 4 * (program.elements or 0)
 
 
@@ -173,7 +176,7 @@ def test_what_a_schedule_keeps_is_said() -> None:
     notices = {notice.code: notice.message for notice in estimate(plan_of(flags)).warnings}
     hidden = 2048 * 4096 * 2
     assert f"{64 * (4 + 3) * hidden:,} bytes" in notices["sends-kept"]
-    assert "in fp32 on stage 1" in notices["gradients-whole"]
+    assert "until then stage 1 holds unsharded gradients" in notices["gradients-whole"]
     assert "sends-kept" not in {notice.code for notice in estimate(plan_of(FLAGS)).warnings}
 
 
@@ -186,19 +189,19 @@ def test_the_reduction_is_among_the_details() -> None:
 @pytest.mark.parametrize(
     ("flags", "field", "says"),
     [
-        ({"fsdp-code": "transformers"}, "layout.pp", "must be 1 with transformers' models; torchtitan's"),
+        ({"fsdp-code": "transformers"}, "layout.pp", "must be 1 with transformers' models; only torchtitan's"),
         ({"vpp": "2", "schedule": "gpipe"}, "pipeline.schedule", "looped BFS"),
         ({"schedule": "zero-bubble"}, "pipeline.schedule", "must be one of 1f1b, gpipe"),
         ({"reshard-after-forward": "true"}, "fsdp.reshard_after_forward", "always"),
-        ({"gradient-sync": "false"}, "fsdp.gradient_sync", "reduces once"),
-        ({"fsdp-offload": "true"}, "fsdp.offload", "together they are not modelled"),
+        ({"gradient-sync": "false"}, "fsdp.gradient_sync", "reduces gradients once"),
+        ({"fsdp-offload": "true"}, "fsdp.offload", "offload in a pipeline is not modelled"),
         ({"gbs": "4"}, "batch.gbs", "gives 2 micro-batches; 1f1b needs at least as many as the 4 stages"),
         ({"pp": "2", "vpp": "2", "gbs": "10"}, "batch.gbs", "multiple of the 2 rounds"),
         ({"vpp": "3"}, "layout.vpp", "makes 12 stages, which must be at most 8"),
         ({"pp": "16", "gbs": "64"}, "layout.pp", "makes 16 stages"),
         ({"pp": "1", "vpp": "2"}, "layout.vpp", "nothing to interleave"),
-        ({"pp": "1", "schedule": "gpipe"}, "pipeline.schedule", "belongs to pipeline parallelism"),
-        ({"pp": "1", "return-outputs": "true"}, "fsdp.return_outputs", "belongs to pipeline parallelism"),
+        ({"pp": "1", "schedule": "gpipe"}, "pipeline.schedule", "needs pipeline parallelism"),
+        ({"pp": "1", "return-outputs": "true"}, "fsdp.return_outputs", "needs pipeline parallelism"),
         ({"partition": "uniform"}, "pipeline.partition", "torchtitan's own split"),
     ],
 )

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.allocator import AllocatorSettings
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.replay import replay
 from memplan.estimate import estimate
-from memplan.frameworks import fsdp
-from memplan.frameworks.fsdp_programs import model_of, programs, sharding_of
+from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp.programs import model_of, programs, sharding_of
 from memplan.layers import ops, tensor_parallel
 from memplan.layers.autograd import Recorder
 from memplan.layers.module import Options
@@ -20,9 +21,8 @@ from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import Program, fold_program
-from memplan.replay_streams import replay_streams
-from memplan.tape import ROUND, Category, Hold
+from memplan.tape.events import ROUND, Category, Hold
+from memplan.tape.program import Program, fold_program
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
 from ..oracle import torchtitan_tp as oracle
@@ -201,7 +201,7 @@ def test_more_ranks_hold_less_each(tp: int, dp: int, loss: str, recompute: str, 
     whole, parts = one.parameter_tensors(), more.parameter_tensors()
     norms = sum(parameter.elements for parameter in whole if len(parameter.shape) == 1)
     assert tp * sum(p.elements for p in parts) == sum(p.elements for p in whole) + (tp - 1) * norms
-    replayed = replay_streams(more, AllocatorSettings(expandable_segments=True), ())
+    (replayed,) = replay((more,), AllocatorSettings(expandable_segments=True), ())
     assert (replayed.static, replayed.allocated) == (of_more.static, of_more.peak)
     assert more.ranks == tuple(range(tp * dp))
     assert more.microbatches == one.microbatches

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from memplan.frameworks import fsdp
-from memplan.frameworks.fsdp_torchtitan import ActivationCheckpointing, torchtitan_model
-from memplan.frameworks.fsdp_units import Sharding
+from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
+from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import fold_program
-from memplan.tape import ROUND
+from memplan.tape.events import ROUND
+from memplan.tape.program import fold_program
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
 from ..oracle import fsdp as oracle
@@ -80,7 +80,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def test_every_event(case: Case) -> None:
     plan = plan_of(case.sizes)
-    plan = plan.model_copy(update={"batch": plan.batch.model_copy(update={"gbs": case.sizes.b * case.shards})})
+    batch = plan.batch.model_copy(update={"gbs": case.sizes.b * case.shards})
+    layout = plan.layout.model_copy(update={"dp": case.shards})
+    plan = plan.model_copy(update={"batch": batch, "layout": layout})
     model = torchtitan_model(plan, Options(accumulates_in_place=False), case.recompute, ends_apart=case.ends_apart)
     program = fsdp.program(plan, model, Sharding(case.shards))
     modes = [case.recompute.of(layer) for layer in range(case.sizes.layers)]

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.allocator import AllocatorSettings
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.replay import replay
 from memplan.estimate import estimate, fold
-from memplan.frameworks.megatron import padded_vocab, programs
+from memplan.frameworks.megatron.programs import padded_vocab, programs
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import plan_fields
@@ -18,10 +19,9 @@ from memplan.plan.framework_sections import Megatron
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import fold_program
-from memplan.replay import replay
 from memplan.result import StageEstimate
-from memplan.tape import Category
+from memplan.tape.events import Category
+from memplan.tape.program import fold_program
 
 MIB = 2**20
 
@@ -164,9 +164,9 @@ def test_estimates_are_deterministic() -> None:
         ({"pp": 3}, "layout.pp"),
         ({"pp": 1, "vpp": 2}, "layout.vpp = 2: virtual stages need layout.pp above 1"),
         ({"pp": 4, "vpp": 3}, "layout.vpp = 3: must divide the 2 layers of a stage"),
-        ({"cp": 2, "seq": 250}, "batch.seq = 250: must be a multiple of 2 cp = 4"),
+        ({"cp": 2, "seq": 250}, "batch.seq = 250: must be a multiple of 2 x cp = 4"),
         ({"zero": 2}, "layout.zero = 2: must be"),
-        ({"optimizer": "adam8bit"}, "optimizer.name = adam8bit: must be adam, adamw or sgd"),
+        ({"optimizer": "adam8bit"}, "optimizer.name = adam8bit: must be one of sgd, adam, adamw"),
         ({"precision_aware_optimizer": "true"}, "must be false without the distributed optimizer"),
         ({"transformer_impl": "local", "attention_backend": "flash"}, "must be auto, unfused or local"),
         ({"pipeline_layout": "Ettt|tttttL", "pp": 4}, "pipeline.layout"),
@@ -174,7 +174,7 @@ def test_estimates_are_deterministic() -> None:
         ({"distributed_optimizer_instances": 2}, "must be 1 without the distributed optimizer"),
         ({"te_version": "1.2"}, "megatron.transformer_engine"),
         ({"ep": 2}, "layout.ep = 2: must be 1: expert parallelism"),
-        ({"kv_heads": 2, "tp": 4}, "layout.tp = 4: must be at most the 2 key/value heads"),
+        ({"kv_heads": 2, "tp": 4}, "layout.tp = 4: must divide the 2 key/value heads"),
         ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16 or fp16 with Transformer Engine"),
         ({"fp32_residual": "true"}, "has no recipe for fp32 residual connections"),
         ({"optimizer": "sgd", "zero": 1}, "optimizer.name = sgd: must be adam or adamw with the distributed optimizer"),

@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.allocator import AllocatorSettings
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.replay import replay
 from memplan.estimate import detail, estimate
-from memplan.frameworks.megatron_deepspeed import padded_vocab, programs
+from memplan.frameworks.megatron_deepspeed.programs import padded_vocab, programs
+from memplan.layers.edges import TIED_GRADIENT
 from memplan.layers.module import Options
-from memplan.layers.tied import TIED_GRADIENT
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import fold_program
-from memplan.replay import replay
 from memplan.result import Estimate, StageEstimate
-from memplan.tape import Category, Drop, Hold
+from memplan.tape.events import Category, Drop, Hold
+from memplan.tape.program import fold_program
 
 MIB = 2**20
 

@@ -9,19 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.frameworks.megatron_states import Chunk, Rules, keep
-from memplan.layers.module import Module, Parameter, Tapes
-from memplan.program import Kept
-from memplan.tape import Category, Drop, Hold, Tape, rounded
+from memplan.frameworks.megatron.states import Chunk, Rules, keep
+from memplan.layers.module import Parameter
+from memplan.tape.events import Category, Drop, Hold, Tape, rounded
+from memplan.tape.program import Kept
 
 PLAIN = Rules("bf16", "fp32", False, 1, None, "adam", False, "fp32", "fp32", "fp32", False)
 
 
 def chunk_of(*shapes: tuple[int, ...], times: int = 1) -> tuple[Chunk, ...]:
     """One chunk of ``times`` equal modules with these parameters."""
-    nothing = Tapes((), (), 0, 0)
     parameters = tuple(Parameter(f"p{i}.weight", shape) for i, shape in enumerate(shapes))
-    return (((Module("module", nothing, nothing, (), parameters), times),),)
+    return (((parameters, times),),)
 
 
 def held(tape: Tape, category: Category) -> int:
@@ -61,9 +60,8 @@ def test_buffers_of_the_distributed_optimizer_are_padded() -> None:
 
 def test_a_tied_table_has_a_bucket_of_its_own() -> None:
     """900 + 64 x 16 rows: the table's bucket is padded by itself: 1,024 and 1,024 elements, not 1,924 + padding."""
-    nothing = Tapes((), (), 0, 0)
     parameters = (Parameter("word.weight", (64, 16)), Parameter("rest.weight", (30, 30)))
-    chunk: tuple[Chunk, ...] = (((Module("module", nothing, nothing, (), parameters), 1),),)
+    chunk: tuple[Chunk, ...] = (((parameters, 1),),)
     rules = replace(PLAIN, distributed=True, shards=2)
     assert held(keep(chunk, rules, True).construction, Category.GRADIENTS) == (1024 + 1024) * 4
     assert held(keep(chunk, rules, False).construction, Category.GRADIENTS) == rounded(2048 * 4)

@@ -11,7 +11,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.tape import Category
+from memplan.tape.events import Category
 
 SMALL = {"model": "gpt2", "layers": "3", "gpu": "a100-80gb", "seq": "128", "attention": "eager"}
 

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from transformers.trainer_pt_utils import EvalLoopContainer
 
 from memplan.estimate import estimate, fold
-from memplan.frameworks import plain, trainer
+from memplan.frameworks.plain import programs as plain
+from memplan.frameworks.plain.programs import trainer
 from memplan.layers.module import Options, Parameter
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Optimizer, Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import fold_program
-from memplan.tape import Category, Drop, Hold, Tape, rounded
+from memplan.tape.events import Category, Drop, Hold, Tape, rounded
+from memplan.tape.program import fold_program
 
 from ..oracle.tracer import Follow, Trace, run
 from ..oracle.training_step import update

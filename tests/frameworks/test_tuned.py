@@ -7,15 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.estimate import estimate, programs_of
+from memplan.families import family
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
-from memplan.plan.lora import LINEAR_LAYERS, adapter_parameters
+from memplan.plan.lora import adapter_parameters
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import fold_program
 from memplan.result import Estimate
-from memplan.tape import Category
+from memplan.tape.events import Category
+from memplan.tape.program import fold_program
 
 MODELS = ("gpt2", "llama-3-8b", "qwen3-8b", "bert-large", "phi-3-mini", "gemma-2-9b", "opt-6.7b", "gpt-neox-20b")
 SMALL = {"layers": "3", "gpu": "h100-80gb", "seq": "128", "attention": "eager"}
@@ -40,11 +41,11 @@ def trained(one: Plan) -> list[int]:
 def test_adapters_are_counted_as_peft_does(model: str) -> None:
     one = plan(model=model, lora_rank=8, lora_targets="all-linear")
     assert sum(trained(one)) == adapter_parameters(one)
-    assert len(trained(one)) == 2 * (3 * _per_layer(one) + ("transform" in LINEAR_LAYERS[one.model.family]))
+    assert len(trained(one)) == 2 * (3 * _per_layer(one) + ("transform" in family(one.model.family).linear_layers))
 
 
 def _per_layer(one: Plan) -> int:
-    return len([name for name in LINEAR_LAYERS[one.model.family] if name != "transform"])
+    return len([name for name in family(one.model.family).linear_layers if name != "transform"])
 
 
 def test_llama_3_8b_has_as_many_adapters_as_reported() -> None:
@@ -99,8 +100,11 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
         ({"model": "llama-3-8b", "lora_rank": 8, "lora_dtype": "fp16"}, "bf16 or fp32"),
         ({"model": "llama-3-8b", "lora_rank": 8, "loss": "cut"}, "must be plain or liger"),
         ({"model": "llama-3-8b", "lora_rank": 8, "freeze_layers": 1}, "freezes the whole model"),
-        ({"model": "gpt2", "lora_rank": 8, "framework": "megatron", "attention": "flash"}, "single, ddp, device-map"),
-        ({"model": "llama-3-8b", "lora_rank": 8, "framework": "fsdp", "gpus": 2}, "single, ddp, device-map"),
+        (
+            {"model": "gpt2", "lora_rank": 8, "framework": "megatron", "attention": "flash"},
+            "single, ddp and device-map",
+        ),
+        ({"model": "llama-3-8b", "lora_rank": 8, "framework": "fsdp", "gpus": 2}, "single, ddp and device-map"),
         ({"model": "llama-3-8b", "freeze_layers": 4}, "at most the 3 layers"),
         ({"model": "gpt2", "code": "2020", "dtype": "fp32", "freeze_embedding": "true"}, "code 2020"),
         ({"model": "llama-3-8b", "quantisation": "nf4"}, "cannot be trained"),

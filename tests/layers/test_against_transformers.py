@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 import transformers
 
-from memplan.frameworks import plain
-from memplan.layers.coverage import KEEPS_WEIGHTS, WITHOUT_KERNEL
+from memplan.families import family as family_of
+from memplan.frameworks.plain import programs as plain
 from memplan.layers.module import Module, Options
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import Program, fold_program
-from memplan.tape import Drop, Hold, Tape, rounded
+from memplan.tape.events import Drop, Hold, Tape, rounded
+from memplan.tape.program import Program, fold_program
 
 from ..oracle.tracer import Change
 from ..oracle.training_step import Step, traced_step
@@ -115,8 +115,8 @@ CASES = [
     for at_setting, setting in enumerate(SETTINGS)
     for at_shape, shape in enumerate(SHAPES)
     if model in IN_EVERY_SHAPE or (at_model + at_setting + at_setting // 3) % 3 == at_shape
-    if setting[1] == "eager" or MODELS[model][0] not in WITHOUT_KERNEL
-    if setting[2] == "none" or MODELS[model][0] not in KEEPS_WEIGHTS
+    if setting[1] == "eager" or not family_of(MODELS[model][0]).no_flash
+    if setting[2] == "none" or not family_of(MODELS[model][0]).returns_weights
 ]
 """Every model in every setting that its family has; shapes in turn but for ``IN_EVERY_SHAPE``."""
 

@@ -14,16 +14,17 @@ import torch
 import transformers
 
 from memplan.estimate import detail, estimate, fold
-from memplan.frameworks import plain, plain_step
+from memplan.families import family as family_of
+from memplan.frameworks.plain import programs as plain
+from memplan.frameworks.plain import step as plain_step
 from memplan.layers.autocast import POLICIES, Policy
-from memplan.layers.coverage import KEEPS_WEIGHTS, WITHOUT_KERNEL
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import fold_program
-from memplan.tape import Category, Hold, rounded
+from memplan.tape.events import Category, Hold, rounded
+from memplan.tape.program import fold_program
 
 from ..oracle.autocast import cuda_lists, policies
 from ..oracle.tracer import Follow, Trace
@@ -56,8 +57,8 @@ def settings_of(model: str) -> list[tuple[str, str, str]]:
     return [
         setting
         for setting in SETTINGS
-        if setting[1] == "eager" or family not in WITHOUT_KERNEL
-        if setting[2] == "none" or family not in KEEPS_WEIGHTS
+        if setting[1] == "eager" or not family_of(family).no_flash
+        if setting[2] == "none" or not family_of(family).returns_weights
     ]
 
 
@@ -77,7 +78,7 @@ CASES = [
     Case(model, *shape, *setting)
     for at, model in enumerate(name for name, (family, _) in MODELS.items() if name == family)
     for setting in settings_of(model)
-    for shape in (SHAPES if MODELS[model][0] in WITHOUT_KERNEL and setting[0] == "bf16" else shape_of(at, setting))
+    for shape in (SHAPES if family_of(MODELS[model][0]).no_flash and setting[0] == "bf16" else shape_of(at, setting))
 ] + [
     Case(model, *SHAPES[at % 3], *settings_of(model)[3 * at % len(settings_of(model))])
     for at, model in enumerate(MODELS)
@@ -247,11 +248,11 @@ def test_buckets_of_ddp_are_fp32() -> None:
         ({"dtype": "fp32"}, "precision.autocast"),
         ({"framework": "fsdp", "gpus": 2}, "have it"),
         ({"framework": "deepspeed", "gpus": 2}, "have it"),
-        ({"loss": "liger"}, "only plain"),
-        ({"logits_to_keep": 4}, "last tokens"),
+        ({"loss": "liger"}, "only loss plain"),
+        ({"logits_to_keep": 4}, "logits_to_keep is not modelled"),
         ({"gradients": "bf16"}, "precision.gradients"),
         ({"dtype": "fp16", "autocast_parameters": "fp16"}, "GradScaler"),
-        ({"autocast": "false", "autocast_parameters": "fp32"}, "belongs to autocast"),
+        ({"autocast": "false", "autocast_parameters": "fp32"}, "needs precision.autocast"),
     ],
 )
 def test_what_is_not_modelled_is_refused(flags: dict[str, object], says: str) -> None:

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.frameworks import plain
+from memplan.frameworks.plain import programs as plain
 from memplan.layers import ops
 from memplan.layers.autograd import Recorder, Tensor
-from memplan.layers.module import GRAD_OUTPUT, INPUT, Interface, Module, Options, Run, Tapes, build
+from memplan.layers.module import Interface, Module, Options, Run, Tapes, build
 from memplan.layers.recompute import recomputed, recomputed_reentrant
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import fold_program
-from memplan.tape import Category, Drop, Hold, Seam, Tape, fold
+from memplan.tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Hold, Seam, Tape, fold
+from memplan.tape.program import fold_program
 
 Body = Callable[[Recorder, Tensor], Tensor]
 N = 256

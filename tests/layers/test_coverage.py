@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memplan.estimate import fold
-from memplan.layers.coverage import KEEPS_WEIGHTS, MEGATRON, MEGATRON_CORE, TRANSFORMERS, WITHOUT_KERNEL
+from memplan.families import families
+from memplan.layers.coverage import MEGATRON, MEGATRON_CORE, TRANSFORMERS, covered
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -74,9 +75,11 @@ def folded(family: str, framework: str, **fields: object) -> object:
 
 
 CASES = [
-    *((family, "single") for family in TRANSFORMERS),
-    *((family, "megatron-deepspeed") for family in MEGATRON),
-    *((family, "megatron") for family in MEGATRON_CORE if family != "mistral"),  # whose spec has a sliding window
+    *((family, "single") for family in covered(TRANSFORMERS)),
+    *((family, "megatron-deepspeed") for family in covered(MEGATRON)),
+    *(
+        (family, "megatron") for family in covered(MEGATRON_CORE) if family != "mistral"
+    ),  # whose spec has a sliding window
 ]
 
 
@@ -101,12 +104,12 @@ def test_an_odd_number_of_features_cannot_turn() -> None:
     assert "model.rotary_fraction = 0.2: must make an even number of a head's 16 features turn, not 3" in str(refusal)
 
 
-@pytest.mark.parametrize("family", sorted(WITHOUT_KERNEL))
+@pytest.mark.parametrize("family", [one.name for one in families() if one.no_flash])
 def test_families_without_the_flash_kernel(family: str) -> None:
     assert f"must be eager for family {family}" in str(folded(family, "single", attention="flash"))
 
 
-@pytest.mark.parametrize("family", sorted(KEEPS_WEIGHTS))
+@pytest.mark.parametrize("family", [one.name for one in families() if one.returns_weights])
 def test_families_whose_layers_return_their_weights(family: str) -> None:
     assert f"must be none for family {family}" in str(folded(family, "single", recompute="full"))
 

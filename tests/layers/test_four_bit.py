@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from memplan.layers.tuning import FourBit
-from memplan.tape import rounded
+from memplan.tape.events import rounded
 
 from .test_against_transformers import sizes
 from .tuned_comparison import Witness, assert_equal, config_of, program_of, traced_backward, word_shape

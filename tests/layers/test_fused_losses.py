@@ -13,7 +13,7 @@ from memplan.estimate import detail, estimate
 from memplan.layers import fused_losses
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.fused_losses import HeadLoss, liger_chunk
-from memplan.layers.huggingface_parts import LayerShape
+from memplan.layers.huggingface import LayerShape
 from memplan.layers.module import Interface, Module, Options, Run, build
 from memplan.layers.tuning import Tuning
 from memplan.plan.errors import PlanError
@@ -21,7 +21,7 @@ from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.spec import ModelSpec
-from memplan.tape import Category, Drop, Hold, Tape
+from memplan.tape.events import Category, Drop, Hold, Tape
 from tests.oracle.fused_losses import Loss, Sizes, chunked, cut, last_tokens, traced_loss
 from tests.oracle.fused_losses import liger as real_liger
 from tests.oracle.tracer import Change
@@ -221,17 +221,23 @@ def test_older_versions_of_liger_hold_products_and_two_chunks(liger: tuple[int, 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"loss": "liger", "framework": "megatron-deepspeed"}, "must be plain with framework megatron-deepspeed"),
+        (
+            {"loss": "liger", "framework": "megatron-deepspeed"},
+            "with framework megatron-deepspeed; single, ddp and device-map have liger",
+        ),
         ({"loss": "cut", "framework": "megatron"}, "must be vocab-parallel with framework megatron"),
-        ({"loss": "chunked", "framework": "ddp", "gpus": 2}, "must be another with ddp"),
+        ({"loss": "chunked", "framework": "ddp", "gpus": 2}, "with framework ddp: chunks run backward within forward"),
         ({"loss": "chunked", "loss_chunks": 7}, "must divide the 512 tokens"),
-        ({"loss": "plain", "loss_chunks": 4}, "belongs to loss chunked, and loss.kind is plain"),
-        ({"loss": "chunked", "loss_fp32_accumulators": "true"}, "belongs to loss liger or cut"),
+        ({"loss": "plain", "loss_chunks": 4}, "needs loss.kind chunked, not plain"),
+        ({"loss": "chunked", "loss_fp32_accumulators": "true"}, "needs loss.kind liger or cut"),
         ({"loss": "liger", "liger_version": "0.5.2"}, "must be at least 0.5.3"),
-        ({"loss": "liger", "liger_version": "0.6.1", "loss_fp32_accumulators": "true"}, "0.6.2 and later have it"),
-        ({"loss": "cut", "liger_version": "0.8.2"}, "belongs to loss liger"),
+        (
+            {"loss": "liger", "liger_version": "0.6.1", "loss_fp32_accumulators": "true"},
+            "Liger 0.6.2 and later support fp32 accumulators",
+        ),
+        ({"loss": "cut", "liger_version": "0.8.2"}, "needs loss.kind liger"),
         ({"loss": "cut", "seq": 1}, "must be at least 2"),
-        ({"loss": "liger", "logits_to_keep": 4}, "belongs to causal models with loss plain"),
+        ({"loss": "liger", "logits_to_keep": 4}, "needs a causal model and loss.kind plain"),
         ({"logits_to_keep": 513}, "must be at most the 512 tokens"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.tape import rounded
+from memplan.tape.events import rounded
 
 from ..oracle.tuned_step import frozen, lora, traced_tuned_step
 from .test_against_transformers import drops_sorted, named, sizes, without_scalars

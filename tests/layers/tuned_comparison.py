@@ -8,12 +8,12 @@ from pathlib import Path
 
 import transformers
 
-from memplan.frameworks import plain
+from memplan.frameworks.plain import programs as plain
 from memplan.layers.module import Options
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import Program, fold_program
-from memplan.tape import rounded
+from memplan.tape.events import rounded
+from memplan.tape.program import Program, fold_program
 
 from ..oracle.tracer import Change
 from .test_against_transformers import (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from memplan.tape import rounded
+from memplan.tape.events import rounded
 
 Program = Callable[[], Iterator[str]]
 """Code that stops at named points. Without numbers in arithmetic: ``x * 2`` makes a tensor of the number, which is on

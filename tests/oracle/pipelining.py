@@ -27,10 +27,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.trace.dtensors import clear_caches
-from memplan.trace.torchtitan_model import cross_entropy
-from memplan.trace.torchtitan_parallel import apply_tp
-from memplan.trace.torchtitan_settings import Part
+from memplan.trace.collectives import clear_caches
+from memplan.trace.job import Part
+from memplan.trace.torchtitan import apply_tp, cross_entropy
 
 from .fsdp import ResizedFollow, Sharding, run, undivided
 from .torchtitan import Sizes, llama, recomputed

@@ -1,4 +1,4 @@
-"""torchtitan's Llama (``memplan.trace.torchtitan_model``: the reference modules) sharded as ``parallelize_llama.py``
+"""torchtitan's Llama (``memplan.trace.torchtitan``: the reference modules) sharded as ``parallelize_llama.py``
 does, with dtypes and recompute that no plan has, too; followed by the tests' own tracer."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from memplan.trace.torchtitan_model import Transformer, cross_entropy
-from memplan.trace.torchtitan_parallel import recomputed as recomputed_as
-from memplan.trace.torchtitan_settings import Checkpointing, Part, Torchtitan
+from memplan.trace.job import Checkpointing, Part, Torchtitan
+from memplan.trace.torchtitan import Transformer, cross_entropy
+from memplan.trace.torchtitan import recomputed as recomputed_as
 
 from .fsdp import Sharding
 

@@ -21,8 +21,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.trace.torchtitan_model import Transformer, cross_entropy
-from memplan.trace.torchtitan_parallel import apply_tp
+from memplan.trace.torchtitan import Transformer, apply_tp, cross_entropy
 
 from .fsdp import ResizedFollow, Sharding, Steps, _cut, fake_ranks, resizing, undivided
 from .torchtitan import Sizes, llama, recomputed

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from memplan.tape import rounded
+from memplan.tape.events import rounded
 
 from .autocast import cast_by_autocast
 

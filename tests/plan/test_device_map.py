@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.plan.device_map import equal_shares
+from memplan.frameworks.plain.device_map import equal_shares
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -29,7 +29,7 @@ def refusal(device_map: str, folder: Path) -> str:
 @pytest.mark.parametrize("device_map", [ON_4_GPUS, ON_8_GPUS])
 def test_the_maps_of_2020_forget_layer_20(device_map: str, tmp_path: Path) -> None:
     assert refusal(device_map, tmp_path) == (
-        "/plan.yaml:3: device_map: forgets layer 20; place every layer on exactly one device"
+        "/plan.yaml:3: device_map: misses layer 20; place every layer on exactly one device"
     )
 
 
@@ -37,7 +37,7 @@ def test_the_maps_of_2020_forget_layer_20(device_map: str, tmp_path: Path) -> No
     ("device_map", "line"),
     [
         ("{0: 0-40, 1: 40-47}", "device_map: repeats layer 40; place every layer on exactly one device"),
-        ("{0: 0-10, 1: 20-47}", "device_map: forgets layers 11, 12, 13, 14, 15, 16, 17, 18, … (9 of them)"),
+        ("{0: 0-10, 1: 20-47}", "device_map: misses layers 11, 12, 13, 14, 15, 16, 17, 18, … (9 of them)"),
         ("{0: 0-47, 2: 3}", "device_map = [0, 2]: must name devices 0, 1, 2, … without a gap"),
         ("{0: 0-47, 1: []}", "device_map.1 = []: must hold at least one layer"),
         ("{0: 0-48}", "device_map.0: names layer 48, and the model has layers 0 to 47"),
@@ -51,7 +51,7 @@ def test_what_is_wrong_is_named(device_map: str, line: str, tmp_path: Path) -> N
 
 def test_a_map_belongs_to_its_framework() -> None:
     read = read_plan(None, {"model": "gpt2", "device-map": "{0: 0-11}"})
-    with pytest.raises(PlanError, match="places layers by hand, which framework single does not do"):
+    with pytest.raises(PlanError, match="must be left out with framework single; device-map has layers placed by hand"):
         resolve(read.plan)
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memplan.families import families
 from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
-from memplan.plan.huggingface_families import FAMILIES
 from memplan.plan.library import model_specs
 from memplan.plan.models import load_spec, read_spec
 from memplan.plan.spec import ModelSpec
@@ -37,6 +37,10 @@ OPT = {
     "num_attention_heads": 3,
     "ffn_dim": 20,
 }
+
+
+FAMILIES = {one.name: one.config for one in families() if one.config is not None}
+"""How the configurations of each family are read."""
 
 
 def spec_of(config: dict[str, Any], folder: Path) -> ModelSpec:

@@ -9,7 +9,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.tape import Category
+from memplan.tape.events import Category
 
 
 def plan(**flags: object) -> Plan:
@@ -42,16 +42,16 @@ def test_each_optimizer_has_a_default_implementation(name: str, implementation: 
         ({"optimizer": "muon", "optimizer_implementation": "bitsandbytes"}, "must be foreach, for-loop or fused"),
         ({"optimizer": "adamw", "paged_optimizer": "true"}, "adamw is not bitsandbytes'"),
         ({"optimizer": "muon", "paged_optimizer": "true"}, "must be false: muon is not bitsandbytes'"),
-        ({"optimizer": "adamw", "momentum": 0.9}, "it is SGD's"),
+        ({"optimizer": "adamw", "momentum": 0.9}, "only SGD has momentum"),
         ({"optimizer": "lion", "optimizer_block_size": 256}, "lion has no 8-bit states"),
-        ({"optimizer": "lion", "embeddings_32bit": "false"}, "adam8bit and lion8bit have"),
+        ({"optimizer": "lion", "embeddings_32bit": "false"}, "unlike adam8bit and lion8bit"),
         ({"framework": "megatron-deepspeed", "optimizer": "adafactor"}, "must be one of sgd, adam, adamw, adam8bit"),
         ({"framework": "megatron-deepspeed", "optimizer": "adam8bit", "paged_optimizer": "true"}, "must be false with"),
         ({"framework": "fsdp", "optimizer": "adam8bit"}, "bitsandbytes' kernels take no DTensor"),
         ({"framework": "fsdp", "optimizer": "adafactor"}, "Adafactor both fail on DTensor shards"),
-        ({"framework": "fsdp", "optimizer": "muon"}, "what its products gather is not modelled"),
+        ({"framework": "fsdp", "optimizer": "muon"}, "the gathers of its matrix products are not modelled"),
         ({"framework": "fsdp", "optimizer": "sgd", "optimizer_implementation": "fused"}, "fused SGD takes no DTensor"),
-        ({"framework": "megatron", "optimizer": "muon"}, "must be adam, adamw or sgd with framework megatron"),
+        ({"framework": "megatron", "optimizer": "muon"}, "must be one of sgd, adam, adamw with framework megatron"),
         ({"framework": "megatron", "optimizer": "sgd", "momentum": 0.5}, "must be left out with framework megatron"),
         ({"framework": "megatron", "weight_decay": 0.5}, "must be left out with framework megatron"),
     ],

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.plan.errors import PlanError
-from memplan.plan.yaml_nodes import MOST_NODES, parse_yaml
+from memplan.plan.library import examples, model_specs
+from memplan.plan.yaml_events import MOST_NODES, parse_events
+from memplan.plan.yaml_nodes import _simple, parse_yaml
 
 from .outcomes import error_of
 
@@ -135,3 +137,23 @@ def test_json_reads_as_json(value: object) -> None:
 @given(st.text(max_size=300) | st.text("ab: -[]{},&*!|>'\"%#\n\t?~<", max_size=120))
 def test_any_text_gives_a_value_or_one_line(text: str) -> None:
     assert len(error_of(lambda: parse_yaml(text, "plan.yaml")).splitlines()) <= 1
+
+
+@pytest.mark.parametrize("name", [*examples(), *model_specs()])
+def test_what_is_built_in_is_simple(name: str) -> None:
+    text = {**examples(), **model_specs()}[name].read_text()
+    assert _simple(text, name, True) == parse_events(text, name, True)
+
+
+LINES = (
+    "a: 1", "b: x y", "c:", "  a: 2", "  b: true", 'd: "a # b"', "# e", "", "  # f", "e: 0-10, 3", "a: null", "f: 1 ",
+    "g:  2", "  0: .5", "---", "...", "- a", "h: ", "i: x|y", "j: 1:2", "k: -", "l: a #b", "m: 010", "n: [1]", "o: ~",
+    "    q: 1", "r: -3", "s: a;(b)/c", "t", "2: 3e4", "u: a, b", "v: .", "w: 1.", "x: +1", "y: ''",
+)  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(LINES), max_size=6), st.booleans())
+def test_a_simple_document_is_what_the_parser_says(lines: list[str], numbered: bool) -> None:
+    text = "\n".join(lines)
+    simple = _simple(text, "p", numbered)
+    assert simple is None or simple == parse_events(text, "p", numbered)

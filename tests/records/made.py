@@ -8,9 +8,9 @@ from typing import Any
 
 from memplan.estimate import estimate
 from memplan.plan.read import read_plan
+from memplan.records.readings import Failure, RankReading, Run, Versions
 from memplan.records.record import Record, new_record
 from memplan.report.json import to_json
-from memplan.validate.readings import Failure, RankReading, Run, Versions
 
 MIB = 1 << 20
 VERSIONS = Versions(memplan="0.1.0", python="3.11.7", torch="2.13.0+cu130", cuda="13.0", driver="590.48.01")

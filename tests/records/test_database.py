@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.plan.errors import PlanError
-from memplan.records.connection import MIGRATIONS, connected
-from memplan.records.database import Unreadable, open_database, shortest
+from memplan.records.database import MIGRATIONS, Unreadable, connected, open_database, shortest
 from memplan.records.known import known_measurements
 from memplan.records.place import NAME, exists, folder
 from memplan.records.record import Record, to_text
@@ -257,7 +256,7 @@ def test_a_writer_that_takes_too_long_is_said_to(own_folder: Path) -> None:
 MIGRATOR = """
 import sys, time
 from pathlib import Path
-from memplan.records.connection import MIGRATIONS, connected
+from memplan.records.database import MIGRATIONS, connected
 def slow(connection):
     connection.execute("ALTER TABLE runs ADD COLUMN note TEXT")
     time.sleep(0.3)

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.cli import main
+from memplan.device.measured import CONTEXT, NCCL, NOTHING, WORKSPACES, Measured, Measurement
 from memplan.estimate import device_bytes, estimate
-from memplan.measured import CONTEXT, NCCL, NOTHING, WORKSPACES, Measured, Measurement
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.records.database import open_database
 from memplan.records.known import known_measurements
 from memplan.records.learned import facts_of
 from memplan.records.place import NAME
+from memplan.records.readings import Failure
 from memplan.records.record import Record
-from memplan.tape import Category
-from memplan.validate.readings import Failure
+from memplan.tape.events import Category
 
 from .made import MIB, SHARDED, SINGLE, TWO_STAGES, VERSIONS, record_of
 
@@ -279,7 +279,7 @@ def test_the_order_of_recording_changes_nothing(found: list[Measurement], chance
     """And SQL chooses the same as ``Measured`` does."""
     import sqlite3
 
-    from memplan.records.connection import MIGRATIONS
+    from memplan.records.database import MIGRATIONS
     from memplan.records.known import _measurements
 
     shuffled = list(found)
@@ -315,7 +315,7 @@ def test_a_damaged_database_is_a_warning(capsys: pytest.CaptureFixture[str], own
 def test_without_records_nothing_of_them_is_imported(own_folder: Path) -> None:
     code = (
         "import sys\nfrom memplan.cli import main\nmain(['estimate', 'llama-3-8b', '-q'])\n"
-        "found = {'sqlite3', 'memplan.records.record', 'memplan.validate.readings'} & set(sys.modules)\n"
+        "found = {'sqlite3', 'memplan.records.record', 'memplan.records.readings'} & set(sys.modules)\n"
         "print(sorted(found), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)

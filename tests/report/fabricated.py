@@ -8,7 +8,7 @@ from typing import Any
 from memplan.plan.plan import Batch, Hardware, Layout, Optimizer, Pipeline, Plan, Precision, Recompute
 from memplan.plan.spec import ModelSpec
 from memplan.result import BeyondAllocated, Estimate, ModuleTape, Notice, Peak, StageEstimate
-from memplan.tape import Bytes, Category, Drop, Hold, Seam
+from memplan.tape.events import Bytes, Category, Drop, Hold, Seam
 
 MIB, GIB = 1 << 20, 1 << 30
 CAPACITY = 32_510 * MIB

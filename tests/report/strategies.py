@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from memplan.result import BeyondAllocated, Estimate, Notice, Peak, StageEstimate
-from memplan.tape import Category
+from memplan.tape.events import Category
 
 from .fabricated import PLAN
 

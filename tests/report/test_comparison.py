@@ -7,10 +7,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.report.comparison import print_comparison
-from memplan.report.difference import by_category, by_stage
+from memplan.report.comparison import by_category, by_stage, print_comparison
 from memplan.result import Estimate
-from memplan.tape import Category
+from memplan.tape.events import Category
 
 from .fabricated import GIB, bigscience, lighter, single
 from .printing import printed, widest

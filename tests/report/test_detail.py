@@ -1,14 +1,12 @@
-"""A stage's tape, layer by layer (``memplan/report/detail.py`` and ``sections.py``)."""
+"""A stage's tape, layer by layer (``memplan/report/detail.py``)."""
 
 from __future__ import annotations
 
 import pytest
 
-from memplan.layers.module import GRAD_OUTPUT, INPUT
-from memplan.report.detail import print_detail
-from memplan.report.sections import repeats, sections_of
+from memplan.report.detail import print_detail, repeats, sections_of
 from memplan.result import ModuleTape
-from memplan.tape import Category, Drop, Hold, fold
+from memplan.tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Hold, fold
 
 from .fabricated import tapes
 from .printing import printed, widest

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from memplan.estimate import estimate
+from memplan.frameworks import framework
 from memplan.plan.read import read_plan
 from memplan.report.json import to_json
-from memplan.report.pieces import Pieces
+from memplan.report.printing import Pieces
 from memplan.report.suggestion import Answer, print_suggestion
 from memplan.report.suggestion_json import COLUMNS, suggestion_to_csv, suggestion_to_json
 from memplan.report.suggestion_words import (
     change_percent,
-    cut_field,
     cut_words,
     difference_pieces,
     layout_words,
@@ -28,9 +28,9 @@ from memplan.report.suggestion_words import (
     time_unit,
 )
 from memplan.search.answer import suggest
-from memplan.search.methods import methods_of
+from memplan.search.changes import methods_of
+from memplan.search.cuts import ChunkLayers
 from memplan.search.result import Found
-from memplan.search.works import Work
 
 from .printing import printed, widest
 
@@ -72,7 +72,7 @@ def test_it_keeps_to_the_width(name: str, width: int, colour: bool, verbose: boo
 def test_first_the_layout_then_why_then_the_front() -> None:
     text = shown("megatron")
     assert text.startswith("Recommended: pp 2 · ")
-    order = ["\nstep ", "\nmemory  Fits: ", "\nlayers ", "stage  modules", "Why this one", "cut by others", "Searched "]
+    order = ["\nstep ", "\nmemory  Fits: ", "\nlayers ", "stage  modules", "Why this one", "Other cuts", "Searched "]
     assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
 
 
@@ -176,14 +176,14 @@ def test_a_search_that_finds_no_layout_at_all_has_an_answer() -> None:
     ],
 )
 def test_a_cut_in_words(layers: list[list[int]], text: str) -> None:
-    assert cut_words(tuple(tuple(Work(count) for count in stage) for stage in layers)) == text
+    assert cut_words(tuple(tuple(ChunkLayers(count) for count in stage) for stage in layers)) == text
 
 
 def test_long_partitions_are_cut_unless_asked_for() -> None:
     plan = answer("megatron-deepspeed").found.best[0].plan
     long = plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"partition": tuple(range(40))})})
-    assert cut_field(long, whole=False) == "--partition 0,1,2,3,4,5,6,7,8,…,38,39"
-    assert cut_field(long, whole=True).endswith(",37,38,39")
+    assert framework(long.framework).cut_field(long, whole=False) == "--partition 0,1,2,3,4,5,6,7,8,…,38,39"
+    assert framework(long.framework).cut_field(long, whole=True).endswith(",37,38,39")
 
 
 @pytest.mark.parametrize(

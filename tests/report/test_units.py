@@ -1,4 +1,4 @@
-"""Figures for people (``memplan/report/units.py``)."""
+"""Figures for people (``memplan/report/names.py``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.report.units import GIB, KIB, MIB, elements, exact, percent, size, unit_for
+from memplan.report.names import GIB, KIB, MIB, elements, exact, percent, size, unit_for
 
 
 @pytest.mark.parametrize(

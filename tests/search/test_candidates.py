@@ -6,17 +6,15 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import get_args
 
 import pytest
 
 from memplan.estimate import estimate
-from memplan.plan.plan import Plan
+from memplan.frameworks import ROOMS
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.write import plan_yaml
-from memplan.search.clock import Clock
-from memplan.search.peaks import fullest
+from memplan.search.candidates import Clock
 from memplan.search.search import Candidate, Search
 from memplan.search.space import filled, space_of
 
@@ -139,7 +137,7 @@ def _compare(framework: str, jobs: Sequence[Flags], many: int, file: Path) -> No
             assert suggestion.fullest == requested.index(max(requested)), candidate
             assert candidate.floor <= suggestion.requested, candidate
             limit = int(suggestion.requested * random.uniform(0.5, 1.1))
-            known, _ = fullest(resolve(plan), limit)
+            known, _ = search.space.search.fullest(resolve(plan), limit)
             assert (known > limit) == (suggestion.requested > limit), candidate
             compared += 1
     assert compared == many
@@ -167,4 +165,4 @@ def _buildable(search: Search, random: Random) -> Iterator[Candidate]:
 
 
 def test_jobs_name_every_framework() -> None:
-    assert set(JOBS) == set(get_args(Plan.model_fields["framework"].annotation))
+    assert set(JOBS) == set(ROOMS)

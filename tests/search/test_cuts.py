@@ -10,17 +10,30 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from memplan.estimate import fold
-from memplan.frameworks.megatron import stage_entries
+from memplan.frameworks.megatron.programs import stage_entries
+from memplan.frameworks.megatron.searching import Peaks
 from memplan.plan.errors import PlanError
 from memplan.plan.megatron_layout import layout_text, stages
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.search.cuts import Peaks, Ratios, fastest, fewest, fitting, smallest, spread, stage_works
-from memplan.search.fields import changed
-from memplan.search.partition import Option, choose
-from memplan.search.timing import work_of
-from memplan.search.works import Work, Works, fields_of, layers_of
+from memplan.search.cuts import (
+    ChunkLayers,
+    Option,
+    Ratios,
+    StageLayers,
+    choose,
+    fastest,
+    fewest,
+    fields_of,
+    fitting,
+    layers_of,
+    smallest,
+    spread,
+    stage_layers,
+)
+from memplan.search.point import changed
+from memplan.search.time import work_of
 
 SMALL = {
     "model": "llama-2-7b", "layers": "7", "hidden": "256", "ffn": "512", "heads": "4", "kv-heads": "4",
@@ -58,13 +71,13 @@ def peak_or_none(plan: Plan, bounds: tuple[int, ...]) -> int | None:
         return None
 
 
-def time_of(works: Works, ratios: Ratios) -> float:
+def time_of(cut: StageLayers, ratios: Ratios) -> float:
     """Of the slowest stage, in layers."""
 
-    def seconds(stage: tuple[Work, ...]) -> float:
-        return sum(work.layers + work.embedding * ratios.embedding + work.head * ratios.head for work in stage)
+    def seconds(stage: tuple[ChunkLayers, ...]) -> float:
+        return sum(chunk.layers + chunk.embedding * ratios.embedding + chunk.head * ratios.head for chunk in stage)
 
-    return max(map(seconds, works))
+    return max(map(seconds, cut))
 
 
 # -- the fastest -----------------------------------------------------------------------------------------
@@ -77,7 +90,7 @@ def test_the_fastest_cut_is_that_of_dynamic_programming(
 ) -> None:
     assume((pp > 1 or vpp == 1) and layers >= pp * vpp)
     ratios = Ratios(embedding, head)
-    works = fastest(layers, pp, vpp, ratios, not least)
+    cut = fastest(layers, pp, vpp, ratios, not least)
     ends = [embedding * (stage == 0) + head * (stage == pp - 1) for stage in range(pp)]
     fewest_of = [max(least, fewest(stage, pp, vpp)) for stage in range(pp)]
     options = [
@@ -86,9 +99,9 @@ def test_the_fastest_cut_is_that_of_dynamic_programming(
     ]
     chosen = choose(options, layers)
     assert chosen is not None
-    assert sum(layers_of(works)) == layers
-    assert all(count >= low for count, low in zip(layers_of(works), fewest_of, strict=True))
-    assert time_of(works, ratios) == pytest.approx(max(one.cost for one in chosen), abs=1e-6)
+    assert sum(layers_of(cut)) == layers
+    assert all(count >= low for count, low in zip(layers_of(cut), fewest_of, strict=True))
+    assert time_of(cut, ratios) == pytest.approx(max(one.cost for one in chosen), abs=1e-6)
 
 
 def test_equal_stages_where_ends_take_nothing() -> None:
@@ -110,16 +123,16 @@ def test_a_layout_string_says_what_it_was_made_from(counts: list[list[int]]) -> 
 def test_fields_cut_as_they_were_meant_to(pp: int, vpp: int) -> None:
     plan = megatron(pp=str(pp), count_embedding="false")
     plan = plan.model_copy(update={"layout": plan.layout.model_copy(update={"vpp": vpp})})
-    works = fastest(plan.model.layers, pp, vpp, RATIOS)
-    entries = stage_entries(changed(plan, dict(fields_of("megatron", works))))
+    cut = fastest(plan.model.layers, pp, vpp, RATIOS)
+    entries = stage_entries(changed(plan, dict(fields_of("megatron", cut))))
     held = [[sum(name.startswith("layer.") for name in chunk) for chunk in stage] for stage in entries]
-    assert held == [[work.layers for work in stage] for stage in works]
+    assert held == [[chunk.layers for chunk in stage] for stage in cut]
 
 
 # -- by memory --------------------------------------------------------------------------------------------
 
 
-def counts_of(layers: int, pp: int, vpp: int) -> Iterator[Works]:
+def counts_of(layers: int, pp: int, vpp: int) -> Iterator[StageLayers]:
     """Every way to give each stage of Megatron-Core layers, chunks of a stage as ``spread`` has them."""
 
     def rest(stage: int, left: int) -> Iterator[tuple]:
@@ -128,8 +141,8 @@ def counts_of(layers: int, pp: int, vpp: int) -> Iterator[Works]:
                 yield ()
             return
         for count in range(fewest(stage, pp, vpp), left + 1):
-            works = stage_works(stage, pp, spread(count, vpp, last=stage == pp - 1))
-            yield from ((works, *others) for others in rest(stage + 1, left - count))
+            cut = stage_layers(stage, pp, spread(count, vpp, last=stage == pp - 1))
+            yield from ((cut, *others) for others in rest(stage + 1, left - count))
 
     return rest(0, layers)
 
@@ -144,21 +157,21 @@ def test_megatron_core_cuts_are_the_best_of_all(pp: int, vpp: int, vocab: int, r
         pp=str(pp), vocab=str(vocab), recompute=recompute, zero="0", **({} if vpp == 1 else {"vpp": str(vpp)})
     )
     every = list(counts_of(plan.model.layers, pp, vpp))
-    peaks = {works: peak(plan, fields_of("megatron", works)) for works in every}
+    peaks = {cut: peak(plan, fields_of("megatron", cut)) for cut in every}
     least = smallest(plan, RATIOS)
     assert least is not None
     assert peaks[least] == min(peaks.values())
-    equal = [works for works in every if peaks[works] == peaks[least]]
-    assert time_of(least, RATIOS) == min(time_of(works, RATIOS) for works in equal)
+    equal = [cut for cut in every if peaks[cut] == peaks[least]]
+    assert time_of(least, RATIOS) == min(time_of(cut, RATIOS) for cut in equal)
     for limit in (min(peaks.values()) - 1, *sorted(peaks.values())[:: max(1, len(every) // 5)]):
-        fits = [works for works in every if peaks[works] <= limit]
+        fits = [cut for cut in every if peaks[cut] <= limit]
         found = fitting(plan, RATIOS, limit)
         if not fits:
             assert found is None
             continue
         assert found is not None
         assert peaks[found] <= limit
-        assert time_of(found, RATIOS) == min(time_of(works, RATIOS) for works in fits)
+        assert time_of(found, RATIOS) == min(time_of(cut, RATIOS) for cut in fits)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -186,12 +199,12 @@ def test_more_layers_need_more() -> None:
     for plan in (megatron(pp="3", zero="1"), megatron(pp="3", zero="0", recompute="full"), megatron(pp="4", tp="2")):
         peaks = Peaks(plan)
         for stage in range(plan.layout.pp):
-            sizes = [peaks(stage, stage_works(stage, plan.layout.pp, (count,))) for count in range(1, 8)]
+            sizes = [peaks(stage, stage_layers(stage, plan.layout.pp, (count,))) for count in range(1, 8)]
             assert all(low < high for low, high in pairwise(sizes))
 
 
 def test_work_is_what_the_time_model_sees() -> None:
     plan = megatron(pp="3")
-    works = fastest(plan.model.layers, 3, 1, RATIOS)
-    seen = work_of(resolve(changed(plan, dict(fields_of("megatron", works)))))
-    assert [[chunk.layers for chunk in stage] for stage in seen] == [[work.layers for work in stage] for stage in works]
+    cut = fastest(plan.model.layers, 3, 1, RATIOS)
+    seen = work_of(resolve(changed(plan, dict(fields_of("megatron", cut)))))
+    assert [[chunk.layers for chunk in stage] for stage in seen] == [[chunk.layers for chunk in stage] for stage in cut]

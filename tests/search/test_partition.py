@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations_with_replacement, pairwise, product
 from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.search.partition import Option, bottleneck, choose, contiguous
+from memplan.search.cuts import Cost, Option, choose, contiguous
+
+
+def bottleneck(bounds: Sequence[int], cost: Cost) -> float:
+    """The largest ``cost`` of the stages that ``bounds`` cut."""
+    return max(cost(stage, low, high) for stage, (low, high) in enumerate(pairwise(bounds)))
 
 
 def cuts(stages: int, entries: int) -> list[tuple[int, ...]]:

@@ -8,21 +8,19 @@ from random import Random
 import pytest
 
 from memplan.estimate import estimate, fold
-from memplan.frameworks import megatron
+from memplan.frameworks.megatron import programs as megatron
+from memplan.frameworks.megatron.searching import between
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import fold_program
-from memplan.search.clock import Clock
-from memplan.search.cuts import smallest
-from memplan.search.fields import changed
-from memplan.search.peaks import between, fullest
-from memplan.search.point import Point, Recomputing
+from memplan.search.candidates import Clock
+from memplan.search.cuts import StageLayers, fields_of, smallest
+from memplan.search.point import Point, Recomputing, changed
 from memplan.search.search import Candidate, Search
 from memplan.search.space import Space, filled, space_of
-from memplan.search.timing import step_time
-from memplan.search.works import Works, fields_of
+from memplan.search.time import step_time
+from memplan.tape.program import fold_program
 
 from .test_cuts import counts_of
 
@@ -111,11 +109,11 @@ def test_bounds_from_above_and_below(name: str) -> None:
             bounds = between(program)
             assert bounds.least <= peak <= bounds.most
         enough = min(peaks)
-        most, stage = fullest(plan, enough)
+        most, stage = search.space.search.fullest(plan, enough)
         assert most == max(peaks) if max(peaks) <= enough else enough < most <= peaks[stage]
         least = smallest(plan, search.clock.ratios(point))
         assert least is not None
-        peak, _ = fullest(resolve(changed(plan, dict(fields_of("megatron", least)))))
+        peak, _ = search.space.search.fullest(resolve(changed(plan, dict(fields_of("megatron", least)))))
         assert search.needs.at_best(point) <= peak
 
 
@@ -133,14 +131,14 @@ def everything(space: Space) -> list[tuple[bool, float, int]]:
         if is_cut and point.recompute == Recomputing():
             ways += [point._replace(recompute=Recomputing("full", "block", count)) for count in range(1, layers + 1)]
         cuts = list(counts_of(layers, point.pp, point.vpp)) if is_cut else [()]
-        found += [one for way, works in product(ways, cuts) if (one := evaluated(space, way, works)) is not None]
+        found += [one for way, cut in product(ways, cuts) if (one := evaluated(space, way, cut)) is not None]
     return found
 
 
-def evaluated(space: Space, point: Point, works: Works) -> tuple[bool, float, int] | None:
+def evaluated(space: Space, point: Point, cut: StageLayers) -> tuple[bool, float, int] | None:
     """``None`` where the framework refuses the plan."""
     try:
-        plan = resolve(space.plan(point, dict(fields_of(space.base.framework, works))))
+        plan = resolve(space.plan(point, dict(fields_of(space.base.framework, cut))))
         size = max(stage.peak for stage in fold(plan))
     except PlanError:
         return None
@@ -223,4 +221,4 @@ def test_a_fixed_cut_is_kept() -> None:
     assert len(suggestions) == 3
     for suggestion in suggestions:
         assert resolve(suggestion.plan).pipeline.layout == "Ett|tttL"
-        assert [sum(work.layers for work in stage) for stage in suggestion.works] == [2, 3]
+        assert [sum(work.layers for work in stage) for stage in suggestion.cut] == [2, 3]

@@ -7,15 +7,15 @@ from itertools import pairwise
 import pytest
 
 from memplan.estimate import fold
+from memplan.frameworks.plain.searching import mapped
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.search.answer import suggest
-from memplan.search.cuts import Ratios, smallest
-from memplan.search.fields import changed
-from memplan.search.timing import work_of
-from memplan.search.works import fields_of, layers_of, mapped
+from memplan.search.cuts import Ratios, fields_of, layers_of, smallest
+from memplan.search.point import changed
+from memplan.search.time import work_of
 
 
 def peak(plan: Plan, fields: tuple = ()) -> int:
@@ -26,10 +26,10 @@ def peak_by(plan: Plan, method: str) -> int | None:
     """``None`` where a stage would have no layer, which BigScience's pipeline could not run."""
     by = changed(plan, {"pipeline.partition": method})
     try:
-        works = work_of(resolve(by))
+        cut = work_of(resolve(by))
     except PlanError:
         return None
-    return peak(by) if all(chunk.layers for stage in works for chunk in stage) else None
+    return peak(by) if all(chunk.layers for stage in cut for chunk in stage) else None
 
 
 @pytest.mark.parametrize("layers", [64, 62])
@@ -73,16 +73,16 @@ def test_the_balanced_map_of_gpt2_xl(devices: int) -> None:
     """Story 2: the head is beside the embedding, so that device 0 takes fewer layers than the others."""
     flags = {"gpus": str(devices), "multiply-by-visible-gpus": "false", "mbs": "1", "device-map": ""}
     plan = resolve(read_plan(f"gpt2-xl-{devices}gpu", flags).plan)
-    works = smallest(plan, Ratios())
-    assert works is not None
-    first, *others = layers_of(works)
+    cut = smallest(plan, Ratios())
+    assert cut is not None
+    first, *others = layers_of(cut)
     assert first < min(others)
     assert max(others) - min(others) <= 2
     equal = [48 // devices] * devices
-    best = peak(plan, fields_of("device-map", works))
+    best = peak(plan, fields_of("device-map", cut))
     assert best < peak(plan, (("device_map", mapped(equal)),))
     for at, to in [(0, 1), (1, 0), (1, 2), (devices - 1, 0)]:
-        moved = list(layers_of(works))
+        moved = list(layers_of(cut))
         moved[at], moved[to] = moved[at] - 1, moved[to] + 1
         assert peak(plan, (("device_map", mapped(moved)),)) >= best
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from memplan.program import Program
+from memplan.tape.program import Program
 from memplan.trace.comparison import Row, compared
 from memplan.trace.job import Job
-from memplan.trace.recording import BACKWARD, FORWARD
+from memplan.trace.recording import BACKWARD, EMBEDDING, FORWARD, HEAD, Traced
 from memplan.trace.step import traced_step
-from memplan.trace.traced import EMBEDDING, HEAD, Traced
 
 from ..layers.test_against_transformers import drops_sorted
 from .test_step import SCALARS, sizes

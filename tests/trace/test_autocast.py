@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memplan.layers.coverage import KEEPS_WEIGHTS, WITHOUT_KERNEL
-from memplan.tape import Category, Hold, rounded
+from memplan.families import family as family_of
+from memplan.tape.events import Category, Hold, rounded
 from memplan.trace.autocast import Scaler, cuda_autocast, cuda_lists
 from memplan.trace.recording import FORWARD
 from memplan.trace.step import traced_step
@@ -38,8 +38,8 @@ CASES = [
     for at, family in enumerate(FAMILIES)
     for turn, (setting, flags) in enumerate(SETTINGS.items())
     if family in ("llama", "gpt2", "bert") or turn in (at % 7, (at + 3) % 7)
-    if flags["attention"] == "eager" or family not in WITHOUT_KERNEL
-    if "recompute" not in flags or family not in KEEPS_WEIGHTS
+    if flags["attention"] == "eager" or not family_of(family).no_flash
+    if "recompute" not in flags or not family_of(family).returns_weights
 ]
 
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from memplan.layers.module import Parameter
 from memplan.plan.errors import PlanError
-from memplan.tape import Category
+from memplan.tape.events import Category
 from memplan.trace import cache
-from memplan.trace.fit import Born, Domain, Fit, Gone, Kind, Piece, Places
-from memplan.trace.polynomials import Polynomial
+from memplan.trace.fit import Born, Domain, Fit, Gone, Kind, Piece, Places, Polynomial
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS: dict[str, Any] = {"config": {"model_type": "made-up", "hidden_size": 64}, "dtype": "bf16", "layers": None}

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import transformers
 
-from memplan.layers.coverage import TRANSFORMERS
+from memplan.families import family
 from memplan.plan.errors import PlanError
-from memplan.plan.huggingface_families import FAMILIES
 from memplan.plan.library import model_specs
 from memplan.plan.models import load_spec
-from memplan.trace.configs import config_of_spec
+from memplan.trace.job import config_of_spec
 
-SPECS = [name for name in model_specs() if load_spec(name).family in FAMILIES]
+SPECS = [name for name in model_specs() if family(load_spec(name).family).config]
 OURS = {"name", "source", "published_parameters"}
 
 
@@ -28,7 +27,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     assert again.model_dump(exclude=OURS) == spec.model_dump(exclude=OURS)
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if load_spec(name).family in TRANSFORMERS])
+@pytest.mark.parametrize("name", [name for name in SPECS if family(load_spec(name).family).covers])
 def test_transformers_reads_it(name: str) -> None:
     """Every key is one that the class of the configuration knows; ``head_dim`` is read where it is there."""
     config = config_of_spec(load_spec(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memplan.tape import Hold
+from memplan.tape.events import Hold
 from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER, Recording
 from memplan.trace.step import traced_step
 from memplan.trace.surroundings import Surroundings

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import transformers
 
-from memplan.tape import Category, Hold
+from memplan.tape.events import Category, Hold
 from memplan.trace.comparison import compared
-from memplan.trace.job import Job, job_of_plan
-from memplan.trace.planned import planned
-from memplan.trace.recording import BACKWARD, FORWARD
+from memplan.trace.framework import job_of_plan
+from memplan.trace.job import Job
+from memplan.trace.recording import BACKWARD, FORWARD, Traced
+from memplan.trace.run import planned
 from memplan.trace.step import traced_step
-from memplan.trace.traced import Traced
 
 from ..frameworks.test_ddp_against_torch import CASES, GOLDEN, TIED, plan_of, without_tables
 from ..oracle.ddp import RANKS

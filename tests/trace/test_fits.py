@@ -12,26 +12,26 @@ from typing import Any
 import pytest
 import transformers
 
-from memplan.allocator import AllocatorSettings
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.replay import replay
 from memplan.estimate import programs_of
+from memplan.frameworks import framework
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import Program, fold_evaluation, fold_program
-from memplan.replay import replay
-from memplan.tape import Category, Hold
+from memplan.tape.events import Category, Hold
+from memplan.tape.program import Program, fold_evaluation, fold_program
 from memplan.trace.comparison import compared
 from memplan.trace.fit import Fit
-from memplan.trace.job import Job, job_of_plan
+from memplan.trace.framework import job_of_plan
+from memplan.trace.job import Job
+from memplan.trace.learned import job_of
 from memplan.trace.learning import learn
-from memplan.trace.lookup import job_of
-from memplan.trace.programs import program_of
-from memplan.trace.recording import EVALUATION
+from memplan.trace.recording import EVALUATION, Traced
 from memplan.trace.step import traced_step
 from memplan.trace.structure import UnfitError
-from memplan.trace.traced import Traced
 
 from .test_step import SCALARS, WITHOUT_RECIPE, model_flags
 
@@ -43,6 +43,12 @@ CASES: dict[str, dict[str, str]] = {
 }
 POINTS = ((4, 200), (7, 33), (1, 150))
 """None of them is among those that are traced to learn."""
+
+
+def program_of(plan: Plan, fit: Fit, options: Options) -> Program:
+    running = framework(plan.framework).running
+    running.check_learnt(plan)
+    return running.learnt_program(plan, fit, options)
 
 
 def traced(job: Job) -> Traced:
@@ -127,7 +133,7 @@ def test_replayed_as_the_recipe() -> None:
 
 def test_what_was_not_verified_is_refused() -> None:
     fit = fit_of("gpt2")
-    with pytest.raises(PlanError, match=r"batch\.seq = 512: is outside of what was verified"):
+    with pytest.raises(PlanError, match=r"batch\.seq = 512: is outside the verified range"):
         program_of(plan_of("gpt2", 2, 512), fit, Options())
     fsdp = plan_of("gpt2", 2, 64).model_copy(update={"framework": "fsdp"})
     with pytest.raises(PlanError, match=r"framework = fsdp: must be single or ddp"):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from memplan.plan.errors import LackingError
-from memplan.tape import Category, rounded
+from memplan.tape.events import Category, rounded
 from memplan.trace import run
-from memplan.trace.planned import planned
 from memplan.trace.recording import FORWARD
+from memplan.trace.run import planned
 from memplan.trace.step import traced_step
 
 from ..layers.test_four_bit import CASES, RECORDED, B, Case, S

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from benchmarks.mem_tracker import traced, tracked
-from memplan.tape import Hold, rounded
+from memplan.tape.events import Hold, rounded
 from memplan.trace.recording import BACKWARD
 from memplan.trace.step import traced_step
 

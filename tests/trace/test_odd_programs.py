@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from memplan.tape import Hold
+from memplan.tape.events import Hold
 from memplan.trace.recording import BACKWARD, Place, Recording
 from memplan.trace.storages import Follow, resizes_followed
 

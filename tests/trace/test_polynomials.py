@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.trace.polynomials import NotPolynomialError, Polynomial, fitted
+from memplan.trace.fit import NotPolynomialError, Polynomial, fitted
 
 COEFFICIENTS = st.tuples(*[st.integers(-(10**15), 10**15)] * 6)
 LENGTHS = st.lists(st.integers(1, 2**20), min_size=3, max_size=3, unique=True)

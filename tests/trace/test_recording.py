@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.tape import Category, Drop, Hold, Seam, fold
-from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER, SETUP, Place, Recording, as_lines
-from memplan.trace.snapshot import snapshot
+from memplan.tape.events import Category, Drop, Hold, Seam, fold
+from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER, SETUP, Place, Recording, as_lines, snapshot
 
 PLACES = [
     SETUP,

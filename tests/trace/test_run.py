@@ -15,8 +15,7 @@ import pytest
 from memplan.plan.errors import LackingError, PlanError
 from memplan.trace import run
 from memplan.trace.job import Job
-from memplan.trace.planned import planned
-from memplan.trace.run import traced
+from memplan.trace.run import planned, traced
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"layers": "2", "hidden": "64", "heads": "4", "kv-heads": "4", "head-dim": "16", "ffn": "160", "vocab": "1003"}

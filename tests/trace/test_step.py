@@ -13,14 +13,14 @@ from memplan.estimate import programs_of
 from memplan.layers.module import Options
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import Program
-from memplan.tape import Category, Drop, Event, Hold, fold
+from memplan.tape.events import Category, Drop, Event, Hold, fold
+from memplan.tape.program import Program
 from memplan.trace.comparison import ENDS, Comparison, compared
-from memplan.trace.job import Job, job_of_plan
-from memplan.trace.planned import planned
-from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER
+from memplan.trace.framework import job_of_plan
+from memplan.trace.job import Job
+from memplan.trace.recording import BACKWARD, EMBEDDING, FORWARD, HEAD, OPTIMIZER, Traced
+from memplan.trace.run import planned
 from memplan.trace.step import traced_step
-from memplan.trace.traced import EMBEDDING, HEAD, Traced
 
 from ..oracle.training_step import traced_step as witnessed_step
 

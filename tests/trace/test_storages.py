@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memplan.tape import Drop, Hold
+from memplan.tape.events import Drop, Hold
 from memplan.trace.recording import BACKWARD, Place, Recording
 from memplan.trace.storages import Follow, resizes_followed
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memplan.tape import Hold, rounded
+from memplan.tape.events import Hold, rounded
 from memplan.trace.recording import FORWARD, Place, Recording
 from memplan.trace.storages import Follow
 from memplan.trace.substitutions import SUBSTITUTIONS, NotOnCudaError, cuda_behaviour

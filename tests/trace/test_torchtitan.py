@@ -7,12 +7,11 @@ from collections.abc import Iterable
 import pytest
 
 from memplan.plan.errors import PlanError
-from memplan.tape import Category, Drop, Event, Hold
+from memplan.tape.events import Category, Drop, Event, Hold
 from memplan.trace.comparison import ENDS
+from memplan.trace.framework import job_of_plan
 from memplan.trace.job import Job
-from memplan.trace.recording import BACKWARD, FORWARD
-from memplan.trace.torchtitan_job import job_of_torchtitan
-from memplan.trace.traced import EMBEDDING, FINAL_NORM, HEAD, Traced
+from memplan.trace.recording import BACKWARD, EMBEDDING, FINAL_NORM, FORWARD, HEAD, Traced
 
 from .test_step import SCALARS, sizes
 from .titan_cases import GROUPED, ONE_SEQUENCE, WIDE_HEADS, found, plan_of
@@ -113,7 +112,7 @@ def _sums(traced: Traced) -> int:
 
 
 def test_json_and_back() -> None:
-    job = job_of_torchtitan(plan_of({"pp": "2", "vpp": "2", "layers": "4", "gbs": "32"}), 1)
+    job = job_of_plan(plan_of({"pp": "2", "vpp": "2", "layers": "4", "gbs": "32"}), stage=1)
     assert Job.from_json(job.to_json()) == job
     traced = found({"tp": "2"}).traced
     again = Traced.from_json(traced.to_json())
@@ -124,9 +123,9 @@ def test_json_and_back() -> None:
 
 def test_offload_is_refused() -> None:
     with pytest.raises(PlanError, match=r"^fsdp\.offload = true: must be false"):
-        job_of_torchtitan(plan_of({"fsdp-offload": "true"}))
+        job_of_plan(plan_of({"fsdp-offload": "true"}))
 
 
 def test_stage_without_a_pipeline() -> None:
     with pytest.raises(PlanError, match="--stage: must be 0: there is no pipeline"):
-        job_of_torchtitan(plan_of({}), 1)
+        job_of_plan(plan_of({}), stage=1)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.frameworks.fsdp_stages import microbatches
 from memplan.plan.errors import PlanError
-from memplan.program import static
-from memplan.tape import Category, fold
+from memplan.tape.events import Category, fold
+from memplan.tape.program import static
 from memplan.trace.comparison import Row
-from memplan.trace.recording import BACKWARD, BETWEEN, FORWARD, LOSS, REDUCE
-from memplan.trace.torchtitan_job import job_of_torchtitan
-from memplan.trace.traced import Traced
+from memplan.trace.framework import job_of_plan
+from memplan.trace.recording import BACKWARD, BETWEEN, FORWARD, LOSS, REDUCE, Traced
 
 from .titan_cases import GROUPED, ONE_SEQUENCE, WIDE_HEADS, found, plan_of
 
@@ -72,7 +70,7 @@ def test_trace_equals_estimate(name: str) -> None:
     assert traced.setup.net_by == static(case.program).net_by
     counts = {what: sum(one.what == what for one in traced.passes) for what in (FORWARD, LOSS, BACKWARD, REDUCE)}
     plan, chunks = plan_of(flags), int(flags.get("vpp", 1))
-    count = microbatches(plan)
+    count = plan.microbatches
     assert counts[FORWARD] == counts[BACKWARD] == chunks * count
     assert counts[REDUCE] == chunks
     assert counts[LOSS] == (count if stage == plan.layout.pp - 1 else 0)
@@ -125,5 +123,5 @@ def test_json_and_back() -> None:
 @pytest.mark.parametrize("stage", [-1, 3])
 def test_stages_that_are_not_there(stage: int) -> None:
     with pytest.raises(PlanError) as refused:
-        job_of_torchtitan(plan_of(CASES["1f1b-first"][0]), stage)
+        job_of_plan(plan_of(CASES["1f1b-first"][0]), stage=stage)
     assert str(refused.value) == f"--stage: must be from 0 to 2, not {stage}"

@@ -6,11 +6,10 @@ from collections import Counter
 
 import pytest
 
-from memplan.tape import Drop, Hold
-from memplan.trace.recording import BACKWARD, FORWARD
-from memplan.trace.torchtitan_job import job_of_torchtitan
+from memplan.tape.events import Drop, Hold
+from memplan.trace.framework import job_of_plan
+from memplan.trace.recording import BACKWARD, FORWARD, Traced
 from memplan.trace.torchtitan_step import traced_torchtitan
-from memplan.trace.traced import Traced
 
 from ..oracle import torchtitan_tp
 from ..oracle.fsdp import Sharding, Steps
@@ -27,7 +26,7 @@ SCALAR = 512
 
 def traced(flags: dict[str, str], stage: int = 0) -> Traced:
     """Gradients are summed out of place, as the tests' tracer has it."""
-    return traced_torchtitan(job_of_torchtitan(plan_of(flags), stage), sums_in_place=False)
+    return traced_torchtitan(job_of_plan(plan_of(flags), stage=stage), sums_in_place=False)
 
 
 def counted(changes: list[Change] | list[int]) -> Counter[int]:

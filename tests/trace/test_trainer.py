@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.layers.coverage import KEEPS_WEIGHTS
+from memplan.families import family as family_of
 from memplan.plan.errors import PlanError
-from memplan.tape import Category, rounded
+from memplan.tape.events import Category, rounded
 from memplan.trace.job import Job
 from memplan.trace.step import traced_step
 
@@ -26,7 +26,7 @@ CASES = [
     for at, family in enumerate(FAMILIES)
     for turn, (setting, flags) in enumerate(SETTINGS.items())
     if family in ("llama", "gpt2", "bert") or turn == at % len(SETTINGS)
-    if "recompute" not in flags or family not in KEEPS_WEIGHTS
+    if "recompute" not in flags or not family_of(family).returns_weights
 ]
 
 

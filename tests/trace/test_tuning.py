@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from memplan.layers.coverage import KEEPS_WEIGHTS, WITHOUT_KERNEL
+from memplan.families import family as family_of
 from memplan.plan.errors import LackingError
-from memplan.tape import Category
+from memplan.tape.events import Category
 from memplan.trace import run
 from memplan.trace.job import Job
 from memplan.trace.step import traced_step
@@ -45,9 +45,9 @@ def cases(settings: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
         for at, family in enumerate(FAMILIES)
         for turn, (setting, flags) in enumerate(settings.items())
         if family in ("llama", "gpt2", "bert") or turn == at % len(settings)
-        if flags["attention"] == "eager" or family not in WITHOUT_KERNEL
-        if "freeze-embedding" not in flags or family not in KEEPS_WEIGHTS
-        if "recompute" not in flags or family not in KEEPS_WEIGHTS
+        if flags["attention"] == "eager" or not family_of(family).no_flash
+        if "freeze-embedding" not in flags or not family_of(family).returns_weights
+        if "recompute" not in flags or not family_of(family).returns_weights
     ]
 
 

@@ -9,11 +9,11 @@ from memplan.layers.module import Options
 from memplan.plan.plan import Plan
 from memplan.plan.read import Flags, read_plan
 from memplan.plan.resolve import resolve
-from memplan.program import Program
+from memplan.tape.program import Program
 from memplan.trace.comparison import Comparison, compared
-from memplan.trace.torchtitan_job import job_of_torchtitan
+from memplan.trace.framework import job_of_plan
+from memplan.trace.recording import Traced
 from memplan.trace.torchtitan_step import traced_torchtitan
-from memplan.trace.traced import Traced
 
 TITAN = {"model": "llama-3-8b", "framework": "fsdp", "fsdp-code": "torchtitan"}
 GROUPED = {"hidden": "192", "heads": "8", "kv-heads": "4", "head-dim": "24", "ffn": "448", "vocab": "1008"}
@@ -38,5 +38,5 @@ def plan_of(flags: Flags) -> Plan:
 def found(flags: Flags, stage: int = 0) -> Found:
     plan = plan_of(flags)
     program = programs_of(plan, Options())[stage]
-    traced = traced_torchtitan(job_of_torchtitan(plan, stage))
+    traced = traced_torchtitan(job_of_plan(plan, stage=stage))
     return Found(program, traced, compared(traced, program))

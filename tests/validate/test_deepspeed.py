@@ -17,14 +17,14 @@ import pytest
 from memplan.plan.errors import LackingError, PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
-from memplan.program import fold_program
-from memplan.tape import Category
-from memplan.validate.codes import planned
+from memplan.records.readings import World
+from memplan.tape.events import Category
+from memplan.tape.program import fold_program
+from memplan.validate.cluster import Elastic, InTurn
 from memplan.validate.launch import launched
-from memplan.validate.readings import World
+from memplan.validate.native import planned
 from memplan.validate.run import Where, prepared
-from memplan.validate.task import Task
-from memplan.validate.ways import Elastic, InTurn
+from memplan.validate.worker import Task
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = importlib.util.find_spec("deepspeed") is not None
@@ -140,7 +140,7 @@ def test_the_command() -> None:
 @needs_deepspeed
 def test_what_names_categories_is_in_deepspeed() -> None:
     """A function or attribute that another release calls otherwise would leave its tensors temporary."""
-    from memplan.validate.codes.deepspeed_categories import KEPT, MAKERS, _package
+    from memplan.frameworks.deepspeed.engine_training import KEPT, MAKERS, _package
 
     sources = [(path.name, path.read_text()) for path in Path(_package()).glob("runtime/**/*.py")]
     for file, function in MAKERS:
@@ -161,7 +161,7 @@ def test_without_deepspeed() -> None:
     [
         ("--model gpt2 --framework ddp --gpus 2", "runs plans of framework deepspeed, and this one's is ddp"),
         ("--model bigscience-104b --framework megatron-deepspeed --gpus 4", "BigScience's own code"),
-        (f"{TINY} --model gpt2 --gpus 2 --zero 2 --optimizer adam8bit", "must be one of adam, adamw"),
+        (f"{TINY} --model gpt2 --gpus 2 --zero 2 --optimizer adam8bit", "must be one of sgd, adam, adamw"),
         (f"{LLAMA} --zero 2 --dtype fp16", "must be bf16 or fp32 with --device cpu"),
         (f"{LLAMA} --zero 2 --offload-optimizer cpu", "the host is the device there"),
         (f"{LLAMA} --zero 3 --offload-optimizer nvme", "writes nothing to disks"),

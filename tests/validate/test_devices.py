@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from memplan.plan.errors import LackingError, PlanError
-from memplan.report.units import GIB, MIB
+from memplan.report.names import GIB, MIB
 from memplan.validate.devices import IDLE, Device, Process, check_free, devices, gpus_for, visible
 
 FREE = Device(0, "GPU-1111-2222", "NVIDIA H200", "590.48.01", 143_771 * MIB, 0, 143_158 * MIB)

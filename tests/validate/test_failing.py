@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from memplan.validate.failing import LINES, failures_of, hung, last_lines, raised, stack
-from memplan.validate.rank_files import RankFiles, write_json
-from memplan.validate.watching import Progress
+from memplan.validate.run_files import Progress, RankFiles, write_json
 
 GLOO = (
     "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4"

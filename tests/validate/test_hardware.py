@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.gpus import GPUS
-from memplan.validate.hardware import gpu_of
+from memplan.device.gpus import GPUS
+from memplan.validate.devices import gpu_of
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ import pytest
 from memplan.estimate import estimate
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
-from memplan.validate.host_memory import check_host
+from memplan.validate.devices import check_host
 
 PLAN = read_plan(None, {"model": "gpt2", "framework": "ddp", "gpus": "4", "seq": "128", "dtype": "fp32"}).plan
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.validate.interrupts import interrupts
+from memplan.validate.launch import interrupts
 from memplan.validate.processes import MARKER
 
 from .leftovers import anything_left, processes_of, soon

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from memplan.validate.cluster import Membership
+from memplan.validate.cluster import Elastic, InTurn, Joined, Membership
 from memplan.validate.launch import Outcome, launched
-from memplan.validate.watching import Progress
-from memplan.validate.ways import Elastic, InTurn, Joined
+from memplan.validate.run_files import Progress
 
 from .leftovers import SHARED, processes_of
 
@@ -166,7 +165,7 @@ def test_launcher_that_cannot_start(place: Path) -> None:
 
 
 def test_parent_imports_no_torch() -> None:
-    names = "launch cluster devices progress telling guard keeper"
+    names = "launch cluster devices progress run_files guards"
     modules = "; ".join(f"import memplan.validate.{name}" for name in names.split())
     check = "import sys; assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", f"{modules}; {check}"], check=True)

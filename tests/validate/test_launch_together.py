@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from memplan.validate.cluster import Elastic
 from memplan.validate.launch import Outcome, launched
-from memplan.validate.ways import Elastic
 
 from .leftovers import listens
 

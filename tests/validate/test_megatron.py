@@ -6,6 +6,7 @@ Skipped where ``megatron.core`` is not installed.
 from __future__ import annotations
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from memplan.plan.errors import LackingError, PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from memplan.records.readings import Run
 from memplan.result import Estimate
-from memplan.tape import Category
+from memplan.tape.events import Category
 from memplan.trace.comparison import Row, compared
 from memplan.trace.recording import FORWARD
 from memplan.trace.surroundings import Surroundings
-from memplan.validate.codes import planned
-from memplan.validate.readings import Run
+from memplan.validate.native import planned
 from memplan.validate.run import Where, prepared, run
 
 if find_spec("megatron") is None:
@@ -114,7 +115,9 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
-def test_layers_that_are_not_installed(read: Any) -> None:
+def test_layers_that_are_not_installed(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stand-in of tests/oracle/megatron.py, where its tests ran in this process before.
+    monkeypatch.delitem(sys.modules, "fused_weight_gradient_mlp_cuda", raising=False)
     engine = {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": False}
     with pytest.raises(LackingError, match="layers need Transformer Engine"):
         planned("megatron", read(PLAN | {"megatron": engine, "precision": {"dtype": "bf16"}}), "cuda")
@@ -190,7 +193,7 @@ CASES: dict[str, tuple[dict[str, str], int]] = {
 
 
 def rows_of(plan: Plan, rank: int) -> list[Row]:
-    from memplan.validate.codes.megatron_run import followed
+    from memplan.frameworks.megatron.core_followed import followed
 
     program = programs_of(plan, Options())[rank]
     traced = followed(plan, rank, program, Surroundings(fake=False))
@@ -223,10 +226,10 @@ def missing(rows: list[Row], microbatch: int) -> int:
 def test_evaluation_leaves_nothing(read: Any) -> None:
     import torch
 
+    from memplan.frameworks.megatron.core_training import training_of
     from memplan.trace.recording import SETUP, Recording
     from memplan.trace.step import Watch
     from memplan.trace.storages import Follow
-    from memplan.validate.codes.megatron_run import training_of
 
     recording = Recording()
     with Follow(recording, lambda: SETUP, device="cpu", fake=False) as follow:

@@ -48,6 +48,7 @@ def test_the_rank_that_has_most_of_zero_stands_for_all() -> None:
         ("framework=deepspeed zero=3 gpus=4", "fsdp", (1, 1, 4, 0), "fully_shard"),
         ("framework=megatron tp=2 pp=2 gpus=8", "fsdp", (2, 2, 2, 0), "torchtitan's Llama with tp 2 and pp 2"),
         ("framework=deepspeed zero=3 gpus=4 optimizer=adam8bit", "fsdp", (1, 1, 4, 0), "adamw in place of adam8bit"),
+        ("framework=megatron gpus=4", "ddp", (1, 1, 4, 0), "with gradients accumulated as torch does"),
         ("framework=megatron gpus=4 recompute=selective", "ddp", (1, 1, 4, 0), "without selective recompute"),
         ("framework=deepspeed zero=1 gpus=4 offload-optimizer=cpu", "ddp", (1, 1, 4, 1), "without offload"),
         ("framework=megatron pp=2 gpus=4 first-layers=10", "fsdp", (1, 2, 2, 0), "in stages as torchtitan cuts them"),

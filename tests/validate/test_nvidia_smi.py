@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from memplan.plan.errors import LackingError
-from memplan.report.units import MIB
-from memplan.validate.devices import Device, Process
-from memplan.validate.nvidia_smi import devices_by_nvidia_smi, parsed
+from memplan.report.names import MIB
+from memplan.validate.devices import Device, Process, devices_by_nvidia_smi, parsed
 
 H200 = "0, GPU-00000000-0000-0000-0000-000000000000, NVIDIA H200, 590.48.01, 143771, 12618, 130540"
 APPS = """\

@@ -1,18 +1,19 @@
-"""Structures and calls of NVIDIA's library, against a library with the same declarations, compiled here; what a real
-one says is for machines that have one."""
+"""NVIDIA's bindings against a library with the driver's declarations, compiled here; what a real one says is for
+machines that have one."""
 
 from __future__ import annotations
 
+import ctypes
 import ctypes.util
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+import pynvml
 import pytest
 
-from memplan.validate.devices import Process
-from memplan.validate.nvidia_smi import devices_by_nvidia_smi
-from memplan.validate.nvml import NvmlError, devices_by_nvml
+from memplan.validate.devices import NvmlError, Process, devices_by_nvidia_smi, devices_by_nvml
 
 SOURCE = r"""
 #include <string.h>
@@ -22,7 +23,7 @@ typedef struct {
     unsigned int pid; unsigned long long usedGpuMemory; unsigned int gpuInstanceId, computeInstanceId;
 } nvmlProcessInfo_t;
 static int devices[2];
-int nvmlInit_v2(void) { return INIT; }
+int nvmlInitWithFlags(unsigned int flags) { return INIT; }
 int nvmlShutdown(void) { return 0; }
 const char *nvmlErrorString(int code) { return code == 9 ? "Driver Not Loaded" : "Unknown Error"; }
 int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 2; return 0; }
@@ -41,7 +42,12 @@ int nvmlDeviceGetMemoryInfo_v2(void *device, nvmlMemory_v2_t *memory) {
     memory->total = 100; memory->reserved = 20; memory->free = 70; memory->used = 10; return 0;
 }
 #endif
-int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned int *count, nvmlProcessInfo_t *found) {
+#ifdef NEW
+#define PROCESSES nvmlDeviceGetComputeRunningProcesses_v3
+#else
+#define PROCESSES nvmlDeviceGetComputeRunningProcesses_v2
+#endif
+int PROCESSES(void *device, unsigned int *count, nvmlProcessInfo_t *found) {
     unsigned int running = device == &devices[1] ? 300 : 0, room = *count;
     *count = running;
     if (room < running) return 7;
@@ -54,20 +60,28 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned int *count, n
 """
 
 
-def compiled(folder: Path, *defined: str) -> str:
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the bindings load a library that was compiled with some names defined."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler here")
-    source, library = folder / "nvml.c", folder / "libnvidia-ml.so.1"
-    source.write_text(SOURCE, encoding="utf-8")
-    options = [f"-D{one}" for one in defined]
-    subprocess.run([compiler, "-shared", "-fPIC", "-w", *options, "-o", library, source], check=True)
-    return str(library)
+
+    def made(*defined: str) -> None:
+        source, library = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
+        source.write_text(SOURCE, encoding="utf-8")
+        options = [f"-D{one}" for one in defined]
+        subprocess.run([compiler, "-shared", "-fPIC", "-w", *options, "-o", library, source], check=True)
+        monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(library)))
+
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    return made
 
 
-def test_devices(tmp_path: Path) -> None:
-    """What the driver keeps for itself is no use of it; more processes than there was room for are all listed."""
-    idle, busy = devices_by_nvml(compiled(tmp_path, "INIT=0", "NEW"))
+def test_devices(driver: Callable[..., None]) -> None:
+    """What the driver keeps for itself is no use of it; however many processes there are, all are listed."""
+    driver("INIT=0", "NEW")
+    idle, busy = devices_by_nvml()
     assert (idle.index, idle.uuid, idle.name, idle.driver) == (0, "GPU-0", "NVIDIA H200", "590.48.01")
     assert (idle.total, idle.used, idle.free, idle.processes) == (100, 10, 70, ())
     assert (busy.uuid, len(busy.processes)) == ("GPU-1", 300)
@@ -75,19 +89,29 @@ def test_devices(tmp_path: Path) -> None:
     assert busy.processes[-1] == Process(4_000_299, None, 1299)
 
 
-def test_older_driver(tmp_path: Path) -> None:
-    """Without the second version of the question about memory."""
-    assert [device.used for device in devices_by_nvml(compiled(tmp_path, "INIT=0"))] == [30, 30]
+def test_older_driver(driver: Callable[..., None]) -> None:
+    """Without the second version of the question about memory, nor the third of that about processes."""
+    driver("INIT=0")
+    found = devices_by_nvml()
+    assert [(device.used, len(device.processes)) for device in found] == [(30, 0), (30, 300)]
 
 
-def test_driver_that_is_not_loaded(tmp_path: Path) -> None:
-    with pytest.raises(NvmlError, match=r"^nvmlInit_v2: Driver Not Loaded$"):
-        devices_by_nvml(compiled(tmp_path, "INIT=9"))
+def test_driver_that_is_not_loaded(driver: Callable[..., None]) -> None:
+    driver("INIT=9")
+    with pytest.raises(NvmlError, match=r"^NVIDIA's driver: Driver Not Loaded$"):
+        devices_by_nvml()
 
 
-def test_missing() -> None:
-    with pytest.raises(NvmlError, match=r"^libnothing\.so, which comes with NVIDIA's driver, cannot be loaded$"):
-        devices_by_nvml("libnothing.so")
+def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memplan.validate.devices.NVML", "no_such_bindings")
+    with pytest.raises(NvmlError, match=r"^nvidia-ml-py, which asks NVIDIA's driver, is not installed$"):
+        devices_by_nvml()
+
+
+@pytest.mark.skipif(ctypes.util.find_library("nvidia-ml") is not None, reason="a driver is here")
+def test_no_driver() -> None:
+    with pytest.raises(NvmlError, match=r"^NVIDIA's driver: .+$"):
+        devices_by_nvml()
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.validate.out_of_memory import Full, full, is_full
+from memplan.validate.failing import Full, full, is_full
 
 MIB, GIB = 2**20, 2**30
 CACHING = (

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from memplan.report.units import GIB
+from memplan.report.names import GIB
 from memplan.validate import progress as module
 from memplan.validate.progress import Row, rows_of, shown, table_of
-from memplan.validate.watching import Progress
+from memplan.validate.run_files import Progress
 
 
 def at(rank: int, what: str = "step 1: forward", began: float = 0.0, allocated: int | None = None) -> Progress:

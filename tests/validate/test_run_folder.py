@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from memplan.plan.errors import LackingError
-from memplan.validate import run_folder as module
-from memplan.validate.run_folder import PREFIX, run_folder
+from memplan.validate import launch as module
+from memplan.validate.launch import PREFIX, run_folder
 
 ROOT = Path(__file__).parents[2]
-MAKE = "from memplan.validate.run_folder import run_folder\nwith run_folder(): print('made')"
+MAKE = "from memplan.validate.launch import run_folder\nwith run_folder(): print('made')"
 
 
 def test_made_and_removed(place: Path) -> None:
@@ -112,7 +112,7 @@ def test_those_in_use_stay(place: Path) -> None:
 FILL = """
 import os
 from memplan.validate.launch import launched
-from memplan.validate.ways import InTurn
+from memplan.validate.cluster import InTurn
 outcome = launched(InTurn((0,)), b'["fills the disk"]', worker="tests.validate.workers.plain")
 print(outcome.failures[0].message, os.listdir(tempfile.tempdir))
 """

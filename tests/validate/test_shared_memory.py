@@ -6,7 +6,7 @@ import mmap
 import os
 from pathlib import Path
 
-from memplan.validate.shared_memory import SharedMemory, shared_now
+from memplan.validate.guards import SharedMemory, shared_now
 
 
 def names(folder: Path) -> list[str]:

@@ -14,8 +14,8 @@ from memplan.plan.read import read_plan
 from memplan.trace.job import Job
 from memplan.trace.step import Training, Watch
 from memplan.trace.surroundings import Surroundings
+from memplan.trace.worker import training_of
 from memplan.validate.native import native
-from memplan.validate.trainings import training_of
 
 GPT = "model=gpt2 layers=1 seq=32 vocab=512 dtype=fp32 attention=eager"
 LLAMA = "model=llama-3-8b layers=2 vocab=512 hidden=64 ffn=128 heads=4 kv-heads=2 seq=32"

@@ -13,10 +13,10 @@ import pytest
 
 from memplan.estimate import estimate
 from memplan.plan.read import read_plan
+from memplan.validate.cluster import Elastic
 from memplan.validate.launch import launched
 from memplan.validate.native import native
-from memplan.validate.task import Task
-from memplan.validate.ways import Elastic
+from memplan.validate.worker import Task
 
 ROOT = Path(__file__).parents[2]
 LLAMA = "--model llama-3-8b --layers 4 --vocab 2048 --hidden 256 --ffn 512 --heads 4 --kv-heads 2 --seq 128"

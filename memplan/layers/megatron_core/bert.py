@@ -7,12 +7,11 @@ Shapes: s sequence, b micro-batch, n = s b, h hidden, v padded vocabulary, t ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
-from ...tape import Category, Drop, Hold, Tape
+from ...tape.events import Category, Drop, Hold, Tape
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..autograd import Recorder, Shape, Tensor, incoming
 from ..module import SHARED, Module, Tapes, hold_bytes
 from . import local
 from .ends import ATTENTION_MASK, LOSS_MASK, POSITION_IDS, embedding, output_layer
@@ -108,12 +107,7 @@ def _gathered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     """``gather_from_sequence_parallel_region``: backward takes this rank's slice, a view."""
     shard = x.shape
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        gradient = gradients[0]
-        assert gradient is not None
-        return [gradient.view(*shard)]
-
-    node = r.node((x,), (), backward)
+    node = r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*shard)])
     whole = (shape.s, shape.b, shape.spec.hidden)
     out = r.empty(whole, x.dtype, "pooler_gathered", Category.COMMUNICATION_BUFFERS)
     out.node = node
@@ -167,9 +161,7 @@ def _mean(r: Recorder, per_token: Tensor, shape: CoreShape, name: str) -> Tensor
     summed = total(r, masked, "loss_sum")
     del masked
     count = r.empty((), "fp32", "loss_mask_sum")
-    mean = r.empty((), "fp32", name)
-    mean.node = r.node((summed,), (count,), scalar_gradient)
-    return mean
+    return r.empty((), "fp32", name).by(r.node((summed,), (count,), scalar_gradient))
 
 
 def _order_loss(r: Recorder, order: Tensor, shape: CoreShape) -> Tensor:

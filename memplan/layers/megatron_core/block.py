@@ -1,19 +1,25 @@
-"""``megatron/core/transformer/transformer_layer.py``, ``TransformerLayer.forward``: GPT's and BERT's layer.
+"""``megatron/core/transformer/transformer_layer.py``, ``TransformerLayer.forward``: GPT's and BERT's layer, with its
+attention (``attention.py``, ``SelfAttention.forward``), rotary positions (``rope_utils.py``) and MLP (``mlp.py``).
 
 Parameters are named, and come, as in the module: Megatron's gradient buffers follow that order.
+Shapes: s sequence, b micro-batch, a heads, g key/value heads, d head size, t tensor-parallel size, f the MLP's inner
+width on this rank (ffn / t; twice that before SwiGLU).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ..autograd import Gradients, Leaf, Recorder, Tensor
+from .. import ops
+from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
 from ..recompute import recomputed_reentrant
-from . import fusions, local, mlp
-from .attention import PROJECTION, QKV, attention
+from . import local, te, te_attention
+from .ends import keep_mask
 from .shape import CoreShape
 
 INPUT_NORM, MLP_NORM = "input_layernorm", "pre_mlp_layernorm"
+QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
+FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 
 Discard = Callable[[Recorder, Tensor], None]
 
@@ -46,20 +52,20 @@ def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     normed, discard = _norm(r, hidden, INPUT_NORM, shape)
     attended, bias = attention(r, normed, shape, "" if shape.implementation == "local" else f"{QKV}.layer_norm")
     discard(r, attended)
-    return fusions.bias_dropout_add(r, attended, bias, hidden, PROJECTION, shape)
+    return local.bias_dropout_add(r, attended, bias, hidden, PROJECTION, shape)
 
 
 def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``_forward_mlp``: likewise."""
     normed, discard = _norm(r, hidden, MLP_NORM, shape)
-    norm_name = "" if shape.implementation == "local" else f"{mlp.FC1}.layer_norm"
+    norm_name = "" if shape.implementation == "local" else f"{FC1}.layer_norm"
     bias: Tensor | None = None
     if "mlp" in shape.recompute_modules:
-        fed = recomputed_reentrant(r, lambda r, x: mlp.mlp(r, x, shape, norm_name)[0], (normed,))
+        fed = recomputed_reentrant(r, lambda r, x: mlp(r, x, shape, norm_name)[0], (normed,))
     else:
-        fed, bias = mlp.mlp(r, normed, shape, norm_name)
+        fed, bias = mlp(r, normed, shape, norm_name)
     discard(r, fed)
-    return fusions.bias_dropout_add(r, fed, bias, hidden, mlp.FC2, shape)
+    return local.bias_dropout_add(r, fed, bias, hidden, FC2, shape)
 
 
 def _norm(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> tuple[Tensor, Discard]:
@@ -82,8 +88,7 @@ def _without_output(r: Recorder, x: Tensor, region: Callable[[Recorder, Tensor],
     held: list[tuple[Tensor, Leaf]] = []
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        gradient = gradients[0]
-        assert gradient is not None
+        gradient = incoming(gradients)
         again, leaf = held.pop()
         r.backward([again.alias()], [gradient.alias()])
         del again
@@ -105,3 +110,179 @@ def _without_output(r: Recorder, x: Tensor, region: Callable[[Recorder, Tensor],
         later.node = r.node((later,), (), recompute)
 
     return out, discard
+
+
+def column_linear(
+    r: Recorder,
+    x: Tensor,
+    name: str,
+    norm_name: str,
+    n: int,
+    shape: CoreShape,
+    *,
+    bias: bool,
+    skip_bias: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """n outputs on this rank and the bias that is not added yet. With ``norm_name`` the norm is in it."""
+    if norm_name:
+        return te.norm_column_linear(r, x, name, norm_name, n, shape, bias=bias, skip_bias=skip_bias)
+    module = local.column_linear if shape.implementation == "local" else te.column_linear
+    return module(r, x, name, n, shape, bias=bias, skip_bias=skip_bias)
+
+
+# -- attention ---------------------------------------------------------------------------------------
+
+
+def attention(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = "") -> tuple[Tensor, Tensor | None]:
+    """(s, b, h) to (s, b, h) and the bias that is not added yet. With ``norm_name`` the projection to
+    queries, keys and values has the norm in it."""
+    has_bias = shape.spec.attention_output_bias
+    _in_order(r, shape)
+    split = query_key_value(r, hidden, shape, norm_name)
+    q, k, v = split
+    if shape.spec.positions == "rotary":
+        q = rotary(r, q, "query", shape)
+        k = rotary(r, k, "key", shape)
+    if "core_attn" in shape.recompute_modules:
+        context = recomputed_reentrant(r, lambda r, q, k, v: _core_attention(r, q, k, v, shape), (q, k, v))
+        keep_mask(r, shape)
+    else:
+        context = _core_attention(r, q, k, v, shape)
+    row_linear = local.row_linear if shape.implementation == "local" else te.row_linear
+    return row_linear(r, context, PROJECTION, shape, bias=has_bias)
+
+
+def _core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
+    module = local.core_attention if shape.attention == "local" else te_attention.core_attention
+    return module(r, q, k, v, shape)
+
+
+def _in_order(r: Recorder, shape: CoreShape) -> None:
+    """``Attention.__init__`` makes the output projection before ``SelfAttention.__init__`` the other one:
+    parameters, and so buckets of gradients, are in that order."""
+    spec = shape.spec
+    r.parameter(f"{PROJECTION}.weight", (spec.hidden, spec.attention_features // shape.t), shape.dtype)
+    if spec.attention_output_bias:
+        r.parameter(f"{PROJECTION}.bias", (spec.hidden,), shape.dtype)
+
+
+def query_key_value(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``get_query_key_value_tensors``: q (s, b, a/t, d), k and v (s, b, g/t, d).
+
+    All are views of one tensor, group by group the group's queries, its key and its value; only with several
+    groups of several queries the queries are copied, as no view has that shape.
+    """
+    spec, t = shape.spec, shape.t
+    s, b, a, g, d = shape.s, shape.b, spec.heads // t, spec.kv_heads // t, spec.head_dim
+    n = spec.qkv_features // t
+    mixed, _ = column_linear(r, hidden, QKV, norm_name, n, shape, bias=spec.attention_bias, skip_bias=False)
+    q, k, v = _split(r, mixed, [(s, b, a, d), (s, b, g, d), (s, b, g, d)], shape)
+    if a > g:
+        q = _regrouped(r, q, shape, copies=g > 1)
+    if spec.qk_norm:
+        q, k = _normed(r, q, k, shape)
+    return q, k, v
+
+
+def _normed(r: Recorder, q: Tensor, k: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``q_layernorm`` and ``k_layernorm`` over the features of one head."""
+    names = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+    if shape.implementation != "local":
+        return te.norm(r, q, names[0], shape), te.norm(r, k, names[1], shape)
+    strided = not q.shape[2] > k.shape[2] > 1
+    transposed = "core_attn" not in shape.recompute_modules
+    unchanged = transposed and shape.spec.positions != "rotary"
+    q = local.norm(r, q, names[0], shape, strided=strided, transposed=unchanged)
+    k = local.norm(r, k, names[1], shape, strided=True, transposed=unchanged and q.shape == k.shape)
+    return q, k
+
+
+def _split(r: Recorder, x: Tensor, shapes: Sequence[Shape], shape: CoreShape) -> list[Tensor]:
+    """``torch.split``, whose backward concatenates.
+
+    Transformer Engine until 2.2 has ``_SplitAlongDim``, which Megatron prefers in both implementations: it
+    concatenates nothing where the gradients are neighbours in one tensor already. Since 2.3 it has another name,
+    which Megatron does not import (``extensions/transformer_engine.py``).
+    """
+    whole, dtype, joins = x.shape, x.dtype, shape.te <= (2, 2)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        first = gradients[0]
+        if joins and first is not None and all(one is not None and one.storage is first.storage for one in gradients):
+            return [first.view(*whole)]
+        return [r.empty(whole, dtype, "grad_qkv")]
+
+    node = r.node((x,), (), backward, outputs=len(shapes))
+    return [Tensor(x.storage, one, dtype, node, slot) for slot, one in enumerate(shapes)]
+
+
+def _regrouped(r: Recorder, x: Tensor, shape: CoreShape, *, copies: bool) -> Tensor:
+    """``reshape`` of (s, b, g/t, a d / g) queries to (s, b, a/t, d), and of their gradient back, which is
+    a copy where core attention itself returns it: transposed."""
+    out = r.empty(x.shape, x.dtype, "query") if copies else Tensor(x.storage, x.shape, x.dtype)
+    whole, dtype = x.shape, x.dtype
+    changed = shape.spec.qk_norm or shape.spec.positions == "rotary" or "core_attn" in shape.recompute_modules
+    transposed = shape.attention == "local" and not changed
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(whole, dtype, "grad_query_grouped")] if transposed else gradients
+
+    out.node = r.node((x,), (), backward)
+    return out
+
+
+def rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """``apply_rotary_pos_emb`` on (s, b, heads, d): Transformer Engine's kernel, or operators."""
+    if shape.rope_fusion:
+        return te.fused_rope(r, x, name)
+    rest = ops.slice_last(r, x, 0, f"{name}_rest")
+    cos = _table(r, f"{name}_cos", shape)
+    sin = _table(r, f"{name}_sin", shape)
+    plain = ops.elementwise(r, f"{name}_times_cos", (x,), (cos,))
+    rotated = _rotated(r, x, name, shape.rotary_interleaved)
+    rotated = ops.elementwise(r, f"{name}_times_sin", (rotated,), (sin,))
+    x = ops.add(r, plain, rotated, f"{name}_embedded")
+    del plain, rotated
+    return ops.cat_last(r, x, rest, f"{name}_cat")
+
+
+def _rotated(r: Recorder, x: Tensor, name: str, interleaved: bool) -> Tensor:
+    """``_rotate_half``: halves or every second feature, the second negated, put together again."""
+    half = (*x.shape[:-1], x.shape[-1] // 2)
+    if interleaved:
+        first, second = (ops.slice_last(r, x, half[-1], f"{name}_{part}") for part in ("even", "odd"))
+    else:
+        first, second = ops.split(r, x, [half, half], f"{name}_chunk")
+    return ops.cat_last(r, ops.scale(r, second, f"{name}_negated"), first, f"{name}_rotated")
+
+
+def _table(r: Recorder, name: str, shape: CoreShape) -> Tensor:
+    """Cosines or sines (s, 1, 1, d): taken in fp32, scaled and cast to the dtype of the queries."""
+    size = (shape.s, 1, 1, shape.spec.head_dim)
+    whole = [r.empty(size, "fp32", f"{name}_fp32")]
+    whole = [r.empty(size, "fp32", f"{name}_scaled")]
+    table = r.empty(size, shape.dtype, name)
+    whole.clear()
+    return table
+
+
+# -- MLP ---------------------------------------------------------------------------------------------
+
+
+def mlp(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = "") -> tuple[Tensor, Tensor | None]:
+    """(s, b, h) to (s, b, h) and the bias that is not added yet. With ``norm_name`` the first
+    projection has the norm in it."""
+    has_bias = shape.spec.mlp_bias
+    f = shape.spec.ffn // shape.t * (2 if shape.spec.activation == "swiglu" else 1)
+    x, bias = column_linear(r, hidden, FC1, norm_name, f, shape, bias=has_bias, skip_bias=True)
+    gated = shape.spec.activation == "swiglu"
+    if shape.bias_activation_fusion and gated:
+        x = local.bias_swiglu(r, x, bias, FC1)
+    elif shape.bias_activation_fusion and bias is not None:
+        x = local.bias_gelu(r, x, bias, FC1)
+    else:
+        if bias is not None:
+            x = ops.add(r, x, bias, f"{FC1}_bias")
+        x = local.swiglu(r, x, FC1) if gated else local.gelu(r, x, FC1)
+    row_linear = local.row_linear if shape.implementation == "local" else te.row_linear
+    return row_linear(r, x, FC2, shape, bias=has_bias)

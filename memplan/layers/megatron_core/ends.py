@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
-from ...tape import Category, Drop, Hold, Tape
+from ...tape.events import Category, Drop, Hold, Tape
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..module import SHARED, Module, Tapes, hold_bytes
@@ -302,16 +302,14 @@ def _first_slice(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
 def _reduce_scattered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     """``reduce_scatter_to_sequence_parallel_region``: a fresh (s/t, b, h), whose gradient is gathered."""
     whole, dtype = x.shape, x.dtype
-    out = r.empty(shape.hidden, dtype, "word_embeddings_scattered")
-    out.node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_embedding_gathered", COMMUNICATION)])
-    return out
+    return r.empty(shape.hidden, dtype, "word_embeddings_scattered").by(
+        r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_embedding_gathered", COMMUNICATION)])
+    )
 
 
 def cloned(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``clone`` (``clone_scatter_output_in_embedding``), so that the whole tensor can end."""
-    out = r.empty(x.shape, x.dtype, name)
-    out.node = r.node((x,), (), lambda r, gradients: gradients)
-    return out
+    return r.empty(x.shape, x.dtype, name).by(r.node((x,), (), lambda r, gradients: gradients))
 
 
 # -- head --------------------------------------------------------------------------------------------

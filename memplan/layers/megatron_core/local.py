@@ -1,24 +1,114 @@
-"""Megatron-Core's own modules (``--transformer-impl local``), where apex and Transformer Engine are installed.
-
-``megatron/core/tensor_parallel/layers.py`` and ``mappings.py``, ``fusions/fused_layer_norm.py`` and
-``fused_softmax.py``, ``transformer/dot_product_attention.py``; apex ``csrc/layer_norm_cuda.cpp`` and
-``csrc/megatron/scaled_*_softmax_cuda.cu``. Collectives work in place. Inputs gathered for sequence parallelism
-and the first argument of the scores' GEMM are one static buffer (``GlobalMemoryBuffer``, ``"mpu"``), and
-the weight gradients that fused accumulation hands to autograd are static, too (``get_dummy_wgrad`` of
-Transformer Engine): see ``memory_buffer`` and ``dummy_gradients``.
-
-Shapes: s sequence, b micro-batch, h hidden, a heads, g key/value heads, d head size, t tensor-parallel size.
-"""
+"""Megatron-Core's local layers (``--spec local``), and the fused kernels that they share with Transformer Engine's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...tape import Category
+from ...tape.events import Category
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from .ends import ATTENTION_MASK, input_of
 from .shape import CoreShape
+
+# -- fusions ---------------------------------------------------------------------------------------------
+
+
+def bias_dropout_add(
+    r: Recorder, x: Tensor, bias: Tensor | None, residual: Tensor, name: str, shape: CoreShape
+) -> Tensor:
+    """``get_bias_dropout_add`` in training: ``residual + dropout(x + bias)``, in the dtype of the residual.
+
+    ``TransformerLayer`` runs it with gradients enabled even in a forward pass that is recomputed later
+    (``bias_dropout_add_exec_handler``), so that its mask lives until the region's output has a new node.
+    """
+    enabled, r.grad_enabled = r.grad_enabled, r.grad_enabled or residual.node is not None
+    function = _fused_bias_dropout_add if shape.bias_dropout_fusion else _unfused_bias_dropout_add
+    out = function(r, x, bias, residual, name, shape.spec.hidden_dropout)
+    r.grad_enabled = enabled
+    return out
+
+
+def _fused_bias_dropout_add(
+    r: Recorder, x: Tensor, bias: Tensor | None, residual: Tensor, name: str, p: float
+) -> Tensor:
+    """``bias_dropout_add_fused_train`` as Inductor compiles it: saves the mask alone.
+
+    A seed is drawn into a tensor of its own. The gradient of the residual is the incoming one itself;
+    without dropout in the same dtype that of ``x`` is, too.
+    """
+    seed = [r.empty((1,), "int64", f"{name}_seed")] if p > 0 else []
+    mask = [r.empty(x.shape, "bool", f"{name}_mask")] if p > 0 else []
+    out = r.empty(residual.shape, residual.dtype, f"{name}_residual")
+    seed.clear()
+    shape, dtype, has_bias = x.shape, x.dtype, bias is not None
+    passes = p == 0 and x.dtype == residual.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradient = incoming(gradients)
+        grad = gradient.alias(*shape) if passes else r.empty(shape, dtype, f"grad_{name}_dropout")
+        grad_bias = [r.empty(shape[-1:], dtype, f"grad_{name}_bias")] if has_bias else []
+        return [grad, *grad_bias, gradient]
+
+    inputs = (x, residual) if bias is None else (x, bias, residual)
+    out.node = r.node(inputs, mask, backward)
+    return out
+
+
+def _unfused_bias_dropout_add(
+    r: Recorder, x: Tensor, bias: Tensor | None, residual: Tensor, name: str, p: float
+) -> Tensor:
+    """``bias_dropout_add_unfused``: three operators."""
+    x = ops.cast(r, x, residual.dtype, f"{name}_cast")
+    if bias is not None:
+        bias = ops.cast(r, bias, residual.dtype, f"{name}_bias_cast")
+        x = ops.add(r, x, bias, f"{name}_bias")
+    out = ops.dropout(r, x, p, f"{name}_dropout")
+    out = ops.add(r, residual, out, f"{name}_residual")
+    return out  # noqa: RET504
+
+
+def bias_gelu(r: Recorder, x: Tensor, bias: Tensor, name: str) -> Tensor:
+    """``GeLUFunction``: saves input and bias; both receive one gradient, summed for the bias."""
+    shape, dtype, bias_shape = x.shape, x.dtype, bias.shape
+    return r.output((x, bias), (x, bias), _same_for_bias(shape, dtype, bias_shape, name), shape, dtype, f"{name}_gelu")
+
+
+def bias_swiglu(r: Recorder, x: Tensor, bias: Tensor | None, name: str) -> Tensor:
+    """``BiasSwiGLUFunction`` or ``SwiGLUFunction`` on (s, b, 2 f): saves input and bias, gives (s, b, f)."""
+    shape, dtype = x.shape, x.dtype
+    if bias is None:
+        node = r.node((x,), (x,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}_swiglu")])
+    else:
+        node = r.node((x, bias), (x, bias), _same_for_bias(shape, dtype, bias.shape, name))
+    out = r.empty((*shape[:-1], shape[-1] // 2), dtype, f"{name}_swiglu")
+    out.node = node
+    return out
+
+
+def _same_for_bias(shape: Shape, dtype: str, bias: Shape, name: str) -> Backward:
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        grad = r.empty(shape, dtype, f"grad_{name}_activation")
+        gradients.clear()  # a Python function's incoming gradients end before the engine sums
+        return [grad, Unsummed(grad.alias(), bias, f"grad_{name}_bias")]
+
+    return backward
+
+
+def gelu(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``F.gelu``, or ``openai_gelu`` compiled (``transformer/utils.py``): saves its input."""
+    return ops.elementwise(r, f"{name}_gelu", (x,), (x,))
+
+
+def swiglu(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``MLP.forward.glu``: ``silu(gate) * (linear + offset)``, with a copy of ``linear`` though the offset is 0."""
+    half = (*x.shape[:-1], x.shape[-1] // 2)
+    gate, linear = ops.split(r, x, [half, half], f"{name}_chunk")
+    activated = ops.elementwise(r, f"{name}_silu", (gate,), (gate,))
+    offset = ops.add_constant(r, linear, f"{name}_offset")
+    return ops.multiply(r, activated, offset, f"{name}_swiglu")
+
+
+# -- local -----------------------------------------------------------------------------------------------
 
 FUSED_SOFTMAX_LONGEST = 4096
 """Longest row that ``FusedScaleMaskSoftmax.is_kernel_available`` admits."""
@@ -218,10 +308,7 @@ def _scores(r: Recorder, q: Tensor, k: Tensor) -> Tensor:
             del product
         return made
 
-    node = r.node((q, k), (q, k), backward)
-    out = r.empty((b, n, s, s), dtype, "scores")
-    out.node = node
-    return out
+    return r.output((q, k), (q, k), backward, (b, n, s, s), dtype, "scores")
 
 
 def _leaf(r: Recorder, x: Tensor, name: str) -> Tensor:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...tape import Category
+from ...tape.events import Category
 from .. import ops
-from ..autograd import Gradients, Recorder, Tensor
+from ..autograd import Gradients, Recorder, Tensor, incoming
 from . import te
 from .shape import CoreShape
 
@@ -182,16 +182,9 @@ def gpt_loss(r: Recorder, per_token: Tensor, loss_mask: Tensor, *, per_token_los
 
 def total(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``x.sum()``: its gradient is expanded without memory."""
-    out = r.empty((), x.dtype, name)
     whole = x.shape
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        gradient = gradients[0]
-        assert gradient is not None
-        return [gradient.view(*whole)]
-
-    out.node = r.node((x,), (), backward)
-    return out
+    return r.empty((), x.dtype, name).by(r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*whole)]))
 
 
 def scalar_gradient(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:

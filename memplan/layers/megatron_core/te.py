@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...tape import Category
+from ...tape.events import Category
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed
 from . import te_facts
 from .shape import CoreShape
@@ -141,10 +141,7 @@ def fused_rope(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``fused_apply_rotary_pos_emb``: a fresh contiguous (s, b, a, d); saves the angles alone (a table that
     ``RotaryEmbedding`` keeps), and backward makes one fresh gradient."""
     like, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")])
-    out = r.empty(like, dtype, name)
-    out.node = node
-    return out
+    return r.output((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")], like, dtype, name)
 
 
 def cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:

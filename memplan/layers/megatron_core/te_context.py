@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import prod
 
 from ...plan.errors import PlanError
-from ...tape import Category
+from ...tape.events import Category
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
 from . import te_facts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from ...tape import rounded
+from ...tape.events import rounded
 from ..autograd import Shape, size_of
 from .shape import CoreShape, Version
 

@@ -10,9 +10,9 @@ import pytest
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron_core import bert, ends
 from memplan.layers.megatron_core.shape import CoreShape
-from memplan.layers.module import GRAD_OUTPUT, INPUT, SHARED, Interface, Module, Options, Run, build
+from memplan.layers.module import SHARED, Interface, Module, Options, Run, build
 from memplan.plan.spec import ModelSpec
-from memplan.tape import Category, Drop, Hold, Seam, Tape, compose
+from memplan.tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Hold, Seam, Tape, compose
 
 MIB = 2**20
 SPEC = ModelSpec(

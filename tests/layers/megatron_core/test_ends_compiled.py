@@ -16,7 +16,7 @@ import torch
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron_core.losses import native_cross_entropy
 from memplan.layers.module import Interface, Options, Run, build
-from memplan.tape import Category, Hold
+from memplan.tape.events import Category, Hold
 
 with catch_warnings():
     simplefilter("ignore")

@@ -28,9 +28,9 @@ import torch
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron_core import ends
 from memplan.layers.megatron_core.shape import CoreShape
-from memplan.layers.module import INPUT, Interface, Module, Options, Run, build
+from memplan.layers.module import Interface, Module, Options, Run, build
 from memplan.plan.spec import ModelSpec
-from memplan.tape import Drop, Hold, Seam, Tape
+from memplan.tape.events import INPUT, Drop, Hold, Seam, Tape
 
 from ...oracle import tracer
 

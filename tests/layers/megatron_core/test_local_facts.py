@@ -10,7 +10,7 @@ from memplan.layers.megatron_core import block, local
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Interface, Options, Run, build
 from memplan.plan.spec import ModelSpec
-from memplan.tape import Hold
+from memplan.tape.events import Hold
 
 
 def shape_of(spec: dict[str, Any] | None = None, **shape: Any) -> CoreShape:

@@ -10,7 +10,7 @@ import pytest
 from memplan.layers.megatron_core import te_attention, te_facts
 from memplan.layers.module import Interface, Options, build
 from memplan.plan.errors import PlanError
-from memplan.tape import Category, Hold
+from memplan.tape.events import Category, Hold
 
 from .te_cases import Case, recipe
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from memplan.layers.module import GRAD_OUTPUT, INPUT, Interface, Options, build
-from memplan.tape import Drop, Hold, Tape
+from memplan.layers.module import Interface, Options, build
+from memplan.tape.events import GRAD_OUTPUT, INPUT, Drop, Hold, Tape
 
 from ...oracle.transformer_engine import SOURCE, source
 from ...oracle.transformer_engine_modules import version

@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 
-from memplan.program import Program
-from memplan.tape import Drop, Hold, Tape
-from memplan.trace.recording import BACKWARD, FORWARD
-from memplan.trace.traced import Traced
-from memplan.validate.rank_files import TASK
-from memplan.validate.task import Task
-from memplan.validate.telling import Telling
-from memplan.validate.worker import Rank
+from memplan.tape.events import Drop, Hold, Tape
+from memplan.tape.program import Program
+from memplan.trace.recording import BACKWARD, FORWARD, Traced
+from memplan.validate.run_files import TASK, Telling
+from memplan.validate.worker import Rank, Task
 
 PLACE = "EVENTS"
 """Names the folder of those files, in the environment."""

@@ -6,9 +6,8 @@ from __future__ import annotations
 import os
 import sys
 
-from memplan.validate.cluster import membership
+from memplan.validate.cluster import Elastic, InTurn, Joined, Way, membership
 from memplan.validate.launch import launched
-from memplan.validate.ways import Elastic, InTurn, Joined, Way
 
 WAYS: dict[str, Way] = {"in turn": InTurn((0,)), "elastic": Elastic(2)}
 

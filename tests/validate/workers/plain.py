@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from memplan.validate.readings import RankReading
-from memplan.validate.telling import Telling
+from memplan.records.readings import RankReading
+from memplan.validate.run_files import Telling
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from memplan.validate.telling import Telling
+from memplan.validate.run_files import Telling
 from tests.validate.workers.plain import reading
 
 

@@ -16,16 +16,13 @@ from typing import Any
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from memplan.records.readings import Moment
 from memplan.trace.step import Training, Watch, traced_step
 from memplan.trace.surroundings import Surroundings
 from memplan.trace.torchtitan_step import traced_torchtitan
-from memplan.validate.footprint import footprint_of
-from memplan.validate.rank_files import TASK
-from memplan.validate.readings import Moment
-from memplan.validate.task import Task
-from memplan.validate.telling import Telling
-from memplan.validate.trainings import training_of
-from memplan.validate.worker import Rank
+from memplan.trace.worker import training_of
+from memplan.validate.run_files import TASK, Telling
+from memplan.validate.worker import Rank, Task, footprint_of
 
 TIMES = 3
 """Iterations that are tracked: gloo's threads let go of what they send when they come to it, late at times."""

@@ -1,0 +1,1 @@
+"""PyTorch's caching allocator, and the replay of programs in it."""

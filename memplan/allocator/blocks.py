@@ -1,0 +1,342 @@
+"""Blocks of one stream and one size class, as PyTorch's CUDA caching allocator keeps them.
+
+Sizes and addresses are counted in units of 512 B, the allocator's granularity. A block is one
+integer, its *code*: the size above the low ``SHIFT`` bits, the address in them. Codes therefore
+sort by (size, address), the order in which ``BlockComparatorSize`` searches for the best fit.
+Neighbours need no links: two free neighbours are always merged, so an address is an edge of at
+most one free block, and a dictionary from edges to codes finds both neighbours of a block.
+
+Source: ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` of torch 2.13; each
+docstring names the function that it follows. Addresses only break ties between blocks of equal
+size; they rise in the order in which segments are taken, by which torch 2.13 breaks ties.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeVar
+
+UNIT_BITS = 9
+"""A unit is 2^9 = 512 B, ``kMinBlockSize``."""
+SHIFT = 40
+ADDRESS = (1 << SHIFT) - 1
+"""The low bits of a code: 2^40 units are 512 TiB of addresses."""
+MIB = 1 << 20 >> UNIT_BITS
+"""Units in a MiB."""
+
+LARGEST_SMALL = 1 * MIB
+"""``kSmallSize``: the largest request that a small pool serves."""
+SMALL_SEGMENT = 2 * MIB
+"""``kSmallBuffer``: a segment, or an expandable page, of a small pool."""
+OWN_SEGMENT = 10 * MIB
+"""``kMinLargeAlloc``: from here on a request gets a segment of its own size."""
+SEGMENT_STEP = 2 * MIB
+"""``kRoundLarge``: such a segment is rounded up to a multiple of this."""
+UNBOUNDED = ADDRESS
+"""More than any size. Expandable segments end there; PyTorch reserves 9/8 of the device's memory."""
+
+Step = tuple[int, int, int, int, int]
+"""For ``run``. Slot of a block; units that it takes, negative where it is given back, 0 where nothing
+happens; the least code of a block that fits; the most units held until the next step, and the place of that."""
+
+
+class Stretch(NamedTuple):
+    """Steps in a row."""
+
+    steps: tuple[Step, ...]
+    together: int
+    """Blocks that they hold at once, at most, if they give back all that they take, and nothing else; 0 if not."""
+    least: int
+    """The least code of a block that serves any of them."""
+    top: int
+    """The most units held."""
+
+
+Pool = TypeVar("Pool", bound="SegmentPool")
+
+
+class Rules(NamedTuple):
+    """What tells one pool from another, in units of 512 B."""
+
+    least_rest: int
+    """The smallest remainder that is split off a block (``should_split``)."""
+    segment: int
+    """The segment of requests below ``OWN_SEGMENT``, or the page of an expandable segment."""
+    max_split: int = UNBOUNDED
+    """Blocks of this size or more are not split, and serve no smaller request."""
+    max_rounding: int = 0
+    """A request of ``max_split`` or more takes no block that is larger by this or more."""
+
+
+class SegmentPool:
+    """Blocks inside segments that ``cudaMalloc`` returned.
+
+    ``free`` holds the codes of the free blocks in order; ``edges`` maps both edges of each of them
+    to its code; ``segments`` maps the address of each segment to its size; ``reserved`` is their sum.
+    """
+
+    __slots__ = ("edges", "free", "least_rest", "picky", "reserved", "rules", "segments", "split_below", "top")
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.least_rest = rules.least_rest
+        self.split_below = rules.max_split
+        self.picky = rules.max_split < UNBOUNDED
+        self.free: list[int] = []
+        self.edges: dict[int, int] = {}
+        self.segments: dict[int, int] = {}
+        self.reserved = 0
+        self.top = 0
+
+    def take(self, units: int) -> int:
+        """Hand out a block; its code. See ``run``."""
+        blocks = [0]
+        self.run(((0, units, units << SHIFT, 0, -1),), blocks, UNBOUNDED)
+        return blocks[0]
+
+    def give(self, code: int) -> None:
+        """Take a block back. See ``run``."""
+        self.run(((0, -(code >> SHIFT), 0, 0, -1),), [code], UNBOUNDED)
+
+    def run_all(self, stretches: Iterable[Stretch], blocks: list[int], limit: int) -> tuple[int, int, int]:
+        """``run`` with all steps of ``stretches``.
+
+        A stretch that gives back what it takes leaves free blocks as they were if none of its requests needs a new
+        segment: what lives decides where free blocks lie. Each of its blocks makes one free block smaller, so that as
+        many that serve any of them as it holds at once are enough; then it is passed over, if its most, with what
+        blocks may exceed requests, is no new peak.
+        """
+        free, rest = self.free, 0 if self.picky else self.least_rest
+        beyond, highest = 0, -1
+        for steps, together, least, top in stretches:
+            if (
+                together
+                and rest
+                and len(free) >= together
+                and free[-together] >= least
+                and top + together * rest + beyond <= limit
+            ):
+                continue
+            more, limit, place = self.run(steps, blocks, limit - beyond)
+            limit += beyond
+            beyond += more
+            if place >= 0:
+                highest = place
+        return beyond, limit, highest
+
+    def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
+        """Hand blocks out and take them back; codes go to and come from ``blocks``.
+
+        A request gets the best-fitting block, cut where its rest is worth keeping (``get_free_block``, failing that
+        ``alloc_block``; then ``should_split`` and ``alloc_found_block``); a block that comes back is merged with its
+        free neighbours (``free_block``, ``try_merge_blocks``).
+
+        Returns the units by which blocks exceed their requests in the end more than at the beginning; the most
+        units that were held at a time, beginning with 0, if above ``limit``; and the place of that, else -1.
+        """
+        free, edges = self.free, self.edges
+        least_rest, split_below, picky = self.least_rest, self.split_below, self.picky
+        beyond, highest = 0, -1
+        for slot, units, least, top, place in steps:
+            if units > 0:
+                index = bisect_left(free, least)
+                if picky:
+                    index = self._pick(index, units)
+                if index < len(free):
+                    code = free.pop(index)
+                    address = code & ADDRESS
+                    del edges[address]
+                else:
+                    code = self._grow(units)
+                    address, index = code & ADDRESS, len(free)
+                    edges[address + (code >> SHIFT)] = code
+                rest = (code >> SHIFT) - units
+                behind = address + units
+                if rest >= least_rest and units < split_below:
+                    blocks[slot] = least | address
+                    code = edges[behind] = edges[behind + rest] = rest << SHIFT | behind
+                    insort(free, code, 0, index)
+                else:
+                    del edges[behind + rest]
+                    beyond += rest
+                    blocks[slot] = code
+            elif units:
+                code = blocks[slot]
+                size = code >> SHIFT
+                beyond -= size + units
+                address = code & ADDRESS
+                end = address + size
+                if address in edges:
+                    before = edges.pop(address)
+                    del free[bisect_left(free, before)]
+                    address = before & ADDRESS
+                    code = end - address << SHIFT | address
+                if end in edges:
+                    after = edges.pop(end)
+                    del free[bisect_left(free, after)]
+                    end += after >> SHIFT
+                    code = end - address << SHIFT | address
+                edges[address] = edges[end] = code
+                insort(free, code)
+            if top + beyond > limit:
+                limit, highest = top + beyond, place
+        return beyond, limit, highest
+
+    def release(self) -> None:
+        """Give the wholly free segments back to the device: ``release_blocks``."""
+        segments = self.segments
+        for code in [code for code in self.free if segments.get(code & ADDRESS) == code >> SHIFT]:
+            self._forget(code)
+            self.reserved -= segments.pop(code & ADDRESS)
+
+    def copy(self: Pool) -> Pool:
+        """An independent copy."""
+        twin = type(self)(self.rules)
+        twin.free = self.free.copy()
+        twin.edges = self.edges.copy()
+        twin.segments = self.segments.copy()
+        twin.reserved = self.reserved
+        twin.top = self.top
+        return twin
+
+    def _pick(self, index: int, units: int) -> int:
+        """Position of the free block to use, at or after ``index``, which fits; behind all where none will do."""
+        if index == len(self.free):
+            return index
+        held = self.free[index] >> SHIFT
+        max_split = self.rules.max_split
+        limit = max_split if units < max_split else units + self.rules.max_rounding
+        return index if held < limit else len(self.free)
+
+    def _grow(self, units: int) -> int:
+        """Code of a new segment with room for ``units``: ``get_allocation_size``, ``alloc_block``."""
+        size = self.rules.segment if units < OWN_SEGMENT else -(-units // SEGMENT_STEP) * SEGMENT_STEP
+        address = self.top
+        self.top += size + 1  # the gap keeps blocks of different segments from being neighbours
+        self.segments[address] = size
+        self.reserved += size
+        return size << SHIFT | address
+
+    def _forget(self, code: int) -> None:
+        """Strike a free block off the books."""
+        address = code & ADDRESS
+        del self.free[bisect_left(self.free, code)]
+        del self.edges[address], self.edges[address + (code >> SHIFT)]
+
+
+class ExpandablePool(SegmentPool):
+    """Blocks inside one expandable segment, mapped page by page (``expandable_segments:True``).
+
+    Addresses below ``top`` are mapped, except for the holes that ``release`` left: ``segments`` maps
+    the address of each to its size.
+    """
+
+    __slots__ = ("unlimited",)
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self.split_below = UNBOUNDED  # should_split disregards max_split_size here
+        self.unlimited = not self.picky
+        self.picky = True
+
+    def release(self) -> None:
+        """Unmap the pages that lie wholly inside free blocks: ``release_blocks``, ``unmap_block``."""
+        page = self.rules.segment
+        for code in self.free.copy():
+            address = code & ADDRESS
+            end = address + (code >> SHIFT)
+            first, last = -(-address // page) * page, end // page * page
+            if first < last:
+                self._forget(code)
+                if address < first:
+                    self.give(first - address << SHIFT | address)
+                if last < end:
+                    self.give(end - last << SHIFT | last)
+                self.segments[first] = last - first
+                self.reserved -= last - first
+        self._join_holes()
+
+    def _pick(self, index: int, units: int) -> int:
+        """The best fit, a block in front of unmapped memory counting as what it can grow to."""
+        free = self.free
+        if index == len(free):
+            return index
+        code = free[index]
+        if self.segments or (code & ADDRESS) + (code >> SHIFT) == self.top:
+            while index + 1 < len(free) and self._reach(free[index + 1]) < self._reach(free[index]):
+                index += 1
+        return index if self.unlimited else super()._pick(index, units)
+
+    def _reach(self, code: int) -> int:
+        """Size of a free block and of the unmapped memory behind it (``expandable_size``)."""
+        size = code >> SHIFT
+        end = (code & ADDRESS) + size
+        return size + (UNBOUNDED if end == self.top else self.segments.get(end, 0))
+
+    def _grow(self, units: int) -> int:
+        """Code of the free block that mapping more pages makes, at the lowest address with room.
+
+        ``find_expandable_block``, ``try_allocate_expandable_block``, ``map_block``.
+        """
+        start = next(start for start in self._starts() if self._has_room(start, units))
+        size = 0
+        while size < units:
+            size += self._swallow(start + size) or self._map(start + size, units - size)
+        size += self._swallow(start + size)
+        return size << SHIFT | start
+
+    def _starts(self) -> Iterator[int]:
+        """Where growing may begin: unmapped memory, or the free block in front of it."""
+        for unmapped in (*sorted(self.segments), self.top):
+            before = self.edges.get(unmapped)
+            yield unmapped if before is None else before & ADDRESS
+
+    def _has_room(self, start: int, units: int) -> bool:
+        """Whether ``units`` from ``start`` on hold nothing live (``has_available_address_space``)."""
+        room = 0
+        while room < units and start + room != self.top:
+            step = self.segments.get(start + room) or self._free_at(start + room)
+            if not step:
+                return False
+            room += step
+        return True
+
+    def _free_at(self, address: int) -> int:
+        """Size of the free block that begins at ``address``; 0 where none does."""
+        code = self.edges.get(address)
+        return code >> SHIFT if code is not None and code & ADDRESS == address else 0
+
+    def _swallow(self, address: int) -> int:
+        """Take the free block at ``address`` off the books; its size, 0 where there is none."""
+        size = self._free_at(address)
+        if size:
+            self._forget(size << SHIFT | address)
+        return size
+
+    def _map(self, address: int, units: int) -> int:
+        """Map pages for ``units`` at ``address``, at most to the end of the hole; the size mapped."""
+        page = self.rules.segment
+        size = -(-units // page) * page
+        if address == self.top:
+            self.top += size
+        else:
+            hole = self.segments.pop(address)
+            size = min(size, hole)
+            if size < hole:
+                self.segments[address + size] = hole - size
+        self.reserved += size
+        return size
+
+    def _join_holes(self) -> None:
+        """Merge holes that touch; one that touches ``top`` lowers it."""
+        holes: dict[int, int] = {}
+        first = end = -1
+        for address, size in sorted(self.segments.items()):
+            first = first if address == end else address
+            end = address + size
+            holes[first] = end - first
+        if holes and end == self.top:
+            self.top = first
+            del holes[first]
+        self.segments = holes

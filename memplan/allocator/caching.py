@@ -1,0 +1,389 @@
+"""PyTorch's CUDA caching allocator, replayed: from requested to allocated and reserved bytes.
+
+    >>> allocator = CachingAllocator()
+    >>> allocator.allocate("logits", 101 * 2**20) // 2**20      # a rest of 1 MiB is not split off
+    102
+    >>> allocator.free("logits")
+    >>> allocator.allocated, allocator.reserved // 2**20
+    (0, 102)
+
+The model is ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.13, whose rules for sizes have not
+changed since 2.1 (``large_segment_size_mb`` is newer). Between free blocks of one size 2.13 prefers
+the older segment; releases before it went by the address, which ``cudaMalloc`` mostly gives in the
+same order, and 2.12.0 by neither. Events are in stream order and a free takes effect at once, so
+delays by ``record_stream`` are not seen. Memory never runs out, so neither are the releases that a
+failing ``cudaMalloc`` sets off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from .blocks import (
+    ADDRESS,
+    LARGEST_SMALL,
+    SHIFT,
+    SMALL_SEGMENT,
+    UNBOUNDED,
+    UNIT_BITS,
+    ExpandablePool,
+    Rules,
+    SegmentPool,
+)
+
+_MIB = 1 << 20
+_ROUND = (1 << UNIT_BITS) - 1
+
+_INTERVALS = 16
+"""Of ``roundup_power2_divisions``: sizes in [2^i, 2^(i+1)) MiB; the outer ones are open-ended."""
+
+_MODELLED = frozenset(
+    {
+        "expandable_segments",
+        "large_segment_size_mb",
+        "max_non_split_rounding_mb",
+        "max_split_size_mb",
+        "roundup_power2_divisions",
+    }
+)
+_WITHOUT_EFFECT = frozenset(
+    {
+        "backend",
+        "expandable_segments_reserve",
+        "expandable_segments_reserve_by_class",
+        "garbage_collection_threshold",
+        "graph_capture_record_stream_reuse",
+        "per_process_memory_fraction",
+        "pinned_free_catch_all",
+        "pinned_max_cached_size_mb",
+        "pinned_max_round_threshold_mb",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "pinned_use_hip_host_register",
+        "release_lock_on_cudamalloc",
+        "release_lock_on_hipmalloc",
+        "throw_on_cudamalloc_oom",
+    }
+)
+"""Keys that concern host memory, locks, or what happens when device memory runs out."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """What ``PYTORCH_ALLOC_CONF`` says about the blocks that requests get. Sizes in bytes."""
+
+    expandable_segments: bool = False
+    max_split_size: int | None = None
+    """Blocks of this size or more are never split; ``None``: all may be."""
+    roundup_power2_divisions: tuple[int, ...] = ()
+    """Steps from one power of two to the next, to which requests are rounded up: none, or one number
+    for each of 16 intervals [2^i, 2^(i+1)) MiB. 0 and 1 leave the rounding to 512 B."""
+    large_segment_size: int = 20 * _MIB
+    """What a request above 1 and below 10 MiB reserves, and the page of large expandable segments."""
+    max_non_split_rounding: int = 20 * _MIB
+    """A request of ``max_split_size`` or more takes no free block that is larger by this or more."""
+
+    @classmethod
+    def parse(cls, conf: str) -> AllocatorSettings:
+        """The value of ``PYTORCH_ALLOC_CONF`` or ``PYTORCH_CUDA_ALLOC_CONF``, such as
+        ``expandable_segments:True,max_split_size_mb:512``.
+
+        As in ``AcceleratorAllocatorConfig::parseArgs`` blanks do not count, the last mention of a key
+        wins, and whatever follows the digits of a number is ignored. Keys that cannot change the
+        figures while memory suffices are accepted. Anything else is a ``ValueError``.
+        """
+        found = dict(_entries(conf))
+        if found.get("backend", "native") != "native":
+            raise ValueError(f"backend:{found['backend']} is not modelled; the one that is, is backend:native")
+        if not 0 < _real(found.get("garbage_collection_threshold", "0.5")) < 1:
+            raise ValueError(_expected(found, "garbage_collection_threshold", "a number between 0 and 1"))
+        segment = _mebibytes(found, "large_segment_size_mb", least=11) or 20
+        split = _mebibytes(found, "max_split_size_mb", least=segment)
+        rounding = _mebibytes(found, "max_non_split_rounding_mb", least=segment) or segment
+        return cls(
+            expandable_segments=_flag(found, "expandable_segments"),
+            max_split_size=split and split * _MIB,
+            roundup_power2_divisions=_divisions(found, "roundup_power2_divisions"),
+            large_segment_size=segment * _MIB,
+            max_non_split_rounding=rounding * _MIB,
+        )
+
+    def units(self, size: int) -> int:
+        """``size`` ≥ 0 bytes rounded up as a request is, in units of 512 B (``round_size``)."""
+        if self.roundup_power2_divisions:
+            interval = min(max(size.bit_length() - 21, 0), _INTERVALS - 1)
+            divisions = self.roundup_power2_divisions[interval]
+            if divisions > 1 and size > divisions << UNIT_BITS:
+                step = 1 << size.bit_length() - divisions.bit_length()
+                return -(-size // step) * step >> UNIT_BITS
+        return size + _ROUND >> UNIT_BITS
+
+    def pool(self, small: bool) -> SegmentPool:
+        """An empty pool for the small or the large requests of one stream."""
+        least_rest = 1 if small or self.expandable_segments else LARGEST_SMALL + 1
+        segment = SMALL_SEGMENT if small else self.large_segment_size >> UNIT_BITS
+        rules = Rules(least_rest, segment)
+        if self.max_split_size is not None and not small:
+            rounding = self.max_non_split_rounding >> UNIT_BITS
+            rules = Rules(least_rest, segment, min(self.max_split_size >> UNIT_BITS, UNBOUNDED), rounding)
+        return ExpandablePool(rules) if self.expandable_segments else SegmentPool(rules)
+
+
+class Block(NamedTuple):
+    """A piece of a segment, in bytes. Addresses count from 0 in each pool."""
+
+    address: int
+    size: int
+    live: bool
+
+
+class Segment(NamedTuple):
+    """Adjoining memory that the device handed out at once, or page by page if expandable."""
+
+    stream: int
+    small: bool
+    blocks: tuple[Block, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(block.size for block in self.blocks)
+
+
+class CachingAllocator:
+    """One device's allocator, as one process sees it. Every size is in bytes."""
+
+    __slots__ = (
+        "_allocated",
+        "_large",
+        "_live",
+        "_peak_allocated",
+        "_peak_reserved",
+        "_pools",
+        "_requested",
+        "_small",
+        "settings",
+    )
+
+    def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:
+        self.settings = settings
+        self._live: dict[Hashable, tuple[int, int, int]] = {}  # key: pool, code of the block, units requested
+        self._pools: list[SegmentPool] = []
+        self._small: dict[int, int] = {}  # stream: pool
+        self._large: dict[int, int] = {}
+        self._requested = self._allocated = self._peak_allocated = self._peak_reserved = 0
+
+    @property
+    def requested(self) -> int:
+        """Live requests, each rounded up to 512 B."""
+        return self._requested << UNIT_BITS
+
+    @property
+    def allocated(self) -> int:
+        """Blocks handed out: ``torch.cuda.memory_allocated``."""
+        return self._allocated << UNIT_BITS
+
+    @property
+    def reserved(self) -> int:
+        """Segments, or mapped pages, taken from the device: ``torch.cuda.memory_reserved``."""
+        return sum(pool.reserved for pool in self._pools) << UNIT_BITS
+
+    @property
+    def peak_allocated(self) -> int:
+        """``torch.cuda.max_memory_allocated``."""
+        return self._peak_allocated << UNIT_BITS
+
+    @property
+    def peak_reserved(self) -> int:
+        """``torch.cuda.max_memory_reserved``."""
+        return max(self._peak_reserved, self.reserved)
+
+    def allocate(self, key: Hashable, size: int, stream: int = 0) -> int:
+        """Hand out a block for ``size`` bytes under ``key``; the size of the block, 0 for 0 bytes."""
+        live = self._live
+        if key in live:
+            raise ValueError(f"{key!r} is live already; free it before allocating it again")
+        settings = self.settings
+        requested = units = size + _ROUND >> UNIT_BITS
+        if units <= 0:
+            return self._hold_nothing(key, size)
+        if settings.roundup_power2_divisions:
+            units = settings.units(size)
+        index = (self._small if units <= LARGEST_SMALL else self._large).get(stream)
+        if index is None:
+            index = self._open_pool(stream, units <= LARGEST_SMALL)
+        code = self._pools[index].take(units)
+        live[key] = index, code, requested
+        held = code >> SHIFT
+        self._requested += requested
+        self._allocated = allocated = self._allocated + held
+        if allocated > self._peak_allocated:
+            self._peak_allocated = allocated
+        return held << UNIT_BITS
+
+    def free(self, key: Hashable) -> None:
+        """Take back the block under ``key``."""
+        try:
+            index, code, requested = self._live.pop(key)
+        except KeyError:
+            raise ValueError(f"{key!r} is not live, so it cannot be freed") from None
+        if code:
+            self._requested -= requested
+            self._allocated -= code >> SHIFT
+            self._pools[index].give(code)
+
+    def empty_cache(self) -> None:
+        """Give back what is wholly free, segments or pages: ``torch.cuda.empty_cache``."""
+        self._peak_reserved = self.peak_reserved
+        for pool in self._pools:
+            pool.release()
+
+    def copy(self) -> CachingAllocator:
+        """An independent copy."""
+        twin = CachingAllocator(self.settings)
+        twin._live = self._live.copy()
+        twin._pools = [pool.copy() for pool in self._pools]
+        twin._small = self._small.copy()
+        twin._large = self._large.copy()
+        twin._requested = self._requested
+        twin._allocated = self._allocated
+        twin._peak_allocated = self._peak_allocated
+        twin._peak_reserved = self._peak_reserved
+        return twin
+
+    def snapshot(self) -> tuple[Segment, ...]:
+        """Every segment with its blocks in order of address, pool by pool: ``torch.cuda.memory_snapshot``."""
+        live: list[list[int]] = [[] for _ in self._pools]
+        for index, code, _ in self._live.values():
+            if code:
+                live[index].append(code)
+        return tuple(
+            Segment(stream, pools is self._small, blocks)
+            for pools in (self._small, self._large)
+            for stream, index in pools.items()
+            for blocks in _segments(self._pools[index].free, live[index])
+        )
+
+    def _open_pool(self, stream: int, small: bool) -> int:
+        """Number of a new pool."""
+        pools = self._small if small else self._large
+        pools[stream] = len(self._pools)
+        self._pools.append(self.settings.pool(small))
+        return pools[stream]
+
+    def _hold_nothing(self, key: Hashable, size: int) -> int:
+        """An empty tensor never reaches the allocator (``NativeCachingAllocator::allocate``)."""
+        if size < 0:
+            raise ValueError(f"cannot allocate {size} bytes for {key!r}")
+        self._live[key] = 0, 0, 0
+        return 0
+
+
+@lru_cache(maxsize=1 << 14)
+def block_size(size: int, settings: AllocatorSettings = AllocatorSettings()) -> int:
+    """Bytes of the block that a request for ``size`` bytes gets while nothing is cached."""
+    return CachingAllocator(settings).allocate(None, size)
+
+
+def _segments(free: Iterable[int], live: Iterable[int]) -> Iterator[tuple[Block, ...]]:
+    """The blocks with these codes by address, in runs without gaps."""
+    codes = [(code & ADDRESS, code >> SHIFT, False) for code in free]
+    codes += [(code & ADDRESS, code >> SHIFT, True) for code in live]
+    run: list[Block] = []
+    for address, size, is_live in sorted(codes):
+        block = Block(address << UNIT_BITS, size << UNIT_BITS, is_live)
+        if run and run[-1].address + run[-1].size != block.address:
+            yield tuple(run)
+            run = []
+        run.append(block)
+    if run:
+        yield tuple(run)
+
+
+def _entries(conf: str) -> Iterator[tuple[str, str]]:
+    """The ``key:value`` pairs of ``conf``, a list in brackets being one value (``ConfigTokenizer``)."""
+    known = _MODELLED | _WITHOUT_EFFECT
+    for entry in re.split(r",(?![^\[\]]*\])", re.sub(r"\s", "", conf)):
+        key, _, value = entry.partition(":")
+        if not entry:
+            continue
+        if key not in known:
+            raise ValueError(f"unknown allocator setting {key!r} in {entry!r}; known are {', '.join(sorted(known))}")
+        if not value:
+            raise ValueError(f"allocator setting {key!r} has no value; write {key}:VALUE")
+        yield key, value
+
+
+def _expected(found: dict[str, str], key: str, allowed: str) -> str:
+    return f"allocator setting {key}:{found[key]} is not allowed; expected {allowed}"
+
+
+def _flag(found: dict[str, str], key: str) -> bool:
+    """``True`` or ``False``, spelt so (``ConfigTokenizer::toBool``)."""
+    if found.get(key, "False") not in ("True", "False"):
+        raise ValueError(_expected(found, key, "True or False"))
+    return found.get(key) == "True"
+
+
+def _real(text: str) -> float:
+    """A number, NaN where ``text`` is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def _whole(text: str) -> int:
+    """The whole number that ``text`` begins with, -1 where it begins with none (``std::stoull``)."""
+    digits = re.match(r"\+?(\d+)", text)
+    return int(digits[1]) if digits else -1
+
+
+def _mebibytes(found: dict[str, str], key: str, least: int) -> int | None:
+    """A size in MiB; ``None`` where not given."""
+    if key not in found:
+        return None
+    size = _whole(found[key])
+    if size < least:
+        raise ValueError(_expected(found, key, f"a whole number of MiB, at least {least}"))
+    return size
+
+
+def _divisions(found: dict[str, str], key: str) -> tuple[int, ...]:
+    """``roundup_power2_divisions``, either ``4`` or ``[256:1,512:2,>:4]`` with intervals in MiB.
+
+    The first interval also stands for those below it, ``>`` for those above the one before it (torch
+    2.1 to 2.6: from that one on); those not named have 0 (``parseRoundUpPower2Divisions``).
+    """
+    text = found.get(key)
+    if text is None:
+        return ()
+    if not text.startswith("["):
+        return (_power_of_2(found, key, text),) * _INTERVALS
+    divisions = [0] * _INTERVALS
+    last: int | None = None
+    for entry in filter(None, text.strip("[]").split(",")):
+        start, _, value = entry.partition(":")
+        division = 0 if _whole(value) == 0 else _power_of_2(found, key, value)
+        if start == ">":
+            above = (last or 0) + 1
+            divisions[above:] = [division] * (_INTERVALS - above)
+            continue
+        interval = min(_power_of_2(found, key, start).bit_length() - 1, _INTERVALS - 1)
+        first = interval if last is not None else 0
+        divisions[first : interval + 1] = [division] * (interval + 1 - first)
+        last = interval
+    return tuple(divisions)
+
+
+def _power_of_2(found: dict[str, str], key: str, text: str) -> int:
+    number = _whole(text)
+    if number < 1 or number & number - 1:
+        raise ValueError(_expected(found, key, "a power of 2, or a list such as [256:1,512:2,>:4] of them"))
+    return number

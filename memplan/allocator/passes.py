@@ -1,0 +1,340 @@
+"""Tapes of modules made ready for replaying: one flat list of operations for a pass of one micro-batch.
+
+A micro-batch's tensors lie in a *frame*, one slot each: those that modules share first, then those of every module
+in a row. What a tape refers to by its neighbour's role (its input, the gradient of its output) is a slot of the
+neighbour here, so that nothing is looked up by name while a pass runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from ..layers.module import SHARED, STALE, Module, Tapes
+from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, Bytes, Category, Drop, Hold, Tape
+from ..tape.program import Chunk, Hooked, Role, Span, What
+from .blocks import LARGEST_SMALL, SHIFT, Step, Stretch
+from .caching import AllocatorSettings
+
+NEVER = -1 << SHIFT
+"""Fewer units than any peak."""
+
+
+class Operation(NamedTuple):
+    """A tensor begins or ends."""
+
+    slot: int
+    """In a module's own list: the tensor's id."""
+    units: int
+    """What the request is rounded up to, in units of 512 B; negative where the tensor ends."""
+    bytes: int
+    category: Category
+    stream: int = 0
+
+
+Runs = tuple[tuple[int, tuple[Stretch, ...]], ...]
+"""Steps in a row on one stream, by its number."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pass:
+    """Forward or backward of one micro-batch through a row of modules, or what hooks do besides."""
+
+    operations: tuple[Operation, ...]
+    small: Runs
+    """The operations that small blocks serve, which never exceed requests: peaks are looked for in ``large``."""
+    large: Runs
+    """The others; held units count both."""
+    handed: int
+    """Slot of what the next in line gets: output or gradient of the input; 0 where there is none."""
+    left: tuple[Operation, ...]
+    """Of the micro-batch's tensors, what is live behind the pass, by slot; begun in this pass or an earlier one."""
+    inherited: tuple[int, ...]
+    """Slots of tensors that an earlier micro-batch left behind and that this pass ends;"""
+    spent: tuple[int, ...]
+    """and of those that it does not replace."""
+    net: int
+    """Units."""
+    net_by: tuple[tuple[int, int], ...]
+    """Category and bytes, where it is not 0."""
+
+    def until(self, place: int) -> Bytes:
+        """Change of bytes by category through the operation at ``place``."""
+        by = list(NOTHING)
+        for operation in self.operations[: place + 1]:
+            by[operation.category] += operation.bytes if operation.units > 0 else -operation.bytes
+        return tuple(by)
+
+
+Rows = tuple[tuple[Module, int], ...]
+
+
+def passes(chunk: Chunk, settings: AllocatorSettings) -> Passes:
+    """The passes of ``chunk``; the same object for chunks of the same modules."""
+    own = _counted(chunk.unrolled or (*chunk.spans, *chunk.losses))
+    return _passes(own, _counted(chunk.last), chunk if chunk.hooks or chunk.losses else None, settings)
+
+
+def _counted(spans: Iterable[Span]) -> Rows:
+    return tuple([(span.module, len(span.names)) for span in spans])
+
+
+@lru_cache(maxsize=1 << 10)
+def _passes(rows: Rows, last: Rows, chunk: Chunk | None, settings: AllocatorSettings) -> Passes:
+    own, final = ([module for module, count in row for _ in range(count)] for row in (rows, last))
+    model = len(own) if chunk is None else len(chunk.spans)
+    return Passes(own, final, model, {} if chunk is None else chunk.hooks, settings)
+
+
+class Passes:
+    """What micro-batches run in one chunk of layers, and the frame in which their tensors lie. A pass is made ready
+    when it is first asked for."""
+
+    def __init__(
+        self,
+        modules: Sequence[Module],
+        last: Sequence[Module],
+        model: int,
+        hooks: Mapping[What, Sequence[Hooked]],
+        settings: AllocatorSettings,
+    ) -> None:
+        """``last``: the modules of the last micro-batch, if they are others. The first ``model`` modules make the
+        output, those behind it the loss."""
+        self.modules: dict[Role, Sequence[Module]] = {"first": modules, "steady": modules, "last": last or modules}
+        self.model, self.hooks, self.settings = model, hooks, settings
+        outside = [(one.place, _listed(one.events, settings)) for own in hooks.values() for one in own]
+        parts = [_parts(module, settings) for module in modules]
+        others = [_parts(module, settings) for module in last] if last else parts
+        largest = [max(part.largest, other.largest) for part, other in zip(parts, others, strict=True)]
+        for place, operations in outside:
+            largest[place] = max((largest[place], *(operation.slot for operation in operations)))
+        ids = frozenset[int]().union(*(part.shared for part in (*parts, *others)))
+        ids = ids.union(one.slot for _, operations in outside for one in operations if one.slot <= SHARED)
+        self.shared = {id: 1 + i for i, id in enumerate(sorted(ids, reverse=True))}
+        self.stale: dict[int, int] = {}
+        """Slots of tensors that an earlier micro-batch left behind and that forward ends, by the module's place."""
+        self.offsets: list[int] = []
+        self.slots = 1 + len(ids)
+        """Size of a frame."""
+        for place, part in enumerate(parts):
+            self.offsets.append(self.slots)
+            self.slots += 1 + largest[place]
+            if part.displaces:
+                self.stale[place] = self.slots
+                self.slots += 1
+        self.staying = [at + module.slot for at, module in zip(self.offsets, modules, strict=True) if module.slot]
+        """Slots of tensors that forward leaves behind for a later micro-batch to end."""
+        self._made: dict[tuple[What, Role], Pass] = {}
+        self._left: dict[int, Operation] = {}
+        """What any pass so far leaves, by slot."""
+
+    def of(self, what: What, role: Role) -> Pass:
+        """A pass of the ``role``'s micro-batch, or what hooks do besides, which is the first micro-batch's."""
+        found = self._made.get((what, role))
+        if found is None:
+            own = self._forward_role(role) if what == "forward" else role
+            found = self._make(what, role) if own == role else self.of(what, own)
+            self._made[what, role] = found
+        return found
+
+    def operation(self, place: int, hold: Hold) -> Operation:
+        """What the module at ``place`` holds, with its slot."""
+        (listed,) = _listed((hold,), self.settings)
+        return _placed((listed,), self.offsets[place], self.shared)[0]
+
+    def _forward_role(self, role: Role) -> Role:
+        """Without hooks the first micro-batch's forward pass is that of all others."""
+        return "steady" if role == "first" and not self.hooks else role
+
+    def _make(self, what: What, role: Role) -> Pass:
+        modules, places = self.modules[role], range(len(self.offsets))
+        if what == "backward":
+            before = self.of("loss" if self.model < len(modules) else "forward", role)
+            return self._backward(places[::-1], role, before.left)
+        if what in ("forward", "loss"):
+            before_loss = self.of("forward", role).left if what == "loss" else ()
+            return self._forward(places[: self.model] if what == "forward" else places[self.model :], role, before_loss)
+        operations: list[Operation] = []
+        for one in self.hooks.get(what, ()):
+            operations += _placed(_listed(one.events, self.settings), self.offsets[one.place], self.shared)
+        return self._summed(operations, 0, ())
+
+    def _forward(self, places: Sequence[int], role: Role, before: Sequence[Operation]) -> Pass:
+        operations: list[Operation] = []
+        inputs, modules = self._inputs(role), self.modules[role]
+        for place in places:
+            outer = {**self.shared, INPUT: inputs[place], STALE: self.stale.get(place, 0)}
+            own = _operations(_tapes(modules[place], role), False, self.settings)
+            operations += _placed(own, self.offsets[place], outer)
+        for place in places:
+            ended = _tapes(modules[place], role).end
+            if ended:
+                operations += _placed(_listed(ended, self.settings), self.offsets[place], self.shared)
+        return self._summed(operations, inputs[places[-1] + 1] if places else 0, before)
+
+    def _inputs(self, role: Role) -> list[int]:
+        """Slots of what each module is given, and of what the last one hands on."""
+        found, role = [0], self._forward_role(role)
+        for module, offset in zip(self.modules[role], self.offsets, strict=True):
+            found.append(self._slot(_tapes(module, role).output, offset) or found[-1])
+        return found
+
+    def _slot(self, id: int, offset: int) -> int:
+        """Of a tensor that a module has made, for it to hand on; 0 where it has not."""
+        return offset + id if id > 0 else self.shared[id] if id <= SHARED else 0
+
+    def _backward(self, places: Sequence[int], role: Role, before: Sequence[Operation]) -> Pass:
+        operations: list[Operation] = []
+        inputs, handed = self._inputs(role), 0
+        for place in places:
+            tapes, offset = _tapes(self.modules[role][place], role), self.offsets[place]
+            outer = {**self.shared, INPUT: inputs[place], GRAD_OUTPUT: handed}
+            operations += _placed(_operations(tapes, True, self.settings), offset, outer)
+            handed = self._slot(tapes.grad_input, offset) or handed
+        return self._summed(operations, handed, before)
+
+    def _summed(self, operations: list[Operation], handed: int, before: Sequence[Operation]) -> Pass:
+        live = {operation.slot: operation for operation in before}
+        by = [0] * len(Category)
+        inherited: list[int] = []
+        displaced = self.stale.values()
+        for at, operation in enumerate(operations):
+            slot, units, size, category, _ = operation
+            if units > 0:
+                live[slot] = operation
+                by[category] += size
+                continue
+            held = live.pop(slot, None)
+            if held is None and slot not in displaced:
+                inherited.append(slot)
+                held = self._left.get(slot)
+            if held is not None and (held.category, held.stream) != (category, 0):
+                category = held.category  # a neighbour may take the tensor for one of another kind
+                operations[at] = operation._replace(category=category, stream=held.stream)
+            by[category] -= size
+        small, large, net = _steps(operations)
+        left = tuple([live[slot] for slot in sorted(live)])
+        self._left.update(live)
+        changed = tuple([(category, size) for category, size in enumerate(by) if size])
+        spent = tuple([slot for slot in inherited if slot not in live])
+        return Pass(tuple(operations), small, large, handed, left, tuple(inherited), spent, net, changed)
+
+
+def _tapes(module: Module, role: Role) -> Tapes:
+    return module.first if role == "first" else module.steady
+
+
+class _Parts(NamedTuple):
+    """What a frame has to know of a module."""
+
+    largest: int
+    """The largest id of a tensor of its own."""
+    shared: frozenset[int]
+    displaces: bool
+    """Its forward ends a tensor that an earlier micro-batch left."""
+
+
+@lru_cache(maxsize=1 << 12)
+def _parts(module: Module, settings: AllocatorSettings) -> _Parts:
+    first, steady = module.first, module.steady
+    tapes = [(first, False), (first, True), (steady, False), (steady, True)]
+    ids = {operation.slot for own, backward in tapes for operation in _operations(own, backward, settings)}
+    displaces = STALE in ids
+    ids |= {module.slot, first.output, steady.output, first.grad_input, steady.grad_input}
+    return _Parts(max(ids), frozenset(id for id in ids if id <= SHARED), displaces)
+
+
+@lru_cache(maxsize=1 << 13)
+def _operations(tapes: Tapes, backward: bool, settings: AllocatorSettings) -> tuple[Operation, ...]:
+    """A module's own operations."""
+    return _listed(tapes.backward if backward else tapes.forward, settings)
+
+
+def _listed(tape: Tape, settings: AllocatorSettings) -> tuple[Operation, ...]:
+    """Empty tensors never reach the allocator."""
+    found: list[Operation] = []
+    for event in tape:
+        if isinstance(event, Hold):
+            if event.bytes:
+                units = settings.units(event.bytes)
+                found.append(Operation(event.tensor, units, event.bytes, event.category, event.stream))
+        elif isinstance(event, Drop) and event.bytes:
+            found.append(Operation(event.tensor, -settings.units(event.bytes), event.bytes, event.category, 0))
+    return tuple(found)
+
+
+def _placed(operations: Sequence[Operation], offset: int, outer: dict[int, int]) -> list[Operation]:
+    """With slots of the frame."""
+    return [
+        Operation(offset + id if id > 0 else outer[id], units, size, category, stream)
+        for id, units, size, category, stream in operations
+    ]
+
+
+def _steps(operations: Sequence[Operation]) -> tuple[Runs, Runs, int]:
+    """Small and large steps, and the net change in units. A small step's peak belongs to the large one before it."""
+    small: dict[int, list[Step]] = {}
+    large: list[tuple[int, Step]] = []
+    slot = units = total = top = stream = 0
+    place = -1
+    for at, operation in enumerate(operations):
+        total += operation.units
+        if abs(operation.units) <= LARGEST_SMALL:
+            own = small.setdefault(operation.stream, [])
+            own.append((operation.slot, operation.units, operation.units << SHIFT, NEVER, -1))
+            if total > top:
+                top, place = total, at
+            continue
+        large.append((stream, (slot, units, units << SHIFT, top, place)))
+        slot, units, stream, top, place = operation.slot, operation.units, operation.stream, total, at
+    large.append((stream, (slot, units, units << SHIFT, top, place)))
+    runs = [(stream, stretches([step for _, step in own])) for stream, own in groupby(large, itemgetter(0))]
+    return tuple((stream, stretches(own)) for stream, own in small.items()), tuple(runs), total
+
+
+MOST_TOGETHER = 4
+"""Blocks of a stretch that gives back what it takes: of more there are seldom enough free ones of the largest size."""
+
+
+def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
+    """``steps`` with those in a row together that give back all they take, and nothing else."""
+    parts: list[list[Step]] = []
+    most: list[int] = []
+    at = 0
+    while at < len(steps):
+        end, together = _closed(steps, at)
+        if not most or bool(most[-1]) is not bool(together):
+            parts.append([])
+            most.append(0)
+        parts[-1] += steps[at : end + 1]
+        most[-1] = max(most[-1], together)
+        at = end + 1
+    return tuple(
+        Stretch(tuple(part), together, max(step[2] for step in part), max(step[3] for step in part))
+        for part, together in zip(parts, most, strict=True)
+    )
+
+
+def _closed(steps: Sequence[Step], start: int) -> tuple[int, int]:
+    """Where the shortest stretch from ``start`` on ends that gives back what it takes, and how many blocks it holds at
+    once; ``start`` and 0 where there is none."""
+    live: set[int] = set()
+    together = 0
+    for at in range(start, len(steps)):
+        slot, units = steps[at][:2]
+        if units > 0:
+            live.add(slot)
+            together = max(together, len(live))
+        elif units == 0 or slot not in live:
+            break
+        else:
+            live.remove(slot)
+        if together > MOST_TOGETHER:
+            break
+        if not live:
+            return at, together
+    return start, 0

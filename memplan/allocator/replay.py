@@ -1,0 +1,442 @@
+"""A program's events, unrolled and replayed through PyTorch's caching allocator.
+
+The fold knows what is requested; the allocator decides what that costs in blocks (*allocated*) and
+segments (*reserved*). Both depend on the order of events, so here they are run one by one: building
+the optimizer, micro-batches as the schedule orders them, the step; where states appear in the first step, a second
+iteration. What repeats is run as often as the schedule's ``shortened`` has it.
+
+Every stream has pools of its own (``CUDACachingAllocator.cpp``, ``get_pool``, ``BlockComparator``): what was freed
+on one serves no request on another. ``fully_shard`` gathers on one stream and keeps gradients on
+another, so its segments add up to more than the order of events alone would need.
+
+Stages with equal modules differ in how many forward passes they run before the first backward, and
+those passes are prefixes of one another: they are run once, and every stage branches off a copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..layers.module import Parameter
+from ..optimizers.states import State
+from ..tape.events import Bytes, Category, Drop, Event, Hold
+from ..tape.program import SLOT, Action, Chunk, Exchanged, Program, Role, What, drop_all
+from .blocks import LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
+from .caching import AllocatorSettings
+from .passes import Operation, Pass, Passes, passes
+
+NO_BLOCK = 0
+"""An empty tensor's, which never reaches the allocator."""
+
+Peak = tuple[tuple[int, ...], Pass | None, int]
+"""Bytes by category when a pass began, the pass, and the event in it with which the peak was reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What one rank's steady iteration took, in bytes."""
+
+    allocated: int
+    reserved: int
+    breakdown: Bytes
+    """Live at the peak of ``allocated``, by category, summing to it."""
+    static: int
+    """Allocated between iterations."""
+    first_iteration: int
+    """Reserved at the end of the first iteration's micro-batches, before any optimizer step was applied."""
+
+
+class Rank:
+    """One rank's memory while its events run. A tensor is known by its pool's code of its block."""
+
+    __slots__ = ("allocated", "by", "large", "peak", "peak_at", "settings", "small")
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self.settings = settings
+        self.small: dict[int, SegmentPool] = {}
+        """Pools of each stream."""
+        self.large: dict[int, SegmentPool] = {}
+        self.allocated = 0
+        """Units, as ``peak``."""
+        self.by = [0] * len(Category)
+        """Requested bytes, by category."""
+        self.peak = 0
+        self.peak_at: Peak = (tuple(self.by), None, 0)
+
+    def copy(self) -> Rank:
+        twin = copy(self)
+        twin.small = {stream: pool.copy() for stream, pool in self.small.items()}
+        twin.large = {stream: pool.copy() for stream, pool in self.large.items()}
+        twin.by = self.by[:]
+        return twin
+
+    @property
+    def reserved(self) -> int:
+        """Bytes; the most there ever were, since nothing is given back."""
+        return sum(pool.reserved for pools in (self.small, self.large) for pool in pools.values()) << UNIT_BITS
+
+    def pool(self, stream: int, *, small: bool) -> SegmentPool:
+        """The pool of a stream, made when it is first asked for."""
+        pools = self.small if small else self.large
+        if stream not in pools:
+            pools[stream] = self.settings.pool(small)
+        return pools[stream]
+
+    def hold(self, size: int, category: int, stream: int = 0) -> int:
+        """The block of a tensor."""
+        self.by[category] += size
+        units = self.settings.units(size)
+        if not units:
+            return NO_BLOCK
+        pools = self.small if units <= LARGEST_SMALL else self.large
+        block = (pools.get(stream) or self.pool(stream, small=pools is self.small)).take(units)
+        self.allocated += block >> SHIFT
+        if self.allocated > self.peak:
+            self.peak, self.peak_at = self.allocated, (tuple(self.by), None, 0)
+        return block
+
+    def drop(self, block: int, size: int, category: int, stream: int = 0) -> None:
+        self.by[category] -= size
+        if block == NO_BLOCK:
+            return
+        held = block >> SHIFT
+        (self.small if held <= LARGEST_SMALL else self.large)[stream].give(block)
+        self.allocated -= held
+
+    def run(self, events: Pass, frame: list[int]) -> None:
+        """The events of one pass of one micro-batch, whose blocks ``frame`` holds by slot."""
+        limit = self.peak - self.allocated
+        for stream, stretches in events.small:
+            (self.small.get(stream) or self.pool(stream, small=True)).run_all(stretches, frame, limit)
+        beyond, place = 0, -1
+        for stream, stretches in events.large:
+            pool = self.large.get(stream) or self.pool(stream, small=False)
+            more, limit, highest = pool.run_all(stretches, frame, limit - beyond)
+            limit += beyond
+            beyond += more
+            place = highest if highest >= 0 else place
+        if place >= 0:
+            self.peak, self.peak_at = self.allocated + limit, (tuple(self.by), events, place)
+        self.allocated += events.net + beyond
+        for category, size in events.net_by:
+            self.by[category] += size
+
+    def breakdown(self) -> Bytes:
+        """Live at the peak, by category, summing to it."""
+        by, events, place = self.peak_at
+        found = list(map(int.__add__, by, events.until(place))) if events is not None else list(by)
+        found[Category.BLOCK_ROUNDING] = (self.peak << UNIT_BITS) - sum(found)
+        return tuple(found)
+
+
+Key = tuple[str, int, int]
+"""Name, chunk, and number or micro-batch of a tensor between passes."""
+
+Block = tuple[int, int, int, int]
+"""A tensor's block, bytes, category and stream: what ``Rank.drop`` takes."""
+
+
+class _Chunk:
+    """A chunk's micro-batches in flight, whose blocks lie in frames."""
+
+    def __init__(self, chunk: Chunk, settings: AllocatorSettings, exchanged: Exchanged) -> None:
+        self.chunk = chunk
+        self.passes: Passes = passes(chunk, settings)
+        self.exchanged = exchanged
+        self.frames: dict[int, list[int]] = {}
+        self.base: list[int] = []
+        """Of tensors that later micro-batches end: the first micro-batch's, and gradients wherever they are."""
+        self.left: list[tuple[list[int], Operation]] = []
+        """What micro-batches leave until all have ended, with the frames of its blocks."""
+        self.gradients: dict[int, Operation] = {}
+        """What they leave until the step, by slot in ``base``, in the order of the parameters."""
+        self.slots: deque[int] = deque()
+        """Blocks of tensors that a later micro-batch displaces."""
+        self._left: dict[Pass, tuple[list[Operation], list[Operation]]] = {}
+
+    def copy(self) -> _Chunk:
+        twin = copy(self)
+        frames = {id(frame): frame[:] for frame in (self.base, *self.frames.values(), *(one for one, _ in self.left))}
+        twin.base, twin.frames = frames[id(self.base)], {at: frames[id(one)] for at, one in self.frames.items()}
+        twin.left = [(frames[id(frame)], operation) for frame, operation in self.left]
+        twin.gradients, twin.slots = self.gradients.copy(), self.slots.copy()
+        return twin
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self.base = [NO_BLOCK] * self.passes.slots
+
+    def run(self, rank: Rank, what: What, microbatch: int, role: Role) -> tuple[Pass, list[int]]:
+        """A pass, or what hooks do besides, which is the first micro-batch's."""
+        passes, base = self.passes, self.base
+        events = passes.of(what, role)
+        if what == "forward":
+            frame = self.frames[microbatch] = [NO_BLOCK] * passes.slots if microbatch else base
+            if passes.stale:
+                for slot in passes.stale.values():
+                    frame[slot] = self.slots.popleft()
+        elif what == "backward":
+            frame = self.frames.pop(microbatch)
+        else:
+            frame = self.frames[microbatch] if what == "loss" else base
+        for slot in events.inherited:
+            base[slot], frame[slot] = NO_BLOCK, base[slot]
+            self.gradients.pop(slot, None)
+        rank.run(events, frame)
+        if frame is base:
+            for slot in events.spent:
+                base[slot] = NO_BLOCK
+        if what == "forward":
+            if passes.staying:
+                self.slots.extend([frame[slot] for slot in passes.staying])
+        elif what != "loss" and events.left:
+            gradients, others = self._left.get(events) or self._told_apart(what, events)
+            for operation in gradients:
+                self.gradients[operation.slot] = operation
+                base[operation.slot] = frame[operation.slot]
+            self.left += [(frame, operation) for operation in others]
+        return events, frame
+
+    def _told_apart(self, what: What, events: Pass) -> tuple[list[Operation], list[Operation]]:
+        """What a pass leaves: gradients, and what ends when all micro-batches have."""
+        gradients = [one for one in events.left if one.category is Category.GRADIENTS]
+        others = [one for one in events.left if one.category is not Category.GRADIENTS and one.slot not in self.apart]
+        self._left[events] = found = gradients, others if what == "backward" else []
+        return found
+
+    @cached_property
+    def apart(self) -> frozenset[int]:
+        """Slots of what passes leave to others, or to the schedule."""
+        slots = [*self.passes.staying, *(made.slot for own in self.made.values() for _, made in own)]
+        if self.exchanged.numbered:
+            slots += [self.passes.of(what, "steady").handed for what in ("forward", "backward")]
+        return frozenset(slots)
+
+    @cached_property
+    def made(self) -> dict[tuple[What, Role], list[tuple[str, Operation]]]:
+        """What passes make for the schedule to end."""
+        found: dict[tuple[What, Role], list[tuple[str, Operation]]] = {}
+        roles: tuple[Role, ...] = ("first", "steady")
+        for what, tensors in self.exchanged.passes.items():
+            for role in roles:
+                lasting = [(tensor, self.chunk.lasting(tensor, role == "first")) for tensor in tensors]
+                own = found[what, role] = []
+                for tensor, one in lasting:
+                    if one is not None:
+                        own.append((tensor, self.passes.operation(one.place, one.hold)))
+        return found
+
+    def end(self, rank: Rank) -> None:
+        """Drops what the micro-batches in flight still hold, but for what stays in slots."""
+        for frame in self.frames.values():
+            left = self.passes.of("forward", "steady").left
+            self.left += [(frame, one) for one in left if one.slot not in self.apart]
+        self.frames.clear()
+        for frame, operation in self.left:
+            if frame[operation.slot] != NO_BLOCK:  # another micro-batch may have ended it
+                rank.drop(frame[operation.slot], operation.bytes, operation.category, operation.stream)
+        self.left.clear()
+
+    def end_gradients(self, rank: Rank, keep: int = 0) -> None:
+        """Drops gradients, but for those of the first parameters up to ``keep`` bytes (a share of the first rank)."""
+        for slot, operation in list(self.gradients.items()):
+            if keep > 0:
+                keep -= operation.bytes
+            else:
+                rank.drop(self.base[slot], operation.bytes, operation.category, operation.stream)
+                del self.gradients[slot]
+
+
+class _Run:
+    """One rank through construction, micro-batches and steps."""
+
+    def __init__(self, program: Program, settings: AllocatorSettings, workspaces: Iterable[Hold]) -> None:
+        self.rank = Rank(settings)
+        self.program = program
+        self.exchanged = program.order.exchanged
+        self.chunks = [_Chunk(chunk, settings, self.exchanged) for chunk in program.order.chunks]
+        self.static: dict[int, int] = {}
+        """Blocks of static tensors, by the ids of their tapes."""
+        self.between: dict[Key, Block] = {}
+        """Tensors between passes."""
+        self.begun: dict[tuple[int, str], tuple[int, int, int]] = {}
+        """Bytes, category and stream of tensors between passes that have begun so far, by chunk and name."""
+        self.handed = NO_BLOCK
+        """Block of what the last pass hands on."""
+        self.keep((*construction(program), *workspaces))
+
+    def copy(self, program: Program) -> _Run:
+        twin = copy(self)
+        twin.program, twin.rank = program, self.rank.copy()
+        twin.chunks = [chunk.copy() for chunk in self.chunks]
+        twin.static, twin.between = self.static.copy(), self.between.copy()
+        return twin
+
+    def keep(self, tape: Iterable[Event]) -> None:
+        """Static tensors begin and end; those called ``SLOT`` lie in slots."""
+        for event in tape:
+            if isinstance(event, Hold):
+                block = self.static[event.tensor] = self.rank.hold(event.bytes, event.category)
+                if event.name == SLOT:
+                    self.chunks[0].slots.append(block)
+            elif isinstance(event, Drop):
+                self.rank.drop(self.static.pop(event.tensor), event.bytes, event.category)
+
+    def result(self, actions: Sequence[Action], done: int) -> Replayed:
+        """``actions`` of an iteration; so many of the first one's have been ``done``."""
+        rank, program = self.rank, self.program
+        self.iterate(actions[done:])
+        first_iteration = rank.reserved
+        if program.kept is not None or program.late_states:
+            self.keep(states(program))
+            self.step()
+            self.keep(() if program.kept is None else dropped(program.kept.carried))
+            rank.peak = 0
+            self.begin()
+            self.iterate(actions)
+        self.step()
+        static, peak = rank.allocated << UNIT_BITS, rank.peak << UNIT_BITS
+        return Replayed(peak, rank.reserved, rank.breakdown(), static, first_iteration)
+
+    def begin(self) -> None:
+        """An iteration begins. What the one before has left of some tensors is counted from 0."""
+        for chunk in self.chunks:
+            chunk.begin()
+        for tensor in self.exchanged.renumbered:
+            left = [self.between.pop(key) for key in sorted(key for key in self.between if key[0] == tensor)]
+            self.between |= {(tensor, 0, number): block for number, block in enumerate(left)}
+
+    def iterate(self, actions: Iterable[Action]) -> None:
+        self.do(actions)
+        for chunk in self.chunks:
+            chunk.end(self.rank)
+
+    def do(self, actions: Iterable[Action]) -> None:
+        """The passes of ``actions``, and the tensors that begin and end between them."""
+        between, rank, numbered = self.between, self.rank, self.exchanged.numbered
+        for what, chunk, number, tensor in actions:
+            if tensor is None:
+                self.run(what, chunk, number)
+            elif what == "end":
+                found = between.pop((tensor, chunk, number), None)
+                if found is not None:  # nothing is left from an iteration before the first
+                    rank.drop(*found)
+            else:
+                known = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
+                block = self.handed if tensor in numbered else rank.hold(*known)
+                if what == "begin":
+                    between[tensor, chunk, number] = block, *known
+                else:  # outputs are merged, and the result is dropped
+                    rank.drop(block, *known)
+
+    def _known(self, chunk: int, tensor: str) -> tuple[int, int, int]:
+        hold = self.program.order.begun(chunk, tensor)
+        found = self.begun[chunk, tensor] = hold.bytes, hold.category, hold.stream
+        return found
+
+    def run(self, what: What, number: int, microbatch: int) -> None:
+        """A pass, or what hooks do besides."""
+        chunk, role = self.chunks[number], self.program.order.role(microbatch)
+        events, frame = chunk.run(self.rank, what, microbatch, role)
+        self.handed = frame[events.handed]
+        if self.exchanged.passes:
+            for tensor, (slot, _, size, category, stream) in chunk.made.get((what, role), ()):
+                self.between[tensor, number, microbatch] = frame[slot], size, category, stream
+        if what == "backward" and self.exchanged.gradients:
+            chunk.end_gradients(self.rank)
+
+    def step(self) -> None:
+        """The optimizer's step, with which gradients end."""
+        program = self.program
+        self.keep(program.step if program.kept is None else program.kept.step)
+        self.end_gradients(program.gradients_kept)
+        self.keep(program.late_step)
+        self.end_gradients()
+        for key in [key for key in self.between if key[0] in self.exchanged.until_step]:
+            self.rank.drop(*self.between.pop(key))
+
+    def end_gradients(self, keep: int = 0) -> None:
+        for chunk in self.chunks:
+            chunk.end_gradients(self.rank, keep)
+
+
+def construction(program: Program) -> Iterator[Event]:
+    """Parameters, optimizer, buffers and workspaces, in the order in which they are made."""
+    if program.kept is not None:
+        yield from (*program.kept.construction, *program.kept.workspaces)
+        return
+    early = [state for state in program.states if not _is_late(program, state)]
+    tensors = program.parameter_tensors()
+    grouped = sorted(tensors, key=lambda parameter: len(parameter.shape) <= 1)  # Megatron's groups: matrices first
+    yield from drop_all(program.originals, 1)
+    for state in early:
+        if state.category is not Category.OPTIMIZER_STATES:
+            yield from _holds((state,), tensors if state.category is Category.PARAMETERS else grouped)
+    building = drop_all(program.building, 1)
+    half = len(building) // 2
+    yield from building[:half]
+    yield from _holds([state for state in early if state.category is Category.OPTIMIZER_STATES], grouped)
+    yield from building[half:]
+    yield from program.extra
+
+
+def states(program: Program) -> Iterator[Hold]:
+    """What the first step adds for good."""
+    if program.kept is not None:
+        yield from (event for event in program.kept.states if isinstance(event, Hold))
+        return
+    late = [state for state in program.states if _is_late(program, state)]
+    yield from (*_holds(late, program.parameter_tensors()), *program.late_extra)
+
+
+def dropped(tape: Iterable[Event]) -> Iterator[Drop]:
+    """The end of every tensor that ``tape`` holds."""
+    return (Drop(one.tensor, one.bytes, one.category) for one in tape if isinstance(one, Hold))
+
+
+def _holds(states: Sequence[State], parameters: Iterable[Parameter]) -> Iterator[Hold]:
+    """Parameter by parameter, every state."""
+    for parameter in parameters:
+        for state in states:
+            size = state.size(parameter)
+            if size:
+                yield Hold(0, size, state.category)
+
+
+def _is_late(program: Program, state: State) -> bool:
+    return program.late_states and state.category is Category.OPTIMIZER_STATES
+
+
+def replay(
+    programs: Sequence[Program], settings: AllocatorSettings, workspaces: Sequence[Hold]
+) -> tuple[Replayed, ...]:
+    """One result per program."""
+    results: dict[int, Replayed] = {}
+    for group in _alike(programs):
+        base = _Run(group[0], settings, workspaces if group[0].kept is None else ())
+        base.begin()
+        done = 0
+        for program in sorted(group, key=lambda program: program.order.in_flight):
+            actions, run = list(program.order.shortened), base
+            if len(group) > 1:
+                while actions[done].what == "forward":
+                    base.do(actions[done : done + 1])
+                    done += 1
+                run = base.copy(program)
+            results[program.stage] = run.result(actions, done)
+    return tuple(results[program.stage] for program in programs)
+
+
+def _alike(programs: Sequence[Program]) -> list[list[Program]]:
+    """Programs that differ in nothing but how many micro-batches are in flight. One whose passes exchange tensors is
+    alone."""
+    groups: dict[tuple[object, ...], list[Program]] = {}
+    for program in programs:
+        modules = tuple([(id(span.module), len(span.names)) for span in program.spans])
+        alone = program.stage if program.order.exchanged.any else -1
+        groups.setdefault((modules, program.extra, program.step, program.late_step, alone), []).append(program)
+    return list(groups.values())

@@ -1,0 +1,101 @@
+"""What an estimate takes for granted, as its report lists it."""
+
+from __future__ import annotations
+
+from .frameworks import framework
+from .plan.resolved import ResolvedPlan
+from .plan.traced_spec import TracedSpec
+from .tuning_notices import of_tuning
+
+COMMON = (
+    "each figure is of a stage's most loaded rank, in steady state, after the first applied optimizer step",
+    "requested: the sum of live tensors, each rounded up to 512 bytes; allocated and reserved: a replay "
+    "of every allocation through PyTorch's caching allocator (torch 2.13's rules, whatever the plan's "
+    "torch version)",
+    "the allocator never runs out of memory; nothing calls empty_cache",
+    "evaluation runs the same batch without a graph, one micro-batch at a time; saving a checkpoint "
+    "copies nothing on the device",
+)
+
+PLAIN = (
+    "layers as in transformers 5.x, dropout active, no KV cache",
+    "no torch.compile (not modelled)",
+    "the model's output and logits are freed before backward begins, as in transformers' Trainer",
+    "zero_grad(set_to_none=True) after every step; PyTorch's optimizer states have the parameters' dtype",
+)
+
+
+OLD = (
+    "GPT-2 as in transformers of October 2020 on PyTorch 1.6: w / sqrt(d) saves w; keys and values stay "
+    "as views of the fused projection (inferred from the thread's readings)",
+)
+
+
+def plain(plan: ResolvedPlan) -> tuple[str, ...]:
+    """Of transformers' models in plain PyTorch."""
+    return (*OLD, *PLAIN[1:]) if plan.code == "2020" else PLAIN
+
+
+def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What the estimate takes for granted."""
+    result = [*COMMON]
+    if isinstance(plan.model, TracedSpec):
+        traces = framework(plan.framework).running.learnt_assumptions(plan)
+        return (*result, *traces, *PLAIN[1:], *framework(plan.framework).optimizer_assumptions(plan))
+    own = framework(plan.framework)
+    result += own.assumptions(plan) or plain(plan)
+    result += of_tuning(plan)
+    result += _of_autocast(plan)
+    result += TRAINER if plan.trainer.loop == "transformers" else ()
+    result += own.optimizer_assumptions(plan)
+    if plan.loss.kind in FUSED_LOSSES:
+        result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))
+    if plan.loss.logits_to_keep is not None:
+        result.append(
+            "logits_to_keep: the labels cover the same tokens; evaluation keeps the logits of these tokens only"
+        )
+    result += own.layout_assumptions(plan)
+    if plan.attention == "flash" and not own.own_layers:
+        result.append(_fused(plan))
+    if plan.recompute.mode == "full" and not own.own_layers:
+        result.append(
+            "recompute by torch.utils.checkpoint(use_reentrant=False), which stops recomputing at the last saved tensor"
+        )
+    return tuple(result)
+
+
+def _fused(plan: ResolvedPlan) -> str:
+    if framework(plan.framework).attention_words(plan) == "memory-efficient":
+        return (
+            "in fp32 scaled_dot_product_attention runs the memory-efficient kernel; the kernel's temporary "
+            "tensors in backward are counted as on sm80 and later"
+        )
+    return "PyTorch's own flash attention kernel; the kernel's temporary tensors in backward are counted"
+
+
+FUSED_LOSSES = {
+    "liger": "Liger {}'s fused linear cross entropy, reduction mean or sum, computes gradients in forward; "
+    "evaluation computes the model's own loss on all logits; Liger's other kernels are off",
+    "cut": "Apple's cut cross entropy (main of June 2025; implementation cce) without ignored labels, in "
+    "training and evaluation",
+    "chunked": "torchtitan's ChunkedLossWrapper on the model's hidden states: forward runs head, loss and their "
+    "backward chunk by chunk",
+}
+
+
+TRAINER = (
+    "Trainer of transformers 5.23: the model returns its loss; the device holds token ids and labels of "
+    "all micro-batches of a step, but no attention mask; evaluation computes no metrics unless "
+    "--eval-batches is given",
+)
+
+
+def _of_autocast(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of autocast."""
+    dtype = plan.precision.dtype
+    if not plan.precision.autocast:
+        return ()
+    where = "kept for backward" if plan.recompute.mode == "none" else "freed when the model returns"
+    cached = f"autocast casts every weight of a matrix product to {dtype} once per forward pass; the copies count as"
+    scaler = ("GradScaler unscales gradients in place and skips no step",) if dtype == "fp16" else ()
+    return (f"{cached} activations and are {where}; norms and the residual stream are fp32", *scaler)

@@ -1,0 +1,1 @@
+"""A launch script followed as its shell would, with nothing run."""

@@ -1,0 +1,235 @@
+"""The shell's own commands that change what is read, and the text that a script writes by itself.
+
+Files made of here-documents, and what ``$(…)`` prints where nothing need be run: ``cat``, ``echo``, ``printf``,
+``expr`` and ``bc``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from .arithmetic import ArithmeticTextError, evaluate
+from .conditions import Decision, tested
+from .expansion import Expansion
+from .syntax import Body, Evaluation, Literal, Pipeline, Redirect, Simple
+from .values import Cause, ExitError, LeaveError, Piece, Reading, Unknown, Value, Variables, is_known, joined, text
+
+if TYPE_CHECKING:
+    from .shell import Shell
+
+
+def _eval(shell: Shell, words: list[Value], command: Simple) -> Decision:
+    return shell.follow(joined(words[1:], " ", command.origin), command.origin)
+
+
+def _exec(shell: Shell, words: list[Value], command: Simple) -> Decision:
+    if len(words) > 1:
+        shell.start(words[1:], command)
+    return True
+
+
+def _set(shell: Shell, words: list[Value], command: Simple) -> Decision:
+    for position, word in enumerate(words[1:], 1):
+        if text(word) == "--":
+            shell.variables.positional = words[position + 1 :]
+            break
+    return True
+
+
+def _shift(shell: Shell, words: list[Value], command: Simple) -> Decision:
+    count = text(words[1]) if len(words) > 1 else "1"
+    left = len(shell.variables.positional)
+    shell.variables.positional = shell.variables.positional[int(count) if count.isdigit() and len(count) < 9 else 1 :]
+    return left > 0
+
+
+def _unset(shell: Shell, words: list[Value], command: Simple) -> Decision:
+    for word in words[1:]:
+        shell.variables.values.pop(text(word), None)
+    return True
+
+
+def _test(shell: Shell, words: list[Value], command: Simple) -> Decision:
+    arguments = words[1:-1] if text(words[0]) == "[" else words[1:]
+    return tested(shell.expansion, arguments, command.origin)
+
+
+def _read(shell: Shell, words: list[Value], command: Simple) -> Decision:
+    """``read -r -d '' NAME <<EOF`` takes the whole here-document; anything else is unknown."""
+    names = [text(word) for word in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", text(word))]
+    content = shell.written.input_of(command.redirects)
+    whole = any(text(word).startswith("-") and "d" in text(word) for word in words[1:])
+    for name in names:
+        known = content is not None and whole and len(names) == 1
+        shown = f"{text(words[0])} {name}"
+        unknown = shell.reading.ledger.value(Unknown(shown, name, Cause.COMMAND, command.origin))
+        shell.variables.assign(name, _stripped(content) if known and content is not None else unknown)
+    return True
+
+
+def _stripped(content: Value) -> Value:
+    """``content`` without blanks at its ends, as ``read`` leaves it."""
+    pieces = list(content)
+    while pieces and not (kept := pieces[0].text.lstrip(" \t\n")):
+        pieces.pop(0)
+    if pieces:
+        pieces[0] = pieces[0]._replace(text=kept)
+    while pieces and not (kept := pieces[-1].text.rstrip(" \t\n")):
+        pieces.pop()
+    if pieces:
+        pieces[-1] = pieces[-1]._replace(text=kept)
+    return tuple(pieces)
+
+
+def _leave(shell: Shell, words: list[Value], command: Simple) -> Decision:
+    name = text(words[0])
+    raise ExitError if name == "exit" else LeaveError(name)
+
+
+def _source(shell: Shell, words: list[Value], command: Simple) -> Decision:
+    if len(words) > 1:
+        shell.reading.sourced.append((shell.reading.ledger.shown(words[1]), command.origin))
+    return True
+
+
+def _let(shell: Shell, words: list[Value], command: Simple) -> Decision:
+    decision: Decision = True
+    for word in words[1:]:
+        decision = shell.evaluate(Evaluation((Literal(text(word), True, command.origin),), command.origin))
+    return decision
+
+
+Builtin = Callable[["Shell", "list[Value]", Simple], Decision]
+
+BUILTINS: Mapping[str, Builtin] = MappingProxyType(
+    {
+        "eval": _eval,
+        "exec": _exec,
+        "set": _set,
+        "shift": _shift,
+        "unset": _unset,
+        "[": _test,
+        "test": _test,
+        "read": _read,
+        "mapfile": _read,
+        "readarray": _read,
+        "exit": _leave,
+        "return": _leave,
+        "break": _leave,
+        "continue": _leave,
+        "source": _source,
+        ".": _source,
+        "let": _let,
+        "true": lambda shell, words, command: True,
+        ":": lambda shell, words, command: True,
+        "false": lambda shell, words, command: False,
+        "getopts": lambda shell, words, command: False,
+    }
+)
+"""Functions by command name; each gets the words of the command, its own name first."""
+
+
+class Written:
+    """Files and outputs that the script itself writes; ``expansion`` reads them, too."""
+
+    def __init__(self, variables: Variables, reading: Reading) -> None:
+        self._reading = reading
+        self.expansion = Expansion(variables, self.printed)
+
+    def write(self, words: list[Value], redirects: Iterable[Redirect]) -> None:
+        """Remembers what ``cat``, ``echo``, ``printf`` and ``tee`` write into a file."""
+        redirects = list(redirects)
+        targets = [(redirect.operator, self.expansion.one(redirect.target)) for redirect in redirects]
+        outputs = [(operator, text(target)) for operator, target in targets if operator in (">", ">>", ">|")]
+        if text(words[0]) == "tee":
+            append = any(text(word) == "-a" for word in words[1:])
+            outputs.extend((">>" if append else ">", text(w)) for w in words[1:] if not text(w).startswith("-"))
+        if not outputs:
+            return
+        content = printed(words, self.input_of(redirects), self._reading.files)
+        for operator, name in outputs:
+            if content is None:
+                self._reading.files.pop(name, None)
+            elif operator == ">>":
+                self._reading.files[name] = self._reading.ledger.made((*self._reading.files.get(name, ()), *content))
+            else:
+                self._reading.files[name] = content
+
+    def input_of(self, redirects: Iterable[Redirect]) -> Value | None:
+        """Standard input of a command: a here-document, or a file that the script has written."""
+        for redirect in redirects:
+            if redirect.here:
+                return self.expansion.one(redirect.target)
+            if redirect.operator == "<":
+                return self._reading.files.get(text(self.expansion.one(redirect.target)))
+        return None
+
+    def printed(self, body: Body) -> Value | None:
+        """The text of ``$(body)``, where nothing need be run for it."""
+        if len(body) != 1:
+            return None
+        command = body[0]
+        piped: Value | None = None
+        if isinstance(command, Pipeline) and not command.negated:
+            *firsts, command = command.commands
+            if len(firsts) != 1:
+                return None
+            piped = self.printed((firsts[0],))
+            if piped is None:
+                return None
+        if not isinstance(command, Simple) or command.assignments:
+            return None
+        words = [value for word in command.words for value in self.expansion.fields(word)]
+        given = self.input_of(command.redirects) if piped is None else piped
+        content = given if not words else printed(words, given, self._reading.files)
+        return None if content is None else _without_last_newlines(content)
+
+
+def _without_last_newlines(content: Value) -> Value:
+    pieces = list(content)
+    while pieces:
+        last = pieces.pop()
+        kept = last.text.rstrip("\n")
+        if kept:
+            return (*pieces, Piece(kept, last.origin))
+    return ()
+
+
+def printed(words: Sequence[Value], given: Value | None, files: Mapping[str, Value]) -> Value | None:
+    """Standard output of the command ``words``, ``given`` on standard input; nothing if that cannot be said."""
+    name, arguments = text(words[0]), words[1:]
+    origin = words[0][0].origin
+    if name in ("cat", "tee"):
+        paths = [text(word) for word in arguments if not text(word).startswith("-")] if name == "cat" else []
+        contents = [files.get(path) for path in paths] if paths else [given]
+        if any(content is None for content in contents):
+            return None
+        return tuple(piece for content in contents for piece in content or ())
+    if name == "echo":
+        shown = list(arguments)
+        while shown and re.fullmatch("-[neE]+", text(shown[0])):
+            shown.pop(0)
+        return (*joined(shown, " ", origin), Piece("\n", origin))
+    if name == "printf":
+        if len(arguments) == 1 and "%" not in text(arguments[0]):
+            return arguments[0]
+        if len(arguments) == 2 and text(arguments[0]) in ("%s", "%s\\n", "%d", "%d\\n"):
+            return arguments[1]
+        return None
+    if name in ("expr", "bc"):
+        expression = joined(arguments, " ", origin) if name == "expr" else given or ()
+        return _calculated(expression, name)
+    return None
+
+
+def _calculated(expression: Value, name: str) -> Value | None:
+    if not expression or not is_known(expression) or "scale" in text(expression):
+        return None
+    try:
+        number = evaluate(text(expression).strip(), lambda _: None)
+    except ArithmeticTextError:
+        return None
+    return None if number is None else (Piece(str(number), expression[0].origin),)

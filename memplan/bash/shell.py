@@ -1,0 +1,408 @@
+"""A launch script read as its shell would read it, with nothing run: which commands would be started, with which words.
+
+Assignments, arrays, functions, loops over known words, here-documents and conditions that can be decided
+are followed. What only a running machine knows (``$(…)``, variables of the environment, files) stays an
+unknown that travels with the text, so that it matters only where it reaches something that is modelled.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from .builtins import BUILTINS, Written
+from .conditions import Decision, assigned_in, negated, options_in, tested_twice
+from .origin import Origin, ScriptError
+from .parser import parse
+from .syntax import (
+    DECLARATIONS,
+    Assignment,
+    Body,
+    Case,
+    Chain,
+    Command,
+    Evaluation,
+    For,
+    Function,
+    Group,
+    If,
+    Literal,
+    Loop,
+    Pipeline,
+    Simple,
+    Test,
+)
+from .values import (
+    Array,
+    Cause,
+    ExitError,
+    LeaveError,
+    Ledger,
+    Piece,
+    Reading,
+    Started,
+    Unknown,
+    Value,
+    Variables,
+    cleaned,
+    is_known,
+    slurm_variables,
+    text,
+)
+
+MOST_COMMANDS = 100_000
+"""Commands that are followed in one script."""
+MOST_ROUNDS = 1_000
+"""Rounds of one loop that are followed."""
+DEEPEST_CALL = 20
+
+_SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|ksh)")
+_UPDATE = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.+))\s*", re.ASCII | re.DOTALL)
+_WORTH_KEEPING = re.compile(r"\.py\b")
+
+
+def read_script(script: str, source: str, given: Mapping[str, str] | None = None) -> Reading:
+    """The commands that ``script`` (called ``source`` in errors) would start; ``given`` are variables from outside."""
+    ledger = Ledger()
+    outside = {name: (Piece(cleaned(value), Origin(f"--set {name}")),) for name, value in (given or {}).items()}
+    script = cleaned(script)
+    job = slurm_variables(script, source)
+    shell = Shell(Variables(outside, ledger, dict(job)))
+    shell.reading.job = job
+    try:
+        shell.run(parse(script, _lines_of(script, source)))
+    except (ExitError, LeaveError):
+        pass
+    except RecursionError:
+        raise ScriptError("is nested too deeply to be a launch script", Origin(source)) from None
+    return shell.reading
+
+
+def _lines_of(script: str, source: str) -> Callable[[int], Origin]:
+    starts = [0, *(match.end() for match in re.finditer("\n", script))]
+    origins = [Origin(source, line) for line in range(1, len(starts) + 1)]
+    return lambda offset: origins[bisect_right(starts, offset) - 1]
+
+
+def _pieces_of(value: Value, origin: Origin) -> Callable[[int], Origin]:
+    starts: list[int] = []
+    offset = 0
+    for piece in value:
+        starts.append(offset)
+        offset += len(piece.text)
+    return lambda at: value[max(bisect_right(starts, at) - 1, 0)].origin if value else origin
+
+
+class Shell:
+    """Follows commands; each returns whether it would succeed, as far as that can be said."""
+
+    def __init__(self, variables: Variables) -> None:
+        self.variables = variables
+        self.reading = Reading(ledger=variables.ledger)
+        self.written = Written(variables, self.reading)
+        self.expansion = self.written.expansion
+        self._functions: dict[str, Body] = {}
+        self._followed = 0
+        self._calls = 0
+        self._launcher: tuple[Value, ...] = ()
+        self._follow: dict[type, Callable[[Any], Decision]] = {
+            Simple: self._simple,
+            Chain: self._chain,
+            Pipeline: self._pipeline,
+            Test: lambda test: tested_twice(self.expansion, test),
+            Evaluation: self.evaluate,
+            If: self._if,
+            Loop: self._loop,
+            For: self._for,
+            Case: self._case,
+            Group: lambda group: self.run(group.body),
+            Function: self._define,
+        }
+
+    def run(self, body: Body) -> Decision:
+        decision: Decision = True
+        for command in body:
+            decision = self._command(command)
+        return decision
+
+    def _command(self, command: Command) -> Decision:
+        self._followed += 1
+        if self._followed > MOST_COMMANDS:
+            raise ScriptError("runs more commands than a launch script does", command.origin)
+        return self._follow[type(command)](command)
+
+    def _define(self, function: Function) -> Decision:
+        self._functions[function.name] = function.body
+        return True
+
+    # --- commands made of commands
+
+    def _chain(self, chain: Chain) -> Decision:
+        decision = self._command(chain.first)
+        for operator, command in chain.rest:
+            if isinstance(decision, Unknown):
+                self._leave_open([(command,)], decision)
+            elif decision == (operator == "&&"):
+                decision = self._guarded((command,))
+        return decision
+
+    def _guarded(self, body: Body) -> Decision:
+        """Runs a branch. One that ends in ``exit`` is a check that stops a wrong call: the script is taken to pass it,
+        unless it has started something by then."""
+        before = len(self.reading.started)
+        try:
+            return self.run(body)
+        except ExitError:
+            if len(self.reading.started) > before:
+                raise
+            return True
+
+    def _pipeline(self, pipeline: Pipeline) -> Decision:
+        decision: Decision = True
+        for command in pipeline.commands:
+            decision = self._command(command)
+        return negated(decision) if pipeline.negated else decision
+
+    def _if(self, command: If) -> Decision:
+        for position, (condition, body) in enumerate(command.arms):
+            decision = self.run(condition) if condition else True
+            if isinstance(decision, Unknown):
+                self._leave_open([arm for _, arm in command.arms[position:]], decision)
+                return True
+            if decision:
+                return self._guarded(body)
+        return True
+
+    def _case(self, command: Case) -> Decision:
+        subject = self.expansion.one(command.word)
+        if not is_known(subject):
+            unknown = self.reading.ledger.unknowns(subject)[0]
+            shown = f"case {self.reading.ledger.shown(subject)}"
+            self._leave_open(
+                [body for _, body in command.arms], Unknown(shown, unknown.ask, Cause.CONDITION, command.origin)
+            )
+            return True
+        for patterns, body in command.arms:
+            for word in patterns:
+                pattern = self.expansion.pattern(word)
+                if pattern is not None and len(pattern) <= 200 and fnmatchcase(text(subject)[:10_000], pattern):
+                    return self._guarded(body)
+        return True
+
+    def _loop(self, command: Loop) -> Decision:
+        for _ in range(MOST_ROUNDS):
+            decision = self.run(command.condition)
+            if isinstance(decision, Unknown):
+                self._leave_open([command.body], decision)
+                return True
+            if decision == command.until or not self._round(command.body):
+                return True
+        shown = "a loop that goes on too long"
+        self._leave_open([command.body], Unknown(shown, "", Cause.CONDITION, command.origin))
+        return True
+
+    def _for(self, command: For) -> Decision:
+        if command.words is None and not command.name:
+            self._leave_open([command.body], Unknown("for ((…))", "", Cause.CONDITION, command.origin))
+            return True
+        if command.words is None:
+            values = list((self.variables.items("@") or {}).values())
+        else:
+            values = [value for word in command.words for value in self.expansion.fields(word)]
+        for value in values[:MOST_ROUNDS]:
+            self.variables.assign(command.name, value)
+            if not self._round(command.body):
+                break
+        return True
+
+    def _round(self, body: Body) -> bool:
+        """One round of a loop; whether it goes on."""
+        try:
+            self.run(body)
+        except LeaveError as leave:
+            if leave.kind == "return":
+                raise
+            return leave.kind == "continue"
+        return True
+
+    def evaluate(self, command: Evaluation) -> Decision:
+        number = self._arithmetic(command)
+        if isinstance(number, Unknown):
+            return Unknown("((…))", number.ask, Cause.CONDITION, command.origin)
+        return number != 0
+
+    def _arithmetic(self, command: Evaluation) -> int | Unknown:
+        value = self.expansion.one(command.expression)
+        update = _UPDATE.fullmatch(text(value)) if is_known(value) else None
+        if update is None:
+            return self.expansion.number(command.expression)
+        name, step, operator, expression = update.groups()
+        expression = f"{name}{step[0]}1" if step else f"{name}{operator}({expression})" if operator else expression
+        number = self.expansion.number(_literal(expression, command.origin))
+        if isinstance(number, int):
+            self.variables.assign(name, (Piece(str(number), command.origin),))
+        return number
+
+    def _leave_open(self, branches: Iterable[Body], unknown: Unknown) -> None:
+        """Variables that the branches of an undecided condition may set are unknown from here on."""
+        bodies = list(branches)
+        if any(_starts_something(body) for body in bodies):
+            self.reading.undecided.append(unknown)
+        for name, appends in assigned_in(bodies, self._functions).items():
+            if name in self.variables.given:
+                continue
+            options = options_in(bodies, name)
+            origin = unknown.origin
+            open_value = self.reading.ledger.value(
+                Unknown(unknown.shown, unknown.ask, Cause.CONDITION, origin, options)
+            )
+            old = self.variables.values.get(name)
+            if not appends or old is None:
+                self.variables.assign(name, open_value)
+            elif isinstance(old, dict):
+                self.variables.assign(name, {**old, str(len(old)): open_value})
+            else:
+                self.variables.assign(name, (*old, Piece(" ", origin), *open_value))
+
+    # --- simple commands
+
+    def _simple(self, command: Simple) -> Decision:
+        words = [value for word in command.words for value in self.expansion.fields(word)]
+        name = text(words[0]) if words else ""
+        if not words or name in DECLARATIONS:
+            for assignment in command.assignments:
+                self._assign(assignment, exported=name in ("export", "declare", "typeset"))
+            if name == "export":
+                self.variables.exported.update(text(word) for word in words[1:])
+            return True
+        builtin = BUILTINS.get(name)
+        if builtin is not None:
+            return builtin(self, words, command)
+        if name in self._functions:
+            return self._call(name, words[1:])
+        self.written.write(words, command.redirects)
+        self.start(words, command)
+        return True
+
+    def _assign(self, assignment: Assignment, *, exported: bool) -> None:
+        name = assignment.name
+        if exported:
+            self.variables.exported.add(name)
+        if name in self.variables.given:
+            return
+        old = self.variables.values.get(name)
+        if assignment.items is not None:
+            self.variables.assign(name, self._array(assignment, old if assignment.append else None))
+            return
+        value = self.expansion.one(assignment.value)
+        if assignment.index is not None:
+            number = self.expansion.number(assignment.index)
+            key = str(number) if isinstance(number, int) else text(self.expansion.one(assignment.index))
+            items = dict(self.variables.items(name) or {})
+            items[key] = (*items.get(key, ()), *value) if assignment.append else value
+            self.variables.assign(name, items)
+        elif isinstance(old, dict):
+            first = old.get("0", ()) if assignment.append else ()
+            self.variables.assign(name, {**old, "0": (*first, *value)})
+        else:
+            self.variables.assign(name, (*(old or ()), *value) if assignment.append else value)
+
+    def _array(self, assignment: Assignment, old: Value | Array | None) -> Array:
+        items: Array = dict(old) if isinstance(old, dict) else {} if old is None else {"0": old}
+        for index, word in assignment.items or ():
+            if index is not None:
+                items[text(self.expansion.one(index))] = self.expansion.one(word)
+                continue
+            for value in self.expansion.fields(word):
+                items[str(len(items))] = value
+        return items
+
+    def _call(self, name: str, arguments: list[Value]) -> Decision:
+        self._calls += 1
+        if self._calls > DEEPEST_CALL:
+            self._calls -= 1
+            return True
+        before, self.variables.positional = self.variables.positional, arguments
+        try:
+            return self.run(self._functions[name])
+        except LeaveError as leave:
+            if leave.kind != "return":
+                raise
+            return True
+        finally:
+            self.variables.positional = before
+            self._calls -= 1
+
+    def start(self, words: list[Value], command: Simple) -> None:
+        """Keeps a command that runs a Python file; follows one that is given to another shell."""
+        for position, word in enumerate(words[:-2]):
+            if _SHELL.fullmatch(text(word)):
+                flags = position + 1
+                while flags < len(words) - 1 and text(words[flags]).startswith("-"):
+                    flags += 1
+                    if "c" in text(words[flags - 1]):
+                        self._launch(words[:position], words[flags], command.origin)
+                        return
+        if text(words[0]) in _REPEATS or not any(_WORTH_KEEPING.search(text(word)) for word in words):
+            return
+        environment = {
+            name: value
+            for name in sorted(self.variables.exported)
+            if (value := self.variables.scalar(name)) is not None
+        }
+        for assignment in command.assignments:
+            environment[assignment.name] = self.expansion.one(assignment.value)
+        self.reading.started.append(Started((*self._launcher, *words), environment, command.origin))
+
+    def _launch(self, launcher: list[Value], script: Value, origin: Origin) -> None:
+        before, self._launcher = self._launcher, (*self._launcher, *launcher)
+        try:
+            self.follow(script, origin)
+        finally:
+            self._launcher = before
+
+    def follow(self, script: Value, origin: Origin) -> Decision:
+        """Follows ``script``, which the script itself has put together."""
+        self._calls += 1
+        if self._calls > DEEPEST_CALL:
+            self._calls -= 1
+            return True
+        self.reading.ledger.made(script)
+        try:
+            return self.run(parse(text(script), _pieces_of(script, origin)))
+        finally:
+            self._calls -= 1
+
+
+def _literal(expression: str, origin: Origin) -> tuple[Literal, ...]:
+    return (Literal(expression, True, origin),)
+
+
+def _starts_something(body: Body) -> bool:
+    return bool(_WORTH_KEEPING.search(repr(body)))
+
+
+_REPEATS = frozenset(
+    {
+        "echo",
+        "printf",
+        "cat",
+        "ls",
+        "cp",
+        "mv",
+        "ln",
+        "rm",
+        "mkdir",
+        "cd",
+        "chmod",
+        "grep",
+        "sed",
+        "awk",
+        "tee",
+        "which",
+    }
+)
+"""Commands that run none of the files that they name."""

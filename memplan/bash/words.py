@@ -1,0 +1,340 @@
+"""Words of a shell script: quotations and expansions, and the blanks and comments between them."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from .origin import Origin, ScriptError
+from .syntax import Arithmetic, Body, Literal, Parameter, Part, Placeholder, Substitution, Word
+
+DEEPEST = 40
+"""Nesting of commands, substitutions and expansions that a script may have."""
+
+PLACEHOLDER = re.compile(r"<[A-Za-z][^<>\n]*(?<!\s)>(?=[\s\"'/_.-]|$)")
+"""``<path to the data>``, as examples have it."""
+
+_BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n)+")
+_COMMENT = re.compile(r"#[^\n]*")
+_PLAIN = re.compile(r"[^\s\\'\"$`;&|<>()]+")
+_PLAIN_IN_BRACES = re.compile(r"[^\\'\"$`}]+")
+_PLAIN_IN_QUOTES = re.compile(r"[^\\\"$`\n]+")
+_PLAIN_HERE = re.compile(r"[^\\$`\n]+")
+_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]", re.ASCII)
+_LONG_NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]", re.ASCII)
+_OPERATOR = re.compile(r":[-=?+]|##?|%%?|//?|\^\^?|,,?|[-=?+:@]")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
+
+OriginAt = Callable[[int], Origin]
+
+
+class WordReader(ABC):
+    """One pass over ``text`` from left to right; ``origin_at`` says where a character of it was written."""
+
+    def __init__(self, text: str, origin_at: OriginAt) -> None:
+        self.text = text
+        self.at = 0
+        self._origin_at = origin_at
+        self._depth = 0
+
+    @abstractmethod
+    def body(self, ends: frozenset[str]) -> Body:
+        """Commands up to one of the reserved words ``ends``, a closing parenthesis, ``;;`` or the end."""
+
+    @abstractmethod
+    def nested(self) -> Body:
+        """The commands of ``$(…)``, from behind its parenthesis to behind the one that closes it."""
+
+    @abstractmethod
+    def line_ended(self) -> None:
+        """Called behind each newline between words."""
+
+    def _word(self) -> Word | None:
+        """The word that begins here, or nothing where an operator or the end of the line is."""
+        parts: list[Part] = []
+        start = self.at
+        while self.at < len(self.text):
+            origin = self._origin()
+            plain = _PLAIN.match(self.text, self.at)
+            if plain is not None:
+                self.at = plain.end()
+                parts.append(Literal(plain[0], False, origin))
+                continue
+            character = self.text[self.at]
+            placeholder = PLACEHOLDER.match(self.text, self.at)
+            if placeholder is not None:
+                self.at = placeholder.end()
+                parts.append(Placeholder(placeholder[0], True, origin))
+                continue
+            if character in "<>" and self.text.startswith("(", self.at + 1):
+                self.at += 2
+                body = self.body(frozenset())
+                self._expect(")")
+                parts.append(Substitution(body, self.text[start : self.at], True, origin))
+            elif character == "(" and parts and self._is_pattern(parts[-1]):
+                end = self._closing(self.at + 1, "(", ")")
+                if end is None:
+                    raise self._error("ends inside a pattern: a `)` is missing")
+                parts.append(Literal(self.text[self.at : end + 1], False, origin))
+                self.at = end + 1
+            elif character in " \t\r\n;&|<>()" or character.isspace():
+                if character.isspace() and character not in " \t\r\n":
+                    parts.append(Literal(character, True, origin))
+                    self.at += 1
+                    continue
+                break
+            elif not self._quoting(parts, origin):
+                break
+        return tuple(parts) if self.at > start else None
+
+    def _is_pattern(self, part: Part) -> bool:
+        return isinstance(part, Literal) and not part.quoted and part.text[-1:] in ("@", "?", "+", "*", "!")
+
+    def _quoting(self, parts: list[Part], origin: Origin) -> bool:
+        """Consumes an escape, a quotation or an expansion outside of quotes."""
+        character = self.text[self.at]
+        following = self.text[self.at + 1 : self.at + 2]
+        if character == "\\":
+            if following == "\n" or self.text.startswith("\\\r\n", self.at):
+                self.at = self.text.index("\n", self.at) + 1
+                return False if not parts else self._continues()
+            self.at += 2 if following else 1
+            parts.append(Literal(following, True, origin))
+        elif character == "'":
+            end = self.text.find("'", self.at + 1)
+            if end < 0:
+                raise self._error("ends inside a quotation: a ' is missing")
+            parts.extend(self._lines_of(self.text[self.at + 1 : end], self.at + 1, True))
+            self.at = end + 1
+        elif character == '"':
+            self._double_quotes(parts, origin)
+        elif character == "$" and following == "'":
+            self._ansi_quotes(parts, origin)
+        elif character == "$" and following == '"':
+            self.at += 1
+            self._double_quotes(parts, origin)
+        else:
+            parts.append(self._expansion(False))
+        return True
+
+    def _continues(self) -> bool:
+        """Whether a word goes on after a continued line, which it does unless a blank follows."""
+        return self.at < len(self.text) and not self.text[self.at].isspace()
+
+    def _double_quotes(self, parts: list[Part], origin: Origin) -> None:
+        self.at += 1
+        inner = self.quoted_text('"')
+        parts.extend(inner or (Literal("", True, origin),))
+        if not self.text.startswith('"', self.at):
+            raise ScriptError('ends inside a quotation: a " is missing', origin)
+        self.at += 1
+
+    def quoted_text(self, end: str | None) -> Word:
+        """Text with expansions up to ``end``: a double quote, ``""`` for a here-document, nothing for arithmetic."""
+        parts: list[Part] = []
+        plain = _PLAIN_IN_QUOTES if end == '"' else _PLAIN_HERE
+        escaped = '$`"\\' if end == '"' else "$`\\"
+        while self.at < len(self.text):
+            origin = self._origin()
+            match = plain.match(self.text, self.at)
+            if match is not None:
+                self.at = match.end()
+                parts.append(Literal(match[0], True, origin))
+                continue
+            character = self.text[self.at]
+            following = self.text[self.at + 1 : self.at + 2]
+            if character == '"' and end == '"':
+                break
+            if character == "\n":
+                self.at += 1
+                parts.append(Literal("\n", True, origin))
+            elif character == "\\":
+                self.at += 2 if following else 1
+                if following != "\n":
+                    kept = following if following and following in escaped else "\\" + following
+                    parts.append(Literal(kept, True, origin))
+            else:
+                parts.append(self._expansion(True))
+        return tuple(parts)
+
+    def _ansi_quotes(self, parts: list[Part], origin: Origin) -> None:
+        match = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL).match(self.text, self.at)
+        if match is None:
+            raise self._error("ends inside a quotation: a ' is missing")
+        text = re.sub(r"\\(.)", lambda escape: _ESCAPES.get(escape[1], escape[1]), match[1], flags=re.DOTALL)
+        parts.append(Literal(text, True, origin))
+        self.at = match.end()
+
+    def _lines_of(self, text: str, start: int, quoted: bool) -> list[Part]:
+        """``text`` as one literal for every line, so that each knows its own; one empty one for no text."""
+        parts: list[Part] = []
+        for line in text.splitlines(keepends=True) or [""]:
+            parts.append(Literal(line, quoted, self._origin_at(start)))
+            start += len(line)
+        return parts
+
+    # --- expansions
+
+    def _expansion(self, quoted: bool) -> Part:
+        """The expansion that ``$`` or a backquote begins here; a ``$`` alone stands for itself."""
+        origin, start = self._origin(), self.at
+        if self.text[self.at] == "`":
+            return self._backquoted(quoted, origin)
+        if self.text.startswith("$((", self.at):
+            self.at += 1
+            expression = self._evaluation()
+            if expression is not None:
+                return Arithmetic(expression, self.text[start : self.at], quoted, origin)
+            self.at -= 1
+        if self.text.startswith("$(", self.at):
+            self.at += 2
+            body = self.nested()
+            return Substitution(body, self.text[start : self.at], quoted, origin)
+        if self.text.startswith("${", self.at):
+            return self._braced(quoted, origin)
+        name = _NAME.match(self.text, self.at + 1)
+        if name is None:
+            self.at += 1
+            return Literal("$", quoted, origin)
+        self.at = name.end()
+        return Parameter(name[0], quoted, origin)
+
+    def _evaluation(self) -> Word | None:
+        """``((…))`` from its first parenthesis; nothing if it is not closed by two at once."""
+        end = self._closing(self.at + 2, "(", ")")
+        if end is None or not self.text.startswith("))", end):
+            return None
+        start, self.at = self.at + 2, end + 2
+        return self._inner(start, end)
+
+    def _backquoted(self, quoted: bool, origin: Origin) -> Part:
+        match = re.compile(r"`((?:[^`\\]|\\.)*)`", re.DOTALL).match(self.text, self.at)
+        if match is None:
+            raise self._error("ends inside a quotation: a ` is missing")
+        if self._depth >= DEEPEST:
+            raise self._error("is nested too deeply to be a launch script")
+        self.at = match.end()
+        inner = type(self)(re.sub(r"\\([\\`$])", r"\1", match[1]), lambda _: origin)
+        inner._depth = self._depth + 1
+        body = inner.body(frozenset())
+        return Substitution(body, match[0], quoted, origin)
+
+    def _braced(self, quoted: bool, origin: Origin) -> Part:
+        """``${…}``."""
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise self._error("is nested too deeply to be a launch script")
+        start = self.at
+        self.at += 2
+        prefix = ""
+        if self.text[self.at : self.at + 1] in ("#", "!") and self.text[self.at + 1 : self.at + 2] not in ("}", ""):
+            prefix = self.text[self.at]
+            self.at += 1
+        name = _LONG_NAME.match(self.text, self.at)
+        if name is None:
+            raise self._error(f"has an expansion that cannot be read: {self.text[start : start + 20]!r}")
+        self.at = name.end()
+        index = self._index()
+        operator = {"#": "length", "!": "indirect"}.get(prefix, "")
+        operand: Word = ()
+        replacement: Word = ()
+        if not self.text.startswith("}", self.at):
+            match = _OPERATOR.match(self.text, self.at)
+            if match is None or operator == "length":
+                raise self._error(f"has an expansion that cannot be read: {self.text[start : start + 20]!r}")
+            operator = match[0] if not prefix else "indirect"
+            self.at = match.end()
+            operand = self._operand(quoted, "/}" if operator in ("/", "//") else "}")
+            if self.text.startswith("/", self.at):
+                self.at += 1
+                replacement = self._operand(quoted, "}")
+        self._expect("}")
+        self._depth -= 1
+        return Parameter(name[0], quoted, origin, index, operator, operand, replacement)
+
+    def _index(self) -> Word | None:
+        if not self.text.startswith("[", self.at):
+            return None
+        end = self._closing(self.at + 1, "[", "]")
+        if end is None:
+            raise self._error("ends inside an index: a ] is missing")
+        start, self.at = self.at + 1, end + 1
+        return self._inner(start, end)
+
+    def _operand(self, quoted: bool, ends: str) -> Word:
+        """The operand behind an operator in ``${…}``, up to one of ``ends``."""
+        parts: list[Part] = []
+        plain = re.compile(r"[^\\'\"$`}/]+") if "/" in ends else _PLAIN_IN_BRACES
+        while self.at < len(self.text) and self.text[self.at] not in ends:
+            origin = self._origin()
+            match = plain.match(self.text, self.at)
+            if match is not None:
+                self.at = match.end()
+                parts.append(Literal(match[0], False, origin))
+            elif self.text[self.at] == "'" and quoted:
+                self.at += 1
+                parts.append(Literal("'", False, origin))
+            elif not self._quoting(parts, origin) and self.at < len(self.text) and self.text[self.at] in ends:
+                break
+        return tuple(parts)
+
+    # --- small steps
+
+    def _closing(self, start: int, opening: str, closing: str) -> int | None:
+        """Where the bracket that was opened before ``start`` closes."""
+        depth = 0
+        for match in re.compile(rf"[{re.escape(opening + closing)}]").finditer(self.text, start):
+            if match[0] == opening:
+                depth += 1
+            elif depth == 0:
+                return match.start()
+            else:
+                depth -= 1
+        return None
+
+    def _inner(self, start: int, end: int) -> Word:
+        """A stretch of the text as a word with expansions, in which quotes are text: arithmetic, or an index."""
+        inner = type(self)(self.text[start:end], self._shifted(start))
+        inner._depth = self._depth
+        return inner.quoted_text(None)
+
+    def _shifted(self, start: int) -> OriginAt:
+        return lambda offset: self._origin_at(start + offset)
+
+    def _origin(self) -> Origin:
+        return self._origin_at(self.at)
+
+    def _blank(self) -> bool:
+        """Skips blanks, continued lines and a comment."""
+        match = _BLANK.match(self.text, self.at)
+        if match is not None:
+            self.at = match.end()
+        before = self.text[self.at - 1 : self.at]
+        if self.text.startswith("#", self.at) and (before in ("", ";", "(", "&", "|", ")") or before.isspace()):
+            comment = _COMMENT.match(self.text, self.at)
+            if comment is not None:
+                self.at = comment.end()
+        return True
+
+    def _blank_lines(self) -> None:
+        while True:
+            self._blank()
+            if not self.text.startswith("\n", self.at):
+                return
+            self.at += 1
+            self.line_ended()
+
+    def _expect(self, character: str) -> None:
+        self._blank_lines() if character == ")" else None
+        if not self.text.startswith(character, self.at):
+            raise self._error(f"is not a shell script that can be read: a `{character}` is missing")
+        self.at += 1
+
+    def unexpected(self) -> ScriptError:
+        what = self.text[self.at : self.at + 10].split()[:1]
+        found = f"`{what[0]}`" if what else "the end of the line" if self.at < len(self.text) else "its end"
+        return self._error(f"is not a shell script that can be read: {found} is unexpected here")
+
+    def _error(self, problem: str) -> ScriptError:
+        return ScriptError(problem, self._origin())

@@ -1,0 +1,44 @@
+"""The model families. To add one is to add a file with its value in ``FAMILIES``, and its line in ``ROOMS``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+
+from .base import Family
+
+ROOMS = {
+    "gpt2": ".gpt2",
+    "gpt": ".gpt2",
+    "bert": ".bert",
+    "bloom": ".bloom",
+    "llama": ".llama",
+    "mistral": ".llama",
+    "qwen3": ".llama",
+    "qwen2": ".llama",
+    "phi3": ".phi3",
+    "gemma2": ".gemma2",
+    "opt": ".opt",
+    "gpt_neox": ".gpt_neox",
+    "gptj": ".gptj",
+    "falcon": ".falcon",
+}
+"""The module of each family; loaded when a plan names it."""
+
+
+@cache
+def family(name: str) -> Family:
+    """The family ``name``; of an architecture that is in no room nothing is known but its name."""
+    if name not in ROOMS:
+        return Family(name)
+    found: Family = import_module(ROOMS[name], __package__).FAMILIES[name]
+    return found
+
+
+def families() -> Iterator[Family]:
+    """Every family that has a room: for errors and documents, since it imports all of them."""
+    return map(family, ROOMS)
+
+
+__all__ = ["ROOMS", "Family", "families", "family"]

@@ -1,0 +1,182 @@
+"""What memplan asks of a model family: how its ``config.json`` reads, how its layers run, how modules are called.
+
+Everything about a family is one value, ``Family``, in a file beside this one. Names are those of transformers 5.23
+(``models/*/configuration_*.py`` and ``modeling_*.py``), but for parts of a layer, which have the names of its recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..layers.autograd import Recorder, Tensor
+    from ..layers.coverage import Allowed
+    from ..layers.ends import Embedding
+    from ..layers.huggingface import Layer
+    from ..plan.node import Scalar
+
+REQUIRED = object()
+"""The default of a size that every saved configuration carries: another default would silently be another model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where a spec's field is found: names in order of precedence, and the default of transformers' class."""
+
+    names: tuple[str, ...]
+    default: object = REQUIRED
+
+
+def key(*names: str, default: object = REQUIRED) -> Key:
+    """``section.name`` is in a mapping of its own."""
+    return Key(names, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How configurations of one ``model_type`` are read."""
+
+    keys: Mapping[str, Key]
+    constants: Mapping[str, Scalar]
+    """Fields of the spec that no configuration of the family says."""
+    activation: Key | None = None
+    activations: tuple[str, ...] = ()
+    gated_gelu: bool = False
+    """The activation is that of a gate."""
+    rotary_in_features: bool = False
+    """It names the features that rotary positions turn, not their part of a head."""
+    refused: Mapping[str, Scalar] = field(default_factory=dict)
+    """Settings that change the model in ways that are not modelled, with the value that is."""
+
+
+NO_BIASES: Mapping[str, Scalar] = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), False)
+PLAIN_ROTARY: Mapping[str, Scalar] = {"rope_scaling": None, "rope_parameters.rope_type": "default"}
+"""Refused where a family's rotary positions are modelled without scaling."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """Modules that a device map places: of the class with a language-modelling head, every submodule that has
+    parameters or buffers of its own (``accelerate/utils/modeling.py``, ``check_device_map``)."""
+
+    embedding: tuple[str, ...]
+    """With rotary tables, which are made once for all layers."""
+    layers: str
+    norm: tuple[str, ...]
+    head: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Submodules:
+    """Submodules without parameters, for which DeepSpeed's hooks run too: containers (the model, a layer, its
+    attention and feed-forward), activations, dropouts and rotary embeddings. ZeRO-3 prefetches at each, and each counts
+    as a step of its trace. How many run, by the submodule with parameters that they run directly before or behind."""
+
+    before_forward: Mapping[str, int] = field(default_factory=dict)
+    after_forward: Mapping[str, int] = field(default_factory=dict)
+    before_backward: Mapping[str, int] = field(default_factory=dict)
+    after_backward: Mapping[str, int] = field(default_factory=dict)
+    at: Mapping[str, int] = field(default_factory=dict)
+    """How many run directly before a tensor of that name begins."""
+    not_recomputed: str = ""
+    """The submodule before which one fewer runs when the layer is recomputed: the layer itself."""
+
+    def before(self, weight: str, *, backward: bool, recomputing: bool) -> int:
+        """Before the submodule that has ``weight``."""
+        name = weight.removesuffix(".weight")
+        if backward:
+            return self.before_backward.get(name, 0)
+        return self.before_forward.get(name, 0) - int(recomputing and name == self.not_recomputed)
+
+    def behind(self, weight: str, *, backward: bool) -> int:
+        """Behind the submodule that has ``weight``."""
+        return (self.after_backward if backward else self.after_forward).get(weight.removesuffix(".weight"), 0)
+
+
+NORM = Submodules(before_backward={"final_norm": 1})
+HEAD = Submodules(before_backward={"head": 1, "word": 1})
+
+
+def always(r: Recorder) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family; what stands here holds for a Llama-like model of transformers whose kernels are all there."""
+
+    name: str
+    config: Config | None = None
+
+    # -- the recipe of transformers' layer and embedding
+
+    covers: Allowed | None = None
+    """Values of a spec's fields that the recipe is written for; ``None`` where there is no recipe."""
+    layer: Layer | None = None
+    embedding: Embedding | None = None
+    older: tuple[Layer, Embedding] | None = None
+    """Layer and embedding of October 2020 (``code: 2020``)."""
+    norm: Callable[[Recorder, Tensor, str], Tensor] | None = None
+    """Where it is not plain LayerNorm or RMSNorm."""
+    multi_head: bool = False
+    """As many key heads as query heads."""
+    heads_fill_hidden: bool = False
+    """Heads make up the hidden size."""
+    softmax_in_dtype: bool = False
+    """Eager attention takes the softmax in the scores' dtype, not in fp32,"""
+    casts_probabilities: bool = False
+    """and casts it to the dtype of values then."""
+    takes_positions: Callable[[Recorder], bool] = always
+    """Layers are handed position ids."""
+    positions_of_each: bool = False
+    """These are of every sequence: (b, s), not (1, s)."""
+    tables_in_layers: bool = False
+    """Every layer has a rotary table of its own, of all positions."""
+    keeps_embedding: bool = False
+    """The model has the embedding's output in a variable while its layers run."""
+    returns_weights: bool = False
+    """Layers return their attention weights, which the model holds while the next layer runs: a recomputed layer
+    leaves more than its output behind, which is not modelled."""
+    conv1d: bool = False
+    """Linear layers are transformers' ``Conv1D``, whose weights are transposed."""
+    no_flash: str = ""
+    """Why its attention does not run in PyTorch's flash kernel."""
+    no_4bit: str = ""
+    """Why bitsandbytes' 4-bit weights are not modelled for it."""
+    no_zero3: str = ""
+    """Why ZeRO-3 is not modelled for it."""
+
+    # -- Megatron's own layers
+
+    megatron: Allowed | None = None
+    """Values of a spec's fields for which Megatron-LM's GPT of 2021 is the model."""
+    megatron_core: Allowed | None = None
+    """The same of Megatron-Core's GPT, which is made of options, or of its BERT."""
+
+    # -- names and orders
+
+    modules: ModuleNames | None = None
+    linear_layers: Mapping[str, str] = field(default_factory=dict)
+    """Linear layers as the recipe names them, and the ends of their names."""
+    lora_targets: tuple[str, ...] | None = None
+    """peft's own (``utils/constants.py``, ``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``)."""
+    registered: tuple[str, ...] = ()
+    """Modules of a layer in the order in which they register their parameters (``named_parameters()``: that in which
+    ``__init__`` makes them), where it is not that in which they run. It decides how parameters lie in the buffers of a
+    framework that flattens or shards them."""
+    norm_before_layers: bool = False
+    """The final norm registers before the layers."""
+    shards: bool = True
+    """``fully_shard``'s units of it are modelled."""
+    submodules: Mapping[str, Submodules] | None = None
+    """By module: embedding, layer, final_norm, head; ``None`` where nobody has counted them."""
+
+
+def place(name: str, registered: tuple[str, ...]) -> int:
+    """Where the parameter called ``name`` is among those of its layer, or of all that no layer holds, where a tied
+    head's weight is the embedding's. Those of one place are in the order in which they are named."""
+    order = ("word", *registered)
+    module = name.rpartition(".")[0]
+    return order.index(module) if module in order else len(order)

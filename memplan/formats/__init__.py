@@ -1,0 +1,65 @@
+"""The configurations of frameworks: each is a room that reads it as a plan, writes a plan as it, or both.
+
+To add one is to add its module and a line in ``FORMATS``. A reader's module has ``read(place, asked)``, a writer's
+``TARGET``; they are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .exported import Target
+    from .launch import Asked, Launch
+
+
+class Format(NamedTuple):
+    """Where a configuration is read and written, and what the command line says of it."""
+
+    name: str
+    reader: str = ""
+    """The module of ``--from``; empty for one that is only written."""
+    writer: str = ""
+    """The module of ``--to``; empty for one that is only read."""
+    example: str = "train.sh"
+    """A file, and the flags that it needs."""
+    is_script: bool = False
+    takes_settings: bool = True
+    """``--set`` and ``--vocab-size`` mean something."""
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        Format("megatron", ".training_scripts", ".megatron.script", is_script=True),
+        Format("megatron-deepspeed", ".training_scripts", ".megatron_deepspeed.script", is_script=True),
+        Format(
+            "deepspeed",
+            ".deepspeed.reader",
+            ".deepspeed.exporter",
+            example="ds_config.json --model gpt2",
+            takes_settings=False,
+        ),
+        Format("torchtitan", ".torchtitan.reader", ".torchtitan.exporter", example="llama3_8b.toml"),
+        Format("trainer", ".trainer", example="arguments.json --model gpt2", takes_settings=False),
+        Format("device-map", writer=".device_map"),
+    )
+}
+"""By the names of ``--from`` and ``--to``."""
+
+READ = tuple(name for name, one in FORMATS.items() if one.reader)
+WRITTEN = tuple(name for name, one in FORMATS.items() if one.writer)
+
+
+def reader(name: str) -> Callable[[str, Asked], Launch]:
+    """The function that reads a file of the format ``name``, one of ``READ``."""
+    found: Callable[[str, Asked], Launch] = import_module(FORMATS[name].reader, __package__).read
+    return found
+
+
+def target(name: str) -> Target:
+    """The writer of the format ``name``, one of ``WRITTEN``."""
+    found: Target = import_module(FORMATS[name].writer, __package__).TARGET
+    return found

@@ -1,0 +1,1 @@
+"""DeepSpeed's configuration, ``ds_config.json``."""

@@ -1,0 +1,156 @@
+"""``--from deepspeed``: a ``ds_config.json`` as a plan, and the batch that it leaves to the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import partial
+from pathlib import Path
+
+from ...plan.errors import ABSENT, Origin, PlanError, nearest
+from ...plan.fields import by_flag
+from ...plan.node import Node
+from ...plan.normalise import normalised
+from ...plan.notes import Note
+from ...plan.read import ReadPlan, Source, build_plan
+from ...plan.text import text_at
+from ...plan.yaml_nodes import parse_yaml
+from ..launch import Asked, Launch, data_parallel, guessed, left_out, with_sizes
+from ..rows import positive
+from .config import AUTO, NOT_MODELLED, Configuration, configuration_of, integer
+
+KNOWN = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "optimizer",
+        "fp16",
+        "bf16",
+        "data_types",
+        "zero_optimization",
+        "gradient_clipping",
+    }
+)
+"""Top-level keys that are read."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "scheduler",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "gradient_allreduce_op",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "disable_python_gc",
+        "check_overflow",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "seq_parallel_communication_data_type",
+        "activation_checkpointing",
+        "aio",
+        "tensorboard",
+        "wandb",
+        "comet",
+        "csv_monitor",
+        "monitor_config",
+        "flops_profiler",
+        "comms_logger",
+        "autotuning",
+        "elasticity",
+        "checkpoint",
+        "nebula",
+        "dataloader_drop_last",
+        "use_data_before_expert_parallelism",
+        "log_level",
+        "pipeline",
+        "timers",
+    }
+)
+"""Those without effect on the memory of a training step of a transformers model."""
+
+
+def read(place: str, asked: Asked) -> Launch:
+    """The plan in the ``ds_config.json`` at ``place``. The model and the number of GPUs are
+    flags."""
+    return ds_config_of(*text_at(place), asked)
+
+
+def ds_config_of(text: str, name: str, asked: Asked) -> Launch:
+    """The plan in the configuration ``text``, which errors call ``name``."""
+    # Tabs may indent JSON, and not YAML.
+    written = parse_yaml(text.expandtabs(2), name)
+    if written.mapping.keys() & {"model", "framework", "extends"}:
+        problem = "is a plan, not a ds_config.json; leave out --from"
+        raise PlanError("", ABSENT, problem, origin=written.origin)
+    names = asked.names
+    if not names & {"gpus", "dp"}:
+        problem = "is needed: the configuration does not say how many GPUs there are; give it as --gpus N"
+        raise PlanError("hardware.gpus", ABSENT, problem, origin=Origin(name))
+    given = frozenset(by_flag()[flag].path for flag in names if flag in by_flag())
+    plan, config = configuration_of(written, hidden=_hidden(asked), given=given)
+    notes = (*_unknown(written, strict=asked.strict), *_optimizer(written, given))
+    return Launch(Source(normalised(plan), Path()), notes, finish=partial(with_batch, config=config))
+
+
+def with_batch(read: ReadPlan, config: Configuration) -> ReadPlan:
+    """``read`` with the batch sizes that follow from the number of ranks (``_set_batch_related_parameters``)."""
+    batch = read.plan.batch
+    gbs, mbs = read.origins.get("batch.gbs"), read.origins.get("batch.mbs")
+    given = integer(config, "gradient_accumulation_steps", 1)
+    steps = positive("", given) if given is not None else None
+    dp = data_parallel(read)
+    ranks = f"{dp} rank{'s' if dp > 1 else ''}"
+    if gbs is None and mbs is None:
+        problem = "is missing, and so is train_batch_size; give one of them, or --mbs"
+        raise PlanError("train_micro_batch_size_per_gpu", ABSENT, problem, origin=Origin(config.origin.source))
+    if gbs is None:
+        return with_sizes(read, gbs=batch.mbs * (steps or 1) * dp)
+    if mbs is None:
+        assert batch.gbs is not None
+        if batch.gbs % (dp * (steps or 1)):
+            what = f"gradient_accumulation_steps {steps} x {ranks}" if steps else ranks
+            raise PlanError("train_batch_size", batch.gbs, f"must be a multiple of {what}", origin=gbs)
+        return with_sizes(read, mbs=batch.gbs // (dp * (steps or 1)))
+    written = gbs.source == mbs.source == config.origin.source
+    if written and steps is not None and batch.gbs != batch.mbs * steps * dp:
+        sizes = f"{batch.mbs} x gradient_accumulation_steps {steps} x {ranks} = {batch.mbs * steps * dp}"
+        problem = f"must be train_micro_batch_size_per_gpu {sizes}"
+        raise PlanError("train_batch_size", batch.gbs, problem, origin=gbs)
+    return read
+
+
+def _hidden(asked: Asked) -> int | None:
+    """The model's hidden size, from which three sizes follow; ``None`` where it is not known or varies."""
+    flags = asked.flags
+    if "model" not in flags or {"model", "hidden"} & {*asked.varied}:
+        return None
+    own = {flag: value for flag, value in flags.items() if flag == "model" or by_flag()[flag].section == "model"}
+    return build_plan(Source(Node({}, Origin("command line")), Path()), own).plan.model.hidden
+
+
+def _unknown(written: Node, *, strict: bool) -> Iterator[Note]:
+    """Top-level keys that DeepSpeed would ignore; errors if ``strict``."""
+    known = (*KNOWN, *WITHOUT_EFFECT, *NOT_MODELLED)
+    for key, node in written.mapping.items():
+        if key in known or key.startswith("_"):
+            continue
+        guess = "bf16" if key == "bfloat16" else nearest(key, known)
+        problem = guessed("is no key that is read", guess)
+        if guess in KNOWN:
+            raise PlanError(key, ABSENT, problem, origin=node.origin)
+        yield left_out("argument-unknown", key, ABSENT, problem, node.origin, strict=strict)
+
+
+def _optimizer(written: Node, given: Collection[str]) -> Iterator[Note]:
+    """The assumption where the training script makes the optimizer."""
+    section = written.mapping.get("optimizer")
+    kind = section.mapping.get("type") if section is not None else None
+    if {"optimizer.name", "optimizer.implementation"} & {*given} or (kind is not None and kind.value != AUTO):
+        return
+    yield Note(
+        "optimizer-elsewhere",
+        f"{written.origin.source} makes no optimizer: AdamW by DeepSpeed's FusedAdam is assumed; "
+        "--optimizer-implementation foreach is PyTorch's, --param-groups decay has the Trainer's groups",
+    )

@@ -1,0 +1,259 @@
+"""Exports, and the proof that an export says the plan: the reader of its format reads it back.
+
+A configuration says what its framework decides. What it has no word for (the GPU, the number of ranks where a
+launcher says it, the model where code names it) is *beside* it: flags of ``memplan estimate --from``. An export is
+whole when configuration and flags, read back, resolve to the plan that was exported; ``Target.beside`` are the fields
+that may become flags, and the first other field that differs is one that the framework cannot express.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..estimate import check
+from ..frameworks import framework
+from ..plan.environment import is_followed
+from ..plan.errors import PlanError, one_line, shown
+from ..plan.fields import Kind, by_flag, plan_fields
+from ..plan.library import model_specs
+from ..plan.models import load_spec
+from ..plan.plan import Plan
+from ..plan.read import Flags
+from ..plan.resolve import resolve
+from ..plan.resolved import ResolvedPlan
+from ..plan.spec import ModelSpec
+from . import target as target_of
+from .rows import value_at
+
+DESCRIPTIONS = frozenset({"model.published_parameters", "model.source"})
+"""Fields of a spec that describe it, and have no flag."""
+
+PLACE = "FILE"
+"""How a command names the file that has been written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A configuration that a target has written and nobody has read back yet."""
+
+    text: str
+    content: Mapping[str, Any]
+    """Its parts for ``--json``, by name: groups of arguments, sections, files."""
+    flags: Flags = field(default_factory=dict)
+    """Flags without which it cannot be read back."""
+    settings: tuple[str, ...] = ()
+    """``--set`` of the reader."""
+
+
+def _as_it_is(_: ResolvedPlan) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A kind of configuration: how it is written, and read back."""
+
+    name: str
+    framework: str
+    """That of the plans which it can express."""
+    what: str
+    """As an error names it: ``Megatron's arguments``."""
+    write: Callable[[ResolvedPlan], Draft]
+    read: Callable[[str, Flags, tuple[str, ...]], Plan]
+    """Text, flags and settings to a plan before defaults."""
+    command: tuple[str, ...]
+    """Words of the command that reads it back, ``PLACE`` among them."""
+    beside: Collection[str]
+    """Sections, and fields by their paths, that may be flags."""
+    settled: Callable[[ResolvedPlan], Mapping[str, Any]] = _as_it_is
+    """Sections of a plan with one spelling of what has several, and with the default of what has no effect."""
+
+    def may_be_flag(self, path: str) -> bool:
+        return path in self.beside or path.rpartition(".")[0] in self.beside
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A configuration that reads back as the plan."""
+
+    target: Target
+    text: str
+    content: Mapping[str, Any]
+    flags: Flags
+    settings: tuple[str, ...]
+    plan: ResolvedPlan
+    """The plan, every default filled in."""
+
+    def command(self, place: str = PLACE) -> list[str]:
+        """The command that estimates the configuration at ``place``."""
+        words = ["memplan", "estimate", *(place if word == PLACE else word for word in self.target.command)]
+        for setting in self.settings:
+            words += ["--set", setting]
+        for name, value in self.flags.items():
+            words += flag_words(name, value)
+        return words
+
+    def command_line(self, place: str = PLACE) -> str:
+        return shlex.join(self.command(place))
+
+    def text_at(self, place: str) -> str:
+        """The text of the file ``place``, whose comment names it."""
+        return self.text.replace(self.comment(), self.comment(place), 1)
+
+    def comment(self, place: str = PLACE) -> str:
+        """The command as a line of comment, which nothing in a name can end."""
+        return f"# {one_line(self.command_line(place))}"
+
+    @property
+    def says_its_command(self) -> bool:
+        """Whether a comment in it is the command that reads it back."""
+        return self.comment() in self.text
+
+
+def differences(plan: ResolvedPlan, other: ResolvedPlan) -> Iterator[str]:
+    """Paths of the fields in which two plans, every default of them filled in, say different things."""
+    first, second = settled(plan), settled(other)
+    for path in plan_fields():
+        if path != "model" and path not in DESCRIPTIONS and value_at(first, path) != value_at(second, path):
+            yield path
+
+
+def settled(plan: ResolvedPlan) -> ResolvedPlan:
+    """``plan`` with one spelling of what has several, and with the default of what has no effect: what two plans may
+    differ in that are the same job."""
+    name = framework(plan.framework).configuration
+    updates: dict[str, Any] = {
+        "batch": plan.batch.model_copy(update={"accumulation": None}),  # gbs says it
+        "environment": {name: text for name, text in plan.environment.items() if is_followed(name, plan)},
+        **(target_of(name).settled(plan) if name is not None else {}),
+    }
+    return plan.model_copy(update=updates)
+
+
+def flag_words(name: str, value: str | tuple[str, ...]) -> list[str]:
+    """The flag ``name`` with its value, as words of a command line."""
+    field = by_flag()[name]
+    if field.kind is Kind.SWITCH:
+        return [f"--{name}" if value == "true" else f"--no-{name}"]
+    values = (value,) if isinstance(value, str) else value
+    return [word for one in values for word in ([f"--{name}={one}"] if one.startswith("-") else [f"--{name}", one])]
+
+
+def exported(plan: Plan, target: Target) -> Exported:
+    """``plan`` as a configuration of ``target``; ``PlanError`` that names the first field which it cannot express."""
+    plan = check(plan)
+    if framework(plan.framework).configuration != target.name:
+        problem = (
+            f"must be {target.framework} for --to {target.name}: in another framework the job is another, "
+            f"and so is its memory; change the plan first (--framework {target.framework})"
+        )
+        raise PlanError("framework", plan.framework, problem)
+    draft = target.write(plan)
+    flags = _flags_beside(plan, target, draft)
+    done = Exported(target, draft.text, draft.content, flags, draft.settings, plan)
+    return replace(done, text=draft.text.replace(READ_BACK, done.comment(), 1))
+
+
+READ_BACK = "# @@READ-BACK@@"
+"""The line of comment in which a draft wants the command that reads it back."""
+
+
+def _flags_beside(plan: ResolvedPlan, target: Target, draft: Draft) -> Flags:
+    """The flags that make the configuration read back as ``plan``, found one by one."""
+    flags = dict(draft.flags)
+    for _ in plan_fields():
+        try:
+            other = resolve(target.read(draft.text, flags, draft.settings))
+            path = next(iter(differences(plan, other)), None)
+        except PlanError as error:
+            further = {name: value for name, value in _all_beside(plan, target).items() if name not in flags}
+            if not further:
+                raise _refused(plan, target, error) from None
+            flags |= further
+            continue
+        if path is None:
+            return flags
+        name, value = as_flag(plan, path) if target.may_be_flag(path) else ("", "")
+        if not name or flags.get(name) == value:
+            raise _cannot_say(plan, other, path, target)
+        flags[name] = value
+    raise AssertionError("every field has been given")
+
+
+def _all_beside(plan: ResolvedPlan, target: Target) -> dict[str, str | tuple[str, ...]]:
+    """Flags for every field beside the configuration that is not at its default."""
+    flags: dict[str, str | tuple[str, ...]] = {}
+    for path, known in plan_fields().items():
+        if known.flag and path != "model" and target.may_be_flag(path) and value_at(plan, path) != known.default:
+            name, value = as_flag(plan, path)
+            flags[name] = value
+    return flags
+
+
+def _cannot_say(plan: ResolvedPlan, other: Plan, path: str, target: Target) -> PlanError:
+    problem = f"cannot be said in {target.what}, which would be read as {shown(value_at(other, path))}"
+    value = value_at(plan, path)
+    return PlanError(path, list(value) if isinstance(value, tuple) else value, problem)
+
+
+def _refused(plan: ResolvedPlan, target: Target, error: PlanError) -> PlanError:
+    """The reader's own refusal: what it says of its configuration is true of the plan."""
+    subject = f"{error.field}: " if error.field else ""
+    return PlanError("framework", plan.framework, f"cannot be said in {target.what}: {subject}{error.problem}")
+
+
+# -- fields as flags of the command line ---------------------------------------------------------------
+
+FlagValue = str | tuple[str, ...]
+
+_DERIVED = ("kv_heads", "head_dim", "ffn")
+"""Sizes that follow from others where they are not given (``models._with_derived_sizes``)."""
+
+
+def as_flag(plan: ResolvedPlan, path: str) -> tuple[str, FlagValue]:
+    """Name (without hyphens) and value of the flag that sets ``path`` as in ``plan``; an empty name if it has none."""
+    return plan_fields()[path].flag.removeprefix("--"), as_text(value_at(plan, path))
+
+
+def as_text(value: Any) -> FlagValue:
+    """``value`` of a field as its flag takes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) + ("," if len(value) == 1 and isinstance(value[0], int) else "")
+    if isinstance(value, Mapping):
+        return tuple(f"{name}={text}" for name, text in value.items())
+    return str(value)
+
+
+def model_flags(spec: ModelSpec) -> dict[str, FlagValue]:
+    """The flags that name ``spec``: a built-in model, and the fields in which it is another."""
+    base = spec.name if spec.name in model_specs() else _relative(spec)
+    known = load_spec(base)
+    fields = [field for field in by_flag().values() if field.section == "model"]
+    changed = {field.name for field in fields if getattr(spec, field.name) != getattr(known, field.name)}
+    if changed & {"hidden", "heads", *_DERIVED}:
+        changed |= {*_DERIVED}
+    return {
+        "model": base,
+        **{field.flag[2:]: as_text(getattr(spec, field.name)) for field in fields if field.name in changed},
+    }
+
+
+def _relative(spec: ModelSpec) -> str:
+    """The built-in model that has most in common with ``spec``, of its family where there is one."""
+    names = [field.name for field in plan_fields().values() if field.section == "model" and field.flag]
+
+    def likeness(name: str) -> tuple[bool, int]:
+        known = load_spec(name)
+        return known.family == spec.family, sum(getattr(known, one) == getattr(spec, one) for one in names)
+
+    found = max(model_specs(), key=likeness, default=None)
+    if found is None:
+        raise PlanError("model", spec.name, "is not built in, and nothing is")
+    return found

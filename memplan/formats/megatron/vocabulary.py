@@ -1,0 +1,174 @@
+"""How many tokens a tokenizer has: from the arguments, from a tokenizer's file if it is here, else asked for.
+
+``megatron/core/tokenizers/utils/build_tokenizer.py``: NullTokenizer takes ``--vocab-size`` as it is (until
+2025 it added a token for the end of a document), TikTokenizer 2**17 unless told otherwise, a Hugging Face
+tokenizer all its entries (``len``), SentencePiece its pieces, a BERT WordPiece the lines of its file and,
+if cased, 100 more (``<extra_id_0>`` …).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...plan.errors import ABSENT, Origin, PlanError
+from ...plan.node import Node
+from ...plan.text import is_folder, is_there
+from ..settings import Settings
+
+GPT2_TOKENS = 50_257
+TIKTOKEN_TOKENS = 1 << 17
+LARGEST_FILE = 64 << 20
+"""Bytes of the largest tokenizer file that is read."""
+
+_SENTENCEPIECE = frozenset({"SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"})
+_HUGGING_FACE = frozenset({"HuggingFaceTokenizer", "SFTTokenizer", "PretrainedFromHF"})
+
+
+def tokens_of(settings: Settings, folder: Path, default: str) -> tuple[Node, tuple[str, ...]]:
+    """Number of tokens before padding, and the arguments that it was read from.
+
+    ``default`` is the type of tokenizer that the training script takes if none is named.
+    """
+    named = settings.word("--tokenizer-type")
+    kind = str(named.value) if named is not None else default
+    names = ("--tokenizer-type",) if named is not None else ()
+    size = settings.integer("--vocab-size")
+    if size is not None and (kind.startswith("Null") or kind == "TikTokenizer"):
+        return size, (*names, "--vocab-size")
+    if kind == "TikTokenizer":
+        return Node(TIKTOKEN_TOKENS, settings.where("--tokenizer-type")), names
+    if kind.startswith("Null"):
+        raise PlanError("--vocab-size", ABSENT, f"is missing: {kind} needs it", origin=settings.where(*names))
+    source, counter = _file_of(kind, settings)
+    path = _found(settings.loose_word(source), folder)
+    count = counter(path) if path is not None else None
+    if count is not None:
+        return Node(count, settings.where(source)), (*names, source)
+    if kind == "GPT2BPETokenizer":
+        return Node(GPT2_TOKENS, settings.where("--tokenizer-type", source)), names
+    if size is not None:
+        return size, (*names, "--vocab-size")
+    raise _asked(kind, settings, source)
+
+
+def _asked(kind: str, settings: Settings, source: str) -> PlanError:
+    raw = settings.raw(source)
+    file = settings.ledger.shown(raw) if raw is not None else ""
+    where = f"{kind} {file} is not here" if file else f"{kind} has no file that is named"
+    problem = f"is needed: only the tokenizer knows it, and {where}; give the number of its tokens as --vocab-size N"
+    return PlanError("--vocab-size", ABSENT, problem, origin=settings.where(source, "--tokenizer-type"))
+
+
+def _file_of(kind: str, settings: Settings) -> tuple[str, Callable[[Path], int | None]]:
+    """The argument that names the tokenizer's file, and what counts its tokens."""
+    if kind in _SENTENCEPIECE:
+        return "--tokenizer-model", _pieces
+    if kind in _HUGGING_FACE:
+        name = "--tokenizer-name-or-path" if settings.has("--tokenizer-name-or-path") else "--tokenizer-model"
+        return name, _entries
+    if kind == "BertWordPieceCase":
+        return "--vocab-file", lambda path: _lines(path, 100)
+    if kind == "BertWordPieceLowerCase":
+        return "--vocab-file", lambda path: _lines(path, 0)
+    return "--vocab-file" if settings.has("--vocab-file") else "--tokenizer-model", _entries
+
+
+def _found(name: str | None, folder: Path) -> Path | None:
+    """The file ``name``, from here or from the script's folder."""
+    if not name:
+        return None
+    for path in (Path(name), folder / name):
+        if is_there(path):
+            return path
+    return None
+
+
+def _entries(path: Path) -> int | None:
+    """Tokens of ``tokenizer.json`` (its vocabulary and added tokens) or of ``vocab.json``."""
+    if is_folder(path):
+        for name in ("tokenizer.json", "tokenizer.model", "vocab.json"):
+            if is_there(path / name):
+                return _entries(path / name)
+        return None
+    if path.suffix == ".model":
+        return _pieces(path)
+    content = _json(path)
+    if not isinstance(content, dict):
+        return None
+    if not isinstance(content.get("model"), dict):
+        return len(content) or None
+    vocabulary = content["model"].get("vocab")
+    if isinstance(vocabulary, list):
+        tokens = {entry[0] for entry in vocabulary if isinstance(entry, list) and entry and isinstance(entry[0], str)}
+    elif isinstance(vocabulary, dict):
+        tokens = set(vocabulary)
+    else:
+        return None
+    added = content.get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+            tokens.add(entry["content"])
+    return len(tokens) or None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_bytes(path))
+    except (ValueError, RecursionError):
+        raise PlanError("", ABSENT, "is not a tokenizer's JSON", origin=Origin(str(path))) from None
+
+
+def _lines(path: Path, further: int) -> int | None:
+    """Lines of ``vocab.txt``, each a token, and the tokens that are added to them."""
+    content = _bytes(path)
+    count = content.count(b"\n") + (0 if content.endswith(b"\n") or not content else 1)
+    return count + further if count else None
+
+
+def _pieces(path: Path) -> int | None:
+    """Pieces of a SentencePiece model: the occurrences of field 1 of its protocol buffer."""
+    content = _bytes(path)
+    at = count = 0
+    while at < len(content):
+        key, at = _varint(content, at)
+        wire = key & 7
+        if wire == 2:
+            size, at = _varint(content, at)
+            count += key >> 3 == 1
+            at += size
+        elif wire in (1, 5):
+            at += 8 if wire == 1 else 4
+        elif wire == 0:
+            _, at = _varint(content, at)
+        else:
+            at = len(content) + 1
+    if at > len(content) or not count:
+        raise PlanError("", ABSENT, "is not a SentencePiece model", origin=Origin(str(path)))
+    return count
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(content) and shift < 70:
+        byte = content[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    return value, len(content) + 1
+
+
+def _bytes(path: Path) -> bytes:
+    origin = Origin(str(path))
+    try:
+        if not path.is_file() or path.stat().st_size > LARGEST_FILE:
+            raise PlanError("", ABSENT, "is not a tokenizer's file", origin=origin)
+        return path.read_bytes()
+    except OSError as error:
+        raise PlanError(
+            "", ABSENT, f"cannot be read: {(error.strerror or str(error)).lower()}", origin=origin
+        ) from None

@@ -1,0 +1,1 @@
+"""BigScience's Megatron-DeepSpeed: its arguments, and the DeepSpeed configuration that they name."""

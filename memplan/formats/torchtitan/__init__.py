@@ -1,0 +1,1 @@
+"""torchtitan's job files: TOML, or the JSON that a job saves."""

@@ -1,0 +1,290 @@
+"""``--from torchtitan``: a job's TOML file, or the JSON that it saved, as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...frameworks import framework
+from ...plan.errors import ABSENT, Origin, PlanError, one_line, shown
+from ...plan.node import Node
+from ...plan.notes import Note
+from ...plan.plan import Plan
+from ...plan.read import ReadPlan, Source
+from ..launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, left_out
+from ..rows import Building, Table
+from .keys import NO_TOML, Key, era_of, key_of, nearest_key, read_configuration
+from .settings import Settings, assigned, flat
+from .stages import stages
+from .table import (
+    ALL_TOKENS,
+    BATCH,
+    GLOBAL_BATCH,
+    LENGTH,
+    LOSS_WHOLE,
+    PP,
+    REPLICATE,
+    RESHARD,
+    SEQUENCE,
+    SHARD,
+    TOKENS,
+    torchtitan_plan,
+)
+
+TORCHTITAN = "torchtitan"
+"""The name of this format."""
+ALWAYS_SHARDED = "2026-04-09"
+"""The day from which ``fully_shard`` is called on a single rank, too."""
+
+DIFFERENCES = (
+    ("2025-04-17", "nn.RMSNorm, one kernel in newer PyTorch (less)"),
+    ("2025-08-29", "recompute to a layer's end, unless early_stop (more)"),
+    ("2026-01-27", "keys and values that are not repeated to the query heads (less)"),
+    ("2026-06-24", "queries, keys and values by one product (either way)"),
+)
+"""Changes of torchtitan's code after the layers' recipes, which are of December 2024, each from its day."""
+
+
+def read(place: str, asked: Asked) -> Launch:
+    """The plan in the configuration at ``place``."""
+    return torchtitan_of(*read_configuration(place), asked)
+
+
+def torchtitan_of(written: Node, is_json: bool, asked: Asked) -> Launch:
+    """The plan in the configuration ``written``, which is JSON or was TOML."""
+    given = flat(written)
+    origin = Origin(written.origin.source)
+    if written.mapping.keys() & {"framework", "extends"}:
+        problem = "is a plan, not a configuration of torchtitan; leave out --from"
+        raise PlanError("", ABSENT, problem, origin=origin)
+    if not any(key_of(name) is not None for name in given):
+        problem = "has none of the keys of torchtitan's configuration ([model], [training], [parallelism] …)"
+        raise PlanError("", ABSENT, problem, origin=origin)
+    over, gpus, version = assigned(asked.assignments)
+    era = era_of({**given, **over}, is_json=is_json, version=version)
+    settings = Settings({**given, **over}, origin, era)
+    _check_keys(settings)
+    if gpus is not None and asked.gpus is not None and gpus.value != asked.gpus.value:
+        raise PlanError("", ABSENT, f"{gpus.value} GPUs are not the {asked.gpus.value} of --gpus", origin=gpus.origin)
+    building = torchtitan_plan(settings, gpus, asked.tokens, asked.names)
+    assumptions = [f"{era.label}: {era.why}"]
+    if is_json and era.day >= NO_TOML:
+        assumptions.append("linears in bf16, and attention by scaled_dot_product_attention: the file says of neither")
+    notes = (*_notes(settings, strict=asked.strict), *_differences(settings))
+    return Launch(
+        Source(building.plan(), Path()),
+        notes,
+        tuple(_explained(settings, building)),
+        finish=_Finish(settings),
+        assumptions=tuple(assumptions),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Finish:
+    """Fills in fields that depend on others which flags may have changed: batches, stages, the split of the loss."""
+
+    settings: Settings
+
+    def __call__(self, read: ReadPlan) -> ReadPlan:
+        plan = read.plan
+        if framework(plan.framework).configuration != TORCHTITAN:
+            return read
+        origins = dict(read.origins)
+        sections: dict[str, dict[str, object]] = {}
+
+        def put(path: str, node: Node | None) -> None:
+            if node is not None and path not in read.origins:
+                section, _, name = path.partition(".")
+                plain = node.plain()
+                sections.setdefault(section, {})[name] = tuple(plain) if isinstance(plain, list) else plain
+                origins[path] = node.origin
+
+        layout, gpus = plan.layout, plan.hardware.gpus or 1
+        replica = layout.tp * layout.pp * layout.cp
+        if layout.dp is None and gpus % replica:
+            return read  # the plan's own checks say so
+        dp = data_parallel(read)
+        self._check_sharded(plan, dp)
+        mbs, passes = self._microbatch(plan)
+        put("batch.mbs", mbs)
+        size = mbs.value if "batch.mbs" not in read.origins else plan.batch.mbs
+        assert isinstance(size, int)
+        put("batch.gbs", self._all(size * passes, dp, plan))
+        if layout.tp > 1:
+            whole = self._whole_loss()
+            put("loss.kind", Node("plain" if whole.value else "vocab-parallel", whole.origin))
+            if self.settings.has(SEQUENCE):
+                put("layout.sequence_parallel", self.settings.switch(SEQUENCE))
+        if layout.pp > 1:
+            put("fsdp.reshard_after_forward", Node(False, self.settings.where(*RESHARD)))
+            cut = stages(self.settings, plan.model.layers, layout.pp)
+            put("pipeline.schedule", Node(cut.schedule, self.settings.where(*PP)))
+            if "layout.vpp" not in read.origins and "pipeline.partition" not in read.origins:
+                put("layout.vpp", Node(cut.chunks, self.settings.where(*PP)))
+                put(
+                    "pipeline.partition",
+                    Node([Node(one, self.settings.where(*PP)) for one in cut.first], self.settings.where(*PP)),
+                )
+        update = {name: getattr(plan, name).model_copy(update=fields) for name, fields in sections.items()}
+        return ReadPlan(plan.model_copy(update=update), origins, read.warnings, read.assumptions)
+
+    def _check_sharded(self, plan: Plan, dp: int) -> None:
+        shards = dp // plan.fsdp.replicas * plan.layout.cp
+        if shards > 1 or self.settings.era.day >= ALWAYS_SHARDED:
+            return
+        name = self.settings.name(*(REPLICATE if dp > 1 else SHARD))
+        what = "DDP" if dp > 1 else "one rank without fully_shard"
+        problem = f"means {what}, which is not modelled for torchtitan's models: 2 ranks or more must share parameters"
+        raise PlanError(
+            name, ABSENT, problem, origin=self.settings.where(*REPLICATE) if dp > 1 else self.settings.where(*SHARD)
+        )
+
+    def _microbatch(self, plan: Plan) -> tuple[Node, int]:
+        """Sequences of a micro-batch, and how many of them a rank runs before it accumulates."""
+        settings, pp = self.settings, plan.layout.pp
+        if settings.has(TOKENS, ALL_TOKENS, LENGTH[0]):
+            tokens = settings.integer(TOKENS, default=16_384)
+            mbs = Node(self._sequences(tokens, TOKENS), tokens.origin)
+            passes = settings.integer("parallelism.num_pp_microbatches", default=1).value if pp > 1 else 1
+            assert isinstance(passes, int)
+            return mbs, passes
+        local = settings.integer(*BATCH, default=8)
+        if pp == 1:
+            return local, 1
+        assert isinstance(local.value, int)
+        old = ("parallelism.pipeline_parallel_microbatches", "experimental.pipeline_parallel_microbatches")
+        if settings.era.day < "2025-04-07":
+            name, count = settings.name(*old), settings.optional(*old)
+            total = len(stages(settings, plan.model.layers, pp).first) - 1 if settings.era.day >= "2025-01-07" else pp
+            passes = count.value if count is not None else total
+            where = count.origin if count is not None else local.origin
+        else:
+            name = "parallelism.pipeline_parallel_microbatch_size"
+            each = settings.integer(name, default=1)
+            assert isinstance(each.value, int)
+            passes, rest = divmod(local.value, each.value)
+            where = each.origin
+            if rest:
+                raise PlanError(name, each.value, f"must divide the batch of {local.value}", origin=where)
+        assert isinstance(passes, int)
+        if local.value % passes:
+            problem = f"must be a multiple of the {passes} micro-batches of a pipeline"
+            raise PlanError(settings.name(*BATCH), local.value, problem, origin=local.origin)
+        return Node(local.value // passes, where), passes
+
+    def _all(self, local: int, dp: int, plan: Plan) -> Node:
+        """Sequences of a step on all ranks."""
+        settings = self.settings
+        count = settings.optional(GLOBAL_BATCH)
+        tokens = settings.optional(ALL_TOKENS)
+        name = GLOBAL_BATCH if count is not None else ALL_TOKENS
+        if count is None and tokens is not None:
+            count = Node(self._sequences(tokens, ALL_TOKENS), tokens.origin)
+        if count is None:
+            return Node(local * dp, self.settings.where(*BATCH, TOKENS))
+        assert isinstance(count.value, int)
+        if plan.layout.pp > 1 and count.value != local * dp:
+            problem = f"must be {local * dp} with pipeline stages: several pipelines in a step are not modelled yet"
+            raise PlanError(name, count.value, problem, origin=count.origin)
+        return count
+
+    def _sequences(self, tokens: Node, name: str) -> int:
+        length = self.settings.integer(*LENGTH, default=2048).value
+        assert isinstance(length, int)
+        assert isinstance(tokens.value, int)
+        if tokens.value % length:
+            problem = f"must be a multiple of {LENGTH[0]}, which is {length}: other packing is not modelled"
+            raise PlanError(name, tokens.value, problem, origin=tokens.origin)
+        return tokens.value // length
+
+    def _whole_loss(self) -> Node:
+        """Whether every tensor-parallel rank has whole logits."""
+        found = self.settings.first("training.enable_loss_parallel")
+        if found is not None:
+            node = self.settings.switch(found[0])
+            return Node(not node.value, node.origin)
+        return self.settings.switch(*LOSS_WHOLE)
+
+
+# -- what becomes of every key ------------------------------------------------------------------------
+
+
+def _check_keys(settings: Settings) -> None:
+    """Keys of another day's code that would change the plan, and those under which no estimate means anything."""
+    for name, node in settings.given.items():
+        key = key_of(name)
+        if key is None:
+            continue
+        if not key.was(settings.era.day):
+            if key.table is Table.MODELLED:
+                problem = f"{_other_day(key, settings)}; --set torchtitan=RELEASE (or a day) says which code is meant"
+                raise PlanError(name, node.plain(), problem, origin=node.origin)
+        elif key.table is Table.NOT_MODELLED and settings.matters(name, key):
+            direction, _, problem = key.why.partition(": ")
+            if direction == "refused":
+                off = key.default if key.default is not None else "false"
+                problem += f" (--set {name}={off} leaves it out)"
+                raise PlanError(name, node.plain(), problem, origin=node.origin)
+
+
+def _other_day(key: Key, settings: Settings) -> str:
+    when = f"came on {key.since}" if key.since > settings.era.day else f"went on {key.until}"
+    return f"is no key of {settings.era.label}: it {when}"
+
+
+def _notes(settings: Settings, *, strict: bool) -> Iterator[Note]:
+    """Keys that no table has, that are another day's, or that are not modelled; errors if ``strict``."""
+    elsewhere: list[str] = []
+    for name, node in settings.given.items():
+        problem = _problem(name, settings)
+        if problem is None:
+            continue
+        key = key_of(name)
+        code = "argument-unknown" if problem.startswith("is no key") else "argument-not-modelled"
+        told = f"{name} = {shown(node.plain())}"
+        note = left_out(code, name, node.plain(), problem, node.origin, strict=strict, told=told)
+        if key is not None and not key.name.endswith("*") and not key.was(settings.era.day):
+            elsewhere.append(name)
+        else:
+            yield note
+    if elsewhere:
+        names = ", ".join(elsewhere[:6]) + (", …" if len(elsewhere) > 6 else "")
+        yield Note("argument-unknown", one_line(f"{names}: no keys of {settings.era.label}, and left out"))
+
+
+def _problem(name: str, settings: Settings) -> str | None:
+    key = key_of(name)
+    if key is None or (key.name.endswith("*") and not key.was(settings.era.day)):
+        guess = nearest_key(name, settings.era.day)
+        return guessed(f"is no key of {settings.era.label}", guess)
+    if not key.was(settings.era.day):
+        return _other_day(key, settings)
+    if key.table is not Table.NOT_MODELLED or not settings.matters(name, key):
+        return None
+    direction, _, what = key.why.partition(": ")
+    return f"is not modelled yet and {PUSHES[direction]}: {what}"
+
+
+def _differences(settings: Settings) -> Iterator[Note]:
+    later = [what for day, what in DIFFERENCES if day <= settings.era.day]
+    if later:
+        problem = f"layers are estimated as torchtitan had them in December 2024; {settings.era.label} has"
+        yield Note("recipes-older", f"{problem} {'; '.join(later)}")
+
+
+def _explained(settings: Settings, building: Building) -> Iterator[Explained]:
+    for name, node in settings.given.items():
+        key = key_of(name)
+        problem = _problem(name, settings)
+        if problem is not None or key is None:
+            became = problem or ""
+        elif key.table is Table.MODELLED:
+            became = ", ".join(dict.fromkeys(building.became.get(name, ["no effect here"])[:1]))
+        elif key.table is Table.IRRELEVANT:
+            became = key.why
+        else:
+            became = "its default, which does nothing"
+        table = key.table if key is not None and key.was(settings.era.day) else None
+        yield Explained(name, shown(node.plain()), node.origin, became, table)

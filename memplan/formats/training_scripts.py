@@ -1,0 +1,272 @@
+"""The launch scripts of Megatron-LM and Megatron-DeepSpeed: arguments of a training command as a plan.
+
+A shell script, a list of arguments or a mapping of them; each argument is explained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+from ..bash.values import Cause, is_known, origin_of, text
+from ..plan.environment import is_irrelevant
+from ..plan.errors import ABSENT, Origin, PlanError, one_line
+from ..plan.node import Node
+from ..plan.notes import Note
+from ..plan.plan import Plan
+from ..plan.read import Flags, ReadPlan, Source, build_plan
+from .files import Words, read_words, words_of, words_of_mapping
+from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
+from .megatron.table import Context, Family
+from .rows import Argument, Building, Table, arguments_of, nearest_argument
+from .settings import Given, Settings, asks
+
+_KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
+"""Variables of the environment that go into a plan, but for those that change no memory."""
+_OTHER_MODELS = re.compile(r"t5|ict|vlm|vit|vision|mamba|hybrid|retro|mimo|multimodal|prefix_lm|realm|biencoder")
+
+
+def read(place: str, asked: Asked) -> Launch:
+    """The plan in the launch file at ``place``."""
+    return launched(read_words(place, asked.format, asked.variables()), asked)
+
+
+def read_back(text: str, framework: str, flags: Flags) -> Plan:
+    """The plan in the exported script ``text``."""
+    asked = Asked(framework, flags)
+    return launched_plan(launched(words_of(text, "train.sh", framework, {}), asked), flags).plan
+
+
+def plan_of_arguments(
+    arguments: Mapping[str, object],
+    environment: Mapping[str, object] | None = None,
+    *,
+    gpus: int,
+    family: Family = "gpt",
+    vocabulary: int | None = None,
+    framework: str = "megatron",
+    flags: Mapping[str, str] | None = None,
+) -> ReadPlan:
+    """The plan of a run whose ``arguments`` are a mapping, ``{"--num-layers": 12, "--bf16": True}``.
+
+    ``vocabulary`` is the number of the tokenizer's tokens, before padding, where arguments do not say it.
+    Warnings whose code is ``argument-not-modelled`` or ``argument-unknown`` name what the estimate leaves out.
+    """
+    source = Origin("arguments")
+    words = words_of_mapping(arguments, framework)
+    variables = {name: Node(str(value), source) for name, value in (environment or {}).items()}
+    asked = Asked(framework, {**(flags or {}), "gpus": str(gpus)}, vocab_size=vocabulary)
+    launch = launched(words, asked, family, variables)
+    read = build_plan(launch.source, flags or {})
+    return ReadPlan(read.plan, read.origins, (*launch.notes, *read.warnings))
+
+
+def launched(
+    words: Words,
+    asked: Asked,
+    family: Family | None = None,
+    environment: Mapping[str, Node] | None = None,
+) -> Launch:
+    """``words`` as a plan; ``family`` and ``environment`` where the caller knows more than they say."""
+    settings = Settings(words.given, words.ledger, words.origin)
+    refused = _refusal(words) or _refused_argument(words)
+    if refused is not None:
+        raise refused
+    training = words.training
+    if training is None and settings.has("--decoder-num-layers"):
+        origin = settings.where("--decoder-num-layers")
+        raise PlanError("--decoder-num-layers", ABSENT, "belongs to a T5, which is not modelled yet", origin=origin)
+    gpus = asked.gpus or (training.gpus if training is not None else None)
+    if gpus is None and not asked.names & {"gpus", "dp"}:
+        problem = "is needed: the launch file does not say how many GPUs there are; give it as --gpus N"
+        raise PlanError("hardware.gpus", ABSENT, problem, origin=words.origin)
+    context = Context(
+        family or _family(words, settings),
+        training.script if training is not None else "arguments",
+        words.folder,
+        gpus,
+        training.gpus_per_node if training is not None else None,
+        asked.vocabulary,
+        words.files,
+    )
+    table = import_module(f".{asked.format.replace('-', '_')}.table", __package__)
+    building: Building = table.plan_of(settings, context)
+    variables = {**_environment(words), **(environment or {})}
+    variables = {name: node for name, node in variables.items() if _matters(name)}
+    if variables:
+        building.put("environment", Node(dict(variables), words.origin))
+    notes = (
+        *_argument_notes(words, asked.format, asked.strict),
+        *_word_notes(words, asked.strict),
+        *(Note(*note) for note in building.notes),
+    )
+    gbs = building.items.get("batch.gbs")
+    launch = Launch(Source(building.plan(), Path()), tuple(notes), tuple(_explained(words, building)))
+    if gbs is None or settings.has("--global-batch-size"):
+        return launch
+    return replace(launch, finish=partial(_one_microbatch, derived=gbs.origin))
+
+
+def _one_microbatch(read: ReadPlan, derived: Origin) -> ReadPlan:
+    """The global batch size that was ``derived``, since nobody gave it, follows the sizes that flags have changed."""
+    if read.origins.get("batch.gbs") is not derived or read.plan.hardware.gpus is None:
+        return read
+    return with_sizes(read, gbs=read.plan.batch.mbs * data_parallel(read))
+
+
+def _family(words: Words, settings: Settings) -> Family:
+    """BERT or GPT, by the training script's name, or else by its tokenizer."""
+    script = words.training.script if words.training is not None else ""
+    if "bert" in script:
+        return "bert"
+    other = _OTHER_MODELS.search(script)
+    if other is not None:
+        problem = (
+            f"starts {script}.py, whose model is not modelled yet; those of pretrain_gpt.py and pretrain_bert.py are"
+        )
+        raise PlanError("", ABSENT, problem, origin=words.origin)
+    tokenizer = settings.loose_word("--tokenizer-type") or ""
+    return "bert" if not script and tokenizer.startswith("BertWordPiece") else "gpt"
+
+
+def _matters(name: str) -> bool:
+    return bool(_KEPT.match(name)) and not is_irrelevant(name)
+
+
+def _environment(words: Words) -> dict[str, Node]:
+    """Variables of the environment that are known."""
+    return {
+        name: Node(text(value), origin_of(value, words.origin))
+        for name, value in words.environment.items()
+        if is_known(value)
+    }
+
+
+def _refusal(words: Words) -> PlanError | None:
+    """An error where words that are not known may hold arguments that matter."""
+    arguments = {**arguments_of("megatron-deepspeed"), **arguments_of("megatron")}
+    for value in words.loose:
+        for unknown in words.ledger.unknowns(value):
+            if asks(unknown, arguments):
+                options = ", ".join(unknown.options[:4]) or "arguments"
+                remedy = f"; give it as --set {unknown.ask}=value" if unknown.ask else "; keep the branch that applies"
+                verb = "is" if len(unknown.options) == 1 else "are"
+                problem = f"whether {options} {verb} given depends on {unknown.shown}, which cannot be decided{remedy}"
+                return PlanError("", ABSENT, problem, origin=unknown.origin)
+    return None
+
+
+def _refused_argument(words: Words) -> PlanError | None:
+    """An error for the first argument under which nothing would be estimated as it is."""
+    for given in {given.canonical: given for given in words.given}.values():
+        argument = given.argument
+        if argument is None or argument.table is not Table.NOT_MODELLED or _is_default(given, argument):
+            continue
+        direction, _, problem = argument.why.partition(": ")
+        if direction == "refused":
+            return PlanError(given.name, ABSENT, problem, origin=given.origin)
+    return None
+
+
+def _argument_notes(words: Words, framework: str, strict: bool) -> Iterator[Note]:
+    """Arguments that no table has or that are not modelled; errors if ``strict``."""
+    last = {given.canonical: given for given in words.given}
+    for given in last.values():
+        argument = given.argument
+        if argument is None:
+            guess = nearest_argument(given.name, framework)
+            problem = guessed(f"is not an argument of {framework}", guess)
+            code = "argument-unknown"
+        elif argument.table is Table.NOT_MODELLED and not _is_default(given, argument):
+            direction, _, what = argument.why.partition(": ")
+            problem = f"is not modelled yet and {PUSHES[direction]}: {what}"
+            code = "argument-not-modelled"
+        else:
+            continue
+        yield left_out(code, given.name, ABSENT, problem, given.origin, strict=strict, told=_shown(given, words))
+
+
+def _is_default(given: Given, argument: Argument) -> bool:
+    if argument.default is None or len(given.values) != 1:
+        return False
+    value = text(given.values[0])
+    if value == argument.default:
+        return True
+    try:
+        return float(value) == float(argument.default)
+    except ValueError:
+        return False
+
+
+def _word_notes(words: Words, strict: bool) -> Iterator[Note]:
+    """Words that belong to no argument, variables that nobody set, further trainings."""
+    plain = [value for value in words.loose if not words.ledger.unknowns(value)]
+    if plain:
+        several = [words.ledger.shown(value) for value in plain]
+        listed = " ".join(several[:8]) + (" …" if len(several) > 8 else "")
+        verb = "belongs" if len(several) == 1 else "belong"
+        where = origin_of(plain[0], words.origin)
+        yield Note("argument-loose", one_line(f"{listed} ({where}) {verb} to no argument"))
+    for value in words.loose:
+        unknowns = words.ledger.unknowns(value)
+        where = origin_of(value, words.origin)
+        shown = words.ledger.shown(value)
+        if not unknowns:
+            continue
+        if unknowns[0].cause is Cause.UNSET:
+            yield Note("variable-unset", one_line(f"{shown} ({where}) is not set and taken as empty"))
+        elif strict:
+            problem = f"{shown} is not known, and arguments may be in it (--strict)"
+            raise PlanError("", ABSENT, problem, origin=where)
+        else:
+            yield Note("argument-loose", one_line(f"{shown} ({where}) is not known; any arguments in it are left out"))
+    for name in words.unused:
+        problem = f"{name} is nowhere in {words.origin.source}, so that --set {name} changes nothing"
+        if strict:
+            raise PlanError("", ABSENT, f"{problem} (--strict)", origin=Origin("--set"))
+        yield Note("variable-unused", one_line(problem))
+    unset = _unset(words)
+    if unset:
+        names = ", ".join(unset[:8]) + (", …" if len(unset) > 8 else "")
+        yield Note("variable-unset", one_line(f"not set, and not needed for memory: {names}"))
+    if words.training is not None and words.training.others:
+        lines = ", ".join(str(origin.line or origin) for origin in words.training.others)
+        yield Note("several-trainings", f"only the training at {words.origin} was read; others start at line {lines}")
+
+
+def _unset(words: Words) -> list[str]:
+    found: dict[str, None] = {}
+    for given in words.given:
+        for value in given.values:
+            found.update((unknown.ask or unknown.shown, None) for unknown in words.ledger.unknowns(value))
+    return [f"${name}" if re.fullmatch(r"\w+", name) else name for name in found]
+
+
+def _shown(given: Given, words: Words) -> str:
+    return " ".join([given.name, *(words.ledger.shown(value) for value in given.values[:4])])
+
+
+def _explained(words: Words, building: Building) -> Iterator[Explained]:
+    last = {given.canonical: given for given in words.given}
+    for given in words.given:
+        argument = given.argument
+        value = " ".join(words.ledger.shown(value) for value in given.values)
+        origin = origin_of(given.values[0], given.origin) if given.values else given.origin
+        if last[given.canonical] is not given:
+            became = f"replaced by the one at {last[given.canonical].origin}"
+        elif argument is None:
+            became = "not an argument of this parser"
+        elif argument.table is Table.MODELLED:
+            became = ", ".join(dict.fromkeys(building.became.get(argument.name, ["no effect here"])))
+        elif argument.table is Table.IRRELEVANT:
+            became = argument.why
+        elif _is_default(given, argument):
+            became = "its default, which does nothing"
+        else:
+            direction, _, what = argument.why.partition(": ")
+            became = f"not modelled yet, {PUSHES.get(direction, direction)}: {what}"
+        yield Explained(given.name, value, origin, became, argument.table if argument is not None else None)

@@ -1,0 +1,237 @@
+"""What memplan asks of a framework. Each framework has a room, a folder beside this file, whose object answers.
+
+The core (plan, search, report, trace, validate) asks the object and compares no names: what a framework *supports* is
+a table, and what it *does* differently is a method. Heavy parts of a room are imported when they are asked for, so that
+an estimate imports one framework's code and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..layers.module import Options
+    from ..plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
+    from ..plan.resolved import ResolvedPlan
+    from ..plan.section import Dtype
+    from ..result import Notice
+    from ..schedules.partition import Entry
+    from ..search.framework import FrameworkSearch
+    from ..search.time.framework import FrameworkTime
+    from ..tape.program import Program
+    from ..trace.framework import FrameworkRunning
+
+
+BLOCK_SIZE = 256
+"""Elements per scale of bitsandbytes' 8-bit states, from its 0.44 of September 2024 (``Optimizer2State``,
+``init_state``, of ``optim/optimizer.py``)."""
+
+OLD_BLOCK_SIZE = 2048
+"""The same before 0.44."""
+
+PYTORCH_SECTIONS = ("lora", "quantisation", "frozen", "trainer")
+"""Sections of a plan that are modelled around plain PyTorch: adapters, 4-bit and frozen parameters, the Trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supports:
+    """What a framework has, as data. The defaults are those of plain PyTorch in one process on one GPU."""
+
+    sizes: frozenset[str] = frozenset()
+    """Sizes of the layout that may be larger than one: ``tp``, ``pp``, ``dp``, ``cp``, ``vpp``."""
+    zero: tuple[int, ...] = (0,)
+    """Stages of ZeRO."""
+    sequence_parallel: bool = False
+    tp_divides: tuple[str, ...] = ("heads", "kv_heads", "ffn", "hidden")
+    """Sizes of the model that must be multiples of ``tp``, by their fields."""
+    stages_without_layers: bool = True
+    """May ``pp`` be larger than the number of layers?"""
+    several_gpus_of_a_process: bool = False
+    """One process places the model on several GPUs, which are no product of the layout's sizes."""
+    sections: tuple[str, ...] = PYTORCH_SECTIONS
+    """Sections of a plan that not every framework reads (``FrameworkSection``), and ``device_map``."""
+    environment: tuple[str, ...] = ()
+    """Environment variables that it compares or reads, beside those that PyTorch reads."""
+    pipeline: tuple[str, ...] = ()
+    """Fields of the section ``pipeline``."""
+    optimizers: tuple[str, ...] | None = None
+    """``None``: all, since whole parameters are what its optimizer sees."""
+    optimizers_refused: Mapping[str, str] = field(default_factory=dict)
+    """Why another optimizer is not among them, where there is a reason of its own."""
+    implementations: tuple[str, ...] = ("foreach", "for-loop", "fused", "bitsandbytes", "transformers")
+    """Of optimizers, whichever of them an optimizer has."""
+    implementations_refused: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """Why an optimizer of this framework lacks one of these implementations: by the names of both."""
+    default_implementations: Mapping[str, str | None] = field(default_factory=dict)
+    """By the optimizer's name, where it is not the optimizer's own default; ``None``: the framework's own code."""
+    optimizer_fields: frozenset[str] = frozenset(
+        {"momentum", "weight_decay", "paged", "block_size", "embeddings_32bit"}
+    )
+    """Fields of the section ``optimizer`` that change memory here, beside name and implementation."""
+    losses: tuple[str, ...] = ("plain", "liger", "cut", "chunked")
+    losses_refused: Mapping[str, str] = field(default_factory=dict)
+    """Why another loss is not among them, where there is a reason of its own."""
+    last_logits: bool = True
+    """``loss.logits_to_keep``: logits of the last tokens alone."""
+    autocast: bool = True
+    """PyTorch's autocast over fp32 parameters."""
+    gradients_in_fp32: bool = False
+    """Gradients may be accumulated in fp32 whatever the parameters' dtype."""
+    code_2020: bool = True
+    """transformers' GPT-2 of October 2020."""
+    recompute_modules: tuple[str, ...] = ()
+    """Parts of a layer that selective recompute can name."""
+
+
+class Framework:
+    """One framework. A room overrides what differs; what stands here holds for plain PyTorch in one process.
+
+    Methods take a resolved plan, except for those under "defaults", which make one.
+    """
+
+    name: str
+    supports: Supports = Supports()
+    configuration: str | None = None
+    """The format (``memplan.formats``) that says its plans; ``None`` where that is Python alone."""
+
+    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        """One program for every stage."""
+        raise NotImplementedError
+
+    @cached_property
+    def search(self) -> FrameworkSearch:
+        """What a search for a layout asks."""
+        raise NotImplementedError
+
+    @cached_property
+    def time(self) -> FrameworkTime:
+        """What the time of a step asks."""
+        raise NotImplementedError
+
+    @cached_property
+    def running(self) -> FrameworkRunning:
+        """What runs for its plans here."""
+        raise NotImplementedError
+
+    # -- defaults: what a field means that a plan leaves out ----------------------------------------
+
+    def default_gpus(self, plan: Plan) -> int | None:
+        """Number of GPUs, where that is not the product of the layout's sizes."""
+        return None
+
+    def default_layout(self, plan: Plan) -> Layout:
+        """The layout, with sizes that other fields of the plan decide."""
+        return plan.layout
+
+    def default_gradients(self, plan: Plan) -> Dtype:
+        """The dtype in which gradients are accumulated."""
+        return plan.precision.stored
+
+    def default_loss(self, plan: Plan) -> LossKind:
+        return "plain"
+
+    def default_attention(self, plan: Plan) -> AttentionImplementation | None:
+        """``None``: flash, where the family and the dtype have it."""
+        return None
+
+    def default_recompute(self, plan: Plan) -> Recompute:
+        """Full recompute of one layer after the other."""
+        recompute = plan.recompute
+        if recompute.mode == "full" and recompute.method == "uniform" and recompute.layers is None:
+            return recompute.model_copy(update={"layers": 1})
+        return recompute
+
+    default_torch = "2.13"
+    """The version of PyTorch whose source the recipes follow."""
+
+    default_block_size = BLOCK_SIZE
+    """Of the release of bitsandbytes that ran with this framework."""
+
+    def default_sections(self, plan: Plan, hardware: Hardware, layout: Layout) -> dict[str, object]:
+        """Further fields of the plan with this framework's defaults, by name; ``hardware`` and ``layout`` have
+        theirs."""
+        return {}
+
+    # -- checks -------------------------------------------------------------------------------------
+
+    def check(self, plan: ResolvedPlan) -> None:
+        """Rules between fields that no table says. ``PlanError`` where one is broken."""
+
+    # -- stages -------------------------------------------------------------------------------------
+
+    def layer_list(self, plan: Plan) -> Sequence[Entry]:
+        """Entries that a pipeline's stages are cut from."""
+        raise NotImplementedError
+
+    def stage_edges(self, plan: Plan) -> list[int]:
+        """The first entry of every stage, and the number of entries. ``PlanError`` where they cannot be cut so."""
+        raise NotImplementedError
+
+    # -- sizes --------------------------------------------------------------------------------------
+
+    def vocab_multiple(self, plan: Plan) -> int:
+        """The embedding's rows are padded to a multiple of this."""
+        return 1
+
+    def padded_vocab(self, plan: Plan) -> int:
+        """Rows of the embedding on all ranks together."""
+        multiple = self.vocab_multiple(plan)
+        return -(-plan.model.vocab // multiple) * multiple
+
+    def logits_vocab(self, plan: ResolvedPlan) -> int:
+        """Tokens of the vocabulary in the logits that one rank's loss takes."""
+        return self.padded_vocab(plan) // plan.layout.tp
+
+    # -- outside of PyTorch -------------------------------------------------------------------------
+
+    measured_code = "torch"
+    """Whose code must have run for its measurements of the device to hold."""
+    holds_workspaces = False
+    """Its recipes hold cuBLAS's workspaces themselves, stage by stage."""
+
+    def communicates(self, plan: ResolvedPlan) -> bool:
+        """Whether NCCL has communicators."""
+        return plan.hardware.gpus != 1 and not self.supports.several_gpus_of_a_process
+
+    # -- words --------------------------------------------------------------------------------------
+
+    stage_word = "stage"
+    """What a row of the report's table is."""
+
+    def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+        """What a user should know of this framework and this plan."""
+        return iter(())
+
+    own_layers = False
+    """Layers, attention and recompute are this framework's code, not transformers' or torchtitan's on PyTorch's."""
+
+    def optimizer_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        """What an estimate takes for granted of the optimizer."""
+        return plan.optimizer.algorithm.assumptions(plan.optimizer)
+
+    def attention_words(self, plan: Plan) -> str:
+        """The attention as users call it."""
+        return str(plan.attention)
+
+    def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        """What an estimate takes for granted of the framework's code and of its layers; empty: as in plain PyTorch."""
+        return ()
+
+    def layout_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        """What an estimate takes for granted of how the model lies on ranks or devices."""
+        return ()
+
+    def described(self, plan: Plan) -> list[str]:
+        """Choices that make this another plan, in a few words each, beside the framework's name."""
+        return []
+
+    def zero_words(self, stage: int) -> str:
+        """A ZeRO stage as users of the framework call it."""
+        return f"ZeRO-{stage}"
+
+    def cut_field(self, plan: Plan, *, whole: bool) -> str:
+        """The flag that says what stages hold; empty where that is the default. Long lists are cut unless ``whole``."""
+        return ""

@@ -1,0 +1,58 @@
+"""``ddp``: PyTorch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..base import PYTORCH_SECTIONS, Framework, Supports
+
+if TYPE_CHECKING:
+    from ...layers.module import Options
+    from ...plan.resolved import ResolvedPlan
+    from ...search.framework import FrameworkSearch
+    from ...search.time.framework import FrameworkTime
+    from ...tape.program import Program
+    from ...trace.framework import FrameworkRunning
+
+
+class Ddp(Framework):
+    name = "ddp"
+    supports = Supports(
+        sizes=frozenset({"dp"}),
+        zero=(0, 1),
+        sections=(*PYTORCH_SECTIONS, "ddp"),
+        losses=("plain", "liger", "cut"),
+        losses_refused={"chunked": "chunks run backward within forward, where DDP's hooks fire too early"},
+    )
+
+    def layout_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        from .notices import assumptions
+
+        return assumptions(plan)
+
+    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        from . import programs
+
+        return programs.programs(plan, options)
+
+    @cached_property
+    def search(self) -> FrameworkSearch:
+        from ...search.framework import FrameworkSearch as Plain
+
+        return Plain()
+
+    @cached_property
+    def running(self) -> FrameworkRunning:
+        from .running import DdpRunning
+
+        return DdpRunning()
+
+    @cached_property
+    def time(self) -> FrameworkTime:
+        from .timing import DdpTime
+
+        return DdpTime()
+
+
+FRAMEWORK = Ddp()

@@ -1,0 +1,32 @@
+"""What an estimate under DistributedDataParallel takes for granted."""
+
+from __future__ import annotations
+
+from ...plan.resolved import ResolvedPlan
+
+COPIES = "DDP with gradient_as_bucket_view=False: buckets are a second copy of the gradients"
+VIEWS = (
+    "DDP with gradient_as_bucket_view: gradients are views of buckets, and buckets stay between "
+    "iterations; the first iteration has one bucket as large as all later buckets together (with "
+    "zero_grad(set_to_none=False) old and new buckets coexist while DDP rebuilds buckets)"
+)
+NO_SYNC = (
+    "gradients of micro-batches under no_sync are not views of buckets: two copies exist until the last micro-batch"
+)
+UNUSED = "find_unused_parameters: DDP clones the model's output, including the logits, in every forward"
+ZERO = (
+    "ZeroRedundancyOptimizer without overlap_with_ddp, one parameter group: whole tensors go, largest "
+    "first, to the rank with the fewest elements; the report shows the most loaded rank"
+)
+
+
+def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
+    given = plan.ddp
+    result = [VIEWS if given.gradient_as_bucket_view else COPIES]
+    if given.gradient_as_bucket_view and not given.gradient_sync:
+        result.append(NO_SYNC)
+    if given.find_unused_parameters and not given.static_graph:
+        result.append(UNUSED)
+    if plan.layout.zero:
+        result.append(ZERO)
+    return tuple(result)

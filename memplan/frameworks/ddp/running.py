@@ -1,0 +1,72 @@
+"""``DistributedDataParallel`` as it runs here, and around an architecture without a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ...layers.module import Module, Tapes
+from ...plan.errors import PlanError
+from ...plan.resolved import ResolvedPlan
+from ...tape.events import Category, Hold, rounded
+from ...tape.program import Span, drop_all
+from ...trace.job import Replicated
+from ..plain.running import PlainRunning
+from .programs import fullest_rank
+from .reducer import bucket_sizes, limits
+
+
+class DdpRunning(PlainRunning):
+    def replicated(self, plan: ResolvedPlan, *, has_recipe: bool) -> Replicated | None:
+        """Which rank needs most is found with a model's recipe."""
+        if plan.layout.zero and not has_recipe:
+            problem = "must be 0 for an architecture without a recipe: the most loaded rank is unknown"
+            raise PlanError("layout.zero", plan.layout.zero, problem)
+        given = plan.ddp
+        assert plan.layout.dp is not None
+        return Replicated(
+            ranks=plan.layout.dp,
+            rank=fullest_rank(plan) if plan.layout.zero else 0,
+            bucket_cap_mb=given.bucket_cap_mb,
+            gradient_as_bucket_view=given.gradient_as_bucket_view,
+            static_graph=given.static_graph,
+            find_unused_parameters=given.find_unused_parameters,
+            broadcast_buffers=given.broadcast_buffers,
+            syncs_each=given.gradient_sync,
+            zero=bool(plan.layout.zero),
+            parameters_as_bucket_view=given.parameters_as_bucket_view,
+        )
+
+    def distinct(self, plan: ResolvedPlan, ranks: int) -> tuple[int, ...]:
+        return (fullest_rank(plan),) if plan.layout.zero else super().distinct(plan, ranks)
+
+    def check_learnt(self, plan: ResolvedPlan) -> None:
+        super().check_learnt(plan)
+        for name in ("gradient_as_bucket_view", "find_unused_parameters", "parameters_as_bucket_view"):
+            if getattr(plan.ddp, name):
+                problem = "must be false: not modelled for an architecture without a recipe"
+                raise PlanError(f"ddp.{name}", True, problem)
+
+    def learnt_front(self, plan: ResolvedPlan, buffers: Sequence[Hold]) -> tuple[Span, ...]:
+        """DDP broadcasts buffers before every forward pass, through a flat copy of those of a dtype that has
+        several."""
+        if not plan.ddp.broadcast_buffers:
+            return ()
+        by_dtype = {one.dtype: [other.bytes for other in buffers if other.dtype == one.dtype] for one in buffers}
+        flat = tuple(sum(sizes) for sizes in by_dtype.values() if len(sizes) > 1)
+        return _through(flat) if flat else ()
+
+    def learnt_buckets(self, plan: ResolvedPlan, ready: tuple[int, ...] | None) -> tuple[Hold, ...]:
+        """DDP's second copy of gradients, in the order in which they are ready."""
+        if ready is None:
+            problem = "gradients of this architecture are not ready layer by layer, so the buckets are unknown"
+            raise PlanError("framework", plan.framework, f"must be single: {problem}")
+        sizes = bucket_sizes(ready, *limits(plan.ddp))
+        return tuple(Hold(0, rounded(size), Category.COMMUNICATION_BUFFERS, "ddp_bucket") for size in sizes)
+
+
+@lru_cache(maxsize=64)
+def _through(flat: tuple[int, ...]) -> tuple[Span, ...]:
+    copies = [Hold(0, size, Category.COMMUNICATION_BUFFERS, "buffers_flat") for size in flat]
+    tapes = Tapes(drop_all(copies, 1), (), 0, 0)
+    return (Span(Module("broadcast", tapes, tapes, (), ()), ("broadcast",)),)

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO on a Hugging Face model."""

@@ -1,0 +1,139 @@
+"""What a plan says of ZeRO, with DeepSpeed's defaults (``runtime/zero/config.py``, 0.19.8), and what of it is refused.
+
+Sizes are in elements unless a name says bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...families import families, family
+from ...layers.coverage import TRANSFORMERS, check_covered, check_recompute
+from ...plan.errors import PlanError
+from ...plan.framework_sections import Deepspeed
+from ...plan.plan import Optimizer
+from ...plan.resolved import ResolvedPlan
+from ..plain.programs import check_flash
+
+
+class Zero(Deepspeed):
+    """A plan's section ``deepspeed`` with the stage. ``gradient_accumulation_dtype``: ``None`` is the parameters' dtype
+    (``engine.get_data_types``). Pinned blocks are rounded up to a power of two by PyTorch
+    (``ATen/core/CachingHostAllocator.h``), which is not counted."""
+
+    stage: int = 0
+
+    @property
+    def overlaps(self) -> bool:
+        """``overlap_comm_valid``: by default in stage 3 only."""
+        return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+
+def zero_of(plan: ResolvedPlan) -> Zero:
+    """The section ``deepspeed`` of a resolved plan, with its stage and the dtype of accumulated gradients."""
+    given = plan.deepspeed.model_dump(exclude={"gradient_accumulation_dtype"})
+    return Zero.model_construct(stage=plan.layout.zero, gradient_accumulation_dtype=plan.precision.gradients, **given)
+
+
+# -- checks -----------------------------------------------------------------------------------------
+
+
+def check(plan: ResolvedPlan, zero: Zero) -> None:
+    """Refuses what DeepSpeed refuses, and what these recipes do not cover."""
+    check_zero(zero)
+    check_covered(plan.model, TRANSFORMERS, plan.framework)
+    known = family(plan.model.family)
+    if known.submodules is None:
+        others = ", ".join(one.name for one in families() if one.submodules is not None)
+        raise PlanError("model.family", plan.model.family, f"has no table of hooks; {others} have")
+    if plan.attention == "flash":
+        check_flash(plan)
+    if plan.recompute.mode == "full":
+        check_recompute(plan.model)
+    if known.no_zero3 and zero.stage == 3:
+        raise PlanError("model.family", known.name, f"is not modelled at stage 3: {known.no_zero3}")
+    if plan.recompute.mode == "selective":
+        raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
+    check_client_optimizer(plan.optimizer, zero)
+    dtype, accumulates = plan.precision.dtype, zero.gradient_accumulation_dtype
+    if accumulates not in (None, dtype, "fp32"):
+        raise PlanError("data_types.grad_accum_dtype", accumulates, f"must be {dtype} or fp32")
+    if zero.stage == 0 and accumulates not in (None, dtype):
+        raise PlanError("data_types.grad_accum_dtype", accumulates, f"must be {dtype} at stage 0")
+    if zero.stage == 1 and accumulates == "fp32" and dtype == "fp16":
+        raise PlanError("data_types.grad_accum_dtype", "fp32", "is not modelled for fp16 at stage 1")
+    if zero.stage in (1, 2) and not zero.contiguous_gradients:
+        raise PlanError("zero_optimization.contiguous_gradients", False, "is not modelled at stages 1 and 2")
+    if zero.stage == 1 and zero.overlaps:
+        raise PlanError("zero_optimization.overlap_comm", True, "is not modelled at stage 1")
+    if zero.stage in (1, 2) and zero.offload_optimizer != "none" and accumulates not in (None, dtype):
+        raise PlanError("data_types.grad_accum_dtype", accumulates, "is not modelled beside offload_optimizer")
+
+
+def check_client_optimizer(optimizer: Optimizer, zero: Zero) -> None:
+    """Optimizers of others than PyTorch and DeepSpeed: 8-bit states of flat parameters on the device."""
+    if zero.stage == 0 and optimizer.algorithm.eight_bit:
+        problem = "is not supported at stage 0, where parameters are not flat; framework ddp supports it"
+        raise PlanError("optimizer.name", optimizer.name, problem)
+    made = optimizer.algorithm.deepspeed
+    if zero.offload_optimizer != "none" and (made is None or not made.offloads):
+        problem = (
+            "must be adam, adamw, lion or sgd with offload_optimizer: CPU steps of other optimizers are not modelled"
+        )
+        raise PlanError("optimizer.name", optimizer.name, problem)
+
+
+def check_zero(zero: Zero) -> None:
+    """Refuses what contradicts itself, or is not modelled. Field paths are those of ``ds_config.json``."""
+    section = "zero_optimization"
+    if zero.offload_param != "none" and zero.stage < 3:
+        raise PlanError(f"{section}.offload_param", zero.offload_param, f"needs stage 3, not {zero.stage}")
+    if zero.offload_optimizer != "none" and zero.stage < 1:
+        raise PlanError(f"{section}.offload_optimizer", zero.offload_optimizer, "needs stage 1, 2 or 3, not 0")
+    if zero.offload_optimizer == "nvme" and zero.stage < 3:
+        raise PlanError(f"{section}.offload_optimizer", "nvme", f"needs stage 3, not {zero.stage}; cpu is possible")
+    if zero.offload_optimizer_ratio != 1.0:
+        problem = "must be 1: partial offload of states is not modelled"
+        raise PlanError(f"{section}.offload_optimizer.ratio", zero.offload_optimizer_ratio, problem)
+    if not zero.reduce_scatter and zero.stage == 3:
+        raise PlanError(f"{section}.reduce_scatter", False, "is not modelled in stage 3; leave it true")
+    if not zero.memory_efficient_linear and zero.stage == 3:
+        problem = "is not modelled: PyTorch's linear keeps every gathered weight until its backward; leave it true"
+        raise PlanError(f"{section}.memory_efficient_linear", False, problem)
+    if zero.reduce_bucket_size < 1:
+        raise PlanError(f"{section}.reduce_bucket_size", zero.reduce_bucket_size, "must be at least 1")
+    if zero.allgather_bucket_size % 2:
+        raise PlanError(f"{section}.allgather_bucket_size", zero.allgather_bucket_size, "must be even")
+
+
+def check_model(plan: ResolvedPlan) -> None:
+    """Refuses what the recipes do not cover, beside what ``check`` does."""
+    recompute = plan.recompute
+    if recompute.mode == "full" and recompute.method != "uniform":
+        problem = "must be uniform: transformers recomputes every layer by itself"
+        raise PlanError("recompute.method", recompute.method, problem)
+    if recompute.mode == "full" and recompute.layers != 1:
+        raise PlanError("recompute.layers", recompute.layers, "must be 1: transformers recomputes layers one by one")
+    if plan.code != "current":
+        raise PlanError("code", plan.code, "must be current with framework deepspeed")
+
+
+@contextmanager
+def fields_of_a_plan(plan: ResolvedPlan) -> Iterator[None]:
+    """Errors about ``ds_config.json`` name the plan's fields."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(field_of(plan, error.field), error.value, error.problem, known=error.known) from None
+
+
+def field_of(plan: ResolvedPlan, path: str) -> str:
+    """The plan's field for a dotted path of ``ds_config.json``; other paths are fields already."""
+    if path == "data_types.grad_accum_dtype":
+        own = plan.deepspeed.gradient_accumulation_dtype is not None
+        return "deepspeed.gradient_accumulation_dtype" if own else "precision.gradients"
+    section, _, name = path.partition(".")
+    if section != "zero_optimization":
+        return path
+    return "layout.zero" if name == "stage" else f"deepspeed.{name.replace('.', '_')}"

@@ -1,0 +1,269 @@
+"""DeepSpeed's engine (0.19) with ZeRO 0 to 3 on Hugging Face transformers: one program for all ranks.
+
+Which wrapper keeps the states (``runtime/engine.py``, ``_do_optimizer_sanity_check``, ``_configure_optimizer``):
+
+=========  ==================================  =====================================================
+stage      gradients accumulate in             wrapper
+=========  ==================================  =====================================================
+0          the parameters' dtype               ``FP16_Optimizer`` (bf16 too); none for fp32
+1          fp32, bf16 parameters, on device    ``BF16_Optimizer``
+1, 2       anything else                       ``DeepSpeedZeroOptimizer`` (``stage_1_and_2.py``)
+3          either                              ``DeepSpeedZeroOptimizer_Stage3``
+=========  ==================================  =====================================================
+
+Ranks of stages 1 and 2 keep gradients of different parameters; the program is that of the one that needs most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ...families import family
+from ...layers.huggingface import LayerShape
+from ...layers.module import Module, Options
+from ...optimizers.bitsandbytes import quantisation_maps
+from ...plan.plan import Optimizer
+from ...plan.resolved import ResolvedPlan
+from ...schedules.one_chunk import one_chunk
+from ...tape.events import Category, Hold, Stretch
+from ...tape.program import Program, Span, fold_program
+from ..plain import hooked
+from ..plain.buffers import buffers, inputs
+from ..plain.hooked import Model
+from ..plain.programs import layer_shape
+from . import states as zero_states
+from . import step as zero_step
+from .buckets import ReducingBucket, ScatteringBucket
+from .config import Zero, check
+from .hooks import Keeping, Reducer, insert_hooks, insert_into_evaluation, modules
+from .states import Group, Placed, groups, sub_groups, touched
+from .step import Step
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that decides a rank's memory, the model's sizes aside."""
+
+    zero: Zero
+    dp: int
+    dtype: str
+    optimizer: Optimizer
+    recompute: bool
+    microbatches: int
+
+    @property
+    def accumulates(self) -> str:
+        """dtype of accumulated gradients."""
+        return self.zero.gradient_accumulation_dtype or self.dtype
+
+    @property
+    def bf16_wrapper(self) -> bool:
+        zero = self.zero
+        fp32_sums = self.dtype == "bf16" and self.accumulates == "fp32"
+        return zero.stage == 1 and fp32_sums and zero.offload_optimizer == "none"
+
+
+def setting_of(plan: ResolvedPlan, zero: Zero) -> Setting:
+    """That of a resolved plan."""
+    shape = layer_shape(plan)
+    microbatches = plan.batch.gbs // (shape.b * plan.layout.dp)
+    recompute = plan.recompute.mode == "full"
+    return Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, recompute, microbatches)
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """One rank: modules with what is inserted into them, what is kept, and the step."""
+
+    modules: tuple[Module, ...]
+    names: tuple[str, ...]
+    placed: Placed
+    step: Step
+
+
+def programs(plan: ResolvedPlan, options: Options, zero: Zero | None = None) -> tuple[Program, ...]:
+    """One program; ``zero`` is the plan's stage with DeepSpeed's defaults if not given."""
+    made = _of_candidates(plan, options, zero or Zero(stage=plan.layout.zero))
+    return (max(made.values(), key=_need) if len(made) > 1 else next(iter(made.values())),)
+
+
+def fullest_rank(plan: ResolvedPlan, zero: Zero) -> int:
+    """The rank whose program is the plan's."""
+    made = _of_candidates(plan, Options(), zero)
+    return max(made, key=lambda rank: _need(made[rank])) if len(made) > 1 else next(iter(made))
+
+
+def program_of_rank(plan: ResolvedPlan, options: Options, zero: Zero, rank: int) -> Program:
+    """What ``rank`` runs; at stages 1 and 2 others keep other gradients."""
+    return next(iter(_of_candidates(plan, options, zero, rank).values()))
+
+
+def _need(program: Program) -> int:
+    return fold_program(program).peak
+
+
+def _of_candidates(plan: ResolvedPlan, options: Options, zero: Zero, rank: int | None = None) -> dict[int, Program]:
+    """Programs by rank: of all that may need most, or of ``rank`` alone."""
+    check(plan, zero)
+    shape, setting = layer_shape(plan), setting_of(plan, zero)
+    options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
+    beside = (*inputs(shape, 0), *buffers(plan, 0), *quantisation_maps(plan.optimizer))
+    building = _initialisation(setting, shape, plan)
+    numbers = _candidates(setting, shape, plan) if rank is None else [rank]
+    ranks = {number: _rank(setting, shape, plan.model.layers, options, number) for number in numbers}
+    return {number: replace(_program(one, setting, beside), initialisation=building) for number, one in ranks.items()}
+
+
+def _initialisation(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> int | None:
+    """Peak bytes while the engine is built; ``None`` where it is not known (``notices.BUILDING``)."""
+    zero = setting.zero
+    if zero.stage not in (1, 2) or setting.bf16_wrapper or zero.offload_optimizer != "none":
+        return None
+    model = model_of(shape, plan.model.layers, Options(), zero.stage, setting.recompute)
+    besides = sum(hold.bytes for hold in buffers(plan, 0))
+    return zero_states.initialisation_peak(model, groups_of(setting, model), besides, plan.hardware.capacity)
+
+
+def _program(rank: Rank, setting: Setting, beside: tuple[Hold, ...]) -> Program:
+    spans = tuple(Span(module, (name,)) for module, name in zip(rank.modules, rank.names, strict=True))
+    return Program(
+        stage=0,
+        ranks=tuple(range(setting.dp)),
+        entries=tuple(name for name in rank.names if name != "return"),
+        order=one_chunk(spans, setting.microbatches),
+        extra=(*rank.placed.device, *beside),
+        step=Stretch(rank.step.before),
+        late_step=Stretch(rank.step.after),
+    )
+
+
+def host_bytes(plan: ResolvedPlan, zero: Zero) -> tuple[int, int]:
+    """Bytes of host memory (pinned or not) and of NVMe that one rank takes."""
+    check(plan, zero)
+    shape, setting = layer_shape(plan), setting_of(plan, zero)
+    model = model_of(shape, plan.model.layers, Options(), zero.stage, False)
+    placed = placed_of(setting, model, groups_of(setting, model))
+    return placed.on("host"), placed.on("nvme")
+
+
+def model_of(shape: LayerShape, layers: int, options: Options, stage: int, recompute: bool) -> Model:
+    """The model with hooks; its gradients end with them from stage 2 on."""
+    options = replace(options, consumes_gradients=stage >= 2)
+    return hooked.model_of(shape, layers, options, recompute, stage < 3 or family(shape.spec.family).conv1d)
+
+
+@lru_cache(maxsize=32)
+def _rank(setting: Setting, shape: LayerShape, layers: int, options: Options, rank: int) -> Rank:
+    model = model_of(shape, layers, options, setting.zero.stage, setting.recompute)
+    return rank_of(setting, model, groups_of(setting, model), rank)
+
+
+def _candidates(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> list[int]:
+    """Ranks of which one needs most: at stages 1 and 2 what a rank keeps, and from when on, differ."""
+    if setting.zero.stage not in (1, 2):
+        return [0]
+    model = model_of(shape, plan.model.layers, Options(), setting.zero.stage, setting.recompute)
+    return foremost(touched(groups_of(setting, model), setting.dp))
+
+
+def rank_of(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -> Rank:
+    """Rank ``rank`` of ``setting.dp``."""
+    zero, dp = setting.zero, setting.dp
+    first, steady = _reducers(setting, model, parts, rank)
+    earlier = insert_hooks(model, zero, dp, first, first=True)
+    later = insert_hooks(model, zero, dp, steady, first=False) if setting.microbatches > 1 else earlier
+    made = modules(model, earlier, later, insert_into_evaluation(model, zero, dp))
+    names = tuple(instance.name for instance in model.instances)
+    return Rank(made, names, placed_of(setting, model, parts), step_of(setting, model, parts, rank))
+
+
+def foremost(kept: Sequence[int]) -> list[int]:
+    """Ranks that keep more than every rank behind them: shares of later ranks lie later in the model, so that their
+    gradients arrive earlier in backward, and a rank that keeps no more than a later one never holds more."""
+    result: list[int] = []
+    for rank in reversed(range(len(kept))):
+        if not result or kept[rank] > kept[result[-1]]:
+            result.append(rank)
+    return result
+
+
+def groups_of(setting: Setting, model: Model) -> tuple[Group, ...]:
+    zero = setting.zero
+    return groups(model.parameters, zero.groups, setting.dp, round_robin=zero.round_robin_gradients and zero.stage < 3)
+
+
+def _sub_groups(setting: Setting, model: Model, parts: Sequence[Group]) -> list[tuple[tuple[int, ...], ...]]:
+    sizes = [parameter.elements for parameter in model.parameters]
+    return [sub_groups(part.ids, sizes, setting.dp, setting.zero.sub_group_size) for part in parts]
+
+
+def _reducers(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -> tuple[Reducer, Reducer]:
+    """What gradients set off in the first and in further micro-batches."""
+    zero, dtype, accumulates = setting.zero, setting.dtype, setting.accumulates
+    if zero.stage == 3:
+        last = setting.microbatches == 1
+        return (
+            ScatteringBucket(zero, setting.dp, dtype, accumulates, last),
+            ScatteringBucket(zero, setting.dp, dtype, accumulates, True),
+        )
+    if zero.stage == 2:
+        return (
+            ReducingBucket(
+                zero, parts, rank, dtype, True, last_microbatch=setting.microbatches == 1, accumulates=accumulates
+            ),
+            ReducingBucket(zero, parts, rank, dtype, False, accumulates=accumulates),
+        )
+    if zero.stage == 1 and not setting.bf16_wrapper:
+        bucket = Hold(zero_step.BUCKET, bucket_bytes(setting), Category.GRADIENTS, "ipg_bucket")
+        return Keeping(True, (bucket,)), Keeping(False)
+    return Keeping(True), Keeping(False)
+
+
+def bucket_bytes(setting: Setting) -> int:
+    return zero_states.flat("", Category.GRADIENTS, setting.zero.reduce_bucket_size, setting.dtype).bytes
+
+
+def placed_of(setting: Setting, model: Model, parts: Sequence[Group]) -> Placed:
+    zero, dtype, optimizer = setting.zero, setting.dtype, setting.optimizer
+    if zero.stage == 0:
+        return zero_states.replicated(model, parts, optimizer, dtype)
+    if setting.bf16_wrapper:
+        kept = zero_states.partitioned(model, parts, zero, optimizer, dtype)
+        flat = [
+            zero_states.flat(f"{part.name}/gradients_fp32", Category.GRADIENTS, part.padded, "fp32") for part in parts
+        ]
+        return Placed((*kept.device, *flat))
+    if zero.stage < 3:
+        sums = max(touched(parts, setting.dp)) if zero.stage == 2 and setting.microbatches > 1 else 0
+        return zero_states.partitioned(model, parts, zero, optimizer, dtype, sums)
+    subs = _sub_groups(setting, model, parts)
+    return zero_states.sharded_states(model, zero, setting.dp, subs, optimizer, dtype, setting.accumulates)
+
+
+def step_of(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -> Step:
+    zero, optimizer, dtype = setting.zero, setting.optimizer, setting.dtype
+    if zero.stage == 0:
+        return zero_step.unpartitioned(model, parts, optimizer, dtype)
+    if zero.offload_optimizer != "none":
+        nothing = Step((), ())
+        return zero_step.behind_reduction(model, zero, parts, rank, nothing) if zero.stage == 1 else nothing
+    if zero.stage == 3:
+        subs = [sub for group in _sub_groups(setting, model, parts) for sub in group]
+        return zero_step.sharded(model, setting.dp, subs, optimizer, setting.accumulates, dtype)
+    if setting.bf16_wrapper:
+        return zero_step.with_sums(model, parts, optimizer, dtype)
+    compact = zero.stage == 2 and setting.accumulates == "fp32" and dtype != "fp32"
+    step = zero_step.partitioned(model, parts, rank, optimizer, setting.accumulates, compact=compact)
+    return zero_step.behind_reduction(model, zero, parts, rank, step) if zero.stage == 1 else step
+
+
+def parameters_of(plan: ResolvedPlan) -> Model:
+    """The model's parameters, as the engine registers them."""
+    return _parameters(layer_shape(plan), plan.model.layers, plan.layout.zero)
+
+
+@lru_cache(maxsize=32)
+def _parameters(shape: LayerShape, layers: int, stage: int) -> Model:
+    return model_of(shape, layers, Options(), stage, False)

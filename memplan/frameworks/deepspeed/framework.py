@@ -1,0 +1,104 @@
+"""``deepspeed``: DeepSpeed's ZeRO on a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ...plan.errors import PlanError
+from ..base import Framework, Supports
+
+if TYPE_CHECKING:
+    from ...layers.module import Options
+    from ...plan.plan import Plan
+    from ...plan.resolved import ResolvedPlan
+    from ...plan.section import Dtype
+    from ...result import Notice
+    from ...search.framework import FrameworkSearch
+    from ...search.time.framework import FrameworkTime
+    from ...tape.program import Program
+    from ...trace.framework import FrameworkRunning
+
+OWN_ADAM = "DeepSpeed has its own FusedAdam; foreach and for-loop are PyTorch's (torch_adam)"
+
+
+class Deepspeed(Framework):
+    name = "deepspeed"
+    configuration = "deepspeed"
+    measured_code = "deepspeed"
+    supports = Supports(
+        sizes=frozenset({"dp"}),
+        zero=(0, 1, 2, 3),
+        sections=("deepspeed",),
+        optimizers=("sgd", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit"),
+        optimizers_refused={
+            "muon": "DeepSpeed's own Muon takes whole matrices out of ZeRO's buckets, which is not modelled"
+        },
+        implementations=("foreach", "for-loop", "fused", "transformers"),
+        implementations_refused={
+            ("adam", "fused"): OWN_ADAM,
+            ("adamw", "fused"): OWN_ADAM,
+        },
+        default_implementations={"adam": None, "adamw": None, "lion": None},
+        optimizer_fields=frozenset({"momentum", "weight_decay", "block_size", "embeddings_32bit"}),
+        losses=("plain",),
+        last_logits=False,
+        autocast=False,
+        gradients_in_fp32=True,
+        code_2020=False,
+    )
+
+    def default_gradients(self, plan: Plan) -> Dtype:
+        """``data_types.grad_accum_dtype``, else the parameters' dtype."""
+        named, allowed = plan.deepspeed.gradient_accumulation_dtype, {plan.precision.stored, "fp32"}
+        if named is not None and named not in allowed:
+            problem = f"must be {' or '.join(sorted(allowed))} with dtype {plan.precision.stored}"
+            raise PlanError("deepspeed.gradient_accumulation_dtype", named, problem)
+        return named or plan.precision.stored
+
+    def check(self, plan: ResolvedPlan) -> None:
+        sums = plan.deepspeed.gradient_accumulation_dtype
+        if sums not in (None, plan.precision.gradients):
+            problem = f"must be {plan.precision.gradients}, as precision.gradients: both fields set the same dtype"
+            raise PlanError("deepspeed.gradient_accumulation_dtype", sums, problem)
+
+    def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+        from .notices import notices
+
+        return notices(plan, programs)
+
+    def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        from .notices import assumptions
+
+        return assumptions(plan)
+
+    def described(self, plan: Plan) -> list[str]:
+        places = {"optimizer": plan.deepspeed.offload_optimizer, "parameters": plan.deepspeed.offload_param}
+        return [f"{what} on {place}" for what, place in places.items() if place != "none"]
+
+    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        from . import programs
+
+        return programs.programs(plan, options)
+
+    @cached_property
+    def search(self) -> FrameworkSearch:
+        from .searching import DeepspeedSearch
+
+        return DeepspeedSearch()
+
+    @cached_property
+    def running(self) -> FrameworkRunning:
+        from .validating import DeepspeedRunning
+
+        return DeepspeedRunning()
+
+    @cached_property
+    def time(self) -> FrameworkTime:
+        from .timing import DeepspeedTime
+
+        return DeepspeedTime()
+
+
+FRAMEWORK = Deepspeed()

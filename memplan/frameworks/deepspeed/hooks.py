@@ -1,0 +1,227 @@
+"""Tapes of modules with what DeepSpeed's hooks insert: gathers, releases, buckets of gradients.
+
+A micro-batch of the whole model is walked once, forward and backward; every instance of a module gets
+tapes of its own, since what is gathered while it runs belongs to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from ...layers.autograd import ITEMSIZE
+from ...layers.module import Module
+from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
+from ..plain.hooked import NO_PARAMETERS, TIED, Model
+from .config import Zero
+from .coordinator import Change, Coordinator, Sharded, Step
+
+Role = Literal["first", "steady", "evaluation"]
+"""Gradients appear, or are added to those that do; or there is no graph."""
+
+
+class Reducer(Protocol):
+    """What a gradient's arrival sets off."""
+
+    def arrived(self, id: int, elements: int, size: int) -> tuple[Tape, bool]:
+        """Events while the gradient of parameter ``id`` is still there, and whether it stays behind them."""
+
+    def finished(self) -> Tape:
+        """Events at the end of a micro-batch's backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """No reduction before the step: gradients stay (``first``), or are added to those that do."""
+
+    first: bool
+    before_first: Tape = ()
+    """Events when the first gradient of all arrives."""
+    seen: list[int] = field(default_factory=list)
+
+    def arrived(self, id: int, elements: int, size: int) -> tuple[Tape, bool]:
+        begun = self.before_first if not self.seen else ()
+        self.seen.append(id)
+        return begun, self.first
+
+    def finished(self) -> Tape:
+        return ()
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """One micro-batch with what hooks insert, by instance in the order of ``Model.instances``."""
+
+    forward: tuple[Tape, ...]
+    backward: tuple[Tape, ...]
+    coordinator: Coordinator | None = None
+
+
+def insert_hooks(model: Model, zero: Zero, dp: int, reducer: Reducer, *, first: bool) -> Inserted:
+    """``first``: gradients appear, rather than being added to."""
+    role: Role = "first" if first else "steady"
+    count = len(model.instances)
+    coordinator = coordinator_of(model, zero, dp, role) if zero.stage == 3 else None
+    hooks = _Hooks(model, coordinator, reducer, role)
+    forward = tuple(hooks.tape(at, backward=False) for at in range(count))
+    backward = [hooks.tape(at, backward=True) for at in reversed(range(count))]
+    backward[-1] = (*backward[-1], *reducer.finished(), *hooks.leftovers())
+    renamed = tuple(hooks.renamed(at, tape) for at, tape in enumerate(reversed(backward)))
+    return Inserted(forward, renamed, coordinator)
+
+
+def insert_into_evaluation(model: Model, zero: Zero, dp: int) -> tuple[Tape, ...]:
+    """Forward alone, without a graph."""
+    coordinator = coordinator_of(model, zero, dp, "evaluation") if zero.stage == 3 else None
+    hooks = _Hooks(model, coordinator, Keeping(True), "evaluation")
+    return tuple(hooks.tape(at, backward=False) for at in range(len(model.instances)))
+
+
+def modules(model: Model, first: Inserted, steady: Inserted, evaluation: Sequence[Tape]) -> tuple[Module, ...]:
+    """One module for each instance, with what hooks insert."""
+    result = []
+    for at, instance in enumerate(model.instances):
+        module = instance.hooked.module
+        result.append(
+            replace(
+                module,
+                first=replace(module.first, forward=first.forward[at], backward=first.backward[at]),
+                steady=replace(module.steady, forward=steady.forward[at], backward=steady.backward[at]),
+                evaluation=evaluation[at],
+            )
+        )
+    return tuple(result)
+
+
+def coordinator_of(model: Model, zero: Zero, dp: int, role: Role) -> Coordinator:
+    """The coordinator with a complete trace of one pass."""
+    count = len(model.instances)
+    steps = [step for at in range(count) for step in _steps(model, at, role, backward=False)]
+    if role != "evaluation":
+        steps += [step for at in reversed(range(count)) for step in _steps(model, at, role, backward=True)]
+    return Coordinator(zero, dp, sharded(model, zero), tuple(steps))
+
+
+def sharded(model: Model, zero: Zero) -> tuple[Sharded, ...]:
+    """``mark_persistent_parameters``: small ones stay whole, up to a limit for all of them."""
+    result, total = [], 0
+    for id, parameter in enumerate(model.parameters):
+        n = parameter.elements
+        persists = n <= zero.stage3_param_persistence_threshold and total + n <= zero.stage3_model_persistence_threshold
+        total += n if persists else 0
+        result.append(Sharded(id, n, persists))
+    return tuple(result)
+
+
+BEFORE = (Hook.BEFORE_FORWARD, Hook.BEFORE_BACKWARD)
+
+EMPTY = Step(-1, ())
+"""A submodule without parameters."""
+
+
+def _steps(model: Model, at: int, role: Role, *, backward: bool) -> list[Step]:
+    seams = (seam for _, seam in cut(_tape(model, at, role, backward=backward)) if seam is not None)
+    return [
+        EMPTY if seam.name == NO_PARAMETERS else Step(*model.reads(at, seam.name))
+        for seam in seams
+        if seam.hook in BEFORE
+    ]
+
+
+def _tape(model: Model, at: int, role: Role, *, backward: bool) -> Tape:
+    module = model.instances[at].hooked.module
+    if role == "evaluation":
+        return module.evaluation
+    tapes = module.first if role == "first" else module.steady
+    return tapes.backward if backward else tapes.forward
+
+
+class _Hooks:
+    """What hooks insert in one pass over the model."""
+
+    def __init__(self, model: Model, coordinator: Coordinator | None, reducer: Reducer, role: Role) -> None:
+        self.model = model
+        self.role = role
+        self.coordinator = coordinator
+        self.reducer = reducer
+        self.names: list[dict[int, int]] = [{} for _ in model.instances]
+        """Gradients that outlive their module: shared ids by their own."""
+        self.gradients: list[set[int]] = [set() for _ in model.instances]
+        self.unhooked: list[Step] = []
+        self.waits: Drop | None = None
+        """A tied parameter's gradient from the head, until the embedding's arrives."""
+
+    def tape(self, at: int, *, backward: bool) -> Tape:
+        """That of instance ``at``."""
+        taken: set[int] = set()
+
+        def events(seam: Seam) -> Sequence[Event]:
+            if seam.hook is Hook.GRADIENT:
+                return self._gradient(at, seam, taken)
+            return self._hook(at, seam, self.coordinator) if self.coordinator is not None else ()
+
+        return insert(_tape(self.model, at, self.role, backward=backward), events, taken)
+
+    def leftovers(self) -> Sequence[Event]:
+        return self._events(self.coordinator.leftovers(self.unhooked)) if self.coordinator is not None else ()
+
+    def renamed(self, at: int, tape: Tape) -> Tape:
+        """``tape`` with gradients in their category, and shared ids where they outlive the module."""
+        names, gradients = self.names[at], self.gradients[at]
+        if not gradients:
+            return tape
+        return tuple(
+            event._replace(tensor=names.get(event.tensor, event.tensor), category=Category.GRADIENTS)
+            if not isinstance(event, Seam) and event.tensor in gradients
+            else event
+            for event in tape
+        )
+
+    def _hook(self, at: int, seam: Seam, coordinator: Coordinator) -> Sequence[Event]:
+        if seam.name == NO_PARAMETERS:
+            return self._events(coordinator.fetch())
+        step = Step(*self.model.reads(at, seam.name))
+        if seam.hook not in BEFORE:
+            return self._events(coordinator.release(step))
+        if seam.hook is Hook.BEFORE_BACKWARD and seam.name in self.model.instances[at].hooked.unhooked:
+            self.unhooked.append(step)
+        return self._events(coordinator.fetch())
+
+    def _events(self, changes: Sequence[Change]) -> list[Event]:
+        return [self._event(change) for change in changes]
+
+    def _event(self, change: Change) -> Event:
+        size = rounded(abs(change.elements) * ITEMSIZE[self.model.dtype])
+        id, kept = Scope.GATHERED.id(change.buffer), Category.GATHERED_PARAMETERS
+        if change.elements < 0:
+            return Drop(id, size, kept)
+        return Hold(id, size, kept, change.what, (change.elements,), self.model.dtype)
+
+    def _gradient(self, at: int, seam: Seam, taken: set[int]) -> Tape:
+        id = self.model.id_of(self.model.instances[at], seam.name)
+        size = self.model.bytes(id)
+        self.gradients[at].add(seam.tensor)
+        if self.model.tied and seam.name == TIED:
+            return self._tied(at, seam, id, size, taken)
+        before, stays = self.reducer.arrived(id, self.model.parameters[id].elements, size)
+        if stays:
+            self._outlives(at, seam.tensor, id, taken)
+        return before
+
+    def _outlives(self, at: int, tensor: int, id: int, taken: set[int]) -> None:
+        self.names[at][tensor] = Scope.GRADIENTS.id(id)
+        taken.add(tensor)
+
+    def _tied(self, at: int, seam: Seam, id: int, size: int, taken: set[int]) -> Tape:
+        """The engine adds the embedding's gradient to the head's, which has waited for it, and then the hook runs."""
+        drop = Drop(Scope.GRADIENTS.id(id), size, Category.GRADIENTS)
+        if self.waits is None:
+            self.waits = drop
+            self._outlives(at, seam.tensor, id, taken)
+            return ()
+        self.waits = None
+        own = Drop(seam.tensor, size, Category.GRADIENTS)
+        taken.add(seam.tensor)
+        before, stays = self.reducer.arrived(id, self.model.parameters[id].elements, size)
+        return (own, *before) if stays else (own, *before, drop)

@@ -1,0 +1,40 @@
+"""DeepSpeed in the time of a step."""
+
+from __future__ import annotations
+
+from ...plan.resolved import ResolvedPlan
+from ...search.time.framework import FrameworkTime
+from ...search.time.shape import ITEMSIZE
+from ...search.time.updates import HOST_ADAM, NVME, Exchange, Replicas, beside, node_gpus, sharded
+
+
+class DeepspeedTime(FrameworkTime):
+    def exposed(self, replicas: Replicas, rank: Exchange) -> float:
+        plan = replicas.plan
+        if plan.layout.zero == 3:
+            return sharded(replicas, rank)
+        reduced, gathered = replicas.exchanged(rank.trained)
+        if plan.deepspeed.overlap_comm:
+            reduced = beside(reduced, rank.backward, plan.deepspeed.reduce_bucket_size / rank.trained)
+        return reduced * (rank.microbatches if plan.layout.zero == 2 else 1) + gathered
+
+    def mixed(self, plan: ResolvedPlan) -> bool:
+        return plan.precision.dtype != "fp32"
+
+    def stepped(self, plan: ResolvedPlan) -> float:
+        given = plan.deepspeed
+        return 1.0 if given.offload_optimizer == "none" else 1 - given.offload_optimizer_ratio
+
+    def offload(self, replicas: Replicas, owned: float, shard: float, microbatches: int) -> float:
+        """DeepSpeed's CPU Adam shares the node's cores."""
+        plan, host, total = replicas.plan, replicas.rates.host, 0.0
+        given, element, together = plan.deepspeed, ITEMSIZE[plan.precision.dtype], node_gpus(plan)
+        if given.offload_optimizer != "none":
+            away = owned * given.offload_optimizer_ratio
+            total += away * (element + element) / host + away * together * HOST_ADAM
+            if given.offload_optimizer == "nvme":
+                total += away * together * 24 / NVME
+        if given.offload_param != "none":
+            copies = 2 * microbatches * shard * element
+            total += copies / host if given.offload_param == "cpu" else copies * together / NVME
+        return total

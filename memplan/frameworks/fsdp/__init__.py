@@ -1,0 +1,1 @@
+"""PyTorch's fully_shard, on transformers' models and torchtitan's Llama."""

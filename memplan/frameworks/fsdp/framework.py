@@ -1,0 +1,143 @@
+"""``fsdp``: PyTorch's fully_shard, on transformers' models and torchtitan's Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ...plan.errors import PlanError
+from ..base import Framework, Supports
+
+if TYPE_CHECKING:
+    from ...layers.module import Options
+    from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
+    from ...plan.resolved import ResolvedPlan
+    from ...result import Notice
+    from ...search.framework import FrameworkSearch
+    from ...search.time.framework import FrameworkTime
+    from ...tape.program import Program
+    from ...trace.framework import FrameworkRunning
+
+NO_KERNEL = "bitsandbytes' kernels take no DTensor"
+
+
+class Fsdp(Framework):
+    name = "fsdp"
+    configuration = "torchtitan"
+    supports = Supports(
+        sizes=frozenset({"tp", "pp", "dp", "vpp"}),
+        sequence_parallel=True,
+        tp_divides=("heads", "kv_heads", "ffn", "vocab"),
+        sections=("fsdp",),
+        pipeline=("schedule", "partition"),
+        optimizers=("sgd", "adam", "adamw"),
+        optimizers_refused={
+            "adafactor": "PyTorch's and transformers' Adafactor both fail on DTensor shards",
+            "adam8bit": NO_KERNEL,
+            "lion": NO_KERNEL,
+            "lion8bit": NO_KERNEL,
+            "muon": "Muon runs on DTensor shards, but the gathers of its matrix products are not modelled",
+        },
+        implementations=("foreach", "for-loop", "fused"),
+        implementations_refused={("sgd", "fused"): "PyTorch's fused SGD takes no DTensor"},
+        optimizer_fields=frozenset({"momentum", "weight_decay"}),
+        losses=("plain", "vocab-parallel"),
+        last_logits=False,
+        autocast=False,
+        code_2020=False,
+    )
+
+    def default_layout(self, plan: Plan) -> Layout:
+        """torchtitan's tensor parallelism always shards norms along the sequence (``SequenceParallel``)."""
+        layout = plan.layout
+        if layout.tp > 1 and plan.fsdp.code != "torchtitan":
+            problem = "must be 1 with framework fsdp and transformers' code, whose tp_plan is not modelled; "
+            raise PlanError("layout.tp", layout.tp, problem + "torchtitan's is")
+        if layout.tp == 1 or layout.sequence_parallel:
+            return layout
+        if "sequence_parallel" in layout.model_fields_set:
+            problem = "must be true with framework fsdp and tp > 1: torchtitan's always shards the sequence"
+            raise PlanError("layout.sequence_parallel", False, problem)
+        return layout.model_copy(update={"sequence_parallel": True})
+
+    def default_loss(self, plan: Plan) -> LossKind:
+        return "vocab-parallel" if plan.layout.tp > 1 else "plain"
+
+    def default_attention(self, plan: Plan) -> AttentionImplementation | None:
+        """torchtitan's Llama has fused kernels alone."""
+        return "flash" if plan.fsdp.code == "torchtitan" else None
+
+    def default_recompute(self, plan: Plan) -> Recompute:
+        recompute = super().default_recompute(plan)
+        if recompute.mode == "none" and plan.fsdp.per_operator:
+            return recompute.model_copy(update={"mode": "selective"})
+        return recompute
+
+    def default_sections(self, plan: Plan, hardware: Hardware, layout: Layout) -> dict[str, object]:
+        """torchtitan keeps parameters gathered between the micro-batches of a pipeline (``pp_enabled`` in
+        ``apply_fsdp``)."""
+        if layout.pp == 1 or "reshard_after_forward" in plan.fsdp.model_fields_set:
+            return {}
+        return {"fsdp": plan.fsdp.model_copy(update={"reshard_after_forward": False})}
+
+    def check(self, plan: ResolvedPlan) -> None:
+        if plan.layout.tp == 1 and plan.loss.kind == "vocab-parallel":
+            problem = "must be plain with tp 1: the vocabulary is not sharded"
+            raise PlanError("loss.kind", plan.loss.kind, problem)
+
+    def stage_edges(self, plan: Plan) -> list[int]:
+        from .stages import partition
+
+        return partition(plan)
+
+    def logits_vocab(self, plan: ResolvedPlan) -> int:
+        """Without ``loss_parallel`` DTensor gathers the logits."""
+        return plan.model.vocab if plan.loss.kind == "plain" else super().logits_vocab(plan)
+
+    def attention_words(self, plan: Plan) -> str:
+        """PyTorch's fused attention has another kernel for fp32."""
+        fused = plan.attention == "flash" and plan.precision.dtype == "fp32"
+        return "memory-efficient" if fused else super().attention_words(plan)
+
+    def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+        from .notices import warnings
+
+        return warnings(plan, programs)
+
+    def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        from .notices import assumptions
+
+        return assumptions(plan)
+
+    def described(self, plan: Plan) -> list[str]:
+        given = plan.fsdp
+        parts = ["torchtitan"] if given.code == "torchtitan" else []
+        parts += [f"{given.replicas} replicas"] if given.replicas > 1 else []
+        return [*parts, "offload"] if given.offload else parts
+
+    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        from . import programs
+
+        return programs.programs(plan, options)
+
+    @cached_property
+    def search(self) -> FrameworkSearch:
+        from .searching import FsdpSearch
+
+        return FsdpSearch()
+
+    @cached_property
+    def running(self) -> FrameworkRunning:
+        from .running import FsdpRunning
+
+        return FsdpRunning()
+
+    @cached_property
+    def time(self) -> FrameworkTime:
+        from .timing import FsdpTime
+
+        return FsdpTime()
+
+
+FRAMEWORK = Fsdp()

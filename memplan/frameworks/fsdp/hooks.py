@@ -1,0 +1,402 @@
+"""``fully_shard``'s hooks, run over a model's modules in order: what they hold and drop at every seam.
+
+Follows ``_fully_shard/_fsdp_state.py`` (``FSDPState``: which hook runs when), ``_fsdp_param_group.py``
+(``FSDPParamGroup``: what it does) and ``_fsdp_collectives.py`` (the buffers) of torch 2.13. A unit's life:
+
+* *pre-forward*: its shards are cast into one flat tensor, gathered into one flat output, and copied out into
+  a tensor for each parameter. The output stays until the next unit has been gathered, so that this
+  unit's copy can run beside that unit's gather (``wait_for_unshard``, ``comm_ctx.all_gather_state``).
+* *post-forward*: the parameters end (``reshard``), unless the unit is the root or told not to.
+* *pre-backward*: gathered again if they ended, the output ends at once; then the unit that ran before this
+  one is gathered ahead, though not copied out (``_backward_prefetch``).
+* *post-backward*: parameters end, the previous unit's reduce-scatter input ends, and gradients are copied
+  into one flat input in the reduction's dtype, after which they end; its output is the sharded gradient.
+
+Gathering runs on a stream of its own, and so does the output of the reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape
+from .units import Sharding, Unit, size
+
+GATHERING, REDUCING = 1, 2
+"""Streams besides the default one."""
+
+OUTPUT, CAST, INPUT, REDUCED, SHARDED, DIVIDED, UNITS = 0, 2, 4, 6, 7, 8, 20
+"""Numbers of buffers among the hooks' (``Scope.HOOKS``). Of the first three there are two, which take turns; from the
+last one on are those that a unit of several modules has for itself."""
+
+WHOLE, RESHARDED, GRADIENT, FROM_HOST = (kind << 16 for kind in range(4))
+"""Numbers from which on are tensors of a unit that one module holds (``Scope.MODULE``): for each parameter one."""
+
+BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS
+
+
+class Role(Enum):
+    """What a micro-batch does with gradients (``set_requires_gradient_sync``)."""
+
+    FIRST = "reduces them; the sharded gradients appear"
+    STEADY = "reduces them and adds to the sharded gradients"
+    KEPT_FIRST = "keeps them whole"
+    KEPT = "adds to those that were kept whole"
+    LAST = "reduces its own and what was kept; the sharded gradients appear"
+
+    @property
+    def adds(self) -> bool:
+        """Whole gradients are there already."""
+        return self in (Role.KEPT, Role.LAST)
+
+    @property
+    def reduces(self) -> bool:
+        return self not in (Role.KEPT_FIRST, Role.KEPT)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A parameter's gradient as autograd leaves it."""
+
+    end: Drop
+    elements: int
+    """Of the parameter, as this rank has it."""
+    whole: int
+    """Of the gradient: more, where tensor parallelism leaves it whole."""
+    kept: int
+    """Id of its copy in the reduction's dtype, where it is not reduced at once; in the same placement."""
+    placed: int | None = None
+    """Id of what is reduced, where tensor parallelism leaves the gradient in another placement than its parameter's
+    (``unsharded_grad_data``, ``unsharded_accumulated_grad_data``)."""
+
+
+class Around(NamedTuple):
+    """What hooks do around one module."""
+
+    before_forward: Tape
+    after_forward: Tape
+    before_backward: Tape
+    after_backward: Tape
+
+    def at(self, seam: Seam) -> Tape:
+        """Events of the hook at ``seam``."""
+        match seam.hook:
+            case Hook.BEFORE_FORWARD:
+                return self.before_forward
+            case Hook.AFTER_FORWARD:
+                return self.after_forward
+            case Hook.BEFORE_BACKWARD:
+                return self.before_backward
+            case Hook.AFTER_BACKWARD:
+                return self.after_backward
+        return ()
+
+
+@dataclass(slots=True)
+class _State:
+    """Where a unit is; the holds are those that a later hook drops."""
+
+    gathered: Hold | None = None
+    """An all-gather's output that nobody has copied out."""
+    whole: list[Hold] = field(default_factory=list)
+    """Unsharded parameters."""
+    resharded: list[Hold] = field(default_factory=list)
+    """Pieces for fewer ranks, between forward and backward."""
+    ran: bool = False
+    """Its post-backward has run."""
+
+
+class Hooks:
+    """One micro-batch of a model whose units are given in the order of ``named_modules()``, the root first."""
+
+    def __init__(
+        self, units: Sequence[Unit], sharding: Sharding, gradients: Sequence[Sequence[Gradient]], role: Role
+    ) -> None:
+        self.units = units
+        self.sharding = sharding
+        self.gradients = gradients
+        """Of each unit, what autograd leaves at its parameters, in their order."""
+        self.role = role
+        self.states = [_State() for _ in units]
+        self.order: list[int] = []
+        """Units as their forward ended."""
+        self.previous: Hold | None = None
+        """The output of the last all-gather that was copied out in forward."""
+        self.reducing: Hold | None = None
+        """The input of the last reduce-scatter."""
+        self.reduced: list[Hold] = []
+        """Outputs that all-reduces across replicas hold on to."""
+        self.events: list[Event] = []
+        self.ids: dict[tuple[str, int, int], int] = {}
+
+    # -- tensors ----------------------------------------------------------------------------------
+
+    def hold(self, id: int, elements: int, dtype: str, category: Category, name: str, stream: int = 0) -> Hold:
+        hold = Hold(id, size(elements, dtype), category, name, (elements,), dtype, stream)
+        self.events.append(hold)
+        return hold
+
+    def drop(self, hold: Hold) -> None:
+        self.events.append(Drop(hold.tensor, hold.bytes, hold.category))
+
+    def id(self, kind: str, unit: int, index: int = 0) -> int:
+        """Of a tensor that only this unit's hooks know, if one module holds the unit; else one for the whole model."""
+        first = {"whole": WHOLE, "resharded": RESHARDED, "gradient": GRADIENT}.get(kind)
+        if first is not None and self.units[unit].alone:
+            return Scope.MODULE.id(first + index)
+        return self.ids.setdefault((kind, unit, index), Scope.HOOKS.id(UNITS + len(self.ids)))
+
+    def take(self) -> Tape:
+        """What has been recorded since it was last called."""
+        events = tuple(self.events)
+        self.events.clear()
+        return events
+
+    # -- gathering --------------------------------------------------------------------------------
+
+    def unshard(self, at: int) -> None:
+        """``foreach_all_gather``: the flat output; before it, the shards in the dtype of compute."""
+        unit, state, sharding = self.units[at], self.states[at], self.sharding
+        if state.gathered is not None or state.whole or self.sharding.shards == 1:
+            return
+        ranks = self._ranks(at)
+        pieces = [self._padded(at, one) // ranks for one in range(len(unit.parameters))]
+        flat = sum(pieces)
+        cast: list[Hold] = []
+        if sharding.offload and not state.resharded:
+            cast = self._from_host(pieces)
+        elif sharding.parameters != sharding.compute:
+            cast = [self.hold(Scope.HOOKS.id(CAST), flat, sharding.compute, BUFFERS, "all_gather_input", GATHERING)]
+        output = Scope.HOOKS.id(OUTPUT + at % 2)
+        state.gathered = self.hold(output, flat * ranks, sharding.compute, BUFFERS, "all_gather_output", GATHERING)
+        for one in cast:
+            self.drop(one)
+
+    def _from_host(self, pieces: Sequence[int]) -> list[Hold]:
+        """Shards copied to the device one by one, and cast there (``FSDPParam.all_gather_inputs``)."""
+        sharding, result = self.sharding, []
+        for index, elements in enumerate(pieces):
+            first = FROM_HOST + 2 * index
+            copied = self.hold(
+                Scope.MODULE.id(first), elements, sharding.parameters, BUFFERS, "shard_from_host", GATHERING
+            )
+            if sharding.parameters == sharding.compute:
+                result.append(copied)
+                continue
+            result.append(
+                self.hold(
+                    Scope.MODULE.id(first + 1), elements, sharding.compute, BUFFERS, "all_gather_input", GATHERING
+                )
+            )
+            self.drop(copied)
+        return result
+
+    def _ranks(self, at: int) -> int:
+        """Ranks that a unit's pieces are gathered from."""
+        width = self.sharding.width(self.units[at].reshard)
+        return width if self.states[at].resharded and width is not None else self.sharding.shards
+
+    def _padded(self, at: int, index: int) -> int:
+        """Elements of an unsharded parameter, with the padding of its shards."""
+        return self.units[at].shard_elements(self.sharding.shards)[index] * self.sharding.shards
+
+    def wait_for_unshard(self, at: int, *, forward: bool) -> None:
+        """Copied out: one tensor for each parameter. Forward leaves the output to the next unit's turn."""
+        state, sharding, unit = self.states[at], self.sharding, self.units[at]
+        if state.whole:
+            return
+        cast: Hold | None = None
+        for index, parameter in enumerate(unit.parameters):
+            elements, id = self._padded(at, index), self.id("whole", at, index)
+            before = cast
+            if sharding.shards == 1 and sharding.parameters != sharding.compute:
+                cast = self.hold(
+                    Scope.HOOKS.id(CAST + index % 2), elements, sharding.compute, BUFFERS, "cast_parameter"
+                )
+            if before is not None:
+                self.drop(before)
+            state.whole.append(self.hold(id, elements, sharding.compute, GATHERED, parameter.name))
+        if cast is not None:
+            self.drop(cast)
+        for piece in state.resharded:
+            self.drop(piece)
+        state.resharded.clear()
+        if forward:
+            self.flush()  # a local variable keeps it until here
+            self.previous = state.gathered
+        elif state.gathered is not None:
+            self.drop(state.gathered)
+        state.gathered = None
+
+    def flush(self) -> None:
+        """Ends the output that forward left."""
+        if self.previous is not None:
+            self.drop(self.previous)
+        self.previous = None
+
+    def reshard(self, at: int, *, forward: bool) -> None:
+        state, unit = self.states[at], self.units[at]
+        if forward:
+            width = self.sharding.width(unit.reshard)
+            if width is None:
+                return
+            if width != self.sharding.shards:
+                self._reshard_to(at, width)
+                return
+        for one in (*state.whole, *state.resharded):
+            self.drop(one)
+        state.whole.clear()
+        state.resharded.clear()
+
+    def _reshard_to(self, at: int, width: int) -> None:
+        """``to_sharded_post_forward``: a piece of each parameter is cloned, then the parameter ends."""
+        state, compute = self.states[at], self.sharding.compute
+        for index, whole in enumerate(state.whole):
+            elements = self._padded(at, index) // width
+            piece = self.hold(self.id("resharded", at, index), elements, compute, GATHERED, f"{whole.name}/resharded")
+            state.resharded.append(piece)
+            self.drop(whole)
+        state.whole.clear()
+
+    # -- hooks ------------------------------------------------------------------------------------
+
+    def pre_forward(self, at: int) -> None:
+        self.unshard(at)
+        self.wait_for_unshard(at, forward=True)
+
+    def post_forward(self, at: int) -> None:
+        self.reshard(at, forward=True)
+        self.order.append(at)
+
+    def pre_backward(self, at: int) -> None:
+        self.unshard(at)
+        self.wait_for_unshard(at, forward=False)
+        before = self.order.index(at) - 1
+        if before >= 0:
+            self.unshard(self.order[before])
+
+    def post_backward(self, at: int) -> None:
+        """``post_backward`` and ``foreach_reduce``."""
+        self.states[at].ran = True
+        sharding, role = self.sharding, self.role
+        cast = sharding.reduce != sharding.compute
+        found = self.gradients[at]
+        ends = [one.end for one in found]
+        if role.adds and cast:  # ``accumulate_unsharded_grad_if_needed``
+            self.events += ends
+            ends = [self._kept(one)[1] for one in found]
+        if role.reduces:
+            ends = [self._placed(one, end) for one, end in zip(found, ends, strict=True)]
+        self.reshard(at, forward=False)
+        if not role.reduces:
+            if cast and not role.adds:  # ``to_accumulated_grad_if_needed``
+                for one in found:
+                    self.events += [self._kept(one)[0], one.end]
+            return
+        if self.reducing is not None:
+            self.drop(self.reducing)
+            self.reducing = None
+        if not ends:
+            return
+        elements = self.units[at].flat(sharding.shards)
+        whole = elements * sharding.shards
+        self.reducing = self.hold(
+            Scope.HOOKS.id(INPUT + at % 2), whole, sharding.reduce, BUFFERS, "reduce_scatter_input"
+        )
+        last = ends[-1:] if sharding.shards > 1 else []  # a loop's variable keeps it
+        self.events += ends[: len(ends) - len(last)]
+        self._reduced(at, elements)
+        self.events += last
+
+    def _placed(self, one: Gradient, end: Drop) -> Drop:
+        """The end of a gradient in its parameter's placement; ``end`` is that of one as autograd left it."""
+        if one.placed is None:
+            return end
+        dtype = self.sharding.reduce if end.tensor == one.kept else self.sharding.compute
+        hold = self.hold(one.placed, one.elements, dtype, GRADIENTS, "redistributed_gradient")
+        self.events.append(end)
+        return Drop(hold.tensor, hold.bytes, hold.category)
+
+    def _kept(self, one: Gradient) -> tuple[Hold, Drop]:
+        """A gradient's copy in the reduction's dtype, which waits for a micro-batch that reduces."""
+        dtype = self.sharding.reduce
+        hold = Hold(one.kept, size(one.whole, dtype), GRADIENTS, "unsharded_gradient", (one.whole,), dtype)
+        return hold, Drop(hold.tensor, hold.bytes, hold.category)
+
+    def _reduced(self, at: int, elements: int) -> None:
+        """The reduce-scatter's output becomes the sharded gradient, or is added to it, or goes to the host."""
+        sharding = self.sharding
+        cast = sharding.reduce != sharding.parameters
+        keeps = self.role is not Role.STEADY and not sharding.offload
+        category = GRADIENTS if keeps and not cast else BUFFERS
+        replicated = sharding.replicas > 1
+        own = self.id("gradient", at) if keeps and not cast else Scope.HOOKS.id(REDUCED)
+        if replicated and not (keeps and not cast):
+            own = self.id("all_reduced", at)
+        output = self.hold(own, elements, sharding.reduce, category, "reduce_scatter_output", REDUCING)
+        if sharding.divides and sharding.shards == 1:
+            self.drop(
+                self.hold(Scope.HOOKS.id(DIVIDED), elements, sharding.reduce, BUFFERS, "divided_gradients", REDUCING)
+            )
+        result = output
+        if cast:
+            id = self.id("gradient", at) if keeps else Scope.HOOKS.id(SHARDED)
+            category = GRADIENTS if keeps else BUFFERS
+            result = self.hold(id, elements, sharding.parameters, category, "sharded_gradient", REDUCING)
+            if not replicated:
+                self.drop(output)
+        if not keeps and (cast or not replicated):
+            self.drop(result)
+        if replicated and not (keeps and not cast):
+            self.reduced.append(output)
+
+    def finalise(self) -> None:
+        """``_root_post_backward_final_callback``: what backward itself did not reach."""
+        for at, state in enumerate(self.states):
+            if not state.ran:
+                self.post_backward(at)
+        for state in self.states:
+            if state.gathered is not None:
+                self.drop(state.gathered)
+                state.gathered = None
+        for one in (*self.reduced, *([self.reducing] if self.reducing is not None else [])):
+            self.drop(one)
+        self.reduced, self.reducing = [], None
+
+
+def pass_through(hooks: Hooks, modules: int, end: int) -> list[Around]:
+    """What ``hooks`` do while a micro-batch passes ``modules`` modules; the model's own end with number ``end``."""
+    units = hooks.units
+    forward, backward = [], []
+    begins, ends = _by_place([unit.first for unit in units]), _by_place([unit.last for unit in units])
+    for place in range(modules):
+        for at in begins.get(place, ()):
+            hooks.pre_forward(at)
+        before = hooks.take()
+        for at in reversed(ends.get(place, ())):
+            hooks.post_forward(at)
+        if place == end:
+            hooks.flush()
+        forward.append((before, hooks.take()))
+    for place in reversed(range(modules)):
+        for at in ends.get(place, ()):
+            hooks.pre_backward(at)
+        before = hooks.take()
+        for at in reversed(begins.get(place, ())):
+            if units[at].with_gradient:
+                hooks.post_backward(at)
+        if not place:
+            hooks.finalise()
+        backward.append((before, hooks.take()))
+    return [Around(*one, *other) for one, other in zip(forward, reversed(backward), strict=True)]
+
+
+def _by_place(places: Sequence[int]) -> dict[int, list[int]]:
+    """Units by the module where they begin or end, the outer ones first."""
+    result: dict[int, list[int]] = {}
+    for at, place in enumerate(places):
+        result.setdefault(place, []).append(at)
+    return result

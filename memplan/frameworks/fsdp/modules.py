@@ -1,0 +1,213 @@
+"""A model's modules with ``fully_shard``'s hooks around them: one tape each, alike wherever the hooks are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from ...families.base import place as registered_place
+from ...layers.module import Module, Options, Parameter, Tapes
+from ...layers.tensor_parallel import PARTIAL, REPLICATED
+from ...tape.events import Category, Drop, Event, Hold, Scope, Seam, Tape, insert, renamed
+from ...tape.program import Span
+from .hooks import Around, Gradient, Hooks, Role, pass_through
+from .units import Sharding, Unit
+
+MODEL = "model"
+"""The root unit's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as one device runs it, and what of it is sharded together."""
+
+    spans: tuple[Span, ...]
+    units: tuple[Unit, ...]
+    """The root first."""
+    end: str
+    """The last module of the model itself: a loss may follow."""
+    buffers: tuple[Hold, ...]
+
+
+@lru_cache(maxsize=4096)
+def left_gradients(module: Module) -> tuple[Hold, ...]:
+    """The gradients that a module's backward leaves at its parameters."""
+    backward = module.first.backward
+    ended = {event.tensor for event in backward if isinstance(event, Drop)}
+    return tuple(
+        event
+        for event in backward
+        if isinstance(event, Hold) and event.category is Category.GRADIENTS and event.tensor not in ended
+    )
+
+
+Ids = tuple[tuple[int, int], ...]
+"""Ids, and those that take their place."""
+
+
+@lru_cache(maxsize=4096)
+def hooked(module: Module, ids: Ids, arounds: tuple[Around, Around], adds: tuple[bool, bool]) -> Module:
+    """``module`` with the events of hooks around it, in the first micro-batch and in steady ones. Gradients
+    appear, as the hooks end them, or are added (``adds``) to those of another micro-batch."""
+    compact = dict(compact_ids(module, ids, arounds))
+    known = {old: compact.get(new, new) for old, new in ids}
+
+    def tapes(around: Around, added: bool) -> Tapes:
+        inner = module.steady if added else module.first
+        backward = inner.backward if added else renamed(inner.backward, known)
+        return replace(inner, forward=insert(inner.forward, around.at), backward=insert(backward, around.at))
+
+    one, two = (Around(*(renamed(tape, compact) for tape in around)) for around in arounds)
+    first = tapes(one, adds[0])
+    steady = first if one == two and adds[0] == adds[1] else tapes(two, adds[1])
+    return replace(module, first=first, steady=steady, evaluation=insert(module.evaluation, one.at))
+
+
+def compact_ids(module: Module, ids: Ids, arounds: tuple[Around, Around], besides: Tape = ()) -> Ids:
+    """Ids of the hooks' own tensors, and those that ``hooked`` gives them; behind them what ``besides`` holds, which
+    hooks do at other times."""
+    own, kept = Scope.MODULE.id(), Scope.KEPT.id()
+
+    def found(tape: Iterable[Event]) -> set[int]:
+        return {event.tensor for event in tape if not isinstance(event, Seam) and event.tensor <= own}
+
+    first = found(event for tape in (*arounds[0], *arounds[1]) for event in tape)
+    first |= {id for _, id in ids if id <= own}
+    in_order = sorted(first, key=lambda id: (id > kept, -id))  # those that micro-batches share come first
+    in_order += sorted(found(besides) - first, reverse=True)
+    return tuple((id, module.largest_id + 1 + at) for at, id in enumerate(in_order))
+
+
+def sharded(spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding) -> tuple[Span, ...]:
+    """``spans`` with the hooks of ``units``, every micro-batch reducing its gradients; the model's own
+    modules end with the one called ``end``."""
+    return _with_hooks(spans, units, end, sharding, (Role.FIRST, Role.STEADY))
+
+
+def unsynced(
+    spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """As ``sharded``, with gradients that are reduced once: all micro-batches but the last, and the last."""
+    return (
+        _with_hooks(spans, units, end, sharding, (Role.KEPT_FIRST, Role.KEPT)),
+        _with_hooks(spans, units, end, sharding, (Role.LAST, Role.LAST)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Modules in a row, and the gradients that each unit finds at its parameters."""
+
+    modules: tuple[tuple[Module, str], ...]
+    renamed: tuple[Ids, ...]
+    """Of each module, ids of its gradients within it and in the hooks."""
+    gradients: tuple[list[Gradient], ...]
+    """Of each unit, in the order of its parameters."""
+
+    def place(self, name: str) -> int:
+        return next(place for place, (_, other) in enumerate(self.modules) if other == name)
+
+
+def owned(spans: Sequence[Span], units: Sequence[Unit], sharding: Sharding) -> Owned:
+    """Who ends which gradient."""
+    modules = [(span.module, name) for span in spans for name in span.names]
+    known: list[Ids] = [() for _ in modules]
+    gradients = []
+    shared = 0
+    for unit, places in zip(units, managed(units, len(modules)), strict=True):
+        own: list[Gradient] = []
+        for place in places:
+            holds = left_gradients(modules[place][0])
+            found = list(zip(holds, _ids(unit, len(holds), shared), strict=True))
+            if not unit.alone:
+                shared += len(holds)
+            known[place] = tuple((hold.tensor, ids[0]) for hold, ids in found)
+            own += [_gradient(hold, ids, sharding) for hold, ids in found]
+        gradients.append(_in_order(own, unit.parameters))
+    return Owned(tuple(modules), tuple(known), tuple(gradients))
+
+
+COPIES, PLACED = 1 << 16, 2 << 16
+"""Numbers from which on are copies of gradients that one module's hooks end, and those in their parameters' places."""
+
+GradientIds = tuple[int, int, int]
+"""Of a gradient as autograd leaves it, of its copy that is kept, and of what is reduced."""
+
+
+def _ids(unit: Unit, count: int, shared: int) -> list[GradientIds]:
+    """Of ``count`` gradients, before which ``shared`` of other modules wait."""
+    if unit.alone:
+        return [(Scope.KEPT.id(at), Scope.KEPT.id(COPIES + at), Scope.KEPT.id(PLACED + at)) for at in range(count)]
+    return [(Scope.GRADIENTS.id(at), Scope.COPIES.id(at), Scope.PLACED.id(at)) for at in range(shared, shared + count)]
+
+
+@lru_cache(maxsize=256)
+def _with_hooks(
+    spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding, roles: tuple[Role, Role]
+) -> tuple[Span, ...]:
+    own = owned(spans, units, sharding)
+    modules, gradients, last = own.modules, own.gradients, own.place(end)
+    passes = [pass_through(Hooks(units, sharding, gradients, role), len(modules), last) for role in roles]
+    cast = sharding.reduce != sharding.compute
+    adds = roles[0].adds and not cast, roles[1].adds and not cast
+    return tuple(
+        Span(hooked(module, ids, (one, two), adds), (name,))
+        for (module, name), ids, one, two in zip(modules, own.renamed, *passes, strict=True)
+    )
+
+
+def _gradient(hold: Hold, ids: GradientIds, sharding: Sharding) -> Gradient:
+    placement, whole = hold.name.rpartition("/")[2], prod(hold.shape)
+    id, kept, placed = ids
+    elements = whole // sharding.tensor if placement == REPLICATED else whole
+    moves = placement in (PARTIAL, REPLICATED)
+    return Gradient(Drop(id, hold.bytes, hold.category), elements, whole, kept, placed if moves else None)
+
+
+def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) -> list[Gradient]:
+    """A unit's gradients in the order of its parameters; among equal sizes any, but the embedding's, which comes
+    first, before the head's: tensor parallelism leaves it in another placement."""
+    left = list(gradients)
+    result = []
+    for parameter in parameters:
+        equal = [gradient for gradient in left if gradient.elements == parameter.elements]
+        one = min(equal, key=lambda gradient: gradient.placed is None)
+        left.remove(one)
+        result.append(one)
+    return result
+
+
+def managed(units: Sequence[Unit], modules: int) -> list[list[int]]:
+    """The modules whose parameters each unit manages: those that no unit inside it does, last first."""
+    result: list[list[int]] = [[] for _ in units]
+    for place in reversed(range(modules)):
+        around = [at for at, unit in enumerate(units) if unit.first <= place <= unit.last]
+        if around:
+            result[around[-1]].append(place)
+    return result
+
+
+def managed_parameters(spans: Sequence[Span], units: Sequence[Unit]) -> list[tuple[Parameter, ...]]:
+    """Parameters of each unit, in the order of the model's modules."""
+    modules = [span.module for span in spans for _ in span.names]
+    return [
+        tuple(one for place in reversed(places) for one in modules[place].parameters)
+        for places in managed(units, len(modules))
+    ]
+
+
+def with_parameters(spans: Sequence[Span], units: Sequence[Unit], registered: tuple[str, ...]) -> tuple[Unit, ...]:
+    """``units`` with the parameters that they manage, in the order in which the model registers them."""
+
+    def ordered(own: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+        return tuple(sorted(own, key=lambda one: registered_place(one.name, registered)))
+
+    managed = managed_parameters(spans, units)
+    return tuple(replace(unit, parameters=ordered(own)) for unit, own in zip(units, managed, strict=True))
+
+
+def with_seams(options: Options) -> Options:
+    """Hooks run around every module, while its caller still holds what it has given."""
+    return replace(options, seams=True, holds_input=True)

@@ -1,0 +1,104 @@
+"""What a user of ``fully_shard`` should know of a pipeline, and of one shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...assumptions import plain
+from ...plan.resolved import ResolvedPlan
+from ...result import Notice
+from ...schedules.torch_schedules import Pipelined
+from ...tape.events import Category
+from ...tape.program import Program
+
+GIB = 2**30
+
+PIPELINE = (
+    "torchtitan's layers in stages of torch.distributed.pipelining 2.13; NCCL keeps the tensor of a "
+    "lone send, so GPipe and the interleaved schedule hold all sent tensors until the iteration ends",
+    "one call of the schedule is an iteration; the last stage frees each micro-batch's logits unless "
+    "fsdp.return_outputs is set (torchtitan before October 2025); receive buffers are never freed",
+    "shapes of sent tensors are known; the first iteration's extra pass to infer these shapes is not replayed",
+)
+"""Taken for granted with pipeline parallelism."""
+
+ONE_SHARD = (
+    "fully_shard over one rank, as in torchtitan since 9 April 2026 (#2900; before, without "
+    "fully_shard): parameters are copied, no all-gather; gradients are divided by 1.0 "
+    "(set_gradient_divide_factor) in a copy",
+)
+"""Taken for granted of torchtitan's models where no two ranks share a parameter's shards."""
+
+
+FSDP = (
+    "fully_shard of PyTorch 2.13 on every layer and the root; gathers and reductions run on separate "
+    "streams, each with its own pool in the allocator; sizes are of rank 0, which has the largest "
+    "shards",
+)
+
+TENSOR_PARALLEL = (
+    "DTensor's tensor and sequence parallelism as in torchtitan's Llama, with PyTorch 2.13's "
+    "collectives, each with its own buffer; not counted: async TP (symmetric memory), float8, NCCL's "
+    "own buffers",
+)
+
+TORCHTITAN = (
+    "layers as in torchtitan's Llama of December 2024; logits and loss are computed outside the model",
+    "zero_grad(set_to_none=True) after every step; no torch.compile (not modelled)",
+)
+
+
+def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
+    result = [*FSDP]
+    if plan.fsdp.offload:
+        result.append(
+            "host memory counts the tensors' bytes; not counted: PyTorch rounds pinned tensors up to a "
+            "power of two, at most twice their bytes"
+        )
+    result += TENSOR_PARALLEL if plan.layout.tp > 1 else ()
+    result += layouts(plan)
+    return (*result, *(TORCHTITAN if plan.fsdp.code == "torchtitan" and plan.code == "current" else plain(plan)))
+
+
+def layouts(plan: ResolvedPlan) -> tuple[str, ...]:
+    """Of layouts, beside what holds for all of ``fully_shard``."""
+    alone = plan.fsdp.code == "torchtitan" and plan.layout.dp == plan.fsdp.replicas
+    return (*(ONE_SHARD if alone else ()), *(PIPELINE if plan.layout.pp > 1 else ()))
+
+
+def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """What a pipeline's schedule keeps and few expect, where it comes to a gibibyte or more on a rank."""
+    orders = [(program.stage, program.order) for program in programs if isinstance(program.order, Pipelined)]
+    if not orders:
+        return
+    size, stage = max((_whole_gradients(order), -stage) for stage, order in orders)
+    if size >= GIB:
+        yield Notice(
+            "gradients-whole",
+            f"a pipeline reduces gradients once, after its last backward: until then stage {-stage} holds unsharded "
+            f"gradients, {size:,} bytes ({size / GIB:.2f} GiB) in {plan.fsdp.reduce}, on every rank",
+        )
+    size, stage = max((_sent(order), -stage) for stage, order in orders)
+    if size >= GIB:
+        yield Notice(
+            "sends-kept",
+            f"stage {-stage} keeps all sent tensors, {size:,} bytes ({size / GIB:.2f} GiB), until the iteration ends: "
+            "the schedule waits for its sends only there; fewer micro-batches, or 1f1b without virtual stages, help",
+        )
+
+
+def _whole_gradients(order: Pipelined) -> int:
+    """Bytes of gradients in front of the first reduction."""
+    total = 0
+    for action in order.actions:
+        if action.what == "reduce":
+            break
+        total += order.excursion(action).net_by[Category.GRADIENTS]
+    return total
+
+
+def _sent(order: Pipelined) -> int:
+    """Bytes of the hidden states and gradients that end behind the last pass."""
+    last = max(at for at, action in enumerate(order.actions) if action.what == "backward")
+    ended = (one for one in order.actions[last:] if one.tensor in ("output", "input_gradient"))
+    return sum(-order.excursion(one).net for one in ended if not order.kept or one.tensor == "input_gradient")

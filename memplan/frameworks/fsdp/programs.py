@@ -1,0 +1,188 @@
+"""PyTorch's ``fully_shard`` (FSDP2): what a user says about it, checked, and the program that every rank runs.
+
+Of a model of transformers every layer is a unit, and so is the whole model, which manages what no layer does:
+embedding, final norm and head. Loss and logits are made inside the model's forward, as transformers does with labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from ...families import family
+from ...layers.coverage import TRANSFORMERS, check_covered, covered
+from ...layers.module import Module, Options, Parameter
+from ...plan.errors import PlanError
+from ...plan.framework_sections import Fsdp
+from ...plan.resolved import ResolvedPlan
+from ...schedules.one_chunk import one_chunk
+from ...tape.events import Stretch
+from ...tape.program import Program, Span
+from ..plain import programs as plain
+from ..plain.buffers import buffers, inputs
+from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
+from .stages import check_no_pipeline, stage_programs
+from .torchtitan import ActivationCheckpointing, torchtitan_model
+from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
+
+
+def check(plan: ResolvedPlan, given: Fsdp) -> None:
+    """Refuses what contradicts itself or is not covered."""
+    check_covered(plan.model, TRANSFORMERS, plan.framework)
+    if not family(plan.model.family).shards:
+        known = [name for name in covered(TRANSFORMERS) if family(name).shards]
+        problem = f"has no recipe in framework fsdp yet; models with one: {', '.join(known)}"
+        raise PlanError("model.family", plan.model.family, problem)
+    dp, layout = plan.layout.dp, plan.layout
+    if layout.tp > 1 and not given.gradient_sync:
+        problem = "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch"
+        raise PlanError("fsdp.gradient_sync", False, problem)
+    for name in ("cp", "ep"):
+        value = getattr(layout, name)
+        if value != 1:
+            problem = "must be 1: fsdp is modelled with data, tensor and pipeline parallelism only"
+            raise PlanError(f"layout.{name}", value, problem)
+    if dp % given.replicas:
+        raise PlanError("fsdp.replicas", given.replicas, f"must divide dp, which is {dp}")
+    shards, to = dp // given.replicas, given.reshard_to
+    if to is not None and not given.reshard_after_forward:
+        raise PlanError("fsdp.reshard_to", to, "must be left out where fsdp.reshard_after_forward is false")
+    if to is not None and shards % to:
+        raise PlanError("fsdp.reshard_to", to, f"must be a divisor of the {shards} shards")
+    if given.code == "torchtitan" and to is not None:
+        raise PlanError("fsdp.reshard_to", to, "must be left out: torchtitan's reshard_after_forward is true or false")
+    if given.code == "torchtitan" and given.offload and plan.optimizer.implementation == "fused":
+        raise PlanError("optimizer.implementation", "fused", "must be foreach or for-loop with CPU offload")
+    if given.code == "torchtitan":
+        _check_recompute(plan, given)
+    if given.code != "torchtitan" and (given.per_operator or given.recompute_every != 1 or given.ends_apart):
+        problem = "must be torchtitan for fsdp.per_operator, fsdp.recompute_every and fsdp.ends_apart"
+        raise PlanError("fsdp.code", given.code, problem)
+
+
+def _check_recompute(plan: ResolvedPlan, given: Fsdp) -> None:
+    """torchtitan's modes: none, full, and selective, which is per operator or every n-th layer."""
+    mode, every = plan.recompute.mode, given.recompute_every
+    if given.per_operator and mode == "full":
+        problem = "must be selective with fsdp.per_operator, which keeps attention and every second matrix product"
+        raise PlanError("recompute.mode", mode, problem)
+    if given.per_operator and every != 1:
+        raise PlanError(
+            "fsdp.recompute_every", every, "must be 1 with fsdp.per_operator: torchtitan takes either of the two"
+        )
+    if mode == "selective" and not given.per_operator and every == 1:
+        problem = "needs fsdp.per_operator, or fsdp.recompute_every of 2 or more (torchtitan's two selective modes)"
+        raise PlanError("recompute.mode", mode, problem)
+    if mode == "none" and every != 1:
+        raise PlanError("fsdp.recompute_every", every, "must be 1 where recompute.mode is none")
+
+
+def sharding_of(plan: ResolvedPlan, given: Fsdp) -> Sharding:
+    shards, compute = plan.layout.dp // given.replicas, plan.precision.dtype
+    return Sharding(
+        shards,
+        given.replicas,
+        given.parameters,
+        compute,
+        given.reduce,
+        given.offload,
+        plan.layout.tp,
+        divides=given.code == "torchtitan" and shards == 1,  # with more shards NCCL divides, if anything
+    )
+
+
+def model_of(plan: ResolvedPlan, options: Options, given: Fsdp) -> Model:
+    if given.code == "transformers":
+        reshard = given.reshard_to or given.reshard_after_forward
+        return transformers_model(plan, options, reshard=reshard, reshard_root=given.reshard_root)
+    reshard = given.reshard_after_forward
+    return torchtitan_model(plan, options, recompute_of(plan, given), reshard=reshard, ends_apart=given.ends_apart)
+
+
+def transformers_model(
+    plan: ResolvedPlan, options: Options, *, reshard: bool | int = True, reshard_root: bool = False
+) -> Model:
+    """``fully_shard`` on every layer, then on the model. ``plan.precision.dtype`` is the dtype of compute.
+
+    ``reshard``: ``reshard_after_forward`` of the layers; ``reshard_root`` that of the root, which PyTorch
+    by itself keeps (``_lazy_init``).
+    """
+    spans = model_spans(plan, with_seams(options))
+    names = [name for span in spans for name in span.names]
+    units = [Unit(MODEL, (), 0, len(names) - 1, reshard_root, False)]
+    units += [Unit(name, (), at, at, reshard) for at, name in enumerate(names) if name.startswith("layer.")]
+    owned = with_parameters(spans, units, family(plan.model.family).registered)
+    return Model(spans, owned, names[-1], tuple(buffers(plan, 0)))
+
+
+def model_spans(plan: ResolvedPlan, options: Options) -> tuple[Span, ...]:
+    """The model as one device runs it, in the dtype of compute; buffers have that of the shards."""
+    precision = plan.precision.model_copy(update={"gradients": plan.precision.dtype})
+    (single,) = plain.programs(plan.model_copy(update={"framework": "fsdp", "precision": precision}), options)
+    if not family(plan.model.family).conv1d:
+        return single.spans
+    return tuple(
+        Span(transposed(span.module), span.names) if span.module.name == "layer" else span for span in single.spans
+    )
+
+
+@lru_cache(maxsize=1024)
+def transposed(layer: Module) -> Module:
+    """A layer of GPT-2, whose ``Conv1D`` weights are (in, out): the dimension that is cut is the other one."""
+    return replace(layer, parameters=tuple(Parameter(one.name, one.shape[::-1]) for one in layer.parameters))
+
+
+def recompute_of(plan: ResolvedPlan, given: Fsdp) -> ActivationCheckpointing:
+    """torchtitan's activation checkpointing."""
+    if given.per_operator:
+        return ActivationCheckpointing("op")
+    if plan.recompute.mode != "none":
+        return ActivationCheckpointing("full", given.recompute_every)
+    return ActivationCheckpointing("none")
+
+
+def program(plan: ResolvedPlan, model: Model, sharding: Sharding) -> Program:
+    """What every rank runs, each micro-batch reducing its gradients."""
+    return _program(plan, model, sharded(model.spans, model.units, model.end, sharding), sharding)
+
+
+def unsynced_program(plan: ResolvedPlan, model: Model, sharding: Sharding) -> Program:
+    """What every rank runs where gradients are reduced once (``set_requires_gradient_sync``, ``no_sync`` of
+    Accelerate): all micro-batches but the last, and the last one's modules. With one micro-batch see ``program``."""
+    spans, last = unsynced(model.spans, model.units, model.end, sharding)
+    return _program(plan, model, spans, sharding, last)
+
+
+def _program(
+    plan: ResolvedPlan, model: Model, spans: tuple[Span, ...], sharding: Sharding, last: tuple[Span, ...] = ()
+) -> Program:
+    ranks = sharding.shards * sharding.replicas
+    shape = plain.layer_shape(plan)
+    tensors = tuple(one for span in spans for _ in span.names for one in span.module.parameters)
+    return Program(
+        stage=0,
+        ranks=tuple(range(ranks * sharding.tensor)),
+        entries=tuple(name for span in spans if span.module.name not in plain.EDGES for name in span.names),
+        order=one_chunk(spans, plan.microbatches, last=last),
+        states=() if sharding.offload else sharded_states(plan.optimizer, sharding),
+        extra=(*inputs(shape, 0), *model.buffers),
+        step=Stretch() if sharding.offload else sharded_step(tensors, plan.optimizer, sharding),
+        late_states=True,
+    )
+
+
+def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+    """The one program that all ranks run, ``last`` the last micro-batch's modules where they differ; or one for each
+    pipeline stage."""
+    given = plan.fsdp
+    check(plan, given)
+    if plan.layout.pp > 1:
+        return stage_programs(plan, options, recompute_of(plan, given), sharding_of(plan, given))
+    check_no_pipeline(plan, given)
+    model, sharding = model_of(plan, options, given), sharding_of(plan, given)
+    made = program(plan, model, sharding)
+    if not given.gradient_sync and made.microbatches > 1:
+        made = unsynced_program(plan, model, sharding)
+    tensors = made.parameter_tensors()
+    elements = sum(shard(one, sharding.shards).elements for one in tensors)
+    return (replace(made, elements=elements, host=host_bytes(tensors, plan.optimizer, sharding)),)

@@ -1,0 +1,123 @@
+"""``fully_shard`` as it runs here: on transformers' models, and on torchtitan's Llama in every stage of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...plan.errors import PlanError
+from ...plan.plan import Plan
+from ...plan.resolved import ResolvedPlan
+from ...plan.tuning_checks import first_frozen, is_tuned
+from ...trace.framework import FrameworkRunning
+from ...trace.job import MOST_MICROBATCHES, Job, Sharded, Stages, Torchtitan, check_optimizer, check_stage
+from .programs import recompute_of
+from .stages import partition
+
+LOSSES = ("plain", "vocab-parallel")
+NO_OFFLOAD = "must be false: fake tensors stay on one device, so nothing is offloaded"
+
+
+class FsdpRunning(FrameworkRunning):
+    def check(self, plan: ResolvedPlan) -> None:
+        if plan.fsdp.offload:
+            raise PlanError("fsdp.offload", True, NO_OFFLOAD)
+        for name in ("tp", "pp", "cp"):
+            size = getattr(plan.layout, name)
+            if size != 1:
+                raise PlanError(f"layout.{name}", size, "must be 1: only data parallelism is traced")
+
+    def runs_transformers(self, plan: Plan) -> bool:
+        return plan.fsdp.code == "transformers"
+
+    def sharded(self, plan: ResolvedPlan) -> Sharded | None:
+        return _sharded(plan)
+
+    def job(self, plan: ResolvedPlan, stage: int = 0, config: dict[str, object] | None = None) -> Job:
+        return super().job(plan, stage, config) if self.runs_transformers(plan) else _torchtitan_job(plan, stage)
+
+
+def _sharded(plan: ResolvedPlan) -> Sharded:
+    given = plan.fsdp
+    assert plan.layout.dp is not None
+    return Sharded(
+        shards=plan.layout.dp // given.replicas,
+        replicas=given.replicas,
+        reshard=given.reshard_to or given.reshard_after_forward,
+        reshard_root=given.reshard_root,
+        parameters=given.parameters,
+        reduce=given.reduce,
+        syncs_each=given.gradient_sync,
+    )
+
+
+def _torchtitan_job(plan: ResolvedPlan, stage: int) -> Job:
+    """The step of torchtitan's Llama on the first of the ranks that run ``stage``, a rank of the pipeline.
+    ``PlanError`` where a trace cannot follow it."""
+    _check_torchtitan(plan)
+    check_stage(stage, plan.layout.pp)
+    spec, optimizer, layout, batch = plan.model, plan.optimizer, plan.layout, plan.batch
+    recompute = recompute_of(plan, plan.fsdp)
+    assert batch.seq is not None
+    torchtitan = Torchtitan(
+        hidden=spec.hidden,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        ffn=spec.ffn,
+        vocab=spec.vocab,
+        layers=spec.layers,
+        recompute=recompute.mode,
+        every=recompute.every,
+        tensor=layout.tp,
+        parallel_loss=plan.loss.kind == "vocab-parallel",
+        ends_apart=plan.fsdp.ends_apart,
+        stages=_stages(plan, stage),
+    )
+    count = plan.microbatches
+    return Job(
+        config={"model_type": "llama"},
+        b=batch.mbs,
+        s=batch.seq,
+        dtype=plan.precision.dtype,
+        attention="flash",
+        recompute=recompute.mode != "none",
+        optimizer=optimizer.name,
+        implementation=optimizer.implementation or "foreach",
+        momentum=optimizer.momentum,
+        weight_decay=optimizer.weight_decay or 0.0,
+        microbatches=count if layout.pp > 1 else min(count, MOST_MICROBATCHES),
+        fsdp=replace(_sharded(plan), reshard=plan.fsdp.reshard_after_forward, reshard_root=False),
+        torchtitan=torchtitan,
+    )
+
+
+def _stages(plan: ResolvedPlan, stage: int) -> Stages | None:
+    layout = plan.layout
+    if layout.pp == 1:
+        return None
+    return Stages(
+        rank=stage,
+        ranks=layout.pp,
+        chunks=layout.vpp,
+        edges=tuple(partition(plan)),
+        schedule=plan.pipeline.schedule,
+        microbatches=plan.microbatches,
+        return_outputs=plan.fsdp.return_outputs,
+    )
+
+
+def _check_torchtitan(plan: ResolvedPlan) -> None:
+    if plan.loss.kind not in LOSSES or plan.loss.logits_to_keep is not None:
+        raise PlanError(
+            "loss.kind",
+            plan.loss.kind,
+            "must be plain or vocab-parallel, without logits_to_keep: torchtitan has no other loss",
+        )
+    if plan.fsdp.offload:
+        raise PlanError("fsdp.offload", True, NO_OFFLOAD)
+    if is_tuned(plan):
+        field, value = first_frozen(plan)
+        raise PlanError(field, value, "must be left out: torchtitan trains all parameters of its Llama")
+    if plan.trainer.loop != "none":
+        raise PlanError("trainer.loop", plan.trainer.loop, "must be none: torchtitan has its own training loop")
+    check_optimizer(plan)

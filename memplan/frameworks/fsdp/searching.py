@@ -1,0 +1,52 @@
+"""``fully_shard`` in a search: torchtitan's parallel sizes, groups of replicas, offload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...plan.resolved import ResolvedPlan
+from ...search.framework import FrameworkSearch, divisors
+from ...search.lower_bounds import LowerBounds
+from ...search.point import NO_RECOMPUTE, Extra, Point, Recomputing
+from ...search.space import Space
+
+
+class FsdpSearch(FrameworkSearch):
+    def sizes(self, plan: ResolvedPlan) -> frozenset[str]:
+        """Only torchtitan has more than data parallelism."""
+        return super().sizes(plan) if plan.fsdp.code == "torchtitan" else frozenset()
+
+    def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
+        selective = (Recomputing("selective"),) if plan.fsdp.code == "torchtitan" else ()
+        return NO_RECOMPUTE, *selective, Recomputing("full")
+
+    def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
+        groups = [] if plan.fsdp.offload else [(Extra("CPU offload", (("fsdp.offload", True),), moves_states=True),)]
+        hybrid = (_hybrid(count) for count in _replicas(plan) if count != plan.fsdp.replicas)
+        return [*groups, tuple(hybrid)]
+
+    def unrunnable(self, space: Space, tp: int, cp: int, pp: int, vpp: int, microbatches: int) -> str:
+        return "a pipeline needs as many micro-batches as stages" if pp > 1 and microbatches < pp else ""
+
+    def fields(self, space: Space, point: Point) -> Mapping[str, Any]:
+        """torchtitan's selective recompute is that per operator, unless the plan says otherwise."""
+        if space.base.fsdp.code != "torchtitan" or not space.per_operator:
+            return {}
+        return {"fsdp.per_operator": point.recompute.mode == "selective", "fsdp.recompute_every": 1}
+
+    def lower_bounds(self, space: Space) -> LowerBounds:
+        from .bounds import FsdpBounds
+
+        return FsdpBounds(space)
+
+
+def _replicas(plan: ResolvedPlan) -> tuple[int, ...]:
+    """Groups of ranks that hold the same shards: those that are whole nodes, or one group of all."""
+    nodes, rest = divmod(plan.hardware.gpus or 1, plan.hardware.gpus_per_node)
+    return divisors(nodes) if nodes > 1 and not rest else (1,)
+
+
+def _hybrid(count: int) -> Extra:
+    label = f"HSDP ×{count}" if count > 1 else "one group of shards"
+    return Extra(label, (("fsdp.replicas", count),), groups=count)

@@ -1,0 +1,368 @@
+"""torchtitan's Llama cut into pipeline stages: what every rank of a pipeline runs under ``fully_shard``.
+
+``torchtitan/parallelisms/pipeline_llama.py`` and ``train.py`` of December 2024 (commit 9dec370); with
+``fsdp.ends_apart`` ``torchtitan/distributed/pipeline_parallel.py`` of later releases. All ranks copy tokens and
+labels of the whole batch to the device; the schedule splits them into views. A stage's optimizer is one of its own.
+
+Hooks run over all micro-batches of an iteration. ``stage.py`` of torch 2.13: every backward runs without gradient sync
+and without resharding (``backward_maybe_with_nosync``), so a unit's gradients stay whole, in the reduction's dtype, and
+so do its parameters where ``reshard_after_forward`` is false, as torchtitan has it. Behind the last backward
+``perform_reduce_grad`` runs every unit's post-backward in the order of ``named_modules()``. The interleaved
+schedule gathers all units of a stage at once, ahead of its first pass (``FSDPModule.unshard(async_op=True)``, on the
+default stream), and waits for them when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
+from ...plan.errors import PlanError
+from ...plan.framework_sections import Fsdp
+from ...plan.plan import Pipeline, Plan
+from ...plan.resolved import ResolvedPlan
+from ...schedules.partition import of_entries, split_points, weighted
+from ...schedules.torch_schedules import Pipelined, Place, rounds, schedule, shortened
+from ...tape.events import GRAD_OUTPUT, Category, Drop, Event, Hold, Stretch, Tape, insert, renamed
+from ...tape.program import Chunk, Hooked, Program, Span, What, named_hold
+from ..plain import programs as plain
+from .hooks import Gradient, Hooks, Role, pass_through
+from .modules import compact_ids, hooked, owned, with_parameters, with_seams
+from .torchtitan import REGISTERED, ActivationCheckpointing, Checkpointing, Recipes, check, recipes
+from .units import Sharding, Unit, shard, sharded_states, sharded_step
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A stage of the whole model, its layers from ``low`` up to ``high``."""
+
+    low: int
+    high: int
+    first: bool
+    last: bool
+
+
+def check_pipeline(plan: ResolvedPlan, given: Fsdp) -> None:
+    """Refuses what a pipeline has no model for."""
+    layout, pipeline, count = plan.layout, plan.pipeline, plan.microbatches
+    if given.code != "torchtitan":
+        problem = "must be 1 with transformers' models; only torchtitan's (fsdp.code: torchtitan) are split into stages"
+        raise PlanError("layout.pp", layout.pp, problem)
+    if layout.vpp > 1 and pipeline.schedule != "1f1b":
+        problem = "must be 1f1b with vpp > 1 (Interleaved1F1B): looped BFS is not modelled"
+        raise PlanError("pipeline.schedule", pipeline.schedule, problem)
+    if given.reshard_after_forward:
+        problem = "must be false with pipeline parallelism: torchtitan's policy 'always' is not modelled there"
+        raise PlanError("fsdp.reshard_after_forward", True, problem)
+    if not given.gradient_sync:
+        problem = "must be true with pipeline parallelism: the schedule itself reduces gradients once"
+        raise PlanError("fsdp.gradient_sync", False, problem)
+    if given.offload:
+        raise PlanError(
+            "fsdp.offload", True, "must be false with pipeline parallelism: offload in a pipeline is not modelled"
+        )
+    if layout.vpp == 1 and pipeline.schedule == "1f1b" and count < layout.pp:
+        problem = f"gives {count} micro-batches; 1f1b needs at least as many as the {layout.pp} stages"
+        raise PlanError("batch.gbs", plan.batch.gbs, problem)
+    if layout.vpp > 1 and count % rounds(layout.pp, count):
+        problem = f"gives {count} micro-batches, which must be a multiple of the {rounds(layout.pp, count)} rounds"
+        raise PlanError("batch.gbs", plan.batch.gbs, problem)
+
+
+def check_no_pipeline(plan: ResolvedPlan, given: Fsdp) -> None:
+    """Refuses what belongs to a pipeline where there is none."""
+    if plan.layout.vpp > 1:
+        raise PlanError("layout.vpp", plan.layout.vpp, "must be 1 with pp 1: there is nothing to interleave")
+    problem = "needs pipeline parallelism (pp > 1)"
+    if given.return_outputs:
+        raise PlanError("fsdp.return_outputs", True, problem)
+    for name, default in Pipeline():
+        value = getattr(plan.pipeline, name)
+        if value != default:
+            raise PlanError(f"pipeline.{name}", value, problem)
+
+
+def partition(plan: Plan) -> list[int]:
+    """First layer of every stage, and the number of layers."""
+    layers, stages, chosen = plan.model.layers, plan.layout.pp * plan.layout.vpp, plan.pipeline.partition
+    if not isinstance(chosen, str):
+        return of_entries([int(edge) for edge in chosen], layers, stages)
+    most = layers + 2 * plan.fsdp.ends_apart
+    if stages > most:
+        name = "vpp" if plan.layout.vpp > 1 else "pp"
+        counted = f"the {layers} layers" + (", embedding and head" if plan.fsdp.ends_apart else "")
+        problem = f"makes {stages} stages, which must be at most {most}: {counted}"
+        raise PlanError(f"layout.{name}", getattr(plan.layout, name), problem)
+    if chosen != Pipeline.model_fields["partition"].default:
+        problem = (
+            "must be left out (torchtitan's own split), or list each stage's first entry and the number of entries"
+        )
+        raise PlanError("pipeline.partition", chosen, problem)
+    return weighted(layers, stages) if plan.fsdp.ends_apart else split_points(layers, stages)
+
+
+def stage_programs(
+    plan: ResolvedPlan, options: Options, recompute: ActivationCheckpointing, sharding: Sharding
+) -> tuple[Program, ...]:
+    """What each rank of a pipeline runs."""
+    check_pipeline(plan, plan.fsdp)
+    check(plan)
+    options = with_seams(options)
+    pp, chunks, edges = plan.layout.pp, plan.layout.vpp, partition(plan)
+    return tuple(_rank(plan, options, recompute, sharding, Place(rank, pp, chunks), edges) for rank in range(pp))
+
+
+def _rank(
+    plan: ResolvedPlan,
+    options: Options,
+    recompute: ActivationCheckpointing,
+    sharding: Sharding,
+    place: Place,
+    edges: Sequence[int],
+) -> Program:
+    made, count = recipes(plan), plan.microbatches
+    numbers = [place.stage(chunk) for chunk in range(place.chunks)]
+    cuts = [Cut(edges[at], edges[at + 1], not at, at == place.stages - 1) for at in numbers]
+    parts: list[Chunk] = []
+    before = 0
+    """Layers in the rank's parts so far, which recompute of every n-th counts."""
+    for cut in cuts:
+        modes = tuple(recompute.of(before + at) for at in range(cut.high - cut.low))
+        before += cut.high - cut.low
+        parts.append(_part(made, options, modes, cut, sharding, plan.fsdp.ends_apart, place.chunks > 1))
+    spans = tuple(span for one in parts for span in (*one.spans, *one.losses))
+    tensors = [[parameter for span in one.spans for parameter in span.module.parameters] for one in parts]
+    order = _order(tuple(parts), place, plan, made)
+    ranks = sharding.shards * sharding.replicas * sharding.tensor
+    return Program(
+        stage=place.rank,
+        ranks=tuple(range(place.rank * ranks, (place.rank + 1) * ranks)),
+        entries=tuple(name for span in spans for name in span.names),
+        order=order,
+        states=sharded_states(plan.optimizer, sharding),
+        extra=tuple(_kept(made, cuts, count)),
+        step=_steps(tensors, plan, sharding),
+        late_states=True,
+        elements=sum(shard(one, sharding.shards).elements for own in tensors for one in own),
+    )
+
+
+def _order(parts: tuple[Chunk, ...], place: Place, plan: ResolvedPlan, made: Recipes) -> Pipelined:
+    count, name, outputs = plan.microbatches, plan.pipeline.schedule, plan.fsdp.return_outputs
+    actions = schedule(place, count, name, outputs), shortened(place, count, name, outputs)
+    if not outputs or place.rank < place.ranks - 1:
+        return Pipelined(parts, count, *actions)
+    b, *rest = made.logits
+    merged, dtype = (count * b, *rest), made.shape.dtype
+    held = Hold(0, hold_bytes(merged, dtype), Category.LOGITS, "merged_logits", merged, dtype)
+    return Pipelined(parts, count, *actions, held, count)
+
+
+@lru_cache(maxsize=256)
+def _part(
+    made: Recipes,
+    options: Options,
+    modes: tuple[Checkpointing, ...],
+    cut: Cut,
+    sharding: Sharding,
+    ends_apart: bool,
+    ahead: bool,
+) -> Chunk:
+    """The modules of one stage. What it receives lies in the stage's buffers, and does not end with a pass."""
+    names = plain.layer_names(cut.high)[cut.low :]
+    received, returned = replace(options, keeps_input=True), replace(options, drops_gradient=False)
+
+    def chosen(at: int) -> Options:
+        own = received if not cut.first and not at else options
+        return replace(own, drops_gradient=False) if not cut.last and at == len(names) - 1 else own
+
+    blocks = [made.block(mode, chosen(at)) for at, mode in enumerate(modes)]
+    spans: list[Span] = []
+    loss = None
+    if cut.first:
+        embedding, *_ = made.ends(options if names or cut.last else returned)
+        embedding, *blocks = made.behind(embedding, blocks)
+        spans = [Span(embedding, ("embedding",))]
+    spans += [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
+    if cut.last:
+        _, norm, head, _ = made.ends(options)
+        *_, loss = made.ends(replace(received, seams=False, holds_input=False))  # outside of what is sharded
+        if not names:
+            _, norm, *_ = made.ends(received)
+        spans += [Span(norm, ("final_norm",)), Span(head, ("head",))]
+    units = stage_units(names, first=cut.first, last=cut.last, ends_apart=ends_apart)
+    return part_of(tuple(spans), loss, with_parameters(spans, units, REGISTERED), sharding, ahead)
+
+
+def _kept(made: Recipes, cuts: Sequence[Cut], count: int) -> list[Hold]:
+    """Tokens and labels of ``count`` micro-batches, and of every stage its table of rotations and its buffers for
+    what it receives."""
+    shape, hidden = made.shape, made.hidden
+    batch, table = (count * shape.b, shape.s), (shape.s, shape.spec.head_dim // 2)
+    size = hold_bytes(batch, "int64")
+    result = [Hold(0, size, Category.INPUTS, name, batch, "int64") for name in ("input_ids", "labels")]
+    size = hold_bytes(hidden, shape.dtype)
+    for cut in cuts:
+        result.append(Hold(0, hold_bytes((*table, 2), "fp32"), Category.BUFFERS, "freqs_cis", table, "complex64"))
+        names = ["received_input"] * (not cut.first) + ["received_gradient"] * (not cut.last)
+        kind = Category.COMMUNICATION_BUFFERS
+        result += [Hold(0, size, kind, name, hidden, shape.dtype) for name in names for _ in range(count)]
+    return result
+
+
+def _steps(tensors: Sequence[Sequence[Parameter]], plan: ResolvedPlan, sharding: Sharding) -> Stretch:
+    """Each stage's optimizer in turn."""
+    events: list[Event] = []
+    for own in tensors:
+        events += sharded_step(tuple(own), plan.optimizer, sharding)
+    return Stretch(events)
+
+
+# -- hooks ------------------------------------------------------------------------------------------
+
+
+class _Stage(Hooks):
+    """One stage's hooks from the first micro-batch to the reduction."""
+
+    def reshard(self, at: int, *, forward: bool) -> None:
+        if forward or self.role.reduces:
+            super().reshard(at, forward=forward)
+
+    def next_microbatch(self) -> None:
+        self.role = Role.KEPT
+        for state in self.states:
+            state.ran = False
+
+    def gather(self, at: int) -> None:
+        """``unshard(async_op=True)``, whose output waits on the default stream."""
+        state = self.states[at]
+        begun = len(self.events)
+        self.unshard(at)
+        if state.gathered is None:
+            return
+        known = {state.gathered.tensor: self.id("gathered", at)}
+        for place in range(begun, len(self.events)):
+            event = self.events[place]
+            if isinstance(event, Hold):
+                self.events[place] = event._replace(stream=0, tensor=known.get(event.tensor, event.tensor))
+        state.gathered = state.gathered._replace(stream=0, tensor=self.id("gathered", at))
+
+    def wait(self, at: int) -> None:
+        """``UnshardHandle.wait``."""
+        self.wait_for_unshard(at, forward=False)
+
+    def free(self, at: int) -> None:
+        """``FSDPModule.reshard``."""
+        super().reshard(at, forward=False)
+
+    def reduce(self, at: int) -> None:
+        """``post_backward`` of the gradients that were kept."""
+        self.role = Role.FIRST
+        self.post_backward(at)
+
+    def keep(self) -> None:
+        """From now on ``gradients`` are those that micro-batches have accumulated."""
+        if self.sharding.reduce != self.sharding.compute:
+            self.gradients = [[self._copied(one) for one in own] for own in self.gradients]
+
+    def _copied(self, one: Gradient) -> Gradient:
+        return replace(one, end=self._kept(one)[1])
+
+
+@lru_cache(maxsize=256)
+def part_of(
+    spans: tuple[Span, ...], loss: Module | None, units: tuple[Unit, ...], sharding: Sharding, ahead: bool
+) -> Chunk:
+    """A stage of ``spans``, whose parameters the schedule gathers ``ahead`` or its first forward does."""
+    own = owned(spans, units, sharding)
+    count = len(own.modules)
+    hooks = _Stage(units, sharding, own.gradients, Role.KEPT_FIRST)
+    outside: dict[What, list[tuple[int, Tape]]] = {}
+
+    def each(what: What) -> list[tuple[int, Tape]]:
+        """What the hooks of every unit do, by place."""
+        do: dict[What, Callable[[int], None]] = {
+            "unshard": hooks.gather,
+            "wait": hooks.wait,
+            "reshard": hooks.free,
+            "reduce": hooks.reduce,
+        }
+        found = []
+        for at, unit in enumerate(units):
+            do[what](at)
+            found.append((unit.first, hooks.take()))
+        return found
+
+    if ahead:
+        outside = {"unshard": each("unshard"), "wait": each("wait"), "reshard": each("reshard")}
+        each("unshard")
+        each("wait")
+    opening = pass_through(hooks, count, count - 1)
+    hooks.next_microbatch()
+    later = pass_through(hooks, count, count - 1)
+    hooks.keep()
+    outside["reduce"] = each("reduce")
+    hooks.finalise()
+    outside["reduce"].append((0, hooks.take()))
+
+    adds = False, sharding.reduce == sharding.compute
+    result: list[Span] = []
+    ids: list[dict[int, int]] = []
+    for place, (module, name) in enumerate(own.modules):
+        arounds = opening[place], later[place]
+        result.append(Span(hooked(module, own.renamed[place], arounds, adds), (name,)))
+        besides = tuple(event for found in outside.values() for at, events in found for event in events if at == place)
+        ids.append(dict(compact_ids(module, own.renamed[place], arounds, besides)))
+    segments = {
+        what: [Hooked(at, own.modules[at][1], renamed(events, ids[at])) for at, events in found]
+        for what, found in outside.items()
+    }
+    losses: tuple[Span, ...] = ()
+    if loss is not None:
+        losses = (Span(_kept_loss(loss), ("loss",)),)
+        *before, head = result
+        result = [*before, Span(_given_logits(head.module), head.names)]
+    return Chunk(tuple(result), losses, {what: tuple(found) for what, found in segments.items()})
+
+
+@lru_cache(maxsize=64)
+def _kept_loss(module: Module) -> Module:
+    """The loss, which the schedule keeps (``_internal_losses``), and its gradient, which ``torch.autograd.backward``
+    does (``_make_grads``)."""
+    tapes = module.first
+    ids = {named_hold(tapes.forward, "loss").tensor, named_hold(tapes.backward, "grad_loss").tensor}
+
+    def kept(tapes: Tapes) -> Tapes:
+        return replace(tapes, backward=insert(tapes.backward, lambda seam: (seam,), ids))
+
+    return replace(module, first=kept(module.first), steady=kept(module.steady))
+
+
+@lru_cache(maxsize=64)
+def _given_logits(head: Module) -> Module:
+    """The head, whose output's gradient the loss has held as logits."""
+
+    def given(tapes: Tapes) -> Tapes:
+        backward = tuple(
+            event._replace(category=Category.LOGITS)
+            if isinstance(event, Drop) and event.tensor == GRAD_OUTPUT
+            else event
+            for event in tapes.backward
+        )
+        return replace(tapes, backward=backward)
+
+    return replace(head, first=given(head.first), steady=given(head.steady))
+
+
+def stage_units(names: Sequence[str], *, first: bool, last: bool, ends_apart: bool) -> list[Unit]:
+    """What ``fully_shard`` manages together in one stage whose layers are ``names`` (``apply_fsdp``,
+    ``apply_fsdp_to_decoder``): nothing is resharded after forward. Modules: embedding, layers, norm, head."""
+    begin = int(first)
+    units = [Unit(name, (), at, at, False) for at, name in enumerate(names, begin)]
+    end = begin + len(names) + (2 if last else 0) - 1
+    if not ends_apart:
+        return [Unit("model", (), 0, end, False, not first), *units] if first or last else units
+    embedding = [Unit("embedding", (), 0, 0, False, False)] if first else []
+    return [*embedding, *units, *([Unit("ends", (), end - 1, end, False)] if last else [])]

@@ -1,0 +1,59 @@
+"""``fully_shard`` in the time of a step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from ...plan.resolved import ResolvedPlan
+from ...search.time.framework import FrameworkTime
+from ...search.time.shape import ITEMSIZE, Code, StageWork, Work, recomputed
+from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus, sharded
+from .stages import partition
+
+
+class FsdpTime(FrameworkTime):
+    def code(self, plan: ResolvedPlan) -> Code:
+        return Code(complex_rope=plan.fsdp.code == "torchtitan")
+
+    def stages(self, plan: ResolvedPlan) -> Work:
+        if plan.layout.pp == 1:
+            return super().stages(plan)
+        edges, pp, chunks = partition(plan), plan.layout.pp, plan.layout.vpp
+        total = pp * chunks
+        sizes = [high - low for low, high in pairwise(edges)]
+
+        def work(at: int) -> StageWork:
+            last = at == total - 1
+            return StageWork(sizes[at], recomputed(plan, sizes[at]), not at, last, last)
+
+        return tuple(tuple(work(chunk * pp + stage) for chunk in range(chunks)) for stage in range(pp))
+
+    def gradient_dtype(self, plan: ResolvedPlan) -> str:
+        return plan.fsdp.reduce
+
+    def owners(self, replicas: Replicas) -> int:
+        return (replicas.plan.layout.dp or 1) // replicas.plan.fsdp.replicas
+
+    def exposed(self, replicas: Replicas, rank: Exchange) -> float:
+        given = replicas.plan.fsdp
+        return sharded(
+            replicas,
+            rank,
+            given.replicas,
+            regathers=bool(given.reshard_after_forward),
+            reduces_once=not given.gradient_sync,
+        )
+
+    def main_bytes(self, plan: ResolvedPlan) -> int:
+        return 4 if plan.fsdp.parameters == "fp32" else super().main_bytes(plan)
+
+    def stepped(self, plan: ResolvedPlan) -> float:
+        return 0.0 if plan.fsdp.offload else 1.0
+
+    def offload(self, replicas: Replicas, owned: float, shard: float, microbatches: int) -> float:
+        plan = replicas.plan
+        if not plan.fsdp.offload:
+            return 0.0
+        parameter, gradient = ITEMSIZE[plan.fsdp.parameters], ITEMSIZE[plan.fsdp.reduce]
+        copies = (shard * 2 * parameter * microbatches + owned * gradient) / replicas.rates.host
+        return copies + owned * node_gpus(plan) * HOST_ADAM_TORCH

@@ -1,0 +1,130 @@
+"""What ``fully_shard`` makes of parameters: units that are gathered together, the sizes of their buffers, and the
+optimizer's states and step on shards.
+
+``torch/distributed/fsdp/_fully_shard/`` of torch 2.13: ``_fsdp_param.py`` (``FSDPParam``: one parameter),
+``_fsdp_param_group.py`` (``FSDPParamGroup``: a unit). Every parameter is cut along dimension 0 into as many
+equal pieces as there are shards, the last ones padded or empty; rank 0 has the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from ...layers.autograd import ITEMSIZE
+from ...layers.module import Parameter
+from ...optimizers.states import State, full, optimizer_states
+from ...optimizers.steps import step_temporaries
+from ...plan.plan import Optimizer
+from ...tape.events import Category, Stretch, rounded
+from ...tape.program import drop_all
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The arguments of ``fully_shard`` that change memory."""
+
+    shards: int
+    """Ranks that a parameter is cut across."""
+    replicas: int = 1
+    """Groups of such ranks that hold the same shards (HSDP)."""
+    parameters: str = "fp32"
+    """Dtype of the sharded parameters, and of what the optimizer sees."""
+    compute: str = "bf16"
+    """``MixedPrecisionPolicy.param_dtype``: of gathered parameters and their gradients."""
+    reduce: str = "fp32"
+    """``MixedPrecisionPolicy.reduce_dtype``: in which gradients are reduced and, unreduced, accumulated."""
+    offload: bool = False
+    """``CPUOffloadPolicy``: shards, their gradients and the optimizer live in host memory."""
+    tensor: int = 1
+    """Ranks among which tensor parallelism has cut parameters before (``DTensor``); a unit's are the local ones."""
+    divides: bool = False
+    """``set_gradient_divide_factor``: over one rank, which sends nothing, gradients are divided in a copy."""
+
+    def width(self, reshard_after_forward: bool | int) -> int | None:
+        """Ranks across which parameters are cut after forward; ``None`` where they stay whole
+        (``_fsdp_init.py``, ``_get_post_forward_mesh_info``)."""
+        if isinstance(reshard_after_forward, bool):
+            return self.shards if reshard_after_forward else None
+        return None if reshard_after_forward == 1 else reshard_after_forward
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one call of ``fully_shard`` manages, and the modules it spans by their place in the model."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    first: int
+    """The module before whose forward it is gathered, and behind whose backward it is reduced."""
+    last: int
+    reshard: bool | int = True
+    """``reshard_after_forward``."""
+    with_gradient: bool = True
+    """Its inputs have gradients, which tell when its backward has ended; otherwise the end of backward does."""
+
+    @property
+    def alone(self) -> bool:
+        """One module holds it whole."""
+        return self.first == self.last
+
+    @cached_property
+    def tables(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def shard_elements(self, shards: int) -> tuple[int, ...]:
+        """Elements of rank 0's piece of each parameter, with padding."""
+        found = self.tables.get(shards)
+        if found is None:
+            found = self.tables[shards] = tuple(shard(one, shards).elements for one in self.parameters)
+        return found
+
+    def flat(self, shards: int) -> int:
+        """Elements of one rank's part of the all-gather: one piece of every parameter."""
+        return sum(self.shard_elements(shards))
+
+
+def shard(parameter: Parameter, shards: int) -> Parameter:
+    """Rank 0's piece: ceil(d₀ / shards) rows (``_init_sharded_param``, ``padded_sharded_param_size``)."""
+    rows, *rest = parameter.shape
+    return Parameter(parameter.name, (-(-rows // shards), *rest))
+
+
+def size(elements: int, dtype: str) -> int:
+    """Bytes of so many elements, rounded as a request."""
+    return rounded(elements * ITEMSIZE[dtype])
+
+
+# -- the optimizer ----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def sharded_states(optimizer: Optimizer, sharding: Sharding) -> tuple[State, ...]:
+    """Parameters and the optimizer's states, each as rank 0's shard (``DTensor``'s local tensor)."""
+    whole = (
+        full("parameter", Category.PARAMETERS, sharding.parameters),
+        *optimizer_states(optimizer, sharding.parameters, embeddings_32bit=optimizer.embeddings_32bit),
+    )
+    return tuple(_of_shard(state, sharding.shards) for state in whole)
+
+
+def _of_shard(state: State, shards: int) -> State:
+    return State(state.name, state.category, lambda parameter: state.size(shard(parameter, shards)))
+
+
+@lru_cache(maxsize=256)
+def sharded_step(tensors: tuple[Parameter, ...], optimizer: Optimizer, sharding: Sharding) -> Stretch:
+    """The optimizer's step on shards: foreach lists are of local tensors (``DTensor`` dispatches each)."""
+    pieces = [shard(one, sharding.shards) for one in tensors]
+    return Stretch(drop_all(step_temporaries(optimizer, pieces, sharding.parameters), 1))
+
+
+def host_bytes(tensors: Sequence[Parameter], optimizer: Optimizer, sharding: Sharding) -> int:
+    """Bytes of host memory that one rank's offloaded states take: shards and their gradients (pinned), and
+    what the optimizer keeps."""
+    if not sharding.offload:
+        return 0
+    states = sharded_states(optimizer, sharding)
+    gradients = sum(shard(one, sharding.shards).bytes(sharding.parameters) for one in tensors)
+    return gradients + sum(state.size(one) for state in states for one in tensors)

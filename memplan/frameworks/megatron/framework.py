@@ -1,0 +1,282 @@
+"""``megatron``: Megatron-Core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ...plan.errors import PlanError
+from ...plan.megatron_layout import stages
+from ..base import Framework, Supports
+
+if TYPE_CHECKING:
+    from ...layers.module import Options
+    from ...plan.framework_sections import Megatron as MegatronSection
+    from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
+    from ...plan.resolved import ResolvedPlan
+    from ...plan.section import Dtype
+    from ...result import Notice
+    from ...search.framework import FrameworkSearch
+    from ...search.time.framework import FrameworkTime
+    from ...tape.program import Program
+    from ...trace.framework import FrameworkRunning
+
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Variables that ``--deterministic-mode`` sets unless somebody else has (``megatron/training/determinism.py``)."""
+
+SELECTORS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+BACK_ENDS = {
+    "auto": ("1", "1", "1"),
+    "flash": ("1", "0", "0"),
+    "fused": ("0", "1", "0"),
+    "unfused": ("0", "0", "1"),
+    "local": ("0", "0", "0"),
+}
+"""``SELECTORS`` as Megatron sets them for each attention back end (``LanguageModule._set_attention_backend``); it stops
+where one of them is set otherwise."""
+
+
+class Megatron(Framework):
+    name = "megatron"
+    configuration = "megatron"
+    measured_code = "megatron"
+    holds_workspaces = True
+    supports = Supports(
+        sizes=frozenset({"tp", "pp", "dp", "cp", "vpp"}),
+        zero=(0, 1),
+        sequence_parallel=True,
+        sections=("megatron",),
+        environment=SELECTORS,
+        pipeline=(
+            "first_layers",
+            "last_layers",
+            "count_embedding",
+            "count_loss",
+            "layout",
+            "group",
+            "overlap_p2p",
+            "overlap_p2p_warmup",
+        ),
+        optimizers=("sgd", "adam", "adamw"),
+        implementations=("apex",),
+        default_implementations={"sgd": "apex", "adam": "apex", "adamw": "apex"},
+        optimizer_fields=frozenset({"precision_aware", "main_parameters", "exp_avg", "exp_avg_sq"}),
+        losses=("vocab-parallel",),
+        losses_refused=dict.fromkeys(
+            ("plain", "liger", "cut", "chunked"), "megatron.cross_entropy_fusion names a fused kernel"
+        ),
+        last_logits=False,
+        autocast=False,
+        gradients_in_fp32=True,
+        code_2020=False,
+        recompute_modules=("core_attn", "layernorm", "mlp"),
+    )
+
+    def default_layout(self, plan: Plan) -> Layout:
+        """``pipeline.layout`` says how many chunks a stage has."""
+        layout, text = plan.layout, plan.pipeline.layout
+        if text is None or layout.vpp > 1:
+            return layout
+        (first, *_) = stages(plan.model.layers, layout.pp, None, layout=text)
+        return layout.model_copy(update={"vpp": len(first)})
+
+    def default_gradients(self, plan: Plan) -> Dtype:
+        """bf16 gradients are accumulated in fp32 (``validate_args``)."""
+        return "fp32" if plan.precision.dtype == "bf16" else plan.precision.stored
+
+    def default_loss(self, plan: Plan) -> LossKind:
+        return "vocab-parallel"
+
+    def default_attention(self, plan: Plan) -> AttentionImplementation:
+        return "eager" if keeps_scores(plan.megatron) else "flash"
+
+    def default_recompute(self, plan: Plan) -> Recompute:
+        recompute = super().default_recompute(plan)
+        if recompute.mode == "selective" and recompute.modules is None:
+            return recompute.model_copy(update={"modules": ("core_attn",)})
+        return recompute
+
+    def default_sections(self, plan: Plan, hardware: Hardware, layout: Layout) -> dict[str, object]:
+        changed: dict[str, object] = {}
+        if layout.vpp > 1 and plan.pipeline.group is None:
+            changed["pipeline"] = plan.pipeline.model_copy(update={"group": layout.pp})
+        given = plan.megatron
+        # ``attention: eager`` is a way to ask for the unfused back end; ``flash`` leaves the choice among the others.
+        if plan.attention == "eager" and given.transformer_impl != "local" and given.attention_backend == "auto":
+            changed["megatron"] = given.model_copy(update={"attention_backend": "unfused"})
+        if given.deterministic:
+            changed["environment"] = {**DETERMINISTIC, **plan.environment}
+        return changed
+
+    def check(self, plan: ResolvedPlan) -> None:
+        for rule in RULES:
+            rule(plan)
+
+    def vocab_multiple(self, plan: Plan) -> int:
+        """``vocab_size_with_padding``: ``make_vocab_size_divisible_by`` times t."""
+        return plan.megatron.vocab_multiple * plan.layout.tp
+
+    own_layers = True
+
+    def logits_vocab(self, plan: ResolvedPlan) -> int:
+        """Transformer Engine's cross entropy makes no fp32 copy of the logits."""
+        return 0 if plan.megatron.cross_entropy_fusion == "te" else super().logits_vocab(plan)
+
+    def optimizer_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        return ("SGD with momentum (one fp32 state a parameter)",) if plan.optimizer.name == "sgd" else ()
+
+    def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+        from .notices import notices
+
+        return notices(plan, programs)
+
+    def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        from .notices import assumptions
+
+        return assumptions(plan)
+
+    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        from . import programs
+
+        return programs.programs(plan, options)
+
+    @cached_property
+    def search(self) -> FrameworkSearch:
+        from .searching import MegatronSearch
+
+        return MegatronSearch()
+
+    @cached_property
+    def running(self) -> FrameworkRunning:
+        from .validating import MegatronRunning
+
+        return MegatronRunning()
+
+    @cached_property
+    def time(self) -> FrameworkTime:
+        from .timing import MegatronTime
+
+        return MegatronTime()
+
+    def zero_words(self, stage: int) -> str:
+        return "distributed optimizer" if stage else "states on every replica"
+
+    def cut_field(self, plan: Plan, *, whole: bool) -> str:
+        layout = plan.pipeline.layout
+        return f"--pipeline-layout '{layout}'" if layout is not None else ""
+
+
+def keeps_scores(megatron: MegatronSection) -> bool:
+    """Whether the attention holds its scores in memory."""
+    return megatron.transformer_impl == "local" or megatron.attention_backend in ("unfused", "local")
+
+
+def check_distributed(plan: ResolvedPlan) -> None:
+    """What the distributed optimizer has, and what belongs to it."""
+    megatron, ranks, sharded = plan.megatron, plan.layout.dp * plan.layout.cp, plan.layout.zero == 1
+    field, instances = "megatron.distributed_optimizer_instances", megatron.distributed_optimizer_instances
+    if instances > 1 and not sharded:
+        raise PlanError(field, instances, "must be 1 without the distributed optimizer (zero: 1)")
+    if ranks % instances:
+        raise PlanError(field, instances, f"must divide dp x cp = {ranks}")
+    if megatron.overlap_param_gather and not (sharded and megatron.overlap_grad_reduce):
+        problem = "must be false without " + (
+            "megatron.overlap_grad_reduce" if sharded else "the distributed optimizer (zero: 1)"
+        )
+        raise PlanError("megatron.overlap_param_gather", True, problem)
+
+
+def check_kernels(plan: ResolvedPlan) -> None:
+    """Implementations of the layers, and the attention and losses that each has."""
+    megatron, field = plan.megatron, "megatron.attention_backend"
+    if megatron.deterministic and megatron.cross_entropy_fusion != "none":
+        problem = "must be none with megatron.deterministic: fused cross entropy is not deterministic"
+        raise PlanError("megatron.cross_entropy_fusion", megatron.cross_entropy_fusion, problem)
+    local, back_end = megatron.transformer_impl == "local", megatron.attention_backend
+    if back_end == "local" and not local:
+        raise PlanError(
+            field, "local", "must be auto, flash, fused or unfused with transformer_impl transformer_engine"
+        )
+    if local and back_end in ("flash", "fused"):
+        problem = "must be auto, unfused or local with transformer_impl local: local layers have their own attention"
+        raise PlanError(field, back_end, problem)
+    wanted = "eager" if keeps_scores(megatron) else "flash"
+    if plan.attention != wanted:
+        what = "transformer_impl local" if local else f"attention_backend {back_end}"
+        raise PlanError("attention", plan.attention, f"must be {wanted} with {what}")
+
+
+def check_context_parallel(plan: ResolvedPlan) -> None:
+    megatron, cp = plan.megatron, plan.layout.cp
+    if megatron.transformer_impl == "local" and cp > 1:
+        raise PlanError("layout.cp", cp, "must be 1 with transformer_impl local")
+    heads = min(plan.model.heads, plan.model.kv_heads) // plan.layout.tp
+    if megatron.cp_communication == "a2a" and heads % cp:
+        problem = (
+            f"must divide the {heads} key/value heads of a rank, because a2a distributes heads; p2p has no such limit"
+        )
+        raise PlanError("layout.cp", cp, problem)
+
+
+def check_virtual_stages(plan: ResolvedPlan) -> None:
+    for name, value in plan.pipeline.changed():
+        if plan.layout.vpp == 1 and name in ("group", "overlap_p2p", "overlap_p2p_warmup"):
+            raise PlanError(f"pipeline.{name}", value, "needs virtual stages (vpp > 1)")
+
+
+def check_environment(plan: ResolvedPlan) -> None:
+    """Variables that choose an attention back end say what the plan says."""
+    back_end = plan.megatron.attention_backend
+    for name, value in zip(SELECTORS, BACK_ENDS[back_end], strict=True):
+        if plan.environment.get(name, value) != value:
+            problem = f"must be {value} or left out: Megatron stops where it contradicts --attention-backend {back_end}"
+            problem += f"; choose the back end there ({', '.join(BACK_ENDS)})"
+            raise PlanError(f"environment.{name}", plan.environment[name], problem)
+
+
+def check_optimizer(plan: ResolvedPlan) -> None:
+    """Transformer Engine's (or apex') FusedAdam, with the distributed optimizer in dtypes of choice."""
+    optimizer = plan.optimizer
+    if not optimizer.algorithm.precision_aware:
+        if plan.layout.zero == 1:
+            problem = "must be adam or adamw with the distributed optimizer (zero: 1): Megatron-Core supports no other"
+            raise PlanError("optimizer.name", optimizer.name, problem)
+        if optimizer.precision_aware:
+            problem = f"must be false with {optimizer.name}: only FusedAdam is precision-aware"
+            raise PlanError("optimizer.precision_aware", True, problem)
+    if optimizer.precision_aware:
+        check_state_dtypes(plan)
+        if plan.layout.zero != 1:
+            problem = "must be false without the distributed optimizer (zero: 1)"
+            raise PlanError("optimizer.precision_aware", True, problem)
+        return
+    for name in ("main_parameters", "exp_avg", "exp_avg_sq"):
+        if getattr(optimizer, name) != "fp32":
+            problem = "must be fp32 unless optimizer.precision_aware is true"
+            raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
+
+
+def check_state_dtypes(plan: ResolvedPlan) -> None:
+    """What FusedAdam keeps states in (``fused_adam.py``, ``__init__``)."""
+    optimizer, te = plan.optimizer, tuple(int(part) for part in plan.megatron.transformer_engine.split(".")[:2])
+    if plan.precision.dtype == "fp32":
+        problem = "must be false with fp32 parameters: precision-aware states of fp32 parameters are not modelled"
+        raise PlanError("optimizer.precision_aware", True, problem)
+    if optimizer.main_parameters not in ("fp32", "fp16"):
+        raise PlanError("optimizer.main_parameters", optimizer.main_parameters, "must be fp32 or fp16")
+    for name in ("exp_avg", "exp_avg_sq"):
+        if getattr(optimizer, name) == "bf16" and te < (2, 3):
+            raise PlanError(f"optimizer.{name}", "bf16", "must be fp32, fp16 or fp8 before Transformer Engine 2.3")
+
+
+RULES = (
+    check_optimizer,
+    check_distributed,
+    check_kernels,
+    check_context_parallel,
+    check_virtual_stages,
+    check_environment,
+)
+
+FRAMEWORK = Megatron()

@@ -1,0 +1,69 @@
+"""What the report says of Megatron-Core: recompute without gain, copies of the head, and what is taken for granted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...notices import tied_head
+from ...plan.resolved import ResolvedPlan
+from ...result import Notice
+from ...tape.program import Program
+from .programs import core_shape
+
+CODE = (
+    "Megatron-Core as of August 2026, with apex, Transformer Engine and flash-attention 2 installed, as "
+    "in NVIDIA's container; FusedAdam; all collectives in place except sequence parallelism's gathers "
+    "and reduce-scatters",
+    "side streams (overlapped communication) run in the main stream's order",
+    "the report shows the largest of the distributed optimizer's shards, with tensors in the order of "
+    "the module's parameters",
+    "a chunk's last input and that input's gradient live until the chunk's next forward "
+    "(TransformerBlock.input_tensor)",
+    "attention_backend auto: cuDNN 9.20; without --gpu, an H100's choice without library workspaces",
+)
+
+BACK_ENDS = {
+    "flash": "flash-attention 2",
+    "fused": "cuDNN; NVIDIA publishes its front end's workspace only, not its engine's other allocations",
+    "unfused": "scores are stored",
+}
+"""What the back ends of Transformer Engine are."""
+
+
+def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
+    if plan.megatron.transformer_impl != "transformer_engine":
+        return CODE
+    back_end = core_shape(plan).attention
+    te = f"Transformer Engine {plan.megatron.transformer_engine}, PyTorch {plan.torch}; attention back end "
+    return (*CODE, f"{te}{back_end} ({BACK_ENDS[back_end]})")
+
+
+def notices(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    for source in (_recomputed_for_nothing, tied_head, _zero_alone):
+        yield from source(plan, programs)
+
+
+def _recomputed_for_nothing(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Selective recompute under Transformer Engine of what its layers do not keep."""
+    modules = plan.recompute.modules or ()
+    te = plan.megatron.transformer_impl == "transformer_engine"
+    if not te or plan.recompute.mode != "selective":
+        return
+    backend = core_shape(plan).attention
+    if "core_attn" in modules and backend != "unfused":
+        yield Notice(
+            "recompute-without-gain",
+            f"recomputing core_attn saves nothing: {backend} attention keeps no scores; the recompute takes time and "
+            "may take memory; leave out core_attn, or recompute mlp",
+        )
+    if "layernorm" in modules:
+        yield Notice(
+            "recompute-without-gain",
+            "recomputing layernorm saves nothing: Transformer Engine's layers have no separate norms, each "
+            "norm is part of the following linear layer",
+        )
+
+
+def _zero_alone(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    if plan.layout.zero == 1 and plan.layout.dp == plan.layout.cp == 1:
+        yield Notice("zero1-without-dp", "the distributed optimizer has nothing to shard: dp x cp = 1")

@@ -1,0 +1,450 @@
+"""Megatron-Core: tensor-, context- and pipeline-parallel layers over contiguous gradient buffers.
+
+Stages and their layers: ``plan.megatron_layout``. Order of calls: ``schedules.megatron_schedule``. States:
+``states``. What a chunk runs: ``megatron/core/models/gpt/gpt_model.py`` and ``bert/bert_model.py``,
+``transformer/transformer_block.py`` (``_checkpointed_forward`` for full recompute).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...device.gpus import GPUS, MULTIPROCESSORS
+from ...device.workspaces import cublas_workspaces
+from ...layers.autograd import Recorder, Tensor
+from ...layers.coverage import MEGATRON_CORE, check_covered
+from ...layers.megatron_core import bert, block, ends, local, te_facts
+from ...layers.megatron_core.ends import Role
+from ...layers.megatron_core.shape import CoreShape, Version
+from ...layers.megatron_core.te_attention import backend
+from ...layers.module import Interface, Module, Options, Parameter, Run, build, hold_bytes
+from ...layers.recompute import recomputed_reentrant
+from ...plan import megatron_layout
+from ...plan.errors import PlanError
+from ...plan.plan import Pipeline, Recompute
+from ...plan.resolved import ResolvedPlan
+from ...plan.spec import of_any_depth
+from ...schedules.megatron_fold import MegatronOrder
+from ...schedules.megatron_schedule import Schedule, schedule
+from ...tape.events import Category, Hold, Stretch
+from ...tape.program import Chunk, Kept, Program, Span
+from .states import Chunk as KeptChunk
+from .states import Rules, bucket_size, keep
+
+if TYPE_CHECKING:
+    from ...plan.resolved import ResolvedLayout
+
+HOPPER = (9, 0)
+"""Compute capability that is assumed where no GPU is named."""
+
+
+def padded_vocab(plan: ResolvedPlan) -> int:
+    """``vocab_size_with_padding``: up to a multiple of ``make_vocab_size_divisible_by`` times t."""
+    multiple = plan.megatron.vocab_multiple * plan.layout.tp
+    return -(-plan.model.vocab // multiple) * multiple
+
+
+def core_shape(plan: ResolvedPlan) -> CoreShape:
+    """Sizes and choices of one micro-batch on one rank."""
+    megatron, layout, spec = plan.megatron, plan.layout, plan.model
+    te = _transformer_engine(megatron.transformer_engine)
+    recompute = plan.recompute
+    shape = CoreShape(
+        spec=of_any_depth(spec),
+        b=plan.batch.mbs,
+        s=plan.batch.seq // layout.cp,
+        t=layout.tp,
+        dtype=plan.precision.dtype,
+        vocab=padded_vocab(plan),
+        cp=layout.cp,
+        cp_communication=megatron.cp_communication,
+        sequence_parallel=layout.sequence_parallel,
+        implementation=megatron.transformer_impl,
+        te=te,
+        attention="local",
+        deterministic=megatron.deterministic,
+        deterministic_attention=plan.environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0",
+        gradient_fusion=megatron.gradient_accumulation_fusion,
+        bias_activation_fusion=megatron.bias_swiglu_fusion
+        if spec.activation == "swiglu"
+        else megatron.bias_gelu_fusion,
+        bias_dropout_fusion=megatron.bias_dropout_fusion,
+        rope_fusion=megatron.rope_fusion,
+        rotary_interleaved=megatron.rotary_interleaved,
+        masked_softmax_fusion=megatron.masked_softmax_fusion,
+        softmax_in_fp32=megatron.attention_softmax_in_fp32 or megatron.query_key_layer_scaling,
+        query_key_layer_scaling=megatron.query_key_layer_scaling,
+        cross_entropy="unfused" if megatron.cross_entropy_fusion == "none" else megatron.cross_entropy_fusion,
+        fp32_residual=megatron.fp32_residual,
+        recompute_modules=(recompute.modules or ()) if recompute.mode == "selective" else (),
+        attention_mask=megatron.attention_mask_in_dataloader,
+        per_token_loss=megatron.per_token_loss,
+    )
+    if megatron.transformer_impl == "local":
+        return shape
+    if shape.dtype == "fp32":
+        problem = "must be bf16 or fp16 with Transformer Engine: its fp32 attention has no recipe, unlike local layers'"
+        raise PlanError("precision.dtype", "fp32", problem)
+    assert megatron.attention_backend != "local"
+    gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
+    attention = backend(
+        megatron.attention_backend,
+        te=shape.te,
+        capability=(gpu.compute_capability if gpu is not None else None) or HOPPER,
+        dtype=shape.dtype,
+        head_dim=spec.head_dim,
+        dropout=spec.attention_dropout,
+        deterministic=shape.deterministic_attention,
+    )
+    return replace(shape, attention=attention, multiprocessors=MULTIPROCESSORS.get(plan.hardware.gpu or "", 132))
+
+
+def _transformer_engine(text: str) -> Version:
+    major, minor, *_ = text.split(".")
+    version = int(major), int(minor)
+    if not te_facts.OLDEST <= version <= te_facts.NEWEST:
+        oldest, newest = (".".join(map(str, known)) for known in (te_facts.OLDEST, te_facts.NEWEST))
+        raise PlanError("megatron.transformer_engine", text, f"must be a version from {oldest} to {newest}")
+    return version
+
+
+def rules(plan: ResolvedPlan) -> Rules:
+    """How the plan's states are kept."""
+    layout, megatron, optimizer = plan.layout, plan.megatron, plan.optimizer
+    ranks = layout.dp * layout.cp
+    size = megatron.bucket_size if megatron.bucket_size is not None else bucket_size(ranks)
+    return Rules(
+        dtype=plan.precision.dtype,
+        gradients=plan.precision.gradients,
+        distributed=layout.zero == 1,
+        shards=ranks // megatron.distributed_optimizer_instances,
+        bucket=size if megatron.overlap_grad_reduce else None,
+        optimizer=optimizer.name,
+        precision_aware=optimizer.precision_aware,
+        main_parameters=optimizer.main_parameters,
+        exp_avg=optimizer.exp_avg,
+        exp_avg_sq=optimizer.exp_avg_sq,
+        counts_zeros=megatron.log_num_zeros_in_grad,
+        te=_transformer_engine(megatron.transformer_engine),
+    )
+
+
+# -- modules ----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def layers_module(shape: CoreShape, count: int, options: Options) -> Module:
+    """One layer (``count`` 0), or a group of layers under one recompute (``_checkpointed_forward``)."""
+
+    def recipe(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        if not count:
+            return Run(block.layer(r, x, shape))
+        out = recomputed_reentrant(r, lambda r, hidden: _layers(r, hidden, shape, count), (x,))
+        ends.keep_mask(r, shape)
+        return Run(out)
+
+    return build("layer", recipe, Interface(shape.hidden, _hidden_dtype(shape)), options)
+
+
+def _layers(r: Recorder, hidden: Tensor, shape: CoreShape, count: int) -> Tensor:
+    for i in range(count):
+        r.prefix = f"{i}." if count > 1 else ""
+        hidden = block.layer(r, hidden, shape)
+    r.prefix = ""
+    return hidden
+
+
+def _hidden_dtype(shape: CoreShape) -> str:
+    return "fp32" if shape.fp32_residual else shape.dtype
+
+
+@lru_cache(maxsize=1024)
+def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -> Module:
+    """Embedding, final norm, head with loss, or what an empty chunk runs."""
+
+    def recipe(r: Recorder, x: Tensor | None) -> Run:
+        is_bert = shape.spec.family == "bert"
+        if name == "embedding":
+            embedding = bert.bert_embedding if is_bert else ends.gpt_embedding
+            return Run(embedding(r, shape, tied_here=tied_here))
+        assert x is not None
+        if name == "final_norm":
+            return Run(ends.final_norm(r, x, shape))
+        if name == "passthrough":  # a chunk without layers (``TransformerBlock.forward``)
+            return Run(ends.cloned(r, x, "hidden_cloned"))
+        head = bert.bert_head if is_bert else ends.gpt_head
+        return Run(None, loss=head(r, x, shape, tied_here=tied_here))
+
+    interface = Interface(None if name == "embedding" else shape.hidden, _hidden_dtype(shape))
+    present = frozenset({ends.WORD}) if name == "head" and tied_here else frozenset()
+    return build(name, recipe, interface, options, present)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """What the modules of every stage depend on; one object for equal ones, so that caches need not look inside."""
+
+    shape: CoreShape
+    recompute: Recompute
+    options: Options
+
+
+@lru_cache(maxsize=1024)
+def _job(shape: CoreShape, recompute: Recompute, options: Options) -> _Job:
+    return _Job(shape, recompute, replace(options, consumes_gradients=True))
+
+
+@lru_cache(maxsize=1 << 14)
+def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
+    """A chunk's modules: the batch, what its entries run, and the batch's end. Of GPT's only the first and the last
+    have a batch, and with it a mask."""
+    role = _role(entries)
+    shape = replace(job.shape, attention_mask=False) if _makes_masks(job.shape, role) else job.shape
+    receives, sends = "embedding" not in entries, "head" not in entries
+    tied_here = shape.spec.tied_embeddings and {"embedding", "head"} <= set(entries)
+    groups = _grouped(job.recompute, entries) or [["passthrough"]]
+    layer_shape, end_shape = _shapes(shape)
+    spans: list[Span] = []
+    for at, group in enumerate(groups):
+        own = replace(
+            job.options,
+            keeps_input=receives and at == 0,
+            drops_gradient=not (sends and at == len(groups) - 1),
+        )
+        if group[0].startswith("layer."):
+            count = len(group) if _recomputes(job.recompute, group, entries) else 0
+            module = layers_module(layer_shape, count, own)
+        else:
+            module = end_module(group[0], end_shape, tied_here, own)
+        label = group[0] if len(group) == 1 else f"{group[0]}–{group[-1].removeprefix('layer.')}"
+        if spans and spans[-1].module is module:
+            spans[-1] = Span(module, (*spans[-1].names, label))
+        else:
+            spans.append(Span(module, (label,)))
+    saved = frozenset(id for span in spans for id in span.module.saved_shared)
+    is_bert = shape.spec.family == "bert"
+    batch = bert.batch(shape, first=not receives) if is_bert else ends.batch(shape, role)
+    released, ended = ends.batch_released(batch, saved), ends.batch_ends(batch, saved)
+    edges = [Span(released, ("batch",)), Span(batch, ("batch",)), *spans, Span(ended, ("batch",))]
+    return Chunk(tuple(edges))
+
+
+@lru_cache(maxsize=1024)
+def _shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
+    """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
+    return replace(shape, cross_entropy="unfused", per_token_loss=False), replace(shape, recompute_modules=())
+
+
+def _makes_masks(shape: CoreShape, role: Role) -> bool:
+    """Local layers of a stage in the middle, which is given no mask, make their own."""
+    return role == "middle" and shape.implementation == "local" and shape.spec.family != "bert"
+
+
+def _grouped(recompute: Recompute, entries: Sequence[str]) -> list[list[str]]:
+    """Layers that are recomputed together, everything else alone (``_checkpointed_forward``, uniform)."""
+    size = recompute.layers or 1 if recompute.mode == "full" and recompute.method == "uniform" else 1
+    groups: list[list[str]] = []
+    for entry in entries:
+        together = groups and entry.startswith("layer.") and groups[-1][0].startswith("layer.")
+        if together and len(groups[-1]) < size:
+            groups[-1].append(entry)
+        else:
+            groups.append([entry])
+    return groups
+
+
+def _recomputes(recompute: Recompute, group: Sequence[str], entries: Sequence[str]) -> bool:
+    if recompute.mode != "full":
+        return False
+    layers = [entry for entry in entries if entry.startswith("layer.")]
+    return recompute.method == "uniform" or layers.index(group[0]) < (recompute.layers or len(layers))
+
+
+# -- programs ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """What the programs of all stages depend on; ``program`` makes each from the entries that it holds."""
+
+    job: _Job
+    layout: ResolvedLayout
+    pipeline: Pipeline
+    microbatches: int
+    rules: Rules
+    libraries: _Libraries
+
+    @cached_property
+    def _rules_behind(self) -> Rules:
+        return replace(self.rules, bucket=None)
+
+    def program(self, stage: int, entries: tuple[tuple[str, ...], ...]) -> Program:
+        """``entries``: names of what each chunk of ``stage`` holds."""
+        layout, pipeline = self.layout, self.pipeline
+        order = schedule(
+            stage,
+            layout.pp,
+            self.microbatches,
+            len(entries),
+            pipeline.group,
+            pipeline.overlap_p2p,
+            pipeline.overlap_p2p_warmup,
+        )
+        # buckets are the first stage's (``DistributedDataParallel.__init__``)
+        own = self.rules if stage == 0 else self._rules_behind
+        tied = self.job.shape.spec.tied_embeddings and layout.pp > 1
+        per_stage = layout.tp * layout.cp * layout.dp
+        return _program(_stage(self.job, entries), order, per_stage, own, tied, self.libraries)
+
+
+def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
+    """The stages of a resolved plan, whatever layers they hold."""
+    check_covered(plan.model, MEGATRON_CORE, plan.framework)
+    layout = plan.layout
+    shape = core_shape(plan)
+    for reason in block.uncovered(shape):
+        raise PlanError("framework", plan.framework, f"has no recipe for {reason}")
+    capability = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
+    return Stages(
+        _job(shape, plan.recompute, options),
+        layout,
+        plan.pipeline,
+        plan.microbatches,
+        rules(plan),
+        _Libraries(capability, cublas_workspaces(plan)),
+    )
+
+
+def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+    """One program per pipeline stage."""
+    made = stages_of(plan, options)
+    return tuple(made.program(stage, entries) for stage, entries in enumerate(stage_entries(plan)))
+
+
+def stage_entries(plan: ResolvedPlan) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Names of the entries of every chunk of every stage."""
+    return _named_entries(plan.model.layers, plan.layout.pp, plan.layout.vpp, plan.pipeline)
+
+
+@lru_cache(maxsize=1024)
+def _named_entries(
+    layers: int, stages: int, chunks: int, pipeline: Pipeline
+) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    found = megatron_layout.stages(
+        layers,
+        stages,
+        chunks,
+        first_layers=pipeline.first_layers,
+        last_layers=pipeline.last_layers,
+        count_embedding=pipeline.count_embedding,
+        count_loss=pipeline.count_loss,
+        layout=pipeline.layout,
+    )
+    return tuple(tuple(_entries(chunk) for chunk in stage) for stage in found)
+
+
+def _entries(chunk: megatron_layout.Chunk) -> tuple[str, ...]:
+    return (
+        *(("embedding",) if chunk.embedding else ()),
+        *(f"layer.{i}" for i in chunk.layers),
+        *(("final_norm", "head") if chunk.head else ()),
+    )
+
+
+class _Libraries(NamedTuple):
+    """What decides the workspaces of libraries."""
+
+    capability: tuple[int, int] | None
+    cublas: tuple[Hold, ...]
+    """PyTorch's, where a rank multiplies matrices through it."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """The chunks of one stage; one object for equal ones."""
+
+    job: _Job
+    chunks: tuple[Chunk, ...]
+    names: tuple[str, ...]
+    exchanged: int
+
+
+@lru_cache(maxsize=1 << 14)
+def _stage(job: _Job, entries: tuple[tuple[str, ...], ...]) -> _Stage:
+    chunks = tuple(_chunk(job, chunk) for chunk in entries)
+    return _Stage(
+        job,
+        chunks,
+        tuple(name for chunk in entries for name in chunk),
+        hold_bytes(job.shape.hidden, _hidden_dtype(job.shape)),
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _parameters(chunk: Chunk) -> KeptChunk:
+    """Equal neighbours together, however their activations differ, so that layouts with equal states share them."""
+    found: list[tuple[tuple[Parameter, ...], int]] = []
+    for span in chunk.spans:
+        own, count = span.module.parameters, len(span.names)
+        if found and found[-1][0] == own:
+            found[-1] = own, found[-1][1] + count
+        elif own:
+            found.append((own, count))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1 << 14)
+def _kept(stage: _Stage, states: Rules, tied: bool, libraries: _Libraries) -> Kept:
+    chunks = tuple(_parameters(chunk) for chunk in stage.chunks)
+    workspaces = _workspaces(stage.job.shape, stage.names, len(stage.chunks), libraries)
+    return replace(keep(chunks, states, tied), workspaces=workspaces)
+
+
+def _program(
+    stage: _Stage, order: Schedule, per_stage: int, states: Rules, tied: bool, libraries: _Libraries
+) -> Program:
+    kept = _kept(stage, states, tied, libraries)
+    return Program(
+        stage=order.stage,
+        ranks=tuple(range(order.stage * per_stage, (order.stage + 1) * per_stage)),
+        entries=stage.names,
+        order=MegatronOrder(order, stage.chunks, stage.exchanged),
+        initialisation=kept.construction.excursion.peak,
+        kept=kept,
+    )
+
+
+def _role(entries: Sequence[str]) -> Role:
+    first, last = "embedding" in entries, "head" in entries
+    return "only" if first and last else "first" if first else "last" if last else "middle"
+
+
+def _workspaces(shape: CoreShape, names: tuple[str, ...], chunks: int, libraries: _Libraries) -> Stretch:
+    """Static tensors that the first iteration makes. Every chunk has rotary tables of its own."""
+    holds: list[Hold] = []
+    dtype, has_layers, has_head = shape.dtype, any(name.startswith("layer.") for name in names), "head" in names
+    if shape.spec.positions == "rotary":
+        holds += ends.rotary_table(shape) * chunks
+    gathered = [local.memory_buffer(shape)] * has_layers + [ends.gather_buffer(shape)] * has_head
+    sizes = [hold_bytes(size, dtype) for size in gathered if size != (0,)]
+    if sizes:
+        holds.append(Hold(0, max(sizes), Category.COMMUNICATION_BUFFERS, "global_memory_buffer", (), dtype))
+    weights = set(local.dummy_gradients(shape)) if has_layers else set()
+    head = ends.dummy_gradient(shape) if has_head else None
+    weights |= {head} if head is not None else set()
+    if shape.implementation == "transformer_engine":
+        major = (libraries.capability or HOPPER)[0]
+        for name, size in te_facts.kept(shape, major, sorted(weights)).items():
+            category = Category.WORKSPACES if name.endswith("workspace") else Category.BUFFERS
+            if libraries.capability is not None or category is not Category.WORKSPACES:
+                holds.append(Hold(0, size, category, name))
+    else:
+        buffers = Category.BUFFERS
+        holds += [Hold(0, hold_bytes(one, dtype), buffers, "dummy_gradient", one, dtype) for one in sorted(weights)]
+    if has_head or (has_layers and shape.attention in ("local", "unfused")) or shape.implementation == "local":
+        holds += libraries.cublas
+    return Stretch(hold._replace(tensor=-1 - i) for i, hold in enumerate(holds))

@@ -1,0 +1,257 @@
+"""How Megatron-Core keeps parameters, gradients and optimizer states, and what its step adds.
+
+``megatron/core/distributed/param_and_grad_buffer.py`` (``_ParamAndGradBuffer``),
+``optimizer/param_layout.py``, ``optimizer/distrib_optimizer.py`` (``_compute_per_buffer_param_layout``,
+``_build_model_and_main_param_groups``), ``optimizer/optimizer.py``
+(``Float16OptimizerWithFloat16Params``), ``optimizer/clip_grads.py`` (``count_zeros_fp32``) and
+Transformer Engine's ``pytorch/optimizers/fused_adam.py`` (``initialize_state``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+
+from ...layers.autograd import ITEMSIZE
+from ...layers.module import Parameter
+from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
+from ...tape.program import Kept
+
+ALIGNMENT = 64
+"""Elements to which the start of a parameter is aligned in the distributed optimizer's buffers."""
+
+BUCKET_ALIGNMENT = 128
+"""Elements that, times the shards, a bucket's end is aligned to (their least common multiple)."""
+
+Chunk = tuple[tuple[tuple[Parameter, ...], int], ...]
+"""A model chunk: the parameters of its modules in order, and how often each is repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What decides how states are kept."""
+
+    dtype: str
+    """Of the parameters."""
+    gradients: str
+    """Of the gradient buffer."""
+    distributed: bool
+    """The distributed optimizer."""
+    shards: int
+    """Ranks among which the distributed optimizer's states are divided."""
+    bucket: int | None
+    """Elements of a bucket in the first chunk; ``None`` where gradients are one bucket."""
+    optimizer: str
+    precision_aware: bool
+    main_parameters: str
+    exp_avg: str
+    exp_avg_sq: str
+    counts_zeros: bool
+    te: tuple[int, int] = (2, 18)
+    """Version of Transformer Engine, whose FusedAdam a precision-aware optimizer is."""
+
+    @property
+    def mixed(self) -> bool:
+        """Main parameters are kept beside 16-bit ones."""
+        return self.dtype != "fp32"
+
+    @property
+    def main_size(self) -> int:
+        """Bytes of one element of the main parameters, which a precision-aware FusedAdam keeps as an fp32
+        number's lower 16 bits where parameters are bf16 (``store_param_remainders``, from 2.1)."""
+        remainders = self.te >= (2, 1) and self.main_parameters == "fp32" and self.dtype == "bf16"
+        if self.precision_aware and remainders:
+            return 2
+        return ITEMSIZE[self.main_parameters if self.precision_aware else "fp32"]
+
+    @property
+    def moments(self) -> tuple[tuple[str, str], ...]:
+        """Name and dtype of each state besides the main parameters."""
+        if self.optimizer == "sgd":
+            return (("momentum_buffer", "fp32"),)
+        return (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq))
+
+    @property
+    def unscaled(self) -> tuple[str, ...]:
+        """States that FusedAdam casts to fp32 while it steps a parameter group (``get_unscaled_state``); from
+        2.13 two moments in bf16 are read by the kernel as they are (``fuse_unscale``)."""
+        if not self.precision_aware:
+            return ()
+        fused = self.te >= (2, 13) and self.exp_avg == self.exp_avg_sq == "bf16"
+        moments = tuple(name for name, dtype in self.moments if dtype != "fp32" and not fused)
+        return (*moments, *(("master_param",) if self.main_parameters != "fp32" else ()))
+
+    @property
+    def copies_gradients(self) -> bool:
+        """16-bit gradients are copied to fp32 for the step, and end when the next iteration begins."""
+        return self.mixed and self.gradients != "fp32" and not self.precision_aware
+
+
+def bucket_size(ranks: int) -> int:
+    """Elements of a bucket unless the plan says otherwise, with so many ranks that gradients are summed over
+    (``DistributedDataParallel.__init__``)."""
+    return max(40_000_000, 1_000_000 * ranks)
+
+
+@lru_cache(maxsize=4096)
+def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> Kept:
+    """All that one rank keeps for ``chunks``.
+
+    Of the distributed optimizer's shards the one that is largest, each tensor rounded, is taken.
+    ``tied_across_stages``: the word table is a copy that the first and the last stage hold.
+    """
+    tensors = [[p for own, n in chunk for _ in range(n) for p in own] for chunk in chunks]
+    ids = iter(range(1, 1 << 40))
+    construction: list[Event] = []
+    originals: list[list[Hold]] = []
+    for chunk in tensors:
+        made = [Hold(next(ids), p.bytes(rules.dtype), Category.PARAMETERS, p.name, p.shape, rules.dtype) for p in chunk]
+        originals.append(made)
+        construction += made
+    pieces: list[int] = []
+    for at, chunk in enumerate(tensors):
+        buckets = _buckets(chunk, rules.bucket if at == 0 else None, rules, tied_across_stages)
+        elements = sum(bucket.end for bucket in buckets)
+        if rules.distributed:
+            size = rounded(elements * ITEMSIZE[rules.dtype])
+            construction.append(Hold(next(ids), size, Category.PARAMETERS, "param_data", (elements,), rules.dtype))
+        size = rounded(elements * ITEMSIZE[rules.gradients])
+        construction.append(Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients))
+        if rules.distributed:
+            construction += [Drop(hold.tensor, hold.bytes, hold.category) for hold in originals[at]]
+        pieces += _pieces(buckets, chunk, rules)
+    pieces.sort(key=lambda piece: piece < 0)  # matrices first, then what has no weight decay
+    sizes = [abs(piece) for piece in pieces]
+    small = Category.BUFFERS
+    if rules.mixed and not rules.precision_aware:
+        construction += [
+            Hold(next(ids), rounded(n * 4), Category.MAIN_PARAMETERS, "main_param", (n,), "fp32") for n in sizes
+        ]
+    construction += [Hold(next(ids), rounded(4), small, name, (1,), "fp32") for name in _numbers(rules)]
+    states: list[Event] = []
+    for n in sizes:
+        states += [
+            Hold(next(ids), rounded(n * ITEMSIZE[dtype]), Category.OPTIMIZER_STATES, name, (n,), dtype)
+            for name, dtype in rules.moments
+        ]
+        if rules.precision_aware and rules.mixed:
+            size = rounded(n * rules.main_size)
+            states.append(Hold(next(ids), size, Category.MAIN_PARAMETERS, "master_param", (n,)))
+            kinds = [dtype for _, dtype in rules.moments] + [rules.main_parameters]
+            scales = sum(4 if dtype == "fp8" else dtype != "fp32" for dtype in kinds)  # fp8: with a quantizer's three
+            states += [Hold(next(ids), rounded(4), small, "state_scale", (1,), "fp32") for _ in range(scales)]
+    copies: list[Hold] = []
+    if rules.copies_gradients:
+        copies = [Hold(next(ids), rounded(n * 4), Category.GRADIENTS, "main_grad_fp32", (n,), "fp32") for n in sizes]
+    step: list[Event] = [*copies]
+    if rules.counts_zeros and sizes:
+        mask = Hold(next(ids), rounded(max(sizes)), Category.TEMPORARIES, "nonzero_mask", (max(sizes),), "bool")
+        step += [mask, Drop(mask.tensor, mask.bytes, mask.category)]
+    for decays in (True, False):  # parameter groups: matrices, and what has no weight decay
+        group = [abs(piece) for piece in pieces if (piece > 0) is decays]
+        casts = [
+            Hold(next(ids), rounded(4 * n), Category.TEMPORARIES, f"{name}_unscaled", (n,), "fp32")
+            for n in group
+            for name in rules.unscaled
+        ]
+        step += [*casts, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in casts)]
+    return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
+
+
+def _numbers(rules: Rules) -> tuple[str, ...]:
+    """Single numbers on the device: ``optimizer.py`` (``FP32Optimizer``, and ``MixedPrecisionOptimizer``, which the
+    distributed optimizer is in fp32, too), ``grad_scaler.py`` (``DynamicGradScaler``)."""
+    if rules.dtype == "fp16":
+        return ("found_inf", "overflow", "scale", "min_scale", "growth_factor", "backoff_factor")
+    if rules.dtype == "bf16":
+        return ("scale_one",)
+    return ("overflow", "scale_one") if rules.distributed else ("scale",)
+
+
+# -- buffers ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """A stretch of a buffer. ``end`` is its padded size in elements, ``starts`` where its parameters lie in it."""
+
+    parameters: tuple[Parameter, ...]
+    starts: tuple[int, ...]
+    end: int
+
+
+def _buckets(parameters: Sequence[Parameter], size: int | None, rules: Rules, tied: bool) -> list[_Bucket]:
+    """Parameters from last to first (the order of backward), cut where a bucket is full.
+
+    Without the distributed optimizer nothing is padded, and where a bucket ends does not matter.
+    """
+    found: list[_Bucket] = []
+    members: list[Parameter] = []
+    starts: list[int] = []
+    at = 0
+
+    def close() -> None:
+        nonlocal at
+        end = _padded(at, lcm(rules.shards, BUCKET_ALIGNMENT)) if rules.distributed else at
+        found.append(_Bucket(tuple(members), tuple(starts), end))
+        members.clear()
+        starts.clear()
+        at = 0
+
+    for parameter in reversed(parameters):
+        at = _padded(at, ALIGNMENT) if rules.distributed else at
+        alone = rules.distributed and tied and parameter.name == "word.weight"
+        if alone and members:
+            close()
+        members.append(parameter)
+        starts.append(at)
+        at += parameter.elements
+        if alone or (size is not None and at >= size):
+            close()
+    if members:
+        close()
+    return found
+
+
+def _padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _pieces(buckets: Sequence[_Bucket], parameters: Sequence[Parameter], rules: Rules) -> list[int]:
+    """Elements of each parameter that the rank keeps states for; negative where it has no weight decay."""
+    if not rules.distributed:
+        return [_signed(p, p.elements) for p in parameters]
+    held = [0] * rules.shards
+    for bucket in buckets:
+        share = bucket.end // rules.shards
+        whole = rounded(share * 4)
+        for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
+            end = start + parameter.elements
+            first, last = start // share, (end - 1) // share
+            if first == last:
+                held[first] += rounded(parameter.elements * 4)
+                continue
+            held[first] += rounded(((first + 1) * share - start) * 4)
+            held[last] += rounded((end - last * share) * 4)
+            for rank in range(first + 1, last):
+                held[rank] += whole
+    most = held.index(max(held))
+    return [
+        _signed(parameter, elements) for bucket in buckets for parameter, elements in _held(bucket, rules.shards, most)
+    ]
+
+
+def _signed(parameter: Parameter, elements: int) -> int:
+    return elements if len(parameter.shape) > 1 else -elements
+
+
+def _held(bucket: _Bucket, shards: int, rank: int) -> Iterator[tuple[Parameter, int]]:
+    """How many elements of which parameter ``rank`` holds: every rank has an equal stretch of the bucket."""
+    share = bucket.end // shards
+    low, high = rank * share, (rank + 1) * share
+    for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
+        elements = min(start + parameter.elements, high) - max(start, low)
+        if elements > 0:
+            yield parameter, elements

@@ -1,0 +1,84 @@
+"""Megatron-Core in the time of a step."""
+
+from __future__ import annotations
+
+from ...plan.resolved import ResolvedPlan
+from ...search.time.framework import FrameworkTime
+from ...search.time.shape import ITEMSIZE, Code, Work, named
+from ...search.time.updates import Exchange, Replicas, beside
+from .programs import stage_entries
+from .states import bucket_size
+
+SCATTERED = (1, 13)
+"""PyTorch before which a plan's Megatron is that of 2021 and 2022, before Megatron-Core: its pipeline sent a hidden
+state in ``tp`` parts (arXiv 2104.04473, section 4.1), and waited for sends between interleaved stages, too."""
+
+NOT_OVERLAPPED = (1, 11)
+"""PyTorch before which it is Megatron-LM up to 2.5: the reduction of a column-parallel layer's input gradient was not
+yet beside its weight gradient, and the latter was added to the buffer by a kernel of its own."""
+
+
+class MegatronTime(FrameworkTime):
+    fused_attention = True
+
+    def code(self, plan: ResolvedPlan) -> Code:
+        given, recent = plan.megatron, not _older(plan, NOT_OVERLAPPED)
+        te = given.transformer_impl == "transformer_engine"
+        return Code(
+            norm_in_python=False,
+            joined_inputs=True,
+            joined_gradients=not te,
+            packed_attention=te,
+            fused_softmax=True,
+            parallel_loss=True,
+            fused_loss=given.cross_entropy_fusion,
+            fused_rope=given.rope_fusion,
+            fused_activation=given.bias_gelu_fusion and given.bias_swiglu_fusion,
+            fused_residual=given.bias_dropout_fusion,
+            fused_accumulation=given.gradient_accumulation_fusion and recent,
+            gradient_buffer=True,
+            reduces_blocks_apart=te,
+            scattered_sends=_older(plan, SCATTERED),
+            overlapped=recent,
+        )
+
+    def overlapped_sends(self, plan: ResolvedPlan, vpp: int) -> bool:
+        return super().overlapped_sends(plan, vpp) and not _older(plan, SCATTERED)
+
+    def stages(self, plan: ResolvedPlan) -> Work:
+        return tuple(tuple(named(chunk, plan) for chunk in stage) for stage in stage_entries(plan))
+
+    def gradient_dtype(self, plan: ResolvedPlan) -> str:
+        return plan.precision.gradients or "fp32"
+
+    def owners(self, replicas: Replicas) -> int:
+        plan = replicas.plan
+        return replicas.ranks // plan.megatron.distributed_optimizer_instances if plan.layout.zero else 1
+
+    def exposed(self, replicas: Replicas, rank: Exchange) -> float:
+        given = replicas.plan.megatron
+        reduced, gathered = replicas.exchanged(rank.trained)
+        if given.overlap_grad_reduce:
+            size = given.bucket_size or bucket_size(replicas.ranks)
+            reduced = beside(reduced, rank.backward, size / rank.trained)
+        if given.overlap_param_gather:
+            gathered = beside(gathered, rank.forward, 0.0)
+        return reduced + gathered
+
+    def mixed(self, plan: ResolvedPlan) -> bool:
+        return plan.precision.dtype != "fp32"
+
+    def buffer_bytes(self, plan: ResolvedPlan, ranks: int) -> float:
+        """The buffer is set to zero, looked through for NaN, and divided by the number of replicas
+        (``param_and_grad_buffer.py``, ``reset`` and ``start_grad_sync``)."""
+        looks = 1 if plan.megatron.check_for_nan else 0
+        divides = 2 if ranks > 1 and not plan.megatron.per_token_loss else 0
+        return float(ITEMSIZE[self.gradient_dtype(plan)] * (1 + looks + divides))
+
+
+def _older(plan: ResolvedPlan, version: tuple[int, int]) -> bool:
+    """Whether ``plan`` is of Megatron's code before a version of PyTorch."""
+    if plan.torch is None:
+        return False
+    major, minor, *_ = (int(part) for part in plan.torch.split("."))
+    return (major, minor) < version

@@ -1,0 +1,1 @@
+"""BigScience's Megatron-DeepSpeed of 2021."""

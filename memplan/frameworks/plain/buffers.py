@@ -1,0 +1,52 @@
+"""What a model of transformers holds besides parameters: its inputs and its registered buffers."""
+
+from __future__ import annotations
+
+from ...families import family
+from ...layers.huggingface import LayerShape
+from ...layers.module import hold_bytes
+from ...plan.resolved import ResolvedPlan
+from ...tape.events import Category, Hold, rounded
+
+
+def inputs(shape: LayerShape, stage: int) -> list[Hold]:
+    """Token ids and labels, (b, s) int64 each, on the first device."""
+    if stage:
+        return []
+    size = hold_bytes((shape.b, shape.s), "int64")
+    return [Hold(0, size, Category.INPUTS, name, (shape.b, shape.s), "int64") for name in ("input_ids", "labels")]
+
+
+def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:
+    """Registered buffers: rotary frequencies, BERT's position and token-type ids, the masks of 2020's GPT-2."""
+    spec = plan.model
+    kept = Category.BUFFERS
+    result: list[Hold] = []
+    if plan.code == "2020":
+        assert plan.device_map is not None or plan.framework != "device-map"
+        count = len(plan.device_map[stage]) if plan.device_map is not None else spec.layers
+        n = spec.positions_max
+        for _ in range(count):
+            result.append(Hold(0, hold_bytes((n, n), "uint8"), kept, "causal_mask", (1, 1, n, n), "uint8"))
+            result.append(Hold(0, rounded(4), kept, "masked_bias", (), "fp32"))
+    if family(spec.family).tables_in_layers:
+        count = len(plan.device_map[stage]) if plan.device_map is not None else spec.layers
+        table = (spec.positions_max, spec.rotary_features)
+        result += [Hold(0, hold_bytes(table, "fp32"), kept, "embed_positions", table, "fp32") for _ in range(count)]
+        return result
+    if stage:
+        return result
+    if spec.positions == "rotary":
+        pairs = (spec.rotary_features // 2,)
+        result += [
+            Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in ("inv_freq", "original_inv_freq")
+        ]
+    if spec.embedding_scale:
+        result.append(Hold(0, rounded(4), kept, "embedding_scale", (), "fp32"))
+    if spec.token_types:
+        n = spec.positions_max
+        result += [
+            Hold(0, hold_bytes((n,), "int64"), kept, name, (1, n), "int64")
+            for name in ("position_ids", "token_type_ids")
+        ]
+    return result

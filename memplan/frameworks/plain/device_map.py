@@ -1,0 +1,133 @@
+"""``device-map``: one process whose layers lie on several devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ...plan.errors import ABSENT, PlanError
+from ..base import PYTORCH_SECTIONS, Framework, Supports
+
+if TYPE_CHECKING:
+    from ...layers.module import Options
+    from ...plan.plan import Hardware, Layout, Plan
+    from ...plan.resolved import ResolvedPlan
+    from ...search.framework import FrameworkSearch
+    from ...search.time.framework import FrameworkTime
+    from ...tape.program import Program
+    from ...trace.framework import FrameworkRunning
+
+
+class DeviceMap(Framework):
+    name = "device-map"
+    stage_word = "device"
+    configuration = "device-map"
+    supports = Supports(several_gpus_of_a_process=True, sections=(*PYTORCH_SECTIONS, "device_map"))
+
+    def default_gpus(self, plan: Plan) -> int:
+        """As many as the map has devices."""
+        if plan.hardware.gpus is not None:
+            return plan.hardware.gpus
+        if not plan.device_map:
+            problem = "is missing: device-map needs the number of devices (--gpus 4) or the map itself (device_map)"
+            raise PlanError("hardware.gpus", ABSENT, problem)
+        return len(plan.device_map)
+
+    def default_sections(self, plan: Plan, hardware: Hardware, layout: Layout) -> dict[str, object]:
+        if plan.device_map is not None or hardware.gpus is None:
+            return {}
+        return {"device_map": equal_shares(plan.model.layers, hardware.gpus)}
+
+    def check(self, plan: ResolvedPlan) -> None:
+        check_map(plan)
+
+    def layout_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        placed = "embedding and head are on the first device, final norm on the last"
+        return (f"{placed}; masks and rotary tables that later devices copy are not counted",)
+
+    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        from . import programs
+
+        return programs.programs(plan, options)
+
+    @cached_property
+    def search(self) -> FrameworkSearch:
+        from .searching import DeviceMapSearch
+
+        return DeviceMapSearch()
+
+    @cached_property
+    def running(self) -> FrameworkRunning:
+        from .running import DeviceMapRunning
+
+        return DeviceMapRunning()
+
+    @cached_property
+    def time(self) -> FrameworkTime:
+        from .timing import DeviceMapTime
+
+        return DeviceMapTime()
+
+    def cut_field(self, plan: Plan, *, whole: bool) -> str:
+        if plan.device_map is None:
+            return ""
+        held = (f"{device}: {_range(layers)}" for device, layers in plan.device_map.items())
+        return f"--device-map '{{{', '.join(held)}}}'"
+
+
+def _range(layers: Sequence[int]) -> str:
+    """``0-11``; one by one where they do not follow one another."""
+    if layers and list(layers) == list(range(layers[0], layers[-1] + 1)) and len(layers) > 1:
+        return f"{layers[0]}-{layers[-1]}"
+    return str(list(layers))
+
+
+def equal_shares(layers: int, devices: int) -> dict[int, tuple[int, ...]]:
+    """Consecutive layers in shares that differ by at most one, the larger ones first."""
+    if devices > layers:
+        raise PlanError("hardware.gpus", devices, f"must be at most the model's {layers} layers, one for each device")
+    share, larger = divmod(layers, devices)
+    starts = [device * share + min(device, larger) for device in range(devices + 1)]
+    return {device: tuple(range(starts[device], starts[device + 1])) for device in range(devices)}
+
+
+def check_map(plan: ResolvedPlan) -> None:
+    """Refuses a map that forgets or repeats a layer, skips a device or names what is not there."""
+    placed, gpus = plan.device_map or {}, plan.hardware.gpus
+    if sorted(placed) != list(range(len(placed))) or not placed:
+        wanted = "must name devices 0, 1, 2, … without a gap"
+        raise PlanError("device_map", list(placed), wanted)
+    if len(placed) > gpus:
+        raise PlanError("device_map", ABSENT, f"names {len(placed)} devices, and hardware.gpus is {gpus}")
+    _check_layers(placed, plan.model.layers)
+
+
+def _check_layers(placed: dict[int, tuple[int, ...]], layers: int) -> None:
+    for device, on_device in placed.items():
+        if not on_device:
+            raise PlanError(f"device_map.{device}", [], "must hold at least one layer")
+        outside = [layer for layer in on_device if not 0 <= layer < layers]
+        if outside:
+            problem = f"names {_layers(outside)}, and the model has layers 0 to {layers - 1}"
+            raise PlanError(f"device_map.{device}", ABSENT, problem)
+    times = Counter(layer for on_device in placed.values() for layer in on_device)
+    repeated = [layer for layer in range(layers) if times[layer] > 1]
+    if repeated:
+        raise PlanError("device_map", ABSENT, f"repeats {_layers(repeated)}; place every layer on exactly one device")
+    forgotten = [layer for layer in range(layers) if not times[layer]]
+    if forgotten:
+        raise PlanError("device_map", ABSENT, f"misses {_layers(forgotten)}; place every layer on exactly one device")
+
+
+def _layers(layers: Iterable[int]) -> str:
+    """``layer 20`` or ``layers 3, 4, 5, … (12 of them)``."""
+    numbers = list(layers)
+    text = ", ".join(str(number) for number in numbers[:8])
+    if len(numbers) == 1:
+        return f"layer {text}"
+    return f"layers {text}" if len(numbers) <= 8 else f"layers {text}, … ({len(numbers)} of them)"
+
+
+FRAMEWORK = DeviceMap()

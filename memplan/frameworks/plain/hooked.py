@@ -1,0 +1,377 @@
+"""Models of transformers with a seam wherever a hook of a submodule or a parameter runs, as DeepSpeed and DDP see them.
+
+A submodule is a ``Linear``, a norm or an embedding, known by the weight that its operator reads; or one without
+parameters, of which only the moment counts (``submodules``). DeepSpeed (``parameter_offload.py``,
+``_register_deepspeed_module``) has hooks before and behind every submodule's forward and, as autograd nodes at its
+output and its input, before and behind its backward; ``stage3.py``, ``stage_1_and_2.py`` and DDP's reducer have one
+behind every parameter's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+
+from ...families import family as family_of
+from ...families.base import Submodules
+from ...layers import ends
+from ...layers.autograd import Accumulate, Backward, Gradients, Leaf, Node, Recorder, Shape, Tensor, Unsummed
+from ...layers.huggingface import LayerShape
+from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run, recorded
+from ...layers.recompute import Frame
+from ...tape.events import INPUT, Category, Hook
+from .programs import (
+    COS,
+    EMBEDDED,
+    FULL_MASK,
+    MASK,
+    POSITIONS,
+    SIN,
+    hidden_interface,
+    keeps_embedded,
+    layer_names,
+    layer_recipe,
+    returns,
+    transformers_code,
+    with_kept_input,
+)
+
+NONE = Submodules()
+
+TIED = "word.weight"
+"""The parameter that a tied head shares with the embedding."""
+
+NO_PARAMETERS = ""
+"""Name of every submodule without parameters at a seam."""
+
+
+@dataclass
+class HookedRecorder(Recorder):
+    """A recorder whose tape has seams where hooks of submodules and parameters run."""
+
+    submodules: Submodules = NONE
+    """Submodules without parameters."""
+    modules: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameters of each submodule, by the name of its weight."""
+    without_input: set[str] = field(default_factory=set)
+    """Submodules whose input needs no gradient: their backward ends unnoticed."""
+    due: str = ""
+    """A submodule that ends with the next tensor, or with its output of that name."""
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    """Names of outputs that come later than the next tensor, by the name of the submodule's weight."""
+    remaining: dict[str, int] = field(default_factory=dict)
+    """Gradients that each submodule still waits for."""
+    bias_first: bool = False
+    """A ``Linear``'s bias gets its gradient before its weight does (``addmm(bias, input, weight)``; the weight's goes
+    through a transpose): not so under ZeRO-3's own linear function."""
+    held_back: tuple[Leaf, Gradients] | None = None
+    in_backward: bool = False
+
+    def before(self, module: str, hook: Hook = Hook.BEFORE_FORWARD) -> None:
+        """``module`` begins, behind those without parameters that run directly before it."""
+        going_back = hook is Hook.BEFORE_BACKWARD
+        recomputing = self.in_backward and not going_back
+        self.pass_by(self.submodules.before(module, backward=going_back, recomputing=recomputing), hook)
+        self.seam(module, hook)
+
+    def behind(self, module: str, hook: Hook = Hook.AFTER_FORWARD) -> None:
+        """``module`` ends, and those without parameters run that are directly behind it."""
+        self.seam(module, hook)
+        backward = hook is Hook.AFTER_BACKWARD
+        self.pass_by(self.submodules.behind(module, backward=backward), Hook.BEFORE_FORWARD)
+
+    def pass_by(self, count: int, hook: Hook) -> None:
+        for _ in range(count):
+            self.seam(NO_PARAMETERS, hook)
+
+    def parameter(self, name: str, shape: Shape, dtype: str) -> Tensor:
+        if len(shape) == 1 and name.endswith(".weight"):
+            self.before(name)
+        return super().parameter(name, shape, dtype)
+
+    def node(
+        self, inputs: Sequence[Tensor], saved: Iterable[Tensor], backward: Backward, outputs: int = 1
+    ) -> Node | None:
+        leaves = {x.node.leaf.name: x.node.leaf for x in inputs if isinstance(x.node, Accumulate)}
+        names = tuple(name for name, leaf in leaves.items() if leaf.is_parameter)
+        if not names:
+            return super().node(inputs, saved, backward, outputs)
+        module = min(names, key=lambda name: not name.endswith(".weight"))
+        self.modules[module] = names
+        if len(names) == len(inputs):
+            self.without_input.add(module)
+        is_matrix = len(leaves[module].shape) > 1
+        if is_matrix:
+            self.before(module)
+        node = super().node(inputs, saved, self._announced(module, backward), outputs)
+        if node is not None and node.frame is not None:
+            node.backward = backward
+            node.frame = _Announced(node.frame, module)
+        if not is_matrix and len(names) > 1:
+            self.behind(module)
+        else:
+            self.due = module
+        return node
+
+    def empty(self, shape: Shape, dtype: str, name: str, category: Category = Category.TEMPORARIES) -> Tensor:
+        self.pass_by(self.submodules.at.get(name, 0), Hook.BEFORE_FORWARD)
+        tensor = super().empty(shape, dtype, name, category)
+        if self.due and self.outputs.get(self.due, name) == name:
+            due, self.due = self.due, ""
+            self.behind(due)
+        return tensor
+
+    def backward(self, output: list[Tensor], gradient: list[Tensor]) -> None:
+        self.in_backward = True
+        super().backward(output, gradient)
+
+    def _announced(self, module: str, backward: Backward) -> Backward:
+        """``backward`` behind the hook before the backward of ``module``."""
+
+        def announced(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+            self.before(module, Hook.BEFORE_BACKWARD)
+            return backward(r, gradients)
+
+        return announced
+
+    def _accumulate(self, leaf: Leaf, arrived: Gradients) -> None:
+        if not leaf.is_parameter or arrived[0] is None:
+            super()._accumulate(leaf, arrived)
+            return
+        module = next(name for name, names in self.modules.items() if leaf.name in names)
+        matrix = len(leaf.shape) > 1 and len(self.modules[module]) > 1
+        if self.bias_first and matrix and module not in self.without_input and self.held_back is None:
+            self.held_back = (leaf, [arrived.pop()])
+            return
+        super()._accumulate(leaf, arrived)
+        left = self.remaining.get(module, len(self.modules[module])) - 1
+        self.remaining[module] = left
+        if not left and module not in self.without_input:
+            self.behind(module, Hook.AFTER_BACKWARD)
+        if self.held_back is not None and not matrix:
+            self._accumulate(*self.held_back)
+            self.held_back = None
+
+
+class _Announced(Frame):
+    """A recompute region that a submodule's backward enters: its hook runs before the region is run again."""
+
+    __slots__ = ("inner", "module")
+
+    def __init__(self, inner: Frame, module: str) -> None:
+        self.inner = inner
+        self.module = module
+
+    def unpack(self, recorder: Recorder, node: Node) -> None:
+        assert isinstance(recorder, HookedRecorder)
+        recorder.before(self.module, Hook.BEFORE_BACKWARD)
+        self.inner.unpack(recorder, node)
+
+
+# -- modules ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class HookedModule:
+    """A module whose tapes have seams where hooks run, and what its submodules read."""
+
+    module: Module
+    reads: dict[str, tuple[str, ...]]
+    """Parameters of each submodule, by the name of its weight."""
+    unhooked: frozenset[str]
+    """Submodules whose backward ends unnoticed."""
+    parameters: tuple[Parameter, ...]
+    """All that it reads, a tied one too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One module of the model, by name."""
+
+    name: str
+    hooked: HookedModule
+
+    def qualified(self, parameter: str, tied: bool) -> str:
+        return parameter if tied and parameter == TIED else f"{self.name}/{parameter}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """The modules of a model and its parameters by id, which is their place in ``model.parameters()``."""
+
+    instances: tuple[Instance, ...]
+    """In the order in which they run forward, the frame's return as one of them."""
+    parameters: tuple[Parameter, ...]
+    ids: dict[str, int]
+    tied: bool
+    dtype: str
+
+    def id_of(self, instance: Instance, name: str) -> int:
+        return self.ids[instance.qualified(name, self.tied)]
+
+    def bytes(self, id: int) -> int:
+        return self.parameters[id].bytes(self.dtype)
+
+    @cached_property
+    def _reads(self) -> dict[tuple[int, str], tuple[int, tuple[int, ...]]]:
+        return {}
+
+    def reads(self, at: int, submodule: str) -> tuple[int, tuple[int, ...]]:
+        """Number of the submodule of instance ``at`` that has the weight ``submodule``, and ids of its parameters."""
+        found = self._reads.get((at, submodule))
+        if found is None:
+            instance = self.instances[at]
+            names = instance.hooked.reads
+            ids = tuple(self.id_of(instance, name) for name in names[submodule])
+            found = self._reads[at, submodule] = at * 64 + list(names).index(submodule), ids
+        return found
+
+
+@lru_cache(maxsize=64)
+def model_of(shape: LayerShape, layers: int, options: Options, recompute: bool, bias_first: bool) -> Model:
+    """The model of ``layers`` layers."""
+    instances = _instances(shape, layers, recompute, options, bias_first)
+    tied = shape.spec.tied_embeddings
+    order = _registered(instances, shape.spec.family, tied)
+    ids = {name: id for id, name in enumerate(order)}
+    return Model(instances, tuple(order.values()), ids, tied, shape.dtype)
+
+
+def _hooked(
+    name: str,
+    recipe: Recipe,
+    interface: Interface,
+    options: Options,
+    family: str,
+    bias_first: bool,
+    present: frozenset[str] = frozenset(),
+    outputs: Mapping[str, str] | None = None,
+) -> HookedModule:
+    """As ``layers.module.build``, with hooks in every role."""
+    submodules = family_of(family).submodules or {}
+
+    def recorder(first: bool, grad_enabled: bool) -> HookedRecorder:
+        return HookedRecorder(
+            options.accumulates_in_place,
+            first,
+            present,
+            options.kernel_workspaces and grad_enabled,
+            options.consumes_gradients,
+            grad_enabled=grad_enabled,
+            views_products=bias_first or not grad_enabled,
+            seams=True,
+            submodules=submodules.get(name, NONE),
+            bias_first=bias_first,
+            outputs=outputs or {},
+        )
+
+    module, seen = recorded(name, recipe, interface, options, recorder, present)
+    read = tuple(Parameter(leaf.name, leaf.shape) for leaf in seen.parameters.values())
+    return HookedModule(module, dict(seen.modules), frozenset(seen.without_input), read)
+
+
+@lru_cache(maxsize=256)
+def _layer(
+    shape: LayerShape, recompute: bool, options: Options, bias_first: bool, ended: frozenset[int]
+) -> HookedModule:
+    recipe = layer_recipe(shape, recompute, ended)
+    return _hooked("layer", recipe, hidden_interface(shape), options, shape.spec.family, bias_first)
+
+
+@lru_cache(maxsize=256)
+def _ends(
+    shape: LayerShape, options: Options, bias_first: bool
+) -> tuple[HookedModule, HookedModule | None, HookedModule]:
+    """Embedding, final norm (``None`` for post-norm models), head with loss."""
+    spec = shape.spec
+
+    def embed(r: Recorder, x: Tensor | None) -> Run:
+        _, embedding = transformers_code(shape)
+        embedded = embedding(r, shape)
+        shared = embedded.shared
+        kept = embedded.hidden if keeps_embedded(shape) else None
+        ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
+        ids[FULL_MASK] = shared.full_mask
+        return Run(embedded.hidden, embedded.frame, ids)
+
+    def head(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        loss, logits = ends.head(r, x, shape)
+        return Run(None, until_end=[logits], loss=loss)
+
+    def norm(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(ends.final_norm(r, x, shape))
+
+    interface = hidden_interface(shape)
+    tied = frozenset({TIED}) if spec.tied_embeddings else frozenset()
+    outputs = {TIED: "embedding_scaled"} if spec.embedding_scale else {}
+    how = (options, spec.family, bias_first)
+    return (
+        _hooked("embedding", embed, Interface(None, shape.dtype), *how, tied, outputs),
+        _hooked("final_norm", norm, interface, *how) if spec.final_norm else None,
+        _hooked("head", head, interface, *how),
+    )
+
+
+def _instances(
+    shape: LayerShape, layers: int, recompute: bool, options: Options, bias_first: bool
+) -> tuple[Instance, ...]:
+    embedding, norm, head = _ends(shape, options, bias_first)
+    layer = _layer(shape, recompute, options, bias_first, frozenset())
+    made = frozenset(hold.tensor for hold in embedding.module.shares)
+    kept = made if recompute else layer.module.saved_shared
+    foremost = _layer(shape, recompute, options, bias_first, kept - {FULL_MASK})
+    if keeps_embedded(shape):
+        saved = not any(getattr(event, "tensor", 0) == INPUT for event in foremost.module.first.forward)
+        kept = kept | {EMBEDDED} if saved else kept - {EMBEDDED}
+        foremost = replace(foremost, module=with_kept_input(foremost.module))
+    begin = [foremost]
+    if FULL_MASK in kept:
+        kept = kept if layers > 1 else kept - {FULL_MASK}
+        begin.append(_layer(shape, recompute, options, bias_first, frozenset({FULL_MASK})))
+    begin += [layer] * (layers - len(begin))
+    closing = HookedModule(returns(embedding.module, kept), {}, frozenset(), ())
+    return (
+        Instance("embedding", embedding),
+        *(Instance(name, one) for name, one in zip(layer_names(layers), begin, strict=False)),
+        *([Instance("final_norm", norm)] if norm is not None else []),
+        Instance("return", closing),
+        Instance("head", head),
+    )
+
+
+REGISTERED = {
+    "embedding": ("word", "position", "token_type", "embedding_norm"),
+    "head": ("transform", "transform_norm", "head"),
+}
+"""Where modules of embeddings and heads register in another order than they run."""
+
+BERT_HEAD = ("head.bias", *REGISTERED["head"])
+"""The bias of BERT's head is its own, the decoder's is an alias."""
+
+
+def _registered(model: Sequence[Instance], family: str, tied: bool) -> dict[str, Parameter]:
+    """Every parameter once, by its qualified name, in the order of ``model.parameters()``.
+
+    ``modeling_llama.py``: attention, feed-forward, then the two norms; ``modeling_bert.py``: position before
+    token-type embeddings, the prediction head's bias before its transform; others: ``Family.registered``.
+    """
+    result: dict[str, Parameter] = {}
+    known = family_of(family)
+    orders = {**REGISTERED, "layer": known.registered, **({"head": BERT_HEAD} if family == "bert" else {})}
+    if known.norm_before_layers:
+        model = sorted(model, key=lambda one: {"embedding": 0, "final_norm": 1}.get(one.name, 2))
+    for instance in model:
+        order = orders.get(instance.hooked.module.name, ())
+
+        def place(parameter: Parameter, order: tuple[str, ...] = order) -> int:
+            for at, name in enumerate(order):
+                if parameter.name == name or parameter.name.startswith(f"{name}."):
+                    return at
+            return len(order)
+
+        for parameter in sorted(instance.hooked.parameters, key=place):
+            result.setdefault(instance.qualified(parameter.name, tied), parameter)
+    return result

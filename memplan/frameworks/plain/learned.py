@@ -1,0 +1,135 @@
+"""The program of a plan whose architecture was learnt from traces: forward and backward from its polynomials, states
+and step from the same rules as a recipe's, over the parameters that were traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from ...layers.module import Options, Parameter
+from ...optimizers.bitsandbytes import quantisation_maps
+from ...optimizers.states import full, optimizer_states
+from ...plan.errors import PlanError
+from ...plan.resolved import ResolvedPlan
+from ...plan.traced_spec import TracedSpec
+from ...schedules.one_chunk import OneChunk
+from ...tape.events import Category, Hold, rounded
+from ...tape.program import Chunk, Program, Span
+from ...trace.fit import Fit, Piece, Places
+from ...trace.tapes import spans, whole
+from .step import optimizer_step
+from .tuned import trained_only, tuned_states
+
+MOST_REASONS = 3
+"""That an error repeats."""
+
+
+def program_of(
+    plan: ResolvedPlan,
+    fit: Fit,
+    options: Options,
+    front_of: Callable[[ResolvedPlan, Sequence[Hold]], tuple[Span, ...]],
+    buckets_of: Callable[[ResolvedPlan, tuple[int, ...] | None], tuple[Hold, ...]],
+) -> Program:
+    """What ``fit`` comes to under ``plan``, with what its framework puts in front of the model and keeps of gradients
+    (``PlainRunning.learnt_front``, ``learnt_buckets``)."""
+    b, s = plan.batch.mbs, plan.batch.seq
+    assert s is not None
+    piece = _piece(plan, fit, b, s)
+    row = _row(plan, fit, piece)
+    dtype = _dtype(plan, piece)
+    made = spans(piece, row, b, s)
+    groups = tuple((span.module.parameters, len(span.names)) for span in made if span.module.parameters)
+    parameters, kept = full("parameter", Category.PARAMETERS, dtype), plan.optimizer.embeddings_32bit
+    states = (parameters, *optimizer_states(plan.optimizer, dtype, embeddings_32bit=kept))
+    if not all(one.trained for own, _ in groups for one in own):
+        states, groups = tuned_states(plan.optimizer, dtype), trained_only(groups)
+    buffers = _buffers(piece, row)
+    extra = [*_inputs(piece, b, s), *buffers, *quantisation_maps(plan.optimizer)]
+    broadcast = front_of(plan, buffers)
+    ready = _ready(piece, row, plan.precision.stored) if fit.buckets else None
+    unrolled = (*broadcast, *whole(piece, row, b, s, options.kernel_workspaces))
+    chunk = Chunk((*broadcast, *made), unrolled=unrolled)
+    return Program(
+        stage=0,
+        ranks=tuple(range(plan.layout.dp)),
+        entries=tuple(dict.fromkeys(name for one in row for name in one.names)),
+        order=OneChunk((chunk,), plan.microbatches),
+        states=states,
+        extra=(*extra, *buckets_of(plan, ready)),
+        step=optimizer_step(groups, plan.optimizer, dtype),
+        late_states=True,
+    )
+
+
+def _piece(plan: ResolvedPlan, fit: Fit, b: int, s: int) -> Piece:
+    piece = fit.piece_at(b, s)
+    if piece is None:
+        holds = "; ".join(str(one.domain) for one in fit.pieces)
+        why = f" ({'; '.join(fit.refused[:MOST_REASONS])})" if fit.refused else ""
+        alone = next((one for one in fit.pieces if b >= one.domain.b_from), None)
+        field, value = ("batch.mbs", b) if alone is None else ("batch.seq", s)
+        raise PlanError(field, value, f"is outside the verified range of this architecture's traces: {holds}{why}")
+    return piece
+
+
+def _row(plan: ResolvedPlan, fit: Fit, piece: Piece) -> tuple[Places, ...]:
+    spec = plan.model
+    wanted = spec.layers if isinstance(spec, TracedSpec) and spec.counted else fit.layers
+    if wanted == fit.layers and not (fit.extends and wanted):
+        return piece.row
+    least = min(fit.verified)
+    if not fit.extends or wanted < least:
+        problem = f"must be {fit.layers}" if not fit.extends else f"must be at least {least}"
+        raise PlanError("model.layers", wanted, f"{problem}: other numbers of layers were not verified")
+    return _grown(piece, wanted)
+
+
+@lru_cache(maxsize=1024)
+def _grown(piece: Piece, layers: int) -> tuple[Places, ...]:
+    return piece.grown(layers)
+
+
+def _dtype(plan: ResolvedPlan, piece: Piece) -> str:
+    found = _dtypes(piece)
+    if found != {plan.precision.stored}:
+        problem = f"must be the dtype of all parameters; the model keeps some as {', '.join(sorted(found))}"
+        raise PlanError("precision.dtype", plan.precision.stored, problem)
+    return plan.precision.stored
+
+
+@lru_cache(maxsize=1024)
+def _dtypes(piece: Piece) -> frozenset[str]:
+    return frozenset(one.dtype or "" for kind in piece.kinds for one in kind.parameters)
+
+
+def _inputs(piece: Piece, b: int, s: int) -> list[Hold]:
+    return [
+        Hold(0, rounded(piece.polynomials[one.size](b, s)), Category.INPUTS, one.operator, (), one.dtype)
+        for one in piece.inputs
+    ]
+
+
+def _buffers(piece: Piece, row: tuple[Places, ...]) -> list[Hold]:
+    return [
+        Hold(0, rounded(size), Category.BUFFERS, "buffer", (), dtype)
+        for kind, names in row
+        for _ in names
+        for size, dtype in piece.kinds[kind].buffers
+    ]
+
+
+@lru_cache(maxsize=256)
+def _ready(piece: Piece, row: tuple[Places, ...], dtype: str) -> tuple[int, ...]:
+    """Bytes of gradients, not rounded."""
+
+    def size(parameter: Parameter) -> int:
+        return parameter.elements * (4 if dtype == "fp32" else 2)
+
+    ready = []
+    for kind_number, names in row[::-1]:
+        kind = piece.kinds[kind_number]
+        own = [size(kind.parameters[number]) for number in kind.ready]
+        ready += own * len(names)
+    return tuple(ready)

@@ -1,0 +1,392 @@
+"""PyTorch and Hugging Face transformers with nothing in between: ``single``, ``ddp``, ``device-map``.
+
+One micro-batch at a time: forward, backward, and after the last one the optimizer step and
+``zero_grad(set_to_none=True)``. As in transformers' Trainer, the model's output (and its logits) is
+gone before backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import TypeGuard
+
+from ...device.gpus import GPUS
+from ...families import family
+from ...layers import ends, fused_losses, ops
+from ...layers.autograd import Accumulate, Recorder, Shape, Tensor
+from ...layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_recompute
+from ...layers.edges import arrive, depart, with_waiting_gradient
+from ...layers.ends import Embedding
+from ...layers.fused_losses import PLAIN, HeadLoss
+from ...layers.huggingface import Layer, LayerShape, Shared
+from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
+from ...layers.recompute import recomputed
+from ...optimizers.bitsandbytes import quantisation_maps
+from ...optimizers.states import full, optimizer_states
+from ...plan.errors import PlanError
+from ...plan.loss_checks import liger_version
+from ...plan.resolved import ResolvedPlan
+from ...plan.spec import of_any_depth
+from ...plan.tuning_checks import is_tuned
+from ...schedules.one_chunk import one_chunk
+from ...tape.events import INPUT, Category, Drop, Event, Hold, Stretch, Tape
+from ...tape.program import Program, Span
+from . import trainer
+from .buffers import buffers, inputs
+from .rows import Kinds, Row, kinds_of, layer_row, layers, with_leaf
+from .step import FOUND_INF, SCALER, optimizer_step, registered, trainer_step
+from .tuned import check_tuned, shared_table, trained_only, trains_layers, tuned_states, tuning_of
+
+MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
+"""Ids of the tensors that a forward pass makes once for all layers."""
+
+FULL_MASK = SHARED - 5
+"""Id of the mask of layers without a sliding window, where every second layer has one (``MASK``)."""
+
+EMBEDDED = SHARED - 4
+"""Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
+
+
+def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Shared:
+    """The shared tensors as a layer sees them: held by others, but for those in ``ended``, which end with it."""
+    spec, s = shape.spec, shape.s
+    rotary = spec.positions == "rotary"
+    dtype, table = shape.dtype, (1, s, spec.rotary_features)
+    mask = FULL_MASK if FULL_MASK in ended else MASK
+    known = family(spec.family)
+    tables = rotary and not known.tables_in_layers
+
+    def outside(shape: Shape, dtype: str, id: int) -> Tensor:
+        return r.outside(shape, dtype, id=id, drops=id in ended and r.grad_enabled)
+
+    return Shared(
+        outside((shape.b, 1, s, s), dtype, mask) if spec.causal and not shape.flash else None,
+        outside(table, dtype, COS) if tables else None,
+        outside(table, dtype, SIN) if tables else None,
+        outside((shape.b if known.positions_of_each else 1, s), "int64", POSITIONS)
+        if known.takes_positions(r)
+        else None,
+    )
+
+
+@lru_cache(maxsize=1024)
+def layer_module(
+    shape: LayerShape,
+    recompute: bool,
+    code: str,
+    options: Options,
+    ended: frozenset[int] = frozenset(),
+    requires_grad: bool = True,
+) -> Module:
+    """One layer of the family. The first one is the last to let go of shared tensors: ``ended``."""
+    recipe = layer_recipe(shape, recompute, ended, code)
+    return build("layer", recipe, hidden_interface(shape, requires_grad, options.autocast), options)
+
+
+def layer_recipe(shape: LayerShape, recompute: bool, ended: frozenset[int], code: str = "current") -> Recipe:
+    """One layer of the family, recomputed in backward where ``recompute``."""
+    recipe_of, _ = transformers_code(shape, code)
+
+    def recipe(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        shared = shared_tensors(r, shape, ended)
+        hidden = x
+        if recompute:
+            return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)))
+        return Run(recipe_of(r, x, shared, shape))
+
+    return recipe
+
+
+def transformers_code(shape: LayerShape, code: str = "current") -> tuple[Layer, Embedding]:
+    """Layer and embedding of the family, of today or of ``code``."""
+    known = family(shape.spec.family)
+    assert known.layer is not None
+    assert known.embedding is not None
+    return known.older if code == "2020" and known.older is not None else (known.layer, known.embedding)
+
+
+def keeps_embedded(shape: LayerShape) -> bool:
+    """Without dropout the embedding's output is the first layer's input; of BERT it is ``embedding_output``."""
+    return family(shape.spec.family).keeps_embedding or _passes_embeddings_on(shape)
+
+
+def _passes_embeddings_on(shape: LayerShape) -> bool:
+    return shape.spec.positions == "rotary" and not shape.spec.embedding_dropout
+
+
+@lru_cache(maxsize=1024)
+def with_kept_input(layer: Module) -> Module:
+    """``layer`` as the first one, whose input is ``EMBEDDED`` and ends when the model returns if no node saved it."""
+
+    def without(tape: Tape) -> Tape:
+        return tuple(event for event in tape if not _is_drop_of_input(event))
+
+    def renamed(tapes: Tapes) -> Tapes:
+        backward = tuple(
+            event._replace(tensor=EMBEDDED) if _is_drop_of_input(event) else event for event in tapes.backward
+        )
+        return replace(tapes, forward=without(tapes.forward), backward=backward)
+
+    return replace(
+        layer, first=renamed(layer.first), steady=renamed(layer.steady), evaluation=without(layer.evaluation)
+    )
+
+
+def _is_drop_of_input(event: Event) -> TypeGuard[Drop]:
+    return isinstance(event, Drop) and event.tensor == INPUT
+
+
+def hidden_interface(shape: LayerShape, requires_grad: bool = True, autocast: str | None = None) -> Interface:
+    """Hidden states between layers; BERT's come out of a norm, which autocast runs in fp32."""
+    from_norm = autocast is not None and shape.spec.norm_place == "post"
+    return Interface((shape.b, shape.s, shape.spec.hidden), "fp32" if from_norm else shape.dtype, requires_grad)
+
+
+@lru_cache(maxsize=1024)
+def end_modules(
+    shape: LayerShape, code: str, options: Options, head_loss: HeadLoss = PLAIN, requires_grad: bool = True
+) -> tuple[Module, Module | None, Module]:
+    """Embedding, final norm (``None`` for post-norm models), head with loss.
+
+    ``requires_grad``: a layer before the norm is trained, or the embedding.
+    """
+    spec = shape.spec
+
+    def embed(r: Recorder, x: Tensor | None) -> Run:
+        _, embedding = transformers_code(shape, code)
+        embedded = embedding(r, shape)
+        shared = embedded.shared
+        kept = embedded.hidden if keeps_embedded(shape) else None
+        ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
+        ids[FULL_MASK] = shared.full_mask
+        frame = [tensor for tensor in embedded.frame if not isinstance(tensor.node, Accumulate)]
+        return Run(embedded.hidden, frame, ids)
+
+    def head(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        loss, returned = fused_losses.head(r, x, shape, head_loss)
+        if options.autocast == "fp16":
+            loss = ops.elementwise(r, "loss_scaled", (loss,), (loss,))  # ``GradScaler.scale``
+        if options.converts_outputs:
+            return Run(None, converted=returned, loss=loss)
+        return Run(None, until_end=returned, loss=loss)
+
+    def norm(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(ends.final_norm(r, x, shape))
+
+    interface = hidden_interface(shape, requires_grad, options.autocast)
+    tuning = options.tuning
+    normed = spec.final_norm and (tuning is None or tuning.trains("final_norm.weight"))
+    from_norm = options.autocast is not None and spec.final_norm and spec.norm == "layernorm"
+    into_head = replace(
+        interface, dtype="fp32" if from_norm else interface.dtype, requires_grad=requires_grad or normed
+    )
+    tied = frozenset({"word.weight"}) if spec.tied_embeddings else frozenset()
+    return (
+        build("embedding", embed, Interface(None, shape.dtype), options, tied),
+        build("final_norm", norm, interface, options) if spec.final_norm else None,
+        build("head", head, into_head, options),
+    )
+
+
+@lru_cache(maxsize=1024)
+def returns(embedding: Module, kept: frozenset[int]) -> Module:
+    """What ends when ``model.forward`` returns: the variables of its frame, and shared tensors that no
+    layer keeps (those that were saved, or are needed to recompute, end with the first layer's backward)."""
+    frame = _drops(embedding.left)
+    ended = _drops(hold for hold in embedding.shares if hold.tensor not in kept)
+    tapes = Tapes(frame + ended, (), 0, 0)
+    return Module("return", tapes, tapes, frame + _drops(embedding.shares), ())
+
+
+def _drops(holds: Iterable[Hold]) -> Tape:
+    return tuple(Drop(hold.tensor, hold.bytes, hold.category) for hold in holds)
+
+
+def _everything(embedding: Module) -> frozenset[int]:
+    return frozenset(hold.tensor for hold in embedding.shares)
+
+
+def layer_shape(plan: ResolvedPlan) -> LayerShape:
+    """Sizes of one micro-batch."""
+    spec = of_any_depth(plan.model)
+    dtype = "fp32" if plan.quantisation.prepared else plan.precision.stored
+    stored = plan.fsdp.parameters if plan.framework == "fsdp" and plan.fsdp.parameters != dtype else ""
+    stored = plan.precision.dtype if plan.quantisation.prepared else stored
+    return LayerShape(spec, plan.sequences, plan.batch.seq, dtype, plan.attention == "flash", stored)
+
+
+def head_loss(plan: ResolvedPlan) -> HeadLoss:
+    """The loss as the head's recipe takes it."""
+    loss = plan.loss
+    gpu = GPUS.get(plan.hardware.gpu or "")
+    capability = gpu.compute_capability if gpu is not None else None
+    return HeadLoss(
+        kind=loss.kind,
+        chunks=loss.chunks,
+        fp32_accumulators=loss.fp32_accumulators,
+        liger=liger_version(loss),
+        fused_addmm=capability is None or capability >= (8, 0),
+        logits_to_keep=loss.logits_to_keep,
+        accumulates=loss.kind == "chunked" and plan.microbatches > 1,
+    )
+
+
+def check(plan: ResolvedPlan) -> None:
+    """Refuses what these recipes do not cover."""
+    recompute, precision = plan.recompute, plan.precision
+    check_covered(plan.model, TRANSFORMERS, plan.framework)
+    if recompute.mode == "full":
+        check_recompute(plan.model)
+    if recompute.mode == "selective":
+        raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
+    if recompute.mode == "full" and (recompute.method, recompute.layers) != ("uniform", 1):
+        problem = "must be uniform with layers 1: transformers recomputes every layer by itself"
+        raise PlanError("recompute.method", recompute.method, problem)
+    if precision.gradients != precision.stored:
+        problem = f"must be {precision.stored}: gradients have the parameters' dtype in this framework"
+        raise PlanError("precision.gradients", precision.gradients, problem)
+    if plan.attention == "flash":
+        check_flash(plan)
+    check_tuned(plan)
+
+
+def check_flash(plan: ResolvedPlan) -> None:
+    """Where PyTorch would not take its flash kernel (``sdp_utils.cpp``), another one has another footprint."""
+    spec, seq = plan.model, plan.batch.seq
+    check_kernel(spec)
+    if plan.precision.dtype == "fp32":
+        raise PlanError(
+            "attention", "flash", "must be eager with dtype fp32: the flash kernel takes fp16 and bf16 only"
+        )
+    if spec.head_dim > 256:
+        raise PlanError(
+            "attention", "flash", f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}"
+        )
+    if spec.sliding_window is not None and seq >= spec.sliding_window:
+        problem = (
+            f"must be eager for sequences of {seq}: from the sliding window of {spec.sliding_window} on transformers "
+            "passes a mask, and PyTorch leaves its flash kernel"
+        )
+        raise PlanError("attention", "flash", problem)
+
+
+@lru_cache(maxsize=128)
+def layer_names(count: int) -> tuple[str, ...]:
+    return tuple(f"layer.{i}" for i in range(count))
+
+
+def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+    """One program per device: of a device map, embedding and head on the first, final norm on the last,
+    as ``parallelize`` places them."""
+    check(plan)
+    shape = layer_shape(plan)
+    autocast = plan.precision.dtype if plan.precision.autocast else None
+    tuning = tuning_of(plan)
+    options = replace(
+        options,
+        kernel_workspaces=options.kernel_workspaces and shape.flash,
+        autocast=autocast,
+        parameters=shape.dtype if autocast else None,
+        converts_outputs=trainer.converts_outputs(plan),
+        tuning=tuning,
+    )
+    embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan))
+    if not embedding.first.backward and not trains_layers(plan, tuning):
+        embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan), False)
+    returning = head.first.grad_input != 0
+    waits = plan.model.tied_embeddings and plan.loss.kind != "chunked"  # each chunk has a backward of its own
+    if waits and (tuning is None or tuning.trains("word.weight")):
+        embedding, head = with_waiting_gradient(embedding, head)
+
+    def make(options: Options, ended: frozenset[int], requires_grad: bool) -> Module:
+        return layer_module(shape, plan.recompute.mode == "full", plan.code, options, ended, requires_grad)
+
+    def kinds(numbers: Iterable[int]) -> Kinds:
+        return kinds_of(plan, options, bool(embedding.first.backward), numbers)
+
+    everything = _everything(embedding) - {EMBEDDED}
+    numbers = range(plan.model.layers) if plan.device_map is None else plan.device_map[min(plan.device_map)]
+    row, kept = layer_row(make, kinds(numbers), everything, plan.recompute.mode == "full", (MASK, FULL_MASK))
+    if keeps_embedded(shape):
+        leaf = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
+        embedding, row, kept = _with_embedded(embedding, row, kept, leaf and _passes_embeddings_on(shape))
+    first = [Span(embedding, ("embedding",))]
+    normed = [Span(norm, ("final_norm",))] if norm is not None else []
+    last = [Span(returns(embedding, kept), ("return",)), Span(head, ("head",))]
+    if plan.framework != "device-map":
+        middle = layers(row, layer_names(plan.model.layers))
+        return (_program(plan, shape, 0, (*first, *middle, *normed, *last), options),)
+    assert plan.device_map is not None
+    hidden, dtype = (shape.b, shape.s, shape.spec.hidden), hidden_interface(shape, autocast=autocast).dtype
+    devices = sorted(plan.device_map)
+    result = []
+    going = True
+    for device, following in zip(devices, [*devices[1:], None], strict=True):
+        names = tuple(f"layer.{i}" for i in plan.device_map[device])
+        if device != devices[0]:
+            row, _ = layer_row(make, kinds(plan.device_map[device]), frozenset(), False, (MASK, FULL_MASK))
+            first = [Span(arrive(hidden, dtype, going), ("arrive",))]
+        spans = [*first, *layers(row, names), *(normed if following is None else [])]
+        if len(devices) > 1:
+            going = returning if following is None else kinds(plan.device_map[following])[0][0].requires_grad
+            spans.append(Span(depart(hidden, dtype, going), ("depart",)))
+        if device == devices[0]:
+            spans += [*([Span(arrive(hidden, dtype, returning), ("arrive",))] if len(devices) > 1 else []), *last]
+        result.append(_program(plan, shape, device, tuple(spans), options))
+    return tuple(result)
+
+
+def _with_embedded(embedding: Module, row: Row, kept: frozenset[int], leaf: bool) -> tuple[Module, Row, frozenset[int]]:
+    """The embedding's output as the first layer's input, which ``model.forward`` keeps in a variable. ``leaf``: it
+    requires a gradient without having a node."""
+    foremost, count = row[0]
+    if leaf or not any(map(_is_drop_of_input, foremost.first.forward)):
+        kept = kept | {EMBEDDED}
+    foremost = with_kept_input(foremost)
+    if leaf:
+        embedding, foremost = with_leaf(embedding, foremost, EMBEDDED)
+    further = [(row[0][0], count - 1)] if count > 1 else []
+    return embedding, [(foremost, 1), *further, *row[1:]], kept
+
+
+def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Span, ...], options: Options) -> Program:
+    dtype = plan.precision.stored
+    states = (
+        full("parameter", Category.PARAMETERS, dtype),
+        *optimizer_states(plan.optimizer, dtype, embeddings_32bit=plan.optimizer.embeddings_32bit),
+    )
+    groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
+    at_once = plan.microbatches if trainer.runs(plan) else 1
+    extra = [*inputs(shape, stage) * at_once, *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
+    if is_tuned(plan):
+        states, dtype = tuned_states(plan.optimizer, dtype), plan.lora.dtype or dtype
+        groups = trained_only(groups)
+        extra += shared_table(plan)
+    groups = registered(groups)
+    step = optimizer_step(groups, plan.optimizer, dtype)
+    if trainer.runs(plan):
+        extra += trainer.SCALARS
+        step = trainer_step(groups, plan.optimizer, dtype, options.kernel_workspaces)
+    if plan.precision.autocast and plan.precision.dtype == "fp16":
+        extra += SCALER
+        step = Stretch((FOUND_INF, *step, Drop(FOUND_INF.tensor, FOUND_INF.bytes, FOUND_INF.category)))
+    return Program(
+        stage=stage,
+        ranks=tuple(range(plan.layout.dp)) if plan.framework == "ddp" else (stage,),
+        entries=tuple(name for span in spans if span.module.name not in EDGES for name in span.names),
+        order=one_chunk(spans, plan.microbatches),
+        states=states,
+        extra=tuple(extra),
+        step=step,
+        evaluated=trainer.kept_logits(plan, shape) if not stage else (0, 0),
+        late_states=True,
+    )
+
+
+EDGES = frozenset({"return", "arrive", "depart"})
+"""Modules that are no entries of the layer list."""

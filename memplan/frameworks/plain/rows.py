@@ -1,0 +1,103 @@
+"""Layers in a row, of which some are trained and some are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+from ...layers.module import Module, Options, Tapes
+from ...plan.resolved import ResolvedPlan
+from ...tape.events import Drop, Event, behind
+from ...tape.program import Span
+from .tuned import frozen_layer, trains_layers
+
+
+class LayerKind(NamedTuple):
+    """Layers that do the same."""
+
+    options: Options
+    requires_grad: bool
+    """Their input requires a gradient."""
+
+
+Kinds = list[tuple[LayerKind, int]]
+"""Kinds of layers in a row, and how many of a kind follow one another."""
+
+Row = list[tuple[Module, int]]
+"""Modules in a row, and how many equal ones follow one another."""
+
+Make = Callable[[Options, frozenset[int], bool], Module]
+"""A layer by its options, the shared tensors that it ends, and whether its input requires a gradient."""
+
+
+def kinds_of(plan: ResolvedPlan, options: Options, from_start: bool, numbers: Iterable[int]) -> Kinds:
+    """Those of the layers ``numbers``.
+
+    Nothing before the first layer that is trained requires a gradient, unless the embedding's output does:
+    ``from_start``.
+    """
+    numbers = tuple(numbers)
+    tuning, ahead = options.tuning, plan.frozen.layers
+    if tuning is None:
+        return [(LayerKind(options, True), len(numbers))]
+    frozen = replace(options, tuning=frozen_layer(tuning))
+    first_trained = ahead if trains_layers(plan, tuning) else plan.model.layers
+    kinds = (LayerKind(frozen if i < ahead else options, from_start or i > first_trained) for i in numbers)
+    return [(kind, len(tuple(equal))) for kind, equal in groupby(kinds)]
+
+
+def layer_row(
+    make: Make, kinds: Kinds, everything: frozenset[int], recompute: bool, masks: tuple[int, int]
+) -> tuple[Row, frozenset[int]]:
+    """Modules of layers of these ``kinds``, and those of the shared tensors ``everything`` that they keep.
+
+    Each is ended by the first layer that keeps it; with ``recompute`` a layer that has a backward keeps all. Of two
+    ``masks``, a layer has one: the first layer ends the one, the second the other.
+    """
+    row: Row = []
+    ended: frozenset[int] = frozenset()
+    for (options, requires_grad), count in kinds:
+        inner = make(options, frozenset(), requires_grad)
+        keeps = everything if recompute and inner.first.backward else everything & inner.saved_shared
+        while count and keeps - ended:
+            fresh = keeps - ended
+            fresh = fresh - {masks[1]} if masks[0] in fresh else fresh
+            row.append((make(options, fresh, requires_grad), 1))
+            ended |= fresh
+            count -= 1
+        if count:
+            row.append((inner, count))
+    return row, ended
+
+
+def layers(row: Row, names: tuple[str, ...]) -> tuple[Span, ...]:
+    """The modules of ``row`` under ``names``."""
+    spans = []
+    for module, count in row:
+        spans.append(Span(module, names[:count]))
+        names = names[count:]
+    return tuple(spans)
+
+
+@lru_cache(maxsize=1024)
+def with_leaf(embedding: Module, layer: Module, embedded: int) -> tuple[Module, Module]:
+    """An embedding whose output requires a gradient without having a node, and the first layer, which has it as its
+    input under the id ``embedded``: it ends with the graph, behind the embedding's backward."""
+    (output,) = (hold for hold in embedding.shares if hold.tensor == embedded)
+
+    def is_drop(event: Event) -> bool:
+        return isinstance(event, Drop) and event.tensor == embedded
+
+    def ended(tapes: Tapes) -> Tapes:
+        return replace(tapes, backward=behind(tapes.backward, (Drop(embedded, output.bytes, output.category),)))
+
+    def kept(tapes: Tapes) -> Tapes:
+        return replace(tapes, backward=tuple(event for event in tapes.backward if not is_drop(event)))
+
+    return (
+        replace(embedding, first=ended(embedding.first), steady=ended(embedding.steady)),
+        replace(layer, first=kept(layer.first), steady=kept(layer.steady)),
+    )

@@ -1,0 +1,57 @@
+"""Plain PyTorch as it runs here, and its programs of architectures without a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...layers.module import Options
+from ...plan.errors import PlanError
+from ...plan.resolved import ResolvedPlan
+from ...tape.events import Hold
+from ...tape.program import Program, Span
+from ...trace.fit import Fit
+from ...trace.framework import FrameworkRunning, OtherRunning
+from ...trace.learned import assumptions, fit_of
+from . import trainer
+from .learned import program_of
+
+
+class PlainRunning(FrameworkRunning):
+    learns = True
+
+    def check_learnt(self, plan: ResolvedPlan) -> None:
+        if trainer.runs(plan):
+            raise PlanError(
+                "trainer.loop", plan.trainer.loop, "must be none: the Trainer's own tensors were not traced"
+            )
+        if plan.layout.zero:
+            problem = "must be 0: not modelled for an architecture without a recipe"
+            raise PlanError("layout.zero", plan.layout.zero, problem)
+
+    def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
+        self.check_learnt(plan)
+        return program_of(plan, fit, options, self.learnt_front, self.learnt_buckets)
+
+    def learnt_programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        self.check_learnt(plan)
+        return (self.learnt_program(plan, fit_of(plan), options),)
+
+    def learnt_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        return assumptions(plan)
+
+    def learnt_front(self, plan: ResolvedPlan, buffers: Sequence[Hold]) -> tuple[Span, ...]:
+        """What runs in front of every forward pass of the model with ``buffers``."""
+        return ()
+
+    def learnt_buckets(self, plan: ResolvedPlan, ready: tuple[int, ...] | None) -> tuple[Hold, ...]:
+        """What is kept of gradients besides: ``ready`` are their bytes in the order in which they are ready, not
+        rounded; ``None`` where that is not known."""
+        return ()
+
+
+class DeviceMapRunning(OtherRunning):
+    nothing_traced = (
+        "layers on several CUDA devices are not traced, since autograd over fake tensors of such devices ends a "
+        "process whose PyTorch has no CUDA"
+    )
+    nothing_like_it = "one process on several GPUs is not"

@@ -1,0 +1,51 @@
+"""The step of an optimizer over whole parameters, and what a loss scaler and the Trainer put around it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ...layers.module import Parameter
+from ...optimizers.steps import step_temporaries
+from ...plan.plan import Optimizer
+from ...tape.events import Category, Hold, Stretch, rounded
+from ...tape.program import drop_all
+from . import trainer
+
+SCALER = (
+    Hold(0, rounded(4), Category.BUFFERS, "loss_scale", (), "fp32"),
+    Hold(0, rounded(4), Category.BUFFERS, "growth_tracker", (), "int32"),
+)
+"""What ``torch.amp.GradScaler`` keeps, which fp16 autocast comes with (``torch/amp/grad_scaler.py``)."""
+
+FOUND_INF = Hold(10**9, rounded(4), Category.TEMPORARIES, "found_inf", (), "fp32")
+"""From ``unscale_`` to ``update``; gradients are unscaled in place."""
+
+Groups = tuple[tuple[tuple[Parameter, ...], int], ...]
+"""Parameters of each module of a device, and how many such modules follow one another."""
+
+
+@lru_cache(maxsize=128)
+def registered(groups: Groups) -> Groups:
+    """As the model registers them: the table of words first, also where the head, which shares it, lists it."""
+    word = tuple(one for parameters, _ in groups for one in parameters if one.name == "word.weight")
+    rest = ((tuple(one for one in parameters if one.name != "word.weight"), count) for parameters, count in groups)
+    return ((word, 1), *((parameters, count) for parameters, count in rest if parameters))
+
+
+def tensors_of(groups: Groups) -> list[Parameter]:
+    return [parameter for parameters, count in groups for _ in range(count) for parameter in parameters]
+
+
+@lru_cache(maxsize=128)
+def optimizer_step(groups: Groups, optimizer: Optimizer, dtype: str) -> Stretch:
+    """The step over all parameters, whatever the batch."""
+    return Stretch(drop_all(step_temporaries(optimizer, tensors_of(groups), dtype), 1))
+
+
+@lru_cache(maxsize=128)
+def trainer_step(groups: Groups, optimizer: Optimizer, dtype: str, kernel_workspaces: bool) -> Stretch:
+    """The same behind the clipping of gradients."""
+    parameters = tensors_of(groups)
+    clipped = trainer.clipping(parameters, dtype, kernel_workspaces=kernel_workspaces)
+    begin = 1 + sum(isinstance(event, Hold) for event in clipped)
+    return Stretch((*clipped, *drop_all(trainer.step_by_groups(optimizer, parameters, dtype), begin)))

@@ -1,0 +1,103 @@
+"""What transformers' Trainer adds to a plain training loop, where Accelerate runs the model.
+
+transformers 5.23, ``trainer.py`` (``_run_epoch``, ``training_step``, ``_clip_grad_norm``, ``evaluation_loop``,
+``prediction_step``) and ``trainer_pt_utils.py`` (``EvalLoopContainer``); Accelerate 1.15, ``utils/operations.py``
+(``ConvertOutputsToFp32``); torch 2.13, ``nn/utils/clip_grad.py`` and ``aten/src/ATen/native/cuda/ForeachReduceOp.cu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...layers.autograd import Recorder
+from ...layers.huggingface import LayerShape
+from ...layers.module import Parameter, hold_bytes
+from ...optimizers.steps import step_temporaries
+from ...plan.plan import Optimizer
+from ...plan.resolved import ResolvedPlan
+from ...tape.events import Category, Hold, Tape, rounded
+
+CHUNK = 65_536
+"""Elements of a tensor that one block of a foreach kernel takes (``kChunkSize``)."""
+
+SCALARS = tuple(
+    Hold(0, rounded(size), Category.BUFFERS, name, (), dtype)
+    for name, size, dtype in (("tr_loss", 4, "fp32"), ("grad_norm", 4, "fp32"), ("num_items_in_batch", 8, "int64"))
+)
+"""Numbers in variables of ``_run_epoch``."""
+
+
+def runs(plan: ResolvedPlan) -> bool:
+    """Whether the Trainer runs the model."""
+    return plan.trainer.loop == "transformers"
+
+
+def converts_outputs(plan: ResolvedPlan) -> bool:
+    """Whether the logits are cast to fp32 once autocast has ended (``ConvertOutputsToFp32``)."""
+    return runs(plan) and plan.precision.autocast
+
+
+def clipping(parameters: Sequence[Parameter], dtype: str, *, kernel_workspaces: bool) -> Tape:
+    """``clip_grad_norm_`` of gradients in ``dtype`` on one device, which runs before every step: with
+    ``max_grad_norm`` 0, too, against infinity. Gradients are multiplied in place.
+
+    Inside, ``_foreach_norm`` allocates an fp32 number for every chunk of the largest gradient, for every gradient.
+    """
+    r = Recorder(grad_enabled=False)
+    inside = None
+    if kernel_workspaces and parameters:
+        chunks = max(-(-parameter.elements // CHUNK) for parameter in parameters)
+        inside = r.empty((len(parameters) * chunks,), "fp32", "norms_of_chunks", Category.WORKSPACES)
+    norms = [r.empty((), dtype, f"{parameter.name}/norm") for parameter in parameters]
+    del inside
+    stacked = r.empty((len(parameters),), dtype, "norms")
+    total = r.empty((), dtype, "total_norm")
+    del stacked, norms
+    shifted = r.empty((), dtype, "total_norm_eps")
+    inverse = r.empty((), dtype, "total_norm_inverse")
+    coefficient = r.empty((), dtype, "clip_coefficient")
+    del inverse, shifted
+    clamped = r.empty((), dtype, "clip_coefficient_clamped")
+    del clamped, coefficient, total
+    return r.tape()
+
+
+def step_by_groups(optimizer: Optimizer, parameters: Sequence[Parameter], dtype: str) -> list[Hold]:
+    """What the step of two groups takes at its peak, matrices that decay and the rest, one after the other
+    (``get_decay_parameter_names``); transformers' Adafactor is one loop over both."""
+    if optimizer.implementation == "transformers":
+        return step_temporaries(optimizer, parameters, dtype)
+    taken = []
+    for decays in (True, False):
+        group = [parameter for parameter in parameters if (len(parameter.shape) > 1) == decays]
+        taken.append(step_temporaries(_of_group(optimizer, decays), group, dtype))
+    return max(taken, key=lambda holds: sum(hold.bytes for hold in holds))
+
+
+def _of_group(optimizer: Optimizer, decays: bool) -> Optimizer:
+    """``optimizer`` with the decay of a group; the Trainer's default is none."""
+    decay = (optimizer.weight_decay or 0.0) if decays else 0.0
+    return optimizer.model_copy(update={"weight_decay": decay})
+
+
+def kept_logits(plan: ResolvedPlan, shape: LayerShape) -> tuple[int, int]:
+    """Bytes that evaluation holds during its last forward pass, and when the last batch has been appended, where
+    metrics are computed from all logits.
+
+    ``evaluation_batches`` = k of one batch's logits (of all ranks, gathered) are on the device: k - 1 in one tensor,
+    and the last batch's in a variable, too; then the new tensor of k beside the k - 1 and the new ones.
+    """
+    batches = plan.trainer.evaluation_batches
+    if batches is None:
+        return 0, 0
+    dtype = "fp32" if plan.precision.autocast else shape.dtype
+    ranks = plan.layout.dp if plan.framework == "ddp" else 1
+
+    def of(count: int) -> int:
+        """Logits, and labels, of ``count`` batches."""
+        rows = count * ranks * shape.b
+        logits = hold_bytes((rows, shape.s, shape.spec.vocab), dtype) if rows else 0
+        return logits + (hold_bytes((rows, shape.s), "int64") if rows else 0)
+
+    during = of(batches - 1) + (of(1) if batches > 2 else 0)
+    return during, of(batches - 1) + of(1) + (of(batches) if batches > 1 else 0)

@@ -1,0 +1,152 @@
+"""A model of which some parameters are frozen: what is trained where, and what every parameter keeps.
+
+bitsandbytes 0.50: ``functional.py`` (``quantize_4bit``, ``QuantState``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from ...families import family
+from ...layers.module import Parameter, hold_bytes
+from ...layers.tuning import CODE, NESTED_BLOCK, NESTED_CODE, Adapters, FourBit, Tuning
+from ...optimizers.states import EMBEDDINGS, State, optimizer_states
+from ...plan.errors import PlanError
+from ...plan.lora import adapted
+from ...plan.plan import Optimizer
+from ...plan.resolved import ResolvedPlan
+from ...plan.tuning_checks import is_tuned
+from ...tape.events import Category, Hold, rounded
+
+Groups = tuple[tuple[tuple[Parameter, ...], int], ...]
+"""Parameters of each module of a device, and how many such modules follow one another."""
+
+
+def tuning_of(plan: ResolvedPlan) -> Tuning | None:
+    """What is trained of a module outside the first ``frozen.layers`` layers; ``None`` where all of it is."""
+    if not is_tuned(plan):
+        return None
+    lora, quantisation = plan.lora, plan.quantisation
+    adapters = None
+    if lora.rank is not None:
+        assert lora.dtype is not None
+        adapters = Adapters(lora.rank, adapted(plan), lora.dropout, lora.dtype)
+    four_bit = None
+    if quantisation.kind != "none":
+        four_bit = FourBit(quantisation.double, plan.precision.dtype)
+    return Tuning(
+        base=adapters is None,
+        frozen=frozenset({*EMBEDDINGS, "embedding_norm.weight", "embedding_norm.bias"})
+        if plan.frozen.embedding
+        else frozenset(),
+        adapters=adapters,
+        four_bit=four_bit,
+        compute=quantisation.compute or plan.precision.dtype,
+        input_requires_grad=plan.recompute.mode == "full",
+    )
+
+
+def frozen_layer(tuning: Tuning) -> Tuning:
+    """That of a layer of which nothing is trained."""
+    return replace(tuning, base=False, adapters=None)
+
+
+def trains_layers(plan: ResolvedPlan, tuning: Tuning | None) -> bool:
+    """Whether some layer has parameters that are trained."""
+    if tuning is None or tuning.adapters is None:
+        return plan.frozen.layers < plan.model.layers
+    return tuning.adapters.targets != {"transform"}
+
+
+def check_tuned(plan: ResolvedPlan) -> None:
+    """Refuses what the recipes do not cover."""
+    known, frozen = family(plan.model.family), plan.frozen
+    if not known.returns_weights or not is_tuned(plan):
+        return
+    why = f"with family {known.name}: its layers return attention weights, which must not end before they are"
+    if frozen.embedding and frozen.layers:
+        raise PlanError("frozen.layers", frozen.layers, f"must be 0 where the embedding is frozen {why}")
+    if plan.lora.rank is not None and not adapted(plan) & {"qkv", "query", "key", "value"}:
+        others = " or ".join(
+            name.rpartition(".")[2]
+            for part, name in known.linear_layers.items()
+            if part in ("qkv", "query", "key", "value")
+        )
+        raise PlanError("lora.targets", list(plan.lora.targets or ()), f"must include {others} {why}")
+
+
+# -- what is kept -----------------------------------------------------------------------------------
+
+
+def tuned_states(optimizer: Optimizer, dtype: str) -> tuple[State, ...]:
+    """Each parameter as it is stored, and the optimizer's states, in its dtype, of those that are trained."""
+    return (*stored(dtype), *trained_states(optimizer))
+
+
+@lru_cache(maxsize=64)
+def stored(dtype: str) -> tuple[State, ...]:
+    """A parameter in its own dtype, or packed to 4 bits with its ``quant_state``."""
+
+    def plain(parameter: Parameter) -> int:
+        if parameter.four_bit is not None:
+            return rounded(-(-parameter.elements // 2))
+        return parameter.bytes(parameter.dtype or dtype)
+
+    def scales(parameter: Parameter) -> int:
+        four_bit = parameter.four_bit
+        if four_bit is None:
+            return 0
+        return hold_bytes((four_bit.blocks(parameter.elements),), "uint8" if four_bit.double else "fp32")
+
+    def nested_scales(parameter: Parameter) -> int:
+        four_bit = parameter.four_bit
+        if four_bit is None or not four_bit.double:
+            return 0
+        return hold_bytes((-(-four_bit.blocks(parameter.elements) // NESTED_BLOCK),), "fp32")
+
+    def of_doubled(size: int) -> State:
+        return State("", kept, lambda p: size if p.four_bit is not None and p.four_bit.double else 0)
+
+    kept = Category.PARAMETERS
+    code = hold_bytes((CODE,), "fp32")
+    return (
+        State("parameter", kept, plain),
+        State("absmax", kept, scales),
+        State("code", kept, lambda parameter: code if parameter.four_bit is not None else 0),
+        State("nested_absmax", kept, nested_scales),
+        replace(of_doubled(hold_bytes((NESTED_CODE,), "fp32")), name="nested_code"),
+        replace(of_doubled(rounded(4)), name="offset"),
+    )
+
+
+@lru_cache(maxsize=64)
+def trained_states(optimizer: Optimizer) -> tuple[State, ...]:
+    """The optimizer's states of trained parameters, each in its parameter's dtype."""
+    by_dtype = {
+        dtype: optimizer_states(optimizer, dtype, embeddings_32bit=optimizer.embeddings_32bit)
+        for dtype in ("fp32", "bf16", "fp16")
+    }
+
+    def of_trained(at: int) -> State:
+        def size(parameter: Parameter) -> int:
+            assert parameter.dtype is not None
+            return by_dtype[parameter.dtype][at].size(parameter) if parameter.trained else 0
+
+        state = by_dtype["fp32"][at]
+        return State(state.name, state.category, size)
+
+    return tuple(of_trained(at) for at in range(len(by_dtype["fp32"])))
+
+
+def trained_only(groups: Groups) -> Groups:
+    """``groups`` without frozen parameters."""
+    trained = ((tuple(one for one in parameters if one.trained), count) for parameters, count in groups)
+    return tuple((parameters, count) for parameters, count in trained if parameters)
+
+
+def shared_table(plan: ResolvedPlan) -> tuple[Hold, ...]:
+    """bitsandbytes' one table of 8-bit values (``functional.py``, ``name2qmap``), of which every weight has a copy."""
+    if not plan.quantisation.double:
+        return ()
+    return (Hold(0, hold_bytes((NESTED_CODE,), "fp32"), Category.BUFFERS, "dynamic_map", (NESTED_CODE,), "fp32"),)

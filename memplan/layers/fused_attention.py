@@ -1,0 +1,101 @@
+"""The kernels that PyTorch's ``scaled_dot_product_attention`` takes on CUDA without a mask: flash attention's, and in
+fp32, which that does not run in, the memory-efficient one (``sdp_utils.cpp``, ``check_tensor_dtype``).
+
+Shapes: b micro-batch, a heads, s sequence, d features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..tape.events import Category
+from . import ops
+from .autograd import Gradients, Recorder, Tensor
+
+HEAD_MULTIPLE = 4
+"""Features of an fp32 head of the memory-efficient kernel: rows are of whole words of 16 bytes
+(``check_head_dim_size_mem_efficient``)."""
+
+ROWS = 32
+"""What the log-sum-exp's rows are rounded up to (``kAlignLSE``)."""
+
+
+def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention") -> Tensor:
+    """``_scaled_dot_product_flash_attention`` on (b, a, s, d): saves q, k, v, output and log-sum-exp.
+
+    The log-sum-exp is (b, a, s) fp32; two scalars hold the random state. Backward makes the three
+    gradients. Inside, it allocates ``dq_accum`` (b, a, s, d) and ``softmax_d`` (b, a, s) in fp32, s
+    rounded up to 128 and d to 32, and with fewer key heads dk and dv for every query head
+    (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``).
+    """
+    q, k, v = ops.entering(r, "scaled_dot_product_attention", q, k, v, name=f"{name}_input")
+    b, a, s, d = q.shape
+    whole = q.shape
+    repeated = k.shape[1] < a
+    out = r.empty(q.shape, q.dtype, name)
+    logsumexp = r.empty((b, a, s), "fp32", f"{name}_logsumexp")
+    seed = r.empty((2,), "int64", f"{name}_rng_state")
+    offset = r.empty((), "int64", f"{name}_rng_unused")
+    shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
+    needed = [tensor.node is not None for tensor in (q, k, v)]
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
+        if r.kernel_workspaces:
+            rows, columns = -(-s // 128) * 128, -(-d // 32) * 32
+            inside = [r.empty((b, a, rows), "fp32", "softmax_d", Category.WORKSPACES)]
+            inside.append(r.empty((b, a, rows, columns), "fp32", "dq_accum", Category.WORKSPACES))
+            inside += [
+                r.empty(whole, dtype, f"{name}_expanded", Category.WORKSPACES) for name in ("dk", "dv") if repeated
+            ]
+            del inside
+        return [gradient if one else None for gradient, one in zip(made, needed, strict=True)]
+
+    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward)
+    del offset, seed, logsumexp
+    return out
+
+
+def efficient_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention") -> Tensor:
+    """``_scaled_dot_product_efficient_attention`` on (b, a, s, d) in fp32: saves q, k, v, output and log-sum-exp.
+
+    The log-sum-exp is (b, a, s) fp32, s rounded up to 32, and there in training alone; two scalars hold the random
+    state (on the host, unless a CUDA graph is captured; counted as others are). Backward makes the three gradients. For
+    what it allocates inside see ``_inside``.
+    """
+    b, a, s, _ = q.shape
+    dtype = q.dtype
+    out = r.empty(q.shape, dtype, name)
+    rows = -(-s // ROWS) * ROWS if r.grad_enabled else 0
+    logsumexp = r.empty((b, a, rows), "fp32", f"{name}_logsumexp")
+    seed, offset = (r.empty((), "int64", f"{name}_rng_{part}") for part in ("seed", "offset"))
+    shapes, whole = (q.shape, k.shape, v.shape), q.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
+        if r.kernel_workspaces:
+            _inside(r, whole)
+        return made
+
+    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, offset, seed), backward)
+    del offset, seed, logsumexp
+    return out
+
+
+def _inside(r: Recorder, shape: Sequence[int]) -> None:
+    """``_efficient_attention_backward`` (``attention_backward.cu``): the product of output and gradient, summed over d,
+    then a workspace for the gradient of q, tile by tile, each with 4 words besides.
+
+    ``mem_eff_attention/kernel_backward.h``, ``workspace_elements_gq``; ``kernels/cutlassB.h`` for sm80 and later: tiles
+    of 64 × 64, or of 128 × 64 where d > 64.
+    """
+    b, a, s, d = shape
+    rows, columns = (128, 64) if d > 64 else (64, 64)
+    workspaces = Category.WORKSPACES
+    product = r.empty((b, s, a, d), "fp32", "output_times_gradient", workspaces)
+    summed = r.empty((b, s, a), "fp32", "delta_transposed", workspaces)
+    delta = r.empty((b, a, s), "fp32", "delta", workspaces)
+    del product, summed
+    tiles = -(-s // rows) * -(-d // columns)
+    workspace = r.empty((b, a, tiles, rows * columns + 4), "fp32", "grad_q_tiles", workspaces)
+    del workspace, delta

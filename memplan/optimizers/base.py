@@ -1,0 +1,102 @@
+"""What memplan asks of an optimizer. Each has an object, in a file beside this one, that answers.
+
+An optimizer says what it keeps for a parameter, what its step allocates while it runs, how many bytes the step moves,
+and what other tools call it. Which optimizers a framework runs is in the framework's own table.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ..layers.autograd import Recorder
+from ..layers.module import Parameter
+from .states import State
+
+if TYPE_CHECKING:
+    from ..plan.plan import Optimizer
+
+Parameters = Sequence[Parameter]
+
+Step = Callable[[Recorder, Parameters, str, bool], None]
+"""Recipe of a step over parameters (and gradients) of a dtype, with or without weight decay: the lines of the real step
+in their order, where a variable ends when Python's ends. All parameters have a gradient and states; a number of no
+dimension on the device counts 512 bytes."""
+
+Steps = Mapping[str | None, Step]
+
+FieldsByName = Mapping[str, Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class DeepspeedType:
+    """How DeepSpeed makes the optimizer (``runtime/engine.py``, ``_configure_basic_optimizer``)."""
+
+    name: str
+    """``optimizer.type`` of its configuration."""
+    kernel: str | None = None
+    """The kernel of DeepSpeed's own implementation (``ops/op_builder``); ``None`` where PyTorch's runs."""
+    torch_switch: str | None = None
+    """The parameter that asks for PyTorch's in place of DeepSpeed's own."""
+    decoupled: str | None = None
+    """The optimizer that this type is unless ``adam_w_mode`` is off."""
+    tested: bool = False
+    """ZeRO takes it unasked (``runtime/zero/utils.py``, ``ZERO_SUPPORTED_OPTIMIZERS``)."""
+    offloads: bool = True
+    """Its step on the host is modelled."""
+
+
+class Algorithm(ABC):
+    """One optimizer; a plan's section ``optimizer`` has its settings.
+
+    A file overrides what differs; what stands here holds for an optimizer of PyTorch that no other tool names.
+    """
+
+    name: ClassVar[str]
+    implementations: ClassVar[tuple[str | None, ...]]
+    """The default first; ``None`` where there is one alone."""
+    steps: ClassVar[Steps] = {}
+    """By implementation; those that are not here allocate nothing while they run."""
+
+    eight_bit: ClassVar[bool] = False
+    """States are bytes, with a scale for every block (bitsandbytes)."""
+    decays: ClassVar[bool] = False
+    """Weights decay unless the plan says otherwise, as in the optimizer's constructor."""
+    has_momentum: ClassVar[bool] = False
+    """``optimizer.momentum`` is its field."""
+    precision_aware: ClassVar[bool] = False
+    """Transformer Engine has it with states in dtypes of choice."""
+    in_8_bits: ClassVar[str | None] = None
+    """The same optimizer with 8-bit states, which a search may propose."""
+
+    torch: ClassVar[str | None] = None
+    """Its class in ``torch.optim``, if it takes all parameters: what a trace runs."""
+    torch_default: ClassVar[str] = "foreach"
+    """Which implementation PyTorch takes unasked on CUDA."""
+    trainer: ClassVar[FieldsByName] = {}
+    """Values of the Trainer's ``optim``, and the fields of a plan that each stands for."""
+    deepspeed: ClassVar[DeepspeedType | None] = None
+    """``None``: the training script makes it."""
+    megatron: ClassVar[str | None] = None
+    """``--optimizer`` of Megatron-LM."""
+    torchtitan: ClassVar[str | None] = None
+    """``optimizer.name`` of torchtitan."""
+
+    @abstractmethod
+    def moments(self, optimizer: Optimizer) -> int:
+        """States with as many elements as the parameter."""
+
+    @abstractmethod
+    def states(self, optimizer: Optimizer, dtype: str, *, embeddings_32bit: bool) -> tuple[State, ...]:
+        """What is kept on the device for each parameter of ``dtype``."""
+
+    def bytes_moved(self, optimizer: Optimizer, main: int, gradient: int) -> float:
+        """Bytes that the step reads and writes for each parameter: its gradient (of ``gradient`` bytes) once, the
+        parameter (of ``main`` bytes) and its states twice."""
+        return gradient + 2.0 * self.moments(optimizer) * (1 if self.eight_bit else main) + 2 * main
+
+    def assumptions(self, optimizer: Optimizer) -> tuple[str, ...]:
+        """What an estimate takes for granted."""
+        return ()

@@ -1,0 +1,1 @@
+"""The plan: its values, defaults and checks, and how a file or flags become one."""

@@ -1,0 +1,226 @@
+"""``memplan estimate``: the verdict in a sentence, the stages, what the worst stage's memory is for (the categories,
+then what PyTorch cannot see), and what was assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..result import Estimate, StageEstimate
+from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
+from .palette import BAD, CAUTION, FAINT, GOOD, SWATCH, Share, allocated_shares, beyond_shares, label, unknown_beyond
+from .printing import entries, left, plain_table, put, put_line, right
+from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of
+
+
+def verdict(estimate: Estimate) -> Text:
+    """One sentence: ``Does not fit: stage 31 needs 33.08 GiB of 31.75 GiB on v100-32gb …``."""
+    worst = estimate.stages[estimate.peak_stage]
+    who = _who(estimate, worst)
+    need = f"{size(worst.headline)}"
+    if reading_of(worst) != "device":
+        need = f"at least {need} ({reading_of(worst)})"
+    free = free_on(worst, limit_of(estimate))
+    if free is None:
+        return Text.assemble(("No GPU named", f"bold {CAUTION}"), f": {who} needs {need} — {_cause(worst)}")
+    if free >= 0 and estimate.fits is None:
+        return Text.assemble(
+            ("May fit", f"bold {CAUTION}"),
+            f": {who} needs {need} of {_limit(estimate)}; CUDA context and NCCL on this GPU are not known",
+        )
+    if free >= 0:
+        most = "most, " if len(estimate.stages) > 1 else ""
+        return Text.assemble(
+            ("Fits", f"bold {GOOD}"), f": {who} needs {most}{need} of {_limit(estimate)}; {size(free)} free"
+        )
+    return Text.assemble(
+        ("Does not fit", f"bold {BAD}"),
+        f": {who} needs {need} of {_limit(estimate)}, {size(-free)} too much — {_cause(worst)}{_others(estimate)}",
+    )
+
+
+def _who(estimate: Estimate, stage: StageEstimate) -> str:
+    """``stage 31``; without a pipeline, ``the GPU`` or ``each GPU``."""
+    if len(estimate.stages) > 1:
+        return f"{stage_word(estimate.plan)} {stage.stage}"
+    return "each GPU" if len(stage.ranks) > 1 else "the GPU"
+
+
+def _limit(estimate: Estimate) -> str:
+    """The capacity, less the headroom where there is one, and whose it is."""
+    text = size(estimate.capacity or 0)
+    if estimate.headroom:
+        text += f" less {size(estimate.headroom)} headroom"
+    gpu = estimate.plan.hardware.gpu
+    return f"{text} on {gpu}" if gpu else text
+
+
+def _cause(stage: StageEstimate) -> str:
+    peak = stage.peak
+    tensor = f"{peak.tensor} in " if peak.tensor else ""
+    return f"{tensor}{peak.module}, {peak.phase}"
+
+
+def _others(estimate: Estimate) -> str:
+    """How many more stages do not fit."""
+    limit = limit_of(estimate)
+    over = sum((free_on(stage, limit) or 0) < 0 for stage in estimate.stages)
+    return f"; {over} of {len(estimate.stages)} {stage_word(estimate.plan)}s are over" if over > 1 else ""
+
+
+MOMENTS = ("initialisation", "steady", "evaluation", "checkpoint")
+FIRST_ITERATION = "first_iteration_device"
+READINGS = ("requested", "allocated", "reserved", "device")
+BETWEEN = 6
+"""Columns between ledger and facts where they stand beside each other."""
+
+
+def stage_breakdown(estimate: Estimate, stage: StageEstimate, console: Console) -> RenderableType:
+    """Ledger, readings and moments of ``stage``, laid out for the console's width."""
+    unit = unit_of(estimate)
+    name = f"{stage_word(estimate.plan).capitalize()} {stage.stage} at its peak"
+    title = Text.assemble((name if len(estimate.stages) > 1 else "At the peak", "bold"), f": {_moment(stage)}")
+    ledger = _ledger(stage, unit, coloured=in_colour(console))
+    readings = _facts(
+        "readings", READINGS, [getattr(stage, name) for name in READINGS], marked=reading_of(stage), unit=unit
+    )
+    moments = _facts(
+        "moments", MOMENTS, [stage.moments.get(name) for name in MOMENTS], marked=stage.peak.moment, unit=unit
+    )
+    facts = Group(readings, Text(), moments, *_first_iteration(stage, unit), *_beside_device(stage, unit))
+    if measured(ledger, console).maximum + BETWEEN + measured(moments, console).maximum > console.width:
+        return Group(title, Text(), ledger, Text(), facts)
+    grid = Table.grid(padding=(0, BETWEEN, 0, 0), pad_edge=False)
+    grid.add_row(ledger, facts)
+    return Group(title, Text(), grid)
+
+
+def _first_iteration(stage: StageEstimate, unit: Unit) -> list[RenderableType]:
+    """What the device shows while no optimizer step has been applied, where that is less."""
+    early = stage.moments.get(FIRST_ITERATION)
+    if early is None or stage.device is None or early >= stage.device:
+        return []
+    return [Text(), Text(f"device before the first applied step  {unit.figure(early)}", FAINT)]
+
+
+def _beside_device(stage: StageEstimate, unit: Unit) -> list[RenderableType]:
+    """What the stage's ranks take of a node besides its devices."""
+    parts = [("host memory", stage.host), ("NVMe", stage.nvme)]
+    shown = [f"{name}  {unit.figure(size)}" for name, size in parts if size]
+    return [Text(), Text(f"also on each node: {', '.join(shown)}", FAINT)] if shown else []
+
+
+def _moment(stage: StageEstimate) -> str:
+    peak = stage.peak
+    batch = "" if peak.microbatch is None else f" of micro-batch {peak.microbatch}"
+    what = f"{peak.tensor} in {peak.module}" if peak.tensor else peak.module
+    alive = f"; {stage.in_flight} micro-batches in flight" if stage.in_flight > 1 else ""
+    bound = "; an upper bound" if peak.upper_bound else ""
+    return f"{what}, {peak.phase}{batch}{alive}{bound}"
+
+
+def _ledger(stage: StageEstimate, unit: Unit, *, coloured: bool) -> Table:
+    """Every share that shows in ``unit``, with its % of the headline; a line with ``=`` where a reading is complete."""
+    table = Table.grid(left(), right(), right(), padding=(0, 2, 0, 0))
+    table.add_row(Text("  for", FAINT), Text(unit.name, FAINT), Text("%", FAINT))
+
+    def add(parts: Sequence[Share]) -> None:
+        for part in parts:
+            if unit.prints(part.size):
+                swatch = (SWATCH, part.colour) if coloured else " "
+                name = Text.assemble(swatch, f" {part.label}")
+                table.add_row(name, unit.figure(part.size), percent(part.size, stage.headline))
+
+    def total(name: str, size: int | None) -> None:
+        if size is not None:
+            table.add_row(f"= {name}", unit.figure(size), percent(size, stage.headline), style="bold")
+
+    cache, others = beyond_shares(stage)
+    add(allocated_shares(stage))
+    total("requested" if stage.allocated is None else "allocated", sum(stage.breakdown))
+    if stage.reserved is not None:
+        add(cache)
+        total("reserved", stage.reserved)
+    if stage.device is not None:
+        add(others)
+        for name in unknown_beyond(stage):
+            table.add_row(f"  {name}", UNKNOWN)
+        total("device", stage.device)
+    return table
+
+
+def _facts(title: str, names: Sequence[str], sizes: Sequence[int | None], *, marked: str, unit: Unit) -> Table:
+    """Sizes under their names, the one that is the headline in bold; ``?`` where not known."""
+    table = Table.grid(
+        left(width=8), *[right(style="bold" if name == marked else "") for name in names], padding=(0, 2, 0, 0)
+    )
+    table.add_row(Text(title, FAINT), *(Text(label(name), FAINT) for name in names))
+    table.add_row(Text(unit.name, FAINT), *map(unit.figure, sizes))
+    return table
+
+
+SHORT_LIST = 3
+"""Assumptions that are printed without ``-v``."""
+
+
+def print_estimate(estimate: Estimate, console: Console, verbose: bool = False, quiet: bool = False) -> None:
+    """Prints ``estimate``; ``quiet`` only the verdict, ``verbose`` every stage, reading and assumption."""
+    if quiet:
+        put_line(console, verdict(estimate))
+    else:
+        put(console, verdict(estimate), *_body(estimate, console, verbose))
+
+
+def _body(estimate: Estimate, console: Console, verbose: bool) -> Iterator[RenderableType]:
+    worst = estimate.stages[estimate.peak_stage]
+    yield Text(plan_text(estimate.plan), FAINT)
+    yield Text()
+    for table in stage_tables(estimate, console, folded=not verbose):
+        yield table
+        yield Text()
+    yield Text(_caption(estimate), FAINT)
+    yield Text()
+    yield stage_breakdown(estimate, worst, console)
+    if verbose:
+        yield Text()
+        yield _every_reading(estimate)
+    if estimate.warnings:
+        yield Text()
+        yield entries([(notice.code, notice.message) for notice in estimate.warnings], CAUTION)
+    if estimate.assumptions:
+        yield Text()
+        yield from _assumptions(estimate, verbose)
+
+
+def _caption(estimate: Estimate) -> str:
+    meaning = {
+        "device": "what nvidia-smi shows: reserved, CUDA context, NCCL",
+        "reserved": "segments that PyTorch's allocator took",
+        "allocated": "torch.cuda.max_memory_allocated",
+        "requested": "sum of live tensors",
+    }
+    worst = estimate.stages[estimate.peak_stage]
+    reading = reading_of(worst)
+    return f"{MEANING[unit_of(estimate).name]}, most loaded rank, steady state; {reading}: {meaning[reading]}."
+
+
+def _every_reading(estimate: Estimate) -> Table:
+    """The four readings of every stage, and how many micro-batches it keeps alive."""
+    table = plain_table(*map(right, (stage_word(estimate.plan), *READINGS, "in flight")))
+    unit = unit_of(estimate)
+    for stage in estimate.stages:
+        table.add_row(str(stage.stage), *(unit.figure(getattr(stage, name)) for name in READINGS), str(stage.in_flight))
+    return table
+
+
+def _assumptions(estimate: Estimate, verbose: bool) -> Iterator[RenderableType]:
+    shown = estimate.assumptions if verbose else estimate.assumptions[:SHORT_LIST]
+    more = len(estimate.assumptions) - len(shown)
+    yield Text.assemble(("Assumed", "bold"), (f" ({more} more with -v)" if more else "", FAINT))
+    for assumption in shown:
+        yield Padding(Text(assumption), (0, 0, 0, 2))

@@ -1,0 +1,169 @@
+"""How reports come to a terminal or a pipe: without blanks at a line's end or characters that it lacks, and with text
+that wraps where a reader would break it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.table import Column, Table
+from rich.text import Text
+
+_PLAIN = str.maketrans("–−—×·■│→≤…", "---x.#|><.")
+
+
+class _Tidy:
+    """A renderable without blanks at the end of its lines and, in an ASCII encoding, without dashes and bars."""
+
+    def __init__(self, renderable: RenderableType) -> None:
+        self.renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self.renderable, options, pad=False):
+            while line and not line[-1].text.rstrip():
+                line.pop()
+            for index, (text, style, control) in enumerate(line):
+                kept = text.rstrip() if index == len(line) - 1 else text
+                yield Segment(_plain(kept) if options.ascii_only else kept, style, control)
+            yield Segment.line()
+
+
+def _plain(text: str) -> str:
+    """``text`` in ASCII, each character replaced by one of the same width."""
+    return text.translate(_PLAIN).encode("ascii", "replace").decode()
+
+
+def put_line(console: Console, text: Text) -> None:
+    """Prints ``text`` on one line, however long, for scripts that read lines."""
+    plain = Text(_plain(text.plain), spans=text.spans) if console.options.ascii_only else text
+    console.print(plain, soft_wrap=True)
+
+
+def put(console: Console, *renderables: RenderableType) -> None:
+    """Prints each of ``renderables``."""
+    for renderable in renderables:
+        console.print(_Tidy(renderable), end="")
+
+
+_PIECE = re.compile(r"[^\s_/.×]*(?:[_/.×]+|\s+|$)")
+"""A stretch that stays together, with the ``_``, ``/``, ``.``, ``×`` or blanks that end it."""
+
+
+class Breakable:
+    """Text in a table's cell, broken behind the separators of names as well as at blanks."""
+
+    def __init__(self, text: Text | str) -> None:
+        self.text = Text(text) if isinstance(text, str) else text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for paragraph in self.text.split("\n", allow_blank=True):
+            for line in _lines(paragraph, options.max_width):
+                line.overflow = "fold"
+                yield line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        paragraphs = self.text.plain.split("\n")
+        pieces = (piece.rstrip() for paragraph in paragraphs for piece in _PIECE.findall(paragraph))
+        shortest = max(map(cell_len, pieces), default=0)
+        return Measurement(shortest, max(map(cell_len, paragraphs))).with_maximum(options.max_width)
+
+
+def _lines(text: Text, width: int) -> Iterator[Text]:
+    """``text`` in stretches of at most ``width`` columns, or of one piece where that is longer."""
+    start = 0
+    for piece in _unbroken(text.plain, width):
+        if piece[0] > start and cell_len(text.plain[start : piece[1]].rstrip()) > width:
+            yield _trimmed(text[start : piece[0]])
+            start = piece[0]
+    yield _trimmed(text[start:])
+
+
+def _unbroken(plain: str, width: int) -> Iterator[tuple[int, int]]:
+    """Start and end of what stays together: words that fit on a line, and the pieces of those that do not."""
+    for word in re.finditer(r"\s*\S+\s*", plain):
+        if cell_len(word[0].strip()) <= width:
+            yield word.span()
+        else:
+            yield from (piece.span() for piece in _PIECE.finditer(plain, *word.span()) if piece[0])
+
+
+def _trimmed(text: Text) -> Text:
+    text.rstrip()
+    return text
+
+
+DOT = " · "
+
+
+class Pieces:
+    """``pieces`` with ``separator`` between them, as many on a line as there is room for."""
+
+    def __init__(self, pieces: Sequence[Text | str], separator: str = DOT, style: str = "") -> None:
+        self.pieces = [Text(piece) if isinstance(piece, str) else piece for piece in pieces]
+        self.separator, self.style = separator, style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self._lines(options.max_width):
+            line.stylize_before(self.style)
+            line.overflow = "fold"
+            yield line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = max((word for piece in self.pieces for word in map(len, piece.plain.split())), default=0)
+        whole = len(self.separator.join(piece.plain for piece in self.pieces))
+        shortest = min(whole, max((piece.cell_len + len(self.separator) for piece in self.pieces), default=longest))
+        return Measurement(shortest, whole).with_maximum(options.max_width)
+
+    def _lines(self, width: int) -> Iterator[Text]:
+        line = Text()
+        for at, piece in enumerate(self.pieces):
+            last = at == len(self.pieces) - 1
+            end = Text("" if last else self.separator.rstrip())
+            if line and line.cell_len + 1 + piece.cell_len + end.cell_len > width:
+                yield line
+                line = Text()
+            line = Text.assemble(line, " " if line else "", piece, end)
+        yield line
+
+
+# -- tables -----------------------------------------------------------------------------------------
+
+GAP = 2
+"""Blanks between columns."""
+
+
+def plain_table(*columns: Column) -> Table:
+    """A table with a rule under its header and nothing else."""
+    return Table(
+        *columns, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), header_style=""
+    )
+
+
+def right(header: str = "", **more: Any) -> Column:
+    """A column of figures."""
+    return Column(header, justify="right", no_wrap=True, **more)
+
+
+def left(header: str = "", **more: Any) -> Column:
+    """A column of words that stay on one line."""
+    return Column(header, no_wrap=True, **more)
+
+
+def folded(header: str = "", **more: Any) -> Column:
+    """A column of words that wrap."""
+    return Column(header, overflow="fold", **more)
+
+
+def entries(rows: Iterable[tuple[str, Text | str]], style: str) -> Table:
+    """Named entries, each with its text beside it."""
+    table = Table.grid(folded(style=style), folded(ratio=1), padding=(0, GAP, 0, 0))
+    for name, text in rows:
+        table.add_row(Text(name), Text(text) if isinstance(text, str) else text)
+    return table

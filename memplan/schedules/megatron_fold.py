@@ -1,0 +1,387 @@
+"""One iteration of Megatron-Core on one rank, folded: passes of every chunk, and tensors between stages.
+
+``fold_iteration`` gives the same excursion as composing every event of ``megatron_schedule.trace``
+(``composed``), from a few candidates. Before a pass, a rank holds what its micro-batches in flight saved
+and so many tensors between stages: a vector of counts. Vectors repeat with the period of the
+schedule, and of those in front of the same pass only the largest can carry the peak, so they are
+found once per schedule and only multiplied with bytes here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from operator import add, mul
+from typing import NamedTuple
+
+from ..tape.events import NOTHING, ROUND, ZERO, Bytes, Category, Excursion, Hold, change
+from ..tape.program import Action, Chunk, Exchanged, Passes, Role
+from .megatron_interleaved import table
+from .megatron_schedule import KINDS, Kind, Schedule, trace
+
+CATEGORIES: dict[str, Category] = {
+    "input": Category.ACTIVATIONS,
+    "output": Category.ACTIVATIONS,
+    "stub": Category.ACTIVATIONS,
+    "output_grad": Category.COMMUNICATION_BUFFERS,
+    "input_grad": Category.TEMPORARIES,
+    "report": Category.BUFFERS,
+}
+"""What a tensor between stages counts as. ``output`` and ``input_grad`` are held by the passes that
+make them, so there these must be their categories, too."""
+
+NAMES: dict[str, str] = {
+    "input": "received_input",
+    "output_grad": "received_gradient",
+    "stub": "output_sent",
+    "report": "loss_report",
+}
+
+
+MADE: tuple[Kind, ...] = ("output", "input_grad")
+"""Tensors that passes make."""
+
+PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of tensors between stages, rounded."""
+
+    hidden: int
+    """A hidden state of shape (s/cp[/t], b, h) in ``pipeline_dtype``, and its gradient."""
+    stub: int = ROUND
+    report: int = ROUND
+
+    def of(self, kind: str) -> int:
+        return self.stub if kind == "stub" else self.report if kind == "report" else self.hidden
+
+
+def composed(plan: Schedule, chunks: tuple[Passes, ...], sizes: Sizes) -> Excursion:
+    """An iteration, event by event. What ``fold_iteration`` must equal."""
+    total = ZERO
+    at = "0/forward"
+    inside = False
+    for what, chunk, number, tensor in trace(plan):
+        if tensor is not None:
+            size = sizes.of(tensor) if what == "begin" else -sizes.of(tensor)
+            if not (inside and tensor in MADE):
+                total = total.then(change(size, CATEGORIES[tensor], f"{at}/pipeline/{NAMES.get(tensor, '')}"))
+            inside = False
+        elif what in PASSES:
+            passes = chunks[chunk].forward if what == "forward" else chunks[chunk].backward
+            total = total.then(passes.within(str(number)))
+            at, inside = f"{number}/{what}", True
+    return total
+
+
+# -- counts ---------------------------------------------------------------------------------------------
+
+
+def _period(plan: Schedule) -> tuple[int, int]:
+    """Micro-batches after which the steady phase repeats, and the periods that forward passes take to get there."""
+    step = 1 if plan.chunks == 1 else plan.group
+    return step, -(-plan.warmup // (step * plan.chunks))
+
+
+SETTLING = 2
+"""Periods until the steady phase repeats, beyond the ramp: chunks keep their last input beyond its backward."""
+ENDING = 2
+"""Periods behind those that repeat, with one repetition among them."""
+
+
+def reduced(plan: Schedule) -> Schedule:
+    """The schedule without most repetitions of its steady phase."""
+    step, ramp = _period(plan)
+    kept = plan.microbatches % step + (ramp + SETTLING + ENDING) * step
+    return plan if plan.microbatches <= kept else replace(plan, microbatches=kept)
+
+
+@lru_cache(maxsize=1 << 14)
+def most_in_flight(plan: Schedule) -> tuple[int, ...]:
+    """Micro-batches whose activations each chunk holds at once, at most."""
+    forward, last, warmup = [chunk for _, chunk in table(reduced(plan))], plan.chunks - 1, plan.warmup
+    held, most = [0] * plan.chunks, [0] * plan.chunks
+    for k, chunk in enumerate(forward):
+        held[chunk] += 1
+        most[chunk] = max(most[chunk], held[chunk])
+        if k >= warmup:
+            held[last - forward[k - warmup]] -= 1
+    return tuple(most)
+
+
+class _Moment(NamedTuple):
+    """A point at which something may peak, and what is held there."""
+
+    source: str
+    """``forward``, ``backward``, or the kind of the tensor that begins."""
+    chunk: int
+    microbatch: int
+    phase: str
+    repeats: bool
+    """Behind the repetitions that ``reduced`` leaves out."""
+    flight: tuple[int, ...]
+    kinds: tuple[int, ...]
+    """Tensors between stages, by ``KINDS``, more than when the iteration began."""
+
+
+_COUNT = 24
+"""Bits by which one count is told from the next where several are packed into a number."""
+
+
+@lru_cache(maxsize=32)
+def _moments(plan: Schedule) -> tuple[_Moment, ...]:
+    """The moments of a reduced schedule, each when its counts appear first."""
+    flight, kinds = [0] * plan.chunks, [0] * len(KINDS)
+    index: dict[str, int] = {kind: i for i, kind in enumerate(KINDS)}
+    result: list[_Moment] = []
+    seen: set[tuple[int, str, int]] = set()
+    counts = 0
+    """All of ``flight`` and ``kinds``, packed."""
+    last: tuple[str, int] = "forward", 0
+    step, ramp = _period(plan)
+    early = (ramp + SETTLING) * step * plan.chunks
+    inside = False
+    for what, chunk, number, tensor in trace(plan):
+        if tensor is not None:
+            at, sign = index[tensor], 1 if what == "begin" else -1
+            kinds[at] += sign
+            counts += sign << _COUNT * at
+            if sign > 0 and not (inside and tensor in MADE) and (counts, tensor, 0) not in seen:
+                seen.add((counts, tensor, 0))
+                result.append(_Moment(tensor, 0, last[1], last[0], early < 0, tuple(flight), tuple(kinds)))
+            inside = False
+        elif what in PASSES:
+            last = what, number
+            if (counts, what, chunk) not in seen:
+                seen.add((counts, what, chunk))
+                result.append(_Moment(what, chunk, number, "", early < 0, tuple(flight), tuple(kinds)))
+            sign = 1 if what == "forward" else -1
+            flight[chunk] += sign
+            counts += sign << _COUNT * (len(KINDS) + chunk)
+            inside = True
+            early -= what == "backward"
+    return tuple(result)
+
+
+class _Row(NamedTuple):
+    """A candidate: a moment that no other exceeds in every count."""
+
+    source: int
+    """2j and 2j + 1: forward and backward of class j; then a tensor between stages."""
+    counts: tuple[int, ...]
+    """In flight by class, hidden states, stubs, reports."""
+    moment: _Moment
+
+
+Pattern = tuple[int, ...]
+"""By chunk, the first chunk that is the same."""
+
+
+@lru_cache(maxsize=1 << 14)
+def _rows(plan: Schedule, pattern: Pattern, weightless: frozenset[int]) -> tuple[_Row, ...]:
+    """Candidates in order of appearance. Counts of ``weightless`` classes do not tell two apart."""
+    short = reduced(plan)
+    if short == plan:
+        return _pruned_rows(plan, pattern, weightless)
+    shift = plan.microbatches - short.microbatches
+    reports = shift if plan.last else 0
+    return tuple(
+        row._replace(
+            counts=(*row.counts[:-1], row.counts[-1] + reports),
+            moment=row.moment._replace(
+                microbatch=row.moment.microbatch + shift,
+                kinds=(*row.moment.kinds[:-1], row.moment.kinds[-1] + reports),
+            ),
+        )
+        if row.moment.repeats
+        else row
+        for row in _pruned_rows(short, pattern, weightless)
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def _pruned_rows(plan: Schedule, pattern: Pattern, weightless: frozenset[int]) -> tuple[_Row, ...]:
+    classes = sorted(set(pattern))
+    number = {chunk: classes.index(first) for chunk, first in enumerate(pattern)}
+    edge = 2 * len(classes)
+    telling = [i for i in range(len(classes) + 3) if i not in weightless]
+    best: list[dict[tuple[int, ...], tuple[int, _Row]]] = [{} for _ in range(edge + 1)]
+    by_class: dict[tuple[int, ...], list[int]] = {}
+    for order, moment in enumerate(_moments(plan)):
+        what, chunk, _, _, _, in_flight, kinds = moment
+        source = 2 * number[chunk] + (what == "backward") if what in PASSES else edge
+        flight = by_class.get(in_flight)
+        if flight is None:
+            flight = by_class[in_flight] = [0] * len(classes)
+            for one, count in enumerate(in_flight):
+                flight[number[one]] += count
+        counts = (*flight, *_by_size(kinds))
+        told = tuple([counts[i] for i in telling]) if weightless else counts
+        rows = best[source]
+        if told not in rows:
+            rows[told] = order, _Row(source, counts, moment)
+    kept = [row for rows in best for row in _front(rows)]
+    return tuple(row for _, row in sorted(kept, key=lambda row: row[0]))
+
+
+@lru_cache(maxsize=1 << 14)
+def _by_size(kinds: tuple[int, ...]) -> tuple[int, int, int]:
+    """Hidden states, stubs, reports."""
+    counts = dict(zip(KINDS, kinds, strict=True))
+    stub, report = counts.pop("stub"), counts.pop("report")
+    return sum(counts.values()), stub, report
+
+
+def _front(rows: dict[tuple[int, ...], tuple[int, _Row]]) -> list[tuple[int, _Row]]:
+    """Those that no other is at least equal to in every count."""
+    front: list[tuple[int, ...]] = []
+    for counts in sorted(rows, key=sum, reverse=True):
+        for at, other in enumerate(front):
+            if all(map(int.__ge__, other, counts)):
+                front.insert(0, front.pop(at))  # one that exceeds many is tried first
+                break
+        else:
+            front.append(counts)
+    return [rows[counts] for counts in front]
+
+
+# -- bytes ----------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1 << 14)
+def saved_by_flight(passes: Passes, sends: bool, receives: bool, hidden: int) -> tuple[int, Bytes] | None:
+    """Bytes that a micro-batch in flight holds besides tensors between stages; ``None`` if backward leaves others."""
+    output = change(-hidden * sends, CATEGORIES["output"])
+    gradient = change(-hidden * receives, CATEGORIES["input_grad"])
+    saved = Excursion(
+        passes.forward.net + output.net, 0, tuple(map(add, passes.forward.net_by, output.net_by)), NOTHING
+    )
+    left = tuple(map(add, map(add, passes.backward.net_by, gradient.net_by), saved.net_by))
+    return (saved.net, saved.net_by) if left == NOTHING and saved.net >= 0 else None
+
+
+@lru_cache(maxsize=1 << 14)
+def fold_iteration(plan: Schedule, chunks: tuple[Passes, ...], sizes: Sizes, finalize: Excursion = ZERO) -> Excursion:
+    """The excursion of a steady iteration up to the return of ``forward_backward_func``.
+
+    It begins with what the iteration before left (the last input of every chunk that receives one, and its gradient;
+    ``TransformerBlock.input_tensor`` is only replaced by the next forward), and leaves that and the reports. The
+    place begins with the micro-batch: ``5/backward/layer.3/…``, or ``5/forward/pipeline/received_input``.
+    """
+    pattern = tuple(map(chunks.index, chunks))
+    weights: list[int] = []
+    saved_by: list[Bytes] = []
+    peaks: list[int] = []
+    hidden = sizes.hidden
+    for chunk, first in enumerate(pattern):
+        passes = chunks[chunk]
+        saved = saved_by_flight(passes, plan.sends(chunk), plan.receives(chunk), hidden)
+        if saved is None:
+            return composed(plan, chunks, sizes)
+        if chunk == first:
+            weights.append(saved[0])
+            saved_by.append(saved[1])
+            peaks += (passes.forward.peak, passes.backward.peak)
+    weightless = frozenset(i for i, weight in enumerate(weights) if not weight) if 0 in weights else frozenset()
+    weights += (hidden, sizes.stub, sizes.report)
+    peaks.append(0)
+    most, winner = 0, None
+    for row in _rows(plan, pattern, weightless):
+        value = sum(map(mul, row[1], weights)) + peaks[row[0]]
+        if value > most:
+            most, winner = value, row
+    reports = plan.microbatches if plan.last else 0
+    net = reports * sizes.report
+    net_by = change(net, CATEGORIES["report"]).net_by
+    if winner is None:
+        return Excursion(net, 0, net_by)
+    peak_by, place = _described(winner, chunks, saved_by, sizes)
+    return Excursion(net, most, net_by, peak_by, place)
+
+
+def _described(row: _Row, chunks: tuple[Passes, ...], saved_by: list[Bytes], sizes: Sizes) -> tuple[Bytes, str]:
+    """Bytes by category, and the place of a peak."""
+    moment = row.moment
+    at: Excursion | None = None
+    if moment.source in PASSES:
+        passes = chunks[moment.chunk]
+        at = passes.forward if moment.source == "forward" else passes.backward
+    by = list(at.peak_by if at else NOTHING)
+    for count, saved in zip(row.counts, saved_by, strict=False):
+        if count:
+            for category, size in enumerate(saved):
+                if size:
+                    by[category] += count * size
+    for kind, count in zip(KINDS, moment.kinds, strict=True):
+        by[CATEGORIES[kind]] += count * sizes.of(kind)
+    if at is None:
+        return tuple(by), f"{moment.microbatch}/{moment.phase}/pipeline/{NAMES[moment.source]}"
+    return tuple(by), f"{moment.microbatch}/{at.place}"
+
+
+# -- on a rank ------------------------------------------------------------------------------------------
+
+EXCHANGED = Exchanged(numbered=MADE, renumbered=("input", "input_grad"), until_step=("report",))
+
+
+@dataclass(frozen=True, eq=False)
+class MegatronOrder:
+    """Chunks of layers, the schedule that runs them, and the hidden states that they exchange."""
+
+    schedule: Schedule
+    chunks: tuple[Chunk, ...]
+    hidden: int
+    """Bytes of a hidden state between stages, rounded."""
+    exchanged = EXCHANGED
+
+    @property
+    def microbatches(self) -> int:
+        return self.schedule.microbatches
+
+    @property
+    def in_flight(self) -> int:
+        return max(most_in_flight(self.schedule))
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of the tensors that the schedule exchanges, by kind."""
+        return Sizes(self.hidden)
+
+    @cached_property
+    def whole(self) -> Excursion:
+        """Up to the return of the schedule: the reports of losses end with the step."""
+        return fold_iteration(self.schedule, tuple([chunk.passes for chunk in self.chunks]), self.sizes)
+
+    @property
+    def after_forward(self) -> int:
+        return self.chunks[0].passes.forward.net
+
+    @property
+    def carried(self) -> Excursion:
+        """What outlives the schedule: the last input of every chunk that receives one, with its gradient."""
+        return _carried(self.schedule.chunks - self.schedule.first, self.hidden)
+
+    @property
+    def shortened(self) -> list[Action]:
+        """No more micro-batches than its warm-up takes and two periods of the steady phase; reports of those that are
+        left out are there from the beginning."""
+        plan = self.schedule
+        period, ramp = _period(plan)
+        enough = (ramp + 2) * period + plan.microbatches % period
+        short = plan if plan.microbatches <= enough else replace(plan, microbatches=enough)
+        reports = plan.microbatches - short.microbatches if plan.last else 0
+        run = [action for action in trace(short) if action.what != "reduce"]
+        return [*[Action("begin", 0, -1 - number, "report") for number in range(reports)], *run]
+
+    def role(self, microbatch: int) -> Role:
+        return "steady"
+
+    def begun(self, chunk: int, tensor: str) -> Hold:
+        return Hold(0, self.sizes.of(tensor), CATEGORIES[tensor])
+
+
+@lru_cache(maxsize=4096)
+def _carried(receiving: int, size: int) -> Excursion:
+    inputs = change(receiving * size, Category.ACTIVATIONS, "input_tensor")
+    return inputs.then(change(receiving * size, Category.TEMPORARIES, "input_tensor_grad"))

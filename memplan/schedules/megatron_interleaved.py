@@ -1,0 +1,406 @@
+"""Megatron-Core's interleaved schedule, and where a rank stands in it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from ..tape.program import Action, What
+
+# -- megatron rank ---------------------------------------------------------------------------------------
+
+Kind = Literal["input", "output", "stub", "output_grad", "input_grad", "report"]
+KINDS: tuple[Kind, ...] = ("input", "output", "stub", "output_grad", "input_grad", "report")
+
+
+@lru_cache(maxsize=1 << 16)
+def _action(what: What, chunk: int, number: int, tensor: Kind | None = None) -> Action:
+    """The schedules of all stages name the same passes and tensors: one object for equal ones. Tensors between stages
+    are numbered by kind, in order of appearance."""
+    return Action(what, chunk, number, tensor)
+
+
+FINALIZE = Action("reduce", 0)
+"""``finalize_model_grads``, with the schedule's variables still bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What decides the order of passes on one rank. Made by ``schedule``, which checks it."""
+
+    stage: int
+    stages: int
+    chunks: int
+    """Virtual stages of the rank; 1 without interleaving."""
+    microbatches: int
+    group: int
+    """Micro-batches in a row per chunk, ``microbatch_group_size_per_vp_stage``."""
+    overlap: bool
+    """``overlap_p2p_comm``: only with interleaving."""
+    overlap_warmup: bool
+    """``overlap_p2p_comm_warmup_flush``."""
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    @property
+    def warmup(self) -> int:
+        """Forward passes before the first backward's own; ``get_pp_rank_microbatches``."""
+        behind = self.stages - self.stage - 1
+        wanted = behind if self.chunks == 1 else 2 * behind + (self.chunks - 1) * self.group
+        return min(wanted, self.microbatches * self.chunks)
+
+    def receives(self, chunk: int) -> bool:
+        """The chunk's input comes from another stage."""
+        return not (self.first and chunk == 0)
+
+    def sends(self, chunk: int) -> bool:
+        """The chunk's output goes to another stage."""
+        return not (self.last and chunk == self.chunks - 1)
+
+
+class Rank:
+    """One rank: what its chunks and its caller hold, and the events so far."""
+
+    def __init__(self, plan: Schedule) -> None:
+        self.plan = plan
+        self.events: list[Action] = []
+        self.numbers = dict.fromkeys(KINDS, 0)
+        self.closed = False
+        self.inputs: dict[int, Input | None] = {}
+        """``TransformerBlock.input_tensor`` of each chunk."""
+        self.reports: list[Tensor] = []
+
+    def receive(self, wanted: bool) -> Input | None:
+        """A buffer for a hidden state (``_communicate``, ``tensor_recv_prev``)."""
+        return Input(self) if wanted else None
+
+    def receive_gradient(self, wanted: bool) -> Tensor | None:
+        """A buffer for the gradient of an output (``tensor_recv_next``)."""
+        return Tensor(self, "output_grad") if wanted else None
+
+    def forward(self, chunk: int, microbatch: int, input: Input | None) -> Output:
+        """A pass, and its output or loss."""
+        self.inputs[chunk] = input
+        self.events.append(_action("forward", chunk, microbatch))
+        if self.plan.sends(chunk):
+            return Output(input, Tensor(self, "output"))
+        self.reports.append(Tensor(self, "report"))
+        return Output(input, None)
+
+    def backward(self, chunk: int, microbatch: int, input: Input | None) -> Tensor | None:
+        """A pass; the gradient of its input, which the input holds, too (``retain_grad``)."""
+        self.events.append(_action("backward", chunk, microbatch))
+        if input is None:
+            return None
+        input.grad = Tensor(self, "input_grad")
+        return input.grad
+
+
+class Tensor:
+    """Held by Python's variables; its death is an event."""
+
+    __slots__ = ("kind", "number", "rank")
+
+    def __init__(self, rank: Rank, kind: Kind) -> None:
+        self.rank = rank
+        self.kind = kind
+        self.number = number = rank.numbers[kind]
+        rank.numbers[kind] = number + 1
+        rank.events.append(_action("begin", 0, number, kind))
+
+    def __del__(self) -> None:
+        if not self.rank.closed:
+            self.rank.events.append(_action("end", 0, self.number, self.kind))
+
+
+class Input(Tensor):
+    """A received hidden state: a leaf, whose gradient autograd attaches to it."""
+
+    __slots__ = ("grad",)
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank, "input")
+        self.grad: Tensor | None = None
+
+
+class Output:
+    """A chunk's output, whose data can be replaced, or its loss (without data: the loss's layer counts it).
+
+    Its graph ends in the input (``AccumulateGrad`` holds the leaf), also after backward.
+    """
+
+    __slots__ = ("data", "graph")
+
+    def __init__(self, graph: Input | None, data: Tensor | None) -> None:
+        self.graph = graph
+        self.data = data
+
+
+def deallocate(output: Output | None) -> None:
+    if output is not None and output.data is not None:
+        output.data = Tensor(output.data.rank, "stub")
+
+
+# -- megatron interleaved --------------------------------------------------------------------------------
+
+
+class _Request:
+    """An asynchronous send or receive, which holds its tensor."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+
+
+class Interleaved:
+    """One iteration. Attributes are the variables that its nested functions share."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        plan = self.plan = rank.plan
+        self.table = table(plan)
+        self.total = len(self.table)
+        self.input_tensors: list[list[Input | None]] = [[] for _ in range(plan.chunks)]
+        self.output_tensors: list[deque[Output | None]] = [deque() for _ in range(plan.chunks)]
+        self.output_tensor_grads: list[deque[Tensor | None]] = [deque() for _ in range(plan.chunks)]
+        spare = plan.group - plan.stages + 1
+        self.fwd_recv_buffer: list[Input | None] = [None] * (spare if plan.first else 1)
+        self.bwd_recv_buffer: list[Tensor | None] = [None] * (spare if plan.last else 1)
+        self.recv_prev_wait_handles: deque[_Request] = deque()
+        self.recv_next_wait_handles: deque[_Request] = deque()
+        self.send_prev_wait_handle: _Request | None = None
+        self.output_tensor: Output | None = None
+        self.input_tensor_grad: Tensor | None = None
+        self.backwards = [0] * plan.chunks
+
+    def run(self, rank: Rank) -> None:
+        """One iteration."""
+        plan = self.plan
+        self.waited: list[_Request | None] = [None, None]
+        self.received: list[Tensor | None] = [None, None]
+        self.input_tensors[0].append(rank.receive(plan.receives(0)))
+        remaining = self.total - plan.warmup
+        for k in range(plan.warmup):
+            self._warm_up(k)
+        for k in range(remaining):
+            (self._steady_overlapped if plan.overlap else self._steady)(k)
+        deallocate(self.output_tensor)
+        if not remaining:
+            self.output_tensor_grads[-1].append(rank.receive_gradient(plan.sends(plan.chunks - 1)))
+        for k in range(remaining, self.total):
+            self._cool_down(k)
+        rank.events.append(FINALIZE)
+        for name in tuple(vars(self)):
+            if name not in ("rank", "plan"):
+                delattr(self, name)
+
+    # -- which pass is next -------------------------------------------------------------------------
+
+    def _chunk(self, k: int, forward: bool) -> int:
+        chunk = self.table[k % self.total][1]
+        return chunk if forward else self.plan.chunks - 1 - chunk
+
+    def _expects(self, k: int, forward: bool) -> tuple[bool, int]:
+        """``recv_tensor_from_previous_stage``: does a tensor arrive during pass k, and for which chunk."""
+        plan = self.plan
+        if not (plan.first if forward else plan.last):
+            return True, self._chunk(k + 1, forward)
+        ahead = plan.stages - 1
+        chunk = self._chunk(k + 1 if k < ahead else k - ahead, forward)
+        ends = plan.chunks - 1 if forward else 0
+        return k >= ahead and chunk != ends, chunk + (1 if forward else -1)
+
+    # -- passes -------------------------------------------------------------------------------------
+
+    def _is_sent(self, k: int) -> bool:
+        return self.plan.sends(self._chunk(k, True))
+
+    def _forward(self, k: int) -> Output:
+        microbatch, chunk = self.table[k]
+        inputs, outputs = self.input_tensors[chunk], self.output_tensors[chunk]
+        if not self.plan.receives(chunk) and len(inputs) == len(outputs):
+            inputs.append(None)
+        output = self.rank.forward(chunk, microbatch, inputs[len(outputs)])
+        outputs.append(output)
+        return output
+
+    def _backward(self, k: int) -> Tensor | None:
+        chunk = self._chunk(k, False)
+        input = self.input_tensors[chunk].pop(0)
+        output = self.output_tensors[chunk].popleft()  # noqa: F841  (held until the pass has ended)
+        grads = self.output_tensor_grads[chunk]
+        grad = grads.popleft() if grads else None  # noqa: F841
+        microbatch = self.backwards[chunk]
+        self.backwards[chunk] += 1
+        return self.rank.backward(chunk, microbatch, input)
+
+    # -- phases -------------------------------------------------------------------------------------
+
+    def _warm_up(self, k: int) -> None:
+        plan, rank = self.plan, self.rank
+        ahead = plan.overlap_warmup
+        if ahead and k and plan.receives(self._chunk(k, True)):
+            self.waited[0] = self.recv_prev_wait_handles.popleft()
+        arrives, chunk = self._expects(k, True)
+        arrives = arrives and k < self.total - 1
+        slot = k % len(self.fwd_recv_buffer)
+        if ahead and not plan.first:
+            self._receive_overlapped(slot, arrives)
+        self.output_tensor = self._forward(k)
+        if not self._is_sent(k):
+            self.output_tensor = None
+        last = k == plan.warmup - 1 and plan.warmup < self.total
+        if not ahead:
+            received = rank.receive(arrives)
+            if last and not plan.overlap:
+                gradient = rank.receive_gradient(not plan.last)
+                self.received[1] = gradient
+                self.output_tensor_grads[-1].append(gradient)
+                del gradient
+            self.received[0] = received
+            if arrives:
+                self.input_tensors[chunk].append(received)
+            del received
+            deallocate(self.output_tensor)
+        else:
+            if plan.first:
+                self._receive_overlapped(slot, arrives)
+            deallocate(self.output_tensor)
+            self._put(chunk, slot, arrives)
+        if last and plan.overlap:
+            self._receive_gradient_overlapped(-1, not plan.last, None)
+            if not plan.last:
+                self.output_tensor_grads[-1].append(self.bwd_recv_buffer[-1])
+
+    def _steady(self, k: int) -> None:
+        """Without overlap: both passes, then one exchange in both directions."""
+        plan, rank = self.plan, self.rank
+        forward_k = plan.warmup + k
+        self.output_tensor, self.input_tensor_grad = self._pair(forward_k, k, lambda: None, lambda _: None)
+        if not self._is_sent(forward_k):
+            self.output_tensor = None
+        arrives, chunk = self._expects(forward_k, True)
+        arrives = arrives and forward_k < self.total - 1
+        returns, chunk_back = self._expects(k, False)
+        received, gradient = rank.receive(arrives), rank.receive_gradient(returns)
+        self.received[0] = received
+        self.received[1] = gradient
+        deallocate(self.output_tensor)
+        if arrives:
+            self.input_tensors[chunk].append(received)
+        if returns:
+            self.output_tensor_grads[chunk_back].append(gradient)
+
+    def _steady_overlapped(self, k: int) -> None:
+        """With overlap: each pass is followed by its own exchange, waited for by the next of its kind."""
+        plan = self.plan
+        forward_k = plan.warmup + k
+
+        def before() -> None:
+            if plan.receives(self._chunk(forward_k, True)) and self.recv_prev_wait_handles:
+                self.recv_prev_wait_handles.popleft()
+            deallocate(self.output_tensor)
+
+        def between(_: int) -> None:
+            arrives, chunk = self._expects(forward_k, True)
+            arrives = arrives and forward_k < self.total - 1
+            slot = forward_k % len(self.fwd_recv_buffer)
+            self._receive_overlapped(slot, arrives)
+            self._put(chunk, slot, arrives)
+            if plan.sends(self._chunk(k, False)) and self.recv_next_wait_handles:
+                self.recv_next_wait_handles.popleft()
+
+        self.output_tensor, self.input_tensor_grad = self._pair(forward_k, k, before, between)
+
+    def _pair(
+        self, forward_k: int, backward_k: int, before: Callable[[], None], between: Callable[[int], None]
+    ) -> tuple[Output | None, Tensor | None]:
+        """``forward_backward_helper_wrapper``: the variables of the pair before are replaced when it returns."""
+        before()
+        output: Output | None = self._forward(forward_k)
+        between(forward_k)
+        if self.plan.overlap and not self._is_sent(forward_k):
+            output = None
+        grad = self._backward(backward_k)
+        if self.plan.overlap:
+            slot = backward_k % len(self.bwd_recv_buffer)
+            self._return_overlapped(backward_k, slot, grad, self._expects(backward_k, False))
+        return output, grad
+
+    def _cool_down(self, k: int) -> None:
+        plan, rank = self.plan, self.rank
+        ahead = plan.overlap_warmup
+        if k and plan.sends(self._chunk(k, False)) and (ahead or self.recv_next_wait_handles):
+            self.waited[1] = self.recv_next_wait_handles.popleft()
+        returns, chunk = self._expects(k, False)
+        returns = returns and k < self.total - 1
+        slot = k % len(self.bwd_recv_buffer)
+        if ahead and not plan.last:
+            self._receive_gradient_overlapped(slot, returns, None)
+        self.input_tensor_grad = self._backward(k)
+        if not ahead:
+            gradient = rank.receive_gradient(returns)
+            self.received[1] = gradient
+            if returns:
+                self.output_tensor_grads[chunk].append(gradient)
+        elif plan.last:
+            self._return_overlapped(k, slot, self.input_tensor_grad, (returns, chunk))
+        else:
+            self.send_prev_wait_handle = _request(self.input_tensor_grad)
+            self._put_gradient(chunk, slot, returns)
+
+    # -- exchanges ----------------------------------------------------------------------------------
+
+    def _receive_overlapped(self, slot: int, arrives: bool) -> None:
+        self.fwd_recv_buffer[slot] = self.rank.receive(arrives)
+        if arrives:
+            self.recv_prev_wait_handles.append(_Request(self.fwd_recv_buffer[slot]))
+
+    def _put(self, chunk: int, slot: int, arrives: bool) -> None:
+        if arrives:
+            self.input_tensors[chunk].append(self.fwd_recv_buffer[slot])
+            self.fwd_recv_buffer[(slot + 1) % len(self.fwd_recv_buffer)] = None
+
+    def _receive_gradient_overlapped(self, slot: int, returns: bool, sent: Tensor | None) -> None:
+        self.bwd_recv_buffer[slot] = self.rank.receive_gradient(returns)
+        if returns:
+            self.recv_next_wait_handles.append(_Request(self.bwd_recv_buffer[slot]))
+        if sent is not None:
+            self.send_prev_wait_handle = _request(sent)
+
+    def _return_overlapped(self, k: int, slot: int, grad: Tensor | None, expected: tuple[bool, int]) -> None:
+        self.bwd_recv_buffer[slot] = self.rank.receive_gradient(expected[0])
+        self.send_prev_wait_handle = _request(grad)
+        if expected[0]:
+            self.recv_next_wait_handles.append(_Request(self.bwd_recv_buffer[slot]))
+        self._put_gradient(expected[1], slot, expected[0])
+
+    def _put_gradient(self, chunk: int, slot: int, returns: bool) -> None:
+        if returns:
+            self.output_tensor_grads[chunk].append(self.bwd_recv_buffer[slot])
+            self.bwd_recv_buffer[(slot + 1) % len(self.bwd_recv_buffer)] = None
+
+
+def _request(tensor: Tensor | None) -> _Request | None:
+    return None if tensor is None else _Request(tensor)
+
+
+def table(plan: Schedule) -> list[tuple[int, int]]:
+    """``get_schedule_table``: (micro-batch, chunk) of each forward pass; backward mirrors the chunks."""
+    microbatches, group = plan.microbatches, plan.group
+    return [
+        (microbatch, chunk)
+        for start in range(0, microbatches, group)
+        for chunk in range(plan.chunks)
+        for microbatch in range(start, min(start + group, microbatches))
+    ]

@@ -1,0 +1,133 @@
+"""In which order a rank of Megatron-Core runs its passes, and which tensors between stages live when.
+
+``megatron/core/pipeline_parallel/schedules.py`` (``forward_backward_no_pipelining``,
+``forward_backward_pipelining_without_interleaving``, ``forward_backward_pipelining_with_interleaving``)
+and ``p2p_communication.py``. What a schedule adds to the passes of its micro-batches is decided by
+when its variables let go of a tensor, so the order is run here on tensors without elements, held by
+variables of the same scope, and CPython ends them at the same point. What they hold:
+
+* ``input``: a received hidden state, allocated before it is needed, kept in a list until its
+  backward has ended, and further by the graph of the output (``AccumulateGrad`` holds its leaf) until
+  that is let go. A chunk's ``TransformerBlock.input_tensor`` (``set_input_tensor``) keeps the last one,
+  with its gradient, until the chunk's next forward: through the optimizer step.
+* ``output``: what a chunk computes. After it was sent, its data is replaced by one element
+  (``deallocate_output_tensor``: a ``stub``), which stays until its backward has ended; with
+  overlapped communication that happens only when the next forward begins, after a backward.
+* ``output_grad``: a received gradient, allocated behind a forward pass, kept throughout backward.
+* ``input_grad``: the gradient of ``input``, kept until the next backward's replaces it.
+* ``report``: loss and token count of a micro-batch on the last stage (``forward_data_store``).
+
+The request of an uncoalesced send or receive holds its tensor as long as it exists itself
+(``ProcessGroupNCCL.cpp``, ``pointToPoint``: ``work->outputs_``).
+
+``trace(schedule)`` gives the actions: behind a pass comes the ``output`` or ``input_grad`` that it leaves.
+``megatron_fold.reduced`` shortens a schedule to what does not repeat. The interleaved schedule itself is in
+``megatron_interleaved``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import lru_cache
+
+from ..plan.errors import PlanError
+from ..tape.program import Action
+from .megatron_interleaved import FINALIZE, KINDS, Input, Interleaved, Kind, Output, Rank, Schedule, Tensor, deallocate
+
+__all__ = ["KINDS", "Kind", "Schedule", "schedule", "trace"]
+
+
+@lru_cache(maxsize=1 << 16)
+def schedule(
+    stage: int,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    group: int | None = None,
+    overlap: bool = True,
+    overlap_warmup: bool = False,
+) -> Schedule:
+    """The schedule of one rank; ``PlanError`` where Megatron-Core itself would stop.
+
+    ``group`` defaults to ``stages`` (``model_parallel_config.py``). Without interleaving,
+    ``overlap`` is switched off as ``validate_args`` does.
+    """
+    if chunks == 1:
+        if overlap_warmup:
+            raise PlanError("pipeline.overlap_p2p_warmup", True, "needs the interleaved schedule: layout.vpp above 1")
+        return Schedule(stage, stages, 1, microbatches, stages, False, False)
+    if stages < 2 or (stages == 2 and not overlap):
+        least = "2" if overlap else "3 without overlapped p2p communication"
+        raise PlanError("layout.vpp", chunks, f"the interleaved schedule needs layout.pp of at least {least}")
+    if overlap_warmup and not overlap:
+        raise PlanError("pipeline.overlap_p2p_warmup", True, "needs pipeline.overlap_p2p")
+    size = stages if group is None else group
+    if not stages <= size <= microbatches:
+        allowed = f"must be from {stages} (layout.pp) to {microbatches} (micro-batches of an iteration)"
+        if group is None:
+            raise PlanError("layout.vpp", chunks, f"needs at least {stages} micro-batches, there are {microbatches}")
+        raise PlanError("pipeline.group", group, allowed)
+    if 0 < microbatches % size < stages:
+        raise PlanError(
+            "pipeline.group" if group is not None else "layout.vpp",
+            size if group is not None else chunks,
+            f"{microbatches} micro-batches in groups of {size} leave {microbatches % size}: "
+            f"must leave none, or at least {stages} (layout.pp)",
+        )
+    return Schedule(stage, stages, chunks, microbatches, size, overlap, overlap_warmup)
+
+
+@lru_cache(maxsize=32)
+def trace(plan: Schedule) -> tuple[Action, ...]:
+    """The events of the second iteration: what the first left in the chunks is there when it begins.
+
+    It ends with the schedule's return, when only inputs in chunks (with gradients) and reports are left.
+    """
+    rank = Rank(plan)
+    for chunk in range(plan.chunks):
+        if plan.receives(chunk):
+            left = rank.inputs[chunk] = Input(rank)
+            left.grad = Tensor(rank, "input_grad")
+            del left
+    rank.events.clear()
+    run = _one_chunk if plan.chunks == 1 else Interleaved(rank).run
+    run(rank)
+    events = tuple(rank.events)
+    rank.closed = True
+    return events
+
+
+def _one_chunk(rank: Rank) -> None:
+    """Without pipelining, and 1F1B. Variables named as in the framework outlive their iteration of the loop."""
+    plan = rank.plan
+    receives, sends = not plan.first, not plan.last
+    inputs: deque[Input | None] = deque()
+    outputs: deque[Output | None] = deque()
+    input_tensor: Input | None = None
+    output_tensor: Output | None
+    for i in range(plan.warmup):
+        input_tensor = rank.receive(receives)
+        output_tensor = rank.forward(0, i, input_tensor)
+        inputs.append(input_tensor)
+        outputs.append(output_tensor)
+        deallocate(output_tensor)
+    remaining = plan.microbatches - plan.warmup
+    if remaining:
+        input_tensor = rank.receive(receives)
+    for i in range(remaining):
+        output_tensor = rank.forward(0, plan.warmup + i, input_tensor)
+        output_tensor_grad = rank.receive_gradient(sends)
+        inputs.append(input_tensor)
+        outputs.append(output_tensor)
+        deallocate(output_tensor)
+        input_tensor = inputs.popleft()
+        output_tensor = outputs.popleft()
+        input_tensor_grad = rank.backward(0, i, input_tensor)
+        input_tensor = rank.receive(receives and i < remaining - 1)
+    for i in range(remaining, plan.microbatches):
+        input_tensor = inputs.popleft()
+        output_tensor = outputs.popleft()
+        output_tensor_grad = rank.receive_gradient(sends)
+        input_tensor_grad = rank.backward(0, i, input_tensor)
+    rank.events.append(FINALIZE)
+    del output_tensor_grad, input_tensor_grad

@@ -1,0 +1,154 @@
+"""What a search asks of a framework: axes and rules, how a point becomes a plan, what stages may hold, and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..estimate import fold
+from ..frameworks import framework
+from ..plan.errors import PlanError
+from ..plan.plan import Plan
+from ..plan.resolved import ResolvedPlan
+from .cuts import Criteria, Fields, Ratios, StageLayers
+from .lower_bounds import LayerNeeds, LowerBounds, States
+from .point import NO_RECOMPUTE, Extra, Point, Recomputing
+
+if TYPE_CHECKING:
+    from .space import Space
+
+MOST_CONTEXT = 16
+"""Context-parallel ranks: more than published runs of up to 128k tokens use."""
+MOST_CHUNKS = 8
+"""Virtual stages of a rank that are tried."""
+
+Proposal = tuple[str, Mapping[str, Any]]
+"""A change of a plan in words, and the fields that it sets, by their paths."""
+
+
+class FrameworkSearch:
+    """One framework, as a search sees it. What stands here holds for plain PyTorch on one GPU."""
+
+    chooses_cut = False
+    """The search chooses what each stage holds."""
+    zero_of_one_rank = False
+    """ZeRO stages differ even where there is one rank."""
+    stops_early = False
+    """``fullest`` with ``enough`` may be less than the whole answer."""
+    expandable_segments = True
+    """The PyTorch that the framework runs on has the allocator's expandable segments."""
+    flash_attention = True
+    """Its models can run flash attention."""
+
+    # -- axes ----------------------------------------------------------------------------------------------
+
+    def sizes(self, plan: ResolvedPlan) -> frozenset[str]:
+        """Sizes of the layout that are tried."""
+        return framework(plan.framework).supports.sizes
+
+    def zero(self, plan: ResolvedPlan) -> tuple[int, ...]:
+        """ZeRO stages that are tried, in their order."""
+        return framework(plan.framework).supports.zero
+
+    def parallel_sizes(self, plan: ResolvedPlan, gpus: int) -> dict[str, tuple[int, ...]]:
+        """Values of every size of the layout on so many GPUs."""
+        model, tried = plan.model, self.sizes(plan)
+        within_node = min(gpus, plan.hardware.gpus_per_node)
+        divided = [getattr(model, name) for name in framework(plan.framework).supports.tp_divides]
+        axes = {
+            "tp": [t for t in divisors(gpus) if t <= within_node and not any(size % t for size in divided)],
+            "cp": [1 << bit for bit in range(gpus.bit_length()) if 1 << bit <= min(gpus, MOST_CONTEXT)],
+            "pp": [pp for pp in divisors(gpus) if pp <= model.layers],
+            "vpp": range(1, MOST_CHUNKS + 1),
+        }
+        found = {name: tuple(values) if name in tried else (1,) for name, values in axes.items()}
+        return found | {"zero": self.zero(plan)}
+
+    def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
+        """Ways to recompute. How many layers, where that can be chosen, is found by the search."""
+        return NO_RECOMPUTE, Recomputing("full")
+
+    def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
+        """Choices beside layout, batch and recompute, alternatives of one another in a group."""
+        groups = []
+        if plan.loss.kind == "plain" and not plan.loss.logits_to_keep:
+            groups.append((Extra("Liger's fused loss", (("loss.kind", "liger"),), changes_passes=True),))
+        return groups + eight_bit_adam(plan)
+
+    # -- points --------------------------------------------------------------------------------------------
+
+    def completed(self, base: Plan) -> Plan:
+        """``base`` with what other fields of it need in order to run."""
+        return base
+
+    def replicas(self, space: Space, ranks: int) -> tuple[int, int]:
+        """Replicas of so many ranks each, and GPUs that are left."""
+        return divmod(space.gpus, ranks)
+
+    def unrunnable(self, space: Space, tp: int, cp: int, pp: int, vpp: int, microbatches: int) -> str:
+        """The rule of this framework alone by which a layout would not start; empty where it would."""
+        return ""
+
+    def fields(self, space: Space, point: Point) -> Mapping[str, Any]:
+        """Further fields of a plan that ``point`` decides."""
+        return {}
+
+    # -- cuts ----------------------------------------------------------------------------------------------
+
+    def cut_fields(self, cut: StageLayers) -> Fields:
+        """The fields of a plan that say what its stages hold."""
+        return ()
+
+    def placed(self, space: Space, point: Point) -> StageLayers | None:
+        """What stages hold where memory alone decides it, because every cut takes the same time."""
+        return None
+
+    def cut(
+        self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, caps: Sequence[int] | None
+    ) -> StageLayers | None:
+        """The best cut by ``criteria``; see ``cuts.fitting`` and ``cuts.smallest``."""
+        raise PlanError("framework", plan.framework, "has no stages whose cut can be chosen")
+
+    def other_cuts(self) -> Iterator[Proposal]:
+        """Cuts that the framework's own methods make, by their names."""
+        return iter(())
+
+    # -- memory --------------------------------------------------------------------------------------------
+
+    def fullest(self, plan: ResolvedPlan, enough: int | None = None) -> tuple[int, int]:
+        """Requested bytes of the fullest stage of a resolved plan, and which that is: of several the first. Where that
+        is more than ``enough`` bytes and ``stops_early``, some stage that needs more, and what it needs at least."""
+        largest, at = max((folded.peak, -stage) for stage, folded in enumerate(fold(plan)))
+        return largest, -at
+
+    def layer_needs(self, plan: ResolvedPlan) -> LayerNeeds:
+        """Of a resolved plan: one layer of a stage in the middle, where the search chooses cuts."""
+        raise NotImplementedError
+
+    def states(self, plan: ResolvedPlan) -> States:
+        """Of a resolved plan, where the search chooses cuts."""
+        raise NotImplementedError
+
+    def lower_bounds(self, space: Space) -> LowerBounds:
+        """What the points of a space need at least, where nobody chooses cuts."""
+        return LowerBounds(space)
+
+    # -- changes -------------------------------------------------------------------------------------------
+
+    def more_recompute(self, plan: ResolvedPlan) -> Iterator[Proposal]:
+        """Steps from no recompute towards full recompute."""
+        return iter(())
+
+
+def eight_bit_adam(plan: ResolvedPlan, fields: Fields = ()) -> list[tuple[Extra, ...]]:
+    """bitsandbytes' Adam in place of another Adam; ``fields`` are set beside it."""
+    name = plan.optimizer.algorithm.in_8_bits
+    if name is None:
+        return []
+    fields = (("optimizer.name", name), ("optimizer.implementation", None), *fields)
+    return [(Extra("8-bit Adam", fields, keeps_numerics=False),)]
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
+    return tuple(sorted({*small, *(number // one for one in small)}))

@@ -1,0 +1,371 @@
+"""What a layout needs at least, before any of its tapes is built: proven bounds from below, in bytes of tensors.
+
+Where the search chooses cuts, a stage with n layers and f micro-batches in flight holds the states of its parameters
+and n f times what one layer saves for backward. Both are exact for one layer, and everything else (ends, padding,
+buckets, what a pass takes while it runs) only adds to them.
+
+Elsewhere (``LowerBounds``) a rank holds, at some moment of an iteration, what it keeps between iterations, and beside
+
+* what earlier micro-batches left, and what one micro-batch takes at its peak, hooks left out: these only hold more; or
+* its gradients, and what the optimizer's step takes.
+
+The larger sum is a bound (``tests/search/test_lower_bounds.py``). The first part of either does not depend on the
+micro-batch and the second not on how states are kept, so that few of them are folded for many layouts; a micro-batch of
+many sequences is not folded at all (``Growing``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..estimate import programs_of
+from ..layers.module import Options
+from ..plan.errors import PlanError
+from ..plan.resolve import resolve
+from ..plan.resolved import ResolvedPlan
+from ..plan.traced_spec import TracedSpec
+from ..tape.events import ROUND, Category, Excursion
+from ..tape.program import Folded, Program, first_backward, fold_program, static
+from .cuts import ChunkLayers, StageLayers
+from .point import NO_RECOMPUTE, Extra, Point
+
+if TYPE_CHECKING:
+    from .space import Space
+
+ROUNDING = 64 * 512
+"""Bytes by which rounding may make what a layer saves at b = 1 larger than its share at another b: fewer than 64
+tensors, and what does not grow with b is among them."""
+
+
+class LayerNeeds(NamedTuple):
+    """One layer on one rank."""
+
+    elements: int
+    saved: int
+    """Bytes for every micro-batch in flight."""
+
+
+class States(NamedTuple):
+    """Bytes for every parameter: on every rank, and divided among the replicas."""
+
+    whole: int
+    divided: int
+
+
+def scaled(needs: LayerNeeds, mbs: int) -> LayerNeeds:
+    """At least what a layer needs with ``mbs`` sequences, from what it needs with one."""
+    return needs._replace(saved=max(0, needs.saved - ROUNDING) * mbs)
+
+
+@lru_cache(maxsize=1 << 14)
+def flights(pp: int, vpp: int, microbatches: int, stage: int) -> int:
+    """Passes of one chunk each that a stage has in flight at once, at most, of 1F1B and its interleaved kind."""
+    if vpp == 1:
+        return min(pp - stage, microbatches)
+    return min((pp - stage - 1) * 2 + (vpp - 1) * pp + 1, microbatches * vpp)
+
+
+def loads(cut: StageLayers, microbatches: int) -> tuple[tuple[int, int], ...]:
+    """Layers of a stage, and of those with micro-batches in flight counted once for each; where another stage has
+    more of both, it is left out."""
+    pp, vpp = len(cut), len(cut[0])
+    found = {(_layers(stage), _in_flight(stage, at, pp, vpp, microbatches)) for at, stage in enumerate(cut)}
+    return tuple(one for one in found if not any(one != other and _exceeds(other, one) for other in found))
+
+
+def _layers(stage: Iterable[ChunkLayers]) -> int:
+    return sum(chunk.layers for chunk in stage)
+
+
+def _in_flight(stage: tuple[ChunkLayers, ...], at: int, pp: int, vpp: int, microbatches: int) -> int:
+    """At least: all passes in flight may be those of the smallest chunk."""
+    return min(chunk.layers for chunk in stage) * flights(pp, vpp, microbatches, at)
+
+
+def _exceeds(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] >= other[0] and one[1] >= other[1]
+
+
+def at_least(needs: LayerNeeds, kept: States, shards: int, load: tuple[tuple[int, int], ...]) -> int:
+    """Bytes of the fullest stage."""
+    per_layer = needs.elements * (kept.whole * shards + kept.divided) // shards
+    return max(layers * per_layer + flying * needs.saved for layers, flying in load)
+
+
+class Load(NamedTuple):
+    """What a bound needs to know of a layout."""
+
+    needs: LayerNeeds
+    kept: States
+    shards: int
+    pp: int
+    vpp: int
+    microbatches: int
+
+    @property
+    def states(self) -> float:
+        """Bytes of a layer."""
+        return self.needs.elements * (self.kept.whole * self.shards + self.kept.divided) / self.shards
+
+    def saved(self, stage: int) -> float:
+        """Bytes that every layer of ``stage`` holds for its passes in flight."""
+        return flights(self.pp, self.vpp, self.microbatches, stage) / self.vpp * self.needs.saved
+
+
+def at_best(load: Load, layers: int) -> float:
+    """Bytes of the fullest stage of whatever cut.
+
+    A stage with n layers in v chunks has f passes in flight of chunks with (n - v + 1) / v layers or more, so it needs
+    n A + f (n - v + 1) / v S bytes, A for the states of a layer and S for what it saves. If none has more than M bytes,
+    a stage holds at most (M + f (v - 1) / v S) / (A + f / v S) of the layers. These add up to all of them, which gives
+    the least M.
+    """
+    states, flying = load.states, [load.saved(stage) for stage in range(load.pp)]
+    free = sum(one * (load.vpp - 1) / (states + one) for one in flying)
+    return (layers - free) / sum(1 / (states + one) for one in flying)
+
+
+def most_layers(load: Load, limit: int) -> list[int]:
+    """At most so many layers are in each stage if none needs more than ``limit`` bytes (see ``at_best``)."""
+    states, flying = load.states, [load.saved(stage) for stage in range(load.pp)]
+    return [int((limit + one * (load.vpp - 1)) / (states + one)) for one in flying]
+
+
+def fewest_recomputed(plain: Load, full: Load, cut: StageLayers, limit: int) -> int:
+    """At least so many layers of every chunk must be recomputed if no stage is to need more than ``limit`` bytes."""
+    most = max(chunk.layers for stage in cut for chunk in stage)
+    for count in range(1, most + 1):
+        needed = 0.0
+        for at, stage in enumerate(cut):
+            kept = [max(0, chunk.layers - count) for chunk in stage]
+            again = [min(chunk.layers, count) for chunk in stage]
+            passes = flights(plain.pp, plain.vpp, plain.microbatches, at)
+            saved = min(
+                one * plain.needs.saved + other * full.needs.saved for one, other in zip(kept, again, strict=True)
+            )
+            needed = max(needed, _layers(stage) * plain.states + passes * saved)
+        if needed <= limit:
+            return count
+    return most
+
+
+class Needs:
+    """What the points of one space need at least, in bytes of the fullest stage."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.search = space.search
+        self._layers: dict[object, LayerNeeds] = {}
+        self._states: dict[object, States] = {}
+        self._loads: dict[tuple[int, int], tuple[StageLayers, tuple[tuple[int, int], ...]]] = {}
+        """By the cut's object, which is as long as its key, and micro-batches."""
+        self._bounds = space.search.lower_bounds(space)
+
+    def floor(self, point: Point, cut: StageLayers) -> int:
+        """Of ``point`` with ``cut``."""
+        return next(self.floors((point,), cut))
+
+    def floors(self, points: Sequence[Point], cut: StageLayers) -> Iterator[int]:
+        """Of ``points`` with ``cut``, which differ in what is kept alone where the search chooses cuts."""
+        if not self.search.chooses_cut:
+            yield from map(self._bounds, points)
+            return
+        one = points[0]
+        needs, shards = self._layer(one), one.dp * one.cp
+        key = (id(cut), self.space.microbatches(one))
+        load = self._loads.get(key)
+        if load is None:
+            load = self._loads[key] = cut, loads(cut, key[1])
+        for point in points:
+            yield at_least(needs, self._kept(point), shards, load[1])
+
+    def could_keep_to(self, limit: int, points: Sequence[Point]) -> bool:
+        """Whether one of ``points``, which differ in what is kept alone, may request ``limit`` bytes at most in some
+        cut."""
+        one = self.load(points[0])
+        kept = min(
+            (self._kept(point) for point in points), key=lambda states: states.whole * one.shards + states.divided
+        )
+        return at_best(one._replace(kept=kept), self.space.base.model.layers) <= limit
+
+    def load(self, point: Point) -> Load:
+        """What decides them, whatever the cut."""
+        shards, microbatches = point.dp * point.cp, self.space.microbatches(point)
+        return Load(self._layer(point), self._kept(point), shards, point.pp, point.vpp, microbatches)
+
+    def at_best(self, point: Point) -> float:
+        """Of whatever cut."""
+        return at_best(self.load(point), self.space.base.model.layers)
+
+    def _layer(self, point: Point) -> LayerNeeds:
+        key = (point.tp, point.cp, point.recompute.mode, point.mbs)
+        known = self._layers.get(key)
+        if known is None:
+            one = (*key[:3], 0)
+            if one not in self._layers:
+                alone = self.space.alone(point._replace(mbs=1, zero=self.space.least_zero, extras=()))
+                self._layers[one] = self.search.layer_needs(alone)
+            known = self._layers[key] = scaled(self._layers[one], point.mbs)
+        return known
+
+    def _kept(self, point: Point) -> States:
+        key = (point.zero, point.extras)
+        if key not in self._states:
+            self._states[key] = self.search.states(self.space.alone(point._replace(mbs=1)))
+        return self._states[key]
+
+
+# -- where nobody chooses cuts ---------------------------------------------------------------------------
+
+EXACT = 4
+"""Sequences up to which a micro-batch is folded; what more of them take lies above a line."""
+
+TENSORS = 64
+"""More than are alive at once of one layer."""
+
+
+class Kept(NamedTuple):
+    """Bytes of one rank that do not depend on the micro-batch."""
+
+    static: int
+    """Between iterations."""
+    gradients: int
+    """What every micro-batch but the first finds beside that."""
+    step: int
+    """The largest that the optimizer's step takes beside what is static, gradients among it."""
+
+
+NONE = Kept(0, 0, 0)
+
+
+@dataclass(slots=True)
+class Growing:
+    """Bytes that a micro-batch of so many sequences takes at least, from a function that folds it.
+
+    The peak of a stretch of a pass is the largest of sums of tensors, the same tensors from two sequences on; each is
+    of the same size for any number of them or in proportion to it. So but for rounding it is a convex function of the
+    number, and beyond ``EXACT`` it lies above the line through 2 and ``EXACT``. Rounding takes less than 512 bytes of
+    each tensor away from that for every sequence (``rounded(2 x) <= 2 rounded(x)``). Of several stretches the largest
+    line counts: what is large of few sequences need not be what grows.
+    """
+
+    measured: Callable[[int], tuple[int, ...]]
+    """Peaks of stretches, of so many sequences."""
+    tensors: int
+    """As many are alive at once, at most."""
+    known: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def at(self, sequences: int) -> int:
+        if sequences <= EXACT:
+            return max(self._measured(sequences))
+        two, most = self._measured(2), self._measured(EXACT)
+        line = max(low + (sequences - 2) * (high - low) // (EXACT - 2) for low, high in zip(two, most, strict=True))
+        return max(*most, line - ROUND * self.tensors * sequences)
+
+    def _measured(self, sequences: int) -> tuple[int, ...]:
+        if sequences not in self.known:
+            self.known[sequences] = self.measured(sequences)
+        return self.known[sequences]
+
+
+def raised(excursion: Excursion, size: int) -> Excursion:
+    """``excursion`` while ``size`` bytes more are held."""
+    return replace(excursion, peak=excursion.peak + size) if size else excursion
+
+
+def peaks(excursions: Sequence[Excursion], early: int) -> tuple[int, int]:
+    """Of the first ``early`` ones, one after the other, and of all; what each is for does not matter."""
+    level = most = before = 0
+    for at, one in enumerate(excursions):
+        before = most if at == early else before
+        most = max(most, level + one.peak)
+        level += one.net
+    return before, most
+
+
+class LowerBounds:
+    """Of the points of one space. A framework's room says by other methods what its code keeps and passes."""
+
+    passes_depend_on_zero = False
+    """What a micro-batch takes depends on the ZeRO stage."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._kept: dict[object, Kept] = {}
+        self._passing: dict[object, Growing] = {}
+
+    def __call__(self, point: Point) -> int:
+        """Bytes that the fullest rank requests at least; 0 where nothing is known."""
+        if isinstance(self.space.base.model, TracedSpec):
+            return 0
+        try:
+            return self.least(point)
+        except PlanError:
+            return 0  # the layout itself is refused when it is built, or another one that stands for it
+
+    def kept(self, plan: ResolvedPlan) -> Kept:
+        """Of a resolved plan; inputs, which depend on the micro-batch, are left out."""
+        program, folded = _folded(plan)
+        inputs = static(program).net_by[Category.INPUTS]
+        return Kept(folded.static - inputs, 0, folded.step_peak - folded.static)
+
+    def passing(self, plan: ResolvedPlan, accumulates: bool) -> tuple[int, ...]:
+        """What all micro-batches of a resolved plan take beside what is static, their gradients among it: until a layer
+        has gone backward in the last one, and to the end. It has two of them where it ``accumulates``."""
+        program, folded = _folded(plan)
+        modules = [span.module for span in program.last or program.spans for _ in span.names]
+        tapes = [one.steady if accumulates else one.first for one in modules]
+        last = max(at for at, one in enumerate(modules) if one.name == "layer")
+        forward = [one.forward_fold for one in tapes] + [one.end_fold for one in tapes]
+        back = [*forward, *(one.backward_fold for one in reversed(tapes))]
+        early, _ = peaks(back, len(forward) + len(tapes) - last)
+        gradients = first_backward(program.spans).net_by[Category.GRADIENTS] if accumulates else 0
+        return gradients + early, folded.backward_peak - folded.static
+
+    def regroups(self, extra: Extra) -> bool:
+        """Whether what ``extra`` moves is held in passes, too."""
+        return False
+
+    def least(self, point: Point) -> int:
+        accumulates = self.space.microbatches(point) > 1
+        kept, passing = self._kept_of(point), self._passing_of(point, accumulates).at(point.mbs)
+        held = kept.static + passing + (kept.gradients if accumulates else 0)
+        return max(held, kept.static + kept.step)
+
+    def _kept_of(self, point: Point) -> Kept:
+        extras = tuple(extra for extra in point.extras if not extra.changes_passes)
+        key = (point.tp, point.dp, point.zero, extras)
+        if key not in self._kept:
+            self._kept[key] = NONE
+            alone = point._replace(mbs=1, recompute=NO_RECOMPUTE, extras=extras)
+            self._kept[key] = self.kept(self.plan(alone, 1, False))
+        return self._kept[key]
+
+    def _passing_of(self, point: Point, accumulates: bool) -> Growing:
+        extras = tuple(extra for extra in point.extras if extra.changes_passes or self.regroups(extra))
+        zero = point.zero if self.passes_depend_on_zero else self.space.least_zero
+        key = (point.tp, point.dp, zero, point.recompute, extras, accumulates)
+        if key not in self._passing:
+            alone = point._replace(zero=zero, extras=extras)
+            self._passing[key] = Growing(
+                lambda sequences: self.passing(self.plan(alone, sequences, accumulates), accumulates),
+                TENSORS * (self.space.base.model.layers + 4),
+            )
+        return self._passing[key]
+
+    def plan(
+        self, point: Point, sequences: int, accumulates: bool, fields: Mapping[str, Any] | None = None
+    ) -> ResolvedPlan:
+        """``point`` with so many sequences in a micro-batch and one or two of those, resolved."""
+        plan = self.space.plan(point, fields)
+        gbs = sequences * point.dp * (2 if accumulates else 1)
+        batch = plan.batch.model_copy(update={"mbs": sequences, "gbs": gbs})
+        return resolve(plan.model_copy(update={"batch": batch}))
+
+
+def _folded(plan: ResolvedPlan) -> tuple[Program, Folded]:
+    (program,) = programs_of(plan, Options())
+    return program, fold_program(program)

@@ -1,0 +1,35 @@
+"""The time of a training step, from published figures of the hardware and the shapes of the work.
+
+``step_time`` is the whole; a search takes it apart: ``entry_times`` (shared by all plans with equal layers),
+``step_seconds`` or ``assemble``, and ``updates``. All times in seconds.
+"""
+
+from .layer import EntryTimes, LayerTimes, entry_times, times_of
+from .rates import Efficiency, Fraction, Rates, rates_of
+from .shape import Shape, StageWork, shape_of, work_of
+from .step import StepTime, assemble, cost_of_step, cost_of_tokens, step_seconds, step_time
+from .updates import Replicas, Updates, updates
+
+__all__ = [
+    "Efficiency",
+    "EntryTimes",
+    "Fraction",
+    "LayerTimes",
+    "Rates",
+    "Replicas",
+    "Shape",
+    "StageWork",
+    "StepTime",
+    "Updates",
+    "assemble",
+    "cost_of_step",
+    "cost_of_tokens",
+    "entry_times",
+    "rates_of",
+    "shape_of",
+    "step_seconds",
+    "step_time",
+    "times_of",
+    "updates",
+    "work_of",
+]

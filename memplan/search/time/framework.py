@@ -1,0 +1,71 @@
+"""What the time of a step asks of a framework: how its code runs layers, and what replicas and the optimizer cost."""
+
+from __future__ import annotations
+
+from ...plan.resolved import ResolvedPlan
+from .shape import ITEMSIZE, Code, StageWork, Work, recomputed
+from .updates import Exchange, Replicas
+
+
+class FrameworkTime:
+    """One framework, as the time of a step sees it. What stands here holds for plain PyTorch on one GPU."""
+
+    fused_attention = False
+    """Transformer Engine chooses attention's kernels."""
+    pipelined = True
+    """Stages run beside one another, on different micro-batches."""
+    positions_twice = False
+    """The last of several stages has a copy of the learned positions beside a tied word table."""
+
+    # -- layers and stages ---------------------------------------------------------------------------------
+
+    def code(self, plan: ResolvedPlan) -> Code:
+        """How the framework's code runs a layer of a resolved plan."""
+        return Code()
+
+    def overlapped_sends(self, plan: ResolvedPlan, vpp: int) -> bool:
+        """Whether, with so many chunks a stage, sends run beside passes."""
+        return vpp > 1 and plan.pipeline.overlap_p2p
+
+    def stages(self, plan: ResolvedPlan) -> Work:
+        """The stages of a resolved plan. ``PlanError`` where they cannot be cut."""
+        layers = plan.model.layers
+        return ((StageWork(layers, recomputed(plan, layers), True, plan.model.final_norm, True),),)
+
+    # -- replicas ------------------------------------------------------------------------------------------
+
+    def gradient_dtype(self, plan: ResolvedPlan) -> str:
+        """Of gradients between replicas."""
+        return plan.precision.stored
+
+    def owners(self, replicas: Replicas) -> int:
+        """Ranks that share the states of a parameter."""
+        layout = replicas.plan.layout
+        return (layout.dp or 1) if layout.zero else 1
+
+    def exposed(self, replicas: Replicas, rank: Exchange) -> float:
+        """Seconds of communication between replicas that passes do not hide."""
+        return 0.0
+
+    # -- the optimizer -------------------------------------------------------------------------------------
+
+    def mixed(self, plan: ResolvedPlan) -> bool:
+        """Whether main parameters in fp32 are kept beside those that passes use."""
+        return False
+
+    def main_bytes(self, plan: ResolvedPlan) -> int:
+        """Of an element of the parameters that the optimizer updates."""
+        return 4 if self.mixed(plan) else ITEMSIZE[plan.precision.stored]
+
+    def buffer_bytes(self, plan: ResolvedPlan, ranks: int) -> float:
+        """That passes over a whole gradient buffer move for each parameter, once a step, of so many replicas."""
+        return 0.0
+
+    def stepped(self, plan: ResolvedPlan) -> float:
+        """The part of the parameters that are updated on the GPU."""
+        return 1.0
+
+    def offload(self, replicas: Replicas, owned: float, shard: float, microbatches: int) -> float:
+        """Seconds of copies between device and host, and of updates there, of so many parameters that a rank updates
+        and holds."""
+        return 0.0

@@ -1,0 +1,275 @@
+"""What a plan's GPUs and links sustain: published peaks times the parts of them that kernels and links reach.
+
+Every default part is from somebody's microbenchmark of kernels or links, none from a training step. A sustained rate is
+what remains on random numbers once the power limit holds; where only a best case has been published it is that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ...device.gpus import GPUS, MULTIPROCESSORS
+from ...frameworks import framework
+from ...plan.errors import ABSENT, PlanError
+from ...plan.resolved import ResolvedPlan
+from .hardware import GIGA, SPEEDS, Figure
+
+
+class Fraction(NamedTuple):
+    """A part of a peak, from 0 to 1, and where it was measured."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Parts of the published peaks that are sustained; ``sources`` say where each is from."""
+
+    matrix: float
+    """Of the tensor cores' peak, by a large product whose tiles fill every wave."""
+    memory: float
+    """Of the memory's bandwidth, by a kernel that streams."""
+    attention_forward: float
+    """Of the tensor cores' peak, by a fused attention kernel; half of the scores are counted where it is causal."""
+    attention_backward: float
+    link: float
+    """Of the links' bandwidth, by NCCL's rings."""
+    network: float
+    """Of the network adapters' line rate, by NCCL."""
+    host: float
+    """Of the bandwidth to the host, by copies of pinned memory."""
+    loss: float | None = None
+    """Of the memory's bandwidth, by kernels of the cross entropy; ``None``: as ``memory``."""
+    collective: float | None = None
+    """Seconds that a collective over links takes besides its steps; ``None``: as NCCL's own model has it."""
+    hop: float | None = None
+    """Seconds of each of its steps, without the bytes."""
+    sources: tuple[str, ...] = ()
+
+
+_MAMF = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md (MAMF table)"
+_SIMUMAX_A100 = (
+    "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/a100_pcie.json (median of a sweep of 183 "
+    "products on the PCIe card, as parts of what tiles and waves leave; on the SXM module 8192^3 on random numbers "
+    "reaches 258 of 312, https://www.thonking.ai/p/strangely-matrix-multiplications)"
+)
+_SEMIANALYSIS = (
+    "https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training/ (Llama 70B's products on "
+    "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s; best cases in the MAMF table: 794.5, 668.4)"
+)
+_MARKIDIS = "https://arxiv.org/abs/1803.04014 (cuBLAS: 83 TFLOP/s; the PCIe card's peak is 112)"
+_B200 = "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json"
+_SIMUMAX = (
+    f"{_B200} (median of a sweep of 514 products, as parts of what tiles and waves leave; the best case in the MAMF "
+    "table is 0.776)"
+)
+_ASSUMED = "no product measured on this GPU was found: the median of those that were"
+
+_MATRIX: Mapping[str, Fraction] = MappingProxyType(
+    {
+        "v100-16gb": Fraction(83 / 112, _MARKIDIS),
+        "v100-32gb": Fraction(83 / 112, _MARKIDIS),
+        "a100-40gb": Fraction(0.80, _SIMUMAX_A100),
+        "a100-80gb": Fraction(0.80, _SIMUMAX_A100),
+        "h100-80gb": Fraction(720 / 989.5, _SEMIANALYSIS),
+        "h100-96gb": Fraction(828.6 / 989, _MAMF),
+        "h200": Fraction(720 / 989.5, _SEMIANALYSIS),
+        "b200": Fraction(0.504, _SIMUMAX),
+        "gb200": Fraction(1822 / 2500, _MAMF),
+        "mi300x": Fraction(620 / 1307.4, _SEMIANALYSIS),
+    }
+)
+
+_PARANUMAL = "https://www.paranumal.com/single-post/2018/02/08/rough-n-ready-roofline-nvidia-v100-edition"
+_DISSECTED = "https://arxiv.org/abs/2402.13499"
+_ADA = Fraction(929.8 / 1008, f"{_DISSECTED} (RTX 4090: 929.8 of 1008 GB/s)")
+_AMPERE = Fraction(1407.2 / 1555, f"{_DISSECTED} (A100 40 GB: 1407.2 of 1555 GB/s)")
+_HOPPER = Fraction(1861.5 / 2039, f"{_DISSECTED} (H100 PCIe: 1861.5 of 2039 GB/s)")
+_MEMORY: Mapping[tuple[int, int], Fraction] = MappingProxyType(
+    {
+        (7, 0): Fraction(790 / 900, f"{_PARANUMAL} (V100: 790 of 900 GB/s)"),
+        (8, 0): _AMPERE,
+        (8, 6): _AMPERE,
+        (8, 9): _ADA,
+        (9, 0): _HOPPER,
+    }
+)
+"""By compute capability, of which the minor number counts for 8 only."""
+
+_NO_MEMORY = Fraction(_HOPPER.value, f"none found for this GPU; as {_HOPPER.source}")
+
+_FLASH2 = "https://arxiv.org/abs/2307.08691 (FlashAttention-2 on A100: up to 73 % forward, 63 % backward)"
+_FLASH3 = "https://arxiv.org/abs/2407.08608 (FlashAttention-3 on H100: up to 75 % forward; FlashAttention-2: 35 %)"
+_SIMUMAX_ATTENTION = f"{_B200} (medians of sdp_fwd and sdp_bwd, whose causal scores are counted whole: halved)"
+
+_TOPO = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h"
+_NO_LINK = Fraction(20.0 / 25, f"none found for this GPU; as V100's in {_TOPO} (20.0 of 25 GB/s)")
+_LINK: Mapping[int, Fraction] = MappingProxyType(
+    {
+        7: Fraction(20.0 / 25, f"{_TOPO} (V100: 20.0 of 25 GB/s of a link)"),
+        8: Fraction(208 / 300, "https://github.com/NVIDIA/nccl-tests/issues/178, 149 (A100: 208 and 200 of 300 GB/s)"),
+        9: Fraction(370 / 450, "https://github.com/NVIDIA/nccl-tests/issues/212 (H100: 370 of 450 GB/s)"),
+        10: Fraction(0.6735 * 2**30 / 1e9, f"{_B200} (all_gather: 0.6735 of 900 GiB/s)"),
+    }
+)
+"""By the major number of the compute capability: bus bandwidth of NCCL's rings."""
+
+_BLACKWELL = (0.28, 23.1e-6, 9.2e-6)
+"""B200, from the same file: ``ce_fusion``; ``fixed_latency_us`` and ``latency_us`` of ``all_gather``."""
+_HOST = 12.0 / 16.0
+_PCI = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)"
+_NETWORK = 0.96
+_NET = "https://github.com/NVIDIA/nccl-tests/issues/119 (8 A100, 4 x 200 Gb/s a node: 96 of 100 GB/s)"
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def default(gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool = False) -> Efficiency:
+    """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where Transformer Engine chooses
+    the attention's."""
+    matrix = _MATRIX.get(gpu) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
+    major, minor = capability or (0, 0)
+    memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
+    link = _LINK.get(major, _NO_LINK)
+    forward, backward, attention = _attention(gpu, major, fused_kernels, matrix.value)
+    sources = (
+        f"products reach {matrix.value:.0%} of the peak: {matrix.source}",
+        f"memory {memory.value:.0%}: {memory.source}",
+        f"attention {forward:.0%} and {backward:.0%}: {attention}",
+        f"links {link.value:.0%}: {link.source}",
+        f"network adapters {_NETWORK:.0%}: {_NET}",
+        f"host {_HOST:.0%}: {_PCI}",
+    )
+    loss, base, hop = _BLACKWELL if gpu == "b200" else (None, None, None)
+    return Efficiency(
+        matrix.value, memory.value, forward, backward, link.value, _NETWORK, _HOST, loss, base, hop, sources
+    )
+
+
+def _attention(gpu: str, major: int, fused_kernels: bool, matrix: float) -> tuple[float, float, str]:
+    """Forward, backward and source. Backward on Hopper in the ratio that FlashAttention-2 has on Ampere."""
+    ratio = 0.63 / 0.73
+    if major == 8:
+        return 0.73 * min(1.0, matrix / 0.8), 0.63 * min(1.0, matrix / 0.8), _FLASH2
+    if major == 9:
+        forward = 0.75 if fused_kernels else 0.35
+        return forward, forward * ratio, _FLASH3
+    if gpu == "b200":
+        return 0.73 / 2, 0.69 / 2, _SIMUMAX_ATTENTION
+    return (
+        0.5 * matrix,
+        0.5 * matrix * ratio,
+        "no fused attention measured on this GPU was found: half of a product's rate",
+    )
+
+
+RACK = 8
+"""GPUs above which links join the nodes of a rack."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rates:
+    """Rates of one GPU and of its links; FLOP/s, and bytes/s in one direction. One object for equal ones, so that
+    caches need not look inside."""
+
+    peak: float
+    """Published, of products in the plan's dtype; what MFU refers to."""
+    matrix: float
+    """Sustained by large products whose tiles fill every wave."""
+    ordinary: float
+    """Sustained by fp32 products on ordinary cores."""
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    processors: int
+    overlapped_epilogue: bool
+    """Hopper and later: kernels write a tile while they compute the next one."""
+    link: float
+    link_gpus: int
+    """GPUs that the links join; others are reached through host or network."""
+    host: float
+    network: float | None
+    node: int
+    """GPUs of a node, or of a rack whose GPUs are joined by links."""
+    loss: float
+    """Bytes/s of the cross entropy's kernels."""
+    collective: float | None
+    hop: float | None
+    """Seconds of a collective over links, and of each of its steps, where they were measured."""
+
+
+def rates_of(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> Rates:
+    """Rates of the GPU that ``plan`` names. ``PlanError`` where there is none, or nobody published its speed."""
+    gpu = plan.hardware.gpu
+    if gpu is None:
+        raise PlanError("hardware.gpu", ABSENT, "is missing: the time of a step depends on the GPU (--gpu h100-80gb)")
+    fused = framework(plan.framework).time.fused_attention
+    dtype = plan.quantisation.compute or plan.precision.dtype
+    network = None if plan.hardware.network is None else plan.hardware.network * GIGA
+    return _rates(gpu, dtype, plan.hardware.gpus_per_node, network, fused, efficiency)
+
+
+@lru_cache(maxsize=1024)
+def _rates(gpu: str, dtype: str, node: int, network: float | None, fused: bool, efficiency: Efficiency | None) -> Rates:
+    speed, processors = SPEEDS.get(gpu), MULTIPROCESSORS.get(gpu)
+    if speed is None or processors is None:
+        known = ", ".join(sorted(set(SPEEDS) & set(MULTIPROCESSORS)))
+        raise PlanError("hardware.gpu", gpu, f"has no published speed, and so no time; these have: {known}")
+    capability = GPUS[gpu].compute_capability
+    parts = efficiency or default(gpu, capability, fused_kernels=fused)
+    fp32 = _published(gpu, speed.fp32, "fp32 rate")
+    if dtype == "fp32":
+        peak = fp32
+    else:
+        if dtype == "bf16" and not speed.bf16:
+            problem = f"must be fp16 or fp32 on {gpu}: its tensor cores do not take bf16, and no rate is published"
+            raise PlanError("precision.dtype", dtype, problem)
+        peak = _published(gpu, speed.matrix, "tensor rate")
+    if network is None and speed.network is not None:
+        network = speed.network.value
+    memory = _published(gpu, speed.memory, "memory bandwidth")
+    return Rates(
+        peak=peak,
+        matrix=peak * parts.matrix,
+        ordinary=fp32 * parts.matrix,
+        attention_forward=peak * parts.attention_forward,
+        attention_backward=peak * parts.attention_backward,
+        memory=memory * parts.memory,
+        processors=processors,
+        overlapped_epilogue=capability is None or capability >= (9, 0),
+        link=0.0 if speed.link is None else speed.link.value * parts.link,
+        link_gpus=speed.link_gpus,
+        host=_published(gpu, speed.host, "bandwidth to the host") * parts.host,
+        network=None if network is None else network * parts.network,
+        node=max(node, speed.link_gpus) if speed.link_gpus > RACK else node,
+        loss=memory * (parts.memory if parts.loss is None else parts.loss),
+        collective=parts.collective,
+        hop=parts.hop,
+    )
+
+
+def _published(gpu: str, figure: Figure | None, what: str) -> float:
+    if figure is None:
+        raise PlanError("hardware.gpu", gpu, f"has no published {what}, and so no time")
+    return figure.value
+
+
+def assumptions(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> tuple[str, ...]:
+    """What was assumed of machine and kernels, a line each."""
+    gpu = plan.hardware.gpu
+    assert gpu is not None
+    system, notes = SPEEDS[gpu].system, []
+    crosses = (plan.hardware.gpus or 1) > plan.hardware.gpus_per_node
+    if crosses and plan.hardware.network is None and system is not None:
+        notes.append(f"network: {system} (hardware.network says otherwise)")
+    parts = efficiency or default(
+        gpu, GPUS[gpu].compute_capability, fused_kernels=framework(plan.framework).time.fused_attention
+    )
+    return (*notes, *parts.sources)

@@ -1,0 +1,192 @@
+"""Seconds of what happens once a step: gradients between replicas, gathered parameters, the optimizer, and offload.
+
+Communication that a framework runs beside backward or forward counts only as far as it is longer than these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...frameworks import framework
+from ...plan.lora import adapter_parameters
+from ...plan.resolved import ResolvedPlan
+from .collectives import Group, collective, group
+from .kernels import streamed
+from .layer import EntryTimes
+from .rates import Rates
+from .shape import ITEMSIZE, Shape, StageWork, elements
+
+if TYPE_CHECKING:
+    from .framework import FrameworkTime
+
+HOST_ADAM = 0.257e-9
+"""Seconds a parameter of DeepSpeed's CPU Adam with a whole node's cores; PyTorch's takes ``HOST_ADAM_TORCH``
+(arXiv 2101.06840, table 4: 10 billion parameters in 2.57 and 14.76 s)."""
+HOST_ADAM_TORCH = 1.476e-9
+
+NVME = 25.6e9
+"""Bytes/s of a node's NVMe (arXiv 2104.07857, figure 2b: 16 GPUs at 1.6 GB/s)."""
+
+
+def node_gpus(plan: ResolvedPlan) -> int:
+    """Ranks that share a node's host."""
+    return min(plan.hardware.gpus_per_node, plan.hardware.gpus or 1)
+
+
+class Updates(NamedTuple):
+    """Seconds a step, exposed."""
+
+    data_parallel: float = 0.0
+    optimizer: float = 0.0
+    offload: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.data_parallel + self.optimizer + self.offload
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How a plan's replicas keep states and exchange gradients. Built once for a family of plans."""
+
+    plan: ResolvedPlan
+    shape: Shape
+    rates: Rates
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that gradients are summed over."""
+        layout = self.plan.layout
+        return (layout.dp or 1) * layout.cp
+
+    @property
+    def across(self) -> Group:
+        return group(self.ranks, self.plan.layout.tp, self.rates.node)
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of a gradient's element between replicas."""
+        return ITEMSIZE[self.own.gradient_dtype(self.plan)]
+
+    @property
+    def own(self) -> FrameworkTime:
+        """What the framework says of it."""
+        return framework(self.plan.framework).time
+
+    def exchanged(self, elements: float) -> tuple[float, float]:
+        """Seconds in which gradients of so many parameters are summed, whole or to their owners, and in which those
+        give the parameters back."""
+        summed, zero = elements * self.gradient, self.plan.layout.zero
+        if zero == 0:
+            return collective(self.rates, "all-reduce", summed, self.across), 0.0
+        parameters = elements * ITEMSIZE[self.plan.precision.dtype]
+        reduced = collective(self.rates, "reduce-scatter", summed, self.across)
+        return reduced, collective(self.rates, "all-gather", parameters, self.across)
+
+
+class Exchange(NamedTuple):
+    """What one rank exchanges with its replicas in a step."""
+
+    work: tuple[StageWork, ...]
+    times: EntryTimes
+    held: float
+    """Parameters of the rank."""
+    trained: float
+    """Those that have gradients."""
+    microbatches: int
+
+    @property
+    def layers(self) -> int:
+        return sum(chunk.layers for chunk in self.work)
+
+    @property
+    def recomputed(self) -> int:
+        return sum(chunk.recomputed for chunk in self.work)
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the layers' forward passes, once."""
+        return self.layers * self.times.layer.forward
+
+    @property
+    def backward(self) -> float:
+        return self.layers * self.times.layer.backward + self.recomputed * self.times.layer.recompute
+
+
+def updates(
+    replicas: Replicas, work: tuple[StageWork, ...], times: EntryTimes, microbatches: int, staged: bool
+) -> Updates:
+    """Of the rank that holds ``work``; ``staged`` where it is one stage of several."""
+    plan, shape, own = replicas.plan, replicas.shape, replicas.own
+    held = elements(shape.spec, work, shape.t, shape.vocab, own.positions_twice)
+    trained = held if plan.lora.rank is None else float(adapter_parameters(plan))
+    exposed = own.exposed(replicas, Exchange(work, times, held, trained, microbatches))
+    if staged and shape.spec.tied_embeddings and plan.layout.pp > 1:
+        exposed += _tied(replicas, work)
+    owners = own.owners(replicas)
+    passes = streamed(replicas.rates, held * own.buffer_bytes(plan, replicas.ranks))
+    owned = trained / owners
+    moved = owned * own.stepped(plan)
+    step = streamed(replicas.rates, moved * step_bytes(plan)) if moved else 0.0
+    return Updates(exposed, step + passes, own.offload(replicas, owned, held / owners, microbatches))
+
+
+def beside(communication: float, work: float, tail: float) -> float:
+    """What is left of communication that runs beside ``work``, but for its last part, ``tail`` of it."""
+    last = communication * min(1.0, tail)
+    return max(communication - work, last)
+
+
+def sharded(
+    replicas: Replicas, rank: Exchange, groups: int = 1, *, regathers: bool = True, reduces_once: bool = False
+) -> float:
+    """FSDP and ZeRO-3: each layer is gathered while the one before it runs, and its gradients are scattered while the
+    next backward runs. What is longer than a layer's pass is exposed, and so are the first gather and last scatter.
+    Gradients are summed across ``groups`` of shards, for the last micro-batch alone if it ``reduces_once``; backward
+    ``regathers`` a layer."""
+    plan, rates, shape, times = replicas.plan, replicas.rates, replicas.shape, rank.times
+    owners, trained = replicas.own.owners(replicas), rank.trained / rank.held
+    shards = group(owners, plan.layout.tp, rates.node)
+    layers = rank.layers or 1
+    layer = elements(shape.spec, (StageWork(1),), shape.t, shape.vocab)
+    ends = max(0.0, rank.held - layers * layer)
+
+    def gathered(count: float) -> float:
+        return collective(rates, "all-gather", count * shape.element, shards)
+
+    def scattered(count: float) -> float:
+        size = count * trained * replicas.gradient
+        between = group(groups, plan.layout.tp * owners, rates.node)
+        return collective(rates, "reduce-scatter", size, shards) + collective(
+            rates, "all-reduce", size / owners, between
+        )
+
+    again = gathered(layer) if regathers else 0.0
+    recomputed = times.layer.recompute * min(1.0, rank.recomputed / layers)
+    forward = layers * max(0.0, gathered(layer) - times.layer.forward) + gathered(ends)
+    backward = layers * max(0.0, again + scattered(layer) - times.layer.backward - recomputed) + scattered(ends)
+    if plan.layout.pp > 1:
+        return forward + backward
+    return rank.microbatches * forward + (1 if reduces_once else rank.microbatches) * backward
+
+
+def _tied(replicas: Replicas, work: tuple[StageWork, ...]) -> float:
+    """The gradients of a tied weight are summed between the first and the last stage."""
+    if not any(chunk.embedding or chunk.head for chunk in work):
+        return 0.0
+    shape, rates = replicas.shape, replicas.rates
+    size = shape.vocab // shape.t * shape.spec.hidden * replicas.gradient
+    return collective(rates, "all-reduce", float(size), group(2, rates.node, rates.node))
+
+
+def step_bytes(plan: ResolvedPlan) -> float:
+    """Bytes that a parameter's update moves."""
+    own, optimizer = framework(plan.framework).time, plan.optimizer
+    mixed, main = own.mixed(plan), own.main_bytes(plan)
+    gradient = ITEMSIZE[plan.precision.gradients or "fp32"]
+    moved = optimizer.algorithm.bytes_moved(optimizer, main, gradient)
+    if mixed:
+        # Gradients: their norm, and the copy to fp32; parameters: the copy back.
+        moved += gradient + (gradient + 4 if gradient < 4 else 2 * gradient) + ITEMSIZE[plan.precision.dtype]
+    return moved

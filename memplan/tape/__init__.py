@@ -1,0 +1,1 @@
+"""Events, their folds, and the program of a rank."""

@@ -1,0 +1,61 @@
+"""Steps that are passed over, against running all of them."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.allocator.blocks import MIB, SHIFT, Step
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.passes import stretches
+
+from .test_blocks import SETTINGS
+
+SIZES = st.sampled_from([2, 3, 5, 12, 16, 40])
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    SETTINGS,
+    st.lists(SIZES, max_size=12),
+    st.lists(SIZES | st.floats(0, 1, exclude_max=True), min_size=1, max_size=60),
+    st.integers(0, 100),
+)
+def test_what_is_passed_over_changes_nothing(
+    rules: AllocatorSettings, before: list[int], wanted: list[int | float], limit: int
+) -> None:
+    """``before``: blocks that have been taken and given back; requests in MiB."""
+    whole, apart = rules.pool(small=False), rules.pool(small=False)
+    for pool in (whole, apart):
+        for block in [pool.take(size * MIB) for size in before]:
+            pool.give(block)
+    live: dict[int, int] = {}
+    steps: list[Step] = []
+    held = 0
+    for at, one in enumerate(wanted):
+        if isinstance(one, int):
+            slot, units = at, one * MIB + at
+            live[slot] = units
+        elif live:
+            slot = sorted(live)[-1 - int(one * one * len(live))]
+            units = -live.pop(slot)
+        else:
+            continue
+        held += units
+        steps.append((slot, units, units << SHIFT, held, at))
+    one_by_one, together = [0] * len(wanted), [0] * len(wanted)
+    parts = stretches(steps)
+    assert [step for part in parts for step in part.steps] == steps
+    assert whole.run(steps, one_by_one, limit * MIB) == apart.run_all(parts, together, limit * MIB)
+    assert whole.free == apart.free
+    assert whole.edges == apart.edges
+    assert whole.reserved == apart.reserved
+    assert all(one_by_one[slot] == together[slot] for slot in live)
+
+
+def test_a_stretch_gives_back_what_it_takes() -> None:
+    """Slots 2 to 4 do; slot 1 stays, and 9 was there before."""
+    units = [(1, 8), (2, 4), (3, 4), (3, -4), (2, -4), (4, 6), (4, -6), (9, -8)]
+    found = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in units])
+    assert [len(part.steps) for part in found] == [1, 6, 1]
+    assert [(part.together, part.least >> SHIFT) for part in found] == [(0, 8), (2, 6), (0, -8)]

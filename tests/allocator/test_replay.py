@@ -1,0 +1,65 @@
+"""Passes of many events at once take what their events take one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.allocator.caching import AllocatorSettings, CachingAllocator
+from memplan.allocator.passes import Pass, passes
+from memplan.allocator.replay import Rank
+from memplan.estimate import programs_of
+from memplan.layers.module import Options
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.tape.events import Category
+from memplan.tape.program import Program
+
+MEGATRON = {"model": "llama-3-8b", "framework": "megatron", "tp": "2", "pp": "2", "dp": "1", "gbs": "4", "seq": "3000"}
+PLAIN = {"model": "gpt2-xl", "framework": "single", "gpus": "1", "gbs": "2", "seq": "1000", "dtype": "fp32"}
+CONFIGURATIONS = ("", "expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:4")
+
+
+class OneByOne:
+    """A rank that asks the allocator for one tensor at a time."""
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self.allocator = CachingAllocator(settings)
+        self.by = [0] * len(Category)
+        self.peak = 0
+        self.peak_by: list[int] = []
+
+    def run(self, events: Pass, microbatch: int) -> None:
+        for slot, units, size, category, _ in events.operations:
+            if units > 0:
+                self.allocator.allocate((microbatch, slot), size)
+                self.by[category] += size
+            else:
+                self.allocator.free((microbatch, slot))
+                self.by[category] -= size
+            if self.allocator.allocated > self.peak:
+                self.peak, self.peak_by = self.allocator.allocated, self.by.copy()
+
+
+def last_program(flags: dict[str, str]) -> Program:
+    return programs_of(resolve(read_plan(None, flags).plan), Options(kernel_workspaces=True))[-1]
+
+
+@pytest.mark.parametrize("flags", [MEGATRON, PLAIN], ids=["megatron", "single"])
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_a_pass_is_its_events(flags: dict[str, str], configuration: str) -> None:
+    settings = AllocatorSettings.parse(configuration)
+    once = passes(last_program(flags).order.chunks[-1], settings)
+    rank, expected = Rank(settings), OneByOne(settings)
+    frames = [[0] * once.slots for _ in range(3)]
+    forward, first, steady = once.of("forward", "steady"), once.of("backward", "first"), once.of("backward", "steady")
+    order = [(forward, 0), (forward, 1), (first, 0), (forward, 2), (steady, 1)]
+    for events, microbatch in order:
+        rank.run(events, frames[microbatch])
+        expected.run(events, microbatch)
+        assert rank.by == expected.by
+        assert rank.reserved == expected.allocator.peak_reserved
+        assert rank.peak * 512 == expected.peak
+        breakdown = list(rank.breakdown())
+        assert sum(breakdown) == expected.peak
+        breakdown[Category.BLOCK_ROUNDING] = 0
+        assert breakdown == expected.peak_by

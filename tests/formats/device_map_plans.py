@@ -1,0 +1,78 @@
+"""Plans of framework device-map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from memplan.plan.module_names import modules
+from memplan.plan.plan import Plan
+
+from .plans import chosen, made, names, spec
+
+TINY: dict[str, str] = {
+    "gpt2": "gpt2",
+    "gpt": "megatron-22b",
+    "bert": "bert-large",
+    "llama": "llama-3-8b",
+    "mistral": "mistral-7b",
+    "qwen3": "qwen3-8b",
+    "qwen2": "qwen2.5-7b",
+    "phi3": "phi-3-mini",
+    "gemma2": "gemma-2-9b",
+    "opt": "opt-6.7b",
+    "gpt_neox": "gpt-neox-20b",
+    "gptj": "gpt-j-6b",
+    "falcon": "falcon-7b",
+}
+"""A built-in model of each family."""
+
+
+def tiny(family: str, layers: int, **changes: Any) -> dict[str, Any]:
+    """A small model of ``family``."""
+    kv_heads = 4 if family not in ("llama", "mistral", "qwen3", "qwen2", "gemma2", "falcon") else 2
+    kv_heads = 1 if family == "falcon" else kv_heads
+    sizes = {"hidden": 64, "heads": 4, "kv_heads": kv_heads, "head_dim": 16, "ffn": 176, "vocab": 1003}
+    return spec(TINY[family], **{"layers": layers, **sizes, "positions_max": 128, **changes})
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    family, layers = draw(st.sampled_from(sorted(modules()))), draw(st.integers(1, 9))
+    devices = draw(st.integers(1, layers))
+    where = draw(st.lists(st.integers(0, devices - 1), min_size=layers, max_size=layers))
+    where[:devices] = range(devices)
+    placed = {device: [at for at, one in enumerate(where) if one == device] for device in range(devices)}
+    tied = draw(st.booleans()) if family not in ("gptj", "gemma2") else family == "gemma2"
+    return made(
+        model=tiny(family, layers, name=draw(names), tied_embeddings=tied),
+        framework="device-map",
+        hardware=draw(chosen({"gpu": st.just("v100-16gb"), "gpus": st.integers(devices, 12)})),
+        batch=draw(
+            chosen(
+                {
+                    "mbs": st.integers(1, 3),
+                    "seq": st.sampled_from([1, 7, 64]),
+                    "accumulation": st.integers(1, 3),
+                    "multiply_by_visible_gpus": st.booleans(),
+                }
+            )
+        ),
+        precision={"dtype": draw(st.sampled_from(["fp32", "bf16", "fp16"])), "autocast": draw(st.booleans())},
+        optimizer=draw(
+            chosen(
+                {
+                    "name": st.sampled_from(["adamw", "sgd", "adam8bit"]),
+                    "weight_decay": st.sampled_from([0.0, 0.1]),
+                    "momentum": st.sampled_from([0.0, 0.9]),
+                }
+            )
+        ),
+        recompute={"mode": draw(st.sampled_from(["none", "full"]))},
+        lora=draw(chosen({"rank": st.sampled_from([1, 16])})),
+        trainer=draw(chosen({"loop": st.just("transformers")})),
+        environment=draw(chosen({"PYTORCH_CUDA_ALLOC_CONF": st.just("expandable_segments:True")})),
+        device_map=draw(st.sampled_from([None, placed])),
+        headroom=draw(st.sampled_from(["0", "5%"])),
+    )

@@ -1,0 +1,147 @@
+"""Which files are launch files: scripts, lists and mappings; and one clear line for what is none."""
+
+# ruff: noqa: E501 (tables of scripts, arguments and the lines that they get)
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.bash.values import text
+from memplan.formats.files import read_words, words_of
+from memplan.formats.launch import Asked
+from memplan.formats.rows import arguments_of
+from memplan.formats.training_scripts import read as read_script
+
+from ...plan.outcomes import error_of
+from .reading import launch, plan
+from .scripts import SMALL, script
+
+
+def pairs(content: str, source: str = "args", **variables: str) -> list[tuple[str, tuple[str, ...], int | None]]:
+    """Name, values and line of each argument."""
+    words = words_of(content, source, "megatron", variables)
+    return [(given.name, tuple(map(words.ledger.shown, given.values)), given.origin.line) for given in words.given]
+
+
+def test_a_bare_list() -> None:
+    content = "# sizes\n--num-layers 12 --bf16 \\\n  --pipeline-model-parallel-layout Et|(tt|)*6L # layout\n\n--save '/my path'  --lr=1e-4\n--x $Y\n"
+    assert pairs(content) == [
+        ("--num-layers", ("12",), 2),
+        ("--bf16", (), 2),
+        ("--pipeline-model-parallel-layout", ("Et|(tt|)*6L",), 3),
+        ("--save", ("/my path",), 5),
+        ("--lr", ("1e-4",), 5),
+        ("--x", ("$Y",), 6),
+    ]
+    assert pairs("--num-layers ${N}", N="4") == [("--num-layers", ("4",), 1)]
+
+
+def test_mappings() -> None:
+    expected = [("--num-layers", ("12",)), ("--bf16", ()), ("--spec", ("a", "b"))]
+    for content, source in (
+        (json.dumps({"--num-layers": 12, "--bf16": True, "--fp16": False, "--spec": ["a", "b"]}), "a.json"),
+        ("num-layers: 12\nbf16: true\nfp16: false\nspec: [a, b]\nlr:\n", "a"),
+        ("num_layers: 12\nbf16: true\nspec: '[a b]'\n", "a.yaml"),
+        ("ENV_VARS:\n  X: 1\nMODEL_ARGS:\n  --num-layers: 12\n  --bf16: true\n  --spec: [a, b]\n", "model_config.yaml"),
+        (
+            json.dumps({"arguments": {"--num-layers": 12, "--bf16": True, "--spec": "[a b]"}, "environment": {}}),
+            "a.json",
+        ),
+    ):
+        assert [(name, values) for name, values, _ in pairs(content, source)] == expected
+    assert pairs("--num-layers: 2\n\n--bf16: true\n")[1][2] == 3
+
+
+def test_environment_of_a_mapping() -> None:
+    content = f"ENV_VARS: {{CUBLAS_WORKSPACE_CONFIG: ':16:8', SKIP: 1}}\nMODEL_ARGS: {json.dumps(dict(zip(SMALL.split()[::2], SMALL.split()[1::2], strict=True)))}"
+    assert plan(content).environment == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+
+
+def test_taking_apart_as_argparse_does() -> None:
+    assert pairs("--data-path a b 0.5 c --num-layers=3 --cp-comm-type p2p a2a --min-lr -1e-5 --bf16 stray --lr -1") == [
+        ("--data-path", ("a", "b", "0.5", "c"), 1),
+        ("--num-layers", ("3",), 1),
+        ("--cp-comm-type", ("p2p", "a2a"), 1),
+        ("--min-lr", (), 1),
+        ("--bf16", (), 1),
+        ("--lr", ("-1",), 1),
+    ]
+    words = words_of("--bf16 stray", "args", "megatron", {})
+    assert [text(word) for word in words.loose] == ["stray"]
+
+
+@pytest.mark.parametrize(
+    ("content", "source", "line"),
+    [
+        ("", "train.sh", "train.sh: is empty"),
+        ("  \n\n", "train.sh", "train.sh: is empty"),
+        ("%PDF-1.7\n…", "paper.pdf", "paper.pdf: is a PDF, not a launch script"),
+        ("\x7fELF\2", "a.out", "a.out: is a program, not a launch script"),
+        ("abc\0def", "x", "x: is a binary file, not a launch script"),
+        ("import torch\nprint(1)", "pretrain_gpt", "pretrain_gpt: is a Python file; name the shell script that starts it"),
+        ("#!/usr/bin/env python3\nx = 1", "run", "run: is a Python file"),
+        ('"""Trains."""\nx = 1', "train.py", "train.py: is a Python file"),
+        ("#!/bin/bash\necho hello\n", "train.sh", "train.sh: starts no training that can be read: no command runs"),
+        ("Dear all,\nplease find attached the results.\n", "mail.txt", "mail.txt: starts no training that can be read"),
+        ("<html><body>it's</body></html>", "x.html", "x.html:1:"),
+        ("- 1\n- 2", "x.yaml", "x.yaml:1: is no mapping of arguments to values"),
+        ("{", "x.json", "x.json:1: is not valid YAML"),
+        ("--num-layers 'x", "args", "args:1: ends inside a quotation"),
+        ("#!/bin/bash\n. ./env.sh\n$CMD", "s.sh", "s.sh: starts no training that can be read: no command runs a Python file with arguments such as --num-layers; ./env.sh (line 2) is not followed"),
+        ('if [ "$1" = big ]; then\npython pretrain_gpt.py --num-layers 2\nfi', "s.sh", "s.sh:1: whether training starts depends on [ $1 = big ], which cannot be decided; give --set 1=value"),
+        ("python pretrain_gpt.py $ALL", "s.sh", "s.sh:1: starts no training that can be read: $ALL is not set in the script; give it as --set ALL=value"),
+    ],
+)  # fmt: skip
+def test_what_is_no_launch_file(content: str, source: str, line: str) -> None:
+    assert error_of(lambda: words_of(content, source, "megatron", {})).startswith(line)
+
+
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    def error(path: Path) -> str:
+        return error_of(lambda: read_words(str(path), "megatron", {}))
+
+    assert error(tmp_path).endswith("is a directory; name a file in it")
+    assert error(tmp_path / "x.sh").endswith("no such file")
+    (tmp_path / "a.bin").write_bytes(b"\xff\xfe\x00")
+    assert "is not UTF-8 text" in error(tmp_path / "a.bin")
+    (tmp_path / "large.sh").write_text("#" * (2 << 20))
+    assert "is larger than" in error(tmp_path / "large.sh")
+
+
+def test_ten_thousand_lines(tmp_path: Path) -> None:
+    file = tmp_path / "train.sh"
+    file.write_text(script(*(f"OPTION_{n}='--save /x/{n}'  # {n}" for n in range(10_000)), arguments="--bf16"))
+    assert read_script(str(file), Asked("megatron")).explained[-1].name == "--bf16"
+
+
+LAUNCHED: tuple[str, ...] = ("megatron", "megatron-deepspeed")
+_NAMES = st.sampled_from(sorted(arguments_of("megatron"))) | st.sampled_from(sorted(arguments_of("megatron-deepspeed")))
+_VALUES = st.sampled_from(
+    ["", "1", "2", "0", "-1", "1e3", "x", "$X", "'a b'", "none", "local", "E|t*3|L", "9" * 30, "fp8"]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(_NAMES, _VALUES), max_size=12), st.sampled_from(LAUNCHED))
+def test_any_arguments_give_a_plan_or_one_line(arguments: list[tuple[str, str]], framework: str) -> None:
+    content = script(arguments=" ".join(f"{name} {value}" for name, value in arguments))
+    line = error_of(lambda: plan(content, framework))
+    assert "\n" not in line
+    assert not line or line.startswith(("train.sh:", "--gpus"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=120), st.sampled_from(["x.sh", "x.yaml", "x.json", "x", "x.txt"]))
+def test_any_text_gives_a_plan_or_one_line(content: str, source: str) -> None:
+    assert "\n" not in error_of(lambda: launch(content, source=source))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_in_a_script_gives_a_plan_or_one_line(content: str) -> None:
+    assert "\n" not in error_of(lambda: launch(script(content, arguments=content)))

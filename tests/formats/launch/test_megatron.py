@@ -1,0 +1,306 @@
+"""Scripts in the style of Megatron's examples become the plans that their authors meant."""
+
+# ruff: noqa: E501 (tables of scripts, arguments and the lines that they get)
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.formats.training_scripts import plan_of_arguments
+from memplan.plan.notes import notes_of
+from memplan.plan.read import build_plan
+from memplan.plan.resolve import resolve
+
+from ...plan.outcomes import error_of
+from .reading import launch, plan
+from .scripts import BERT, GPT, LLAMA, SMALL, script
+
+
+def small(arguments: str) -> str:
+    return script(arguments=arguments)
+
+
+def test_gpt() -> None:
+    read = launch(GPT)
+    built = build_plan(read.source, {}).plan
+    spec = built.model
+    assert (spec.family, spec.layers, spec.hidden, spec.ffn, spec.heads, spec.kv_heads, spec.head_dim) == (
+        "gpt", 24, 2048, 8192, 16, 16, 128,
+    )  # fmt: skip
+    assert (spec.positions, spec.positions_max, spec.norm, spec.activation) == ("learned", 2048, "layernorm", "gelu")
+    assert (spec.hidden_dropout, spec.attention_dropout, spec.embedding_dropout) == (0.1, 0.1, 0.1)
+    assert (built.hardware.gpus, built.hardware.gpus_per_node) == (16, 8)
+    layout = built.layout
+    assert (layout.tp, layout.pp, layout.zero, layout.sequence_parallel, layout.vpp) == (2, 4, 1, True, 1)
+    assert (built.batch.mbs, built.batch.gbs, built.batch.seq) == (2, 64, 2048)
+    assert (built.precision.dtype, built.precision.gradients, built.optimizer.name) == ("bf16", "fp32", "adam")
+    assert built.environment == {}, "CUDA_DEVICE_MAX_CONNECTIONS changes no memory"
+    assert [note.message for note in read.notes] == ["not set, and not needed for memory: $2, $1"]
+    assert resolve(built).layout.dp == 2
+
+
+def test_llama() -> None:
+    assert error_of(lambda: launch(LLAMA, vocabulary=None)).startswith(
+        "train.sh:8: --fp8-format: must be left out: FP8 and FP4 are not modelled yet"
+    )
+    read = launch(LLAMA, vocabulary=None, variables={"DTYPE": "bf16"})
+    built = build_plan(read.source, {}).plan
+    spec = built.model
+    assert (spec.norm, spec.activation, spec.positions, spec.kv_heads, spec.ffn) == (
+        "rmsnorm",
+        "swiglu",
+        "rotary",
+        8,
+        14336,
+    )
+    assert (spec.vocab, spec.tied_embeddings, spec.attention_bias, spec.mlp_bias) == (128256, False, False, False)
+    assert not built.layout.sequence_parallel, "off with one tensor-parallel rank"
+    assert built.megatron.cross_entropy_fusion == "native"
+    assert not built.megatron.bias_gelu_fusion, "off without biases"
+    assert not built.megatron.attention_mask_in_dataloader
+    assert read.notes == ()
+
+
+def test_bert() -> None:
+    built = build_plan(launch(BERT, vocabulary=29056).source, {}).plan
+    assert (built.model.family, built.model.causal, built.model.mlm_head, built.model.token_types) == (
+        "bert",
+        False,
+        True,
+        2,
+    )
+    assert (built.megatron.transformer_impl, built.megatron.attention_backend) == ("local", "local")
+    assert (built.precision.dtype, built.precision.gradients, built.megatron.check_for_nan) == ("fp16", "fp16", False)
+    assert built.megatron.log_params_norm
+    assert built.environment == {"NVTE_FLASH_ATTN": "0"}
+    assert built.hardware.gpus == 4
+    expected = "train.sh:10: --vocab-size: is needed: only the tokenizer knows it, and BertWordPieceLowerCase my vocab.txt is not here"
+    assert error_of(lambda: launch(BERT, vocabulary=None)).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "value"),
+    [
+        ("--swiglu", "model.ffn", 128),
+        ("--swiglu --hidden-size 4096", "model.ffn", 10880),
+        ("--kv-channels 32", "model.head_dim", 32),
+        ("--group-query-attention", "model.kv_heads", 1),
+        ("--num-query-groups 2", "model.kv_heads", 4),
+        ("--group-query-attention --num-query-groups 2", "model.kv_heads", 2),
+        ("--add-qkv-bias --disable-bias-linear", "model.attention_bias", True),
+        ("--use-rotary-position-embeddings", "model.positions", "rotary"),
+        ("--position-embedding-type none", "model.positions", "none"),
+        ("--hidden-dropout 0", "model.embedding_dropout", 0.0),
+        ("--bf16 --grad-reduce-in-bf16", "precision.gradients", "bf16"),
+        ("--bf16 --main-grads-dtype bf16 --use-precision-aware-optimizer", "precision.gradients", "bf16"),
+        ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "precision.gradients", "bf16"),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", "precision.gradients", "fp32"),
+        ("", "precision.dtype", "fp32"),
+        ("--fp16 --loss-scale 1024", "megatron.check_for_nan", True),
+        ("", "batch.gbs", 8),
+        ("--micro-batch-size 2 --tensor-model-parallel-size 4", "batch.gbs", 4),
+        ("--recompute-activations", "recompute.mode", "selective"),
+        ("--recompute-granularity selective --recompute-modules layernorm moe_act", "recompute.modules", ("layernorm",)),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", "recompute.layers", 2),
+        ("--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", "layout.vpp", 2),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4", "layout.vpp", 4),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*3|(tt|)*6L'", "layout.vpp", 4),
+        ("--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", "layout.vpp", 2),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication", "pipeline.overlap_p2p", False),
+        ("--no-overlap-p2p-communication", "pipeline.overlap_p2p", True),
+        ("--decoder-first-pipeline-num-layers 3", "pipeline.first_layers", 3),
+        ("--transformer-impl local", "megatron.transformer_impl", "local"),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "megatron.cross_entropy_fusion", "te"),
+        ("--cross-entropy-fusion-impl te", "megatron.cross_entropy_fusion", "none"),
+        ("--apply-query-key-layer-scaling", "megatron.attention_softmax_in_fp32", True),
+        ("--no-rope-fusion", "megatron.rope_fusion", False),
+        ("--context-parallel-size 2 --cp-comm-type a2a", "megatron.cp_communication", "a2a"),
+        ("--clip-grad 0", "megatron.clip_grad", 0.0),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", "recompute.mode", "none"),
+        ("--mtp-num-layers 0", "model.layers", 2),
+        ("--ddp-bucket-size 1000", "megatron.bucket_size", 1000),
+        ("--make-vocab-size-divisible-by 64", "megatron.vocab_multiple", 64),
+        ("--deterministic-mode", "megatron.deterministic", True),
+    ],
+)  # fmt: skip
+def test_derivations(arguments: str, path: str, value: object) -> None:
+    found: object = plan(small(arguments))
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--num-layers many", "train.sh:2: --num-layers = many: must be a whole number"),
+        ("--num-layers", "train.sh:2: --num-layers: needs a value"),
+        ("--num-layers $N", "train.sh:2: --num-layers: is needed, and $N is not set in the script; give it as --set N=value"),
+        ("--num-layers $(nproc)", "train.sh:2: --num-layers: is needed, and $(nproc) is the output of a command, which is not run"),
+        ("--normalization RMSNrom", "train.sh:2: --normalization = RMSNrom: must be one of LayerNorm, RMSNorm; did you mean RMSNorm?"),
+        ("--num-attention-heads 5", "--num-attention-heads = 5: must divide --hidden-size 64 unless --kv-channels is given"),
+        ("--fp16 --bf16", "--fp16: must be left out with --bf16"),
+        ("--num-experts 8", "--num-experts = 8: must be left out: models with experts are not modelled yet"),
+        ("--optimizer muon", "--optimizer = muon: is not modelled yet; adam and sgd are"),
+        ("--position-embedding-type mrope", "--position-embedding-type = mrope: is not modelled yet; learned_absolute, rope"),
+        ("--recompute-granularity full", "--recompute-method: is missing"),
+        ("--batch-size 4", "--batch-size: was renamed long ago, and Megatron stops"),
+        ("--use-megatron-fsdp", "train.sh:2: --use-megatron-fsdp: must be left out: parameters that are sharded over ranks"),
+        ("--use-torch-fsdp2", "--use-torch-fsdp2: must be left out: parameters that are sharded over ranks"),
+        ("--multi-latent-attention", "--multi-latent-attention: must be left out: latent attention is not modelled yet"),
+        ("--mtp-num-layers 1", "--mtp-num-layers: must be left out: multi-token prediction is not modelled yet"),
+        ("--hybrid-layer-pattern M-*", "--hybrid-layer-pattern: must be left out: hybrid models are not modelled yet"),
+        ("--context-parallel-size 2 --cp-comm-type all_gather", "--cp-comm-type = all_gather: is not modelled yet; p2p or a2a"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0", "recompute.layers = 0: must be at least 1"),
+        ("--spec my.module spec", "--spec = my.module: names a specification of layers"),
+        ("--pipeline-model-parallel-size 3 --num-layers-per-virtual-pipeline-stage 1", "train.sh:2: --num-layers-per-virtual-pipeline-stage = 1: "),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|t|L'", "has 3 stages, which the 2 ranks"),
+        ("--pipeline-model-parallel-layout '(t)*99999999999'", "train.sh:2: --pipeline-model-parallel-layout = (t)*99999999999: repeats t"),
+        ("--tensor-model-parallel-size 0", "train.sh:2: --tensor-model-parallel-size = 0: must be at least 1"),
+        ("--hidden-dropout 2", "train.sh:2: model.embedding_dropout = 2.0: must be less than 1"),
+        ("--hidden-size 64.0", "--hidden-size = 64.0: must be a whole number"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_with_its_line(arguments: str, line: str) -> None:
+    assert line in error_of(lambda: plan(small(arguments)))
+
+
+def test_values_name_the_line_that_wrote_them() -> None:
+    content = script("TP=4", "", "LAYERS=$((2 * x))", arguments="--tensor-model-parallel-size $TP")
+    read = launch(content)
+    assert str(dict(read.source.plan.origins())["layout.tp"]) == "train.sh:2"
+    assert error_of(lambda: build_plan(launch(content.replace("TP=4", "TP=-4")).source, {})) == (
+        "train.sh:2: --tensor-model-parallel-size = -4: must be at least 1"
+    )
+    assert error_of(lambda: plan(script("N=$1", arguments="--num-layers $N"))).endswith("give it as --set 1=value")
+    assert plan(script("N=x", arguments="--bf16")).precision.dtype == "bf16"
+
+
+def test_the_last_of_repeated_arguments_wins() -> None:
+    read = launch(small("--bf16 --seq-length 16 --seq-length=8"))
+    assert build_plan(read.source, {}).plan.batch.seq == 8
+    rows = [(row.value, row.became) for row in read.explained if row.name == "--seq-length"]
+    assert rows == [
+        ("32", "replaced by the one at train.sh:2"),
+        ("16", "replaced by the one at train.sh:2"),
+        ("8", "batch.seq = 8"),
+    ]
+
+
+def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
+    read = launch(
+        small("--hiden-size 8 --my-fork x y --tp-comm-overlap --softmax-type vanilla --softmax-type off-by-one")
+    )
+    assert [(note.code, note.message.split(" (")[0]) for note in read.notes] == [
+        ("argument-unknown", "--hiden-size 8"),
+        ("argument-unknown", "--my-fork x y"),
+        ("argument-not-modelled", "--tp-comm-overlap"),
+        ("argument-not-modelled", "--softmax-type off-by-one"),
+    ]
+    assert "did you mean --hidden-size?" in read.notes[0].message
+    assert "pushes memory up" in read.notes[2].message
+    assert not launch(small("--softmax-type vanilla --cuda-graph-impl none")).notes, "its default does nothing"
+    for wrong in ("--hiden-size 8", "--tp-comm-overlap"):
+        assert "(--strict)" in error_of(lambda wrong=wrong: launch(small(wrong), strict=True))  # type: ignore[misc]
+
+
+def test_words_that_belong_to_no_argument_are_told_together() -> None:
+    (note,) = launch(small("--clip-grad 1 2B:3 4B:5")).notes
+    assert note == ("argument-loose", "2B:3 4B:5 (train.sh:2) belong to no argument")
+
+
+def test_a_cache_that_is_emptied_is_told() -> None:
+    (note,) = launch(small("--empty-unused-memory-level 1")).notes
+    assert note.code == "argument-not-modelled"
+    assert "pushes memory down: the allocator's cache is emptied" in note.message
+    assert not launch(small("--empty-unused-memory-level 0")).notes
+
+
+def test_variables_that_choose_a_back_end_must_agree_with_the_argument() -> None:
+    chosen = "export NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=0\n" + small("--attention-backend flash")
+    built = plan(chosen)
+    assert notes_of(built) == ()
+    assert resolve(built).environment["NVTE_FUSED_ATTN"] == "0"
+    contradicting = build_plan(launch("export NVTE_FUSED_ATTN=0\n" + small(""), gpus=8).source, {})
+    line = "environment.NVTE_FUSED_ATTN = 0: must be 1 or left out: Megatron stops where it contradicts"
+    assert line in error_of(lambda: resolve(contradicting.plan))
+
+
+def test_variables_of_the_machine_are_passed_over() -> None:
+    exported = "export NCCL_DEBUG=INFO TORCH_NCCL_AVOID_RECORD_STREAMS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_BUFFSIZE=8"
+    built = plan(f"{exported} NVTE_ALLOW_NONDETERMINISTIC_ALGO=0\n{small('')}")
+    assert built.environment == {"NCCL_BUFFSIZE": "8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    assert [note.message for note in notes_of(built)] == ["NCCL_BUFFSIZE is not modelled"]
+
+
+@pytest.mark.parametrize(
+    ("directives", "srun", "gpus"),
+    [
+        ("#SBATCH --nodes=4 --ntasks-per-node=8", "srun -l", 32),
+        ("#SBATCH -N 2\n#SBATCH --ntasks-per-node=4", "srun --nodes=3 sh -c", 12),
+        ("#SBATCH --ntasks=24", "srun", 24),
+        ("#SBATCH --nodes=4 --ntasks-per-node=8", "srun -n 16", 16),
+    ],
+)
+def test_tasks_of_the_job_are_processes_of_srun(directives: str, srun: str, gpus: int) -> None:
+    command = f"python pretrain_gpt.py {SMALL}"
+    command = f"{srun} '{command}'" if srun.endswith("-c") else f"{srun} {command}"
+    read = launch(f"#!/bin/bash\n{directives}\n{command}")
+    assert build_plan(read.source, {}).plan.hardware.gpus == gpus
+
+
+def test_conditions_that_cannot_be_decided_matter_only_where_they_reach_something() -> None:
+    harmless = script('if [ -f x ]; then LOAD="--load x"; else LOAD=; fi', arguments="$LOAD")
+    assert [note.code for note in launch(harmless).notes] == [
+        "argument-loose",
+    ]
+    harmful = script('A=(--bf16)\nif [ "$MODE" = big ]; then A+=(--swiglu); fi', arguments="${A[@]}")
+    assert (
+        "whether --swiglu is given depends on [ $MODE = big ], which cannot be decided; give it as --set MODE=value"
+        in (error_of(lambda: launch(harmful)))
+    )
+    assert build_plan(launch(harmful, variables={"MODE": "big"}).source, {}).plan.model.activation == "swiglu"
+    assert build_plan(launch(harmful, variables={"MODE": "no"}).source, {}).plan.model.activation == "gelu"
+
+
+def test_launchers() -> None:
+    def gpus(command: str) -> int | None:
+        return build_plan(launch(f"{command} pretrain_gpt.py {SMALL}", gpus=None).source, {}).plan.hardware.gpus
+
+    assert gpus("torchrun --nproc_per_node=4 --nnodes 3") == 12
+    assert gpus("python3 -m torch.distributed.run --nproc-per-node 2") == 2
+    assert gpus("deepspeed --num_gpus 8 --num_nodes 2") == 16
+    assert gpus("srun -N 4 --ntasks-per-node=8 python -u") == 32
+    assert gpus("srun -n 4 --ntasks-per-node=1 torchrun --nproc_per_node 8 --nnodes 4") == 32
+    assert gpus("mpirun -np 8 -x NCCL_DEBUG=INFO python") == 8
+    assert gpus("nohup env A=1 accelerate launch --num_processes 6") == 6
+    assert "hardware.gpus: is needed" in error_of(lambda: gpus("python"))
+    passed = build_plan(
+        launch(f"mpirun -np 8 -x CUBLAS_WORKSPACE_CONFIG=:16:8 python pretrain_gpt.py {SMALL}").source, {}
+    )
+    assert passed.plan.environment == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+
+
+def test_only_trainings_that_are_modelled() -> None:
+    for name in ("pretrain_t5", "pretrain_mamba", "pretrain_vlm"):
+        assert f"starts {name}.py, whose model is not modelled yet" in (
+            error_of(lambda name=name: launch(f"torchrun --nproc_per_node 8 {name}.py {SMALL}"))  # type: ignore[misc]
+        )
+    two = f"python tools/preprocess.py --input x\n{script()}\ntorchrun --nproc_per_node 8 pretrain_gpt.py {SMALL}"
+    assert [note.code for note in launch(two).notes] == ["several-trainings"]
+
+
+def test_a_mapping_of_arguments_as_benchmarks_have_it() -> None:
+    arguments = {
+        "--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--seq-length": 1024,
+        "--max-position-embeddings": 1024, "--micro-batch-size": 4, "--global-batch-size": 32, "--bf16": True,
+        "--optimizer-cpu-offload": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
+    }  # fmt: skip
+    read = plan_of_arguments(arguments, {"CUDA_DEVICE_MAX_CONNECTIONS": 1}, gpus=8, vocabulary=50257)
+    assert (read.plan.model.vocab, read.plan.hardware.gpus, read.plan.recompute.modules) == (50257, 8, ("mlp",))
+    assert read.plan.environment == {}
+    assert next(note.code for note in read.warnings) == "argument-not-modelled"
+    assert (
+        plan_of_arguments({**arguments, "--fp16": False}, gpus=8, family="bert", vocabulary=9).plan.model.family
+        == "bert"
+    )

@@ -1,0 +1,189 @@
+"""Scripts as bash would read them, with bash itself as the judge where it is here."""
+
+# ruff: noqa: E501 (tables of scripts, arguments and the lines that they get)
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.bash.shell import read_script
+from memplan.formats.files import words_of
+
+from ...plan.outcomes import error_of
+from .reading import known_words, words
+
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not here to compare with")
+
+
+def refusal(script: str) -> str:
+    """The line that says why ``script`` cannot be read, empty where it can."""
+    return error_of(lambda: words_of(script, "train.sh", "megatron", {}))
+
+
+def by_bash(script: str) -> list[str]:
+    """The words that bash itself starts ``python`` with."""
+    judge = 'python() { printf "%s\\0" python "$@"; }\n'
+    done = subprocess.run(
+        ["bash", "-c", judge + script], capture_output=True, text=True, timeout=20, check=True, env={}
+    )
+    return done.stdout.split("\0")[:-1]
+
+
+SCRIPTS = {
+    "quotes": """python a.py 'single $X "inner"' "double 'inner' \\" \\$" \\ escaped\\ blank $'tab\\tquote\\''""",
+    "empty words": """E=; python a.py "" "$E" $E '' x"$E"y""",
+    "splitting": """X="a  b\tc"; python a.py $X "$X" pre$X-post""",
+    "arrays": """A=(1 '2 3' "4"  # five
+        5 \\
+        6); A+=(7 "8 9"); python a.py ${A[@]} "${A[@]}" "${A[*]}" ${#A[@]} ${A[1]} "${A[1]}" ${A[-1]} "x${A[@]}y\"""",
+    "array elements": """A=(); A[0]=x; A[1]=y; A[1]+=z; python a.py "${A[@]}" ${#A[@]}""",
+    "array of options": """A=("--one 1" "--two '2'"); python a.py ${A[@]}""",
+    "associative": """declare -A M=([a]=1 [b]=2); M[c]=3; python a.py ${M[a]} ${M[c]}""",
+    "defaults": """F=f; E=; python a.py ${U:-d} ${U-d} "${U:=x y}" $U ${F:+yes} ${U2:+no} ${E:-e} "${E-none}" ${E+set}""",
+    "nested default": """X=5; python a.py ${U:-${V:-$X}} ${U:-"a b"} "${U:-"a b"}\"""",
+    "arithmetic": """A=3; B=$((A*2+1)); python a.py $B $(($A**2)) $(( (A + B) / 4 )) $((B%4)) $((-7/2)) $((A>B?1:0))
+        """,
+    "arithmetic commands": """((X = 3)); ((X++)); let X+=2; ((Y=X*2)); python a.py $X $Y""",
+    "bases": """python a.py $((0x10)) $((010)) $((1<<10))""",
+    "pattern removal": """P=/a/b.c.d; python a.py ${P##*/} ${P#*/} ${P%.*} ${P%%.*} ${P/b/X} ${P//./_} ${P/#\\/a/Y} ${P/%d/Z} ${P/x/y}""",
+    "cases": """P=aBc; python a.py ${P^^} ${P,,} ${P^} ${P:1} ${P:0:2} ${P: -1} ${#P}""",
+    "continuation": "python \\\n  a.py --x\\\n1 \\\n  # a comment ends it\n",
+    "comment in word": """python a.py a#b '#c' "#d" # e""",
+    "if": """X=2; if [ "$X" = 1 ]; then Y=one; elif [[ $X == [23] ]]; then Y=two; else Y=none; fi; python a.py $Y""",
+    "tests": """X=abc; N=5; Y=; [ -n "$X" ] && Y+=1; [ -z "$X" ] || Y+=2; [[ $X == a* && ! $X == b* ]] && Y+=3
+        [ $N -gt 3 -a $N -le 5 ] && Y+=4; [[ $N -ne 5 ]] || Y+=5; test x = x && Y+=6; python a.py $Y""",
+    "case": """M=large; case $M in small) N=1;; medium|lar*) N=2 ;; *) N=3;; esac; python a.py $N""",
+    "for": """A=; for s in 1 2 "3 4"; do A="$A<$s>"; done; python a.py "$A\"""",
+    "while": """I=0; A=(); while [ $I -lt 4 ]; do I=$((I+1)); if ((I==2)); then continue; fi; A+=($I); done; python a.py ${A[@]}""",
+    "function": """add() { local x=$1; shift; ARGS+=" $x:$#"; }; ARGS=; add a b c; add d; python a.py $ARGS""",
+    "eval": """CMD="python a.py --x '1 2'"; eval $CMD""",
+    "here-document": """cat <<EOF > args.tmp.$$
+EOF
+rm -f args.tmp.*
+read -r -d '' T <<'X' || true
+ a $b
+X
+python a.py "$T\"""",
+    "command substitution": """V=$(echo a b); W=$(cat <<EOF
+one $V
+EOF
+); python a.py "$V" "$W" `echo x` $(expr 2 \\* 3)""",
+    "positional": """set -- a 'b c' d; python a.py $1 "$2" $# "$@" "${@:2}"; """,
+    "pipes": """X=1 python a.py 1 2>&1 | cat""",
+    "subshell": """X=1; (python a.py $X)""",
+    "string append": """O="--a 1"; O+=" --b 2"; O="$O --c"; python a.py $O""",
+    "export": """export A=1 B="2 3"; readonly C=4; declare -i D=5; python a.py $A "$B" $C $D""",
+}
+
+
+@needs_bash
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_words_are_those_of_bash(name: str) -> None:
+    assert known_words(SCRIPTS[name]) == by_bash(SCRIPTS[name])
+
+
+_ATOMS = [
+    "a",
+    "b c",
+    "${X}",
+    "${Y}",
+    '"$X z"',
+    "'q $X'",
+    "${U:-d e}",
+    '"${A[@]}"',
+    "${A[*]}",
+    "\\ ",
+    "$((N+1))",
+    '""',
+    "${X%b}",
+]
+
+
+@needs_bash
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from(_ATOMS), min_size=1, max_size=3).map("".join), min_size=1, max_size=4),
+    st.lists(
+        st.sampled_from(["X='a  b'", "Y=y", 'X="$X$Y"', "A+=(1 '2 3')", "N=$((N*2+1))", "Y=${X:-$Y}", 'A=("$X" $X)'])
+    ),
+)
+def test_any_words_are_those_of_bash(arguments: list[str], assignments: list[str]) -> None:
+    script = "\n".join(["X=x; Y=; N=1; A=(0)", *assignments, f"python a.py {' '.join(arguments)}"])
+    assert known_words(script) == by_bash(script)
+
+
+def test_unknowns_travel_with_the_text() -> None:
+    script = 'HOST=$(hostname)\nX="at $HOST"\npython a.py --a $X --b ${HOME}/x --c $((N * 8)) --d <your path> `date`'
+    expected = [
+        "python",
+        "a.py",
+        "--a",
+        "at",
+        "$(hostname)",
+        "--b",
+        "$HOME/x",
+        "--c",
+        "$((N * 8))",
+        "--d",
+        "<your path>",
+        "`date`",
+    ]
+    assert words(script) == expected
+
+
+def test_variables_from_outside_stand_over_the_script() -> None:
+    assert words("X=1; python a.py $X $1 ${Y:-2}", X="5", Y="6") == ["python", "a.py", "5", "$1", "6"]
+    assert read_script("python a.py $1", "s", {"1": "one"}).started[0].words[-1][0].text == "one"
+
+
+def test_guards_that_exit_are_passed() -> None:
+    script = 'if [ $# -lt 1 ]; then echo usage; exit 1; fi\n[ -d "$1" ] || { echo no; exit 2; }\npython a.py --ok'
+    assert words(script) == ["python", "a.py", "--ok"]
+
+
+def test_shells_in_shells() -> None:
+    script = "export CMD='python a.py --x'\nsrun -N 2 bash -c '$CMD --y \"$1\"' 2>&1 | tee log"
+    assert words(script)[-4:] == ["python", "a.py", "--x", "--y"] or words(script)[-1] == "$1"
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("python a.py 'x", "train.sh:1: ends inside a quotation: a ' is missing"),
+        ('X="a\n\npython a.py', 'train.sh:1: ends inside a quotation: a " is missing'),
+        ("A=(1 2\npython a.py", "ends inside an array: a `)` is missing"),
+        ("if true; then\npython a.py", "`fi` is missing here"),
+        ("fi", "train.sh:1: is not a shell script that can be read: `fi` is unexpected here"),
+        ("cat <<EOF\nx\n", "train.sh:2: ends inside a here-document: no line is EOF"),
+        ("(" * 500, "is nested too deeply"),
+        ("X=$(" * 500, "is nested too deeply"),
+        ("while true; do X=$X$X$X; done; python a.py", ""),
+        ("X=xxxxxxxxxxxxxxxx\n" + "X=$X$X$X$X\n" * 20 + "python a.py $X", "makes more text than a launch script does"),
+        ("f() { f; f; f; }; f", "runs more commands than a launch script does"),
+    ],
+)
+def test_what_cannot_be_read(script: str, line: str) -> None:
+    assert line in refusal(script)
+
+
+def test_ten_thousand_lines_are_read_fast() -> None:
+    lines = [
+        f'OPTION_{n}="--data-path /d/{n}" # {n}\nif [[ $OPTION_{n} == *7* ]]; then ALL+=" $OPTION_{n}"; fi'
+        for n in range(5000)
+    ]
+    script = "\n".join([*lines, "python a.py --num-layers 2"])
+    began = time.perf_counter()
+    assert words(script)[-1] == "2"
+    assert time.perf_counter() - began < 10
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from(list("ab1 \t\n\"'$(){}[]`\\#;&|<>=+-*/%:!?@~^,.")) | st.characters(), max_size=80))
+def test_any_text_is_read_or_refused(script: str) -> None:
+    assert "\n" not in refusal(script)

@@ -1,0 +1,135 @@
+"""``--from trainer``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from memplan.formats import trainer as trainer_args
+from memplan.formats.launch import Asked, Launch
+from memplan.formats.rows import LEFT
+from memplan.formats.trainer import NOTED, READ, REFUSED, WITHOUT_EFFECT, optimizers, read
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
+from memplan.plan.read import build_plan
+from memplan.plan.resolve import resolve
+
+
+def launch(folder: Path, arguments: object, strict: bool = False, **flags: str) -> Launch:
+    file = folder / "arguments.json"
+    file.write_text(json.dumps(arguments))
+    return read(str(file), Asked(flags=flags, strict=strict))
+
+
+def plan(folder: Path, arguments: object, **flags: str) -> Plan:
+    given = {"model": "gpt2", **flags}
+    return resolve(build_plan(launch(folder, arguments, **given).source, given).plan)
+
+
+def test_every_argument_of_the_trainer_is_known() -> None:
+    """And in one table alone."""
+    tables = [READ, REFUSED.keys(), NOTED.keys(), WITHOUT_EFFECT]
+    names = {field.name for field in fields(TrainingArguments)} - {"_n_gpu"}
+    assert names <= {name for table in tables for name in table}
+    counted = [name for table in (READ, NOTED.keys(), WITHOUT_EFFECT) for name in table]
+    assert len(counted) == len(set(counted))
+
+
+def test_defaults_are_the_trainers(tmp_path: Path) -> None:
+    defaults = {field.name: field.default for field in fields(TrainingArguments)}
+    rows = [row for row in trainer_args.ROWS if row.default is not LEFT]
+    assert len(rows) == 4
+    for row in rows:
+        assert defaults[row.name] == row.default
+    assert defaults["optim"] == "adamw_torch_fused"
+    found = plan(tmp_path, {})
+    assert (found.batch.mbs, found.batch.gbs, found.precision.dtype) == (8, 8, "fp32")
+    assert (found.optimizer.name, found.optimizer.implementation) == ("adamw", "fused")
+    assert found.trainer.loop == "transformers"
+
+
+def test_arguments_become_fields(tmp_path: Path) -> None:
+    arguments = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "optim": "paged_adamw_8bit",
+        "max_seq_length": 512,
+        "dtype": "bfloat16",
+        "per_device_eval_batch_size": 3,
+        "eval_strategy": "steps",
+        "eval_accumulation_steps": 5,
+    }
+    found = plan(tmp_path, arguments, gpus="2")
+    assert (found.framework, found.batch.gbs, found.batch.seq) == ("ddp", 16, 512)
+    assert (found.precision.autocast, found.precision.dtype, found.precision.stored) == (True, "bf16", "bf16")
+    assert (found.optimizer.name, found.optimizer.paged, found.optimizer.block_size) == ("adam8bit", True, 256)
+    assert found.recompute.mode == "full"
+    assert (found.trainer.evaluation_batches, found.trainer.evaluation_mbs) == (5, 3)
+
+
+def test_what_the_trainer_writes_is_read(tmp_path: Path) -> None:
+    """A file as ``TrainingArguments`` has every key in it, at its default."""
+    written = {field.name: field.default for field in fields(TrainingArguments) if _is_plain(field.default)}
+    assert launch(tmp_path, written, model="gpt2").notes == ()
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (str, int, float))
+
+
+def test_flags_override_arguments(tmp_path: Path) -> None:
+    assert plan(tmp_path, {"gradient_accumulation_steps": 4}, gbs="16").batch.gbs == 16
+    assert plan(tmp_path, {}, framework="device-map", gpus="2").framework == "device-map"
+
+
+def test_every_optimizer_is_one_of_the_trainers(tmp_path: Path) -> None:
+    assert set(optimizers()) <= {name.value for name in OptimizerNames}
+    for name in optimizers():
+        plan(tmp_path, {"optim": name})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ({"lerning_rate": 1e-5}, "argument-unknown"),
+        ({"torch_empty_cache_steps": 4}, "argument-not-modelled"),
+        ({"bf16": True}, "loaded-dtype"),
+        ({"eval_strategy": "epoch"}, "evaluation-logits"),
+    ],
+)
+def test_what_is_assumed_is_said(arguments: dict[str, object], code: str, tmp_path: Path) -> None:
+    assert code in {note.code for note in launch(tmp_path, arguments, model="gpt2").notes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"optim": "galore_adamw"}, "optim = galore_adamw"),
+        ({"deepspeed": "ds.json"}, "--from deepspeed"),
+        ({"fsdp": "full_shard"}, "framework fsdp"),
+        ({"bf16": True, "fp16": True}, "one autocast"),
+        ({"bf16": "yes"}, "true or false"),
+        ({"use_liger_kernel": True}, "--loss liger"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"attn_implementation": "flex_attention"}, "attn_implementation"),
+        ({"dtype": "int8", "bf16": True}, "float16 or auto"),
+        ({"framework": "single"}, "leave out --from"),
+        ([1], "mapping"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_in_one_line(arguments: object, says: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=says) as caught:
+        plan(tmp_path, arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_strict_refuses_what_is_only_noted(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="strict"):
+        launch(tmp_path, {"torch_empty_cache_steps": 4}, strict=True, model="gpt2")

@@ -1,0 +1,510 @@
+"""The command lines of the safety net. Models are cut to few layers where depth teaches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+EXAMPLES = (
+    "bert-5.1b-zero3", "bigscience-104b-250k", "gpt2-xl-4gpu", "gpt2-xl-8gpu", "llama-3-405b-1024gpu", "llama-3-8b",
+)  # fmt: skip
+SPECS = (
+    "bert-5.1b", "bert-large", "bigscience-104b", "bigscience-104b-250k", "bloom-176b", "falcon-7b", "gemma-2-9b",
+    "gpt-j-6b", "gpt-neox-20b", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "gpt3-175b", "llama-2-70b", "llama-2-7b",
+    "llama-3-405b", "llama-3-70b", "llama-3-8b", "megatron-1t", "megatron-22b", "megatron-530b", "mistral-7b", "opt-30b",
+    "opt-6.7b", "phi-3-mini", "qwen2.5-72b", "qwen2.5-7b", "qwen3-32b", "qwen3-8b",
+)  # fmt: skip
+HUGGING_FACE = (
+    "gpt2", "bert-large", "bloom-176b", "llama-3-8b", "mistral-7b", "qwen3-8b", "qwen2.5-7b", "phi-3-mini",
+    "gemma-2-9b", "opt-6.7b", "gpt-neox-20b", "gpt-j-6b", "falcon-7b",
+)  # fmt: skip
+"""A model of each family that transformers runs."""
+OPTIMIZERS = ("sgd", "sgd --momentum 0.9", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit", "muon")
+IMPLEMENTATIONS = ("foreach", "for-loop", "fused", "apex", "bitsandbytes", "transformers")
+EXPANDABLE = "--env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+ALLOCATOR = (
+    EXPANDABLE,
+    "--env PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64",
+    "--env PYTORCH_ALLOC_CONF=roundup_power2_divisions:8",
+    "--env PYTORCH_CUDA_ALLOC_CONF=garbage_collection_threshold:0.8",
+    "--env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,roundup_power2_divisions:[256:1,512:2,1024:4,>:8]",
+    "--env CUBLAS_WORKSPACE_CONFIG=:16:8",
+    "--env PYTORCH_NO_CUDA_MEMORY_CACHING=1",
+    "--env CUDA_DEVICE_MAX_CONNECTIONS=1 --env NCCL_NVLS_ENABLE=0",
+)
+
+
+def commands() -> list[str]:
+    """All of them, once each."""
+    return list(dict.fromkeys([*estimates(), *others(), *searches()]))
+
+
+def estimates() -> Iterator[str]:
+    for part in (
+        examples, families, plain, optimizers, tuned, losses, trainer, autocast, ddp, deepspeed, device_map, fsdp,
+        torchtitan, megatron, pipelines, megatron_deepspeed, allocators, refused,
+    ):  # fmt: skip
+        for flags in part():
+            yield f"estimate {flags}"
+
+
+def examples() -> Iterator[str]:
+    yield from EXAMPLES
+    for name in SPECS:
+        yield f"--model {name} --gpu h200"
+    yield "bigscience-104b-250k --mbs 8"
+    yield "bigscience-104b-250k --gpus 256 --zero 1"
+    yield "bigscience-104b-250k --loss adaptive-softmax"
+    yield "bigscience-104b-250k --optimizer adam8bit"
+    yield "gpt2-xl-4gpu --no-multiply-by-visible-gpus"
+    yield "llama-3-405b-1024gpu --recompute full"
+    yield "llama-3-8b --gpu h100-80gb --recompute full"
+    yield "bert-5.1b-zero3 --zero 1"
+    yield "bert-5.1b-zero3 --zero 2"
+    yield "bert-5.1b-zero3 --stage3-prefetch-bucket-size 0"
+
+
+def families() -> Iterator[str]:
+    """Every family in every framework of one device or more that runs transformers' code."""
+    for model in HUGGING_FACE:
+        job = f"--model {model} --layers 3 --seq 512 --gpu a100-80gb"
+        for dtype, attention, recompute in (
+            ("fp32", "eager", "none"),
+            ("bf16", "flash", "none"),
+            ("bf16", "eager", "full"),
+            ("fp16", "flash", "full"),
+        ):
+            if attention == "flash" and model in ("gemma-2-9b",):
+                attention = "eager"
+            yield f"{job} --dtype {dtype} --attention {attention} --recompute {recompute} --mbs 2"
+        yield f"{job} --framework ddp --gpus 4 --dtype bf16"
+        yield f"{job} --framework fsdp --gpus 8 --dtype bf16 --recompute full"
+        yield f"{job} --framework fsdp --gpus 4 --dtype bf16 --fsdp-parameters fp32 --fsdp-reduce fp32"
+        yield f"{job} --framework deepspeed --zero 3 --gpus 8 --dtype bf16"
+        yield f"{job} --framework deepspeed --zero 2 --gpus 8 --dtype fp16 --recompute full"
+        yield f"{job} --framework device-map --gpus 3 --dtype bf16"
+        yield f"{job} --dtype bf16 --lora-rank 8"
+
+
+def plain() -> Iterator[str]:
+    for model in ("gpt2", "llama-3-8b"):
+        job = f"--model {model} --layers 4 --framework single"
+        for mbs, seq in ((1, 128), (3, 1000), (8, 1024)):
+            yield f"{job} --mbs {mbs} --seq {seq} --dtype bf16 --gpu h100-80gb"
+        yield f"{job} --seq 1024 --gbs 8 --mbs 2 --dtype bf16"
+        yield f"{job} --seq 1024 --recompute full --recompute-method block --recompute-layers 2 --dtype bf16"
+        yield f"{job} --seq 1024 --gradients fp32 --dtype fp32 --torch 2.6"
+        yield f"{job} --seq 1024 --capacity 8GiB --headroom 1GiB"
+        yield f"{job} --seq 1024 --gpu v100-16gb --headroom 5% --dtype fp16"
+    yield "--model gpt2-medium --code 2020 --dtype fp32 --attention eager --seq 1024"
+    yield "--model gpt2-medium --code 2020 --dtype fp16 --attention eager --seq 512 --recompute full"
+    yield "--model gpt2 --hidden 256 --heads 8 --ffn 1000 --vocab 3001 --layers 2 --seq 100"
+    yield "--model llama-3-8b --layers 2 --kv-heads 2 --qk-norm --tied-embeddings --seq 512"
+    yield "--model gpt2 --activation gelu --embedding-dropout 0 --attention-dropout 0 --hidden-dropout 0 --seq 512"
+    yield "--model mistral-7b --layers 2 --sliding-window 256 --seq 1024 --dtype bf16"
+    yield "--model gemma-2-9b --layers 4 --seq 8192 --dtype bf16 --recompute full"
+
+
+def optimizers() -> Iterator[str]:
+    """Every optimizer and implementation in every framework that has them; the rest is refused."""
+    jobs = (
+        "--model gpt2 --layers 3 --seq 256 --dtype bf16 --framework single",
+        "--model llama-3-8b --layers 2 --seq 256 --dtype bf16 --framework ddp --gpus 4",
+        "--model llama-3-8b --layers 2 --seq 256 --dtype bf16 --framework ddp --zero 1 --gpus 4",
+        "--model llama-3-8b --layers 2 --seq 256 --dtype bf16 --framework fsdp --gpus 4",
+        "--model llama-3-8b --layers 2 --seq 256 --dtype bf16 --framework deepspeed --zero 2 --gpus 4",
+        "--model llama-3-8b --layers 2 --seq 256 --dtype fp16 --framework deepspeed --zero 3 --gpus 4",
+        "--model llama-3-8b --layers 2 --seq 256 --dtype bf16 --framework megatron --tp 2 --dp 2",
+        "--model bigscience-104b --layers 4 --seq 256 --dtype fp16 --framework megatron-deepspeed --tp 4 --pp 2 --dp 2",
+        "--model gpt2 --layers 4 --seq 256 --dtype bf16 --framework device-map --gpus 2",
+    )
+    for job in jobs:
+        for optimizer in OPTIMIZERS:
+            yield f"{job} --optimizer {optimizer}"
+    for implementation in IMPLEMENTATIONS:
+        for optimizer in ("adamw", "sgd", "adafactor"):
+            yield f"{jobs[0]} --optimizer {optimizer} --optimizer-implementation {implementation}"
+        yield f"{jobs[3]} --optimizer adamw --optimizer-implementation {implementation}"
+    yield f"{jobs[0]} --optimizer adam8bit --optimizer-block-size 2048 --no-embeddings-32bit"
+    yield f"{jobs[0]} --optimizer adam8bit --paged-optimizer"
+    yield f"{jobs[0]} --optimizer adamw --optimizer-implementation bitsandbytes --paged-optimizer"
+    yield f"{jobs[6]} --zero 1 --precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16"
+    yield f"{jobs[6]} --zero 1 --precision-aware-optimizer --main-params-dtype fp16"
+
+
+def tuned() -> Iterator[str]:
+    """LoRA, QLoRA, frozen layers."""
+    for model in ("llama-3-8b", "gpt2", "opt-6.7b", "gpt-neox-20b"):
+        job = f"--model {model} --layers 3 --seq 512 --dtype bf16 --mbs 2"
+        yield f"{job} --lora-rank 16 --lora-targets all-linear --lora-dropout 0.1"
+        yield f"{job} --lora-rank 16 --lora-targets all-linear --quantisation nf4 --double-quantisation --recompute full"
+        yield f"{job} --freeze-embedding --freeze-layers 2"
+    job = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --lora-rank 8"
+    yield f"{job} --lora-targets q_proj,v_proj --lora-dtype bf16"
+    yield f"{job} --quantisation fp4 --compute-dtype fp32 --prepared"
+    yield f"{job} --quantisation nf4 --prepared --recompute full --optimizer adamw --paged-optimizer"
+    yield f"{job} --quantisation nf4 --optimizer adam8bit --loss liger"
+    yield f"{job} --framework ddp --gpus 4"
+    yield f"{job} --framework ddp --gpus 4 --quantisation nf4"
+    yield f"{job} --framework fsdp --gpus 4"
+    yield f"{job} --framework deepspeed --zero 2 --gpus 4"
+    yield f"{job} --framework deepspeed --zero 3 --gpus 4"
+    yield f"{job} --framework device-map --gpus 2"
+    yield f"{job} --autocast"
+
+
+def losses() -> Iterator[str]:
+    for kind in ("plain", "vocab-parallel", "adaptive-softmax", "liger", "cut", "chunked"):
+        yield f"--model llama-3-8b --layers 2 --seq 1024 --dtype bf16 --mbs 4 --loss {kind}"
+        yield f"--model llama-3-8b --layers 2 --seq 1024 --dtype bf16 --framework fsdp --gpus 4 --loss {kind}"
+        yield (
+            f"--model llama-3-8b --layers 2 --seq 1024 --dtype bf16 --framework fsdp --fsdp-code torchtitan --gpus 4 "
+            f"--loss {kind}"
+        )
+        yield f"--model gpt2 --layers 4 --seq 1024 --dtype bf16 --framework megatron --tp 2 --loss {kind}"
+        yield f"--model bigscience-104b --layers 4 --seq 1024 --framework megatron-deepspeed --tp 4 --pp 2 --loss {kind}"
+    job = "--model llama-3-8b --layers 2 --seq 1024 --dtype bf16 --mbs 4"
+    yield f"{job} --loss liger --loss-fp32-accumulators"
+    yield f"{job} --loss cut --loss-fp32-accumulators"
+    yield f"{job} --loss liger --framework deepspeed --zero 3 --gpus 8"
+    yield f"{job} --logits-to-keep 16"
+    yield "--model gpt2 --seq 1024 --loss adaptive-softmax --cutoffs 10000,30000 --div-value 2 --framework megatron-deepspeed"
+
+
+def trainer() -> Iterator[str]:
+    job = "--model llama-3-8b --layers 3 --seq 512 --trainer transformers"
+    yield f"{job} --autocast --dtype bf16"
+    yield f"{job} --autocast --dtype fp16 --eval-mbs 16"
+    yield f"{job} --dtype bf16 --eval-batches 4 --eval-mbs 8 --gbs 8"
+    yield f"{job} --dtype fp32 --optimizer adafactor"
+    yield f"{job} --framework ddp --gpus 4 --autocast --dtype bf16 --find-unused-parameters"
+    yield f"{job} --framework deepspeed --zero 2 --gpus 4 --dtype bf16 --gbs 16"
+    yield f"{job} --framework deepspeed --zero 3 --gpus 4 --dtype bf16 --param-groups decay"
+    yield f"{job} --framework fsdp --gpus 4 --dtype bf16"
+    yield f"{job} --lora-rank 8 --quantisation nf4 --dtype bf16 --recompute full"
+    yield "--model gpt2 --layers 3 --seq 512 --trainer transformers --framework device-map --gpus 2"
+    yield "--model gpt-neox-20b --layers 3 --seq 512 --trainer transformers --dtype bf16"
+
+
+def autocast() -> Iterator[str]:
+    for model in HUGGING_FACE:
+        yield f"--model {model} --layers 2 --seq 256 --autocast --dtype bf16 --mbs 2"
+    job = "--model llama-3-8b --layers 2 --seq 256 --autocast"
+    yield f"{job} --dtype bf16 --autocast-parameters bf16"
+    yield f"{job} --dtype fp16 --recompute full"
+    yield f"{job} --dtype bf16 --framework ddp --gpus 2 --gradient-as-bucket-view"
+    yield f"{job} --dtype bf16 --framework device-map --gpus 2"
+    yield f"{job} --dtype bf16 --gbs 8 --mbs 2 --recompute full"
+
+
+def ddp() -> Iterator[str]:
+    job = "--model gpt2-medium --seq 512 --dtype bf16 --framework ddp --gpus 4"
+    for flags in (
+        "", "--gradient-as-bucket-view", "--static-graph", "--bucket-cap-mb 100", "--no-broadcast-buffers",
+        "--no-ddp-gradient-sync --gbs 16", "--gbs 16", "--zero 1", "--zero 1 --parameters-as-bucket-view",
+        "--recompute full --static-graph", "--find-unused-parameters", "--optimizer sgd --gradient-as-bucket-view",
+    ):  # fmt: skip
+        yield f"{job} {flags}".rstrip()
+
+
+def deepspeed() -> Iterator[str]:
+    for zero in (0, 1, 2, 3):
+        job = f"--model llama-3-8b --layers 4 --seq 1024 --framework deepspeed --zero {zero} --gpus 8 --gpu a100-40gb"
+        yield f"{job} --dtype bf16"
+        yield f"{job} --dtype fp16 --gbs 32"
+        yield f"{job} --dtype fp32"
+        yield f"{job} --dtype bf16 --recompute full --gradient-clipping 1.0"
+        yield f"{job} --dtype bf16 --offload-optimizer cpu"
+        yield f"{job} --dtype bf16 --grad-accum-dtype fp32 --gbs 16"
+        yield f"{job} --dtype bf16 --no-contiguous-gradients --reduce-bucket-size 50000000"
+        yield f"{job} --dtype bf16 --overlap-comm --no-reduce-scatter"
+        yield f"{job} --dtype bf16 --round-robin-gradients --param-groups decay"
+    job = "--model gpt2-xl --layers 6 --seq 1024 --framework deepspeed --zero 3 --gpus 4 --dtype bf16"
+    for flags in (
+        "--sub-group-size 100000000", "--stage3-prefetch-bucket-size 0", "--stage3-max-live-parameters 10000000",
+        "--stage3-max-reuse-distance 0", "--stage3-param-persistence-threshold 0",
+        "--stage3-model-persistence-threshold 1000000", "--no-memory-efficient-linear",
+        "--offload-optimizer nvme", "--offload-param cpu", "--offload-param nvme --offload-optimizer nvme",
+        "--offload-optimizer cpu --offload-optimizer-ratio 0.5", "--offload-param cpu --no-offload-param-pin",
+        "--offload-param nvme --offload-param-buffer-count 8 --offload-param-max-in-cpu 1000000",
+        "--optimizer muon", "--optimizer lion --offload-optimizer cpu", "--gbs 32 --recompute full",
+    ):  # fmt: skip
+        yield f"{job} {flags}"
+
+
+def device_map() -> Iterator[str]:
+    for model in ("gpt2-xl", "llama-3-8b"):
+        job = f"--model {model} --layers 12 --seq 512 --framework device-map"
+        yield f"{job} --gpus 4 --dtype fp32"
+        yield f"{job} --gpus 3 --dtype bf16 --recompute full"
+        yield f"{job} --gpus 2 --dtype bf16 --gbs 8 --mbs 2"
+        yield f"{job} --device-map '{{0: 0-2, 1: 3-11}}' --dtype bf16"
+    yield "--model gpt2-xl --framework device-map --gpus 8 --gpu v100-16gb --multiply-by-visible-gpus --seq 1024"
+
+
+def fsdp() -> Iterator[str]:
+    job = "--model llama-3-8b --layers 4 --seq 1024 --framework fsdp --gpus 8"
+    for flags in (
+        "--dtype fp32", "--dtype bf16", "--dtype fp16 --fsdp-parameters fp32", "--dtype bf16 --fsdp-reduce fp32",
+        "--dtype bf16 --no-reshard-after-forward", "--dtype bf16 --reshard-to 4", "--dtype bf16 --reshard-root",
+        "--dtype bf16 --fsdp-replicas 2", "--dtype bf16 --fsdp-offload", "--dtype bf16 --no-gradient-sync --gbs 32",
+        "--dtype bf16 --gbs 32", "--dtype bf16 --recompute full --recompute-layers 2 --recompute-method block",
+        "--dtype bf16 --optimizer muon --recompute full", "--dtype bf16 --gpus 1", "--dtype bf16 --mbs 4 --recompute full",
+    ):  # fmt: skip
+        yield f"{job} {flags}"
+
+
+def torchtitan() -> Iterator[str]:
+    job = "--model llama-3-8b --layers 8 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h100-80gb"
+    for flags in (
+        "--gpus 8", "--gpus 8 --recompute full", "--gpus 8 --recompute selective --recompute-every 2",
+        "--gpus 8 --recompute selective --recompute-per-operator", "--gpus 8 --recompute full --recompute-every 2",
+        "--gpus 8 --ends-apart", "--gpus 8 --no-reshard-after-forward", "--gpus 8 --fsdp-replicas 2",
+        "--gpus 8 --fsdp-offload", "--gpus 8 --dtype fp32", "--tp 2 --gpus 8", "--tp 4 --gpus 4 --sequence-parallel",
+        "--tp 2 --gpus 8 --recompute full --loss plain", "--gpus 8 --optimizer adam --optimizer-implementation fused",
+        "--gpus 8 --fsdp-parameters fp32 --fsdp-reduce fp32 --gbs 32",
+        "--pp 2 --gpus 4 --gbs 16", "--pp 4 --gpus 8 --gbs 16 --schedule gpipe", "--pp 2 --vpp 2 --gpus 4 --gbs 16",
+        "--pp 4 --gpus 4 --gbs 8 --schedule 1f1b --return-outputs", "--pp 2 --tp 2 --gpus 8 --gbs 16 --recompute full",
+        "--pp 4 --vpp 2 --gpus 8 --gbs 32 --recompute selective --recompute-per-operator", "--pp 2 --gpus 2 --gbs 8 --no-reshard-after-forward",
+        "--pp 2 --gpus 8 --gbs 8 --reshard-after-forward --reshard-to 2", "--pp 2 --tp 2 --vpp 4 --gpus 4 --gbs 12",
+    ):  # fmt: skip
+        yield f"{job} {flags}"
+
+
+def megatron() -> Iterator[str]:
+    for model, seq in (("llama-3-8b", 2048), ("gpt2-large", 1024), ("bert-5.1b", 512), ("gpt3-175b", 2048)):
+        job = f"--model {model} --layers 4 --seq {seq} --dtype bf16 --framework megatron --gpu h100-80gb"
+        yield f"{job} --tp 1 --dp 2"
+        yield f"{job} --tp 4 --dp 2 --zero 1 --sequence-parallel"
+        yield f"{job} --tp 2 --pp 2 --dp 2 --zero 1 --gbs 16 --recompute full"
+        yield f"{job} --tp 2 --recompute selective --transformer-impl local"
+    job = "--model llama-3-8b --layers 4 --seq 2048 --dtype bf16 --framework megatron --tp 2 --dp 4 --zero 1"
+    for flags in (
+        "--transformer-impl local", "--transformer-impl local --attention eager", "--attention-backend unfused",
+        "--attention-backend fused", "--attention-backend flash", "--te-version 2.1", "--deterministic",
+        "--no-gradient-accumulation-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion",
+        "--rotary-interleaved", "--cross-entropy-fusion native", "--cross-entropy-fusion te", "--per-token-loss",
+        "--no-attention-mask-in-dataloader", "--vocab-multiple 512", "--distributed-optimizer-instances 2",
+        "--overlap-grad-reduce", "--overlap-grad-reduce --overlap-param-gather", "--overlap-grad-reduce --bucket-size 10000000",
+        "--log-num-zeros-in-grad --log-params-norm", "--clip-grad 0", "--no-check-for-nan", "--gradients bf16",
+        "--recompute full --recompute-method uniform --recompute-layers 2",
+        "--recompute full --recompute-method block --recompute-layers 3",
+        "--recompute selective --recompute-modules core_attn,layernorm,mlp", "--recompute selective --recompute-modules mlp",
+        "--cp 2", "--cp 2 --cp-communication a2a --sequence-parallel", "--sequence-parallel --mbs 2", "--gbs 64 --mbs 2",
+    ):  # fmt: skip
+        yield f"{job} {flags}"
+    job = "--model gpt2-large --layers 4 --seq 1024 --dtype fp16 --framework megatron --tp 2 --transformer-impl local"
+    for flags in ("--attention eager --no-masked-softmax-fusion", "--attention eager --attention-softmax-in-fp32",
+                  "--attention eager --query-key-layer-scaling", "--no-bias-gelu-fusion", "--dtype fp32"):  # fmt: skip
+        yield f"{job} {flags}"
+
+
+def pipelines() -> Iterator[str]:
+    job = "--model llama-3-8b --layers 16 --seq 2048 --dtype bf16 --framework megatron --tp 2 --zero 1"
+    for flags in (
+        "--pp 2 --gbs 8", "--pp 4 --gbs 4", "--pp 4 --gbs 32 --dp 2", "--pp 4 --vpp 2 --gbs 16", "--pp 4 --vpp 4 --gbs 8",
+        "--pp 4 --vpp 4 --gbs 32 --no-overlap-p2p", "--pp 4 --vpp 2 --gbs 16 --overlap-p2p-warmup",
+        "--pp 2 --vpp 4 --gbs 12 --microbatch-group-size 4", "--pp 4 --first-layers 2 --last-layers 2 --gbs 16",
+        "--pp 4 --first-layers 1 --gbs 16", "--pp 4 --layers 14 --count-embedding --count-loss --gbs 16",
+        "--pp 2 --vpp 2 --pipeline-layout 'Ettt|tttt|tttt|tttttL' --gbs 8",
+        "--pp 4 --pipeline-layout 'Et*3|t*5|t*5|t*3,L' --gbs 16", "--pp 4 --vpp 2 --recompute full --gbs 16",
+        "--pp 8 --gbs 64 --recompute selective", "--pp 4 --vpp 2 --recompute full --recompute-method block --recompute-layers 1 --gbs 16",
+        "--pp 4 --gbs 16 --overlap-grad-reduce --overlap-param-gather --vpp 2", "--pp 3 --layers 15 --gbs 9 --dp 1",
+        "--pp 4 --vpp 2 --gbs 64 --sequence-parallel --mbs 2 --dp 2", "--pp 4 --gbs 1 --dp 1", "--pp 4 --gbs 2 --dp 1",
+        "--pp 4 --vpp 2 --gbs 4 --dp 1", "--pp 16 --layers 32 --gbs 128 --dp 2 --gpu h200",
+    ):  # fmt: skip
+        yield f"{job} {flags}"
+    yield "--model bert-5.1b --layers 8 --seq 512 --dtype bf16 --framework megatron --pp 4 --gbs 8"
+    yield "--model gpt2-large --layers 8 --seq 1024 --dtype bf16 --framework megatron --pp 4 --vpp 2 --gbs 8 --transformer-impl local"
+
+
+def megatron_deepspeed() -> Iterator[str]:
+    job = "--model bigscience-104b --layers 14 --seq 1024 --framework megatron-deepspeed --tp 4 --gpu v100-32gb"
+    for flags in (
+        "--pp 4", "--pp 4 --gbs 64 --zero 1 --dp 2", "--pp 4 --recompute full --gbs 16", "--pp 4 --dtype bf16 --gbs 16",
+        "--pp 4 --dtype bf16 --zero 1 --dp 4 --gbs 64", "--pp 4 --schedule gpipe --gbs 16", "--pp 4 --dtype fp32 --gbs 8",
+        "--pp 4 --partition uniform", "--pp 4 --partition parameters", "--pp 4 --partition 'type:embed|transformer'",
+        "--pp 4 --partition 0,5,9,14,21", "--pp 2 --recompute full --recompute-layers 2 --gbs 8",
+        "--pp 4 --optimizer adam8bit --zero 1 --dp 2 --no-embeddings-32bit", "--pp 1 --dp 2", "--pp 7 --mbs 2 --gbs 64 --recompute full",
+        "--pp 4 --gbs 2", "--pp 4 --gbs 3 --recompute full", "--pp 2 --attention eager --mbs 4",
+    ):  # fmt: skip
+        yield f"{job} {flags}"
+    yield "--model bloom-176b --seq 2048 --framework megatron-deepspeed --tp 4 --pp 12 --dp 8 --zero 1 --dtype bf16 --gbs 2048 --recompute full --gpu a100-80gb"
+    yield "--model gpt2 --seq 1024 --framework megatron-deepspeed --tp 2 --pp 2 --dp 2 --zero 1 --gbs 8"
+    yield "--model bert-large --seq 512 --framework megatron-deepspeed --tp 2"
+
+
+def allocators() -> Iterator[str]:
+    jobs = (
+        "--model gpt2 --layers 4 --seq 1024 --mbs 4 --dtype bf16 --gpu a100-40gb",
+        "--model llama-3-8b --layers 4 --seq 2048 --dtype bf16 --framework fsdp --gpus 8 --recompute full",
+        "--model llama-3-8b --layers 4 --seq 2048 --dtype bf16 --framework deepspeed --zero 3 --gpus 8",
+        "--model llama-3-8b --layers 8 --seq 2048 --dtype bf16 --framework megatron --tp 2 --pp 2 --vpp 2 --gbs 8",
+        "--model llama-3-8b --layers 8 --seq 2048 --framework fsdp --fsdp-code torchtitan --pp 2 --gpus 4 --gbs 8",
+        "--model bigscience-104b --layers 6 --seq 1024 --framework megatron-deepspeed --tp 4 --pp 2 --gbs 8",
+        "--model gpt2-medium --seq 512 --dtype bf16 --framework ddp --gpus 4 --gbs 16",
+    )
+    for at, job in enumerate(jobs):
+        for settings in ALLOCATOR if at == 0 else ALLOCATOR[:3]:
+            yield f"{job} {settings}"
+    yield f"{jobs[0]} --capacity 3GiB"
+    yield f"{jobs[1]} --capacity 9GiB --headroom 0"
+    yield f"{jobs[3]} --capacity 30GiB"
+
+
+def refused() -> Iterator[str]:
+    """Plans that contradict themselves or are not modelled: the field that the answer names must stay."""
+    yield "--model gpt2 --ep 2"
+    yield "--model gpt2 --zero 2 --framework ddp --gpus 2"
+    yield "--model gpt2 --framework single --gpus 2"
+    yield "--model gpt2 --framework fsdp --tp 2 --gpus 4"
+    yield "--model gpt2 --framework device-map --dp 2"
+    yield "--model gpt2 --framework deepspeed --pp 2"
+    yield "--model gpt2 --framework megatron --tp 5"
+    yield "--model gpt2 --framework megatron --sequence-parallel"
+    yield "--model gpt2 --seq 4096"
+    yield "--model gpt2 --gbs 3 --mbs 2"
+    yield "--model gpt2 --mbs 2 --gbs 4 --accumulation 3"
+    yield "--model gpt2 --cp 2 --framework ddp"
+    yield "--model gpt2 --framework megatron --cp 2 --seq 1023"
+    yield "--model llama-3-8b --kv-heads 3"
+    yield "--model llama-3-8b --framework deepspeed --autocast --dtype bf16 --gpus 2"
+    yield "--model llama-3-8b --dtype fp32 --autocast"
+    yield "--model llama-3-8b --recompute selective"
+    yield "--model llama-3-8b --framework ddp --gpus 2 --bucket-cap-mb -1"
+    yield "--model no-such-model"
+    yield "--model gpt2 --optimizer adamx"
+    yield "--model gpt2 --gpu h10"
+    yield "--model gpt2 --mbs 0"
+    yield "--model gpt2 --framework fsdp --gpus 4 --schedule gpipe"
+    yield "--model gpt2 --framework megatron --pp 2 --partition uniform"
+    yield "--model gpt2 --framework megatron-deepspeed --pp 2 --first-layers 2"
+    yield "--model gpt2 --framework megatron --pp 2 --vpp 2 --gbs 3"
+    yield "--model gpt2 --framework megatron --lora-rank 8"
+    yield "--model gpt2 --quantisation nf4 --framework deepspeed --zero 3 --gpus 2 --lora-rank 8"
+    yield "--model falcon-7b --framework megatron"
+    yield "--model gpt2 --framework megatron-deepspeed --loss liger"
+    yield "--model gpt2 --stage3-max-live-parameters 5"
+    yield "--model gpt2 --framework ddp --gpus 2 --trainer transformers --eval-batches 0"
+    yield "--model gpt2 --env PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:1"
+    yield "--model gpt2 --precision-aware-optimizer"
+    yield "--model gpt2 --lora-rank 8 --lora-targets nothing"
+    yield "--model gpt2 --offload-param cpu --framework deepspeed --zero 2 --gpus 2"
+    yield "--model gpt2 --mbs 100000000"
+
+
+def others() -> Iterator[str]:
+    """Launch files, comparisons, exports, lists, and reports as people read them."""
+    yield "estimate llama-3-8b --vary mbs=1,2 --vary recompute=none,full"
+    yield "estimate --compare gpt2-xl-4gpu gpt2-xl-8gpu"
+    for name in (*EXAMPLES, "llama-3-8b --gpu h100-80gb"):
+        yield f"estimate {name} --text"
+    yield "estimate llama-3-405b-1024gpu --detail 3 --text"
+    yield "estimate llama-3-8b --layers 4 --seq 512 --framework deepspeed --gpus 4 --zero 3 --detail 0 --text"
+    yield "estimate llama-3-8b -v --text"
+    yield "estimate llama-3-8b --vary mbs=1,2 --text"
+    yield "gpus"
+    yield "models"
+    yield from launched()
+    for config in sorted((FOLDER / "configs").iterdir()):
+        framework = " --framework megatron-deepspeed --tp 2" if config.name.startswith("bloom") else ""
+        yield f"estimate --model tests/golden/configs/{config.name} --seq 256 --dtype bf16{framework}"
+    for plan in (
+        *(name for name in EXAMPLES if name != "llama-3-8b"),
+        "--model llama-3-8b --framework fsdp --fsdp-code torchtitan --gpus 8 --seq 8192 --recompute selective",
+        "--model llama-3-8b --framework fsdp --fsdp-code torchtitan --gpus 8 --tp 2 --pp 2 --gbs 64 --seq 8192",
+        "--model gpt3-175b --framework megatron --tp 8 --pp 8 --gpus 128 --gbs 512 --zero 1 --recompute full",
+        "--model llama-3-8b --framework deepspeed --zero 3 --gpus 8 --seq 2048 --offload-param cpu --offload-optimizer cpu",
+        "--model llama-3-8b --framework device-map --gpus 2 --seq 2048",
+    ):
+        yield f"export {plan}"
+
+
+def launched() -> Iterator[str]:
+    """Launch files of every framework: their estimates, what became of each argument, and written anew."""
+    for framework, file, more in (
+        ("megatron", "gpt.sh", "--gpus 16 --vocab-size 50257"),
+        ("megatron", "gpt.sh", "--gpus 16 --vocab-size 50257 --strict"),
+        ("megatron", "llama.sh", "--set DTYPE=bf16 --set TP=2"),
+        ("megatron", "llama.sh", ""),
+        ("megatron", "bert.sh", "--vocab-size 30000"),
+        ("megatron-deepspeed", "bigscience.sh", "--set SLURM_NNODES=8 --vocab-size 250100"),
+        (
+            "deepspeed",
+            "ds_trainer.json",
+            "--model gpt2 --gpus 4 --mbs 2 --gbs 16 --seq 512 --dtype bf16 --gradient-clipping 1",
+        ),
+        ("deepspeed", "ds_zero2.json", "--model gpt2-large --layers 4 --gpus 4 --seq 512"),
+        ("deepspeed", "ds_zero3.json", "--model llama-3-8b --layers 3 --gpus 8 --seq 1024"),
+        ("torchtitan", "torchtitan_december_2024.toml", "--gpus 8 --layers 6"),
+        ("torchtitan", "torchtitan_summer_2024.toml", "--gpus 8 --layers 6"),
+        ("torchtitan", "torchtitan_release_0_1.toml", "--gpus 16 --layers 6"),
+        ("torchtitan", "torchtitan_release_0_2.toml", "--gpus 8 --layers 6"),
+        ("torchtitan", "torchtitan_release_0_2.toml", "--gpus 8 --set parallelism.pipeline_parallel_degree=2"),
+        ("torchtitan", "torchtitan_saved.json", "--gpus 8 --layers 6"),
+        ("trainer", "trainer.json", "--model llama-3-8b --layers 4 --seq 1024"),
+        ("trainer", "trainer_ddp.json", "--model gpt2 --seq 512 --gpus 4"),
+        ("trainer", "trainer_ddp.json", "--model gpt2 --seq 512 --framework device-map --gpus 2"),
+    ):
+        given = f"--from {framework} tests/golden/launch/{file} {more}".rstrip()
+        yield f"estimate {given}"
+        yield f"estimate {given} --text"
+        yield f"export {given}"
+        if framework.startswith("megatron"):
+            yield f"estimate {given} --explain-args --text"
+
+
+def searches() -> Iterator[str]:
+    job = "--model llama-3-8b --seq 4096 --gpu h100-80gb --dtype bf16"
+    for flags in (
+        f"{job} --framework megatron --gpus 16 --gbs 64",
+        f"{job} --framework megatron --gpus 16 --gbs 64 --objective memory --fix tp=2 --fix mbs=1",
+        "--model gpt3-175b --seq 2048 --gpu a100-80gb --dtype bf16 --framework megatron --gpus 64 --gbs 64 --fix recompute=full",
+        "--model gpt2-xl --seq 1024 --gpu a100-40gb --framework megatron --gpus 8 --gbs 32 --transformer-impl local",
+        f"{job} --framework fsdp --gpus 8 --gbs 32",
+        f"{job} --framework fsdp --fsdp-code torchtitan --gpus 16 --gbs 64",
+        f"{job} --framework fsdp --fsdp-code torchtitan --gpus 8 --gbs 32 --objective memory",
+        f"{job} --framework deepspeed --gpus 8 --gbs 32",
+        "--model gpt2-xl --seq 1024 --gpu v100-16gb --dtype fp16 --framework deepspeed --gpus 4 --gbs 16 --objective memory",
+        f"{job} --framework ddp --gpus 8 --gbs 32",
+        "--model gpt2-xl --seq 1024 --gpu a100-40gb --dtype bf16 --framework ddp --gpus 4 --gbs 16",
+        "--model gpt2-xl --seq 1024 --gpu a100-40gb --dtype bf16 --framework single",
+        f"{job} --framework single --optimizer adam8bit",
+        "--model gpt2-xl --seq 1024 --gpu v100-16gb --dtype fp16 --framework device-map --gpus 4",
+        "gpt2-xl-8gpu",
+        "--model bigscience-104b --seq 2048 --gpu v100-32gb --dtype fp16 --framework megatron-deepspeed --gpus 64 --gbs 64 --layers 30 --fix tp=4",
+        "bigscience-104b-250k --fix tp=4 --fix pp=32",
+        "--model gpt2-xl --seq 1024 --gpu a100-40gb --framework megatron-deepspeed --gpus 8 --gbs 32",
+        "--model llama-3-8b --layers 8 --seq 1024 --gpu a100-80gb --dtype bf16 --framework deepspeed --gpus 4 --gbs 8 --zero 3",
+        f"{job} --framework single --lora-rank 16 --quantisation nf4 --gpu rtx-4090",
+        f"{job} --framework megatron --gpus 3 --gbs 64",
+        "--model llama-3-70b --seq 8192 --gpu h100-80gb --framework fsdp --gpus 4 --gbs 16",
+    ):  # fmt: skip
+        yield f"suggest-partition {flags}"
+
+
+# -- parts ----------------------------------------------------------------------------------------------------
+
+SMALL_SEARCHES = (
+    "suggest-partition --model gpt2-xl --seq 1024 --gpu a100-40gb --dtype bf16 --framework ddp --gpus 4 --gbs 16",
+    "suggest-partition bigscience-104b-250k --fix tp=4 --fix pp=32",
+)
+
+
+def fast() -> list[str]:
+    """About 45 plans over everything and two small searches."""
+    quick = [one for one in commands() if one.startswith("estimate") and "--text" not in one]
+    return [*quick[11::15], *SMALL_SEARCHES]
+
+
+def smoke() -> list[str]:
+    """One or two of each part."""
+    firsts = [
+        f"estimate {flags}"
+        for part in (plain, tuned, losses, trainer, autocast, ddp, device_map, fsdp, torchtitan, megatron, pipelines,
+                     megatron_deepspeed, refused)
+        for flags in list(part())[3:12:8]
+    ]  # fmt: skip
+    zero = [f"estimate {flags}" for flags in list(deepspeed())[4::12]]
+    return list(dict.fromkeys([*firsts, *zero, *SMALL_SEARCHES]))

@@ -1,0 +1,75 @@
+"""PyTorch's memory-efficient attention: what autograd saves, and what backward allocates inside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from memplan.layers.autograd import Recorder, Tensor
+from memplan.layers.fused_attention import efficient_attention
+from memplan.layers.module import Interface, Options, Run, Tapes, build
+from memplan.tape.events import Category, Hold
+
+from ..oracle.tracer import Follow, Trace, run
+from .test_against_transformers import sizes
+
+SHAPES = ((2, 4, 96, 24), (1, 3, 37, 64), (3, 2, 130, 128))
+"""b, a, s, d."""
+
+
+def recipe(b: int, a: int, s: int, d: int, *, inside: bool = False) -> Tapes:
+    """Of one tensor as queries, keys and values."""
+
+    def attended(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(efficient_attention(r, x, x, x))
+
+    return build("attention", attended, Interface((b, a, s, d), "fp32"), Options(kernel_workspaces=inside)).first
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_the_operator(shape: tuple[int, int, int, int]) -> None:
+    """Output, log-sum-exp of rows up to a multiple of 32, two scalars; three gradients, which are summed in place."""
+    forward: list[int] = []
+
+    def body(trace: Trace, follow: Follow) -> None:
+        x = torch.empty(shape, requires_grad=True)
+        trace.changes = []
+        out = functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        forward.extend(sizes(trace.changes))
+        gradient = torch.empty_like(out)
+        trace.changes = []
+        torch.autograd.backward([out], [gradient])
+
+    traced = run(body)
+    tapes = recipe(*shape)
+    held = [event.bytes for event in tapes.forward if isinstance(event, Hold)]
+    assert held == [size for size in forward if size > 0]
+    held = [event.bytes for event in tapes.backward if isinstance(event, Hold) and event.name.startswith("grad_")]
+    assert held == [size for size in sizes(traced.changes) if size > 0][:3]
+
+
+def test_inside() -> None:
+    """d = 128: one product of (b, s, a, d), its sums, and tiles of 128 × 64 and 4 words; 100 rows are one tile's."""
+    made = {e.name: e.shape for e in recipe(2, 3, 100, 128, inside=True).backward if _is_inside(e)}
+    assert made == {
+        "output_times_gradient": (2, 100, 3, 128),
+        "delta_transposed": (2, 100, 3),
+        "delta": (2, 3, 100),
+        "grad_q_tiles": (2, 3, 2, 128 * 64 + 4),
+    }
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 300), st.integers(1, 48).map(lambda one: 4 * one))
+def test_tiles_cover_the_gradient_of_queries(b: int, a: int, s: int, d: int) -> None:
+    tapes = recipe(b, a, s, d, inside=True)
+    tiles = next(e for e in tapes.backward if isinstance(e, Hold) and e.name == "grad_q_tiles")
+    assert tiles.bytes >= 4 * b * a * s * d
+    assert tapes.backward_fold.net == recipe(b, a, s, d).backward_fold.net
+
+
+def _is_inside(event: object) -> bool:
+    return isinstance(event, Hold) and event.category is Category.WORKSPACES

@@ -1,0 +1,73 @@
+"""Which stages share a row (``memplan/report/stages.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+
+from memplan.report.names import unit_for
+from memplan.report.stages import free_on, limit_of, rows_of
+from memplan.result import Estimate
+
+from .fabricated import GIB, bigscience
+from .strategies import estimates
+
+
+def test_the_middle_of_a_pipeline_is_one_row() -> None:
+    first, middle, last = rows_of(bigscience())
+    assert [row.stages for row in (first, middle, last)] == ["0", "1–30", "31"]
+    assert [row.ranks for row in (first, middle, last)] == ["0–3", "4–123", "124–127"]
+    assert middle.modules() == "layers 1–60, 2 each"
+    assert (middle.what, middle.when()) == ("scores in layer.*", "backward")
+    assert (last.what, last.when()) == ("logits_fp32 in float16_to_fp32", "forward, micro-batch 0")
+    assert middle.worst is middle.members[0]
+
+
+def test_a_range_runs_from_the_least_to_the_most() -> None:
+    _, middle, _ = rows_of(bigscience())
+    unit = unit_for(30 * GIB)
+    assert middle.figures(lambda stage: stage.headline, unit) == ("15.54", "16.81")
+    assert middle.figures(lambda stage: stage.static, unit) == ("12.04",)
+
+
+def test_verbose_folds_nothing() -> None:
+    assert len(rows_of(bigscience(), folded=False)) == 32
+
+
+def test_where_causes_differ_the_row_tells_that_of_the_worst_stage() -> None:
+    estimate = bigscience()
+    odd = replace(estimate.stages[1], peak=replace(estimate.stages[1].peak, tensor="gelu_out"))
+    _, middle, _ = rows_of(replace(estimate, stages=(estimate.stages[0], odd, *estimate.stages[2:])))
+    assert middle.stages == "1–30"
+    assert (middle.what, middle.when("mb")) == ("gelu_out in layer.2", "backward, mb 31, stage 1")
+
+
+def test_a_stage_that_holds_something_else_stands_alone() -> None:
+    estimate = bigscience()
+    odd = replace(estimate.stages[15], parameters=7)
+    stages = (*estimate.stages[:15], odd, *estimate.stages[16:])
+    assert [row.stages for row in rows_of(replace(estimate, stages=stages))] == ["0", "1–14", "15", "16–30", "31"]
+
+
+def test_a_row_does_not_hide_a_stage_that_does_not_fit() -> None:
+    estimate = bigscience()
+    limit = estimate.stages[3].headline
+    rows = rows_of(replace(estimate, capacity=limit))
+    assert [row.stages for row in rows] == ["0", "1–2", "3–30", "31"]
+
+
+@given(estimates())
+def test_every_stage_stands_in_exactly_one_row(estimate: Estimate) -> None:
+    for folded in (True, False):
+        members = [stage for row in rows_of(estimate, folded=folded) for stage in row.members]
+        assert members == list(estimate.stages)
+
+
+@given(estimates())
+def test_fits_means_that_every_stage_has_room(estimate: Estimate) -> None:
+    free = [free_on(stage, limit_of(estimate)) for stage in estimate.stages]
+    if estimate.fits is None:
+        assert set(free) == {None}
+    else:
+        assert estimate.fits == all(left is not None and left >= 0 for left in free)

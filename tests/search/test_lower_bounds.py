@@ -1,0 +1,102 @@
+"""Bounds from below of frameworks whose cut nobody chooses, against the fold."""
+
+from __future__ import annotations
+
+from random import Random
+from statistics import median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.estimate import fold
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.search.lower_bounds import EXACT, Growing
+from memplan.search.space import Space, filled, space_of
+from memplan.tape.events import rounded
+
+TINY = {
+    "layers": "6", "hidden": "256", "ffn": "712", "heads": "4", "kv-heads": "4", "head-dim": "64", "vocab": "5000",
+    "seq": "250", "gpu": "a100-40gb", "gpus-per-node": "4",
+}  # fmt: skip
+LLAMA = {**TINY, "model": "llama-2-7b", "dtype": "bf16"}
+GPT2 = {**TINY, "model": "gpt2", "seq": "130"}
+QWEN = {**TINY, "model": "qwen2.5-7b", "dtype": "bf16"}
+VIEWS = {"framework": "ddp", "gpus": "4", "gbs": "48", "gradient-as-bucket-view": "true"}
+TITAN = {**LLAMA, "framework": "fsdp", "fsdp-code": "torchtitan"}
+DEEPSPEED = {"framework": "deepspeed", "gpus": "4", "gbs": "24"}
+SPACES: dict[str, tuple[dict[str, str], float]] = {
+    "single": ({**LLAMA, "framework": "single", "gbs": "24"}, 0.97),
+    "single, GPT-2 with autocast": ({**GPT2, "framework": "single", "gbs": "24", "autocast": "true"}, 0.97),
+    "single, adapters": ({**LLAMA, "framework": "single", "gbs": "12", "lora-rank": "8"}, 0.97),
+    "single, Trainer": ({**LLAMA, "framework": "single", "gbs": "24", "trainer": "transformers"}, 0.97),
+    "ddp": ({**LLAMA, "framework": "ddp", "gpus": "4", "gbs": "96"}, 0.97),
+    "ddp, views": ({**GPT2, **VIEWS, "dtype": "fp16"}, 0.97),
+    "ddp, no_sync": ({**LLAMA, **VIEWS, "ddp-gradient-sync": "false"}, 0.97),
+    "device-map": ({**LLAMA, "framework": "device-map", "gpus": "3", "gbs": "24"}, 0.3),
+    "deepspeed": ({**LLAMA, **DEEPSPEED}, 0.7),
+    "deepspeed, one layer": ({**LLAMA, **DEEPSPEED, "layers": "1"}, 0.7),
+    "deepspeed, biases": ({**QWEN, **DEEPSPEED, "gpus": "3"}, 0.7),
+    "deepspeed, GPT-2": ({**GPT2, **DEEPSPEED, "dtype": "fp16", "gpus": "8"}, 0.7),
+    "deepspeed, fp32 sums": ({**LLAMA, **DEEPSPEED, "grad-accum-dtype": "fp32"}, 0.6),
+    "deepspeed, small buckets": ({**LLAMA, **DEEPSPEED, "reduce-bucket-size": "100000", "overlap-comm": "true"}, 0.7),
+    "fsdp": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48"}, 0.8),
+    "fsdp, GPT-2": ({**GPT2, "framework": "fsdp", "gpus": "8", "gbs": "48"}, 0.8),
+    "fsdp, one rank": ({**LLAMA, "framework": "fsdp", "gpus": "1", "gbs": "12"}, 0.7),
+    "fsdp, replicas": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "fsdp-replicas": "2"}, 0.8),
+    "fsdp, groups": ({**LLAMA, "framework": "fsdp", "gpus": "12", "gbs": "144", "gpus-per-node": "2"}, 0.8),
+    "fsdp, groups of bf16 shards": (
+        {**LLAMA, "framework": "fsdp", "gpus": "8", "gbs": "48", "gpus-per-node": "2", "fsdp-parameters": "bf16"},
+        0.8,
+    ),
+    "fsdp, bf16 shards": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "fsdp-parameters": "bf16"}, 0.8),
+    "fsdp, no_sync": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "gradient-sync": "false"}, 0.7),
+    "fsdp, resharded root": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "reshard-root": "true"}, 0.8),
+    "fsdp, kept": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "reshard-after-forward": "false"}, 0.8),
+    "fsdp, kept in part": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "reshard-to": "2"}, 0.8),
+    "torchtitan": ({**TITAN, "gpus": "8", "gbs": "96"}, 0.7),
+    "torchtitan, every second": ({**TITAN, "gpus": "8", "gbs": "96", "recompute-every": "2"}, 0.7),
+    "torchtitan, ends apart": ({**TITAN, "gpus": "8", "gbs": "96", "ends-apart": "true"}, 0.7),
+    "torchtitan, GPipe": ({**TITAN, "gpus": "8", "gbs": "96", "schedule": "gpipe"}, 0.6),
+}  # fmt: skip
+
+
+def space(name: str) -> Space:
+    base = read_plan(None, SPACES[name][0]).plan
+    return space_of(base, filled(base), {})
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_no_layout_needs_less(name: str) -> None:
+    """And bounds are near what layouts need, or they would leave none out."""
+    whole = space(name)
+    floor, points = whole.search.lower_bounds(whole), list(whole)
+    Random(3).shuffle(points)
+    shares: list[float] = []
+    for point in points:
+        try:
+            peak = max(stage.peak for stage in fold(resolve(whole.plan(point))))
+        except PlanError:
+            continue
+        assert floor(point) <= peak, point
+        shares.append(floor(point) / peak)
+        if len(shares) == 60:
+            break
+    assert len(shares) >= 8
+    assert median(shares) > SPACES[name][1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 9999), st.booleans()), max_size=8), min_size=1), st.integers(2, 200))
+def test_sums_of_tensors_lie_above_the_line(moments: list[list[tuple[int, bool]]], sequences: int) -> None:
+    """Whatever tensors are alive at which moment, some in proportion to the sequences and some not."""
+
+    def measured(many: int) -> tuple[int, ...]:
+        return (max(sum(rounded(size * many if grows else size) for size, grows in one) for one in moments),)
+
+    growing = Growing(measured, 8)
+    assert growing.at(sequences) <= measured(sequences)[0]
+    if sequences <= EXACT:
+        assert growing.at(sequences) == measured(sequences)[0]

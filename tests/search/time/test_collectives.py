@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan.plan.errors import PlanError
+from memplan.search.time import rates_of
+from memplan.search.time.collectives import Group, collective, group, send
+
+from .plans import plan
+
+A100 = rates_of(plan(model="gpt2", gpu="a100-80gb", dtype="bf16"))
+L40S = rates_of(plan(model="gpt2", gpu="l40s", dtype="bf16"))
+NODE = Group(8, 8)
+KINDS = ("all-reduce", "all-gather", "reduce-scatter")
+
+
+def test_a_large_ring_moves_its_bytes_at_the_links_rate() -> None:
+    """2 (n - 1) / n of them for all-reduce, half of it for the others; 208 GB/s of an A100's links."""
+    size = 8e9
+    assert collective(A100, "all-reduce", size, NODE) == pytest.approx(2 * 7 / 8 * size / 208e9, rel=0.01)
+    assert collective(A100, "all-gather", size, NODE) == pytest.approx(7 / 8 * size / 208e9, rel=0.01)
+
+
+def test_nothing_to_do() -> None:
+    assert collective(A100, "all-reduce", 1e9, Group(1, 1)) == 0.0
+    assert collective(A100, "all-reduce", 0.0, NODE) == 0.0
+
+
+def test_groups_lie_on_nodes() -> None:
+    assert group(8, 1, 8) == Group(8, 8, 1)
+    assert group(16, 8, 8) == Group(16, 1, 8)
+    assert group(16, 2, 8) == Group(16, 4, 2)
+    assert group(16, 2, 8).nodes == 4
+
+
+def test_replicas_of_tensor_parallel_ranks_share_the_adapters() -> None:
+    """With a whole node a tensor-parallel group every rank's ring has one adapter's rate: 25 GB/s of a DGX A100."""
+    size, across = 1e10, group(16, 8, 8)
+    assert collective(A100, "reduce-scatter", size, across) == pytest.approx(15 / 16 * size / (25e9 * 0.96), rel=0.01)
+    whole = group(128, 1, 8)
+    assert collective(A100, "reduce-scatter", size, whole) < collective(A100, "reduce-scatter", size, across) / 4
+
+
+@given(size=st.floats(1e3, 1e11), more=st.floats(1.0, 10.0), n=st.sampled_from([2, 4, 8]))
+def test_more_bytes_take_longer(size: float, more: float, n: int) -> None:
+    for kind in KINDS:
+        assert collective(A100, kind, size * more, Group(n, n)) >= collective(A100, kind, size, Group(n, n))
+
+
+@given(size=st.floats(1e3, 1e10))
+def test_crossing_nodes_takes_longer(size: float) -> None:
+    for kind in KINDS:
+        assert collective(A100, kind, size, Group(8, 1, 8)) > collective(A100, kind, size, NODE)
+
+
+def test_without_links_gpus_talk_through_the_host() -> None:
+    assert collective(L40S, "all-reduce", 1e9, Group(4, 4)) == pytest.approx(2 * 3 / 4 * 1e9 / (32e9 * 0.75), rel=0.01)
+
+
+def test_an_unknown_network_is_asked_for() -> None:
+    with pytest.raises(PlanError, match=r"hardware\.network.*is missing"):
+        send(L40S, 1e6, True)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from memplan.device.gpus import GPUS, MULTIPROCESSORS
+from memplan.plan.errors import PlanError
+from memplan.search.time import rates_of
+from memplan.search.time.hardware import CLOCKS, SPEEDS, Figure
+from memplan.search.time.rates import default
+
+from .plans import plan
+
+
+def figures(name: str) -> list[Figure]:
+    speed = SPEEDS[name]
+    found = [speed.matrix, speed.tf32, speed.fp32, speed.memory, speed.link, speed.host, speed.network]
+    return [figure for figure in found if figure is not None]
+
+
+@pytest.mark.parametrize("name", SPEEDS)
+def test_every_figure_has_an_address(name: str) -> None:
+    assert name in GPUS
+    assert all(figure.value > 0 and figure.source.startswith("https://") for figure in figures(name))
+    assert (SPEEDS[name].network is None) == (SPEEDS[name].system is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "per_clock"), [("v100-32gb", 1024), ("a100-80gb", 2048), ("h100-80gb", 4096), ("rtx-3090", 512)]
+)
+def test_peaks_are_processors_times_clock_times_what_a_processor_does(name: str, per_clock: int) -> None:
+    """FLOP a clock of a multiprocessor's tensor cores, as the white papers state it: peak and table agree."""
+    matrix = SPEEDS[name].matrix
+    assert matrix is not None
+    assert MULTIPROCESSORS[name] * CLOCKS[name].value * per_clock == pytest.approx(matrix.value, rel=0.01)
+
+
+def test_parts_of_peaks_are_parts() -> None:
+    for name in SPEEDS:
+        parts = default(name, GPUS[name].compute_capability)
+        for part in (parts.matrix, parts.memory, parts.attention_forward, parts.link, parts.network, parts.host):
+            assert 0 < part <= 1
+        assert len(parts.sources) >= 5
+
+
+def test_a_gpu_without_published_speed_is_refused() -> None:
+    with pytest.raises(PlanError, match="has no published speed"):
+        rates_of(plan(model="gpt2", gpu="rtx-pro-6000"))
+
+
+def test_a_plan_without_gpu_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"hardware\.gpu: is missing"):
+        rates_of(plan(model="gpt2"))
+
+
+def test_volta_has_no_bf16() -> None:
+    with pytest.raises(PlanError, match="must be fp16 or fp32 on v100-32gb"):
+        rates_of(plan(model="gpt2", gpu="v100-32gb", dtype="bf16"))
+
+
+def test_a_plan_overrides_the_network() -> None:
+    usual, other = (rates_of(plan(model="gpt2", gpu="a100-80gb", **flags)) for flags in ({}, {"network": 6.25}))
+    assert usual.network == pytest.approx(25e9 * 0.96)
+    assert other.network == pytest.approx(6.25e9 * 0.96)

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from timeit import timeit
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan.plan.errors import PlanError
+from memplan.search.time import (
+    EntryTimes,
+    LayerTimes,
+    StageWork,
+    assemble,
+    cost_of_step,
+    cost_of_tokens,
+    entry_times,
+    step_seconds,
+    step_time,
+    work_of,
+)
+from memplan.search.time.rates import default
+
+from .plans import EVERY_FRAMEWORK, megatron_22b, plan
+
+PARTS = (
+    "compute",
+    "recompute",
+    "tensor_parallel",
+    "pipeline_bubble",
+    "pipeline_send",
+    "data_parallel",
+    "optimizer",
+    "offload",
+)
+seconds = st.floats(1e-4, 1.0)
+entry = st.builds(LayerTimes, seconds, seconds, seconds)
+times = st.builds(EntryTimes, entry, entry, entry, entry, seconds)
+
+
+@pytest.mark.parametrize("framework", EVERY_FRAMEWORK)
+def test_the_parts_add_up(framework: str) -> None:
+    time = step_time(plan(**EVERY_FRAMEWORK[framework]))
+    assert sum(getattr(time, part) for part in PARTS) == pytest.approx(time.total)
+    assert all(getattr(time, part) >= -1e-12 for part in PARTS)
+    assert 0 < time.mfu <= time.hfu < 1
+    assert time.tokens_per_second > 0
+    assert time.assumptions
+
+
+@given(
+    times=times,
+    layers=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6),
+    chunks=st.integers(1, 3),
+    m=st.integers(1, 64),
+    overlapped=st.booleans(),
+)
+def test_the_short_way_gives_the_same(
+    times: EntryTimes, layers: list[tuple[int, int]], chunks: int, m: int, overlapped: bool
+) -> None:
+    """``step_seconds`` of groups of equal stages, and ``assemble`` of all of them."""
+    stages = [[StageWork(n, min(n, again))] * chunks for n, again in layers]
+    stages[0] = [stages[0][0]._replace(embedding=True), *stages[0][1:]]
+    stages[-1] = [*stages[-1][:-1], stages[-1][-1]._replace(final_norm=True, head=True)]
+    groups = [(1, stages[0])] if len(stages) == 1 else []
+    if len(stages) > 1:
+        middle = [(len(list(same)), work) for work, same in groupby(stages[1:-1])]
+        groups = [(1, stages[0]), *middle, (1, stages[-1])]
+    whole = assemble(times, stages, m, overlapped_sends=overlapped).total
+    assert step_seconds(times, groups, m, overlapped_sends=overlapped) == pytest.approx(whole)
+
+
+def test_a_candidate_is_evaluated_in_twenty_microseconds() -> None:
+    """16 stages of four chunks; three times as long is allowed for a busy machine."""
+    flags = {"gpus": 1024, "gbs": 512, "pp": 16, "vpp": 4, "layers": 128}
+    given = megatron_22b(**flags)
+    found, work = entry_times(given), work_of(given)
+    groups = [(len(list(same)), stage) for stage, same in groupby(work)]
+    step_seconds(found, groups, 512)
+    assert min(timeit(lambda: step_seconds(found, groups, 512), number=500) / 500 for _ in range(5)) < 60e-6
+
+
+def test_utilisation_is_counted_as_the_paper_counts_it() -> None:
+    """arXiv 2205.05198, table 5: 22B in 1.10 s is 41.5 % of the peak."""
+    time = step_time(megatron_22b(recompute="selective", sequence_parallel="true"))
+    assert time.mfu * time.total / 1.10 == pytest.approx(0.415, rel=0.02)
+    full = step_time(megatron_22b(recompute="full"))
+    assert full.hfu / full.mfu == pytest.approx(4 / 3, rel=0.02)
+    assert 1 < time.hfu / time.mfu < 1.05
+
+
+def test_recompute_costs_time_and_fewer_layers_cost_less() -> None:
+    flags = {"gpus": 32, "pp": 4, "gbs": 64}
+    none = step_time(megatron_22b(**flags)).total
+    some = step_time(megatron_22b(**flags, recompute="full", recompute_method="block", recompute_layers=3)).total
+    every = step_time(megatron_22b(**flags, recompute="full")).total
+    assert none < some < every
+
+
+def test_more_microbatches_have_less_of_a_bubble() -> None:
+    few, many = (step_time(megatron_22b(gpus=32, pp=4, gbs=gbs)) for gbs in (16, 256))
+    assert few.pipeline_bubble / few.total > 3 * many.pipeline_bubble / many.total
+
+
+def test_interleaving_shrinks_the_bubble() -> None:
+    plain, interleaved = (step_time(megatron_22b(gpus=32, pp=4, gbs=32, **flags)) for flags in ({}, {"vpp": 4}))
+    assert interleaved.pipeline_bubble < plain.pipeline_bubble / 2
+
+
+def test_overlap_hides_gradients_between_replicas() -> None:
+    flags = {**EVERY_FRAMEWORK["megatron"]}
+    exposed = step_time(plan(**flags)).data_parallel
+    hidden = step_time(plan(**flags, overlap_grad_reduce="true", overlap_param_gather="true")).data_parallel
+    assert hidden < exposed / 2
+
+
+def test_a_slow_network_slows_sharded_data_parallelism() -> None:
+    flags = EVERY_FRAMEWORK["fsdp"]
+    fast, slow = (step_time(plan(**flags, network=rate)).data_parallel for rate in (50, 2))
+    assert slow > 5 * fast
+
+
+def test_eight_bit_states_and_offload() -> None:
+    flags = {**EVERY_FRAMEWORK["deepspeed"], "zero": 2}
+    usual = step_time(plan(**flags))
+    away = step_time(plan(**flags, offload_optimizer="cpu"))
+    assert usual.offload == 0.0
+    assert away.offload > 0.1
+    assert away.optimizer < usual.optimizer
+    single = {"model": "llama-3-8b", "gpu": "b200", "framework": "single"}
+    assert step_time(plan(**single, optimizer="adam8bit")).optimizer < step_time(plan(**single)).optimizer
+
+
+def test_a_device_map_runs_one_device_after_the_other() -> None:
+    """Devices change nothing but the sends: GPT-2 XL on one and on four takes as long."""
+    flags = {"model": "gpt2-xl", "framework": "device-map", "gpu": "v100-32gb", "dtype": "fp32", "mbs": 4}
+    four = step_time(plan(**flags, gpus=4))
+    one = step_time(plan(**flags, gpus=1))
+    assert four.total - four.pipeline_send == pytest.approx(one.total - one.pipeline_send, rel=0.05)
+
+
+def test_measured_efficiencies_replace_the_table() -> None:
+    given = megatron_22b()
+    usual = step_time(given)
+    slower = replace(default("a100-80gb", (8, 0)), matrix=0.4)
+    assert step_time(given, slower).total > 1.4 * usual.total
+
+
+def test_the_price_of_a_step_and_of_a_billion_tokens() -> None:
+    given = megatron_22b(price=2.0)
+    time = step_time(given)
+    assert cost_of_step(given, time) == pytest.approx(8 * 2.0 * time.total / 3600)
+    assert cost_of_tokens(given, time) == pytest.approx(8 * 2.0 * 1e9 / time.tokens_per_second / 3600)
+    assert cost_of_step(megatron_22b(), time) is None
+
+
+def test_adapters_leave_out_the_gradients_of_weights() -> None:
+    """A third of the products of a trained linear layer, and almost all of the optimizer."""
+    flags = {"model": "llama-3-8b", "gpu": "a100-80gb", "dtype": "bf16", "seq": 2048}
+    whole, adapters = step_time(plan(**flags)), step_time(plan(**flags, lora_rank=8))
+    assert adapters.compute < 0.85 * whole.compute
+    assert adapters.optimizer < 0.01 * whole.optimizer
+    packed = step_time(plan(**flags, lora_rank=8, quantisation="nf4"))
+    assert packed.compute > adapters.compute
+
+
+def test_autocast_casts_weights() -> None:
+    flags = {"model": "gpt2-xl", "gpu": "a100-80gb", "dtype": "bf16"}
+    assert step_time(plan(**flags, autocast="true")).compute > 1.05 * step_time(plan(**flags)).compute
+
+
+def test_frozen_layers_are_refused() -> None:
+    with pytest.raises(PlanError, match="frozen layers are not timed"):
+        step_time(plan(model="llama-3-8b", gpu="b200", freeze_layers=2))
