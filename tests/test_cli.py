@@ -73,7 +73,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["estimate", "llama-3-8b", "--detail", "0", "--vary", "mbs=1,2"], "--detail shows one plan's stage"),
         (["init", "--model", "gpt2", "--tp", "x"], "--tp: layout.tp = x: must be a whole number"),
         (["init", "--example", "lama"], "--example: example = lama: is not a built-in example"),
-        (["init", "nofolder/plan.yaml"], "nofolder/plan.yaml: cannot be written: no such file or directory"),
+        (["init", "nofolder/plan.yaml"], "nofolder/plan.yaml: there is no folder nofolder"),
     ],
 )  # fmt: skip
 def test_wrong_input_gives_one_line_and_2(run: Run, arguments: list[str], line: str) -> None:

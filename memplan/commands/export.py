@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,8 +10,9 @@ import typer
 from ..formats import WRITTEN, target
 from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
 from ..plan.read import Flags, ReadPlan
+from .files import check_writable, write_whole
 from .launched import From, LaunchFlags, Set, Strict, VocabSize, read_given
-from .output import OUTPUT, Overwrite, PlanOrLaunchFile, check_writable, print_json, printing, write_whole
+from .output import OUTPUT, Overwrite, PlanOrLaunchFile, print_json, printing
 
 if TYPE_CHECKING:
     from ..formats.exported import Exported
@@ -53,7 +53,7 @@ def export(
     launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
     launch_flags.check_alone(explain=False)
     if output is not None and output != "-":
-        check_writable(Path(output), force=force)
+        check_writable(output, force=force)
     read = read_given(plan, launch_flags, flags)
     done = _exported(read, to)
     _tell([note.message for note in read.warnings], quiet)
@@ -66,7 +66,7 @@ def export(
         if not done.says_its_command:
             _tell([f"estimate it with: {done.command_line()}"], quiet)
         return 0
-    write_whole(Path(output), done.text_at(output).encode(), force=force)
+    write_whole(output, done.text_at(output).encode(), force=force)
     _tell([f"wrote {output}; estimate it with: {done.command_line(output)}"], quiet)
     return 0
 

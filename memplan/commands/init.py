@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags
-from .output import Overwrite, printing, write_whole
+from .files import write_whole
+from .output import Overwrite, printing
 
 DEFAULT_MODEL = "gpt2-xl"
 
@@ -32,7 +32,7 @@ def init(
         with printing():
             print(text, end="")
         return 0
-    write_whole(Path(path), text.encode(), force=force)
+    write_whole(path, text.encode(), force=force)
     return 0
 
 

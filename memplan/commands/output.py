@@ -1,4 +1,4 @@
-"""What commands print and to whom, the flags that say how, and the files that they write: whole or not at all."""
+"""What commands print and to whom, and the flags that say how."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-from ..plan.errors import ABSENT, Origin, PlanError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,30 +91,3 @@ def console(no_color: bool) -> Console:
             raise BrokenPipeError
 
     return QuietConsole(no_color=True if no_color else None, highlight=False)
-
-
-def check_writable(path: Path, *, force: bool) -> None:
-    """Refuses early what ``write_whole`` would refuse after long work."""
-    if not path.parent.is_dir():
-        raise PlanError("", ABSENT, f"there is no folder {path.parent}", origin=Origin(str(path)))
-    if path.exists() and not force:
-        raise PlanError("", ABSENT, "is there already; --overwrite replaces it", origin=Origin(str(path)))
-
-
-def write_whole(path: Path, content: bytes, *, force: bool) -> None:
-    """Writes all of ``content`` or nothing, and never over a file unless ``force``."""
-    from tempfile import TemporaryDirectory
-
-    origin = Origin(str(path))
-    try:
-        with TemporaryDirectory(prefix=".memplan-", dir=path.parent) as folder:
-            whole = Path(folder) / "whole"
-            whole.write_bytes(content)
-            if path.exists() and not force:
-                raise FileExistsError
-            whole.replace(path)
-    except FileExistsError:
-        raise PlanError("", ABSENT, "is there already; --overwrite replaces it", origin=origin) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise PlanError("", ABSENT, f"cannot be written: {str(reason).lower()}", origin=origin) from None

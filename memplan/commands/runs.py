@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError
-from .output import Json, NoColor, Overwrite, Quiet, console, print_json, print_text, printing, write_whole
+from ..plan.text import path_of
+from .files import write_whole
+from .output import Json, NoColor, Overwrite, Quiet, console, print_json, print_text, printing
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..records.record import Record
 
 _FILES = "Records of others, and for them"
@@ -61,8 +64,8 @@ def runs(
         return _delete(run)
     record = _find(run)
     if export is not None:
-        write_record(record, Path(export).expanduser(), force=force)
-        print_text(f"{export}: run {record.id}, to share\n")
+        if write_record(record, export, force=force):
+            print_text(f"{export}: run {record.id}, to share\n")
         return 0
     if json:
         from ..records.record import to_json
@@ -76,11 +79,11 @@ def runs(
     return 0
 
 
-def write_record(record: Record, path: Path, *, force: bool = False) -> None:
-    """Writes ``record`` to be shared (``records.sharing``), whole or not at all."""
+def write_record(record: Record, file: str, *, force: bool = False) -> bool:
+    """Writes ``record`` to be shared (``records.sharing``) as ``write_whole`` does."""
     from ..records.sharing import shared_text
 
-    write_whole(path, shared_text(record).encode(), force=force)
+    return write_whole(file, shared_text(record).encode(), force=force)
 
 
 def _check(run: str | None, given: Sequence[bool], imports: bool) -> None:
@@ -124,7 +127,7 @@ def _import(files: Sequence[str]) -> int:
     from ..records.database import open_database
     from ..records.record import read_record
 
-    found = [read_record(Path(file).expanduser()) for file in files]
+    found = [read_record(path_of(file)) for file in files]
     with open_database() as database:
         lines = [
             f"{file}: run {record.id} " + ("is kept" if database.add(record, imported=True) else "was there already")

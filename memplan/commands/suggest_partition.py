@@ -13,17 +13,16 @@ from ..frameworks import framework
 from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
+from .files import check_writable, write_whole
 from .fixed import fixed_values, fixes_of, located, with_fixes
 from .launched import LaunchFlags, read_given
 from .output import (
     Overwrite,
-    check_writable,
     console,
     print_json,
     print_text,
     printing,
     without_collection,
-    write_whole,
 )
 from .recorded import NoRecords, measured_of, warned
 
@@ -56,8 +55,8 @@ MEANINGS = {
 class _Files:
     """What is written besides the answer."""
 
-    plan: Path | None
-    plot: Path | None
+    plan: str | None
+    plot: str | None
     force: bool
 
     def check(self) -> None:
@@ -70,7 +69,7 @@ class _Files:
         if self.plot is not None:
             from ..report.plot import check_matplotlib, format_of
 
-            format_of(self.plot)
+            format_of(Path(self.plot))
             check_matplotlib()
 
 
@@ -160,7 +159,7 @@ def suggest_partition(
     if json and csv:
         raise typer.BadParameter("--json and --csv exclude each other")
     _check(top, objective)
-    files = _Files(_path(write), _path(plot), force)
+    files = _Files(write, plot, force)
     files.check()
     launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
     launch_flags.check_alone(explain=False)
@@ -185,10 +184,6 @@ def suggest_partition(
         with printing():
             print_suggestion(answer, console(no_color), verbose=verbose, quiet=quiet)
     return 0 if found.best else NOTHING_FITS
-
-
-def _path(name: str | None) -> Path | None:
-    return None if name is None else Path(name).expanduser()
 
 
 def _check(top: int, objective: str) -> None:
@@ -272,13 +267,15 @@ def _written(found: Found, files: _Files) -> list[str]:
     """Files that were written. Without a layout that fits there is no plan to write."""
     written: list[str] = []
     if files.plan is not None and found.best:
-        write_whole(files.plan, _plan_text(found, files.plan.name).encode(), force=files.force)
-        written.append(str(files.plan))
+        text = _plan_text(found, Path(files.plan).name)
+        if write_whole(files.plan, text.encode(), force=files.force):
+            written.append(files.plan)
     if files.plot is not None and (found.front or found.closest):
         from ..report.plot import format_of, front_picture
 
-        write_whole(files.plot, front_picture(found, format_of(files.plot)), force=files.force)
-        written.append(str(files.plot))
+        picture = front_picture(found, format_of(Path(files.plot)))
+        if write_whole(files.plot, picture, force=files.force):
+            written.append(files.plot)
     return written
 
 

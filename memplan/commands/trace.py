@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..plan.read import Flags
 from ..report.progress import progress
+from .files import check_writable, write_whole
 from .output import (
     OUTPUT,
     Json,
     NoColor,
     Overwrite,
     PlanFile,
-    check_writable,
     console,
     print_json,
     printing,
-    write_whole,
 )
 
 if TYPE_CHECKING:
@@ -93,7 +91,7 @@ def trace(
         raise typer.BadParameter(f"--events and --snapshot are two files; both are {events}")
     for file in (events, snapshot):
         if file is not None:
-            check_writable(Path(file), force=force)
+            check_writable(file, force=force)
     asked = planned(plan, flags, stage)
     with progress(f"tracing {asked.name}"):
         found = traced(asked.job, asked.name)
@@ -137,10 +135,10 @@ def _write(recording: Recording, events: str | None, snapshot: str | None, force
     if events is not None:
         from ..trace.recording import as_lines
 
-        write_whole(Path(events), as_lines(recording).encode(), force=force)
+        write_whole(events, as_lines(recording).encode(), force=force)
     if snapshot is not None:
         import pickle
 
         from ..trace.recording import snapshot as snapshot_of
 
-        write_whole(Path(snapshot), pickle.dumps(snapshot_of(recording)), force=force)
+        write_whole(snapshot, pickle.dumps(snapshot_of(recording)), force=force)

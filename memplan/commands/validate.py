@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
@@ -13,6 +12,7 @@ import typer
 from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
+from .files import check_writable
 from .launched import LaunchFlags, read_given
 from .output import (
     OUTPUT,
@@ -20,7 +20,6 @@ from .output import (
     NoColor,
     PlanOrLaunchFile,
     Quiet,
-    check_writable,
     console,
     print_json,
     print_text,
@@ -160,7 +159,7 @@ def validate(
         raise PlanError("", ABSENT, f"{timeout:g} must be more than 0", origin=Origin("--timeout"))
     _check_machines(nnodes, rdzv_endpoint, node_rank)
     if record is not None:
-        check_writable(Path(record).expanduser(), force=overwrite)
+        check_writable(record, force=overwrite)
     read, gpus = _read(plan, from_, flags)
     where = Where(
         gpus=gpus,
@@ -294,4 +293,4 @@ def _keep(made: Record, file: str | None, no_records: bool, overwrite: bool) -> 
     if file is not None:
         from .runs import write_record
 
-        write_record(made, Path(file).expanduser(), force=overwrite)
+        write_record(made, file, force=overwrite)

@@ -20,7 +20,7 @@ from ..bash.shell import read_script
 from ..bash.values import Cause, Ledger, Piece, Reading, Unknown, Value, cleaned, is_known, origin_of, text
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.node import Node, scalar
-from ..plan.text import STANDARD_INPUT, path_of, read_standard_input, read_text
+from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input, read_text
 from ..plan.yaml_nodes import parse_yaml
 from .rows import Argument, arguments_of
 from .settings import Given, taken_apart
@@ -56,7 +56,7 @@ def read_words(name: str, framework: str, given: Mapping[str, str]) -> Words:
         content, source, folder = read_standard_input(), STANDARD_INPUT, Path()
     else:
         path = path_of(name)
-        content, source, folder = read_text(path), str(path), path.parent
+        content, source, folder = read_text(path), str(path), folder_of(path)
     words = words_of(content, source, framework, given, folder)
     return replace(words, unused=tuple(name for name in given if not _mentions(content, name)))
 

@@ -55,7 +55,8 @@ def read_spec(path: Path, name: str | None = None) -> Found:
     source = parse_yaml(read_text(path, "model"), name or str(path))
     if not isinstance(source.value, dict):
         raise PlanError("model", source.plain(), "a model spec is a mapping of fields", origin=source.origin)
-    if path.suffix == ".json" and not {"family", "norm"} <= source.mapping.keys():
+    is_configuration = path.suffix == ".json" or "model_type" in source.mapping
+    if is_configuration and not {"family", "norm"} <= source.mapping.keys():
         from .huggingface import spec_of_config, warnings_of_config
 
         return Found(spec_of_config(source, path), warnings_of_config(source, path))

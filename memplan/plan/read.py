@@ -14,7 +14,7 @@ from .node import Node, scalar
 from .normalise import field_value, normalised
 from .notes import Note, notes_of
 from .plan import Plan
-from .text import STANDARD_INPUT, is_there, path_of, read_standard_input, read_text
+from .text import STANDARD_INPUT, folder_of, is_there, path_of, read_standard_input, read_text
 from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, traced_spec
 from .validation import validated_plan
 from .yaml_nodes import parse_yaml
@@ -60,7 +60,7 @@ def load_source(source: str | None) -> Source:
         text, name, folder = read_standard_input(), STANDARD_INPUT, Path()
     else:
         path = _path_of(source)
-        text, name, folder = read_text(path), _name_of(path), path.parent
+        text, name, folder = read_text(path), _name_of(path), folder_of(path)
     written = parse_yaml(text, name)
     if written.mapping and not written.mapping.keys() & {"model", "extends"}:
         _refuse_a_model(written, source)
@@ -156,7 +156,7 @@ def _extended(source: Source, depth: int) -> Source:
         text = read_text(path)
     except PlanError as error:
         raise PlanError("extends", name, error.problem, origin=extends.origin, known=examples()) from None
-    base = _extended(Source(normalised(parse_yaml(text, _name_of(path))), path.parent), depth + 1)
+    base = _extended(Source(normalised(parse_yaml(text, _name_of(path))), folder_of(path)), depth + 1)
     base = Source(_with_model_from(base.plan, base.folder), base.folder)
     return Source(_over(base.plan, source.plan.without("extends")), source.folder)
 

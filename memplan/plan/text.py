@@ -1,16 +1,20 @@
-"""Reading the text of a plan, spec or configuration, from a file or standard input, without being hurt by it."""
+"""Reading a user's file, or standard input, without being hurt by it: the one place where that is done."""
 
 from __future__ import annotations
 
 import os
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import ABSENT, Origin, PlanError
 
 LARGEST = 1 << 20
 """Bytes of the largest file that is read as a plan. Real ones are a few kilobytes."""
+
+PATIENCE = 10.0
+"""Seconds that a pipe may give nothing for while it is read."""
 
 STANDARD_INPUT = "standard input"
 
@@ -40,24 +44,104 @@ def is_folder(path: Path) -> bool:
         return False
 
 
+def folder_of(path: Path) -> Path:
+    """Where relative paths in the file at ``path`` start: its folder; of a pipe (``<(…)``) the working directory."""
+    try:
+        return Path() if _is_nameless(path.stat()) else path.parent
+    except (OSError, ValueError):
+        return path.parent
+
+
 def read_text(path: Path, field: str = "") -> str:
     """The text of the file at ``path``, of at most 1 MiB of UTF-8. ``field`` names who asked for it."""
+    return _decoded(read_bytes(path, field), field, Origin(str(path)))
+
+
+def read_bytes(path: Path, field: str = "", *, largest: int = LARGEST, what: str = "a plan") -> bytes:
+    """The content of a user's file: a regular file, or a pipe that something writes to; ``PlanError`` for anything
+    else, for more than ``largest`` bytes, and for a pipe that gives nothing for ``PATIENCE`` seconds.
+
+    ``field`` names who asked for the file, ``what`` what the file is to be.
+    """
     origin = Origin(str(path))
     try:
-        status = path.stat()
+        _check_kind(path.stat(), field, origin, largest, what)  # before it is opened: to open a device may move it
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(file)
+            _check_kind(status, field, origin, largest, what)
+            if not stat.S_ISFIFO(status.st_mode):
+                data = b"".join(_chunks(file, largest + 1))
+            else:
+                data = _piped(file, status, field, origin, largest)
+        finally:
+            os.close(file)
     except (OSError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
         raise _unreadable(field, origin, error) from None
+    if len(data) > largest:
+        raise _too_large(field, origin, len(data), largest, what)
+    return data
+
+
+def _check_kind(status: os.stat_result, field: str, origin: Origin, largest: int, what: str) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise PlanError(field, ABSENT, "is a directory; name a file in it", origin=origin)
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISFIFO(status.st_mode):
         raise PlanError(field, ABSENT, "is not a regular file", origin=origin)
-    if status.st_size > LARGEST:
-        raise _too_large(field, origin, status.st_size)
+    if status.st_size > largest:
+        raise _too_large(field, origin, status.st_size, largest, what)
+
+
+def _chunks(file: int, most: int) -> Iterator[bytes]:
+    """What ``file`` gives until it ends, ``most`` bytes at most."""
+    while most > 0 and (chunk := os.read(file, min(most, 1 << 20))):
+        yield chunk
+        most -= len(chunk)
+
+
+_PIPED: dict[tuple[int, int], bytes] = {}
+"""What pipes without a name (``<(…)``) gave, by device and inode: they can be read once, and commands that try variants
+read a file again."""
+
+
+def _piped(file: int, status: os.stat_result, field: str, origin: Origin, largest: int) -> bytes:
+    """What the pipe ``file`` gives until its last writer is gone. It is open without blocking: a read that finds no
+    writer would look like the end, so each waits for one."""
+    import select
+
+    key = status.st_dev, status.st_ino
+    if key in _PIPED:
+        return _PIPED[key]
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    data = bytearray()
+    while len(data) <= largest:
+        if not poll.poll(PATIENCE * 1000):
+            raise PlanError(field, ABSENT, f"is a pipe that gave nothing for {PATIENCE:g} s", origin=origin)
+        try:
+            chunk = os.read(file, 1 << 16)
+        except BlockingIOError:  # another reader was quicker
+            continue
+        if not chunk:
+            break
+        data += chunk
+    if len(data) <= LARGEST and _is_nameless(status):
+        _PIPED[key] = bytes(data)
+    return bytes(data)
+
+
+def _is_nameless(status: os.stat_result) -> bool:
+    """Whether it is a pipe without a name: all of them are on one device."""
+    if not stat.S_ISFIFO(status.st_mode):
+        return False
+    ends = os.pipe()
     try:
-        with path.open("rb") as file:
-            return _decoded(file.read(LARGEST + 1), field, origin)
-    except OSError as error:
-        raise _unreadable(field, origin, error) from None
+        return os.fstat(ends[0]).st_dev == status.st_dev
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def text_at(place: str) -> tuple[str, str]:
@@ -67,20 +151,27 @@ def text_at(place: str) -> tuple[str, str]:
     return read_text(path_of(place)), place
 
 
+_standard_input: tuple[object, bytes] | None = None
+"""The stream that was read as standard input, and what it gave: it, too, can be read once."""
+
+
 def read_standard_input() -> str:
     """The text on standard input, at most 1 MiB of UTF-8."""
+    global _standard_input
     origin = Origin(STANDARD_INPUT)
     if sys.stdin is None:
         raise PlanError("", ABSENT, "is closed", origin=origin)
-    try:
-        return _decoded(sys.stdin.buffer.read(LARGEST + 1), "", origin)
-    except OSError as error:
-        raise _unreadable("", origin, error) from None
+    if _standard_input is None or _standard_input[0] is not sys.stdin:
+        try:
+            _standard_input = sys.stdin, sys.stdin.buffer.read(LARGEST + 1)
+        except OSError as error:
+            raise _unreadable("", origin, error) from None
+    return _decoded(_standard_input[1], "", origin)
 
 
 def _decoded(data: bytes, field: str, origin: Origin) -> str:
     if len(data) > LARGEST:
-        raise _too_large(field, origin, len(data))
+        raise _too_large(field, origin, len(data), LARGEST, "a plan")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -89,8 +180,9 @@ def _decoded(data: bytes, field: str, origin: Origin) -> str:
         raise PlanError(field, ABSENT, problem, origin=Origin(origin.source, line)) from None
 
 
-def _too_large(field: str, origin: Origin, size: int) -> PlanError:
-    return PlanError(field, ABSENT, f"is larger than a plan can be (1 MiB): at least {size:,} bytes", origin=origin)
+def _too_large(field: str, origin: Origin, size: int, largest: int, what: str) -> PlanError:
+    problem = f"is larger than {what} can be ({largest >> 20} MiB): at least {size:,} bytes"
+    return PlanError(field, ABSENT, problem, origin=origin)
 
 
 def _unreadable(field: str, origin: Origin, error: OSError | ValueError) -> PlanError:

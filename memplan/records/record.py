@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.text import read_bytes
 from .differences import Verdict, differences, verdict_of
 from .estimated import Estimated, Plan
 from .readings import Run
@@ -219,14 +220,7 @@ def _translated(location: Sequence[str | int], kind: str, value: object, message
 def read_record(path: Path) -> Record:
     """The record in a file."""
     origin = Origin(str(path))
-    try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-    except OSError as error:
-        problem = f"cannot be read: {(error.strerror or str(error)).lower()}"
-        raise PlanError("", ABSENT, problem, origin=origin) from None
-    if len(content) > LARGEST:
-        raise PlanError("", ABSENT, f"is larger than a record can be ({LARGEST >> 20} MiB)", origin=origin)
+    content = read_bytes(path, largest=LARGEST, what="a record")
     try:
         text = content.decode()
     except UnicodeDecodeError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...plan.errors import ABSENT, Origin, PlanError
 from ...plan.node import Node
-from ...plan.text import is_folder, is_there
+from ...plan.text import is_folder, is_there, read_bytes
 from ..settings import Settings
 
 GPT2_TOKENS = 50_257
@@ -115,8 +115,9 @@ def _entries(path: Path) -> int | None:
 
 
 def _json(path: Path) -> Any:
+    content = _bytes(path)
     try:
-        return json.loads(_bytes(path))
+        return json.loads(content)
     except (ValueError, RecursionError):
         raise PlanError("", ABSENT, "is not a tokenizer's JSON", origin=Origin(str(path))) from None
 
@@ -163,12 +164,4 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
 
 
 def _bytes(path: Path) -> bytes:
-    origin = Origin(str(path))
-    try:
-        if not path.is_file() or path.stat().st_size > LARGEST_FILE:
-            raise PlanError("", ABSENT, "is not a tokenizer's file", origin=origin)
-        return path.read_bytes()
-    except OSError as error:
-        raise PlanError(
-            "", ABSENT, f"cannot be read: {(error.strerror or str(error)).lower()}", origin=origin
-        ) from None
+    return read_bytes(path, largest=LARGEST_FILE, what="a tokenizer's file")
