@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from .plan.resolved import ResolvedPlan
 from .tape.events import Bytes, Category, Event
+from .values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

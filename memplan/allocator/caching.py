@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..values import dataclass
 from .blocks import (
     ADDRESS,
     LARGEST_SMALL,
@@ -171,7 +171,7 @@ class CachingAllocator:
         "settings",
     )
 
-    def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:
+    def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:  # noqa: B008 (immutable)
         self.settings = settings
         self._live: dict[Hashable, tuple[int, int, int]] = {}  # key: pool, code of the block, units requested
         self._pools: list[SegmentPool] = []
@@ -286,7 +286,7 @@ class CachingAllocator:
 
 
 @lru_cache(maxsize=1 << 14)
-def block_size(size: int, settings: AllocatorSettings = AllocatorSettings()) -> int:
+def block_size(size: int, settings: AllocatorSettings = AllocatorSettings()) -> int:  # noqa: B008 (immutable)
     """Bytes of the block that a request for ``size`` bytes gets while nothing is cached."""
     return CachingAllocator(settings).allocate(None, size)
 

@@ -8,7 +8,6 @@ neighbour here, so that nothing is looked up by name while a pass runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from ..layers.module import SHARED, STALE, Module, Tapes
 from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, Bytes, Category, Drop, Hold, Tape
 from ..tape.program import Chunk, Hooked, Role, Span, What
+from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, Step, Stretch
 from .caching import AllocatorSettings
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 
 from ..layers.module import Parameter
 from ..optimizers.states import State
 from ..tape.events import Bytes, Category, Drop, Event, Hold
 from ..tape.program import SLOT, Action, Chunk, Exchanged, Program, Role, What, drop_all
+from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
 from .passes import Operation, Pass, Passes, passes

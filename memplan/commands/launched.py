@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +12,7 @@ from ..formats import FORMATS, READ, reader
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags, ReadPlan, read_plan
 from ..plan.text import is_there
+from ..values import dataclass
 
 if TYPE_CHECKING:
     from ..formats.launch import Launch

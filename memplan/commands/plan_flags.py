@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Annotated, Any
 
 import typer
+from typer.models import OptionInfo
 
 from ..plan.fields import Kind, PlanField, by_flag
 
@@ -49,7 +50,7 @@ _MARK, _OFF = "plan_", "off_"
 
 def with_plan_flags(command: Callable[..., int], words: Collection[str] | None = None) -> Callable[..., int]:
     """``command`` with a flag for every field, all of them given to it as ``flags``: those that were set. With the
-    ``words`` of a command line, only the flags that are among them, since each takes time to make."""
+    ``words`` of a command line, only flags among them, fields' and the command's own, since each takes time to make."""
     if "flags" not in inspect.signature(command).parameters:
         return command
 
@@ -67,12 +68,22 @@ def with_plan_flags(command: Callable[..., int], words: Collection[str] | None =
         return command(**values, flags=flags)
 
     signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "flags"]
+    own = [one for one in signature.parameters.values() if one.name != "flags" and _may_be_among(words, one)]
     fields = _shown_order(field for field in by_flag().values() if words is None or _is_among(words, field.flag))
     parameters = [*own, *(one for field in fields for one in _parameters(field))]
     with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_flags
+
+
+def _may_be_among(words: Collection[str] | None, parameter: inspect.Parameter) -> bool:
+    """Whether one of ``words`` names ``parameter``, or is an argument, or short flags, which can be written as one."""
+    option = next((one for one in parameter.annotation.__metadata__ if isinstance(one, OptionInfo)), None)
+    if words is None or option is None or parameter.default is parameter.empty:
+        return True
+    short = any(len(word) > 1 and word[0] == "-" and word[1] != "-" for word in words)
+    names = option.param_decls or (f"--{parameter.name.replace('_', '-')}",)
+    return any(name in words or (short and not name.startswith("--")) for name in names)
 
 
 def _is_among(words: Collection[str], flag: str) -> bool:

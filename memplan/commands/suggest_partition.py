@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -13,6 +12,7 @@ from ..frameworks import framework
 from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
+from ..values import dataclass
 from .files import check_writable, write_whole
 from .fixed import fixed_values, fixes_of, located, with_fixes
 from .launched import LaunchFlags, read_given

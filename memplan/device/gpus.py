@@ -9,9 +9,9 @@ https://developer.nvidia.com/cuda-gpus.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
+from ..values import dataclass
 from .facts import cuda_context
 
 _MIB = 1 << 20

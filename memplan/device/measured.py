@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 from ..frameworks import ROOMS, framework
 from ..plan.resolved import ResolvedPlan
+from ..values import dataclass
 from .facts import Version
 from .workspaces import torch_version
 

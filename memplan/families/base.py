@@ -7,8 +7,10 @@ Everything about a family is one value, ``Family``, in a file beside this one. N
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
+
+from ..values import dataclass
 
 if TYPE_CHECKING:
     from ..layers.autograd import Recorder, Tensor

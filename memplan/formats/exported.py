@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ..estimate import check
@@ -25,6 +25,7 @@ from ..plan.read import Flags
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.spec import ModelSpec
+from ..values import dataclass
 from . import target as target_of
 from .rows import value_at
 

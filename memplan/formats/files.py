@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from io import StringIO
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.node import Node, scalar
 from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input, read_text
 from ..plan.yaml_nodes import parse_yaml
+from ..values import dataclass
 from .rows import Argument, arguments_of
 from .settings import Given, taken_apart
 

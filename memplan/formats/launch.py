@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ..plan.errors import ABSENT, Origin, PlanError, one_line
 from ..plan.node import Node
 from ..plan.notes import Note
 from ..plan.read import Flags, ReadPlan, Source, build_plan
+from ..values import dataclass
 from .rows import Table
 
 PUSHES = {"more": "pushes memory up", "less": "pushes memory down", "either": "may push memory either way"}

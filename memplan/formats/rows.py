@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, Protocol
 from ..plan.errors import ABSENT, Origin, PlanError, nearest, shown
 from ..plan.node import Node, Scalar
 from ..plan.plan import Plan
+from ..values import dataclass
 
 # -- tables ----------------------------------------------------------------------------------------------
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from .. import __version__
 from ..plan.errors import PlanError
 from ..plan.resolved import ResolvedPlan
+from ..values import dataclass
 from .exported import READ_BACK
 from .rows import Row
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ..bash.values import Cause, Ledger, Piece, Unknown, Value, is_known, origin_of, text
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.node import Node
+from ..values import dataclass
 from .rows import Argument, Kind, Row, Table
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")

@@ -8,9 +8,11 @@ an estimate imports one framework's code and no more.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+from ..values import dataclass
 
 if TYPE_CHECKING:
     from ..layers.module import Options

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from sys import getrefcount
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..tape.events import Category, Drop, Event, Hold, Hook, Seam, Stretch, Tape, rounded
+from ..values import dataclass
 
 if TYPE_CHECKING:
     from .recompute import Frame

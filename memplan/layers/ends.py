@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ..tape.events import Category
+from ..values import dataclass
 from . import ops
 from .autograd import Recorder, Tensor
 from .huggingface import LayerShape, Shared, activation, layer_norm, linear, norm

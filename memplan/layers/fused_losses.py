@@ -9,9 +9,10 @@ transformers: ``logits_to_keep``. Shapes: b micro-batch, s sequence, n = b s tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..tape.events import Category
+from ..values import dataclass
 from . import ends, ops
 from .autograd import Gradients, Recorder, Tensor, Unsummed
 from .huggingface import LayerShape

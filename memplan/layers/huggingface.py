@@ -10,10 +10,10 @@ Shapes: b micro-batch, s sequence, h hidden, a heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ..families import family
 from ..plan.spec import ModelSpec
+from ..values import dataclass
 from . import ops
 from .autograd import Recorder, Shape, Tensor
 from .fused_attention import flash_attention

@@ -11,10 +11,10 @@ Shapes: s sequence, b micro-batch, h hidden, a heads, d head size, v padded voca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..plan.spec import ModelSpec
 from ..tape.events import Category
+from ..values import dataclass
 from . import ops
 from .autograd import Gradients, Recorder, Tensor, incoming
 from .module import STALE

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import TypeVar
 
 from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Excursion, Hold, Hook, Scope, Tape, fold, renamed, rounded
+from ..values import dataclass
 from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
 from .tuning import FourBit, Tuning
 

@@ -9,8 +9,8 @@ Shapes: x (…, k), weight (n, k), rank r.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ..values import dataclass
 from . import ops
 from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming
 

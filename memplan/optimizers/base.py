@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..layers.autograd import Recorder
 from ..layers.module import Parameter
+from ..values import dataclass
 from .states import State
 
 if TYPE_CHECKING:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..layers.module import Parameter
 from ..tape.events import Category, Hold, rounded
+from ..values import dataclass
 
 if TYPE_CHECKING:
     from ..plan.plan import Optimizer

@@ -7,7 +7,6 @@ table, so a field that is added to ``plan.py`` or ``spec.py`` has all of it at o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from types import MappingProxyType, UnionType
@@ -16,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ..values import dataclass
 from .plan import Plan
 from .section import OneOf
 

@@ -1,7 +1,5 @@
 """The sections of a plan that one framework reads, or the loop around it."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..values import dataclass
 from .errors import Origin
 
 Scalar: TypeAlias = str | int | float | bool | None

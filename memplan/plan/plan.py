@@ -5,8 +5,6 @@ print, and the JSON Schema carries. A field's flag is its name with hyphens, ``-
 ``json_schema_extra["flag"]`` says otherwise.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, SerializeAsAny
@@ -153,7 +151,7 @@ class Optimizer(Section):
     )
 
     @property
-    def algorithm(self) -> Algorithm:
+    def algorithm(self) -> "Algorithm":
         """The optimizer's object, which knows what is the same in every plan."""
         return algorithm(self.name)
 

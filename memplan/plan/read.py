@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from ..values import dataclass
 from .errors import ABSENT, Origin, PlanError
 from .fields import MODEL, Kind, PlanField, by_flag
 from .library import examples, model_specs

@@ -4,8 +4,6 @@ A spec is one YAML file in ``model_specs/`` (or a Hugging Face ``config.json`` r
 fields). Sizes are element counts; nothing here knows about ranks, bytes or frameworks.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Annotated, Literal
 

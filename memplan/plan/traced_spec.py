@@ -1,7 +1,5 @@
 """An architecture without a recipe: a Hugging Face configuration that is read as data and learnt from traces."""
 
-from __future__ import annotations
-
 import json
 from hashlib import sha256
 from pathlib import Path

@@ -10,17 +10,19 @@ from .resolved import ResolvedPlan
 from .traced_spec import TracedSpec
 from .tuning_sections import Frozen, Lora, Quantisation
 
+_NO_LORA, _NOT_QUANTISED, _NOT_FROZEN = Lora.model_construct(), Quantisation.model_construct(), Frozen.model_construct()
+
 
 def is_tuned(plan: Plan) -> bool:
     """Whether some parameters are frozen."""
-    return (plan.lora, plan.quantisation, plan.frozen) != (Lora(), Quantisation(), Frozen())
+    return (plan.lora, plan.quantisation, plan.frozen) != (_NO_LORA, _NOT_QUANTISED, _NOT_FROZEN)
 
 
 def check_tuning(plan: ResolvedPlan) -> None:
     """Frozen parameters, LoRA and 4-bit weights: where they are modelled, and together with what."""
     if not is_tuned(plan):
         return
-    if isinstance(plan.model, TracedSpec) and (plan.lora, plan.quantisation) != (Lora(), Quantisation()):
+    if isinstance(plan.model, TracedSpec) and (plan.lora, plan.quantisation) != (_NO_LORA, _NOT_QUANTISED):
         _refuse(
             plan,
             "must be left out: adapters and 4-bit weights of an architecture without a recipe are not modelled "
@@ -93,7 +95,7 @@ def _check_quantisation(plan: ResolvedPlan) -> None:
 
 def _check_frozen(plan: ResolvedPlan) -> None:
     frozen, layers = plan.frozen, plan.model.layers
-    if frozen == Frozen():
+    if frozen == _NOT_FROZEN:
         return
     if plan.lora.rank is not None:
         name, value = next(frozen.changed())

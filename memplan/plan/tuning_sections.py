@@ -1,7 +1,5 @@
 """The sections of a plan about what is trained: adapters, quantised and frozen parameters."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

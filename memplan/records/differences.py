@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from ..values import dataclass
 from .estimated import Estimated, Stage
 from .readings import RankReading, Run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from rich.console import Console
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..result import Estimate, Notice, StageEstimate
+from ..values import dataclass
 from .names import UNKNOWN, Unit, plan_text, span, stage_word, unit_for
 from .palette import BAD, CAUTION, FAINT, GOOD, label, shares
 from .printing import entries, folded, left, plain_table, put, right

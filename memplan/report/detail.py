@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from rich.console import Console, RenderableType
@@ -13,6 +12,7 @@ from rich.text import Text
 from ..layers.module import STALE
 from ..result import ModuleTape
 from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Hold, Seam
+from ..values import dataclass
 from .names import MIBS, MINUS, exact, kind_of, modules_text, size
 from .palette import COLOURS, FAINT, label
 from .printing import GAP, Breakable, folded, put, right

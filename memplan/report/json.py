@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
+from ..plan.plan import Plan
 from ..result import Estimate, StageEstimate
 from ..tape.events import Category
 
@@ -26,7 +27,7 @@ def comparison_to_json(names: Sequence[str], estimates: Sequence[Estimate]) -> d
 
 def _estimate(estimate: Estimate) -> dict[str, Any]:
     return {
-        "plan": estimate.plan.model_dump(mode="json"),
+        "plan": Plan.__pydantic_serializer__.to_python(estimate.plan, mode="json"),  # the one that read the plan
         "fits": estimate.fits,
         "capacity_bytes": estimate.capacity,
         "headroom_bytes": estimate.headroom,

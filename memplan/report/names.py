@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from ..frameworks import framework
 from ..plan.plan import Plan
+from ..values import dataclass
 
 # -- units -----------------------------------------------------------------------------------------------
 

@@ -7,12 +7,13 @@ is grey. The tones are of middle lightness, to be read on dark and on light term
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from rich.text import Text
 
 from ..result import BeyondAllocated, StageEstimate
 from ..tape.events import Category
+from ..values import dataclass
 
 COLOURS: dict[Category, str] = {
     Category.PARAMETERS: "#4e8fce",

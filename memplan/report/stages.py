@@ -5,7 +5,7 @@ stages that are built alike.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Console, RenderableType
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..result import Estimate, StageEstimate
+from ..values import dataclass
 from .names import DASH, Unit, elements, in_order, kind_of, modules_text, ranks_text, span, stage_word, unit_for
 from .palette import BAD, FAINT, bar, shares
 from .printing import GAP, Breakable, folded, left, plain_table, right

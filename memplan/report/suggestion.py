@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -17,6 +16,7 @@ from ..result import Estimate, Notice
 from ..search.changes import Method
 from ..search.result import Change, Counts, Found, Suggestion
 from ..search.time import StepTime, cost_of_step, cost_of_tokens
+from ..values import dataclass
 from .estimate import verdict
 from .names import DASH, Unit, elements, size, stage_word, unit_for
 from .palette import BAD, CAUTION, FAINT, FILLED, GOOD, bar, shares

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 
 from ..frameworks import framework
@@ -11,6 +10,7 @@ from ..plan.plan import Plan
 from ..search.cuts import StageLayers
 from ..search.point import Recomputing
 from ..search.result import Suggestion
+from ..values import dataclass
 from .names import MINUS, size
 from .printing import DOT
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from ..tape.program import Action, What
+from ..values import dataclass
 
 # -- megatron rank ---------------------------------------------------------------------------------------
 

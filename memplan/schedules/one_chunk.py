@@ -8,11 +8,11 @@ passes. GPipe runs all forward passes, then all backward passes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 
 from ..tape.events import ZERO, Excursion, Hold, compose
 from ..tape.program import Action, Chunk, Exchanged, Role, Span, end_of_gradients, first_backward, passes_of
+from ..values import dataclass
 
 PAIRS = 3
 """Backward passes that stand for all of an iteration's in the allocator's replay: from the second on they are alike."""

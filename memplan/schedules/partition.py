@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 
 from ..plan.errors import PlanError
+from ..values import dataclass
 
 # -- partition -------------------------------------------------------------------------------------------
 

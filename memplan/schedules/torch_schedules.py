@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from ..tape.events import ZERO, Category, Drop, Excursion, Hold, change, compose, fold
 from ..tape.program import Action, Chunk, Exchanged, Role, What
+from ..values import dataclass
 
 REPEATED = 3
 """Periods of a steady phase that stand for all of them."""

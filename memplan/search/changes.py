@@ -7,7 +7,6 @@ framework's own methods make: ``estimate --partition METHOD`` gives the same byt
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..device.gpus import GPUS
@@ -18,6 +17,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
+from ..values import dataclass
 from .candidates import Clock
 from .cuts import ChunkLayers, StageLayers, fields_of, fitting, smallest
 from .framework import Proposal

@@ -28,13 +28,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import ceil, floor, inf
 from typing import Any, NamedTuple
 
 from ..frameworks import framework
 from ..plan.resolved import ResolvedPlan
+from ..values import dataclass
 
 
 class ChunkLayers(NamedTuple):

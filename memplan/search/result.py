@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ..plan.plan import Plan
 from ..result import Estimate
+from ..values import dataclass
 from .cuts import StageLayers
 from .point import Point
 from .time import StepTime

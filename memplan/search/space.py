@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Layout, Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
+from ..values import dataclass
 from .framework import FrameworkSearch, divisors
 from .point import UNCUT, UNCUT_FIELDS, Extra, Point, Recomputing, changed, updated
 

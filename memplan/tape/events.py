@@ -16,10 +16,11 @@ All sizes are bytes, each tensor rounded up to 512 B as PyTorch's CUDA allocator
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import cached_property, reduce
 from typing import NamedTuple
+
+from ..values import dataclass
 
 ROUND = 512
 """Bytes to which the allocator rounds every request."""

@@ -7,12 +7,13 @@ tape of events where the allocator replays it. Peaks of both are of the same eve
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from ..plan.resolved import ResolvedPlan
+from ..values import dataclass
 from .events import (
     GRAD_OUTPUT,
     INPUT,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from ..layers.module import Tapes
 from ..schedules.torch_schedules import Pipelined
 from ..tape.events import Excursion, compose, fold
 from ..tape.program import Program, Span, fold_program, static
+from ..values import dataclass
 from .recording import BACKWARD, BETWEEN, FINAL_NORM, FORWARD, HEAD, LOSS, OPTIMIZER, REDUCE, Traced
 
 ENDS = (FINAL_NORM, "return", HEAD, "loss")

@@ -14,11 +14,11 @@ from the end where it stands behind the layers that repeat.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from ..layers.module import Parameter
+from ..values import dataclass
 
 Point = tuple[int, int]
 """Micro-batch size and sequence length."""

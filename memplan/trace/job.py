@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 from ..families import family as family_of
@@ -14,6 +14,7 @@ from ..plan.huggingface import ACTIVATIONS, known_types
 from ..plan.resolved import ResolvedPlan
 from ..plan.spec import ModelSpec
 from ..plan.tuning_checks import is_tuned
+from ..values import dataclass
 
 
 def config_of_spec(spec: ModelSpec) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.traced_spec import NO_LENGTH, STAND_IN, TracedSpec, layers_name
 from ..tape.program import fold_program
+from ..values import dataclass
 from . import cache
 from .fit import Born, Fit
 from .framework import job_of_plan

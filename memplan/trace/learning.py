@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ..plan.traced_spec import layers_name
+from ..values import dataclass
 from .fit import Domain, Fit, Piece, Point
 from .job import Job
 from .recording import Traced

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..tape.events import Category, Drop, Event, Excursion, Hold, Seam, Tape, compose, fold
+from ..values import dataclass
 
 FORWARD, BACKWARD, OPTIMIZER, EVALUATION = "forward", "backward", "step", "evaluation"
 ITERATION = "iteration"

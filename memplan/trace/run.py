@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.text import is_folder, is_there, path_of, read_text
 from ..tape.program import Program
+from ..values import dataclass
 from .framework import job_of_plan
 from .job import Job, check_stage
 from .recording import Traced

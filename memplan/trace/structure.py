@@ -8,11 +8,11 @@ there; a run of drops in one place is sorted, since their order changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import NamedTuple
 
 from ..tape.events import Category, Drop, Hold
+from ..values import dataclass
 from .fit import NotPolynomialError, Point, Polynomial, fitted
 from .recording import BACKWARD, EVALUATION, FORWARD, Place, Traced
 

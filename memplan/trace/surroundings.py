@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.rendezvous import rendezvous
 
+from ..values import dataclass
 from .substitutions import cuda_behaviour, cuda_behaviour_of_real
 
 _groups = count()

@@ -7,12 +7,12 @@ in one row, with a slot for each tensor, for the allocator's replay.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ..layers.module import Module, Tapes
 from ..tape.events import NOTHING, Category, Drop, Event, Excursion, Hold, Tape, rounded
 from ..tape.program import Span
+from ..values import dataclass
 from .fit import Born, Changes, Gone, Kind, Piece, Places
 from .rows import place_of
 

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from ..records.readings import Moment
 from ..trace.recording import ITERATION
 from ..trace.step import Training, Watch
 from ..trace.surroundings import Surroundings
+from ..values import dataclass
 
 if TYPE_CHECKING:
     from ..trace.worker import AnyTraining

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ..plan.errors import ABSENT, Origin, PlanError
+from ..values import dataclass
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 VARIABLES: Mapping[str, tuple[str, str]] = {

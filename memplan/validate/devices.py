@@ -12,7 +12,6 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ..device.gpus import GPUS
 from ..plan.errors import ABSENT, LackingError, Origin, PlanError, one_line
 from ..report.names import MIB, size
 from ..result import Estimate
+from ..values import dataclass
 from .processes import PROC
 
 IDLE = 64 * MIB

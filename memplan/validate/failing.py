@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from ..plan.resolved import ResolvedPlan
 from ..records.readings import Failure
 from ..report.names import MIB, size
 from ..tape.events import Hold
+from ..values import dataclass
 from .processes import LONGEST_DEATH
 from .run_files import KEEPER_LOG, LAUNCHER_LOG, Progress, RankFiles, end_of, last_said, ranks_in, read_json
 

@@ -24,12 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from ..plan.errors import LackingError, one_line
 from ..records.readings import Failure, RankReading
+from ..values import dataclass
 from .cluster import Way
 from .failing import failures_of, hung, late, launcher_failed, silent_ranks, unable_to_die
 from .guards import KILL, SETTINGS, TERMINATE, SharedMemory, shared_now

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..estimate import programs_of
@@ -23,6 +22,7 @@ from ..plan.resolved import ResolvedPlan
 from ..plan.section import Section
 from ..plan.tuning_checks import first_frozen, is_tuned
 from ..records.readings import Code, World
+from ..values import dataclass
 
 if TYPE_CHECKING:
     from ..trace.recording import Traced

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from ..report.names import size
 from ..report.progress import PATIENCE
+from ..values import dataclass
 from .run_files import Progress
 
 if TYPE_CHECKING:

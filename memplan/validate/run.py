@@ -7,7 +7,7 @@ import platform
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..records.readings import Code, RankReading, Run, Versions, World
 from ..report.names import size
 from ..result import Estimate
 from ..trace.run import traced
+from ..values import dataclass
 from .cluster import Elastic, InTurn, Joined, Membership, Way, membership
 from .devices import Device, check_free, check_host, gpu_of, gpus_for
 from .failing import explained

@@ -25,9 +25,10 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from ..values import dataclass
 
 if TYPE_CHECKING:
     from ..records.readings import RankReading

@@ -8,7 +8,7 @@ model's hidden size h (h², 0.9 h², 10 h); what follows from its command line h
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ...optimizers import algorithm, algorithms
@@ -17,6 +17,7 @@ from ...plan.errors import ABSENT, Origin, PlanError, nearest
 from ...plan.framework_sections import Deepspeed
 from ...plan.node import Node, Value
 from ...plan.plan import Plan
+from ...values import dataclass
 from ..launch import guessed
 from ..rows import Building, Reader, Row, elsewhere, positive, read_rows
 from ..settings import Keys

@@ -8,7 +8,6 @@ Defaults and derivations are those of ``validate_args`` (``megatron/training/arg
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from ...plan.errors import ABSENT, PlanError
 from ...plan.megatron_layout import stages, virtual_stages, written_out
 from ...plan.node import Node
 from ...plan.plan import Plan
+from ...values import dataclass
 from ..rows import NEEDED, OFF, Building, Reader, Row, elsewhere, positive, read_rows, switch
 from ..settings import Settings
 from .vocabulary import tokens_of

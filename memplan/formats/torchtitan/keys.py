@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import date, timedelta
 from functools import cache
 from importlib import import_module
@@ -21,6 +20,7 @@ from ...plan.errors import ABSENT, Origin, PlanError, nearest
 from ...plan.node import Node
 from ...plan.text import text_at
 from ...plan.yaml_nodes import parse_yaml
+from ...values import dataclass
 from ..rows import Table
 
 RELEASES = MappingProxyType(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...frameworks import framework
@@ -12,6 +11,7 @@ from ...plan.node import Node
 from ...plan.notes import Note
 from ...plan.plan import Plan
 from ...plan.read import ReadPlan, Source
+from ...values import dataclass
 from ..launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, left_out
 from ..rows import Building, Table
 from .keys import NO_TOML, Key, era_of, key_of, nearest_key, read_configuration

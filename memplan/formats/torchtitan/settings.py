@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ...plan.errors import ABSENT, Origin, PlanError, shown
 from ...plan.node import Node, Scalar, scalar
+from ...values import dataclass
 from ..rows import Kind, Row
 from ..settings import Keys, typed
 from .keys import RELEASES, Era, Key, key_of, keys, nearest_key, sections

@@ -10,10 +10,11 @@ Stages 1 and 2: ``stage_1_and_2.py``, ``setup_buckets``, ``reduce_independent_p_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ...layers.autograd import ITEMSIZE
 from ...tape.events import Category, Drop, Event, Hold, Scope, Tape, rounded
+from ...values import dataclass
 from .config import Zero
 from .states import Group, shard
 

@@ -17,7 +17,7 @@ Ranks of stages 1 and 2 keep gradients of different parameters; the program is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from ...families import family
@@ -29,6 +29,7 @@ from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Program, Span, fold_program
+from ...values import dataclass
 from ..plain import hooked
 from ..plain.buffers import buffers, inputs
 from ..plain.hooked import Model

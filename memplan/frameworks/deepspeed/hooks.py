@@ -7,12 +7,13 @@ tapes of its own, since what is gathered while it runs belongs to others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal, Protocol
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
+from ...values import dataclass
 from ..plain.hooked import NO_PARAMETERS, TIED, Model
 from .config import Zero
 from .coordinator import Change, Coordinator, Sharded, Step

@@ -13,7 +13,6 @@ States: stages 1, 2: ``stage_1_and_2.py``, ``__init__``, ``initialize_optimizer_
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from ...layers.module import Parameter
 from ...optimizers.states import optimizer_states
 from ...plan.plan import Optimizer
 from ...tape.events import Category, Hold, rounded
+from ...values import dataclass
 from ..plain.hooked import Model
 from .config import Zero
 from .hooks import sharded

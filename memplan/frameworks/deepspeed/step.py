@@ -14,13 +14,13 @@ P parameters, S = padded P / dp the rank's share.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
 from ...optimizers.steps import step_temporaries
 from ...plan.plan import Optimizer
 from ...tape.events import Category, Drop, Event, Hold, Scope, Tape, fold, rounded
+from ...values import dataclass
 from ..plain.hooked import Model
 from . import states as zero_states
 from .buckets import ReducingBucket

@@ -6,12 +6,11 @@ every rank, and as much for a reduce-scatter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ...layers.autograd import ITEMSIZE
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Drop, Hold, Tape
 from ...tape.program import Program
+from ...values import dataclass
 from ..plain.hooked import Model
 from .config import Zero, zero_of
 from .coordinator import Sharded

@@ -6,7 +6,7 @@ What is checked here is what can be known without DeepSpeed; ``deepspeed_engine`
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from ...tape.program import Program
 from ...trace.framework import OtherRunning, job_of_plan
 from ...trace.job import Job
 from ...validate.native import Native, OwnCode, Runner
+from ...values import dataclass
 from .programs import fullest_rank, program_of_rank
 
 FRAMEWORK = "deepspeed"

@@ -18,11 +18,12 @@ Gathering runs on a stream of its own, and so does the output of the reduce-scat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import NamedTuple
 
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape
+from ...values import dataclass
 from .units import Sharding, Unit, size
 
 GATHERING, REDUCING = 1, 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -12,6 +12,7 @@ from ...layers.module import Module, Options, Parameter, Tapes
 from ...layers.tensor_parallel import PARTIAL, REPLICATED
 from ...tape.events import Category, Drop, Event, Hold, Scope, Seam, Tape, insert, renamed
 from ...tape.program import Span
+from ...values import dataclass
 from .hooks import Around, Gradient, Hooks, Role, pass_through
 from .units import Sharding, Unit
 

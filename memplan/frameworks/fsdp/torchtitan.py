@@ -11,7 +11,7 @@ once more, and brings a gradient into its parameter's placement before it is red
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -24,6 +24,7 @@ from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Drop, Hold, Tape, ahead, behind
 from ...tape.program import Span
+from ...values import dataclass
 from ..plain import programs as plain
 from .modules import MODEL, Model, with_parameters, with_seams
 from .units import Unit

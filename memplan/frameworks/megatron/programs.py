@@ -8,7 +8,7 @@ Stages and their layers: ``plan.megatron_layout``. Order of calls: ``schedules.m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +31,7 @@ from ...schedules.megatron_fold import MegatronOrder
 from ...schedules.megatron_schedule import Schedule, schedule
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
+from ...values import dataclass
 from .states import Chunk as KeptChunk
 from .states import Rules, bucket_size, keep
 

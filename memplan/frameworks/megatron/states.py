@@ -10,7 +10,6 @@ Transformer Engine's ``pytorch/optimizers/fused_adam.py`` (``initialize_state``)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 
@@ -18,6 +17,7 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
 from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
+from ...values import dataclass
 
 ALIGNMENT = 64
 """Elements to which the start of a parameter is aligned in the distributed optimizer's buffers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -15,6 +14,7 @@ from ...records.readings import World
 from ...trace.framework import OtherRunning
 from ...trace.run import check_packages
 from ...validate.native import Native, OwnCode, Runner
+from ...values import dataclass
 from .. import framework
 
 CODE = "megatron"

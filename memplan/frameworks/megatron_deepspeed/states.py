@@ -18,7 +18,6 @@ bf16                  2P + 12P/dp + A   + 2P gradients            nothing large;
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
@@ -32,6 +31,7 @@ from ...plan.plan import Optimizer, Precision
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Drop, Hold, Stretch, Tape, rounded
 from ...tape.program import drop_all
+from ...values import dataclass
 
 BUCKET_ELEMENTS = 500_000_000
 """Elements after which a gradient bucket is reduced (``allreduce_gradients``; ``reduce_bucket_size``)."""

@@ -10,7 +10,7 @@ behind every parameter's gradient.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property, lru_cache
 
 from ...families import family as family_of
@@ -21,6 +21,7 @@ from ...layers.huggingface import LayerShape
 from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run, recorded
 from ...layers.recompute import Frame
 from ...tape.events import INPUT, Category, Hook
+from ...values import dataclass
 from .programs import (
     COS,
     EMBEDDED,

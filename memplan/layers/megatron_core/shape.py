@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from ...plan.spec import ModelSpec
+from ...values import dataclass
 
 TransformerImpl = Literal["local", "transformer_engine"]
 CoreAttention = Literal["local", "unfused", "fused", "flash"]

@@ -8,9 +8,10 @@ published a figure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
+
+from ...values import dataclass
 
 TERA, GIGA = 1e12, 1e9
 

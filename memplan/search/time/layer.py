@@ -8,7 +8,6 @@ width, ``t`` tensor-, ``c`` context-parallel size.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from math import log
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 from ...families import family
 from ...frameworks import framework
 from ...plan.resolved import ResolvedPlan
+from ...values import dataclass
 from . import kernels
 from .collectives import collective, group, send
 from .kernels import Seconds, linear, matmul, streamed, streams

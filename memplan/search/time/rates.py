@@ -7,7 +7,6 @@ what remains on random numbers once the power limit holds; where only a best cas
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...frameworks import framework
 from ...plan.errors import ABSENT, PlanError
 from ...plan.resolved import ResolvedPlan
+from ...values import dataclass
 from .hardware import GIGA, SPEEDS, Figure
 
 

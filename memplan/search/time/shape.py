@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from ...plan.errors import PlanError
 from ...plan.lora import adapted
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec, of_any_depth
+from ...values import dataclass
 
 
 class Code(NamedTuple):

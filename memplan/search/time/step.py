@@ -19,11 +19,12 @@ the ends slower; where stages differ in size alone they are an upper bound, off 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...frameworks import framework
 from ...plan.resolved import ResolvedPlan
+from ...values import dataclass
 from .layer import EntryTimes, entry_times
 from .rates import Efficiency, assumptions, rates_of
 from .shape import StageWork, model_flops, recomputed_flops, shape_of, work_of

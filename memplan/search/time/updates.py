@@ -5,12 +5,12 @@ Communication that a framework runs beside backward or forward counts only as fa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...frameworks import framework
 from ...plan.lora import adapter_parameters
 from ...plan.resolved import ResolvedPlan
+from ...values import dataclass
 from .collectives import Group, collective, group
 from .kernels import streamed
 from .layer import EntryTimes

@@ -1,0 +1,136 @@
+"""``dataclass``, as the standard library's, for classes that cost nothing until they are used.
+
+The standard library compiles six methods for each class when it is imported, half a millisecond; a start imports more
+than a hundred such classes and makes values of half of them. Here a method is compiled when it is first called, from
+the same text. Everything else (fields, slots, ``replace``, ``asdict``) is the standard library's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass
+else:
+    import dataclasses
+    from dataclasses import MISSING, FrozenInstanceError
+    from reprlib import recursive_repr
+    from types import MemberDescriptorType
+
+    def dataclass(cls=None, /, *, eq=True, frozen=False, slots=False):
+        """``dataclasses.dataclass`` with those of its choices that are used here."""
+
+        def made(cls):
+            return _dataclass(cls, eq, frozen, slots)
+
+        return made if cls is None else made(cls)
+
+    def _dataclass(cls, eq, frozen, slots):
+        own = set(vars(cls))
+        if not cls.__doc__:
+            cls.__doc__ = cls.__name__  # or else the standard library looks for the signature
+        cls = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls)
+        methods = (
+            {"__init__": _init(frozen)} | ({"__eq__": _eq} if eq else {}) | ({"__hash__": _hash} if frozen else {})
+        )
+        for name, text in methods.items():
+            if name not in own and (eq or name != "__hash__"):
+                setattr(cls, name, _later(cls, name, text))
+        if eq and not frozen and "__hash__" not in own:
+            cls.__hash__ = None
+        if "__repr__" not in own:
+            cls.__repr__ = _repr
+        if frozen:
+            cls.__setattr__, cls.__delattr__ = _no_setattr, _no_delattr
+            if slots:
+                cls.__getstate__, cls.__setstate__ = _getstate, _setstate
+        return cls
+
+    def _later(cls, name, text):
+        """A method that, called for the first time, puts the one compiled from ``text`` in its place."""
+
+        def method(self, *positional, **named):
+            lines, known = text(cls)
+            made = {}
+            exec("\n".join(lines), known, made)
+            compiled = made[name]
+            compiled.__qualname__ = f"{cls.__qualname__}.{name}"
+            setattr(cls, name, compiled)
+            return compiled(self, *positional, **named)
+
+        method.__name__ = name
+        method.__qualname__ = f"{cls.__qualname__}.{name}"
+        return method
+
+    def _init(frozen):
+        """``def __init__`` with a parameter for each field, that sets them and calls ``__post_init__``."""
+
+        def text(cls):
+            known = {"_set": object.__setattr__, "_MISSING": MISSING}
+            positional, named, body = [], [], []
+            for field in dataclasses.fields(cls):
+                name = field.name
+                value = name
+                if field.default_factory is not MISSING:
+                    known[f"_make_{name}"] = field.default_factory
+                    default = "=_MISSING"
+                    value = f"_make_{name}() if {name} is _MISSING else {name}" if field.init else f"_make_{name}()"
+                elif field.default is not MISSING:
+                    known[f"_default_{name}"] = field.default
+                    default = f"=_default_{name}"
+                    value = name if field.init else f"_default_{name}"
+                else:
+                    default = ""
+                    if not field.init:
+                        continue
+                if field.init:
+                    (named if field.kw_only else positional).append(name + default)
+                place = getattr(cls, name, None)
+                if not frozen:
+                    body.append(f" self.{name} = {value}")
+                elif isinstance(place, MemberDescriptorType):
+                    known[f"_set_{name}"] = place.__set__
+                    body.append(f" _set_{name}(self, {value})")
+                else:
+                    body.append(f" _set(self, {name!r}, {value})")
+            if hasattr(cls, "__post_init__"):
+                body.append(" self.__post_init__()")
+            parameters = ", ".join(["self", *positional, *(["*", *named] if named else [])])
+            return [f"def __init__({parameters}):", *(body or [" pass"])], known
+
+        return text
+
+    def _compared(cls, owner):
+        return "(" + "".join(f"{owner}.{field.name}, " for field in dataclasses.fields(cls) if field.compare) + ")"
+
+    def _eq(cls):
+        return [
+            "def __eq__(self, other):",
+            " if other.__class__ is self.__class__:",
+            f"  return {_compared(cls, 'self')} == {_compared(cls, 'other')}",
+            " return NotImplemented",
+        ], {}
+
+    def _hash(cls):
+        return ["def __hash__(self):", f" return hash({_compared(cls, 'self')})"], {}
+
+    @recursive_repr()
+    def _repr(self):
+        shown = (f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self) if field.repr)
+        return f"{type(self).__qualname__}({', '.join(shown)})"
+
+    def _no_setattr(self, name, value):
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def _no_delattr(self, name):
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def _getstate(self):
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+    def _setstate(self, state):
+        for field, value in zip(dataclasses.fields(self), state, strict=True):
+            object.__setattr__(self, field.name, value)
+
+
+__all__ = ["dataclass"]

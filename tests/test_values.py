@@ -1,0 +1,128 @@
+"""``memplan.values.dataclass`` does what the standard library's does."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from dataclasses import FrozenInstanceError, field, replace
+from typing import Any
+
+import pytest
+
+from memplan.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Two numbers and a note that no comparison sees."""
+
+    x: int
+    y: int = 2
+    seen: list[int] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def sum(self) -> int:
+        return self.x + self.y
+
+
+@dataclass(frozen=True, slots=True)
+class Named(Point):
+    """A point with a name, and a sum that follows."""
+
+    name: str = ""
+    doubled: int = field(init=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubled", 2 * self.sum)
+
+
+@dataclass(frozen=True, eq=False)
+class Unlike:
+    """Equal to nothing but itself."""
+
+    x: int
+
+
+@dataclass
+class Loose:
+    """Can change, and has no hash."""
+
+    x: int
+    more: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Own:
+    """Has methods of its own."""
+
+    x: int
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __repr__(self) -> str:
+        return "own"
+
+
+def test_fields_are_set_by_place_by_name_and_by_default() -> None:
+    assert (Point(1).x, Point(1).y, Point(1, 3).y, Point(y=5, x=4).sum) == (1, 2, 3, 9)
+    assert Point(1).seen == []
+    assert Point(1).seen is not Point(1).seen
+    assert Named(1, 2, name="a").doubled == 6
+    wrong: Any = Point
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        wrong()
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        wrong(1, z=3)
+
+
+def test_equality_hash_and_text_are_those_of_the_standard_library() -> None:
+    assert Point(1) == Point(1, 2, [3])
+    assert Point(1) != Point(2)
+    assert Point(1) != Named(1)
+    assert hash(Point(1)) == hash(Point(1, 2, [3])) == hash((1, 2))
+    assert repr(Point(1)) == "Point(x=1, y=2)"
+    assert repr(Named(1, name="a")) == "Named(x=1, y=2, name='a', doubled=6)"
+    assert Unlike(1) != Unlike(1)
+    assert len({Unlike(1), Unlike(1)}) == 2
+    assert (hash(Own(1)), repr(Own(1))) == (7, "own")
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(Loose(1))
+
+
+def test_what_is_frozen_cannot_change() -> None:
+    for one in (Point(1), Named(1), Unlike(1), Own(1)):
+        with pytest.raises(FrozenInstanceError):
+            one.x = 2  # type: ignore[misc]
+        with pytest.raises(FrozenInstanceError):
+            del one.x
+    loose = Loose(1)
+    loose.x = 2
+    assert loose == Loose(2)
+
+
+def test_copies_replacements_and_pickles_are_equal() -> None:
+    named = Named(1, 5, [9], "a")
+    assert replace(named, x=3) == Named(3, 5, name="a")
+    assert replace(named, x=3).doubled == 16
+    for other in (copy.copy(named), copy.deepcopy(named), pickle.loads(pickle.dumps(named))):
+        assert other == named
+        assert other.seen == [9]
+    assert dataclasses.asdict(Loose(1, {"a": 2})) == {"x": 1, "more": {"a": 2}}
+    assert [one.name for one in dataclasses.fields(Named)] == ["x", "y", "seen", "name", "doubled"]
+    assert Point.__match_args__ == ("x", "y", "seen")
+
+
+def test_no_method_is_compiled_before_it_is_called() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Late:
+        """Not made yet."""
+
+        x: int
+
+    before = Late.__init__
+    assert Late(1) == Late(1)
+    assert before is not Late.__init__
+    assert Late.__init__.__code__.co_varnames[:2] == ("self", "x")
+    assert not hasattr(Late(1), "__dict__")
