@@ -12,7 +12,7 @@ from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
 from ..plan.read import Flags, ReadPlan
 from .files import check_writable, write_whole
 from .launched import From, LaunchFlags, Set, Strict, VocabSize, read_given
-from .output import OUTPUT, Overwrite, PlanOrLaunchFile, print_json, printing
+from .output import OUTPUT, Overwrite, PlanOrLaunchFile, print_file, print_json
 
 if TYPE_CHECKING:
     from ..formats.exported import Exported
@@ -61,8 +61,7 @@ def export(
         print_json(_as_json(done))
         return 0
     if output is None or output == "-":
-        with printing():
-            print(done.text, end="")
+        print_file(done.text)
         if not done.says_its_command:
             _tell([f"estimate it with: {done.command_line()}"], quiet)
         return 0

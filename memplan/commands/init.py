@@ -10,7 +10,7 @@ import typer
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags
 from .files import write_whole
-from .output import Overwrite, printing
+from .output import Overwrite, print_file
 
 DEFAULT_MODEL = "gpt2-xl"
 
@@ -29,8 +29,7 @@ def init(
     """
     text = _example(example, flags) if example is not None else _template(path, flags)
     if path is None or path == "-":
-        with printing():
-            print(text, end="")
+        print_file(text)
         return 0
     write_whole(path, text.encode(), force=force)
     return 0

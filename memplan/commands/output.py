@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..plan.errors import lines
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -73,13 +75,19 @@ def silence() -> None:
 def print_json(value: Any) -> None:
     """``value`` as the only thing on standard output."""
     with printing():
-        print(json.dumps(value, indent=1))
+        print(json.dumps(value, indent=1).replace("\x7f", "\\u007f"))  # the one control character that JSON leaves
 
 
 def print_text(text: str) -> None:
-    """``text``, whose lines all end, as the only thing on standard output."""
+    """``text``, whose lines all end, as the only thing on standard output, without control characters."""
     with printing():
-        print(text, end="")
+        print(lines(text), end="")
+
+
+def print_file(text: str) -> None:
+    """``text`` as a file would have it; on a terminal without control characters, which that would obey."""
+    with printing():
+        print(lines(text) if sys.stdout.isatty() else text, end="")
 
 
 def console(no_color: bool) -> Console:
@@ -90,4 +98,4 @@ def console(no_color: bool) -> Console:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
-    return QuietConsole(no_color=True if no_color else None, highlight=False)
+    return QuietConsole(no_color=True if no_color else None, highlight=False, markup=False, emoji=False)

@@ -100,7 +100,7 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) and value.bit_length() > 200:
-        return f"a number of {value.bit_length() * 3 // 10} digits"
+        return f"a number of {value.bit_length() * 30_103 // 100_000 + 1} digits"
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{key}: {shown(item)}" for key, item in list(value.items())[:8]) + "}"
     elif isinstance(value, (list, tuple)):
@@ -111,5 +111,12 @@ def shown(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` with whatever would break the line, or not show, escaped."""
+    """``text`` with whatever would break the line, not show, or steer a terminal, escaped."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def lines(text: str) -> str:
+    """``text`` with its line ends as they are, and everything else escaped as in ``one_line``."""
+    return "\n".join(map(one_line, text.split("\n")))

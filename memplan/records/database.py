@@ -18,8 +18,8 @@ from .record import Record, from_text, to_text
 
 APPLICATION = 0x6D656D70
 """``PRAGMA application_id``: the file is memplan's."""
-PATIENCE = 30.0
-"""Seconds that a writer waits for others."""
+PATIENCE = 5.0
+"""Seconds that a command waits for others that write; each does for milliseconds."""
 
 Migration = Callable[[sqlite3.Connection], None]
 
@@ -51,12 +51,18 @@ def connected(
         _make(path)
         # Not "rwc": a file that vanishes meanwhile is an error. What is read-only opens, and is refused when written.
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", patience, isolation_level=None, uri=True)
+        connection.text_factory = _readable
     try:
         with errors_of(path):
             _prepare(connection, path, migrations)
         yield connection
     finally:
         connection.close()
+
+
+def _readable(text: bytes) -> str:
+    """Text of a file that another program may have changed. A record in it has a checksum of its own."""
+    return text.decode(errors="replace")
 
 
 def _make(path: Path) -> None:
@@ -108,6 +114,10 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
+class InUseError(PlanError):
+    """Another process keeps the database for itself."""
+
+
 @contextmanager
 def errors_of(path: Path) -> Iterator[None]:
     """SQLite's and the file system's errors as one line that names the file."""
@@ -118,11 +128,12 @@ def errors_of(path: Path) -> Iterator[None]:
         problem = f"cannot be made: {(error.strerror or str(error)).lower()}; {VARIABLE} names another directory"
         raise PlanError("", ABSENT, problem, origin=origin) from None
     except sqlite3.Error as error:
+        if "locked" in str(error):
+            raise InUseError("", ABSENT, "is in use by another process; try again later", origin=origin) from None
         raise PlanError("", ABSENT, _words(str(error)), origin=origin) from None
 
 
 _WORDS = (
-    ("locked", "is in use by another process, which did not end in time; try again"),
     ("readonly", f"cannot be written: it, or its directory, is read-only; {VARIABLE} names another directory"),
     ("full", f"cannot be written: no space is left; {VARIABLE} names another directory"),
     ("unable to open", f"cannot be opened; {VARIABLE} names another directory"),
@@ -140,6 +151,17 @@ def _words(message: str) -> str:
 # -- database --------------------------------------------------------------------------------------------
 
 _NEWEST_FIRST = "ORDER BY time DESC, id"
+
+
+class Row(NamedTuple):
+    """What the list of runs has of one, besides its record, as text, whatever another program wrote there."""
+
+    number: int
+    """SQLite's own."""
+    id: str
+    time: str
+    model: str
+    gpu: str | None
 
 
 class Unreadable(NamedTuple):
@@ -182,36 +204,55 @@ class Database:
 
     def records(self, gpu: str | None = None, model: str | None = None) -> Iterator[Record | Unreadable]:
         """Newest first; of GPUs and models whose names contain the given text, in whatever case."""
-        with errors_of(self.path):
-            rows = self.connection.execute(f"SELECT id, time, model, gpu FROM runs {_NEWEST_FIRST}").fetchall()
-        for row in rows:
-            if _contains(row[3], gpu) and _contains(row[2], model):
+        for row in self._rows():
+            if _contains(row.gpu, gpu) and _contains(row.model, model):
                 try:
-                    yield self._record(row[0])
+                    yield self._record(row)
+                except InUseError:
+                    raise
                 except PlanError as error:
-                    yield Unreadable(row[0], row[1], row[2], row[3], str(error))
+                    yield Unreadable(row.id, row.time, row.model, row.gpu, str(error))
 
-    def _record(self, id_: str) -> Record:
+    def _rows(self) -> list[Row]:
+        """Newest first."""
         with errors_of(self.path):
-            row = self.connection.execute("SELECT record FROM runs WHERE id = ?", (id_,)).fetchone()
-        return from_text(str(row[0]) if row else "", f"{self.path}, run {id_}")
+            found = self.connection.execute(f"SELECT rowid, id, time, model, gpu FROM runs {_NEWEST_FIRST}").fetchall()
+        return [
+            Row(number, _text(id_), _text(time), _text(model), None if gpu is None else _text(gpu))
+            for number, id_, time, model, gpu in found
+        ]
+
+    def _record(self, row: Row) -> Record:
+        with errors_of(self.path):
+            found = self.connection.execute("SELECT record FROM runs WHERE rowid = ?", (row.number,)).fetchone()
+        source = f"{self.path}, run {row.id}"
+        if found is None:
+            raise PlanError("", ABSENT, "was removed meanwhile", origin=Origin(source))
+        if not isinstance(found[0], str):
+            raise PlanError("record", ABSENT, "is not text: another program changed it", origin=Origin(source))
+        record = from_text(found[0], source)
+        if (record.id, record.time) != (row.id, row.time):
+            problem = f"is run {record.id} of {record.time}: another program changed the row"
+            raise PlanError("record", ABSENT, problem, origin=Origin(source))
+        return record
 
     def ids(self) -> list[str]:
         """Newest first."""
-        with errors_of(self.path):
-            return [id_ for (id_,) in self.connection.execute(f"SELECT id FROM runs {_NEWEST_FIRST}")]
+        return [row.id for row in self._rows()]
 
-    def named(self, prefix: str) -> str:
-        """The id that begins with ``prefix``. ``PlanError`` where none or several do."""
-        ids = self.ids()
-        found = [id_ for id_ in ids if id_.startswith(prefix.lower())] if prefix else []
-        if len(found) == 1:
-            return found[0]
+    def named(self, prefix: str) -> Row:
+        """The run whose id is ``prefix``, or begins with it. ``PlanError`` where none or several do."""
+        rows = self._rows()
+        ids = [row.id for row in rows]
+        found = [row for row in rows if row.id.lower().startswith(prefix.lower())] if prefix else []
+        exact = [row for row in found if row.id == prefix]
+        if exact or len(found) == 1:
+            return (exact or found)[0]
         origin = Origin("memplan runs")
         if not found:
             known = f"the newest is {shortest(ids[0], ids)}" if ids else "no run is recorded"
             raise PlanError("", ABSENT, f"{prefix or 'nothing'} is the id of no run; {known}", origin=origin)
-        several = ", ".join(shortest(id_, ids) for id_ in found[:4])
+        several = ", ".join(shortest(row.id, ids) for row in found[:4])
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         problem = f"{prefix} begins the ids of {len(found)} runs, {several}{more}: give more of it"
         raise PlanError("", ABSENT, problem, origin=origin)
@@ -222,11 +263,20 @@ class Database:
 
     def delete(self, prefix: str) -> str:
         """Removes a record, which may be one that cannot be read, and what was learned from it; gives its id."""
-        id_ = self.named(prefix)
+        row = self.named(prefix)
         with errors_of(self.path), transaction(self.connection):
-            self.connection.execute("DELETE FROM facts WHERE run = ?", (id_,))
-            self.connection.execute("DELETE FROM runs WHERE id = ?", (id_,))
-        return id_
+            self.connection.execute(
+                "DELETE FROM facts WHERE run IN (SELECT id FROM runs WHERE rowid = ?)", (row.number,)
+            )
+            self.connection.execute("DELETE FROM runs WHERE rowid = ?", (row.number,))
+        return row.id
+
+
+def _text(value: object) -> str:
+    """A column that is to be text."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return value if isinstance(value, str) else str(value)
 
 
 def _contains(text: str | None, part: str | None) -> bool:

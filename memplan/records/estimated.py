@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from .readings import Count, Number, Positive
+
 
 class _Part(BaseModel):
     """Fields that are read here are checked; others are kept as they are."""
@@ -19,14 +21,14 @@ class Model(_Part):
 
 class Hardware(_Part):
     gpu: str | None = None
-    gpus: int | None = Field(None, ge=1)
-    gpus_per_node: int = Field(8, ge=1)
+    gpus: Positive | None = None
+    gpus_per_node: Positive = 8
 
 
 class Batch(_Part):
-    mbs: int = Field(1, ge=1)
-    gbs: int | None = None
-    seq: int | None = None
+    mbs: Positive = 1
+    gbs: Number | None = None
+    seq: Number | None = None
 
 
 class Precision(_Part):
@@ -43,7 +45,7 @@ class Plan(_Part):
     model: Model
     framework: str
     hardware: Hardware = Hardware()
-    layout: dict[str, int | bool | None] = {}
+    layout: dict[str, Number | bool | None] = {}
     batch: Batch = Batch()
     precision: Precision = Precision()
     optimizer: Optimizer = Optimizer()
@@ -53,13 +55,13 @@ class Plan(_Part):
 class Stage(_Part):
     """One of ``stages``; sizes in bytes."""
 
-    stage: int = Field(ge=0)
-    requested_bytes: int = Field(ge=0)
-    allocated_bytes: int | None = Field(None, ge=0)
-    reserved_bytes: int | None = Field(None, ge=0)
-    device_bytes: int | None = Field(None, ge=0)
-    breakdown: dict[str, int] = {}
-    beyond_allocated: dict[str, int | None] = {}
+    stage: Count
+    requested_bytes: Count
+    allocated_bytes: Count | None = None
+    reserved_bytes: Count | None = None
+    device_bytes: Count | None = None
+    breakdown: dict[str, Number] = {}
+    beyond_allocated: dict[str, Number | None] = {}
 
 
 class Estimated(_Part):

@@ -6,7 +6,7 @@ many no NCCL buffers.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +15,12 @@ World = Literal["real", "emulated", "fake"]
 a real device with torch's fake process group. ``fake``: emulated, on fake tensors."""
 Code = Literal["torch", "megatron", "deepspeed"]
 """Whose code ran: torch's own, or a framework's."""
+
+LARGEST_NUMBER = 2**63 - 1
+"""Whole numbers in a record are at most so far from 0: no size is larger, and what works with them may rely on it."""
+Number = Annotated[int, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
+Count = Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST_NUMBER)]
 
 
 class _Data(BaseModel):
@@ -27,14 +33,14 @@ class Moment(_Data):
     name: str
     """``initialisation``, ``forward``, ``backward`` (both of a pipeline: ``passes``), ``step`` (all of a measured
     iteration: ``iteration``), or ``evaluation``; ``between``: what a schedule does between passes."""
-    requested: int | None = Field(default=None, ge=0)
+    requested: Count | None = None
     """Peak of requested bytes: of storages, each rounded up to 512, on any device; ``requested_bytes.all.peak`` of the
     allocator's statistics are not rounded, and so not this."""
-    allocated: int | None = Field(default=None, ge=0)
+    allocated: Count | None = None
     """``torch.cuda.max_memory_allocated``."""
-    reserved: int | None = Field(default=None, ge=0)
+    reserved: Count | None = None
     """``torch.cuda.max_memory_reserved``."""
-    end: int | None = Field(default=None, ge=0)
+    end: Count | None = None
     """Allocated bytes (of a CPU: requested) when it ended."""
 
 
@@ -43,43 +49,43 @@ class Place(_Data):
 
     entry: str
     phase: str
-    microbatch: int
-    net: int
-    peak: int
+    microbatch: Number
+    net: Number
+    peak: Number
     """The excursion: bytes that stay, and bytes above where it began."""
-    estimated_net: int | None
-    estimated_peak: int | None
+    estimated_net: Number | None
+    estimated_peak: Number | None
 
 
 class RankReading(_Data):
     """One rank of a run."""
 
-    rank: int = Field(ge=0)
-    stage: int = Field(ge=0)
+    rank: Count
+    stage: Count
     host: str
     device: str
     """``cpu``, or the name that the driver gives the GPU."""
-    parameters: int = Field(ge=0)
+    parameters: Count
     """Elements of its stage's model, before they are sharded."""
-    requested: int | None
+    requested: Number | None
     """Peak of an iteration in steady state, as ``Moment`` has them."""
-    allocated: int | None
-    reserved: int | None
-    device_bytes: int | None
+    allocated: Number | None
+    reserved: Number | None
+    device_bytes: Number | None
     """Of the whole device, from NVML, while the run's own process is the only one on it."""
-    static: int | None
+    static: Number | None
     """Between iterations."""
-    context: int | None = None
+    context: Number | None = None
     """CUDA context: the device's bytes without those reserved, before any communicator exists; at the end, with the
     kernels that were loaded meanwhile, where none ever does."""
-    nccl: int | None = None
+    nccl: Number | None = None
     """What the device's bytes grew by, without reserved ones, from then to the end of the run."""
-    workspaces: int | None = None
+    workspaces: Number | None = None
     """cuBLAS's, which ``allocated`` holds."""
     moments: tuple[Moment, ...] = ()
-    breakdown: dict[str, int] = {}
+    breakdown: dict[str, Number] = {}
     """By category, at the peak of ``requested``."""
-    seconds: tuple[float, ...] = ()
+    seconds: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
     """Of each measured iteration."""
     losses: tuple[float, ...] = ()
     """Of every iteration from the first on, warm-up included; empty on ranks without the loss."""
@@ -90,15 +96,15 @@ class RankReading(_Data):
 class Failure(_Data):
     """Why a rank ended early."""
 
-    rank: int | None
+    rank: Number | None
     kind: Literal["out-of-memory", "error", "died", "timeout", "interrupted"]
     message: str
     """One line."""
     when: str = ""
     """What it was doing: phase, micro-batch and module."""
-    allocated: int | None = None
-    reserved: int | None = None
-    failing: int | None = None
+    allocated: Number | None = None
+    reserved: Number | None = None
+    failing: Number | None = None
     """Bytes of the request that failed."""
     lines: tuple[str, ...] = ()
     """The last that it printed."""

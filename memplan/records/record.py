@@ -17,12 +17,14 @@ from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.text import read_bytes
 from .differences import Verdict, differences, verdict_of
 from .estimated import Estimated, Plan
-from .readings import Run
+from .readings import Count, Positive, Run
 
 SCHEMA = 1
 """Of a record's JSON; one that is larger was written by a newer memplan."""
-LARGEST = 1 << 26
-"""Bytes of a record's JSON at most: a rank takes about two kilobytes."""
+LARGEST = 1 << 23
+"""Bytes of a file with a record at most: a rank takes about two kilobytes."""
+MOST_PARTS = 100_000
+"""Objects and lists in such a file at most, each of which takes more memory than its bytes; a rank has about ten."""
 TOLERANCE = 0.03
 """By which part of what was measured an estimate may differ from it."""
 CHECKSUM = "sha256"
@@ -46,9 +48,9 @@ class Hardware(_Data):
 
     gpu: str | None
     """As the driver names it; ``None`` of a CPU."""
-    gpus: int = Field(ge=0)
+    gpus: Count
     """Devices that took part; one where a device played the ranks in turn."""
-    nodes: int = Field(ge=1)
+    nodes: Positive
     driver: str | None
 
 
@@ -221,6 +223,8 @@ def read_record(path: Path) -> Record:
     """The record in a file."""
     origin = Origin(str(path))
     content = read_bytes(path, largest=LARGEST, what="a record")
+    if content.count(b"{") + content.count(b"[") > MOST_PARTS:
+        raise PlanError("", ABSENT, f"has more parts than a record can have ({MOST_PARTS:,})", origin=origin)
     try:
         text = content.decode()
     except UnicodeDecodeError:

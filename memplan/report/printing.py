@@ -1,5 +1,5 @@
-"""How reports come to a terminal or a pipe: without blanks at a line's end or characters that it lacks, and with text
-that wraps where a reader would break it.
+"""How reports come to a terminal or a pipe: without blanks at a line's end, control characters or characters that it
+lacks, and with text that wraps where a reader would break it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..plan.errors import one_line
+
 _PLAIN = str.maketrans("–−—×·■│→≤…", "---x.#|><.")
 
 
 class _Tidy:
-    """A renderable without blanks at the end of its lines and, in an ASCII encoding, without dashes and bars."""
+    """A renderable without blanks at the end of its lines, without control characters, which are shown escaped, and, in
+    an ASCII encoding, without dashes and bars."""
 
     def __init__(self, renderable: RenderableType) -> None:
         self.renderable = renderable
@@ -30,7 +33,7 @@ class _Tidy:
             while line and not line[-1].text.rstrip():
                 line.pop()
             for index, (text, style, control) in enumerate(line):
-                kept = text.rstrip() if index == len(line) - 1 else text
+                kept = one_line(text.rstrip() if index == len(line) - 1 else text)
                 yield Segment(_plain(kept) if options.ascii_only else kept, style, control)
             yield Segment.line()
 
@@ -42,6 +45,8 @@ def _plain(text: str) -> str:
 
 def put_line(console: Console, text: Text) -> None:
     """Prints ``text`` on one line, however long, for scripts that read lines."""
+    if not text.plain.isprintable():
+        text = Text(one_line(text.plain))
     plain = Text(_plain(text.plain), spans=text.spans) if console.options.ascii_only else text
     console.print(plain, soft_wrap=True)
 

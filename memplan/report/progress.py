@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from threading import Lock, Timer
 from typing import TYPE_CHECKING
 
+from ..plan.errors import one_line
+
 if TYPE_CHECKING:
     from rich.status import Status
-
+    from rich.text import Text
 
 PATIENCE = 0.5
 """Seconds of work that nobody needs to be told about."""
@@ -36,6 +38,13 @@ def progress(doing: str, *, quiet: bool = False) -> Iterator[Report]:
         shown.stop()
 
 
+def _shown(text: str) -> Text:
+    """As a text without markup: names may have brackets."""
+    from rich.text import Text
+
+    return Text(one_line(text))
+
+
 class _Shown:
     """A line that appears when ``start`` is called, from another thread, unless the work has ended by then."""
 
@@ -50,7 +59,7 @@ class _Shown:
 
         with self._lock:
             if not self._ended:
-                self._status = Console(stderr=True).status(self.text)
+                self._status = Console(stderr=True).status(_shown(self.text))
                 self._status.start()
 
     def report(self, what: str, done: int, of: int) -> None:
@@ -58,7 +67,7 @@ class _Shown:
         if text != self.text:
             self.text = text
             if self._status is not None:
-                self._status.update(text)
+                self._status.update(_shown(text))
 
     def stop(self) -> None:
         with self._lock:

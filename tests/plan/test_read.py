@@ -193,7 +193,7 @@ def test_standard_input_is_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             "model: gpt2\nlayout: {tp: 99999999999999999999}\n",
             "plan.yaml:2: layout.tp = 99999999999999999999: must be at most",
         ),
-        (f"model: gpt2\nlayout: {{tp: {'9' * 300}}}\n", "plan.yaml:2: layout.tp = a number of 29"),
+        (f"model: gpt2\nlayout: {{tp: {'9' * 300}}}\n", "plan.yaml:2: layout.tp = a number of 300 digits"),
         (
             "model: gpt2\nlayout: {sequence_parallel: no}\n",
             "plan.yaml:2: layout.sequence_parallel = no: must be true or false",

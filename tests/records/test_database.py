@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memplan.cli import main
 from memplan.plan.errors import PlanError
-from memplan.records.database import MIGRATIONS, Unreadable, connected, open_database, shortest
+from memplan.records.database import MIGRATIONS, PATIENCE, InUseError, Unreadable, connected, open_database, shortest
 from memplan.records.known import known_measurements
 from memplan.records.place import NAME, exists, folder
 from memplan.records.record import Record, to_text
@@ -105,7 +106,7 @@ def test_a_prefix_names_one_or_is_refused(ids: list[str], prefix: str, tmp_path:
         )
         beginning = [one for one in ids if one.startswith(prefix)]
         if prefix and len(beginning) == 1:
-            assert database.named(prefix) == beginning[0]
+            assert database.named(prefix).id == beginning[0]
         else:
             with pytest.raises(PlanError, match="give more of it" if prefix and beginning else "the id of no run"):
                 database.named(prefix)
@@ -249,6 +250,52 @@ def test_a_writer_that_takes_too_long_is_said_to(own_folder: Path) -> None:
             with pytest.raises(PlanError, match=r"runs\.sqlite3: is in use by another process"):
                 other.add(record_of())
         database.connection.execute("ROLLBACK")
+
+
+def test_a_database_that_is_kept_locked_is_waited_for_once(own_folder: Path) -> None:
+    """Not once for every record in the list, and for five seconds at most."""
+    assert PATIENCE == 5.0
+    with open_database() as database:
+        for minute in range(20):
+            database.add(record_of(minute=minute))
+    with open_database() as holder, open_database(patience=0.2) as reader:
+        found = reader.records()
+        assert isinstance(next(found), Record)
+        holder.connection.execute("BEGIN EXCLUSIVE")
+        began = time.monotonic()
+        with pytest.raises(InUseError, match=r"runs\.sqlite3: is in use by another process; try again later"):
+            list(found)
+        with pytest.raises(InUseError), open_database(patience=0.2) as other:
+            other.ids()
+        assert time.monotonic() - began < 3
+        holder.connection.execute("ROLLBACK")
+    assert len(records()) == 20
+
+
+@pytest.mark.parametrize("value", [None, 7, 1.5, b"\x1b[31m\xff", "\x1b[31m", ""])
+@pytest.mark.parametrize("column", ["id", "time", "model", "gpu", "imported", "record"])
+def test_a_changed_column_hides_no_other_row(
+    column: str, value: object, own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, changed = record_of(minute=1), record_of(minute=2)
+    with open_database() as database:
+        database.add(kept)
+        database.add(changed)
+        names = "id, time, model, gpu, imported, record"
+        connection = database.connection
+        for statement in (f"CREATE TABLE loose AS SELECT {names} FROM runs", "DROP TABLE facts", "DROP TABLE runs"):
+            connection.execute(statement)
+        connection.execute("ALTER TABLE loose RENAME TO runs")
+        connection.execute(f"UPDATE runs SET {column} = ? WHERE id = ?", (value, changed.id))
+        found = list(database.records())
+        assert kept in found
+        unreadable = [one for one in found if isinstance(one, Unreadable)]
+        assert len(unreadable) == (column in ("id", "time", "record"))
+    assert main(["runs", "--no-color"]) == 0
+    shown = capsys.readouterr().out
+    assert kept.id[:6] in shown
+    assert all(c.isprintable() or c == "\n" for c in shown)
+    assert shown.count("cannot be read") == len(unreadable)
 
 
 # -- migrations ---------------------------------------------------------------------------------------------

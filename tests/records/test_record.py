@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,12 @@ from hypothesis import strategies as st
 from memplan.plan.errors import PlanError
 from memplan.records.differences import differences, judged, verdict_of, worst
 from memplan.records.readings import Failure, Moment, Place, RankReading, Run, Versions
-from memplan.records.record import Record, from_json, from_text, read_record, to_json, to_text
+from memplan.records.record import LARGEST, MOST_PARTS, Record, from_json, from_text, read_record, to_json, to_text
 from memplan.records.sharing import shareable, shared_text
 
 from .made import MIB, SINGLE, TWO_STAGES, estimate_json, record_of, run_of
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = st.none() | st.integers(0, 2**60)
 WORDS = st.text(max_size=12)
 MOMENTS = st.builds(Moment, name=WORDS, requested=SIZES, allocated=SIZES, reserved=SIZES, end=SIZES)
@@ -188,9 +192,9 @@ TEXT = to_text(record_of())
 
 def test_files_that_are_no_records(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
-    with pytest.raises(PlanError, match=r"mine\.json: cannot be read: no such file"):
+    with pytest.raises(PlanError, match=r"mine\.json: no such file"):
         read_record(file)
-    with pytest.raises(PlanError, match="cannot be read: is a directory"):
+    with pytest.raises(PlanError, match="is a directory; name a file in it"):
         read_record(tmp_path)
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="not UTF-8"):
@@ -271,3 +275,87 @@ def test_records_need_no_torch() -> None:
         "import memplan.records.database, memplan.records.known, memplan.records.sharing\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# -- sizes ----------------------------------------------------------------------------------------------------
+
+
+def integers(value: Any, path: str = "") -> list[str]:
+    """Where whole numbers stand in a record's JSON."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [place for key, item in inner for place in integers(item, f"{path}.{key}".lstrip("."))]
+    return [path] if type(value) is int else found
+
+
+def with_everything() -> Record:
+    """A record in which every field that can be a number is one."""
+    place = Place(entry="head", phase="forward", microbatch=0, net=1, peak=2, estimated_net=1, estimated_peak=2)
+    moment = Moment(name="step", requested=1, allocated=2, reserved=3, end=4)
+    readings = {"device_bytes": 7, "context": 1, "nccl": 2, "workspaces": 3, "moments": (moment,), "apart": place}
+    failure = Failure(rank=1, kind="died", message="", allocated=1, reserved=2, failing=3)
+    record = record_of(TWO_STAGES, code="megatron", failures=(failure,))
+    ranks = tuple(rank.model_copy(update=readings) for rank in record.run.ranks)
+    return record.model_copy(update={"run": record.run.model_copy(update={"ranks": ranks})})
+
+
+def test_no_number_of_a_record_is_larger_than_64_bits() -> None:
+    """Of the estimate and the plan what is read; the rest is kept as it is."""
+    data = written(with_everything())
+    unread, refused = set(), 0
+    for path in integers({key: value for key, value in data.items() if key != "schema"}):
+        for value in (2**63, -(2**63), 10**400):
+            *parents, last = path.split(".")
+            other: Any = json.loads(json.dumps(data))
+            at = other
+            for name in parents:
+                at = at[int(name)] if isinstance(at, list) else at[name]
+            at[last if isinstance(at, dict) else int(last)] = value
+            del other["sha256"]
+            with pytest.raises(PlanError) as caught:
+                from_json(other, "mine.json")
+            if caught.value.field == "sha256":
+                unread.add(re.sub(r"\.\d+", "", path))
+            else:
+                assert caught.value.field.startswith(path), (path, str(caught.value))
+                assert len(str(caught.value)) < 200
+                refused += 1
+    assert refused > 300
+    assert not {path for path in unread if not path.startswith(("plan.", "estimate."))}
+    assert not {path for path in unread if path.startswith("estimate.stages.breakdown")}
+    assert "estimate.stages.requested_bytes" not in unread
+    assert "estimate.capacity_bytes" in unread
+
+
+def test_a_file_is_limited_in_bytes_and_in_parts(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    data = written(record_of())
+    for content, said in (
+        (b" " * LARGEST + b"{}", r"is larger than a record can be \(8 MiB\): at least 8,388,610 bytes"),
+        (b"[" * MOST_PARTS + b"{", r"has more parts than a record can have \(100,000\)"),
+        (json.dumps({**data, "plan": {"x": [{}] * MOST_PARTS}}).encode(), "has more parts"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(PlanError, match=said):
+            read_record(file)
+
+
+@pytest.mark.slow
+def test_the_largest_files_take_less_than_500_mb(tmp_path: Path) -> None:
+    """As many numbers as there is room for, which take most memory of all that may be many."""
+    file = tmp_path / "mine.json"
+    data = written(record_of())
+    del data["sha256"]
+    data["plan"] = {"x": [0] * ((LARGEST - 100_000) // 3)}
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    data["sha256"] = sha256(text.encode()).hexdigest()
+    file.write_text(json.dumps(data, separators=(",", ":")))
+    code = (
+        "import resource, sys; from memplan.cli import main; code = main(['runs', '--import', sys.argv[1]]);"
+        "print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MEMPLAN_DATA": str(tmp_path / "data")}
+    command = [sys.executable, "-c", code, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    exit_code, rss = map(int, done.stdout.split()[-2:])
+    assert exit_code == 0
+    assert rss < 500

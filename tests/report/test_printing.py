@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
-from memplan.report.printing import Breakable
+from memplan.report.printing import Breakable, Pieces, entries, folded, left, plain_table, put, put_line
 
 from .printing import printed, widest
 
@@ -39,3 +39,22 @@ def test_no_character_is_lost_and_no_line_too_wide(text: str, width: int) -> Non
 def test_styles_survive() -> None:
     text = printed(lambda console: console.print(Breakable(Text("red_name", "red"))), 4, colour=True)
     assert text.count("\x1b[31m") == 2
+
+
+STEERING = st.text(st.characters(codec="utf-8") | st.sampled_from("\x1b\x9b\x07\x08\r\x7f\u202e\u2028[]/"), max_size=40)
+
+
+@given(STEERING, st.integers(10, 90))
+def test_nothing_that_is_printed_steers_a_terminal(text: str, width: int) -> None:
+    """In whatever part of a report, whoever forgot to escape it."""
+    table = plain_table(left(), folded())
+    table.add_row(Text(text), Breakable(text))
+    for show in (
+        lambda console: put(console, Text(text), table, Pieces([text, text]), entries([(text, text)], "")),
+        lambda console: put_line(console, Text.assemble((text, "bold"), text)),
+    ):
+        shown = printed(show, width)
+        assert all(c.isprintable() or c == "\n" for c in shown)
+    marked = text.replace("\n", "").replace("\t", "")
+    if "\x1b" in marked:
+        assert "\\x1b" in printed(lambda console: put_line(console, Text(text)), width)
