@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .campaign.page import kept, section
 from .comparison import MIB, Comparison, Table, mib
 
 HEAD = """# Accuracy
@@ -20,7 +21,8 @@ COLUMNS = ("run", "reading", "measured", "estimated", "error %", "error MiB", "w
 def document(tables: Sequence[Table]) -> str:
     """The whole page."""
     summary = ["## Summary", "", *(f"- {table.summary()}" for table in tables)]
-    return "\n".join([HEAD, *summary, *(line for table in tables for line in _section(table)), ""])
+    own = ["", section(kept())]
+    return "\n".join([HEAD, *summary, *own, *(line for table in tables for line in _section(table)), ""])
 
 
 def _section(table: Table) -> list[str]:

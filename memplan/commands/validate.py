@@ -64,6 +64,15 @@ def validate(
             rich_help_panel=_RUN,
         ),
     ] = False,
+    stage: Annotated[
+        str,
+        typer.Option(
+            "--stage",
+            metavar="N[,N…]",
+            help="run these stages only, one after another, alone on one GPU (with --emulate)",
+            rich_help_panel=_RUN,
+        ),
+    ] = "",
     with_: Annotated[
         str,
         typer.Option(
@@ -174,6 +183,7 @@ def validate(
         patience=timeout,
         shares=share_gpu,
         forces=force,
+        stages=_stages(stage),
     )
     try:
         asked = prepared(read.plan, where)
@@ -198,6 +208,15 @@ def validate(
                 print_text(f"{asked.native.differs}\n\n")
             print_run(made, console(no_color), quiet=quiet)
     return 0 if made.verdict == "agrees" else DIFFERS
+
+
+def _stages(text: str) -> tuple[int, ...]:
+    """``0,31`` as (0, 31)."""
+    numbers = [part.strip() for part in text.split(",")] if text else []
+    if not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
+        problem = f"{text} must be numbers of stages with commas between them, as 0,3"
+        raise PlanError("", ABSENT, problem, origin=Origin("--stage"))
+    return tuple(map(int, numbers))
 
 
 def _part(text: str) -> float:

@@ -21,7 +21,6 @@ import torch
 from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_iter, tree_map
@@ -205,6 +204,7 @@ def _exchanged(operations: list[Any], desc: str | None = None) -> list[_Work]:
 @contextmanager
 def communication() -> Iterator[None]:
     """Nothing is sent, and stages know shapes, as they do from the second iteration on."""
+    from torch.distributed.pipelining._utils import InferenceMode
 
     def known(self: Any, stages: Sequence[Any], *_: Any) -> None:
         for stage in stages:

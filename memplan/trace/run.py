@@ -39,8 +39,10 @@ LEAST = {
 }
 """Oldest releases that a trace, or a validation, runs on."""
 ALWAYS = ("torch", "transformers")
-LEAST_OF_TORCHTITAN = {"torch": (2, 13)}
-"""And one of torchtitan's code, which follows ``DTensor`` and pipeline schedules from within."""
+LEAST_OF_TORCHTITAN = (2, 11)
+"""And one of torchtitan's code, which follows ``DTensor`` from within."""
+LEAST_OF_PIPELINES = (2, 13)
+"""Whose stages know shapes as those that are followed do."""
 
 
 def traced(job: Job, model: str) -> Traced:
@@ -52,7 +54,7 @@ def traced(job: Job, model: str) -> Traced:
 def needed(job: Job) -> dict[str, tuple[int, int]]:
     """Packages that the trace of ``job`` needs, and their oldest releases."""
     if job.torchtitan is not None:
-        return LEAST_OF_TORCHTITAN
+        return {"torch": LEAST_OF_TORCHTITAN if job.torchtitan.stages is None else LEAST_OF_PIPELINES}
     return {package: LEAST[package] for package in (*ALWAYS, *job.packages)}
 
 

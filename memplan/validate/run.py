@@ -88,6 +88,8 @@ class Where:
     patience: float = 600.0
     shares: bool = False
     forces: bool = False
+    stages: tuple[int, ...] = ()
+    """Of which ranks take turns; empty: of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,10 @@ class Prepared:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.native.ranks)) if self.world == "real" else self.native.distinct()
+        if self.world == "real":
+            return tuple(range(self.native.ranks))
+        wanted, found = self.where.stages, self.native
+        return tuple(rank for rank in found.distinct() if not wanted or found.stage_of(rank) in wanted)
 
     @property
     def stages(self) -> dict[int, int]:
@@ -128,6 +133,7 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
     if joined is not None and joined.world > 1 and world == "emulated":
         problem = f"is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no {joined.launcher}"
         raise PlanError("", ABSENT, f"{where.gpus} {problem}; start one process", origin=Origin("--gpus"))
+    _check_stages(where, world, found.stages)
     devices: tuple[Device, ...] = ()
     if where.device == "cuda":
         _check_build()
@@ -156,6 +162,16 @@ def _world(found: Native, where: Where) -> World:
         problem = f"must divide the {where.gpus} GPUs: every machine has the same number"
         raise PlanError("", ABSENT, f"{where.nodes} {problem}", origin=Origin("--nnodes"))
     return "real" if where.gpus == found.ranks else "emulated"
+
+
+def _check_stages(where: Where, world: World, stages: int) -> None:
+    """Refuses stages that the plan has not, and a choice where all ranks run together."""
+    if where.stages and world == "real":
+        problem = "is for ranks that take turns (--emulate): together they run all stages"
+        raise PlanError("", ABSENT, problem, origin=Origin("--stage"))
+    for stage in where.stages:
+        if not 0 <= stage < stages:
+            raise PlanError("", ABSENT, f"{stage} must be from 0 to {stages - 1}", origin=Origin("--stage"))
 
 
 def _devices(

@@ -123,9 +123,12 @@ def test_torchtitan_needs_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(run, "version", version)
+    found = "2.10.1"
+    with pytest.raises(LackingError, match=r"needs torch 2\.11 or later, not 2\.10\.1: pip install"):
+        traced(sharded, "llama")
     found = "2.12.1"
     with pytest.raises(LackingError, match=r"needs torch 2\.13 or later, not 2\.12\.1: pip install"):
-        traced(sharded, "llama")
+        traced(planned(None, {**TITAN, "pp": "2", "gbs": "2"}).job, "llama")
     found = "2.13.0+cpu"
     answer = traced(sharded, "llama")
     assert (answer.transformers, answer.outline.blocks) == ("", ("layers",))

@@ -93,6 +93,12 @@ def test_ranks_that_are_played() -> None:
         assert rank["losses"] == []
 
 
+def test_a_stage_alone() -> None:
+    record = validated(f"{TITAN} --pp 4 --gbs 4 --device fake --stage 3,1")
+    assert [rank["stage"] for rank in record["run"]["ranks"]] == [1, 3]
+    assert record["verdict"] == "agrees"
+
+
 def test_fake_tensors_need_no_device() -> None:
     record = validated(f"{TITAN} --pp 2 --tp 2 --gbs 4 --device fake")
     assert record["run"]["device"] == "fake"

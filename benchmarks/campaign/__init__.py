@@ -1,0 +1,1 @@
+"""Everything that a GPU is asked in one go: what memplan estimates, measured case by case."""

@@ -1,0 +1,68 @@
+"""What a record of ``memplan validate`` says, reading by reading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from memplan.plan.errors import PlanError
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+from memplan.records.differences import differences
+from memplan.records.estimated import Stage
+from memplan.records.readings import RankReading
+from memplan.records.record import Record, from_json
+from memplan.search.time import step_time
+
+from .readings import Reading
+
+
+def readings_of(data: Mapping[str, Any]) -> tuple[list[Reading], str]:
+    """Of a record as JSON; and why the run failed, if it did."""
+    record = from_json(data, "memplan validate")
+    failures = record.run.failures
+    return list(_readings(record)), f"{failures[0].kind}: {failures[0].message}" if failures else ""
+
+
+def _readings(record: Record) -> Iterator[Reading]:
+    several = len({rank.stage for rank in record.run.ranks}) > 1
+    for one in differences(record.estimate, record.run):
+        yield Reading(_named(one.reading, one.stage, several), "bytes", one.measured, one.estimated)
+    for rank in record.run.ranks:
+        stage = record.estimate.of(rank.stage)
+        if stage is not None:
+            yield from _of_rank(rank, stage, several)
+    yield from _seconds(record)
+
+
+def _named(name: str, stage: int, several: bool) -> str:
+    return f"{name}, stage {stage}" if several else name
+
+
+def _of_rank(rank: RankReading, stage: Stage, several: bool) -> Iterator[Reading]:
+    """What lies beside the tensors, and the moments that an estimate has, too."""
+    known = stage.model_dump()
+    beside: dict[str, tuple[int | None, int | None]] = {
+        "static": (rank.static, known.get("static_bytes")),
+        "context": (rank.context, stage.beyond_allocated.get("cuda_context")),
+        "workspaces": (rank.workspaces, stage.breakdown.get("workspaces", 0)),
+    }
+    moments = {moment.name: moment.allocated for moment in rank.moments}
+    for name in ("initialisation", "evaluation"):
+        beside[name] = (moments.get(name), (known.get("moments") or {}).get(name))
+    for name, (measured, estimated) in beside.items():
+        if measured is not None:
+            yield Reading(_named(name, rank.stage, several), "bytes", measured, estimated)
+
+
+def _seconds(record: Record) -> Iterator[Reading]:
+    """The fastest iteration, beside the time model's: of one rank alone, which waits for nobody."""
+    taken = [second for rank in record.run.ranks for second in rank.seconds]
+    if not taken or len(record.run.ranks) > 1 or record.run.world != "real":
+        return
+    try:
+        plan = resolve(ResolvedPlan.model_validate(record.estimate.to_json()["plan"]))
+        predicted: float | None = step_time(plan).total
+    except (PlanError, ValueError):
+        predicted = None
+    yield Reading("seconds of a step", "seconds", min(taken), predicted)
