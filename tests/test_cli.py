@@ -54,7 +54,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["estimate", "--model", "gpt2", "--gbs", "9" * 30], "--gbs: batch.gbs = 999999999999999999999999999999: must be at most"),
         (["estimate", "--tpp", "3"], "--tpp: is not a flag of memplan estimate; did you mean --tp?"),
         (["estimate", "--from", "megatron", "x"], "x: no such file"),
-        (["estimate", "--model", "gpt2", "--gpu", "A100"], "did you mean a100-40gb or a100-80gb?"),
+        (["estimate", "--model", "gpt2", "--gpu", "A100"], "could be a100-40gb or a100-80gb; name one"),
         (["estimate", "--model", "gpt2", "--capacity", "3furlongs"], "--capacity: hardware.capacity = 3furlongs: must be bytes, or a size with a unit (KiB"),
         (["estimate", "--zzzzzz"], "--zzzzzz: is not a flag of memplan estimate; --help lists them"),
         (["estimate", "--json=x"], "option '--json' does not take a value"),

@@ -66,7 +66,7 @@ memplan estimate --from megatron train.sh --gpus 64"""
 
 def run_command(arguments: list[str]) -> int:
     """Runs the command that ``arguments`` name and returns its exit code."""
-    words = expanded(arguments)
+    words = [_spelled(word) for word in expanded(arguments)]
     try:
         return _run(words, None if {"-h", "--help"} & set(words) else {word.partition("=")[0] for word in words})
     except _USAGE_ERROR as error:
@@ -76,6 +76,16 @@ def run_command(arguments: list[str]) -> int:
         return _run(words, None)  # a flag that is unknown: the error names the one that was probably meant
     except _USAGE_ERROR as error:
         raise _explained(error) from None
+
+
+def _spelled(word: str) -> str:
+    """``--quantization`` as ``--quantisation``."""
+    if "ization" not in word or not word.startswith("--"):
+        return word
+    from .near_misses import AMERICAN
+
+    flag, equals, value = word.partition("=")
+    return AMERICAN.get(flag, flag) + equals + value
 
 
 def _run(words: list[str], flags: set[str] | None) -> int:
@@ -166,7 +176,10 @@ def _explained(error: Any) -> PlanError:
     flag = getattr(error, "option_name", None)
     if flag is not None and hasattr(error, "possibilities"):
         known = [name for parameter in context.command.params for name in parameter.opts] if context else []
-        return PlanError("", ABSENT, _with_guess(f"is not a flag of {path}", nearest(flag, known)), origin=Origin(flag))
+        from .near_misses import MEANT
+
+        guess = MEANT.get(flag.replace("_", "-")) or nearest(flag, known)
+        return PlanError("", ABSENT, _with_guess(f"is not a flag of {path}", guess), origin=Origin(flag))
     message = " ".join(error.format_message().split()).rstrip(".")
     if flag is not None and "requires" in message:
         return PlanError("", ABSENT, f"needs a value{_meaning(flag)}", origin=Origin(flag))

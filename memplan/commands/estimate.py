@@ -236,7 +236,7 @@ def _detail(read: ReadPlan, stage: int, no_color: bool, verbose: bool) -> int:
     except PlanError as error:
         if error.field == "--detail":
             raise PlanError("", ABSENT, f"{stage} {error.problem}", origin=Origin(error.field)) from None
-        raise error.located(read.origins) from None
+        raise read.located(error) from None
     with printing():
         print_detail(tapes, console(no_color), verbose=verbose)
     return 0
@@ -250,7 +250,7 @@ def _estimated(read: ReadPlan, known: Measured) -> Estimate:
         with without_collection():
             estimated = estimate(read.plan, known)
     except PlanError as error:
-        raise error.located(read.origins) from None
+        raise read.located(error) from None
     notices = tuple(Notice(note.code, note.message) for note in read.warnings)
     return replace(
         estimated,

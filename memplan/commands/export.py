@@ -79,7 +79,7 @@ def _exported(read: ReadPlan, to: str | None) -> Exported:
         names = {one.configuration: one.name for one in frameworks()}
         known = ", ".join(names[format] for format in WRITTEN)
         problem = f"has no configuration of its own, but Python; these have: {known}"
-        raise PlanError("framework", read.plan.framework, problem).located(read.origins)
+        raise read.located(PlanError("framework", read.plan.framework, problem))
     if name not in WRITTEN:
         guess = nearest(name, WRITTEN)
         hint = f"; did you mean {guess}?" if guess else ""
@@ -88,7 +88,7 @@ def _exported(read: ReadPlan, to: str | None) -> Exported:
     try:
         return exported(read.plan, target(name))
     except PlanError as error:
-        raise error.located(read.origins) from None
+        raise read.located(error) from None
 
 
 def _as_json(done: Exported) -> dict[str, Any]:

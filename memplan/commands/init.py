@@ -47,8 +47,9 @@ def _template(path: str | None, flags: Flags) -> str:
     try:
         check(plan)
     except PlanError as error:
-        raise error.located(read.origins) from None
+        raise read.located(error) from None
     values = {by_flag()[name].path: _as_yaml(value) for name, value in flags.items()}
+    values["framework"] = plan.framework
     if plan.device_map is not None:
         values["device_map"] = json.dumps({str(device): list(layers) for device, layers in plan.device_map.items()})
     return plan_template(values, path or "plan.yaml")

@@ -224,7 +224,7 @@ def _found(
             raise _no_layout(found)
         return found
     except PlanError as error:
-        raise located(error if error.value is ABSENT else error.located(read.origins), fixes) from None
+        raise located(error if error.value is ABSENT else read.located(error), fixes) from None
 
 
 def _no_layout(found: Found) -> PlanError:

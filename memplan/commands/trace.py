@@ -122,7 +122,7 @@ def _learn(plan: str | None, flags: Flags, json: bool, quiet: bool, no_color: bo
         with progress(f"tracing {resolved.model.name} at several sizes"):
             found = learned(resolved)
     except PlanError as error:
-        raise error.located(read.origins) from None
+        raise read.located(error) from None
     if json:
         print_json(learned_to_json(resolved, found))
     else:

@@ -188,7 +188,7 @@ def validate(
     try:
         asked = prepared(read.plan, where)
     except PlanError as error:
-        raise error.located(read.origins) from None
+        raise read.located(error) from None
     made = _recorded(asked, read, _run(asked, quiet, verbose), part)
     if not asked.answers:
         return _silent(made)

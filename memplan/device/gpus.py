@@ -210,3 +210,17 @@ MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
 )  # fmt: skip
 """Streaming multiprocessors, of SXM modules where a GPU has them, from NVIDIA's architecture white papers; AMD:
 compute units, from the data sheet."""
+
+ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "v100-16gb": ("v100",), "v100-32gb": ("v100",), "a100-40gb": ("a100", "a100-sxm", "a100-sxm-40gb"),
+        "a100-80gb": ("a100", "a100-sxm", "a100-sxm-80gb"),
+        "h100-80gb": ("h100", "h100-sxm", "h100-sxm5", "h100-sxm-80gb", "h100-sxm5-80gb", "h100-80gb-sxm5"),
+        "h100-94gb": ("h100-nvl-94gb",), "h100-96gb": ("gh200", "gh200-96gb"), "h200": ("h200-141gb", "h200-sxm"),
+        "b200": ("b200-180gb", "b200-192gb"), "gb200": ("gb200-192gb",), "l40s": ("l40s-48gb",), "a10": ("a10-24gb",),
+        "a10g": ("a10g-24gb",), "l4": ("l4-24gb",), "t4": ("t4-16gb",), "mi300x": ("mi300x-192gb",),
+        "rtx-5090": ("5090", "rtx-5090-32gb"), "rtx-4090": ("4090", "rtx-4090-24gb"),
+        "rtx-3090": ("3090", "rtx-3090-24gb"), "rtx-pro-6000": ("rtx-6000-pro",), "rtx-a6000": ("a6000", "a6000-48gb"),
+    }
+)  # fmt: skip
+"""Other names that people write, without the maker's; one that two GPUs share asks which."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..optimizers import algorithms
+from ..optimizers import trainer_names
 from ..plan.errors import ABSENT, PlanError, nearest
 from ..plan.node import Node
 from ..plan.normalise import normalised
@@ -23,12 +23,6 @@ from ..plan.yaml_nodes import parse_yaml
 from .launch import Asked, Launch, guessed, left_out
 from .rows import Building, Reader, Row, read_rows
 from .settings import Keys
-
-
-def optimizers() -> Mapping[str, Mapping[str, object]]:
-    """Values of ``optim``, and the fields that each stands for; bitsandbytes' block size is that of 0.43 and later."""
-    return {name: fields for one in algorithms() for name, fields in one.trainer.items()}
-
 
 READ = frozenset(
     {
@@ -239,7 +233,7 @@ def _precision(reader: Reader) -> None:
 
 def _optimizer(reader: Reader) -> None:
     node = reader.settings.node("optim") or Node("adamw_torch_fused", reader.settings.origin)
-    known = optimizers()
+    known = trainer_names()
     found: Mapping[str, Any] | None = known.get(str(node.value))
     if found is None:
         problem = f"is not modelled; {', '.join(known)} are"

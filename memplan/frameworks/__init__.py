@@ -20,6 +20,21 @@ ROOMS = {
 """The module of each framework's object, ``FRAMEWORK``; loaded when a plan names it."""
 
 
+IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("fsdp", (("fsdp",),)),
+    ("ddp", (("ddp",),)),
+    ("device-map", (("device_map",),)),
+    ("megatron-deepspeed", (("layout.tp", "layout.pp"), ("layout.zero", "deepspeed"))),
+    ("megatron", (("layout.tp", "layout.pp", "layout.cp", "layout.ep", "layout.vpp", "megatron"),)),
+    ("deepspeed", (("layout.zero", "deepspeed"),)),
+    ("fsdp", (("hardware.gpus", "layout.dp"),)),
+)
+"""Which framework a plan means that names none: the first of which, of each group of fields or sections, one is given
+(a size if it is more than one, a stage of ZeRO if it is not 0)."""
+BY_ITSELF = "single"
+"""What a plan means that says nothing of the kind."""
+
+
 @cache
 def framework(name: str) -> Framework:
     """The object of the framework ``name``, one of ``ROOMS``."""
@@ -33,4 +48,4 @@ def frameworks() -> Iterator[Framework]:
     return map(framework, ROOMS)
 
 
-__all__ = ["ROOMS", "Framework", "Supports", "framework", "frameworks"]
+__all__ = ["BY_ITSELF", "IMPLIED_BY", "ROOMS", "Framework", "Supports", "framework", "frameworks"]

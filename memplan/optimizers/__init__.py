@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -33,3 +33,9 @@ def algorithm(name: str) -> Algorithm:
 def algorithms() -> Iterator[Algorithm]:
     """Every optimizer's object."""
     return map(algorithm, ROOMS)
+
+
+def trainer_names() -> Mapping[str, Mapping[str, object]]:
+    """Values of the Trainer's ``optim``, and the fields of a plan's ``optimizer`` that each stands for; bitsandbytes'
+    block size is that of 0.43 and later."""
+    return {name: fields for one in algorithms() for name, fields in one.trainer.items()}

@@ -111,7 +111,7 @@ def check_layout(plan: ResolvedPlan) -> None:
         raise PlanError("hardware.gpus", gpus, problem)
     if layout.sequence_parallel and layout.tp == 1:
         raise PlanError("layout.sequence_parallel", True, "must be false with tp = 1: there is nothing to shard")
-    for name in supports.tp_divides:
+    for name in supports.tp_divides if model.has_sizes else ():
         size = getattr(model, name)
         if size % layout.tp:
             raise PlanError("layout.tp", layout.tp, f"must divide the {size} {DIVIDED[name]} ({_divisors(size)})")

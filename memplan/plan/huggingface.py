@@ -13,6 +13,7 @@ from ..families import families
 from ..families import family as family_of
 from ..families.base import REQUIRED, Config, Key
 from .errors import ABSENT, PlanError, one_line, shown
+from .hub import config_name
 from .node import Node
 from .notes import Note
 
@@ -102,8 +103,7 @@ def _setting(config: Node, name: str) -> Node | None:
 
 
 def _name(path: Path) -> str:
-    stem = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return stem.lower()[:100] or "model"
+    return config_name(path).lower()[:100] or "model"
 
 
 def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:

@@ -18,6 +18,16 @@ def model_specs() -> Mapping[str, Path]:
 
 
 @cache
+def hub_ids() -> Mapping[str, tuple[str, ...]]:
+    """Repositories on the Hugging Face Hub that hold each built-in model."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, path in model_specs().items():
+        line = next((line for line in path.read_text("utf-8").splitlines() if line.startswith("hub:")), "hub:")
+        found[name] = tuple(part for part in line[len("hub:") :].strip().split(", ") if part)
+    return MappingProxyType(found)
+
+
+@cache
 def examples() -> Mapping[str, Path]:
     """Built-in example plans by name."""
     return _yaml_files(_PACKAGE / "examples")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import Origin, PlanError
+from .hub import cached_config, is_repository, refused, twin
 from .library import model_specs
 from .node import Node
 from .normalise import section_fields
@@ -61,6 +62,7 @@ def read_spec(path: Path, name: str | None = None) -> Found:
 
         return Found(spec_of_config(source, path), warnings_of_config(source, path))
     items = dict(source.mapping)
+    items.pop("hub", None)
     items.setdefault("name", Node(path.stem, source.origin))
     spec = section_fields("model", Node(items, source.origin))
     return Found(_with_derived_sizes(spec, {}, spec.mapping))
@@ -80,17 +82,32 @@ def _base(base: Node, folder: Path) -> Found:
         problem = "must be the name of a model spec, or a path to a spec, a config.json or its folder"
         raise PlanError("model", base.plain(), problem, origin=base.origin)
     if name in model_specs():
-        return read_spec(model_specs()[name], f"model spec {name}")
-    path = path_of(name, folder)
-    if _looks_like_path(name) or is_there(path):
-        try:
-            return read_spec(path)
-        except PlanError as error:
-            if error.problem == "no such file":
-                raise PlanError("model", name, "no such file", origin=base.origin) from None
-            raise
+        return _built_in(name)
+    path = model_path(name, folder)
+    if is_there(path):
+        return read_spec(path)
+    same = twin(name, base)
+    if same is not None:
+        return _built_in(same)
+    if is_repository(name):
+        raise refused(name, base)
+    if _looks_like_path(name):
+        raise PlanError("model", name, "no such file", origin=base.origin)
     problem = "is neither a built-in model (`memplan models` lists them) nor a path"
     raise PlanError("model", name, problem, origin=base.origin, known=model_specs())
+
+
+def model_path(name: str, folder: Path) -> Path:
+    """The file or folder that ``name`` means, from ``folder``; else its configuration in the Hub's local cache,
+    unless a built-in model has it."""
+    path = path_of(name, folder)
+    if is_there(path) or twin(name, Node(name, Origin("model"))) is not None:
+        return path
+    return cached_config(name) or path
+
+
+def _built_in(name: str) -> Found:
+    return read_spec(model_specs()[name], f"model spec {name}")
 
 
 def _looks_like_path(name: str) -> bool:

@@ -11,7 +11,8 @@ import re
 from .errors import ABSENT, PlanError
 from .fields import Kind, PlanField, plan_fields, sections
 from .node import Node, scalar
-from .sizes import parse_size
+from .sizes import check_unit, parse_size
+from .spellings import respelled
 
 _INTEGERS = re.compile(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)+,?\s*")
 _RANGE = re.compile(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6}))?\s*")
@@ -46,9 +47,9 @@ def section_fields(name: str, node: Node) -> Node:
 def field_value(field: PlanField, node: Node) -> Node:
     """``node`` in the form that the model of ``field`` holds."""
     if field.kind in (Kind.TEXT, Kind.CHOICE):
-        return _text(node)
+        return respelled(field, _text(node))
     if field.kind is Kind.SIZE:
-        return _size(node)
+        return _size(field.path, node)
     if field.kind in (Kind.INTEGERS, Kind.PARTITION):
         return _integers(node, alone=field.kind is Kind.INTEGERS)
     if field.kind is Kind.NAMES and isinstance(node.value, str):
@@ -62,7 +63,7 @@ def field_value(field: PlanField, node: Node) -> Node:
         return Node({name: _text(value) for name, value in node.mapping.items()}, node.origin)
     if field.kind is Kind.VARIABLES and node.value is None:
         return Node({}, node.origin)
-    return node
+    return respelled(field, node)
 
 
 def _section(name: str, node: Node, shorthand: str | None) -> Node:
@@ -82,9 +83,15 @@ def _text(node: Node) -> Node:
     return Node(node.text, node.origin, node.text) if node.text is not None and node.value is not None else node
 
 
-def _size(node: Node) -> Node:
-    size = parse_size(node.value) if isinstance(node.value, str) else None
-    return node if size is None else Node(size, node.origin, node.text)
+def _size(field: str, node: Node) -> Node:
+    size = parse_size(node.value) if isinstance(node.value, str) else node.value
+    if type(size) is not int:
+        return node
+    try:
+        check_unit(field, node.value, size)
+    except PlanError as error:
+        raise error.located({field: node.origin}) from None
+    return Node(size, node.origin, node.text)
 
 
 def _integers(node: Node, *, alone: bool) -> Node:

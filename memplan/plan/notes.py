@@ -12,6 +12,9 @@ from .plan import Plan
 LONGEST_IN_SILENCE = 8192
 """Tokens that a sequence may have by default without a word."""
 
+FRAMEWORK_CHOSEN = "framework-chosen"
+"""Code of the note on a plan that names no framework."""
+
 
 class Note(NamedTuple):
     """A stable ``code`` for scripts, and a ``message`` that teaches."""

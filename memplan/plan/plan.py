@@ -36,7 +36,7 @@ class Hardware(Section):
     gpus: Degree | None = Field(None, description="number of GPUs in the job; default: tp x pp x dp x cp")
     gpus_per_node: Degree = Field(8, description="GPUs in one node")
     capacity: int | None = Field(
-        None, ge=1, le=2**50, description="device memory in bytes, or as 31.7GiB; default: the GPU table's"
+        None, ge=2**20, le=2**50, description="device memory in bytes, or as 31.7GiB; default: the GPU table's"
     )
     network: float | None = Field(
         None,

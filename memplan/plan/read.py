@@ -8,12 +8,15 @@ from pathlib import Path
 from ..values import dataclass
 from .errors import ABSENT, Origin, PlanError
 from .fields import MODEL, Kind, PlanField, by_flag
+from .hub import twin
+from .implied import with_framework
 from .library import examples, model_specs
 from .models import complete_model
 from .node import Node, scalar
 from .normalise import field_value, normalised
-from .notes import Note, notes_of
+from .notes import FRAMEWORK_CHOSEN, Note, notes_of
 from .plan import Plan
+from .spellings import with_optimizer
 from .text import STANDARD_INPUT, folder_of, is_there, path_of, read_standard_input, read_text
 from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, traced_spec
 from .validation import validated_plan
@@ -45,6 +48,16 @@ class ReadPlan:
     assumptions: tuple[str, ...] = ()
     """Of how it was read, beside those of the estimate."""
 
+    def located(self, error: PlanError) -> PlanError:
+        """``error``, raised for the plan, with where its field came from, and why the plan has its framework where
+        nobody named one."""
+        error = error.located(self.origins)
+        chosen = next((note.message for note in self.warnings if note.code == FRAMEWORK_CHOSEN), None)
+        if chosen is None:
+            return error
+        problem = f"{error.problem} ({chosen}; --framework names another)"
+        return PlanError(error.field, error.value, problem, origin=error.origin, known=error.known)
+
 
 def read_plan(source: str | None, flags: Flags | None = None, *, traced: bool = False) -> ReadPlan:
     """The plan in ``source`` (a path, a built-in example's name, ``-`` or nothing) with ``flags`` over it. ``traced``:
@@ -72,6 +85,7 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
     here = Path() if "model" in flags or "model" in (variant or {}) else source.folder
     node = _with_flags(source.plan, flags, "--")
     node = _with_flags(node, variant or {}, "--vary ")
+    node, chosen = with_framework(with_optimizer(node))
     warnings: tuple[Note, ...] = ()
     model = node.mapping.get("model")
     if model is not None and isinstance(model.value, dict):
@@ -80,13 +94,13 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
         except PlanError as error:
             if not traced:
                 raise
-            return _without_recipe(node, traced_spec(model, here, error))
+            return _without_recipe(node, traced_spec(model, here, error), chosen)
         node = node.with_items({"model": spec})
     plan = validated_plan(node)
-    return ReadPlan(plan, dict(node.origins()), (*warnings, *notes_of(plan)))
+    return ReadPlan(plan, dict(node.origins()), (*chosen, *warnings, *notes_of(plan)))
 
 
-def _without_recipe(node: Node, spec: TracedSpec) -> ReadPlan:
+def _without_recipe(node: Node, spec: TracedSpec, chosen: tuple[Note, ...]) -> ReadPlan:
     """The plan of an architecture that only traces know."""
     stand_in = complete_model(Node({"base": Node(STAND_IN, COMMAND_LINE)}, COMMAND_LINE), Path()).spec
     written = validated_plan(node.with_items({"model": stand_in}))
@@ -94,7 +108,7 @@ def _without_recipe(node: Node, spec: TracedSpec) -> ReadPlan:
         problem = "is missing, and the model's configuration names no maximum sequence length"
         raise PlanError("batch.seq", ABSENT, problem, origin=Origin(spec.source))
     plan = written.model_copy(update={"model": spec})
-    return ReadPlan(plan, dict(node.origins()), notes_of(plan))
+    return ReadPlan(plan, dict(node.origins()), (*chosen, *notes_of(plan)))
 
 
 _LAUNCH_FILES = (
@@ -167,7 +181,10 @@ def _with_model_from(plan: Node, folder: Path) -> Node:
     base = model.mapping.get("base") if model is not None else None
     if model is None or base is None or not isinstance(base.value, str) or base.value in model_specs():
         return plan
-    moved = Node(str(folder.resolve() / base.value), base.origin)
+    place = folder.resolve() / base.value
+    if not is_there(place) and twin(base.value, base) is not None:
+        return plan
+    moved = Node(str(place), base.origin)
     return plan.with_items({"model": model.with_items({"base": moved})})
 
 

@@ -20,6 +20,8 @@ UNITS = {
     "TB": 10**12,
 }
 ALLOWED = "must be bytes, or a size with a unit (KiB, MiB, GiB; kB, MB, GB for powers of ten)"
+LEAST = 2**20
+"""Bytes. A smaller number without a unit is a size in another unit, which nobody can know: ``80``."""
 LARGEST = 2**50
 """Bytes: a pebibyte, more than any device has."""
 
@@ -53,6 +55,14 @@ def headroom_bytes(headroom: str, capacity: int | None) -> int:
     size = parse_size(headroom)
     if size is None:
         raise PlanError("headroom", headroom, f"{ALLOWED}, or a percentage of the device's memory such as 5%")
+    check_unit("headroom", headroom, size)
+    check_unit("headroom", headroom, size)
     if size > LARGEST:
         raise PlanError("headroom", headroom, "is more than any device has")
     return size
+
+
+def check_unit(field: str, written: object, size: int) -> None:
+    """Refuses the ``size`` of a ``field`` that was ``written`` without a unit and is less than anybody means."""
+    if 0 < size < LEAST and (match := _SIZE.fullmatch(str(written).strip())) is not None and not match[2]:
+        raise PlanError(field, written, f"needs a unit: {match[1]}GiB, or {match[1]}GB")

@@ -5,7 +5,7 @@ fields). Sizes are element counts; nothing here knows about ranks, bytes or fram
 """
 
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,6 +32,9 @@ class ModelSpec(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    has_sizes: ClassVar[bool] = True
+    """Its sizes are those of its layers."""
 
     name: str = Field(
         description="name of the model", json_schema_extra={"flag": "--model-name"}, min_length=1, max_length=200

@@ -8,9 +8,11 @@ from typing import Any
 from pydantic import Field, model_serializer
 
 from .errors import ABSENT, Origin, PlanError
+from .hub import config_name
+from .models import model_path
 from .node import Node
 from .spec import Activation, LayerCount, ModelSpec, Norm, Positions, Probability, Size
-from .text import is_folder, is_there, path_of, read_text
+from .text import is_folder, is_there, read_text
 
 STAND_IN = "llama-2-7b"
 """Takes its place while the rest of a plan is read."""
@@ -23,6 +25,8 @@ NO_LENGTH = 2**31
 class TracedSpec(ModelSpec):
     """``layers`` is what ``--layers`` or the configuration say, if anything does (``counted``). No other size means
     anything: sizes are those of the traced tensors."""
+
+    has_sizes = False
 
     family: str = Field(description="Hugging Face's model_type")
     layers: LayerCount = 1
@@ -86,9 +90,8 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
                 "model.layers", value.plain(), "must be a whole number from 1 to 100,000", origin=value.origin
             )
         config = {**config, name: value.value}
-    named = path.resolve().parent.name if path.name == "config.json" else path.stem
     return TracedSpec(
-        name=named.lower()[:100] or "model",
+        name=config_name(path).lower()[:100] or "model",
         family=config["model_type"],
         layers=config[name] if name is not None else 1,
         positions_max=next((config[key] for key in _LENGTHS if type(config.get(key)) is int), NO_LENGTH),
@@ -104,7 +107,7 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
 def _config_path(base: Node | None, folder: Path) -> Path | None:
     if base is None or not isinstance(base.value, str):
         return None
-    path = path_of(base.value, folder)
+    path = model_path(base.value, folder)
     path = path / "config.json" if is_folder(path) else path
     return path if path.suffix == ".json" and is_there(path) else None
 

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..plan.notes import FRAMEWORK_CHOSEN
 from ..result import Estimate, StageEstimate
 from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
 from .palette import BAD, CAUTION, FAINT, GOOD, SWATCH, Share, allocated_shares, beyond_shares, label, unknown_beyond
@@ -179,6 +180,7 @@ def print_estimate(estimate: Estimate, console: Console, verbose: bool = False, 
 def _body(estimate: Estimate, console: Console, verbose: bool) -> Iterator[RenderableType]:
     worst = estimate.stages[estimate.peak_stage]
     yield Text(plan_text(estimate.plan), FAINT)
+    yield from (Text(notice.message, FAINT) for notice in estimate.warnings if notice.code == FRAMEWORK_CHOSEN)
     yield Text()
     for table in stage_tables(estimate, console, folded=not verbose):
         yield table
@@ -189,9 +191,10 @@ def _body(estimate: Estimate, console: Console, verbose: bool) -> Iterator[Rende
     if verbose:
         yield Text()
         yield _every_reading(estimate)
-    if estimate.warnings:
+    warnings = [(one.code, one.message) for one in estimate.warnings if one.code != FRAMEWORK_CHOSEN]
+    if warnings:
         yield Text()
-        yield entries([(notice.code, notice.message) for notice in estimate.warnings], CAUTION)
+        yield entries(warnings, CAUTION)
     if estimate.assumptions:
         yield Text()
         yield from _assumptions(estimate, verbose)

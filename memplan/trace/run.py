@@ -156,7 +156,7 @@ def planned(source: str | None, flags: Flags, stage: int = 0) -> Planned:
     try:
         return _with_recipe(read, stage)
     except PlanError as error:
-        raise error.located(read.origins) from None
+        raise read.located(error) from None
 
 
 def _with_recipe(read: ReadPlan, stage: int) -> Planned:
@@ -202,7 +202,7 @@ def _without_recipe(path: Path, flags: Flags, error: PlanError) -> Planned:
     try:
         job = job_of_plan(resolve(read.plan), config)
     except PlanError as wrong:
-        raise wrong.located(read.origins) from None
+        raise read.located(wrong) from None
     reason = str(PlanError(error.field, error.value, error.problem))
     return Planned(job, str(path), None, None, reason)
 

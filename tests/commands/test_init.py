@@ -76,7 +76,7 @@ def test_estimate_takes_what_it_writes(flags: list[str], tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--tp", "8"], "--tp: layout.tp = 8: must be 1 with framework single"),
+        (["--framework", "single", "--tp", "8"], "--tp: layout.tp = 8: must be 1 with framework single"),
         (["--framework", "device-map"], "hardware.gpus: is missing"),
         (["--framework", "megatron", "--tp", "8"], "--tp: layout.tp = 8: must divide the 25 attention heads"),
     ],

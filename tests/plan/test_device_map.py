@@ -50,7 +50,7 @@ def test_what_is_wrong_is_named(device_map: str, line: str, tmp_path: Path) -> N
 
 
 def test_a_map_belongs_to_its_framework() -> None:
-    read = read_plan(None, {"model": "gpt2", "device-map": "{0: 0-11}"})
+    read = read_plan(None, {"model": "gpt2", "framework": "single", "device-map": "{0: 0-11}"})
     with pytest.raises(PlanError, match="must be left out with framework single; device-map has layers placed by hand"):
         resolve(read.plan)
 

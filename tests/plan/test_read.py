@@ -81,7 +81,7 @@ def test_lists_may_be_written_with_commas_and_ranges() -> None:
 
 def test_sizes_have_units() -> None:
     assert read("model: gpt2\nhardware: {capacity: 16GiB}\n").hardware.capacity == 16 << 30
-    assert read("model: gpt2\n", capacity="1024").hardware.capacity == 1024
+    assert read("model: gpt2\n", capacity="85899345920").hardware.capacity == 80 << 30
 
 
 def test_a_model_is_a_base_with_changes() -> None:

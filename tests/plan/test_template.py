@@ -19,9 +19,28 @@ def test_it_reads_back_as_the_plan_of_its_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        {"model": "llama-3-8b", "tp": "4", "layers": "12", "headroom": "5%", "sequence-parallel": "true"},
-        {"model": "gpt2", "partition": "type:embed|transformer", "cutoffs": "10,20", "code": "2020"},
-        {"model": "gpt2", "device-map": "{0: 0-5, 1: 6-11}", "model-name": "a: #b", "capacity": "16GiB"},
+        {
+            "model": "llama-3-8b",
+            "framework": "megatron",
+            "tp": "4",
+            "layers": "12",
+            "headroom": "5%",
+            "sequence-parallel": "true",
+        },
+        {
+            "model": "gpt2",
+            "framework": "single",
+            "partition": "type:embed|transformer",
+            "cutoffs": "10,20",
+            "code": "2020",
+        },
+        {
+            "model": "gpt2",
+            "framework": "device-map",
+            "device-map": "{0: 0-5, 1: 6-11}",
+            "model-name": "a: #b",
+            "capacity": "16GiB",
+        },
     ],
 )
 def test_values_that_were_given_are_set(flags: dict[str, str], tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from transformers.training_args import OptimizerNames
 from memplan.formats import trainer as trainer_args
 from memplan.formats.launch import Asked, Launch
 from memplan.formats.rows import LEFT
-from memplan.formats.trainer import NOTED, READ, REFUSED, WITHOUT_EFFECT, optimizers, read
+from memplan.formats.trainer import NOTED, READ, REFUSED, WITHOUT_EFFECT, read
+from memplan.optimizers import trainer_names
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import build_plan
@@ -90,8 +91,8 @@ def test_flags_override_arguments(tmp_path: Path) -> None:
 
 
 def test_every_optimizer_is_one_of_the_trainers(tmp_path: Path) -> None:
-    assert set(optimizers()) <= {name.value for name in OptimizerNames}
-    for name in optimizers():
+    assert set(trainer_names()) <= {name.value for name in OptimizerNames}
+    for name in trainer_names():
         plan(tmp_path, {"optim": name})
 
 

@@ -1,0 +1,88 @@
+"""Names of models as the Hugging Face Hub has them: a built-in twin, or the local cache; never the network."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from .errors import PlanError
+from .library import hub_ids
+from .node import Node
+from .spellings import meant
+from .text import is_there, path_of, read_text
+
+_REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
+_ENDING = re.compile(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
+"""What tells models of the same shape apart."""
+
+
+def twin(name: str, node: Node) -> str | None:
+    """The built-in model that is also called ``name``: in other letters, or by a repository that holds its shape.
+
+    A name that could be two models is refused at ``node``. A repository of an owner that is not listed is none: what
+    stands in it may have other sizes.
+    """
+    called = {
+        model: {model, *ids, *(one.rpartition("/")[2] for one in ids if "/" not in name)}
+        for model, ids in hub_ids().items()
+    }
+    found = meant(name, called.items()) or meant(
+        _ENDING.sub("", name), ((model, {_ENDING.sub("", one) for one in names}) for model, names in called.items())
+    )
+    if len(found) > 1:
+        raise PlanError("model", name, f"could be {' or '.join(found)}; name one", origin=node.origin)
+    return found[0] if found else None
+
+
+def cached_config(name: str) -> Path | None:
+    """``config.json`` of the repository ``name`` in the local cache, of the revision that was fetched as ``main``.
+
+    As ``huggingface_hub``'s ``try_to_load_from_cache`` (``file_download.py``) finds it.
+    """
+    if _REPOSITORY.fullmatch(name) is None:
+        return None
+    folder = cache_folder() / f"models--{name.replace('/', '--')}"
+    revision = folder / "refs" / "main"
+    if not is_there(revision):
+        return None
+    config = folder / "snapshots" / read_text(revision, "model").strip() / "config.json"
+    return config if is_there(config) else None
+
+
+def cache_folder() -> Path:
+    """Where the Hub's files are kept (``huggingface_hub``'s ``constants.py``)."""
+    environment = os.environ
+    whole = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    if whole:
+        return path_of(whole)
+    home = environment.get("HF_HOME")
+    if home:
+        return path_of(home) / "hub"
+    return path_of(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
+
+
+def refused(name: str, node: Node) -> PlanError:
+    """Why the repository ``name`` is no model here, and how to have it."""
+    similar = twin(name.rpartition("/")[2], node)
+    problem = f"is no file, no built-in model, and not in the local Hugging Face cache ({cache_folder()})"
+    wanted = f"fetch its configuration with: hf download {name} config.json"
+    hint = f"; {similar} is built in" if similar else ""
+    return PlanError("model", name, f"{problem}; {wanted}{hint}", origin=node.origin)
+
+
+def config_name(path: Path) -> str:
+    """The model's name that the place of its configuration says: of its folder, or of its repository in the cache."""
+    for part in path.parts:
+        if part.startswith("models--"):
+            return part.rpartition("--")[2]
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
+def is_repository(name: str) -> bool:
+    """Whether ``name`` is written as a repository of the Hub: ``owner/name``."""
+    return (
+        name.count("/") == 1
+        and _REPOSITORY.fullmatch(name) is not None
+        and not name.endswith((".yaml", ".yml", ".json"))
+    )

@@ -1,0 +1,36 @@
+"""The framework of a plan that names none, from what else it says."""
+
+from __future__ import annotations
+
+from ..frameworks import BY_ITSELF, IMPLIED_BY
+from .errors import Origin
+from .node import Node
+from .notes import FRAMEWORK_CHOSEN, Note
+
+_ORIGIN = Origin("what else the plan says")
+
+
+def with_framework(plan: Node) -> tuple[Node, tuple[Note, ...]]:
+    """``plan`` with a framework, and what to tell where that was chosen here; none is told for one process on one
+    GPU."""
+    if "framework" in plan.mapping:
+        return plan, ()
+    for name, groups in IMPLIED_BY:
+        reasons = [next((said for path in paths if (said := _said(plan, path))), "") for paths in groups]
+        if all(reasons):
+            note = Note(FRAMEWORK_CHOSEN, f"no framework was named: {name}, because of {' and '.join(reasons)}")
+            return plan.with_items({"framework": Node(name, _ORIGIN)}), (note,)
+    return plan.with_items({"framework": Node(BY_ITSELF, _ORIGIN)}), ()
+
+
+def _said(plan: Node, path: str) -> str:
+    """``gpus 8``, or the name of a section that says something; empty where neither is given."""
+    section, _, name = path.partition(".")
+    node = plan.mapping.get(section)
+    if node is None:
+        return ""
+    if not name:
+        return section if node.mapping else ""
+    size = node.mapping.get(name)
+    least = 1 if name == "zero" else 2
+    return f"{name} {size.value}" if size is not None and type(size.value) is int and size.value >= least else ""

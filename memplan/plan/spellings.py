@@ -1,0 +1,112 @@
+"""Names of values as other tools write them, made the names that a plan holds.
+
+Case, hyphens and underscores do not matter. A name that could be two things is refused with both; one that nothing
+knows stays as it is, and validation refuses it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from .errors import PlanError
+from .fields import Kind, PlanField
+from .node import Node
+
+_DTYPES = {
+    **dict.fromkeys(("bfloat16", "bfloat"), "bf16"),
+    **dict.fromkeys(("float16", "half", "f16"), "fp16"),
+    **dict.fromkeys(("float32", "float", "f32"), "fp32"),
+}
+"""PyTorch's names, without ``torch.``."""
+
+_ATTENTION = {
+    **dict.fromkeys(("flash-attention-2", "flash-attention-3", "flash-attention", "flash-attn", "fa2", "fa3"), "flash"),
+    "sdpa": None,
+}
+"""transformers' ``attn_implementation``. ``sdpa`` takes the best kernel there is, as a plan does that names none."""
+
+_ELSEWHERE: dict[str, dict[str, str | None]] = {"attention": _ATTENTION}
+"""By path of a field; ``None`` stands for the field left out."""
+
+_MAKERS = re.compile(r"(?i)nvidia|geforce|tesla|amd|instinct")
+_THOUSANDS = re.compile(r"([1-9][0-9]{0,5})\s*([kKmM])")
+_LENGTHS = frozenset({"batch.seq", "model.positions_max"})
+
+
+def respelled(field: PlanField, node: Node) -> Node:
+    """``node``, the value of ``field``, with its name as a plan writes it."""
+    if not isinstance(node.value, str):
+        return node
+    if field.path == "hardware.gpu":
+        return _renamed(node, _gpu(node))
+    if field.kind is Kind.CHOICE:
+        return _choice(field, node)
+    if field.path in _LENGTHS and (match := _THOUSANDS.fullmatch(node.value)):
+        return Node(int(match[1]) << (10 if match[2] in "kK" else 20), node.origin, node.text)
+    return node
+
+
+def with_optimizer(plan: Node) -> Node:
+    """``plan`` with the Trainer's name of an optimizer (``adamw_torch_fused``) as the fields that it stands for."""
+    section = plan.mapping.get("optimizer")
+    name = section.mapping.get("name") if section is not None else None
+    if section is None or name is None or not isinstance(name.value, str):
+        return plan
+    from ..optimizers import ROOMS, trainer_names
+
+    if name.value in ROOMS:
+        return plan
+    called: dict[str, Mapping[str, Any]] = {plain(name): fields for name, fields in trainer_names().items()}
+    found = called.get(plain(name.value))
+    if found is None:
+        return plan
+    fields = {key: Node(value, name.origin) for key, value in found.items()}
+    for key, node in section.mapping.items():
+        if key != "name" and key in fields and fields[key].value != node.value:
+            problem = f"is {found[key]} with optimizer {name.value}; name the optimizer {found['name']} to choose it"
+            raise PlanError(f"optimizer.{key}", node.plain(), problem, origin=node.origin)
+    return plan.with_items({"optimizer": Node({**section.mapping, **fields}, section.origin)})
+
+
+def plain(name: str) -> str:
+    """What stays of a name in which case, hyphens, underscores, dots and blanks do not matter."""
+    return re.sub(r"[-_.\s]", "", name.lower())
+
+
+def meant(wanted: str, names: Iterable[tuple[str, Collection[str]]]) -> list[str]:
+    """Those of ``names`` that are ``wanted`` once written plainly, or are also called so."""
+    wanted = plain(wanted)
+    return [name for name, also in names if wanted in {plain(other) for other in (name, *also)}]
+
+
+def _choice(field: PlanField, node: Node) -> Node:
+    name = str(node.value)
+    if name in field.choices:
+        return node
+    same = meant(name, ((choice, ()) for choice in field.choices))
+    if same:
+        return _renamed(node, same[0])
+    known = {plain(other): value for other, value in _ELSEWHERE.get(field.path, {}).items()}
+    if plain(name) in known:
+        return _renamed(node, known[plain(name)])
+    dtype = _DTYPES.get(plain(name.lower().removeprefix("torch.")))
+    return _renamed(node, dtype) if dtype in field.choices else node
+
+
+def _renamed(node: Node, name: str | None) -> Node:
+    return Node(name, node.origin, node.text)
+
+
+def _gpu(node: Node) -> str:
+    from ..device.gpus import ALSO_CALLED, GPUS
+
+    name = str(node.value)
+    if name in GPUS:
+        return name
+    bare = _MAKERS.sub("", name)
+    found = meant(bare, ((gpu.name, (_MAKERS.sub("", gpu.title), *ALSO_CALLED[gpu.name])) for gpu in GPUS.values()))
+    if len(found) > 1:
+        raise PlanError("hardware.gpu", name, f"could be {' or '.join(found)}; name one", origin=node.origin)
+    return found[0] if found else name

@@ -1,0 +1,265 @@
+"""Names as other tools write them, and frameworks that nobody named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan.commands.near_misses import AMERICAN, MEANT
+from memplan.device.gpus import ALSO_CALLED, GPUS
+from memplan.frameworks import IMPLIED_BY, ROOMS
+from memplan.optimizers import ROOMS as ROOMS_OF_OPTIMIZERS
+from memplan.optimizers import trainer_names
+from memplan.plan.errors import PlanError
+from memplan.plan.fields import Kind, by_flag, plan_fields
+from memplan.plan.library import hub_ids, model_specs
+from memplan.plan.notes import FRAMEWORK_CHOSEN
+from memplan.plan.plan import Plan
+from memplan.plan.read import ReadPlan, read_plan
+from memplan.plan.spellings import plain
+
+
+def read(**flags: str) -> ReadPlan:
+    return read_plan(None, {"model": "gpt2", **{name.replace("_", "-"): value for name, value in flags.items()}})
+
+
+def plan(**flags: str) -> Plan:
+    return read(**flags).plan
+
+
+@pytest.mark.parametrize(
+    ("written", "gpu"),
+    [
+        ("h100", "h100-80gb"),
+        ("H100", "h100-80gb"),
+        ("A100-80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("4090", "rtx-4090"),
+        ("RTX4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("a10g", "a10g"),
+        ("A10", "a10"),
+        ("Tesla T4", "t4"),
+        ("gh200", "h100-96gb"),
+        ("rtx_a6000", "rtx-a6000"),
+    ],
+)
+def test_gpus(written: str, gpu: str) -> None:
+    assert plan(gpu=written).hardware.gpu == gpu
+
+
+@pytest.mark.parametrize(("written", "both"), [("a100", "a100-40gb or a100-80gb"), ("V100", "v100-16gb or v100-32gb")])
+def test_a_name_of_two_gpus_asks_which(written: str, both: str) -> None:
+    with pytest.raises(PlanError, match=f"could be {both}; name one"):
+        plan(gpu=written)
+
+
+def test_every_gpu_is_known_by_its_driver() -> None:
+    assert set(ALSO_CALLED) == set(GPUS)
+    for gpu in GPUS.values():
+        assert plan(gpu=gpu.title).hardware.gpu == gpu.name
+        assert plan(gpu=gpu.title.upper().replace("-", " ")).hardware.gpu == gpu.name
+
+
+@pytest.mark.parametrize(
+    ("flag", "written", "means"),
+    [
+        ("dtype", "bfloat16", "bf16"),
+        ("dtype", "torch.bfloat16", "bf16"),
+        ("dtype", "BF16", "bf16"),
+        ("dtype", "float32", "fp32"),
+        ("dtype", "half", "fp16"),
+        ("attention", "flash_attention_2", "flash"),
+        ("attention", "flash_attention_3", "flash"),
+        ("attention", "Eager", "eager"),
+        ("attention", "sdpa", None),
+        ("optimizer", "AdamW", "adamw"),
+        ("recompute", "FULL", "full"),
+        ("framework", "Megatron_DeepSpeed", "megatron-deepspeed"),
+        ("seq", "8k", 8192),
+        ("seq", "128K", 131072),
+    ],
+)
+def test_values(flag: str, written: str, means: object) -> None:
+    path = by_flag()[flag].path.split(".")
+    value: Any = plan(**{flag: written})
+    for name in path:
+        value = getattr(value, name)
+    assert value == means
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in trainer_names() if plain(name) not in map(plain, ROOMS_OF_OPTIMIZERS)]
+)
+def test_optimizers_of_the_trainer(name: str) -> None:
+    for written in (name, name.upper(), name.replace("_", "-")):
+        optimizer = plan(optimizer=written).optimizer
+        assert {key: getattr(optimizer, key) for key in trainer_names()[name]} == trainer_names()[name]
+
+
+def test_an_optimizer_that_another_field_contradicts() -> None:
+    with pytest.raises(PlanError, match="is fused with optimizer adamw_torch_fused; name the optimizer adamw"):
+        plan(optimizer="adamw_torch_fused", optimizer_implementation="foreach")
+    assert plan(optimizer="adamw_torch_fused", optimizer_implementation="fused").optimizer.implementation == "fused"
+
+
+CHOICES = [field for field in plan_fields().values() if field.kind is Kind.CHOICE and field.flag]
+
+
+@given(st.sampled_from(CHOICES), st.data())
+def test_case_and_hyphens_of_a_choice_do_not_matter(field: Any, data: st.DataObject) -> None:
+    from memplan.plan.node import scalar
+    from memplan.plan.normalise import field_value
+    from memplan.plan.read import COMMAND_LINE
+
+    choice = data.draw(st.sampled_from(field.choices))
+    written = data.draw(st.sampled_from((choice.upper(), choice.replace("-", "_"), choice.replace("_", "-"))))
+    assert field_value(field, scalar(written, COMMAND_LINE)).value == choice
+
+
+# -- models ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("llama3-8b", "llama-3-8b"),
+        ("Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-405B-Instruct", "llama-3-405b"),
+        ("Meta-Llama-3-8B", "llama-3-8b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen3-8B-Base", "qwen3-8b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("openai-community/gpt2-xl", "gpt2-xl"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b-v0.3"),
+    ],
+)
+def test_models(written: str, name: str) -> None:
+    assert plan(model=written).model.name == name
+
+
+def test_a_repository_belongs_to_one_model() -> None:
+    everywhere = [one.lower() for ids in hub_ids().values() for one in ids]
+    assert len(everywhere) == len(set(everywhere))
+    for name, ids in hub_ids().items():
+        assert all(plan(model=one).model.name == name for one in ids)
+        assert plan(model=name.upper()).model.name == name
+
+
+def test_the_owner_of_a_repository_matters() -> None:
+    with pytest.raises(PlanError, match=r"hf download somebody/Llama-3\.2-1B config\.json; llama-3\.2-1b is built in"):
+        plan(model="somebody/Llama-3.2-1B")
+
+
+CONFIG = """{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 64}"""
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+def test_the_local_cache_of_the_hub(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laid out as huggingface_hub does: snapshots are links to blobs, and refs name the commit."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    below = {"HF_HUB_CACHE": "", "HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}[variable]
+    folder = tmp_path / below / "models--somebody--tiny-llama"
+    for name in ("blobs", "refs", "snapshots/0abc"):
+        (folder / name).mkdir(parents=True)
+    (folder / "blobs/f00").write_text(CONFIG)
+    (folder / "refs/main").write_text("0abc")
+    (folder / "snapshots/0abc/config.json").symlink_to(folder / "blobs/f00")
+    found = plan(model="somebody/tiny-llama").model
+    assert (found.name, found.hidden) == ("tiny-llama", 64)
+    with pytest.raises(PlanError, match="not in the local Hugging Face cache"):
+        plan(model="somebody/other")
+
+
+def test_a_file_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama3-8b").mkdir()
+    (tmp_path / "llama3-8b/config.json").write_text(CONFIG)
+    assert plan(model="llama3-8b").model.hidden == 64
+
+
+# -- the framework -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "framework", "because"),
+    [
+        ({}, "single", None),
+        ({"gpus": "1", "tp": "1", "zero": "0"}, "single", None),
+        ({"gpus": "8"}, "fsdp", "gpus 8"),
+        ({"dp": "4"}, "fsdp", "dp 4"),
+        ({"tp": "4"}, "megatron", "tp 4"),
+        ({"pp": "2", "gpus": "8"}, "megatron", "pp 2"),
+        ({"vpp": "2"}, "megatron", "vpp 2"),
+        ({"tp": "4", "zero": "1"}, "megatron-deepspeed", "tp 4 and zero 1"),
+        ({"zero": "3", "gpus": "8"}, "deepspeed", "zero 3"),
+        ({"offload_optimizer": "cpu"}, "deepspeed", "deepspeed"),
+        ({"fsdp_offload": "true", "tp": "2"}, "fsdp", "fsdp"),
+        ({"gpus": "8", "framework": "ddp"}, "ddp", None),
+    ],
+)
+def test_a_framework_that_nobody_named(flags: dict[str, str], framework: str, because: str | None) -> None:
+    found = read(**flags)
+    assert found.plan.framework == framework
+    told = [note.message for note in found.warnings if note.code == FRAMEWORK_CHOSEN]
+    assert told == ([] if because is None else [f"no framework was named: {framework}, because of {because}"])
+
+
+def test_what_implies_a_framework_is_a_field_or_a_section() -> None:
+    for name, groups in IMPLIED_BY:
+        assert name in ROOMS
+        for path in (path for paths in groups for path in paths):
+            assert path in plan_fields() or path in Plan.model_fields
+
+
+def test_an_error_says_why_the_plan_has_its_framework(capsys: pytest.CaptureFixture[str]) -> None:
+    from memplan.cli import main
+
+    assert main(["estimate", "--model", "gpt2", "--tp", "5"]) == 2
+    assert "(no framework was named: megatron, because of tp 5; --framework names another)" in capsys.readouterr().err
+
+
+def test_an_architecture_without_a_recipe_shows_no_sizes_of_a_stand_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from memplan.cli import main
+
+    (tmp_path / "config.json").write_text(CONFIG.replace('"llama"', '"olmo2"'))
+    assert main(["estimate", "--model", str(tmp_path), "--tp", "4"]) == 2
+    assert "under others this architecture has no recipe" in capsys.readouterr().err
+
+
+# -- flags and sizes ---------------------------------------------------------------------------------------
+
+
+def test_flags_that_other_tools_have_point_to_flags_here() -> None:
+    own = {field.flag for field in plan_fields().values() if field.flag}
+    assert not own & MEANT.keys()
+    for meant in MEANT.values():
+        assert {word for word in meant.split() if word.startswith("--")} <= own
+    assert set(AMERICAN.values()) <= own | {f"--no-{flag[2:]}" for flag in own}
+
+
+@given(st.integers(1, 2**20 - 1))
+def test_a_memory_size_needs_a_unit(size: int) -> None:
+    with pytest.raises(PlanError, match="needs a unit"):
+        plan(capacity=str(size))
+    from memplan.plan.sizes import headroom_bytes
+
+    with pytest.raises(PlanError, match="needs a unit"):
+        headroom_bytes(str(size), 80 << 30)
+
+
+def test_every_model_has_its_repository() -> None:
+    """But for those that nobody published as one."""
+    without = {"bert-5.1b", "bigscience-104b", "bigscience-104b-250k", "gpt3-175b"}
+    without |= {name for name in model_specs() if name.startswith("megatron-")}
+    assert {name for name, ids in hub_ids().items() if not ids} == without
