@@ -173,7 +173,7 @@ def test_built_in_specs_count_as_transformers_does(name: str) -> None:
             "hidden_size": spec.hidden,
             "num_attention_heads": spec.heads,
             "num_key_value_heads": spec.kv_heads,
-            "head_dim": spec.head_dim,
+            **({"head_dim": spec.head_dim} if "head_dim" in FAMILIES[spec.family].keys else {}),
             "intermediate_size": spec.ffn,
             "max_position_embeddings": spec.positions_max,
         },
