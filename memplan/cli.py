@@ -1,8 +1,8 @@
 """The ``memplan`` command: runs one command, and turns whatever ends it into an exit code and at most one line.
 
 Exit codes: 0 done and it fits, 1 done and it does not fit, 2 the input is wrong, 3 the environment is
-missing something, 130 interrupted. Everything is imported inside ``main``, so that Ctrl-C during the
-imports is quiet, too.
+missing something, 4 a fault in memplan itself, 130 interrupted. Everything that Python has not imported already is
+imported inside ``main``, so that Ctrl-C during the imports is quiet, too.
 """
 
 from __future__ import annotations
@@ -11,51 +11,80 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Sequence
-from io import TextIOWrapper
-from types import ModuleType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 WRONG_INPUT = 2
 WRONG_ENVIRONMENT = 3
+FAULT = 4
 INTERRUPTED = 130
+RESERVE = 4 << 20
+"""Bytes that are kept for telling that there are no more; until then they take none."""
+DEBUG = "--debug"
+"""The flag of every command that shows a fault's traceback."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``memplan`` with ``arguments`` (the process's own by default) and returns the exit code."""
+    """Runs ``memplan`` with ``arguments`` and returns the exit code. Without, they are the process's own, and so are
+    its signals."""
     _leave_out_plugins()
     collects = gc.isenabled()
     gc.disable()  # a tenth of a start is a search for garbage among what stays; commands that run long turn it on
-    atexit.register(gc.freeze)  # nor is any looked for at the end of the process, which frees everything
-    _prepare_standard_output()
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
+        return _alone(sys.argv[1:]) if arguments is None else _ended(list(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (BrokenPipeError, SystemExit):  # SystemExit is how rich, printing the help, says the same
-        _silence()
-        return 0
-    except OSError as error:
-        _silence()  # what is still to be written would fail once more, when Python ends
-        return _fail(f"memplan: {error.strerror or error}", WRONG_ENVIRONMENT)
     finally:
         if collects:
             gc.enable()
+
+
+def _alone(arguments: list[str]) -> int:
+    """As ``_ended``; the process is asked to end by signals, and ignores them once it does."""
+    atexit.register(gc.freeze)  # at its end no garbage is looked for: everything is freed
+    if arguments == ["--version"]:  # is over before the handlers would be there
+        return _ended(arguments)
+    from .interrupts import Interrupts
+
+    interrupts = Interrupts()
+    try:
+        interrupts.install()
+        code = _ended(arguments)
+        if interrupts.fault is not None:
+            code = _told(interrupts.fault, arguments)
+        return INTERRUPTED if interrupts.end() else code
+    except KeyboardInterrupt:
+        interrupts.end()
+        return INTERRUPTED
+
+
+def _ended(arguments: list[str]) -> int:
+    """What the command's end means, whichever it is; it is told already."""
+    from .streams import prepare, silence
+
+    code, reserve = 0, bytearray(RESERVE)
+    try:
+        prepare()
+        code = _run([word for at, word in enumerate(arguments) if word != DEBUG or "--" in arguments[:at]])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise
+    except (BrokenPipeError, SystemExit):  # SystemExit is how rich, printing the help, says the same
+        silence(sys.stdout)
+    except BaseException as error:
+        del reserve
+        return _told(error, arguments)
     return code
 
 
 def _leave_out_plugins() -> None:
     """Plugins of pydantic do nothing here, and it takes 20 ms to look for them, half of that to import with what."""
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    loader = ModuleType("pydantic.plugin._loader")
+    loader = type(sys)("pydantic.plugin._loader")
     loader.get_plugins = tuple  # type: ignore[attr-defined]
     sys.modules.setdefault(loader.__name__, loader)
-
-
-def _silence() -> None:
-    from .commands.output import silence
-
-    silence()
 
 
 def _run(arguments: list[str]) -> int:
@@ -65,27 +94,62 @@ def _run(arguments: list[str]) -> int:
         print(f"memplan {__version__}")
         return 0
     from .commands.app import run_command
-    from .plan.errors import LackingError, PlanError
 
+    return run_command(arguments)
+
+
+LAST_LINE = b"memplan: a fault in memplan itself, of which no more can be told (is memory short?)\n"
+
+
+def _told(error: BaseException, arguments: list[str]) -> int:
+    """The exit code of ``error``, once it is told, or cannot be."""
     try:
-        return run_command(arguments)
-    except PlanError as error:
-        return _fail(str(error), WRONG_INPUT)
-    except LackingError as error:
-        return _fail(str(error), WRONG_ENVIRONMENT)
+        return _failed(error, arguments)
+    except Exception:
+        try:  # noqa: SIM105 (contextlib takes memory)
+            os.write(2, LAST_LINE)
+        except OSError:
+            pass
+        return FAULT
 
 
-def _prepare_standard_output() -> None:
-    """Characters that the terminal lacks become ``?``; a standard output that is closed swallows everything."""
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 (stays open for the process)
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+def _failed(error: BaseException, arguments: list[str]) -> int:
+    if isinstance(error, MemoryError):
+        _let_go(error)
+        gc.collect()
+    from .plan.errors import LackingError, PlanError, one_line
+    from .streams import silence, tell
+
+    if isinstance(error, PlanError):
+        tell(str(error))
+        return WRONG_INPUT
+    if isinstance(error, LackingError):
+        tell(str(error))
+        return WRONG_ENVIRONMENT
+    if isinstance(error, OSError):
+        silence(sys.stdout)  # what is still to be written would fail once more, when Python ends
+        tell(f"memplan: {error.strerror or error}")
+        return WRONG_ENVIRONMENT
+    if isinstance(error, ImportError) and not (error.name or "").startswith("memplan"):
+        tell(one_line(f"memplan: {error}: pip install memplan installs what it needs"))
+        return WRONG_ENVIRONMENT
+    from .faults import report
+
+    report(error, arguments, debug=DEBUG in arguments)
+    return FAULT
 
 
-def _fail(line: str, code: int) -> int:
-    print(line, file=sys.stderr)
-    return code
+def _let_go(error: BaseException | None) -> None:
+    """Of what the frames hold that ``error`` has ended: to say so takes memory, too."""
+    while error is not None:
+        traceback = error.__traceback__
+        while traceback is not None:
+            try:  # noqa: SIM105 (contextlib takes memory)
+                traceback.tb_frame.clear()
+            except RuntimeError:  # it still runs
+                pass
+            traceback = traceback.tb_next
+        error = error.__context__
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from ..formats import WRITTEN, target
 from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
 from ..plan.read import Flags, ReadPlan
+from ..streams import tell
 from .files import check_writable, write_whole
 from .launched import From, LaunchFlags, Set, Strict, VocabSize, read_given
 from .output import OUTPUT, Overwrite, PlanOrLaunchFile, print_file, print_json
@@ -106,4 +106,4 @@ def _as_json(done: Exported) -> dict[str, Any]:
 
 def _tell(lines: list[str], quiet: bool) -> None:
     for line in () if quiet else lines:
-        print(one_line(line), file=sys.stderr)
+        tell(one_line(line))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import ABSENT, Origin, PlanError, one_line
 from ..plan.read import Flags
 from .files import write_whole
 from .output import Overwrite, print_file
@@ -52,7 +52,7 @@ def _template(path: str | None, flags: Flags) -> str:
     values["framework"] = plan.framework
     if plan.device_map is not None:
         values["device_map"] = json.dumps({str(device): list(layers) for device, layers in plan.device_map.items()})
-    return plan_template(values, path or "plan.yaml")
+    return plan_template(values, one_line(path or "plan.yaml"))
 
 
 def _as_yaml(value: str | tuple[str, ...]) -> str:

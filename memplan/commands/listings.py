@@ -69,11 +69,10 @@ def schema() -> int:
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], no_color: bool) -> None:
     """The first column is of names, the others of figures."""
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
 
-    from ..report.printing import left, put, right
+    from ..report.printing import WholeTable, left, put, right
 
-    table = Table(left(headings[0]), *map(right, headings[1:]), box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = WholeTable(left(headings[0]), *map(right, headings[1:]), box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for row in rows:
         table.add_row(*row)
     with printing():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..plan.errors import lines
+from ..streams import silence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +48,7 @@ def printing() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        silence()
+        silence(sys.stdout)
 
 
 @contextmanager
@@ -63,13 +63,6 @@ def without_collection() -> Iterator[None]:
         if was:
             gc.freeze()
             gc.enable()
-
-
-def silence() -> None:
-    """Points standard output at nothing, so that Python's own flush at exit finds a reader."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, sys.stdout.fileno())
-    os.close(nothing)
 
 
 def print_json(value: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from ..frameworks import framework
-from ..plan.errors import ABSENT, Origin, PlanError, nearest
+from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..values import dataclass
@@ -267,7 +267,7 @@ def _written(found: Found, files: _Files) -> list[str]:
     """Files that were written. Without a layout that fits there is no plan to write."""
     written: list[str] = []
     if files.plan is not None and found.best:
-        text = _plan_text(found, Path(files.plan).name)
+        text = _plan_text(found, one_line(Path(files.plan).name))
         if write_whole(files.plan, text.encode(), force=files.force):
             written.append(files.plan)
     if files.plot is not None and (found.front or found.closest):

@@ -12,6 +12,7 @@ import typer
 from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
+from ..streams import tell
 from .files import check_writable
 from .launched import LaunchFlags, read_given
 from .output import (
@@ -193,7 +194,7 @@ def validate(
     if not asked.answers:
         return _silent(made)
     if made is None:
-        print("memplan: the machine of the first rank tells how it went", file=sys.stderr)
+        tell("memplan: the machine of the first rank tells how it went")
         return 0
     _keep(made, record, no_records, overwrite)
     if json:
@@ -299,7 +300,7 @@ def _silent(made: Record | None) -> int:
     from ..records.differences import differences
     from ..report.runs import verdict_words
 
-    print(f"memplan: {verdict_words(made, differences(made.estimate, made.run))}", file=sys.stderr)
+    tell(f"memplan: {verdict_words(made, differences(made.estimate, made.run))}")
     return DIFFERS
 
 

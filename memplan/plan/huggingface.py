@@ -43,7 +43,7 @@ def spec_of_config(config: Node, path: Path) -> Node:
     items = {name: Node(value, origin) for name, value in family.constants.items()}
     items["name"] = Node(_name(path), origin)
     items["family"] = Node(family_name, origin)
-    items["source"] = Node(str(path), origin)
+    items["source"] = Node(one_line(str(path)), origin)
     for name, key in family.keys.items():
         items[name] = _value(config, name, key)
     if isinstance(items.get("blocks", Node(None, origin)).value, bool):
@@ -103,7 +103,7 @@ def _setting(config: Node, name: str) -> Node | None:
 
 
 def _name(path: Path) -> str:
-    return config_name(path).lower()[:100] or "model"
+    return one_line(config_name(path).lower())[:100] or "model"
 
 
 def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:

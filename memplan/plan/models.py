@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import Origin, PlanError
+from .errors import Origin, PlanError, one_line
 from .hub import cached_config, is_repository, refused, twin
 from .library import model_specs
 from .node import Node
@@ -63,7 +63,7 @@ def read_spec(path: Path, name: str | None = None) -> Found:
         return Found(spec_of_config(source, path), warnings_of_config(source, path))
     items = dict(source.mapping)
     items.pop("hub", None)
-    items.setdefault("name", Node(path.stem, source.origin))
+    items.setdefault("name", Node(one_line(path.stem), source.origin))
     spec = section_fields("model", Node(items, source.origin))
     return Found(_with_derived_sizes(spec, {}, spec.mapping))
 

@@ -1,13 +1,14 @@
 """An architecture without a recipe: a Hugging Face configuration that is read as data and learnt from traces."""
 
 import json
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_serializer
 
-from .errors import ABSENT, Origin, PlanError
+from .errors import ABSENT, Origin, PlanError, one_line
 from .hub import config_name
 from .models import model_path
 from .node import Node
@@ -16,10 +17,11 @@ from .text import is_folder, is_there, read_text
 
 STAND_IN = "llama-2-7b"
 """Takes its place while the rest of a plan is read."""
-_LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_source_positions")
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_source_positions")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 NO_LENGTH = 2**31
-"""Longest sequence where the configuration names none."""
+"""Longest sequence where the configuration names none, and the longest that it can name."""
+MOST_LAYERS = 100_000
 
 
 class TracedSpec(ModelSpec):
@@ -61,9 +63,20 @@ class TracedSpec(ModelSpec):
         return {**names, "no_recipe": self.reason, "config": self.config}
 
 
+def size_in(config: dict[str, Any], names: Sequence[str], most: int, path: Path) -> int | None:
+    """The first of ``names`` that ``config`` gives a whole number, if any does; from 1 to ``most``."""
+    name = next((name for name in names if type(config.get(name)) is int), None)
+    if name is None:
+        return None
+    value: int = config[name]
+    if not 1 <= value <= most:
+        raise PlanError(name, value, f"must be a whole number from 1 to {most:,}", origin=Origin(str(path)))
+    return value
+
+
 def layers_name(config: dict[str, Any]) -> str | None:
     """What the configuration calls its number of layers, where it has one and says nothing of each of them."""
-    name = next((name for name in _LAYERS if type(config.get(name)) is int), None)
+    name = next((name for name in LAYERS if type(config.get(name)) is int), None)
     if name is None or any(isinstance(value, list) and len(value) == config[name] for value in config.values()):
         return None
     return name
@@ -78,24 +91,24 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
     if path is None or base is None or error.origin is None or error.origin.source != str(path):
         raise error
     config = _config(path, error)
-    if "auto_map" in config and not any(type(config.get(key)) is int for key in _LENGTHS):
+    if "auto_map" in config and not any(type(config.get(key)) is int for key in LENGTHS):
         raise error  # code of its own that is never run, and nothing that a model of transformers would name
     name = layers_name(config)
     for field, value in items.items():
         if field != "layers" or name is None:
             problem = f"cannot be changed: the architecture has no recipe ({error.field}); change {path}"
             raise PlanError(f"model.{field}", value.plain(), problem, origin=value.origin)
-        if type(value.value) is not int or not 1 <= value.value <= 100_000:
-            raise PlanError(
-                "model.layers", value.plain(), "must be a whole number from 1 to 100,000", origin=value.origin
-            )
+        if type(value.value) is not int or not 1 <= value.value <= MOST_LAYERS:
+            problem = f"must be a whole number from 1 to {MOST_LAYERS:,}"
+            raise PlanError("model.layers", value.plain(), problem, origin=value.origin)
         config = {**config, name: value.value}
+    layers = size_in(config, LAYERS, MOST_LAYERS, path)
     return TracedSpec(
-        name=config_name(path).lower()[:100] or "model",
-        family=config["model_type"],
-        layers=config[name] if name is not None else 1,
-        positions_max=next((config[key] for key in _LENGTHS if type(config.get(key)) is int), NO_LENGTH),
-        source=str(path),
+        name=one_line(config_name(path).lower())[:100] or "model",
+        family=one_line(config["model_type"]),
+        layers=layers if layers is not None and name is not None else 1,
+        positions_max=size_in(config, LENGTHS, NO_LENGTH, path) or NO_LENGTH,
+        source=one_line(str(path)),
         config=config,
         counted=name is not None,
         changed="layers" in items,
@@ -116,7 +129,7 @@ def _config(path: Path, error: PlanError) -> dict[str, Any]:
     """``error`` where it is none."""
     try:
         config = json.loads(read_text(path, "model"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise error from None
     if not isinstance(config, dict):
         raise error

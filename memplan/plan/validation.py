@@ -48,7 +48,18 @@ def _validated(model: type[Model], node: Node, prefix: str) -> Model:
     except ValueError as error:
         raise PlanError(prefix, ABSENT, f"cannot be read: {error}", origin=node.origin) from None
     first = min(found, key=lambda item: item["type"] == "missing")
+    if first["type"] == "json_invalid":
+        raise _not_text(node, prefix) or PlanError(prefix, ABSENT, "is not valid Unicode text", origin=node.origin)
     raise _translated(first, prefix).located(dict(node.origins(prefix)))
+
+
+def _not_text(node: Node, path: str) -> PlanError | None:
+    """The first value at or below ``path`` with half a character in it, as names that are not UTF-8 have."""
+    if isinstance(node.value, str) and any("\ud800" <= character <= "\udfff" for character in node.value):
+        return PlanError(path, node.value, "is not valid Unicode text", origin=node.origin)
+    items = enumerate(node.value) if isinstance(node.value, list) else node.mapping.items()
+    found = (_not_text(item, f"{path}.{key}" if path else str(key)) for key, item in items)
+    return next((error for error in found if error is not None), None)
 
 
 def _translated(found: Mapping[str, Any], prefix: str) -> PlanError:

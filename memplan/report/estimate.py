@@ -15,7 +15,7 @@ from ..plan.notes import FRAMEWORK_CHOSEN
 from ..result import Estimate, StageEstimate
 from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
 from .palette import BAD, CAUTION, FAINT, GOOD, SWATCH, Share, allocated_shares, beyond_shares, label, unknown_beyond
-from .printing import entries, left, plain_table, put, put_line, right
+from .printing import WholeTable, entries, left, plain_table, put, put_line, right
 from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of
 
 
@@ -127,7 +127,7 @@ def _moment(stage: StageEstimate) -> str:
 
 def _ledger(stage: StageEstimate, unit: Unit, *, coloured: bool) -> Table:
     """Every share that shows in ``unit``, with its % of the headline; a line with ``=`` where a reading is complete."""
-    table = Table.grid(left(), right(), right(), padding=(0, 2, 0, 0))
+    table = WholeTable.grid(left(), right(), right(), padding=(0, 2, 0, 0))
     table.add_row(Text("  for", FAINT), Text(unit.name, FAINT), Text("%", FAINT))
 
     def add(parts: Sequence[Share]) -> None:
@@ -157,7 +157,7 @@ def _ledger(stage: StageEstimate, unit: Unit, *, coloured: bool) -> Table:
 
 def _facts(title: str, names: Sequence[str], sizes: Sequence[int | None], *, marked: str, unit: Unit) -> Table:
     """Sizes under their names, the one that is the headline in bold; ``?`` where not known."""
-    table = Table.grid(
+    table = WholeTable.grid(
         left(width=8), *[right(style="bold" if name == marked else "") for name in names], padding=(0, 2, 0, 0)
     )
     table.add_row(Text(title, FAINT), *(Text(label(name), FAINT) for name in names))

@@ -21,6 +21,12 @@ from ..plan.errors import one_line
 _PLAIN = str.maketrans("–−—×·■│→≤…", "---x.#|><.")
 
 
+NARROW = 60
+"""Columns below which a table's lines grow longer than the terminal, which breaks them, before a figure is cut."""
+WIDEST = 10_000
+"""Columns of a line at most."""
+
+
 class _Tidy:
     """A renderable without blanks at the end of its lines, without control characters, which are shown escaped, and, in
     an ASCII encoding, without dashes and bars."""
@@ -29,7 +35,8 @@ class _Tidy:
         self.renderable = renderable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in console.render_lines(self.renderable, options, pad=False):
+        segments = console.render(self.renderable, options)
+        for line in Segment.split_and_crop_lines(segments, WIDEST, include_new_lines=False, pad=False):
             while line and not line[-1].text.rstrip():
                 line.pop()
             for index, (text, style, control) in enumerate(line):
@@ -54,7 +61,7 @@ def put_line(console: Console, text: Text) -> None:
 def put(console: Console, *renderables: RenderableType) -> None:
     """Prints each of ``renderables``."""
     for renderable in renderables:
-        console.print(_Tidy(renderable), end="")
+        console.print(_Tidy(renderable), end="", crop=False)
 
 
 _PIECE = re.compile(r"[^\s_/.×]*(?:[_/.×]+|\s+|$)")
@@ -144,9 +151,28 @@ GAP = 2
 """Blanks between columns."""
 
 
+class WholeTable(Table):
+    """A table that is wider than a narrow terminal where that would cut a cell that stays on one line."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < NARROW:
+            options = options.update(width=max(options.max_width, self._least(console, options)))
+        return super().__rich_console__(console, options)
+
+    def _least(self, console: Console, options: ConsoleOptions) -> int:
+        """Columns that it takes: of what wraps the longest word, all of what does not."""
+        wide = options.update(width=WIDEST)
+        _, after, _, before = self.padding
+        least = 0
+        for column in self.columns:
+            sizes = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
+            least += max(size.maximum if column.no_wrap else size.minimum for size in sizes) + before + after + 1
+        return least
+
+
 def plain_table(*columns: Column) -> Table:
     """A table with a rule under its header and nothing else."""
-    return Table(
+    return WholeTable(
         *columns, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), header_style=""
     )
 

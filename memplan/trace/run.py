@@ -118,8 +118,6 @@ def _check(package: str, least: tuple[int, int], command: str) -> None:
 
 STAND_IN = {"model": traced_spec.STAND_IN, "positions-max": str(2**31)}
 """Takes the place of an architecture without a recipe while the rest of a plan is read."""
-_LENGTHS = ("max_position_embeddings", "n_positions", "seq_length")
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +189,14 @@ def _without_recipe(path: Path, flags: Flags, error: PlanError) -> Planned:
         problem = f"is needed: peft's targets are those of a family, which {path} is not (--lora-targets q_proj,v_proj)"
         raise PlanError("lora.targets", ABSENT, problem)
     if "seq" not in rest:
-        length = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
+        length = traced_spec.size_in(config, traced_spec.LENGTHS, traced_spec.NO_LENGTH, path)
         if length is None:
             raise PlanError("batch.seq", ABSENT, "is needed: the configuration names no longest sequence")
         rest["seq"] = str(length)
     if "layers" in flags:
-        name = next((name for name in _LAYERS if name in config), _LAYERS[0])
+        name = next((name for name in traced_spec.LAYERS if name in config), traced_spec.LAYERS[0])
         config[name] = read_plan(None, {**STAND_IN, "layers": flags["layers"]}).plan.model.layers
+    traced_spec.size_in(config, traced_spec.LAYERS, traced_spec.MOST_LAYERS, path)
     read = read_plan(None, {**STAND_IN, **rest})
     try:
         job = job_of_plan(resolve(read.plan), config)
@@ -211,7 +210,7 @@ def _config(path: Path, error: PlanError) -> dict[str, Any]:
     """The configuration as it is written; ``error`` where it is none."""
     try:
         config = json.loads(read_text(path, "model"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise error from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise PlanError("model_type", ABSENT, "is missing: transformers needs it", origin=Origin(str(path)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 
 from ..report.names import size
 from ..report.progress import PATIENCE
+from ..streams import silence
 from ..values import dataclass
 from .run_files import Progress
 
@@ -109,7 +110,10 @@ class Display:
         lines = tuple(_line(row) for row in rows)
         new = [line for line in lines if line not in self._last]
         if new:
-            print(f"{now - self.began:6.0f} s  {'; '.join(new)}", file=self.stream, flush=True)
+            try:
+                print(f"{now - self.began:6.0f} s  {'; '.join(new)}", file=self.stream, flush=True)
+            except OSError:  # nobody reads: the run goes on
+                silence(self.stream)
             self._printed = now
         self._last = lines
 
