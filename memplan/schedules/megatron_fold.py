@@ -365,12 +365,10 @@ class MegatronOrder:
 
     @property
     def shortened(self) -> list[Action]:
-        """No more micro-batches than its warm-up takes and two periods of the steady phase; reports of those that are
-        left out are there from the beginning."""
+        """As many micro-batches as the fold looks at (``reduced``); reports of those that are left out are there from
+        the beginning."""
         plan = self.schedule
-        period, ramp = _period(plan)
-        enough = (ramp + 2) * period + plan.microbatches % period
-        short = plan if plan.microbatches <= enough else replace(plan, microbatches=enough)
+        short = reduced(plan)
         reports = plan.microbatches - short.microbatches if plan.last else 0
         run = [action for action in trace(short) if action.what != "reduce"]
         return [*[Action("begin", 0, -1 - number, "report") for number in range(reports)], *run]

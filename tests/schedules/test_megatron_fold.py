@@ -6,8 +6,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from memplan.plan.errors import PlanError
-from memplan.schedules.megatron_fold import CATEGORIES, MegatronOrder, Sizes, composed, fold_iteration, most_in_flight
-from memplan.schedules.megatron_schedule import Schedule, schedule
+from memplan.schedules.megatron_fold import (
+    CATEGORIES,
+    MegatronOrder,
+    Sizes,
+    composed,
+    fold_iteration,
+    most_in_flight,
+    reduced,
+)
+from memplan.schedules.megatron_schedule import Schedule, schedule, trace
 from memplan.tape.events import ZERO, Category, Excursion, change, compose
 from memplan.tape.program import Passes
 
@@ -101,6 +109,17 @@ def test_an_iteration_leaves_only_reports(plan: Schedule, saved: int, hidden: in
 @given(schedules())
 def test_in_flight_of_a_reduced_schedule_is_that_of_the_whole(plan: Schedule) -> None:
     assert most_in_flight(plan) == in_flight(plan)
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules(120), st.lists(st.tuples(SIZE, SIZE, SIZE), min_size=1, max_size=3), st.integers(1, 9))
+def test_a_shortened_schedule_peaks_as_the_whole(plan: Schedule, layers: Layers, hidden: int) -> None:
+    """What the allocator's replay runs reaches what the fold says of the whole iteration; reports apart."""
+    sizes, passes = Sizes(hidden, 1, 0), chunks(plan, hidden, layers)
+    order = MegatronOrder(plan, (), hidden)
+    run = [action for action in order.shortened if action.microbatch >= 0]
+    assert run == [action for action in trace(reduced(plan)) if action.what != "reduce"]
+    assert composed(reduced(plan), passes, sizes).peak == composed(plan, passes, sizes).peak
 
 
 def test_in_flight() -> None:
