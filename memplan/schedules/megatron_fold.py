@@ -91,10 +91,10 @@ ENDING = 2
 """Periods behind those that repeat, with one repetition among them."""
 
 
-def reduced(plan: Schedule) -> Schedule:
+def reduced(plan: Schedule, ending: int = ENDING) -> Schedule:
     """The schedule without most repetitions of its steady phase."""
     step, ramp = _period(plan)
-    kept = plan.microbatches % step + (ramp + SETTLING + ENDING) * step
+    kept = plan.microbatches % step + (ramp + SETTLING + ending) * step
     return plan if plan.microbatches <= kept else replace(plan, microbatches=kept)
 
 
@@ -365,10 +365,10 @@ class MegatronOrder:
 
     @property
     def shortened(self) -> list[Action]:
-        """As many micro-batches as the fold looks at (``reduced``); reports of those that are left out are there from
-        the beginning."""
+        """As many micro-batches as the fold looks at (``reduced``), but for one period of interleaved chunks, which has
+        many; reports of those that are left out are there from the beginning."""
         plan = self.schedule
-        short = reduced(plan)
+        short = reduced(plan, ENDING if plan.chunks == 1 else 1)
         reports = plan.microbatches - short.microbatches if plan.last else 0
         run = [action for action in trace(short) if action.what != "reduce"]
         return [*[Action("begin", 0, -1 - number, "report") for number in range(reports)], *run]
