@@ -52,9 +52,11 @@ def _is_size(text: str) -> bool:
 
 
 def tell(line: str) -> None:
-    """``line`` on standard error, if that takes it."""
+    """``line`` on standard error, if that takes it, with control characters escaped."""
+    from .plan.errors import lines
+
     try:
-        print(line, file=sys.stderr, flush=True)
+        print(lines(line), file=sys.stderr, flush=True)
     except (OSError, ValueError):  # ValueError: somebody has closed it
         silence(sys.stderr)
 

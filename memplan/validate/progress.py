@@ -98,7 +98,7 @@ class Display:
         from rich.live import Live
 
         if self._live is None:
-            console = Console(file=self.stream)
+            console = Console(file=self.stream, markup=False, emoji=False)
             self._live = Live(console=console, refresh_per_second=REDRAWS, transient=True, redirect_stdout=False)
             self._live.start()
         height = max(self._live.console.height - 1, 1)

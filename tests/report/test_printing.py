@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
+from memplan.commands.output import print_file, print_json, print_text
 from memplan.report.printing import Breakable, Pieces, entries, folded, left, plain_table, put, put_line
+from memplan.streams import tell
 
 from .printing import printed, widest
 
@@ -58,3 +63,21 @@ def test_nothing_that_is_printed_steers_a_terminal(text: str, width: int) -> Non
     marked = text.replace("\n", "").replace("\t", "")
     if "\x1b" in marked:
         assert "\\x1b" in printed(lambda console: put_line(console, Text(text)), width)
+
+
+@given(STEERING)
+def test_nothing_that_is_told_steers_a_terminal(text: str) -> None:
+    for stream, tells in (("stderr", tell), ("stdout", print_text), ("stdout", lambda text: print_json({text: text}))):
+        file = io.StringIO()
+        with (contextlib.redirect_stderr if stream == "stderr" else contextlib.redirect_stdout)(file):
+            tells(text)
+        assert all(c.isprintable() or c == "\n" for c in file.getvalue()), repr(file.getvalue())
+
+
+def test_a_file_on_standard_output_is_changed_on_a_terminal_alone() -> None:
+    for is_terminal in (False, True):
+        file = io.StringIO()
+        file.isatty = lambda is_terminal=is_terminal: is_terminal  # type: ignore[method-assign]
+        with contextlib.redirect_stdout(file):
+            print_file("a\n\x1b[31mb\n")
+        assert file.getvalue() == ("a\n\\x1b[31mb\n" if is_terminal else "a\n\x1b[31mb\n")
