@@ -92,7 +92,7 @@ BAD_PLANS = {
     "latin": (b"model: gpt2 # \xe9\n", "plan.yaml:1: is not UTF-8 text"),
     "laughs": (
         "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
-        "grows to more than 50,000 values",
+        "takes more work to read than the limit of 4,000,000 steps",
     ),
     "empty": ("", "plan.yaml: is empty"),
     "auto_map": ("model: evil\n", "evil/config.json:1: model_type = evil: is not an architecture that is modelled (code"),

@@ -309,7 +309,7 @@ def _segments(free: Iterable[int], live: Iterable[int]) -> Iterator[tuple[Block,
 def _entries(conf: str) -> Iterator[tuple[str, str]]:
     """The ``key:value`` pairs of ``conf``, a list in brackets being one value (``ConfigTokenizer``)."""
     known = _MODELLED | _WITHOUT_EFFECT
-    for entry in re.split(r",(?![^\[\]]*\])", re.sub(r"\s", "", conf)):
+    for entry in _split(re.sub(r"\s", "", conf)):
         key, _, value = entry.partition(":")
         if not entry:
             continue
@@ -318,6 +318,19 @@ def _entries(conf: str) -> Iterator[tuple[str, str]]:
         if not value:
             raise ValueError(f"allocator setting {key!r} has no value; write {key}:VALUE")
         yield key, value
+
+
+def _split(conf: str) -> Iterator[str]:
+    """``conf`` at its commas, but for those with a closing bracket behind them before any opening one."""
+    entry = ""
+    parts = re.split(r"([\[\]])", conf)
+    for text, bracket in zip(parts[::2], [*parts[1::2], ""], strict=True):
+        *before, last = (text,) if bracket == "]" else text.split(",")
+        for one in before:
+            yield entry + one
+            entry = ""
+        entry += last + bracket
+    yield entry
 
 
 def _expected(found: dict[str, str], key: str, allowed: str) -> str:

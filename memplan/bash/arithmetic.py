@@ -6,6 +6,8 @@ import operator as operators
 import re
 from collections.abc import Callable
 
+from .budget import Budget
+
 _TOKEN = re.compile(
     r"\s*(0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>&|^!~?:(),])", re.ASCII
 )
@@ -23,6 +25,8 @@ _BINARY: tuple[tuple[str, ...], ...] = (
 )
 _DEEPEST = 40
 _LONGEST = 10_000
+_STEPS = 80
+"""Of a token."""
 
 Lookup = Callable[[str], "int | None"]
 
@@ -31,13 +35,14 @@ class ArithmeticTextError(ValueError):
     """The text is not arithmetic, or divides by zero."""
 
 
-def evaluate(text: str, lookup: Lookup) -> int | None:
+def evaluate(text: str, lookup: Lookup, budget: Budget) -> int | None:
     """The value of ``text``; nothing if it needs a variable that ``lookup`` does not know."""
     if len(text) > _LONGEST:
         raise ArithmeticTextError("is too long")
     tokens: list[str] = []
-    at = 0
-    while at < len(text.rstrip()):
+    at, end = 0, len(text.rstrip())
+    while at < end:
+        budget.spend(_STEPS)
         match = _TOKEN.match(text, at)
         if match is None:
             raise ArithmeticTextError("has a sign that is not arithmetic's")

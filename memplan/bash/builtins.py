@@ -12,10 +12,24 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from .arithmetic import ArithmeticTextError, evaluate
+from .budget import Budget
 from .conditions import Decision, tested
 from .expansion import Expansion
 from .syntax import Body, Evaluation, Literal, Pipeline, Redirect, Simple
-from .values import Cause, ExitError, LeaveError, Piece, Reading, Unknown, Value, Variables, is_known, joined, text
+from .values import (
+    Cause,
+    ExitError,
+    LeaveError,
+    Piece,
+    Reading,
+    Unknown,
+    Value,
+    Variables,
+    is_known,
+    is_position,
+    joined,
+    text,
+)
 
 if TYPE_CHECKING:
     from .shell import Shell
@@ -42,7 +56,7 @@ def _set(shell: Shell, words: list[Value], command: Simple) -> Decision:
 def _shift(shell: Shell, words: list[Value], command: Simple) -> Decision:
     count = text(words[1]) if len(words) > 1 else "1"
     left = len(shell.variables.positional)
-    shell.variables.positional = shell.variables.positional[int(count) if count.isdigit() and len(count) < 9 else 1 :]
+    shell.variables.positional = shell.variables.positional[int(count) if is_position(count) else 1 :]
     return left > 0
 
 
@@ -149,7 +163,7 @@ class Written:
             outputs.extend((">>" if append else ">", text(w)) for w in words[1:] if not text(w).startswith("-"))
         if not outputs:
             return
-        content = printed(words, self.input_of(redirects), self._reading.files)
+        content = printed(words, self.input_of(redirects), self._reading.files, self._reading.ledger.budget)
         for operator, name in outputs:
             if content is None:
                 self._reading.files.pop(name, None)
@@ -184,7 +198,8 @@ class Written:
             return None
         words = [value for word in command.words for value in self.expansion.fields(word)]
         given = self.input_of(command.redirects) if piped is None else piped
-        content = given if not words else printed(words, given, self._reading.files)
+        budget = self._reading.ledger.budget
+        content = given if not words else printed(words, given, self._reading.files, budget)
         return None if content is None else _without_last_newlines(content)
 
 
@@ -198,8 +213,9 @@ def _without_last_newlines(content: Value) -> Value:
     return ()
 
 
-def printed(words: Sequence[Value], given: Value | None, files: Mapping[str, Value]) -> Value | None:
+def printed(words: Sequence[Value], given: Value | None, files: Mapping[str, Value], budget: Budget) -> Value | None:
     """Standard output of the command ``words``, ``given`` on standard input; nothing if that cannot be said."""
+    budget.spend(len(words))
     name, arguments = text(words[0]), words[1:]
     origin = words[0][0].origin
     if name in ("cat", "tee"):
@@ -221,15 +237,15 @@ def printed(words: Sequence[Value], given: Value | None, files: Mapping[str, Val
         return None
     if name in ("expr", "bc"):
         expression = joined(arguments, " ", origin) if name == "expr" else given or ()
-        return _calculated(expression, name)
+        return _calculated(expression, name, budget)
     return None
 
 
-def _calculated(expression: Value, name: str) -> Value | None:
+def _calculated(expression: Value, name: str, budget: Budget) -> Value | None:
     if not expression or not is_known(expression) or "scale" in text(expression):
         return None
     try:
-        number = evaluate(text(expression).strip(), lambda _: None)
+        number = evaluate(text(expression).strip(), lambda _: None, budget)
     except ArithmeticTextError:
         return None
     return None if number is None else (Piece(str(number), expression[0].origin),)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .arithmetic import ArithmeticTextError, evaluate
+from .budget import Budget
 from .expansion import Expansion
 from .origin import Origin
+from .patterns import shell_pattern
 from .syntax import (
     Assignment,
     Body,
@@ -22,8 +24,10 @@ from .syntax import (
     If,
     Literal,
     Loop,
+    Parameter,
     Pipeline,
     Simple,
+    Substitution,
     Test,
     Word,
 )
@@ -42,6 +46,9 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
 }
 _DEEPEST = 40
 _LONGEST_PATTERN = 200
+_SHOWN = 50
+_STEPS = 40
+"""Of an operand."""
 
 
 def negated(decision: Decision) -> Decision:
@@ -72,7 +79,8 @@ class _Reader:
         self._at = 0
         self._depth = 0
         self._double = double
-        shown = " ".join(expansion.variables.ledger.shown(value) for value, _ in operands)
+        expansion.variables.ledger.budget.spend(_STEPS * len(operands), origin)
+        shown = " ".join(expansion.variables.ledger.shown(value) for value, _ in operands[:_SHOWN])
         brackets = ("[[ ", " ]]") if double else ("[ ", " ]")
         shown = shown if len(shown) <= 50 else shown[:49] + "…"
         self._undecided = Unknown(f"{brackets[0]}{shown}{brackets[1]}", "", Cause.CONDITION, origin)
@@ -121,19 +129,19 @@ class _Reader:
         return decision
 
     def _primary(self) -> Decision:
-        left = self._operands[self._at :]
+        at, left = self._at, len(self._operands) - self._at
         if not left:
             return self._cannot()
-        operator = self._words[self._at + 1] if len(left) > 2 else None
+        value, operator = self._operands[at][0], self._words[at + 1] if left > 2 else None
         if operator is not None and (operator in _NUMBERS or operator in ("=", "==", "!=", "<", ">", "=~")):
             self._at += 3
-            return self._binary(left[0][0], operator, left[2])
-        first = self._words[self._at]
-        if first is not None and re.fullmatch(r"-[a-zA-Z]", first) and len(left) > 1:
+            return self._binary(value, operator, self._operands[at + 2])
+        first = self._words[at]
+        if first is not None and re.fullmatch(r"-[a-zA-Z]", first) and left > 1:
             self._at += 2
-            return self._unary(first[1], left[1][0])
+            return self._unary(first[1], self._operands[at + 1][0])
         self._at += 1
-        return self._filled(left[0][0])
+        return self._filled(value)
 
     def _filled(self, value: Value) -> Decision:
         if self._expansion.is_empty(value):
@@ -165,7 +173,9 @@ class _Reader:
         if pattern is not None and any(sign in pattern for sign in "*?["):
             if len(pattern) > _LONGEST_PATTERN or len(text(left)) > 10_000:
                 return self._cannot(left, value)
-            equal = fnmatchcase(text(left), pattern)
+            matcher = shell_pattern(pattern)
+            self._expansion.variables.ledger.budget.spend(len(text(left)) * (4 + len(matcher)))
+            equal = matcher.matches(text(left))
         else:
             equal = text(left) == text(value)
         return equal == (operator != "!=")
@@ -174,7 +184,8 @@ class _Reader:
         if not (is_known(left) and is_known(right)):
             return self._cannot(left, right)
         try:
-            values = [evaluate(text(value), lambda _: None) for value in (left, right)]
+            budget = self._expansion.variables.ledger.budget
+            values = [evaluate(text(value), lambda _: None, budget) for value in (left, right)]
         except ArithmeticTextError:
             return self._cannot()
         if values[0] is None or values[1] is None:
@@ -192,31 +203,70 @@ class _Reader:
 
 
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
+RUNS_PYTHON = re.compile(r"\.py\b")
+"""In a word of a command that may run a Python file."""
 
 
-def assigned_in(bodies: Iterable[Body], functions: Mapping[str, Body]) -> dict[str, bool]:
-    """Names that ``bodies`` may set, and whether all they do is to append."""
-    found: dict[str, bool] = {}
-    for name, appends in _assigned(bodies, dict(functions)):
-        found[name] = found.get(name, True) and appends
-    return found
+@dataclass(slots=True)
+class Effects:
+    """What commands that may or may not be run would do."""
+
+    appends: dict[str, bool] = field(default_factory=dict)
+    """Names that they may set, and whether all they do is to append."""
+    options: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Arguments (``--…``) in the values that they may give, by the name of the variable."""
+    starts: bool = False
+    """One of them may run a Python file."""
 
 
-def options_in(bodies: Iterable[Body], name: str) -> tuple[str, ...]:
-    """Arguments (``--…``) in the values that ``bodies`` may give to ``name``."""
-    found: dict[str, None] = {}
-    for assignment in _assignments(bodies):
-        if assignment.name == name:
-            words = [assignment.value, *(word for _, word in assignment.items or ())]
-            for word in words:
-                for part in word:
-                    if isinstance(part, Literal):
-                        found.update(dict.fromkeys(_OPTION.findall(part.text)))
-    return tuple(found)
+def effects_of(bodies: Iterable[Body], functions: Mapping[str, Body], budget: Budget) -> Effects:
+    """What ``bodies`` would do, and those of ``functions`` that they call."""
+    effects = Effects()
+    for command in _commands(bodies, budget):
+        for word in _words_of(command):
+            budget.spend(_STEPS * len(word))
+            effects.starts = effects.starts or _names_python(word)
+        if isinstance(command, Simple):
+            for assignment in command.assignments:
+                found = effects.options.setdefault(assignment.name, {})
+                for word in _values_of(assignment):
+                    for part in word:
+                        if isinstance(part, Literal):
+                            found.update(dict.fromkeys(_OPTION.findall(part.text)))
+    for name, appends in _assigned(bodies, dict(functions), budget):
+        effects.appends[name] = effects.appends.get(name, True) and appends
+    return effects
 
 
-def _assigned(bodies: Iterable[Body], functions: dict[str, Body]) -> Iterator[tuple[str, bool]]:
-    for command in _commands(bodies):
+def _names_python(word: Word) -> bool:
+    return any(
+        RUNS_PYTHON.search(part.text) is not None
+        if isinstance(part, (Literal, Substitution))
+        else isinstance(part, Parameter) and _names_python(part.operand)
+        for part in word
+    )
+
+
+def _words_of(command: Command) -> Iterator[Word]:
+    """Every word in ``command`` itself."""
+    if isinstance(command, Simple):
+        yield from command.words
+        yield from (redirect.target for redirect in command.redirects)
+        for assignment in command.assignments:
+            yield from _values_of(assignment)
+    elif isinstance(command, Test) or (isinstance(command, For) and command.words is not None):
+        yield from command.words or ()
+    elif isinstance(command, Case):
+        yield command.word
+
+
+def _values_of(assignment: Assignment) -> Iterator[Word]:
+    yield assignment.value
+    yield from (word for _, word in assignment.items or ())
+
+
+def _assigned(bodies: Iterable[Body], functions: dict[str, Body], budget: Budget) -> Iterator[tuple[str, bool]]:
+    for command in _commands(bodies, budget):
         if isinstance(command, For):
             yield command.name, False
         if isinstance(command, Simple):
@@ -225,25 +275,20 @@ def _assigned(bodies: Iterable[Body], functions: dict[str, Body]) -> Iterator[tu
             called = command.words[0] if command.words else ()
             if len(called) == 1 and isinstance(called[0], Literal):
                 if called[0].text in functions:
-                    yield from _assigned([functions.pop(called[0].text)], functions)
+                    yield from _assigned([functions.pop(called[0].text)], functions, budget)
                 if called[0].text == "read":
                     last = command.words[-1][-1] if command.words[-1] else None
                     if isinstance(last, Literal):
                         yield last.text, False
 
 
-def _assignments(bodies: Iterable[Body]) -> Iterator[Assignment]:
-    for command in _commands(bodies):
-        if isinstance(command, Simple):
-            yield from command.assignments
-
-
-def _commands(bodies: Iterable[Body]) -> Iterator[Command]:
+def _commands(bodies: Iterable[Body], budget: Budget) -> Iterator[Command]:
     """Every command in ``bodies`` and below."""
     for body in bodies:
         for command in body:
+            budget.spend(_STEPS, command.origin)
             yield command
-            yield from _commands(_inside(command))
+            yield from _commands(_inside(command), budget)
 
 
 def _inside(command: Command) -> list[Body]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from fnmatch import translate
 
 from .arithmetic import ArithmeticTextError, evaluate
 from .origin import Origin
+from .patterns import Matcher, shell_pattern
 from .syntax import Body, Literal, Parameter, Part, Placeholder, Substitution, Word
-from .values import Cause, Piece, Unknown, Value, Variables, is_known, joined, text
+from .values import Cause, Piece, Unknown, Value, Variables, is_known, is_position, joined, text
 
 Capture = Callable[[Body], "Value | None"]
 
@@ -17,6 +17,8 @@ _LONGEST_PATTERN = 200
 _LONGEST_SUBJECT = 2_000
 _LONGEST_SHOWN = 40
 _DEEPEST_REFERENCE = 8
+_PART = 10
+"""Steps of a part of a word."""
 
 
 class Expansion:
@@ -24,11 +26,14 @@ class Expansion:
 
     def __init__(self, variables: Variables, capture: Capture) -> None:
         self.variables = variables
+        self._budget = variables.ledger.budget
         self._capture = capture
 
     def one(self, word: Word) -> Value:
         """``word`` as one value, as in an assignment."""
+        self._budget.spend(_PART * len(word))
         if len(word) == 1 and isinstance(word[0], Literal):
+            self._budget.search(len(word[0].text))
             return (Piece(word[0].text, word[0].origin),)
         pieces: list[Piece] = []
         for part in word:
@@ -38,7 +43,9 @@ class Expansion:
 
     def fields(self, word: Word) -> list[Value]:
         """``word`` as the words that it becomes: none, one or several."""
+        self._budget.spend(_PART * len(word))
         if len(word) == 1 and isinstance(word[0], Literal):
+            self._budget.search(len(word[0].text))
             return [(Piece(word[0].text, word[0].origin),)]
         fields: list[Value] = []
         current: list[Piece] | None = None
@@ -48,7 +55,12 @@ class Expansion:
                 if position and current is not None:
                     fields.append(tuple(current))
                     current = None
-                current = [*(current or []), *value] if whole else self._split(value, current, fields)
+                if not whole:
+                    current = self._split(value, current, fields)
+                elif current is None:
+                    current = list(value)
+                else:
+                    current.extend(value)
         if current is not None:
             fields.append(tuple(current))
         for value in fields:
@@ -89,7 +101,7 @@ class Expansion:
             return missing[0]
         lacking: list[Unknown] = []
         try:
-            result = evaluate(text(value), lambda name: self._integer(name, origin, lacking, 0))
+            result = evaluate(text(value), lambda name: self._integer(name, origin, lacking, 0), self._budget)
         except ArithmeticTextError:
             return Unknown(text(value)[:_LONGEST_SHOWN], "", Cause.OTHER, origin)
         return lacking[0] if result is None and lacking else result if result is not None else 0
@@ -103,18 +115,20 @@ class Expansion:
         if unknowns or depth > _DEEPEST_REFERENCE:
             lacking.append(unknowns[0] if unknowns else Unknown(f"${name}", name, Cause.OTHER, origin))
             return None
-        return evaluate(text(value), lambda other: self._integer(other, origin, lacking, depth + 1))
+        return evaluate(text(value), lambda other: self._integer(other, origin, lacking, depth + 1), self._budget)
 
     def _split(self, value: Value, current: list[Piece] | None, fields: list[Value]) -> list[Piece] | None:
         """Adds the blank-separated words of ``value`` to ``current`` and ``fields``."""
         for piece in value:
+            self._budget.spend(1 + len(piece.text) // 4)
             for stretch in re.findall(r"[ \t\n]+|[^ \t\n]+", piece.text):
                 if stretch[0] in " \t\n":
                     if current is not None:
                         fields.append(tuple(current))
                     current = None
                 else:
-                    current = [*(current or []), Piece(stretch, piece.origin)]
+                    current = [] if current is None else current
+                    current.append(Piece(stretch, piece.origin))
         return current
 
     def _values(self, part: Part) -> list[Value]:
@@ -155,6 +169,7 @@ class Expansion:
 
     def _every(self, part: Parameter) -> list[Value]:
         items = self.variables.items(part.name) or {}
+        self._budget.spend(len(items), part.origin)
         if part.operator == "length":
             return [(Piece(str(len(items)), part.origin),)]
         if part.operator == "indirect":
@@ -175,9 +190,9 @@ class Expansion:
 
     def _slice(self, part: Parameter, values: list[Value]) -> list[Value]:
         first, _, count = text(self.one(part.operand)).partition(":")
-        start = int(first) if first.strip().isdigit() else 0
+        start = int(first) if is_position(first.strip()) else 0
         start = max(start - 1, 0) if part.name in ("@", "*") else start
-        return values[start : start + int(count)] if count.strip().isdigit() else values[start:]
+        return values[start : start + int(count)] if is_position(count.strip()) else values[start:]
 
     def _lookup(self, part: Parameter) -> Value | None:
         name = part.name
@@ -197,6 +212,7 @@ class Expansion:
             number = self.number(part.item)
             key = str(number) if isinstance(number, int) else key
             if re.fullmatch(r"-\d{1,9}", key) and items:
+                self._budget.spend(len(items), part.origin)
                 key = list(items)[max(int(key), -len(items))]
         return items.get(key, () if items else None)
 
@@ -258,20 +274,21 @@ class Expansion:
         pattern = self.pattern(part.operand)
         if pattern is None or len(pattern) > _LONGEST_PATTERN or len(plain) > _LONGEST_SUBJECT:
             return self._unknown(f"${{{part.name}{operator}…}}", "", Cause.OTHER, part.origin)
+        matcher = shell_pattern(pattern[1:] if operator == "/" and pattern[:1] in ("#", "%") else pattern)
+        self._budget.spend(_PART + len(plain) * (4 + len(matcher)), part.origin)
         if operator[0] in "#%":
-            return (Piece(_without(operator[0], plain, pattern, longest=len(operator) == 2), origin),)
+            return (Piece(_without(operator[0], plain, matcher, longest=len(operator) == 2), origin),)
         replacement = self.one(part.replacement)
         if not is_known(replacement):
             return self._opaque(replacement)
         if operator == "/" and pattern[:1] in ("#", "%"):
-            rest = _without(pattern[0], plain, pattern[1:], longest=True)
+            rest = _without(pattern[0], plain, matcher, longest=True)
             if len(rest) == len(plain):
                 return value
             return (Piece(text(replacement) + rest if pattern[0] == "#" else rest + text(replacement), origin),)
         if not any(character in pattern for character in "*?["):
             return (Piece(plain.replace(pattern, text(replacement), -1 if operator == "//" else 1), origin),)
-        changed = re.sub(_unanchored(pattern), lambda _: text(replacement), plain, count=operator == "/")
-        return (Piece(changed, origin),)
+        return (Piece(_replaced(plain, matcher, text(replacement), every=operator == "//"), origin),)
 
     def _substring(self, plain: str, part: Parameter) -> str:
         first, _, count = text(self.one(part.operand)).partition(":")
@@ -283,18 +300,27 @@ class Expansion:
         return plain[start : start + numbers[1] if numbers[1] >= 0 else numbers[1]]
 
 
-def _without(sign: str, plain: str, pattern: str, *, longest: bool) -> str:
-    """``plain`` without what ``pattern`` matches at its start (``#``) or at its end (``%``)."""
-    expression, size = re.compile(translate(pattern)), len(plain)
-    for length in range(size, -1, -1) if longest else range(size + 1):
-        at = length if sign == "#" else size - length
-        if expression.match(plain[:at] if sign == "#" else plain[at:]):
-            return plain[at:] if sign == "#" else plain[:at]
-    return plain
+def _without(sign: str, plain: str, matcher: Matcher, *, longest: bool) -> str:
+    """``plain`` without what ``matcher`` matches at its start (``#``) or at its end (``%``)."""
+    found = matcher.ends(plain) if sign == "#" else matcher.backwards().ends(plain[::-1])
+    if not found:
+        return plain
+    length = found[-1 if longest else 0]
+    return plain[length:] if sign == "#" else plain[: len(plain) - length]
 
 
-def _unanchored(pattern: str) -> str:
-    return re.sub(r"\\[zZ]\Z", "", translate(pattern))
+def _replaced(plain: str, matcher: Matcher, replacement: str, *, every: bool) -> str:
+    """``plain`` with the first longest match of ``matcher`` replaced, or all of them from left to right."""
+    parts: list[str] = []
+    at = 0
+    for start in matcher.starts(plain):
+        end = matcher.ends(plain, start)[-1] if start >= at else start
+        if end > start:
+            parts += [plain[at:start], replacement]
+            at = end
+            if not every:
+                break
+    return "".join([*parts, plain[at:]])
 
 
 def _cut(shown: str) -> str:

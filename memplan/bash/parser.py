@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 
+from .budget import Budget
 from .origin import ScriptError
 from .syntax import (
     DECLARATIONS,
@@ -33,20 +34,23 @@ from .syntax import (
 )
 from .words import DEEPEST, PLACEHOLDER, OriginAt, WordReader
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]\n]*\])?(\+?=)", re.ASCII)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]\n]{0,255}\])?(\+?=)", re.ASCII)
+_KEY = re.compile(r"\[([^\]\n]{0,255})\]=")
 _REDIRECT = re.compile(r"(?:\d*|&)(<<<|<<-?|>>|>\||<>|[<>]&|&>>?|[<>])")
 _FUNCTION = re.compile(
-    r"(?:function[ \t]+([\w:.-]+)[ \t]*(?:\([ \t]*\))?|([A-Za-z_][\w:.-]*)[ \t]*\([ \t]*\))\s*(?=[{(])"
+    r"(?:function[ \t]+([\w:.-]+)(?:[ \t]*\([ \t]*\))?|([A-Za-z_][\w:.-]*)[ \t]*\([ \t]*\))\s*(?=[{(])"
 )
 _RESERVED = re.compile(
     r"(?:if|then|elif|else|fi|for|select|while|until|do|done|case|esac|in|time|function|\[\[|[{}!])(?=[\s;&|()<>]|$)"
 )
+_COMMAND = 100
+"""Steps of a command."""
 _ENDS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
 
 
-def parse(text: str, origin_at: OriginAt) -> Body:
+def parse(text: str, origin_at: OriginAt, budget: Budget) -> Body:
     """The commands in ``text``; ``origin_at`` says where a character of it was written."""
-    parser = _Parser(text, origin_at)
+    parser = _Parser(text, origin_at, budget)
     body = parser.body(frozenset())
     if parser.at < len(text):
         raise parser.unexpected()
@@ -56,8 +60,8 @@ def parse(text: str, origin_at: OriginAt) -> Body:
 class _Parser(WordReader):
     """Commands, over the words that it inherits."""
 
-    def __init__(self, text: str, origin_at: OriginAt) -> None:
-        super().__init__(text, origin_at)
+    def __init__(self, text: str, origin_at: OriginAt, budget: Budget) -> None:
+        super().__init__(text, origin_at, budget)
         self._here: list[tuple[list[Redirect], int, bool, bool, str]] = []
 
     def nested(self) -> Body:
@@ -129,6 +133,7 @@ class _Parser(WordReader):
 
     def _command(self) -> Command:
         origin = self._origin()
+        self._budget.make(2, 0, origin, steps=_COMMAND)
         function = _FUNCTION.match(self.text, self.at)
         if function is not None:
             self.at = function.end()
@@ -263,6 +268,7 @@ class _Parser(WordReader):
             self._blank_lines()
             start = self._origin()
             operator = re.compile(r"&&|\|\||[()<>]").match(self.text, self.at)
+            self._part(start)
             if operator is not None:
                 self.at = operator.end()
                 words.append((Literal(operator[0], False, start),))
@@ -337,7 +343,7 @@ class _Parser(WordReader):
             if self.text.startswith(")", self.at):
                 self.at += 1
                 return tuple(items)
-            key = re.compile(r"\[([^\]\n]*)\]=").match(self.text, self.at)
+            key = _KEY.match(self.text, self.at)
             index = None
             if key is not None:
                 index = self._inner(*key.span(1))
@@ -346,6 +352,7 @@ class _Parser(WordReader):
             if word is None and key is None:
                 if self.at >= len(self.text):
                     raise self._error("ends inside an array: a `)` is missing")
+                self._part(self._origin())
                 self.at += 1  # a stray operator in an array: bash refuses it, and no argument is lost
                 continue
             items.append((index, word or ()))
@@ -401,6 +408,7 @@ class _Parser(WordReader):
                 if line == delimiter:
                     end = stop
                     break
+                self._budget.make(1, len(line))
                 lines.append(line + "\n")
             if end is None:
                 raise ScriptError(f"ends inside a here-document: no line is {delimiter}", self._origin_at(start))
@@ -409,7 +417,7 @@ class _Parser(WordReader):
             if literal:
                 word = tuple(self._lines_of(body, start, True))
             else:
-                word = _Parser(body, self._shifted(start)).quoted_text("")
+                word = _Parser(body, self._shifted(start), self._budget).quoted_text("")
             redirects[position] = Redirect("<<", word, True)
 
     # --- reserved words

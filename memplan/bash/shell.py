@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
+from .budget import Budget
 from .builtins import BUILTINS, Written
-from .conditions import Decision, assigned_in, negated, options_in, tested_twice
+from .conditions import RUNS_PYTHON, Decision, effects_of, negated, tested_twice
 from .origin import Origin, ScriptError
 from .parser import parse
+from .patterns import shell_pattern
 from .syntax import (
     DECLARATIONS,
     Assignment,
@@ -53,27 +54,35 @@ from .values import (
     text,
 )
 
-MOST_COMMANDS = 100_000
-"""Commands that are followed in one script."""
 MOST_ROUNDS = 1_000
 """Rounds of one loop that are followed."""
 DEEPEST_CALL = 20
+_LINE = 10
+_COMMAND = 100
+"""Steps of a command."""
+_WORD = 10
+"""Steps of a word of a command that is started."""
+_LONGEST_PATTERN = 200
+_LONGEST_SUBJECT = 10_000
+_VARIABLE = 20
+"""Steps of a variable that is exported to a command."""
 
 _SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|ksh)")
 _UPDATE = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.+))\s*", re.ASCII | re.DOTALL)
-_WORTH_KEEPING = re.compile(r"\.py\b")
 
 
 def read_script(script: str, source: str, given: Mapping[str, str] | None = None) -> Reading:
     """The commands that ``script`` (called ``source`` in errors) would start; ``given`` are variables from outside."""
-    ledger = Ledger()
+    ledger = Ledger(Budget(Origin(source)))
     outside = {name: (Piece(cleaned(value), Origin(f"--set {name}")),) for name, value in (given or {}).items()}
     script = cleaned(script)
     job = slurm_variables(script, source)
     shell = Shell(Variables(outside, ledger, dict(job)))
     shell.reading.job = job
     try:
-        shell.run(parse(script, _lines_of(script, source)))
+        lines = 1 + script.count("\n")
+        ledger.budget.make(lines, steps=_LINE * lines)
+        shell.run(parse(script, _lines_of(script, source), ledger.budget))
     except (ExitError, LeaveError):
         pass
     except RecursionError:
@@ -105,7 +114,7 @@ class Shell:
         self.written = Written(variables, self.reading)
         self.expansion = self.written.expansion
         self._functions: dict[str, Body] = {}
-        self._followed = 0
+        self._budget = variables.ledger.budget
         self._calls = 0
         self._launcher: tuple[Value, ...] = ()
         self._follow: dict[type, Callable[[Any], Decision]] = {
@@ -129,9 +138,8 @@ class Shell:
         return decision
 
     def _command(self, command: Command) -> Decision:
-        self._followed += 1
-        if self._followed > MOST_COMMANDS:
-            raise ScriptError("runs more commands than a launch script does", command.origin)
+        self._budget.origin = command.origin
+        self._budget.spend(_COMMAND)
         return self._follow[type(command)](command)
 
     def _define(self, function: Function) -> Decision:
@@ -188,8 +196,11 @@ class Shell:
         for patterns, body in command.arms:
             for word in patterns:
                 pattern = self.expansion.pattern(word)
-                if pattern is not None and len(pattern) <= 200 and fnmatchcase(text(subject)[:10_000], pattern):
-                    return self._guarded(body)
+                if pattern is not None and len(pattern) <= _LONGEST_PATTERN:
+                    matcher = shell_pattern(pattern)
+                    self._budget.spend(min(len(text(subject)), _LONGEST_SUBJECT) * (4 + len(matcher)))
+                    if matcher.matches(text(subject)[:_LONGEST_SUBJECT]):
+                        return self._guarded(body)
         return True
 
     def _loop(self, command: Loop) -> Decision:
@@ -248,13 +259,13 @@ class Shell:
 
     def _leave_open(self, branches: Iterable[Body], unknown: Unknown) -> None:
         """Variables that the branches of an undecided condition may set are unknown from here on."""
-        bodies = list(branches)
-        if any(_starts_something(body) for body in bodies):
+        effects = effects_of(list(branches), self._functions, self._budget)
+        if effects.starts:
             self.reading.undecided.append(unknown)
-        for name, appends in assigned_in(bodies, self._functions).items():
+        for name, appends in effects.appends.items():
             if name in self.variables.given:
                 continue
-            options = options_in(bodies, name)
+            options = tuple(effects.options.get(name, ()))
             origin = unknown.origin
             open_value = self.reading.ledger.value(
                 Unknown(unknown.shown, unknown.ask, Cause.CONDITION, origin, options)
@@ -263,7 +274,7 @@ class Shell:
             if not appends or old is None:
                 self.variables.assign(name, open_value)
             elif isinstance(old, dict):
-                self.variables.assign(name, {**old, str(len(old)): open_value})
+                self.variables.append(name, {str(len(old)): open_value})
             else:
                 self.variables.assign(name, (*old, Piece(" ", origin), *open_value))
 
@@ -295,29 +306,37 @@ class Shell:
             return
         old = self.variables.values.get(name)
         if assignment.items is not None:
-            self.variables.assign(name, self._array(assignment, old if assignment.append else None))
+            if not assignment.append:
+                self.variables.assign(name, self._items(assignment, {}))
+            else:
+                self.variables.append(name, self._items(assignment, self.variables.items(name) or {}))
             return
         value = self.expansion.one(assignment.value)
         if assignment.index is not None:
             number = self.expansion.number(assignment.index)
             key = str(number) if isinstance(number, int) else text(self.expansion.one(assignment.index))
-            items = dict(self.variables.items(name) or {})
-            items[key] = (*items.get(key, ()), *value) if assignment.append else value
-            self.variables.assign(name, items)
+            before = (self.variables.items(name) or {}).get(key, ()) if assignment.append else ()
+            self.variables.append(name, {key: (*before, *value)})
         elif isinstance(old, dict):
             first = old.get("0", ()) if assignment.append else ()
-            self.variables.assign(name, {**old, "0": (*first, *value)})
+            self.variables.append(name, {"0": (*first, *value)})
         else:
             self.variables.assign(name, (*(old or ()), *value) if assignment.append else value)
 
-    def _array(self, assignment: Assignment, old: Value | Array | None) -> Array:
-        items: Array = dict(old) if isinstance(old, dict) else {} if old is None else {"0": old}
+    def _items(self, assignment: Assignment, old: Array) -> Array:
+        """The items that ``assignment`` adds to ``old``."""
+        items: Array = {}
+        size = len(old)
         for index, word in assignment.items or ():
             if index is not None:
-                items[text(self.expansion.one(index))] = self.expansion.one(word)
+                key = text(self.expansion.one(index))
+                size += key not in old and key not in items
+                items[key] = self.expansion.one(word)
                 continue
             for value in self.expansion.fields(word):
-                items[str(len(items))] = value
+                key = str(size)
+                size += key not in old and key not in items
+                items[key] = value
         return items
 
     def _call(self, name: str, arguments: list[Value]) -> Decision:
@@ -338,6 +357,7 @@ class Shell:
 
     def start(self, words: list[Value], command: Simple) -> None:
         """Keeps a command that runs a Python file; follows one that is given to another shell."""
+        self._budget.spend(_WORD * len(words))
         for position, word in enumerate(words[:-2]):
             if _SHELL.fullmatch(text(word)):
                 flags = position + 1
@@ -346,8 +366,9 @@ class Shell:
                     if "c" in text(words[flags - 1]):
                         self._launch(words[:position], words[flags], command.origin)
                         return
-        if text(words[0]) in _REPEATS or not any(_WORTH_KEEPING.search(text(word)) for word in words):
+        if text(words[0]) in _REPEATS or not any(RUNS_PYTHON.search(text(word)) for word in words):
             return
+        self._budget.spend(_VARIABLE * len(self.variables.exported))
         environment = {
             name: value
             for name in sorted(self.variables.exported)
@@ -372,17 +393,13 @@ class Shell:
             return True
         self.reading.ledger.made(script)
         try:
-            return self.run(parse(text(script), _pieces_of(script, origin)))
+            return self.run(parse(text(script), _pieces_of(script, origin), self._budget))
         finally:
             self._calls -= 1
 
 
 def _literal(expression: str, origin: Origin) -> tuple[Literal, ...]:
     return (Literal(expression, True, origin),)
-
-
-def _starts_something(body: Body) -> bool:
-    return bool(_WORTH_KEEPING.search(repr(body)))
 
 
 _REPEATS = frozenset(

@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
+from .budget import Budget
 from .origin import Origin, ScriptError
 
 LARGEST = 1 << 20
 """Characters that one value may have."""
-MOST = 1 << 25
-"""Characters that all values of a script may have together."""
+LONGEST_POSITION = 9
+"""Digits that the number of an argument or of an item may have."""
 
+_VALUE = 8
+"""Steps of a value that is made."""
 _FIRST, _LAST = 0xF0000, 0xFFFFD
+_STANDING_IN = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
+_RESERVED = re.compile(f"[{chr(_FIRST)}-{chr(0x10FFFF)}]")
 
 
 class Piece(NamedTuple):
@@ -63,11 +68,11 @@ class Unknown:
 
 @dataclass(slots=True)
 class Ledger:
-    """Every unknown of one script by the character that stands for it, and how much text was made."""
+    """Every unknown of one script by the character that stands for it, and what reading the script may still cost."""
 
+    budget: Budget = field(default_factory=Budget)
     _known: dict[Unknown, str] = field(default_factory=dict)
     _by_character: dict[str, Unknown] = field(default_factory=dict)
-    _spent: int = 0
 
     def value(self, unknown: Unknown) -> Value:
         """A value that is this unknown; the same unknown is always the same character."""
@@ -86,7 +91,7 @@ class Ledger:
             self._by_character[character]
             for piece in value
             if not piece.text.isascii()
-            for character in piece.text
+            for character in _STANDING_IN.findall(piece.text)
             if character in self._by_character
         ]
 
@@ -95,15 +100,17 @@ class Ledger:
         plain = text(value)
         if plain.isascii():
             return plain
-        return "".join(self._by_character[c].shown if c in self._by_character else c for c in plain)
+        return _STANDING_IN.sub(
+            lambda found: self._by_character[found[0]].shown if found[0] in self._by_character else found[0], plain
+        )
 
     def made(self, value: Value) -> Value:
         """``value``, after checking that the script does not make text without end."""
-        size = sum(len(piece.text) + 8 for piece in value)
-        self._spent += size
-        if size > LARGEST or self._spent > MOST:
-            origin = value[-1].origin if value else None
-            raise ScriptError("makes more text than a launch script does", origin)
+        size = sum([len(piece.text) for piece in value])
+        origin = value[-1].origin if value else None
+        if size > LARGEST:
+            raise ScriptError(f"makes more text than a file should: a value over {LARGEST:,} characters", origin)
+        self.budget.make(1 + len(value), size, origin, steps=_VALUE)
         return value
 
 
@@ -114,7 +121,7 @@ def cleaned(written: str) -> str:
     """``written`` without the characters that stand for unknowns here."""
     if written.isascii():
         return written
-    return "".join("\ufffd" if ord(c) >= _FIRST else c for c in written)
+    return _RESERVED.sub("\ufffd", written)
 
 
 def text(value: Value) -> str:
@@ -124,7 +131,12 @@ def text(value: Value) -> str:
 
 def is_known(value: Value) -> bool:
     """Whether all of ``value`` is known."""
-    return all(piece.text.isascii() or not any(ord(c) >= _FIRST for c in piece.text) for piece in value)
+    return all(piece.text.isascii() or _RESERVED.search(piece.text) is None for piece in value)
+
+
+def is_position(name: str) -> bool:
+    """Whether ``name`` is the number of an argument, and not so long that it cannot be one."""
+    return name.isascii() and name.isdigit() and len(name) <= LONGEST_POSITION
 
 
 def joined(values: Iterable[Value], between: str, origin: Origin) -> Value:
@@ -163,11 +175,19 @@ class Variables:
         else:
             self.values[name] = self.ledger.made(self._named(value, name))
 
+    def append(self, name: str, items: Array) -> None:
+        """Adds ``items`` to the array ``name``, or puts them in the place of those with the same keys."""
+        old = self.values.get(name)
+        array = old if isinstance(old, dict) else {} if old is None else {"0": old}
+        for key, item in items.items():
+            array[key] = self.ledger.made(self._named(item, name))
+        self.values[name] = array
+
     def scalar(self, name: str) -> Value | None:
         """The value of ``name``, of its first item if it is an array, nothing if it is not set."""
         if name in self.given:
             return self.given[name]
-        if name.isdigit():
+        if is_position(name):
             position = int(name)
             return self.positional[position - 1] if 0 < position <= len(self.positional) else None
         value = self.values.get(name)
@@ -176,7 +196,8 @@ class Variables:
     def items(self, name: str) -> Array | None:
         """All items of ``name``."""
         if name in ("@", "*"):
-            count = max([len(self.positional), *(int(given) for given in self.given if given.isdigit())])
+            count = max([len(self.positional), *(int(given) for given in self.given if is_position(given))])
+            self.ledger.budget.spend(count)
             return {str(n): value for n in range(1, count + 1) if (value := self.scalar(str(n))) is not None}
         found: Value | Array | None = self.given[name] if name in self.given else self.values.get(name)
         return found if isinstance(found, dict) or found is None else {"0": found}
@@ -228,7 +249,7 @@ class LeaveError(Exception):
         self.kind = kind
 
 
-_DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(.*)$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"#SBATCH[ \t]+(.*)")
 _OPTION = re.compile(
     r"(--nodes|-N|--ntasks-per-node|--ntasks|-n|--gpus-per-node|--gres)[= \t]*(?:gpu:)?(?:[a-z]\w*:)?(\d+)\b"
 )
@@ -246,8 +267,12 @@ _VARIABLES = {
 def slurm_variables(script: str, source: str) -> dict[str, Value]:
     """Variables of the job that the directives of ``script`` ask for."""
     found: dict[str, Value] = {}
-    for directive in _DIRECTIVE.finditer(script):
-        origin = Origin(source, script.count("\n", 0, directive.start()) + 1)
+    lines = enumerate(script.split("\n"), 1) if "#SBATCH" in script else ()
+    for number, line in lines:
+        directive = _DIRECTIVE.match(line)
+        if directive is None:
+            continue
+        origin = Origin(source, number)
         for option in _OPTION.finditer(directive[1].partition("#")[0]):
             found.update(dict.fromkeys(_VARIABLES[option[1]], (Piece(option[2], origin),)))
     return found

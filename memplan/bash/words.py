@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from .budget import Budget
 from .origin import Origin, ScriptError
 from .syntax import Arithmetic, Body, Literal, Parameter, Part, Placeholder, Substitution, Word
 
@@ -24,6 +25,9 @@ _PLAIN_HERE = re.compile(r"[^\\$`\n]+")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]", re.ASCII)
 _LONG_NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]", re.ASCII)
 _OPERATOR = re.compile(r":[-=?+]|##?|%%?|//?|\^\^?|,,?|[-=?+:@]")
+_PART = 15
+"""Steps of a part of a word."""
+_LINE = 5
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
 
 OriginAt = Callable[[int], Origin]
@@ -32,8 +36,10 @@ OriginAt = Callable[[int], Origin]
 class WordReader(ABC):
     """One pass over ``text`` from left to right; ``origin_at`` says where a character of it was written."""
 
-    def __init__(self, text: str, origin_at: OriginAt) -> None:
+    def __init__(self, text: str, origin_at: OriginAt, budget: Budget) -> None:
+        budget.make(1, len(text))
         self.text = text
+        self._budget = budget
         self.at = 0
         self._origin_at = origin_at
         self._depth = 0
@@ -56,6 +62,7 @@ class WordReader(ABC):
         start = self.at
         while self.at < len(self.text):
             origin = self._origin()
+            self._part(origin)
             plain = _PLAIN.match(self.text, self.at)
             if plain is not None:
                 self.at = plain.end()
@@ -137,6 +144,7 @@ class WordReader(ABC):
         escaped = '$`"\\' if end == '"' else "$`\\"
         while self.at < len(self.text):
             origin = self._origin()
+            self._part(origin)
             match = plain.match(self.text, self.at)
             if match is not None:
                 self.at = match.end()
@@ -170,6 +178,7 @@ class WordReader(ABC):
         """``text`` as one literal for every line, so that each knows its own; one empty one for no text."""
         parts: list[Part] = []
         for line in text.splitlines(keepends=True) or [""]:
+            self._part(self._origin_at(start))
             parts.append(Literal(line, quoted, self._origin_at(start)))
             start += len(line)
         return parts
@@ -215,7 +224,7 @@ class WordReader(ABC):
         if self._depth >= DEEPEST:
             raise self._error("is nested too deeply to be a launch script")
         self.at = match.end()
-        inner = type(self)(re.sub(r"\\([\\`$])", r"\1", match[1]), lambda _: origin)
+        inner = type(self)(re.sub(r"\\([\\`$])", r"\1", match[1]), lambda _: origin, self._budget)
         inner._depth = self._depth + 1
         body = inner.body(frozenset())
         return Substitution(body, match[0], quoted, origin)
@@ -268,6 +277,7 @@ class WordReader(ABC):
         plain = re.compile(r"[^\\'\"$`}/]+") if "/" in ends else _PLAIN_IN_BRACES
         while self.at < len(self.text) and self.text[self.at] not in ends:
             origin = self._origin()
+            self._part(origin)
             match = plain.match(self.text, self.at)
             if match is not None:
                 self.at = match.end()
@@ -284,7 +294,9 @@ class WordReader(ABC):
     def _closing(self, start: int, opening: str, closing: str) -> int | None:
         """Where the bracket that was opened before ``start`` closes."""
         depth = 0
+        self._budget.spend(1)
         for match in re.compile(rf"[{re.escape(opening + closing)}]").finditer(self.text, start):
+            self._budget.spend(5)
             if match[0] == opening:
                 depth += 1
             elif depth == 0:
@@ -295,8 +307,10 @@ class WordReader(ABC):
 
     def _inner(self, start: int, end: int) -> Word:
         """A stretch of the text as a word with expansions, in which quotes are text: arithmetic, or an index."""
-        inner = type(self)(self.text[start:end], self._shifted(start))
-        inner._depth = self._depth
+        inner = type(self)(self.text[start:end], self._shifted(start), self._budget)
+        inner._depth = self._depth + 1
+        if inner._depth > DEEPEST:
+            raise self._error("is nested too deeply to be a launch script")
         return inner.quoted_text(None)
 
     def _shifted(self, start: int) -> OriginAt:
@@ -304,6 +318,10 @@ class WordReader(ABC):
 
     def _origin(self) -> Origin:
         return self._origin_at(self.at)
+
+    def _part(self, origin: Origin) -> None:
+        """Charges one part of a word at ``origin``."""
+        self._budget.make(1, 0, origin, steps=_PART)
 
     def _blank(self) -> bool:
         """Skips blanks, continued lines and a comment."""
@@ -323,6 +341,7 @@ class WordReader(ABC):
             if not self.text.startswith("\n", self.at):
                 return
             self.at += 1
+            self._budget.spend(_LINE)
             self.line_ended()
 
     def _expect(self, character: str) -> None:

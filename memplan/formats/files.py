@@ -9,16 +9,15 @@ processes there are, and which variables they get.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from io import StringIO
 from pathlib import Path
 
+from ..bash.budget import Budget
 from ..bash.origin import ScriptError
 from ..bash.shell import read_script
 from ..bash.values import Cause, Ledger, Piece, Reading, Unknown, Value, cleaned, is_known, origin_of, text
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import ABSENT, Origin, PlanError, refused
 from ..plan.node import Node, scalar
 from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input, read_text
 from ..plan.yaml_nodes import parse_yaml
@@ -30,6 +29,15 @@ _MAGIC = {"%PDF": "a PDF", "\x7fELF": "a program", "PK\x03\x04": "an archive", "
 _PYTHON = re.compile(r"\s*(?:#!.*python|(?:import|from) [\w.]+(?: import .*)?$|def \w+\(|class \w+)", re.MULTILINE)
 _KEY = re.compile(r"[\"']?(?:--)?[\w-]+[\"']?\s*:(?:\s|$)")
 _COMMENT = re.compile(r"\s*(?:#.*)?$")
+_PART_OF_WORD = re.compile(
+    r"""(?P<plain>[^\s\\'"]+)|(?P<single>'[^']*')|(?P<double>"[^"\\]*(?:\\.[^"\\]*)*")|(?P<escape>\\(?:[^\n]|\Z))""",
+    re.DOTALL,
+)
+_BETWEEN_WORDS = re.compile(r"(?:\s+|\\\n|#[^\n]*)*")
+_WORD = 100
+"""Steps of an argument: what becomes of it later is among them."""
+_PART = 20
+"""Steps of a part of a word."""
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _SECTIONS = ("MODEL_ARGS", "arguments")
 _ENVIRONMENTS = ("ENV_VARS", "environment")
@@ -74,7 +82,7 @@ def words_of(content: str, source: str, framework: str, given: Mapping[str, str]
     try:
         return _words_of(content, source, framework, given, folder or Path())
     except ScriptError as error:
-        raise PlanError("", ABSENT, error.problem, origin=error.origin) from None
+        raise refused(error) from None
 
 
 def _words_of(content: str, source: str, framework: str, given: Mapping[str, str], folder: Path) -> Words:
@@ -85,12 +93,15 @@ def _words_of(content: str, source: str, framework: str, given: Mapping[str, str
     if source.endswith((".yaml", ".yml", ".json")) or first.startswith("{") or _KEY.match(first):
         return _mapping(parse_yaml(content, source), arguments, given, folder)
     if first.startswith("-"):
-        ledger, origin = Ledger(), Origin(source)
-        values = [_expanded(word, where, ledger, given) for word, where in _listed(content, source)]
+        origin = Origin(source)
+        ledger = Ledger(Budget(origin))
+        values = [_expanded(word, where, ledger, given) for word, where in _listed(content, source, ledger.budget)]
+        ledger.budget.spend(_WORD * len(values))
         taken, loose = taken_apart(values, arguments, origin)
         return Words(taken, loose, ledger, origin, folder)
     reading = read_script(content, source, given)
     training = training_in(reading, source)
+    reading.ledger.budget.spend(_WORD * len(training.words), training.origin)
     taken, loose = taken_apart(training.words, arguments, training.origin)
     return Words(taken, loose, reading.ledger, training.origin, folder, training, training.environment, reading.files)
 
@@ -118,19 +129,30 @@ def _refuse_what_is_none(content: str, source: str) -> None:
         raise PlanError("", ABSENT, "is a Python file; name the shell script that starts it", origin=origin)
 
 
-def _listed(content: str, source: str) -> Iterator[tuple[str, Origin]]:
+def _listed(content: str, source: str, budget: Budget) -> Iterator[tuple[str, Origin]]:
     """The words of a bare list of arguments, over one line or many, with comments and quotes but no shell."""
-    text = re.sub(r"\\(?=\n)", " ", content)
-    stream = StringIO(text)
-    lexer = shlex.shlex(stream, posix=True, punctuation_chars=False)
-    lexer.whitespace_split = True
-    lexer.commenters = "#"
-    try:
-        while (word := lexer.get_token()) is not None:
-            ended = text[stream.tell() - 1 : stream.tell()] == "\n"  # the lexer is past the newline behind a word
-            yield word, Origin(source, lexer.lineno - (1 if ended else 0) - word.count("\n"))
-    except ValueError:
-        raise PlanError("", ABSENT, "ends inside a quotation", origin=Origin(source, lexer.lineno)) from None
+    at, line = 0, 1
+    while True:
+        between = _BETWEEN_WORDS.match(content, at)
+        if between is not None:
+            at, line = between.end(), line + between[0].count("\n")
+        if at == len(content):
+            return
+        parts: list[str] = []
+        origin = Origin(source, line)
+        while (match := _PART_OF_WORD.match(content, at)) is not None:
+            budget.spend(_PART, origin)
+            parts.append(_unquoted(match.lastgroup, match[0]))
+            at, line = match.end(), line + match[0].count("\n")
+        if content[at : at + 1] in ("'", '"'):
+            raise PlanError("", ABSENT, "ends inside a quotation", origin=Origin(source, line))
+        yield "".join(parts), origin
+
+
+def _unquoted(kind: str | None, written: str) -> str:
+    if kind == "double":
+        return re.sub(r'\\(?:(["\\])|\n)', lambda escape: escape[1] or "", written[1:-1])
+    return written[1:-1] if kind == "single" else written[1:] if kind == "escape" else written
 
 
 def _expanded(word: str, origin: Origin, ledger: Ledger, given: Mapping[str, str]) -> Value:
@@ -152,7 +174,7 @@ def _expanded(word: str, origin: Origin, ledger: Ledger, given: Mapping[str, str
 
 def _mapping(root: Node, arguments: Mapping[str, Argument], given: Mapping[str, str], folder: Path) -> Words:
     """``{"--num-layers": 12}``, ``{"num-layers": 12}``, or Megatron's ``{MODEL_ARGS: …, ENV_VARS: …}``."""
-    ledger = Ledger()
+    ledger = Ledger(Budget(root.origin))
     if not isinstance(root.value, dict):
         raise PlanError("", ABSENT, "is no mapping of arguments to values", origin=root.origin)
     if "framework" in root.mapping and not arguments.keys() & root.mapping.keys():

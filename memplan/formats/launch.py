@@ -7,7 +7,7 @@ from dataclasses import field
 
 from ..plan.errors import ABSENT, Origin, PlanError, one_line
 from ..plan.node import Node
-from ..plan.notes import Note
+from ..plan.notes import Note, limited
 from ..plan.read import Flags, ReadPlan, Source, build_plan
 from ..values import dataclass
 from .rows import Table
@@ -101,7 +101,7 @@ def launched_plan(launch: Launch, flags: Flags) -> ReadPlan:
 def completed(launch: Launch, read: ReadPlan) -> ReadPlan:
     """``read``, with what follows from flags, and what there is to say about the file that it was made from."""
     read = launch.finish(read)
-    return ReadPlan(read.plan, read.origins, (*launch.notes, *read.warnings), launch.assumptions)
+    return ReadPlan(read.plan, read.origins, (*limited(launch.notes), *read.warnings), launch.assumptions)
 
 
 def with_sizes(read: ReadPlan, **sizes: int) -> ReadPlan:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..optimizers import trainer_names
-from ..plan.errors import ABSENT, PlanError, nearest
+from ..plan.errors import ABSENT, Guesses, PlanError, nearest
 from ..plan.node import Node
 from ..plan.normalise import normalised
 from ..plan.notes import Note
@@ -164,6 +164,7 @@ def _plain(node: Node) -> object:
 def _unread(written: Node, *, strict: bool) -> Iterator[Note]:
     """Keys that nobody knows, or that change a detail which is not modelled."""
     known = (*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT)
+    guesses = Guesses(lambda key: nearest(key, known))
     for key, node in written.mapping.items():
         if key in NOTED:
             harmless, assumed = NOTED[key]
@@ -173,8 +174,7 @@ def _unread(written: Node, *, strict: bool) -> Iterator[Note]:
         elif key in known or key.startswith("_"):
             continue
         else:
-            guess = nearest(key, known)
-            code, problem = "argument-unknown", guessed("is no key that is read", guess)
+            code, problem = "argument-unknown", guessed("is no key that is read", guesses.of(key))
         yield left_out(code, key, _plain(node), problem, node.origin, strict=strict)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..bash.values import Cause, is_known, origin_of, text
 from ..plan.environment import is_irrelevant
-from ..plan.errors import ABSENT, Origin, PlanError, one_line
+from ..plan.errors import ABSENT, Guesses, Origin, PlanError, one_line
 from ..plan.node import Node
 from ..plan.notes import Note
 from ..plan.plan import Plan
@@ -175,11 +175,11 @@ def _refused_argument(words: Words) -> PlanError | None:
 def _argument_notes(words: Words, framework: str, strict: bool) -> Iterator[Note]:
     """Arguments that no table has or that are not modelled; errors if ``strict``."""
     last = {given.canonical: given for given in words.given}
+    guesses = Guesses(lambda name: nearest_argument(name, framework))
     for given in last.values():
         argument = given.argument
         if argument is None:
-            guess = nearest_argument(given.name, framework)
-            problem = guessed(f"is not an argument of {framework}", guess)
+            problem = guessed(f"is not an argument of {framework}", guesses.of(given.name))
             code = "argument-unknown"
         elif argument.table is Table.NOT_MODELLED and not _is_default(given, argument):
             direction, _, what = argument.why.partition(": ")

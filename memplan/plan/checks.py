@@ -5,7 +5,6 @@ What a framework has is in its own table (``Framework.supports``); its further r
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import cache
 
@@ -231,10 +230,9 @@ def _check_method(method: str) -> None:
     if kind.lower() != "type" or not colon or not expressions or len(method) > 200:
         problem = "must be uniform, parameters, type:REGEX, type:REGEX:WEIGHT|REGEX:WEIGHT, or numbers such as 0,4,8"
         raise PlanError("pipeline.partition", method, problem, known=("uniform", "parameters", "type:transformer"))
-    try:
-        re.compile(expressions)
-    except re.error as error:
-        raise PlanError("pipeline.partition", method, f"is not a regular expression: {error}") from None
+    from .type_terms import type_terms
+
+    type_terms(expressions)
 
 
 @cache

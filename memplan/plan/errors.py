@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from ..bash.origin import Origin as Origin
+from ..bash.origin import ScriptError
+from ..values import dataclass
 
+MOST_GUESSES = 32
+"""Unknown names of one file for which the nearest known one is looked for."""
 LONGEST_VALUE = 60
 """Characters of a wrong value that an error repeats."""
 
@@ -72,6 +76,11 @@ class PlanError(ValueError):
         return one_line(": ".join(part for part in parts if part))
 
 
+def refused(error: ScriptError) -> PlanError:
+    """The error of a file that cannot be followed, or that takes more than reading one may take."""
+    return PlanError("", ABSENT, error.problem, origin=error.origin)
+
+
 def origin_of(field: str, origins: Mapping[str, Origin]) -> Origin | None:
     """Origin of ``field`` or of the closest enclosing section that has one; ``""`` is the whole plan."""
     while field and field not in origins:
@@ -91,6 +100,20 @@ def nearest(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str | None
     for match in difflib.get_close_matches(plain, by_plain_name, n=1, cutoff=cutoff):
         return by_plain_name[match]
     return None
+
+
+@dataclass(slots=True)
+class Guesses:
+    """What the unknown names of one file were probably meant to be: of the first ones, since each is compared with all
+    names that are known."""
+
+    nearest: Callable[[str], str | None]
+    left: int = MOST_GUESSES
+
+    def of(self, wrong: str) -> str | None:
+        """The known name that is nearest to ``wrong``."""
+        self.left -= 1
+        return self.nearest(wrong) if self.left >= 0 else None
 
 
 def shown(value: object) -> str:

@@ -23,6 +23,7 @@ FIRST, LAST = "pipeline.first_layers", "pipeline.last_layers"
 COUNT_EMBEDDING, COUNT_LOSS = "pipeline.count_embedding", "pipeline.count_loss"
 LAYOUT, VPP = "pipeline.layout", "layout.vpp"
 
+LONGEST_WRITTEN = 10_000
 LONGEST = 100_000
 """Characters of a layout string once its repetitions are written out."""
 
@@ -226,6 +227,8 @@ def written_out(text: str) -> str:
         return match[1] * times
 
     text = text.replace(",", "")
+    if len(text) > LONGEST_WRITTEN:
+        raise PlanError(LAYOUT, text, f"must be at most {LONGEST_WRITTEN:,} characters long")
     for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(repetition, unroll, text)
         if len(text) > LONGEST:

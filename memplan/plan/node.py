@@ -21,6 +21,8 @@ _CONSTANTS: dict[str, Scalar] = {
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
 _LONGEST_NUMBER = 400
+VALUE = 80
+"""Steps of reading a value: what becomes of it later is among them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from .node import Node, scalar
 from .sizes import check_unit, parse_size
 from .spellings import respelled
 
-_INTEGERS = re.compile(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)+,?\s*")
-_RANGE = re.compile(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6}))?\s*")
+_RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?")
 _MOST_LAYERS = 100_000
+LONGEST_TEXT = 10_000
+"""Characters of one value in a plan."""
 
 
 def normalised(plan: Node) -> Node:
@@ -46,6 +47,10 @@ def section_fields(name: str, node: Node) -> Node:
 
 def field_value(field: PlanField, node: Node) -> Node:
     """``node`` in the form that the model of ``field`` holds."""
+    for part in (node, *node.mapping.values()):
+        if isinstance(part.value, str) and len(part.value) > LONGEST_TEXT:
+            problem = f"must be at most {LONGEST_TEXT:,} characters long"
+            raise PlanError(field.path, part.value, problem, origin=part.origin)
     if field.kind in (Kind.TEXT, Kind.CHOICE):
         return respelled(field, _text(node))
     if field.kind is Kind.SIZE:
@@ -58,7 +63,11 @@ def field_value(field: PlanField, node: Node) -> Node:
         from .module_names import by_device, is_by_module
 
         node = by_device(node) if is_by_module(node) else node
-        return Node({device: _layers(device, layers) for device, layers in node.mapping.items()}, node.origin)
+        placed: dict[str, Node] = {}
+        left = _MOST_LAYERS
+        for device, layers in node.mapping.items():
+            placed[device], left = _layers(device, layers, left)
+        return Node(placed, node.origin)
     if field.kind is Kind.VARIABLES and isinstance(node.value, dict):
         return Node({name: _text(value) for name, value in node.mapping.items()}, node.origin)
     if field.kind is Kind.VARIABLES and node.value is None:
@@ -96,16 +105,17 @@ def _size(field: str, node: Node) -> Node:
 
 def _integers(node: Node, *, alone: bool) -> Node:
     """``0,4,6`` as a list; a number ``alone`` as a list of one."""
-    if isinstance(node.value, str) and _INTEGERS.fullmatch(node.value):
-        parts = [part.strip() for part in node.value.rstrip(" ,").split(",")]
-        return Node([scalar(part, node.origin) for part in parts], node.origin)
+    if isinstance(node.value, str) and "," in node.value:
+        parts = [part.strip() for part in node.value.strip().removesuffix(",").split(",")]
+        if len(parts) > 1 and all(part.isascii() and part.isdigit() for part in parts):
+            return Node([scalar(part, node.origin) for part in parts], node.origin)
     if alone and type(node.value) is int:
         return Node([node], node.origin)
     return node
 
 
-def _layers(device: str, node: Node) -> Node:
-    """``0-11, 20`` or ``[0-11, 20]`` as the list of those layers."""
+def _layers(device: str, node: Node, left: int) -> tuple[Node, int]:
+    """``0-11, 20`` or ``[0-11, 20]`` as the list of those layers, and how many of ``left`` other devices may have."""
     if isinstance(node.value, list):
         parts = list(node.value)
     elif isinstance(node.value, str):
@@ -117,15 +127,14 @@ def _layers(device: str, node: Node) -> Node:
     layers: list[Node] = []
     for part in parts:
         layers.extend(_range(part))
-        if len(layers) > _MOST_LAYERS:
-            raise PlanError(
-                f"device_map.{device}", ABSENT, "names more layers than a model can have", origin=part.origin
-            )
-    return Node(layers, node.origin)
+        if len(layers) > left:
+            problem = f"names more layers than a model can have: {_MOST_LAYERS:,} on all devices"
+            raise PlanError(f"device_map.{device}", ABSENT, problem, origin=part.origin)
+    return Node(layers, node.origin), left - len(layers)
 
 
 def _range(node: Node) -> list[Node]:
-    match = _RANGE.fullmatch(node.value) if isinstance(node.value, str) else None
+    match = _RANGE.fullmatch(node.value.strip()) if isinstance(node.value, str) else None
     if match is None or match[2] is None:
         return [node]
     first, last = int(match[1]), int(match[2])

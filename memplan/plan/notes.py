@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from .environment import READ, is_followed, is_irrelevant
-from .errors import nearest, one_line, shown
+from .errors import Guesses, nearest, one_line, shown
 from .plan import Plan
 
 LONGEST_IN_SILENCE = 8192
 """Tokens that a sequence may have by default without a word."""
+MOST_OF_A_CODE = 50
+"""Notes of one kind that are told one by one."""
 
 FRAMEWORK_CHOSEN = "framework-chosen"
 """Code of the note on a plan that names no framework."""
@@ -25,15 +27,28 @@ class Note(NamedTuple):
 
 def notes_of(plan: Plan) -> tuple[Note, ...]:
     """Notes on ``plan`` as it was read, before defaults are filled in."""
-    return (*_environment(plan), *_sequence(plan))
+    return limited([*_environment(plan), *_sequence(plan)])
+
+
+def limited(notes: Iterable[Note]) -> tuple[Note, ...]:
+    """``notes``, of each code the first ones; the last says how many more there would be."""
+    kept: list[Note] = []
+    found: dict[str, int] = {}
+    for note in notes:
+        found[note.code] = found.get(note.code, 0) + 1
+        if found[note.code] <= MOST_OF_A_CODE:
+            kept.append(note)
+    more = {code: count - MOST_OF_A_CODE for code, count in found.items() if count > MOST_OF_A_CODE}
+    return (*kept, *(Note(code, f"and {count:,} more like the {MOST_OF_A_CODE} above") for code, count in more.items()))
 
 
 def _environment(plan: Plan) -> Iterator[Note]:
     """Variables that change nothing in the estimate."""
+    guesses = Guesses(lambda name: nearest(name, READ, cutoff=0.85))
     for name in plan.environment:
         if is_followed(name, plan) or is_irrelevant(name):
             continue
-        guess = nearest(name, READ, cutoff=0.85)
+        guess = guesses.of(name)
         problem = f"is not read by memplan; did you mean {guess}?" if guess else "is not modelled"
         yield Note("environment-ignored", one_line(f"{shown(name)} {problem}"))
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from .errors import ABSENT, Origin, PlanError
-from .node import Node, scalar
+from ..bash.budget import Budget
+from ..bash.origin import ScriptError
+from .errors import ABSENT, Origin, PlanError, refused
+from .node import VALUE, Node, scalar
 
 DEEPEST = 32
 """Nesting that a document may have."""
-MOST_NODES = 50_000
-"""Values that a document may have after its aliases are expanded."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -29,6 +29,8 @@ def parse_events(text: str, source: str, line: bool) -> Node:
         text = text.replace("\t", " ")
     try:
         return builder.build(yaml.parse(text, Loader=_Loader))
+    except ScriptError as error:
+        raise refused(error) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = Origin(source, min(mark.line, text.rstrip("\n").count("\n")) + 1 if mark and line else None)
@@ -49,6 +51,7 @@ class _Builder:
         self._lines = lines
         self._anchors: dict[str, tuple[Node, int]] = {}
         self._size = 0
+        self._budget = Budget(Origin(source))
 
     def build(self, events: Iterator[Any]) -> Node:
         root: Node | None = None
@@ -117,8 +120,7 @@ class _Builder:
 
     def _count(self, event: Any, size: int) -> None:
         self._size += size
-        if self._size > MOST_NODES:
-            raise self._refused(event, f"grows to more than {MOST_NODES:,} values, far more than a plan has")
+        self._budget.make(size, 0, self._origin(event), steps=VALUE * size)
 
     def _origin(self, event: Any) -> Origin:
         return Origin(self._source, event.start_mark.line + 1 if self._lines else None)

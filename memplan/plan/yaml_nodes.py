@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 
-from .errors import Origin
-from .node import Node, scalar
+from ..bash.budget import Budget
+from ..bash.origin import ScriptError
+from .errors import Origin, refused
+from .node import VALUE, Node, scalar
 
 _LINE = re.compile(
     r"(?P<section>  )?(?P<key>[A-Za-z0-9_]+):"
@@ -20,7 +22,10 @@ _LINE = re.compile(
 
 def parse_yaml(text: str, source: str, *, line: bool = True) -> Node:
     """The document in ``text``. ``source`` is what errors call it; ``line`` whether they add the line."""
-    simple = _simple(text, source, line)
+    try:
+        simple = _simple(text, source, line)
+    except ScriptError as error:
+        raise refused(error) from None
     if simple is not None:
         return simple
     from .yaml_events import parse_events
@@ -34,6 +39,7 @@ def _simple(text: str, source: str, numbered: bool) -> Node | None:
         return None
     root: dict[str, Node] = {}
     section: dict[str, Node] | None = None
+    budget = Budget(Origin(source))
     for number, line in enumerate(text.split("\n"), 1):
         if not line or line.startswith("#"):
             continue
@@ -45,6 +51,7 @@ def _simple(text: str, source: str, numbered: bool) -> Node | None:
         if into is None or key in into or (section == {} and not inside):
             return None
         origin = Origin(source, number if numbered else None)
+        budget.make(1, 0, origin, steps=VALUE)
         if quoted is None and plain is None:
             if inside:
                 return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -12,6 +11,7 @@ from ..plan.errors import PlanError
 from ..values import dataclass
 
 # -- partition -------------------------------------------------------------------------------------------
+
 
 FIELD = "pipeline.partition"
 
@@ -72,24 +72,15 @@ def type_weights(pattern: str, entries: Sequence[Entry]) -> list[float]:
     ``embed:2|transformer:1`` is what BigScience's issue 186 asked for; DeepSpeed itself has only
     weights of 0 and 1. The first term that matches counts; case is ignored.
     """
-    terms: list[tuple[re.Pattern[str], float]] = []
-    for term in pattern.split("|"):
-        expression, colon, weight = term.rpartition(":")
-        if not colon:
-            expression, weight = term, "1"
-        try:
-            terms.append((re.compile(expression, re.IGNORECASE), float(weight)))
-        except ValueError:
-            raise PlanError(
-                FIELD, f"type:{pattern}", f"{weight!r} is not a weight; write type:embed:2|transformer:1"
-            ) from None
-        except re.error as error:
-            raise PlanError(FIELD, f"type:{pattern}", f"{expression!r} is not a regular expression: {error}") from None
-    weights = [next((weight for regex, weight in terms if regex.search(entry.kind)), 0.0) for entry in entries]
-    if not any(weights):
-        kinds = ", ".join(dict.fromkeys(entry.kind for entry in entries))
-        raise PlanError(FIELD, f"type:{pattern}", f"matches no entry of the layer list ({kinds})")
-    return weights
+    from ..plan.type_terms import type_terms
+
+    terms = type_terms(pattern)
+    kinds = dict.fromkeys(entry.kind for entry in entries)
+    weights = {kind: next((weight for term, weight in terms if term.matches(kind)), 0.0) for kind in kinds}
+    if not any(weights.values()):
+        problem = f"matches no entry of the layer list ({', '.join(kinds)})"
+        raise PlanError(FIELD, f"type:{pattern}", problem)
+    return [weights[entry.kind] for entry in entries]
 
 
 def uniform(entries: int, stages: int) -> list[int]:
@@ -106,8 +97,7 @@ def balanced(weights: Sequence[float], stages: int, epsilon: float = 1e-3) -> li
         return uniform(len(weights), stages)
     prefix = list(accumulate(weights))
     low, high = prefix[-1] / stages, float(prefix[-1])
-    while high > low + epsilon:
-        middle = low + (high - low) / 2
+    while high > low + epsilon and low < (middle := low + (high - low) / 2) < high:
         if _probe(prefix, stages, middle)[1]:
             high = middle
         else:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.frameworks.plain.device_map import equal_shares
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+
+from .outcomes import error_of
 
 ON_4_GPUS = "{0: 0-10, 1: '11-19, 21-23', 2: 24-36, 3: 37-47}"
 ON_8_GPUS = "{0: 0-4, 1: 5-10, 2: 11-16, 3: '17-19, 21-23', 4: 24-29, 5: 30-35, 6: 36-41, 7: 42-47}"
@@ -64,3 +66,12 @@ def test_equal_shares_hold_every_layer_once_and_differ_by_one(layers: int, devic
     shares = equal_shares(layers, devices)
     assert [layer for device in range(devices) for layer in shares[device]] == list(range(layers))
     assert max(map(len, shares.values())) - min(map(len, shares.values())) <= 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 99_999), min_size=1, max_size=100))
+def test_layers_are_limited_on_all_devices_together(lasts: list[int]) -> None:
+    """A plan of many devices, each with a long range, is refused before its layers are made."""
+    written = "{" + ", ".join(f"{device}: 0-{last}" for device, last in enumerate(lasts)) + "}"
+    said = error_of(lambda: read_plan(None, {"model": "gpt2", "framework": "device-map", "device-map": written}))
+    assert ("100,000 on all devices" in said) == (sum(lasts) + len(lasts) > 100_000)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
-from ...plan.errors import ABSENT, Origin, PlanError, nearest
+from ...plan.errors import ABSENT, Guesses, Origin, PlanError, nearest
 from ...plan.fields import by_flag
 from ...plan.node import Node
 from ...plan.normalise import normalised
@@ -133,10 +133,11 @@ def _hidden(asked: Asked) -> int | None:
 def _unknown(written: Node, *, strict: bool) -> Iterator[Note]:
     """Top-level keys that DeepSpeed would ignore; errors if ``strict``."""
     known = (*KNOWN, *WITHOUT_EFFECT, *NOT_MODELLED)
+    guesses = Guesses(lambda key: nearest(key, known))
     for key, node in written.mapping.items():
         if key in known or key.startswith("_"):
             continue
-        guess = "bf16" if key == "bfloat16" else nearest(key, known)
+        guess = "bf16" if key == "bfloat16" else guesses.of(key)
         problem = guessed("is no key that is read", guess)
         if guess in KNOWN:
             raise PlanError(key, ABSENT, problem, origin=node.origin)

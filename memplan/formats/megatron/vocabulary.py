@@ -8,20 +8,23 @@ if cased, 100 more (``<extra_id_0>`` …).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from ...plan.errors import ABSENT, Origin, PlanError
+from ...bash.budget import MOST_STEPS, Budget
+from ...bash.origin import ScriptError
+from ...plan.errors import ABSENT, Origin, PlanError, refused
 from ...plan.node import Node
 from ...plan.text import is_folder, is_there, read_bytes
 from ..settings import Settings
+from .tokenizer_json import NoTokenizerError, tokens_in
 
 GPT2_TOKENS = 50_257
 TIKTOKEN_TOKENS = 1 << 17
 LARGEST_FILE = 64 << 20
 """Bytes of the largest tokenizer file that is read."""
+_FIELD = 15
+"""Steps of a field of a protocol buffer."""
 
 _SENTENCEPIECE = frozenset({"SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"})
 _HUGGING_FACE = frozenset({"HuggingFaceTokenizer", "SFTTokenizer", "PretrainedFromHF"})
@@ -95,31 +98,12 @@ def _entries(path: Path) -> int | None:
         return None
     if path.suffix == ".model":
         return _pieces(path)
-    content = _json(path)
-    if not isinstance(content, dict):
-        return None
-    if not isinstance(content.get("model"), dict):
-        return len(content) or None
-    vocabulary = content["model"].get("vocab")
-    if isinstance(vocabulary, list):
-        tokens = {entry[0] for entry in vocabulary if isinstance(entry, list) and entry and isinstance(entry[0], str)}
-    elif isinstance(vocabulary, dict):
-        tokens = set(vocabulary)
-    else:
-        return None
-    added = content.get("added_tokens")
-    for entry in added if isinstance(added, list) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
-            tokens.add(entry["content"])
-    return len(tokens) or None
-
-
-def _json(path: Path) -> Any:
-    content = _bytes(path)
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
+        return tokens_in(_bytes(path), Origin(str(path)))
+    except NoTokenizerError:
         raise PlanError("", ABSENT, "is not a tokenizer's JSON", origin=Origin(str(path))) from None
+    except ScriptError as error:
+        raise refused(error) from None
 
 
 def _lines(path: Path, further: int) -> int | None:
@@ -132,8 +116,20 @@ def _lines(path: Path, further: int) -> int | None:
 def _pieces(path: Path) -> int | None:
     """Pieces of a SentencePiece model: the occurrences of field 1 of its protocol buffer."""
     content = _bytes(path)
+    try:
+        count = _pieces_in(content, Budget(Origin(str(path)), most=2 * MOST_STEPS))
+    except ScriptError as error:
+        raise refused(error) from None
+    if not count:
+        raise PlanError("", ABSENT, "is not a SentencePiece model", origin=Origin(str(path)))
+    return count
+
+
+def _pieces_in(content: bytes, budget: Budget) -> int:
+    """Occurrences of field 1; 0 in what is no protocol buffer."""
     at = count = 0
     while at < len(content):
+        budget.spend(_FIELD)
         key, at = _varint(content, at)
         wire = key & 7
         if wire == 2:
@@ -146,9 +142,7 @@ def _pieces(path: Path) -> int | None:
             _, at = _varint(content, at)
         else:
             at = len(content) + 1
-    if at > len(content) or not count:
-        raise PlanError("", ABSENT, "is not a SentencePiece model", origin=Origin(str(path)))
-    return count
+    return count if at == len(content) else 0
 
 
 def _varint(content: bytes, at: int) -> tuple[int, int]:

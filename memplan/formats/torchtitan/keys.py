@@ -16,7 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ...plan.errors import ABSENT, Origin, PlanError, nearest
+from ...bash.budget import Budget
+from ...bash.origin import ScriptError
+from ...plan.errors import ABSENT, Origin, PlanError, nearest, refused
 from ...plan.node import Node
 from ...plan.text import text_at
 from ...plan.yaml_nodes import parse_yaml
@@ -36,6 +38,8 @@ SAVED = "2025-10-21"
 NO_FSDP2 = "2024-03-28"
 """The day on which ``fully_shard`` came."""
 
+_LONGEST_NUMBER = 4300
+"""Digits that Python reads."""
 _ANOTHER = "--set torchtitan=RELEASE (or a day) names another"
 _FILE = Path(__file__).parents[1] / "arguments" / "torchtitan.txt"
 _TABLE = re.compile(r"\[(modelled|irrelevant|not-modelled)\](?: (.*))?")
@@ -162,8 +166,14 @@ def _day(version: str) -> str:
         raise PlanError("torchtitan", version, problem, origin=Origin("--set")) from None
 
 
-_HEADER = re.compile(r"\s*\[\s*([^\[\]#]+?)\s*\]\s*(?:#.*)?")
-_KEY = re.compile(r"\s*([\w\"'.\- ]+?)\s*=")
+DEEPEST = 32
+"""Nesting that a configuration may have."""
+MOST_PARTS = 200
+"""Dots that a line may have: ``tomllib`` takes a time that grows with the square of a dotted key's parts."""
+_CHARACTER = 12
+"""Steps of a character: ``tomllib`` reads one after the other."""
+_VALUE = 20
+"""Steps of a value."""
 _PLACE = re.compile(r" ?\(at (?:line (\d+), column \d+|end of document)\)")
 
 
@@ -185,27 +195,48 @@ def configuration_of(text: str, name: str) -> tuple[Node, bool]:
 def parse_toml(text: str, source: str) -> Node:
     """The TOML document in ``text``; ``source`` is what errors call it."""
     toml: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    text, budget = text.replace("\r\n", "\n"), Budget(Origin(source))
     try:
-        read = toml.loads(text.replace("\r\n", "\n"))
+        budget.spend(_CHARACTER * len(text))
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.count(".") > MOST_PARTS:
+                problem = f"has a line with more than {MOST_PARTS} dots, which a configuration does not have"
+                raise PlanError("", ABSENT, problem, origin=Origin(source, number))
+        return _node(toml.loads(text), (), _lines(text), budget, Origin(source))
+    except ScriptError as error:
+        raise refused(error) from None
     except toml.TOMLDecodeError as error:
         message = str(error)
         place = _PLACE.search(message)
-        line = place[1] if place is not None else None
+        named = place[1] if place is not None else None
         last = text.rstrip().count("\n") + 1
         problem = _PLACE.sub("", message)
-        where = Origin(source, int(line) if line else last)
+        where = Origin(source, int(named) if named else last)
         raise PlanError("", ABSENT, f"is not valid TOML: {problem[:1].lower()}{problem[1:]}", origin=where) from None
     except RecursionError:
         raise PlanError("", ABSENT, "is nested too deeply", origin=Origin(source)) from None
-    return _node(read, (), _lines(text), Origin(source))
+    except PlanError:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        digits = next((number for number, line in enumerate(text.split("\n"), 1) if _has_long_number(line)), None)
+        raise PlanError("", ABSENT, f"is not valid TOML: {error}", origin=Origin(source, digits)) from None
 
 
-def _node(value: Any, path: tuple[str, ...], lines: Mapping[tuple[str, ...], int], around: Origin) -> Node:
+def _has_long_number(line: str) -> bool:
+    return any(len(digits[0]) > _LONGEST_NUMBER for digits in re.finditer(r"[0-9_]+", line))
+
+
+def _node(
+    value: Any, path: tuple[str, ...], lines: Mapping[tuple[str, ...], int], budget: Budget, around: Origin
+) -> Node:
     origin = Origin(around.source, lines.get(path, around.line))
+    budget.make(1, 0, origin, steps=_VALUE)
+    if len(path) > DEEPEST:
+        raise PlanError("", ABSENT, f"is nested more than {DEEPEST} deep", origin=origin)
     if isinstance(value, dict):
-        return Node({key: _node(item, (*path, key), lines, origin) for key, item in value.items()}, origin)
+        return Node({key: _node(item, (*path, key), lines, budget, origin) for key, item in value.items()}, origin)
     if isinstance(value, list):
-        return Node([_node(item, (*path, "[]"), lines, origin) for item in value], origin)
+        return Node([_node(item, (*path, "[]"), lines, budget, origin) for item in value], origin)
     plain = value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
     return Node(plain, origin)
 
@@ -214,16 +245,22 @@ def _lines(text: str) -> dict[tuple[str, ...], int]:
     """The line of every section's header and of every key, as far as they stand at the beginning of one."""
     found: dict[tuple[str, ...], int] = {}
     section: tuple[str, ...] = ()
-    for number, line in enumerate(text.splitlines(), 1):
-        header = _HEADER.fullmatch(line)
-        if header is not None:
-            section = _path(header[1])
-            found.setdefault(section, number)
+    for number, line in enumerate(text.split("\n"), 1):
+        name, _, rest = line.strip().partition("#")[0].partition("]")
+        if name.startswith("[") and not name.startswith("[[") and not rest.strip():
+            section = _path(name[1:])
+            _note(found, section, number)
             continue
-        key = _KEY.match(line)
-        if key is not None:
-            found.setdefault((*section, *_path(key[1])), number)
+        key, equals, _ = line.partition("=")
+        if equals and key.strip() and not key.lstrip().startswith("#"):
+            _note(found, (*section, *_path(key)), number)
     return found
+
+
+def _note(found: dict[tuple[str, ...], int], path: tuple[str, ...], line: int) -> None:
+    """That ``path``, and what is around it, stand on ``line`` if they stand on none before."""
+    for size in range(1, min(len(path), DEEPEST + 2) + 1):
+        found.setdefault(path[:size], line)
 
 
 def _path(dotted: str) -> tuple[str, ...]:

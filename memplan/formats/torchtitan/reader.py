@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...frameworks import framework
-from ...plan.errors import ABSENT, Origin, PlanError, one_line, shown
+from ...plan.errors import ABSENT, Guesses, Origin, PlanError, one_line, shown
 from ...plan.node import Node
 from ...plan.notes import Note
 from ...plan.plan import Plan
@@ -237,8 +237,9 @@ def _other_day(key: Key, settings: Settings) -> str:
 def _notes(settings: Settings, *, strict: bool) -> Iterator[Note]:
     """Keys that no table has, that are another day's, or that are not modelled; errors if ``strict``."""
     elsewhere: list[str] = []
+    guesses = _guesses(settings)
     for name, node in settings.given.items():
-        problem = _problem(name, settings)
+        problem = _problem(name, settings, guesses)
         if problem is None:
             continue
         key = key_of(name)
@@ -254,11 +255,14 @@ def _notes(settings: Settings, *, strict: bool) -> Iterator[Note]:
         yield Note("argument-unknown", one_line(f"{names}: no keys of {settings.era.label}, and left out"))
 
 
-def _problem(name: str, settings: Settings) -> str | None:
+def _guesses(settings: Settings) -> Guesses:
+    return Guesses(lambda name: nearest_key(name, settings.era.day))
+
+
+def _problem(name: str, settings: Settings, guesses: Guesses) -> str | None:
     key = key_of(name)
     if key is None or (key.name.endswith("*") and not key.was(settings.era.day)):
-        guess = nearest_key(name, settings.era.day)
-        return guessed(f"is no key of {settings.era.label}", guess)
+        return guessed(f"is no key of {settings.era.label}", guesses.of(name))
     if not key.was(settings.era.day):
         return _other_day(key, settings)
     if key.table is not Table.NOT_MODELLED or not settings.matters(name, key):
@@ -275,9 +279,10 @@ def _differences(settings: Settings) -> Iterator[Note]:
 
 
 def _explained(settings: Settings, building: Building) -> Iterator[Explained]:
+    guesses = _guesses(settings)
     for name, node in settings.given.items():
         key = key_of(name)
-        problem = _problem(name, settings)
+        problem = _problem(name, settings, guesses)
         if problem is not None or key is None:
             became = problem or ""
         elif key.table is Table.MODELLED:

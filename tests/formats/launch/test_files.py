@@ -5,17 +5,22 @@
 from __future__ import annotations
 
 import json
+import shlex
+import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from memplan.bash.values import text
 from memplan.formats.files import read_words, words_of
-from memplan.formats.launch import Asked
+from memplan.formats.launch import Asked, completed
 from memplan.formats.rows import arguments_of
 from memplan.formats.training_scripts import read as read_script
+from memplan.plan.errors import MOST_GUESSES
+from memplan.plan.notes import MOST_OF_A_CODE
+from memplan.plan.read import build_plan
 
 from ...plan.outcomes import error_of
 from .reading import launch, plan
@@ -145,3 +150,43 @@ def test_any_text_gives_a_plan_or_one_line(content: str, source: str) -> None:
 @given(st.text(max_size=60))
 def test_any_text_in_a_script_gives_a_plan_or_one_line(content: str) -> None:
     assert "\n" not in error_of(lambda: launch(script(content, arguments=content)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab \n\t'\"\\=", max_size=14))
+def test_words_of_a_list_are_those_of_shlex(content: str) -> None:
+    assume("\\\n" not in content)
+    lexer = shlex.shlex(content, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    content = f"-x {content}"
+    try:
+        expected = list(lexer)
+    except ValueError:
+        assert "ends inside a quotation" in error_of(
+            lambda: words_of(content, "args", "megatron", {})
+        ) or content.endswith("\\")
+        return
+    given_words = words_of(content, "args", "megatron", {})
+    found = [text(word) for given in given_words.given for word in given.values]
+    assert sorted(
+        [*found, *(text(word) for word in given_words.loose), *(given.name for given in given_words.given)]
+    ) == sorted(["-x", *expected])
+
+
+@pytest.mark.parametrize("unit", ["-a", "'a'", '"a"', "\\a", "a ", "#", "# ", '"', "$a", "--a\n", "\\\n"])
+def test_a_long_list_is_read_in_one_pass(unit: str) -> None:
+    began = time.process_time()
+    error_of(lambda: words_of("--num-layers " + unit * (300_000 // len(unit)), "args", "megatron", {}))
+    assert time.process_time() - began < 3
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(200, 3000))
+def test_of_many_unknown_arguments_the_first_are_guessed_at(count: int) -> None:
+    unknown = " ".join(f"--num-layerz{n} 1" for n in range(count))
+    read = completed(made := launch(f"{SMALL} {unknown} --bf16", gpus=8), build_plan(made.source, {}))
+    messages = [note.message for note in read.warnings if note.code == "argument-unknown"]
+    assert len(messages) == MOST_OF_A_CODE + 1
+    assert messages[-1] == f"and {count - MOST_OF_A_CODE:,} more like the {MOST_OF_A_CODE} above"
+    assert sum("did you mean" in message for message in messages) <= MOST_GUESSES
+    assert "did you mean" in messages[0]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.formats.torchtitan.keys import Era, era_of, key_of, keys, parse_toml
@@ -13,6 +14,8 @@ from memplan.formats.torchtitan.settings import Settings
 from memplan.formats.torchtitan.stages import stages
 from memplan.plan.errors import Origin, PlanError
 from memplan.plan.node import Node
+
+from ...plan.outcomes import error_of
 
 
 def test_every_key_says_why_or_which_way() -> None:
@@ -70,3 +73,57 @@ def test_lines_of_toml() -> None:
     ]
     assert str(section.mapping["e"].origin) == "f.toml:7"
     assert nodes["many"].plain() == [{"f": "2020-01-01"}]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(["", "   ", "# a = 1", "\t# [x]"]),
+            st.sampled_from(
+                [" a = 1", "b.c = 'x = 1'", '"d e" = 2', "f=[1, 2] # g = 1", "h = '#'", "i.'j' = 3", "k\t=\t1"]
+            ),
+            st.sampled_from(["[s]", " [ t . u ] # [v]", '["w.x"]']),
+        ),
+        unique=True,
+    )
+)
+def test_every_key_of_toml_has_its_line(lines: list[str]) -> None:
+    root, section = parse_toml("\n".join([*lines, "end = 1"]), "f.toml"), ""
+    for number, line in enumerate(lines, 1):
+        name = line.partition("#")[0].partition("=")[0].strip()
+        section = name if name.startswith("[") else section
+        path = [part.strip(" '\"[]") for part in (name if name.startswith("[") else f"{section}.{name}").split(".")]
+        if name and '"' not in section + name:
+            node = root
+            for part in filter(None, path):
+                node = node.mapping[part]
+            assert node.origin.line == number
+
+
+@pytest.mark.parametrize("before", ["", "[model]\n", "a = '''\n", "[", "a = ", "a = [", "a."])
+@pytest.mark.parametrize("unit", [" ", "[ ", "a.", "a ", '"', "\n", "[[", "1,", "9", "a={", "\t\n", "'.'"])
+@pytest.mark.parametrize("size", [3_000, 200_000])
+def test_any_toml_is_read_or_refused_in_time(before: str, unit: str, size: int) -> None:
+    began = time.process_time()
+    said = error_of(lambda: parse_toml(before + unit * (size // len(unit)), "f.toml"))
+    assert "\n" not in said
+    assert time.process_time() - began < 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(33, 4000), st.booleans())
+def test_what_is_too_deep_is_one_line(parts: int, header: bool) -> None:
+    key = ".".join(["a"] * parts)
+    said = error_of(lambda: parse_toml(f"x = 1\n[{key}]\nb = 1" if header else f"x = 1\n{key} = 1", "f.toml"))
+    assert said.startswith(
+        "f.toml:2: has a line with more than 200 dots" if parts > 201 else "f.toml:2: is nested more than 32"
+    )
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(4301, 30_000))
+def test_long_numbers_are_one_line(digits: int) -> None:
+    assert error_of(lambda: parse_toml(f"a = 1\nb = {'7' * digits}\n", "f.toml")).startswith(
+        "f.toml:2: is not valid TOML: "
+    )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memplan.formats.launch import Asked
+from memplan.formats.megatron.tokenizer_json import tokens_in
 from memplan.formats.training_scripts import read as read_script
+from memplan.plan.errors import Origin
 from memplan.plan.read import build_plan
 
 from ...plan.outcomes import error_of
@@ -80,3 +86,71 @@ def test_what_is_asked_for(tmp_path: Path) -> None:
     assert "bad.json: is not a tokenizer's JSON" in error(
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model bad.json"
     )
+
+
+def in_python(content: object) -> int | None:
+    """Tokens of a tokenizer's JSON, from all of it in memory."""
+    if not isinstance(content, dict):
+        return None
+    model = content.get("model")
+    if not isinstance(model, dict):
+        return len(content) or None
+    found = model.get("vocab")
+    if isinstance(found, list):
+        tokens = {entry[0] for entry in found if isinstance(entry, list) and entry and isinstance(entry[0], str)}
+    elif isinstance(found, dict):
+        tokens = set(found)
+    else:
+        return None
+    added = content.get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+            tokens.add(entry["content"])
+    return len(tokens) or None
+
+
+NAMES = st.sampled_from(["a", "b", "é", '"', "\\", "[", "{}", ",", "", "\n"])
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | NAMES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+VOCABULARIES = (
+    st.dictionaries(NAMES, st.integers(0, 99)) | st.lists(st.lists(NAMES | st.floats(-9, 0), max_size=2)) | ANYTHING
+)
+TOKENIZERS = st.fixed_dictionaries(
+    {
+        "added_tokens": st.lists(st.fixed_dictionaries({"id": st.integers(), "content": NAMES})) | ANYTHING,
+        "model": st.fixed_dictionaries({"type": ANYTHING, "vocab": VOCABULARIES, "merges": ANYTHING}) | ANYTHING,
+        "other": ANYTHING,
+    }
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TOKENIZERS | ANYTHING, st.sampled_from([None, 1]), st.booleans())
+def test_tokens_are_counted_as_json_has_them(content: object, indent: int | None, ascii: bool) -> None:
+    written = json.dumps(content, indent=indent, ensure_ascii=ascii).encode()
+    assert tokens_in(written, Origin("tokenizer.json")) == in_python(content)
+
+
+@pytest.mark.parametrize("end", ["", "[" * 3_000_000, '{"a":' * 800_000, '"', "1", ":", '{"a" 1}'])
+def test_a_file_that_is_no_tokenizer_is_refused_in_time(tmp_path: Path, end: str) -> None:
+    (tmp_path / "t.json").write_text('{"model": {"vocab": ' + end)
+    began = time.process_time()
+    said = error_of(
+        lambda: vocabulary(tmp_path, f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/t.json")
+    )
+    assert "t.json: is not a tokenizer's JSON" in said or "the limit of" in said
+    assert time.process_time() - began < 4
+
+
+def test_a_large_tokenizer_takes_little_memory() -> None:
+    """Of tokens and merges only the names of the tokens are kept; the largest in use has sixteen times as many."""
+    tokens = ",".join(f'"token{n}":{n}' for n in range(1 << 14))
+    merges = ",".join(f'["token{n}","x"]' for n in range(32_000))
+    content = f'{{"added_tokens":[],"model":{{"vocab":{{{tokens}}},"merges":[{merges}]}}}}'.encode()
+    tracemalloc.start()
+    assert tokens_in(content, Origin("tokenizer.json")) == 1 << 14
+    assert tracemalloc.get_traced_memory()[1] < 5 << 20
+    tracemalloc.stop()

@@ -1,0 +1,81 @@
+"""Some seconds of every target, and that the driver sees what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from random import SystemRandom
+
+import pytest
+
+from memplan.plan.errors import ABSENT, LackingError, PlanError
+
+from . import driver
+from .driver import Figures, Target, fuzz, table
+from .targets import TARGETS
+
+SEED = int(os.environ.get("MEMPLAN_FUZZ_SEED", SystemRandom().randrange(1 << 32)))
+"""Stands in every failure; the variable runs the same cases again."""
+SECONDS = 20.0
+"""Of all targets together."""
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_whatever_is_read_ends_well(name: str) -> None:
+    figures = fuzz(TARGETS[name], SEED, SECONDS / len(TARGETS))
+    assert figures.cases > 0
+    assert not figures.failures, f"seed {SEED}\n" + "\n".join(figures.failures)
+
+
+def _forever(_: object) -> None:
+    while True:
+        pass
+
+
+def _crash(_: object) -> None:
+    raise IndexError("far out")
+
+
+def _two_lines(_: object) -> None:
+    raise LackingError("one\ntwo")
+
+
+def _run(_: object) -> None:
+    subprocess.run([sys.executable, "-c", ""], check=False)
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        (_forever, "does not end"),
+        (_crash, "IndexError: far out"),
+        (_two_lines, "in more than a line"),
+        (_run, "runs something"),
+    ],
+)
+def test_failures_are_seen(run: Callable[[object], None], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "SECONDS", 0.05)
+    figures = fuzz(Target("bad", lambda random: random.random(), run), 1, 60, most_failures=2)
+    assert figures.cases == len(figures.failures) == 2
+    assert says in figures.failures[0]
+    assert "python -m tests.fuzz bad --seed 1 --case 0" in figures.failures[0]
+
+
+def test_refusals_are_answers() -> None:
+    def refuse(case: float) -> None:
+        if case < 0.5:
+            raise PlanError("", ABSENT, "no")
+
+    figures = fuzz(Target("good", lambda random: random.random(), refuse), 1, 0.2)
+    assert not figures.failures
+    assert 0 < figures.refused < figures.cases
+    assert str(figures.cases) in table({"good": figures})
+
+
+def test_a_case_is_the_same_again() -> None:
+    target = TARGETS["scripts"]
+    again = [case for _, (_, case) in zip(range(3), driver.cases(target, 7), strict=False)]
+    assert again == [next(driver.cases(target, 7, number))[1] for number in range(3)]
+    assert Figures().cases == 0
