@@ -108,6 +108,7 @@ class AdamW(Adam):
 
 class Adam8bit(EightBit):
     name = "adam8bit"
+    bitsandbytes = "AdamW8bit"
     states_per_parameter = 2
     megatron = "adam"
     trainer: ClassVar[FieldsByName] = {

@@ -73,6 +73,8 @@ class Algorithm(ABC):
 
     torch: ClassVar[str | None] = None
     """Its class in ``torch.optim``, if it takes all parameters: what a trace runs."""
+    bitsandbytes: ClassVar[str | None] = None
+    """Its class in ``bitsandbytes.optim`` with 8-bit states, which a trace runs, too."""
     torch_default: ClassVar[str] = "foreach"
     """Which implementation PyTorch takes unasked on CUDA."""
     trainer: ClassVar[FieldsByName] = {}

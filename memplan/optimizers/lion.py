@@ -36,6 +36,7 @@ class Lion(Algorithm):
 
 class Lion8bit(EightBit):
     name = "lion8bit"
+    bitsandbytes = "Lion8bit"
     states_per_parameter = 1
     trainer: ClassVar[FieldsByName] = {
         "lion_8bit": {"name": "lion8bit", "block_size": 256},

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..families import family as family_of
 from ..layers.coverage import TRANSFORMERS, covered
-from ..optimizers import algorithms
+from ..optimizers import algorithm, algorithms
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.huggingface import ACTIVATIONS, known_types
 from ..plan.resolved import ResolvedPlan
@@ -269,14 +269,18 @@ class Job:
     """The dtype that autocast computes in."""
     tuned: Tuned | None = None
     """What is trained, where it is not everything."""
+    embeddings_32bit: bool = False
+    """Of an optimizer with 8-bit states: those of embeddings have 32."""
     trainer: int | None = None
     """Micro-batches whose inputs are on the device at once where transformers' Trainer runs the model."""
 
     @property
     def packages(self) -> tuple[str, ...]:
         """Those that its trace needs besides torch and transformers."""
-        of_tuning = self.tuned.packages if self.tuned is not None else ()
-        return of_tuning if self.trainer is None else (*of_tuning, "accelerate")
+        found = self.tuned.packages if self.tuned is not None else ()
+        if algorithm(self.optimizer).eight_bit:
+            found = (*found, "bitsandbytes")
+        return tuple(dict.fromkeys((*found, *(("accelerate",) * (self.trainer is not None)))))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -303,6 +307,13 @@ def transformers_job(
     ``PlanError`` where a trace cannot follow it yet."""
     _check(plan)
     optimizer, loss = plan.optimizer, plan.loss
+    if optimizer.algorithm.eight_bit:
+        shares = (
+            "fully_shard" if fsdp is not None else "ZeroRedundancyOptimizer" if ddp is not None and ddp.zero else ""
+        )
+        _check_eight_bit(plan, shares)
+    else:
+        check_optimizer(plan)
     if loss.kind != "plain" or loss.logits_to_keep is not None:
         raise PlanError("loss.kind", loss.kind, "must be plain, of all tokens: a trace runs the model's own loss")
     microbatches = plan.microbatches
@@ -322,6 +333,7 @@ def transformers_job(
         ddp=ddp,
         autocast=plan.precision.dtype if plan.precision.autocast else None,
         tuned=tuned_of(plan),
+        embeddings_32bit=optimizer.algorithm.eight_bit and optimizer.embeddings_32bit,
         trainer=microbatches if plan.trainer.loop == "transformers" else None,
     )
 
@@ -337,14 +349,35 @@ def _check(plan: ResolvedPlan) -> None:
         raise PlanError("code", plan.code, "must be current: the installed transformers is what is traced")
     if plan.recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
-    check_optimizer(plan)
+
+
+BLOCK_SIZE = 256
+"""Elements that share a scale in the releases of bitsandbytes that are run (``optimizer_update_8bit_blockwise``)."""
+
+
+def _check_eight_bit(plan: ResolvedPlan, shares: str) -> None:
+    """Refuses what is not run of bitsandbytes' 8-bit optimizers; ``shares``: what keeps a rank's part of the states."""
+    optimizer = plan.optimizer
+    if shares:
+        problem = f"must be one of {_torchs()}: bitsandbytes' optimizers are not run under {shares}"
+        raise PlanError("optimizer.name", optimizer.name, problem)
+    if optimizer.paged:
+        problem = "must be false: states in CUDA's unified memory are not seen by PyTorch's allocator, nor by a trace"
+        raise PlanError("optimizer.paged", True, problem)
+    if optimizer.block_size != BLOCK_SIZE:
+        problem = f"must be {BLOCK_SIZE}, as in the releases of bitsandbytes that are run"
+        raise PlanError("optimizer.block_size", optimizer.block_size, problem)
+
+
+def _torchs() -> str:
+    return ", ".join(one.name for one in algorithms() if one.torch)
 
 
 def check_optimizer(plan: ResolvedPlan) -> None:
     """Refuses optimizers that are not torch's."""
     optimizer = plan.optimizer
     if optimizer.algorithm.torch is None:
-        problem = f"must be one of {', '.join(one.name for one in algorithms() if one.torch)}: a trace runs torch's own"
+        problem = f"must be one of {_torchs()}: a trace runs torch's own"
         raise PlanError("optimizer.name", optimizer.name, problem)
     if optimizer.implementation not in IMPLEMENTATIONS:
         problem = "must be foreach, for-loop or fused, which are torch's own (--optimizer-implementation)"

@@ -23,6 +23,7 @@ from ..optimizers import algorithm
 from ..tape.events import Category
 from .autocast import Scaler, cuda_autocast, cuda_lists, scaler_of, scaler_states
 from .distributed import Replica, answered, categories_of_fsdp, distributed, rank_of, reducing, shard
+from .eight_bit import eight_bit_optimizer, keep_embeddings
 from .job import Job
 from .models import config_of, example_inputs, made, outline_of, randomise
 from .places import Places, UntraceableError, explained
@@ -124,12 +125,18 @@ def sharded_model(job: Job, mesh: DeviceMesh | None, within: Surroundings) -> tu
     """The job's model, with values if it is real, in its shards. Weights that are tied have to be made whole: memory
     that comes later would untie them."""
     on_meta = not within.fake and job.fsdp is not None and not config_of(job).tie_word_embeddings
-    model = tuned(job, made(job, on_meta=on_meta))
+    whole, seed = made(job, on_meta=on_meta), mesh.get_rank() if mesh is not None else 0
+    is_quantised = job.tuned is not None and job.tuned.four_bit is not None
+    if is_quantised and not within.fake:
+        initialise(whole, seed)
+    model = tuned(job, whole)
     outline = outline_of(model)
     shard(job, model, mesh)
     if not within.fake:
         materialise(model, within.device)
-        initialise(model, seed=mesh.get_rank() if mesh is not None else 0)
+        initialise(model, seed)
+    if is_quantised and within.device == "cuda":
+        torch.cuda.empty_cache()  # weights are read and quantised one after another, not all at once as here
     return model, outline
 
 
@@ -248,7 +255,10 @@ class Training:
         self.job, self.replica, self.within, self.follow = job, replica, within, follow
         model: Any = replica.inner
         self.parameters = [one for one in model.parameters() if one.requires_grad]
-        self.optimizer = optimizer_of(job, groups(job, model, self.parameters))
+        optimizer = eight_bit_optimizer if algorithm(job.optimizer).eight_bit else optimizer_of
+        self.optimizer = optimizer(job, groups(job, model, self.parameters))
+        if job.embeddings_32bit:
+            keep_embeddings(model)
         self.scaler = scaler_of(job.autocast, within.device)
         self.inputs = example_inputs(job, model)
         if not within.fake:

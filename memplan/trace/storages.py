@@ -323,10 +323,12 @@ def materialise(model: nn.Module, device: str) -> None:
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """First values: normally distributed matrices, biases of nothing, norms of ones."""
+    """First values: normally distributed matrices, biases of nothing, norms of ones. What is quantised stays."""
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         part = local(parameter)
+        if not part.is_floating_point():
+            continue
         if part.dim() > 1:
             part.normal_(0.0, DEVIATION)
         else:

@@ -165,6 +165,7 @@ SUBSTITUTIONS = (
     "DistributedDataParallel's all-reduce gives buckets back as they were (the fake process group returns nothing)",
     "4-bit weights are ordinary parameters beside bitsandbytes' own state, and gemm_4bit is the product of a "
     "dequantised weight, as on CUDA where it has no kernel of its own",
+    "maps of 8-bit values, which bitsandbytes reads back when it computes them, are any 256 numbers",
     "numbers that Adafactor reads back from the device are one",
     "fewer key heads are handed to attention's kernel as they are (TRANSFORMERS_SDPA_FORCE_GQA), and rows are of one "
     "sequence each, which transformers looks for in positions",

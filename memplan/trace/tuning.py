@@ -16,6 +16,7 @@ from unittest.mock import patch
 from warnings import catch_warnings, simplefilter
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..plan.lora import ALL_LINEAR
@@ -41,7 +42,7 @@ def quantised(given: FourBitWeights, model: Any) -> Any:
         bnb_4bit_use_double_quant=given.double,
         bnb_4bit_compute_dtype=DTYPES[given.compute],
     )
-    _make_table(given)
+    _make_table(given, fakes=isinstance(next(model.parameters()), FakeTensor))
     loaded = dict(model.named_modules())
     with _disable_current_modes():
         model = replace_with_bnb_linear(model, get_keys_to_not_convert(model), settings)
@@ -54,11 +55,11 @@ def quantised(given: FourBitWeights, model: Any) -> Any:
     return model
 
 
-def _make_table(given: FourBitWeights) -> None:
-    """``create_dynamic_map``, which reads back what it computes: 256 numbers in fp32, whatever they are."""
+def _make_table(given: FourBitWeights, *, fakes: bool) -> None:
+    """On fake tensors: ``create_dynamic_map`` reads back what it computes, 256 numbers in fp32, whatever they are."""
     name2qmap = _library("functional").name2qmap
     name2qmap.clear()
-    if given.double:
+    if given.double and fakes:
         name2qmap["dynamic"] = torch.zeros(256)
 
 
@@ -146,12 +147,23 @@ def dequantised_product(
     """``x`` (…, k) by the weight of ``shape`` (n, k): scales in fp32, the whole weight, the product."""
     held = [scales]
     if absmax_8bit is not None and absmax_offset is not None:
-        held = [torch.empty_like(absmax_8bit, dtype=torch.float32)]
+        held = [_scales(absmax_8bit, scales, absmax_code)]
         held.append(held[0] + absmax_offset)
-    weight = torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
+    if isinstance(x, FakeTensor):
+        weight = torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
+    else:
+        weight = torch.ops.bitsandbytes.dequantize_4bit(packed, held[-1], block, kind, tuple(shape), x.dtype)
     out = torch.nn.functional.linear(x, weight, bias)
     del held  # scales are in variables until the function returns
     return out
+
+
+def _scales(numbers: torch.Tensor, scales: torch.Tensor, code: torch.Tensor | None) -> torch.Tensor:
+    """Scales in fp32 of their 8-bit numbers; of fake ones any."""
+    if isinstance(numbers, FakeTensor) or code is None:
+        return torch.empty_like(numbers, dtype=torch.float32)
+    found: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise(numbers, scales, code, 256, torch.float32)
+    return found
 
 
 EMBEDDINGS = ("wte", "wpe", "embed_tokens", "embed_positions", "embed_in", "word_embeddings", "embeddings.")

@@ -20,7 +20,6 @@ from ..plan.plan import Layout, Loss, Optimizer, Pipeline, Plan, Precision, Reco
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.section import Section
-from ..plan.tuning_checks import first_frozen, is_tuned
 from ..records.readings import Code, World
 from ..values import dataclass
 
@@ -111,10 +110,6 @@ def native(plan: ResolvedPlan) -> Native:
 
 
 def _check(plan: ResolvedPlan) -> None:
-    if is_tuned(plan):
-        field, value = first_frozen(plan)
-        problem = "must be left out: a validation trains whole models; memplan trace follows adapters and frozen parts"
-        raise PlanError(field, value, problem)
     if plan.trainer.loop != "none":
         problem = "must be none: a validation has a loop of its own; memplan trace follows the Trainer's step"
         raise PlanError("trainer.loop", plan.trainer.loop, problem)

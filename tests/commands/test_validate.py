@@ -31,8 +31,7 @@ FAKE = ["validate", "--model", "gpt2", "--layers", "2", "--seq", "64", "--device
             ["--framework", "ddp", "--zero", "3"],
             "layout.zero = 3: must be at most 1 with framework ddp; deepspeed has ZeRO-",
         ),
-        (["--lora-rank", "8"], "lora.rank = 8: must be left out: a validation trains whole models"),
-        (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
+        (["--optimizer", "lion"], "optimizer.name = lion: must be one of sgd, adam, adamw, adafactor"),
     ],
 )
 def test_wrong_input(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

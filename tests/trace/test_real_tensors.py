@@ -7,14 +7,48 @@ import math
 import pytest
 import torch
 
+from memplan.estimate import estimate
+from memplan.plan.read import read_plan
 from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER
 from memplan.trace.step import traced_step
 from memplan.trace.surroundings import Surroundings
+from memplan.validate.worker import footprint_of
 
-from .test_step import model_flags, of
+from .test_step import SMALL, model_flags, of
 
+FLAGS = {**model_flags("llama"), "dtype": "fp32", "attention": "eager"}
 SCALARS = 4096
 """Bytes of what transformers reads from positions and masks, whose values fake tensors have not."""
+
+
+TUNED: dict[str, dict[str, str]] = {
+    "adapters": {"lora-rank": "4"},
+    "adapters-recomputed": {"lora-rank": "4", "recompute": "full"},
+    "frozen": {"freeze-layers": "2", "freeze-embedding": "true"},
+    "8-bit": {"optimizer": "adam8bit"},
+    "8-bit-adapters": {"optimizer": "lion8bit", "lora-rank": "64", "embeddings-32bit": "false"},
+    "4-bit": {"lora-rank": "4", "dtype": "bf16", "quantisation": "nf4"},
+    "4-bit-double": {"lora-rank": "4", "dtype": "bf16", "quantisation": "fp4", "double-quantisation": "true"},
+}
+
+
+@pytest.mark.parametrize("tuning", TUNED)
+def test_a_tuned_step_of_real_tensors(tuning: str) -> None:
+    """Adapters learn, what is frozen or quantised keeps its values, and as much is held as of fake tensors."""
+    if "bit" in tuning:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+    torch.set_num_threads(1)
+    losses: list[float] = []
+    job, program = of(**{**FLAGS, **TUNED[tuning]})
+    within = Surroundings(fake=False, warmup=3, lost=lambda loss: losses.append(float(loss)))
+    real, fake = traced_step(job, within=within), traced_step(job)
+    here, there = footprint_of(real, program), footprint_of(fake, program)
+    assert here.static == pytest.approx(there.static, abs=SCALARS)
+    assert here.peak == pytest.approx(there.peak, abs=SCALARS)
+    (estimated,) = estimate(read_plan(None, {**SMALL, **FLAGS, **TUNED[tuning]}).plan).stages
+    assert here.peak == pytest.approx(estimated.requested, abs=2 * SCALARS)
+    assert losses[0] == pytest.approx(math.log(job.config["vocab_size"]), rel=0.1)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

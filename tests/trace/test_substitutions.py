@@ -260,7 +260,7 @@ def test_functions_are_themselves_again() -> None:
 def test_every_substitution_is_listed_once() -> None:
     words = (
         *("dropout", "attention", "softmax", "rms_norm", "layer_norm", "logsigmoid", "in place", "counters"),
-        *("autocast", "all-reduce", "4-bit", "Adafactor", "key heads"),
+        *("autocast", "all-reduce", "4-bit", "8-bit", "Adafactor", "key heads"),
     )
     assert len(SUBSTITUTIONS) == len(words)
     assert all(word in text for word, text in zip(words, SUBSTITUTIONS, strict=True))

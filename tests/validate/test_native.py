@@ -76,10 +76,13 @@ def test_zero_2_keeps_parameters_whole() -> None:
         ("model=gpt2 framework=device-map gpus=2", "framework"),
         ("model=gpt2 framework=megatron tp=2 gpus=2", "model.family"),
         ("model=llama-3-8b framework=megatron cp=2 gpus=2", "layout.cp"),
-        ("model=llama-3-8b framework=single lora-rank=8", "lora.rank"),
+        ("model=llama-3-8b framework=fsdp gpus=2 optimizer=adam8bit", "optimizer.name"),
+        ("model=gpt2 framework=ddp zero=1 gpus=2 optimizer=adam8bit", "optimizer.name"),
+        ("model=llama-3-8b framework=single optimizer=lion", "optimizer.name"),
+        ("model=llama-3-8b framework=single optimizer=adam8bit paged-optimizer=true", "optimizer.paged"),
         ("model=llama-3-8b framework=single trainer=transformers", "trainer.loop"),
         ("model=llama-3-8b framework=single loss=liger", "loss.kind"),
-        ("model=llama-3-8b framework=single optimizer=adam8bit", "optimizer.name"),
+        ("model=gpt2 framework=single optimizer=adam8bit optimizer-block-size=2048", "optimizer.block_size"),
     ],
 )
 def test_what_it_has_nothing_for_is_refused(words: str, field: str) -> None:
