@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from ..frameworks import framework
+from ..frameworks import ROOMS, framework
 from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
+from ..plan.notes import FRAMEWORK_CHOSEN, Note
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..values import dataclass
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from ..device.measured import Measured
     from ..report.suggestion import Answer
     from ..search.answer import Objective
-    from ..search.result import Found
+    from ..search.result import Found, Offer
 
 _OUTPUT = "Output"
 _SEARCH = "Search"
@@ -168,8 +170,13 @@ def suggest_partition(
     known, problem = measured_of(no_records=no_records)
     read = warned(read, problem)
     with without_collection():
-        found = _found(read, flags, fixes, cast("Objective", objective), top, quiet, known)
-        answer = _answer(read, found, _written(found, files))
+        wanted = cast("Objective", objective)
+        offers: tuple[Offer, ...] = ()
+        if read.has_chosen_framework:
+            read, found, offers = _of_all(read, flags, fixes, wanted, top, quiet, known)
+        else:
+            found = _found(read, flags, fixes, wanted, top, quiet, known)
+        answer = _answer(read, found, _written(found, files), offers)
     if json:
         from ..report.suggestion_json import suggestion_to_json
 
@@ -227,6 +234,42 @@ def _found(
         raise located(error if error.value is ABSENT else read.located(error), fixes) from None
 
 
+def _of_all(
+    read: ReadPlan,
+    flags: Flags,
+    fixes: Mapping[str, str | None],
+    objective: Objective,
+    top: int,
+    quiet: bool,
+    known: Measured,
+) -> tuple[ReadPlan, Found, tuple[Offer, ...]]:
+    """The answer in the best of all frameworks for a plan that names none, and what each of them offers.
+
+    A framework that keeps no fp32 copy of the parameters trains with other numbers than the rest: it is the best only
+    where the rest has nothing.
+    """
+    from ..search.result import Offer
+
+    def offered(name: str) -> Offer:
+        plan = read.plan.model_copy(update={"framework": name})
+        try:
+            return Offer(name, _found(replace(read, plan=plan), flags, fixes, objective, top, quiet, known))
+        except PlanError as error:
+            return Offer(name, None, error)
+
+    offers = tuple(offered(name) for name in ROOMS)
+    searched = [offer for offer in offers if offer.found is not None]
+    if not searched:
+        raise next(offer.refused for offer in offers if offer.framework == read.plan.framework and offer.refused)
+    best = min(searched, key=lambda offer: offer.rank)
+    assert best.found is not None
+    others = " and ".join(filter(None, [", ".join(one.framework for one in searched[:-1]), searched[-1].framework]))
+    told = Note(FRAMEWORK_CHOSEN, f"no framework was named: {others} were searched, and {best.framework} is the best")
+    notes = tuple(told if note.code == FRAMEWORK_CHOSEN else note for note in read.warnings)
+    plan = read.plan.model_copy(update={"framework": best.framework})
+    return replace(read, plan=plan, warnings=notes), best.found, offers
+
+
 def _no_layout(found: Found) -> PlanError:
     """The rule that refused most layouts, where every layout that a framework's rules of division leave was refused."""
     from ..plan.fields import plan_fields
@@ -250,14 +293,14 @@ def _check_batch(read: ReadPlan) -> None:
         raise PlanError("batch.gbs", ABSENT, problem)
 
 
-def _answer(read: ReadPlan, found: Found, written: Sequence[str]) -> Answer:
+def _answer(read: ReadPlan, found: Found, written: Sequence[str], offers: tuple[Offer, ...]) -> Answer:
     from ..report.suggestion import Answer
     from ..result import Notice
     from ..search.changes import methods_of
 
     methods = methods_of(found.best[0]) if found.best else ()
     notes = tuple(Notice(note.code, note.message) for note in read.warnings)
-    return Answer(found, methods, notes, tuple(read.assumptions), tuple(written))
+    return Answer(found, methods, notes, tuple(read.assumptions), tuple(written), offers)
 
 
 # -- files --------------------------------------------------------------------------------------------------

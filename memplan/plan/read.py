@@ -48,6 +48,11 @@ class ReadPlan:
     assumptions: tuple[str, ...] = ()
     """Of how it was read, beside those of the estimate."""
 
+    @property
+    def has_chosen_framework(self) -> bool:
+        """Nobody named its framework."""
+        return any(note.code == FRAMEWORK_CHOSEN for note in self.warnings)
+
     def located(self, error: PlanError) -> PlanError:
         """``error``, raised for the plan, with where its field came from, and why the plan has its framework where
         nobody named one."""

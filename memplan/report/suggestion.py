@@ -14,7 +14,7 @@ from ..plan.fields import plan_fields
 from ..plan.resolve import resolve
 from ..result import Estimate, Notice
 from ..search.changes import Method
-from ..search.result import Change, Counts, Found, Suggestion
+from ..search.result import Change, Counts, Found, Offer, Suggestion
 from ..search.time import StepTime, cost_of_step, cost_of_tokens
 from ..values import dataclass
 from .estimate import verdict
@@ -196,6 +196,8 @@ class Answer:
     assumptions: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     """Files."""
+    offers: tuple[Offer, ...] = ()
+    """Of every framework, where the plan names none."""
 
 
 def print_suggestion(answer: Answer, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
@@ -218,6 +220,8 @@ def _body(answer: Answer, console: Console, verbose: bool) -> Iterator[Renderabl
     yield Text()
     if stated is not None:
         yield from _layout(stated, console, verbose)
+    if answer.offers:
+        yield from _offers(answer.offers)
     if found.best:
         yield from _why(found, console)
     if found.changes:
@@ -233,6 +237,25 @@ def _body(answer: Answer, console: Console, verbose: bool) -> Iterator[Renderabl
     yield from _notes(answer, stated, verbose)
     for file in answer.written:
         yield Text(f"Written: {file}", GOOD)
+
+
+def _offers(offers: Sequence[Offer]) -> Iterator[RenderableType]:
+    """The best layout in each framework that has one; best first."""
+    ranked = sorted((offer for offer in offers if offer.best is not None), key=lambda offer: offer.rank)
+    bests = [offer.best for offer in ranked if offer.best is not None]
+    if len(bests) < 2:
+        return
+    unit, time = _units(bests, bests[0])
+    table = plain_table(
+        left("framework"), folded("its best layout"), *map(right, (f"step {time.name}", f"peak {unit.name}")), left()
+    )
+    for offer, best in zip(ranked, bests, strict=True):
+        other = "" if offer.keeps_fp32 else f"{best.plan.precision.dtype} alone, no fp32 parameters"
+        layout = DOT.join(layout_pieces(best))
+        table.add_row(offer.framework, layout, time.figure(best.seconds), unit.figure(best.needs), Text(other, CAUTION))
+    yield Text()
+    yield Text("In each framework", "bold")
+    yield table
 
 
 def _stated(found: Found) -> Suggestion | None:

@@ -12,7 +12,7 @@ from .. import __version__
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..search.changes import Method
-from ..search.result import Change, Counts, Found, Suggestion
+from ..search.result import Change, Counts, Found, Offer, Suggestion
 from ..search.time import StepTime, cost_of_step, cost_of_tokens, step_time
 from .json import SCHEMA, stage_to_json
 from .suggestion import Answer
@@ -46,6 +46,7 @@ def suggestion_to_json(answer: Answer) -> dict[str, Any]:
         "closest": _or_null(found.closest),
         "changes": [_change(change) for change in found.changes],
         "cuts": [_method(method) for method in answer.methods],
+        **({"frameworks": [_offer(offer) for offer in answer.offers]} if answer.offers else {}),
         "search": _search(found.counts, found.seconds),
         "warnings": [{"code": notice.code, "message": notice.message} for notice in warnings],
         "assumptions": _assumptions(answer, stated),
@@ -86,6 +87,15 @@ def _suggestion(one: Suggestion) -> dict[str, Any]:
         "cost_per_step": cost_of_step(plan, step),
         "cost_per_billion_tokens": cost_of_tokens(plan, step),
         "stages": None if estimate is None else [stage_to_json(stage) for stage in estimate.stages],
+    }
+
+
+def _offer(offer: Offer) -> dict[str, Any]:
+    return {
+        "framework": offer.framework,
+        "fits": offer.best is not None,
+        "recommended": _or_null(offer.best),
+        "refused": str(offer.refused) if offer.refused is not None else None,
     }
 
 

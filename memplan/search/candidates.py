@@ -283,6 +283,7 @@ class Candidates:
             yield Candidate(seconds, floor, point, cut)
 
     def _refuse(self, error: PlanError, points: int) -> None:
+        raise_for_all(error)
         self.refused[without_values(error)] += points
         self.considered -= points
 
@@ -303,3 +304,9 @@ def recomputing(candidate: Candidate, layers: int) -> Candidate:
 def without_values(error: PlanError) -> str:
     """An error's field and rule, so that equal ones are counted together."""
     return f"{error.field}: {error.problem}"
+
+
+def raise_for_all(error: PlanError) -> None:
+    """Raises an ``error`` that every layout has: of the model's family, which no search changes."""
+    if error.field == "model.family":
+        raise error

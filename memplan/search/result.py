@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
+from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..result import Estimate
+from ..tape.events import Category
 from ..values import dataclass
 from .cuts import StageLayers
 from .point import Point
@@ -98,3 +101,38 @@ class Found:
     counts: Counts
     seconds: float
     """That the search itself took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a search in one of several frameworks found."""
+
+    framework: str
+    found: Found | None
+    refused: PlanError | None = None
+    """Why it has no layout."""
+
+    @property
+    def best(self) -> Suggestion | None:
+        return self.found.best[0] if self.found is not None and self.found.best else None
+
+    @property
+    def keeps_fp32(self) -> bool:
+        """The best layout, or the closest, has parameters in fp32 somewhere: the optimizer's copy, or themselves."""
+        one = self.best or (self.found.closest if self.found is not None else None)
+        if one is None or one.estimate is None:
+            return False
+        stage = one.estimate.stages[one.fullest]
+        held = stage.breakdown
+        whole = held[Category.MAIN_PARAMETERS] > 0 or held[Category.PARAMETERS] >= 4 * stage.parameters
+        return whole or any(extra.moves_states for extra in one.point.extras)
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Of several the smallest is the best: one that fits, keeps parameters in fp32, and is what was asked for."""
+        one = self.best
+        if one is None or self.found is None:
+            closest = self.found.closest if self.found is not None else None
+            return True, not self.keeps_fp32, closest.needs if closest is not None else inf
+        measure = {"time": one.seconds, "memory": one.needs, "gpus": one.point.gpus}[self.found.objective]
+        return False, not self.keeps_fp32, measure

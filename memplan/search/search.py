@@ -25,7 +25,7 @@ from ..estimate import device_bytes, estimate
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from .candidates import Candidate, Candidates, Clock, recomputing, without_values
+from .candidates import Candidate, Candidates, Clock, raise_for_all, recomputing, without_values
 from .cuts import StageLayers, capped, fields_of, fitting, smallest
 from .lower_bounds import Needs, fewest_recomputed, most_layers
 from .point import NO_RECOMPUTE, Point, Recomputing
@@ -82,6 +82,7 @@ class Search:
                     return suggestion
                 self._folded[key] = suggestion
             except PlanError as error:
+                raise_for_all(error)
                 self.unbuilt[candidate.point] = without_values(error)
                 self._folded[key] = None
         known = self._folded[key]

@@ -21,8 +21,11 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
+from memplan.frameworks import ROOMS
+from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from memplan.search.answer import suggest as search_for
 
 ROOT = Path(__file__).parent.parent.parent
 MEMPLAN = [sys.executable, "-m", "memplan.cli"]
@@ -302,3 +305,34 @@ def test_progress_appears_late_and_goes() -> None:
     assert "layouts: 3 of 1,000" in shown
     assert shown.index("\x1b[2K", shown.index("layouts: 3")) < shown.index("done")
     assert in_terminal([sys.executable, "-c", code.format(0.0).replace("0.4", "0.0")], 80) == (0, "done\r\n")
+
+
+def test_without_a_framework_all_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is searched as if it had been named, the best stands above, and one that keeps no fp32 copy is last."""
+    flags = ["--model", "gpt2", "--gpus", "4", "--gpu", "h100-80gb", "--gbs", "32", "--seq", "1024", "--json"]
+    assert main(["suggest-partition", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    offers = {one["framework"]: one for one in found["frameworks"]}
+    assert set(offers) == set(ROOMS)
+    fitting = {name: one["recommended"] for name, one in offers.items() if one["fits"]}
+    assert {"fsdp", "megatron", "deepspeed", "ddp"} <= set(fitting)
+    best = found["recommended"]["plan"]["framework"]
+    assert best != "ddp"
+    assert fitting[best] == found["recommended"]
+    assert found["recommended"]["seconds"] == min(one["seconds"] for name, one in fitting.items() if name != "ddp")
+    assert "single" in offers["single"]["refused"]
+    notes = {note["code"]: note["message"] for note in found["warnings"]}
+    assert f"were searched, and {best} is the best" in notes["framework-chosen"]
+    assert main(["suggest-partition", *flags, "--framework", best]) == 0
+    named = json.loads(capsys.readouterr().out)
+    assert named["recommended"] == found["recommended"]
+    assert "frameworks" not in named
+
+
+def test_an_architecture_that_a_framework_lacks_is_refused_at_once() -> None:
+    """Not layout by layout."""
+    flags = {"model": "llama-2-7b", "framework": "megatron-deepspeed", "gpus": "64", "gpu": "h100-80gb", "gbs": "1024"}
+    considered: list[str] = []
+    with pytest.raises(PlanError, match="has no recipe in framework megatron-deepspeed"):
+        search_for(read_plan(None, flags).plan, {}, report=lambda what, done, of: considered.append(what))
+    assert len(considered) < 10
