@@ -190,6 +190,8 @@ def validate(
         asked = prepared(read.plan, where)
     except PlanError as error:
         raise read.located(error) from None
+    if not quiet and not json and asked.answers and (verbose or sys.stderr.isatty()):
+        _announce(asked)
     made = _recorded(asked, read, _run(asked, quiet, verbose), part)
     if not asked.answers:
         return _silent(made)
@@ -218,6 +220,14 @@ def _stages(text: str) -> tuple[int, ...]:
         problem = f"{text} must be numbers of stages with commas between them, as 0,3"
         raise PlanError("", ABSENT, problem, origin=Origin("--stage"))
     return tuple(map(int, numbers))
+
+
+def _announce(asked: Prepared) -> None:
+    from ..validate.announced import announced
+
+    line = announced(asked)
+    if line:
+        tell(f"memplan {line}")
 
 
 def _part(text: str) -> float:
