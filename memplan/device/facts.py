@@ -49,6 +49,7 @@ _CUBLAS_DEFAULT = 2 * 4096 * _KIB + 8 * 16 * _KIB
 """``:4096:2:16:8``: 8,519,680 B."""
 _CUBLAS_LARGE = 32 * _MIB
 _CUBLASLT_DEFAULT = _MIB
+_LARGEST, _MOST_DIGITS = 1 << 40, 12
 
 
 def cublas_workspaces(
@@ -82,7 +83,11 @@ def _cublas_size(capability: tuple[int, int], environment: Mapping[str, str], to
     pairs = re.findall(r":([0-9]+):([0-9]+)", value)
     if not pairs:
         raise ValueError(f"{key}={value} is not read by PyTorch; allowed are pairs of KiB and count, such as :4096:8")
-    return sum(int(size) * _KIB * int(count) for size, count in pairs)
+    is_long = any(len(number) > _MOST_DIGITS for pair in pairs for number in pair)
+    total = 0 if is_long else sum(int(size) * _KIB * int(count) for size, count in pairs)
+    if is_long or total > _LARGEST:
+        raise ValueError(f"{key} asks for workspaces of more than {_LARGEST >> 40} TiB, which no GPU has")
+    return total
 
 
 def _has_large_workspace(capability: tuple[int, int], torch_version: Version) -> bool:

@@ -121,6 +121,12 @@ def test_malformed_cublas_variables_are_refused(key: str, value: str) -> None:
         cublas_workspaces(AMPERE, {key: value}, (2, 8))
 
 
+@pytest.mark.parametrize("value", [":99999999999:99999999", ":1048576:1024:1:1", f":{'9' * 5000}:1"])
+def test_workspaces_that_no_gpu_has_are_refused(value: str) -> None:
+    with pytest.raises(ValueError, match=r"^CUBLAS_WORKSPACE_CONFIG asks for workspaces of more than 1 TiB"):
+        cublas_workspaces(AMPERE, {"CUBLAS_WORKSPACE_CONFIG": value})
+
+
 def test_malformed_cache_switch_is_refused_where_it_exists() -> None:
     environment = {"TORCH_CUBLAS_WORKSPACE_CACHE": "true"}
     assert len(cublas_workspaces(AMPERE, environment, (2, 13))) == 1
