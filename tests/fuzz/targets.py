@@ -29,6 +29,8 @@ from memplan.plan.resolve import resolve
 from ..formats.launch.scripts import BERT, BIGSCIENCE, GPT, LLAMA, SMALL
 from .documents import as_json, as_toml, changed, extreme, scalar, tree
 from .driver import Target
+from .estimates import TARGETS as ESTIMATES
+from .records import TARGETS as RECORDS
 from .scripts import Grammar
 from .texts import NUMBERS, SIGNS, mutated, repeated
 
@@ -325,6 +327,8 @@ TARGETS = {
         Target("plans", _plan, _read_plan, str),
         Target("device-maps", _device_map, _read_device_map, str),
         Target("flags", _flags, _read_flags),
+        *ESTIMATES,
+        *RECORDS,
         Target("repeats", _repeats, _read_any, str),
         Target("tokenizers", _tokenizer, _read_tokenizer, str),
     )
