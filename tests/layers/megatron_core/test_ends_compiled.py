@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from typing import Any
+from unittest.mock import patch
 from warnings import catch_warnings, simplefilter
 
 import pytest
@@ -32,12 +33,21 @@ S, B, V = 8, 2, 512
 
 
 def whole_buffers(function: Any, *arguments: Any) -> list[str]:
-    """dtypes of the buffers of s b v elements that the compiled function makes; and what it returns."""
-    from torch._inductor.utils import run_and_get_code
+    """dtypes of the buffers of s b v elements that the code of the compiled function makes. The C++ in it is not
+    compiled: it is stopped once the code is written."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.graph import GraphLowering
 
-    with torch.no_grad():
-        _, code = run_and_get_code(function, *arguments)
-    made = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\), \([\d, ]*\), torch\.(\w+)\)", "".join(code))
+    written: list[str] = []
+
+    def stop(code: str) -> None:
+        written.append(code)
+        raise InterruptedError
+
+    torch.compiler.reset()
+    with torch.no_grad(), patch.object(GraphLowering, "save_output_code", stop), pytest.raises(TorchDynamoException):
+        function(*arguments)
+    made = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\), \([\d, ]*\), torch\.(\w+)\)", written[0])
     sizes = [(torch.Size(int(n) for n in size.split(",") if n.strip()), dtype) for size, dtype in made]
     return [dtype for size, dtype in sizes if size.numel() == S * B * V]
 
