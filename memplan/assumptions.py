@@ -12,7 +12,8 @@ COMMON = (
     "requested: the sum of live tensors, each rounded up to 512 bytes; allocated and reserved: a replay "
     "of every allocation through PyTorch's caching allocator (torch 2.13's rules, whatever the plan's "
     "torch version)",
-    "the allocator never runs out of memory; nothing calls empty_cache",
+    "readings are of an allocator that never runs out of memory; where it would, the verdict is of one that "
+    "gives cached memory back and tries again; nothing calls empty_cache",
     "evaluation runs the same batch without a graph, one micro-batch at a time; saving a checkpoint "
     "copies nothing on the device",
 )

@@ -13,7 +13,7 @@ from .allocator.caching import AllocatorSettings
 from .allocator.replay import Replayed, replay
 from .assumptions import assumptions
 from .device.measured import NOTHING, Measured
-from .device.outside_pytorch import beyond, held_workspaces, reading_assumptions, reading_warnings
+from .device.outside_pytorch import beyond, held_workspaces, outside_range, reading_assumptions, reading_warnings
 from .frameworks import framework
 from .layers.module import Options
 from .notices import warnings
@@ -24,8 +24,9 @@ from .plan.resolve import resolve
 from .plan.resolved import ResolvedPlan
 from .plan.sizes import headroom_bytes
 from .plan.traced_spec import TracedSpec
-from .result import Estimate, ModuleTape, Notice, Peak, StageEstimate
+from .result import Estimate, Judged, ModuleTape, Notice, Peak, StageEstimate
 from .tape.program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
+from .verdict import UNKNOWN, judge
 
 LARGEST_RANK = 1 << 47
 """Bytes of tensors on one rank. The replay numbers four times as many addresses, because segments come to
@@ -58,19 +59,19 @@ def estimate(plan: Plan, known: Measured = NOTHING) -> Estimate:
     programs = programs_of(plan, Options())
     measured = programs_of(plan, Options(kernel_workspaces=True))
     folds = [fold_program(program) for program in programs]
-    evaluated = [fold_evaluation(program) for program in _evaluation_programs(plan, programs)]
+    evaluated = _evaluation_programs(plan, programs)
     _check_addresses(plan, folds)
-    replayed = replay(measured, allocator_settings(plan), held_workspaces(plan, known))
+    settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
+    replayed = replay(measured, settings, workspaces)
     stages = tuple(
-        _stage(plan, known, program, folded, result, evaluation)
-        for program, folded, result, evaluation in zip(programs, folds, replayed, evaluated, strict=True)
+        _stage(plan, known, program, folded, result, evaluation, _judged(plan, known, own, result, evaluation))
+        for program, own, folded, result, evaluation in zip(programs, measured, folds, replayed, evaluated, strict=True)
     )
     capacity = plan.hardware.capacity
     headroom = headroom_bytes(plan.headroom, capacity)
-    fits = None if capacity is None else _fits(stages, capacity - headroom)
     notices = (*warnings(plan, programs), *reading_warnings(plan, known, stages), *_moment_warnings(stages))
     taken = (*reading_assumptions(plan, known, stages), *assumptions(plan))
-    return Estimate(plan, fits, capacity, headroom, stages, notices, taken)
+    return Estimate(plan, capacity, headroom, stages, notices, taken)
 
 
 def _evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
@@ -83,6 +84,13 @@ def _evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> t
     return programs_of(plan.model_copy(update={"batch": batch.model_copy(update=changed)}), Options())
 
 
+def _evaluates(plan: ResolvedPlan) -> bool:
+    """Whether the plan includes an evaluation. Of the Trainer's it says so, with the size of its batches or their
+    number; another loop is taken to evaluate with the micro-batches that it trains with."""
+    trainer = plan.trainer
+    return trainer.loop == "none" or trainer.evaluation_mbs is not None or trainer.evaluation_batches is not None
+
+
 def _check_addresses(plan: ResolvedPlan, folds: Sequence[Folded]) -> None:
     """``PlanError`` above ``LARGEST_RANK``."""
     peak = max(folded.peak for folded in folds)
@@ -91,12 +99,23 @@ def _check_addresses(plan: ResolvedPlan, folds: Sequence[Folded]) -> None:
         raise PlanError("batch.mbs", plan.batch.mbs, problem)
 
 
-def _fits(stages: Sequence[StageEstimate], limit: int) -> bool | None:
-    """Whether every stage's device reading keeps to ``limit`` bytes. A reading that is too much without
-    what is not known of the device does not fit; one that is not, is not known to."""
-    if any(stage.headline > limit for stage in stages):
-        return False
-    return None if any(stage.device is None for stage in stages) else True
+def _judged(plan: ResolvedPlan, known: Measured, program: Program, replayed: Replayed, evaluated: Program) -> Judged:
+    """The verdict on a stage; ``program`` with its kernels' workspaces."""
+    capacity = plan.hardware.capacity
+    if capacity is None:
+        return UNKNOWN
+    apart = beyond(plan, replayed, program.stage, known)
+    return judge(
+        program,
+        replayed,
+        evaluated if _evaluates(plan) else None,
+        outside_range(apart),
+        all_known=apart.cuda_context is not None,
+        capacity=capacity,
+        headroom=headroom_bytes(plan.headroom, capacity),
+        settings=allocator_settings(plan),
+        workspaces=held_workspaces(plan, known),
+    )
 
 
 def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
@@ -118,22 +137,31 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
     return tuple(tape for tape in (*forward, *ended, *backward, *reduce, step) if tape.events)
 
 
-def device_bytes(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> int:
-    """The furthest reading of one stage of a resolved plan that is known; the same as in the whole report."""
+def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, Judged]:
+    """The furthest reading of one stage of a resolved plan that is known, and the verdict on it; the same as in the
+    whole report."""
     program = programs_of(plan, Options(kernel_workspaces=True))[stage]
+    evaluated = _evaluation_programs(plan, programs_of(plan, Options()))[stage]
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
-    apart = beyond(plan, replayed, stage, known)
-    return replayed.reserved + sum(size or 0 for size in (apart.cuda_context, apart.nccl, apart.other))
+    low, high = outside_range(beyond(plan, replayed, stage, known))
+    return replayed.reserved + (low + high) // 2, _judged(plan, known, program, replayed, evaluated)
 
 
 # -- readings ---------------------------------------------------------------------------------------
 
 
 def _stage(
-    plan: ResolvedPlan, known: Measured, program: Program, folded: Folded, replayed: Replayed, evaluation: int | None
+    plan: ResolvedPlan,
+    known: Measured,
+    program: Program,
+    folded: Folded,
+    replayed: Replayed,
+    evaluated: Program,
+    judged: Judged,
 ) -> StageEstimate:
     apart, together = beyond(plan, replayed, program.stage, known), ranks_on_node(plan, program)
-    outside = sum(size for size in (apart.cuda_context, apart.nccl, apart.other) if size is not None)
+    low, high = outside_range(apart)
+    outside = (low + high) // 2
     device = replayed.reserved + outside if apart.cuda_context is not None else None
     return StageEstimate(
         stage=program.stage,
@@ -151,13 +179,15 @@ def _stage(
         moments={
             "initialisation": program.initialisation,
             "steady": replayed.allocated,
-            "evaluation": evaluation,
+            "evaluation": fold_evaluation(evaluated),
             "checkpoint": None if _casts_states(plan) else replayed.static,
             "first_iteration_device": replayed.first_iteration + outside if device is not None else None,
         },
         in_flight=program.order.in_flight,
         host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
         nvme=together * program.nvme,
+        device_range=None if device is None else (replayed.reserved + low, replayed.reserved + high),
+        judged=judged,
     )
 
 
@@ -198,7 +228,7 @@ def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
         Notice(
             "evaluation-exceeds-steady",
             f"evaluation on stage {worst} needs {evaluation / 2**30:.2f} GiB, training {steady / 2**30:.2f} GiB; the "
-            "verdict is training's",
+            "readings are training's, the verdict covers both",
         ),
     )
 
@@ -220,4 +250,4 @@ def _parse_settings(value: str) -> AllocatorSettings:
     return AllocatorSettings.parse(value)
 
 
-__all__ = ["detail", "device_bytes", "estimate", "fold", "programs_of"]
+__all__ = ["detail", "estimate", "fold", "judged_stage", "programs_of"]

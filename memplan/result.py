@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field
+from enum import Enum
 
 from .plan.resolved import ResolvedPlan
 from .tape.events import Bytes, Category, Event
@@ -35,6 +37,66 @@ class BeyondAllocated:
     other: int | None
 
 
+class Verdict(Enum):
+    """Whether a device's memory is enough, in every moment that a plan includes."""
+
+    FITS = "fits"
+    """At the high end of what lies outside PyTorch, without a retry."""
+    RETRIES = "fits-with-retries"
+    """There, too, but the allocator gives cached memory back and tries again."""
+    TIGHT = "tight"
+    """Only where less lies outside PyTorch."""
+    UNKNOWN = "unknown"
+    """No GPU is named, or what lies outside PyTorch is not known."""
+    DOES_NOT_FIT = "does-not-fit"
+    """A request fails."""
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self is Verdict.UNKNOWN else self is not Verdict.DOES_NOT_FIT
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The request with which a rank runs out of memory. Sizes in bytes."""
+
+    moment: str
+    """``initialisation``, ``evaluation``, or ``steady`` for an iteration."""
+    phase: str
+    """``forward``, ``backward`` or ``step``; empty in ``initialisation``."""
+    module: str
+    tensor: str
+    """Both empty where only the sum of a moment is known;"""
+    microbatch: int | None
+    request: int
+    """and this and ``tried`` 0. What the tensor needs, rounded to 512 B."""
+    tried: int
+    """The segment for which the allocator asked the device."""
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The verdict on one stage's most loaded rank, or on several."""
+
+    verdict: Verdict = Verdict.UNKNOWN
+    retries: int = 0
+    """``num_alloc_retries`` through the first iteration with optimizer states;"""
+    retries_in_iteration: int = 0
+    """and of an iteration after that."""
+    at_least: bool = False
+    """An iteration has more micro-batches than were replayed, and may have more retries."""
+    failures: tuple[Failure, ...] = ()
+    """The first request that fails in each moment that does not fit."""
+
+
+def worst(judged: Iterable[Judged]) -> Judged:
+    """The verdict on all together: the last one in the order of ``Verdict``, with most retries."""
+    order = list(Verdict)
+    return max(judged, key=lambda one: (order.index(one.verdict), one.retries_in_iteration, one.retries))
+
+
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
     """One pipeline stage (or device of a device map): its most loaded rank in steady state."""
@@ -61,6 +123,9 @@ class StageEstimate:
     """Bytes of host memory that the stage's ranks on one node take together."""
     nvme: int = 0
     """Bytes on NVMe, likewise."""
+    device_range: tuple[int, int] | None = None
+    """The least and the most that the device shows: ``device`` is the middle."""
+    judged: Judged = Judged()
 
     @property
     def headline(self) -> int:
@@ -88,13 +153,26 @@ class Estimate:
 
     plan: ResolvedPlan
     """After every default was filled in."""
-    fits: bool | None
-    """``None`` where no GPU was named, so there is nothing to fit into."""
     capacity: int | None
     headroom: int
     stages: tuple[StageEstimate, ...]
     warnings: tuple[Notice, ...]
     assumptions: tuple[str, ...]
+
+    @property
+    def judged(self) -> Judged:
+        """The verdict on the stage that fares worst."""
+        return worst(stage.judged for stage in self.stages)
+
+    @property
+    def fits(self) -> bool | None:
+        """``None`` where that is not known: nothing to fit into was named, or what lies outside PyTorch."""
+        return self.judged.verdict.fits
+
+    @property
+    def failures(self) -> tuple[tuple[StageEstimate, Failure], ...]:
+        """Requests that fail, with their stages."""
+        return tuple((stage, failure) for stage in self.stages for failure in stage.judged.failures)
 
     @property
     def peak_stage(self) -> int:

@@ -67,6 +67,8 @@ class Rules(NamedTuple):
     """Blocks of this size or more are not split, and serve no smaller request."""
     max_rounding: int = 0
     """A request of ``max_split`` or more takes no block that is larger by this or more."""
+    reach: int = 0
+    """Addresses of one expandable segment, in whole pages; 0: without end."""
 
 
 class SegmentPool:
@@ -183,12 +185,54 @@ class SegmentPool:
                 limit, highest = top + beyond, place
         return beyond, limit, highest
 
+    def reuse(self, units: int) -> int:
+        """``take`` from the free blocks alone (``get_free_block``); 0 where none will do."""
+        index = bisect_left(self.free, units << SHIFT)
+        if self.picky:
+            index = self._pick(index, units)
+        if index == len(self.free):
+            return 0
+        code = self.free[index]
+        self._forget(code)
+        return self._cut(code, units)
+
+    def grow(self, units: int, room: int) -> int:
+        """``take`` from new memory alone, of which there are ``room`` units (``alloc_block``); 0 where that is too
+        little."""
+        code = self._grow(units, room)
+        return self._cut(code, units) if code else 0
+
     def release(self) -> None:
         """Give the wholly free segments back to the device: ``release_blocks``."""
+        for code in self.whole():
+            self.release_block(code)
+
+    def whole(self) -> list[int]:
+        """Codes of the wholly free segments, by size."""
         segments = self.segments
-        for code in [code for code in self.free if segments.get(code & ADDRESS) == code >> SHIFT]:
-            self._forget(code)
-            self.reserved -= segments.pop(code & ADDRESS)
+        return [code for code in self.free if segments.get(code & ADDRESS) == code >> SHIFT]
+
+    def release_block(self, code: int) -> None:
+        """Give a wholly free segment back to the device: ``release_block``."""
+        self._forget(code)
+        self.reserved -= self.segments.pop(code & ADDRESS)
+
+    def release_oversize(self, units: int) -> bool:
+        """Give back the smallest free block of ``max_split`` or more that serves ``units``, failing that such blocks
+        from the largest on, until they come to as much; whether they did (``release_available_cached_blocks``)."""
+        max_split = self.rules.max_split
+        if max_split == UNBOUNDED:
+            return False
+        wanted, free = max(units, max_split), self.free
+        index = bisect_left(free, wanted << SHIFT)
+        if index < len(free):
+            self.release_block(free[index])
+            return True
+        released = 0
+        while released < wanted and free and free[-1] >> SHIFT >= max_split:
+            released += free[-1] >> SHIFT
+            self.release_block(free[-1])
+        return released >= wanted
 
     def copy(self: Pool) -> Pool:
         """An independent copy."""
@@ -209,14 +253,35 @@ class SegmentPool:
         limit = max_split if units < max_split else units + self.rules.max_rounding
         return index if held < limit else len(self.free)
 
-    def _grow(self, units: int) -> int:
-        """Code of a new segment with room for ``units``: ``get_allocation_size``, ``alloc_block``."""
-        size = self.rules.segment if units < OWN_SEGMENT else -(-units // SEGMENT_STEP) * SEGMENT_STEP
+    def segment_size(self, units: int) -> int:
+        """What a request for ``units`` takes of the device, if no free block will do: ``get_allocation_size``."""
+        return self.rules.segment if units < OWN_SEGMENT else -(-units // SEGMENT_STEP) * SEGMENT_STEP
+
+    def _grow(self, units: int, room: int = UNBOUNDED) -> int:
+        """Code of a new segment with room for ``units``: ``alloc_block``. 0 where the device has less ``room``."""
+        size = self.segment_size(units)
+        if size > room:
+            return 0
         address = self.top
         self.top += size + 1  # the gap keeps blocks of different segments from being neighbours
         self.segments[address] = size
         self.reserved += size
         return size << SHIFT | address
+
+    def _cut(self, code: int, units: int) -> int:
+        """The block for a request, from one that is off the books; a rest worth keeping is free again
+        (``should_split``, ``alloc_found_block``)."""
+        rest, address = (code >> SHIFT) - units, code & ADDRESS
+        if rest < self.least_rest or units >= self.split_below:
+            return code
+        self._enter(rest << SHIFT | address + units)
+        return units << SHIFT | address
+
+    def _enter(self, code: int) -> None:
+        """Put a free block on the books."""
+        address = code & ADDRESS
+        self.edges[address] = self.edges[address + (code >> SHIFT)] = code
+        insort(self.free, code)
 
     def _forget(self, code: int) -> None:
         """Strike a free block off the books."""
@@ -229,7 +294,8 @@ class ExpandablePool(SegmentPool):
     """Blocks inside one expandable segment, mapped page by page (``expandable_segments:True``).
 
     Addresses below ``top`` are mapped, except for the holes that ``release`` left: ``segments`` maps
-    the address of each to its size.
+    the address of each to its size. Where ``rules.reach`` bounds a segment, the rest of it is a hole from the
+    beginning, and further segments begin at ``top``.
     """
 
     __slots__ = ("unlimited",)
@@ -241,8 +307,10 @@ class ExpandablePool(SegmentPool):
         self.picky = True
 
     def release(self) -> None:
-        """Unmap the pages that lie wholly inside free blocks: ``release_blocks``, ``unmap_block``."""
-        page = self.rules.segment
+        """Unmap the pages that lie wholly inside free blocks: ``release_blocks``, ``unmap_block``. A segment of which
+        nothing is mapped any more is given up (``release_expandable_segment``)."""
+        page, reach = self.rules.segment, self.rules.reach
+        unused = {address for address, size in self.segments.items() if size == reach}
         for code in self.free.copy():
             address = code & ADDRESS
             end = address + (code >> SHIFT)
@@ -256,6 +324,13 @@ class ExpandablePool(SegmentPool):
                 self.segments[first] = last - first
                 self.reserved -= last - first
         self._join_holes()
+        given_up = [one for one, size in self.segments.items() if size == reach and one not in unused]
+        for address in given_up:
+            del self.segments[address]
+
+    def release_oversize(self, units: int) -> bool:
+        """PyTorch fails an assertion here (``release_block``): its blocks are pages, which ``release`` unmaps."""
+        return False
 
     def _pick(self, index: int, units: int) -> int:
         """The best fit, a block in front of unmapped memory counting as what it can grow to."""
@@ -274,21 +349,38 @@ class ExpandablePool(SegmentPool):
         end = (code & ADDRESS) + size
         return size + (UNBOUNDED if end == self.top else self.segments.get(end, 0))
 
-    def _grow(self, units: int) -> int:
-        """Code of the free block that mapping more pages makes, at the lowest address with room.
+    def _grow(self, units: int, room: int = UNBOUNDED) -> int:
+        """Code of the free block that mapping more pages makes, at the lowest address with space for it.
 
-        ``find_expandable_block``, ``try_allocate_expandable_block``, ``map_block``.
+        ``find_expandable_block``, ``try_allocate_expandable_block``, ``map_block``. Where the device has less ``room``
+        than one of the holes on the way takes, 0; what was mapped before that stays free.
         """
-        start = next(start for start in self._starts() if self._has_room(start, units))
+        found = (start for start in self._starts() if self._has_room(start, units))
+        start = next(found, None) if self.rules.reach else next(found)
+        if start is None:
+            start = self._open()
         size = 0
+        before = self.reserved
         while size < units:
-            size += self._swallow(start + size) or self._map(start + size, units - size)
+            more = self._swallow(start + size) or self._map(start + size, units - size, room + before - self.reserved)
+            if not more:
+                if size:
+                    self._enter(size << SHIFT | start)
+                return 0
+            size += more
         size += self._swallow(start + size)
         return size << SHIFT | start
 
+    def _open(self) -> int:
+        """Address of a further segment."""
+        address = self.top
+        self.segments[address] = self.rules.reach
+        self.top += self.rules.reach + self.rules.segment  # the gap keeps segments from being neighbours
+        return address
+
     def _starts(self) -> Iterator[int]:
         """Where growing may begin: unmapped memory, or the free block in front of it."""
-        for unmapped in (*sorted(self.segments), self.top):
+        for unmapped in (*sorted(self.segments), *(() if self.rules.reach else (self.top,))):
             before = self.edges.get(unmapped)
             yield unmapped if before is None else before & ADDRESS
 
@@ -314,15 +406,17 @@ class ExpandablePool(SegmentPool):
             self._forget(size << SHIFT | address)
         return size
 
-    def _map(self, address: int, units: int) -> int:
-        """Map pages for ``units`` at ``address``, at most to the end of the hole; the size mapped."""
+    def _map(self, address: int, units: int, room: int) -> int:
+        """Map pages for ``units`` at ``address``, at most to the end of the hole; the size mapped, 0 where there is
+        less ``room`` (``ExpandableSegment::map``)."""
         page = self.rules.segment
-        size = -(-units // page) * page
+        size = min(-(-units // page) * page, self.segments.get(address, UNBOUNDED))
+        if size > room:
+            return 0
         if address == self.top:
             self.top += size
         else:
             hole = self.segments.pop(address)
-            size = min(size, hole)
             if size < hole:
                 self.segments[address + size] = hole - size
         self.reserved += size

@@ -11,14 +11,15 @@ The model is ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.13, whose rules fo
 changed since 2.1 (``large_segment_size_mb`` is newer). Between free blocks of one size 2.13 prefers
 the older segment; releases before it went by the address, which ``cudaMalloc`` mostly gives in the
 same order, and 2.12.0 by neither. Events are in stream order and a free takes effect at once, so
-delays by ``record_stream`` are not seen. Memory never runs out, so neither are the releases that a
-failing ``cudaMalloc`` sets off.
+delays by ``record_stream`` are seen where ``free`` is told of them. With a limit of the device's memory the allocator
+does what PyTorch does when ``cudaMalloc`` fails (``memory.py``); without one memory never runs out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
+from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from .blocks import (
     Rules,
     SegmentPool,
 )
+from .memory import DeviceMemory, Memory
 
 _MIB = 1 << 20
 _ROUND = (1 << UNIT_BITS) - 1
@@ -44,9 +46,11 @@ _INTERVALS = 16
 _MODELLED = frozenset(
     {
         "expandable_segments",
+        "garbage_collection_threshold",
         "large_segment_size_mb",
         "max_non_split_rounding_mb",
         "max_split_size_mb",
+        "per_process_memory_fraction",
         "roundup_power2_divisions",
     }
 )
@@ -55,9 +59,7 @@ _WITHOUT_EFFECT = frozenset(
         "backend",
         "expandable_segments_reserve",
         "expandable_segments_reserve_by_class",
-        "garbage_collection_threshold",
         "graph_capture_record_stream_reuse",
-        "per_process_memory_fraction",
         "pinned_free_catch_all",
         "pinned_max_cached_size_mb",
         "pinned_max_round_threshold_mb",
@@ -71,7 +73,7 @@ _WITHOUT_EFFECT = frozenset(
         "throw_on_cudamalloc_oom",
     }
 )
-"""Keys that concern host memory, locks, or what happens when device memory runs out."""
+"""Keys that concern host memory, locks, CUDA graphs, addresses, or an error before ``cudaMalloc``'s own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,11 @@ class AllocatorSettings:
     """What a request above 1 and below 10 MiB reserves, and the page of large expandable segments."""
     max_non_split_rounding: int = 20 * _MIB
     """A request of ``max_split_size`` or more takes no free block that is larger by this or more."""
+    memory_fraction: float | None = None
+    """Of the device's memory, what the process may take; ``None``: all of it, which the variable's 1 means, too."""
+    garbage_collection_threshold: float | None = None
+    """Of what ``memory_fraction`` allows, where the allocator begins to give old free blocks back; without a
+    fraction it has no effect."""
 
     @classmethod
     def parse(cls, conf: str) -> AllocatorSettings:
@@ -101,8 +108,12 @@ class AllocatorSettings:
         found = dict(_entries(conf))
         if found.get("backend", "native") != "native":
             raise ValueError(f"backend:{found['backend']} is not modelled; the one that is, is backend:native")
-        if not 0 < _real(found.get("garbage_collection_threshold", "0.5")) < 1:
+        threshold = found.get("garbage_collection_threshold")
+        fraction = found.get("per_process_memory_fraction")
+        if threshold is not None and not 0 < _real(threshold) < 1:
             raise ValueError(_expected(found, "garbage_collection_threshold", "a number between 0 and 1"))
+        if fraction is not None and not 0 <= _real(fraction) <= 1:
+            raise ValueError(_expected(found, "per_process_memory_fraction", "a number from 0 to 1"))
         segment = _mebibytes(found, "large_segment_size_mb", least=11) or 20
         split = _mebibytes(found, "max_split_size_mb", least=segment)
         rounding = _mebibytes(found, "max_non_split_rounding_mb", least=segment) or segment
@@ -112,6 +123,8 @@ class AllocatorSettings:
             roundup_power2_divisions=_divisions(found, "roundup_power2_divisions"),
             large_segment_size=segment * _MIB,
             max_non_split_rounding=rounding * _MIB,
+            memory_fraction=None if fraction is None or _real(fraction) == 1 else _real(fraction),
+            garbage_collection_threshold=None if threshold is None else _real(threshold),
         )
 
     def units(self, size: int) -> int:
@@ -124,15 +137,19 @@ class AllocatorSettings:
                 return -(-size // step) * step >> UNIT_BITS
         return size + _ROUND >> UNIT_BITS
 
-    def pool(self, small: bool) -> SegmentPool:
-        """An empty pool for the small or the large requests of one stream."""
+    def pool(self, small: bool, total: int = 0) -> SegmentPool:
+        """An empty pool for the small or the large requests of one stream, on a device with ``total`` bytes of memory
+        (0: without end)."""
         least_rest = 1 if small or self.expandable_segments else LARGEST_SMALL + 1
         segment = SMALL_SEGMENT if small else self.large_segment_size >> UNIT_BITS
         rules = Rules(least_rest, segment)
         if self.max_split_size is not None and not small:
             rounding = self.max_non_split_rounding >> UNIT_BITS
             rules = Rules(least_rest, segment, min(self.max_split_size >> UNIT_BITS, UNBOUNDED), rounding)
-        return ExpandablePool(rules) if self.expandable_segments else SegmentPool(rules)
+        if not self.expandable_segments:
+            return SegmentPool(rules)
+        pages = -(-(total + total // 8) // (segment << UNIT_BITS))  # find_expandable_block's address_space_size
+        return ExpandablePool(rules._replace(reach=pages * segment))
 
 
 class Block(NamedTuple):
@@ -157,27 +174,36 @@ class Segment(NamedTuple):
 
 
 class CachingAllocator:
-    """One device's allocator, as one process sees it. Every size is in bytes."""
+    """One device's allocator, as one process sees it. Every size is in bytes.
+
+    With ``memory`` a request may fail: ``OutOfMemoryError``, after which the allocator is as PyTorch's is behind its
+    ``torch.OutOfMemoryError``, and goes on.
+    """
 
     __slots__ = (
         "_allocated",
         "_large",
         "_live",
+        "_memory",
+        "_ooms",
         "_peak_allocated",
         "_peak_reserved",
-        "_pools",
         "_requested",
         "_small",
         "settings",
     )
 
-    def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:  # noqa: B008 (immutable)
+    def __init__(
+        self,
+        settings: AllocatorSettings = AllocatorSettings(),  # noqa: B008 (immutable)
+        memory: DeviceMemory | None = None,
+    ) -> None:
         self.settings = settings
-        self._live: dict[Hashable, tuple[int, int, int]] = {}  # key: pool, code of the block, units requested
-        self._pools: list[SegmentPool] = []
-        self._small: dict[int, int] = {}  # stream: pool
-        self._large: dict[int, int] = {}
-        self._requested = self._allocated = self._peak_allocated = self._peak_reserved = 0
+        self._live: dict[Hashable, tuple[int, int, int]] = {}  # key: stream, code of the block, units requested
+        self._small: dict[int, SegmentPool] = {}  # by stream
+        self._large: dict[int, SegmentPool] = {}
+        self._memory = None if memory is None else Memory(settings, memory, self._small, self._large)
+        self._requested = self._allocated = self._peak_allocated = self._peak_reserved = self._ooms = 0
 
     @property
     def requested(self) -> int:
@@ -204,8 +230,19 @@ class CachingAllocator:
         """``torch.cuda.max_memory_reserved``."""
         return max(self._peak_reserved, self.reserved)
 
+    @property
+    def retries(self) -> int:
+        """``num_alloc_retries`` of ``torch.cuda.memory_stats``."""
+        return 0 if self._memory is None else self._memory.retries
+
+    @property
+    def ooms(self) -> int:
+        """``num_ooms`` of ``torch.cuda.memory_stats``: requests that failed."""
+        return self._ooms
+
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> int:
-        """Hand out a block for ``size`` bytes under ``key``; the size of the block, 0 for 0 bytes."""
+        """Hand out a block for ``size`` bytes under ``key``; the size of the block, 0 for 0 bytes. ``OutOfMemoryError``
+        where it needs more than there is."""
         live = self._live
         if key in live:
             raise ValueError(f"{key!r} is live already; free it before allocating it again")
@@ -215,11 +252,11 @@ class CachingAllocator:
             return self._hold_nothing(key, size)
         if settings.roundup_power2_divisions:
             units = settings.units(size)
-        index = (self._small if units <= LARGEST_SMALL else self._large).get(stream)
-        if index is None:
-            index = self._open_pool(stream, units <= LARGEST_SMALL)
-        code = self._pools[index].take(units)
-        live[key] = index, code, requested
+        pool = (self._small if units <= LARGEST_SMALL else self._large).get(stream)
+        if pool is None:
+            pool = self._open_pool(stream, units <= LARGEST_SMALL)
+        code = pool.take(units) if self._memory is None else self._take(self._memory, pool, units)
+        live[key] = stream, code, requested
         held = code >> SHIFT
         self._requested += requested
         self._allocated = allocated = self._allocated + held
@@ -227,55 +264,73 @@ class CachingAllocator:
             self._peak_allocated = allocated
         return held << UNIT_BITS
 
-    def free(self, key: Hashable) -> None:
-        """Take back the block under ``key``."""
+    def free(self, key: Hashable, *, in_use: bool = False) -> None:
+        """Take back the block under ``key``. ``in_use``: another stream may still work on it (``record_stream``); with
+        a limit it comes back only when the allocator waits for that."""
         try:
-            index, code, requested = self._live.pop(key)
+            stream, code, requested = self._live.pop(key)
         except KeyError:
             raise ValueError(f"{key!r} is not live, so it cannot be freed") from None
         if code:
             self._requested -= requested
             self._allocated -= code >> SHIFT
-            self._pools[index].give(code)
+            if in_use and self._memory is not None:
+                self._memory.waiting.append((stream, code))
+            else:
+                self._pool_of(stream, code).give(code)
 
     def empty_cache(self) -> None:
         """Give back what is wholly free, segments or pages: ``torch.cuda.empty_cache``."""
         self._peak_reserved = self.peak_reserved
+        if self._memory is not None:
+            self._memory.release()
         for pool in self._pools:
             pool.release()
 
     def copy(self) -> CachingAllocator:
         """An independent copy."""
-        twin = CachingAllocator(self.settings)
+        twin = copy(self)
         twin._live = self._live.copy()
-        twin._pools = [pool.copy() for pool in self._pools]
-        twin._small = self._small.copy()
-        twin._large = self._large.copy()
-        twin._requested = self._requested
-        twin._allocated = self._allocated
-        twin._peak_allocated = self._peak_allocated
-        twin._peak_reserved = self._peak_reserved
+        twin._small = {stream: pool.copy() for stream, pool in self._small.items()}
+        twin._large = {stream: pool.copy() for stream, pool in self._large.items()}
+        if self._memory is not None:
+            twin._memory = self._memory.copy(twin._small, twin._large)
         return twin
 
     def snapshot(self) -> tuple[Segment, ...]:
         """Every segment with its blocks in order of address, pool by pool: ``torch.cuda.memory_snapshot``."""
-        live: list[list[int]] = [[] for _ in self._pools]
-        for index, code, _ in self._live.values():
+        live: dict[int, list[int]] = {id(pool): [] for pool in self._pools}
+        for stream, code, _ in self._live.values():
             if code:
-                live[index].append(code)
+                live[id(self._pool_of(stream, code))].append(code)
         return tuple(
             Segment(stream, pools is self._small, blocks)
             for pools in (self._small, self._large)
-            for stream, index in pools.items()
-            for blocks in _segments(self._pools[index].free, live[index])
+            for stream, pool in pools.items()
+            for blocks in _segments(pool.free, live[id(pool)])
         )
 
-    def _open_pool(self, stream: int, small: bool) -> int:
-        """Number of a new pool."""
-        pools = self._small if small else self._large
-        pools[stream] = len(self._pools)
-        self._pools.append(self.settings.pool(small))
-        return pools[stream]
+    @property
+    def _pools(self) -> tuple[SegmentPool, ...]:
+        return (*self._small.values(), *self._large.values())
+
+    def _pool_of(self, stream: int, code: int) -> SegmentPool:
+        return (self._small if code >> SHIFT <= LARGEST_SMALL else self._large)[stream]
+
+    def _open_pool(self, stream: int, small: bool) -> SegmentPool:
+        pools, memory = self._small if small else self._large, self._memory
+        pools[stream] = pool = self.settings.pool(small, 0 if memory is None else memory.total)
+        return pool
+
+    def _take(self, memory: Memory, pool: SegmentPool, units: int) -> int:
+        """The block of a request to a device whose memory ends."""
+        before = self.reserved
+        code = memory.take(pool, units)
+        self._peak_reserved = max(self._peak_reserved, before)
+        if not code:
+            self._ooms += 1
+            raise memory.error(pool, units, self._allocated)
+        return code
 
     def _hold_nothing(self, key: Hashable, size: int) -> int:
         """An empty tensor never reaches the allocator (``NativeCachingAllocator::allocate``)."""

@@ -7,7 +7,7 @@ neighbour here, so that nothing is looked up by name while a pass runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -145,6 +145,30 @@ class Passes:
         """What the module at ``place`` holds, with its slot."""
         (listed,) = _listed((hold,), self.settings)
         return _placed((listed,), self.offsets[place], self.shared)[0]
+
+    def name(self, what: What, role: Role, at: int) -> tuple[int, str]:
+        """Of operation ``at`` of a pass, which begins a tensor: the place of its module, and what the tape calls it."""
+        for place, tape in self._tapes_in_order(what, role):
+            events = [one for one in tape if isinstance(one, Hold | Drop) and one.bytes]
+            if at < len(events):
+                event = events[at]
+                return place, event.name if isinstance(event, Hold) else ""
+            at -= len(events)
+        raise IndexError(at)
+
+    def _tapes_in_order(self, what: What, role: Role) -> Iterator[tuple[int, Tape]]:
+        """The tapes of which ``of`` makes a pass, with the places of their modules."""
+        if what not in ("forward", "loss", "backward"):
+            yield from ((one.place, one.events) for one in self.hooks.get(what, ()))
+            return
+        role = self._forward_role(role) if what == "forward" else role
+        modules, places = self.modules[role], range(len(self.offsets))
+        if what == "backward":
+            yield from ((place, _tapes(modules[place], role).backward) for place in reversed(places))
+            return
+        own = places[: self.model] if what == "forward" else places[self.model :]
+        yield from ((place, _tapes(modules[place], role).forward) for place in own)
+        yield from ((place, _tapes(modules[place], role).end) for place in own)
 
     def _forward_role(self, role: Role) -> Role:
         """Without hooks the first micro-batch's forward pass is that of all others."""
@@ -294,6 +318,21 @@ def _steps(operations: Sequence[Operation]) -> tuple[Runs, Runs, int]:
     large.append((stream, (slot, units, units << SHIFT, top, place)))
     runs = [(stream, stretches([step for _, step in own])) for stream, own in groupby(large, itemgetter(0))]
     return tuple((stream, stretches(own)) for stream, own in small.items()), tuple(runs), total
+
+
+@lru_cache(maxsize=1 << 8)
+def parts_of(events: Pass, length: int) -> tuple[Pass, ...]:
+    """A pass as several in a row, of up to ``length`` operations each."""
+    found = []
+    for start in range(0, len(events.operations), length):
+        operations = events.operations[start : start + length]
+        small, large, net = _steps(operations)
+        by = [0] * len(Category)
+        for _, units, size, category, _ in operations:
+            by[category] += size if units > 0 else -size
+        changed = tuple([(category, size) for category, size in enumerate(by) if size])
+        found.append(Pass(operations, small, large, 0, (), (), (), net, changed))
+    return tuple(found)
 
 
 MOST_TOGETHER = 4

@@ -83,8 +83,15 @@ class Rank:
         """The pool of a stream, made when it is first asked for."""
         pools = self.small if small else self.large
         if stream not in pools:
-            pools[stream] = self.settings.pool(small)
+            pools[stream] = self.new_pool(small)
         return pools[stream]
+
+    def new_pool(self, small: bool) -> SegmentPool:
+        return self.settings.pool(small)
+
+    def take(self, pool: SegmentPool, units: int) -> int:
+        """The block of a request."""
+        return pool.take(units)
 
     def hold(self, size: int, category: int, stream: int = 0) -> int:
         """The block of a tensor."""
@@ -93,7 +100,7 @@ class Rank:
         if not units:
             return NO_BLOCK
         pools = self.small if units <= LARGEST_SMALL else self.large
-        block = (pools.get(stream) or self.pool(stream, small=pools is self.small)).take(units)
+        block = self.take(pools.get(stream) or self.pool(stream, small=pools is self.small), units)
         self.allocated += block >> SHIFT
         if self.allocated > self.peak:
             self.peak, self.peak_at = self.allocated, (tuple(self.by), None, 0)
@@ -251,14 +258,14 @@ class _Chunk:
                 del self.gradients[slot]
 
 
-class _Run:
-    """One rank through construction, micro-batches and steps."""
+class Run:
+    """One ``rank`` through construction, micro-batches and steps."""
 
-    def __init__(self, program: Program, settings: AllocatorSettings, workspaces: Iterable[Hold]) -> None:
-        self.rank = Rank(settings)
+    def __init__(self, program: Program, rank: Rank, workspaces: Iterable[Hold]) -> None:
+        self.rank = rank
         self.program = program
         self.exchanged = program.order.exchanged
-        self.chunks = [_Chunk(chunk, settings, self.exchanged) for chunk in program.order.chunks]
+        self.chunks = [_Chunk(chunk, rank.settings, self.exchanged) for chunk in program.order.chunks]
         self.static: dict[int, int] = {}
         """Blocks of static tensors, by the ids of their tapes."""
         self.between: dict[Key, Block] = {}
@@ -269,7 +276,7 @@ class _Run:
         """Block of what the last pass hands on."""
         self.keep((*construction(program), *workspaces))
 
-    def copy(self, program: Program) -> _Run:
+    def copy(self, program: Program) -> Run:
         twin = copy(self)
         twin.program, twin.rank = program, self.rank.copy()
         twin.chunks = [chunk.copy() for chunk in self.chunks]
@@ -288,19 +295,32 @@ class _Run:
 
     def result(self, actions: Sequence[Action], done: int) -> Replayed:
         """``actions`` of an iteration; so many of the first one's have been ``done``."""
-        rank, program = self.rank, self.program
+        rank = self.rank
         self.iterate(actions[done:])
         first_iteration = rank.reserved
-        if program.kept is not None or program.late_states:
-            self.keep(states(program))
-            self.step()
-            self.keep(() if program.kept is None else dropped(program.kept.carried))
+        if self.second_differs:
+            self.first_step()
             rank.peak = 0
             self.begin()
             self.iterate(actions)
         self.step()
         static, peak = rank.allocated << UNIT_BITS, rank.peak << UNIT_BITS
         return Replayed(peak, rank.reserved, rank.breakdown(), static, first_iteration)
+
+    @property
+    def second_differs(self) -> bool:
+        """The first step leaves more behind than was there before, so that the iterations after it need more."""
+        return self.program.kept is not None or self.program.late_states
+
+    def first_step(self) -> None:
+        """The step with which optimizer states appear."""
+        self.keep(states(self.program))
+        self.step()
+        self.end_carried()
+
+    def end_carried(self) -> None:
+        """What a step leaves until the next iteration begins, ends."""
+        self.keep(() if self.program.kept is None else dropped(self.program.kept.carried))
 
     def begin(self) -> None:
         """An iteration begins. What the one before has left of some tensors is counted from 0."""
@@ -327,11 +347,15 @@ class _Run:
                     rank.drop(*found)
             else:
                 known = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
-                block = self.handed if tensor in numbered else rank.hold(*known)
+                block = self.handed if tensor in numbered else self.receive(tensor, chunk, number, known)
                 if what == "begin":
                     between[tensor, chunk, number] = block, *known
                 else:  # outputs are merged, and the result is dropped
                     rank.drop(block, *known)
+
+    def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
+        """The block of a tensor between passes that begins by itself."""
+        return self.rank.hold(*known)
 
     def _known(self, chunk: int, tensor: str) -> tuple[int, int, int]:
         hold = self.program.order.begun(chunk, tensor)
@@ -417,7 +441,7 @@ def replay(
     """One result per program."""
     results: dict[int, Replayed] = {}
     for group in _alike(programs):
-        base = _Run(group[0], settings, workspaces if group[0].kept is None else ())
+        base = Run(group[0], Rank(settings), workspaces_of(group[0], workspaces))
         base.begin()
         done = 0
         for program in sorted(group, key=lambda program: program.order.in_flight):
@@ -429,6 +453,11 @@ def replay(
                 run = base.copy(program)
             results[program.stage] = run.result(actions, done)
     return tuple(results[program.stage] for program in programs)
+
+
+def workspaces_of(program: Program, workspaces: Sequence[Hold]) -> Sequence[Hold]:
+    """Those that libraries take while the first iteration runs, unless ``program`` has them itself."""
+    return workspaces if program.kept is None else ()
 
 
 def _alike(programs: Sequence[Program]) -> list[list[Program]]:

@@ -27,6 +27,15 @@ def beyond(plan: ResolvedPlan, replayed: Replayed, stage: int, known: Measured) 
     )
 
 
+def outside_range(apart: BeyondAllocated) -> tuple[int, int]:
+    """The least and the most bytes of a device that lie outside PyTorch's allocator, without what nobody has measured.
+
+    Today's figures are no ranges, so both are their sum.
+    """
+    known = sum(size for size in (apart.cuda_context, apart.nccl, apart.other) if size is not None)
+    return known, known
+
+
 def context_bytes(plan: ResolvedPlan, known: Measured) -> int | None:
     """Of a resolved plan: measured, else published."""
     found = known.context(plan) or _published_context(plan)

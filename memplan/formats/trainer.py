@@ -257,11 +257,24 @@ def _recompute(reader: Reader) -> None:
     reader.building.put("recompute.mode", Node("full", node.origin), *names)
 
 
+def _evaluates(arguments: Arguments) -> bool | None:
+    """Whether the Trainer evaluates while it trains; ``None`` where nothing says so, and by default it does not."""
+    strategy = arguments.first("eval_strategy", "evaluation_strategy")
+    return None if strategy is None else strategy[1].value not in ("no", False)
+
+
+def _evaluation_batch(reader: Reader) -> None:
+    """The default counts only where there is an evaluation; a size that is given says that there is one."""
+    name = "per_device_eval_batch_size"
+    node, evaluates = reader.settings.node(name), _evaluates(reader.settings)
+    if evaluates or (node is not None and evaluates is None):
+        reader.building.put("trainer.evaluation_mbs", 8 if node is None else node, name)
+
+
 def _evaluation(reader: Reader) -> None:
     """Logits are kept for ``compute_metrics`` alone, which no file shows."""
     arguments: Arguments = reader.settings
-    strategy = arguments.first("eval_strategy", "evaluation_strategy")
-    if strategy is None or strategy[1].value in ("no", False):
+    if not _evaluates(arguments):
         return
     loss_only, steps = arguments.on("prediction_loss_only"), arguments.node("eval_accumulation_steps")
     if loss_only is not None or "eval-batches" in reader.context:
@@ -286,7 +299,7 @@ ROWS = (
         default=1,
         without_effect=_given_by("gbs", "accumulation"),
     ),
-    Row("per_device_eval_batch_size", "trainer.evaluation_mbs", kind="any", default=8),
+    Row("per_device_eval_batch_size", "trainer.evaluation_mbs", read=_evaluation_batch),
     Row("weight_decay", "optimizer.weight_decay", kind="any", default=0.0),
     Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length")),
     Row("model_name_or_path", "model", kind="any", without_effect=_given_by("model")),

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..result import Estimate, Notice, StageEstimate
+from ..result import Estimate, Notice, StageEstimate, Verdict
 from ..values import dataclass
 from .names import UNKNOWN, Unit, plan_text, span, stage_word, unit_for
 from .palette import BAD, CAUTION, FAINT, GOOD, label, shares
@@ -107,7 +107,7 @@ def _summary(names: Sequence[str], estimates: Sequence[Estimate], unit: Unit) ->
             str(worst.stage),
             unit.figure(estimate.peak),
             reading_of(worst),
-            Text(unit.figure(free), f"bold {BAD}" if free is not None and free < 0 else ""),
+            Text(unit.figure(free), f"bold {BAD}" if worst.judged.verdict is Verdict.DOES_NOT_FIT else ""),
             change,
         )
     return table
@@ -116,7 +116,9 @@ def _summary(names: Sequence[str], estimates: Sequence[Estimate], unit: Unit) ->
 def _fits(estimate: Estimate) -> Text:
     if estimate.fits is None:
         return Text(f"no GPU {UNKNOWN}" if estimate.capacity is None else f"may fit {UNKNOWN}", CAUTION)
-    return Text("fits", GOOD) if estimate.fits else Text("does not fit", BAD)
+    verdict = estimate.judged.verdict
+    colour = {Verdict.FITS: GOOD, Verdict.DOES_NOT_FIT: BAD}.get(verdict, CAUTION)
+    return Text(verdict.value.replace("-", " "), colour)
 
 
 def _effect(base: Estimate, variant: Estimate, unit: Unit) -> str:

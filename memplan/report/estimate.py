@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan.notes import FRAMEWORK_CHOSEN
-from ..result import Estimate, StageEstimate
+from ..result import Estimate, Failure, Judged, StageEstimate, Verdict
 from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
+from .out_of_memory import out_of_memory
 from .palette import BAD, CAUTION, FAINT, GOOD, SWATCH, Share, allocated_shares, beyond_shares, label, unknown_beyond
 from .printing import WholeTable, entries, left, plain_table, put, put_line, right
 from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of
@@ -21,28 +22,74 @@ from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_ta
 
 def verdict(estimate: Estimate) -> Text:
     """One sentence: ``Does not fit: stage 31 needs 33.08 GiB of 31.75 GiB on v100-32gb …``."""
-    worst = estimate.stages[estimate.peak_stage]
-    who = _who(estimate, worst)
-    need = f"{size(worst.headline)}"
-    if reading_of(worst) != "device":
-        need = f"at least {need} ({reading_of(worst)})"
-    free = free_on(worst, limit_of(estimate))
+    judged = estimate.judged
+    told = estimate.stages[estimate.peak_stage]
+    if told.judged.verdict is not judged.verdict:
+        told = next(stage for stage in estimate.stages if stage.judged == judged)
+    who = _who(estimate, told)
+    need = f"{size(told.headline)}"
+    if reading_of(told) != "device":
+        need = f"at least {need} ({reading_of(told)})"
+    most = "most, " if len(estimate.stages) > 1 else ""
+    free = free_on(told, limit_of(estimate))
     if free is None:
-        return Text.assemble(("No GPU named", f"bold {CAUTION}"), f": {who} needs {need} — {_cause(worst)}")
-    if free >= 0 and estimate.fits is None:
+        return Text.assemble(("No GPU named", f"bold {CAUTION}"), f": {who} needs {need} — {_cause(told)}")
+    if judged.verdict is Verdict.DOES_NOT_FIT:
+        return Text.assemble(("Does not fit", f"bold {BAD}"), f": {_too_much(estimate, told, who, need, free)}")
+    if judged.verdict is Verdict.UNKNOWN:
         return Text.assemble(
             ("May fit", f"bold {CAUTION}"),
             f": {who} needs {need} of {_limit(estimate)}; CUDA context and NCCL on this GPU are not known",
         )
-    if free >= 0:
-        most = "most, " if len(estimate.stages) > 1 else ""
+    if judged.verdict is Verdict.RETRIES:
         return Text.assemble(
-            ("Fits", f"bold {GOOD}"), f": {who} needs {most}{need} of {_limit(estimate)}; {size(free)} free"
+            ("Fits with retries", f"bold {CAUTION}"),
+            f": {who} would take {most}{need} of {_limit(estimate)}; {_retries(judged)}",
         )
-    return Text.assemble(
-        ("Does not fit", f"bold {BAD}"),
-        f": {who} needs {need} of {_limit(estimate)}, {size(-free)} too much — {_cause(worst)}{_others(estimate)}",
-    )
+    word, colour = ("Tight", CAUTION) if judged.verdict is Verdict.TIGHT else ("Fits", GOOD)
+    left_over = f"{size(free)} free" if free >= 0 else _retries(judged)
+    return Text.assemble((word, f"bold {colour}"), f": {who} needs {most}{need} of {_limit(estimate)}; {left_over}")
+
+
+def _retries(judged: Judged) -> str:
+    """How often cached memory is given back."""
+    if not judged.retries_in_iteration:
+        return f"the allocator gives cached memory back {_times(judged.retries)} before it settles, and then no more"
+    least = "at least " if judged.at_least else ""
+    return f"the allocator gives cached memory back {least}{_times(judged.retries_in_iteration)} in every iteration"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _too_much(estimate: Estimate, stage: StageEstimate, who: str, need: str, free: int) -> str:
+    """What ``stage`` needs beyond what there is, and for what."""
+    failures = {failure.moment: failure for failure in stage.judged.failures}
+    if "steady" in failures or not failures:
+        over = f", {size(-free)} too much" if free < 0 else ""
+        return f"{who} needs {need} of {_limit(estimate)}{over} — {_cause(stage)}{_others(estimate)}"
+    moment, failure = next(iter(failures.items()))
+    what = f" — {_place(failure)}" if failure.tensor else ""
+    return f"{moment} on {who} needs {size(stage.moments.get(moment) or failure.allocated)} of {_limit(estimate)}{what}"
+
+
+def _place(failure: Failure) -> str:
+    return f"{failure.tensor} in {failure.module}" if failure.module else failure.tensor
+
+
+def _failed(estimate: Estimate) -> Iterator[RenderableType]:
+    """Which request fails first, and what PyTorch says then."""
+    found = [(stage, failure) for stage, failure in estimate.failures if failure.tried]
+    if not found:
+        return
+    stage, failure = found[0]
+    when = failure.phase or failure.moment
+    when += "" if failure.microbatch is None else f" of micro-batch {failure.microbatch}"
+    what = f"{_place(failure)} asks for {size(failure.request)}"
+    yield Text(f"Out of memory on {_who(estimate, stage)} in {when}: {what}")
+    if failure.moment != "evaluation":
+        yield Padding(Text(out_of_memory(estimate, stage, failure), FAINT), (0, 0, 0, 2))
 
 
 def _who(estimate: Estimate, stage: StageEstimate) -> str:
@@ -69,8 +116,7 @@ def _cause(stage: StageEstimate) -> str:
 
 def _others(estimate: Estimate) -> str:
     """How many more stages do not fit."""
-    limit = limit_of(estimate)
-    over = sum((free_on(stage, limit) or 0) < 0 for stage in estimate.stages)
+    over = sum(stage.judged.verdict is Verdict.DOES_NOT_FIT for stage in estimate.stages)
     return f"; {over} of {len(estimate.stages)} {stage_word(estimate.plan)}s are over" if over > 1 else ""
 
 
@@ -182,6 +228,8 @@ def _body(estimate: Estimate, console: Console, verbose: bool) -> Iterator[Rende
     yield Text(plan_text(estimate.plan), FAINT)
     yield from (Text(notice.message, FAINT) for notice in estimate.warnings if notice.code == FRAMEWORK_CHOSEN)
     yield Text()
+    failed = list(_failed(estimate))
+    yield from (*failed, *([Text()] if failed else []))
     for table in stage_tables(estimate, console, folded=not verbose):
         yield table
         yield Text()

@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import __version__
 from ..plan.plan import Plan
-from ..result import Estimate, StageEstimate
+from ..result import Estimate, Failure, StageEstimate
 from ..tape.events import Category
 
 SCHEMA = 1
@@ -29,6 +29,9 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
     return {
         "plan": Plan.__pydantic_serializer__.to_python(estimate.plan, mode="json"),  # the one that read the plan
         "fits": estimate.fits,
+        "verdict": estimate.judged.verdict.value,
+        "retries_per_iteration": estimate.judged.retries_in_iteration,
+        "does_not_fit": [failure_to_json(stage.stage, failure) for stage, failure in estimate.failures],
         "capacity_bytes": estimate.capacity,
         "headroom_bytes": estimate.headroom,
         "peak_bytes": estimate.peak,
@@ -36,6 +39,19 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
         "stages": [stage_to_json(stage) for stage in estimate.stages],
         "warnings": [{"code": notice.code, "message": notice.message} for notice in estimate.warnings],
         "assumptions": list(estimate.assumptions),
+    }
+
+
+def failure_to_json(stage: int, failure: Failure) -> dict[str, Any]:
+    """One of ``does_not_fit``; ``null`` where only a moment's sum is known."""
+    return {
+        "stage": stage,
+        "moment": failure.moment,
+        "request_bytes": failure.request or None,
+        "tensor": failure.tensor or None,
+        "phase": failure.phase or None,
+        "module": failure.module or None,
+        "microbatch": failure.microbatch,
     }
 
 
@@ -51,6 +67,9 @@ def stage_to_json(stage: StageEstimate) -> dict[str, Any]:
         "allocated_bytes": stage.allocated,
         "reserved_bytes": stage.reserved,
         "device_bytes": stage.device,
+        "device_range_bytes": None if stage.device_range is None else list(stage.device_range),
+        "verdict": stage.judged.verdict.value,
+        "retries_per_iteration": stage.judged.retries_in_iteration,
         "static_bytes": stage.static,
         "peak": {
             "moment": peak.moment,

@@ -71,8 +71,8 @@ def _draw(axes: Any, found: Found) -> None:
         _mark(axes, found.best[0], unit, _BEST, "*", 190, "recommended")
     given = [] if found.given is None else [found.given]
     for one in given:
-        fits = one.needs <= found.limit
-        _mark(axes, one, unit, _GIVEN if fits else _OVER, "s", 42, "as given" if fits else "as given: too large")
+        colour, label = (_GIVEN, "as given") if one.fits else (_OVER, "as given: too large")
+        _mark(axes, one, unit, colour, "s", 42, label)
     for number, one in _numbered(points):
         at = (_x(one), one.seconds / unit.seconds)
         axes.annotate(str(number), at, xytext=(-4, -6), textcoords="offset points", ha="right", va="top", fontsize=8)

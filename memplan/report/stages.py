@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..result import Estimate, StageEstimate
+from ..result import Estimate, StageEstimate, Verdict
 from ..values import dataclass
 from .names import DASH, Unit, elements, in_order, kind_of, modules_text, ranks_text, span, stage_word, unit_for
 from .palette import BAD, FAINT, bar, shares
@@ -30,6 +30,11 @@ class Row:
     def worst(self) -> StageEstimate:
         """The member that needs most, the first of equals."""
         return max(self.members, key=lambda stage: stage.headline)
+
+    @property
+    def is_over(self) -> bool:
+        """A request of a member fails."""
+        return any(stage.judged.verdict is Verdict.DOES_NOT_FIT for stage in self.members)
 
     @property
     def stages(self) -> str:
@@ -95,22 +100,21 @@ def reading_of(stage: StageEstimate) -> str:
 
 
 def rows_of(estimate: Estimate, *, folded: bool = True) -> tuple[Row, ...]:
-    """The estimate's rows. Folded, neighbours that hold the same and both fit, or both do not, share one."""
-    limit = limit_of(estimate)
+    """The estimate's rows. Folded, neighbours that hold the same and have the same verdict share one."""
     if not folded:
         return tuple(Row((stage,)) for stage in estimate.stages)
-    runs = groupby(estimate.stages, key=lambda stage: _appearance(stage, limit))
+    runs = groupby(estimate.stages, key=_appearance)
     return tuple(Row(tuple(members)) for _, members in runs)
 
 
-def _appearance(stage: StageEstimate, limit: int | None) -> tuple[object, ...]:
+def _appearance(stage: StageEstimate) -> tuple[object, ...]:
     """What two stages must share to stand in one row: what they hold, what is known of it, and the verdict."""
     return (
         tuple(map(kind_of, stage.modules)),
         len(stage.ranks),
         stage.parameters,
         (stage.device is None, stage.reserved is None, stage.allocated is None),
-        limit is not None and stage.headline > limit,
+        stage.judged.verdict,
     )
 
 
@@ -236,7 +240,7 @@ def _sizes(row: Row, estimate: Estimate, shape: Shape) -> list[Text]:
     def free(stage: StageEstimate) -> int | None:
         return free_on(stage, limit)
 
-    over = f"bold {BAD}" if limit is not None and row.worst.headline > limit else ""
+    over = f"bold {BAD}" if row.is_over else ""
     cells = [cell(row.figures(static, unit)), cell(row.figures(headline, unit), over or "bold")]
     return cells if limit is None else [*cells, cell(row.figures(free, unit), over)]
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from ..frameworks import framework
 from ..plan.fields import plan_fields
 from ..plan.resolve import resolve
-from ..result import Estimate, Notice
+from ..result import Estimate, Notice, Verdict
 from ..search.changes import Method
 from ..search.result import Change, Counts, Found, Offer, Suggestion
 from ..search.time import StepTime, cost_of_step, cost_of_tokens
@@ -59,7 +59,7 @@ def _stage_table(estimate: Estimate, cells: int) -> Table:
     )
     scale = max(estimate.capacity or 0, estimate.peak, 1)
     for row in rows_of(estimate):
-        over = f"bold {BAD}" if limit is not None and row.worst.headline > limit else ""
+        over = f"bold {BAD}" if row.is_over else ""
         figures: list[RenderableType] = [
             row.stages,
             Breakable(row.modules()),
@@ -78,18 +78,29 @@ def alternatives(found: Found) -> Table:
     table = plain_table(folded("layout"), *map(right, (f"step {time.name}", "slower", f"peak {unit.name}", "memory")))
     table.add_row("recommended", time.figure(best.seconds), "", unit.figure(best.needs), "")
     for other in others:
-        table.add_row(_named(other, best, found.limit), *_beside(other, best, unit, time))
+        table.add_row(_named(other, best), *_beside(other, best, unit, time))
     if found.given is not None and not same_layout(found.given, best):
-        table.add_row(_named(found.given, best, found.limit, "as given: "), *_beside(found.given, best, unit, time))
+        table.add_row(_named(found.given, best, "as given: "), *_beside(found.given, best, unit, time))
     return table
 
 
-def _named(other: Suggestion, best: Suggestion, limit: int, prefix: str = "") -> Pieces:
-    """What the layout does differently, marked where it trains with other numbers or does not fit."""
+def _named(other: Suggestion, best: Suggestion, prefix: str = "") -> Pieces:
+    """What the layout does differently, marked where it trains with other numbers, or what its verdict is."""
     first, *pieces = difference_pieces(other, best)
     marks = [] if other.point.keeps_numerics else [Text("changes the numerics", CAUTION)]
-    marks += [Text("does not fit", BAD)] if other.needs > limit else []
+    marks += [Text("does not fit", BAD)] if not other.fits else retry_marks(other)
     return Pieces([prefix + first, *pieces, *marks])
+
+
+def retry_marks(one: Suggestion) -> list[Text]:
+    """Where the allocator has to give memory back, or only the least outside PyTorch leaves enough."""
+    judged = one.judged
+    if judged.verdict is Verdict.TIGHT:
+        return [Text("tight", CAUTION)]
+    if judged.verdict is not Verdict.RETRIES:
+        return []
+    times = judged.retries_in_iteration
+    return [Text("retries in every iteration" if times else "retries before it settles", CAUTION)]
 
 
 def _beside(other: Suggestion, best: Suggestion, unit: Unit, time: TimeUnit) -> list[str]:
@@ -278,7 +289,18 @@ def _headline(found: Found) -> tuple[tuple[str, str], str]:
         return ("Recommended, may fit", f"bold {CAUTION}"), ": "
     if found.closest is None:
         return ("Nothing fits", f"bold {BAD}"), ", and no layout runs"
-    return ("Nothing fits", f"bold {BAD}"), f": {size(found.closest.needs - found.limit)} too much on the closest, "
+    over = found.closest.needs - found.limit
+    why = (
+        f"{size(over)} too much on the closest"
+        if over > 0
+        else f"the closest has too little for {_moments(found.closest)}"
+    )
+    return ("Nothing fits", f"bold {BAD}"), f": {why}, "
+
+
+def _moments(closest: Suggestion) -> str:
+    """Moments in which a request fails: ``evaluation``."""
+    return " and ".join(dict.fromkeys(failure.moment for failure in closest.judged.failures)) or "its tensors"
 
 
 def _job(found: Found) -> list[str]:
@@ -378,7 +400,7 @@ def _why(found: Found, console: Console) -> Iterator[RenderableType]:
         yield alternatives(found)
     given = found.given
     if given is not None and not same_layout(given, best):
-        fits = "" if given.needs <= found.limit else ", and does not fit"
+        fits = "" if given.fits else ", and does not fit"
         yield Text(f"The plan as given is {comparison_words(given, best)}{fits}.")
     elif given is not None:
         yield Text("It is the plan as given.")

@@ -78,6 +78,8 @@ def _suggestion(one: Suggestion) -> dict[str, Any]:
         "layers": [[chunk.layers for chunk in stage] for stage in one.cut],
         "requested_bytes": one.requested,
         "device_bytes": one.needs if one.device is not None or estimate is not None else None,
+        "verdict": one.judged.verdict.value,
+        "retries_per_iteration": one.judged.retries_in_iteration,
         "fullest_stage": one.fullest,
         "seconds": one.seconds,
         "parts_seconds": {part: getattr(step, part) for part in _PARTS},

@@ -51,7 +51,7 @@ def suggest(
     closest = search.estimated(smallest) if smallest is not None else None
     front = search.front(best[0], STEPS, POINTS) if best else []
     given = measured(base, known) if _is_stated(base) else None
-    stuck = closest if closest is not None else given if given is not None and given.needs > limit else None
+    stuck = closest if closest is not None else given if given is not None and not given.fits else None
     changes = changes_of(stuck, limit, fixed, search.report, known) if stuck is not None else ()
     return Found(
         base=resolved,
@@ -98,7 +98,7 @@ def _leanest_first(search: Search, best: list[Suggestion]) -> list[Suggestion]:
     if leanest is fastest:
         return best
     whole = search.estimated(leanest)
-    if whole.needs > search.limit:
+    if whole.judged.verdict is not fastest.judged.verdict:
         return best
     return [whole, *(one for one in best if one is not leanest)]
 
@@ -107,13 +107,13 @@ def _smallest(search: Search, top: int) -> list[Suggestion]:
     """The layout that needs least, if it fits, and the fastest ones beside it."""
     least = search.smallest(numerics=True)
     whole = search.estimated(least) if least is not None and least.requested <= search.requestable else None
-    if whole is None or whole.needs > search.limit:
+    if whole is None or not whole.fits:
         least = search.smallest()
         if least is None or least.requested > search.requestable:
             return []
         whole = search.estimated(least)
     others = [one for one in search.fastest(top) if one.point != whole.point] if top > 1 else []
-    return [whole, *others[: top - 1]] if whole.needs <= search.limit else []
+    return [whole, *others[: top - 1]] if whole.fits else []
 
 
 # -- what leaves no layout ---------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ framework's own methods make: ``estimate --partition METHOD`` gives the same byt
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..device.gpus import GPUS
 from ..device.measured import NOTHING, Measured
-from ..estimate import device_bytes, estimate, fold
+from ..estimate import estimate, fold, judged_stage
 from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
@@ -40,9 +41,14 @@ def measured(base: Plan, known: Measured = NOTHING) -> Suggestion | None:
 def _suggestion(base: Plan, plan: ResolvedPlan, known: Measured) -> Suggestion:
     search = framework(plan.framework).search
     requested, stage = search.fullest(plan)
-    device = device_bytes(plan, stage, known) if search.chooses_cut else estimate(base, known).peak
     step = step_time(plan)
-    return Suggestion(_point(plan), _cut(plan), base, requested, stage, step.total, device, None, step)
+    stated = Suggestion(_point(plan), _cut(plan), base, requested, stage, step.total, step=step)
+    if search.chooses_cut:
+        device, judged = judged_stage(plan, stage, known)
+    else:
+        whole = estimate(base, known)
+        device, judged = whole.peak, whole.judged
+    return replace(stated, device=device, fullest_judged=judged)
 
 
 def _point(plan: ResolvedPlan) -> Point:
@@ -72,9 +78,8 @@ def changes_of(
         except PlanError:
             continue
         gained, lost = given.needs - after.needs, after.seconds - given.seconds
-        fits = after.needs <= _limit_of(base, given.plan, limit)
-        if gained > 0 or fits:
-            found.append(Change(what, tuple(fields.items()), after, gained, lost, fits))
+        if gained > 0 or after.fits:
+            found.append(Change(what, tuple(fields.items()), after, gained, lost, after.fits))
     found.sort(key=_smallest_first)
     return found
 
@@ -83,13 +88,6 @@ def _smallest_first(change: Change) -> tuple[object, ...]:
     """What fits first; other hardware behind the same; then the fastest, or what gains most."""
     buys = any(path.startswith("hardware.") and path != "hardware.gpus" for path, _ in change.fields)
     return not change.fits, buys, change.lost if change.fits else -change.gained, -change.gained
-
-
-def _limit_of(base: Plan, before: Plan, limit: int) -> int:
-    """``limit`` on the GPU of ``base``, with the same headroom in bytes."""
-    if base.hardware.gpu == before.hardware.gpu or base.hardware.gpu is None or before.hardware.gpu is None:
-        return limit
-    return limit + GPUS[base.hardware.gpu].capacity_bytes - GPUS[before.hardware.gpu].capacity_bytes
 
 
 def _proposed(given: Suggestion, limit: int) -> Iterator[Proposal]:

@@ -7,7 +7,7 @@ from math import inf
 
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
-from ..result import Estimate
+from ..result import Estimate, Judged
 from ..tape.events import Category
 from ..values import dataclass
 from .cuts import StageLayers
@@ -32,6 +32,8 @@ class Suggestion:
     """The furthest reading of the fullest stage that is known; ``None`` where the allocator was not replayed."""
     estimate: Estimate | None = None
     """Of every stage: the recommended layout's."""
+    fullest_judged: Judged | None = None
+    """The verdict on the fullest stage, where it alone was replayed."""
     step: StepTime | None = None
 
     @property
@@ -40,6 +42,18 @@ class Suggestion:
         if self.estimate is not None:
             return self.estimate.peak
         return self.requested if self.device is None else self.device
+
+    @property
+    def judged(self) -> Judged:
+        """The verdict; unknown where the allocator was not replayed."""
+        if self.estimate is not None:
+            return self.estimate.judged
+        return Judged() if self.fullest_judged is None else self.fullest_judged
+
+    @property
+    def fits(self) -> bool:
+        """As far as is known."""
+        return self.judged.verdict.fits is not False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,11 @@ from dataclasses import replace
 from itertools import count
 
 from ..device.measured import NOTHING, Measured
-from ..estimate import device_bytes, estimate
+from ..estimate import estimate, judged_stage
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
+from ..result import Verdict
 from .candidates import Candidate, Candidates, Clock, raise_for_all, recomputing, without_values
 from .cuts import StageLayers, capped, fields_of, fitting, smallest
 from .lower_bounds import Needs, fewest_recomputed, most_layers
@@ -118,30 +119,38 @@ class Search:
         self.replayed += 1
         plan = resolve(suggestion.plan)
         step = step_time(plan)
-        device = device_bytes(plan, suggestion.fullest, self.known)
-        return replace(suggestion, device=device, step=step, seconds=step.total)
+        device, judged = judged_stage(plan, suggestion.fullest, self.known)
+        return replace(suggestion, device=device, fullest_judged=judged, step=step, seconds=step.total)
 
     # -- fastest first -------------------------------------------------------------------------------------
 
     def fastest(self, wanted: int) -> list[Suggestion]:
         """The ``wanted`` fastest layouts that fit, one of each kind. Of the first, every stage is replayed, of the
-        others the fullest."""
+        others the fullest. The fastest of all comes last where the allocator has to give memory back for it, and first
+        where nothing else fits."""
         found: dict[object, Suggestion] = {}
+        retrying: Suggestion | None = None
         for candidate in self._by_time(lambda one: _kind(one.point) not in found):
             suggestion = self._requestable(candidate)
             overhead = 0
             if suggestion is not None:
                 replayed = self.replayed_fullest(suggestion)
-                if not found and replayed.needs <= self.limit and replayed.estimate is None:
+                if not found and replayed.fits and replayed.estimate is None:
                     replayed = self.estimated(suggestion)
-                if replayed.needs <= self.limit:
+                if replayed.fits and _is_steady(replayed):
                     found[_kind(candidate.point)] = replayed
                     if len(found) == wanted:
                         break
                     continue
+                if replayed.fits and retrying is None and not found:
+                    retrying = replayed
                 overhead = max(0, replayed.needs - suggestion.requested - self.beyond)
             self._waiting += self._fitted(candidate, self.requestable - overhead)
-        return list(found.values())
+        if retrying is None or (wanted == 1 and found):
+            return list(found.values())
+        if not found:
+            return [self.estimated(retrying)]
+        return [*list(found.values())[: wanted - 1], retrying]
 
     def _by_time(self, is_worth: Callable[[Candidate], bool]) -> Iterator[Candidate]:
         """Candidates in their order that are worth it, with the time of their whole step; what is put into
@@ -302,6 +311,11 @@ class Search:
             folded=len({one.point for one in built} - refused),
             replayed=self.replayed,
         )
+
+
+def _is_steady(suggestion: Suggestion) -> bool:
+    """It fits without a retry; or it is not known whether it fits at all."""
+    return suggestion.judged.verdict in (Verdict.FITS, Verdict.UNKNOWN)
 
 
 SIZES = 7

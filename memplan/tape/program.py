@@ -484,6 +484,22 @@ def fold_evaluation(program: Program) -> int | None:
     return max(kept.peak + appended, kept.then(forward).peak + during)
 
 
+def evaluation_beyond(program: Program, limit: int) -> tuple[str, Hold] | None:
+    """The first tensor of ``fold_evaluation``'s forward pass with which more than ``limit`` bytes are live, and its
+    module; ``None`` where it is none of the model's."""
+    live = static(program).net + program.evaluated[0]
+    for span in program.spans:
+        for name in span.names:
+            for event in span.module.evaluation:
+                if isinstance(event, Hold):
+                    live += event.bytes
+                    if live > limit:
+                        return name, event
+                elif isinstance(event, Drop):
+                    live -= event.bytes
+    return None
+
+
 def drop_all(holds: Sequence[Hold], start: int) -> Tape:
     """A tape that holds ``holds`` one after the other, then drops them. Ids from ``start``."""
     taken = tuple(hold._replace(tensor=start + i) for i, hold in enumerate(holds))

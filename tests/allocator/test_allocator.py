@@ -309,6 +309,9 @@ def test_settings_that_are_modelled() -> None:
         large_segment_size=64 * MIB,
         max_non_split_rounding=64 * MIB,
     )
+    conf = "garbage_collection_threshold:0.8,per_process_memory_fraction:0.9"
+    settings = AllocatorSettings(memory_fraction=0.9, garbage_collection_threshold=0.8)
+    assert AllocatorSettings.parse(conf) == settings
 
 
 @pytest.mark.parametrize(
@@ -316,8 +319,7 @@ def test_settings_that_are_modelled() -> None:
     [
         "",
         "backend:native",
-        "garbage_collection_threshold:0.8",
-        "pinned_use_background_threads:True,per_process_memory_fraction:0.9",
+        "pinned_use_background_threads:True,per_process_memory_fraction:1",
         "expandable_segments_reserve_by_class:[a:0.5,b:40G],expandable_segments:False",
     ],
 )
@@ -338,6 +340,7 @@ def test_settings_without_effect(conf: str) -> None:
         ("expandable_segments", "no value"),
         ("expandable_segment:True", "unknown allocator setting 'expandable_segment'"),
         ("garbage_collection_threshold:1.5", "between 0 and 1"),
+        ("per_process_memory_fraction:1.5", "from 0 to 1"),
         ("roundup_power2_divisions:3", "power of 2"),
         ("roundup_power2_divisions:[100:2]", "power of 2"),
         ("roundup_power2_divisions:[64:6]", "power of 2"),

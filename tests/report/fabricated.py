@@ -7,7 +7,7 @@ from typing import Any
 
 from memplan.plan.plan import Batch, Hardware, Layout, Optimizer, Pipeline, Plan, Precision, Recompute
 from memplan.plan.spec import ModelSpec
-from memplan.result import BeyondAllocated, Estimate, ModuleTape, Notice, Peak, StageEstimate
+from memplan.result import BeyondAllocated, Estimate, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict
 from memplan.tape.events import Bytes, Category, Drop, Hold, Seam
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -123,9 +123,8 @@ def bigscience() -> Estimate:
         activations=410 * MIB,
         logits=14_406_087_936,
     )
-    return Estimate(
+    estimate = Estimate(
         plan=PLAN,
-        fits=False,
         capacity=CAPACITY,
         headroom=0,
         stages=(first, *middle, last),
@@ -148,6 +147,7 @@ def bigscience() -> Estimate:
             "No fragmentation over the first iteration.",
         ),
     )
+    return judged_by_size(estimate)
 
 
 def fitting() -> Estimate:
@@ -161,7 +161,7 @@ def fitting() -> Estimate:
         activations=410 * MIB,
         logits=1_538_260_992,
     )
-    return replace(estimate, fits=True, stages=(*estimate.stages[:-1], last))
+    return judged_by_size(replace(estimate, stages=(*estimate.stages[:-1], last)))
 
 
 def single() -> Estimate:
@@ -179,7 +179,8 @@ def single() -> Estimate:
     )
     only = replace(only, requested=sum(only.breakdown))
     plan = PLAN.model_copy(update={"framework": "single", "hardware": Hardware(), "layout": Layout()})
-    return replace(bigscience(), plan=plan, fits=None, capacity=None, stages=(only,), warnings=(), assumptions=())
+    estimate = replace(bigscience(), plan=plan, capacity=None, stages=(only,), warnings=(), assumptions=())
+    return judged_by_size(estimate)
 
 
 def lighter(estimate: Estimate, *, of: Category, by: int) -> Estimate:
@@ -194,9 +195,19 @@ def lighter(estimate: Estimate, *, of: Category, by: int) -> Estimate:
         }
         return replace(before, breakdown=breakdown, **readings)
 
-    stages = tuple(map(spared, estimate.stages))
-    fits = estimate.capacity is not None and all(stage.headline <= estimate.capacity for stage in stages)
-    return replace(estimate, stages=stages, fits=fits if estimate.capacity is not None else None)
+    return judged_by_size(replace(estimate, stages=tuple(map(spared, estimate.stages))))
+
+
+def judged_by_size(estimate: Estimate) -> Estimate:
+    """``estimate`` with the verdict that every stage fits whose headline does."""
+
+    def judged(stage: StageEstimate) -> Judged:
+        if estimate.capacity is None:
+            return Judged()
+        fits = stage.headline <= estimate.capacity - estimate.headroom
+        return Judged(Verdict.FITS if fits else Verdict.DOES_NOT_FIT)
+
+    return replace(estimate, stages=tuple(replace(stage, judged=judged(stage)) for stage in estimate.stages))
 
 
 def tapes(layers: int = 4) -> tuple[ModuleTape, ...]:

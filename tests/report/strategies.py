@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from memplan.result import BeyondAllocated, Estimate, Notice, Peak, StageEstimate
 from memplan.tape.events import Category
 
-from .fabricated import PLAN
+from .fabricated import PLAN, judged_by_size
 
 sizes = st.one_of(st.just(0), st.integers(0, 2**20), st.integers(0, 2**40))
 words = st.text(alphabet="abcdefgh_ []/é−", min_size=1, max_size=30).filter(str.strip)
@@ -65,12 +65,12 @@ def estimates(draw: st.DrawFn) -> Estimate:
     capacity = draw(st.one_of(st.none(), st.integers(1, 2**40)))
     headroom = draw(st.integers(0, capacity)) if capacity else 0
     built = tuple(draw(stages(number)) for number in range(draw(st.integers(1, 6))))
-    return Estimate(
+    estimate = Estimate(
         plan=PLAN,
-        fits=None if capacity is None else all(stage.headline <= capacity - headroom for stage in built),
         capacity=capacity,
         headroom=headroom,
         stages=built,
         warnings=tuple(draw(st.lists(st.builds(Notice, words, words), max_size=2))),
         assumptions=tuple(draw(st.lists(words, max_size=5))),
     )
+    return judged_by_size(estimate)

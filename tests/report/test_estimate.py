@@ -15,7 +15,7 @@ from memplan.report.palette import BEYOND_COLOURS, COLOURS, FILLED, LIMIT, Share
 from memplan.result import Estimate
 from memplan.tape.events import Category
 
-from .fabricated import GIB, MIB, bigscience, fitting, single
+from .fabricated import GIB, MIB, bigscience, fitting, judged_by_size, single
 from .printing import ANSI, printed, widest
 from .strategies import estimates
 
@@ -45,7 +45,7 @@ def test_without_a_gpu_there_is_no_verdict_but_a_need() -> None:
 
 
 def test_headroom_is_named_and_every_failing_stage_counted() -> None:
-    text = verdict(replace(bigscience(), headroom=14 * GIB)).plain
+    text = verdict(judged_by_size(replace(bigscience(), headroom=14 * GIB))).plain
     assert "of 31.75 GiB less 14.00 GiB headroom on v100-32gb" in text
     assert text.endswith("; 2 of 32 stages are over")
 

@@ -17,10 +17,21 @@ from memplan.result import Estimate
 from .fabricated import PLAN, bigscience, fitting, single
 from .strategies import estimates
 
-TOP = ["schema", "memplan", "plan", "fits", "capacity_bytes", "headroom_bytes", "peak_bytes", "peak_stage", "stages"]
-TOP += ["warnings", "assumptions"]
+TOP = ["schema", "memplan", "plan", "fits", "verdict", "retries_per_iteration", "does_not_fit", "capacity_bytes"]
+TOP += ["headroom_bytes", "peak_bytes", "peak_stage", "stages", "warnings", "assumptions"]
 STAGE = ["stage", "ranks", "modules", "parameters", "requested_bytes", "allocated_bytes", "reserved_bytes"]
-STAGE += ["device_bytes", "static_bytes", "peak", "breakdown", "beyond_allocated", "host_bytes", "nvme_bytes"]
+STAGE += [
+    "device_bytes",
+    "device_range_bytes",
+    "verdict",
+    "retries_per_iteration",
+    "static_bytes",
+    "peak",
+    "breakdown",
+    "beyond_allocated",
+    "host_bytes",
+    "nvme_bytes",
+]
 STAGE += ["moments"]
 PEAK = ["moment", "phase", "module", "microbatch", "upper_bound"]
 BREAKDOWN = ["parameters", "main_parameters", "gradients", "optimizer_states", "buffers", "inputs", "activations"]

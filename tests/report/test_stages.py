@@ -10,7 +10,7 @@ from memplan.report.names import unit_for
 from memplan.report.stages import free_on, limit_of, rows_of
 from memplan.result import Estimate
 
-from .fabricated import GIB, bigscience
+from .fabricated import GIB, bigscience, judged_by_size
 from .strategies import estimates
 
 
@@ -53,7 +53,7 @@ def test_a_stage_that_holds_something_else_stands_alone() -> None:
 def test_a_row_does_not_hide_a_stage_that_does_not_fit() -> None:
     estimate = bigscience()
     limit = estimate.stages[3].headline
-    rows = rows_of(replace(estimate, capacity=limit))
+    rows = rows_of(judged_by_size(replace(estimate, capacity=limit)))
     assert [row.stages for row in rows] == ["0", "1–2", "3–30", "31"]
 
 

@@ -44,7 +44,7 @@ def test_every_argument_of_the_trainer_is_known() -> None:
 def test_defaults_are_the_trainers(tmp_path: Path) -> None:
     defaults = {field.name: field.default for field in fields(TrainingArguments)}
     rows = [row for row in trainer_args.ROWS if row.default is not LEFT]
-    assert len(rows) == 4
+    assert len(rows) == 3
     for row in rows:
         assert defaults[row.name] == row.default
     assert defaults["optim"] == "adamw_torch_fused"
@@ -52,6 +52,16 @@ def test_defaults_are_the_trainers(tmp_path: Path) -> None:
     assert (found.batch.mbs, found.batch.gbs, found.precision.dtype) == (8, 8, "fp32")
     assert (found.optimizer.name, found.optimizer.implementation) == ("adamw", "fused")
     assert found.trainer.loop == "transformers"
+
+
+def test_evaluation_is_part_of_a_plan_that_evaluates(tmp_path: Path) -> None:
+    """By default the Trainer does not; what it would evaluate with stands in every file that it writes itself."""
+    size, strategy = "per_device_eval_batch_size", "eval_strategy"
+    cases: list[tuple[dict[str, object], int | None]] = [
+        ({}, None), ({strategy: "steps"}, 8), ({size: 4}, 4), ({size: 4, strategy: "no"}, None)
+    ]  # fmt: skip
+    for arguments, expected in cases:
+        assert plan(tmp_path, arguments).trainer.evaluation_mbs == expected
 
 
 def test_arguments_become_fields(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""A program's events on a device whose memory ends: does every request get its block, and what does that take?
+
+Passes run in parts, as in a replay without a limit, on the supposition that memory suffices. What a part reserves only
+grows, and by as much in whatever order its pools are served; so where it is more than there is in the end, some request
+found no memory, and the part is taken back and run again, one request after the other, in the order in which they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from ..result import Failure
+from ..tape.events import Category, Event, Hold
+from ..tape.program import Program, What
+from ..values import dataclass
+from .blocks import LARGEST_SMALL, SHIFT, SegmentPool
+from .caching import AllocatorSettings
+from .memory import DeviceMemory, Memory, OutOfMemoryError
+from .passes import Pass, parts_of
+from .replay import Rank, Run, workspaces_of
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """How a rank does with the memory that there is."""
+
+    failure: Failure | None
+    retries: int = 0
+    """How often it gives cached memory back and tries again, from the beginning through an iteration after the first
+    step;"""
+    retries_in_iteration: int = 0
+    """and in one of the iterations after that."""
+    partial: bool = False
+    """An iteration has more micro-batches than were replayed, so that there may be more retries."""
+
+
+PART = 512
+"""Operations of a pass that are run on the supposition that memory suffices."""
+
+
+class LimitedRank(Rank):
+    """A rank that shares a device's memory among its pools. ``OutOfMemoryError`` where a request fails."""
+
+    __slots__ = ("failed_at", "memory")
+
+    def __init__(self, settings: AllocatorSettings, device: DeviceMemory) -> None:
+        super().__init__(settings)
+        self.memory = Memory(settings, device, self.small, self.large)
+        self.failed_at = 0
+        """Which of a pass's operations failed."""
+
+    def new_pool(self, small: bool) -> SegmentPool:
+        return self.settings.pool(small, self.memory.total)
+
+    def take(self, pool: SegmentPool, units: int) -> int:
+        block = self.memory.take(pool, units)
+        if not block:
+            raise self.memory.error(pool, units, self.allocated)
+        return block
+
+    def run(self, events: Pass, frame: list[int]) -> None:
+        self.failed_at = 0
+        for part in parts_of(events, PART):
+            if self.memory.collect_above is not None or not self._suffices(part, frame):
+                self._run_one_by_one(part, frame)
+            self.failed_at += len(part.operations)
+
+    def _suffices(self, part: Pass, frame: list[int]) -> bool:
+        """Whether memory suffices for ``part``, which then has been run."""
+        small, large = (
+            {stream: pools[stream].copy() for stream, _ in runs if stream in pools}
+            for pools, runs in ((self.small, part.small), (self.large, part.large))
+        )
+        before = frame[:], self.allocated, self.by[:], self.peak, self.peak_at
+        super().run(part, frame)
+        if not self.memory.over():
+            return True
+        for pools, kept, runs in ((self.small, small, part.small), (self.large, large, part.large)):
+            for stream, _ in runs:
+                pools.pop(stream, None)
+            pools.update(kept)
+        frame[:], self.allocated, self.by, self.peak, self.peak_at = before
+        return False
+
+    def _run_one_by_one(self, part: Pass, frame: list[int]) -> None:
+        began, first = tuple(self.by), self.failed_at
+        for at, (slot, units, size, category, stream) in enumerate(part.operations):
+            if units > 0:
+                self.failed_at = first + at
+                small = units <= LARGEST_SMALL
+                pool = (self.small if small else self.large).get(stream) or self.pool(stream, small=small)
+                frame[slot] = block = self.take(pool, units)
+                self.by[category] += size
+                self.allocated += block >> SHIFT
+                if self.allocated > self.peak:
+                    self.peak, self.peak_at = self.allocated, (began, part, at)
+            else:
+                self.drop(frame[slot], size, category, stream)
+        self.failed_at = first
+
+
+class _LimitedRun(Run):
+    """A run that knows where it is."""
+
+    rank: LimitedRank
+
+    def __init__(self, program: Program, rank: LimitedRank, workspaces: Sequence[Hold]) -> None:
+        self.moment = "initialisation"
+        super().__init__(program, rank, workspaces)
+        self.moment = "steady"
+
+    def keep(self, tape: Iterable[Event]) -> None:
+        for event in tape:
+            self._keep(event)
+
+    def _keep(self, event: Event) -> None:
+        try:
+            super().keep((event,))
+        except OutOfMemoryError as error:
+            assert isinstance(event, Hold)
+            name = event.name or Category(event.category).key
+            phase = "step" if self.moment == "steady" else ""
+            self._fails(error, phase, "optimizer" if phase else "", name, None)
+
+    def run(self, what: What, number: int, microbatch: int) -> None:
+        try:
+            super().run(what, number, microbatch)
+        except OutOfMemoryError as error:
+            chunk, role = self.chunks[number], self.program.order.role(microbatch)
+            place, tensor = chunk.passes.name(what, role, self.rank.failed_at)
+            spans = chunk.chunk.unrolled or (*chunk.chunk.spans, *chunk.chunk.losses)
+            module = [name for span in spans for name in span.names][place]
+            self._fails(error, "forward" if what in ("forward", "loss") else "backward", module, tensor, microbatch)
+
+    def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
+        try:
+            return super().receive(tensor, chunk, number, known)
+        except OutOfMemoryError as error:
+            backward = tensor in ("loss_gradient", "input_gradient", "output_gradient")
+            self._fails(error, "backward" if backward else "forward", "", tensor, number)
+
+    def _fails(self, error: OutOfMemoryError, phase: str, module: str, tensor: str, microbatch: int | None) -> NoReturn:
+        held = error.allocated, error.reserved
+        failure = Failure(self.moment, phase, module, tensor, microbatch, error.size, error.tried, *held)
+        raise _FailedError(failure) from error
+
+
+class _FailedError(Exception):
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+def replay_within(
+    program: Program, settings: AllocatorSettings, workspaces: Sequence[Hold], device: DeviceMemory
+) -> Within:
+    """``program`` on ``device``: its first iterations as ``replay`` runs them, and another one if memory was short."""
+    rank = LimitedRank(settings, device)
+    memory = rank.memory
+    actions = list(program.order.shortened)
+    forward = sum(action.what == "forward" for action in actions)
+    partial = forward < program.order.microbatches * len(program.order.chunks)
+    before = 0
+    try:
+        run = _LimitedRun(program, rank, workspaces_of(program, workspaces))
+        run.begin()
+        run.iterate(actions)
+        if run.second_differs:
+            run.first_step()
+            run.begin()
+            run.iterate(actions)
+        run.step()
+        if memory.retries:
+            before = memory.retries
+            run.end_carried()
+            run.begin()
+            run.iterate(actions)
+            run.step()
+    except _FailedError as failed:
+        return Within(failed.failure, memory.retries)
+    return Within(None, before, memory.retries - before, partial)

@@ -1,0 +1,177 @@
+"""Whether a plan fits: retries, ranges, moments, and which request fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.limited import LimitedRank, replay_within
+from memplan.allocator.memory import DeviceMemory, OutOfMemoryError
+from memplan.allocator.passes import passes
+from memplan.allocator.replay import replay
+from memplan.estimate import allocator_settings, estimate, programs_of
+from memplan.layers.module import Options
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.report.estimate import verdict
+from memplan.result import Estimate, Judged, Verdict, worst
+from memplan.tape.program import Program
+from memplan.verdict import judge
+
+GIB = 1 << 30
+SMALL = {"model": "gpt2", "layers": "3", "seq": "512", "framework": "single", "dtype": "bf16", "gbs": "2"}
+
+
+def estimated(**flags: str) -> Estimate:
+    return estimate(read_plan(None, flags).plan)
+
+
+def small(**flags: str) -> Program:
+    return programs_of(resolve(read_plan(None, SMALL | flags).plan), Options(kernel_workspaces=True))[0]
+
+
+# ---- the limited replay -----------------------------------------------------------------------------
+
+
+def run_until_it_fails(program: Program, settings: AllocatorSettings, limit: int, *, one_by_one: bool) -> list[object]:
+    """What a rank holds after each pass of two micro-batches, and which request fails."""
+    once, rank = passes(program.order.chunks[0], settings), LimitedRank(settings, DeviceMemory(limit))
+    if one_by_one:
+        rank.memory.collect_above = limit  # never exceeded: every request is asked by itself
+    frame, found = [0] * once.slots, list[object]()
+    for events in (once.of("forward", "steady"), once.of("backward", "first")) * 2:
+        try:
+            rank.run(events, frame)
+        except OutOfMemoryError as error:
+            return [*found, rank.failed_at, error.args, rank.memory.retries]
+        found.append((rank.allocated, rank.reserved, rank.peak, rank.breakdown(), rank.memory.retries))
+    return found
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True", "max_split_size_mb:20"])
+def test_parts_of_a_pass_are_its_requests_one_by_one(conf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, readings, retries and failures are the same where memory is supposed to suffice."""
+    monkeypatch.setattr("memplan.allocator.limited.PART", 24)
+    settings, program = AllocatorSettings.parse(conf), small(gbs="1", mbs="1", seq="1024")
+    ends = set[str]()
+    for limit in range(600, 1200, 20):
+        found = run_until_it_fails(program, settings, limit << 20, one_by_one=False)
+        assert found == run_until_it_fails(program, settings, limit << 20, one_by_one=True)
+        ends.add("fails" if len(found) != 4 or isinstance(found[-1], int) else "retries" if found[-1][-1] else "fits")
+    assert ends == {"fails", "fits"} | ({"retries"} if conf else set())
+
+
+def test_enough_memory_changes_nothing() -> None:
+    program, settings = small(), AllocatorSettings()
+    (unlimited,) = replay((program,), settings, ())
+    assert replay_within(program, settings, (), DeviceMemory(unlimited.reserved)).retries == 0
+    less = replay_within(program, settings, (), DeviceMemory(unlimited.reserved - 1))
+    assert less.retries > 0 or less.failure is not None
+
+
+def test_the_failing_request_is_named() -> None:
+    """Less than is allocated does not hold the logits; a tenth of it not even the parameters."""
+    program, settings = small(), AllocatorSettings()
+    (unlimited,) = replay((program,), settings, ())
+    failure = replay_within(program, settings, (), DeviceMemory(unlimited.allocated * 19 // 20)).failure
+    assert failure is not None
+    assert (failure.moment, failure.phase, failure.module, failure.microbatch) == ("steady", "backward", "head", 0)
+    assert (failure.tensor, failure.request) == ("grad_logits", 2 * 512 * 50257 * 2)
+    assert failure.request <= failure.tried
+    assert failure.allocated <= failure.reserved <= unlimited.allocated * 19 // 20 < failure.reserved + failure.tried
+    failure = replay_within(program, settings, (), DeviceMemory(unlimited.allocated // 10)).failure
+    assert failure is not None
+    assert (failure.moment, failure.tensor) == ("initialisation", "parameters")
+
+
+# ---- verdicts ---------------------------------------------------------------------------------------
+
+
+def test_cache_is_given_back_before_a_plan_fails() -> None:
+    """FSDP's streams keep 9 GiB of cache beside 75 allocated: more than there is, and nobody needs it."""
+    found = estimated(model="llama-3-8b", framework="fsdp", gpus="8", gpu="a100-80gb", seq="8192")
+    (stage,) = found.stages
+    assert stage.reserved is not None
+    assert stage.allocated is not None
+    assert stage.reserved > 80 * GIB > stage.allocated
+    assert (found.judged.verdict, found.fits, found.failures) == (Verdict.RETRIES, True, ())
+    assert found.judged.retries_in_iteration > 0
+    assert verdict(found).plain.startswith("Fits with retries: each GPU would take 84.19 GiB of 80.00 GiB")
+
+
+def test_a_failing_request_comes_with_its_moment() -> None:
+    found = estimated(model="llama-3-8b", framework="fsdp", gpus="8", gpu="a100-80gb", seq="16384")
+    assert (found.judged.verdict, found.fits) == (Verdict.DOES_NOT_FIT, False)
+    ((stage, failure),) = found.failures
+    assert (stage.stage, failure.moment, failure.phase) == (0, "steady", "forward")
+    assert failure.reserved + failure.tried > 80 * GIB - (stage.device or 0) + (stage.reserved or 0)
+
+
+def test_evaluation_decides_where_the_plan_includes_it() -> None:
+    flags = SMALL | {"gpu": "v100-16gb", "trainer": "transformers", "dtype": "fp32", "layers": "12"}
+    assert estimated(**flags).fits
+    found = estimated(**flags, **{"eval-mbs": "128"})
+    ((_, failure),) = found.failures
+    assert (failure.moment, failure.module, found.fits) == ("evaluation", "head", False)
+    assert failure.tensor == "log_probabilities"
+    assert verdict(found).plain.startswith("Does not fit: evaluation on the GPU needs ")
+    assert estimated(**flags | {"gpu": "a100-80gb"}, **{"eval-mbs": "128"}).fits
+
+
+def test_without_a_gpu_nothing_is_known() -> None:
+    found = estimated(**SMALL)
+    assert (found.judged, found.fits, found.stages[0].device_range) == (Judged(), None, None)
+
+
+def test_the_middle_of_the_range_is_the_device() -> None:
+    (stage,) = estimated(**SMALL, gpu="a100-80gb").stages
+    assert stage.device_range is not None
+    low, high = stage.device_range
+    assert stage.device == (low + high) // 2
+
+
+@pytest.mark.parametrize(
+    ("outside", "all_known", "expected"),
+    [
+        ((0, 0), True, Verdict.FITS),
+        ((0, 4 * GIB), True, Verdict.TIGHT),
+        ((4 * GIB, 4 * GIB), True, Verdict.DOES_NOT_FIT),
+        ((0, 0), False, Verdict.UNKNOWN),
+        ((4 * GIB, 4 * GIB), False, Verdict.DOES_NOT_FIT),
+    ],
+)
+def test_what_lies_outside_is_a_range(outside: tuple[int, int], all_known: bool, expected: Verdict) -> None:
+    """3 GiB are left."""
+    program = small()
+    (replayed,) = replay((program,), AllocatorSettings(), ())
+    capacity = replayed.reserved + 3 * GIB
+    found = judge(
+        program,
+        replayed,
+        None,
+        outside,
+        all_known=all_known,
+        capacity=capacity,
+        headroom=0,
+        settings=AllocatorSettings(),
+        workspaces=(),
+    )
+    assert found.verdict is expected
+
+
+def test_a_memory_fraction_limits_the_process() -> None:
+    flags = SMALL | {"gpu": "a100-80gb"}
+    plan = resolve(read_plan(None, flags).plan)
+    assert allocator_settings(plan).memory_fraction is None
+    found = estimated(**flags, env="PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.001")
+    assert found.fits is False
+
+
+def test_the_worst_stage_decides() -> None:
+    fits, fails = Judged(Verdict.FITS), Judged(Verdict.DOES_NOT_FIT)
+    retries = Judged(Verdict.RETRIES, 3, 1)
+    assert worst([fits, retries, fits]) == retries
+    assert worst([fits, replace(retries, retries=5), retries]).retries == 5
+    assert worst([fails, Judged(), retries]) == fails
