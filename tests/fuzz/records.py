@@ -216,7 +216,8 @@ def tamper(case: Tampered) -> object:
         path = folder / "data" / NAME
         _apply(case, path)
         before = path.read_bytes()
-        is_sound = not case.damage and not any(statement in SCHEMA for statement, _ in case.statements)
+        is_ours = not any(statement in SCHEMA for statement, _ in case.statements)
+        is_sound = is_ours and not case.damage
         codes = (0,) if is_sound else (0, 2)
         listed = ended("runs", codes=codes)
         runs = json.loads(ended("runs", "--json", codes=(0,)).out)["runs"] if listed.code == 0 else []
@@ -226,7 +227,7 @@ def tamper(case: Tampered) -> object:
         for run in runs[:6]:
             ended("runs", "--", run["id"] or "nothing", codes=(0, 2))
         ended("estimate", "--model", "gpt2", "--gpu", "h100-80gb", "-q", codes=(0,))
-        assert path.read_bytes() == before, "reading has changed it"
+        assert not is_ours or path.read_bytes() == before, "reading has changed it"
         for run in runs if is_sound else ():
             if run["id"].strip():
                 ended("runs", "--delete", "--", run["id"], codes=(0,))
