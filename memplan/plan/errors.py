@@ -123,7 +123,7 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) and value.bit_length() > 200:
-        return f"a number of {value.bit_length() * 30_103 // 100_000 + 1} digits"
+        return f"a number of {(value.bit_length() - 1) * 30_103 // 100_000 + 1} digits"
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{key}: {shown(item)}" for key, item in list(value.items())[:8]) + "}"
     elif isinstance(value, (list, tuple)):
