@@ -35,7 +35,8 @@ def _line(error: BaseException, arguments: Sequence[str]) -> str:
     except PlanError as problem:
         why = problem.problem
     except OSError as problem:
-        why = f"{problem.filename}: {(problem.strerror or str(problem)).lower()}"
+        place = f"{problem.filename}: " if problem.filename else ""
+        why = f"{place}{(problem.strerror or str(problem)).lower()}"
     return one_line(f"memplan: {what}; its details cannot be written ({why}): --debug shows them")
 
 

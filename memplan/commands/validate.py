@@ -198,7 +198,6 @@ def validate(
     if made is None:
         tell("memplan: the machine of the first rank tells how it went")
         return 0
-    _keep(made, record, no_records, overwrite)
     if json:
         from ..records.record import to_json
 
@@ -210,6 +209,7 @@ def validate(
             if asked.native.differs and not quiet:
                 print_text(f"{asked.native.differs}\n\n")
             print_run(made, console(no_color), quiet=quiet)
+    _keep(made, record, no_records, overwrite)  # last: where it cannot be kept the run was not for nothing
     return 0 if made.verdict == "agrees" else DIFFERS
 
 

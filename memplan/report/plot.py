@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +32,8 @@ def format_of(path: Path) -> str:
 
 
 def check_matplotlib() -> None:
-    """``LackingError`` without it."""
+    """``LackingError`` without it. It says nothing of caches that it cannot keep."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         import_module("matplotlib")
     except ImportError:

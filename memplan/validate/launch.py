@@ -43,7 +43,7 @@ TEMPORARY = "tmp"
 LEAST_FREE = 16 << 20
 """Bytes: room for what the ranks print and measure."""
 YOUNG = 60.0
-"""Seconds that a folder may exist before it is locked."""
+"""Seconds that a folder may exist before it has a lock."""
 
 
 @contextmanager
@@ -63,13 +63,15 @@ def run_folder() -> Iterator[Path]:
 def _locked(folder: Path) -> Iterator[Path]:
     try:
         (folder / TEMPORARY).mkdir()
-        (folder / LOCK).write_text(socket.gethostname(), encoding="utf-8")
-        lock = os.open(folder / LOCK, os.O_RDWR)
+        unlocked = folder / f"{LOCK}-to-be"
+        unlocked.write_text(socket.gethostname(), encoding="utf-8")
+        lock = os.open(unlocked, os.O_RDWR)
     except OSError as error:
         raise _unusable(str(folder.parent), error.strerror or str(error)) from None
     try:
-        with suppress(OSError):  # file systems without locks: the age decides
+        with suppress(OSError):  # on a file system without locks the folder of a killed run stays
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(folder / LOCK)
         free = shutil.disk_usage(folder).free
         if free < LEAST_FREE:
             raise _unusable(str(folder.parent), f"{free:,} bytes are free, and {LEAST_FREE:,} are wanted")
@@ -111,11 +113,13 @@ def _remove_left_ones() -> None:
 
 def _is_left(folder: Path) -> bool:
     """Whether nobody holds its lock, nor can be about to, nor has it from another machine, whose locks cannot always
-    be seen from here."""
-    if time.time() - folder.stat().st_mtime < YOUNG or (folder / LOCK).read_text() != socket.gethostname():
-        return False
+    be seen from here. A lock that is there was held when it got its name."""
+    if not (folder / LOCK).exists():
+        return time.time() - folder.stat().st_mtime > YOUNG
     lock = os.open(folder / LOCK, os.O_RDWR)
     try:
+        if os.read(lock, 1 << 10).decode(errors="replace") != socket.gethostname():
+            return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False

@@ -84,19 +84,55 @@ def old(folder: Path) -> None:
     os.utime(folder, (long_ago, long_ago))
 
 
-def test_left_ones_go(place: Path) -> None:
-    """Those of this machine that nobody locks, unless they are so young that somebody may be about to."""
+HOLDER = """
+import signal, sys, time
+from memplan.validate import launch
+at = {"begun": "mkdir", "unlocked": "rename", "locked": "_unusable"}[sys.argv[1]]
+def stop(*_): print(flush=True); time.sleep(60)
+if at == "_unusable":
+    with launch.run_folder(): stop()
+setattr(launch.Path, at, stop)
+with launch.run_folder(): pass
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_folders_of_killed_runs_go_and_others_stay(place: Path, killed: bool) -> None:
+    """Killed with SIGKILL before the folder has its lock, between, and after; alone a folder without lock can be of a
+    run that is about to begin, so that its age decides."""
     here = socket.gethostname()
-    hosts = {"left": here, "elsewhere": f"{here}2", "young": here}
-    for name, host in hosts.items():
-        (place / f"{PREFIX}{name}").mkdir()
-        (place / f"{PREFIX}{name}" / "lock").write_text(host, encoding="utf-8")
+    (place / f"{PREFIX}elsewhere").mkdir()
+    (place / f"{PREFIX}elsewhere" / "lock").write_text(f"{here}2", encoding="utf-8")
     (place / "others").mkdir()
-    for name in (f"{PREFIX}left", f"{PREFIX}elsewhere", "others"):
-        old(place / name)
-    with run_folder() as folder:
-        kept = {path.name.removeprefix(PREFIX) for path in place.iterdir() if path != folder}
-    assert kept == {"elsewhere", "young", "others"}
+    folders: dict[str, str] = {}
+    holders = []
+    for stage in ("begun", "unlocked", "locked"):
+        before = set(place.iterdir())
+        environment = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(ROOT)}
+        holder = subprocess.Popen([sys.executable, "-c", HOLDER, stage], env=environment, stdout=subprocess.PIPE)
+        holders.append(holder)
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        (folders[stage],) = {path.name for path in set(place.iterdir()) - before}
+        if killed:
+            holder.kill()
+            holder.wait()
+    try:
+        with run_folder() as folder:
+            kept = {path.name for path in place.iterdir() if path != folder}
+        stay = ("begun", "unlocked") if killed else ("begun", "unlocked", "locked")
+        assert kept == {"others", f"{PREFIX}elsewhere", *(folders[stage] for stage in stay)}
+        for name in kept:
+            old(place / name)
+        with run_folder() as folder:
+            kept = {path.name for path in place.iterdir() if path != folder}
+        assert kept >= {"others", f"{PREFIX}elsewhere"}
+        assert (folders["locked"] in kept) is not killed
+        assert not killed or len(kept) == 2
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()
     for path in place.iterdir():
         shutil.rmtree(path)
 
