@@ -195,11 +195,11 @@ MORE = (
     validated("gemma-2-9b-l6", "", 26, "model=gemma-2-9b layers=6 seq=2048 dtype=bf16 attention=eager", SMALL),
     validated("phi-3-mini-l8", "", 24, "model=phi-3-mini layers=8 seq=1024 mbs=4 dtype=bf16", f"{SMALL} kv-heads=4"),
     validated(
-        "gpt2-xl-offload",
-        "parameters and states on the host",
-        30,
-        f"{GPT2_XL} dtype=bf16 framework=fsdp gpus=8 {EMULATED} fsdp-offload",
-        SMALL_GPT,
+        "llama-3-8b-offload",
+        "shards and states on the host",
+        32,
+        f"{LLAMA} layers=16 framework=fsdp gpus=64 seq=4096 {EMULATED} fsdp-offload",
+        SMALL,
     ),
     validated("gpt2-sgd", "SGD", 20, "model=gpt2 seq=1024 mbs=8 dtype=fp32 optimizer=sgd", SMALL_GPT),
 )

@@ -20,7 +20,7 @@ import torch
 from torch._C import _distributed_c10d
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fully_shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -227,15 +227,18 @@ def shard(job: Job, model: torch.nn.Module, mesh: DeviceMesh | None) -> None:
     if job.fsdp is None:
         return
     given = job.fsdp
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[given.reduce])
+    how: dict[str, Any] = {"mesh": mesh}
+    how["mp_policy"] = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[given.reduce])
+    if given.offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh is not None and mesh.device_type == "cuda")
     for path in outline_of(model).blocks:
         layers: Any = model.get_submodule(path)
         for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=given.reshard)
+            fully_shard(layer, **how, reshard_after_forward=given.reshard)
     if given.reshard_root:
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(model, **how, reshard_after_forward=True)
     else:
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model, **how)
 
 
 BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS

@@ -240,6 +240,8 @@ class Sharded:
     """Dtypes of shards and of the reduction of gradients."""
     syncs_each: bool
     """Every micro-batch reduces its gradients; else the last one alone."""
+    offload: bool = False
+    """Shards, their gradients and the optimizer are on the host (``CPUOffloadPolicy``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,11 +157,16 @@ def planned(source: str | None, flags: Flags, stage: int = 0) -> Planned:
         raise read.located(error) from None
 
 
+ONE_DEVICE = "must be false: a trace's tensors are on one device, so nothing is offloaded"
+
+
 def _with_recipe(read: ReadPlan, stage: int) -> Planned:
     from ..estimate import programs_of
 
     plan = resolve(read.plan)
     job = job_of_plan(plan, stage=stage)
+    if job.fsdp is not None and job.fsdp.offload:
+        raise PlanError("fsdp.offload", True, ONE_DEVICE)
     return Planned(job, plan.model.name, plan, programs_of(plan, Options())[stage])
 
 

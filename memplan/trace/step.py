@@ -133,7 +133,8 @@ def sharded_model(job: Job, mesh: DeviceMesh | None, within: Surroundings) -> tu
     outline = outline_of(model)
     shard(job, model, mesh)
     if not within.fake:
-        materialise(model, within.device)
+        is_offloaded = job.fsdp is not None and job.fsdp.offload
+        materialise(model, within.device, host=is_offloaded)
         initialise(model, seed)
     if is_quantised and within.device == "cuda":
         torch.cuda.empty_cache()  # weights are read and quantised one after another, not all at once as here

@@ -315,10 +315,15 @@ def parameters_on_meta() -> Iterator[None]:
         yield
 
 
-def materialise(model: nn.Module, device: str) -> None:
-    """Gives parameters and buffers on ``meta`` memory on ``device``."""
+def materialise(model: nn.Module, device: str, *, host: bool = False) -> None:
+    """Gives parameters and buffers on ``meta`` memory on ``device``; ``host``: parameters have it there."""
     whole: Any = model
-    whole._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+    def given(tensor: torch.Tensor) -> torch.Tensor:
+        where = "cpu" if host and isinstance(tensor, nn.Parameter) else device
+        return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor
+
+    whole._apply(given)
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from ..trace.framework import job_of_plan
 from ..trace.job import Job
 from ..trace.run import check_packages, needed
 
+ONE_DEVICE = "its tensors are all on one device, where offloaded ones cannot be told from others"
 ZERO = {0: ("ddp", 0), 1: ("ddp", 1), 2: ("fsdp", 0), 3: ("fsdp", 0)}
 """Frameworks, and ZeRO stages in them, that keep what a ZeRO stage keeps."""
 
@@ -71,6 +72,8 @@ class Native:
     def check_device(self, device: str) -> None:
         """``PlanError`` where ``device``, ``cuda``, ``cpu`` or ``fake``, cannot run it, ``LackingError`` where kernels
         are missing there."""
+        if device != "cuda" and self.runs.fsdp.offload:
+            raise PlanError("fsdp.offload", True, f"must be false with --device {device}: {ONE_DEVICE}")
 
     def check_packages(self) -> None:
         """``LackingError`` where a package is missing, or older than what runs."""

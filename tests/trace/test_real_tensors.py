@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from memplan.estimate import estimate
 from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.trace.framework import job_of_plan
 from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER
 from memplan.trace.step import traced_step
 from memplan.trace.surroundings import Surroundings
@@ -49,6 +52,19 @@ def test_a_tuned_step_of_real_tensors(tuning: str) -> None:
     assert here.peak == pytest.approx(estimated.requested, abs=2 * SCALARS)
     assert losses[0] == pytest.approx(math.log(job.config["vocab_size"]), rel=0.1)
     assert losses[-1] < losses[0]
+
+
+def test_offloaded_shards_of_real_tensors() -> None:
+    """On a CPU, where as much is held as without: what is on the host and what on the device is one."""
+    torch.set_num_threads(1)
+    losses: list[float] = []
+    job = job_of_plan(resolve(read_plan(None, {**SMALL, **FLAGS, "framework": "fsdp", "gpus": "2"}).plan))
+    assert job.fsdp is not None
+    within = Surroundings(fake=False, warmup=2, lost=lambda loss: losses.append(float(loss)))
+    plain = traced_step(job, within=within)
+    offloaded = traced_step(replace(job, fsdp=replace(job.fsdp, offload=True)), within=within)
+    assert offloaded.setup.net == pytest.approx(plain.setup.net, abs=SCALARS)
+    assert len(losses) == 6 * job.microbatches
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

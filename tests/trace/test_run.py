@@ -115,6 +115,21 @@ def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_p
         traced(job(), "gpt2")
 
 
+def test_offload_cannot_be_traced() -> None:
+    flags = {
+        "model": "llama-3-8b",
+        "layers": "2",
+        "seq": "64",
+        "framework": "fsdp",
+        "gpus": "2",
+        "fsdp-offload": "true",
+    }
+    with pytest.raises(
+        PlanError, match=r"--fsdp-offload: fsdp.offload = true: must be false: a trace's tensors are on"
+    ):
+        planned(None, flags)
+
+
 def test_torchtitan_needs_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sharded = planned(None, {**TITAN, "tp": "2", "dp": "2"}).job
 
