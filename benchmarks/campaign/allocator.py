@@ -14,11 +14,10 @@ import os
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 from memplan.allocator.caching import AllocatorSettings, CachingAllocator
+from memplan.allocator.memory import DeviceMemory, OutOfMemoryError
 
 from .readings import Reading, answer
 
@@ -96,25 +95,22 @@ def _size(chance: random.Random) -> int:
 class Modelled:
     """memplan's allocator."""
 
-    def __init__(self, inner: CachingAllocator, full: type[Exception] | None = None) -> None:
-        self.inner, self.full = inner, full
+    def __init__(self, inner: CachingAllocator) -> None:
+        self.inner = inner
 
     def allocate(self, key: int, size: int) -> bool:
         try:
             self.inner.allocate(key, size)
-        except Exception as error:
-            if self.full is not None and isinstance(error, self.full):
-                return False
-            raise
+        except OutOfMemoryError:
+            return False
         return True
 
     def free(self, key: int) -> None:
         self.inner.free(key)
 
     def state(self) -> State:
-        inner: Any = self.inner
-        limited = self.full is not None
-        return State(inner.allocated, inner.reserved, inner.retries if limited else 0, inner.ooms if limited else 0)
+        inner = self.inner
+        return State(inner.allocated, inner.reserved, inner.retries, inner.ooms)
 
 
 class Limit(NamedTuple):
@@ -130,16 +126,11 @@ class Limit(NamedTuple):
         return (self.bytes + 0.5) / self.total
 
 
-def modelled(settings: AllocatorSettings, limit: Limit | None) -> Allocator | None:
-    """``None`` where memplan has no model of an allocator under a limit."""
+def modelled(settings: AllocatorSettings, limit: Limit | None) -> Allocator:
     if limit is None:
         return Modelled(CachingAllocator(settings))
-    if find_spec("memplan.allocator.memory") is None:
-        return None
-    memory: Any = import_module("memplan.allocator.memory")
-    made: Any = CachingAllocator
-    limited: Any = replace(settings, **{"memory_fraction": limit.fraction})
-    return Modelled(made(limited, memory.DeviceMemory(limit.total, limit.total)), memory.OutOfMemory)
+    limited = replace(settings, memory_fraction=limit.fraction)
+    return Modelled(CachingAllocator(limited, DeviceMemory(limit.total, limit.total)))
 
 
 # -- PyTorch's ----------------------------------------------------------------------------------------------

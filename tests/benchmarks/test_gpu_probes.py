@@ -4,8 +4,10 @@ does as memplan has it, and of one that does not."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,8 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.search.time.rates import rates_of
 from memplan.validate.devices import Device
+from tests.oracle import cuda_allocator
+from tests.oracle.cuda_allocator import TORCH
 
 MIB = 1 << 20
 TOTAL = 143_000 * MIB
@@ -154,13 +158,38 @@ def test_limits_leave_too_little_for_what_is_reserved() -> None:
 
 
 def test_memplan_s_allocator_under_a_limit() -> None:
-    """Where there is one, it is used."""
+    """5 MiB find no segment of 20 beside the 30 that are live."""
     model = allocator.modelled(AllocatorSettings(), Limit(33 * MIB, TOTAL))
-    if model is None:
-        return
-    outcome = allocator.compared(PROGRAM, model, model)
-    assert outcome.real.refused > 0
-    assert outcome.real.reserved <= 33 * MIB
+    outcome = allocator.compared(PROGRAM, model, None)
+    assert outcome.real == State(30 * MIB + 512, 32 * MIB, 1, 1)
+
+
+def asked(request: Request) -> cuda_allocator.Request:
+    if request.size is None:
+        return cuda_allocator.Request("free", request.key)
+    return cuda_allocator.Request("allocate", request.key, request.size)
+
+
+@pytest.mark.skipif(TORCH not in os.environ, reason=f"needs the allocator of a CUDA build of torch in {TORCH}")
+@pytest.mark.parametrize("conf", allocator.CONF.values())
+@pytest.mark.parametrize("limited", [False, True])
+def test_pytorch_s_own_allocator_says_the_same(conf: str, limited: bool, tmp_path: Path) -> None:
+    """On a runtime that only counts bytes, whose addresses rise: also with a torch before 2.13."""
+    build = cuda_allocator.built(Path(os.environ[TORCH]), tmp_path)
+    settings = AllocatorSettings.parse(conf)
+    for seed in range(4):
+        requests = allocator.program(seed, 1500)
+        limit = Limit(allocator.limit_for(requests, settings, seed), TOTAL) if limited else None
+        fraction = "" if limit is None else f",per_process_memory_fraction:{limit.fraction!r}"
+        ends = [asked(request) for request in requests]
+        counts, _ = cuda_allocator.counted(build, ends, f"{conf}{fraction}".lstrip(","), TOTAL)
+        model, refused = allocator.modelled(settings, limit), set[int]()
+        for at, (request, real) in enumerate(zip(requests, counts, strict=True)):
+            if request.size is not None:
+                refused |= set() if model.allocate(request.key, request.size) else {request.key}
+            elif request.key not in refused:
+                model.free(request.key)
+            assert model.state() == State(*real), (seed, at, request)
 
 
 def test_the_settings_of_every_variant_are_modelled() -> None:
