@@ -67,14 +67,15 @@ def read_words(name: str, framework: str, given: Mapping[str, str]) -> Words:
         path = path_of(name)
         content, source, folder = read_text(path), str(path), folder_of(path)
     words = words_of(content, source, framework, given, folder)
-    return replace(words, unused=tuple(name for name in given if not _mentions(content, name)))
+    return replace(words, unused=not_in(content, given) if given else ())
 
 
-def _mentions(content: str, name: str) -> bool:
-    """``name`` stands in ``content``; a positional parameter may be meant by ``$@`` and the like."""
-    if name.isdigit():
-        return bool(re.search(rf"\$(?:\{{?{name}\b|\{{?[@*#]|\{{\d)|\bshift\b", content))
-    return bool(re.search(rf"(?<![A-Za-z0-9_]){name}(?![A-Za-z0-9_])", content))
+def not_in(content: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of ``names`` that are not in ``content``; a positional parameter may be meant by ``$@`` and the like."""
+    found = set(re.findall(r"[A-Za-z0-9_]+", content))
+    numbers = set(re.findall(r"\$\{?([0-9]+)", content))
+    any_number = re.search(r"\$(?:\{?[@*#]|\{[0-9])|\bshift\b", content) is not None
+    return tuple(name for name in names if not ((any_number or name in numbers) if name.isdigit() else name in found))
 
 
 def words_of(content: str, source: str, framework: str, given: Mapping[str, str], folder: Path | None = None) -> Words:

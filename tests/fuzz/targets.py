@@ -32,7 +32,7 @@ from .driver import Target
 from .estimates import TARGETS as ESTIMATES
 from .records import TARGETS as RECORDS
 from .scripts import Grammar
-from .texts import NUMBERS, SIGNS, mutated, repeated
+from .texts import NUMBERS, SIGNS, mutated, repeated, text
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 _FOLDER = Path(tempfile.mkdtemp(prefix="memplan-fuzz-"))
@@ -243,21 +243,42 @@ def _read_config(file: File) -> object:
     return read_plan(None, {"model": path})
 
 
-_BEGINS = (
-    "", "echo ", "export ", "function f", "[[ ", "x=$((", "arr=(", "if [ -f x ]; then ", "a: ", "a: [", "[", "{", '{"a": [', '{"a": "',
-    "[model]\n", "a = ", "a = [", "--num-layers ", "model: gpt2\nenvironment: {", "model: gpt2\npipeline: {partition: '",
-    "device_map: {", "model: {", "#SBATCH ", "model: gpt2\nenvironment: {PYTORCH_CUDA_ALLOC_CONF: '", '{"fp16": {', "a: &a [", "[a",
-)  # fmt: skip
-_NAMES = ("train.sh", "list.args", "job.toml", "job.json", "ds_config.json", "trainer.yaml", "plan.yaml", "config.json")
+_IN_SCRIPTS = (
+    "",
+    "echo ",
+    "export ",
+    "function f",
+    "[[ ",
+    "x=$((",
+    "arr=(",
+    "if [ -f x ]; then ",
+    "#SBATCH ",
+    "case x in ",
+    "s=",
+)
+_IN_JSON = ("", "[", "{", '{"a": [', '{"a": "', '{"fp16": {', '{"model_type": "')
+_BEGINS = {
+    "train.sh": _IN_SCRIPTS,
+    "list.args": (f"{SMALL} ", f"{SMALL} --save '"),
+    "job.toml": ("", "[model]\n", "[", "a = ", "a = [", 'a = "', "a = {", 'a = """\n', "[a"),
+    "job.json": _IN_JSON,
+    "ds_config.json": _IN_JSON,
+    "config.json": _IN_JSON,
+    "trainer.yaml": ("", "a: ", "a: [", "a: &a [", "optim: "),
+    "plan.yaml": ("", "model: gpt2\nenvironment: {", "model: gpt2\npipeline: {partition: '", "model: gpt2\ndevice_map: {", "model: {",
+                  "model: gpt2\nenvironment: {PYTORCH_CUDA_ALLOC_CONF: '", "a: &a [", "extends: "),
+}  # fmt: skip
+"""What may stand before something that is repeated, by the name of the file."""
+_ENDS = ("", "", "x", "]", "}", ")", "'", '"', "1 ]]", "\nb: *a")
 
 
 def _repeats(random: Random) -> File:
-    """Any file that is one thing many times: what takes the square of its size shows here."""
-    content = (
-        random.choice(_BEGINS) + repeated(random) + random.choice(("", "x", "]", "}", ")", "'", '"', "1 ]]", "\nb: *a"))
-    )
-    name = random.choice(_NAMES)
-    return _file(random, name, f"{SMALL} {content}" if name == "list.args" else content, {"gpus": "8", "model": "gpt2"})
+    """Any file that is one sign thousands of times: what takes the square of its size shows here."""
+    name = random.choice(list(_BEGINS))
+    unit = random.choice(SIGNS) if random.random() < 0.8 else text(random, most=4) or "a"
+    size = random.choice((3_000, 30_000, 60_000, 200_000))
+    content = random.choice(_BEGINS[name]) + unit * (size // len(unit)) + random.choice(_ENDS)
+    return _file(random, name, content, {"gpus": "8", "model": "gpt2"})
 
 
 def _read_any(file: File) -> object:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from memplan.bash.values import text
-from memplan.formats.files import read_words, words_of
+from memplan.formats.files import not_in, read_words, words_of
 from memplan.formats.launch import Asked, completed
 from memplan.formats.rows import arguments_of
 from memplan.formats.training_scripts import read as read_script
@@ -190,3 +191,25 @@ def test_of_many_unknown_arguments_the_first_are_guessed_at(count: int) -> None:
     assert messages[-1] == f"and {count - MOST_OF_A_CODE:,} more like the {MOST_OF_A_CODE} above"
     assert sum("did you mean" in message for message in messages) <= MOST_GUESSES
     assert "did you mean" in messages[0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["$A", "${A}", "AB", "A", " ", "1", "$1", "${1}", "$12", "$@", "shift", "\n", "-"])).map(
+        "".join
+    )
+)
+def test_variables_that_a_file_does_not_mention(content: str) -> None:
+    """As a search for each of them by itself has it."""
+    words = {name: re.search(rf"(?<![A-Za-z0-9_]){name}(?![A-Za-z0-9_])", content) for name in ("A", "AB", "B")}
+    numbers = {name: re.search(rf"\$(?:\{{?{name}\b|\{{?[@*#]|\{{\d)|\bshift\b", content) for name in ("1", "12", "3")}
+    if not re.search(r"\$[0-9]+[A-Z]", content):  # ``$1A``: a search takes it for none
+        found = {**words, **numbers}
+        assert not_in(content, found) == tuple(name for name, match in found.items() if match is None)
+    assert not_in("$1A", ["1"]) == ()
+
+
+def test_thousands_of_variables_are_looked_for_at_once() -> None:
+    began = time.process_time()
+    not_in("A=1\n" * 50_000, [f"V{n}" for n in range(20_000)])
+    assert time.process_time() - began < 2
