@@ -28,6 +28,8 @@ _OPERATOR = re.compile(r":[-=?+]|##?|%%?|//?|\^\^?|,,?|[-=?+:@]")
 _PART = 15
 """Steps of a part of a word."""
 _LINE = 5
+_READER = 100
+"""Steps of a reader of a part of the text."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
 
 OriginAt = Callable[[int], Origin]
@@ -37,7 +39,7 @@ class WordReader(ABC):
     """One pass over ``text`` from left to right; ``origin_at`` says where a character of it was written."""
 
     def __init__(self, text: str, origin_at: OriginAt, budget: Budget) -> None:
-        budget.make(1, len(text))
+        budget.make(1, len(text), steps=_READER)
         self.text = text
         self._budget = budget
         self.at = 0
