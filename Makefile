@@ -40,6 +40,7 @@ picture: $(VENV)/.installed
 
 accuracy: $(VENV)/.installed
 	$(BIN)/python benchmarks/accuracy.py
+	$(BIN)/python benchmarks/verdicts.py
 
 speed: $(VENV)/.installed
 	$(BIN)/python benchmarks/speed.py

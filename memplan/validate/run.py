@@ -209,10 +209,11 @@ def _here(
 
 def _check_size(estimated: Estimate, devices: tuple[Device, ...], where: Where) -> None:
     """Refuses a run that cannot end well, unless it is forced."""
-    if not devices or where.forces or estimated.peak is None:
+    if not devices or where.forces:
         return
     free = min(device.free for device in devices)
-    if estimated.peak > free:
+    hardware = estimated.plan.hardware.model_copy(update={"capacity": free})
+    if estimate(estimated.plan.model_copy(update={"hardware": hardware})).fits is False:
         stage = f"stage {estimated.peak_stage} is estimated to need {size(estimated.peak)}"
         problem = f"{stage}, and {devices[0]} has {size(free)} free: it would run out of memory"
         raise PlanError("", ABSENT, f"{problem}; --force runs it anyway", origin=Origin("--gpus"))
