@@ -6,12 +6,13 @@ allocator's replay gives allocated and reserved; facts about driver and librarie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from .allocator.caching import AllocatorSettings
 from .allocator.replay import Replayed, replay
 from .assumptions import assumptions
+from .caches import begin_plan
 from .device.measured import NOTHING, Measured
 from .device.outside_pytorch import beyond, held_workspaces, outside_range, reading_assumptions, reading_warnings
 from .frameworks import framework
@@ -43,7 +44,7 @@ def programs_of(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
 def check(plan: Plan) -> ResolvedPlan:
     """``plan`` with every default filled in. ``PlanError`` where ``estimate`` would refuse it."""
     plan = resolve(plan)
-    _check_addresses(plan, fold(plan))
+    _check_addresses(plan, (folded.peak for folded in fold(plan)))
     return plan
 
 
@@ -55,14 +56,16 @@ def fold(plan: ResolvedPlan) -> tuple[Folded, ...]:
 def estimate(plan: Plan, known: Measured = NOTHING) -> Estimate:
     """The whole report, with what is ``known`` of the user's own GPUs. ``PlanError`` where the plan contradicts itself
     or is not modelled."""
+    begin_plan()
     plan = resolve(plan)
     programs = programs_of(plan, Options())
     measured = programs_of(plan, Options(kernel_workspaces=True))
     folds = [fold_program(program) for program in programs]
     evaluated = _evaluation_programs(plan, programs)
-    _check_addresses(plan, folds)
+    _check_addresses(plan, (folded.peak for folded in folds))
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     replayed = replay(measured, settings, workspaces)
+    _check_addresses(plan, (max(one.allocated, one.reserved) for one in replayed))
     stages = tuple(
         _stage(plan, known, program, folded, result, evaluation, _judged(plan, known, own, result, evaluation))
         for program, own, folded, result, evaluation in zip(programs, measured, folds, replayed, evaluated, strict=True)
@@ -91,9 +94,9 @@ def _evaluates(plan: ResolvedPlan) -> bool:
     return trainer.loop == "none" or trainer.evaluation_mbs is not None or trainer.evaluation_batches is not None
 
 
-def _check_addresses(plan: ResolvedPlan, folds: Sequence[Folded]) -> None:
-    """``PlanError`` above ``LARGEST_RANK``."""
-    peak = max(folded.peak for folded in folds)
+def _check_addresses(plan: ResolvedPlan, readings: Iterable[int]) -> None:
+    """``PlanError`` where a rank needs more bytes than ``LARGEST_RANK``."""
+    peak = max(readings)
     if peak > LARGEST_RANK:
         problem = f"needs {peak >> 40:,} TiB on one rank; memplan supports at most {LARGEST_RANK >> 40} TiB per rank"
         raise PlanError("batch.mbs", plan.batch.mbs, problem)

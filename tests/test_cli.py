@@ -87,7 +87,7 @@ BAD_PLANS = {
     "unknown field": ("model: gpt2\nlayout: {tpp: 1}\n", "plan.yaml:2: layout.tpp: is not a field"),
     "negative": ("model: gpt2\nbatch: {mbs: -1}\n", "plan.yaml:2: batch.mbs = -1: must be at least 1"),
     "zero": ("model: gpt2\nbatch: {seq: 0}\n", "plan.yaml:2: batch.seq = 0: must be at least 1"),
-    "huge": ("model: {base: gpt2, layers: 100001}\n", "plan.yaml:1: model.layers = 100001: must be at most 100,000"),
+    "huge": ("model: {base: gpt2, layers: 100001}\n", "plan.yaml:1: model.layers = 100001: must be at most 1,024"),
     "not whole": ("model: gpt2\nbatch: {mbs: 1.5}\n", "plan.yaml:2: batch.mbs = 1.5: must be a whole number"),
     "latin": (b"model: gpt2 # \xe9\n", "plan.yaml:1: is not UTF-8 text"),
     "laughs": (

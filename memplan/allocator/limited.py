@@ -14,7 +14,7 @@ from ..result import Failure
 from ..tape.events import Category, Event, Hold
 from ..tape.program import Program, What
 from ..values import dataclass
-from .blocks import LARGEST_SMALL, SHIFT, SegmentPool
+from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, SegmentPool
 from .caching import AllocatorSettings
 from .memory import DeviceMemory, Memory, OutOfMemoryError
 from .passes import Pass, parts_of
@@ -58,6 +58,16 @@ class LimitedRank(Rank):
         if not block:
             raise self.memory.error(pool, units, self.allocated)
         return block
+
+    def fill(self, segments: int, size: int, category: int) -> None:
+        self.memory.full += segments * SMALL_SEGMENT
+        if self.memory.over():
+            self.memory.release()
+            self.memory.retries += 1
+        if self.memory.over():
+            self.memory.full -= segments * SMALL_SEGMENT
+            raise self.memory.error(self.pool(0, small=True), self.settings.units(size), self.allocated)
+        super().fill(segments, size, category)
 
     def run(self, events: Pass, frame: list[int]) -> None:
         self.failed_at = 0
@@ -139,6 +149,12 @@ class _LimitedRun(Run):
         except OutOfMemoryError as error:
             backward = tensor in ("loss_gradient", "input_gradient", "output_gradient")
             self._fails(error, "backward" if backward else "forward", "", tensor, number)
+
+    def fill(self, tensor: str, segments: int, known: tuple[int, int, int]) -> None:
+        try:
+            super().fill(tensor, segments, known)
+        except OutOfMemoryError as error:
+            self._fails(error, "forward", "", tensor, None)
 
     def _fails(self, error: OutOfMemoryError, phase: str, module: str, tensor: str, microbatch: int | None) -> NoReturn:
         held = error.allocated, error.reserved

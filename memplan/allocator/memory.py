@@ -59,6 +59,7 @@ class Memory:
         "_calls",
         "allowed",
         "collect_above",
+        "full",
         "large",
         "limit",
         "retries",
@@ -82,6 +83,8 @@ class Memory:
         """What the memory fraction allows (``setMemoryFraction``)."""
         self.collect_above = int(threshold * allowed) >> UNIT_BITS if threshold and allowed is not None else None
         """Reserved units above which old free blocks are given back."""
+        self.full = 0
+        """Units in small segments beside those of the pools, which equal tensors fill (``Rank.fill``)."""
         self.retries = 0
         """``num_alloc_retries``."""
         self.waiting: list[tuple[int, int]] = []
@@ -94,7 +97,7 @@ class Memory:
 
     @property
     def reserved(self) -> int:
-        return sum([pool.reserved for pools in (self.small, self.large) for pool in pools.values()])
+        return self.full + sum([pool.reserved for pools in (self.small, self.large) for pool in pools.values()])
 
     def over(self) -> bool:
         """More is reserved than there is: what pools took without asking was too much."""

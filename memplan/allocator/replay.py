@@ -25,7 +25,7 @@ from ..optimizers.states import State
 from ..tape.events import Bytes, Category, Drop, Event, Hold
 from ..tape.program import SLOT, Action, Chunk, Exchanged, Program, Role, What, drop_all
 from ..values import dataclass
-from .blocks import LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
+from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
 from .passes import Operation, Pass, Passes, passes
 
@@ -53,13 +53,15 @@ class Replayed:
 class Rank:
     """One rank's memory while its events run. A tensor is known by its pool's code of its block."""
 
-    __slots__ = ("allocated", "by", "large", "peak", "peak_at", "settings", "small")
+    __slots__ = ("allocated", "by", "filled", "large", "peak", "peak_at", "settings", "small")
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self.settings = settings
         self.small: dict[int, SegmentPool] = {}
         """Pools of each stream."""
         self.large: dict[int, SegmentPool] = {}
+        self.filled = 0
+        """Segments of small blocks beside those of the pools: full, or wholly free."""
         self.allocated = 0
         """Units, as ``peak``."""
         self.by = [0] * len(Category)
@@ -77,7 +79,8 @@ class Rank:
     @property
     def reserved(self) -> int:
         """Bytes; the most there ever were, since nothing is given back."""
-        return sum(pool.reserved for pools in (self.small, self.large) for pool in pools.values()) << UNIT_BITS
+        pools = (*self.small.values(), *self.large.values())
+        return sum(pool.reserved for pool in pools) + self.filled * SMALL_SEGMENT << UNIT_BITS
 
     def pool(self, stream: int, *, small: bool) -> SegmentPool:
         """The pool of a stream, made when it is first asked for."""
@@ -113,6 +116,19 @@ class Rank:
         held = block >> SHIFT
         (self.small if held <= LARGEST_SMALL else self.large)[stream].give(block)
         self.allocated -= held
+
+    def room(self, units: int) -> int:
+        """How many blocks of ``units`` free small ones have room for, at most."""
+        return sum(code >> SHIFT for code in self.pool(0, small=True).free) // units
+
+    def fill(self, segments: int, size: int, category: int) -> None:
+        """So many segments are full of tensors of ``size`` bytes, or no longer if negative."""
+        blocks = SMALL_SEGMENT // self.settings.units(size)
+        self.filled = max(self.filled, segments)
+        self.by[category] += segments * blocks * size
+        self.allocated += segments * SMALL_SEGMENT
+        if self.allocated > self.peak:
+            self.peak, self.peak_at = self.allocated, (tuple(self.by), None, 0)
 
     def run(self, events: Pass, frame: list[int]) -> None:
         """The events of one pass of one micro-batch, whose blocks ``frame`` holds by slot."""
@@ -272,6 +288,10 @@ class Run:
         """Tensors between passes."""
         self.begun: dict[tuple[int, str], tuple[int, int, int]] = {}
         """Bytes, category and stream of tensors between passes that have begun so far, by chunk and name."""
+        self.full: dict[tuple[str, int], int] = {}
+        """Segments that are full of equal tensors between passes, by name and chunk;"""
+        self.taken: dict[tuple[str, int], int] = {}
+        """and those that were so in an earlier iteration."""
         self.handed = NO_BLOCK
         """Block of what the last pass hands on."""
         self.keep((*construction(program), *workspaces))
@@ -281,6 +301,7 @@ class Run:
         twin.program, twin.rank = program, self.rank.copy()
         twin.chunks = [chunk.copy() for chunk in self.chunks]
         twin.static, twin.between = self.static.copy(), self.between.copy()
+        twin.full, twin.taken = self.full.copy(), self.taken.copy()
         return twin
 
     def keep(self, tape: Iterable[Event]) -> None:
@@ -345,6 +366,8 @@ class Run:
                 found = between.pop((tensor, chunk, number), None)
                 if found is not None:  # nothing is left from an iteration before the first
                     rank.drop(*found)
+            elif what in ("begin_all", "end_all"):
+                (self.begin_all if what == "begin_all" else self.end_all)(chunk, tensor, number)
             else:
                 known = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
                 block = self.handed if tensor in numbered else self.receive(tensor, chunk, number, known)
@@ -356,6 +379,39 @@ class Run:
     def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
         """The block of a tensor between passes that begins by itself."""
         return self.rank.hold(*known)
+
+    def begin_all(self, chunk: int, tensor: str, count: int) -> None:
+        """``count`` equal tensors. Once they have filled what small blocks are free, so many fill a segment each: those
+        segments are only counted."""
+        size, _, stream = known = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
+        units, segments = self.rank.settings.units(size), 0
+        if 0 < units <= LARGEST_SMALL and SMALL_SEGMENT % units == 0 and not stream:
+            each = SMALL_SEGMENT // units
+            segments = self.taken.setdefault((tensor, chunk), max(0, (count - self.rank.room(units)) // each - 1))
+            count -= segments * each
+            self.full[tensor, chunk] = segments
+        for number in range(count):
+            self.between[tensor, chunk, -1 - number] = self.receive(tensor, chunk, -1 - number, known), *known
+        if segments:
+            self.fill(tensor, segments, known)
+
+    def fill(self, tensor: str, segments: int, known: tuple[int, int, int]) -> None:
+        """So many segments become full of equal tensors."""
+        self.rank.fill(segments, *known[:2])
+
+    def end_all(self, chunk: int, tensor: str, count: int) -> None:
+        """What ``begin_all`` began; nothing is left from an iteration before the first."""
+        known = self.begun.get((chunk, tensor))
+        segments = self.full.pop((tensor, chunk), 0)
+        if known is None:
+            return
+        if segments:
+            count -= segments * (SMALL_SEGMENT // self.rank.settings.units(known[0]))
+            self.rank.fill(-segments, known[0], known[1])
+        for number in range(count):
+            found = self.between.pop((tensor, chunk, -1 - number), None)
+            if found is not None:
+                self.rank.drop(*found)
 
     def _known(self, chunk: int, tensor: str) -> tuple[int, int, int]:
         hold = self.program.order.begun(chunk, tensor)
@@ -382,6 +438,8 @@ class Run:
         self.end_gradients()
         for key in [key for key in self.between if key[0] in self.exchanged.until_step]:
             self.rank.drop(*self.between.pop(key))
+        for tensor, chunk in [key for key in self.full if key[0] in self.exchanged.until_step]:
+            self.end_all(chunk, tensor, 0)
 
     def end_gradients(self, keep: int = 0) -> None:
         for chunk in self.chunks:

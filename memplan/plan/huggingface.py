@@ -16,10 +16,10 @@ from .errors import ABSENT, PlanError, one_line, shown
 from .hub import config_name
 from .node import Node
 from .notes import Note
+from .spec import MOST_LAYERS
 
 LARGEST = 2**31
 """Elements in one dimension."""
-MOST_LAYERS = 100_000
 
 _HEADS_ASSUMED = re.compile(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)Model)$")
 """Classes with the head that is estimated, or with none."""

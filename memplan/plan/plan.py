@@ -13,7 +13,7 @@ from ..frameworks import ROOMS as FRAMEWORKS
 from ..optimizers import ROOMS as OPTIMIZERS
 from ..optimizers import algorithm
 from .framework_sections import Ddp, Deepspeed, Fsdp, Megatron, Trainer
-from .section import Count, Degree, Dtype, OneOf, Section
+from .section import Count, Degree, Dtype, OneOf, Section, Stages
 from .spec import LayerCount, ModelSpec
 from .tuning_sections import Frozen, Lora, Quantisation
 
@@ -50,7 +50,7 @@ class Hardware(Section):
 
 class Layout(Section):
     tp: Degree = Field(1, description="tensor-parallel size")
-    pp: Degree = Field(1, description="pipeline-parallel size (number of stages)")
+    pp: Stages = Field(1, description="pipeline-parallel size (number of stages)")
     dp: Degree | None = Field(None, description="data-parallel size; default: gpus / (tp x pp x cp)")
     cp: Degree = Field(1, description="context-parallel size")
     ep: Degree = Field(1, description="expert-parallel size")

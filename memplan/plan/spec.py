@@ -18,8 +18,11 @@ Positions = Literal["learned", "rotary", "alibi", "none"]
 Activation = Literal["gelu", "gelu_new", "gelu_fast", "relu", "swiglu", "geglu"]
 Blocks = Literal["sequential", "parallel", "parallel_one_norm"]
 
+MOST_LAYERS = 1024
+"""Of a model: each is followed through the allocator. The deepest that were trained have a thousand."""
+
 Size = Annotated[int, Field(ge=1, le=2**31)]
-LayerCount = Annotated[int, Field(ge=1, le=100_000)]
+LayerCount = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 Rows = Annotated[int, Field(ge=0, le=2**31)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 

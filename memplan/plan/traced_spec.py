@@ -12,7 +12,7 @@ from .errors import ABSENT, Origin, PlanError, one_line
 from .hub import config_name
 from .models import model_path
 from .node import Node
-from .spec import Activation, LayerCount, ModelSpec, Norm, Positions, Probability, Size
+from .spec import MOST_LAYERS, Activation, LayerCount, ModelSpec, Norm, Positions, Probability, Size
 from .text import is_folder, is_there, read_text
 
 STAND_IN = "llama-2-7b"
@@ -21,7 +21,6 @@ LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_source_p
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 NO_LENGTH = 2**31
 """Longest sequence where the configuration names none, and the longest that it can name."""
-MOST_LAYERS = 100_000
 
 
 class TracedSpec(ModelSpec):

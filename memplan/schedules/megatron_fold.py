@@ -371,7 +371,7 @@ class MegatronOrder:
         short = reduced(plan, ENDING if plan.chunks == 1 else 1)
         reports = plan.microbatches - short.microbatches if plan.last else 0
         run = [action for action in trace(short) if action.what != "reduce"]
-        return [*[Action("begin", 0, -1 - number, "report") for number in range(reports)], *run]
+        return [Action("begin_all", 0, reports, "report"), *run] if reports else run
 
     def role(self, microbatch: int) -> Role:
         return "steady"

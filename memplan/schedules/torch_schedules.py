@@ -15,7 +15,7 @@ crosses stages, which ends where the last Python variable that refers to it does
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -26,6 +26,10 @@ from ..values import dataclass
 
 REPEATED = 3
 """Periods of a steady phase that stand for all of them."""
+
+PAIRS = 16
+"""Without virtual stages a period is one pass of each kind: as many stand for all of them, before and behind those left
+out, where ``REPEATED`` times the ranks are more."""
 
 ACTIVE = 3
 """Stages of a rank whose parameters are whole at once (``_add_unshard_reshard``, ``max_active_stages``)."""
@@ -256,35 +260,74 @@ def schedule(place: Place, microbatches: int, name: str, outputs: bool = False) 
 
 def shortened(place: Place, microbatches: int, name: str, outputs: bool = False) -> Sequence[Action]:
     """The schedule without most periods of its steady phase; what their micro-batches would leave begins there."""
+    left, actions, steady = _cut(place, microbatches, name, outputs)
+    if not left:
+        return actions
+    kept = _left_behind(place)
+    begun = [Action("begin_all", chunk, left, tensor) for chunk, tensor in kept]
+    ended = [Action("end_all", chunk, left, tensor) for chunk, tensor in kept]
+    before: list[Action] = []
+    if outputs and place.rank == place.ranks - 1:
+        before = [Action("end_all", place.chunks - 1, left, "output")]
+        begun.append(Action("begin_all", place.chunks - 1, left, "output"))
+    sent = [one for one in ended if one.tensor != "loss"]
+    losses = [one for one in ended if one.tensor == "loss"]
+    merge = next((at for at, action in enumerate(actions) if action.what == "merge"), len(actions))
+    return (*before, *actions[:steady], *begun, *actions[steady:merge], *sent, *actions[merge:], *losses)
+
+
+MOST_WHOLE = 512
+"""Micro-batches up to which a schedule is folded action by action."""
+
+
+def folded(place: Place, microbatches: int, name: str, outputs: bool = False) -> Sequence[Action]:
+    """The schedule as it is folded: of many micro-batches the ``shortened`` one, whose last periods have their own
+    numbers. What micro-batches leave behind only grows, so no other period peaks higher than its first or its last."""
+    if microbatches <= MOST_WHOLE:
+        return schedule(place, microbatches, name, outputs)
+    left, _, _ = _cut(place, microbatches, name, outputs)
+    found: list[Action] = []
+    late = False
+    for action in shortened(place, microbatches, name, outputs):
+        late = late or action.what == "begin_all"
+        found.append(action._replace(microbatch=action.microbatch + left) if late and _is_numbered(action) else action)
+    return tuple(found)
+
+
+def _is_numbered(action: Action) -> bool:
+    return action.what not in ("begin_all", "end_all", "unshard", "wait", "reshard")
+
+
+@lru_cache(maxsize=256)
+def _cut(place: Place, microbatches: int, name: str, outputs: bool) -> tuple[int, Sequence[Action], int]:
+    """How many micro-batches are left out, the schedule without them, and the action before which they would be."""
     period = place.ranks if place.chunks > 1 else 1
     warmup = (place.chunks - 1) * place.ranks + 2 * (place.ranks - 1 - place.rank)
     few = (-(-warmup // (place.ranks * place.chunks)) + REPEATED) * place.ranks
+    at = warmup + 2 * place.ranks * place.chunks
+    before = place.stages - place.rank
+    if place.chunks == 1 and few > before + 2 * PAIRS:
+        few, at = before + 2 * PAIRS, before + 2 * PAIRS
     left = (microbatches - few) // period * period
     if left <= 0 or name == "gpipe":
-        return schedule(place, microbatches, name, outputs)
+        return 0, schedule(place, microbatches, name, outputs), 0
     actions = schedule(place, microbatches - left, name, outputs)
     passes = [at for at, action in enumerate(actions) if action.what in ("forward", "backward")]
-    steady = passes[warmup + 2 * place.ranks * place.chunks]
-    kept = [one for number in range(left) for one in _left_behind(place, -1 - number)]
-    begun = [Action("begin", one.chunk, one.microbatch, one.tensor) for one in kept]
-    ended = [Action("end", one.chunk, one.microbatch, one.tensor) for one in kept]
-    before: list[Action] = []
-    if outputs and place.rank == place.ranks - 1:
-        before = [Action("end", place.chunks - 1, -1 - number, "output") for number in range(left)]
-        begun += [one._replace(what="begin") for one in before]
-    return (*before, *actions[:steady], *begun, *actions[steady:], *ended)
+    return left, actions, passes[at]
 
 
-def _left_behind(place: Place, microbatch: int) -> Iterator[Kept]:
-    """What a micro-batch leaves until the iteration ends."""
+def _left_behind(place: Place) -> list[tuple[int, str]]:
+    """What each micro-batch leaves until the iteration ends, with the chunk."""
+    found: list[tuple[int, str]] = []
     for chunk in range(place.chunks):
         stage = place.stage(chunk)
         if stage == place.stages - 1:
-            yield Kept("loss", chunk, microbatch)
+            found.append((chunk, "loss"))
         elif place.chunks > 1:
-            yield Kept("output", chunk, microbatch)
+            found.append((chunk, "output"))
         if stage and place.chunks > 1:
-            yield Kept("input_gradient", chunk, microbatch)
+            found.append((chunk, "input_gradient"))
+    return found
 
 
 # -- on a rank --------------------------------------------------------------------------------------
@@ -302,6 +345,7 @@ class Pipelined:
     chunks: tuple[Chunk, ...]
     microbatches: int
     actions: Sequence[Action]
+    """As they are folded: of many micro-batches those that show every peak."""
     shortened: Sequence[Action]
     """As many of the actions as show everything that repeats, for the allocator's replay."""
     merged: Hold | None = None
@@ -328,9 +372,11 @@ class Pipelined:
             return chunk.excursion(action.what, action.microbatch == 0).within(str(action.microbatch))
         if action.what == "end":
             return chunk.ends[action.tensor]
+        if action.what == "end_all":
+            return chunk.ends[action.tensor].times(action.microbatch)
         hold = self.begun(action.chunk, action.tensor)
-        if action.what == "begin":
-            return change(hold.bytes, hold.category)
+        if action.what in ("begin", "begin_all"):
+            return change(hold.bytes * (action.microbatch if action.what == "begin_all" else 1), hold.category)
         merged = (hold, Drop(hold.tensor, hold.bytes, hold.category))
         return fold(merged).within(f"{action.microbatch}/forward/outputs")
 

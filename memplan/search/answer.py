@@ -8,6 +8,7 @@ from itertools import combinations
 from time import perf_counter
 from typing import Literal
 
+from ..caches import begin_search
 from ..device.measured import NOTHING, Measured
 from ..device.outside_pytorch import least_context
 from ..frameworks import framework
@@ -39,6 +40,7 @@ def suggest(
     """The best layouts for ``base``, with measurements of the user's own GPUs (``known``). ``PlanError`` where the
     ``fixed`` fields leave no layout, or time is not modelled."""
     started = perf_counter()
+    begin_search()
     resolved = filled(base)
     capacity, limit, beyond = _limits(resolved, known)
     space = _space(base, resolved, fixed)

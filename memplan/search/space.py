@@ -19,6 +19,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Layout, Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
+from ..plan.section import MOST_STAGES
 from ..values import dataclass
 from .framework import FrameworkSearch, divisors
 from .point import UNCUT, UNCUT_FIELDS, Extra, Point, Recomputing, changed, updated
@@ -186,6 +187,7 @@ def space_of(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, Any], gpus:
     gpus = resolved.hardware.gpus if gpus is None else gpus
     search = framework(resolved.framework).search
     sizes, recompute = search.parallel_sizes(resolved, gpus), search.recomputing(resolved)
+    sizes["pp"] = tuple([pp for pp in sizes["pp"] if pp <= MOST_STAGES])
     sizes = {name: _narrowed(f"layout.{name}", values, fixed) for name, values in sizes.items()}
     cuts = (path for path in sorted(fixed) if path.startswith("pipeline.") or path == "device_map")
     cut = next((path for path in cuts if path != "pipeline.schedule"), None)

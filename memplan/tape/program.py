@@ -104,9 +104,13 @@ class Kept:
         return self.step.excursion.within("step/optimizer")
 
 
-What = Literal["forward", "loss", "backward", "unshard", "wait", "reshard", "reduce", "merge", "begin", "end"]
+What = Literal[
+    "forward", "loss", "backward", "unshard", "wait", "reshard", "reduce", "merge",
+    "begin", "end", "begin_all", "end_all",
+]  # fmt: skip
 """What a rank does. ``unshard`` to ``reduce`` are done by hooks outside of passes; a tensor between passes may
-``begin`` and ``end`` where the schedule says."""
+``begin`` and ``end`` where the schedule says. ``begin_all`` and ``end_all``: as many tensors, those that micro-batches
+left out would leave, as the action's number of a micro-batch says."""
 
 Role = Literal["first", "steady", "last"]
 """Of a micro-batch: the first one leaves gradients behind, and the last one's modules may be others."""

@@ -22,6 +22,7 @@ from ..plan.fields import by_flag
 from ..plan.read import Flags, ReadPlan, read_plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
+from ..plan.spec import MOST_LAYERS
 from ..plan.text import is_folder, is_there, path_of, read_text
 from ..tape.program import Program
 from ..values import dataclass
@@ -201,7 +202,7 @@ def _without_recipe(path: Path, flags: Flags, error: PlanError) -> Planned:
     if "layers" in flags:
         name = next((name for name in traced_spec.LAYERS if name in config), traced_spec.LAYERS[0])
         config[name] = read_plan(None, {**STAND_IN, "layers": flags["layers"]}).plan.model.layers
-    traced_spec.size_in(config, traced_spec.LAYERS, traced_spec.MOST_LAYERS, path)
+    traced_spec.size_in(config, traced_spec.LAYERS, MOST_LAYERS, path)
     read = read_plan(None, {**STAND_IN, **rest})
     try:
         job = job_of_plan(resolve(read.plan), config)

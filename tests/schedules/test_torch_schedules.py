@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
-from memplan.schedules.torch_schedules import Action, Place, rounds, schedule, shortened
+from memplan.schedules import torch_schedules
+from memplan.schedules.torch_schedules import Action, Place, folded, rounds, schedule, shortened
 
 LETTERS = {"forward": "F", "backward": "B", "unshard": "UNSHARD", "reshard": "RESHARD", "reduce": "REDUCE_GRAD"}
 SIZES = {"output": 7, "input_gradient": 11, "loss": 1, "loss_gradient": 3}
@@ -105,7 +106,7 @@ def test_the_shortened_schedule_peaks_alike(
 
     def peak(actions: tuple[Action, ...]) -> tuple[int, int]:
         level = most = 0
-        for what, chunk, _, tensor in actions:
+        for what, chunk, number, tensor in actions:
             stage = place.stage(chunk)
             level += {"forward": saved + SIZES["output"], "loss": SIZES["loss"], "backward": working}.get(what, 0)
             most = max(most, level)
@@ -114,12 +115,28 @@ def test_the_shortened_schedule_peaks_alike(
                 level += SIZES["loss_gradient"] if stage == place.stages - 1 else 0
             if what in ("begin", "end"):
                 level += SIZES[tensor or ""] if what == "begin" else -SIZES[tensor]
+            if what in ("begin_all", "end_all"):
+                level += number * (SIZES[tensor or ""] if what == "begin_all" else -SIZES[tensor])
             most = max(most, level)
         return level, most
 
     short, whole = (run(place, microbatches, name, outputs) for run in (shortened, schedule))
     assert peak(tuple(short)) == peak(tuple(whole))
     assert len(short) <= len(whole)
+
+
+@given(pipelines(), st.booleans())
+def test_the_folded_schedule_has_the_numbers_of_the_whole_one(pipeline: tuple[Place, int, str], outputs: bool) -> None:
+    """Its first passes and its last are the schedule's."""
+    place, microbatches, name = pipeline
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_schedules, "MOST_WHOLE", 0)
+        short = [one for one in folded(place, microbatches, name, outputs) if one.tensor is None]
+    whole = [one for one in schedule(place, microbatches, name, outputs) if one.tensor is None]
+    same = next((at for at, (one, other) in enumerate(zip(short, whole, strict=False)) if one != other), len(short))
+    behind = len(short) - same
+    assert short[:same] == whole[:same]
+    assert not behind or short[-behind:] == whole[-behind:]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])

@@ -24,7 +24,7 @@ from ...plan.framework_sections import Fsdp
 from ...plan.plan import Pipeline, Plan
 from ...plan.resolved import ResolvedPlan
 from ...schedules.partition import of_entries, split_points, weighted
-from ...schedules.torch_schedules import Pipelined, Place, rounds, schedule, shortened
+from ...schedules.torch_schedules import Pipelined, Place, folded, rounds, shortened
 from ...tape.events import GRAD_OUTPUT, Category, Drop, Event, Hold, Stretch, Tape, insert, renamed
 from ...tape.program import Chunk, Hooked, Program, Span, What, named_hold
 from ...values import dataclass
@@ -64,12 +64,19 @@ def check_pipeline(plan: ResolvedPlan, given: Fsdp) -> None:
         raise PlanError(
             "fsdp.offload", True, "must be false with pipeline parallelism: offload in a pipeline is not modelled"
         )
+    if count > MOST_MICROBATCHES:
+        problem = f"gives {count:,} micro-batches of each rank; a pipeline, which has buffers for each, has at most "
+        raise PlanError("batch.gbs", plan.batch.gbs, f"{problem}{MOST_MICROBATCHES:,}")
     if layout.vpp == 1 and pipeline.schedule == "1f1b" and count < layout.pp:
         problem = f"gives {count} micro-batches; 1f1b needs at least as many as the {layout.pp} stages"
         raise PlanError("batch.gbs", plan.batch.gbs, problem)
     if layout.vpp > 1 and count % rounds(layout.pp, count):
         problem = f"gives {count} micro-batches, which must be a multiple of the {rounds(layout.pp, count)} rounds"
         raise PlanError("batch.gbs", plan.batch.gbs, problem)
+
+
+MOST_MICROBATCHES = 16_384
+"""In an iteration of a pipeline."""
 
 
 def check_no_pipeline(plan: ResolvedPlan, given: Fsdp) -> None:
@@ -152,7 +159,7 @@ def _rank(
 
 def _order(parts: tuple[Chunk, ...], place: Place, plan: ResolvedPlan, made: Recipes) -> Pipelined:
     count, name, outputs = plan.microbatches, plan.pipeline.schedule, plan.fsdp.return_outputs
-    actions = schedule(place, count, name, outputs), shortened(place, count, name, outputs)
+    actions = folded(place, count, name, outputs), shortened(place, count, name, outputs)
     if not outputs or place.rank < place.ranks - 1:
         return Pipelined(parts, count, *actions)
     b, *rest = made.logits
