@@ -35,14 +35,15 @@ REFUSED = {
     f"{TITAN} --pp 8 --gpus 8 --gbs 1000000": "--gbs: batch.gbs = 1000000: gives 1,000,000 micro-batches",
     f"{TITAN} --pp 8 --gpus 8 --gbs 1000000 --schedule gpipe": "--gbs: batch.gbs = 1000000: gives 1,000,000",
     "--model gpt2 --framework megatron-deepspeed --pp 4 --gpus 4 --gbs 1000000 --schedule gpipe": "at most 128 TiB",
-    "--model gpt2 --gpu h100-80gb --env CUBLAS_WORKSPACE_CONFIG=:99999999999:99999999": "allowed is at most that",
+    "--model gpt2 --gpu h100-80gb --env CUBLAS_WORKSPACE_CONFIG=:99999999999:99999999": "than 1 TiB",
 }
 
 
 @pytest.mark.parametrize("flags", ANSWERED)
 def test_an_extreme_plan_is_answered_soon_and_in_little_memory(flags: str, tmp_path: Path) -> None:
     """Seconds of the processor, of a machine that may be slow: much less than playing every micro-batch takes."""
-    command = [sys.executable, "-m", "memplan.cli", "estimate", *flags.split(), "--json"]
+    limited = ["bash", "-c", 'ulimit -v 500000 && exec "$@"', "bash"]  # KiB
+    command = [*limited, sys.executable, "-m", "memplan.cli", "estimate", *flags.split(), "--json"]
     folder = Path(__file__).resolve().parents[1]
     with (tmp_path / "errors").open("wb") as errors:
         process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=errors)
@@ -50,7 +51,6 @@ def test_an_extreme_plan_is_answered_soon_and_in_little_memory(flags: str, tmp_p
     process.returncode = os.waitstatus_to_exitcode(status)
     assert (process.returncode, (tmp_path / "errors").read_text()) == (0, "")
     assert used.ru_utime < 8
-    assert used.ru_maxrss < 300_000  # KiB
 
 
 @pytest.mark.parametrize("flags", REFUSED)

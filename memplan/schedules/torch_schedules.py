@@ -261,19 +261,7 @@ def schedule(place: Place, microbatches: int, name: str, outputs: bool = False) 
 def shortened(place: Place, microbatches: int, name: str, outputs: bool = False) -> Sequence[Action]:
     """The schedule without most periods of its steady phase; what their micro-batches would leave begins there."""
     left, actions, steady = _cut(place, microbatches, name, outputs)
-    if not left:
-        return actions
-    kept = _left_behind(place)
-    begun = [Action("begin_all", chunk, left, tensor) for chunk, tensor in kept]
-    ended = [Action("end_all", chunk, left, tensor) for chunk, tensor in kept]
-    before: list[Action] = []
-    if outputs and place.rank == place.ranks - 1:
-        before = [Action("end_all", place.chunks - 1, left, "output")]
-        begun.append(Action("begin_all", place.chunks - 1, left, "output"))
-    sent = [one for one in ended if one.tensor != "loss"]
-    losses = [one for one in ended if one.tensor == "loss"]
-    merge = next((at for at, action in enumerate(actions) if action.what == "merge"), len(actions))
-    return (*before, *actions[:steady], *begun, *actions[steady:merge], *sent, *actions[merge:], *losses)
+    return _joined(place, left, actions[:steady], actions[steady:], outputs)
 
 
 MOST_WHOLE = 512
@@ -285,17 +273,31 @@ def folded(place: Place, microbatches: int, name: str, outputs: bool = False) ->
     numbers. What micro-batches leave behind only grows, so no other period peaks higher than its first or its last."""
     if microbatches <= MOST_WHOLE:
         return schedule(place, microbatches, name, outputs)
-    left, _, _ = _cut(place, microbatches, name, outputs)
-    found: list[Action] = []
-    late = False
-    for action in shortened(place, microbatches, name, outputs):
-        late = late or action.what == "begin_all"
-        found.append(action._replace(microbatch=action.microbatch + left) if late and _is_numbered(action) else action)
-    return tuple(found)
+    left, actions, steady = _cut(place, microbatches, name, outputs)
+    late = [
+        one if one.what in ("unshard", "wait", "reshard") else one._replace(microbatch=one.microbatch + left)
+        for one in actions[steady:]
+    ]
+    return _joined(place, left, actions[:steady], late, outputs)
 
 
-def _is_numbered(action: Action) -> bool:
-    return action.what not in ("begin_all", "end_all", "unshard", "wait", "reshard")
+def _joined(
+    place: Place, left: int, early: Sequence[Action], late: Sequence[Action], outputs: bool
+) -> Sequence[Action]:
+    """``early`` and ``late`` actions, with what ``left`` micro-batches between them leave until the iteration ends."""
+    if not left:
+        return (*early, *late)
+    kept = _left_behind(place)
+    begun = [Action("begin_all", chunk, left, tensor) for chunk, tensor in kept]
+    ended = [Action("end_all", chunk, left, tensor) for chunk, tensor in kept]
+    before: list[Action] = []
+    if outputs and place.rank == place.ranks - 1:
+        before = [Action("end_all", place.chunks - 1, left, "output")]
+        begun.append(Action("begin_all", place.chunks - 1, left, "output"))
+    sent = [one for one in ended if one.tensor != "loss"]
+    losses = [one for one in ended if one.tensor == "loss"]
+    merge = next((at for at, action in enumerate(late) if action.what == "merge"), len(late))
+    return (*before, *early, *begun, *late[:merge], *sent, *late[merge:], *losses)
 
 
 @lru_cache(maxsize=256)
