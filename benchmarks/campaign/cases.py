@@ -58,8 +58,9 @@ SMALL = f"{SMALL_GPT} kv-heads=2 head-dim=16"
 EMULATED = "emulate"
 UNFUSED = "no-gradient-accumulation-fusion no-bias-dropout-fusion no-masked-softmax-fusion"
 MEGATRON = f"framework=megatron with=megatron transformer-impl=local attention=eager {UNFUSED} {EMULATED}"
-ON_A_CPU = "no-bias-gelu-fusion"
-LLAMA_ON_A_CPU = "no-bias-swiglu-fusion no-rope-fusion"
+"""Without Transformer Engine, apex and what ``torch.compile`` would make first."""
+UNFUSED_GPT = "no-bias-gelu-fusion"
+UNFUSED_LLAMA = "no-bias-swiglu-fusion no-rope-fusion"
 GPT2_XL = "model=gpt2-xl seq=1024"
 LLAMA = "model=llama-3-8b dtype=bf16"
 TITAN = f"{LLAMA} framework=fsdp fsdp-code=torchtitan {EMULATED}"
@@ -130,15 +131,15 @@ SHARDED = (
         "megatron-llama-tp2-pp2",
         "Megatron-Core's stages",
         45,
-        f"{LLAMA} {MEGATRON} layers=8 tp=2 pp=2 gpus=4 gbs=8 seq=2048 no-rope-fusion",
-        f"{SMALL} layers=4 gbs=4 {LLAMA_ON_A_CPU}",
+        f"{LLAMA} {MEGATRON} layers=8 tp=2 pp=2 gpus=4 gbs=8 seq=2048 {UNFUSED_LLAMA}",
+        f"{SMALL} layers=4 gbs=4",
     ),
     validated(
         "bigscience-104b-tp4-pp32",
         "first, middle and last stage of 104 billion parameters",
         70,
-        f"model=bigscience-104b dtype=bf16 {MEGATRON} tp=4 pp=32 gpus=128 gbs=128 stage=0,15,31",
-        f"{SMALL_GPT} layers=8 tp=2 pp=4 gpus=8 gbs=8 stage=0,1,3 {ON_A_CPU}",
+        f"model=bigscience-104b dtype=bf16 {MEGATRON} tp=4 pp=32 gpus=128 gbs=128 stage=0,15,31 {UNFUSED_GPT}",
+        f"{SMALL_GPT} layers=8 tp=2 pp=4 gpus=8 gbs=8 stage=0,1,3",
     ),
     validated(
         "torchtitan-pp2-tp2",

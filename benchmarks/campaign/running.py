@@ -34,7 +34,7 @@ SETTLING = 15.0
 """Seconds in which a device is free again when the process that used it has ended."""
 TAIL = 4000
 """Characters of what a case printed that its line keeps."""
-PATIENCE = "45"
+PATIENCE = "90"
 """Seconds of a validation without any progress."""
 
 
