@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.bundle is not None and UNPACKED not in os.environ:
             begin_again(given.bundle)
-        earlier = journal.read(given.resume)
+        earlier = [line for line in journal.read(given.resume) if line.get("device", given.device) == given.device]
         wanted = chosen(given.only, journal.done(earlier))
     except (OSError, ValueError) as error:
         print(f"gpu.py: {error}", file=sys.stderr)

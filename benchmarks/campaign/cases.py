@@ -185,8 +185,12 @@ LIBRARIES = (
     probe("updates", "seconds of AdamW", 15, "kernels updates", "kernels updates --device cpu"),
 )
 
+MARKED = "marked tests/trace/test_cuda.py tests/validate/test_nvml.py"
 MORE = (
     validated("llama-3-8b", "all of Llama 3 8B", 40, f"{LLAMA} seq=4096 mbs=1", SMALL),
+    probe(
+        "fake-cuda", "fake CUDA tensors beside those of a CPU, and both ways of asking the driver", 60, MARKED, MARKED
+    ),
     probe("learned", "an architecture that memplan learns", 60, "learned", "learned --device cpu"),
     validated("mistral-7b-l8", "", 24, "model=mistral-7b layers=8 seq=2048 dtype=bf16", SMALL),
     validated("opt-6.7b-l8", "", 24, "model=opt-6.7b layers=8 seq=2048 dtype=bf16 mbs=2", SMALL_GPT),

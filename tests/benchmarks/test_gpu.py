@@ -228,6 +228,19 @@ def test_a_campaign_goes_on_where_another_one_ended(
 
 
 @pytest.mark.usefixtures("made_up", "described")
+def test_what_a_cpu_rehearsed_is_not_done_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "cases", lambda: (case_of("good"),))
+    monkeypatch.setattr(machine, "busy", lambda: False)
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    assert gpu.main(["--device", "cpu", "--out", str(first)]) == 0
+    assert gpu.main(["--out", str(second), "--resume", str(first)]) == 0
+    assert capsys.readouterr().out.count("1 cases") == 2
+    assert [line["device"] for line in journal.read([second]) if "case" in line] == ["cuda"]
+
+
+@pytest.mark.usefixtures("made_up", "described")
 def test_one_case_runs_again_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "cases", lambda: tuple(case_of(name) for name in ("good", "raises")))
     out = tmp_path / "out.jsonl"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.campaign import allocator, edges, kernels, libraries
+from benchmarks.campaign import allocator, edges, kernels, libraries, marked
 from benchmarks.campaign.allocator import Limit, Modelled, Request, State
 from memplan.allocator.caching import AllocatorSettings, CachingAllocator
 from memplan.plan.read import read_plan
@@ -297,6 +297,19 @@ def test_times_between_events() -> None:
     stub = SimpleNamespace(cuda=SimpleNamespace(Event=Event, synchronize=lambda: ran.append("synchronize")))
     assert kernels._on_a_gpu(stub, ran.append, ("run",)) == pytest.approx(0.01 / kernels.IN_A_ROW)
     assert ran == ["synchronize", "record", *["run"] * kernels.IN_A_ROW, "record", "synchronize"]
+
+
+# -- tests that need a GPU --------------------------------------------------------------------------------
+
+
+def test_tests_that_failed_are_named() -> None:
+    report = """<testsuites><testsuite tests="4">
+      <testcase name="good"/><testcase name="away"><skipped message="no driver"/></testcase>
+      <testcase name="bad"><failure message="assert 1 == 2&#10;more">x</failure></testcase>
+      <testcase name="worse"><error message="no module">x</error></testcase></testsuite></testsuites>"""
+    (reading,), note = marked.outcome(report)
+    assert (reading.measured, reading.estimated) == (1, 3)
+    assert note == "1 skipped; bad: assert 1 == 2; worse: no module"
 
 
 # -- verdicts at the edge -----------------------------------------------------------------------------------
