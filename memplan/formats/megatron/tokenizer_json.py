@@ -22,7 +22,7 @@ _UP_TO_BRACKET = re.compile(_PLAIN + rb"(?:(?:" + _TEXT + rb"|" + _FLAT + rb")" 
 """Past text, and lists and mappings in which there are no others: most of a file is pairs of merged tokens."""
 _NUMBERED = re.compile(rb"\s*(" + _TEXT + rb")\s*:\s*-?[0-9]{1,9}\s*,?", re.DOTALL)
 """A token of a vocabulary, and its number."""
-_STEPS = 10
+_STEPS = 15
 """Of a value that is read or a bracket that is passed."""
 
 

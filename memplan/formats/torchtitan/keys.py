@@ -219,7 +219,9 @@ def parse_toml(text: str, source: str) -> Node:
         raise
     except ValueError as error:  # a number of thousands of digits
         digits = next((number for number, line in enumerate(text.split("\n"), 1) if _has_long_number(line)), None)
-        raise PlanError("", ABSENT, f"is not valid TOML: {error}", origin=Origin(source, digits)) from None
+        long = f"has a number of more than {_LONGEST_NUMBER:,} digits"
+        problem = long if digits is not None else f"is not valid TOML: {error}"
+        raise PlanError("", ABSENT, problem, origin=Origin(source, digits)) from None
 
 
 def _has_long_number(line: str) -> bool:
