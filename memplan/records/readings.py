@@ -24,7 +24,7 @@ Positive = Annotated[int, Field(ge=1, le=LARGEST_NUMBER)]
 
 
 class _Data(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")  # a loss can be NaN
 
 
 class Moment(_Data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def test_done(tmp_path: Path) -> None:
     watch.look()
     (progress,) = watch.progress
     assert progress == Progress(0, "done", progress.at, 5, 8, done=True)
+
+
+def test_losses_that_are_no_numbers(tmp_path: Path) -> None:
+    """As of fp16 without a scaler: what a worker writes is read back."""
+    given = reading(0).model_copy(update={"losses": (2.0, math.nan, math.inf)})
+    Telling(tmp_path, 0).result(given)
+    (files,) = ranks_in(tmp_path)
+    losses = RankReading.model_validate_json(files.result.read_bytes()).losses
+    assert (losses[0], math.isnan(losses[1]), losses[2]) == (2.0, True, math.inf)
 
 
 def test_readings_of_other_machines(tmp_path: Path) -> None:
