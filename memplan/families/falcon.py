@@ -6,7 +6,7 @@ One key head. The larger Falcons' ``new_decoder_architecture`` and ALiBi are oth
 from __future__ import annotations
 
 from ..layers import ops
-from ..layers.autograd import Gradients, Recorder, Shape, Tensor, incoming
+from ..layers.autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..layers.coverage import GPT2
 from ..layers.ends import Embedded
 from ..layers.huggingface import (
@@ -21,6 +21,7 @@ from ..layers.huggingface import (
     rotary,
     weights_before,
 )
+from ..layers.work import Operator, Stream, looked_up
 from ..plan.spec import ModelSpec
 from .base import HEAD, NO_BIASES, NORM, PLAIN_ROTARY, Config, Family, ModuleNames, Submodules, key
 from .llama import llama_embedding
@@ -39,13 +40,14 @@ def taken(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
         zeros = r.empty(whole, dtype, f"grad_{name}_zeros")
         return [zeros if r.accumulates_in_place else r.empty(whole, dtype, f"grad_{name}_put")]
 
-    return r.empty(shape, x.dtype, name).by(r.node((x,), (index,), backward))
+    return r.output((x,), (index,), backward, shape, x.dtype, name, work=looked_up(shape, x.dtype))
 
 
 def divided_in_place(r: Recorder, x: Tensor) -> Tensor:
     """``x /= c``."""
     shape, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, "grad_scores_divided")])
+    work = Operator((Stream(2 * size_of(shape, dtype)),))
+    node = r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, "grad_scores_divided")], work=work)
     return Tensor(x.storage, shape, dtype, node)
 
 
@@ -56,7 +58,8 @@ def added_in_place(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
         gradient = incoming(gradients)
         return [gradient, gradient.alias()]
 
-    return Tensor(x.storage, x.shape, x.dtype, r.node((x, y), (), backward))
+    work = Operator((Stream(3 * size_of(x.shape, x.dtype)),))
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x, y), (), backward, work=work))
 
 
 def with_one_head(r: Recorder, x: Heads, y: Tensor, names: tuple[str, str], shape: Shape, name: str) -> Tensor:

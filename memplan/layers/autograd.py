@@ -19,7 +19,7 @@ and no elements. What makes its tape right is what makes PyTorch's memory what i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from math import prod
 from sys import getrefcount
@@ -27,20 +27,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..tape.events import Category, Drop, Event, Hold, Hook, Seam, Stretch, Tape, rounded
 from ..values import dataclass
+from .shapes import ITEMSIZE as ITEMSIZE
+from .shapes import Shape as Shape
+from .shapes import size_of as size_of
+from .work import Kernel, Operator, Stream, Work
 
 if TYPE_CHECKING:
     from .recompute import Frame
     from .tuning import FourBit, Tuning
-
-ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "fp8": 1}
-"""Bytes of one element."""
-
-Shape = tuple[int, ...]
-
-
-def size_of(shape: Shape, dtype: str) -> int:
-    """Bytes that a tensor requests, before rounding."""
-    return prod(shape) * ITEMSIZE[dtype]
 
 
 class Storage:
@@ -86,7 +80,8 @@ class Tensor:
         return Tensor(self.storage, shape or self.shape, self.dtype, self.node, self.slot)
 
     def by(self, node: Node | None) -> Tensor:
-        """The tensor, as the output of ``node``."""
+        """The tensor, as the output of ``node``, the last that its operator makes."""
+        self.storage.recorder.made = self.storage.recorder.launches = 0
         self.node = node
         return self
 
@@ -98,6 +93,15 @@ class Unsummed(NamedTuple):
     shape: Shape
     name: str
 
+
+def _bytes(x: Tensor) -> int:
+    return size_of(x.shape, x.dtype)
+
+
+DERIVED = Operator()
+
+BESIDE = frozenset({Category.WORKSPACES, Category.COMMUNICATION_BUFFERS})
+"""Categories of tensors that kernels fill beside their results, or that arrive."""
 
 Gradients = list["Tensor | None"]
 Backward = Callable[["Recorder", Gradients], Sequence["Tensor | Unsummed | None"]]
@@ -113,7 +117,7 @@ def incoming(gradients: Gradients) -> Tensor:
 class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
-    __slots__ = ("apart", "backward", "dtypes", "frame", "inputs", "outputs", "saved", "sequence")
+    __slots__ = ("apart", "backward", "dtypes", "frame", "inputs", "outputs", "read", "saved", "sequence", "work")
 
     def __init__(
         self,
@@ -132,6 +136,10 @@ class Node:
         self.outputs = outputs
         self.frame: Frame | None = None
         """Where the saved tensors come from when they are recomputed."""
+        self.work: Work | None = None
+        """What its backward function does, where that does not follow from tensors,"""
+        self.read = 0
+        """and bytes of the tensors that it saved."""
         self.apart = False
         """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place."""
 
@@ -220,6 +228,19 @@ class Recorder:
     """What is trained, where that is not every parameter."""
     seams: bool = False
     """Also record where hooks of frameworks run."""
+    counts: bool = False
+    """Record what kernels do (``layers.work``) in place of a tape."""
+    work: list[Kernel] = field(default_factory=list)
+    forwards: int = 0
+    """Kernels of the forward pass."""
+    summed: str | None = None
+    """dtype of the static buffers to which gradients are added, if that is not the gradients' own."""
+    made: int = 0
+    """Bytes of the tensors that the operator has made,"""
+    launches: int = 0
+    """how many they are,"""
+    of_loss: bool = False
+    """and whether some of them are logits."""
     required: list[Leaf] = field(default_factory=list)
     """Leaves made by ``requires_grad_``, whose tensor and gradient live as long as the graph."""
 
@@ -227,9 +248,16 @@ class Recorder:
 
     def empty(self, shape: Shape, dtype: str, name: str, category: Category = Category.TEMPORARIES) -> Tensor:
         """A new tensor. ``TEMPORARIES`` that outlive their forward pass become ``ACTIVATIONS``."""
-        size = rounded(size_of(shape, dtype))
+        size = size_of(shape, dtype)
+        if self.counts and category not in BESIDE:
+            self.made += size
+            self.launches += 1
+            self.of_loss |= category is Category.LOGITS
+        size = rounded(size)
         identity = self.next_id
         self.next_id += 1
+        if self.counts:
+            return Tensor(Storage(self, identity, size, category, -1), shape, dtype)
         storage = Storage(self, identity, size, category, len(self.events))
         self.events.append(Hold(identity, size, category, name, shape, dtype))
         return Tensor(storage, shape, dtype)
@@ -302,9 +330,17 @@ class Recorder:
             leaf.node.saved = ()
 
     def node(
-        self, inputs: Sequence[Tensor], saved: Iterable[Tensor], backward: Backward, outputs: int = 1
+        self,
+        inputs: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        backward: Backward,
+        outputs: int = 1,
+        work: Operator = DERIVED,
     ) -> Node | None:
-        """The backward node of an operator on ``inputs``; ``None`` where no gradient is needed."""
+        """The backward node of an operator on ``inputs``; ``None`` where no gradient is needed. Unless ``work`` says
+        otherwise, one kernel reads the inputs and writes what was made since the operator before, a view does nothing,
+        and in backward a kernel for each gradient reads the incoming one, and all of them what was saved."""
+        self._did(inputs, 1, work.forward)
         if not self.grad_enabled:
             return None
         edges = tuple((tensor.node, tensor.slot) if tensor.node is not None else None for tensor in inputs)
@@ -313,6 +349,8 @@ class Recorder:
         self.sequence += 1
         storages = tuple(tensor.storage for tensor in saved)[::-1]  # a tuple dies back to front
         node = Node(self.sequence, edges, (), backward, outputs)
+        if self.counts:
+            node.work, node.read = work.backward, sum(_bytes(x) for x in saved)
         if self.autocast is not None:
             node.dtypes = tuple([tensor.dtype for tensor in inputs])
         if self.frame is not None:
@@ -326,16 +364,31 @@ class Recorder:
     def output(
         self,
         inputs: Sequence[Tensor],
-        saved: Iterable[Tensor],
+        saved: Sequence[Tensor],
         backward: Backward,
         shape: Shape,
         dtype: str,
         name: str,
         category: Category = Category.TEMPORARIES,
+        work: Operator = DERIVED,
     ) -> Tensor:
         """A fresh tensor that an operator on ``inputs`` makes once its backward node is there."""
-        node = self.node(inputs, saved, backward)
+        if self.counts and work.forward is None:
+            moved = size_of(shape, dtype) + sum(_bytes(x) for x in inputs)
+            work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS),))
+        node = self.node(inputs, saved, backward, work=work)
         return self.empty(shape, dtype, name, category).by(node)
+
+    def _did(self, given: Gradients | Sequence[Tensor], launches: int, work: Work | None, saved: int = 0) -> None:
+        """What the operator that ends here has done: ``work``, or ``launches`` kernels that write what was made, each
+        reading what is ``given``, and all of them so many bytes of what was ``saved``. A view has made nothing."""
+        if not self.counts:
+            return
+        if work is None and self.launches:
+            read = launches * sum(_bytes(x) for x in given if x is not None) + saved
+            work = (Stream(read + self.made, launches, self.of_loss),)
+        self.work += work or ()
+        self.made, self.launches, self.of_loss = 0, 0, False
 
     def backward(self, output: list[Tensor], gradient: list[Tensor]) -> None:
         """Runs the graph below ``output[0]`` from ``gradient[0]``. Both lists are emptied, so that the
@@ -356,7 +409,10 @@ class Recorder:
                 continue
             if node.frame is not None:
                 node.frame.unpack(self, node)
+            given = [one and Tensor(_STATIC, one.shape, one.dtype) for one in arrived] if self.counts else ()
+            self.made, self.launches, self.of_loss = 0, 0, False
             returned = list(node.backward(self, arrived))
+            self._did(given, self.launches, node.work, node.read)
             if node.frame is not None:
                 node.saved = ()  # recomputed tensors belong to the node alone and die within its apply
             produced = self._summed(returned, node)
@@ -387,6 +443,7 @@ class Recorder:
             if isinstance(one, Unsummed):
                 needed = node.inputs[at] is not None
                 returned[at] = self.empty(one.shape, one.gradient.dtype, one.name) if needed else None
+                self._did([one.gradient], 1, None)
             del one
             if node.dtypes and node.inputs[at] is not None:
                 self._cast_back(returned, at, node.dtypes[at])
@@ -401,11 +458,14 @@ class Recorder:
             empty = not prod(gradient.shape)
             cast = None if empty else self.empty(gradient.shape, dtype, "gradient_cast")
             returned[at] = cast or Tensor(_STATIC, gradient.shape, dtype)
+            self._did([gradient], 1, None)
 
     def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor, in_place: bool) -> None:
         """Adds ``gradient`` to what has arrived: in place in one that is no view and that nobody else refers to
         (torch 2.13, ``input_buffer.cpp``, ``can_accumulate_inplace``)."""
         held = buffer[slot]
+        if held is not None and self.counts:
+            self.work.append(Stream(3 * _bytes(held)))
         if held is None:
             buffer[slot] = gradient
         elif in_place and getrefcount(held.storage) == 2:
@@ -420,6 +480,9 @@ class Recorder:
         arrived.clear()
         if gradient is None:
             return
+        if self.counts and leaf.is_parameter and (leaf.has_gradient or self.consumes_gradients):
+            kept = self.summed or gradient.dtype
+            self.work.append(Stream(_bytes(gradient) + 2 * size_of(gradient.shape, kept)))
         if leaf.is_parameter and self.seams:
             self.seam(leaf.name, Hook.GRADIENT, gradient.storage.id)
         if not leaf.is_parameter:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ..tape.events import Category
 from . import ops
 from .autograd import Gradients, Recorder, Tensor
+from .work import Operator, attention
 
 HEAD_MULTIPLE = 4
 """Features of an fp32 head of the memory-efficient kernel: rows are of whole words of 16 bytes
@@ -20,7 +21,14 @@ ROWS = 32
 """What the log-sum-exp's rows are rounded up to (``kAlignLSE``)."""
 
 
-def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention") -> Tensor:
+def _work(q: Tensor, k: Tensor, causal: bool) -> Operator:
+    b, a, s, d = q.shape
+    return attention((b, s, a, d), k.shape[1], s, q.dtype, causal=causal)
+
+
+def flash_attention(
+    r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention", *, causal: bool = True
+) -> Tensor:
     """``_scaled_dot_product_flash_attention`` on (b, a, s, d): saves q, k, v, output and log-sum-exp.
 
     The log-sum-exp is (b, a, s) fp32; two scalars hold the random state. Backward makes the three
@@ -51,7 +59,7 @@ def flash_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
             del inside
         return [gradient if one else None for gradient, one in zip(made, needed, strict=True)]
 
-    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward)
+    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward, work=_work(q, k, causal))
     del offset, seed, logsumexp
     return out
 
@@ -77,7 +85,7 @@ def efficient_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str 
             _inside(r, whole)
         return made
 
-    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, offset, seed), backward)
+    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, offset, seed), backward, work=_work(q, k, True))
     del offset, seed, logsumexp
     return out
 

@@ -14,8 +14,9 @@ from dataclasses import replace
 from ..tape.events import Category
 from ..values import dataclass
 from . import ends, ops
-from .autograd import Gradients, Recorder, Tensor, Unsummed
+from .autograd import ITEMSIZE, Gradients, Recorder, Tensor, Unsummed, size_of
 from .huggingface import LayerShape
+from .work import Kernel, Operator, Stream, linear
 
 LOGITS, GRADIENTS = Category.LOGITS, Category.GRADIENTS
 
@@ -126,8 +127,21 @@ def liger_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -
         del one, equal, every
         return handed_back(r, held)
 
-    total.node = r.node((hidden, weight)[:needed], (), backward)
+    total.node = r.node((hidden, weight)[:needed], (), backward, work=liger_work(r, n, h, weight.shape[0], dtype))
     return total
+
+
+def liger_work(r: Recorder, n: int, h: int, v: int, dtype: str) -> Operator:
+    """Chunk by chunk, all in forward: logits; a kernel that reads them twice and writes their gradients; products with
+    the weight and, added to its gradient, with the hidden states. Backward multiplies what it finds with the loss's
+    gradient, unless that is 1, as it is."""
+    rows, size = liger_chunk(n, h, v), size_of((n, v), dtype)
+    kernels: list[Kernel] = []
+    for start in range(0, n, rows):
+        part = min(rows, n - start)
+        product = linear(part, v, h, dtype, written=2 * ITEMSIZE[dtype])
+        kernels += [*(product.forward or ()), Stream(3 * size * part / n, 1, True), *(product.backward or ())]
+    return Operator(kernels, ())
 
 
 def liger_chunks(r: Recorder, weight: Tensor, loss: HeadLoss, n: int) -> tuple[Tensor, Tensor | None]:
@@ -233,7 +247,10 @@ def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> 
         return [grad_hidden, grad_weight]
 
     saved = [hidden, lse, valids, *([average] if average is not None else [])]
-    total.node = r.node((hidden, weight), saved, backward)
+    product = linear(n, v, h, dtype)
+    again = product.forward or ()  # backward computes the logits again, which are never written
+    work = Operator(product.forward, (*again, *(product.backward or ())))
+    total.node = r.node((hidden, weight), saved, backward, work=work)
     del nll
     return total
 
@@ -277,7 +294,7 @@ def chunked_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss)
         born.clear()
         return [grad_hidden, r.empty(*like, "grad_head_weight") if first else None]
 
-    total.node = r.node((hidden, weight), (), backward)
+    total.node = r.node((hidden, weight), (), backward, work=Operator(()))
     return total
 
 

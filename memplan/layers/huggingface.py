@@ -231,7 +231,7 @@ def attention(
     """The attention that the plan names, on (b, a, s, d), giving (b, s, a d); flash's output lies as its queries."""
     if not shape.flash:
         return eager_attention(r, q, k, v, shared, shape)
-    out = flash_attention(r, q.tensor, k.tensor, v.tensor)
+    out = flash_attention(r, q.tensor, k.tensor, v.tensor, causal=shape.spec.causal)
     b, a, s, d = q.tensor.shape
     if q.transposed:
         return out.view(b, s, a * d), None

@@ -11,14 +11,16 @@ Shapes: s sequence, b micro-batch, h hidden, a heads, d head size, v padded voca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 
 from ..plan.spec import ModelSpec
 from ..tape.events import Category
 from ..values import dataclass
 from . import ops
-from .autograd import Gradients, Recorder, Tensor, incoming
+from .autograd import Gradients, Recorder, Tensor, incoming, size_of
 from .module import STALE
 from .recompute import recomputed_reentrant
+from .work import NOTHING, Exchange, Operator, Ranks, Stream, in_place, parallel_cross_entropy
 
 LOGITS = Category.LOGITS
 
@@ -39,6 +41,11 @@ class ParallelShape:
     fused_softmax: bool = True
 
     @property
+    def ranks(self) -> Ranks:
+        """How they share linear layers."""
+        return Ranks(self.t, self.sequence_parallel)
+
+    @property
     def hidden(self) -> tuple[int, int, int]:
         """Shape of the hidden state outside the tensor-parallel regions: (s, b, h), or (s/t, b, h)."""
         return (self.s // self.t if self.sequence_parallel else self.s, self.b, self.spec.hidden)
@@ -56,7 +63,7 @@ def column_parallel(r: Recorder, x: Tensor, name: str, n: int, shape: ParallelSh
     weight = r.parameter(f"{name}.weight", (n, h), x.dtype)
     added = [r.parameter(f"{name}.bias", (n,), x.dtype)] if bias else []
     if not shape.sequence_parallel:
-        return ops.linear(r, x, weight, added[0] if bias else None, name=name)
+        return ops.linear(r, x, weight, added[0] if bias else None, name=name, parallel=shape.ranks.column)
     s, b, dtype, shard = shape.s, shape.b, x.dtype, x.shape
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -68,24 +75,27 @@ def column_parallel(r: Recorder, x: Tensor, name: str, n: int, shape: ParallelSh
         del gathered, grad
         return [scattered, grad_weight, *grad_bias]
 
-    node = r.node((x, weight, *added), (x, weight), backward)
+    work = shape.ranks.column(s * b, n, h, dtype)
+    node = r.node((x, weight, *added), (x, weight), backward, work=work)
     gathered = r.empty((s, b, h), dtype, f"{name}_gathered", Category.COMMUNICATION_BUFFERS)
     out = r.empty((s, b, n), dtype, name)
     del gathered
-    out.node = node
-    return out
+    return out.by(node)
 
 
 def row_parallel(r: Recorder, x: Tensor, name: str, shape: ParallelShape) -> Tensor:
     """``RowParallelLinear`` without its bias (``skip_bias_add``): all-reduced in place, or reduce-scattered."""
     h = shape.spec.hidden
-    out = ops.linear(r, x, r.parameter(f"{name}.weight", (h, x.shape[-1]), x.dtype), name=name)
+    weight = r.parameter(f"{name}.weight", (h, x.shape[-1]), x.dtype)
+    out = ops.linear(r, x, weight, name=name, parallel=shape.ranks.row)
     if not shape.sequence_parallel:
         return out
     full, dtype = out.shape, out.dtype
-    return r.empty(shape.hidden, dtype, f"{name}_scattered").by(
-        r.node((out,), (), lambda r, gradients: [r.empty(full, dtype, f"grad_{name}_gathered")])
-    )
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(full, dtype, f"grad_{name}_gathered")]
+
+    return r.empty(shape.hidden, dtype, f"{name}_scattered").by(r.node((out,), (), backward, work=NOTHING))
 
 
 def bias_dropout_add(r: Recorder, x: Tensor, residual: Tensor, name: str, p: float) -> Tensor:
@@ -127,8 +137,7 @@ def attention_probabilities(r: Recorder, scores: Tensor, shape: ParallelShape) -
     operators with an fp32 copy of the scores where the kernel does not fit."""
     if shape.fused_softmax:
         out = r.empty(scores.shape, scores.dtype, "probabilities")
-        out.node = r.node((scores,), (out,), lambda r, gradients: gradients)
-        return out
+        return out.by(r.node((scores,), (out,), lambda r, gradients: gradients, work=in_place(out.shape, out.dtype, 3)))
     upcast = ops.cast(r, scores, "fp32", "scores_fp32")
     upcast = ops.scale(r, upcast, "scores_scaled")
     upcast = ops.elementwise(r, "scores_masked", (upcast,))
@@ -139,11 +148,15 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: Parallel
     """Scores, softmax, dropout and context on (b a/t, s, d): the context as (s, b, h/t), and the scores,
     which ``ParallelAttention.forward`` keeps in a variable until it returns.
 
-    ``baddbmm`` writes beside its first argument: scratch of the scores' size, or ALiBi's own tensor.
+    ``baddbmm`` writes beside its first argument: scratch of the scores' size, or ALiBi's own tensor, which it copies
+    into its result.
     """
     b, s, n, d = shape.b, shape.s, shape.spec.heads // shape.t, shape.spec.head_dim
     scores_shape = (b * n, s, s)
-    scratch = [] if shape.spec.positions == "alibi" else [r.empty(scores_shape, shape.dtype, "matmul_result")]
+    alibi = shape.spec.positions == "alibi"
+    scratch = [] if alibi else [r.empty(scores_shape, shape.dtype, "matmul_result")]
+    if alibi and r.counts:
+        r.work.append(Stream(2 * size_of(scores_shape, shape.dtype)))
     attention_scores = ops.matmul(r, q, k, scores_shape, "scores")
     scratch.clear()
     probabilities = attention_probabilities(r, attention_scores, shape)
@@ -226,9 +239,13 @@ def vocab_parallel_embedding(r: Recorder, shape: ParallelShape) -> Tensor:
     indices = r.empty((b, s), "int64", "masked_input")
     out = ops.embedding(r, weight, indices, "word_embeddings")
     zeroed = out.view(*out.shape)
+    size = size_of(out.shape, dtype)
 
     zeroed.node = r.node(
-        (out,), (foreign,), lambda r, gradients: [r.empty((b, s, h), dtype, "grad_word_embeddings_zeroed")]
+        (out,),
+        (foreign,),
+        lambda r, gradients: [r.empty((b, s, h), dtype, "grad_word_embeddings_zeroed")],
+        work=Operator((Stream(size), Exchange("all-reduce", size))),
     )
     return zeroed
 
@@ -265,15 +282,15 @@ def head(r: Recorder, hidden: Tensor, shape: ParallelShape) -> tuple[Tensor, Ten
     """
     b, s, v = shape.b, shape.s, shape.vocab // shape.t
     weight = r.parameter("word.weight", (v, shape.spec.hidden), shape.dtype)
-    logits = ops.linear(r, hidden, weight, name="logits", category=LOGITS)
+    logits = ops.linear(r, hidden, weight, name="logits", category=LOGITS, parallel=Ranks(shape.t, False).column)
     upcast = ops.cast(r, logits, "fp32", "logits_fp32", LOGITS)
     del logits
     stale = r.outside((b, s, v), "fp32", LOGITS, STALE, drops=True)
     del stale
-    return vocab_parallel_cross_entropy(r, upcast), upcast
+    return vocab_parallel_cross_entropy(r, upcast, shape.t), upcast
 
 
-def vocab_parallel_cross_entropy(r: Recorder, logits: Tensor) -> Tensor:
+def vocab_parallel_cross_entropy(r: Recorder, logits: Tensor, t: int) -> Tensor:
     """``_VocabParallelCrossEntropy`` on (b, s, v/t) fp32, all in the logits' own storage.
 
     The maximum is subtracted, the exponential taken and the division done in place, and in backward
@@ -290,10 +307,15 @@ def vocab_parallel_cross_entropy(r: Recorder, logits: Tensor) -> Tensor:
     softmax = logits.storage
     shape = logits.shape
 
-    out.node = r.node((logits,), (outside, target), lambda r, gradients: [Tensor(softmax, shape, "fp32")])
+    work = parallel_cross_entropy(shape, t)
+    out.node = r.node((logits,), (outside, target), lambda r, gradients: [Tensor(softmax, shape, "fp32")], work=work)
     return r.empty((), "fp32", "loss").by(
         r.node((out,), (), lambda r, gradients: [r.empty((b, s), "fp32", "grad_loss_per_token")])
     )
+
+
+EULER = 0.5772
+"""By which the harmonic number of n exceeds its logarithm."""
 
 
 def adaptive_sizes(spec: ModelSpec, cutoffs: tuple[int, ...], div_value: float) -> list[tuple[int, int]]:
@@ -307,15 +329,20 @@ def adaptive_head(
 ) -> Tensor:
     """``torch.nn.AdaptiveLogSoftmaxWithLoss`` on (b s, h) in the parameters' dtype, whole on every rank.
 
-    An upper bound: every tail cluster is given all b s tokens, while each token enters at most one
-    (``torch/nn/modules/adaptive.py``). No part is sharded by tensor parallelism.
+    Memory is an upper bound: every tail cluster is given all b s tokens, while each token enters at most one
+    (``torch/nn/modules/adaptive.py``). Work is counted of the tokens that do, under Zipf's law. No part is sharded by
+    tensor parallelism.
     """
     n, dtype = shape.b * shape.s, shape.dtype
     x = hidden.view(n, shape.spec.hidden)
     tails = adaptive_sizes(shape.spec, cutoffs, div_value)
     first = cutoffs[0] + len(tails)
     out = adaptive_cluster(r, x, r.parameter("head.weight", (first, shape.spec.hidden), dtype), "head_logits")
+    edges = (*cutoffs, shape.spec.vocab)
     for i, (width, outputs) in enumerate(tails):
+        if r.counts:
+            share = log(edges[i + 1] / edges[i]) / (log(edges[-1]) + EULER)
+            x = hidden.view(max(1, int(n * share)), shape.spec.hidden)
         part = ops.linear(
             r, x, r.parameter(f"tail.{i}.projection", (width, shape.spec.hidden), dtype), name=f"tail_{i}_projection"
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import field
-from functools import cached_property
-from typing import TypeVar
+from dataclasses import field, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal, TypeVar
 
 from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Excursion, Hold, Hook, Scope, Tape, fold, renamed, rounded
 from ..values import dataclass
 from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
 from .tuning import FourBit, Tuning
+from .work import Attention, Kernel, Product
 
 STALE = -3
 """Id of a tensor that an earlier micro-batch left in a slot and that this one displaces."""
@@ -76,6 +78,64 @@ class Tapes:
         return fold(self.backward)
 
 
+Counted = tuple[tuple[Kernel, int], ...]
+"""Kernels, and how often each runs."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Passes:
+    """What the kernels of one module do for one micro-batch. One object for equal modules, so that
+    caches need not look inside."""
+
+    forward: Counted = ()
+    backward: Counted = ()
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """Of products and attention."""
+        kernels = (*self.forward, *self.backward)
+        return sum(times * one.flops for one, times in kernels if isinstance(one, Product | Attention))
+
+
+NO_PASSES = Passes()
+
+
+@lru_cache(maxsize=4096)
+def run_again(once: Passes) -> Passes:
+    """The same where backward runs the whole forward pass again before it (``CheckpointFunction``)."""
+    return replace(once, backward=once.forward + once.backward)
+
+
+@lru_cache(maxsize=1 << 14)
+def grown(two: Passes, four: Passes, b: int) -> Passes | None:
+    """Of ``b`` sequences, an even number, from those of 2 and of 4: each size of a kernel grows by as much for every
+    sequence. ``None`` where 4 have other kernels than 2."""
+    every = [[(type(one), times) for one, times in (*work.forward, *work.backward)] for work in (two, four)]
+    if every[0] != every[1] or len(two.forward) != len(four.forward):
+        return None
+
+    def field(x: Any, y: Any) -> Any:
+        if x == y:
+            return x
+        return type(x)(*map(field, x, y)) if isinstance(x, tuple) else x + (y - x) * (b // 2 - 1)
+
+    def of(first: Counted, second: Counted) -> Counted:
+        return tuple((field(one, other), times) for (one, times), (other, _) in zip(first, second, strict=True))
+
+    return Passes(of(two.forward, four.forward), of(two.backward, four.backward), two.parameters)
+
+
+@lru_cache(maxsize=4096)
+def joined(*modules: Passes) -> Passes:
+    """Of modules that run one after the other."""
+    return Passes(
+        tuple(one for module in modules for one in module.forward),
+        tuple(one for module in modules for one in module.backward),
+        tuple(one for module in modules for one in module.parameters),
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Module:
     """One entry of a rank's layer list, in every role that it plays.
@@ -96,6 +156,8 @@ class Module:
     """Ids of shared tensors that this module keeps until its backward."""
     slot: int = 0
     """Id of the tensor that stays in a slot until a later micro-batch displaces it; 0 where there is none."""
+    work: Passes = NO_PASSES
+    """Where it was asked for (``Options.counts``)."""
 
     @cached_property
     def evaluation_fold(self) -> Excursion:
@@ -162,6 +224,10 @@ class Options:
     """What is trained, where that is not every parameter."""
     seams: bool = False
     """Tapes have seams where a framework's hooks run."""
+    counts: Literal["", "first", "later"] = ""
+    """What kernels do is recorded, of the first micro-batch or of a later one, and no other role,"""
+    summed: str | None = None
+    """with the dtype of static buffers that gradients are added to, if that is not the gradients' own."""
     holds_input: bool = False
     """A module's caller holds its input until hooks behind its forward have run."""
 
@@ -183,6 +249,9 @@ def build(
             stored=options.parameters,
             tuning=options.tuning,
             seams=options.seams,
+            counts=bool(options.counts),
+            closed=bool(options.counts),
+            summed=options.summed,
         )
 
     return recorded(name, recipe, interface, options, recorder, present)[0]
@@ -197,17 +266,22 @@ def recorded(
     present: frozenset[str] = frozenset(),
 ) -> tuple[Module, RecorderKind]:
     """As ``build`` with recorders of a kind: ``make(first micro-batch, with a graph)``. Also the first of them."""
-    recorder = make(True, True)
+    recorder = make(options.counts != "later", True)
     first, run = _tapes(name, recipe, interface, recorder, options)
+    leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
+    parameters = tuple(_parameter(leaf, options.tuning is not None) for leaf in leaves)
+    if options.counts:
+        forward, backward = recorder.work[: recorder.forwards], recorder.work[recorder.forwards :]
+        work = Passes(tuple(Counter(forward).items()), tuple(Counter(backward).items()), parameters)
+        return Module(name, first, first, (), parameters, work=work), recorder
     steady, _ = _tapes(name, recipe, interface, make(False, True), options)
     evaluation = _evaluation_tape(name, recipe, interface, make(False, False), options)
-    leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
     made = Module(
         name,
         first,
         steady,
         evaluation,
-        tuple(_parameter(leaf, options.tuning is not None) for leaf in leaves),
+        parameters,
         tuple(_hold(first, id) for id in range(LEFT, LEFT - len(run.left), -1)),
         tuple(_hold(first, id) for id in run.shared),
         frozenset(id for id in recorder.saved_outside if id <= SHARED),
@@ -269,6 +343,7 @@ def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, 
     recorder.casts.clear()
     _convert(recorder, run)
     middle = len(recorder.events)
+    recorder.forwards = len(recorder.work)
     output = 0
     if run.output is not None:
         output = recorder.hand_over(run.output)

@@ -8,11 +8,13 @@ the real tensors; b micro-batch, s sequence, h hidden, a heads, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 
 from ..tape.events import Category
+from . import work
 from .autocast import cached_name, cast_to, promoted
-from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
+from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
 
 TEMPORARIES = Category.TEMPORARIES
 
@@ -55,17 +57,18 @@ def elementwise(
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [x and r.empty(*x, f"grad_{name}", category) for x in like]
 
-    node = None if saves_output else r.node(inputs, saves, backward)
-    out = r.empty(shape or inputs[0].shape, dtype or inputs[0].dtype, name, category)
-    out.node = r.node(inputs, (*saves, out), backward) if saves_output else node
-    return out
+    shape, dtype = shape or inputs[0].shape, dtype or inputs[0].dtype
+    if not saves_output:
+        return r.output(inputs, saves, backward, shape, dtype, name, category)
+    out = r.empty(shape, dtype, name, category)
+    return out.by(r.node(inputs, (*saves, out), backward))
 
 
 def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
     """``x + y``: saves nothing; both inputs receive the incoming gradient itself, summed if y was broadcast."""
     out = r.empty(x.shape, promoted(x.dtype, y.dtype), name)
     shape = y.shape
-    broadcast = _size(y.shape) < _size(x.shape)
+    broadcast = prod(y.shape) < prod(x.shape)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         gradient = incoming(gradients)
@@ -93,7 +96,7 @@ def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
 
     The gradient of ``other`` is computed before that of ``self``, of a broadcast factor at the full shape.
     """
-    full = x.shape if _size(x.shape) >= _size(y.shape) else y.shape
+    full = x.shape if prod(x.shape) >= prod(y.shape) else y.shape
     dtype = promoted(x.dtype, y.dtype)
     shape_x, shape_y = x.shape, y.shape
     need_x, need_y = x.node is not None, y.node is not None
@@ -101,7 +104,7 @@ def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
 
     def gradient(r: Recorder, shape: Shape, name: str) -> Tensor | Unsummed:
         whole = r.empty(full, dtype, name)
-        return Unsummed(whole, shape, f"{name}_sum") if _size(shape) < _size(full) else whole
+        return Unsummed(whole, shape, f"{name}_sum") if prod(shape) < prod(full) else whole
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         grad_y = gradient(r, shape_y, f"grad_{name}_other") if need_y else None
@@ -109,13 +112,6 @@ def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
         return [grad_x, grad_y]
 
     return r.output((x, y), saves, backward, full, dtype, name)
-
-
-def _size(shape: Shape) -> int:
-    n = 1
-    for dim in shape:
-        n *= dim
-    return n
 
 
 def cast(r: Recorder, x: Tensor, dtype: str, name: str, category: Category = TEMPORARIES) -> Tensor:
@@ -156,13 +152,14 @@ def linear(
     name: str = "linear",
     conv1d: bool = False,
     category: Category = TEMPORARIES,
+    parallel: Callable[[int, int, int, str], work.Operator] | None = None,
 ) -> Tensor:
     """``x @ weight (+ bias)`` of shape (…, n) from (…, k); weight (n, k) or (k, n).
 
     With bias ``addmm`` (gradients: mat1 = x, mat2 = weight; the engine sums that of self = bias), without
     ``mm`` (mat2 = weight before self = x). Saves x and the weight, each only if the other needs a gradient.
     The gradient of x is a product of matrices, of which x of more dimensions has a view.
-    ``conv1d``: transformers' ``Conv1D``, which calls ``addmm`` itself.
+    ``conv1d``: transformers' ``Conv1D``, which calls ``addmm`` itself. ``parallel``: what it does beside collectives.
     """
     if bias is None:
         x, weight = entering(r, "linear", x, weight, name=f"{name}_input")
@@ -195,7 +192,12 @@ def linear(
     inputs = (x, weight) if bias is None else (x, weight, bias)
     saves = [saved for saved, needed in ((x, needs_weight), (weight, needs_x)) if needed]
     saves = saves if has_bias else saves[::-1]
-    return r.output(inputs, saves, backward, (*x.shape[:-1], n), x.dtype, name, category)
+    tokens = prod(x.shape[:-1])
+    if parallel is None:
+        done = work.linear(tokens, n, k, x.dtype, needs_x=needs_x, needs_weight=needs_weight)
+    else:
+        done = parallel(tokens, n, k, x.dtype)
+    return r.output(inputs, saves, backward, (*x.shape[:-1], n), x.dtype, name, category, done)
 
 
 def matmul(r: Recorder, x: Tensor, y: Tensor, shape: Shape, name: str) -> Tensor:
@@ -210,9 +212,9 @@ def matmul(r: Recorder, x: Tensor, y: Tensor, shape: Shape, name: str) -> Tensor
         grad_x = r.empty(shape_x, dtype, f"grad_{name}_self") if needs_x else None
         return [grad_x, grad_y]
 
-    return r.output(
-        (x, y), [saved for saved, needed in ((y, needs_x), (x, needs_y)) if needed], backward, shape, x.dtype, name
-    )
+    saves = [saved for saved, needed in ((y, needs_x), (x, needs_y)) if needed]
+    done = work.batched(shape, x.shape[-1], x.dtype, needs_x=needs_x, needs_y=needs_y)
+    return r.output((x, y), saves, backward, shape, x.dtype, name, work=done)
 
 
 def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: bool = False) -> list[Tensor]:
@@ -268,6 +270,7 @@ def embedding(r: Recorder, weight: Tensor, indices: Tensor, name: str) -> Tensor
         (*indices.shape, weight.shape[1]),
         weight.dtype,
         name,
+        work=work.looked_up((*indices.shape, weight.shape[1]), weight.dtype),
     )
 
 
@@ -310,7 +313,11 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [r.empty(shape, dtype, "grad_log_probabilities", Category.LOGITS)]
 
-    out.node = r.node((x,), (x, labels, weight), backward)
+    # forward reads the labels' elements alone; backward fills zeros
+    done = work.Operator(
+        (work.Stream(2 * size_of(labels.shape, dtype)),), (work.Stream(size_of(shape, dtype), 2, True),)
+    )
+    out.node = r.node((x,), (x, labels, weight), backward, work=done)
     return out
 
 

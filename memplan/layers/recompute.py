@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from .autograd import Gradients, Node, Recorder, Storage, Tensor
+from .work import NOTHING
 
 
 class _StopRecompute(Exception):  # noqa: N818 - not an error
@@ -94,7 +95,7 @@ def recomputed_reentrant(recorder: Recorder, region: Callable[..., Tensor], inpu
         r.backward([again.alias()], [gradient.alias()])
         return [leaf.take() for _, leaf in leaves]
 
-    out.node = recorder.node(inputs, (), backward)
+    out.node = recorder.node(inputs, (), backward, work=NOTHING)
     for x in inputs:
         if x.storage.at < 0:
             recorder.saved_outside.add(x.storage.id)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 from ..tape.events import Category
 from . import ops
-from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed
+from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, size_of
+from .work import Exchange, Kind, Operator, Stream, Work, looked_up
 
 PARTIAL = "partial"
 """Last part of the name of a parameter's gradient that has still to be summed over ranks."""
@@ -65,7 +66,9 @@ def gathered(r: Recorder, x: Tensor, t: int, name: str) -> Tensor:
     shape, dtype = x.shape, x.dtype
     out = all_gather(r, shape, dtype, t, name)
 
-    out.node = r.node((x,), (), lambda r, gradients: [reduce_scatter(r, shape, dtype, t, f"grad_{name}")])
+    size = t * size_of(shape, dtype)
+    work = Operator(_moved("all-gather", size, shape), _moved("reduce-scatter", size, shape))
+    out.node = r.node((x,), (), lambda r, gradients: [reduce_scatter(r, shape, dtype, t, f"grad_{name}")], work=work)
     return apart(out)
 
 
@@ -74,8 +77,16 @@ def scattered(r: Recorder, x: Tensor, t: int, name: str, run: Runner | None = No
     becomes of the output in a recomputed region."""
     b, s, h = x.shape
     out = reduce_scatter(r, (b, s // t, h), x.dtype, t, name, run)
-    out.node = r.node((x,), (), _gathers((b, s // t, h), x.dtype, t, name))
+    size = size_of(x.shape, x.dtype)
+    work = Operator(_moved("reduce-scatter", size, x.shape), _moved("all-gather", size, x.shape))
+    out.node = r.node((x,), (), _gathers((b, s // t, h), x.dtype, t, name), work=work)
     return out
+
+
+def _moved(kind: Kind, size: int, shape: Shape) -> Work:
+    """A collective, and the copy of the whole along dimension 0: none of one sequence that is gathered."""
+    copied = [Stream(2 * size)] if kind == "reduce-scatter" or shape[0] > 1 else []
+    return (Exchange(kind, size), *copied)
 
 
 def _gathers(shape: Shape, dtype: str, t: int, name: str) -> Callable[[Recorder, Gradients], Sequence[Tensor | None]]:
@@ -109,7 +120,9 @@ def embedding(r: Recorder, weight: Tensor, tokens: Tensor, t: int, name: str) ->
     b, s, h = rows.shape
     sent = r.empty((b * t, s // t, h), rows.dtype, f"{name}_sent", BUFFERS)
     out = r.empty((b, s // t, h), rows.dtype, name)
-    out.node = r.node((rows,), (), _gathers(out.shape, out.dtype, t, name))
+    size = size_of((b, s, h), rows.dtype)
+    work = Operator(_moved("reduce-scatter", size, rows.shape), _moved("all-gather", size, rows.shape))
+    out.node = r.node((rows,), (), _gathers(out.shape, out.dtype, t, name), work=work)
     return out, [sent]
 
 
@@ -119,7 +132,10 @@ def _rows(r: Recorder, weight: Tensor, tokens: Tensor, t: int, name: str) -> Ten
     rows = r.empty((*tokens.shape, weight.shape[1]), dtype, f"{name}_rows")
 
     rows.node = r.node(
-        (weight,), (tokens,), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_weight/{REPLICATED}")]
+        (weight,),
+        (tokens,),
+        lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_weight/{REPLICATED}")],
+        work=looked_up(rows.shape, dtype),
     )
     del mask, local
     return rows
@@ -143,7 +159,9 @@ def gathered_logits(r: Recorder, x: Tensor, t: int) -> Tensor:
     received = r.empty((b * t, s, v), dtype, "logits_received", LOGITS)
     out = r.empty((b, s, v * t), dtype, "logits_gathered", LOGITS)
     del received
-    out.node = r.node((x,), (), lambda r, gradients: [r.empty(part, dtype, "grad_logits_part", LOGITS)])
+    size = size_of(out.shape, dtype)
+    work = Operator((Exchange("all-gather", size), Stream(2 * size, 1, True)))
+    out.node = r.node((x,), (), lambda r, gradients: [r.empty(part, dtype, "grad_logits_part", LOGITS)], work=work)
     return out
 
 
@@ -166,7 +184,10 @@ def log_softmax(r: Recorder, x: Tensor) -> Tensor:
     total = reduced(r, total, "exponentials_sum_reduced")
     logarithm = r.empty(tokens, x.dtype, "exponentials_log")
     out = r.empty(x.shape, x.dtype, "log_probabilities", LOGITS)
-    out.node = r.node((x,), (out,), lambda r, gradients: gradients)
+    # the maximum; less it; exponentials; their sum; the logarithm of which is subtracted
+    size, rows = size_of(x.shape, x.dtype), size_of(tokens, x.dtype)
+    work = Operator((Stream(8 * size, 5, True), Exchange("all-reduce", rows, times=2)), ())
+    out.node = r.node((x,), (out,), lambda r, gradients: gradients, work=work)
     del top, total, logarithm, shifted
     return out
 
@@ -204,7 +225,10 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
     out = r.empty((), dtype, "loss")
     del summed, result, safe, local, picked, total
 
-    out.node = r.node((x,), (x, labels, weight), lambda r, gradients: [_grad_logits(r, shape, dtype)])
+    # zeros with the label's entry; exponentials; their sum; the product with the loss's gradient
+    size = size_of(shape, dtype)
+    work = Operator((Exchange("all-reduce", size_of(n, dtype)),), (Stream(8 * size, 4, True),))
+    out.node = r.node((x,), (x, labels, weight), lambda r, gradients: [_grad_logits(r, shape, dtype)], work=work)
     return out
 
 

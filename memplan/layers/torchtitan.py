@@ -35,6 +35,7 @@ class _Keeping(Recorder):
     def of(cls, recorder: Recorder, kept: list[Storage], again: bool) -> _Keeping:
         twin = cls.__new__(cls)
         twin.__dict__ = {**recorder.__dict__, "outer": recorder, "outputs": kept, "again": again}
+        twin.counts = recorder.counts and not again
         return twin
 
     def empty(self, shape: Shape, dtype: str, name: str, category: Category = Category.TEMPORARIES) -> Tensor:

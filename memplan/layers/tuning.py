@@ -9,10 +9,11 @@ Shapes: x (…, k), weight (n, k), rank r.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from ..values import dataclass
-from . import ops
-from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming
+from . import ops, work
+from .autograd import ITEMSIZE, Gradients, Recorder, Tensor, Unsummed, incoming
 
 BLOCK = 64
 """Elements of a 4-bit weight under one scale (``Params4bit``, ``blocksize``)."""
@@ -207,7 +208,10 @@ def matmul_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> 
         del weight
         return [grad_x]
 
-    out.node = r.node((x,), (), backward)
+    tokens, unpacked = prod(shape[:-1]), work.Stream((0.5 + ITEMSIZE[four_bit.dtype]) * n * k)
+    product = work.linear(tokens, n, k, dtype, needs_weight=False)
+    done = work.Operator((unpacked, *(product.forward or ())), (unpacked, *(product.backward or ())))
+    out.node = r.node((x,), (), backward, work=done)
     return out
 
 

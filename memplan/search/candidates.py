@@ -25,8 +25,9 @@ from .cuts import ChunkLayers, Ratios, StageLayers, fastest
 from .lower_bounds import Needs
 from .point import Extra, Point, Recomputing
 from .space import Space
-from .time import EntryTimes, LayerTimes, Rates, Shape, StageWork, rates_of, shape_of, step_seconds, step_time, work_of
+from .time import EntryTimes, LayerTimes, Rates, Shape, StageWork, rates_of, step_seconds, step_time, work_of
 from .time.layer import send_time, times_of
+from .time.shape import Shapes
 from .time.updates import Replicas, updates
 
 Groups = tuple[tuple[int, tuple[StageWork, ...]], ...]
@@ -48,7 +49,7 @@ class Clock:
     def __init__(self, space: Space) -> None:
         self.space = space
         self.chooses_cut, self.alone = space.search.chooses_cut, space.framework.supports.stages_without_layers
-        self._shapes: dict[object, tuple[Shape, Rates]] = {}
+        self._shapes: dict[object, tuple[Shapes, Rates]] = {}
         self._families: dict[object, _Family] = {}
         self._kept: dict[object, ResolvedPlan] = {}
         self._laid_out: dict[object, ResolvedPlan] = {}
@@ -72,9 +73,9 @@ class Clock:
         if key not in self._shapes:
             recompute, zero = Recomputing(point.recompute.mode), self.space.least_zero
             plan = self.space.alone(point._replace(recompute=recompute, zero=zero, extras=extras))
-            self._shapes[key] = replace(shape_of(plan), b=1), rates_of(plan)
-        one, rates = self._shapes[key]
-        shape = replace(one, b=point.mbs)
+            self._shapes[key] = Shapes(plan, accumulates), rates_of(plan)
+        shapes, rates = self._shapes[key]
+        shape = shapes.of(point.mbs)
         times = times_of(shape, rates, False, False)
         ratios = _ratios(times, point.recompute)
         if point.pp > 1:

@@ -14,6 +14,7 @@ from memplan.cli import main
 from memplan.estimate import detail
 from memplan.frameworks import ROOMS, Framework, Supports, framework, frameworks
 from memplan.frameworks.plain import programs as plain
+from memplan.frameworks.plain.timing import PlainTime
 from memplan.layers.module import Module, Options, Tapes
 from memplan.optimizers.states import State, full
 from memplan.plan.errors import PlanError
@@ -42,7 +43,7 @@ class ToySearch(FrameworkSearch):
         return [(Extra("SGD", (("optimizer.name", "sgd"), ("optimizer.implementation", None)), keeps_numerics=False),)]
 
 
-class ToyTime(FrameworkTime):
+class ToyTime(PlainTime):
     def exposed(self, replicas: Replicas, rank: Exchange) -> float:
         """Gradients are summed one by one, and nothing hides it."""
         size = rank.trained * replicas.gradient

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ...search.time.collectives import collective
-from ...search.time.framework import FrameworkTime
 from ...search.time.shape import ITEMSIZE
 from ...search.time.updates import Exchange, Replicas, beside
+from ..plain.timing import PlainTime
 
 BUCKET = 25 * 2**20
 """Bytes of DDP's bucket, the last of which nothing hides."""
 
 
-class DdpTime(FrameworkTime):
+class DdpTime(PlainTime):
     def exposed(self, replicas: Replicas, rank: Exchange) -> float:
         """Buckets are summed while backward goes on; ``ZeroRedundancyOptimizer`` broadcasts what its owners updated."""
         plan, rates, across = replicas.plan, replicas.rates, replicas.across

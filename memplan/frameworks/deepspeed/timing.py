@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ...plan.resolved import ResolvedPlan
-from ...search.time.framework import FrameworkTime
 from ...search.time.shape import ITEMSIZE
 from ...search.time.updates import HOST_ADAM, NVME, Exchange, Replicas, beside, node_gpus, sharded
+from ..plain.timing import PlainTime
 
 
-class DeepspeedTime(FrameworkTime):
+class DeepspeedTime(PlainTime):
     def exposed(self, replicas: Replicas, rank: Exchange) -> float:
         plan = replicas.plan
         if plan.layout.zero == 3:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from ...layers.module import Options, joined
 from ...plan.resolved import ResolvedPlan
-from ...search.time.framework import FrameworkTime
-from ...search.time.shape import ITEMSIZE, Code, StageWork, Work, recomputed
+from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, recomputed
 from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus, sharded
+from ..plain.timing import PlainTime
 from .stages import partition
+from .torchtitan import Checkpointing, recipes
 
 
-class FsdpTime(FrameworkTime):
-    def code(self, plan: ResolvedPlan) -> Code:
-        return Code(complex_rope=plan.fsdp.code == "torchtitan")
+class FsdpTime(PlainTime):
+    def entries(self, plan: ResolvedPlan) -> Entries:
+        if plan.fsdp.code == "transformers":
+            return super().entries(plan)
+        made, options = recipes(plan), Options(counts="later" if plan.microbatches > 1 else "first")
+        modes: dict[str, Checkpointing] = {"none": "none", "full": "full"}
+        mode = modes.get(plan.recompute.mode, "op")
+        embedding, norm, head, loss = made.ends(options)
+        layer, again = made.block("none", options), made.block(mode, options)
+        return Entries(embedding.work, layer.work, again.work, norm.work, joined(head.work, loss.work))
 
     def stages(self, plan: ResolvedPlan) -> Work:
         if plan.layout.pp == 1:

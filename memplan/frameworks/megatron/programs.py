@@ -208,7 +208,7 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
     receives, sends = "embedding" not in entries, "head" not in entries
     tied_here = shape.spec.tied_embeddings and {"embedding", "head"} <= set(entries)
     groups = _grouped(job.recompute, entries) or [["passthrough"]]
-    layer_shape, end_shape = _shapes(shape)
+    layer_shape, end_shape = module_shapes(shape)
     spans: list[Span] = []
     for at, group in enumerate(groups):
         own = replace(
@@ -235,7 +235,7 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
 
 
 @lru_cache(maxsize=1024)
-def _shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
+def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
     return replace(shape, cross_entropy="unfused", per_token_loss=False), replace(shape, recompute_modules=())
 

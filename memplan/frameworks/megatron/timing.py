@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from ...layers.module import Options, run_again
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
-from ...search.time.shape import ITEMSIZE, Code, Work, named
+from ...search.time.shape import ITEMSIZE, Entries, Work, named
 from ...search.time.updates import Exchange, Replicas, beside
-from .programs import stage_entries
+from .programs import core_shape, end_module, layers_module, module_shapes, stage_entries
 from .states import bucket_size
 
 SCATTERED = (1, 13)
@@ -21,26 +24,19 @@ yet beside its weight gradient, and the latter was added to the buffer by a kern
 class MegatronTime(FrameworkTime):
     fused_attention = True
 
-    def code(self, plan: ResolvedPlan) -> Code:
-        given, recent = plan.megatron, not _older(plan, NOT_OVERLAPPED)
-        te = given.transformer_impl == "transformer_engine"
-        return Code(
-            norm_in_python=False,
-            joined_inputs=True,
-            joined_gradients=not te,
-            packed_attention=te,
-            fused_softmax=True,
-            parallel_loss=True,
-            fused_loss=given.cross_entropy_fusion,
-            fused_rope=given.rope_fusion,
-            fused_activation=given.bias_gelu_fusion and given.bias_swiglu_fusion,
-            fused_residual=given.bias_dropout_fusion,
-            fused_accumulation=given.gradient_accumulation_fusion and recent,
-            gradient_buffer=True,
-            reduces_blocks_apart=te,
-            scattered_sends=_older(plan, SCATTERED),
-            overlapped=recent,
-        )
+    def entries(self, plan: ResolvedPlan) -> Entries:
+        whole, recent = core_shape(plan), not _older(plan, NOT_OVERLAPPED)
+        whole = replace(whole, asynchronous=recent, gradient_fusion=whole.gradient_fusion and recent)
+        options = Options(counts="later", consumes_gradients=True, summed=plan.precision.gradients)
+        shape, ends = module_shapes(whole)
+        front = replace(shape, recompute_modules=())  # also of the ends before the head
+        plain = layers_module(front, 0, options).work
+        again = run_again(plain) if plan.recompute.mode == "full" else layers_module(shape, 0, options).work
+        embedding, norm = (end_module(name, front, False, options).work for name in ("embedding", "final_norm"))
+        return Entries(embedding, plain, again, norm, end_module("head", ends, False, options).work)
+
+    def scattered_sends(self, plan: ResolvedPlan) -> bool:
+        return super().scattered_sends(plan) or _older(plan, SCATTERED)
 
     def overlapped_sends(self, plan: ResolvedPlan, vpp: int) -> bool:
         return super().overlapped_sends(plan, vpp) and not _older(plan, SCATTERED)

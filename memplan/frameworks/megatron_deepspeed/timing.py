@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
+from ...layers.module import Options, joined, run_again
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
-from ...search.time.shape import Code, StageWork, Work, named
+from ...search.time.shape import Entries, StageWork, Work, named
 from ...search.time.updates import Exchange, Replicas
-from .programs import parallel_shape, stage_bounds
+from .programs import end_module, layer_module, parallel_shape, stage_bounds
 
 
 class MegatronDeepspeedTime(FrameworkTime):
-    positions_twice = True  # EmbeddingPipe
-
-    def code(self, plan: ResolvedPlan) -> Code:
-        given = plan.megatron
-        return Code(
-            norm_in_python=False,
-            joined_inputs=True,
-            joined_gradients=True,
-            fused_softmax=True,
-            parallel_loss=True,
-            fused_activation=given.bias_gelu_fusion and given.bias_swiglu_fusion,
-            fused_residual=given.bias_dropout_fusion,
-            scattered_sends=True,
+    def entries(self, plan: ResolvedPlan) -> Entries:
+        shape = parallel_shape(plan)
+        options = Options(counts="later" if plan.microbatches > 1 else "first", summed=plan.precision.gradients)
+        plain = layer_module(replace(shape, selective=False), 0, options).work
+        again = run_again(plain) if plan.recompute.mode == "full" else layer_module(shape, 0, options).work
+        ends = replace(shape, selective=False)
+        embedding, into, back, norm, head = (
+            end_module(name, ends, plan.loss, False, options).work
+            for name in ("embedding", "transpose_in", "transpose_out", "final_norm", "head")
         )
+        return Entries(joined(embedding, into), plain, again, norm, joined(back, head))
+
+    def scattered_sends(self, plan: ResolvedPlan) -> bool:
+        return True
 
     def stages(self, plan: ResolvedPlan) -> Work:
         entries, bounds = stage_bounds(plan, parallel_shape(plan))

@@ -9,17 +9,18 @@ behind every parameter's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
 
 from ...families import family as family_of
 from ...families.base import Submodules
 from ...layers import ends
-from ...layers.autograd import Accumulate, Backward, Gradients, Leaf, Node, Recorder, Shape, Tensor, Unsummed
+from ...layers.autograd import DERIVED, Accumulate, Backward, Gradients, Leaf, Node, Recorder, Shape, Tensor, Unsummed
 from ...layers.huggingface import LayerShape
 from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run, recorded
 from ...layers.recompute import Frame
+from ...layers.work import Operator
 from ...tape.events import INPUT, Category, Hook
 from ...values import dataclass
 from .programs import (
@@ -92,12 +93,17 @@ class HookedRecorder(Recorder):
         return super().parameter(name, shape, dtype)
 
     def node(
-        self, inputs: Sequence[Tensor], saved: Iterable[Tensor], backward: Backward, outputs: int = 1
+        self,
+        inputs: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        backward: Backward,
+        outputs: int = 1,
+        work: Operator = DERIVED,
     ) -> Node | None:
         leaves = {x.node.leaf.name: x.node.leaf for x in inputs if isinstance(x.node, Accumulate)}
         names = tuple(name for name, leaf in leaves.items() if leaf.is_parameter)
         if not names:
-            return super().node(inputs, saved, backward, outputs)
+            return super().node(inputs, saved, backward, outputs, work)
         module = min(names, key=lambda name: not name.endswith(".weight"))
         self.modules[module] = names
         if len(names) == len(inputs):
@@ -105,7 +111,7 @@ class HookedRecorder(Recorder):
         is_matrix = len(leaves[module].shape) > 1
         if is_matrix:
             self.before(module)
-        node = super().node(inputs, saved, self._announced(module, backward), outputs)
+        node = super().node(inputs, saved, self._announced(module, backward), outputs, work)
         if node is not None and node.frame is not None:
             node.backward = backward
             node.frame = _Announced(node.frame, module)

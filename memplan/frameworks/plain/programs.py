@@ -236,6 +236,19 @@ def head_loss(plan: ResolvedPlan) -> HeadLoss:
     )
 
 
+def recipe_options(plan: ResolvedPlan, options: Options) -> Options:
+    """``options`` with what the plan says of autocast, adapters and what the model returns."""
+    shape, autocast = layer_shape(plan), plan.precision.dtype if plan.precision.autocast else None
+    return replace(
+        options,
+        kernel_workspaces=options.kernel_workspaces and shape.flash,
+        autocast=autocast,
+        parameters=shape.dtype if autocast else None,
+        converts_outputs=trainer.converts_outputs(plan),
+        tuning=tuning_of(plan),
+    )
+
+
 def check(plan: ResolvedPlan) -> None:
     """Refuses what these recipes do not cover."""
     recompute, precision = plan.recompute, plan.precision
@@ -284,17 +297,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     """One program per device: of a device map, embedding and head on the first, final norm on the last,
     as ``parallelize`` places them."""
     check(plan)
-    shape = layer_shape(plan)
-    autocast = plan.precision.dtype if plan.precision.autocast else None
-    tuning = tuning_of(plan)
-    options = replace(
-        options,
-        kernel_workspaces=options.kernel_workspaces and shape.flash,
-        autocast=autocast,
-        parameters=shape.dtype if autocast else None,
-        converts_outputs=trainer.converts_outputs(plan),
-        tuning=tuning,
-    )
+    shape, options = layer_shape(plan), recipe_options(plan, options)
+    autocast, tuning = options.autocast, options.tuning
     embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan))
     if not embedding.first.backward and not trains_layers(plan, tuning):
         embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan), False)

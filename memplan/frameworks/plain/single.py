@@ -38,9 +38,9 @@ class Single(Framework):
 
     @cached_property
     def time(self) -> FrameworkTime:
-        from ...search.time.framework import FrameworkTime as Plain
+        from .timing import PlainTime
 
-        return Plain()
+        return PlainTime()
 
 
 FRAMEWORK = Single()

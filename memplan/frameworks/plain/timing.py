@@ -1,13 +1,30 @@
-"""``device-map`` in the time of a step: devices run one after the other."""
+"""Plain PyTorch's layers in the time of a step, and ``device-map``: devices run one after the other."""
 
 from __future__ import annotations
 
+from ...layers.module import NO_PASSES, Options, Passes
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
-from ...search.time.shape import StageWork, Work, recomputed
+from ...search.time.shape import Entries, StageWork, Work, recomputed
+from . import programs
 
 
-class DeviceMapTime(FrameworkTime):
+class PlainTime(FrameworkTime):
+    """transformers' modules."""
+
+    def entries(self, plan: ResolvedPlan) -> Entries:
+        shape = programs.layer_shape(plan)
+        options = programs.recipe_options(plan, Options(counts="later" if plan.microbatches > 1 else "first"))
+
+        def layer(recompute: bool) -> Passes:
+            return programs.layer_module(shape, recompute, plan.code, options).work
+
+        embedding, norm, head = programs.end_modules(shape, plan.code, options, programs.head_loss(plan))
+        normed = norm.work if norm is not None else NO_PASSES
+        return Entries(embedding.work, layer(False), layer(plan.recompute.mode == "full"), normed, head.work)
+
+
+class DeviceMapTime(PlainTime):
     pipelined = False
 
     def stages(self, plan: ResolvedPlan) -> Work:

@@ -11,8 +11,9 @@ from functools import lru_cache
 
 from ...tape.events import Category, Drop, Hold, Tape
 from .. import ops
-from ..autograd import Recorder, Shape, Tensor, incoming
+from ..autograd import Recorder, Shape, Tensor, incoming, size_of
 from ..module import SHARED, Module, Tapes, hold_bytes
+from ..work import Exchange, Operator
 from . import local
 from .ends import ATTENTION_MASK, LOSS_MASK, POSITION_IDS, embedding, output_layer
 from .losses import language_model_loss, scalar_gradient, total
@@ -107,11 +108,10 @@ def _gathered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     """``gather_from_sequence_parallel_region``: backward takes this rank's slice, a view."""
     shard = x.shape
 
-    node = r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*shard)])
     whole = (shape.s, shape.b, shape.spec.hidden)
-    out = r.empty(whole, x.dtype, "pooler_gathered", Category.COMMUNICATION_BUFFERS)
-    out.node = node
-    return out
+    work = Operator((Exchange("all-gather", size_of(whole, x.dtype)),), ())
+    node = r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*shard)], work=work)
+    return r.empty(whole, x.dtype, "pooler_gathered", Category.COMMUNICATION_BUFFERS).by(node)
 
 
 def lm_head(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:

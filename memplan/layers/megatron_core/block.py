@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from .. import ops
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
 from ..recompute import recomputed_reentrant
+from ..work import NOTHING
 from . import local, te, te_attention
 from .ends import keep_mask
 from .shape import CoreShape
@@ -94,7 +95,7 @@ def _without_output(r: Recorder, x: Tensor, region: Callable[[Recorder, Tensor],
         del again
         return [leaf.take()]
 
-    out.node = r.node((x,), (x,), backward)
+    out.node = r.node((x,), (x,), backward, work=NOTHING)
 
     def recompute(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         start = len(r.events)
@@ -107,7 +108,7 @@ def _without_output(r: Recorder, x: Tensor, region: Callable[[Recorder, Tensor],
     def discard(r: Recorder, later: Tensor) -> None:
         r.dropped(out.storage)
         r.hand_over(out)
-        later.node = r.node((later,), (), recompute)
+        later.node = r.node((later,), (), recompute, work=NOTHING)
 
     return out, discard
 

@@ -15,8 +15,9 @@ from typing import Literal
 
 from ...tape.events import Category, Drop, Hold, Tape
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
 from ..module import SHARED, Module, Tapes, hold_bytes
+from ..work import Exchange, Operator, Stream, looked_up
 from . import te
 from .losses import gpt_loss, language_model_loss, sorted_indices
 from .shape import CoreShape
@@ -207,8 +208,13 @@ def vocab_parallel_embedding(
     tied, permuted = shape if tied_here else None, b > 1 and s > 1
     out = lookup(r, weight, tokens, "word_embeddings", sorts=shape.deterministic, permuted=permuted, tied=tied)
     if foreign is not None:
-        whole = out.shape
-        node = r.node((out,), (foreign,), lambda r, gradients: [r.empty(whole, dtype, "grad_word_embeddings_zeroed")])
+        whole, size = out.shape, size_of(out.shape, dtype)
+        summed = [] if scatters else [Exchange("all-reduce", size)]
+
+        def zeroed(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+            return [r.empty(whole, dtype, "grad_word_embeddings_zeroed")]
+
+        node = r.node((out,), (foreign,), zeroed, work=Operator((Stream(size), *summed)))
         out = Tensor(out.storage, whole, dtype, node)
     if scatters:
         out = transposed(r, out, (s, b, h), "word_embeddings_transposed")
@@ -245,7 +251,7 @@ def lookup(
         waiting.clear()
         return [r.empty(table, dtype, "grad_tied_sum")] if sums else [made]
 
-    out.node = r.node((weight,), (indices,), backward)
+    out.node = r.node((weight,), (indices,), backward, work=looked_up(out.shape, dtype))
     return out
 
 
@@ -295,16 +301,25 @@ def transposed(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
 def _first_slice(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     """``scatter_to_sequence_parallel_region``: a view of this rank's tokens, whose gradient is gathered."""
     whole, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_embedding_gathered", COMMUNICATION)])
-    return Tensor(x.storage, shape.hidden, dtype, node)
+    return Tensor(
+        x.storage, shape.hidden, dtype, r.node((x,), (), _gathers(whole, dtype), work=_gathered(whole, dtype))
+    )
 
 
 def _reduce_scattered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     """``reduce_scatter_to_sequence_parallel_region``: a fresh (s/t, b, h), whose gradient is gathered."""
     whole, dtype = x.shape, x.dtype
-    return r.empty(shape.hidden, dtype, "word_embeddings_scattered").by(
-        r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_embedding_gathered", COMMUNICATION)])
-    )
+    work = _gathered(whole, dtype)._replace(forward=(Exchange("reduce-scatter", size_of(whole, dtype)),))
+    out = r.empty(shape.hidden, dtype, "word_embeddings_scattered")
+    return out.by(r.node((x,), (), _gathers(whole, dtype), work=work))
+
+
+def _gathers(whole: Shape, dtype: str) -> Backward:
+    return lambda r, gradients: [r.empty(whole, dtype, "grad_embedding_gathered", COMMUNICATION)]
+
+
+def _gathered(whole: Shape, dtype: str) -> Operator:
+    return Operator((), (Exchange("all-gather", size_of(whole, dtype)),))
 
 
 def cloned(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -350,12 +365,12 @@ def output_layer(
             grad_weight = r.empty((v, h), dtype, "grad_head_weight")
         return [received, grad_weight, *([r.empty((v,), dtype, "grad_head_bias")] if bias else [])]
 
-    node = r.node((hidden, *parameters), (hidden,), backward)
+    work = shape.ranks.column(s * b, v, h, dtype, shape.added(r.summed))
+    node = r.node((hidden, *parameters), (hidden,), backward, work=work)
     logits = r.empty((s, b, v), dtype, "logits", LOGITS)
     if bias:
         logits = r.empty((s, b, v), dtype, "logits_biased", LOGITS)
-    logits.node = node
-    return logits
+    return logits.by(node)
 
 
 def gpt_head(r: Recorder, hidden: Tensor, shape: CoreShape, *, tied_here: bool = False) -> Tensor:

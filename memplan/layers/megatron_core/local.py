@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ...tape.events import Category
 from .. import ops
-from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming
+from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from ..work import NOTHING, Operator, Stream, in_place, scaled_scores
 from .ends import ATTENTION_MASK, input_of
 from .shape import CoreShape
 
@@ -76,13 +77,13 @@ def bias_gelu(r: Recorder, x: Tensor, bias: Tensor, name: str) -> Tensor:
 def bias_swiglu(r: Recorder, x: Tensor, bias: Tensor | None, name: str) -> Tensor:
     """``BiasSwiGLUFunction`` or ``SwiGLUFunction`` on (s, b, 2 f): saves input and bias, gives (s, b, f)."""
     shape, dtype = x.shape, x.dtype
-    if bias is None:
-        node = r.node((x,), (x,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}_swiglu")])
-    else:
-        node = r.node((x, bias), (x, bias), _same_for_bias(shape, dtype, bias.shape, name))
-    out = r.empty((*shape[:-1], shape[-1] // 2), dtype, f"{name}_swiglu")
-    out.node = node
-    return out
+    inputs = (x,) if bias is None else (x, bias)
+
+    def plain(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, f"grad_{name}_swiglu")]
+
+    backward = plain if bias is None else _same_for_bias(shape, dtype, bias.shape, name)
+    return r.output(inputs, inputs, backward, (*shape[:-1], shape[-1] // 2), dtype, f"{name}_swiglu")
 
 
 def _same_for_bias(shape: Shape, dtype: str, bias: Shape, name: str) -> Backward:
@@ -145,16 +146,18 @@ def _elements(shape: Shape) -> int:
 
 
 def _linear(
-    r: Recorder, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, shape: CoreShape, *, gathers: bool
+    r: Recorder, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, shape: CoreShape, *, columns: bool
 ) -> Tensor:
     """``LinearWithGradAccumulationAndAsyncCommunication``: saves its input as it came and the weight.
 
-    ``gathers``: the input is a shard of the sequence, gathered into the static buffer here and again in
-    backward, where the gradient of the whole is reduce-scattered into a tensor of its own.
+    ``columns`` of the weight's outputs are shared out; with sequence parallelism the input is a shard of the sequence
+    then, gathered into the static buffer here and again in backward, where the gradient of the whole is
+    reduce-scattered into a tensor of its own.
     """
     n, k = weight.shape
+    parallel = shape.ranks.column if columns else shape.ranks.row
     saved, dtype, has_bias, fused = x.shape, x.dtype, bias is not None, shape.gradient_fusion
-    whole = (shape.s, *x.shape[1:])
+    gathers, whole = columns and shape.sequence_parallel, (shape.s, *x.shape[1:])
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         grad = r.empty(whole, dtype, f"grad_{name}_input")
@@ -164,12 +167,15 @@ def _linear(
         return [shard, grad_weight, *grad_bias]
 
     inputs = (x, weight) if bias is None else (x, weight, bias)
-    node = r.node(inputs, (x, weight), backward)
+    work = parallel(whole[0] * whole[1], n, k, dtype, shape.added(r.summed))
+    if has_bias and work.forward is not None and work.backward is not None:
+        biased = size_of((*whole[:-1], n), dtype)  # a sum of its own, and a reduction of the gradient
+        work = Operator((*work.forward, Stream(2 * biased)), (*work.backward, Stream(biased)))
+    node = r.node(inputs, (x, weight), backward, work=work)
     out = r.empty((*whole[:-1], n), dtype, name)
     if has_bias:
         out = r.empty(out.shape, dtype, f"{name}_biased")
-    out.node = node
-    return out
+    return out.by(node)
 
 
 def _parameters(r: Recorder, name: str, weight: Shape, dtype: str, bias: bool) -> tuple[Tensor, Tensor | None]:
@@ -183,20 +189,23 @@ def column_linear(
     """``ColumnParallelLinear`` with ``n`` outputs on this rank: (s, b, n), and the bias if it is not added."""
     weight, added = _parameters(r, name, (n, x.shape[-1]), shape.dtype, bias)
     kept = added if skip_bias else None
-    out = _linear(r, x, weight, None if skip_bias else added, name, shape, gathers=shape.sequence_parallel)
+    out = _linear(r, x, weight, None if skip_bias else added, name, shape, columns=True)
     return out, kept
 
 
 def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool) -> tuple[Tensor, Tensor | None]:
     """``RowParallelLinear`` to (s, b, h), all-reduced in place or reduce-scattered; its bias is not added."""
     weight, kept = _parameters(r, name, (shape.spec.hidden, x.shape[-1]), shape.dtype, bias)
-    out = _linear(r, x, weight, None, name, shape, gathers=False)
+    out = _linear(r, x, weight, None, name, shape, columns=False)
     if not shape.sequence_parallel:
         return out, kept
     full, dtype = out.shape, out.dtype
     scattered = r.empty(shape.hidden, dtype, f"{name}_scattered")
-    scattered.node = r.node((out,), (), lambda r, gradients: [r.empty(full, dtype, f"grad_{name}_gathered")])
-    return scattered, kept
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(full, dtype, f"grad_{name}_gathered")]
+
+    return scattered.by(r.node((out,), (), backward, work=NOTHING)), kept
 
 
 # -- norm -------------------------------------------------------------------------------------------
@@ -254,8 +263,7 @@ def _probabilities(r: Recorder, scores: Tensor, shape: CoreShape) -> Tensor:
     heads, causal = scores.shape[1], shape.spec.causal
     if shape.masked_softmax_fusion and softmax_is_fused(shape.b, shape.s, heads, causal, shape.dtype):
         out = r.empty(scores.shape, scores.dtype, "probabilities")
-        out.node = r.node((scores,), (out,), lambda r, gradients: gradients)
-        return out
+        return out.by(r.node((scores,), (out,), lambda r, gradients: gradients, work=in_place(out.shape, out.dtype, 3)))
     dtype, strided = scores.dtype, True
     if shape.softmax_in_fp32 and dtype != "fp32":
         scores, strided = ops.cast(r, scores, "fp32", "scores_fp32"), False
@@ -291,7 +299,8 @@ def _masked(r: Recorder, scores: Tensor, mask: Tensor, view: bool) -> Tensor:
         del part, filled
         return [whole]
 
-    return Tensor(scores.storage, shape, dtype, r.node((scores,), (mask,), backward))
+    work = Operator((Stream(2 * size_of(shape, dtype)),))
+    return Tensor(scores.storage, shape, dtype, r.node((scores,), (mask,), backward, work=work))
 
 
 def _scores(r: Recorder, q: Tensor, k: Tensor) -> Tensor:
@@ -308,7 +317,9 @@ def _scores(r: Recorder, q: Tensor, k: Tensor) -> Tensor:
             del product
         return made
 
-    return r.output((q, k), (q, k), backward, (b, n, s, s), dtype, "scores")
+    return r.output(
+        (q, k), (q, k), backward, (b, n, s, s), dtype, "scores", work=scaled_scores(q.shape, (b, n, s, s), dtype)
+    )
 
 
 def _leaf(r: Recorder, x: Tensor, name: str) -> Tensor:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from ...tape.events import Category
 from .. import ops
-from ..autograd import Gradients, Recorder, Tensor, incoming
+from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
+from ..work import Exchange, Operator, Stream, parallel_cross_entropy
 from . import te
 from .shape import CoreShape
 
@@ -31,15 +32,15 @@ def language_model_loss(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor
     if shape.cross_entropy == "te":
         loss = te.cross_entropy(r, logits, shape)
     elif shape.cross_entropy == "native":
-        loss = native_cross_entropy(r, logits)
+        loss = native_cross_entropy(r, logits, shape.t)
     else:
-        loss = unfused_cross_entropy(r, logits, deterministic=shape.deterministic)
+        loss = unfused_cross_entropy(r, logits, shape)
     out = ops.contiguous(r, loss, (b, s), "loss_transposed") if copies else loss.view(b, s)
     labels.clear()
     return out
 
 
-def unfused_cross_entropy(r: Recorder, logits: Tensor, *, deterministic: bool = False) -> Tensor:
+def unfused_cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
     """``_VocabParallelCrossEntropy``: the loss (s, b) of (s, b, v/t) logits, all in one fp32 copy of them.
 
     The maximum is subtracted, the exponential taken and the division done in place; the softmax, the mask of
@@ -71,13 +72,14 @@ def unfused_cross_entropy(r: Recorder, logits: Tensor, *, deterministic: bool = 
     in_place = softmax.storage if dtype == "fp32" else None
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        _softmax_to_gradient(r, n, deterministic)
+        _softmax_to_gradient(r, n, shape.deterministic)
         gradients.clear()  # a Python function's arguments end before its results are cast
         if in_place is not None:
             return [Tensor(in_place, whole, dtype)]
         return [r.empty(whole, dtype, "grad_logits", LOGITS)]
 
-    loss.node = r.node((logits,), (softmax, outside, target), backward)
+    work = parallel_cross_entropy(whole, shape.t, cast=dtype != "fp32")
+    loss.node = r.node((logits,), (softmax, outside, target), backward, work=work)
     del maximum, predicted, total
     return loss
 
@@ -120,7 +122,7 @@ def sorted_indices(r: Recorder, n: int, dims: int = 1) -> list[Tensor]:
     return linear + kept
 
 
-def native_cross_entropy(r: Recorder, logits: Tensor) -> Tensor:
+def native_cross_entropy(r: Recorder, logits: Tensor, t: int) -> Tensor:
     """``fused_vocab_parallel_cross_entropy``: the loss (s, b) of (s, b, v/t) logits, compiled by Inductor.
 
     Forward works in one fp32 copy of the logits as the unfused one does. In backward Inductor cannot put
@@ -147,9 +149,17 @@ def native_cross_entropy(r: Recorder, logits: Tensor) -> Tensor:
             grad = r.empty(whole, dtype, "grad_logits", LOGITS)
         return [grad]
 
-    loss.node = r.node((logits,), (softmax, outside, target), backward)
+    loss.node = r.node((logits,), (softmax, outside, target), backward, work=_native(whole, dtype, t))
     del maximum, sums
     return loss
+
+
+def _native(shape: Shape, dtype: str, t: int) -> Operator:
+    """Three kernels read the logits, and write them in fp32, for the maximum; read those, less it, for exponentials and
+    their sum; and divide. Backward copies the softmax and writes the gradient from it."""
+    wide, size = size_of(shape, "fp32"), size_of(shape, dtype)
+    sums = [Exchange("all-reduce", size_of(shape[:-1], "fp32"), times=2)] if t > 1 else []
+    return Operator((Stream(size + 5 * wide, 3, True), *sums), (Stream(3 * wide + size, 2, True),))
 
 
 def gpt_loss(r: Recorder, per_token: Tensor, loss_mask: Tensor, *, per_token_loss: bool) -> Tensor:

@@ -6,6 +6,8 @@ from typing import Literal
 
 from ...plan.spec import ModelSpec
 from ...values import dataclass
+from ..shapes import ITEMSIZE
+from ..work import Ranks
 
 TransformerImpl = Literal["local", "transformer_engine"]
 CoreAttention = Literal["local", "unfused", "fused", "flash"]
@@ -66,6 +68,20 @@ class CoreShape:
     per_token_loss: bool = False
     multiprocessors: int = 132
     """Of the GPU (H100 132, B200 148, GB200 152): flash attention's deterministic backward splits by it."""
+
+    asynchronous: bool = True
+    """Collectives of a column-parallel layer run beside its products
+    (``LinearWithGradAccumulationAndAsyncCommunication``), as they do since 2022."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """How tensor-parallel ranks share linear layers."""
+        return Ranks(self.t, self.sequence_parallel, self.asynchronous)
+
+    def added(self, dtype: str | None) -> int:
+        """Bytes that move for each element of a weight's gradient which the product adds to a buffer of ``dtype``; 0
+        where it is a tensor of its own."""
+        return 2 * ITEMSIZE[dtype] if self.gradient_fusion and dtype is not None else 0
 
     @property
     def local_s(self) -> int:

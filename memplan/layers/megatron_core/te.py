@@ -11,9 +11,11 @@ Shapes: s sequence, b micro-batch, h hidden, a heads, d head size, t tensor-para
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from ...tape.events import Category
-from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed
+from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, size_of
+from ..work import Exchange, Operator, Stream
 from . import te_facts
 from .shape import CoreShape
 
@@ -63,12 +65,11 @@ def column_linear(
         total.clear()
         return [grad, *made]
 
-    node = r.node((x, weight, *added), (x, weight), backward)
+    node = r.node((x, weight, *added), (x, weight), backward, work=_column(r, full, n, dtype, shape))
     total = [r.empty(full, dtype, f"{name}_gathered", COMMUNICATION)] if gathers else []
     out = r.empty((*full[:-1], n), dtype, name)
     total.clear()
-    out.node = node
-    return out, own[0] if own and skip_bias else None
+    return out.by(node), own[0] if own and skip_bias else None
 
 
 def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool) -> Biased:
@@ -85,12 +86,12 @@ def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: boo
         total.clear()
         return [grad, *made]
 
-    node = r.node((x, weight), (x, weight), backward)
+    work = shape.ranks.row(prod(full[:-1]), h, k, dtype, shape.added(r.summed))
+    node = r.node((x, weight), (x, weight), backward, work=work)
     out = r.empty(full, dtype, name)
     if scatters:
         out = r.empty((full[0] // shape.t, *full[1:]), dtype, f"{name}_scattered")
-    out.node = node
-    return out, own
+    return out.by(node), own
 
 
 def norm_column_linear(
@@ -128,13 +129,16 @@ def norm_column_linear(
         statistics.clear()
         return [grad_x, *grad_scales, *made]
 
-    node = r.node((x, *scales, weight, *added), (x, weight, *kept), backward)
+    column, size = _column(r, full, n, dtype, shape), size_of(like, dtype)
+    assert column.forward is not None
+    assert column.backward is not None
+    work = Operator((Stream(2 * size), *column.forward), (*column.backward, Stream(5 * size, 2)))
+    node = r.node((x, *scales, weight, *added), (x, weight, *kept), backward, work=work)
     del kept
     total = [r.empty(full, dtype, f"{name}_gathered", COMMUNICATION)] if gathers else []
     out = r.empty((*full[:-1], n), dtype, name)
     total.clear()
-    out.node = node
-    return out, own[0] if own and skip_bias else None
+    return out.by(node), own[0] if own and skip_bias else None
 
 
 def fused_rope(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -176,7 +180,11 @@ def cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
             return [r.empty(whole, dtype, "grad_logits", LOGITS)]
         return [Tensor(storage, whole, dtype)]
 
-    loss.node = r.node((logits,), (written,), backward)
+    size, kept = size_of(whole, dtype), size_of(whole, written.dtype)
+    gathered = [Exchange("all-gather", 12.0 * rows * shape.t)] if shape.t > 1 else []
+    cast = [Stream(kept + size, 1, True)] if kept != size else []
+    work = Operator((Stream(2 * size + kept, 2, True), *gathered), (Stream(2 * kept, 1, True), *cast))
+    loss.node = r.node((logits,), (written,), backward, work=work)
     return loss.view(s, b)
 
 
@@ -186,6 +194,12 @@ def cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
 def _whole(x: Tensor, shape: CoreShape) -> Shape:
     """Shape of ``x`` after the all-gather of sequence parallelism, if any."""
     return (x.shape[0] * shape.t, *x.shape[1:]) if shape.sequence_parallel else x.shape
+
+
+def _column(r: Recorder, whole: Shape, n: int, dtype: str, shape: CoreShape) -> Operator:
+    """A column-parallel product of the whole (s, b, k). Epilogues of the products add the bias and make its gradient
+    (``general_gemm``, ``use_bias``)."""
+    return shape.ranks.column(prod(whole[:-1]), n, whole[-1], dtype, shape.added(r.summed))
 
 
 def _norm_parameters(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> list[Tensor]:

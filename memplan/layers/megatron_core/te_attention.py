@@ -17,7 +17,7 @@ from typing import Literal
 
 from ...plan.errors import PlanError
 from ...tape.events import Category
-from .. import ops
+from .. import ops, work
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from . import te_context, te_facts
 from .shape import CoreAttention, CoreShape, Version
@@ -162,7 +162,8 @@ def _prepared(r: Recorder, q: Tensor, k: Tensor, v: Tensor) -> Three:
         return [packed.view(s, b, a, d) for _ in range(3)]
 
     out = r.empty((3, b, s, a, d), dtype, "qkv_batch_first")
-    node = r.node((q, k, v), (), backward, outputs=3)
+    size = 3 * size_of(q.shape, dtype)
+    node = r.node((q, k, v), (), backward, outputs=3, work=work.Operator(None, (work.Stream(2 * size),)))
     first, second, third = (Tensor(out.storage, (b, s, a, d), dtype, node, slot) for slot in range(3))
     return first, second, third
 
@@ -185,7 +186,8 @@ def flash_function(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
         inside.clear()
         return made
 
-    out.node = r.node((q, k, v), (q, k, v, out, logsumexp, rng_state), backward)
+    done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal)
+    out.node = r.node((q, k, v), (q, k, v, out, logsumexp, rng_state), backward, work=done)
     return out
 
 
@@ -217,7 +219,8 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
             inside.clear()
         return list(made)
 
-    out.node = r.node((q, k, v), (q, k, v, out, *lengths, statistics, rng_state), backward)
+    done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal)
+    out.node = r.node((q, k, v), (q, k, v, out, *lengths, statistics, rng_state), backward, work=done)
     return out.view(s, b, a * d)
 
 
@@ -265,7 +268,7 @@ def _scaled_product(r: Recorder, q: Tensor, k: Tensor, size: Shape) -> Tensor:
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [gradient(r, name, like) for name, like in zip("qk", likes, strict=True)]
 
-    return r.output((q, k), (q, k), backward, size, dtype, "scores")
+    return r.output((q, k), (q, k), backward, size, dtype, "scores", work=work.scaled_scores(q.shape, size, dtype))
 
 
 def _softmax(r: Recorder, scores: Tensor, *, in_place: bool) -> Tensor:
@@ -276,8 +279,7 @@ def _softmax(r: Recorder, scores: Tensor, *, in_place: bool) -> Tensor:
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return gradients if in_place else [r.empty(like, dtype, "grad_scores")]
 
-    out.node = r.node((scores,), (out,), backward)
-    return out
+    return out.by(r.node((scores,), (out,), backward, work=work.in_place(like, dtype, 3)))
 
 
 def _masked(r: Recorder, x: Tensor, mask: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from math import prod
 from ...plan.errors import PlanError
 from ...tape.events import Category
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..work import Exchange, Operator, Stream, fused
 from . import te_facts
 from .shape import CoreShape
 
@@ -59,8 +60,32 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         pairs.clear()
         return [grad_q, Tensor(last, like_k, dtype), Tensor(last, like_v, dtype)]
 
-    context.node = r.node((q, k, v), (q, buffers[-1], context, *merged, *states), backward)
+    context.node = r.node(
+        (q, k, v), (q, buffers[-1], context, *merged, *states), backward, work=_ring(q, k, (b, s, a, d), shape)
+    )
     return context
+
+
+def _ring(q: Tensor, k: Tensor, bsad: tuple[int, int, int, int], shape: CoreShape) -> Operator:
+    """A step for each rank, of equal work since every one has an early and a late chunk; keys and values go on to the
+    next rank meanwhile, in backward with their gradients. Outputs are merged step by step
+    (``flash_attn_fwd_out_correction``: two are read, one is written), and so are gradients."""
+    (b, s, a, d), cp, dtype = bsad, shape.cp, q.dtype
+    groups, context, keys = prod(k.shape) // (b * s * d), size_of(q.shape, dtype), 2 * size_of(k.shape, dtype)
+    forward, backward = fused((b, s, a, d), groups, s, dtype, causal=True)
+    sends = cp - 1
+    return Operator(
+        [
+            *[forward] * cp,
+            Exchange("send", keys, "cp", forward, sends),
+            Stream(sends * 3.0 * context, 2 * sends),
+        ],
+        [
+            *[backward] * cp,
+            Exchange("send", 2 * keys, "cp", backward, sends),
+            Stream(sends * 3.0 * (context + keys), 3 * sends),
+        ],
+    )
 
 
 def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -81,7 +106,11 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         del made, grad, arrived
         return list(returned)
 
-    context.node = r.node((q, k, v), (*inside, out, logsumexp, state), backward)
+    there, back = fused(whole, max(1, k.shape[2] // cp), s * cp, dtype, causal=True)
+    moved = 2 * (size_of(q.shape, dtype) + size_of(k.shape, dtype))
+    ways, copies = Exchange("all-to-all", moved, "cp"), Stream(4 * moved, 8)  # by heads, and in order again
+    work = Operator((there, ways, copies), (back, ways, copies))
+    context.node = r.node((q, k, v), (*inside, out, logsumexp, state), backward, work=work)
     return context
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...plan.resolved import ResolvedPlan
-from .shape import ITEMSIZE, Code, StageWork, Work, recomputed
+from .shape import ITEMSIZE, Entries, StageWork, Work, recomputed
 from .updates import Exchange, Replicas
 
 
@@ -14,14 +14,16 @@ class FrameworkTime:
     """Transformer Engine chooses attention's kernels."""
     pipelined = True
     """Stages run beside one another, on different micro-batches."""
-    positions_twice = False
-    """The last of several stages has a copy of the learned positions beside a tied word table."""
 
     # -- layers and stages ---------------------------------------------------------------------------------
 
-    def code(self, plan: ResolvedPlan) -> Code:
-        """How the framework's code runs a layer of a resolved plan."""
-        return Code()
+    def entries(self, plan: ResolvedPlan) -> Entries:
+        """What the kernels of layers and ends do for one micro-batch. ``PlanError`` where no recipe covers them."""
+        raise NotImplementedError
+
+    def scattered_sends(self, plan: ResolvedPlan) -> bool:
+        """Whether between stages every tensor-parallel rank sends its part of a hidden state."""
+        return plan.layout.sequence_parallel
 
     def overlapped_sends(self, plan: ResolvedPlan, vpp: int) -> bool:
         """Whether, with so many chunks a stage, sends run beside passes."""

@@ -8,47 +8,24 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...frameworks import framework
-from ...layers.autograd import ITEMSIZE as ITEMSIZE
-from ...plan import count
+from ...layers.module import Passes, grown
+from ...layers.shapes import ITEMSIZE as ITEMSIZE
 from ...plan.errors import PlanError
-from ...plan.lora import adapted
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec, of_any_depth
 from ...values import dataclass
 
 
-class Code(NamedTuple):
-    """How a framework's code runs a layer, as far as it takes another time. The defaults are transformers'."""
+class Entries(NamedTuple):
+    """What the kernels of a model's modules do for one micro-batch on one rank."""
 
-    norm_in_python: bool = True
-    """RMSNorm is Python in fp32: cast, square, mean, multiply, cast, multiply (``LlamaRMSNorm.forward``)."""
-    complex_rope: bool = False
-    """Rotary embedding is a product of complex numbers in fp32."""
-    joined_inputs: bool = False
-    """Queries, keys and values are one product, and so are gate and up."""
-    joined_gradients: bool = False
-    """Attention's backward joins the gradients of queries, keys and values into one tensor."""
-    packed_attention: bool = False
-    """Flash attention takes and gives what the products beside it have, without copies."""
-    fused_softmax: bool = False
-    """Scale, mask and softmax of scores that are kept are one kernel."""
-    parallel_loss: bool = False
-    """The cross entropy is Megatron's, of a rank's part of the vocabulary."""
-    fused_loss: str = "none"
-    """Its fused kernel: native, te, or none."""
-    fused_rope: bool = False
-    fused_activation: bool = False
-    fused_residual: bool = False
-    fused_accumulation: bool = False
-    """Weight gradients are added to fp32 buffers by the products themselves."""
-    gradient_buffer: bool = False
-    """Gradients are added to buffers that outlive the step."""
-    reduces_blocks_apart: bool = False
-    """Attention and MLP of a parallel block are reduced one by one."""
-    scattered_sends: bool = False
-    """Between stages every rank sends its ``1 / t`` of a hidden state, also where the sequence is whole."""
-    overlapped: bool = False
-    """A column-parallel layer's communication runs beside its weight gradient."""
+    embedding: Passes
+    layer: Passes
+    recomputed: Passes
+    """A layer whose forward pass backward runs again, whole or in part, if the plan recomputes any."""
+    final_norm: Passes
+    head: Passes
+    """Output layer and loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,60 +33,23 @@ class Shape:
     """One micro-batch on one rank. Equal shapes take equal time."""
 
     spec: ModelSpec
-    code: Code
-    b: int
-    s: int
+    entries: Entries
     t: int
     c: int
     """Context-parallel size."""
-    dtype: str
-    sequence_parallel: bool
-    flash: bool
-    recompute: str
-    """none, selective, full, or per-operator."""
-    modules: tuple[str, ...]
-    """Those that selective recompute names."""
-    loss: str
-    cutoffs: tuple[int, ...]
-    div_value: float
+    tokens: int
+    """Of a rank, in regions that tensor parallelism does not shard."""
+    element: int
+    """Bytes of an element of activations."""
     vocab: int
     """With padding."""
-    gradients: str
-    """dtype in which gradients are accumulated."""
-    accumulates: bool
-    """A step has several micro-batches."""
-    all_to_all: bool
-    """Context parallelism exchanges heads, not keys and values."""
+    sequence_parallel: bool
     scattered_sends: bool
     """Between stages every rank sends its ``1 / t`` of a hidden state."""
     overlapped_sends: bool
     """Sends between interleaved stages run beside their passes."""
     blocking: bool
     """The host waits for every kernel (``CUDA_LAUNCH_BLOCKING``)."""
-    casts: bool
-    """Autocast turns fp32 weights into ``dtype`` for every pass, and their gradients back."""
-    rank: int
-    """Of LoRA's adapters, beside which nothing is trained; 0 without."""
-    adapted: frozenset[str]
-    """Linear layers that have one, as ``plan.lora`` names them."""
-    adapter: str
-    """dtype of adapters."""
-    quantised: bool
-    """Linear layers are kept in 4 bits."""
-
-    @property
-    def tokens(self) -> int:
-        """Of a rank, in regions that tensor parallelism does not shard."""
-        return self.b * self.s // self.c
-
-    @property
-    def sharded_tokens(self) -> int:
-        """Of norms, dropouts and residuals."""
-        return self.tokens // self.t if self.sequence_parallel else self.tokens
-
-    @property
-    def element(self) -> int:
-        return ITEMSIZE[self.dtype]
 
     @property
     def hidden_bytes(self) -> int:
@@ -117,44 +57,54 @@ class Shape:
         return self.tokens * self.spec.hidden * self.element
 
 
-def without_recompute(shape: Shape) -> Shape:
-    """The same where backward computes nothing again: what layers and ends share that are recomputed or not."""
-    return shape if shape.recompute == "none" else replace(shape, recompute="none", modules=())
-
-
 def shape_of(plan: ResolvedPlan) -> Shape:
     """The shape of a resolved plan. ``PlanError`` for what takes a time that is not modelled."""
     _check(plan)
-    layout, batch, own = plan.layout, plan.batch, framework(plan.framework)
-    code = own.time.code(plan)
+    layout, own = plan.layout, framework(plan.framework)
     return Shape(
         spec=of_any_depth(plan.model),
-        code=code,
-        b=plan.sequences,
-        s=batch.seq,
+        entries=own.time.entries(plan),
         t=layout.tp,
         c=layout.cp,
-        dtype=plan.precision.dtype,
-        sequence_parallel=layout.sequence_parallel,
-        flash=plan.attention == "flash",
-        recompute="per-operator" if plan.fsdp.per_operator else plan.recompute.mode,
-        modules=plan.recompute.modules or (),
-        loss=plan.loss.kind,
-        cutoffs=plan.loss.cutoffs or (),
-        div_value=plan.loss.div_value,
+        tokens=plan.sequences * plan.batch.seq // layout.cp,
+        element=ITEMSIZE[plan.precision.dtype],
         vocab=plan.padded_vocab,
-        gradients=plan.precision.gradients or "fp32",
-        accumulates=plan.microbatches > 1 or code.gradient_buffer,
-        all_to_all=plan.megatron.cp_communication == "a2a",
-        scattered_sends=layout.sequence_parallel or code.scattered_sends,
+        sequence_parallel=layout.sequence_parallel,
+        scattered_sends=own.time.scattered_sends(plan),
         overlapped_sends=own.time.overlapped_sends(plan, layout.vpp),
         blocking=plan.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
-        casts=plan.precision.autocast and plan.precision.stored == "fp32",
-        rank=plan.lora.rank or 0,
-        adapted=adapted(plan),
-        adapter=plan.lora.dtype or "fp32",
-        quantised=plan.quantisation.kind != "none",
     )
+
+
+ROUNDED = frozenset({"liger", "adaptive-softmax"})
+"""Losses whose work does not grow in step with the tokens: chunks are powers of two, clusters get whole tokens."""
+
+
+class Shapes:
+    """The shapes of a resolved plan by the size of its micro-batch, which ``accumulates`` or not."""
+
+    def __init__(self, plan: ResolvedPlan, accumulates: bool) -> None:
+        self.plan, self.times = plan, 2 if accumulates else 1
+        self.linear = plan.loss.kind not in ROUNDED
+        self.known: dict[int, Shape] = {}
+
+    def of(self, b: int) -> Shape:
+        """Of ``b`` sequences. Recorded of 1, 2, 4 and odd numbers; others follow from 2 and 4."""
+        if b not in self.known:
+            self.known[b] = (self._grown(b) if self.linear and b > 4 and b % 2 == 0 else None) or self._recorded(b)
+        return self.known[b]
+
+    def _recorded(self, b: int) -> Shape:
+        batch = self.plan.batch.model_copy(update={"mbs": b, "gbs": b * self.times})
+        return shape_of(self.plan.model_copy(update={"batch": batch}))
+
+    def _grown(self, b: int) -> Shape | None:
+        two, four = self.of(2), self.of(4)
+        entries = [grown(one, other, b) for one, other in zip(two.entries, four.entries, strict=True)]
+        if None in entries:
+            return None
+        made = Entries(*(one for one in entries if one is not None))
+        return replace(two, entries=made, tokens=two.tokens * b // 2)
 
 
 def _check(plan: ResolvedPlan) -> None:
@@ -203,28 +153,20 @@ def recomputed(plan: ResolvedPlan, layers: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def elements(spec: ModelSpec, work: tuple[StageWork, ...], tp: int, vocab: int, positions_twice: bool = False) -> float:
-    """Parameters of a stage on one tensor-parallel rank; the last of several stages has a tied weight of its own, and
-    with ``positions_twice`` the learned positions, too."""
-    h = spec.hidden
-    one_norm = count.norm(spec)
-    norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
-    whole = norms * one_norm + h * (spec.attention_output_bias + spec.mlp_bias)
-    layer = (count.layer(spec) - whole) / tp + whole
-    word = vocab * h / tp
-    positions = (spec.positions_max + spec.position_offset) * h if spec.positions == "learned" else 0
-    beside = positions + spec.token_types * h + (one_norm if spec.embedding_norm else 0)
-    first = any(chunk.embedding for chunk in work)
-    total = word + beside if first else 0.0
-    for chunk in work:
-        total += chunk.layers * layer
-        total += one_norm if chunk.final_norm and spec.final_norm else 0
-        if chunk.head:
-            tied = spec.tied_embeddings
-            total += 0 if tied and first else word
-            total += positions if tied and not first and positions_twice else 0
-            total += (h * h + h + one_norm + spec.vocab) if spec.mlm_head else 0
-    return total
+def elements(entries: Entries, work: tuple[StageWork, ...]) -> tuple[int, int]:
+    """Parameters of a stage on one rank, and those of them that are trained. Ends that share a weight have it once."""
+    ends = {
+        parameter.name: parameter
+        for chunk in work
+        for present, entry in (
+            (chunk.embedding, entries.embedding),
+            (chunk.final_norm, entries.final_norm),
+            (chunk.head, entries.head),
+        )
+        for parameter in entry.parameters * present
+    }
+    held = (*entries.layer.parameters * sum(chunk.layers for chunk in work), *ends.values())
+    return sum(one.elements for one in held), sum(one.elements for one in held if one.trained)
 
 
 def model_flops(plan: ResolvedPlan) -> float:
@@ -232,32 +174,14 @@ def model_flops(plan: ResolvedPlan) -> float:
     feature and score (arXiv 2205.05198, appendix A)."""
     spec, batch = plan.model, plan.batch
     head = spec.vocab * spec.hidden
-    matrices = spec.layers * matrix_elements(plan) + head
+    mlp = (3 if spec.gated else 2) * spec.ffn
+    layer = spec.hidden * (spec.qkv_features + spec.attention_features + mlp)
     attended = 12.0 * spec.layers * spec.attention_features * batch.seq
-    return batch.gbs * batch.seq * (6.0 * matrices + attended)
+    return batch.gbs * batch.seq * (6.0 * (spec.layers * layer + head) + attended)
 
 
-def matrix_elements(plan: ResolvedPlan) -> int:
-    """Weights of a layer's products."""
-    spec = plan.model
-    return spec.hidden * (spec.qkv_features + spec.attention_features) + mlp_elements(plan)
-
-
-def mlp_elements(plan: ResolvedPlan) -> int:
-    """Those of its MLP."""
-    return (3 if plan.model.gated else 2) * plan.model.hidden * plan.model.ffn
-
-
-def recomputed_flops(plan: ResolvedPlan, work: Sequence[Sequence[StageWork]]) -> float:
-    """FLOPs of products that backward computes again."""
-    spec, batch = plan.model, plan.batch
-    layers = sum(chunk.recomputed for stage in work for chunk in stage)
-    scores = 4.0 * spec.attention_features * batch.seq
-    if plan.fsdp.per_operator:
-        each = float(matrix_elements(plan))
-    elif plan.recompute.mode == "selective":
-        modules = plan.recompute.modules or ("core_attn",)
-        each = (scores if "core_attn" in modules else 0.0) + (2.0 * mlp_elements(plan) if "mlp" in modules else 0.0)
-    else:
-        each = 2.0 * matrix_elements(plan) + scores
-    return batch.gbs * batch.seq * layers * each
+def recomputed_flops(plan: ResolvedPlan, entries: Entries, work: Sequence[Sequence[StageWork]]) -> float:
+    """FLOPs of products that backward computes again, on all ranks."""
+    layout, layers = plan.layout, sum(chunk.recomputed for stage in work for chunk in stage)
+    each = entries.recomputed.flops - entries.layer.flops
+    return layers * each * plan.microbatches * layout.tp * layout.cp * (layout.dp or 1)

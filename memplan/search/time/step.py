@@ -27,7 +27,7 @@ from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .layer import EntryTimes, entry_times
 from .rates import Efficiency, assumptions, rates_of
-from .shape import StageWork, model_flops, recomputed_flops, shape_of, work_of
+from .shape import Entries, StageWork, model_flops, recomputed_flops, shape_of, work_of
 from .updates import Replicas, Updates, updates
 
 
@@ -143,16 +143,21 @@ def step_time(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> StepT
         pipelined=framework(plan.framework).time.pipelined,
         once=once,
     )
-    return _with_rates(found, plan, work, rates.peak, assumptions(plan, efficiency))
+    return _with_rates(found, plan, shape.entries, work, rates.peak, assumptions(plan, efficiency))
 
 
 def _with_rates(
-    found: StepTime, plan: ResolvedPlan, work: Sequence[Sequence[StageWork]], peak: float, notes: tuple[str, ...]
+    found: StepTime,
+    plan: ResolvedPlan,
+    entries: Entries,
+    work: Sequence[Sequence[StageWork]],
+    peak: float,
+    notes: tuple[str, ...],
 ) -> StepTime:
     batch, gpus = plan.batch, plan.hardware.gpus or 1
     tokens = batch.gbs * batch.seq
     model = model_flops(plan)
-    again = recomputed_flops(plan, work)
+    again = recomputed_flops(plan, entries, work)
     reachable = found.total * gpus * peak
     return replace(
         found,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...frameworks import framework
-from ...plan.lora import adapter_parameters
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .collectives import Group, collective, group
@@ -119,8 +118,7 @@ def updates(
 ) -> Updates:
     """Of the rank that holds ``work``; ``staged`` where it is one stage of several."""
     plan, shape, own = replicas.plan, replicas.shape, replicas.own
-    held = elements(shape.spec, work, shape.t, shape.vocab, own.positions_twice)
-    trained = held if plan.lora.rank is None else float(adapter_parameters(plan))
+    held, trained = map(float, elements(shape.entries, work))
     exposed = own.exposed(replicas, Exchange(work, times, held, trained, microbatches))
     if staged and shape.spec.tied_embeddings and plan.layout.pp > 1:
         exposed += _tied(replicas, work)
@@ -149,7 +147,7 @@ def sharded(
     owners, trained = replicas.own.owners(replicas), rank.trained / rank.held
     shards = group(owners, plan.layout.tp, rates.node)
     layers = rank.layers or 1
-    layer = elements(shape.spec, (StageWork(1),), shape.t, shape.vocab)
+    layer = elements(shape.entries, (StageWork(1),))[0]
     ends = max(0.0, rank.held - layers * layer)
 
     def gathered(count: float) -> float:

@@ -1,0 +1,194 @@
+"""What operators do, recorded while recipes yield tensors: products, attention, memory-bound kernels, collectives.
+
+``search.time`` turns these into seconds. Bytes of a memory-bound operator follow from its tensors: a kernel reads every
+operand once and writes every result once (``Recorder.node``). What does something else says so, in an ``Operator``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Literal, NamedTuple
+
+from ..values import dataclass
+from .shapes import ITEMSIZE, Shape, size_of
+
+
+class Stream(NamedTuple):
+    """Memory-bound kernels."""
+
+    bytes: float
+    """Read and written by all of them."""
+    launches: int = 1
+    loss: bool = False
+    """Of logits or what a loss makes of them."""
+
+
+class Product(NamedTuple):
+    """``times`` products (m, k) x (k, n)."""
+
+    m: int
+    n: int
+    k: int
+    times: int = 1
+    element: int = 2
+    """Bytes of an element."""
+    written: int = 0
+    """Bytes that move for each element of the result, where those are not ``element``: 8 for a gradient that is added
+    to one in fp32."""
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.times
+
+
+class Attention(NamedTuple):
+    """A fused kernel from queries, keys and values to the context, or back."""
+
+    flops: float
+    """Of all scores."""
+    part: float
+    """Of them that are computed: half where attention is causal."""
+    bytes: float
+    launches: int = 1
+
+    @property
+    def backward(self) -> bool:
+        """Sums of outputs and their gradients, the gradients, and the queries' in 16 bits: three kernels."""
+        return self.launches > 1
+
+
+Alone = Stream | Product | Attention
+"""What a GPU does by itself."""
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+
+
+class Exchange(NamedTuple):
+    """A collective of the ranks that share a layer."""
+
+    kind: Kind
+    bytes: float
+    """Of the whole tensor: what an all-gather gives and a reduce-scatter takes."""
+    axis: Literal["tp", "cp"] = "tp"
+    beside: Alone | None = None
+    """What runs meanwhile."""
+    times: int = 1
+    """How often."""
+
+
+Kernel = Alone | Exchange
+Work = Sequence[Kernel]
+
+
+class Operator(NamedTuple):
+    """What an operator does in each direction; ``None`` where that follows from its tensors."""
+
+    forward: Work | None = None
+    backward: Work | None = None
+
+
+NOTHING = Operator((), ())
+"""Of what runs other operators."""
+
+
+def linear(
+    tokens: int, n: int, k: int, dtype: str, *, needs_x: bool = True, needs_weight: bool = True, written: int = 0
+) -> Operator:
+    """A product with a weight (n, k); backward has one for each gradient that is needed."""
+    product, of_input, of_weight = _products(tokens, n, k, dtype, written)
+    return Operator((product,), [*([of_input] if needs_x else []), *([of_weight] if needs_weight else [])])
+
+
+def _products(tokens: int, n: int, k: int, dtype: str, written: int) -> tuple[Product, Product, Product]:
+    """Forward, and for the gradients of input and weight."""
+    e = ITEMSIZE[dtype]
+    return Product(tokens, n, k, 1, e), Product(tokens, k, n, 1, e), Product(n, k, tokens, 1, e, written)
+
+
+def batched(shape: Shape, k: int, dtype: str, *, needs_x: bool = True, needs_y: bool = True) -> Operator:
+    """Products (m, k) x (k, n) that give ``shape``, (…, m, n)."""
+    *batch, m, n = shape
+    count, e = prod(batch), ITEMSIZE[dtype]
+    back = [Product(k, n, m, count, e)] if needs_y else []
+    return Operator((Product(m, n, k, count, e),), [*back, *([Product(m, k, n, count, e)] if needs_x else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How ``t`` tensor-parallel ranks share linear layers, as Megatron has them."""
+
+    t: int
+    sequence: bool
+    """Sequence parallelism: an all-gather and a reduce-scatter in place of an all-reduce."""
+    beside: bool = False
+    """A column-parallel layer's collectives run beside its products
+    (``LinearWithGradAccumulationAndAsyncCommunication``)."""
+
+    def column(self, tokens: int, n: int, k: int, dtype: str, written: int = 0) -> Operator:
+        """Reads a hidden state of ``k`` features that all ranks need whole."""
+        product, of_input, of_weight = _products(tokens, n, k, dtype, written)
+        if self.t == 1:
+            return Operator((product,), (of_input, of_weight))
+        size = tokens * k * ITEMSIZE[dtype]
+        hidden, weight = (of_input, of_weight) if self.beside else (None, None)
+        if not self.sequence:
+            return Operator((product,), (of_input, Exchange("all-reduce", size, beside=weight), of_weight))
+        again, scattered = Exchange("all-gather", size, beside=hidden), Exchange("reduce-scatter", size, beside=weight)
+        return Operator((Exchange("all-gather", size), product), (again, of_input, scattered, of_weight))
+
+    def row(self, tokens: int, n: int, k: int, dtype: str, written: int = 0) -> Operator:
+        """Writes a hidden state of ``n`` features that is summed over ranks."""
+        product, of_input, of_weight = _products(tokens, n, k, dtype, written)
+        size = tokens * n * ITEMSIZE[dtype]
+        if self.t == 1:
+            return Operator((product,), (of_input, of_weight))
+        if not self.sequence:
+            return Operator((product, Exchange("all-reduce", size)), (of_input, of_weight))
+        return Operator(
+            (product, Exchange("reduce-scatter", size)), (Exchange("all-gather", size), of_input, of_weight)
+        )
+
+
+def looked_up(shape: Shape, dtype: str) -> Operator:
+    """Rows of a table, copied."""
+    return Operator((Stream(2 * size_of(shape, dtype)),))
+
+
+def scaled_scores(heads: Shape, shape: Shape, dtype: str) -> Operator:
+    """``baddbmm`` of queries and keys, each of shape ``heads`` (…, d), whose scaled gradients are of their own."""
+    done = batched(shape, heads[-1], dtype)
+    return Operator(done.forward, [*(done.backward or ()), Stream(4 * size_of(heads, dtype), 2)])
+
+
+def in_place(shape: Shape, dtype: str, passes: int) -> Operator:
+    """Backward reads and writes tensors of ``shape`` so often, and makes none."""
+    return Operator(None, (Stream(passes * size_of(shape, dtype)),))
+
+
+def parallel_cross_entropy(shape: Shape, t: int, *, cast: bool = False) -> Operator:
+    """Megatron's, on a rank's part of fp32 logits, which it overwrites: the maximum; less it; exponentials; their sum;
+    the quotient, eight passes of reading or writing. Backward multiplies the softmax with the loss's gradient. Maximum,
+    sum and the label's logit of every token are summed over ranks. ``cast``: of 16-bit logits, and back."""
+    size, rows = float(size_of(shape, "fp32")), size_of(shape[:-1], "fp32")
+    sums = [Exchange("all-reduce", rows, times=3)] if t > 1 else []
+    forward: list[Kernel] = [Stream(8 * size, 5, True), *sums]
+    backward: list[Kernel] = [Stream(2 * size, 2, True)]
+    if cast:
+        forward, backward = [Stream(1.5 * size, 1, True), *forward], [*backward, Stream(1.5 * size, 1, True)]
+    return Operator(forward, backward)
+
+
+def attention(shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool) -> Operator:
+    """As ``fused``."""
+    forward, backward = fused(shape, kv_heads, keys, dtype, causal=causal)
+    return Operator((forward,), (backward,))
+
+
+def fused(shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool) -> tuple[Attention, Attention]:
+    """A fused kernel on b sequences of s queries with a heads of d features, ``shape`` (b, s, a, d), and ``keys`` keys
+    each: two products forward, five backward (scores are computed again)."""
+    b, s, a, d = shape
+    flops, part, e = 4.0 * b * s * keys * a * d, 0.5 if causal else 1.0, ITEMSIZE[dtype]
+    moved = e * d * 2.0 * b * (s * a + keys * kv_heads)
+    return Attention(flops, part, moved), Attention(2.5 * flops, part, 2 * moved, 3)
