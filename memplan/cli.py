@@ -16,6 +16,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .interrupts import Interrupts
+
 WRONG_INPUT = 2
 WRONG_ENVIRONMENT = 3
 FAULT = 4
@@ -51,8 +53,8 @@ def _alone(arguments: list[str]) -> int:
     interrupts = Interrupts()
     try:
         interrupts.install()
-        code = _ended(arguments)
-        if interrupts.fault is not None:
+        code = _ended(arguments, interrupts)
+        if interrupts.fault is not None and not interrupts.came:
             code = _told(interrupts.fault, arguments)
         return INTERRUPTED if interrupts.end() else code
     except KeyboardInterrupt:
@@ -60,7 +62,7 @@ def _alone(arguments: list[str]) -> int:
         return INTERRUPTED
 
 
-def _ended(arguments: list[str]) -> int:
+def _ended(arguments: list[str], interrupts: Interrupts | None = None) -> int:
     """What the command's end means, whichever it is; it is told already."""
     from .streams import prepare, silence
 
@@ -74,6 +76,8 @@ def _ended(arguments: list[str]) -> int:
     except (BrokenPipeError, SystemExit):  # SystemExit is how rich, printing the help, says the same
         silence(sys.stdout)
     except BaseException as error:
+        if interrupts is not None and interrupts.came:  # and somebody made another error of it
+            raise KeyboardInterrupt from None
         del reserve
         return _told(error, arguments)
     return code
