@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ def used() -> int:
 def measured(
     start: Callable[[], object], uses: Callable[[], list[Use]], context: int | None, device: Device
 ) -> Iterator[Reading]:
-    """``start`` makes the context; ``uses`` come after it."""
+    """``start`` makes the context; ``uses`` come after it, and one that fails is left out."""
     before = device.used()
     start()
     device.synchronize()
@@ -51,8 +52,12 @@ def measured(
     yield Reading("context, bare", "bytes", beside, context)
     for use in uses():
         held = device.allocated()
-        use.what()
-        device.synchronize()
+        try:
+            use.what()
+            device.synchronize()
+        except RuntimeError as error:  # one library must not cost the others
+            print(f"{use.name}: {error}", file=sys.stderr)
+            continue
         yield Reading(f"{use.name}, workspace", "bytes", device.allocated() - held, use.takes)
         now = device.used() - before - device.reserved()
         yield Reading(f"{use.name}, beside the allocator", "bytes", now - beside, None)

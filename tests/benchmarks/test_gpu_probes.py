@@ -213,8 +213,13 @@ def test_each_library_has_what_it_added() -> None:
         return run
 
     device = libraries.Device(*(lambda name=name: state[name] for name in state), lambda: None)  # type: ignore[misc]
+
+    def fails() -> None:
+        raise RuntimeError("No available kernel")
+
     uses = [
         libraries.Use("cuBLAS", takes(used=60, reserved=40, allocated=32), 33),
+        libraries.Use("cuDNN", fails, 0),
         libraries.Use("sort", takes(used=5), 0),
     ]
     start = takes(used=502, reserved=2, allocated=1)
