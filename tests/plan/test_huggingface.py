@@ -212,7 +212,7 @@ def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
         ({**GPT2, "n_embd": True}, "n_embd = true: must be a whole number"),
         ({**GPT2, "n_embd": 10**40}, "must be a whole number from 1 to 2,147,483,648"),
         ({**GPT2, "n_embd": 13}, "n_embd = 13: must be divided by the number of attention heads (3)"),
-        ({**GPT2, "n_layer": 10**9}, "n_layer = 1000000000: must be a whole number from 1 to 100,000"),
+        ({**GPT2, "n_layer": 10**9}, "n_layer = 1000000000: must be a whole number from 1 to 1,024"),
         ({**GPT2, "attn_pdrop": 1.5}, "attn_pdrop = 1.5: must be a probability"),
         ({**GPT2, "activation_function": "relu"}, "activation_function = relu: is not an activation"),
         ({**GPT2, "add_cross_attention": True}, "add_cross_attention = true: is not modelled; only false is"),
