@@ -18,7 +18,7 @@ class Megatron(FrameworkSection):
     )
     transformer_engine: str = Field(
         TRANSFORMER_ENGINE,
-        pattern=r"^\d+\.\d+(\.\d+)?$",
+        pattern=r"^\d{1,3}\.\d{1,3}(\.\d{1,3})?$",
         description="version of Transformer Engine",
         json_schema_extra={"flag": "--te-version"},
     )

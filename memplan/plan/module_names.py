@@ -19,7 +19,7 @@ _DEVICE = re.compile(r"(?:cuda:)?([0-9]{1,6})")
 
 def is_by_module(written: Node) -> bool:
     """``written`` is a map of modules to devices, as Accelerate takes it, and not of devices to layers."""
-    return any(not name.strip().isdigit() for name in written.mapping)
+    return any(not name.strip().isdecimal() for name in written.mapping)
 
 
 def by_device(written: Node) -> Node:

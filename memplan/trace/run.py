@@ -112,7 +112,7 @@ def _check(package: str, least: tuple[int, int], command: str) -> None:
         found = version(package)
     except PackageNotFoundError:
         raise LackingError(f"{command} needs {package}, which is not installed: {wanted}") from None
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
     if numbers < least:
         raise LackingError(f"{command} needs {package} {'.'.join(map(str, least))} or later, not {found}: {wanted}")
 

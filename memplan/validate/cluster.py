@@ -111,7 +111,7 @@ def _count(environment: Mapping[str, str], *names: str) -> int:
     for name in names:
         text = environment.get(name)
         if text:
-            if text.isascii() and text.isdigit():
+            if text.isascii() and text.isdecimal():
                 return int(text)
             raise PlanError(name, text, "must be a whole number", origin=Origin("environment"))
     problem = "must be set: other variables say that this process is a rank of a run"
@@ -124,7 +124,7 @@ def port_of(environment: Mapping[str, str]) -> int:
     job = _count(environment, "SLURM_JOB_ID", "SLURM_JOBID")
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID") or "0"
     # consecutive jobs are 7 apart, which shares no factor with the range, so that the steps of one job come between
-    return PORTS[(7 * job + (int(step) if step.isdigit() else 0)) % len(PORTS)]
+    return PORTS[(7 * job + (int(step) if step.isdecimal() else 0)) % len(PORTS)]
 
 
 def first_host(nodes: str) -> str:

@@ -195,7 +195,7 @@ def parsed(gpus: str, processes: str) -> tuple[Device, ...]:
 def _process_by_nvidia_smi(row: list[str]) -> Process:
     """Names of other containers' processes are ``[Not Found]``, and sizes that the driver does not tell ``[N/A]``."""
     _, pid, name, used = row
-    return Process(int(pid), None if name.startswith("[") else name, int(used) * MIB if used.isdigit() else None)
+    return Process(int(pid), None if name.startswith("[") else name, int(used) * MIB if used.isdecimal() else None)
 
 
 def _rows(table: str) -> list[list[str]]:

@@ -77,7 +77,7 @@ class RankFiles:
 def ranks_in(directory: Path) -> Iterator[RankFiles]:
     """Those that have a file in it, in order."""
     names = (path.name.partition(".")[0].removeprefix("rank-") for path in directory.glob("rank-*.*"))
-    for rank in sorted({int(name) for name in names if name.isdigit()}):
+    for rank in sorted({int(name) for name in names if name.isdecimal()}):
         yield RankFiles(directory, rank)
 
 
