@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from memplan.allocator.blocks import LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
 from memplan.allocator.caching import AllocatorSettings, CachingAllocator
+from memplan.allocator.limited import LimitedRank
 from memplan.allocator.memory import DeviceMemory, OutOfMemoryError
+from memplan.allocator.replay import Run, replay
+from memplan.device.measured import NOTHING
+from memplan.device.outside_pytorch import held_workspaces
+from memplan.estimate import programs_of
+from memplan.layers.module import Options
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
 from tests.oracle.cuda_allocator import TORCH, Counts, Request, built, counted, replayed, requests
 
 MIB = 1 << 20
@@ -125,6 +134,58 @@ def test_every_count_is_pytorchs(build: Path, conf: str) -> None:
         asked = list(requests(seed, 1500, bits))
         counts, _ = counted(build, asked, conf, limit)
         assert counts == replayed(asked, conf, limit)
+
+
+class Logging(LimitedRank):
+    """A rank that writes down its requests, and what it holds after each."""
+
+    def __init__(self, settings: AllocatorSettings, device: DeviceMemory) -> None:
+        super().__init__(settings, device)
+        self.memory.collect_above = device.limit  # never exceeded: every request is asked by itself
+        self.requests: list[Request] = []
+        self.counts: list[Counts] = []
+        self.live: dict[tuple[int, int], int] = {}
+
+    def note(self, request: Request) -> None:
+        self.requests.append(request)
+        self.counts.append(Counts(self.live_bytes(), self.reserved, self.memory.retries, 0))
+
+    def live_bytes(self) -> int:
+        return sum(code >> SHIFT for _, code in self.live) << UNIT_BITS
+
+    def take(self, pool: SegmentPool, units: int) -> int:
+        code = super().take(pool, units)
+        pools = self.small if units <= LARGEST_SMALL else self.large
+        stream = next(stream for stream, one in pools.items() if one is pool)
+        key = self.live[stream, code] = len(self.requests)
+        self.note(Request("allocate", key, units << UNIT_BITS, stream))
+        return code
+
+    def drop(self, block: int, size: int, category: int, stream: int = 0) -> None:
+        super().drop(block, size, category, stream)
+        if block:
+            self.note(Request("free", self.live.pop((stream, block))))
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True", "max_split_size_mb:512"])
+def test_a_program_in_pytorchs_allocator(build: Path, conf: str) -> None:
+    """FSDP's streams on a device with less memory than they would reserve: every request of construction, an iteration
+    and a step, as PyTorch serves it."""
+    flags = {"model": "llama-3-8b", "framework": "fsdp", "gpus": "8", "layers": "4", "seq": "4096"}
+    plan = resolve(read_plan(None, flags).plan)
+    (program,) = programs_of(plan, Options(kernel_workspaces=True))
+    settings, workspaces = AllocatorSettings.parse(conf), held_workspaces(plan, NOTHING)
+    (free,) = replay((program,), settings, workspaces)
+    limit = (free.allocated + free.reserved) // 2
+    rank = Logging(settings, DeviceMemory(limit))
+    run = Run(program, rank, workspaces)
+    for step in (run.first_step, run.step):
+        run.begin()
+        run.iterate(program.order.shortened)
+        step()
+    assert rank.reserved <= limit < free.reserved
+    counts, _ = counted(build, rank.requests, conf, limit)
+    assert counts == rank.counts
 
 
 def summed(counts: list[Counts]) -> tuple[int, int, int, int]:

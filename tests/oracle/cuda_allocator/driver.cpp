@@ -21,7 +21,7 @@ int main() {
   CUDACachingAllocator::init(1);
   auto* allocator = CUDACachingAllocator::get();
   std::map<int, CUDAStream> streams;
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < 8; i++) {
     streams.emplace(i, i ? getStreamFromPool(false, 0) : getDefaultCUDAStream(0));
   }
   std::map<long, c10::DataPtr> live;
