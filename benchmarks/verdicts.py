@@ -215,8 +215,6 @@ _LLAMA = (
     "section 3.3.2); the plan is as Megatron-Core would run it"
 )
 CAUSES = {
-    "bigscience/h14336-l72-tp2-pp6-dp32-mbs1-z1": "NCCL is not counted, and this model on 6 stages is estimated 8 to "
-    "9 % low ([accuracy](accuracy.md))",
     "llama-3-2024/8192": _LLAMA,
     "llama-3-2024/16384": _LLAMA,
 }

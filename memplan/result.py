@@ -74,6 +74,8 @@ class Failure:
     """The segment for which the allocator asked the device."""
     allocated: int
     reserved: int
+    iteration: int = 0
+    """Counted from 1; 0 where it is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Judged:
     retries: int = 0
     """``num_alloc_retries`` through the first iteration with optimizer states;"""
     retries_in_iteration: int = 0
-    """and of an iteration after that."""
+    """and, at most, of an iteration that comes again and again after that."""
     at_least: bool = False
     """An iteration has more micro-batches than were replayed, and may have more retries."""
     failures: tuple[Failure, ...] = ()

@@ -89,20 +89,30 @@ def test_the_failing_request_is_named() -> None:
 # ---- verdicts ---------------------------------------------------------------------------------------
 
 
+FSDP = {"model": "llama-3-8b", "framework": "fsdp", "gpus": "8", "gpu": "a100-80gb", "seq": "8192"}
+
+
 def test_cache_is_given_back_before_a_plan_fails() -> None:
-    """FSDP's streams keep 9 GiB of cache beside 75 allocated: more than there is, and nobody needs it."""
-    found = estimated(model="llama-3-8b", framework="fsdp", gpus="8", gpu="a100-80gb", seq="8192")
+    """FSDP's streams keep 8 GiB of cache beside 75 allocated: more than there is, and nobody needs it. Segments that do
+    not grow fall into pieces with every iteration, until the fourth finds none of 3.9 GiB."""
+    found = estimated(**FSDP)
+    ((_, failure),) = found.failures
+    assert (failure.module, failure.tensor, failure.iteration) == ("head", "grad_logits", 4)
+    assert found.stages[0].allocated is not None
+    assert found.stages[0].allocated + failure.request < 80 * GIB
+    found = estimated(**FSDP, env="PYTORCH_ALLOC_CONF=expandable_segments:True")
     (stage,) = found.stages
     assert stage.reserved is not None
     assert stage.allocated is not None
     assert stage.reserved > 80 * GIB > stage.allocated
     assert (found.judged.verdict, found.fits, found.failures) == (Verdict.RETRIES, True, ())
     assert found.judged.retries_in_iteration > 0
-    assert verdict(found).plain.startswith("Fits with retries: each GPU would take 84.19 GiB of 80.00 GiB")
+    assert verdict(found).plain.startswith("Fits with retries: each GPU would take 83.57 GiB of 80.00 GiB")
+    assert verdict(found).plain.endswith("gives cached memory back once in every iteration")
 
 
 def test_a_failing_request_comes_with_its_moment() -> None:
-    found = estimated(model="llama-3-8b", framework="fsdp", gpus="8", gpu="a100-80gb", seq="16384")
+    found = estimated(**FSDP | {"seq": "16384"})
     assert (found.judged.verdict, found.fits) == (Verdict.DOES_NOT_FIT, False)
     ((stage, failure),) = found.failures
     assert (stage.stage, failure.moment, failure.phase) == (0, "steady", "forward")

@@ -13,7 +13,7 @@ size; they rise in the order in which segments are taken, by which torch 2.13 br
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
@@ -234,6 +234,15 @@ class SegmentPool:
             self.release_block(free[-1])
         return released >= wanted
 
+    def layout(self) -> object:
+        """Sizes of the segments in order of address, each with its free blocks."""
+        starts = sorted(self.segments)
+        free: dict[int, list[tuple[int, int]]] = {start: [] for start in starts}
+        for code in self.free:
+            start = starts[bisect_right(starts, code & ADDRESS) - 1]
+            free[start].append(((code & ADDRESS) - start, code >> SHIFT))
+        return tuple((self.segments[start], *sorted(free[start])) for start in starts)
+
     def copy(self: Pool) -> Pool:
         """An independent copy."""
         twin = type(self)(self.rules)
@@ -327,6 +336,10 @@ class ExpandablePool(SegmentPool):
         given_up = [one for one, size in self.segments.items() if size == reach and one not in unused]
         for address in given_up:
             del self.segments[address]
+
+    def layout(self) -> object:
+        """Free blocks and holes."""
+        return tuple(self.free), tuple(sorted(self.segments.items()))
 
     def release_oversize(self, units: int) -> bool:
         """PyTorch fails an assertion here (``release_block``): its blocks are pages, which ``release`` unmaps."""

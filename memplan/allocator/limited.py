@@ -7,12 +7,13 @@ found no memory, and the part is taken back and run again, one request after the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import NoReturn
 
 from ..result import Failure
 from ..tape.events import Category, Event, Hold
-from ..tape.program import Program, What
+from ..tape.program import Action, Program, What
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, SegmentPool
 from .caching import AllocatorSettings
@@ -30,7 +31,7 @@ class Within:
     """How often it gives cached memory back and tries again, from the beginning through an iteration after the first
     step;"""
     retries_in_iteration: int = 0
-    """and in one of the iterations after that."""
+    """and, at most, in one of the iterations that come again and again after that."""
     partial: bool = False
     """An iteration has more micro-batches than were replayed, so that there may be more retries."""
 
@@ -76,6 +77,11 @@ class LimitedRank(Rank):
                 self._run_one_by_one(part, frame)
             self.failed_at += len(part.operations)
 
+    def layout(self) -> object:
+        """How memory is cut up. Two that are equal stay equal with the same requests."""
+        pools = [(small, *one) for small, own in ((True, self.small), (False, self.large)) for one in own.items()]
+        return tuple((small, stream, pool.layout()) for small, stream, pool in sorted(pools, key=itemgetter(0, 1)))
+
     def _suffices(self, part: Pass, frame: list[int]) -> bool:
         """Whether memory suffices for ``part``, which then has been run."""
         small, large = (
@@ -116,9 +122,16 @@ class _LimitedRun(Run):
     rank: LimitedRank
 
     def __init__(self, program: Program, rank: LimitedRank, workspaces: Sequence[Hold]) -> None:
-        self.moment = "initialisation"
+        self.moment, self.iteration = "initialisation", 0
         super().__init__(program, rank, workspaces)
         self.moment = "steady"
+
+    def iterate_once(self, actions: Sequence[Action], step: Callable[[], None]) -> None:
+        """The next iteration, and a step."""
+        self.iteration += 1
+        self.begin()
+        self.iterate(actions)
+        step()
 
     def keep(self, tape: Iterable[Event]) -> None:
         for event in tape:
@@ -158,7 +171,8 @@ class _LimitedRun(Run):
 
     def _fails(self, error: OutOfMemoryError, phase: str, module: str, tensor: str, microbatch: int | None) -> NoReturn:
         held = error.allocated, error.reserved
-        failure = Failure(self.moment, phase, module, tensor, microbatch, error.size, error.tried, *held)
+        what = phase, module, tensor, microbatch, error.size, error.tried
+        failure = Failure(self.moment, *what, *held, self.iteration)
         raise _FailedError(failure) from error
 
 
@@ -168,31 +182,36 @@ class _FailedError(Exception):
         self.failure = failure
 
 
+MOST_ITERATIONS = 32
+"""Iterations in which memory is short that are run until one leaves the allocator as an earlier one left it."""
+
+
 def replay_within(
     program: Program, settings: AllocatorSettings, workspaces: Sequence[Hold], device: DeviceMemory
 ) -> Within:
-    """``program`` on ``device``: its first iterations as ``replay`` runs them, and another one if memory was short."""
+    """``program`` on ``device``: its first iterations as ``replay`` runs them, and if memory was short further ones, as
+    free memory may fall into smaller pieces from each to the next before a request fails."""
     rank = LimitedRank(settings, device)
     memory = rank.memory
     actions = list(program.order.shortened)
     forward = sum(action.what == "forward" for action in actions)
     partial = forward < program.order.microbatches * len(program.order.chunks)
-    before = 0
+    retries: list[int] = []
     try:
         run = _LimitedRun(program, rank, workspaces_of(program, workspaces))
-        run.begin()
-        run.iterate(actions)
+        run.iterate_once(actions, run.first_step if run.second_differs else run.step)
         if run.second_differs:
-            run.first_step()
-            run.begin()
-            run.iterate(actions)
-        run.step()
-        if memory.retries:
+            run.iterate_once(actions, run.step)
+        first = memory.retries
+        left: dict[object, int] = {rank.layout(): 0} if first else {}
+        while left and len(retries) < MOST_ITERATIONS:
             before = memory.retries
             run.end_carried()
-            run.begin()
-            run.iterate(actions)
-            run.step()
+            run.iterate_once(actions, run.step)
+            retries.append(memory.retries - before)
+            again = left.setdefault(rank.layout(), len(retries))
+            if again < len(retries):
+                return Within(None, first, max(retries[again:]), partial)
     except _FailedError as failed:
         return Within(failed.failure, memory.retries)
-    return Within(None, before, memory.retries - before, partial)
+    return Within(None, first, retries[-1] if retries else 0, partial)

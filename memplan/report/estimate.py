@@ -74,6 +74,10 @@ def _too_much(estimate: Estimate, stage: StageEstimate, who: str, need: str, fre
     return f"{moment} on {who} needs {size(stage.moments.get(moment) or failure.allocated)} of {_limit(estimate)}{what}"
 
 
+SETTLED = 2
+"""Iterations until all tensors of a steady one have been there; what fails later, fails because memory is in pieces."""
+
+
 def _place(failure: Failure) -> str:
     return f"{failure.tensor} in {failure.module}" if failure.module else failure.tensor
 
@@ -86,6 +90,7 @@ def _failed(estimate: Estimate) -> Iterator[RenderableType]:
     stage, failure = found[0]
     when = failure.phase or failure.moment
     when += "" if failure.microbatch is None else f" of micro-batch {failure.microbatch}"
+    when += f", iteration {failure.iteration}" if failure.iteration > SETTLED else ""
     what = f"{_place(failure)} asks for {size(failure.request)}"
     yield Text(f"Out of memory on {_who(estimate, stage)} in {when}: {what}")
     if failure.moment != "evaluation":

@@ -52,6 +52,7 @@ def failure_to_json(stage: int, failure: Failure) -> dict[str, Any]:
         "phase": failure.phase or None,
         "module": failure.module or None,
         "microbatch": failure.microbatch,
+        "iteration": failure.iteration or None,
     }
 
 
