@@ -115,13 +115,15 @@ def grown(two: Passes, four: Passes, b: int) -> Passes | None:
     if every[0] != every[1] or len(two.forward) != len(four.forward):
         return None
 
+    steps = b // 2 - 1
+
     def field(x: Any, y: Any) -> Any:
-        if x == y:
-            return x
-        return type(x)(*map(field, x, y)) if isinstance(x, tuple) else x + (y - x) * (b // 2 - 1)
+        if isinstance(x, tuple):
+            return type(x)(*[one if one == other else field(one, other) for one, other in zip(x, y, strict=True)])
+        return x + (y - x) * steps
 
     def of(first: Counted, second: Counted) -> Counted:
-        return tuple((field(one, other), times) for (one, times), (other, _) in zip(first, second, strict=True))
+        return tuple([(field(one, other), times) for (one, times), (other, _) in zip(first, second, strict=True)])
 
     return Passes(of(two.forward, four.forward), of(two.backward, four.backward), two.parameters)
 
