@@ -84,15 +84,18 @@ def _base(base: Node, folder: Path) -> Found:
     if name in model_specs():
         return _built_in(name)
     path = model_path(name, folder)
-    if is_there(path):
-        return read_spec(path)
-    same = twin(name, base)
+    same = None if is_there(path) else twin(name, base)
     if same is not None:
         return _built_in(same)
-    if is_repository(name):
-        raise refused(name, base)
-    if _looks_like_path(name):
-        raise PlanError("model", name, "no such file", origin=base.origin)
+    if _looks_like_path(name) or is_there(path):
+        try:
+            return read_spec(path)
+        except PlanError as error:
+            if error.problem != "no such file":
+                raise
+        raise (
+            refused(name, base) if is_repository(name) else PlanError("model", name, "no such file", origin=base.origin)
+        )
     problem = "is neither a built-in model (`memplan models` lists them) nor a path"
     raise PlanError("model", name, problem, origin=base.origin, known=model_specs())
 
