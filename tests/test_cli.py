@@ -211,7 +211,7 @@ def test_what_a_plan_leaves_open_or_says_in_vain_is_told(run: Run) -> None:
             "environment-ignored",
             "PYTORCH_CUDA_ALLOC_CNF is not read by memplan; did you mean PYTORCH_CUDA_ALLOC_CONF?",
         ),
-        ("seq-default", "seq defaults to the model's longest, 131072 tokens"),
+        ("seq-default", "seq is 4096, since none was given; the model goes to 131072 tokens"),
     ]
 
 

@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 from .environment import READ, is_followed, is_irrelevant
 from .errors import Guesses, nearest, one_line, shown
-from .plan import Plan
+from .plan import DEFAULT_SEQ, Plan
 
-LONGEST_IN_SILENCE = 8192
-"""Tokens that a sequence may have by default without a word."""
 MOST_OF_A_CODE = 50
 """Notes of one kind that are told one by one."""
 
@@ -54,7 +52,7 @@ def _environment(plan: Plan) -> Iterator[Note]:
 
 
 def _sequence(plan: Plan) -> Iterator[Note]:
-    """A default that makes the estimate far larger than a job usually is."""
+    """A default that is shorter than the model's longest sequence."""
     longest = plan.model.positions_max
-    if plan.batch.seq is None and longest > LONGEST_IN_SILENCE:
-        yield Note("seq-default", f"seq defaults to the model's longest, {longest} tokens")
+    if plan.batch.seq is None and longest > DEFAULT_SEQ:
+        yield Note("seq-default", f"seq is {DEFAULT_SEQ}, since none was given; the model goes to {longest} tokens")

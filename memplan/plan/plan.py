@@ -59,13 +59,19 @@ class Layout(Section):
     sequence_parallel: bool = Field(False, description="shard norms and dropouts along the sequence (needs tp > 1)")
 
 
+DEFAULT_SEQ = 4096
+"""Tokens of a sequence that nobody gave, where the model's longest is more."""
+
+
 class Batch(Section):
     mbs: Count = Field(1, description="micro-batch size (sequences per forward pass on one rank)")
     gbs: Count | None = Field(None, description="global batch size; default: mbs x dp x pp")
     accumulation: Count | None = Field(
         None, description="micro-batches of one rank before a step; default: gbs / (mbs x dp)"
     )
-    seq: Count | None = Field(None, description="sequence length in tokens; default: the model's maximum")
+    seq: Count | None = Field(
+        None, description="sequence length in tokens; default: 4096, or the model's maximum if it is less"
+    )
     multiply_by_visible_gpus: bool = Field(
         False,
         description="the Trainer's DataParallel default: multiply the batch by the number of visible GPUs",

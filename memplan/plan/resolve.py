@@ -27,7 +27,7 @@ from .checks import (
 from .errors import PlanError
 from .loss_checks import check_loss
 from .optimizer_checks import check_optimizer
-from .plan import AttentionImplementation, Batch, Hardware, Layout, Loss, Optimizer, Plan
+from .plan import DEFAULT_SEQ, AttentionImplementation, Batch, Hardware, Layout, Loss, Optimizer, Plan
 from .resolved import ResolvedPlan
 from .sizes import headroom_bytes
 from .tuning_checks import check_tuning
@@ -129,7 +129,7 @@ def _batch(plan: Plan, gpus: int, dp: int) -> Batch:
     batch = plan.batch
     at_once = batch.mbs * (gpus if batch.multiply_by_visible_gpus else 1) * dp
     gbs = at_once * (batch.accumulation or plan.layout.pp) if batch.gbs is None else batch.gbs
-    seq = plan.model.positions_max if batch.seq is None else batch.seq
+    seq = min(plan.model.positions_max, DEFAULT_SEQ) if batch.seq is None else batch.seq
     return batch.model_copy(update={"gbs": gbs, "seq": seq})
 
 
