@@ -32,6 +32,7 @@ ANSWERED = [
 REFUSED = {
     "--model gpt2 --layers 10000": "--layers: model.layers = 10000: must be at most 1,024",
     "--model gpt2 --layers 1000 --framework megatron --pp 1000": "--pp: layout.pp = 1000: must be at most 128",
+    "--model gpt2 --layers 1024 --framework megatron --pp 128 --vpp 8 --gpus 128": "makes 1,024 virtual stages",
     f"{TITAN} --pp 8 --gpus 8 --gbs 1000000": "--gbs: batch.gbs = 1000000: gives 1,000,000 micro-batches",
     f"{TITAN} --pp 8 --gpus 8 --gbs 1000000 --schedule gpipe": "--gbs: batch.gbs = 1000000: gives 1,000,000",
     "--model gpt2 --framework megatron-deepspeed --pp 4 --gpus 4 --gbs 1000000 --schedule gpipe": "at most 128 TiB",

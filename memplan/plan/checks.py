@@ -14,7 +14,7 @@ from .environment import REFUSED
 from .errors import ABSENT, PlanError
 from .plan import Plan
 from .resolved import ResolvedPlan
-from .section import FrameworkSection
+from .section import MOST_CHUNKS, FrameworkSection
 from .spec import ModelSpec
 
 SIZES = {
@@ -221,6 +221,10 @@ def check_pipeline(plan: ResolvedPlan) -> None:
         raise PlanError("pipeline.partition", list(partition), problem)
     for name, value in plan.pipeline.changed():
         require(plan, f"pipeline.{name}", value, "left out", "pipeline", name)
+    chunks = plan.layout.pp * plan.layout.vpp
+    if plan.layout.vpp > 1 and chunks > MOST_CHUNKS:
+        problem = f"makes {chunks:,} virtual stages with layout.pp {plan.layout.pp}; at most {MOST_CHUNKS} can be"
+        raise PlanError("layout.vpp", plan.layout.vpp, problem)
 
 
 def _check_method(method: str) -> None:

@@ -15,6 +15,8 @@ Dtype = Literal["fp32", "fp16", "bf16"]
 Degree = Annotated[int, Field(ge=1, le=1_048_576)]
 MOST_STAGES = 128
 """Stages of a pipeline, each of which is estimated: twice as many as the longest that is known to have been used."""
+MOST_CHUNKS = 256
+"""Virtual stages on all of them together: twice as many as a layer each of the deepest such models makes."""
 Stages = Annotated[int, Field(ge=1, le=MOST_STAGES)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Elements = Annotated[int, Field(ge=0, le=2**63 - 1)]

@@ -19,7 +19,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Layout, Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
-from ..plan.section import MOST_STAGES
+from ..plan.section import MOST_CHUNKS, MOST_STAGES
 from ..values import dataclass
 from .framework import FrameworkSearch, divisors
 from .point import UNCUT, UNCUT_FIELDS, Extra, Point, Recomputing, changed, updated
@@ -121,6 +121,8 @@ class Space:
             return "virtual stages need pp above 1"
         if vpp * pp > self.base.model.layers + 2 * (vpp > 1):
             return "more stages than layers"
+        if vpp > 1 and vpp * pp > MOST_CHUNKS:
+            return f"more virtual stages than {MOST_CHUNKS}"
         return self.search.unrunnable(self, tp, cp, pp, vpp, microbatches)
 
     def plan(self, point: Point, fields: Mapping[str, Any] | None = None) -> Plan:
