@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from memplan.cli import main
 from memplan.device.measured import CONTEXT, NCCL, NOTHING, WORKSPACES, Measured, Measurement
-from memplan.estimate import device_bytes, estimate
+from memplan.estimate import estimate, judged_stage
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.records.database import open_database
@@ -342,8 +342,10 @@ def test_one_stage_alone_is_as_in_the_whole() -> None:
     plan = read_plan(None, TWO_STAGES).plan
     stages = estimate(plan, measured).stages
     for stage in stages:
-        assert device_bytes(resolve(plan), stage.stage, measured) == stage.device
-        assert device_bytes(resolve(plan), stage.stage, NOTHING) == stage.device - 300 * MIB - CONTEXT_BYTES + 518 * MIB
+        assert judged_stage(resolve(plan), stage.stage, measured)[0] == stage.device
+        assert (
+            judged_stage(resolve(plan), stage.stage, NOTHING)[0] == stage.device - 300 * MIB - CONTEXT_BYTES + 518 * MIB
+        )
 
 
 def test_versions_without_driver() -> None:
