@@ -65,7 +65,8 @@ class Surroundings:
     def tensors(self) -> Iterator[None]:
         """What is made is made on ``device``, and behaves as on a GPU where it is fake and there is none."""
         if not self.fake:
-            with torch.device(self.device), cuda_behaviour_of_real() if self.device == "cpu" else nullcontext():
+            own = cuda_behaviour_of_real if self.device == "cpu" else without_cudnn_attention
+            with torch.device(self.device), own():
                 yield
             return
         as_on_a_gpu = torch.device(self.device) if self.device == "cuda" else cuda_behaviour()
@@ -100,6 +101,18 @@ class Surroundings:
         finally:
             if ended_well or self.alone:  # others may be waiting for this rank, and NCCL's orderly end waits for them
                 dist.destroy_process_group()
+
+
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """``scaled_dot_product_attention`` takes the flash kernel, as a plan with ``flash`` says: on Hopper and later
+    PyTorch would choose cuDNN's before it (``sdp_utils.cpp``, ``check_prefer_cudnn_attention``)."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 FAKE = Surroundings()

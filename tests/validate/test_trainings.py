@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -61,6 +62,16 @@ def test_counters_of_optimizer_steps_are_on_the_host() -> None:
             optimizer.step()
     state = optimizer.state[parameter]
     assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")
+
+
+def test_cudnns_attention_is_off_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch prefers it to flash on Hopper and later; what the user's process has is as before."""
+    monkeypatch.setattr(torch, "device", lambda name: nullcontext())
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with Surroundings(fake=False, device="cuda").tensors():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_evaluation_has_no_dropout() -> None:
