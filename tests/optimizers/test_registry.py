@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from memplan.cli import main
-from memplan.formats.trainer import optimizers as trainer_names
 from memplan.layers.autograd import Recorder
-from memplan.optimizers import ROOMS, algorithm, algorithms
+from memplan.optimizers import ROOMS, algorithm, algorithms, trainer_names
 from memplan.optimizers.base import Algorithm, FieldsByName, Parameters, Steps
 from memplan.optimizers.states import State, full
 from memplan.optimizers.steps import like
