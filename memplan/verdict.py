@@ -58,7 +58,7 @@ def judge(
     if found.failures and least < most:
         loosest = within(most)
         found = loosest if loosest.failures else replace(loosest, verdict=Verdict.TIGHT)
-    return found if found.failures or all_known else UNKNOWN
+    return found if found.failures or all_known else replace(found, verdict=Verdict.UNKNOWN)
 
 
 MOMENTS = ("initialisation", "steady", "evaluation")

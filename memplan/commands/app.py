@@ -179,8 +179,10 @@ def _explained(error: Any) -> PlanError:
     flag = getattr(error, "option_name", None)
     if flag is not None and hasattr(error, "possibilities"):
         known = [name for parameter in context.command.params for name in parameter.opts] if context else []
-        from .near_misses import MEANT
+        from .near_misses import MEANT, NOT_MODELLED
 
+        if flag in NOT_MODELLED:
+            return PlanError("", ABSENT, NOT_MODELLED[flag], origin=Origin(flag))
         guess = MEANT.get(flag.replace("_", "-")) or nearest(flag, known)
         return PlanError("", ABSENT, _with_guess(f"is not a flag of {path}", guess), origin=Origin(flag))
     message = " ".join(error.format_message().split()).rstrip(".")

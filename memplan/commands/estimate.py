@@ -42,7 +42,10 @@ def read_variants(
     """
     if [source, *compare].count("-") > 1:
         raise PlanError("", ABSENT, "can be read only once, as one of the plans", origin=Origin("standard input"))
-    choices = [_values(assignment) for assignment in vary]
+    merged: dict[str, list[tuple[str, str]]] = {}
+    for name, value in dict.fromkeys(pair for assignment in vary for pair in _values(assignment)):
+        merged.setdefault(name, []).append((name, value))
+    choices = list(merged.values())
     combinations: list[dict[str, str]] = [dict(combination) for combination in product(*choices)]
     sources = _named_sources(source, compare, flags)
     if len(combinations) * len(sources) > MOST_VARIANTS:

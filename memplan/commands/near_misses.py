@@ -49,6 +49,19 @@ _MEANT = {
     "--headroom": ("reserve", "margin"),
 }
 
+NOT_MODELLED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("--num-experts", "--experts", "--moe", "--top-k", "--etp", "--moe-dispatcher", "--experts-imbalance"),
+        "models with experts are not modelled yet",
+    ),
+    **dict.fromkeys(
+        ("--fp8", "--fp8-format", "--fp4", "--fp8-parameters", "--float8"), "fp8 and fp4 are not modelled yet"
+    ),
+    "--liger": "Liger's whole patch set is not modelled yet; --loss liger is its loss",
+    "--versions": "other releases of transformers are not modelled yet",
+}
+"""Flags of what memplan does not do yet, and what to say of it."""
+
 MEANT: Mapping[str, str] = {f"--{name}": flags for flags, names in _MEANT.items() for name in names}
 """By the flag that was written."""
 

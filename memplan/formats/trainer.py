@@ -257,18 +257,24 @@ def _recompute(reader: Reader) -> None:
     reader.building.put("recompute.mode", Node("full", node.origin), *names)
 
 
-def _evaluates(arguments: Arguments) -> bool | None:
-    """Whether the Trainer evaluates while it trains; ``None`` where nothing says so, and by default it does not."""
+def _evaluates(arguments: Arguments) -> bool:
+    """Whether the file asks for an evaluation; by default the Trainer makes none."""
     strategy = arguments.first("eval_strategy", "evaluation_strategy")
-    return None if strategy is None else strategy[1].value not in ("no", False)
+    while_training = strategy is not None and strategy[1].value not in ("no", False)
+    return while_training or arguments.on("do_eval") is not None
 
 
 def _evaluation_batch(reader: Reader) -> None:
-    """The default counts only where there is an evaluation; a size that is given says that there is one."""
+    """Counts only where there is an evaluation."""
     name = "per_device_eval_batch_size"
-    node, evaluates = reader.settings.node(name), _evaluates(reader.settings)
-    if evaluates or (node is not None and evaluates is None):
+    node = reader.settings.node(name)
+    if _evaluates(reader.settings):
         reader.building.put("trainer.evaluation_mbs", 8 if node is None else node, name)
+    elif node is not None and node.value != 8:
+        reader.building.note(
+            "evaluation-off",
+            f"{name} is given, but neither eval_strategy nor do_eval: no evaluation is part of the estimate",
+        )
 
 
 def _evaluation(reader: Reader) -> None:

@@ -37,9 +37,11 @@ def verdict(estimate: Estimate) -> Text:
     if judged.verdict is Verdict.DOES_NOT_FIT:
         return Text.assemble(("Does not fit", f"bold {BAD}"), f": {_too_much(estimate, told, who, need, free)}")
     if judged.verdict is Verdict.UNKNOWN:
+        retries = f"; {_retries(judged)}" if judged.retries else ""
+        needs = f"would take {need.removeprefix('at least ')}" if retries else f"needs {need}"
         return Text.assemble(
-            ("May fit", f"bold {CAUTION}"),
-            f": {who} needs {need} of {_limit(estimate)}; CUDA context and NCCL on this GPU are not known",
+            ("May fit, with retries" if retries else "May fit", f"bold {CAUTION}"),
+            f": {who} {needs} of {_limit(estimate)}{retries}; CUDA context and NCCL on this GPU are not known",
         )
     if judged.verdict is Verdict.RETRIES:
         return Text.assemble(
@@ -88,7 +90,7 @@ def _failed(estimate: Estimate) -> Iterator[RenderableType]:
     if not found:
         return
     stage, failure = found[0]
-    when = failure.phase or failure.moment
+    when = failure.phase if failure.moment == "steady" and failure.phase else failure.moment
     when += "" if failure.microbatch is None else f" of micro-batch {failure.microbatch}"
     when += f", iteration {failure.iteration}" if failure.iteration > SETTLED else ""
     what = f"{_place(failure)} asks for {size(failure.request)}"

@@ -14,7 +14,7 @@ from memplan.cli import main
 from memplan.plan.errors import ABSENT, PlanError
 
 CODES = (0, 1, 2, 3)
-"""Exit codes of the contract, but for a fault in memplan and an interrupt."""
+"""Exit codes that the README lists, but for a fault in memplan and an interrupt."""
 
 
 class Ended(NamedTuple):

@@ -283,7 +283,7 @@ def check_flash(plan: ResolvedPlan) -> None:
     if spec.sliding_window is not None and seq >= spec.sliding_window:
         problem = (
             f"must be eager for sequences of {seq}: from the sliding window of {spec.sliding_window} on transformers "
-            "passes a mask, and PyTorch leaves its flash kernel"
+            f"passes a mask, and PyTorch leaves its flash kernel; --seq {spec.sliding_window - 1} needs none"
         )
         raise PlanError("attention", "flash", problem)
 

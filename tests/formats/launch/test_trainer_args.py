@@ -58,7 +58,9 @@ def test_evaluation_is_part_of_a_plan_that_evaluates(tmp_path: Path) -> None:
     """By default the Trainer does not; what it would evaluate with stands in every file that it writes itself."""
     size, strategy = "per_device_eval_batch_size", "eval_strategy"
     cases: list[tuple[dict[str, object], int | None]] = [
-        ({}, None), ({strategy: "steps"}, 8), ({size: 4}, 4), ({size: 4, strategy: "no"}, None)
+        ({}, None), ({strategy: "steps"}, 8), ({"do_eval": True}, 8), ({size: 4}, None),
+        ({size: 4, strategy: "no"}, None), ({size: 4, strategy: "epoch"}, 4),
+        ({size: 4, "do_eval": True}, 4), ({size: 4, "do_eval": False}, None),
     ]  # fmt: skip
     for arguments, expected in cases:
         assert plan(tmp_path, arguments).trainer.evaluation_mbs == expected
