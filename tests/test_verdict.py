@@ -89,7 +89,7 @@ def test_the_failing_request_is_named() -> None:
 # ---- verdicts ---------------------------------------------------------------------------------------
 
 
-FSDP = {"model": "llama-3-8b", "framework": "fsdp", "gpus": "8", "gpu": "a100-80gb", "seq": "8192"}
+FSDP = {"model": "llama-3-8b", "framework": "fsdp", "gpus": "8", "gpu": "a100-80gb", "capacity": "80GiB", "seq": "8192"}
 
 
 def test_cache_is_given_back_before_a_plan_fails() -> None:

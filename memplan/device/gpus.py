@@ -35,6 +35,11 @@ class Gpu:
     usable_bytes: int | None = None
     note: str = ""
 
+    @property
+    def process_bytes(self) -> int:
+        """What a process gets: the total that PyTorch sees, where somebody has published it."""
+        return self.capacity_bytes if self.usable_bytes is None else self.usable_bytes
+
 
 def _gpu(
     name: str,

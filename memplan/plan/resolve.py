@@ -122,7 +122,7 @@ def _capacity(hardware: Hardware) -> int | None:
     gpu = GPUS.get(hardware.gpu)
     if gpu is None:
         raise PlanError("hardware.gpu", hardware.gpu, f"is not a known GPU: {', '.join(GPUS)}", known=GPUS)
-    return gpu.capacity_bytes if hardware.capacity is None else hardware.capacity
+    return gpu.process_bytes if hardware.capacity is None else hardware.capacity
 
 
 def _batch(plan: Plan, gpus: int, dp: int) -> Batch:

@@ -167,11 +167,11 @@ def _other_cuts(plan: ResolvedPlan, limit: int) -> Iterator[Proposal]:
 def _larger_gpus(plan: ResolvedPlan, needs: int) -> Iterator[Proposal]:
     """The smallest GPU of a data centre on which the plan may fit, where the capacity is the table's."""
     name = plan.hardware.gpu
-    if name is None or plan.hardware.capacity != GPUS[name].capacity_bytes:
+    if name is None or plan.hardware.capacity != GPUS[name].process_bytes:
         return
-    larger = [gpu for gpu in GPUS.values() if gpu.capacity_bytes >= needs and not gpu.name.startswith("rtx")]
+    larger = [gpu for gpu in GPUS.values() if gpu.process_bytes >= needs and not gpu.name.startswith("rtx")]
     if larger:
-        gpu = min(larger, key=lambda gpu: gpu.capacity_bytes)
+        gpu = min(larger, key=lambda gpu: gpu.process_bytes)
         yield gpu.name, {"hardware.gpu": gpu.name, "hardware.capacity": None}
 
 

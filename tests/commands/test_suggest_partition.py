@@ -145,7 +145,7 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(suggest(*JOB, "-q", "--plot", str(svg))) == 0
     assert main(suggest(*JOB, "-q", "--plot", str(png))) == 0
     assert capsys.readouterr().err == ""
-    assert "h100-80gb: 79.6 GiB" in svg.read_text(encoding="utf-8")
+    assert "h100-80gb: 79.1 GiB" in svg.read_text(encoding="utf-8")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert {file.name for file in tmp_path.iterdir()} == {"front.svg", "front.png"}
 
