@@ -56,10 +56,21 @@ def _alone(arguments: list[str]) -> int:
         code = _ended(arguments, interrupts)
         if interrupts.fault is not None and not interrupts.came:
             code = _told(interrupts.fault, arguments)
-        return INTERRUPTED if interrupts.end() else code
+        return _left() if interrupts.end() else code
     except KeyboardInterrupt:
         interrupts.end()
-        return INTERRUPTED
+        return _left()
+
+
+def _left() -> int:
+    """Ends the interrupted process without Python's own end, in which a library can fail whose import the interrupt
+    fell into: numpy's has aborted the process there."""
+    atexit._run_exitfuncs()
+    from contextlib import suppress
+
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(INTERRUPTED)
 
 
 def _ended(arguments: list[str], interrupts: Interrupts | None = None) -> int:

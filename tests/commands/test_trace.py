@@ -123,7 +123,7 @@ def test_model_without_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["--kv-heads=2"], "--kv-heads: changes an architecture with a recipe, which this one has not"),
         (["--layers", "x"], "model.layers = x: "),
         (["--layers", "0"], "model.layers = 0: "),
-        (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
+        (["--optimizer", "lion"], "optimizer.name = lion: must be one of sgd, adam, adamw, adafactor"),
         (
             ["--framework", "ddp", "--gpus=2", "--zero=1"],
             "layout.zero = 1: must be 0 for an architecture without a recipe",
@@ -175,7 +175,7 @@ def test_missing_package_ends_with_3(monkeypatch: pytest.MonkeyPatch, capsys: py
     [
         (["--framework", "megatron"], "framework = megatron: must be one of single, ddp, fsdp"),
         (["--model", "megatron-22b"], "model.family = gpt: "),
-        (["--optimizer", "adam8bit"], "optimizer.name = adam8bit: must be one of sgd, adam, adamw, adafactor"),
+        (["--optimizer", "lion"], "optimizer.name = lion: must be one of sgd, adam, adamw, adafactor"),
         (["--loss", "liger"], "loss.kind = liger: must be plain"),
         (["--code", "2020", "--attention", "eager", "--dtype", "fp32"], "code = 2020: must be current"),
         (["--recompute", "selective"], "recompute.mode = selective: must be none or full"),

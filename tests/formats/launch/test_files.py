@@ -203,7 +203,7 @@ def test_variables_that_a_file_does_not_mention(content: str) -> None:
     """As a search for each of them by itself has it."""
     words = {name: re.search(rf"(?<![A-Za-z0-9_]){name}(?![A-Za-z0-9_])", content) for name in ("A", "AB", "B")}
     numbers = {name: re.search(rf"\$(?:\{{?{name}\b|\{{?[@*#]|\{{\d)|\bshift\b", content) for name in ("1", "12", "3")}
-    if not re.search(r"\$[0-9]+[A-Z]", content):  # ``$1A``: a search takes it for none
+    if not re.search(r"\$[0-9]+[A-Za-z]", content):  # ``$1A``: a search takes it for none
         found = {**words, **numbers}
         assert not_in(content, found) == tuple(name for name, match in found.items() if match is None)
     assert not_in("$1A", ["1"]) == ()
