@@ -81,7 +81,10 @@ def _places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | in
 
 def _changed(random: Random, data: Any) -> Any:
     """``data`` with another value at some place, or without one, or with one more."""
-    path = random.choice(_places(data)[1:])
+    places = _places(data)
+    if len(places) > 5000:  # large enough: what is there thousands of times is one object
+        return data
+    path = random.choice(places[1:])
     at = data
     for key in path[:-1]:
         at = at[key]
