@@ -56,13 +56,13 @@ def _alone(arguments: list[str]) -> int:
         code = _ended(arguments, interrupts)
         if interrupts.fault is not None and not interrupts.came:
             code = _told(interrupts.fault, arguments)
-        return _left() if interrupts.end() else code
+        return _leave() if interrupts.end() else code
     except KeyboardInterrupt:
         interrupts.end()
-        return _left()
+        return _leave()
 
 
-def _left() -> int:
+def _leave() -> int:
     """Ends the interrupted process without Python's own end, in which a library can fail whose import the interrupt
     fell into: numpy's has aborted the process there."""
     atexit._run_exitfuncs()

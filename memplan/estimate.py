@@ -25,9 +25,9 @@ from .plan.resolve import resolve
 from .plan.resolved import ResolvedPlan
 from .plan.sizes import headroom_bytes
 from .plan.traced_spec import TracedSpec
-from .result import Estimate, Judged, ModuleTape, Notice, Peak, StageEstimate
+from .result import BeyondAllocated, Estimate, Judged, ModuleTape, Notice, Peak, StageEstimate
 from .tape.program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
-from .verdict import UNKNOWN, judge
+from .verdict import NOT_JUDGED, judge
 
 LARGEST_RANK = 1 << 47
 """Bytes of tensors on one rank. The replay numbers four times as many addresses, because segments come to
@@ -59,16 +59,16 @@ def estimate(plan: Plan, known: Measured = NOTHING) -> Estimate:
     begin_plan()
     plan = resolve(plan)
     programs = programs_of(plan, Options())
-    measured = programs_of(plan, Options(kernel_workspaces=True))
+    with_workspaces = programs_of(plan, Options(kernel_workspaces=True))
     folds = [fold_program(program) for program in programs]
     evaluated = _evaluation_programs(plan, programs)
     _check_addresses(plan, (folded.peak for folded in folds))
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
-    replayed = replay(measured, settings, workspaces)
+    replayed = replay(with_workspaces, settings, workspaces)
     _check_addresses(plan, (max(one.allocated, one.reserved) for one in replayed))
     stages = tuple(
-        _stage(plan, known, program, folded, result, evaluation, _judged(plan, known, own, result, evaluation))
-        for program, own, folded, result, evaluation in zip(programs, measured, folds, replayed, evaluated, strict=True)
+        _stage(plan, known, *of_stage)
+        for of_stage in zip(programs, with_workspaces, folds, replayed, evaluated, strict=True)
     )
     capacity = plan.hardware.capacity
     headroom = headroom_bytes(plan.headroom, capacity)
@@ -102,12 +102,18 @@ def _check_addresses(plan: ResolvedPlan, readings: Iterable[int]) -> None:
         raise PlanError("batch.mbs", plan.batch.mbs, problem)
 
 
-def _judged(plan: ResolvedPlan, known: Measured, program: Program, replayed: Replayed, evaluated: Program) -> Judged:
-    """The verdict on a stage; ``program`` with its kernels' workspaces."""
+def _judged(
+    plan: ResolvedPlan,
+    known: Measured,
+    program: Program,
+    replayed: Replayed,
+    apart: BeyondAllocated,
+    evaluated: Program,
+) -> Judged:
+    """The verdict on a stage; ``program`` with its kernels' workspaces, ``apart`` what the allocator does not hold."""
     capacity = plan.hardware.capacity
     if capacity is None:
-        return UNKNOWN
-    apart = beyond(plan, replayed, program.stage, known)
+        return NOT_JUDGED
     return judge(
         program,
         replayed,
@@ -146,8 +152,9 @@ def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> t
     program = programs_of(plan, Options(kernel_workspaces=True))[stage]
     evaluated = _evaluation_programs(plan, programs_of(plan, Options()))[stage]
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
-    low, high = outside_range(beyond(plan, replayed, stage, known))
-    return replayed.reserved + (low + high) // 2, _judged(plan, known, program, replayed, evaluated)
+    apart = beyond(plan, replayed, stage, known)
+    low, high = outside_range(apart)
+    return replayed.reserved + (low + high) // 2, _judged(plan, known, program, replayed, apart, evaluated)
 
 
 # -- readings ---------------------------------------------------------------------------------------
@@ -157,10 +164,10 @@ def _stage(
     plan: ResolvedPlan,
     known: Measured,
     program: Program,
+    with_workspaces: Program,
     folded: Folded,
     replayed: Replayed,
     evaluated: Program,
-    judged: Judged,
 ) -> StageEstimate:
     apart, together = beyond(plan, replayed, program.stage, known), ranks_on_node(plan, program)
     low, high = outside_range(apart)
@@ -190,7 +197,7 @@ def _stage(
         host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
         nvme=together * program.nvme,
         device_range=None if device is None else (replayed.reserved + low, replayed.reserved + high),
-        judged=judged,
+        judged=_judged(plan, known, with_workspaces, replayed, apart, evaluated),
     )
 
 

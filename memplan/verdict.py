@@ -49,7 +49,7 @@ def judge(
         if found.failure is not None:
             failures.append(found.failure)
         if failures:
-            failures.sort(key=lambda one: MOMENTS.index(one.moment))
+            failures.sort(key=lambda one: IN_ORDER.index(one.moment))
             return Judged(Verdict.DOES_NOT_FIT, found.retries, failures=tuple(failures))
         verdict = Verdict.RETRIES if found.retries else Verdict.FITS
         return Judged(verdict, found.retries, found.retries_in_iteration, found.partial)
@@ -61,8 +61,9 @@ def judge(
     return found if found.failures or all_known else replace(found, verdict=Verdict.UNKNOWN)
 
 
-MOMENTS = ("initialisation", "steady", "evaluation")
-UNKNOWN = Judged()
+IN_ORDER = ("initialisation", "steady", "evaluation")
+"""Moments that can fail, as they come in a run."""
+NOT_JUDGED = Judged()
 SUFFICES = Within(None)
 
 

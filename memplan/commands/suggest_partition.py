@@ -17,9 +17,13 @@ from ..report.progress import progress
 from ..values import dataclass
 from .files import check_writable, write_whole
 from .fixed import fixed_values, fixes_of, located, with_fixes
-from .launched import LaunchFlags, read_given
+from .launched import From, LaunchFlags, Set, Strict, VocabSize, read_given
 from .output import (
+    OUTPUT,
+    Json,
+    NoColor,
     Overwrite,
+    PlanOrLaunchFile,
     console,
     print_json,
     print_text,
@@ -34,9 +38,7 @@ if TYPE_CHECKING:
     from ..search.answer import Objective
     from ..search.result import Found, Offer
 
-_OUTPUT = "Output"
 _SEARCH = "Search"
-_LAUNCH = "A launch file in place of a plan"
 
 OBJECTIVES = ("time", "memory", "gpus")
 MOST = 50
@@ -76,39 +78,11 @@ class _Files:
 
 
 def suggest_partition(
-    plan: Annotated[
-        str | None,
-        typer.Argument(
-            help="YAML or JSON file, name of a built-in example, or - for standard input; with --from a launch file."
-        ),
-    ] = None,
-    from_: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="FRAMEWORK",
-            help="PLAN is a launch file of megatron, megatron-deepspeed, deepspeed, torchtitan or trainer "
-            "(see estimate --help)",
-            rich_help_panel=_LAUNCH,
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=value", help="set a variable of the script", rich_help_panel=_LAUNCH),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            "--vocab-size",
-            metavar="N",
-            help="size of the vocabulary, if the tokenizer's files are not on this machine",
-            rich_help_panel=_LAUNCH,
-        ),
-    ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="refuse arguments that are unknown or not modelled", rich_help_panel=_LAUNCH),
-    ] = False,
+    plan: PlanOrLaunchFile = None,
+    from_: From = None,
+    set_: Set = None,
+    vocab_size: VocabSize = None,
+    strict: Strict = False,
     top: Annotated[
         int, typer.Option("--top", metavar="N", help="number of layouts to show, best first", rich_help_panel=_SEARCH)
     ] = 4,
@@ -132,25 +106,21 @@ def suggest_partition(
     write: Annotated[
         str | None,
         typer.Option(
-            "--write", metavar="FILE.yaml", help="write the recommended layout as a plan", rich_help_panel=_OUTPUT
+            "--write", metavar="FILE.yaml", help="write the recommended layout as a plan", rich_help_panel=OUTPUT
         ),
     ] = None,
     plot: Annotated[
         str | None,
-        typer.Option("--plot", metavar="FILE.svg|png", help="draw memory against time", rich_help_panel=_OUTPUT),
+        typer.Option("--plot", metavar="FILE.svg|png", help="draw memory against time", rich_help_panel=OUTPUT),
     ] = None,
     force: Overwrite = False,
-    json: Annotated[bool, typer.Option("--json", help="print JSON only", rich_help_panel=_OUTPUT)] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="print one CSV row per layout", rich_help_panel=_OUTPUT)] = False,
-    quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="print only the layout", rich_help_panel=_OUTPUT)
-    ] = False,
+    json: Json = False,
+    csv: Annotated[bool, typer.Option("--csv", help="print one CSV row per layout", rich_help_panel=OUTPUT)] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="print only the layout", rich_help_panel=OUTPUT)] = False,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="print every stage, rule and assumption", rich_help_panel=_OUTPUT)
+        bool, typer.Option("-v", "--verbose", help="print every stage, rule and assumption", rich_help_panel=OUTPUT)
     ] = False,
-    no_color: Annotated[
-        bool, typer.Option("--no-color", help="print without colours (as NO_COLOR=1)", rich_help_panel=_OUTPUT)
-    ] = False,
+    no_color: NoColor = False,
     flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
 ) -> int:
     """The fastest layout that fits: parallel sizes, micro-batch, recompute, and what each stage holds.
@@ -172,7 +142,7 @@ def suggest_partition(
     with without_collection():
         wanted = cast("Objective", objective)
         offers: tuple[Offer, ...] = ()
-        if read.has_chosen_framework:
+        if read.chosen_framework is not None:
             read, found, offers = _of_all(read, flags, fixes, wanted, top, quiet, known)
         else:
             found = _found(read, flags, fixes, wanted, top, quiet, known)

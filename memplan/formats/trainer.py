@@ -295,7 +295,6 @@ def _evaluation(reader: Reader) -> None:
     )
 
 
-_ATTENTION = {"eager": "eager", "sdpa": "flash", "flash_attention_2": "flash"}
 ROWS = (
     Row("per_device_train_batch_size", "batch.mbs", kind="any", default=8),
     Row(
@@ -309,7 +308,7 @@ ROWS = (
     Row("weight_decay", "optimizer.weight_decay", kind="any", default=0.0),
     Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length")),
     Row("model_name_or_path", "model", kind="any", without_effect=_given_by("model")),
-    Row("attn_implementation", "attention", kind="word", words=_ATTENTION),
+    Row("attn_implementation", "attention", kind="any"),
     Row("bf16", "precision.dtype", read=_precision),
     Row("optim", "optimizer.name", read=_optimizer),
     Row("activation_checkpointing", "recompute.mode", read=_recompute),

@@ -12,10 +12,10 @@ from .errors import ABSENT, PlanError
 from .fields import Kind, PlanField, plan_fields, sections
 from .node import Node, scalar
 from .sizes import check_unit, parse_size
+from .spec import MOST_LAYERS
 from .spellings import respelled
 
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?")
-_MOST_LAYERS = 100_000
 LONGEST_TEXT = 10_000
 """Characters of one value in a plan."""
 
@@ -64,7 +64,7 @@ def field_value(field: PlanField, node: Node) -> Node:
 
         node = by_device(node) if is_by_module(node) else node
         placed: dict[str, Node] = {}
-        left = _MOST_LAYERS
+        left = MOST_LAYERS
         for device, layers in node.mapping.items():
             placed[device], left = _layers(device, layers, left)
         return Node(placed, node.origin)
@@ -128,7 +128,7 @@ def _layers(device: str, node: Node, left: int) -> tuple[Node, int]:
     for part in parts:
         layers.extend(_range(part))
         if len(layers) > left:
-            problem = f"names more layers than a model can have: {_MOST_LAYERS:,} on all devices"
+            problem = f"names more layers than a model can have: {MOST_LAYERS:,} on all devices"
             raise PlanError(f"device_map.{device}", ABSENT, problem, origin=part.origin)
     return Node(layers, node.origin), left - len(layers)
 
@@ -138,6 +138,6 @@ def _range(node: Node) -> list[Node]:
     if match is None or match[2] is None:
         return [node]
     first, last = int(match[1]), int(match[2])
-    if last < first or last - first > _MOST_LAYERS:
+    if last < first or last - first > MOST_LAYERS:
         return [node]
     return [Node(layer, node.origin) for layer in range(first, last + 1)]

@@ -49,18 +49,17 @@ class ReadPlan:
     """Of how it was read, beside those of the estimate."""
 
     @property
-    def has_chosen_framework(self) -> bool:
-        """Nobody named its framework."""
-        return any(note.code == FRAMEWORK_CHOSEN for note in self.warnings)
+    def chosen_framework(self) -> str | None:
+        """Why the plan has its framework, where nobody named one."""
+        return next((note.message for note in self.warnings if note.code == FRAMEWORK_CHOSEN), None)
 
     def located(self, error: PlanError) -> PlanError:
         """``error``, raised for the plan, with where its field came from, and why the plan has its framework where
         nobody named one."""
         error = error.located(self.origins)
-        chosen = next((note.message for note in self.warnings if note.code == FRAMEWORK_CHOSEN), None)
-        if chosen is None:
+        if self.chosen_framework is None:
             return error
-        problem = f"{error.problem} ({chosen}; --framework names another)"
+        problem = f"{error.problem} ({self.chosen_framework}; --framework names another)"
         return PlanError(error.field, error.value, problem, origin=error.origin, known=error.known)
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from .section import Dtype, FrameworkSection
+from .spec import MOST_LAYERS
 
 
 class Lora(FrameworkSection):
@@ -77,5 +78,5 @@ class Frozen(FrameworkSection):
         json_schema_extra={"flag": "--freeze-embedding"},
     )
     layers: int = Field(
-        0, ge=0, le=100_000, description="freeze the first n layers", json_schema_extra={"flag": "--freeze-layers"}
+        0, ge=0, le=MOST_LAYERS, description="freeze the first n layers", json_schema_extra={"flag": "--freeze-layers"}
     )

@@ -14,7 +14,7 @@ from ..plan.fields import plan_fields
 from ..plan.resolve import resolve
 from ..result import Estimate, Notice, Verdict
 from ..search.changes import Method
-from ..search.result import Change, Counts, Found, Offer, Suggestion
+from ..search.result import Change, Found, Offer, Suggestion
 from ..search.time import StepTime, cost_of_step, cost_of_tokens
 from ..values import dataclass
 from .estimate import verdict
@@ -244,7 +244,7 @@ def _body(answer: Answer, console: Console, verbose: bool) -> Iterator[Renderabl
         yield Text()
         yield from front_table(found.front, console, SHOWN if not verbose else None)
     yield Text()
-    yield from _search(found.counts, found.seconds, verbose)
+    yield from _search(found, verbose, one_of_several=bool(answer.offers))
     yield from _notes(answer, stated, verbose)
     for file in answer.written:
         yield Text(f"Written: {file}", GOOD)
@@ -421,10 +421,11 @@ def _changes(found: Found, verbose: bool) -> Iterator[RenderableType]:
 # -- how it was found -----------------------------------------------------------------------------------------
 
 
-def _search(counts: Counts, seconds: float, verbose: bool) -> Iterator[RenderableType]:
-    refused = sum(counts.refused.values())
+def _search(found: Found, verbose: bool, *, one_of_several: bool) -> Iterator[RenderableType]:
+    counts, refused = found.counts, sum(found.counts.refused.values())
+    where = f" of {found.base.framework}" if one_of_several else ""
     yield Text(
-        f"Searched {counts.total:,} layouts in {seconds:.2f} s: {refused:,} against a framework's rule, "
+        f"Searched {counts.total:,} layouts{where} in {found.seconds:.2f} s: {refused:,} against a framework's rule, "
         f"{counts.too_large:,} too large by a bound, {counts.slower:,} slower or no smaller, {counts.folded:,} folded "
         f"to the byte, {counts.replayed:,} replayed in the allocator.",
         FAINT,

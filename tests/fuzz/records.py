@@ -70,7 +70,7 @@ def _with_nested(text: str) -> str:
         depth, is_list = int(found[1]), found[2] == "["
         return ("[" if is_list else '{"a":') * depth + "0" + ("]" if is_list else "}") * depth
 
-    return re.sub(rf'"{NESTED}(\d+)([\[{{])"', nested, text)
+    return re.sub(rf'"{NESTED}(\d+)([\[{{])"', nested, text, count=1)
 
 
 def _places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
