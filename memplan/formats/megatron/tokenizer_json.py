@@ -20,8 +20,8 @@ _SCALAR = re.compile(rb"[-+.0-9A-Za-z]+")
 _BLANK = re.compile(rb"[ \t\r\n]*")
 _UP_TO_BRACKET = re.compile(_PLAIN + rb"(?:(?:" + _TEXT + rb"|" + _FLAT + rb")" + _PLAIN + rb"){0,1000}", re.DOTALL)
 """Past text, and lists and mappings in which there are no others: most of a file is pairs of merged tokens."""
-_NUMBERED = re.compile(rb"\s*(" + _TEXT + rb")\s*:\s*-?[0-9]{1,9}\s*,?", re.DOTALL)
-"""A token of a vocabulary, and its number."""
+_NUMBERED = re.compile(rb"\s*(" + _TEXT + rb")\s*:\s*-?[0-9]{1,9}\s*(?:,|(?=}))", re.DOTALL)
+"""A token of a vocabulary, and its number, up to the comma or the end: no part of a longer number is one."""
 _STEPS = 15
 """Of a value that is read or a bracket that is passed."""
 

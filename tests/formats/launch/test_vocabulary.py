@@ -8,7 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memplan.formats.launch import Asked
@@ -128,6 +128,8 @@ TOKENIZERS = st.fixed_dictionaries(
 
 
 @settings(max_examples=300, deadline=None)
+@example({"model": {"vocab": {"a": 1_000_000_000, "b": 0}}}, None, False)
+@example({"model": {"vocab": {"a": 1.5, "b": 0}}}, None, False)
 @given(TOKENIZERS | ANYTHING, st.sampled_from([None, 1]), st.booleans())
 def test_tokens_are_counted_as_json_has_them(content: object, indent: int | None, ascii: bool) -> None:
     written = json.dumps(content, indent=indent, ensure_ascii=ascii).encode()
