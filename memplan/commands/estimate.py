@@ -201,22 +201,22 @@ def _explain(launch: Launch, json: bool, quiet: bool, no_color: bool) -> int:
 
 def _one(read: ReadPlan, no_records: bool, json: bool, quiet: bool, verbose: bool, no_color: bool) -> int:
     known, problem = measured_of(no_records=no_records)
-    estimated = _estimated(warned(read, problem), known)
+    found = estimated(warned(read, problem), known)
     if json:
         from ..report.json import to_json
 
-        print_json(to_json(estimated))
+        print_json(to_json(found))
     else:
         from ..report.estimate import print_estimate
 
         with printing():
-            print_estimate(estimated, console(no_color), verbose=verbose, quiet=quiet)
-    return _code([estimated])
+            print_estimate(found, console(no_color), verbose=verbose, quiet=quiet)
+    return _code([found])
 
 
 def _several(variants: dict[str, ReadPlan], no_records: bool, json: bool, no_color: bool) -> int:
     known, problem = measured_of(no_records=no_records)
-    estimates = [_estimated(warned(read, problem), known) for read in variants.values()]
+    estimates = [estimated(warned(read, problem), known) for read in variants.values()]
     names = list(variants)
     if json:
         from ..report.json import comparison_to_json
@@ -245,20 +245,21 @@ def _detail(read: ReadPlan, stage: int, no_color: bool, verbose: bool) -> int:
     return 0
 
 
-def _estimated(read: ReadPlan, known: Measured) -> Estimate:
+def estimated(read: ReadPlan, known: Measured) -> Estimate:
+    """The estimate of a plan, with what reading it has to tell."""
     from ..estimate import estimate
     from ..result import Notice
 
     try:
         with without_collection():
-            estimated = estimate(read.plan, known)
+            found = estimate(read.plan, known)
     except PlanError as error:
         raise read.located(error) from None
     notices = tuple(Notice(note.code, note.message) for note in read.warnings)
     return replace(
-        estimated,
-        warnings=(*notices, *estimated.warnings),
-        assumptions=(*read.assumptions, *estimated.assumptions),
+        found,
+        warnings=(*notices, *found.warnings),
+        assumptions=(*read.assumptions, *found.assumptions),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -130,7 +130,7 @@ def suggest_partition(
     """
     if json and csv:
         raise typer.BadParameter("--json and --csv exclude each other")
-    _check(top, objective)
+    check_search(top, objective)
     files = _Files(write, plot, force)
     files.check()
     launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
@@ -140,13 +140,9 @@ def suggest_partition(
     known, problem = measured_of(no_records=no_records)
     read = warned(read, problem)
     with without_collection():
-        wanted = cast("Objective", objective)
-        offers: tuple[Offer, ...] = ()
-        if read.chosen_framework is not None:
-            read, found, offers = _of_all(read, flags, fixes, wanted, top, quiet, known)
-        else:
-            found = _found(read, flags, fixes, wanted, top, quiet, known)
-        answer = _answer(read, found, _written(found, files), offers)
+        answer = answered(read, flags, fixes, cast("Objective", objective), top, quiet=quiet, known=known)
+        found = answer.found
+        answer = replace(answer, written=tuple(_written(found, files)))
     if json:
         from ..report.suggestion_json import suggestion_to_json
 
@@ -163,7 +159,8 @@ def suggest_partition(
     return 0 if found.best else NOTHING_FITS
 
 
-def _check(top: int, objective: str) -> None:
+def check_search(top: int, objective: str) -> None:
+    """``PlanError`` where a search is asked for what there is not."""
     if not 1 <= top <= MOST:
         raise PlanError("", ABSENT, f"{top} must be from 1 to {MOST}", origin=Origin("--top"))
     if objective not in OBJECTIVES:
@@ -179,6 +176,31 @@ def _read(place: str | None, launch_flags: LaunchFlags, flags: Flags, fixes: Map
         return read_given(place, launch_flags, flags)
     except PlanError as error:
         raise located(error, fixes) from None
+
+
+def answered(
+    read: ReadPlan,
+    flags: Flags,
+    fixes: Mapping[str, str | None],
+    objective: Objective,
+    top: int,
+    *,
+    quiet: bool,
+    known: Measured,
+) -> Answer:
+    """The answer of a search, in all frameworks where the plan names none."""
+    from ..report.suggestion import Answer
+    from ..result import Notice
+    from ..search.changes import methods_of
+
+    offers: tuple[Offer, ...] = ()
+    if read.chosen_framework is not None:
+        read, found, offers = _of_all(read, flags, fixes, objective, top, quiet, known)
+    else:
+        found = _found(read, flags, fixes, objective, top, quiet, known)
+    methods = methods_of(found.best[0]) if found.best else ()
+    notes = tuple(Notice(note.code, note.message) for note in read.warnings)
+    return Answer(found, methods, notes, tuple(read.assumptions), offers=offers)
 
 
 def _found(
@@ -261,16 +283,6 @@ def _check_batch(read: ReadPlan) -> None:
     if batch.gbs is None and batch.accumulation is None and replicates:
         problem = "is missing: a search keeps the global batch, whatever the layout (--gbs 512)"
         raise PlanError("batch.gbs", ABSENT, problem)
-
-
-def _answer(read: ReadPlan, found: Found, written: Sequence[str], offers: tuple[Offer, ...]) -> Answer:
-    from ..report.suggestion import Answer
-    from ..result import Notice
-    from ..search.changes import methods_of
-
-    methods = methods_of(found.best[0]) if found.best else ()
-    notes = tuple(Notice(note.code, note.message) for note in read.warnings)
-    return Answer(found, methods, notes, tuple(read.assumptions), tuple(written), offers)
 
 
 # -- files --------------------------------------------------------------------------------------------------

@@ -192,7 +192,8 @@ def validate(
         raise read.located(error) from None
     if not quiet and not json and asked.answers and (verbose or sys.stderr.isatty()):
         _announce(asked)
-    made = _recorded(asked, read, _run(asked, quiet, verbose), part)
+    command = shlex.join(["memplan", *sys.argv[1:]])
+    made = recorded(asked, read, _run(asked, quiet, verbose), part, command)
     if not asked.answers:
         return _silent(made)
     if made is None:
@@ -209,7 +210,12 @@ def validate(
             if asked.native.differs and not quiet:
                 print_text(f"{asked.native.differs}\n\n")
             print_run(made, console(no_color), quiet=quiet)
-    _keep(made, record, no_records, overwrite)  # last: where it cannot be kept the run was not for nothing
+    if not no_records:  # last: where it cannot be kept the run was not for nothing
+        kept(made)
+    if record is not None:
+        from .runs import write_record
+
+        write_record(made, record, force=overwrite)
     return 0 if made.verdict == "agrees" else DIFFERS
 
 
@@ -275,6 +281,10 @@ def _read(place: str | None, from_: str | None, flags: Flags) -> tuple[ReadPlan,
     return (both if stated is None else read), gpus
 
 
+def run_quietly(asked: Prepared) -> Run:
+    return _run(asked, True, False)
+
+
 def _run(asked: Prepared, quiet: bool, verbose: bool) -> Run:
     from ..validate.progress import shown
     from ..validate.run import run
@@ -286,8 +296,8 @@ def _run(asked: Prepared, quiet: bool, verbose: bool) -> Run:
         return run(asked, display, lambda what, done, of: None)
 
 
-def _recorded(asked: Prepared, read: ReadPlan, run: Run, tolerance: float) -> Record | None:
-    """``None`` where this machine has nothing to tell: another one has the first rank."""
+def recorded(asked: Prepared, read: ReadPlan, run: Run, tolerance: float, command: str) -> Record | None:
+    """The record of a run. ``None`` where this machine has nothing to tell: another one has the first rank."""
     from ..records.record import new_record
     from ..report.json import to_json
 
@@ -298,7 +308,7 @@ def _recorded(asked: Prepared, read: ReadPlan, run: Run, tolerance: float) -> Re
         read.plan.model_dump(mode="json"),
         to_json(asked.estimate),
         run,
-        command=shlex.join(["memplan", *sys.argv[1:]]),
+        command=command,
         tolerance=tolerance,
     )
 
@@ -314,13 +324,9 @@ def _silent(made: Record | None) -> int:
     return DIFFERS
 
 
-def _keep(made: Record, file: str | None, no_records: bool, overwrite: bool) -> None:
-    if not no_records:
-        from ..records.database import open_database
+def kept(made: Record) -> None:
+    """Adds a record to the user's."""
+    from ..records.database import open_database
 
-        with open_database() as database:
-            database.add(made)
-    if file is not None:
-        from .runs import write_record
-
-        write_record(made, file, force=overwrite)
+    with open_database() as database:
+        database.add(made)

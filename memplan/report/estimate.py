@@ -227,10 +227,12 @@ def print_estimate(estimate: Estimate, console: Console, verbose: bool = False, 
     if quiet:
         put_line(console, verdict(estimate))
     else:
-        put(console, verdict(estimate), *_body(estimate, console, verbose))
+        put(console, *estimate_report(estimate, console, verbose))
 
 
-def _body(estimate: Estimate, console: Console, verbose: bool) -> Iterator[RenderableType]:
+def estimate_report(estimate: Estimate, console: Console, verbose: bool = False) -> Iterator[RenderableType]:
+    """The verdict, and what follows it, for ``console``'s width."""
+    yield verdict(estimate)
     worst = estimate.stages[estimate.peak_stage]
     yield Text(plan_text(estimate.plan), FAINT)
     yield from (Text(notice.message, FAINT) for notice in estimate.warnings if notice.code == FRAMEWORK_CHOSEN)

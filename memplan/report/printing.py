@@ -50,6 +50,11 @@ def _plain(text: str) -> str:
     return text.translate(_PLAIN).encode("ascii", "replace").decode()
 
 
+def tidy(renderable: RenderableType) -> RenderableType:
+    """``renderable`` as a report has it: no control characters, no blanks at a line's end."""
+    return _Tidy(renderable)
+
+
 def put_line(console: Console, text: Text) -> None:
     """Prints ``text`` on one line, however long, for scripts that read lines."""
     if not text.plain.isprintable():
@@ -61,7 +66,7 @@ def put_line(console: Console, text: Text) -> None:
 def put(console: Console, *renderables: RenderableType) -> None:
     """Prints each of ``renderables``."""
     for renderable in renderables:
-        console.print(_Tidy(renderable), end="", crop=False)
+        console.print(tidy(renderable), end="", crop=False)
 
 
 _PIECE = re.compile(r"[^\s_/.×]*(?:[_/.×]+|\s+|$)")

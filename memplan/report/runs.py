@@ -202,17 +202,21 @@ LEARNED = {CONTEXT: "CUDA context", NCCL: "NCCL's buffers", WORKSPACES: "cuBLAS 
 
 def print_run(record: Record, console: Console, *, quiet: bool = False) -> None:
     """Prints ``record``; ``quiet`` only the verdict."""
-    found = differences(record.estimate, record.run)
-    verdict = Text.assemble(
-        (record.verdict.capitalize(), f"bold {VERDICTS[record.verdict]}"), f": {verdict_words(record, found)}"
-    )
     if quiet:
-        put_line(console, verdict)
+        put_line(console, _verdict(record, differences(record.estimate, record.run)))
     else:
-        put(console, verdict, *_body(record, found))
+        put(console, *run_report(record))
 
 
-def _body(record: Record, found: tuple[Difference, ...]) -> Iterator[RenderableType]:
+def _verdict(record: Record, found: tuple[Difference, ...]) -> Text:
+    word = record.verdict.capitalize(), f"bold {VERDICTS[record.verdict]}"
+    return Text.assemble(word, f": {verdict_words(record, found)}")
+
+
+def run_report(record: Record) -> Iterator[RenderableType]:
+    """The verdict, and what follows it."""
+    found = differences(record.estimate, record.run)
+    yield _verdict(record, found)
     yield Pieces(
         [model_words(record), framework_words(record), *layout_pieces(record), *batch_pieces(record)], style=FAINT
     )

@@ -218,10 +218,11 @@ def print_suggestion(answer: Answer, console: Console, *, verbose: bool = False,
         stated = _stated(found)
         put_line(console, Text.assemble(*_headline(found), DOT.join(_pieces(found, stated)) if stated else ""))
     else:
-        put(console, *_body(answer, console, verbose))
+        put(console, *suggestion_report(answer, console, verbose))
 
 
-def _body(answer: Answer, console: Console, verbose: bool) -> Iterator[RenderableType]:
+def suggestion_report(answer: Answer, console: Console, verbose: bool = False) -> Iterator[RenderableType]:
+    """The recommended layout, and what follows it, for ``console``'s width."""
     found = answer.found
     word, said = _headline(found)
     stated = _stated(found)

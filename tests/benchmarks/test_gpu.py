@@ -23,6 +23,7 @@ from memplan.estimate import estimate
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from memplan.validate import devices as validate_devices
 from memplan.validate.devices import Device
 from memplan.validate.native import own_code, planned
 from tests.records.made import TWO_STAGES, record_of
@@ -261,7 +262,7 @@ def test_wrong_names_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memplan.validate.devices.NVML", "no_such_bindings")
+    monkeypatch.setattr(validate_devices, "NVML", "no_such_bindings")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu.main(["--out", str(tmp_path / "out.jsonl")]) == 3
     assert "no CUDA device here" in capsys.readouterr().err

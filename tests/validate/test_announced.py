@@ -7,6 +7,7 @@ import re
 import pytest
 
 from memplan.plan.read import read_plan
+from memplan.validate import devices as validate_devices
 from memplan.validate import run
 from memplan.validate.announced import announced, duration, iterations
 from memplan.validate.devices import Device
@@ -19,7 +20,7 @@ TITAN = "model=llama-3-8b layers=8 seq=512 framework=fsdp fsdp-code=torchtitan p
 @pytest.fixture(autouse=True)
 def _h200(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device(0, "GPU-0", "NVIDIA H200", "580.1", 143_771 << 20, 0, 143_156 << 20)
-    monkeypatch.setattr("memplan.validate.devices.devices", lambda: (gpu,))
+    monkeypatch.setattr(validate_devices, "devices", lambda: (gpu,))
     monkeypatch.setattr(run, "version", lambda package: "2.13.0+cu130")
     monkeypatch.setattr("os.cpu_count", lambda: 2)
 
@@ -65,7 +66,7 @@ def test_no_more_micro_batches_than_run() -> None:
 
 def test_a_gpu_whose_speed_nobody_published(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device(0, "GPU-0", "NVIDIA X1", "580.1", 50 << 30, 0, 50 << 30)
-    monkeypatch.setattr("memplan.validate.devices.devices", lambda: (gpu,))
+    monkeypatch.setattr(validate_devices, "devices", lambda: (gpu,))
     assert announced(asked(GPT)).endswith("as one process on the GPU: 9 iterations")
 
 

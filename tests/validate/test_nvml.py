@@ -13,6 +13,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from memplan.validate import devices as validate_devices
 from memplan.validate.devices import NvmlError, Process, devices_by_nvidia_smi, devices_by_nvml
 
 SOURCE = r"""
@@ -103,7 +104,7 @@ def test_driver_that_is_not_loaded(driver: Callable[..., None]) -> None:
 
 
 def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memplan.validate.devices.NVML", "no_such_bindings")
+    monkeypatch.setattr(validate_devices, "NVML", "no_such_bindings")
     with pytest.raises(NvmlError, match=r"^nvidia-ml-py, which asks NVIDIA's driver, is not installed$"):
         devices_by_nvml()
 

@@ -15,6 +15,7 @@ from memplan.plan.read import read_plan
 from memplan.tape.events import Category
 from memplan.trace.surroundings import Surroundings
 from memplan.validate import clean, run
+from memplan.validate import devices as validate_devices
 from memplan.validate.devices import Device, Process
 from memplan.validate.run import Where, prepared
 
@@ -32,7 +33,7 @@ def device(**changes: Any) -> Device:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
     """This machine has these, and a PyTorch for them."""
     found = [device()]
-    monkeypatch.setattr("memplan.validate.devices.devices", lambda: tuple(found))
+    monkeypatch.setattr(validate_devices, "devices", lambda: tuple(found))
     monkeypatch.setattr(run, "version", lambda package: "2.13.0+cu130")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return found
