@@ -6,8 +6,9 @@ allocator's replay gives allocated and reserved; facts about driver and librarie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from .allocator.caching import AllocatorSettings
 from .allocator.replay import Replayed, replay
@@ -28,6 +29,9 @@ from .plan.traced_spec import TracedSpec
 from .result import BeyondAllocated, Estimate, Judged, ModuleTape, Notice, Peak, StageEstimate
 from .tape.program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
 from .verdict import NOT_JUDGED, judge
+
+if TYPE_CHECKING:
+    from .allocator.timeline import Timeline
 
 LARGEST_RANK = 1 << 47
 """Bytes of tensors on one rank. The replay numbers four times as many addresses, because segments come to
@@ -146,6 +150,17 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
     return tuple(tape for tape in (*forward, *ended, *backward, *reduce, step) if tape.events)
 
 
+def timelines(estimated: Estimate, stages: Iterable[int] = (), known: Measured = NOTHING) -> Iterator[Timeline]:
+    """Event by event what ``stages`` of an estimate hold, or all of them."""
+    from .allocator.timeline import timeline
+
+    plan = estimated.plan
+    settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
+    programs = programs_of(plan, Options(kernel_workspaces=True))
+    for at in stages or range(len(programs)):
+        yield timeline(programs[at], settings, workspaces, estimated.stages[at].breakdown)
+
+
 def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, Judged]:
     """The furthest reading of one stage of a resolved plan that is known, and the verdict on it; the same as in the
     whole report."""
@@ -260,4 +275,4 @@ def _parse_settings(value: str) -> AllocatorSettings:
     return AllocatorSettings.parse(value)
 
 
-__all__ = ["detail", "estimate", "fold", "judged_stage", "programs_of"]
+__all__ = ["detail", "estimate", "fold", "judged_stage", "programs_of", "timelines"]

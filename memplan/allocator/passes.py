@@ -148,7 +148,7 @@ class Passes:
 
     def name(self, what: What, role: Role, at: int) -> tuple[int, str]:
         """Of operation ``at`` of a pass, which begins a tensor: the place of its module, and what the tape calls it."""
-        for place, tape in self._tapes_in_order(what, role):
+        for place, tape in self.tapes_in_order(what, role):
             events = [one for one in tape if isinstance(one, Hold | Drop) and one.bytes]
             if at < len(events):
                 event = events[at]
@@ -156,7 +156,7 @@ class Passes:
             at -= len(events)
         raise IndexError(at)
 
-    def _tapes_in_order(self, what: What, role: Role) -> Iterator[tuple[int, Tape]]:
+    def tapes_in_order(self, what: What, role: Role) -> Iterator[tuple[int, Tape]]:
         """The tapes of which ``of`` makes a pass, with the places of their modules."""
         if what not in ("forward", "loss", "backward"):
             yield from ((one.place, one.events) for one in self.hooks.get(what, ()))

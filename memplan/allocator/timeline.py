@@ -1,0 +1,257 @@
+"""What a rank holds event by event through one iteration, and which tensors those are at its peak.
+
+The events are those that ``replay`` runs, in the same order. Blocks do not matter here: each tensor has a number of its
+own, so that whatever is live has a name. Sizes are requested bytes, each tensor rounded up to 512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..tape.events import Bytes, Category, Drop, Event, Hold
+from ..tape.program import Action, Chunk, Program, Role, What
+from ..values import dataclass
+from .caching import AllocatorSettings
+from .passes import Pass, Passes
+from .replay import NO_BLOCK, Rank, Run, workspaces_of
+
+MOST_POINTS = 600
+"""Of a timeline. Of more events each point is the one among its neighbours at which most is held."""
+
+
+class Tensor(NamedTuple):
+    """What a tensor is called."""
+
+    name: str
+    module: str = ""
+    """Empty of what no module makes: what is kept, or handed from stage to stage."""
+    phase: str = ""
+    """``forward``, ``backward`` or ``step``; empty of what was there before."""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+class Live(NamedTuple):
+    """A tensor that is held."""
+
+    bytes: int
+    category: int
+    tensor: Tensor
+    microbatch: int | None
+
+
+class Point(NamedTuple):
+    """A moment of an iteration."""
+
+    event: int
+    """The iteration's event with which it begins, counted from 1."""
+    by: Bytes
+    """Requested bytes then, by category."""
+    live: Live
+    """What begins with that event,"""
+    begins: bool
+    """or ends."""
+    phase: str
+    """``forward``, ``backward`` or ``step``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One iteration of a stage's most loaded rank in steady state."""
+
+    stage: int
+    points: tuple[Point, ...]
+    events: int
+    """Of the iteration."""
+    contents: tuple[Live, ...]
+    """What is live at the peak of allocated bytes; sums to the stage's breakdown, category by category, but for
+    block rounding."""
+    shown: int
+    """Micro-batches that were run;"""
+    microbatches: int
+    """and of the whole iteration: those left out do what others have done."""
+
+
+def timeline(program: Program, settings: AllocatorSettings, workspaces: Sequence[Hold], peak: Bytes) -> Timeline:
+    """``program`` is one with its kernels' workspaces, as ``replay`` runs it; ``peak`` the bytes by category that it
+    found."""
+    rank = _Recorder(settings, (*peak[: Category.BLOCK_ROUNDING], 0))
+    run = _Recording(program, rank, workspaces_of(program, workspaces))
+    actions = list(program.order.shortened)
+    run.begin()
+    if run.second_differs:
+        run.iterate(actions)
+        run.first_step()
+        run.begin()
+        rank.found = ()
+    rank.record(run.events_of(actions))
+    run.iterate(actions)
+    rank.flush()
+    run.step()
+    rank.flush()
+    shown = sum(action.what == "forward" and not action.chunk for action in actions)
+    return Timeline(program.stage, tuple(rank.points), rank.event, rank.found, shown, program.microbatches)
+
+
+class _Recorder(Rank):
+    """A rank that has no allocator, and keeps what is live under numbers."""
+
+    __slots__ = (
+        "count", "event", "found", "highest", "label", "largest", "live", "microbatch", "most", "names",
+        "phase", "points", "total", "wanted", "width",
+    )  # fmt: skip
+
+    def __init__(self, settings: AllocatorSettings, wanted: Bytes) -> None:
+        super().__init__(settings)
+        self.live: dict[int, Live] = {}
+        self.label, self.phase = Tensor(""), ""
+        self.microbatch: int | None = None
+        """Of the events to come;"""
+        self.names: Sequence[Tensor] = ()
+        """and of those of a pass, one by one."""
+        self.count = self.event = self.total = 0
+        self.wanted = list(wanted)
+        """Bytes by category when the peak is reached,"""
+        self.most = sum(wanted)
+        """and their sum;"""
+        self.found: tuple[Live, ...] = ()
+        """and what they are, once it has been."""
+        self.width = 0
+        """Events of a point; 0 while none is recorded."""
+        self.points: list[Point] = []
+        self.highest = -1
+        """Bytes of the fullest moment since the last point,"""
+        self.largest: Point | None = None
+        """and that moment."""
+
+    def record(self, events: int) -> None:
+        """Records an iteration of about so many ``events`` from here on."""
+        self.width, self.event = max(1, -(-events // MOST_POINTS)), 0
+
+    def room(self, units: int) -> int:
+        return 0
+
+    def hold(self, size: int, category: int, stream: int = 0) -> int:
+        if not size:
+            return NO_BLOCK
+        self.count += 1
+        self._begin(self.count, Live(size, category, self.label, self.microbatch))
+        return self.count
+
+    def drop(self, block: int, size: int, category: int, stream: int = 0) -> None:
+        if block != NO_BLOCK:
+            self._end(block, size, category)
+
+    def run(self, events: Pass, frame: list[int]) -> None:
+        for (slot, units, size, category, _), name in zip(events.operations, self.names, strict=True):
+            if units > 0:
+                self.count += 1
+                frame[slot] = self.count
+                self._begin(self.count, Live(size, category, name, self.microbatch))
+            else:
+                self._end(frame[slot], size, category)
+
+    def _begin(self, number: int, live: Live) -> None:
+        self.live[number] = live
+        self.by[live.category] += live.bytes
+        self.total += live.bytes
+        if self.total == self.most and not self.found and self.by == self.wanted:
+            self.found = tuple(self.live.values())
+        if self.width:
+            self._note(live, True)
+
+    def _end(self, number: int, size: int, category: int) -> None:
+        live = self.live.pop(number)
+        self.by[category] -= size
+        self.total -= size
+        if self.width:
+            self._note(live, False)
+
+    def _note(self, live: Live, begins: bool) -> None:
+        self.event += 1
+        if self.total > self.highest:
+            self.highest = self.total
+            self.largest = Point(self.event, tuple(self.by), live, begins, self.phase)
+        if not self.event % self.width:
+            self.flush()
+
+    def flush(self) -> None:
+        """Ends a point."""
+        if self.largest is not None:
+            self.points.append(self.largest)
+        self.largest, self.highest = None, -1
+
+
+class _Recording(Run):
+    """A run whose tensors have names."""
+
+    rank: _Recorder
+
+    def keep(self, tape: Iterable[Event]) -> None:
+        rank = self.rank
+        rank.phase, rank.microbatch = "step" if rank.width else "", None
+        for event in tape:
+            if isinstance(event, Hold):
+                name = event.name or Category(event.category).key.replace("_", " ")
+                rank.label = Tensor(name, "optimizer" if rank.width else "", rank.phase, event.shape, event.dtype)
+            super().keep((event,))
+
+    def run(self, what: What, number: int, microbatch: int) -> None:
+        rank = self.rank
+        chunk, role = self.chunks[number], self.program.order.role(microbatch)
+        rank.phase, rank.microbatch = "backward" if what in BACKWARD else "forward", microbatch
+        rank.names = _names(chunk.chunk, chunk.passes, what, role, rank.phase)
+        super().run(what, number, microbatch)
+
+    def events_of(self, actions: Iterable[Action]) -> int:
+        """About how many there are in an iteration."""
+        role, step = self.program.order.role, (*self.program.step, *self.program.late_step)
+        passes = (
+            len(self.chunks[one.chunk].passes.of(one.what, role(one.microbatch)).operations)
+            if one.tensor is None
+            else 1
+            for one in actions
+        )
+        return sum(passes) + len(step)
+
+    def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
+        self._between(tensor, number)
+        return super().receive(tensor, chunk, number, known)
+
+    def begin_all(self, chunk: int, tensor: str, count: int) -> None:
+        size, category, stream = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
+        self._between(f"{tensor} of {count:,} micro-batches", None)
+        block = self.rank.hold(size * count, category)
+        self.between[tensor, chunk, -1] = block, size * count, category, stream
+
+    def end_all(self, chunk: int, tensor: str, count: int) -> None:
+        found = self.between.pop((tensor, chunk, -1), None)
+        if found is not None:
+            self.rank.drop(*found)
+
+    def _between(self, tensor: str, microbatch: int | None) -> None:
+        rank = self.rank
+        rank.phase, rank.microbatch = "backward" if "grad" in tensor else "forward", microbatch
+        rank.label = Tensor(tensor, "pipeline", rank.phase)
+
+
+BACKWARD = ("backward", "reduce")
+
+
+@lru_cache(maxsize=256)
+def _names(chunk: Chunk, passes: Passes, what: What, role: Role, phase: str) -> tuple[Tensor, ...]:
+    """Of what each operation of a pass begins or ends."""
+    spans = chunk.unrolled or (*chunk.spans, *chunk.losses)
+    modules = [name for span in spans for name in span.names]
+    return tuple(
+        Tensor(event.name, modules[place], phase, event.shape, event.dtype) if isinstance(event, Hold) else ENDS
+        for place, tape in passes.tapes_in_order(what, role)
+        for event in tape
+        if isinstance(event, Hold | Drop) and event.bytes
+    )
+
+
+ENDS = Tensor("")
+"""An operation that ends a tensor, which has a name already."""
