@@ -30,6 +30,8 @@ _MEANT = {
     "--kv-heads": ("num-key-value-heads", "num-kv-heads", "num-query-groups"),
     "--ffn": ("ffn-hidden-size", "intermediate-size"),
     "--vocab": ("vocabulary", "vocab-size"),
+    "--experts": ("num-experts", "moe"),
+    "--expert-top-k": ("top-k", "moe-router-topk"),
     "--optimizer": ("optim", "optimiser"),
     "--dtype": ("precision", "torch-dtype", "params-dtype", "mixed-precision"),
     "--dtype bf16": ("bf16", "bfloat16"),
@@ -50,10 +52,6 @@ _MEANT = {
 }
 
 NOT_MODELLED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("--num-experts", "--experts", "--moe", "--top-k", "--etp", "--moe-dispatcher", "--experts-imbalance"),
-        "models with experts are not modelled yet",
-    ),
     **dict.fromkeys(
         ("--fp8", "--fp8-format", "--fp4", "--fp8-parameters", "--float8"), "fp8 and fp4 are not modelled yet"
     ),

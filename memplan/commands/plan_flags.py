@@ -26,6 +26,7 @@ _PANELS = {
     "frozen": "Fine-tuning",
     "pipeline": "Pipeline",
     "megatron": "Megatron-Core",
+    "experts": "Experts",
     "ddp": "DDP and ZeroRedundancyOptimizer",
     "fsdp": "FSDP (fully_shard)",
     "deepspeed": "DeepSpeed",

@@ -23,6 +23,8 @@ ROOMS = {
     "gpt_neox": ".gpt_neox",
     "gptj": ".gptj",
     "falcon": ".falcon",
+    "mixtral": ".mixtral",
+    "qwen3_moe": ".qwen3_moe",
 }
 """The module of each family; loaded when a plan names it."""
 

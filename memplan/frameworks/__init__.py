@@ -25,7 +25,10 @@ IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("ddp", (("ddp",),)),
     ("device-map", (("device_map",),)),
     ("megatron-deepspeed", (("layout.tp", "layout.pp"), ("layout.zero", "deepspeed"))),
-    ("megatron", (("layout.tp", "layout.pp", "layout.cp", "layout.ep", "layout.vpp", "megatron"),)),
+    (
+        "megatron",
+        (("layout.tp", "layout.pp", "layout.cp", "layout.ep", "layout.etp", "layout.vpp", "experts", "megatron"),),
+    ),
     ("deepspeed", (("layout.zero", "deepspeed"),)),
     ("fsdp", (("hardware.gpus", "layout.dp"),)),
 )

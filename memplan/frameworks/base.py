@@ -47,6 +47,8 @@ class Supports:
     zero: tuple[int, ...] = (0,)
     """Stages of ZeRO."""
     sequence_parallel: bool = False
+    experts: bool = False
+    """Models with experts, latent attention or multi-token prediction."""
     tp_divides: tuple[str, ...] = ("heads", "kv_heads", "ffn", "hidden")
     """Sizes of the model that must be multiples of ``tp``, by their fields."""
     stages_without_layers: bool = True

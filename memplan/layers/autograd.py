@@ -165,7 +165,9 @@ def _nothing(recorder: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsu
 class Leaf:
     """A tensor that gradients arrive at: a parameter, or a layer's input."""
 
-    __slots__ = ("dtype", "four_bit", "gradient", "has_gradient", "is_parameter", "name", "node", "shape", "trained")
+    __slots__ = (
+        "dtype", "expert", "four_bit", "gradient", "has_gradient", "is_parameter", "name", "node", "shape", "trained"
+    )  # fmt: skip
 
     def __init__(self, name: str, shape: Shape, dtype: str, is_parameter: bool, has_gradient: bool) -> None:
         self.name = name
@@ -176,6 +178,8 @@ class Leaf:
         """A gradient is there already (every micro-batch but the first)."""
         self.trained = True
         """Gradients arrive; ``False`` for a frozen parameter."""
+        self.expert = False
+        """Ranks that share a parameter are those of an expert."""
         self.four_bit: FourBit | None = None
         """How a quantised parameter is stored."""
         self.gradient: Tensor | None = None
@@ -290,7 +294,7 @@ class Recorder:
 
     # -- graph ------------------------------------------------------------------------------------
 
-    def parameter(self, name: str, shape: Shape, dtype: str) -> Tensor:
+    def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False) -> Tensor:
         """A parameter: held elsewhere (static memory), its gradient accumulated here unless it is frozen."""
         name = self.prefix + name
         dtype = self.stored or dtype
@@ -298,6 +302,7 @@ class Recorder:
         if leaf is None:
             leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)
             leaf.trained = self.tuning is None or self.tuning.trains(name)
+            leaf.expert = expert
             self.parameters[name] = leaf
         return Tensor(_STATIC, shape, dtype, leaf.node if leaf.trained else None)
 

@@ -36,6 +36,8 @@ class Parameter:
     """Not frozen: it has a gradient and optimizer states."""
     four_bit: FourBit | None = None
     """How it is stored if it is quantised."""
+    expert: bool = False
+    """Ranks that share it are those of an expert, not of the layer around it."""
 
     @cached_property
     def elements(self) -> int:
@@ -293,7 +295,7 @@ def recorded(
 
 
 def _parameter(leaf: Leaf, tuned: bool) -> Parameter:
-    return Parameter(leaf.name, leaf.shape, leaf.dtype if tuned else None, leaf.trained, leaf.four_bit)
+    return Parameter(leaf.name, leaf.shape, leaf.dtype if tuned else None, leaf.trained, leaf.four_bit, leaf.expert)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,16 @@ SIZES = {
     "dp": "data parallelism",
     "cp": "context parallelism",
     "vpp": "virtual stages",
+    "ep": "expert parallelism",
 }
 """Sizes of the layout that a framework may have, in words."""
+
+MIXTURES = {
+    "experts": "experts",
+    "latent_kv_rank": "latent attention",
+    "mtp_layers": "multi-token prediction",
+}
+"""Parts of a model that few frameworks are modelled with (``Supports.experts``), in words."""
 
 DIVIDED = {
     "heads": "attention heads",
@@ -80,6 +88,14 @@ def check_model(model: ModelSpec) -> None:
     if model.heads % model.kv_heads:
         problem = f"must divide the {model.heads} attention heads ({_divisors(model.heads)})"
         raise PlanError("model.kv_heads", model.kv_heads, problem)
+    for field in ("expert_top_k", "expert_ffn") if model.experts else ():
+        if not getattr(model, field):
+            raise PlanError(f"model.{field}", 0, f"must be given with {model.experts} experts")
+    if model.expert_top_k > model.experts:
+        raise PlanError("model.expert_top_k", model.expert_top_k, f"must be at most the {model.experts} experts")
+    if model.router_groups and (model.experts % model.router_groups or not model.router_group_top_k):
+        problem = f"must divide the {model.experts} experts, and needs model.router_group_top_k"
+        raise PlanError("model.router_groups", model.router_groups, problem)
     if model.positions == "rotary" and model.head_dim % 2:
         raise PlanError("model.head_dim", model.head_dim, "must be even: rotary positions turn features in pairs")
 
@@ -87,9 +103,9 @@ def check_model(model: ModelSpec) -> None:
 def check_sizes(plan: Plan) -> None:
     """Sizes of the layout that the framework has."""
     layout, supports = plan.layout, framework(plan.framework).supports
-    if layout.ep > 1:
-        problem = "must be 1: expert parallelism and models with experts are not modelled yet"
-        raise PlanError("layout.ep", layout.ep, problem)
+    for field, what in MIXTURES.items():
+        if value := getattr(plan.model, field):
+            require(plan, f"model.{field}", value, "0", "experts", what=what)
     for size, what in SIZES.items():
         value = getattr(layout, size) or 1
         if value > 1:

@@ -12,7 +12,9 @@ from .spec import ModelSpec
 def parameters(spec: ModelSpec) -> int:
     """Elements of every parameter of the model."""
     final_norm = norm(spec) if spec.final_norm else 0
-    return embedding(spec) + spec.layers * layer(spec) + final_norm + head(spec)
+    experts = sum(map(spec.has_experts, range(spec.layers)))
+    layers = (spec.layers - experts) * layer(spec) + experts * layer(spec, experts=True)
+    return embedding(spec) + layers + final_norm + head(spec) + spec.mtp_layers * further(spec)
 
 
 def embedding(spec: ModelSpec) -> int:
@@ -23,18 +25,45 @@ def embedding(spec: ModelSpec) -> int:
     return rows * h + (norm(spec) if spec.embedding_norm else 0)
 
 
-def layer(spec: ModelSpec) -> int:
-    """One transformer layer: attention, MLP and their norms: one or two each, or one for both."""
+def layer(spec: ModelSpec, *, experts: bool = False) -> int:
+    """One transformer layer: attention, MLP or experts, and their norms: one or two each, or one for both."""
     norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
-    return attention(spec) + mlp(spec) + norms * norm(spec)
+    return attention(spec) + (mixture(spec) if experts else mlp(spec)) + norms * norm(spec)
+
+
+def further(spec: ModelSpec) -> int:
+    """One layer of multi-token prediction: two norms, a projection ``2 h h`` of hidden state and embedding, a layer,
+    and a norm."""
+    layer_of = layer(spec, experts=spec.has_experts(spec.layers - 1))
+    return 2 * spec.hidden * spec.hidden + layer_of + 3 * norm(spec)
 
 
 def attention(spec: ModelSpec) -> int:
     """Query/key/value and output projections: ``h (a + 2 a_kv) d + a d h``, biases, and the norms of heads."""
+    if spec.latent_kv_rank:
+        return latent(spec)
     h, qkv, out = spec.hidden, spec.qkv_features, spec.attention_features
     biases = (qkv if spec.attention_bias else 0) + (h if spec.attention_output_bias else 0)
     head_norms = 2 * spec.head_dim if spec.qk_norm else 0
     return h * qkv + out * h + biases + head_norms
+
+
+def latent(spec: ModelSpec) -> int:
+    """Queries, by a rank of their own or at once, one rotated key for all heads, keys and values by their rank; norms
+    of the ranks; the output projection."""
+    h, a, r, d = spec.hidden, spec.heads, spec.latent_kv_rank, spec.nope_head_dim + spec.rope_head_dim
+    q = spec.latent_q_rank
+    queries = (h + 1 + a * d) * q if q else h * a * d
+    keys = h * (r + spec.rope_head_dim) + r + r * a * (spec.nope_head_dim + spec.value_head_dim)
+    return queries + keys + h * spec.attention_features
+
+
+def mixture(spec: ModelSpec) -> int:
+    """Router ``E h``, ``E`` experts, and shared experts with their gate; biases as in an MLP."""
+    h, e, f, shared = spec.hidden, spec.experts, spec.expert_ffn, spec.shared_expert_ffn
+    up = 2 if spec.gated else 1
+    biases = e * (up * f + h + 1) if spec.mlp_bias else 0
+    return e * h + (up + 1) * h * (e * f + shared) + biases + (h if spec.shared_expert_gate else 0)
 
 
 def mlp(spec: ModelSpec) -> int:

@@ -65,6 +65,47 @@ class Megatron(FrameworkSection):
     )
 
 
+class Experts(FrameworkSection):
+    """How a model with experts is trained; Megatron-Core's arguments are called ``--moe-…``."""
+
+    imbalance: str = Field(
+        "balanced",
+        pattern=r"^(balanced|worst|\d{1,4}(\.\d{1,6})?)$",
+        description="tokens of the most loaded rank: balanced, a factor of the mean, or the worst that routing allows",
+        json_schema_extra={"flag": "--experts-imbalance"},
+    )
+    dispatcher: Literal["allgather", "alltoall", "flex"] = Field(
+        "alltoall", description="how tokens reach experts", json_schema_extra={"flag": "--moe-dispatcher"}
+    )
+    capacity_factor: float | None = Field(
+        None,
+        gt=0.0,
+        le=1e6,
+        description="tokens that an expert takes, as a factor of the mean; further ones are dropped; default: no limit",
+        json_schema_extra={"flag": "--moe-capacity-factor"},
+    )
+    pad_to_capacity: bool = Field(
+        False,
+        description="pad the input of every expert to its capacity",
+        json_schema_extra={"flag": "--moe-pad-to-capacity"},
+    )
+    grouped_gemm: bool = Field(
+        True,
+        description="experts of a rank in one grouped product, not one after the other",
+        json_schema_extra={"flag": "--moe-grouped-gemm"},
+    )
+    permute_fusion: bool = Field(
+        True,
+        description="tokens are sorted by fused kernels",
+        json_schema_extra={"flag": "--moe-permute-fusion"},
+    )
+    shared_expert_overlap: bool = Field(
+        False,
+        description="shared experts run beside the exchange of tokens",
+        json_schema_extra={"flag": "--moe-shared-expert-overlap"},
+    )
+
+
 class Ddp(FrameworkSection):
     """Arguments of ``DistributedDataParallel``, and of ``ZeroRedundancyOptimizer`` (``layout.zero: 1``)."""
 

@@ -51,6 +51,8 @@ def spec_of_config(config: Node, path: Path) -> Node:
     if family.activation is not None:
         items["activation"] = _activation(config, family.activation, family.activations, gated=family.gated_gelu)
     items = _with_derived_sizes(items, config)
+    if "experts" in items:
+        items["dense_layers"] = _dense_layers(config, items)
     return Node(_with_rotary_fraction(items) if family.rotary_in_features else items, origin)
 
 
@@ -116,7 +118,8 @@ def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
     _refuse_narrow_embedding(config)
     if family.constants.get("mlm_head"):
         _refuse_next_sentences(config)
-    _refuse_experts(config)
+    if "experts" not in family.keys:
+        _refuse_experts(config)
     quantised = config.mapping.get("quantization_config")
     if quantised is not None and quantised.value is not None:
         problem = "is set: training on a quantised checkpoint is not modelled; remove it to plan the model itself"
@@ -163,6 +166,33 @@ def _refuse_experts(config: Node) -> None:
             raise PlanError(name, node.value, problem, origin=node.origin)
 
 
+def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
+    """Layers with an MLP in place of experts: the first ``first_k_dense_replace``, those of ``mlp_only_layers``, and
+    those between every ``moe_layer_freq``-th or ``decoder_sparse_step``-th layer."""
+    layers = items["layers"].value
+    assert isinstance(layers, int)
+
+    def number(name: str, default: int) -> int:
+        node = config.mapping.get(name)
+        if node is None or node.value is None:
+            return default
+        allowed, accepts = _whole(min(default, 1), MOST_LAYERS)
+        if not accepts(node.value):
+            raise PlanError(name, node.plain(), f"must be {allowed}", origin=node.origin)
+        assert isinstance(node.value, int)
+        return node.value
+
+    first, step, every = (
+        number("first_k_dense_replace", 0),
+        number("decoder_sparse_step", 1),
+        number("moe_layer_freq", 1),
+    )
+    only = config.mapping.get("mlp_only_layers")
+    listed = [one.value for one in only.value] if only is not None and isinstance(only.value, list) else []
+    dense = [i for i in range(layers) if i < first or (i + 1) % step or i % every or i in listed]
+    return Node([Node(i, config.origin) for i in dense], config.origin)
+
+
 def _value(config: Node, spec_field: str, key: Key) -> Node:
     name = next((name for name in key.names if _setting(config, name) is not None), key.names[0])
     node = _setting(config, name)
@@ -196,6 +226,10 @@ _POSITIVE_RULE: _Rule = (
     "a number above 0",
     lambda value: type(value) in (int, float) and value > 0,  # type: ignore[operator]
 )
+_COEFFICIENT_RULE: _Rule = (
+    "a number of at least 0",
+    lambda value: type(value) in (int, float) and value >= 0,  # type: ignore[operator]
+)
 _FRACTION_RULE: _Rule = (
     "a number above 0 and up to 1",
     lambda value: type(value) in (int, float) and 0 < value <= 1,  # type: ignore[operator]
@@ -207,6 +241,8 @@ _RULES: Mapping[str, _Rule] = {
     "rotary_fraction": _FRACTION_RULE,
     "rotary_dim": _SIZE_RULE,
     **dict.fromkeys(("attention_softcap", "logit_softcap"), _POSITIVE_RULE),
+    **dict.fromkeys(("router_aux_loss", "router_z_loss"), _COEFFICIENT_RULE),
+    **dict.fromkeys(("shared_expert_ffn", "mtp_layers", "latent_q_rank"), _whole(0, LARGEST)),
     **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), _PROBABILITY_RULE),
     **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks"), _SWITCH_RULE),
 }

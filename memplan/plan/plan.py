@@ -5,15 +5,15 @@ print, and the JSON Schema carries. A field's flag is its name with hyphens, ``-
 ``json_schema_extra["flag"]`` says otherwise.
 """
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
 from ..frameworks import ROOMS as FRAMEWORKS
 from ..optimizers import ROOMS as OPTIMIZERS
 from ..optimizers import algorithm
-from .framework_sections import Ddp, Deepspeed, Fsdp, Megatron, Trainer
-from .section import Count, Degree, Dtype, OneOf, Section, Stages
+from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Megatron, Trainer
+from .section import Count, Degree, Dtype, OneOf, Section, Stages, Terse
 from .spec import LayerCount, ModelSpec
 from .tuning_sections import Frozen, Lora, Quantisation
 
@@ -24,7 +24,7 @@ FrameworkName = Annotated[str, OneOf(FRAMEWORKS)]
 OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
 OptimizerImplementation = Literal["foreach", "for-loop", "fused", "apex", "bitsandbytes", "transformers"]
-RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 RecomputeMode = Literal["none", "selective", "full"]
 AttentionImplementation = Literal["eager", "flash"]
 LossKind = Literal["plain", "vocab-parallel", "adaptive-softmax", "liger", "cut", "chunked"]
@@ -48,12 +48,15 @@ class Hardware(Section):
     price: float | None = Field(None, ge=0.0, le=1e9, description="price of one GPU for one hour, in any currency")
 
 
-class Layout(Section):
+class Layout(Section, Terse):
+    unsaid: ClassVar[frozenset[str]] = frozenset({"etp"})
+
     tp: Degree = Field(1, description="tensor-parallel size")
     pp: Stages = Field(1, description="pipeline-parallel size (number of stages)")
     dp: Degree | None = Field(None, description="data-parallel size; default: gpus / (tp x pp x cp)")
     cp: Degree = Field(1, description="context-parallel size")
     ep: Degree = Field(1, description="expert-parallel size")
+    etp: Degree | None = Field(None, description="expert-tensor-parallel size; default: tp")
     vpp: Degree = Field(1, description="virtual stages (chunks) per pipeline stage")
     zero: int = Field(0, ge=0, le=3, description="ZeRO stage")
     sequence_parallel: bool = Field(False, description="shard norms and dropouts along the sequence (needs tp > 1)")
@@ -184,8 +187,8 @@ class Recompute(Section):
     modules: tuple[RecomputeModule, ...] | None = Field(
         None,
         max_length=8,
-        description="megatron, selective recompute: modules to recompute (core_attn, layernorm, mlp); default: "
-        "core_attn",
+        description="megatron, selective recompute: modules to recompute (core_attn, layernorm, mlp; of experts moe, "
+        "moe_act, shared_experts; of latent attention mla_up_proj); default: core_attn",
         json_schema_extra={"flag": "--recompute-modules"},
     )
 
@@ -265,8 +268,10 @@ class Pipeline(Section):
     )
 
 
-class Plan(Section):
+class Plan(Section, Terse):
     """A training job: the whole input of an estimate."""
+
+    unsaid: ClassVar[frozenset[str]] = frozenset({"experts"})
 
     model: SerializeAsAny[ModelSpec]
     framework: FrameworkName = Field("single", description="training framework")
@@ -290,6 +295,7 @@ class Plan(Section):
     frozen: Frozen = Frozen.model_construct()
     pipeline: Pipeline = Pipeline.model_construct()
     megatron: Megatron = Megatron.model_construct()
+    experts: Experts = Experts.model_construct()
     ddp: Ddp = Ddp.model_construct()
     fsdp: Fsdp = Fsdp.model_construct()
     deepspeed: Deepspeed = Deepspeed.model_construct()

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..values import dataclass
@@ -38,6 +46,21 @@ class OneOf:
         if name not in self.names:
             raise PydanticCustomError("literal_error", "Input should be a name that is known")
         return name
+
+
+class Terse(BaseModel):
+    """JSON has the fields in ``unsaid`` only where they differ from their defaults: those that few plans have."""
+
+    unsaid: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = handler(self)
+        fields = type(self).model_fields
+        for name in self.unsaid:
+            if getattr(self, name) == fields[name].get_default(call_default_factory=True):
+                written.pop(name, None)
+        return written
 
 
 class Section(BaseModel):

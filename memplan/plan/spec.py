@@ -7,16 +7,18 @@ fields). Sizes are element counts; nothing here knows about ranks, bytes or fram
 from functools import lru_cache
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from ..families import ROOMS as FAMILIES
-from .section import OneOf
+from .section import OneOf, Terse
 
 Family = Annotated[str, OneOf(FAMILIES)]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rotary", "alibi", "none"]
 Activation = Literal["gelu", "gelu_new", "gelu_fast", "relu", "swiglu", "geglu"]
 Blocks = Literal["sequential", "parallel", "parallel_one_norm"]
+RouterScore = Literal["softmax", "sigmoid"]
+RouterBalancing = Literal["none", "sinkhorn", "aux_loss", "seq_aux_loss", "global_aux_loss"]
 
 MOST_LAYERS = 1024
 """Of a model: each is followed through the allocator. The deepest that were trained have a thousand."""
@@ -27,7 +29,7 @@ Rows = Annotated[int, Field(ge=0, le=2**31)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class ModelSpec(BaseModel):
+class ModelSpec(Terse):
     """The architecture of a transformer.
 
     ``family`` names the code that the model usually runs as (Hugging Face ``model_type``, or ``gpt``
@@ -35,6 +37,15 @@ class ModelSpec(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    unsaid: ClassVar[frozenset[str]] = frozenset(
+        (
+            "experts", "expert_top_k", "expert_ffn", "dense_layers", "shared_expert_ffn", "shared_expert_gate",
+            "router_score", "router_score_first", "router_expert_bias", "router_groups", "router_group_top_k",
+            "router_scaling", "router_dtype", "router_balancing", "router_aux_loss", "router_z_loss",
+            "latent_q_rank", "latent_kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim", "mtp_layers",
+        )
+    )  # fmt: skip
 
     has_sizes: ClassVar[bool] = True
     """Its sizes are those of its layers."""
@@ -94,6 +105,44 @@ class ModelSpec(BaseModel):
         False, description="BERT's head: dense, activation and norm before a decoder that has a bias"
     )
 
+    experts: Rows = Field(0, description="routed experts of a layer that has them; 0: dense layers")
+    expert_top_k: Rows = Field(0, description="experts to which the router sends each token")
+    expert_ffn: Rows = Field(0, description="width of an expert's inner layer")
+    dense_layers: tuple[int, ...] = Field(
+        (), max_length=MOST_LAYERS, description="layers, numbered from 0, with an MLP in place of experts, as 0,1,2"
+    )
+    shared_expert_ffn: Rows = Field(0, description="width of all shared experts together; 0: none")
+    shared_expert_gate: bool = Field(False, description="a gate on the output of the shared experts (Qwen 2)")
+    router_score: RouterScore = Field("softmax", description="scores of the router")
+    router_score_first: bool = Field(
+        False, description="softmax over all experts before the choice, not over the chosen (moe-router-pre-softmax)"
+    )
+    router_expert_bias: bool = Field(
+        False, description="a bias for each expert that balances them without a loss (DeepSeek V3)"
+    )
+    router_groups: Rows = Field(0, description="groups of experts, of which some are chosen first; 0: no groups")
+    router_group_top_k: Rows = Field(0, description="groups from which a token's experts are chosen")
+    router_scaling: float | None = Field(
+        None, gt=0.0, description="factor of the chosen experts' scores; default: none is multiplied"
+    )
+    router_dtype: Literal["fp32", "fp64"] | None = Field(
+        None, description="dtype of the router's logits and probabilities; default: that of activations"
+    )
+    router_balancing: RouterBalancing = Field(
+        "aux_loss", description="how training balances experts: a loss of a micro-batch, sequence or batch, or sinkhorn"
+    )
+    router_aux_loss: float = Field(0.0, ge=0.0, description="coefficient of the balancing loss; 0: it is not computed")
+    router_z_loss: float = Field(0.0, ge=0.0, description="coefficient of the loss of large router logits; 0: none")
+
+    latent_q_rank: Rows = Field(0, description="latent attention: rank of queries; 0: queries are projected at once")
+    latent_kv_rank: Rows = Field(0, description="latent attention: rank of keys and values; 0: no latent attention")
+    nope_head_dim: Rows = Field(0, description="latent attention: features of a query's or key's head without rotation")
+    rope_head_dim: Rows = Field(0, description="latent attention: rotated features of a head, one for all heads' keys")
+    value_head_dim: Rows = Field(0, description="latent attention: features of a value's head")
+    mtp_layers: Annotated[int, Field(ge=0, le=16)] = Field(
+        0, description="layers behind the last that predict further tokens (multi-token prediction)"
+    )
+
     embedding_dropout: Probability = Field(description="dropout after the embedding")
     attention_dropout: Probability = Field(description="dropout of the attention's probabilities")
     hidden_dropout: Probability = Field(description="dropout of each block's output")
@@ -123,8 +172,12 @@ class ModelSpec(BaseModel):
 
     @property
     def attention_features(self) -> int:
-        """Features that enter the attention's output projection: ``a d``."""
-        return self.heads * self.head_dim
+        """Features that enter the attention's output projection: ``a d``, of values where these differ."""
+        return self.heads * (self.value_head_dim or self.head_dim)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether ``layer``, numbered from 0, has experts in place of an MLP."""
+        return self.experts > 0 and layer not in self.dense_layers
 
 
 @lru_cache(maxsize=256)

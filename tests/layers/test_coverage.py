@@ -15,6 +15,7 @@ BASE = {
     "gpt2": "gpt2", "gpt": "bigscience-104b", "bert": "bert-large", "llama": "llama-3-8b", "mistral": "mistral-7b",
     "qwen3": "qwen3-8b", "bloom": "bloom-176b", "qwen2": "qwen2.5-7b", "phi3": "phi-3-mini", "gemma2": "gemma-2-9b",
     "opt": "opt-6.7b", "gpt_neox": "gpt-neox-20b", "gptj": "gpt-j-6b", "falcon": "falcon-7b",
+    "mixtral": "mixtral-8x7b", "qwen3_moe": "qwen3-30b-a3b",
 }  # fmt: skip
 """A built-in spec of each family."""
 
@@ -52,7 +53,10 @@ OTHER = {
 SAME_BYTES = {("megatron-deepspeed", "activation"), ("megatron", "activation")}
 """Megatron's fused bias-GELU is the tanh form: both names are one kernel."""
 
-OF_FAMILY = {"falcon": {"kv_heads": 1}}
+EXPERTS = {"experts": 4, "expert_top_k": 2, "expert_ffn": 64, "dense_layers": 0}
+"""Of a second layer."""
+
+OF_FAMILY = {"falcon": {"kv_heads": 1}, "mixtral": EXPERTS, "qwen3_moe": EXPERTS}
 """Sizes that a family needs."""
 
 OF_MEGATRON_CORE = {"bert": {"norm_place": "pre", "embedding_norm": False, "final_norm": True}}

@@ -35,6 +35,8 @@ VALUES: dict[str, tuple[str, object]] = {
     "environment": ("A=b=c", {"A": "b=c"}),
     "torch": ("2.7", "2.7"),
     "headroom": ("5%", "5%"),
+    "experts.imbalance": ("1.5", "1.5"),
+    "model.dense_layers": ("0,2", (0, 2)),
 }
 
 

@@ -112,6 +112,14 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         "mistral": {"head_dim": st.none() | st.just(4), "sliding_window": st.none() | sizes},
         "qwen3": {"head_dim": st.just(6), "attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "qwen2": {"tie_word_embeddings": st.booleans()},
+        "mixtral": {"num_local_experts": sizes, "tie_word_embeddings": st.booleans()},
+        "qwen3_moe": {
+            "num_experts": sizes,
+            "moe_intermediate_size": sizes,
+            "mlp_only_layers": st.just([1]) | st.just([]),
+            "decoder_sparse_step": st.integers(1, 2),
+            "attention_bias": st.booleans(),
+        },
         "phi3": {"tie_word_embeddings": st.booleans()},
         "gemma2": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "opt": {"enable_bias": st.booleans(), "tie_word_embeddings": st.booleans(), "max_position_embeddings": sizes},
@@ -124,7 +132,9 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         "falcon": {"ffn_hidden_size": st.none() | sizes, "tie_word_embeddings": st.booleans()},
     }
     chosen = {name: draw(value) for name, value in optional[family].items() if draw(st.booleans())}
-    if family in ("mistral", "qwen3", "qwen2", "phi3", "gemma2"):
+    if family in ("mixtral", "qwen3_moe"):
+        chosen["num_experts_per_tok"] = 1
+    if family in ("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe"):
         chosen["num_key_value_heads"] = kv_heads
     return {"model_type": family, "vocab_size": draw(st.integers(8, 99)), **required, **chosen}
 
@@ -149,6 +159,14 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
     from_little = spec_of({"model_type": family, **required}, tmp_path)
     from_all = spec_of(defaults, tmp_path)
     assert from_little == from_all
+
+
+def experts_of(spec: ModelSpec) -> dict[str, Any]:
+    """What a configuration says of experts."""
+    if not spec.experts:
+        return {}
+    keys = {name: key.names[0] for name, key in FAMILIES[spec.family].keys.items()}
+    return {keys[name]: getattr(spec, name) for name in ("experts", "expert_top_k", "expert_ffn")}
 
 
 @pytest.mark.parametrize("name", [name for name in model_specs() if load_spec(name).family != "gpt"])
@@ -178,14 +196,15 @@ def test_built_in_specs_count_as_transformers_does(name: str) -> None:
             "max_position_embeddings": spec.positions_max,
         },
     )
-    assert parameters(spec) == transformers_count({**common, **sizes})
+    assert parameters(spec) == transformers_count({**common, **sizes, **experts_of(spec)})
 
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
     line = refusal({"model_type": "mamba", "hidden_size": 8}, tmp_path)
     assert line == (
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
-        "known are gpt2, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon"
+        "known are gpt2, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon, "
+        "mixtral, qwen3_moe"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)

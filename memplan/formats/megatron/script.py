@@ -33,7 +33,7 @@ def write(plan: ResolvedPlan) -> Draft:
     parallel = plan.layout.tp > 1 or plan.layout.cp > 1  # validate_args demands the variable of both
     environment = {**({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if parallel else {}), **plan.environment}
     python = "pretrain_bert.py" if plan.model.family == "bert" else "pretrain_gpt.py"
-    sizes = sizes_of(plan, "tp", "pp", "vpp", "cp", "dp")
+    sizes = sizes_of(plan, "tp", "pp", "vpp", "cp", *(("ep",) if plan.layout.ep > 1 else ()), "dp")
     yours = "Not in a plan, and yours to replace: the tokenizer (here one of as many tokens), data, steps."
     script = Script(
         f"{plan.model.name}: Megatron-LM's {python} on {sizes}.",

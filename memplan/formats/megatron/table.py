@@ -19,10 +19,11 @@ from ...plan.plan import Plan
 from ...values import dataclass
 from ..rows import NEEDED, OFF, Building, Reader, Row, elsewhere, positive, read_rows, switch
 from ..settings import Settings
+from . import experts
 from .vocabulary import tokens_of
 
 Family = Literal["gpt", "bert"]
-_MODULES = ("core_attn", "layernorm", "mlp")
+_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,6 @@ class Context:
 def plan_of(settings: Settings, context: Context) -> Building:
     """The plan of a training that ``settings`` start."""
     building = Building(settings.origin)
-    experts = settings.integer("--num-experts")
-    if experts is not None and experts.value:
-        problem = "must be left out: models with experts are not modelled yet; dense ones are"
-        raise PlanError("--num-experts", experts.value, problem, origin=experts.origin)
     version = settings.integer("--flash-attention-version")
     if version is not None and version.value != 2:
         problem = "is not modelled yet; flash-attention 2 is"
@@ -317,7 +314,14 @@ LAYOUT = (
         without_effect=_without_context,
         when=lambda plan: plan.layout.cp > 1,
     ),
-    Row("--expert-model-parallel-size", "layout.ep", default=1, least=1),
+    Row(
+        "--expert-model-parallel-size",
+        "layout.ep",
+        "PARALLEL",
+        default=1,
+        least=1,
+        when=lambda plan: plan.layout.ep > 1,
+    ),
     switch("--sequence-parallel", "layout.sequence_parallel", "PARALLEL", read=_sequence_parallel),
     Row(
         _VIRTUAL,
@@ -439,13 +443,17 @@ def _recompute(reader: Reader) -> None:
 
 
 def _recomputed(building: Building, modules: list[Node]) -> list[Node]:
-    """Modules of a dense layer that are recomputed; those of experts and latent attention are not there."""
+    """Modules that are recomputed, each once; those of layers that the model has not are not there."""
+    absent = {
+        **dict.fromkeys(("moe", "moe_act", "shared_experts"), not building.items["model.experts"].value),
+        "mla_up_proj": "model.latent_kv_rank" not in building.items,
+    }
     kept: dict[object, Node] = {}
     for module in modules:
-        if module.value in _MODULES:
+        if absent.get(str(module.value)):
+            building.because("--recompute-modules", f"{module.value}: not in a layer of this model")
+        elif module.value in _MODULES:
             kept[module.value] = module
-        elif module.value in ("moe", "moe_act", "shared_experts", "mla_up_proj"):
-            building.because("--recompute-modules", f"{module.value}: not in a dense layer")
         else:
             problem = f"is not modelled yet; {', '.join(_MODULES)} are"
             raise PlanError("--recompute-modules", module.value, problem, origin=module.origin, known=_MODULES)
@@ -663,4 +671,4 @@ LAYERS = (
     ),
 )
 
-ROWS = (*MODEL, *LAYOUT, *BATCH, *TRAINING, *LAYERS)
+ROWS = (*MODEL, *experts.ROWS, *LAYOUT, *BATCH, *TRAINING, *LAYERS)

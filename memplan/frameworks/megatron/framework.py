@@ -43,10 +43,11 @@ class Megatron(Framework):
     measured_code = "megatron"
     holds_workspaces = True
     supports = Supports(
-        sizes=frozenset({"tp", "pp", "dp", "cp", "vpp"}),
+        sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
+        experts=True,
         zero=(0, 1),
         sequence_parallel=True,
-        sections=("megatron",),
+        sections=("megatron", "experts"),
         environment=SELECTORS,
         pipeline=(
             "first_layers",
@@ -70,12 +71,14 @@ class Megatron(Framework):
         autocast=False,
         gradients_in_fp32=True,
         code_2020=False,
-        recompute_modules=("core_attn", "layernorm", "mlp"),
+        recompute_modules=("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"),
     )
 
     def default_layout(self, plan: Plan) -> Layout:
         """``pipeline.layout`` says how many chunks a stage has."""
         layout, text = plan.layout, plan.pipeline.layout
+        if plan.model.experts and layout.etp is None:
+            layout = layout.model_copy(update={"etp": layout.tp})
         if text is None or layout.vpp > 1:
             return layout
         (first, *_) = stages(plan.model.layers, layout.pp, None, layout=text)
@@ -270,7 +273,40 @@ def check_state_dtypes(plan: ResolvedPlan) -> None:
             raise PlanError(f"optimizer.{name}", "bf16", "must be fp32, fp16 or fp8 before Transformer Engine 2.3")
 
 
+def check_experts(plan: ResolvedPlan) -> None:
+    """How experts are divided over ranks (``parallel_state.py``), and what depends on there being any."""
+    model, layout, given = plan.model, plan.layout, plan.experts
+    ranks, etp = layout.tp * layout.cp * layout.dp, layout.etp or layout.tp
+    if not model.experts:
+        for name, value in (("ep", layout.ep), ("etp", layout.etp or 1)):
+            if value > 1:
+                raise PlanError(f"layout.{name}", value, f"must be 1: {model.name} has no experts")
+        for name, value in given.changed():
+            raise PlanError(f"experts.{name}", value, f"must be left out: {model.name} has no experts")
+        return
+    if model.experts % layout.ep:
+        raise PlanError("layout.ep", layout.ep, f"must divide the {model.experts} experts of {model.name}")
+    if ranks % (layout.ep * etp):
+        problem = f"times etp {etp} must divide tp x cp x dp = {ranks}, the ranks of a pipeline stage"
+        raise PlanError("layout.ep", layout.ep, problem)
+    if model.expert_ffn % etp:
+        raise PlanError("layout.etp", etp, f"must divide the {model.expert_ffn} features of an expert (expert_ffn)")
+    if model.shared_expert_ffn % layout.tp:
+        problem = f"must divide the {model.shared_expert_ffn} features of shared experts (shared_expert_ffn)"
+        raise PlanError("layout.tp", layout.tp, problem)
+    if given.pad_to_capacity and given.capacity_factor is None:
+        raise PlanError("experts.pad_to_capacity", True, "needs experts.capacity_factor")
+    instances = plan.megatron.distributed_optimizer_instances
+    if ranks // (layout.ep * etp) % instances:
+        problem = f"must divide the {ranks // (layout.ep * etp)} replicas of each expert"
+        raise PlanError("megatron.distributed_optimizer_instances", instances, problem)
+    if given.imbalance not in ("balanced", "worst") and float(given.imbalance) < 1.0:
+        problem = "must be balanced, worst, or a factor of at least 1: the most loaded rank has at least the mean"
+        raise PlanError("experts.imbalance", given.imbalance, problem)
+
+
 RULES = (
+    check_experts,
     check_optimizer,
     check_distributed,
     check_kernels,

@@ -16,9 +16,9 @@ from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...device.workspaces import cublas_workspaces
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import MEGATRON_CORE, check_covered
-from ...layers.megatron_core import bert, block, ends, local, te_facts
+from ...layers.megatron_core import bert, block, dispatch, ends, local, moe, te_facts
 from ...layers.megatron_core.ends import Role
-from ...layers.megatron_core.shape import CoreShape, Version
+from ...layers.megatron_core.shape import CoreShape, ExpertShape, Version
 from ...layers.megatron_core.te_attention import backend
 from ...layers.module import Interface, Module, Options, Parameter, Run, build, hold_bytes
 from ...layers.recompute import recomputed_reentrant
@@ -84,6 +84,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         attention_mask=megatron.attention_mask_in_dataloader,
         per_token_loss=megatron.per_token_loss,
     )
+    shape = replace(shape, experts=expert_shape(plan))
     if megatron.transformer_impl == "local":
         return shape
     if shape.dtype == "fp32":
@@ -101,6 +102,32 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         deterministic=shape.deterministic_attention,
     )
     return replace(shape, attention=attention, multiprocessors=MULTIPROCESSORS.get(plan.hardware.gpu or "", 132))
+
+
+def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
+    """Choices of layers with experts, where the model has them."""
+    given, layout = plan.experts, plan.layout
+    if not plan.model.experts:
+        return None
+    if given.dispatcher == "flex":
+        problem = (
+            "is not modelled yet: buffers of DeepEP and HybridEP lie outside of PyTorch; alltoall and allgather are"
+        )
+        raise PlanError("experts.dispatcher", "flex", problem)
+    etp = layout.etp or layout.tp
+    factors = {"balanced": 1.0, "worst": float(layout.ep)}
+    return ExpertShape(
+        ep=layout.ep,
+        etp=etp,
+        dispatcher=given.dispatcher,
+        grouped=given.grouped_gemm,
+        permute_fusion=given.permute_fusion,
+        shared_overlap=given.shared_expert_overlap,
+        capacity_factor=given.capacity_factor,
+        padded=given.pad_to_capacity,
+        imbalance=factors[given.imbalance] if given.imbalance in factors else float(given.imbalance),
+        apart=layout.ep > 1 or etp != layout.tp,
+    )
 
 
 def _transformer_engine(text: str) -> Version:
@@ -130,30 +157,37 @@ def rules(plan: ResolvedPlan) -> Rules:
         exp_avg_sq=optimizer.exp_avg_sq,
         counts_zeros=megatron.log_num_zeros_in_grad,
         te=_transformer_engine(megatron.transformer_engine),
+        expert_shards=max(1, expert_replicas(plan) // megatron.distributed_optimizer_instances),
     )
+
+
+def expert_replicas(plan: ResolvedPlan) -> int:
+    """Ranks that have the same experts: the expert-data-parallel size, of tp cp dp = etp ep edp."""
+    layout = plan.layout
+    return layout.tp * layout.cp * layout.dp // (layout.ep * (layout.etp or layout.tp))
 
 
 # -- modules ----------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)
-def layers_module(shape: CoreShape, count: int, options: Options) -> Module:
-    """One layer (``count`` 0), or a group of layers under one recompute (``_checkpointed_forward``)."""
+def layers_module(shapes: tuple[CoreShape, ...], options: Options, *, recomputed: bool = False) -> Module:
+    """One layer, or a group of layers under one recompute (``_checkpointed_forward``)."""
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        if not count:
-            return Run(block.layer(r, x, shape))
-        out = recomputed_reentrant(r, lambda r, hidden: _layers(r, hidden, shape, count), (x,))
-        ends.keep_mask(r, shape)
+        if not recomputed:
+            return Run(_layers(r, x, shapes))
+        out = recomputed_reentrant(r, lambda r, hidden: _layers(r, hidden, shapes), (x,))
+        ends.keep_mask(r, shapes[0])
         return Run(out)
 
-    return build("layer", recipe, Interface(shape.hidden, _hidden_dtype(shape)), options)
+    return build("layer", recipe, Interface(shapes[0].hidden, _hidden_dtype(shapes[0])), options)
 
 
-def _layers(r: Recorder, hidden: Tensor, shape: CoreShape, count: int) -> Tensor:
-    for i in range(count):
-        r.prefix = f"{i}." if count > 1 else ""
+def _layers(r: Recorder, hidden: Tensor, shapes: Sequence[CoreShape]) -> Tensor:
+    for i, shape in enumerate(shapes):
+        r.prefix = f"{i}." if len(shapes) > 1 else ""
         hidden = block.layer(r, hidden, shape)
     r.prefix = ""
     return hidden
@@ -217,8 +251,8 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
             drops_gradient=not (sends and at == len(groups) - 1),
         )
         if group[0].startswith("layer."):
-            count = len(group) if _recomputes(job.recompute, group, entries) else 0
-            module = layers_module(layer_shape, count, own)
+            shapes = tuple(layer_shape_of(layer_shape, int(name.removeprefix("layer."))) for name in group)
+            module = layers_module(shapes, own, recomputed=_recomputes(job.recompute, group, entries))
         else:
             module = end_module(group[0], end_shape, tied_here, own)
         label = group[0] if len(group) == 1 else f"{group[0]}–{group[-1].removeprefix('layer.')}"
@@ -237,7 +271,13 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
 @lru_cache(maxsize=1024)
 def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
-    return replace(shape, cross_entropy="unfused", per_token_loss=False), replace(shape, recompute_modules=())
+    layers = replace(shape, cross_entropy="unfused", per_token_loss=False)
+    return layers, replace(shape, recompute_modules=(), experts=None)
+
+
+def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
+    """``shape`` as ``layer``, numbered from 0, has it: with experts or without."""
+    return shape if shape.experts is None or shape.spec.has_experts(layer) else replace(shape, experts=None)
 
 
 def _makes_masks(shape: CoreShape, role: Role) -> bool:
@@ -427,14 +467,18 @@ def _role(entries: Sequence[str]) -> Role:
 def _workspaces(shape: CoreShape, names: tuple[str, ...], chunks: int, libraries: _Libraries) -> Stretch:
     """Static tensors that the first iteration makes. Every chunk has rotary tables of its own."""
     holds: list[Hold] = []
-    dtype, has_layers, has_head = shape.dtype, any(name.startswith("layer.") for name in names), "head" in names
+    layers = (int(name.removeprefix("layer.")) for name in names if name.startswith("layer."))
+    kinds = {layer_shape_of(shape, layer) for layer in layers}
+    dtype, has_layers, has_head = shape.dtype, bool(kinds), "head" in names
+    shape = next((kind for kind in kinds if kind.experts is not None), replace(shape, experts=None))
     if shape.spec.positions == "rotary":
         holds += ends.rotary_table(shape) * chunks
     gathered = [local.memory_buffer(shape)] * has_layers + [ends.gather_buffer(shape)] * has_head
+    gathered += [dispatch.gather_buffer(shape)]
     sizes = [hold_bytes(size, dtype) for size in gathered if size != (0,)]
     if sizes:
         holds.append(Hold(0, max(sizes), Category.COMMUNICATION_BUFFERS, "global_memory_buffer", (), dtype))
-    weights = set(local.dummy_gradients(shape)) if has_layers else set()
+    weights = {size for kind in kinds for size in (*local.dummy_gradients(kind), *moe.dummy_gradients(kind))}
     head = ends.dummy_gradient(shape) if has_head else None
     weights |= {head} if head is not None else set()
     if shape.implementation == "transformer_engine":

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Options
+from ...plan.errors import PlanError
 from ...plan.megatron_layout import layout_text
 from ...plan.plan import Plan
 from ...plan.resolved import ResolvedPlan
@@ -73,6 +74,9 @@ class MegatronSearch(FrameworkSearch):
 
     def completed(self, base: Plan) -> Plan:
         """States of a precision-aware optimizer are sharded ones."""
+        if base.model.experts or base.model.latent_kv_rank or base.model.mtp_layers:
+            problem = "has experts, latent attention or multi-token prediction, whose layouts are not searched yet; "
+            raise PlanError("model", base.model.name, f"{problem}estimate --vary compares some")
         if not base.optimizer.precision_aware or base.layout.zero:
             return base
         return base.model_copy(update={"layout": updated(base.layout, {"zero": 1})})
@@ -128,7 +132,7 @@ class MegatronSearch(FrameworkSearch):
     def layer_needs(self, plan: ResolvedPlan) -> LayerNeeds:
         job = programs.stages_of(plan, Options()).job
         options = replace(job.options, keeps_input=False, drops_gradient=True)
-        module = programs.layers_module(job.shape, 1 if plan.recompute.mode == "full" else 0, options)
+        module = programs.layers_module((job.shape,), options, recomputed=plan.recompute.mode == "full")
         return LayerNeeds(module_elements(module), max(0, module.steady.forward_fold.net))
 
     def states(self, plan: ResolvedPlan) -> States:

@@ -10,6 +10,7 @@ Transformer Engine's ``pytorch/optimizers/fused_adam.py`` (``initialize_state``)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 
@@ -51,6 +52,8 @@ class Rules:
     counts_zeros: bool
     te: tuple[int, int] = (2, 18)
     """Version of Transformer Engine, whose FusedAdam a precision-aware optimizer is."""
+    expert_shards: int = 1
+    """Ranks among which the distributed optimizer's states of experts are divided."""
 
     @property
     def mixed(self) -> bool:
@@ -110,20 +113,44 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
         made = [Hold(next(ids), p.bytes(rules.dtype), Category.PARAMETERS, p.name, p.shape, rules.dtype) for p in chunk]
         originals.append(made)
         construction += made
-    pieces: list[int] = []
+    optimizers = _optimizers(tensors, rules)
+    pieces: list[list[int]] = [[] for _ in optimizers]
     for at, chunk in enumerate(tensors):
-        buckets = _buckets(chunk, rules.bucket if at == 0 else None, rules, tied_across_stages)
-        elements = sum(bucket.end for bucket in buckets)
-        if rules.distributed:
-            size = rounded(elements * ITEMSIZE[rules.dtype])
-            construction.append(Hold(next(ids), size, Category.PARAMETERS, "param_data", (elements,), rules.dtype))
-        size = rounded(elements * ITEMSIZE[rules.gradients])
-        construction.append(Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients))
+        for own, (experts, shared) in zip(pieces, optimizers, strict=True):
+            members = [parameter for parameter in chunk if parameter.expert is experts]
+            if not members:
+                continue
+            buckets = _buckets(members, rules.bucket if at == 0 else None, shared, tied_across_stages)
+            elements = sum(bucket.end for bucket in buckets)
+            if rules.distributed:
+                size = rounded(elements * ITEMSIZE[rules.dtype])
+                construction.append(Hold(next(ids), size, Category.PARAMETERS, "param_data", (elements,), rules.dtype))
+            size = rounded(elements * ITEMSIZE[rules.gradients])
+            construction.append(Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients))
+            own += _pieces(buckets, members, shared)
         if rules.distributed:
             construction += [Drop(hold.tensor, hold.bytes, hold.category) for hold in originals[at]]
-        pieces += _pieces(buckets, chunk, rules)
-    pieces.sort(key=lambda piece: piece < 0)  # matrices first, then what has no weight decay
+    parts = [_optimized(own, rules, ids) for own in pieces]
+    construction += [event for part in parts for event in part.construction]
+    states = [event for part in parts for event in part.states]
+    copies = [event for part in parts for event in part.carried]
+    step = [*copies, *(event for part in parts for event in part.step)]
+    return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
+
+
+def _optimizers(chunks: Sequence[Sequence[Parameter]], rules: Rules) -> list[tuple[bool, Rules]]:
+    """An optimizer for the layers, and one for experts that other ranks share (``get_megatron_optimizer``), each with
+    the rules of its buffers."""
+    has_experts = any(parameter.expert for chunk in chunks for parameter in chunk)
+    return [(False, rules), *([(True, replace(rules, shards=rules.expert_shards))] if has_experts else [])]
+
+
+def _optimized(pieces: list[int], rules: Rules, ids: Iterator[int]) -> Kept:
+    """What one optimizer keeps for its ``pieces`` of parameters, and what its step takes, beside the copies of
+    gradients (``carried``)."""
+    pieces = sorted(pieces, key=lambda piece: piece < 0)  # matrices first, then what has no weight decay
     sizes = [abs(piece) for piece in pieces]
+    construction: list[Event] = []
     small = Category.BUFFERS
     if rules.mixed and not rules.precision_aware:
         construction += [
@@ -145,7 +172,7 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
     copies: list[Hold] = []
     if rules.copies_gradients:
         copies = [Hold(next(ids), rounded(n * 4), Category.GRADIENTS, "main_grad_fp32", (n,), "fp32") for n in sizes]
-    step: list[Event] = [*copies]
+    step: list[Event] = []
     if rules.counts_zeros and sizes:
         mask = Hold(next(ids), rounded(max(sizes)), Category.TEMPORARIES, "nonzero_mask", (max(sizes),), "bool")
         step += [mask, Drop(mask.tensor, mask.bytes, mask.category)]

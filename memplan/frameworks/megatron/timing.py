@@ -30,8 +30,8 @@ class MegatronTime(FrameworkTime):
         options = Options(counts="later", consumes_gradients=True, summed=plan.precision.gradients)
         shape, ends = module_shapes(whole)
         front = replace(shape, recompute_modules=())  # also of the ends before the head
-        plain = layers_module(front, 0, options).work
-        again = run_again(plain) if plan.recompute.mode == "full" else layers_module(shape, 0, options).work
+        plain = layers_module((front,), options).work
+        again = run_again(plain) if plan.recompute.mode == "full" else layers_module((shape,), options).work
         embedding, norm = (end_module(name, front, False, options).work for name in ("embedding", "final_norm"))
         return Entries(embedding, plain, again, norm, end_module("head", ends, False, options).work)
 

@@ -87,10 +87,10 @@ class HookedRecorder(Recorder):
         for _ in range(count):
             self.seam(NO_PARAMETERS, hook)
 
-    def parameter(self, name: str, shape: Shape, dtype: str) -> Tensor:
+    def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False) -> Tensor:
         if len(shape) == 1 and name.endswith(".weight"):
             self.before(name)
-        return super().parameter(name, shape, dtype)
+        return super().parameter(name, shape, dtype, expert=expert)
 
     def node(
         self,

@@ -8,21 +8,19 @@ width on this rank (ffn / t; twice that before SwiGLU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from .. import ops
-from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
+from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..recompute import recomputed_reentrant
-from ..work import NOTHING
-from . import local, te, te_attention
+from . import local, moe, te, te_attention
+from .discarded import Discard, without_output
 from .ends import keep_mask
 from .shape import CoreShape
 
 INPUT_NORM, MLP_NORM = "input_layernorm", "pre_mlp_layernorm"
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
-
-Discard = Callable[[Recorder, Tensor], None]
 
 
 def uncovered(shape: CoreShape) -> Iterator[str]:
@@ -32,7 +30,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "fewer key/value heads than tensor-parallel ranks: queries, keys and values are gathered first"
     if spec.norm_place == "post":
         yield "norms after each block"
-    if "mlp" in shape.recompute_modules and spec.mlp_bias:
+    if "mlp" in shape.recompute_modules and spec.mlp_bias and shape.experts is None:
         yield "recompute of an MLP with biases: Megatron-Core's own backward does not end"
     if shape.fp32_residual:
         yield "fp32 residual connections: linear layers refuse fp32 inputs beside 16-bit weights without autocast"
@@ -40,6 +38,11 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "RMSNorm with sequence parallelism: PyTorch's norm, which the local implementation takes, refuses it"
     if shape.attention == "local" and shape.cp > 1:
         yield "context parallelism with Megatron-Core's own attention"
+    if spec.latent_kv_rank:
+        yield "latent attention"
+    if spec.mtp_layers:
+        yield "multi-token prediction"
+    yield from moe.uncovered(shape)
 
 
 def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
@@ -50,7 +53,7 @@ def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``_forward_attention``: its variables hold the norm's and the attention's output until it returns."""
-    normed, discard = _norm(r, hidden, INPUT_NORM, shape)
+    normed, discard = _norm(r, hidden, INPUT_NORM, shape, apart=False)
     attended, bias = attention(r, normed, shape, "" if shape.implementation == "local" else f"{QKV}.layer_norm")
     discard(r, attended)
     return local.bias_dropout_add(r, attended, bias, hidden, PROJECTION, shape)
@@ -58,10 +61,12 @@ def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``_forward_mlp``: likewise."""
-    normed, discard = _norm(r, hidden, MLP_NORM, shape)
+    normed, discard = _norm(r, hidden, MLP_NORM, shape, apart=shape.experts is not None)
     norm_name = "" if shape.implementation == "local" else f"{FC1}.layer_norm"
     bias: Tensor | None = None
-    if "mlp" in shape.recompute_modules:
+    if shape.experts is not None:
+        fed = moe.layer(r, normed, shape)
+    elif "mlp" in shape.recompute_modules:
         fed = recomputed_reentrant(r, lambda r, x: mlp(r, x, shape, norm_name)[0], (normed,))
     else:
         fed, bias = mlp(r, normed, shape, norm_name)
@@ -69,48 +74,16 @@ def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     return local.bias_dropout_add(r, fed, bias, hidden, FC2, shape)
 
 
-def _norm(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> tuple[Tensor, Discard]:
-    """The norm before a block, and what ends its output behind it; Transformer Engine's is in the projection."""
-    if shape.implementation != "local":
+def _norm(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, apart: bool) -> tuple[Tensor, Discard]:
+    """The norm before a block, and what ends its output behind it; Transformer Engine's is in the projection, unless
+    it stands ``apart``."""
+    if shape.implementation != "local" and not apart:
         return x, lambda r, x: None
+    norm = local.norm if shape.implementation == "local" else te.norm
     if "layernorm" in shape.recompute_modules:
-        return _without_output(r, x, lambda r, x: local.norm(r, x, name, shape))
-    return local.norm(r, x, name, shape), lambda r, x: None
-
-
-def _without_output(r: Recorder, x: Tensor, region: Callable[[Recorder, Tensor], Tensor]) -> tuple[Tensor, Discard]:
-    """``CheckpointWithoutOutput`` (``tensor_parallel/random.py``): the output's memory ends in forward and
-    is there again when the gradient of a later tensor arrives, until the region's own backward is done.
-    """
-    enabled, r.grad_enabled = r.grad_enabled, False
-    out = region(r, x)
-    r.grad_enabled = enabled
-    part = (x.storage, x.shape, x.dtype)
-    held: list[tuple[Tensor, Leaf]] = []
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        gradient = incoming(gradients)
-        again, leaf = held.pop()
-        r.backward([again.alias()], [gradient.alias()])
-        del again
-        return [leaf.take()]
-
-    out.node = r.node((x,), (x,), backward, work=NOTHING)
-
-    def recompute(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        start = len(r.events)
-        r.seam("recompute")
-        again, leaf = r.leaf(Tensor(*part))
-        held.append((region(r, again), leaf))
-        r.settle(start)
-        return gradients
-
-    def discard(r: Recorder, later: Tensor) -> None:
-        r.dropped(out.storage)
-        r.hand_over(out)
-        later.node = r.node((later,), (), recompute, work=NOTHING)
-
-    return out, discard
+        (out,), discard = without_output(r, (x,), lambda r, x: (norm(r, x, name, shape),))
+        return out, discard
+    return norm(r, x, name, shape), lambda r, x: None
 
 
 def column_linear(

@@ -132,7 +132,8 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     spec, t, h = shape.spec, shape.t, shape.spec.hidden
     f = spec.ffn // t
     inner = 2 * f if spec.activation == "swiglu" else f
-    return frozenset({(spec.qkv_features // t, h), (h, spec.attention_features // t), (inner, h), (h, f)})
+    attention = {(spec.qkv_features // t, h), (h, spec.attention_features // t)}
+    return frozenset(attention | ({(inner, h), (h, f)} if shape.experts is None else set()))
 
 
 def _elements(shape: Shape) -> int:

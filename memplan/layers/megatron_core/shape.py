@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Literal
 
 from ...plan.spec import ModelSpec
@@ -15,6 +16,46 @@ CrossEntropy = Literal["unfused", "native", "te"]
 ContextCommunication = Literal["p2p", "a2a"]
 
 Version = tuple[int, int]
+
+
+Dispatcher = Literal["allgather", "alltoall"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """What recipes of a layer with experts read beside its spec."""
+
+    ep: int
+    """Expert-parallel size."""
+    etp: int
+    """Expert-tensor-parallel size."""
+    dispatcher: Dispatcher
+    grouped: bool
+    """Experts of a rank in one grouped product (``TEGroupedMLP``), not one after the other (``SequentialMLP``)."""
+    permute_fusion: bool
+    shared_overlap: bool
+    """Shared experts run beside the exchange of tokens."""
+    capacity_factor: float | None
+    padded: bool
+    """Every expert's input is padded to its capacity."""
+    imbalance: float
+    """Tokens of this rank's experts, as a factor of the mean over ranks; at most what routing allows."""
+    apart: bool
+    """Experts' parameters are shared by other ranks than the layer's: ep > 1, or etp is not tp."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Tokens of a micro-batch on their way through experts, counted on one rank."""
+
+    own: int
+    """T: tokens of the router, s b / t."""
+    sent: int
+    """Rows that the rank sends: k T, or the experts' capacity."""
+    received: int
+    """Rows that arrive from other expert-parallel ranks, before ranks of one expert share them (etp)."""
+    held: int
+    """Rows of the rank's experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +109,8 @@ class CoreShape:
     per_token_loss: bool = False
     multiprocessors: int = 132
     """Of the GPU (H100 132, B200 148, GB200 152): flash attention's deterministic backward splits by it."""
+    experts: ExpertShape | None = None
+    """Of a layer that has them."""
 
     asynchronous: bool = True
     """Collectives of a column-parallel layer run beside its products
@@ -82,6 +125,41 @@ class CoreShape:
         """Bytes that move for each element of a weight's gradient which the product adds to a buffer of ``dtype``; 0
         where it is a tensor of its own."""
         return 2 * ITEMSIZE[dtype] if self.gradient_fusion and dtype is not None else 0
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of this rank, whole or a part of each (etp)."""
+        return self.spec.experts // self.experts.ep if self.experts is not None else 0
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that divide each expert."""
+        return self.experts.etp if self.experts is not None else 1
+
+    @property
+    def capacity(self) -> int:
+        """Rows of one rank's tokens that an expert takes (``get_capacity``)."""
+        assert self.experts is not None
+        assert self.experts.capacity_factor is not None
+        mean = self.local_s * self.b * self.spec.expert_top_k / self.spec.experts
+        return ceil(mean * self.experts.capacity_factor)
+
+    @property
+    def routed(self) -> Routed:
+        """``MoEAlltoAllTokenDispatcher.preprocess``; capacity: ``get_capacity`` of a rank's own tokens."""
+        experts, spec = self.experts, self.spec
+        assert experts is not None
+        own = self.local_s * self.b
+        sent = own * spec.expert_top_k
+        if experts.padded:
+            sent = self.capacity * spec.experts
+            return Routed(own, sent, sent, sent * experts.etp)
+        most = own * experts.ep * min(spec.expert_top_k, self.local_experts)
+        if experts.capacity_factor is not None:
+            sent = min(sent, min(self.capacity, own) * spec.experts)
+            most = min(most, self.capacity * experts.ep * self.local_experts)
+        received = min(ceil(sent * experts.imbalance), most)
+        return Routed(own, sent, received, received * experts.etp)
 
     @property
     def local_s(self) -> int:

@@ -30,6 +30,10 @@ def cublas_workspace(te: Version, compute_capability: int) -> int:
     return 32 * MIB + (1024 if te >= (2, 8) else 0)
 
 
+GROUPED_STREAMS = 4
+"""Streams of a grouped product, each with a workspace of its own (``get_multi_stream_cublas_workspace``; since 2.9
+``get_cublas_workspace`` with ``grouped_gemm``; ``common/util/multi_stream.cpp``, ``nvte_get_num_compute_streams``)."""
+
 DummyGradient = Literal["none", "each backward", "kept"]
 
 
@@ -115,6 +119,9 @@ def kept(shape: CoreShape, compute_capability: int, weights: Iterable[Shape]) ->
     states end with their backward, and ``_extra_state`` is empty.
     """
     tensors = {"te_cublas_workspace": rounded(cublas_workspace(shape.te, compute_capability))}
+    if shape.experts is not None and shape.experts.grouped:
+        each = tensors["te_cublas_workspace"]
+        tensors |= {f"te_grouped_{stream}_cublas_workspace": each for stream in range(GROUPED_STREAMS)}
     if shape.spec.causal:  # get_full_cu_seqlens: b + 1 int32, the same for queries and keys
         tensors["te_cu_seqlens"] = rounded(4 * (shape.b + 1))
     if shape.gradient_fusion and dummy_weight_gradient(shape.te) == "kept":

@@ -1,0 +1,30 @@
+"""Qwen 3 with experts (``models/qwen3_moe/modeling_qwen3_moe.py``): 30B-A3B and 235B-A22B."""
+
+from __future__ import annotations
+
+from ..layers.coverage import CORE_GPT
+from .base import Config, Family, key
+from .llama import CONSTANTS, KEYS, SILU
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    config=Config(
+        keys={
+            **{name: key for name, key in KEYS.items() if name != "mlp_bias"},
+            "attention_output_bias": KEYS["attention_bias"],
+            "kv_heads": key("num_key_value_heads", default=4),
+            "positions_max": key("max_position_embeddings", default=32_768),
+            "experts": key("num_experts", default=128),
+            "expert_top_k": key("num_experts_per_tok", default=8),
+            "expert_ffn": key("moe_intermediate_size", default=768),
+            "router_aux_loss": key("router_aux_loss_coef", default=0.001),
+        },
+        constants={**CONSTANTS, "mlp_bias": False, "qk_norm": True},
+        activation=SILU,
+        activations=("silu", "swish"),
+        refused={"use_sliding_window": False},
+    ),
+    megatron_core=CORE_GPT,
+)
+
+FAMILIES = {"qwen3_moe": QWEN3_MOE}

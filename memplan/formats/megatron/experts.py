@@ -1,0 +1,219 @@
+"""Megatron-LM's arguments of experts, latent attention and multi-token prediction, and the plan's fields that they
+are, both ways (``megatron/training/arguments.py``, ``_add_moe_args``, ``_add_mla_args``; ``transformer_config.py``)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+from ...plan.errors import PlanError
+from ...plan.node import Node
+from ...plan.plan import Plan
+from ...plan.spec import MOST_LAYERS
+from ..rows import LEFT, Reader, Row, elsewhere, switch
+
+NUMBER = "--num-experts"
+LATENT = "--multi-latent-attention"
+
+
+def mixed(plan: Plan) -> bool:
+    return plan.model.experts > 0
+
+
+def latent(plan: Plan) -> bool:
+    return plan.model.latent_kv_rank > 0
+
+
+def without_experts(reader: Reader) -> str:
+    count = reader.building.items["model.experts"].value
+    return "" if count else f"no effect without {NUMBER}"
+
+
+def without_latent(reader: Reader) -> str:
+    return "" if reader.settings.has(LATENT) else f"no effect without {LATENT}"
+
+
+def of_experts(name: str, path: str, kind: Any = "integer", default: Any = 0, **more: Any) -> Row:
+    """A row that counts, and is written, where there are experts."""
+    when = more.pop("when", mixed)
+    return Row(name, path, "EXPERTS", kind, default, without_effect=without_experts, when=when, **more)
+
+
+def switch_of_experts(name: str, path: str, **more: Any) -> Row:
+    return switch(name, path, "EXPERTS", without_effect=without_experts, when=mixed, **more)
+
+
+def of_latent(name: str, path: str, default: int, **more: Any) -> Row:
+    return Row(name, path, "LATENT", **{"default": default, "without_effect": without_latent, "when": latent, **more})
+
+
+def _of(path: str) -> Callable[[Reader], Node]:
+    """The default is another field's value."""
+    return lambda reader: reader.building.items[path]
+
+
+# -- layers with experts ------------------------------------------------------------------------------------
+
+FREQUENCY = "--moe-layer-freq"
+
+
+def _frequency(reader: Reader) -> None:
+    """Every n-th layer has experts, from the first on; or a list of ones and zeros, in Python."""
+    node = reader.settings.word(FREQUENCY)
+    if node is None:
+        return
+    layers = reader.building.size("model.layers")
+    text = str(node.value)
+    try:
+        pattern = _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        pattern = None
+    if isinstance(pattern, int) and pattern >= 1:
+        pattern = [int(i % pattern == 0) for i in range(layers)]
+    if not isinstance(pattern, list) or len(pattern) != layers or not set(pattern) <= {0, 1}:
+        problem = f"must be a whole number, or a list of {layers} zeros and ones, such as ([0]*1+[1]*{layers - 1})"
+        raise PlanError(FREQUENCY, text, problem, origin=node.origin)
+    dense = [Node(layer, node.origin) for layer, experts in enumerate(pattern) if not experts]
+    reader.building.put("model.dense_layers", Node(dense, node.origin), FREQUENCY)
+
+
+def _evaluated(part: ast.expr) -> int | list[int]:
+    """The value of sums and products of numbers and lists, of at most as many numbers as a model has layers."""
+    if isinstance(part, ast.Constant) and type(part.value) is int:
+        return part.value
+    if isinstance(part, ast.List):
+        found = [_evaluated(one) for one in part.elts]
+        if all(isinstance(one, int) for one in found) and len(found) <= MOST_LAYERS:
+            return [one for one in found if isinstance(one, int)]
+    if isinstance(part, ast.BinOp):
+        left, right = _evaluated(part.left), _evaluated(part.right)
+        if isinstance(part.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return _short(left + right)
+        if isinstance(part.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            return _short(left * right if 0 <= right * len(left) <= MOST_LAYERS else [])
+    raise ValueError
+
+
+def _short(pattern: list[int]) -> list[int]:
+    if not pattern or len(pattern) > MOST_LAYERS:
+        raise ValueError
+    return pattern
+
+
+def _pattern(plan: Plan) -> str:
+    ones = [int(plan.model.has_experts(layer)) for layer in range(plan.model.layers)]
+    return "(" + "+".join(f"[{one}]*{len([*run])}" for one, run in groupby(ones)) + ")"
+
+
+# -- the router ---------------------------------------------------------------------------------------------
+
+BALANCING, COEFFICIENT = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
+
+
+def _balancing(reader: Reader) -> None:
+    """One kind of balancing, and its coefficient."""
+    kinds = reader.settings.words(BALANCING) or []
+    if len(kinds) > 1:
+        problem = "is not modelled yet with several kinds of losses; one of them is"
+        raise PlanError(BALANCING, " ".join(str(one.value) for one in kinds), problem, origin=kinds[1].origin)
+    if kinds and kinds[0].value == "quantile_balancing":
+        problem = "is not modelled yet; aux_loss, seq_aux_loss, global_aux_loss, sinkhorn and none are"
+        raise PlanError(BALANCING, "quantile_balancing", problem, origin=kinds[0].origin)
+    if kinds:
+        reader.building.put("model.router_balancing", kinds[0], BALANCING)
+    weights = reader.settings.words(COEFFICIENT) or []
+    if weights:
+        node = reader.settings.number(COEFFICIENT) if len(weights) == 1 else None
+        if node is None:
+            problem = "must be one number: losses of several kinds are not modelled yet"
+            raise PlanError(COEFFICIENT, " ".join(str(one.value) for one in weights), problem, origin=weights[1].origin)
+        reader.building.put("model.router_aux_loss", node, COEFFICIENT)
+
+
+def _score(reader: Reader) -> None:
+    name = "--moe-router-score-function"
+    node = reader.settings.word(name)
+    if node is None:
+        return
+    if node.value == "sqrtsoftplus":
+        raise PlanError(name, node.value, "is not modelled yet; softmax and sigmoid are", origin=node.origin)
+    reader.building.put("model.router_score", node, name)
+
+
+def _scaled(plan: Plan) -> bool:
+    return mixed(plan) and plan.model.router_scaling is not None
+
+
+def _grouped(plan: Plan) -> bool:
+    return plan.model.router_groups > 0
+
+
+def _balanced(plan: Plan) -> bool:
+    return mixed(plan) and plan.model.router_aux_loss > 0
+
+
+# -- latent attention ---------------------------------------------------------------------------------------
+
+
+def _head_dim(reader: Reader) -> None:
+    """A head has the features of both parts."""
+    items = reader.building.items
+    if reader.settings.has(LATENT):
+        both = reader.building.size("model.nope_head_dim") + reader.building.size("model.rope_head_dim")
+        items["model.head_dim"] = Node(both, items["model.nope_head_dim"].origin)
+
+
+def _shared(plan: Plan) -> bool:
+    return plan.model.shared_expert_ffn > 0
+
+
+ROWS: Sequence[Row] = (
+    Row(NUMBER, "model.experts", "EXPERTS", default=0, when=mixed),
+    of_experts("--moe-router-topk", "model.expert_top_k", default=2, least=1),
+    of_experts("--moe-ffn-hidden-size", "model.expert_ffn", default=_of("model.ffn"), least=1),
+    of_experts(
+        FREQUENCY, "model.dense_layers", "word", read=_frequency, value=_pattern,
+        when=lambda plan: mixed(plan) and bool(plan.model.dense_layers),
+    ),
+    of_experts("--moe-shared-expert-intermediate-size", "model.shared_expert_ffn", when=_shared),
+    switch_of_experts("--moe-shared-expert-gate", "model.shared_expert_gate"),
+    of_experts(
+        "--moe-router-score-function", "model.router_score", "word", read=_score,
+        when=lambda plan: mixed(plan) and plan.model.router_score != "softmax",
+    ),
+    switch_of_experts("--moe-router-pre-softmax", "model.router_score_first"),
+    switch_of_experts("--moe-router-enable-expert-bias", "model.router_expert_bias"),
+    of_experts("--moe-router-num-groups", "model.router_groups", when=_grouped),
+    of_experts("--moe-router-group-topk", "model.router_group_top_k", when=_grouped),
+    of_experts("--moe-router-topk-scaling-factor", "model.router_scaling", "number", LEFT, when=_scaled),
+    of_experts(
+        "--moe-router-dtype", "model.router_dtype", "word", LEFT,
+        when=lambda plan: mixed(plan) and plan.model.router_dtype is not None,
+    ),
+    of_experts(BALANCING, "model.router_balancing", "word", read=_balancing),
+    of_experts(COEFFICIENT, "model.router_aux_loss", "number", read=elsewhere, when=_balanced),
+    of_experts(
+        "--moe-z-loss-coeff", "model.router_z_loss", "number", 0.0,
+        when=lambda plan: mixed(plan) and plan.model.router_z_loss > 0,
+    ),
+    of_experts("--expert-tensor-parallel-size", "layout.etp", default=LEFT),
+    of_experts("--moe-token-dispatcher-type", "experts.dispatcher", "word", "allgather"),
+    switch_of_experts("--moe-grouped-gemm", "experts.grouped_gemm"),
+    switch_of_experts("--moe-permute-fusion", "experts.permute_fusion"),
+    of_experts(
+        "--moe-expert-capacity-factor", "experts.capacity_factor", "number", LEFT,
+        when=lambda plan: plan.experts.capacity_factor is not None,
+    ),
+    switch_of_experts("--moe-pad-expert-input-to-capacity", "experts.pad_to_capacity"),
+    switch_of_experts("--moe-shared-expert-overlap", "experts.shared_expert_overlap"),
+    switch(LATENT, "model.latent_kv_rank", "LATENT", read=elsewhere, value=latent, when=latent),
+    of_latent("--q-lora-rank", "model.latent_q_rank", 0, when=lambda plan: plan.model.latent_q_rank > 0),
+    of_latent("--kv-lora-rank", "model.latent_kv_rank", 32, least=1),
+    of_latent("--qk-head-dim", "model.nope_head_dim", 128, least=1),
+    of_latent("--qk-pos-emb-head-dim", "model.rope_head_dim", 64, least=1),
+    of_latent("--v-head-dim", "model.value_head_dim", 128, least=1),
+    Row(LATENT, "model.head_dim", "", "switch", read=_head_dim),
+    Row("--mtp-num-layers", "model.mtp_layers", "LATENT", when=lambda plan: plan.model.mtp_layers > 0),
+)  # fmt: skip

@@ -1,0 +1,304 @@
+"""``megatron/core/transformer/moe/token_dispatcher.py``: tokens on their way to experts and back, sorted by
+``moe_utils.py`` or by Transformer Engine (``pytorch/permutation.py``, ``triton/permutation.py``).
+
+Shapes: T tokens of this rank, P rows that it sends, N rows that its experts have, E experts, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+from ...tape.events import Category
+from .. import ops
+from ..autograd import Gradients, Recorder, Shape, Tensor
+from .shape import CoreShape
+
+COMMUNICATION = Category.COMMUNICATION_BUFFERS
+
+Experts = Callable[[Recorder, Tensor, Tensor], Tensor]
+"""From rows and their probabilities to rows."""
+
+
+def dispatched(
+    r: Recorder, hidden: Tensor, probabilities: Tensor, chosen: Tensor, experts: Experts, shape: CoreShape
+) -> Tensor:
+    """(s, b, h) through the experts that each token was sent to, to the same shape."""
+    assert shape.experts is not None
+    way = _all_gathered if shape.experts.dispatcher == "allgather" else _all_to_all
+    return way(r, hidden, probabilities, chosen, experts, shape)
+
+
+# -- all-to-all ----------------------------------------------------------------------------------------
+
+
+def _all_to_all(
+    r: Recorder, hidden: Tensor, probabilities: Tensor, chosen: Tensor, experts: Experts, shape: CoreShape
+) -> Tensor:
+    """``MoEAlltoAllTokenDispatcher``. ``MoELayer.forward``'s variables hold the sorted and the received rows until the
+    experts' output has come back."""
+    rows, own = shape.routed, hidden.shape
+    flat = hidden.view(rows.own, own[-1])
+    sent, weights, order = _permuted(r, flat, probabilities, chosen, shape)
+    received, arrived = _exchanged(r, sent, rows.received, shape), _exchanged(r, weights, rows.received, shape)
+    out = _local(r, received, arrived, experts, shape)
+    back = _exchanged(r, out, rows.sent, shape)
+    del received, arrived, out
+    return _unpermuted(r, back, order, rows.own, shape).view(*own)
+
+
+def _local(r: Recorder, received: Tensor, arrived: Tensor, experts: Experts, shape: CoreShape) -> Tensor:
+    """``routed_experts_compute``: rows of all ranks by local expert, the experts, and rows as they came."""
+    rows = shape.routed
+    taken, weights = _gathered(r, received, rows.held, shape), _gathered(r, arrived, rows.held, shape)
+    if shape.local_experts > 1:
+        taken, weights = _sorted(r, taken, weights, shape)
+    out = experts(r, taken, weights)
+    if shape.local_experts > 1:
+        out = _sorted_back(r, out, shape)
+    return _scattered(r, out, rows.received, weights.dtype, shape)
+
+
+def _permuted(
+    r: Recorder, x: Tensor, probabilities: Tensor, chosen: Tensor, shape: CoreShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``permute`` with probabilities: rows (P, h), their probabilities (P,) and what restores the order."""
+    assert shape.experts is not None
+    if shape.experts.permute_fusion:
+        return _permuted_at_once(r, x, probabilities, chosen, shape.routed.sent)
+    count, whole, dtype = shape.routed.sent, (prod(probabilities.shape),), probabilities.dtype
+    transposed = [r.empty(probabilities.shape[::-1], "bool", "routing_map_transposed")]
+    values = [r.empty(whole, "bool", "routing_map_sorted")]
+    flat = r.empty(whole, "int64", "routing_order")
+    values.clear()
+    kept = flat.view(count)
+    order = r.empty((count,), "int64", "sorted_indices")
+    copy = r.empty(probabilities.shape[::-1], dtype, "probabilities_transposed")
+    like = probabilities.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_probabilities_permuted")]
+
+    weights = r.output((probabilities,), (kept,), backward, (count,), dtype, "permuted_probabilities")
+    del copy, flat, kept
+    transposed.clear()
+    return _selected(r, x, order), weights, order
+
+
+def _selected(r: Recorder, x: Tensor, order: Tensor) -> Tensor:
+    """``index_select`` of rows: saves the indices; backward adds into zeros of the whole."""
+    like, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_permuted_tokens")]
+
+    return r.output((x,), (order,), backward, (*order.shape, x.shape[-1]), dtype, "permuted_tokens")
+
+
+def _permuted_at_once(
+    r: Recorder, x: Tensor, probabilities: Tensor, chosen: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``moe_permute_mask_map_forward``: saves the map of rows (T, 2 E + 1) in int32."""
+    (tokens, experts), like, dtype = probabilities.shape, x.shape, x.dtype
+    rows = r.empty((tokens, 2 * experts + 1), "int32", "row_id_map")
+    part = r.empty((experts, -(-tokens // 1024)), "int32", "row_id_workspace")
+    del part
+    out = r.empty((count, x.shape[-1]), dtype, "permuted_tokens")
+    weights = r.empty((count,), probabilities.dtype, "permuted_probabilities")
+    kind = probabilities.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_permuted_tokens"), r.empty((tokens, experts), kind, "grad_probabilities")]
+
+    node = r.node((x, probabilities), (rows,), backward, outputs=2)
+    out.node, weights.node, weights.slot = node, node, 1
+    return out, weights, rows
+
+
+def _unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreShape) -> Tensor:
+    """``unpermute``: rows are added at their tokens' places, (T, h); saves what says where."""
+    assert shape.experts is not None
+    like, dtype, whole = x.shape, x.dtype, (tokens, x.shape[-1])
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_unpermuted_tokens")]
+
+    if not shape.experts.permute_fusion and shape.deterministic:
+        zeros = r.empty(whole, dtype, "unpermuted_zeros")
+        out = r.empty(whole, dtype, "unpermuted_tokens")
+        del zeros
+    else:
+        out = r.empty(whole, dtype, "unpermuted_tokens")
+    return out.by(r.node((x,), (order,), backward))
+
+
+def _exchanged(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
+    """``all_to_all``: a fresh tensor in either direction, and ``x`` itself where there is one rank."""
+    assert shape.experts is not None
+    if shape.experts.ep == 1:
+        return x
+    like, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_exchanged")]
+
+    return r.output((x,), (), backward, (count, *like[1:]), dtype, "exchanged")
+
+
+def _gathered(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
+    """All-gather over ranks of one expert; backward reduce-scatters."""
+    assert shape.experts is not None
+    if shape.experts.etp == 1:
+        return x
+    like, dtype = x.shape, x.dtype
+    return r.output(
+        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_gathered")], (count, *like[1:]), dtype, "gathered"
+    )
+
+
+def _scattered(r: Recorder, x: Tensor, count: int, wide: str, shape: CoreShape) -> Tensor:
+    """Reduce-scatter over ranks of one expert, in the dtype of probabilities."""
+    assert shape.experts is not None
+    if shape.experts.etp == 1:
+        return x
+    dtype = x.dtype
+    x = ops.cast(r, x, wide, "reduced_cast")
+    like = x.shape
+    out = r.output(
+        (x,), (), lambda r, gradients: [r.empty(like, wide, "grad_reduced")], (count, *like[1:]), wide, "reduced"
+    )
+    return ops.cast(r, out, dtype, "reduced_back")
+
+
+def _sorted(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``sort_chunks_by_idxs``, or a transposed copy where every expert has as many rows: fresh tensors; the fused
+    kernel saves a map of rows in int32."""
+    assert shape.experts is not None
+    fused = shape.experts.permute_fusion and not shape.experts.padded
+    rows = [r.empty((x.shape[0],), "int32", "chunk_row_id_map")] if fused else []
+    made = []
+    like = [(one.shape, one.dtype) for one in (x, weights)]
+    if fused:
+        made = [r.empty(*one, name) for one, name in zip(like, ("sorted_tokens", "sorted_probabilities"), strict=True)]
+
+        def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+            return [r.empty(*one, "grad_sorted") for one in like]
+
+        node = r.node((x, weights), rows, backward, outputs=2)
+        made[0].node, made[1].node, made[1].slot = node, node, 1
+        return made[0], made[1]
+    return _copied(r, x, "sorted_tokens", shape), _copied(r, weights, "sorted_probabilities", shape)
+
+
+def _sorted_back(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
+    """The same of the experts' output."""
+    assert shape.experts is not None
+    if not shape.experts.permute_fusion or shape.experts.padded:
+        return _copied(r, x, "restored_tokens", shape)
+    rows, like, dtype = r.empty((x.shape[0],), "int32", "chunk_row_id_map_back"), x.shape, x.dtype
+    out = r.empty(like, dtype, "restored_tokens")
+    return out.by(r.node((x,), (rows,), lambda r, gradients: [r.empty(like, dtype, "grad_restored")]))
+
+
+def _copied(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """``split`` and ``cat``, whose gradient is put together again; or ``transpose`` and ``contiguous``, whose gradient
+    is copied by the exchange before."""
+    like, dtype = x.shape, x.dtype
+    return r.output((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")], like, dtype, name)
+
+
+# -- all-gather ----------------------------------------------------------------------------------------
+
+
+def gather_buffer(shape: CoreShape) -> Shape:
+    """The static buffer that tokens are gathered into, (T ep etp, h); ``(0,)`` if they are not."""
+    experts = shape.experts
+    if experts is None or experts.dispatcher != "allgather" or experts.ep * experts.etp == 1:
+        return (0,)
+    return (shape.routed.own * experts.ep * experts.etp, shape.spec.hidden)
+
+
+def _all_gathered(
+    r: Recorder, hidden: Tensor, probabilities: Tensor, chosen: Tensor, experts: Experts, shape: CoreShape
+) -> Tensor:
+    """``MoEAllGatherTokenDispatcher``: every rank has all tokens and takes those of its experts."""
+    spec, choices, own = shape.spec, shape.experts, hidden.shape
+    assert choices is not None
+    ranks, local = choices.ep * choices.etp, shape.local_experts
+    tokens = shape.routed.own * ranks
+    flat = hidden.view(shape.routed.own, own[-1])
+    if ranks > 1:
+        chosen = r.empty((tokens, spec.experts), "bool", "routing_map_gathered")
+        probabilities = _gathered_probabilities(r, probabilities, tokens)
+        flat = _gathered_tokens(r, flat, tokens)
+    mine = r.empty((tokens, local), "bool", "local_map")
+    part = _part(r, probabilities, (tokens, local))
+    transposed = [r.empty((local, tokens), "bool", "routing_map_transposed")]
+    values = [r.empty((local * tokens,), "bool", "routing_map_sorted")]
+    whole = r.empty((local * tokens,), "int64", "routing_order")
+    values.clear()
+    order = r.empty((shape.routed.held,), "int64", "sorted_indices")
+    del whole
+    transposed.clear()
+    taken = _selected(r, flat, order)
+    weights = _masked(r, part, shape.routed.held)
+    out = experts(r, taken, weights)
+    back = _unpermuted(r, out, order, tokens, shape)
+    if ranks > 1:
+        back = _reduced(r, back, shape.routed.own, weights.dtype)
+    del chosen, mine, flat, taken, out
+    return back.view(*own)
+
+
+def _gathered_probabilities(r: Recorder, x: Tensor, tokens: int) -> Tensor:
+    like, dtype = x.shape, x.dtype
+    return r.output(
+        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_probabilities_gathered")],
+        (tokens, like[1]), dtype, "probabilities_gathered",
+    )  # fmt: skip
+
+
+def _gathered_tokens(r: Recorder, x: Tensor, tokens: int) -> Tensor:
+    """Into the static buffer, in backward, too, where the gradient is summed in it."""
+    like, dtype = x.shape, x.dtype
+    node = r.node((x,), (), lambda r, gradients: [r.outside(like, dtype, Category.TEMPORARIES, 0)])
+    out = r.outside((tokens, like[1]), dtype, COMMUNICATION, 0)
+    out.node = node
+    return out
+
+
+def _part(r: Recorder, x: Tensor, size: Shape) -> Tensor:
+    """Columns of the rank's experts, copied; backward fills the whole."""
+    like, dtype = x.shape, x.dtype
+    return r.output(
+        (x,),
+        (),
+        lambda r, gradients: [r.empty(like, dtype, "grad_local_probabilities")],
+        size,
+        dtype,
+        "local_probabilities",
+    )
+
+
+def _masked(r: Recorder, x: Tensor, count: int) -> Tensor:
+    """``x.T.contiguous().masked_select(map.T.contiguous())``: saves both copies."""
+    turned = ops.contiguous(r, x, x.shape[::-1], "local_probabilities_transposed")
+    mask = r.empty(x.shape[::-1], "bool", "local_map_transposed")
+    like, dtype = turned.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_probabilities_selected")]
+
+    return r.output((turned,), (turned, mask), backward, (count,), dtype, "permuted_probabilities")
+
+
+def _reduced(r: Recorder, x: Tensor, tokens: int, wide: str) -> Tensor:
+    """Reduce-scatter over all ranks, in the dtype of probabilities."""
+    dtype = x.dtype
+    x = ops.cast(r, x, wide, "unpermuted_cast")
+    like = x.shape
+    out = r.output(
+        (x,), (), lambda r, gradients: [r.empty(like, wide, "grad_tokens_gathered")],
+        (tokens, like[1]), wide, "tokens_scattered",
+    )  # fmt: skip
+    return ops.cast(r, out, dtype, "tokens_scattered_back")

@@ -1,0 +1,155 @@
+"""``megatron/core/transformer/moe/experts.py``: the experts of a rank, in one grouped product (``TEGroupedMLP``, over
+Transformer Engine's ``pytorch/module/grouped_linear.py``) or one after the other (``SequentialMLP``).
+
+Shapes: N rows of all experts of this rank, e of them here, h hidden, f an expert's inner width on this rank (twice that
+before SwiGLU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .. import ops
+from ..autograd import Gradients, Recorder, Shape, Tensor, incoming
+from ..shapes import ITEMSIZE
+from ..work import Operator, Product
+from . import local, te, te_facts
+from .discarded import without_output
+from .shape import CoreShape
+
+FC1, FC2 = "linear_fc1", "linear_fc2"
+
+
+def parameters(shape: CoreShape) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of what a rank's experts have, in the order in which they register."""
+    experts, inner, h = shape.experts, shape.spec.expert_ffn // shape.expert_ranks, shape.spec.hidden
+    assert experts is not None
+    first = inner * (2 if shape.spec.gated else 1)
+    weights = ((FC1, (first, h)), (FC2, (h, inner)))
+    biases = shape.spec.mlp_bias
+    if experts.grouped:
+        for name, weight in weights:
+            yield from ((f"mlp.experts.{name}.weight{i}", weight) for i in range(shape.local_experts))
+            yield from ((f"mlp.experts.{name}.bias{i}", weight[:1]) for i in range(shape.local_experts * biases))
+        return
+    for i in range(shape.local_experts):
+        yield from ((f"mlp.experts.local_experts.{i}.{name}.weight", weight) for name, weight in weights)
+
+
+def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
+    """Shapes of the static stand-ins for the gradients of experts' weights (``get_dummy_wgrad``)."""
+    weights = (size for name, size in parameters(shape) if ".weight" in name)
+    return frozenset(weights) if shape.gradient_fusion else frozenset()
+
+
+def experts(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
+    """(N, h) and the probability of each row (N,) to (N, h)."""
+    assert shape.experts is not None
+    return _grouped(r, x, weights, shape) if shape.experts.grouped else _sequential(r, x, weights, shape)
+
+
+def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
+    """``TEGroupedMLP.forward``."""
+    inner = _linear(r, x, FC1, shape)
+    scale = weights.view(*weights.shape, 1)
+    if "moe_act" not in shape.recompute_modules:
+        return _biased(r, _linear(r, activated(r, inner, scale, shape), FC2, shape), weights, shape)
+    (activation,), discard = without_output(r, (inner, scale), lambda r, x, y: (activated(r, x, y, shape),))
+    out = _linear(r, activation, FC2, shape)
+    discard(r, out)
+    return _biased(r, out, weights, shape)
+
+
+def activated(r: Recorder, x: Tensor, scale: Tensor, shape: CoreShape) -> Tensor:
+    """``bias_act_func``: rows (…, f) times their probabilities (…, 1), in the dtype of ``x``. Fused SwiGLU
+    (``weighted_bias_swiglu_impl``) saves both inputs; else the product is in the wider dtype, and cast back."""
+    if shape.spec.gated and shape.bias_activation_fusion:
+        return _weighted_swiglu(r, x, scale)
+    made = local.swiglu(r, x, FC1) if shape.spec.gated else local.gelu(r, x, FC1)
+    wide = ops.multiply(r, made, scale, "expert_weighted")
+    del made
+    return ops.cast(r, wide, x.dtype, "expert_weighted_cast")
+
+
+def _weighted_swiglu(r: Recorder, x: Tensor, scale: Tensor) -> Tensor:
+    like, dtype, one, kind = x.shape, x.dtype, scale.shape, scale.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_expert_swiglu"), r.empty(one, kind, "grad_expert_probabilities")]
+
+    return r.output((x, scale), (x, scale), backward, (*like[:-1], like[-1] // 2), dtype, "expert_swiglu")
+
+
+def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """``GroupedLinear``: saves its input; backward makes the input's gradient and those of all weights, which the
+    products add to ``main_grad`` under gradient accumulation fusion."""
+    count, dtype = shape.local_experts, x.dtype
+    mine = {own: size for own, size in parameters(shape) if f".{name}." in own}
+    own = [r.parameter(one, size, shape.dtype) for one, size in mine.items()]
+    weight = own[0].shape
+    biased = len(own) > count and name == FC1
+    taken = own if biased else own[:count]
+    (n, k), like = weight, x.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad = r.empty(like, dtype, f"grad_experts_{name}_input")
+        fresh = te_facts.dummy_weight_gradient(shape.te) == "each backward"
+        made: list[Tensor | None] = []
+        for _ in range(count):
+            if not shape.gradient_fusion:
+                made.append(r.empty(weight, dtype, f"grad_experts_{name}_weight"))
+            else:
+                made.append(r.empty(weight, dtype, f"grad_experts_{name}_weight_dummy") if fresh else None)
+        return [grad, *made, *(r.empty((n,), dtype, f"grad_experts_{name}_bias") for _ in range(count * biased))]
+
+    rows, size, written = -(-like[0] // count), ITEMSIZE[dtype], shape.added(r.summed)
+    products = Product(rows, k, n, count, size), Product(n, k, rows, count, size, written)
+    done = Operator((Product(rows, n, k, count, size),), products)
+    return r.output((x, *taken), (x, *taken), backward, (like[0], n), dtype, f"experts_{name}", work=done)
+
+
+def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
+    """``_apply_bias``: each expert's bias times the probability of its rows, put together again."""
+    if not shape.spec.mlp_bias:
+        return x
+    biases = [r.parameter(f"mlp.experts.{FC2}.bias{i}", x.shape[-1:], shape.dtype) for i in range(shape.local_experts)]
+    like, dtype, kind, one, h = x.shape, x.dtype, weights.dtype, weights.shape, x.shape[-1]
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        wide = r.empty(like, kind, "grad_experts_bias_scaled")
+        grads = [r.empty((h,), dtype, "grad_experts_bias") for _ in biases]
+        probabilities = r.empty(one, kind, "grad_experts_probabilities")
+        del wide
+        return [gradients[0], probabilities, *grads]
+
+    scaled = r.empty(like, kind, "experts_bias_scaled")
+    out = r.empty(like, dtype, "experts_biased")
+    del scaled
+    return out.by(r.node((x, weights, *biases), (weights,), backward))
+
+
+def _sequential(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
+    """``SequentialMLP.forward``: Transformer Engine's linear layers, without collectives of their own."""
+    alone, count = replace(shape, t=1, sequence_parallel=False), shape.local_experts
+    if count == 1:
+        return _expert(r, x, weights, 0, alone)
+    size = -(-x.shape[0] // count)
+    tokens = ops.split(r, x, [(size, x.shape[1])] * count, "expert_tokens")
+    scales = ops.split(r, weights, [(size,)] * count, "expert_probabilities")
+    made = [_expert(r, one, scale, i, alone) for i, (one, scale) in enumerate(zip(tokens, scales, strict=True))]
+    out = r.empty(x.shape, x.dtype, "experts_together")
+    shapes = [one.shape for one in made]
+    out.node = r.node(made, (), lambda r, gradients: [incoming(gradients).view(*like) for like in shapes])
+    del made, tokens, scales
+    return out
+
+
+def _expert(r: Recorder, x: Tensor, weights: Tensor, i: int, shape: CoreShape) -> Tensor:
+    """``MLP.forward`` with a scale of each token; each variable is the next tensor."""
+    name = f"mlp.experts.local_experts.{i}"
+    f = shape.spec.expert_ffn // shape.expert_ranks * (2 if shape.spec.gated else 1)
+    inner, _ = te.column_linear(r, x, f"{name}.{FC1}", f, shape, bias=False, skip_bias=True)
+    inner = activated(r, inner, weights.view(*weights.shape, 1), shape)
+    out, _ = te.row_linear(r, inner, f"{name}.{FC2}", shape, bias=False)
+    return out

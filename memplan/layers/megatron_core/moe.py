@@ -1,0 +1,137 @@
+"""``megatron/core/transformer/moe/moe_layer.py``, ``MoELayer.forward``: router, dispatch, experts, and shared experts
+(``shared_experts.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .. import ops
+from ..autograd import Recorder, Shape, Tensor
+from ..recompute import recomputed_reentrant
+from . import dispatch, grouped, local, router, te
+from .shape import CoreShape
+
+SHARED = "mlp.shared_experts"
+
+
+def uncovered(shape: CoreShape) -> Iterator[str]:
+    """What these recipes do not cover of ``shape``."""
+    experts, spec = shape.experts, shape.spec
+    if experts is None:
+        return
+    if shape.implementation == "local":
+        yield "experts in local layers; those of Transformer Engine are covered"
+    if shape.t > 1 and not shape.sequence_parallel:
+        yield "experts with tensor parallelism but no sequence parallelism, which Megatron-Core refuses in training"
+    if spec.mlp_bias and spec.shared_expert_ffn:
+        yield "biases in shared experts, which Megatron-Core refuses"
+    if spec.mlp_bias and experts.grouped and shape.bias_dropout_fusion:
+        yield "grouped experts with biases and bias_dropout_fusion, which Megatron-Core refuses"
+    if spec.mlp_bias and not experts.grouped:
+        yield "biases of experts that run one after the other"
+    if spec.mlp_bias and shape.expert_ranks > 1:
+        yield "biases of experts that are divided over tensor-parallel ranks"
+    if shape.bias_activation_fusion and not spec.gated:
+        yield "bias_gelu_fusion in experts, which Megatron-Core refuses"
+    if shape.bias_activation_fusion and spec.mlp_bias:
+        yield "bias_swiglu_fusion of experts with biases, which Megatron-Core refuses"
+    if experts.shared_overlap and experts.dispatcher != "alltoall":
+        yield "shared experts beside the exchange of a dispatcher other than alltoall"
+    if experts.dispatcher == "allgather" and experts.capacity_factor is not None:
+        yield "the allgather dispatcher with a capacity"
+    if experts.dispatcher == "allgather" and experts.permute_fusion:
+        yield "the allgather dispatcher with permute fusion"
+
+
+def parameters(r: Recorder, shape: CoreShape) -> None:
+    """In the order in which modules register: router, experts, shared experts."""
+    spec, experts = shape.spec, shape.experts
+    assert experts is not None
+    r.parameter(router.WEIGHT, (spec.experts, spec.hidden), shape.dtype)
+    if spec.mlp_bias:
+        r.parameter("mlp.router.bias", (spec.experts,), shape.dtype)
+    for name, size in grouped.parameters(shape):
+        r.parameter(name, size, shape.dtype, expert=experts.apart)
+    if spec.shared_expert_gate:
+        r.parameter(f"{SHARED}.gate_weight", (1, spec.hidden), shape.dtype)
+
+
+def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
+    """The normed (s, b, h), or (s/t, b, h), to the same."""
+    parameters(r, shape)
+    if "moe" in shape.recompute_modules:
+        return recomputed_reentrant(r, lambda r, x: _forward(r, x, shape), (hidden,))
+    return _forward(r, hidden, shape)
+
+
+def _forward(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
+    """``custom_forward``, whose variables hold what the router gave until it returns."""
+    shared = _shared(r, hidden, shape) if shape.spec.shared_expert_ffn else None
+    probabilities, chosen = router.route(r, hidden, shape)
+    out = dispatch.dispatched(
+        r, hidden, probabilities, chosen, lambda r, x, weights: grouped.experts(r, x, weights, shape), shape
+    )
+    return out if shared is None else ops.add(r, out, shared, "experts_and_shared")
+
+
+def _shared(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
+    if "shared_experts" in shape.recompute_modules:
+        return recomputed_reentrant(r, lambda r, x: shared_experts(r, x, shape), (hidden,))
+    return shared_experts(r, hidden, shape)
+
+
+def shared_sizes(shape: CoreShape) -> tuple[Shape, Shape]:
+    """Weights of the two projections of the shared experts on this rank."""
+    inner, h = shape.spec.shared_expert_ffn // shape.t, shape.spec.hidden
+    return (inner * (2 if shape.spec.gated else 1), h), (h, inner)
+
+
+def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
+    """Shapes of the static stand-ins for weight gradients of a layer's experts and shared experts."""
+    if shape.experts is None or not shape.gradient_fusion:
+        return frozenset()
+    return grouped.dummy_gradients(shape) | (set(shared_sizes(shape)) if shape.spec.shared_expert_ffn else set())
+
+
+def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
+    """``SharedExpertMLP.forward``. Beside the exchange of tokens (``pre_forward_comm`` to ``post_forward_comm``) the
+    input is gathered outside of the projection, which saves it whole."""
+    (f, _), _ = shared_sizes(shape)
+    assert shape.experts is not None
+    apart = shape.experts.shared_overlap and shape.sequence_parallel
+    inner_shape = replace(shape, sequence_parallel=False) if apart else shape
+    x = _whole(r, hidden, shape) if apart else hidden
+    inner, _ = te.column_linear(r, x, f"{SHARED}.linear_fc1", f, inner_shape, bias=False, skip_bias=True)
+    x = hidden
+    if shape.spec.gated and shape.bias_activation_fusion:
+        inner = local.bias_swiglu(r, inner, None, f"{SHARED}.linear_fc1")
+    else:
+        activation = local.swiglu if shape.spec.gated else local.gelu
+        inner = activation(r, inner, f"{SHARED}.linear_fc1")
+    out, _ = te.row_linear(r, inner, f"{SHARED}.linear_fc2", inner_shape, bias=False)
+    if apart:
+        out = _part(r, out, shape)
+    return _gated(r, out, hidden, shape) if shape.spec.shared_expert_gate else out
+
+
+def _gated(r: Recorder, x: Tensor, hidden: Tensor, shape: CoreShape) -> Tensor:
+    """Times the sigmoid of a projection of the input to one number."""
+    weight = r.parameter(f"{SHARED}.gate_weight", (1, shape.spec.hidden), shape.dtype)
+    logits = ops.linear(r, hidden, weight, name="shared_gate")
+    scores = ops.elementwise(r, "shared_gate_score", (logits,), (), saves_output=True)
+    return ops.multiply(r, x, scores, "shared_gated")
+
+
+def _whole(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
+    like, dtype, full = x.shape, x.dtype, (x.shape[0] * shape.t, *x.shape[1:])
+    return r.output(
+        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_shared_scattered")], full, dtype, "shared_gathered"
+    )
+
+
+def _part(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
+    like, dtype, part = x.shape, x.dtype, (x.shape[0] // shape.t, *x.shape[1:])
+    return r.output(
+        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_shared_gathered")], part, dtype, "shared_scattered"
+    )

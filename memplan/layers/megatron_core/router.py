@@ -1,0 +1,249 @@
+"""``megatron/core/transformer/moe/router.py``, ``TopKRouter``, and the functions of ``moe_utils.py`` that it calls:
+logits of every token for every expert, their scores, the choice, and losses that balance it.
+
+Shapes: T tokens of this rank (s b / t), E experts, k experts of a token, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import ops
+from ..autograd import Gradients, Recorder, Shape, Tensor, incoming
+from ..shapes import ITEMSIZE
+from ..work import Operator, Product
+from .shape import CoreShape
+
+WEIGHT = "mlp.router.weight"
+
+
+def route(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """Probabilities (T, E) and the booleans (T, E) of the experts that tokens go to."""
+    spec = shape.spec
+    logits = gating(r, hidden, shape)
+    logits = logits.view(shape.routed.own, spec.experts)
+    if spec.router_z_loss and r.grad_enabled:
+        logits = _with_loss(r, logits, _z_loss(r, logits))
+    if spec.router_balancing == "sinkhorn":
+        probabilities, chosen = _sinkhorn(r, logits, shape)
+    else:
+        probabilities, chosen = _top_k(r, logits, shape)
+    if shape.experts is not None and shape.experts.capacity_factor is not None:
+        probabilities, chosen = _dropped(r, probabilities, chosen, shape)
+    if r.grad_enabled and spec.router_aux_loss and spec.router_balancing.endswith("aux_loss"):
+        probabilities = _with_loss(r, probabilities, _balancing_loss(r, logits, shape))
+    return probabilities, chosen
+
+
+def gating(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
+    """``RouterGatingLinearFunction``: saves the input and the weight as they are; logits are in the router's dtype,
+    and backward makes both factors of its products in it."""
+    spec, e = shape.spec, shape.spec.experts
+    weight = r.parameter(WEIGHT, (e, spec.hidden), shape.dtype)
+    bias = [r.parameter("mlp.router.bias", (e,), shape.dtype)] if spec.mlp_bias else []
+    dtype, like, given = spec.router_dtype or x.dtype, x.shape, x.dtype
+    tokens = shape.routed.own
+
+    def as_router(r: Recorder, size: Shape, name: str) -> list[Tensor]:
+        return [r.empty(size, dtype, name)] if dtype != given else []
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        wide = as_router(r, (e, spec.hidden), "router_weight_cast")
+        grad = r.empty(like, dtype, "grad_router_input")
+        wide.clear()
+        wide = as_router(r, like, "router_input_cast")
+        grad_weight = r.empty((e, spec.hidden), dtype, "grad_router_weight")
+        wide.clear()
+        if dtype != given:
+            grad = r.empty(like, given, "grad_router_input_cast")
+            grad_weight = r.empty((e, spec.hidden), given, "grad_router_weight_cast")
+        return [grad, grad_weight, *(r.empty((e,), given, "grad_router_bias") for _ in bias)]
+
+    if dtype == "fp64":  # no kernel of Transformer Engine: ``torch.mm`` on copies
+        copies = [r.empty(like, dtype, "router_input_cast"), r.empty((e, spec.hidden), dtype, "router_weight_cast")]
+    else:
+        copies = []
+    h, size = spec.hidden, ITEMSIZE[dtype]
+    done = Operator((Product(tokens, e, h, 1, size),), (Product(tokens, h, e, 1, size), Product(e, h, tokens, 1, size)))
+    out = r.empty((*like[:-1], e), dtype, "router_logits")
+    copies.clear()
+    return out.by(r.node((x, weight, *bias), (x, weight), backward, work=done))
+
+
+def _top_k(r: Recorder, logits: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``topk_routing_with_score_function``: computed in fp32, given back in the logits' dtype."""
+    spec, k = shape.spec, shape.spec.expert_top_k
+    few = (logits.shape[0], k)
+    if spec.router_score == "sigmoid":
+        wide = ops.cast(r, logits, "fp32", "router_logits_fp32")
+        scores = ops.elementwise(r, "router_scores", (wide,), (), saves_output=True)
+        del wide
+        probs, indices = _chosen_scores(r, scores, shape)
+        if k > 1:
+            probs = _normalised(r, probs)
+    elif spec.router_score_first:
+        scores = ops.softmax(r, ops.cast(r, logits, "fp32", "router_logits_fp32"), "router_scores")
+        probs, indices = _best(r, scores, shape)
+    else:
+        scores, indices = _best(r, logits, shape)
+        probs = ops.softmax(r, ops.cast(r, scores, "fp32", "router_chosen_fp32"), "router_probabilities")
+    del scores
+    if spec.router_scaling is not None:
+        probs = ops.scale(r, probs, "router_probabilities_scaled")
+    probs = ops.cast(r, probs, logits.dtype, "router_probabilities_cast")
+    assert probs.shape == few
+    whole = _spread(r, probs, indices, logits.shape)
+    return whole, _map(r, logits)
+
+
+def _chosen_scores(r: Recorder, scores: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """Sigmoid scores of the chosen experts, whom a bias may have chosen."""
+    if not shape.spec.router_expert_bias:
+        return _best(r, scores, shape)
+    biased = ops.add_constant(r, scores, "router_scores_biased")
+    _, indices = _best(r, biased, shape)
+    del biased
+    few, whole, dtype = indices.shape, scores.shape, scores.dtype
+    gathered = r.output(
+        (scores,), (scores, indices), lambda r, gradients: [r.empty(whole, dtype, "grad_router_gathered")],
+        few, dtype, "router_gathered",
+    )  # fmt: skip
+    return gathered, indices
+
+
+def _best(r: Recorder, scores: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``torch.topk`` along experts: values, and their int64 indices, which are saved; first of groups, where experts
+    are in some (``group_limited_topk``)."""
+    spec, like, dtype = shape.spec, scores.shape, scores.dtype
+    if spec.router_groups:
+        mask = r.empty(like, "bool", "router_group_mask")
+        scores = ops.elementwise(r, "router_scores_masked", (scores,), (mask,))
+        del mask
+    few = (like[0], spec.expert_top_k)
+    values = r.empty(few, dtype, "router_best")
+    indices = r.empty(few, "int64", "router_indices")
+    values.node = r.node((scores,), (indices,), lambda r, gradients: [r.empty(like, dtype, "grad_router_best")])
+    return values, indices
+
+
+def _normalised(r: Recorder, scores: Tensor) -> Tensor:
+    """``scores / (scores.sum(-1) + 1e-20)``: saves both factors; the gradient of the sum is added to that of scores."""
+    one, dtype, like = (scores.shape[0], 1), scores.dtype, scores.shape
+    total = r.empty(one, dtype, "router_sum")
+    total.node = r.node((scores,), (), lambda r, gradients: [incoming(gradients).alias(*like)])
+    total = ops.add_constant(r, total, "router_sum_positive")
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad = r.empty(like, dtype, "grad_router_normalised")
+        return [grad, r.empty(one, dtype, "grad_router_sum")]
+
+    return r.output((scores, total), (scores, total), backward, like, dtype, "router_normalised")
+
+
+def _spread(r: Recorder, probs: Tensor, indices: Tensor, whole: Shape) -> Tensor:
+    """``zeros_like(logits).scatter(1, indices, probs)``: saves the indices; backward gathers."""
+    few, dtype = probs.shape, probs.dtype
+    zeros = [r.empty(whole, dtype, "router_zeros")]
+    out = r.empty(whole, dtype, "router_probabilities_spread")
+    zeros.clear()
+    return out.by(r.node((probs,), (indices,), lambda r, gradients: [r.empty(few, dtype, "grad_router_spread")]))
+
+
+def _map(r: Recorder, logits: Tensor) -> Tensor:
+    """``zeros_like(logits).int().scatter(1, indices, 1).bool()``."""
+    made = [r.empty(logits.shape, logits.dtype, "routing_map_zeros")]
+    made = [r.empty(logits.shape, "int32", "routing_map_int32")]
+    made = [r.empty(logits.shape, "int32", "routing_map_scattered")]
+    chosen = r.empty(logits.shape, "bool", "routing_map")
+    made.clear()
+    return chosen
+
+
+def _sinkhorn(r: Recorder, logits: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``sinkhorn_load_balancing``: rows and columns are normalised in fp32 without a graph; the probability is the
+    sigmoid (k = 1) or softmax of the logits where the map has the expert."""
+    made = [r.empty(logits.shape, "fp32", f"sinkhorn_{part}") for part in ("logits", "cost", "scaled", "normalised")]
+    indices = r.empty((logits.shape[0], shape.spec.expert_top_k), "int64", "router_indices")
+    made.clear()
+    if shape.spec.expert_top_k == 1:
+        scores = ops.elementwise(r, "router_scores", (logits,), (), saves_output=True)
+    else:
+        wide = ops.cast(r, logits, "fp32", "router_logits_fp32")
+        scores = ops.cast(r, ops.softmax(r, wide, "router_scores_fp32"), logits.dtype, "router_scores")
+        del wide
+    chosen = _map(r, logits)
+    del indices
+    return ops.multiply(r, scores, chosen, "router_probabilities"), chosen
+
+
+def _dropped(r: Recorder, probs: Tensor, chosen: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``apply_router_token_dropping``: every expert's most probable tokens, as many as its capacity."""
+    experts = shape.experts
+    assert experts is not None
+    assert experts.capacity_factor is not None
+    capacity = min(shape.capacity, probs.shape[0])
+    made = [r.empty((capacity, probs.shape[1]), probs.dtype, "capacity_best")]
+    made += [r.empty((capacity, probs.shape[1]), "int64", "capacity_indices")]
+    made += [r.empty(probs.shape, probs.dtype, "capacity_zeros"), r.empty(probs.shape, probs.dtype, "capacity_map")]
+    mask = r.empty(probs.shape, "bool", "capacity_mask")
+    made.clear()
+    if not experts.padded:
+        mask = r.empty(probs.shape, "bool", "routing_map_dropped")
+    return ops.multiply(r, probs, mask, "router_probabilities_dropped"), mask
+
+
+def _balancing_loss(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
+    """``compute_routing_scores_for_aux_loss`` and ``switch_load_balancing_loss_func``: scores of all experts in fp32,
+    which are saved, their sum over tokens, and its product with the tokens of each expert."""
+    wide = ops.cast(r, logits, "fp32", "aux_logits_fp32")
+    if shape.spec.router_score == "softmax":
+        scores = ops.softmax(r, wide, "aux_scores")
+    else:
+        scores = _normalised(r, ops.elementwise(r, "aux_scores", (wide,), (), saves_output=True))
+    del wide
+    best = [r.empty((logits.shape[0], shape.spec.expert_top_k), kind, "aux_best") for kind in ("fp32", "int64")]
+    chosen = _map(r, logits)
+    best.clear()
+    experts = logits.shape[1]
+    tokens = r.empty((experts,), "int64", "tokens_per_expert")
+    like = scores.shape
+    summed = r.empty((experts,), "fp32", "aux_summed")
+    summed.node = r.node((scores,), (), lambda r, gradients: [incoming(gradients).alias(*like)])
+    product = ops.multiply(r, summed, tokens, "aux_product")
+    del chosen, summed, tokens, scores
+    return _number(r, product, "aux_loss")
+
+
+def _z_loss(r: Recorder, logits: Tensor) -> Tensor:
+    """``z_loss_func``: the mean square of each token's log-sum-exp."""
+    rows, like, dtype = (logits.shape[0],), logits.shape, logits.dtype
+    out = r.empty(rows, dtype, "z_logsumexp")
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        difference = r.empty(like, dtype, "z_difference")
+        exponential = r.empty(like, dtype, "z_exponential")
+        del difference
+        product = r.empty(like, dtype, "grad_z_logits")
+        del exponential
+        return [product]
+
+    out.node = r.node((logits,), (logits, out), backward)
+    return _number(r, ops.power(r, out, "z_square"), "z_loss")
+
+
+def _number(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """A sum or mean over all elements, times a coefficient."""
+    like, dtype = x.shape, x.dtype
+    total = r.empty((), dtype, f"{name}_sum")
+    total.node = r.node((x,), (), lambda r, gradients: [incoming(gradients).alias(*like)])
+    return ops.scale(r, total, name)
+
+
+def _with_loss(r: Recorder, x: Tensor, loss: Tensor) -> Tensor:
+    """``MoEAuxLossAutoScaler``: ``x`` itself, whose backward begins that of the loss, too."""
+    dtype = loss.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [incoming(gradients), r.empty((), dtype, "grad_router_loss")]
+
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x, loss), (loss,), backward))
