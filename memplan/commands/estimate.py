@@ -4,7 +4,7 @@ field.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Annotated
@@ -15,8 +15,22 @@ from ..formats import FORMATS
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import Kind, by_flag
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
+from ..values import dataclass
+from .files import check_writable, write_whole
 from .launched import LAUNCH, From, LaunchFlags, Set, Strict, VocabSize, read_given, read_launched
-from .output import OUTPUT, Json, NoColor, PlanOrLaunchFile, Quiet, console, print_json, printing, without_collection
+from .output import (
+    OUTPUT,
+    Html,
+    Json,
+    NoColor,
+    Overwrite,
+    PlanOrLaunchFile,
+    Quiet,
+    console,
+    print_json,
+    printing,
+    without_collection,
+)
 from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
@@ -133,6 +147,8 @@ def estimate(
             "--detail", metavar="STAGE", help="print every tensor of this stage, layer by layer", rich_help_panel=OUTPUT
         ),
     ] = None,
+    html: Html = None,
+    force: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Annotated[
@@ -154,6 +170,12 @@ def estimate(
             given = f"--from {launch_flags.format}"
             raise typer.BadParameter(f"--explain-args shows arguments of launch scripts, which {given} has none of")
         return _explain(read_launched(plan, launch_flags, flags), json, quiet, no_color)
+    if html is not None:
+        if explain_args or compare or vary or detail is not None:
+            raise typer.BadParameter("--html shows one plan; leave out --compare, --vary, --detail and --explain-args")
+        check_writable(html, force=force)
+    elif force:
+        raise typer.BadParameter("--overwrite is for --html")
     if detail is not None and json:
         raise typer.BadParameter("--detail prints text; leave out --json")
     if not compare and not vary:
@@ -161,7 +183,7 @@ def estimate(
         return (
             _detail(read, detail, no_color, verbose)
             if detail is not None
-            else _one(read, no_records, json, quiet, verbose, no_color)
+            else _one(read, _Files(html, force), no_records, json, quiet, verbose, no_color)
         )
     if detail is not None:
         raise typer.BadParameter("--detail shows one plan's stage; leave out --compare and --vary")
@@ -199,9 +221,31 @@ def _explain(launch: Launch, json: bool, quiet: bool, no_color: bool) -> int:
     return 0
 
 
-def _one(read: ReadPlan, no_records: bool, json: bool, quiet: bool, verbose: bool, no_color: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What is written besides the answer."""
+
+    html: str | None
+    force: bool
+
+    def write(self, found: Estimate, known: Measured) -> Iterator[str]:
+        """The files that were."""
+        if self.html is not None:
+            from ..estimate import timelines
+            from ..report.html.estimate import estimate_page
+
+            with without_collection():
+                content = estimate_page(found, tuple(timelines(found, known=known)))
+            if write_whole(self.html, content, force=self.force):
+                yield self.html
+
+
+def _one(
+    read: ReadPlan, files: _Files, no_records: bool, json: bool, quiet: bool, verbose: bool, no_color: bool
+) -> int:
     known, problem = measured_of(no_records=no_records)
     found = estimated(warned(read, problem), known)
+    written = tuple(files.write(found, known))
     if json:
         from ..report.json import to_json
 
@@ -210,7 +254,7 @@ def _one(read: ReadPlan, no_records: bool, json: bool, quiet: bool, verbose: boo
         from ..report.estimate import print_estimate
 
         with printing():
-            print_estimate(found, console(no_color), verbose=verbose, quiet=quiet)
+            print_estimate(found, console(no_color), verbose=verbose, quiet=quiet, written=written)
     return _code([found])
 
 

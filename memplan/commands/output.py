@@ -41,6 +41,14 @@ Overwrite = Annotated[
 ]
 
 
+Html = Annotated[
+    str | None,
+    typer.Option(
+        "--html", metavar="FILE.html", help="write the answer as one page for a browser, too", rich_help_panel=OUTPUT
+    ),
+]
+
+
 @contextmanager
 def printing() -> Iterator[None]:
     """Around all printing: a reader that has seen enough (``| head``) ends it, and changes no exit code."""

@@ -26,31 +26,31 @@ def verdict(estimate: Estimate) -> Text:
     told = estimate.stages[estimate.peak_stage]
     if told.judged.verdict is not judged.verdict:
         told = next(stage for stage in estimate.stages if stage.judged == judged)
-    who = _who(estimate, told)
+    told_of = who(estimate, told)
     need = f"{size(told.headline)}"
     if reading_of(told) != "device":
         need = f"at least {need} ({reading_of(told)})"
     most = "most, " if len(estimate.stages) > 1 else ""
     free = free_on(told, limit_of(estimate))
     if free is None:
-        return Text.assemble(("No GPU named", f"bold {CAUTION}"), f": {who} needs {need} — {_cause(told)}")
+        return Text.assemble(("No GPU named", f"bold {CAUTION}"), f": {told_of} needs {need} — {_cause(told)}")
     if judged.verdict is Verdict.DOES_NOT_FIT:
-        return Text.assemble(("Does not fit", f"bold {BAD}"), f": {_too_much(estimate, told, who, need, free)}")
+        return Text.assemble(("Does not fit", f"bold {BAD}"), f": {_too_much(estimate, told, told_of, need, free)}")
     if judged.verdict is Verdict.UNKNOWN:
         retries = f"; {_retries(judged)}" if judged.retries else ""
         needs = f"would take {need.removeprefix('at least ')}" if retries else f"needs {need}"
         return Text.assemble(
             ("May fit, with retries" if retries else "May fit", f"bold {CAUTION}"),
-            f": {who} {needs} of {_limit(estimate)}{retries}; CUDA context and NCCL on this GPU are not known",
+            f": {told_of} {needs} of {_limit(estimate)}{retries}; CUDA context and NCCL on this GPU are not known",
         )
     if judged.verdict is Verdict.RETRIES:
         return Text.assemble(
             ("Fits with retries", f"bold {CAUTION}"),
-            f": {who} would take {most}{need} of {_limit(estimate)}; {_retries(judged)}",
+            f": {told_of} would take {most}{need} of {_limit(estimate)}; {_retries(judged)}",
         )
     word, colour = ("Tight", CAUTION) if judged.verdict is Verdict.TIGHT else ("Fits", GOOD)
     left_over = f"{size(free)} free" if free >= 0 else _retries(judged)
-    return Text.assemble((word, f"bold {colour}"), f": {who} needs {most}{need} of {_limit(estimate)}; {left_over}")
+    return Text.assemble((word, f"bold {colour}"), f": {told_of} needs {most}{need} of {_limit(estimate)}; {left_over}")
 
 
 def _retries(judged: Judged) -> str:
@@ -84,23 +84,30 @@ def _place(failure: Failure) -> str:
     return f"{failure.tensor} in {failure.module}" if failure.module else failure.tensor
 
 
-def _failed(estimate: Estimate) -> Iterator[RenderableType]:
-    """Which request fails first, and what PyTorch says then."""
+def first_failure(estimate: Estimate) -> tuple[str, str] | None:
+    """Which request fails first, and what PyTorch says then (nothing known of an evaluation)."""
     found = [(stage, failure) for stage, failure in estimate.failures if failure.tried]
     if not found:
-        return
+        return None
     stage, failure = found[0]
     when = failure.phase if failure.moment == "steady" and failure.phase else failure.moment
     when += "" if failure.microbatch is None else f" of micro-batch {failure.microbatch}"
     when += f", iteration {failure.iteration}" if failure.iteration > SETTLED else ""
     what = f"{_place(failure)} asks for {size(failure.request)}"
-    yield Text(f"Out of memory on {_who(estimate, stage)} in {when}: {what}")
-    if failure.moment != "evaluation":
-        yield Padding(Text(out_of_memory(estimate, stage, failure), FAINT), (0, 0, 0, 2))
+    said = "" if failure.moment == "evaluation" else out_of_memory(estimate, stage, failure)
+    return f"Out of memory on {who(estimate, stage)} in {when}: {what}", said
 
 
-def _who(estimate: Estimate, stage: StageEstimate) -> str:
-    """``stage 31``; without a pipeline, ``the GPU`` or ``each GPU``."""
+def _failed(estimate: Estimate) -> Iterator[RenderableType]:
+    line, said = first_failure(estimate) or ("", "")
+    if line:
+        yield Text(line)
+    if said:
+        yield Padding(Text(said, FAINT), (0, 0, 0, 2))
+
+
+def who(estimate: Estimate, stage: StageEstimate) -> str:
+    """A stage in a sentence: ``stage 31``; without a pipeline, ``the GPU`` or ``each GPU``."""
     if len(estimate.stages) > 1:
         return f"{stage_word(estimate.plan)} {stage.stage}"
     return "each GPU" if len(stage.ranks) > 1 else "the GPU"
@@ -222,12 +229,15 @@ SHORT_LIST = 3
 """Assumptions that are printed without ``-v``."""
 
 
-def print_estimate(estimate: Estimate, console: Console, verbose: bool = False, quiet: bool = False) -> None:
-    """Prints ``estimate``; ``quiet`` only the verdict, ``verbose`` every stage, reading and assumption."""
+def print_estimate(
+    estimate: Estimate, console: Console, verbose: bool = False, quiet: bool = False, written: Sequence[str] = ()
+) -> None:
+    """Prints ``estimate``; ``quiet`` only the verdict, ``verbose`` every stage, reading and assumption. ``written`` are
+    files that were."""
     if quiet:
         put_line(console, verdict(estimate))
     else:
-        put(console, *estimate_report(estimate, console, verbose))
+        put(console, *estimate_report(estimate, console, verbose), *written_lines(written))
 
 
 def estimate_report(estimate: Estimate, console: Console, verbose: bool = False) -> Iterator[RenderableType]:
@@ -255,6 +265,12 @@ def estimate_report(estimate: Estimate, console: Console, verbose: bool = False)
     if estimate.assumptions:
         yield Text()
         yield from _assumptions(estimate, verbose)
+
+
+def written_lines(files: Sequence[str]) -> Iterator[RenderableType]:
+    if files:
+        yield Text()
+    yield from (Text(f"Written: {file}", GOOD) for file in files)
 
 
 def _caption(estimate: Estimate) -> str:

@@ -1,0 +1,201 @@
+"""An estimate's stages on a page: bars side by side, the peak's categories, the readings, the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...frameworks import framework
+from ...plan.fields import sections
+from ...plan.plan import Plan
+from ...plan.section import FrameworkSection
+from ...result import Estimate, Notice, StageEstimate, Verdict
+from ..estimate import MOMENTS, READINGS, who
+from ..names import MEANING, elements, modules_text, percent, ranks_text, size, stage_word
+from ..palette import Share, allocated_shares, beyond_shares, shares, unknown_beyond
+from ..stages import free_on, limit_of, reading_of, unit_of
+from .markup import Child, Markup, details, join, section, table, tag
+
+TONES = {
+    Verdict.FITS: "good",
+    Verdict.RETRIES: "caution",
+    Verdict.TIGHT: "caution",
+    Verdict.UNKNOWN: "caution",
+    Verdict.DOES_NOT_FIT: "bad",
+}
+"""Classes of a verdict's words."""
+
+
+def verdict_line(plain: str, tone: str) -> Markup:
+    """``Fits: …``, its first words in the verdict's colour."""
+    word, colon, rest = plain.partition(": ")
+    return tag("p", tag("b", word, class_=tone), f"{colon}{rest}", class_="verdict")
+
+
+def bar(parts: Sequence[Share], scale: int, limit: int | None = None) -> Markup:
+    """``parts`` as a bar of which ``scale`` bytes fill the width, with a mark at ``limit``."""
+    pieces: list[Child] = [
+        tag(
+            "i",
+            style=f"width:{_share(part.size, scale)};background:{part.colour}",
+            title=f"{part.label}: {size(part.size)}",
+        )
+        for part in parts
+    ]
+    mark = None if limit is None else tag("u", style=f"left:{_share(limit, scale)}", title=f"limit: {size(limit)}")
+    return tag("span", *pieces, mark, class_="bar")
+
+
+def _share(part: int, scale: int) -> str:
+    return f"{100 * part / max(scale, 1):.3f}%"
+
+
+def legend(stages: Sequence[StageEstimate]) -> Markup:
+    """What the colours are."""
+    colours = {part.label: part.colour for stage in stages for part in shares(stage)}
+    keys = [tag("li", tag("i", style=f"background:{colour}"), name) for name, colour in colours.items()]
+    return tag("ul", *keys, class_="legend")
+
+
+def stage_rows(estimate: Estimate, *, chosen: bool) -> Markup:
+    """A row for each stage with its bar; ``chosen``: rows are buttons that show a stage below."""
+    limit, scale = limit_of(estimate), max(estimate.capacity or 0, estimate.peak, 1)
+    rows = []
+    for at, stage in enumerate(estimate.stages):
+        free = free_on(stage, limit)
+        over = stage.judged.verdict is Verdict.DOES_NOT_FIT
+        cells = (
+            tag("span", who(estimate, stage), class_="name"),
+            bar(shares(stage), scale, limit),
+            tag("span", size(stage.headline), class_="figure bad" if over else "figure"),
+            tag("span", _left(free), class_="figure faint"),
+        )
+        hint = (
+            f"{modules_text(stage.modules)}; ranks {ranks_text(stage.ranks)}; {elements(stage.parameters)} parameters"
+        )
+        named: dict[str, Any] = {"class_": "stage", "title": hint}
+        if chosen:
+            pressed = "true" if at == estimate.peak_stage else "false"
+            rows.append(tag("button", *cells, type="button", data_stage=str(at), aria_pressed=pressed, **named))
+        else:
+            rows.append(tag("div", *cells, **named))
+    return tag("div", *rows, class_="stages")
+
+
+def _left(free: int | None) -> str:
+    if free is None:
+        return ""
+    return f"{size(free)} free" if free >= 0 else f"{size(-free)} over"
+
+
+def readings(estimate: Estimate) -> Markup:
+    """The four readings of the stage that needs most."""
+    worst = estimate.stages[estimate.peak_stage]
+    cards = []
+    for name in READINGS:
+        count: int | None = getattr(worst, name)
+        chief = "card chief" if name == reading_of(worst) else "card"
+        cards.append(
+            tag(
+                "div",
+                tag("dt", name),
+                tag("dd", "?" if count is None else size(count)),
+                tag("p", _MEANS[name]),
+                class_=chief,
+            )
+        )
+    return tag("dl", *cards, class_="cards")
+
+
+_MEANS = {
+    "requested": "live tensors, each rounded up to 512 B",
+    "allocated": "torch.cuda.max_memory_allocated",
+    "reserved": "segments that the allocator took",
+    "device": "what nvidia-smi shows",
+}
+
+
+def breakdown(estimate: Estimate, stage: StageEstimate) -> Markup:
+    """The categories of a stage's headline; they sum to each reading."""
+    unit, rows = unit_of(estimate), []
+
+    def add(parts: Sequence[Share]) -> None:
+        for part in parts:
+            name = tag("span", tag("i", style=f"background:{part.colour}", class_="swatch"), part.label)
+            rows.append([name, unit.figure(part.size), percent(part.size, stage.headline)])
+
+    def total(name: str, count: int | None) -> None:
+        if count is not None:
+            rows.append([tag("b", f"= {name}"), tag("b", unit.figure(count)), tag("b", percent(count, stage.headline))])
+
+    cache, others = beyond_shares(stage)
+    add(allocated_shares(stage))
+    total("requested" if stage.allocated is None else "allocated", sum(stage.breakdown))
+    if stage.reserved is not None:
+        add(cache)
+        total("reserved", stage.reserved)
+    if stage.device is not None:
+        add(others)
+        rows.extend([name, "?", ""] for name in unknown_beyond(stage))
+        total("device", stage.device)
+    return table(["for", unit.name, "%"], [list(row) for row in rows], figures=1)
+
+
+def every_reading(estimate: Estimate) -> Markup:
+    """Readings and moments of all stages."""
+    unit, word = unit_of(estimate), stage_word(estimate.plan)
+    rows: list[list[Child]] = []
+    for stage in estimate.stages:
+        known = [getattr(stage, name) for name in READINGS]
+        moments = [stage.moments.get(name) for name in MOMENTS]
+        rows.append([
+            str(stage.stage), ranks_text(stage.ranks), modules_text(stage.modules), elements(stage.parameters),
+            unit.figure(stage.static), *map(unit.figure, known), *map(unit.figure, moments), str(stage.in_flight),
+        ])  # fmt: skip
+    head: list[Child] = [word, "ranks", "modules", "params", "static", *READINGS, *MOMENTS, "in flight"]
+    caption = f"{MEANING[unit.name]}; most loaded rank; static: between iterations; moments: the peak of each"
+    return join(tag("p", caption, class_="faint"), table(head, rows, figures=3))
+
+
+def notices(found: Sequence[Notice], assumptions: Sequence[str]) -> Iterator[Markup]:
+    """What the reader is told, and what was assumed."""
+    if found:
+        entries = [join(tag("dt", one.code), tag("dd", one.message)) for one in found]
+        yield section("To know", tag("dl", *entries, class_="entries"))
+    if assumptions:
+        yield section("Assumed", tag("ul", *(tag("li", one) for one in assumptions)))
+
+
+def plan_part(plan: Plan) -> Markup:
+    """The whole plan, section by section."""
+    content: dict[str, Any] = plan.model_dump(mode="json")
+    top = {name: value for name, value in content.items() if not isinstance(value, dict) or name in _FLAT}
+    read = framework(plan.framework).supports.sections
+    own = {name for name in content if name in read or not issubclass(sections().get(name, Plan), FrameworkSection)}
+    parts = {"": top, **{name: value for name, value in content.items() if name in own and name not in top}}
+    blocks = [
+        tag(
+            "div",
+            tag("h3", name or "plan"),
+            tag("dl", *(join(tag("dt", key), tag("dd", _value(value))) for key, value in fields.items())),
+        )
+        for name, fields in parts.items()
+    ]
+    return section(
+        "The plan", details("every field, defaults filled in", tag("div", *blocks, class_="plan")), id="plan"
+    )
+
+
+_FLAT = ("environment", "device_map")
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={item}" for key, item in value.items()) or "–"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "–"
+    return str(value)
