@@ -8,7 +8,7 @@ neighbour here, so that nothing is looked up by name while a pass runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -171,8 +171,15 @@ class Passes:
         yield from ((place, _tapes(modules[place], role).end) for place in own)
 
     def _forward_role(self, role: Role) -> Role:
-        """Without hooks the first micro-batch's forward pass is that of all others."""
-        return "steady" if role == "first" and not self.hooks else role
+        """Without hooks the first micro-batch's forward pass is that of all others, unless a loss computes gradients in
+        it."""
+        return "steady" if role == "first" and not self.hooks and not self.begins_apart else role
+
+    @cached_property
+    def begins_apart(self) -> bool:
+        """The first micro-batch's forward pass leaves gradients behind: a fused loss computes them there."""
+        modules = {id(module): module for module in self.modules["first"]}.values()
+        return any(module.first.forward != module.steady.forward for module in modules)
 
     def _make(self, what: What, role: Role) -> Pass:
         modules, places = self.modules[role], range(len(self.offsets))

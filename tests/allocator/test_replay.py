@@ -7,7 +7,7 @@ import pytest
 from memplan.allocator.caching import AllocatorSettings, CachingAllocator
 from memplan.allocator.passes import Pass, passes
 from memplan.allocator.replay import Rank
-from memplan.estimate import programs_of
+from memplan.estimate import estimate, fold, programs_of
 from memplan.layers.module import Options
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -63,3 +63,17 @@ def test_a_pass_is_its_events(flags: dict[str, str], configuration: str) -> None
         assert sum(breakdown) == expected.peak
         breakdown[Category.BLOCK_ROUNDING] = 0
         assert breakdown == expected.peak_by
+
+
+@pytest.mark.parametrize("framework", ["single", "ddp"])
+@pytest.mark.parametrize("gbs", ["4", "8"])
+def test_a_fused_loss_leaves_its_gradients_once(framework: str, gbs: str) -> None:
+    """Liger's loss computes the head's gradient in forward: of the first micro-batch that is the tensor which stays,
+    of later ones another, which is added to it."""
+    plan = read_plan(None, {**LIGER, "framework": framework, "gbs": gbs}).plan
+    (stage,), (folded,) = estimate(plan).stages, fold(resolve(plan))
+    assert stage.of(Category.GRADIENTS) == folded.peak_by[Category.GRADIENTS] > 0
+    assert 0 <= stage.of(Category.BLOCK_ROUNDING) < 16 << 20
+
+
+LIGER = {"model": "gpt2", "layers": "4", "seq": "256", "mbs": "4", "loss": "liger"}
