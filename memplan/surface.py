@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from . import result
+from .device.measured import NOTHING, Measured
 from .plan.errors import ABSENT, Origin, PlanError
 from .plan.fields import by_flag, plan_fields
 from .plan.node import Node, scalar
@@ -102,7 +103,7 @@ def estimate(plan: Given = None, /, *, records: bool = True, **fields: object) -
     with _as_arguments():
         read, known, problem = _read(plan, _flags(fields), traced=True), *measured_of(no_records=not records)
         found = estimated(warned(read, problem), known)
-    return Estimate(**{field.name: getattr(found, field.name) for field in fields_of(found)})
+    return _shown(Estimate(**{field.name: getattr(found, field.name) for field in fields_of(found)}), known)
 
 
 def suggest(
@@ -129,7 +130,7 @@ def suggest(
         flags, fixes = _flags(fields), fixes_of([fix] if isinstance(fix, str) else tuple(fix))
         read, known, problem = _read(plan, with_fixes(flags, fixes)), *measured_of(no_records=not records)
         answer = answered(warned(read, problem), flags, fixes, objective, top, quiet=True, known=known)
-    return Suggestion(**{field.name: getattr(answer, field.name) for field in fields_of(answer)})
+    return _shown(Suggestion(**{field.name: getattr(answer, field.name) for field in fields_of(answer)}), known)
 
 
 def validate(
@@ -189,12 +190,17 @@ def validate(
 
 
 class _Shown:
-    """How an answer looks in a terminal and in a notebook."""
+    """How an answer looks in a terminal, in a notebook and as a page."""
 
-    __slots__ = ()
+    _known: ClassVar[Measured] = NOTHING
+    """What was known of the user's GPUs; each estimate and search has its own."""
 
     def _report(self, console: Console) -> Iterator[RenderableType]:
         """The command's report, part by part."""
+        raise NotImplementedError
+
+    def to_html(self) -> str:
+        """The page that the command writes with ``--html``."""
         raise NotImplementedError
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -232,8 +238,6 @@ class Estimate(_Shown, result.Estimate):
     """The answer of ``estimate``: ``fits``, ``peak`` and ``capacity`` in bytes, ``stages`` with their ``breakdown``,
     ``warnings``, ``assumptions``; ``plan`` has every default filled in."""
 
-    __slots__ = ()
-
     @property
     def verdict(self) -> str:
         """``fits``, ``fits-with-retries``, ``tight``, ``does-not-fit`` or ``unknown``."""
@@ -244,6 +248,12 @@ class Estimate(_Shown, result.Estimate):
         from .report.json import to_json
 
         return to_json(self)
+
+    def to_html(self) -> str:
+        from .estimate import timelines
+        from .report.html.estimate import estimate_page
+
+        return estimate_page(self, tuple(timelines(self, known=self._known))).decode()
 
     def _report(self, console: Console) -> Iterator[RenderableType]:
         from .report.estimate import estimate_report
@@ -260,8 +270,6 @@ class Suggestion(_Shown, Answer):
     """The answer of ``suggest``: ``found.best`` are the recommended layout and the alternatives, ``found.front`` those
     of which none needs less memory and less time."""
 
-    __slots__ = ()
-
     @property
     def plan(self) -> Plan | None:
         """The recommended layout, to estimate or to run; ``None`` where nothing fits."""
@@ -272,6 +280,11 @@ class Suggestion(_Shown, Answer):
         from .report.suggestion_json import suggestion_to_json
 
         return suggestion_to_json(self)
+
+    def to_html(self) -> str:
+        from .commands.suggest_partition import page_of
+
+        return page_of(self, self._known).decode()
 
     def _report(self, console: Console) -> Iterator[RenderableType]:
         from .report.suggestion import suggestion_report
@@ -291,6 +304,11 @@ class Record(_Shown, records.Record):
         """What ``memplan validate --json`` prints."""
         return records.to_json(self)
 
+    def to_html(self) -> str:
+        from .report.html.runs import run_page
+
+        return run_page(self).decode()
+
     def _report(self, console: Console) -> Iterator[RenderableType]:
         from .report.runs import run_report
 
@@ -298,6 +316,14 @@ class Record(_Shown, records.Record):
 
     def __repr__(self) -> str:
         return f"<Run {self.id}: {self.verdict}>"
+
+
+Answered = TypeVar("Answered", bound=_Shown)
+
+
+def _shown(answer: Answered, known: Measured) -> Answered:
+    object.__setattr__(answer, "_known", known)  # beside the fields, which say what the answer is
+    return answer
 
 
 # -- reading ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,16 @@ def program() -> str | None:
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
+_START = """
+import fcntl, os, sys
+ours = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]]
+for fd, place in zip(ours, (3, 4)):
+    os.dup2(fd, place)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Becomes the browser, which reads messages from descriptor 3 and writes to 4."""
+
+
 class Page:
     """One tab."""
 
@@ -37,7 +48,9 @@ class Page:
         self.errors: list[str] = []
         """What scripts threw, or the console was told as an error or a violated policy."""
         self.requests: list[str] = []
-        """Addresses that were asked for."""
+        """Addresses that were asked for;"""
+        self.blocked: list[str] = []
+        """and why some were not."""
         target = self.do("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.do("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -76,6 +89,8 @@ class Page:
             self.errors.append(said["entry"]["text"])
         elif method == "Network.requestWillBeSent":
             self.requests.append(said["request"]["url"])
+        elif method == "Network.loadingFailed":
+            self.blocked.append(said.get("blockedReason", ""))
 
     def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Loads a file on a screen of that size, and waits for its scripts."""
@@ -144,9 +159,9 @@ def browser() -> Iterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars"]
         flags += [f"--user-data-dir={profile}", "--no-first-run", "--disable-dev-shm-usage", "--mute-audio"]
-        shell = ["sh", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', path, *flags]
+        starts = [sys.executable, "-c", _START, str(theirs_in), str(theirs_out), path, *flags]
         process = subprocess.Popen(
-            shell, pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            starts, pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         os.close(theirs_in)
         os.close(theirs_out)

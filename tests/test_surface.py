@@ -172,6 +172,12 @@ def test_an_answer_prints_as_the_command_does(capsys: pytest.CaptureFixture[str]
     assert repr(found) == f"<{expected.splitlines()[0]}>" or repr(found)[1:40] == expected[:39]
 
 
+def test_an_answer_is_the_commands_page(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    assert main(["estimate", "gpt2-xl-4gpu", "--html", str(out)]) in (0, 1)
+    assert memplan.estimate("gpt2-xl-4gpu").to_html() == out.read_text(encoding="utf-8")
+
+
 def test_html_of_a_notebook_escapes_names(tmp_path: Path) -> None:
     place = tmp_path / "<script>alert(1)<"
     place.mkdir()

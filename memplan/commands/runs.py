@@ -9,8 +9,8 @@ import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.text import path_of
-from .files import write_whole
-from .output import Json, NoColor, Overwrite, Quiet, console, print_json, print_text, printing
+from .files import check_writable, write_whole
+from .output import Html, Json, NoColor, Overwrite, Quiet, console, print_json, print_text, printing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +43,7 @@ def runs(
             "--import", metavar="FILE.json …", help="add the runs in these files to yours", rich_help_panel=_FILES
         ),
     ] = None,
+    html: Html = None,
     force: Overwrite = False,
     delete: Annotated[bool, typer.Option("--delete", help="remove the run and its measurements")] = False,
     json: Json = False,
@@ -54,12 +55,16 @@ def runs(
     Exit code 0: done. 2: there is no such run, or its record cannot be read.
     """
     _check(run, [gpu is not None or model is not None, export is not None, bool(import_), delete], bool(import_))
-    if force and export is None:
-        raise typer.BadParameter("--overwrite is for --export")
+    if force and export is None and html is None:
+        raise typer.BadParameter("--overwrite is for --export and --html")
+    if html is not None:
+        if export is not None or import_ or delete:
+            raise typer.BadParameter("--html shows runs; leave out --export, --import and --delete")
+        check_writable(html, force=force)
     if import_:
         return _import(import_)
     if run is None:
-        return _list(gpu, model, json, no_color)
+        return _list(gpu, model, json, no_color, html, force)
     if delete:
         return _delete(run)
     record = _find(run)
@@ -67,6 +72,10 @@ def runs(
         if write_record(record, export, force=force):
             print_text(f"{export}: run {record.id}, to share\n")
         return 0
+    if html is not None:
+        from ..report.html.runs import run_page
+
+        write_whole(html, run_page(record), force=force)
     if json:
         from ..records.record import to_json
 
@@ -137,7 +146,7 @@ def _import(files: Sequence[str]) -> int:
     return 0
 
 
-def _list(gpu: str | None, model: str | None, json: bool, no_color: bool) -> int:
+def _list(gpu: str | None, model: str | None, json: bool, no_color: bool, html: str | None, force: bool) -> int:
     from ..records.place import exists, path_of_records
     from ..report.runs import Row, print_runs, runs_to_json
 
@@ -148,6 +157,10 @@ def _list(gpu: str | None, model: str | None, json: bool, no_color: bool) -> int
 
         with open_database() as database:
             rows, ids = list(database.records(gpu, model)), database.ids()
+    if html is not None:
+        from ..report.html.runs import runs_page
+
+        write_whole(html, runs_page(rows, ids), force=force)
     if json:
         print_json(runs_to_json(rows))
     elif rows:

@@ -20,6 +20,7 @@ from .fixed import fixed_values, fixes_of, located, with_fixes
 from .launched import From, LaunchFlags, Set, Strict, VocabSize, read_given
 from .output import (
     OUTPUT,
+    Html,
     Json,
     NoColor,
     Overwrite,
@@ -61,15 +62,18 @@ class _Files:
 
     plan: str | None
     plot: str | None
+    html: str | None
     force: bool
 
     def check(self) -> None:
         """Refuses before the search what would be refused after it."""
-        for file in (self.plan, self.plot):
-            if file is not None:
-                check_writable(file, force=self.force)
-        if self.plan is not None and self.plan == self.plot:
-            raise PlanError("", ABSENT, "is the file of --write, too", origin=Origin("--plot"))
+        named = {"--write": self.plan, "--plot": self.plot, "--html": self.html}
+        given = [(flag, file) for flag, file in named.items() if file is not None]
+        for at, (flag, file) in enumerate(given):
+            check_writable(file, force=self.force)
+            for other, same in given[:at]:
+                if same == file:
+                    raise PlanError("", ABSENT, f"is the file of {other}, too", origin=Origin(flag))
         if self.plot is not None:
             from ..report.plot import check_matplotlib, format_of
 
@@ -113,6 +117,7 @@ def suggest_partition(
         str | None,
         typer.Option("--plot", metavar="FILE.svg|png", help="draw memory against time", rich_help_panel=OUTPUT),
     ] = None,
+    html: Html = None,
     force: Overwrite = False,
     json: Json = False,
     csv: Annotated[bool, typer.Option("--csv", help="print one CSV row per layout", rich_help_panel=OUTPUT)] = False,
@@ -131,7 +136,7 @@ def suggest_partition(
     if json and csv:
         raise typer.BadParameter("--json and --csv exclude each other")
     check_search(top, objective)
-    files = _Files(write, plot, force)
+    files = _Files(write, plot, html, force)
     files.check()
     launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
     launch_flags.check_alone(explain=False)
@@ -143,6 +148,7 @@ def suggest_partition(
         answer = answered(read, flags, fixes, cast("Objective", objective), top, quiet=quiet, known=known)
         found = answer.found
         answer = replace(answer, written=tuple(_written(found, files)))
+        answer = replace(answer, written=(*answer.written, *_page(answer, files, known)))
     if json:
         from ..report.suggestion_json import suggestion_to_json
 
@@ -302,6 +308,21 @@ def _written(found: Found, files: _Files) -> list[str]:
         if write_whole(files.plot, picture, force=files.force):
             written.append(files.plot)
     return written
+
+
+def _page(answer: Answer, files: _Files, known: Measured) -> list[str]:
+    """The page's file, if it was written."""
+    if files.html is None:
+        return []
+    return [files.html] if write_whole(files.html, page_of(answer, known), force=files.force) else []
+
+
+def page_of(answer: Answer, known: Measured) -> bytes:
+    """The page of ``--html``."""
+    from ..estimate import estimate, timelines
+    from ..report.html.suggestion import suggestion_page
+
+    return suggestion_page(answer, lambda plan: estimate(plan, known), lambda own: tuple(timelines(own, known=known)))
 
 
 def _plan_text(found: Found, name: str) -> str:

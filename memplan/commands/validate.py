@@ -13,10 +13,11 @@ from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..streams import tell
-from .files import check_writable
+from .files import check_writable, write_whole
 from .launched import LaunchFlags, read_given
 from .output import (
     OUTPUT,
+    Html,
     Json,
     NoColor,
     PlanOrLaunchFile,
@@ -140,8 +141,9 @@ def validate(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace an existing FILE.json", rich_help_panel=OUTPUT)
+        bool, typer.Option("--overwrite", help="replace existing files", rich_help_panel=OUTPUT)
     ] = False,
+    html: Html = None,
     no_records: NoRecords = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -168,8 +170,9 @@ def validate(
     if not 0 < timeout < float("inf"):
         raise PlanError("", ABSENT, f"{timeout:g} must be more than 0", origin=Origin("--timeout"))
     _check_machines(nnodes, rdzv_endpoint, node_rank)
-    if record is not None:
-        check_writable(record, force=overwrite)
+    for file in (record, html):
+        if file is not None:
+            check_writable(file, force=overwrite)
     read, gpus = _read(plan, from_, flags)
     where = Where(
         gpus=gpus,
@@ -216,6 +219,10 @@ def validate(
         from .runs import write_record
 
         write_record(made, record, force=overwrite)
+    if html is not None:
+        from ..report.html.runs import run_page
+
+        write_whole(html, run_page(made), force=overwrite)
     return 0 if made.verdict == "agrees" else DIFFERS
 
 

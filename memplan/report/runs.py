@@ -140,12 +140,17 @@ def _to_json(row: Row) -> dict[str, Any]:
 
 def print_runs(rows: Sequence[Row], ids: Sequence[str], console: Console) -> None:
     """``ids`` are those of all runs, among which each is to be told by a few characters."""
-    wide = _wide(rows, ids)
-    put(console, wide if measured(wide, console).maximum <= console.width else _narrow(rows, ids))
+    put(console, runs_table(rows, ids, console))
     unreadable = [row for row in rows if isinstance(row, Unreadable)]
     for row in unreadable:
         put(console, Text(), Text.assemble((f"{shortest(row.id, ids)} cannot be read", CAUTION), f": {row.problem}"))
     put(console, Text(), Text("difference: of the estimate from what was measured, on the worst stage", FAINT))
+
+
+def runs_table(rows: Sequence[Row], ids: Sequence[str], console: Console) -> Table:
+    """A line for each run, as ``console`` has room for."""
+    wide = _wide(rows, ids)
+    return wide if measured(wide, console).maximum <= console.width else _narrow(rows, ids)
 
 
 def _wide(rows: Sequence[Row], ids: Sequence[str]) -> Table:

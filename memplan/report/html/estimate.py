@@ -38,6 +38,13 @@ def _parts(estimate: Estimate) -> Iterator[Markup]:
     yield from (tag("p", one.message, class_="faint") for one in estimate.warnings if one.code == FRAMEWORK_CHOSEN)
     yield from _failed(estimate)
     yield readings(estimate)
+    yield from memory_parts(estimate)
+    yield from notices([one for one in estimate.warnings if one.code != FRAMEWORK_CHOSEN], estimate.assumptions)
+    yield plan_part(estimate.plan)
+
+
+def memory_parts(estimate: Estimate) -> Iterator[Markup]:
+    """Stages, one of them over an iteration, its peak, and all readings."""
     several = len(estimate.stages) > 1
     yield section(
         f"{stage_word(estimate.plan).capitalize()}s" if several else "Memory",
@@ -57,8 +64,6 @@ def _parts(estimate: Estimate) -> Iterator[Markup]:
     both = tag("div", tag("div", *by_category), tag("div", id="contents"), class_="beside")
     yield section("At the peak", tag("p", id="contents-of", class_="faint"), both)
     yield section("Readings and moments", every_reading(estimate))
-    yield from notices([one for one in estimate.warnings if one.code != FRAMEWORK_CHOSEN], estimate.assumptions)
-    yield plan_part(estimate.plan)
 
 
 def _failed(estimate: Estimate) -> Iterator[Markup]:

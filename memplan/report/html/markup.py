@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from ...plan.errors import lines
@@ -42,16 +43,17 @@ def tag(element: str, /, *children: Child, **attributes: str | bool | None) -> M
     return Markup(start) if element in VOID else Markup(f"{start}{join(*children)}</{element}>")
 
 
-def table(head: list[Child], rows: list[list[Child]], *, figures: int = 0, class_: str | None = None) -> Markup:
-    """A table that scrolls where it is wider than the page. Columns from ``figures`` on hold figures."""
+def table(head: Sequence[Child], rows: Iterable[Sequence[Child]], kinds: Sequence[str | None] = ()) -> Markup:
+    """A table that scrolls where it is wider than the page. ``kinds`` of columns: ``figure`` (to the right), ``wraps``,
+    or ``None``."""
 
-    def row(cells: list[Child], name: str) -> Markup:
-        return tag(
-            "tr", *(tag(name, cell, class_="figure" if at >= figures else None) for at, cell in enumerate(cells))
-        )
+    def row(cells: Sequence[Child], element: str) -> Markup:
+        own = (*kinds, *(None for _ in cells))
+        return tag("tr", *(tag(element, one, class_=kind) for one, kind in zip(cells, own, strict=False)))
 
-    body = [tag("tbody", *(row(cells, "td") for cells in rows))]
-    return tag("div", tag("table", tag("thead", row(head, "th")), *body, class_=class_), class_="scrolls", tabindex="0")
+    body = tag("tbody", *(row(cells, "td") for cells in rows))
+    shown = tag("table", tag("thead", row(head, "th")) if head else None, body)
+    return tag("div", shown, class_="scrolls", tabindex="0")
 
 
 def section(title: str, *children: Child, id: str | None = None) -> Markup:

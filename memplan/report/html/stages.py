@@ -138,7 +138,7 @@ def breakdown(estimate: Estimate, stage: StageEstimate) -> Markup:
         add(others)
         rows.extend([name, "?", ""] for name in unknown_beyond(stage))
         total("device", stage.device)
-    return table(["for", unit.name, "%"], [list(row) for row in rows], figures=1)
+    return table(["for", unit.name, "%"], rows, (None, "figure", "figure"))
 
 
 def every_reading(estimate: Estimate) -> Markup:
@@ -154,7 +154,9 @@ def every_reading(estimate: Estimate) -> Markup:
         ])  # fmt: skip
     head: list[Child] = [word, "ranks", "modules", "params", "static", *READINGS, *MOMENTS, "in flight"]
     caption = f"{MEANING[unit.name]}; most loaded rank; static: between iterations; moments: the peak of each"
-    return join(tag("p", caption, class_="faint"), table(head, rows, figures=3))
+    return join(
+        tag("p", caption, class_="faint"), table(head, rows, [None, None, "wraps", *("figure" for _ in head[3:])])
+    )
 
 
 def notices(found: Sequence[Notice], assumptions: Sequence[str]) -> Iterator[Markup]:
