@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from .plan.errors import LackingError as LackingError
     from .plan.errors import PlanError as PlanError
     from .surface import Estimate as Estimate
+    from .surface import Explanation as Explanation
     from .surface import Plan as Plan
     from .surface import Record as Record
     from .surface import Suggestion as Suggestion
     from .surface import estimate as estimate
+    from .surface import explain as explain
     from .surface import read_plan as read_plan
     from .surface import suggest as suggest
     from .surface import validate as validate
@@ -28,12 +30,14 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "Estimate": "surface",
+    "Explanation": "surface",
     "LackingError": "plan.errors",
     "Plan": "surface",
     "PlanError": "plan.errors",
     "Record": "surface",
     "Suggestion": "surface",
     "estimate": "surface",
+    "explain": "surface",
     "read_plan": "surface",
     "suggest": "surface",
     "validate": "surface",

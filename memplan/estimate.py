@@ -65,7 +65,7 @@ def estimate(plan: Plan, known: Measured = NOTHING) -> Estimate:
     programs = programs_of(plan, Options())
     with_workspaces = programs_of(plan, Options(kernel_workspaces=True))
     folds = [fold_program(program) for program in programs]
-    evaluated = _evaluation_programs(plan, programs)
+    evaluated = evaluation_programs(plan, programs)
     _check_addresses(plan, (folded.peak for folded in folds))
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     replayed = replay(with_workspaces, settings, workspaces)
@@ -81,7 +81,7 @@ def estimate(plan: Plan, known: Measured = NOTHING) -> Estimate:
     return Estimate(plan, capacity, headroom, stages, notices, taken)
 
 
-def _evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
+def evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """``programs``, or those with the Trainer's own batch size of evaluation."""
     mbs, batch = plan.trainer.evaluation_mbs, plan.batch
     if mbs is None or mbs == batch.mbs:
@@ -165,7 +165,7 @@ def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> t
     """The furthest reading of one stage of a resolved plan that is known, and the verdict on it; the same as in the
     whole report."""
     program = programs_of(plan, Options(kernel_workspaces=True))[stage]
-    evaluated = _evaluation_programs(plan, programs_of(plan, Options()))[stage]
+    evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
     apart = beyond(plan, replayed, stage, known)
     low, high = outside_range(apart)
@@ -275,4 +275,4 @@ def _parse_settings(value: str) -> AllocatorSettings:
     return AllocatorSettings.parse(value)
 
 
-__all__ = ["detail", "estimate", "fold", "judged_stage", "programs_of", "timelines"]
+__all__ = ["detail", "estimate", "evaluation_programs", "fold", "judged_stage", "programs_of", "timelines"]

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from . import result
 from .device.measured import NOTHING, Measured
+from .explain import result as explanations
 from .plan.errors import ABSENT, Origin, PlanError
 from .plan.fields import by_flag, plan_fields
 from .plan.node import Node, scalar
@@ -131,6 +132,23 @@ def suggest(
         read, known, problem = _read(plan, with_fixes(flags, fixes)), *measured_of(no_records=not records)
         answer = answered(warned(read, problem), flags, fixes, objective, top, quiet=True, known=known)
     return _shown(Suggestion(**{field.name: getattr(answer, field.name) for field in fields_of(answer)}), known)
+
+
+def explain(message: str, plan: Given = None, /, *, records: bool = True, **fields: object) -> Explanation:
+    """What the out-of-memory ``message`` was about: a line, a traceback or a log's text. With a plan it names the
+    tensor that asked, what else was in memory then, and the smallest changes that end it."""
+    from .commands.recorded import measured_of
+    from .explain import explain as explained
+
+    with _as_arguments():
+        known, _ = measured_of(no_records=not records)
+        flags = _flags(fields)
+        read = _read(plan, flags) if plan is not None or flags else None
+        try:
+            told = explained(message, read.plan if read is not None else None, known)
+        except PlanError as error:
+            raise (read.located(error) if read is not None else error) from None
+    return Explanation(**{field.name: getattr(told, field.name) for field in fields_of(told)})
 
 
 def validate(
@@ -295,6 +313,29 @@ class Suggestion(_Shown, Answer):
         from .report.suggestion_words import layout_words
 
         return f"<Recommended: {layout_words(self.found.best[0])}>" if self.found.best else "<Nothing fits>"
+
+
+class Explanation(_Shown, explanations.Explanation):
+    """The answer of ``explain``: ``candidates`` for the tensor that asked, the likeliest first, ``causes`` with what
+    helps, ``changes`` that end it, ``guesses`` where there is no plan."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``memplan explain --json`` prints."""
+        from .report.explanation import explanation_to_json
+
+        return explanation_to_json(self)
+
+    def _report(self, console: Console) -> Iterator[RenderableType]:
+        from .report.explanation import explanation_report
+
+        return explanation_report(self)
+
+    def __repr__(self) -> str:
+        from .report.explanation import verdict
+
+        return f"<{verdict(self).plain}>"
 
 
 class Record(_Shown, records.Record):

@@ -178,3 +178,14 @@ class Memory:
                 self.large[stream].release_block(code)
                 given += code >> SHIFT
                 del ages[stream, code]
+
+
+_PRINTED = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def printed(size: int) -> str:
+    """``size`` bytes as PyTorch prints it (``format_size``)."""
+    for unit, name in _PRINTED:
+        if size > unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} bytes"

@@ -148,15 +148,15 @@ class Passes:
 
     def name(self, what: What, role: Role, at: int) -> tuple[int, str]:
         """Of operation ``at`` of a pass, which begins a tensor: the place of its module, and what the tape calls it."""
-        for place, tape in self.tapes_in_order(what, role):
-            events = [one for one in tape if isinstance(one, Hold | Drop) and one.bytes]
-            if at < len(events):
-                event = events[at]
-                return place, event.name if isinstance(event, Hold) else ""
-            at -= len(events)
-        raise IndexError(at)
+        place, event = self.events(what, role)[at]
+        return place, event.name if isinstance(event, Hold) else ""
 
-    def tapes_in_order(self, what: What, role: Role) -> Iterator[tuple[int, Tape]]:
+    def events(self, what: What, role: Role) -> list[tuple[int, Hold | Drop]]:
+        """Of every operation of a pass: the place of its module, and its event on the tape."""
+        tapes = self._tapes_in_order(what, role)
+        return [(at, one) for at, tape in tapes for one in tape if isinstance(one, Hold | Drop) and one.bytes]
+
+    def _tapes_in_order(self, what: What, role: Role) -> Iterator[tuple[int, Tape]]:
         """The tapes of which ``of`` makes a pass, with the places of their modules."""
         if what not in ("forward", "loss", "backward"):
             yield from ((one.place, one.events) for one in self.hooks.get(what, ()))

@@ -294,7 +294,13 @@ class Run:
         """and those that were so in an earlier iteration."""
         self.handed = NO_BLOCK
         """Block of what the last pass hands on."""
-        self.keep((*construction(program), *workspaces))
+        self.keep(self.construct(workspaces))
+
+    def construct(self, workspaces: Iterable[Hold]) -> Iterable[Event]:
+        return (*construction(self.program), *workspaces)
+
+    def first_states(self) -> Iterable[Hold]:
+        return states(self.program)
 
     def copy(self, program: Program) -> Run:
         twin = copy(self)
@@ -335,7 +341,7 @@ class Run:
 
     def first_step(self) -> None:
         """The step with which optimizer states appear."""
-        self.keep(states(self.program))
+        self.keep(self.first_states())
         self.step()
         self.end_carried()
 
@@ -446,8 +452,9 @@ class Run:
             chunk.end_gradients(self.rank, keep)
 
 
-def construction(program: Program) -> Iterator[Event]:
-    """Parameters, optimizer, buffers and workspaces, in the order in which they are made."""
+def construction(program: Program, *, named: bool = False) -> Iterator[Event]:
+    """Parameters, optimizer, buffers and workspaces, in the order in which they are made. ``named``: states, too, say
+    of which parameter they are."""
     if program.kept is not None:
         yield from (*program.kept.construction, *program.kept.workspaces)
         return
@@ -457,22 +464,22 @@ def construction(program: Program) -> Iterator[Event]:
     yield from drop_all(program.originals, 1)
     for state in early:
         if state.category is not Category.OPTIMIZER_STATES:
-            yield from _holds((state,), tensors if state.category is Category.PARAMETERS else grouped)
+            yield from _holds((state,), tensors if state.category is Category.PARAMETERS else grouped, named)
     building = drop_all(program.building, 1)
     half = len(building) // 2
     yield from building[:half]
-    yield from _holds([state for state in early if state.category is Category.OPTIMIZER_STATES], grouped)
+    yield from _holds([one for one in early if one.category is Category.OPTIMIZER_STATES], grouped, named)
     yield from building[half:]
     yield from program.extra
 
 
-def states(program: Program) -> Iterator[Hold]:
-    """What the first step adds for good."""
+def states(program: Program, *, named: bool = False) -> Iterator[Hold]:
+    """What the first step adds for good; ``named`` as of ``construction``."""
     if program.kept is not None:
         yield from (event for event in program.kept.states if isinstance(event, Hold))
         return
     late = [state for state in program.states if _is_late(program, state)]
-    yield from (*_holds(late, program.parameter_tensors()), *program.late_extra)
+    yield from (*_holds(late, program.parameter_tensors(), named), *program.late_extra)
 
 
 def dropped(tape: Iterable[Event]) -> Iterator[Drop]:
@@ -480,13 +487,13 @@ def dropped(tape: Iterable[Event]) -> Iterator[Drop]:
     return (Drop(one.tensor, one.bytes, one.category) for one in tape if isinstance(one, Hold))
 
 
-def _holds(states: Sequence[State], parameters: Iterable[Parameter]) -> Iterator[Hold]:
+def _holds(states: Sequence[State], parameters: Iterable[Parameter], named: bool) -> Iterator[Hold]:
     """Parameter by parameter, every state."""
     for parameter in parameters:
         for state in states:
             size = state.size(parameter)
             if size:
-                yield Hold(0, size, state.category)
+                yield Hold(0, size, state.category, f"{parameter.name}/{state.name}" if named else "")
 
 
 def _is_late(program: Program, state: State) -> bool:

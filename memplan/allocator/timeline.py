@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..tape.events import Bytes, Category, Drop, Event, Hold
+from ..tape.events import Bytes, Category, Event, Hold
 from ..tape.program import Action, Chunk, Program, Role, What
 from ..values import dataclass
 from .caching import AllocatorSettings
@@ -95,22 +95,66 @@ def timeline(program: Program, settings: AllocatorSettings, workspaces: Sequence
     return Timeline(program.stage, tuple(rank.points), rank.event, rank.found, shown, program.microbatches)
 
 
-class _Recorder(Rank):
-    """A rank that has no allocator, and keeps what is live under numbers."""
+class NamingRank(Rank):
+    """A rank that is told what its requests are for."""
 
-    __slots__ = (
-        "count", "event", "found", "highest", "label", "largest", "live", "microbatch", "most", "names",
-        "phase", "points", "total", "wanted", "width",
-    )  # fmt: skip
+    __slots__ = ("label", "microbatch", "names", "phase")
 
-    def __init__(self, settings: AllocatorSettings, wanted: Bytes) -> None:
+    def __init__(self, settings: AllocatorSettings) -> None:
         super().__init__(settings)
-        self.live: dict[int, Live] = {}
         self.label, self.phase = Tensor(""), ""
         self.microbatch: int | None = None
         """Of the events to come;"""
         self.names: Sequence[Tensor] = ()
         """and of those of a pass, one by one."""
+
+    @property
+    def steps(self) -> bool:
+        """What begins or ends outside of passes belongs to an optimizer step."""
+        return False
+
+
+class NamedRun(Run):
+    """A run whose tensors have names."""
+
+    rank: NamingRank
+
+    def keep(self, tape: Iterable[Event]) -> None:
+        rank = self.rank
+        rank.phase, rank.microbatch = "step" if rank.steps else "", None
+        for event in tape:
+            if isinstance(event, Hold):
+                name = event.name or Category(event.category).key.replace("_", " ")
+                rank.label = Tensor(name, "optimizer" if rank.steps else "", rank.phase, event.shape, event.dtype)
+            super().keep((event,))
+
+    def run(self, what: What, number: int, microbatch: int) -> None:
+        rank = self.rank
+        chunk, role = self.chunks[number], self.program.order.role(microbatch)
+        rank.phase, rank.microbatch = "backward" if what in BACKWARD else "forward", microbatch
+        rank.names = _names(chunk.chunk, chunk.passes, what, role, rank.phase)
+        super().run(what, number, microbatch)
+
+    def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
+        self._between(tensor, number)
+        return super().receive(tensor, chunk, number, known)
+
+    def _between(self, tensor: str, microbatch: int | None) -> None:
+        rank = self.rank
+        rank.phase, rank.microbatch = "backward" if "grad" in tensor else "forward", microbatch
+        rank.label = Tensor(tensor, "pipeline", rank.phase)
+
+
+class _Recorder(NamingRank):
+    """A rank that has no allocator, and keeps what is live under numbers."""
+
+    __slots__ = (
+        "count", "event", "found", "highest", "largest", "live", "most", "points", "total", "wanted", "width",
+    )  # fmt: skip
+
+    def __init__(self, settings: AllocatorSettings, wanted: Bytes) -> None:
+        super().__init__(settings)
+        self.live: dict[int, Live] = {}
         self.count = self.event = self.total = 0
         self.wanted = list(wanted)
         """Bytes by category when the peak is reached,"""
@@ -129,6 +173,10 @@ class _Recorder(Rank):
     def record(self, events: int) -> None:
         """Records an iteration of about so many ``events`` from here on."""
         self.width, self.event = max(1, -(-events // MOST_POINTS)), 0
+
+    @property
+    def steps(self) -> bool:
+        return self.width > 0
 
     def room(self, units: int) -> int:
         return 0
@@ -184,26 +232,10 @@ class _Recorder(Rank):
         self.largest, self.highest = None, -1
 
 
-class _Recording(Run):
-    """A run whose tensors have names."""
+class _Recording(NamedRun):
+    """A run of an iteration whose events are counted first."""
 
     rank: _Recorder
-
-    def keep(self, tape: Iterable[Event]) -> None:
-        rank = self.rank
-        rank.phase, rank.microbatch = "step" if rank.width else "", None
-        for event in tape:
-            if isinstance(event, Hold):
-                name = event.name or Category(event.category).key.replace("_", " ")
-                rank.label = Tensor(name, "optimizer" if rank.width else "", rank.phase, event.shape, event.dtype)
-            super().keep((event,))
-
-    def run(self, what: What, number: int, microbatch: int) -> None:
-        rank = self.rank
-        chunk, role = self.chunks[number], self.program.order.role(microbatch)
-        rank.phase, rank.microbatch = "backward" if what in BACKWARD else "forward", microbatch
-        rank.names = _names(chunk.chunk, chunk.passes, what, role, rank.phase)
-        super().run(what, number, microbatch)
 
     def events_of(self, actions: Iterable[Action]) -> int:
         """About how many there are in an iteration."""
@@ -216,10 +248,6 @@ class _Recording(Run):
         )
         return sum(passes) + len(step)
 
-    def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
-        self._between(tensor, number)
-        return super().receive(tensor, chunk, number, known)
-
     def begin_all(self, chunk: int, tensor: str, count: int) -> None:
         size, category, stream = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
         self._between(f"{tensor} of {count:,} micro-batches", None)
@@ -230,11 +258,6 @@ class _Recording(Run):
         found = self.between.pop((tensor, chunk, -1), None)
         if found is not None:
             self.rank.drop(*found)
-
-    def _between(self, tensor: str, microbatch: int | None) -> None:
-        rank = self.rank
-        rank.phase, rank.microbatch = "backward" if "grad" in tensor else "forward", microbatch
-        rank.label = Tensor(tensor, "pipeline", rank.phase)
 
 
 BACKWARD = ("backward", "reduce")
@@ -247,9 +270,7 @@ def _names(chunk: Chunk, passes: Passes, what: What, role: Role, phase: str) -> 
     modules = [name for span in spans for name in span.names]
     return tuple(
         Tensor(event.name, modules[place], phase, event.shape, event.dtype) if isinstance(event, Hold) else ENDS
-        for place, tape in passes.tapes_in_order(what, role)
-        for event in tape
-        if isinstance(event, Hold | Drop) and event.bytes
+        for place, event in passes.events(what, role)
     )
 
 

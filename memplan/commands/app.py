@@ -47,6 +47,7 @@ def _continues(flag: str, argument: str) -> bool:
 COMMANDS = {
     "estimate": "estimate",
     "suggest-partition": "suggest_partition",
+    "explain": "explain",
     "trace": "trace",
     "export": "export",
     "validate": "validate",

@@ -85,6 +85,43 @@ def read_bytes(path: Path, field: str = "", *, largest: int = LARGEST, what: str
     return data
 
 
+LARGEST_LOG = 1 << 34
+"""Bytes of the longest log that is read to its end. It is read in pieces, of which only what is looked for stays."""
+
+
+def pieces_of(place: str, *, largest: int = LARGEST_LOG, what: str = "a log") -> Iterator[bytes]:
+    """The content of the file at ``place`` (``-``: standard input), piece by piece; errors as of ``read_bytes``."""
+    origin = Origin(STANDARD_INPUT if place == "-" else place)
+    left = largest
+    try:
+        for piece in _standard_pieces(origin) if place == "-" else _file_pieces(path_of(place), origin, largest, what):
+            left -= len(piece)
+            if left < 0:
+                raise _too_large("", origin, largest - left, largest, what)
+            yield piece
+    except (OSError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise _unreadable("", origin, error) from None
+
+
+def _standard_pieces(origin: Origin) -> Iterator[bytes]:
+    if sys.stdin is None:
+        raise PlanError("", ABSENT, "is closed", origin=origin)
+    return iter(lambda: sys.stdin.buffer.read(1 << 20), b"")
+
+
+def _file_pieces(path: Path, origin: Origin, largest: int, what: str) -> Iterator[bytes]:
+    _check_kind(path.stat(), "", origin, largest, what)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        _check_kind(status, "", origin, largest, what)
+        yield from _pipe_pieces(file, "", origin) if stat.S_ISFIFO(status.st_mode) else _chunks(file, largest + 1)
+    finally:
+        os.close(file)
+
+
 def _check_kind(status: os.stat_result, field: str, origin: Origin, largest: int, what: str) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise PlanError(field, ABSENT, "is a directory; name a file in it", origin=origin)
@@ -109,15 +146,25 @@ read a file again."""
 def _piped(file: int, status: os.stat_result, field: str, origin: Origin, largest: int) -> bytes:
     """What the pipe ``file`` gives until its last writer is gone. It is open without blocking: a read that finds no
     writer would look like the end, so each waits for one."""
-    import select
-
     key = status.st_dev, status.st_ino
     if key in _PIPED:
         return _PIPED[key]
+    data = bytearray()
+    for chunk in _pipe_pieces(file, field, origin):
+        data += chunk
+        if len(data) > largest:
+            break
+    if len(data) <= LARGEST and _is_nameless(status):
+        _PIPED[key] = bytes(data)
+    return bytes(data)
+
+
+def _pipe_pieces(file: int, field: str, origin: Origin) -> Iterator[bytes]:
+    import select
+
     poll = select.poll()
     poll.register(file, select.POLLIN)
-    data = bytearray()
-    while len(data) <= largest:
+    while True:
         if not poll.poll(PATIENCE * 1000):
             raise PlanError(field, ABSENT, f"is a pipe that gave nothing for {PATIENCE:g} s", origin=origin)
         try:
@@ -125,11 +172,8 @@ def _piped(file: int, status: os.stat_result, field: str, origin: Origin, larges
         except BlockingIOError:  # another reader was quicker
             continue
         if not chunk:
-            break
-        data += chunk
-    if len(data) <= LARGEST and _is_nameless(status):
-        _PIPED[key] = bytes(data)
-    return bytes(data)
+            return
+        yield chunk
 
 
 def _is_nameless(status: os.stat_result) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from ..allocator.memory import printed
 from ..result import Estimate, Failure, StageEstimate
-
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def out_of_memory(estimate: Estimate, stage: StageEstimate, failure: Failure) -> str:
@@ -24,11 +23,3 @@ def out_of_memory(estimate: Estimate, stage: StageEstimate, failure: Failure) ->
         f"allocated by PyTorch, and {printed(failure.reserved - failure.allocated)} is reserved by PyTorch but "
         "unallocated."
     )
-
-
-def printed(size: int) -> str:
-    """``size`` bytes as PyTorch prints it (``format_size``)."""
-    for unit, name in _UNITS:
-        if size > unit:
-            return f"{size / unit:.2f} {name}"
-    return f"{size} bytes"

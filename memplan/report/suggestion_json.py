@@ -44,7 +44,7 @@ def suggestion_to_json(answer: Answer) -> dict[str, Any]:
         "front": [_suggestion(one) for one in found.front],
         "given": _or_null(found.given),
         "closest": _or_null(found.closest),
-        "changes": [_change(change) for change in found.changes],
+        "changes": [change_to_json(change) for change in found.changes],
         "cuts": [_method(method) for method in answer.methods],
         **({"frameworks": [_offer(offer) for offer in answer.offers]} if answer.offers else {}),
         "search": _search(found.counts, found.seconds),
@@ -117,7 +117,8 @@ def _layout(one: Suggestion, plan: ResolvedPlan) -> dict[str, Any]:
     }
 
 
-def _change(change: Change) -> dict[str, Any]:
+def change_to_json(change: Change) -> dict[str, Any]:
+    """One of ``changes``."""
     return {
         "change": change.what,
         "fields": {path: list(value) if isinstance(value, tuple) else value for path, value in change.fields},

@@ -1,0 +1,154 @@
+"""What ran out of memory: from a message or a log, with a plan or without; and a run's own snapshot beside a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ..allocator.memory import printed
+from ..device.gpus import GPUS
+from ..device.measured import NOTHING, Measured
+from ..device.outside_pytorch import held_workspaces
+from ..estimate import allocator_settings, estimate, evaluation_programs, programs_of
+from ..layers.module import Options
+from ..plan.errors import ABSENT, PlanError
+from ..plan.plan import Plan
+from ..plan.resolve import resolve
+from ..plan.resolved import ResolvedPlan
+from ..plan.sizes import headroom_bytes
+from ..result import Estimate, Notice
+from ..search.changes import changes_of, measured
+from ..search.result import Change, Suggestion
+from .causes import causes
+from .clues import clues
+from .log import Reported, reports
+from .message import OutOfMemory
+from .requests import ranked, requests_of
+from .result import Candidate, Explanation
+from .sizes import guesses
+
+
+def explain(message: str | bytes | Iterable[bytes], plan: Plan | None = None, known: Measured = NOTHING) -> Explanation:
+    """What the out-of-memory ``message`` was about: one line, a traceback, or a whole log, in pieces if it is large.
+
+    With a ``plan`` it names the tensor that asked, what else was in memory then, and the smallest changes that end it.
+    ``PlanError`` where there is no such message, or the plan contradicts itself.
+    """
+    pieces = [message.encode("utf-8", "replace")] if isinstance(message, str) else message
+    return explained(reports([pieces] if isinstance(pieces, bytes) else pieces), plan, known)
+
+
+def explained(found: tuple[Reported, ...], plan: Plan | None, known: Measured = NOTHING) -> Explanation:
+    """What the messages of one log were about."""
+    if not found:
+        problem = "has no out-of-memory message (CUDA out of memory, torch.OutOfMemoryError, NCCL's, HIP's)"
+        raise PlanError("", ABSENT, problem)
+    first = max(found, key=lambda one: (one.message.tried is not None, bool(one.frames)))
+    told = clues(first.frames)
+    ranks = tuple(sorted({one.rank for one in found if one.rank is not None}))
+    made = Explanation(first, ranks, len(found), told, causes(first, told))
+    if plan is None:
+        tried = first.message.tried
+        possible = guesses(tried, told) if tried is not None else ()
+        return replace(made, guesses=possible, wanted=_wanted(first, planned=False))
+    return _with_plan(made, plan, known)
+
+
+def _with_plan(made: Explanation, plan: Plan, known: Measured) -> Explanation:
+    base = _on_gpu_of(plan, made.reported.message)
+    estimated = estimate(base, known)
+    resolved = resolve(base)
+    best, near = _candidates(made, resolved, estimated, known)
+    tried = made.reported.message.tried
+    given, changes = _changes(base, resolved, known)
+    return replace(
+        made,
+        causes=(*made.causes, *_other_code(made, best), *_other_gpu(resolved, made.reported.message)),
+        plan=resolved,
+        candidates=tuple(best),
+        nearest=tuple(near),
+        guesses=guesses(tried, made.clues) if tried is not None and not best else (),
+        given=given,
+        changes=changes,
+        fits=estimated.fits,
+        warnings=estimated.warnings,
+        assumptions=estimated.assumptions,
+        wanted=_wanted(made.reported, planned=True),
+    )
+
+
+def _other_code(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
+    """Where the traceback is about something that the plan has nowhere in this size: the run is another one."""
+    about = next(iter(made.clues.about), None)
+    if made.reported.message.tried is None or about is None:
+        return
+    if any(about.tensor.search(f"{one.modules[0]} {one.tensor} {one.category} {one.phase}") for one in best):
+        return
+    yield Notice(
+        "not-in-the-plan",
+        f"the traceback names {about.name}, and the plan has none of this size: does the plan have the run's "
+        "optimizer, "
+        "attention, batch and sequence?",
+    )
+
+
+def _other_gpu(plan: ResolvedPlan, message: OutOfMemory) -> Iterator[Notice]:
+    """Where the message's GPU has another memory than the plan's."""
+    has, said = plan.hardware.capacity, message.capacity
+    if has is not None and said is not None and abs(has - said) > has // 16:
+        text = f"the message's GPU has {printed(said)}, the plan's {printed(has)}: --gpu names the run's"
+        yield Notice("other-gpu", text)
+
+
+def _candidates(
+    made: Explanation, plan: ResolvedPlan, estimated: Estimate, known: Measured
+) -> tuple[list[Candidate], list[Candidate]]:
+    programs = programs_of(plan, Options(kernel_workspaces=True))
+    evaluated = evaluation_programs(plan, programs_of(plan, Options()))
+    rank = made.reported.rank
+    found = requests_of(
+        programs, evaluated, allocator_settings(plan), held_workspaces(plan, known), plan.precision.dtype, rank
+    )
+    return ranked(found, made.reported, made.clues, estimated.failures)
+
+
+def _on_gpu_of(plan: Plan, message: OutOfMemory) -> Plan:
+    """``plan`` on the GPU that the message names by its memory, where it names none itself."""
+    if plan.hardware.gpu is not None or plan.hardware.capacity is not None or message.capacity is None:
+        return plan
+    near = [gpu for gpu in GPUS.values() if abs(gpu.process_bytes - message.capacity) < 1 << 27]
+    change = {"gpu": near[0].name} if len(near) == 1 else {"capacity": message.capacity}
+    return plan.model_copy(update={"hardware": plan.hardware.model_copy(update=change)})
+
+
+def _changes(base: Plan, plan: ResolvedPlan, known: Measured) -> tuple[Suggestion | None, tuple[Change, ...]]:
+    """The plan and its smallest changes, if it does not fit: of one that fits, nothing has to change."""
+    capacity = plan.hardware.capacity
+    if capacity is None or plan.hardware.gpu is None:
+        return None, ()
+    try:
+        given = measured(base, known)
+        if given is None or given.fits:
+            return None, ()
+        limit = capacity - headroom_bytes(plan.headroom, capacity)
+        return given, tuple(changes_of(given, limit, {}, lambda what, done, of: None, known)[:MOST_CHANGES])
+    except PlanError:  # the plan is fine, and what a search needs besides is not there
+        return None, ()
+
+
+MOST_CHANGES = 3
+
+
+def _wanted(reported: Reported, *, planned: bool) -> tuple[str, ...]:
+    """What would tell more."""
+    wanted = []
+    if not planned:
+        wanted.append("a plan or launch file names the tensor: memplan explain LOG plan.yaml, or --from FORMAT FILE")
+    if not reported.frames:
+        wanted.append("the traceback above the message says which line asked")
+    if reported.message.tried is not None and reported.message.allocated is None:
+        wanted.append("the whole message says what was allocated, reserved and free")
+    return tuple(wanted)
+
+
+__all__ = ["Candidate", "Explanation", "explain", "explained"]

@@ -1,0 +1,211 @@
+"""Why memory ran out, as far as the message's own figures and its traceback tell: each cause with what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..allocator.memory import printed
+from ..result import Notice
+from .clues import Clues
+from .log import Reported
+from .message import OutOfMemory, Process
+
+RESERVE = 5 << 29
+"""Bytes of contexts, NCCL and libraries that a process may hold beside PyTorch's without anything being wrong."""
+
+
+def causes(reported: Reported, clues: Clues) -> tuple[Notice, ...]:
+    """All that are seen, the strongest first."""
+    message = reported.message
+    found = [*_who(message), *_figures(message), *_moment(reported, clues)]
+    return tuple(Notice(code, text) for code, text in found)
+
+
+Told = Iterator[tuple[str, str]]
+
+
+def _who(message: OutOfMemory) -> Told:
+    if message.who == "nccl":
+        yield (
+            "nccl",
+            (
+                "NCCL, not PyTorch's allocator, found no memory: what the allocator keeps as its cache and leaves "
+                "unused is "
+                "missing there; leave more room (--headroom), or NCCL_BUFFSIZE and fewer communicators"
+            ),
+        )
+    elif message.who == "cublas":
+        yield (
+            "libraries",
+            (
+                "cuBLAS or cuDNN found no memory for its handle or workspace: the GPU was full, and the allocator's "
+                "cache is "
+                "of no use to it; leave a GiB more room"
+            ),
+        )
+    elif message.who == "host":
+        yield (
+            "host-memory",
+            (
+                "the host's memory, not the GPU's, ran out: loading on every rank, offloaded states and data "
+                "loaders' workers "
+                "take it; estimate shows host memory with an offload"
+            ),
+        )
+    elif message.who == "driver":
+        yield (
+            "driver",
+            (
+                "the driver refused, without saying how much was asked: another process holds the GPU, or a library "
+                "outside "
+                "PyTorch asked; nvidia-smi shows who has it"
+            ),
+        )
+
+
+def _figures(message: OutOfMemory) -> Told:
+    request = message.request
+    if request is None:
+        return
+    if message.capacity is not None and message.tried is not None and message.tried.least > message.capacity:
+        yield (
+            "more-than-the-gpu",
+            (
+                f"{printed(request)} is more than the GPU has ({printed(message.capacity)}): no free memory would "
+                "help; the "
+                "tensor itself must be smaller (sequence, micro-batch, a kernel that does not make it)"
+            ),
+        )
+        return
+    yield from _others(message)
+    yield from _pieces(message, request)
+    if message.private is not None and message.private >= request:
+        yield (
+            "private-pools",
+            (
+                f"private pools of CUDA graphs hold {printed(message.private)}, which nothing else may use: capture "
+                "fewer "
+                "shapes, or run without graphs"
+            ),
+        )
+    if message.allowed is not None and message.capacity is not None and message.allowed < message.capacity:
+        yield (
+            "memory-fraction",
+            (
+                f"the process may take {printed(message.allowed)} of {printed(message.capacity)}: a memory fraction "
+                "is set "
+                "(set_per_process_memory_fraction, per_process_memory_fraction)"
+            ),
+        )
+    if request <= 20 << 20:
+        yield (
+            "small-request",
+            (
+                "the GPU was full to the last MiB: any small tensor would have failed, so which one did says little; "
+                "look at "
+                "what fills the memory"
+            ),
+        )
+
+
+def _others(message: OutOfMemory) -> Told:
+    total = sum(one.size for one in message.others)
+    if message.others and total >= 64 << 20:
+        names = ", ".join(f"process {one.pid} {printed(one.size)}" for one in sorted(message.others, key=_largest)[:3])
+        more = f" and {len(message.others) - 3} more" if len(message.others) > 3 else ""
+        enough = message.request is not None and message.free is not None and message.free + total >= message.request
+        yield (
+            "another-process",
+            (
+                f"another process has memory of this GPU: {names}{more}, {printed(total)} together"
+                + ("; without it this request fits" if enough else "")
+                + ": end it (nvidia-smi), or give each rank its own GPU (LOCAL_RANK, CUDA_VISIBLE_DEVICES)"
+            ),
+        )
+    if None in (message.capacity, message.free, message.reserved) or message.others:
+        return
+    assert message.capacity is not None
+    assert message.free is not None
+    assert message.reserved is not None
+    outside = message.capacity - message.free - (message.in_process or message.reserved)
+    if outside > RESERVE:
+        yield (
+            "unaccounted",
+            (
+                f"{printed(outside)} of the GPU are in use and not PyTorch's: another process, or CUDA's context and "
+                "NCCL, "
+                "which take more than usual; nvidia-smi shows which process"
+            ),
+        )
+
+
+def _largest(one: Process) -> int:
+    return -one.size
+
+
+def _pieces(message: OutOfMemory, request: int) -> Told:
+    unallocated, free = message.unallocated, message.free
+    if unallocated is None:
+        return
+    if unallocated >= request:
+        yield (
+            "fragmentation",
+            (
+                f"{printed(unallocated)} were reserved and not in use, more than the {printed(request)} that it "
+                "asked for, but "
+                "in pieces: fragmentation. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
+            ),
+        )
+    elif free is not None and free + unallocated >= request:
+        yield (
+            "partly-fragmentation",
+            (
+                f"{printed(free)} free and {printed(unallocated)} reserved and not in use would have been enough in "
+                "one piece: "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may end it"
+            ),
+        )
+    elif free is not None:
+        yield (
+            "full",
+            (
+                f"{printed(request - free - unallocated)} were missing even if nothing lay in pieces "
+                f"({printed(free)} free, {printed(unallocated)} reserved and not in use)"
+            ),
+        )
+
+
+_MOMENTS = {
+    "evaluation": (
+        "evaluation",
+        "evaluation asked, not training: its batch may be larger, and the Trainer keeps every batch's logits on the "
+        "GPU; "
+        "a smaller per_device_eval_batch_size, eval_accumulation_steps or prediction_loss_only ends it",
+    ),
+    "loading": (
+        "loading",
+        "the job was still loading or building the model: nothing was trained yet; load on the meta device or the "
+        "host, "
+        "shard while loading, or load in fewer bits",
+    ),
+    "step": (
+        "optimizer-step",
+        "an optimizer step asked: forward and backward had fitted. In the first one the optimizer's states appear, and "
+        "PyTorch's foreach step copies them for all parameters at once; states in 8 bits, sharded (ZeRO, FSDP) or "
+        "offloaded, and fused=True, need less",
+    ),
+}
+
+
+def _moment(reported: Reported, clues: Clues) -> Told:
+    if clues.phase in _MOMENTS:
+        yield _MOMENTS[clues.phase]
+    elif reported.steps:
+        yield (
+            "later",
+            (
+                f"{reported.steps:,} steps were done before it: longer sequences in a batch, evaluation, a "
+                "checkpoint, or memory "
+                "in ever smaller pieces"
+            ),
+        )

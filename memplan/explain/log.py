@@ -1,0 +1,197 @@
+"""Reading a log for what went out of memory: from its beginning to its end, in pieces, whatever else is in it.
+
+Only the text around messages is looked at: what lies between is searched for where one begins, at the speed at which
+it is read. A rank's lines may stand between those of others, carry its number, a time and colours, and follow a
+progress bar on one line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from ..plan.errors import one_line
+from ..values import dataclass
+from .message import BEGINS, OutOfMemory, parse
+
+BEFORE, BEHIND = 1 << 17, 1 << 13
+"""Bytes before and behind the beginning of a message that are looked at: a traceback, and the rest of the message."""
+MOST_MESSAGES = 256
+"""Messages of one log: of a thousand ranks that fail alike the first ones say it."""
+MOST_FRAMES = 100
+
+_MARKS = (
+    b"ut of memory", b"UT OF MEMORY", b"ried to allocate", b"OutOfMemoryError", b"CUDA calloc", b"ALLOC_FAILED",
+    b"llocation failed for", b"cudaErrorMemoryAllocation", b"DefaultCPUAllocator",
+)  # fmt: skip
+_LONGEST_MARK = max(map(len, _MARKS))
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of a traceback."""
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.function}" + (f": {self.code}" if self.code else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A message, and what its log says around it."""
+
+    message: OutOfMemory
+    rank: int | None = None
+    frames: tuple[Frame, ...] = ()
+    """From the outermost to the one that asked."""
+    steps: int | None = None
+    """Iterations that were done, as the last progress bar or log line before it says."""
+
+
+# -- the places in a log -------------------------------------------------------------------------------------------
+
+
+def windows(pieces: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Text around the places in ``pieces`` of a log at which a message may begin, and where in it they begin; places
+    that are near each other are together. Of what is passed over, ``BEFORE`` bytes are kept."""
+    held, first = b"", -1
+    for piece in pieces:
+        start = max(len(held) - _LONGEST_MARK, 0) if first < 0 else 0
+        held += piece
+        while True:
+            if first < 0:
+                first = _next_mark(held, start)
+            if first < 0:
+                held = held[-BEFORE:]
+                break
+            end = first + BEHIND
+            while end < len(held) and (more := _next_mark(held, end - BEHIND + 1, end)) >= 0 and more + BEHIND > end:
+                end = more + BEHIND
+                if end - first > 4 * BEFORE:
+                    break
+            if end >= len(held):
+                break
+            yield held[max(first - BEFORE, 0) : end], min(first, BEFORE)
+            held, start, first = held[max(end - BEFORE, 0) :], min(end, BEFORE), -1
+    if first >= 0:
+        yield held[max(first - BEFORE, 0) :], min(first, BEFORE)
+
+
+def _next_mark(data: bytes, start: int, end: int | None = None) -> int:
+    found = [at for at in (data.find(mark, start, end if end is not None else len(data)) for mark in _MARKS) if at >= 0]
+    return min(found, default=-1)
+
+
+def reports(pieces: Iterable[bytes]) -> tuple[Reported, ...]:
+    """Every message in a log, in its order, and each only once."""
+    found: dict[tuple[object, ...], Reported] = {}
+    for text, start in windows(pieces):
+        for one in _in_window(text, start):
+            sizes = one.message.tried, one.message.gpu, one.message.allocated, one.message.free
+            found.setdefault((one.rank, one.message.who, sizes), one)
+            if len(found) >= MOST_MESSAGES:
+                return tuple(found.values())
+    told = tuple(found.values())
+    best = [one for one in told if one.message.who != "driver" or one.message.tried is not None]
+    return tuple(best or told)
+
+
+# -- around a message ----------------------------------------------------------------------------------------------
+
+_COLOUR = re.compile(r"\x1b\[[0-9;?]{0,40}[ -/]{0,4}[@-~]")
+_STAMP = re.compile(
+    r"\s{0,8}(?:\[?[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,]{5,20}(?:Z|[+-][0-9:]{4,6})?\]?[ :|-]{0,4})?"
+    r"(?:(?:\[(?:rank|default|RANK:?) ?([0-9]{1,7})\]|\[([0-9]{1,7})\]|\(rank[= ]([0-9]{1,7})\)"
+    r"|rank: {0,3}([0-9]{1,7}) ?[|:]|([0-9]{1,7})(?=:))[:|]? ?)?",
+    re.IGNORECASE,
+)
+_BOX = re.compile(r"^[│┃|╭╰╮╯─ ]{0,4}|[ ]{0,400}[│┃╮╯]$")
+_FRAME = re.compile(r'File "?([^",\n]{1,500}?)"?(?:, line |:)([0-9]{1,7}),? in (\S{1,200})')
+_BOXED = re.compile(r"(\S{1,400}\.py):([0-9]{1,7}) in (\S{1,200})")
+_CODE = re.compile(r"(?:❱|-{2,4}>) ?[0-9]{1,7} ?[│|]? ?(.{1,400})")
+_STEPS = re.compile(
+    r"\b([0-9]{1,9})/[0-9]{1,9} \[[0-9:?]{1,12}<|\biteration\s{1,9}([0-9]{1,9})/|\bstep: {0,3}([0-9]{1,9})\b"
+)
+LONGEST_LINE = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    rank: int | None
+    text: str
+    counts: bool
+    """It begins behind the first place of its window."""
+
+
+def _in_window(data: bytes, start: int) -> Iterator[Reported]:
+    """The messages in a window, whose first one begins at ``start``."""
+    lines = list(_lines(data, start))
+    for at, line in enumerate(lines):
+        match = BEGINS.search(line.text) if line.counts else None
+        if match is None:
+            continue
+        own = [one for one in lines[: at + 1] if one.rank == line.rank]
+        following = [one.text for one in lines[at + 1 : at + 40] if one.rank == line.rank]
+        text = _whole(line.text[match.start() :], following)
+        message = parse(text, line.text if "ried to" not in text else "")
+        if message.tried is None and message.who in ("driver", "host") and "memory" not in line.text:
+            continue
+        yield Reported(message, line.rank, tuple(_frames(own)), _steps(lines[: at + 1]))
+
+
+def _whole(first: str, following: list[str]) -> str:
+    """A message that terminals or loggers broke, in one line, up to the next one's beginning or a traceback's."""
+    parts = [first]
+    for text in following[:12]:
+        begun = "ut of memory" in text or "OutOfMemory" in text
+        if not text.strip() or begun or text.lstrip().startswith(("File ", "Traceback")):
+            break
+        parts.append(text)
+    return " ".join(" ".join(parts).split())
+
+
+def _lines(data: bytes, start: int) -> Iterator[_Line]:
+    """Without colours, boxes, times and ranks' numbers; a bar that is drawn again and again is many lines."""
+    at = 0
+    for raw in data.replace(b"\r", b"\n").split(b"\n"):
+        end = at + len(raw) + 1
+        text = raw[: LONGEST_LINE * 4].decode("utf-8", "replace")
+        text = _BOX.sub("", _COLOUR.sub("", text)) if "\x1b" in text or text[:1] in "│┃╭╰ " else text
+        stamp = _STAMP.match(text)
+        numbers = [group for group in stamp.groups() if group] if stamp else []
+        if stamp is not None and (numbers or stamp.end() > 12):
+            text = text[stamp.end() :]
+        yield _Line(int(numbers[0]) if numbers else None, text[:LONGEST_LINE], end > start)
+        at = end
+
+
+def _frames(lines: list[_Line]) -> list[Frame]:
+    """Those of the last traceback: ``Traceback (most recent call last)`` begins it, unless it is a notebook's or a
+    logger's, which begin otherwise."""
+    begin = next((at for at in range(len(lines) - 1, -1, -1) if "Traceback (most" in lines[at].text), 0)
+    found: list[Frame] = []
+    for at in range(begin, len(lines)):
+        text = lines[at].text
+        match = _FRAME.search(text) or _BOXED.match(text.strip())
+        if match is not None:
+            code = (
+                lines[at + 1].text.strip() if at + 1 < len(lines) and _FRAME.search(lines[at + 1].text) is None else ""
+            )
+            plain = "" if BEGINS.search(code) else code
+            found.append(Frame(one_line(match[1]), int(match[2]), one_line(match[3]), one_line(plain[:200])))
+        elif found and (code_of := _CODE.search(text)) is not None:
+            last = found[-1]
+            found[-1] = Frame(last.file, last.line, last.function, one_line(code_of[1].strip()[:200]))
+    return found[-MOST_FRAMES:]
+
+
+def _steps(lines: list[_Line]) -> int | None:
+    for line in reversed(lines):
+        found = _STEPS.findall(line.text)
+        if found:
+            return int(next(group for group in found[-1] if group))
+    return None

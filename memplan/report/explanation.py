@@ -1,0 +1,248 @@
+"""``memplan explain``: which tensor asked, what else was in memory, why there was no room, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from .. import __version__
+from ..explain.message import OutOfMemory
+from ..explain.result import Candidate, Explanation
+from ..plan.plan import Plan
+from ..tape.events import Category
+from .names import modules_text, numbers_text, percent, plan_text, size, stage_word, unit_for
+from .palette import BAD, CAUTION, COLOURS, FAINT, GOOD, SWATCH, label
+from .printing import Breakable, WholeTable, entries, folded, left, plain_table, put, put_line, right
+from .suggestion import changes_table
+from .suggestion_json import change_to_json
+
+SCHEMA = 1
+
+
+def verdict(told: Explanation) -> Text:
+    """One sentence: ``Out of memory: logits_fp32 in head, forward, stage 31: asked for 3.82 GiB …``."""
+    message = told.reported.message
+    return Text.assemble(("Out of memory", f"bold {BAD}"), f": {_what(told)}{_asked(message)}")
+
+
+def _what(told: Explanation) -> str:
+    if told.candidates:
+        return _place(told, told.candidates[0])
+    about = told.clues.about[0].name if told.clues.about else None
+    phase = f" in {told.clues.phase}" if told.clues.phase else ""
+    if about is not None:
+        return f"the traceback names {about}{phase}"
+    if told.reported.message.who != "pytorch":
+        return {"nccl": "NCCL", "cublas": "cuBLAS or cuDNN", "host": "the host"}.get(
+            told.reported.message.who, "the driver"
+        )
+    return f"a request{phase}" if told.plan is None else "no request of the plan has this size"
+
+
+def _place(told: Explanation, one: Candidate) -> str:
+    """``logits_fp32 in head, forward, stage 31``."""
+    modules = f" in {modules_text(one.modules)}" if one.modules[0] else ""
+    stages = (
+        f", {stage_word(told.plan)} {numbers_text(one.stages)}" if told.plan is not None and _has_stages(told) else ""
+    )
+    phase = "while loading" if one.phase == "loading" else one.phase
+    return f"{one.tensor}{modules}, {phase}{stages}"
+
+
+def _has_stages(told: Explanation) -> bool:
+    return told.plan is not None and told.plan.layout.pp > 1
+
+
+def _asked(message: OutOfMemory) -> str:
+    if message.tried is None:
+        return " found no memory"
+    text = f" asked for {message.tried.text}"
+    if message.free is not None and message.capacity is not None:
+        text += f", {size(message.free)} free of {size(message.capacity)}"
+    return text
+
+
+def print_explanation(told: Explanation, console: Console, *, quiet: bool = False) -> None:
+    """Prints ``told``; ``quiet`` only its first sentence."""
+    if quiet:
+        put_line(console, verdict(told))
+    else:
+        put(console, *explanation_report(told))
+
+
+def explanation_report(told: Explanation) -> Iterator[RenderableType]:
+    """All of it, part by part."""
+    yield verdict(told)
+    if told.plan is not None:
+        yield Text(plan_text(told.plan), FAINT)
+    facts = _facts(told)
+    yield from [Text(facts, FAINT)] if facts else []
+    if told.candidates:
+        yield from _candidates(told)
+        yield from _memory(told, told.candidates[0])
+    elif told.nearest:
+        yield Text()
+        yield Text(
+            f"No request of the plan prints as {told.reported.message.tried.text}; the nearest are"
+            if told.reported.message.tried
+            else "",
+            "bold",
+        )
+        yield _table(told, told.nearest)
+    if told.guesses:
+        yield from _guesses(told)
+    if told.causes:
+        yield Text()
+        yield entries([(cause.code, cause.message) for cause in told.causes], CAUTION)
+    yield from _ways_out(told)
+    if told.wanted:
+        yield Text()
+        yield from (Text(f"For more: {one}.", FAINT) for one in told.wanted)
+
+
+def _facts(told: Explanation) -> str:
+    """The message's own figures, and where in the log it was."""
+    message, reported = told.reported.message, told.reported
+    parts = [f"GPU {message.gpu}"] if message.gpu is not None else []
+    parts += [f"rank {reported.rank}"] if reported.rank is not None else []
+    named = (("allocated", message.allocated), ("reserved", message.reserved), ("this process", message.in_process))
+    parts += [f"{name} {size(figure)}" for name, figure in named if figure is not None]
+    if told.messages > 1:
+        ranks = f" from ranks {numbers_text(told.ranks)}" if told.ranks else ""
+        parts.append(f"the first of {told.messages} messages{ranks}")
+    parts += [f"behind {reported.steps:,} steps"] if reported.steps else []
+    if told.clues.frame is not None:
+        frame = told.clues.frame
+        parts.append(f"{frame.file.rpartition('/')[2]}:{frame.line} in {frame.function}")
+    return " · ".join(parts)
+
+
+def _candidates(told: Explanation) -> Iterator[RenderableType]:
+    yield Text()
+    several = len(told.candidates) > 1
+    yield Text("What asked, the likeliest first" if several else "What asked", "bold")
+    yield _table(told, told.candidates)
+    reasons = dict.fromkeys(told.candidates[0].reasons)
+    if reasons:
+        yield Padding(Text(f"The first one: {'; '.join(reasons)}.", FAINT), (0, 0, 0, 2))
+
+
+def _table(told: Explanation, shown: tuple[Candidate, ...]) -> Table:
+    stages = [stage_word(told.plan)] if told.plan is not None and _has_stages(told) else []
+    table = plain_table(
+        folded("tensor"), folded("in"), left("phase"), *map(left, stages), folded("shape"), left("dtype"), right("asks")
+    )
+    for at, one in enumerate(shown):
+        row: list[RenderableType] = [Breakable(one.tensor), Text(modules_text(one.modules)), Text(one.phase)]
+        row += [Text(numbers_text(one.stages))] if stages else []
+        shape = Breakable("×".join(map(str, one.shape)))
+        style = "" if at == 0 and shown is told.candidates else FAINT
+        table.add_row(*row, shape, Text(one.dtype), Text(size(one.tried)), style=style)
+    return table
+
+
+def _memory(told: Explanation, one: Candidate) -> Iterator[RenderableType]:
+    """What the plan has in memory when the likeliest one asks."""
+    total = one.allocated[1]
+    if not total or not sum(one.held):
+        return
+    unit = unit_for(total)
+    yield Text()
+    yield Text("In memory then, by the plan", "bold")
+    table = WholeTable.grid(left(), right(), right(), padding=(0, 2, 0, 0))
+    table.add_row(Text("  for", FAINT), Text(unit.name, FAINT), Text("%", FAINT))
+    for category in Category:
+        held = one.held[category]
+        if unit.prints(held):
+            name = Text.assemble((SWATCH, COLOURS[category]), f" {label(category.key)}")
+            table.add_row(name, unit.figure(held), percent(held, total))
+    table.add_row("= allocated", unit.figure(total), "", style="bold")
+    said = told.reported.message.allocated
+    if said is not None:
+        table.add_row("  the message says", unit.figure(said), "", style=FAINT)
+    yield table
+
+
+def _guesses(told: Explanation) -> Iterator[RenderableType]:
+    yield Text()
+    yield Text("What has this size in known models", "bold")
+    table = plain_table(folded("tensor"), folded("factors"), folded("of"))
+    for guess in told.guesses:
+        table.add_row(guess.what, guess.factors, Text(guess.of, FAINT))
+    yield table
+
+
+def _ways_out(told: Explanation) -> Iterator[RenderableType]:
+    if told.given is not None and told.changes:
+        yield Text()
+        yield Text("The smallest changes", "bold")
+        yield changes_table(told.given, told.changes)
+    elif told.fits:
+        yield Text()
+        yield Text.assemble(
+            ("The plan fits by its estimate", f"bold {GOOD}"),
+            ": the run is not what the plan says, or memory went elsewhere (see above); memplan estimate shows the "
+            "plan's.",
+        )
+
+
+def explanation_to_json(told: Explanation) -> dict[str, Any]:
+    """What ``memplan explain --json`` prints of a message: sizes in bytes, ``null`` for what it does not say."""
+    message = told.reported.message
+    return {
+        "schema": SCHEMA,
+        "memplan": __version__,
+        "message": {
+            "who": message.who,
+            "tried": message.tried.text if message.tried is not None else None,
+            "tried_bytes": message.request,
+            "gpu": message.gpu,
+            "rank": told.reported.rank,
+            "capacity_bytes": message.capacity,
+            "free_bytes": message.free,
+            "allocated_bytes": message.allocated,
+            "reserved_bytes": message.reserved,
+            "process_bytes": message.in_process,
+            "private_pools_bytes": message.private,
+            "processes": [{"pid": one.pid, "bytes": one.size} for one in message.others],
+        },
+        "messages": told.messages,
+        "ranks": list(told.ranks),
+        "steps": told.reported.steps,
+        "traceback": {
+            "phase": told.clues.phase or None,
+            "about": [one.name for one in told.clues.about],
+            "frames": [str(frame) for frame in told.reported.frames],
+        },
+        "asked": [_candidate_to_json(one) for one in told.candidates],
+        "nearest": [_candidate_to_json(one) for one in told.nearest],
+        "guesses": [{"what": one.what, "factors": one.factors, "of": one.of} for one in told.guesses],
+        "causes": [{"code": one.code, "message": one.message} for one in told.causes],
+        "fits": told.fits,
+        "changes": [change_to_json(change) for change in told.changes],
+        "plan": None if told.plan is None else Plan.__pydantic_serializer__.to_python(told.plan, mode="json"),
+        "wanted": list(told.wanted),
+    }
+
+
+def _candidate_to_json(one: Candidate) -> dict[str, Any]:
+    return {
+        "tensor": one.tensor,
+        "modules": list(one.modules),
+        "phase": one.phase,
+        "stages": list(one.stages),
+        "category": one.category,
+        "shape": list(one.shape),
+        "dtype": one.dtype,
+        "request_bytes": one.size,
+        "tried_bytes": one.tried,
+        "allocated_bytes": list(one.allocated),
+        "held": {category.key: one.held[category] for category in Category} if one.held else None,
+        "score": one.score,
+        "reasons": list(one.reasons),
+    }

@@ -1,0 +1,80 @@
+"""``memplan explain`` as a user calls it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from memplan.cli import main
+
+from .score import issues
+
+MESSAGE = issues()[0].message
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["explain", *arguments, "--no-records"])
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def test_the_story_that_the_project_began_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(issues()[0].text)
+    code, out, _ = explained(capsys, str(log), "bigscience-104b-250k", "--mbs", "8")
+    assert code == 0
+    assert out.startswith("Out of memory: logits_fp32 in head, forward, stage 31 asked for 3.82 GiB")
+    for told in ("fragmentation", "micro-batch 8 → 1", "8×2048×62592", "the traceback names the logits"):
+        assert told in out
+    assert explained(capsys, str(log), "bigscience-104b-250k", "--mbs", "8", "-q")[1].count("\n") == 1
+
+
+def test_a_pasted_line_and_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = explained(capsys, MESSAGE)
+    assert code == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MESSAGE.encode())))
+    assert explained(capsys, "-") == (code, out, "")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MESSAGE.encode())))
+    assert explained(capsys) == (code, out, "")
+
+
+def test_json_has_the_figures_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = explained(capsys, issues()[0].text.replace("\n", " \n"), "bigscience-104b-250k", "--mbs", "8", "--json")
+    told = json.loads(out)
+    assert told["schema"] == 1
+    assert told["asked"][0]["tensor"] == "logits_fp32"
+    assert told["asked"][0]["request_bytes"] == 8 * 2048 * 62592 * 4
+    assert told["asked"][0]["stages"] == [31]
+    assert told["changes"][0]["fits"]
+    assert [cause["code"] for cause in told["causes"]] == ["fragmentation", "other-gpu"]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is empty"),
+        (b"\x00\x01\x02 out of memory", "is a binary file: neither a log nor a memory snapshot"),
+        (b"iteration 1: all is well\n", "has no out-of-memory message"),
+    ],
+)
+def test_what_cannot_be_explained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, problem: str
+) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(content)
+    code, out, error = explained(capsys, str(log))
+    assert (code, out) == (2, "")
+    assert error.count("\n") == 1
+    assert error.startswith(f"{log}: {problem}")
+
+
+def test_a_plan_that_is_wrong_is_said_as_estimate_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = explained(capsys, MESSAGE, "--model", "llama-2-7b", "--gpu", "nonesuch")
+    assert code == 2
+    assert "hardware.gpu = nonesuch" in error
+    assert explained(capsys, "no-such-file")[2] == "no-such-file: no such file\n"
+    assert explained(capsys, "-", "-")[0] == 2

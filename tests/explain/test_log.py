@@ -1,0 +1,108 @@
+"""Logs: long, coloured, of several ranks, with bars, in pieces of any size."""
+
+from __future__ import annotations
+
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan.explain.log import BEFORE, Reported, reports
+
+MESSAGE = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU {gpu} has a total capacity of "
+    "79.11 GiB of which 1.10 GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of "
+    "the allocated memory 70.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated."
+)
+FRAMES = """Traceback (most recent call last):
+  File "/opt/train.py", line 12, in <module>
+    trainer.train()
+  File "/opt/transformers/models/llama/modeling_llama.py", line 837, in forward
+    logits = logits.float()
+"""
+
+
+def one_rank(rank: int) -> str:
+    return "".join(f"[rank{rank}]: {line}\n" for line in (FRAMES + MESSAGE.format(gpu=rank % 8)).splitlines())
+
+
+def read(text: str, piece: int = 1 << 20) -> tuple[Reported, ...]:
+    data = text.encode()
+    return reports(data[at : at + piece] for at in range(0, len(data), piece))
+
+
+def test_ranks_have_their_own_frames_and_messages() -> None:
+    lines = zip(one_rank(3).splitlines(), one_rank(12).splitlines(), strict=True)
+    found = read("".join(f"{one}\n{other}\n" for one, other in lines))
+    assert [(one.rank, one.message.gpu) for one in found] == [(3, 3), (12, 4)]
+    for one in found:
+        assert [frame.line for frame in one.frames] == [12, 837]
+        assert one.frames[-1].code == "logits = logits.float()"
+
+
+def test_colours_times_and_bars() -> None:
+    bar = "\r".join(f" 19%|█▉        | {step}/16700 [3:34:12<38:35:22, 10.32s/it]" for step in range(3000, 3238))
+    log = f"{bar}\x1b[31mTraceback (most recent call last):\x1b[0m\n" + "\n".join(
+        f"2026-11-22 10:00:01,123 [RANK 5]: \x1b[1m{line}\x1b[0m"
+        for line in (FRAMES + MESSAGE.format(gpu=5)).splitlines()
+    )
+    (found,) = read(log)
+    assert found.rank == 5
+    assert found.steps is None or found.steps == 3237
+    assert found.message.capacity is not None
+    assert [frame.function for frame in found.frames] == ["<module>", "forward"]
+
+
+def test_boxes_and_notebooks() -> None:
+    boxed = "\n".join(
+        f"│ {line:<96} │"
+        for line in (
+            "/opt/bitsandbytes/autograd/_functions.py:512 in forward",
+            "   511 │   # transpose",
+            " ❱ 512 │   output = torch.nn.functional.linear(A, F.dequantize_fp4(B, state).to(A.dtype).t(), bias)",
+        )
+    )
+    (found,) = read(f"{boxed}\n{MESSAGE.format(gpu=0)}")
+    assert found.frames[-1].function == "forward"
+    assert "dequantize_fp4" in found.frames[-1].code
+    notebook = "File /opt/torch/nn/functional.py:3479, in cross_entropy(input, target)\n"
+    notebook += "--> 3479 return torch._C._nn.cross_entropy_loss(\n"
+    (found,) = read(notebook + MESSAGE.format(gpu=0))
+    assert found.frames[-1].line == 3479
+    assert found.frames[-1].code.startswith("return torch._C._nn")
+
+
+def test_a_message_that_was_broken_over_lines() -> None:
+    words = MESSAGE.format(gpu=0).split(" ")
+    (found,) = read("\n".join(" ".join(words[at : at + 9]) for at in range(0, len(words), 9)))
+    assert found.message.unallocated == 5 << 30
+    assert found.message.free is not None
+
+
+@given(st.integers(1, 5000), st.integers(0, 400_000))
+def test_pieces_of_any_size_give_the_same(piece: int, before: int) -> None:
+    text = "x" * 70 + "\n"
+    log = text * (before // len(text)) + one_rank(1) + text * 300 + one_rank(2) + text * 30
+    piece = max(piece, len(log) // 500)
+    assert read(log, piece) == read(log)
+
+
+def test_nothing_is_nothing() -> None:
+    assert read("all went well\nmemory 12 GiB\n") == ()
+    assert read("") == ()
+
+
+def test_a_long_log_is_read_as_fast_as_it_comes() -> None:
+    noise = b"iteration 10/ 120000 | elapsed time per iteration (ms): 16491.5 | loss scale: 1.0 |\n" * 12_000
+    began = time.process_time()
+    (found,) = reports([*[noise] * 128, one_rank(7).encode()])
+    assert found.rank == 7
+    assert len(noise) * 128 > 1 << 26
+    assert time.process_time() - began < 6
+
+
+def test_what_is_held_is_bounded() -> None:
+    """A file that is nothing but beginnings of messages."""
+    began = time.process_time()
+    assert len(read("CUDA out of memory. " * (8 * BEFORE // 20))) <= 256
+    assert time.process_time() - began < 6
