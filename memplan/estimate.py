@@ -14,8 +14,18 @@ from .allocator.caching import AllocatorSettings
 from .allocator.replay import Replayed, replay
 from .assumptions import assumptions
 from .caches import begin_plan
+from .device.facts import Cause
 from .device.measured import NOTHING, Measured
-from .device.outside_pytorch import beyond, held_workspaces, outside_range, reading_assumptions, reading_warnings
+from .device.outside_pytorch import (
+    all_known,
+    beyond,
+    causes,
+    held_workspaces,
+    outside_assumptions,
+    outside_range,
+    reading_warnings,
+    taken_assumptions,
+)
 from .frameworks import framework
 from .layers.module import Options
 from .notices import warnings
@@ -26,7 +36,7 @@ from .plan.resolve import resolve
 from .plan.resolved import ResolvedPlan
 from .plan.sizes import headroom_bytes
 from .plan.traced_spec import TracedSpec
-from .result import BeyondAllocated, Estimate, Judged, ModuleTape, Notice, Peak, StageEstimate
+from .result import Estimate, Judged, ModuleTape, Notice, Peak, StageEstimate
 from .tape.program import Folded, Program, fold_evaluation, fold_program, ranks_on_node
 from .verdict import NOT_JUDGED, judge
 
@@ -76,8 +86,8 @@ def estimate(plan: Plan, known: Measured = NOTHING) -> Estimate:
     )
     capacity = plan.hardware.capacity
     headroom = headroom_bytes(plan.headroom, capacity)
-    notices = (*warnings(plan, programs), *reading_warnings(plan, known, stages), *_moment_warnings(stages))
-    taken = (*reading_assumptions(plan, known, stages), *assumptions(plan))
+    notices = (*warnings(plan, programs), *reading_warnings(plan, stages), *_moment_warnings(stages))
+    taken = (*taken_assumptions(plan, known, stages), *assumptions(plan), *outside_assumptions(plan, stages))
     return Estimate(plan, capacity, headroom, stages, notices, taken)
 
 
@@ -111,10 +121,10 @@ def _judged(
     known: Measured,
     program: Program,
     replayed: Replayed,
-    apart: BeyondAllocated,
+    outside: Sequence[Cause],
     evaluated: Program,
 ) -> Judged:
-    """The verdict on a stage; ``program`` with its kernels' workspaces, ``apart`` what the allocator does not hold."""
+    """The verdict on a stage; ``program`` with its kernels' workspaces, ``outside`` what is not the allocator's."""
     capacity = plan.hardware.capacity
     if capacity is None:
         return NOT_JUDGED
@@ -122,8 +132,8 @@ def _judged(
         program,
         replayed,
         evaluated if _evaluates(plan) else None,
-        outside_range(apart),
-        all_known=apart.cuda_context is not None,
+        outside_range(outside),
+        all_known=all_known(outside),
         capacity=capacity,
         headroom=headroom_bytes(plan.headroom, capacity),
         settings=allocator_settings(plan),
@@ -167,9 +177,9 @@ def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> t
     program = programs_of(plan, Options(kernel_workspaces=True))[stage]
     evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
-    apart = beyond(plan, replayed, stage, known)
-    low, high = outside_range(apart)
-    return replayed.reserved + (low + high) // 2, _judged(plan, known, program, replayed, apart, evaluated)
+    outside = causes(plan, stage, known)
+    low, high = outside_range(outside)
+    return replayed.reserved + (low + high) // 2, _judged(plan, known, program, replayed, outside, evaluated)
 
 
 # -- readings ---------------------------------------------------------------------------------------
@@ -184,10 +194,9 @@ def _stage(
     replayed: Replayed,
     evaluated: Program,
 ) -> StageEstimate:
-    apart, together = beyond(plan, replayed, program.stage, known), ranks_on_node(plan, program)
-    low, high = outside_range(apart)
-    outside = (low + high) // 2
-    device = replayed.reserved + outside if apart.cuda_context is not None else None
+    outside, together = causes(plan, program.stage, known), ranks_on_node(plan, program)
+    apart, (low, high) = beyond(replayed, outside), outside_range(outside)
+    device = replayed.reserved + (low + high) // 2 if apart.cuda_context is not None else None
     return StageEstimate(
         stage=program.stage,
         ranks=program.ranks,
@@ -206,13 +215,14 @@ def _stage(
             "steady": replayed.allocated,
             "evaluation": fold_evaluation(evaluated),
             "checkpoint": None if _casts_states(plan) else replayed.static,
-            "first_iteration_device": replayed.first_iteration + outside if device is not None else None,
+            "first_iteration_device": None if device is None else device - replayed.reserved + replayed.first_iteration,
         },
         in_flight=program.order.in_flight,
         host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
         nvme=together * program.nvme,
         device_range=None if device is None else (replayed.reserved + low, replayed.reserved + high),
-        judged=_judged(plan, known, with_workspaces, replayed, apart, evaluated),
+        outside=outside,
+        judged=_judged(plan, known, with_workspaces, replayed, outside, evaluated),
     )
 
 

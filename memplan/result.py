@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import field
 from enum import Enum
 
+from .device.facts import Cause
 from .plan.resolved import ResolvedPlan
 from .tape.events import Bytes, Category, Event
 from .values import dataclass
@@ -35,6 +36,7 @@ class BeyondAllocated:
     cuda_context: int | None
     nccl: int | None
     other: int | None
+    """The middle of what each takes at least and at most (``StageEstimate.outside``)."""
 
 
 class Verdict(Enum):
@@ -127,6 +129,8 @@ class StageEstimate:
     """Bytes on NVMe, likewise."""
     device_range: tuple[int, int] | None = None
     """The least and the most that the device shows: ``device`` is the middle."""
+    outside: tuple[Cause, ...] = ()
+    """What makes that range."""
     judged: Judged = Judged()
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -36,6 +35,17 @@ class Fact:
     note: str = ""
     held: bool = True
     """Stays once it is taken; otherwise it comes and goes with each call."""
+
+
+class Cause(NamedTuple):
+    """Something that takes memory of a device outside PyTorch's allocator: the least and the most bytes."""
+
+    part: str
+    """``cuda_context``, ``nccl`` or ``other``."""
+    name: str
+    least: int
+    most: int
+    source: str
 
 
 # ---- cuBLAS ----
@@ -178,7 +188,7 @@ _A100 = ("a100-40gb", "a100-80gb")
 
 _CONTEXTS = (
     _context(("v100-16gb", "v100-32gb"), 1271 * _MIB, _BIGSCIENCE, "nvidia-smi, PyTorch of 2021, 32 GB", eager=True),
-    _context(("a100-40gb",), 1573 * _MIB, _BIGSCIENCE, "nvidia-smi, PyTorch of 2021", eager=True),
+    _context(_A100, 1573 * _MIB, _BIGSCIENCE, "nvidia-smi, PyTorch of 2021, 40 GB", eager=True, torch_version=(1, 10)),
     _context(("a100-80gb",), 178 * _GIB // 100, _BEKMAN, f"{_ONES}; torch 1.10.2", eager=True, torch_version=(1, 10)),
     _context(_A100, 90 * _GIB // 100, _BEKMAN, f"{_ONES}; torch 1.13.1", eager=True, torch_version=(1, 13)),
     _context(_A100, 92 * _GIB // 100, _BEKMAN, f"{_ONES}; torch 2.1.1+cu121", eager=True, torch_version=(2, 1)),
@@ -223,23 +233,37 @@ _CONTEXTS = (
         eager=True,
         torch_version=(1, 8),
     ),
+    _context(
+        ("rtx-3090",),
+        256 * _MIB,
+        "https://github.com/invoke-ai/InvokeAI/issues/9413",
+        f"{_BARE}; nvidia-smi, torch 2.7, driver 610",
+        torch_version=(2, 7),
+    ),
 )
+
+
+def loads_all_kernels(environment: Mapping[str, str], torch_version: Version) -> bool:
+    """From torch 1.13 on (CUDA 11.7; pytorch/pytorch pull request 86509) kernels load when first used, unless
+    ``CUDA_MODULE_LOADING=EAGER``."""
+    return torch_version < (1, 13) or environment.get("CUDA_MODULE_LOADING") == "EAGER"
+
+
+def contexts_of(
+    gpu: str, environment: Mapping[str, str] = NO_ENVIRONMENT, torch_version: Version = (2, 13)
+) -> tuple[Fact, ...]:
+    """What a process holds on ``gpu`` for CUDA itself, and for all of PyTorch's kernels where they are loaded at the
+    start, as somebody has measured it: readings of the release that is next below ``torch_version``, and those that
+    do not say theirs."""
+    eager = loads_all_kernels(environment, torch_version)
+    alike = [context for context in _CONTEXTS if gpu in context.gpus and context.eager == eager]
+    known = sorted({context.torch_version for context in alike if context.torch_version is not None})
+    release = max((one for one in known if one <= torch_version), default=min(known, default=None))
+    return tuple(context.fact for context in alike if context.torch_version in (None, release))
 
 
 def cuda_context(
     gpu: str, environment: Mapping[str, str] = NO_ENVIRONMENT, torch_version: Version = (2, 13)
 ) -> Fact | None:
-    """What a process holds on ``gpu`` for CUDA itself and for loaded kernels, as somebody has measured it.
-
-    From torch 1.13 on (CUDA 11.7; pytorch/pytorch pull request 86509) kernels load when first used, unless
-    ``CUDA_MODULE_LOADING=EAGER``: a real run lies above a bare context. Where only the eager kind was
-    measured, that stands in as an upper bound, and the note says so. ``None`` without a measurement.
-    """
-    eager = torch_version < (1, 13) or environment.get("CUDA_MODULE_LOADING") == "EAGER"
-    measured = [context for context in _CONTEXTS if gpu in context.gpus]
-    alike = [context for context in measured if context.eager == eager]
-    if not alike and not eager and measured:
-        fact = measured[-1].fact
-        return replace(fact, note=f"{fact.note}; an upper bound: all kernels were loaded")
-    older = [context for context in alike if context.torch_version is None or context.torch_version <= torch_version]
-    return older[-1].fact if older else alike[0].fact if alike else None
+    """The smallest of ``contexts_of``; ``None`` without a measurement."""
+    return min(contexts_of(gpu, environment, torch_version), key=lambda fact: fact.bytes, default=None)

@@ -209,8 +209,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
 MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
     {
         "v100-16gb": 80, "v100-32gb": 80, "a100-40gb": 108, "a100-80gb": 108, "h100-80gb": 132, "h100-94gb": 132,
-        "h100-96gb": 132, "h200": 132, "b200": 148, "gb200": 152, "l40s": 142, "a10": 72, "l4": 58, "t4": 40,
-        "mi300x": 304, "rtx-5090": 170, "rtx-4090": 128, "rtx-3090": 82, "rtx-pro-6000": 188, "rtx-a6000": 84,
+        "h100-96gb": 132, "h200": 132, "b200": 148, "gb200": 152, "l40s": 142, "a10": 72, "a10g": 80, "l4": 58,
+        "t4": 40, "mi300x": 304, "rtx-5090": 170, "rtx-4090": 128, "rtx-3090": 82, "rtx-pro-6000": 188, "rtx-a6000": 84,
     }
 )  # fmt: skip
 """Streaming multiprocessors, of SXM modules where a GPU has them, from NVIDIA's architecture white papers; AMD:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..search.time.framework import FrameworkTime
     from ..tape.program import Program
     from ..trace.framework import FrameworkRunning
+    from .communicators import Communicator
 
 
 BLOCK_SIZE = 256
@@ -196,9 +197,9 @@ class Framework:
     holds_workspaces = False
     """Its recipes hold cuBLAS's workspaces themselves, stage by stage."""
 
-    def communicates(self, plan: ResolvedPlan) -> bool:
-        """Whether NCCL has communicators."""
-        return plan.hardware.gpus != 1 and not self.supports.several_gpus_of_a_process
+    def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
+        """Those of NCCL that a rank of ``stage`` has. None in one process, whose GPUs copy to each other."""
+        return ()
 
     # -- words --------------------------------------------------------------------------------------
 

@@ -15,7 +15,19 @@ from ..plan.notes import FRAMEWORK_CHOSEN
 from ..result import Estimate, Failure, Judged, StageEstimate, Verdict
 from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
 from .out_of_memory import out_of_memory
-from .palette import BAD, CAUTION, FAINT, GOOD, SWATCH, Share, allocated_shares, beyond_shares, label, unknown_beyond
+from .palette import (
+    BAD,
+    CAUTION,
+    FAINT,
+    GOOD,
+    SWATCH,
+    Share,
+    allocated_shares,
+    beyond_shares,
+    label,
+    span_of,
+    unknown_beyond,
+)
 from .printing import WholeTable, entries, left, plain_table, put, put_line, right
 from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of
 
@@ -48,9 +60,16 @@ def verdict(estimate: Estimate) -> Text:
             ("Fits with retries", f"bold {CAUTION}"),
             f": {told_of} would take {most}{need} of {_limit(estimate)}; {_retries(judged)}",
         )
-    word, colour = ("Tight", CAUTION) if judged.verdict is Verdict.TIGHT else ("Fits", GOOD)
+    if judged.verdict is Verdict.TIGHT and told.device_range is not None:
+        least, utmost = map(size, told.device_range)
+        what = "what CUDA and NCCL take decides, and it fits only at the lower end"
+        if judged.retries:
+            needs = f"would take {most}{need} of {_limit(estimate)}; {_retries(judged)}: {what}"
+        else:
+            needs = f"needs {most}{least} to {utmost} of {_limit(estimate)}: {what}"
+        return Text.assemble(("Tight", f"bold {CAUTION}"), f": {told_of} {needs}")
     left_over = f"{size(free)} free" if free >= 0 else _retries(judged)
-    return Text.assemble((word, f"bold {colour}"), f": {told_of} needs {most}{need} of {_limit(estimate)}; {left_over}")
+    return Text.assemble(("Fits", f"bold {GOOD}"), f": {told_of} needs {most}{need} of {_limit(estimate)}; {left_over}")
 
 
 def _retries(judged: Judged) -> str:
@@ -194,12 +213,14 @@ def _ledger(stage: StageEstimate, unit: Unit, *, coloured: bool) -> Table:
         for part in parts:
             if unit.prints(part.size):
                 swatch = (SWATCH, part.colour) if coloured else " "
-                name = Text.assemble(swatch, f" {part.label}")
+                name = Text.assemble(swatch, f" {part.label}", (_span(span_of(stage, part.key), unit), FAINT))
                 table.add_row(name, unit.figure(part.size), percent(part.size, stage.headline))
 
-    def total(name: str, size: int | None) -> None:
+    def total(name: str, size: int | None, span: tuple[int, int] | None = None) -> None:
         if size is not None:
-            table.add_row(f"= {name}", unit.figure(size), percent(size, stage.headline), style="bold")
+            table.add_row(
+                f"= {name}{_span(span, unit)}", unit.figure(size), percent(size, stage.headline), style="bold"
+            )
 
     cache, others = beyond_shares(stage)
     add(allocated_shares(stage))
@@ -211,8 +232,14 @@ def _ledger(stage: StageEstimate, unit: Unit, *, coloured: bool) -> Table:
         add(others)
         for name in unknown_beyond(stage):
             table.add_row(f"  {name}", UNKNOWN)
-        total("device", stage.device)
+        total("device", stage.device, stage.device_range)
     return table
+
+
+def _span(span: tuple[int, int] | None, unit: Unit) -> str:
+    """``, 0.47 to 1.04``, where that is not one figure."""
+    least, most = map(unit.figure, span or (0, 0))
+    return f", {least} to {most}" if least != most else ""
 
 
 def _facts(title: str, names: Sequence[str], sizes: Sequence[int | None], *, marked: str, unit: Unit) -> Table:

@@ -76,6 +76,13 @@ def beyond_shares(stage: StageEstimate) -> tuple[tuple[Share, ...], tuple[Share,
     return tuple(part for part in parts if part.key == CACHE), tuple(part for part in parts if part.key != CACHE)
 
 
+def span_of(stage: StageEstimate, key: str) -> tuple[int, int] | None:
+    """The least and the most that a part outside PyTorch's allocator takes, where these differ."""
+    found = [one for one in stage.outside if one.part == key]
+    least, most = sum(one.least for one in found), sum(one.most for one in found)
+    return (least, most) if least < most else None
+
+
 def unknown_beyond(stage: StageEstimate) -> tuple[str, ...]:
     """Labels of what the device holds and nobody could say how much of."""
     return tuple(label(part.name) for part in fields(BeyondAllocated) if getattr(stage.beyond, part.name) is None)

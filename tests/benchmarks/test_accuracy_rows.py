@@ -45,11 +45,14 @@ def test_formulas_of_the_paper_are_exact() -> None:
     assert [row.error for row in table.rows] == [0] * 6
 
 
-def test_eight_of_ten_trials_on_a100_are_within_6_percent_or_2_gb() -> None:
+def test_ten_trials_on_a100_are_within_6_percent_or_2_gb_of_their_ranges() -> None:
+    """Half of them in the range itself, to the GB that they were read to; it is narrower than 4 GB."""
     table = table_of("bigscience_a100.jsonl")
-    assert len(table.rows) == 10
-    gb = measured.THOUSAND_MIB
-    assert sum(abs(row.error) <= max(0.06 * row.measured, 2 * gb) for row in table.rows) >= 8
+    assert [row.within for row in table.rows] == [True] * 10
+    assert sum("not explained" not in row.cause for row in table.rows) >= 5
+    for row in table.rows:
+        least, most = (float(size) for size in row.cause.replace(",", "").split(":")[0].split(" to "))
+        assert most - least < 4_000
 
 
 def test_torchtitan_is_within_4_percent_and_its_compiled_row_is_listed() -> None:

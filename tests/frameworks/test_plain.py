@@ -49,7 +49,8 @@ def test_ddp_adds_buckets_as_large_as_the_gradients() -> None:
     assert gradients <= added <= gradients + 512 * 64
     assert two.stages[0].static - one.stages[0].static == pytest.approx(added, abs=4 * mib)  # blocks round
     assert two.stages[0].device is not None
-    assert any(notice.code == "nccl-not-counted" for notice in two.warnings)
+    assert not one.stages[0].beyond.nccl
+    assert two.stages[0].beyond.nccl
 
 
 def test_expandable_segments_leave_no_rest_in_blocks() -> None:

@@ -20,7 +20,7 @@ def messages(**flags: str | tuple[str, ...]) -> list[tuple[str, str]]:
     [
         ("PYTORCH_CUDA_ALLOC_CNF", "is not read by memplan; did you mean PYTORCH_CUDA_ALLOC_CONF?"),
         ("cublas_workspace_config", "is not read by memplan; did you mean CUBLAS_WORKSPACE_CONFIG?"),
-        ("NCCL_BUFFSIZE", "is not modelled"),
+        ("NCCL_NCHANNELS_PER_NET_PEER", "is not modelled"),
         ("NVTE_FUSED_ATTN_BACKEND", "is not modelled"),
     ],
 )
@@ -47,7 +47,7 @@ def test_every_variable_of_the_table_is_read_somewhere(name: str) -> None:
     package = Path(memplan.__file__).parent
     assert any(
         f'"{name}"' in (package / module).read_text()
-        for module in ("device/facts.py", "estimate.py", "frameworks/megatron/programs.py")
+        for module in ("device/facts.py", "device/nccl.py", "estimate.py", "frameworks/megatron/programs.py")
     )
     assert name not in REFUSED
 

@@ -30,8 +30,10 @@ from memplan.tape.events import Category
 from .made import MIB, SHARDED, SINGLE, TWO_STAGES, VERSIONS, record_of
 
 CONTEXT_BYTES = 612 * MIB + 4096
-A10G = {**SINGLE, "gpu": "a10g"}
-"""Nobody has published its CUDA context."""
+PUBLISHED = (682 + 1143) * MIB // 2
+"""On an H100, the middle of the range."""
+AMD = {**SINGLE, "gpu": "mi300x"}
+"""Nobody has published what its driver takes."""
 
 
 @pytest.fixture(autouse=True)
@@ -131,13 +133,13 @@ def test_the_context_that_was_measured_here_is_the_estimates(capsys: pytest.Capt
     after = estimated(capsys, SINGLE)
     (stage,) = after["stages"]
     published = before["stages"][0]["beyond_allocated"]["cuda_context"]
-    assert published == 518 * MIB
+    assert published == PUBLISHED
     assert stage["beyond_allocated"]["cuda_context"] == CONTEXT_BYTES
     assert stage["device_bytes"] == before["stages"][0]["device_bytes"] + CONTEXT_BYTES - published
     assert stage["reserved_bytes"] == before["stages"][0]["reserved_bytes"]
     assert after["assumptions"][0] == (
         f"CUDA context of 612.0 MiB as measured on 2026-11-21 by run {record.id} (torch 2.13.0+cu130, CUDA 13.0, "
-        "driver 590.48.01); published: 518.0 MiB, https://github.com/utkuozdemir/nvidia_gpu_exporter/tree/main/internal/captures"
+        "driver 590.48.01); published: 682 to 1,143 MiB"
     )
     assert estimated(capsys, SINGLE, "--no-records") == before
     with open_database() as database:
@@ -164,11 +166,11 @@ def test_a_context_holds_for_its_gpu_release_and_code(other: dict[str, str]) -> 
 
 
 def test_a_device_reading_where_there_was_none(capsys: pytest.CaptureFixture[str]) -> None:
-    before = estimated(capsys, A10G)
+    before = estimated(capsys, AMD)
     assert before["fits"] is None
     assert [one["code"] for one in before["warnings"]] == ["context-unknown"]
-    kept(record_of(A10G, context=300 * MIB))
-    after = estimated(capsys, A10G)
+    kept(record_of(AMD, context=300 * MIB))
+    after = estimated(capsys, AMD)
     assert after["fits"] is True
     assert after["warnings"] == []
     assert after["stages"][0]["device_bytes"] == after["stages"][0]["reserved_bytes"] + 300 * MIB
@@ -196,23 +198,23 @@ def test_context_and_nccl_are_of_the_same_kind_of_run() -> None:
 
 def test_nccl_of_the_same_world(capsys: pytest.CaptureFixture[str]) -> None:
     before = estimated(capsys, TWO_STAGES)
-    assert "nccl-not-counted" in [one["code"] for one in before["warnings"]]
+    assert [stage["device_range_bytes"][0] < stage["device_bytes"] for stage in before["stages"]] == [True, True]
     record = record_of(TWO_STAGES, code="megatron", nccl=400 * MIB)
     ranks = tuple(rank.model_copy(update={"nccl": (rank.rank + 1) * 100 * MIB}) for rank in record.run.ranks)
     kept(record.model_copy(update={"run": record.run.model_copy(update={"ranks": ranks})}))
     after = estimated(capsys, TWO_STAGES)
     assert [stage["beyond_allocated"]["nccl"] for stage in after["stages"]] == [200 * MIB, 400 * MIB], "worst of each"
     assert [stage["device_bytes"] for stage in after["stages"]] == [
-        stage["device_bytes"] + more * MIB for stage, more in zip(before["stages"], (200, 400), strict=True)
+        stage["device_bytes"] - stage["beyond_allocated"]["nccl"] + more * MIB
+        for stage, more in zip(before["stages"], (200, 400), strict=True)
     ]
-    assert "nccl-not-counted" not in [one["code"] for one in after["warnings"]]
     assert after["assumptions"][0].startswith(
         "NCCL's buffers of 200.0 MiB to 400.0 MiB, stage by stage, as measured on"
     )
     assert estimated(capsys, {**TWO_STAGES, "mbs": "2"})["stages"][0]["beyond_allocated"]["nccl"] == 200 * MIB
     for change in ({"tp": "1", "pp": "4"}, {"gpus": "8"}, {"gpus-per-node": "2"}, {"env": "NCCL_BUFFSIZE=1048576"}):
         other = estimated(capsys, {**TWO_STAGES, **change})
-        assert {stage["beyond_allocated"]["nccl"] for stage in other["stages"]} == {None}
+        assert not {stage["beyond_allocated"]["nccl"] for stage in other["stages"]} & {200 * MIB, 400 * MIB}
 
 
 def test_workspaces_in_place_of_the_formula() -> None:
@@ -333,7 +335,7 @@ def test_suggestions_reckon_with_the_same(capsys: pytest.CaptureFixture[str]) ->
     assert any("CUDA context of 2,000.0 MiB as measured" in one for one in with_records["assumptions"])
     assert not any("as measured on" in one for one in without["assumptions"])
     contexts = [one["recommended"]["stages"][0]["beyond_allocated"]["cuda_context"] for one in (with_records, without)]
-    assert contexts == [2000 * MIB, 518 * MIB]
+    assert contexts == [2000 * MIB, PUBLISHED]
 
 
 def test_one_stage_alone_is_as_in_the_whole() -> None:
@@ -343,9 +345,7 @@ def test_one_stage_alone_is_as_in_the_whole() -> None:
     stages = estimate(plan, measured).stages
     for stage in stages:
         assert judged_stage(resolve(plan), stage.stage, measured)[0] == stage.device
-        assert (
-            judged_stage(resolve(plan), stage.stage, NOTHING)[0] == stage.device - 300 * MIB - CONTEXT_BYTES + 518 * MIB
-        )
+        assert judged_stage(resolve(plan), stage.stage, NOTHING)[0] == estimate(plan).stages[stage.stage].device
 
 
 def test_versions_without_driver() -> None:

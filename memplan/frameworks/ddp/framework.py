@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
+    from ..communicators import Communicator
 
 
 class Ddp(Framework):
@@ -25,6 +26,12 @@ class Ddp(Framework):
         losses=("plain", "liger", "cut"),
         losses_refused={"chunked": "chunks run backward within forward, where DDP's hooks fire too early"},
     )
+
+    def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
+        """One process group for all: buckets are all-reduced, parameters broadcast when the model is wrapped."""
+        from ..communicators import world
+
+        return (world(plan.hardware.gpus)._replace(gathers=True, few_bytes=False),) if plan.hardware.gpus > 1 else ()
 
     def layout_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         from .notices import assumptions

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
+    from ..communicators import Communicator
 
 OWN_ADAM = "DeepSpeed has its own FusedAdam; foreach and for-loop are PyTorch's (torch_adam)"
 
@@ -62,6 +63,15 @@ class Deepspeed(Framework):
         if sums not in (None, plan.precision.gradients):
             problem = f"must be {plan.precision.gradients}, as precision.gradients: both fields set the same dtype"
             raise PlanError("deepspeed.gradient_accumulation_dtype", sums, problem)
+
+    def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
+        """ZeRO's collectives, the norm and the loss run in a copy of the default group (``groups.py``,
+        ``_clone_world_group``); barriers, if there are any, in the default group itself."""
+        from ..communicators import world
+
+        ranks = plan.hardware.gpus
+        zero = world(ranks)._replace(name="data parallel", gathers=True, few_bytes=False)
+        return (zero, world(ranks, certain=False)) if ranks > 1 else ()
 
     def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
         from .notices import notices

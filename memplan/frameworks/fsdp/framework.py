@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
+    from ..communicators import Communicator
 
 NO_KERNEL = "bitsandbytes' kernels take no DTensor"
 
@@ -99,6 +100,11 @@ class Fsdp(Framework):
         """PyTorch's fused attention has another kernel for fp32."""
         fused = plan.attention == "flash" and plan.precision.dtype == "fp32"
         return "memory-efficient" if fused else super().attention_words(plan)
+
+    def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
+        from .communicators import communicators
+
+        return communicators(plan, stage)
 
     def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
         from .notices import warnings

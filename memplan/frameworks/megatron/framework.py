@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
+    from ..communicators import Communicator
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables that ``--deterministic-mode`` sets unless somebody else has (``megatron/training/determinism.py``)."""
@@ -115,6 +116,11 @@ class Megatron(Framework):
     def check(self, plan: ResolvedPlan) -> None:
         for rule in RULES:
             rule(plan)
+
+    def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
+        from .communicators import communicators
+
+        return communicators(plan, stage)
 
     def vocab_multiple(self, plan: Plan) -> int:
         """``vocab_size_with_padding``: ``make_vocab_size_divisible_by`` times t."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
+    from ..communicators import Communicator
 
 
 LONGEST_LIST = 12
@@ -54,6 +55,11 @@ class MegatronDeepspeed(Framework):
 
     def default_attention(self, plan: Plan) -> AttentionImplementation:
         return "eager"
+
+    def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
+        from .communicators import communicators
+
+        return communicators(plan, stage)
 
     def vocab_multiple(self, plan: Plan) -> int:
         """``_vocab_size_with_padding``: 128 times t."""

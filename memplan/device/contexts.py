@@ -1,0 +1,73 @@
+"""What CUDA holds of a device for a process of PyTorch, besides the allocator's memory and NCCL's: causes, as ranges.
+
+The bare context is what somebody read, or follows from the GPU's multiprocessors. Kernels come on top as they are first
+used; before torch 1.13 (CUDA 11.7), or with ``CUDA_MODULE_LOADING=EAGER``, PyTorch's are all there from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .facts import NO_ENVIRONMENT, Cause, Version, contexts_of, loads_all_kernels
+from .gpus import GPUS, MULTIPROCESSORS
+
+_MIB = 1 << 20
+_STACK = 1 << 10
+"""Bytes of stack and local memory that a context holds for each thread that a GPU can run at once (CUDA runtime API,
+``cudaLimitStackSize``: 1 KiB unless somebody sets it)."""
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+"""Resident threads of a multiprocessor (CUDA programming guide, table of compute capabilities); else:"""
+_MOST_THREADS = 2048
+_BESIDE_STACKS = (133 * _MIB, 316 * _MIB)
+"""What bare contexts hold besides: least and most of those of which somebody published a reading, on an RTX 3090, L40S,
+H100, A100, RTX PRO 6000 and B200 (the driver's own structures, heap and print buffer)."""
+_FORWARD = 164 * _MIB
+_FORWARD_SOURCE = (
+    "what a forward pass of a model adds beside PyTorch's memory on an H100, 0.16 GiB (vllm-project/vllm pull request "
+    "12126): its kernels, and the handles of cuBLAS"
+)
+_ALL_KERNELS = 461 * _MIB
+_OLD_KERNELS = (795 * _MIB, 1341 * _MIB)
+"""Of PyTorch before 1.13: what the readings of a V100 and of A100s with all kernels are above their bare contexts."""
+_ALL_SOURCE = (
+    "all kernels of PyTorch, 0.92 less 0.47 GiB on an A100, torch 2.1 "
+    "(https://github.com/stas00/ml-engineering/blob/master/training/performance/README.md)"
+)
+
+
+def context_causes(
+    gpu: str, environment: Mapping[str, str] = NO_ENVIRONMENT, torch_version: Version = (2, 13)
+) -> tuple[Cause, ...]:
+    """Of a process on ``gpu``; empty where nothing at all is known."""
+    eager = loads_all_kernels(environment, torch_version)
+    bare = _read(gpu, environment, torch_version) or _by_multiprocessors(gpu, eager, torch_version)
+    if bare is None:
+        return ()
+    if eager:
+        return bare, Cause("cuda_context", "libraries' kernels and handles", 0, _FORWARD, _FORWARD_SOURCE)
+    source = f"at least {_FORWARD_SOURCE}; at most {_ALL_SOURCE}, too"
+    return bare, Cause("cuda_context", "kernels and handles", _FORWARD, _FORWARD + _ALL_KERNELS, source)
+
+
+def _read(gpu: str, environment: Mapping[str, str], torch_version: Version) -> Cause | None:
+    """As somebody read it with the same kind of loading, to whole MiB."""
+    read = contexts_of(gpu, environment, torch_version)
+    if not read:
+        return None
+    sizes = [fact.bytes // _MIB * _MIB for fact in read]
+    sources = "; ".join(f"{fact.note}: {fact.source}" for fact in read)
+    return Cause("cuda_context", "CUDA context", min(sizes), max(sizes), sources)
+
+
+def _by_multiprocessors(gpu: str, eager: bool, torch_version: Version) -> Cause | None:
+    """Where nobody published a reading."""
+    capability, processors = GPUS[gpu].compute_capability, MULTIPROCESSORS.get(gpu)
+    if capability is None or processors is None:
+        return None
+    stacks = processors * _THREADS.get(capability, _MOST_THREADS) * _STACK // _MIB * _MIB
+    least, most = (stacks + beside for beside in _BESIDE_STACKS)
+    kernels = (0, 0) if not eager else _OLD_KERNELS if torch_version < (1, 13) else (_ALL_KERNELS, _ALL_KERNELS)
+    source = f"{stacks // _MIB} MiB of stacks, 1 KiB for each thread, and what published contexts hold besides" + (
+        ", with all kernels" if eager else ""
+    )
+    return Cause("cuda_context", "CUDA context", least + kernels[0], most + kernels[1], source)

@@ -1,0 +1,54 @@
+"""Communicators of Megatron-Core's groups (``megatron/core/parallel_state.py``, ``initialize_model_parallel``).
+
+Ranks lie in the order tensor, context, data, pipeline, from the innermost. Of the groups that it makes, these are the
+ones in which a collective runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...plan.resolved import ResolvedPlan
+from ..communicators import Communicator, world
+
+
+def communicators(plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
+    """On a rank of ``stage``."""
+    return tuple(_communicators(plan, stage)) if plan.hardware.gpus > 1 else ()
+
+
+def _communicators(plan: ResolvedPlan, stage: int) -> Iterator[Communicator]:
+    layout = plan.layout
+    t, c, d, p = layout.tp, layout.cp, layout.dp, layout.pp
+    ranks = t * c * d * p
+    # Barriers and the time of the start (``initialize.py``, ``training.py``).
+    yield world(ranks)
+    # The gradients' norm: of the distributed optimizer over all of its instance, else over the model's ranks.
+    if layout.zero:
+        yield world(ranks)._replace(name="gradient statistics")
+    elif t * p > 1:
+        yield Communicator("model parallel", t * p, t, t * c * d, reduces=True, few_bytes=True)
+    if t > 1:
+        yield Communicator("tensor parallel", t, t, t, reduces=True, gathers=True)
+    if c * d > 1:
+        # Gradients, and the losses of a step (``training.py``, ``train_step``).
+        yield Communicator("data parallel", c * d, 1, t, reduces=True, gathers=bool(layout.zero))
+    if c > 1:
+        # Keys and values go round (``flash_attn_p2p_communicate`` of Transformer Engine).
+        yield Communicator("context parallel", c, 1, t, peers=min(2, c - 1))
+    if p > 1:
+        yield from _pipeline(plan, stage, t * c * d)
+
+
+def _pipeline(plan: ResolvedPlan, stage: int, stride: int) -> Iterator[Communicator]:
+    """``p2p_communication.py``. Alone, each send and receive has a communicator of the two ranks
+    (``ProcessGroupNCCL::pointToPoint``; two stages use the default group for one direction, ``_p2p_ops``); in a batch,
+    that of the group."""
+    p, wraps = plan.layout.pp, plan.layout.vpp > 1
+    peers = min(2, p - 1) if wraps or 0 < stage < p - 1 else 1
+    if wraps and plan.pipeline.overlap_p2p:
+        yield Communicator("neighbouring stages", 2, 1, stride, peers=1, times=2)
+    else:
+        yield Communicator("pipeline", p, 1, stride, peers=peers)
+    if plan.model.tied_embeddings and stage in (0, p - 1):
+        yield Communicator("embeddings", 2, 1, stride * (p - 1), reduces=True)

@@ -1,0 +1,56 @@
+"""Contexts and kernels (``memplan/device/contexts.py``): every GPU of the table has a range with sources."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.device.contexts import context_causes
+from memplan.device.gpus import GPUS
+
+MIB = 1 << 20
+NVIDIA = [name for name, gpu in GPUS.items() if gpu.compute_capability is not None]
+
+
+def span(gpu: str, *arguments: object) -> tuple[int, int]:
+    """MiB."""
+    found = context_causes(gpu, *arguments)  # type: ignore[arg-type]
+    return sum(one.least for one in found) // MIB, sum(one.most for one in found) // MIB
+
+
+@pytest.mark.parametrize("gpu", NVIDIA)
+@pytest.mark.parametrize("release", [(1, 10), (2, 4), (2, 13)])
+def test_every_gpu_has_a_range_with_sources(gpu: str, release: tuple[int, int]) -> None:
+    least, most = span(gpu, {}, release)
+    assert 300 < least < most < 2200
+    assert most - least < 1024
+    assert all(one.source and one.name and one.part == "cuda_context" for one in context_causes(gpu, {}, release))
+
+
+def test_of_a_gpu_without_cuda_nothing_is_known() -> None:
+    assert context_causes("mi300x") == ()
+
+
+def test_a_context_that_nobody_read_follows_from_the_multiprocessors() -> None:
+    """128 x 1536 threads of an RTX 4090 with 1 KiB of stack: 192 MiB, and 133 to 316 besides."""
+    bare = context_causes("rtx-4090")[0]
+    assert (bare.least, bare.most) == ((192 + 133) * MIB, (192 + 316) * MIB)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "threads"),
+    [
+        ("a100-80gb", 108 * 2048), ("h100-80gb", 132 * 2048), ("b200", 148 * 2048), ("l40s", 142 * 1536),
+        ("rtx-3090", 82 * 1536), ("rtx-pro-6000", 188 * 1536),
+    ],
+)  # fmt: skip
+def test_published_readings_are_stacks_and_what_else_contexts_hold(gpu: str, threads: int) -> None:
+    bare = context_causes(gpu)[0]
+    assert bare.least == bare.most
+    assert 133 <= bare.least // MIB - threads // 1024 <= 316
+
+
+def test_fine_tuning_on_an_a100_with_torch_2_4() -> None:
+    """Of the runs of foundation-model-stack's benchmark, the one that kept least beside its allocated 69,077.6 MiB
+    showed 70,035: context and kernels are no more than 957 MiB, and their least is."""
+    least, most = span("a100-80gb", {}, (2, 4))
+    assert least < 957 < most
