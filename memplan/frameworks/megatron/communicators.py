@@ -36,8 +36,24 @@ def _communicators(plan: ResolvedPlan, stage: int) -> Iterator[Communicator]:
     if c > 1:
         # Keys and values go round (``flash_attn_p2p_communicate`` of Transformer Engine).
         yield Communicator("context parallel", c, 1, t, peers=min(2, c - 1))
+    if plan.model.experts:
+        yield from _experts(plan, t * c * d)
     if p > 1:
         yield from _pipeline(plan, stage, t * c * d)
+
+
+def _experts(plan: ResolvedPlan, ranks: int) -> Iterator[Communicator]:
+    """Of the ``ranks`` of a stage, in the order experts' tensors, experts, replicas (``token_dispatcher.py``)."""
+    together = (plan.layout.etp or plan.layout.tp) * plan.layout.ep
+    gathered = plan.experts.dispatcher == "allgather"
+    if together > 1:
+        # Tokens, or how many of them each expert gets.
+        yield Communicator("experts and their tensors", together, together, ranks, gathers=True, few_bytes=not gathered)
+    if plan.layout.ep > 1 and not gathered:
+        yield Communicator("experts", plan.layout.ep, 1, together // plan.layout.ep, peers=plan.layout.ep - 1)
+    if ranks > together:
+        gathers = bool(plan.layout.zero)
+        yield Communicator("replicas of experts", ranks // together, 1, together, reduces=True, gathers=gathers)
 
 
 def _pipeline(plan: ResolvedPlan, stage: int, stride: int) -> Iterator[Communicator]:
