@@ -25,6 +25,7 @@ ROOMS = {
     "falcon": ".falcon",
     "mixtral": ".mixtral",
     "qwen3_moe": ".qwen3_moe",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), ".deepseek"),
 }
 """The module of each family; loaded when a plan names it."""
 

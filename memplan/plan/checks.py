@@ -27,6 +27,9 @@ SIZES = {
 }
 """Sizes of the layout that a framework may have, in words."""
 
+LATENT = ("nope_head_dim", "rope_head_dim", "value_head_dim")
+"""Sizes that latent attention needs."""
+
 MIXTURES = {
     "experts": "experts",
     "latent_kv_rank": "latent attention",
@@ -88,6 +91,12 @@ def check_model(model: ModelSpec) -> None:
     if model.heads % model.kv_heads:
         problem = f"must divide the {model.heads} attention heads ({_divisors(model.heads)})"
         raise PlanError("model.kv_heads", model.kv_heads, problem)
+    for field in LATENT if model.latent_kv_rank else ():
+        if not getattr(model, field):
+            raise PlanError(f"model.{field}", 0, "must be given with latent attention (latent_kv_rank)")
+    if model.latent_kv_rank and model.head_dim != model.nope_head_dim + model.rope_head_dim:
+        problem = f"must be nope_head_dim + rope_head_dim = {model.nope_head_dim} + {model.rope_head_dim}"
+        raise PlanError("model.head_dim", model.head_dim, problem)
     for field in ("expert_top_k", "expert_ffn") if model.experts else ():
         if not getattr(model, field):
             raise PlanError(f"model.{field}", 0, f"must be given with {model.experts} experts")

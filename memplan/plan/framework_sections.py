@@ -99,6 +99,12 @@ class Experts(FrameworkSection):
         description="tokens are sorted by fused kernels",
         json_schema_extra={"flag": "--moe-permute-fusion"},
     )
+    megatron_core: str = Field(
+        "0.20",
+        pattern=r"^\d{1,3}\.\d{1,3}(\.\d{1,3})?$",
+        description="version of Megatron-Core whose experts are meant",
+        json_schema_extra={"flag": "--megatron-core"},
+    )
     shared_expert_overlap: bool = Field(
         False,
         description="shared experts run beside the exchange of tokens",

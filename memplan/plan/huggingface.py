@@ -52,6 +52,7 @@ def spec_of_config(config: Node, path: Path) -> Node:
         items["activation"] = _activation(config, family.activation, family.activations, gated=family.gated_gelu)
     items = _with_derived_sizes(items, config)
     if "experts" in items:
+        items |= _mixture(items)
         items["dense_layers"] = _dense_layers(config, items)
     return Node(_with_rotary_fraction(items) if family.rotary_in_features else items, origin)
 
@@ -166,9 +167,24 @@ def _refuse_experts(config: Node) -> None:
             raise PlanError(name, node.value, problem, origin=node.origin)
 
 
+def _mixture(items: dict[str, Node]) -> dict[str, Node]:
+    """Sizes that follow from others: shared experts are as wide as routed ones, one group is none."""
+    found: dict[str, Node] = {}
+    if (shared := items.pop("shared_experts", None)) is not None:
+        width = items["expert_ffn"].value
+        assert isinstance(width, int)
+        found["shared_expert_ffn"] = Node(width * shared.value if isinstance(shared.value, int) else 0, shared.origin)
+    for name in ("router_groups", "router_group_top_k", "latent_q_rank", "router_aux_loss"):
+        if name in items and items[name].value is None:
+            found[name] = Node(0, items[name].origin)
+    if "router_groups" in items and items["router_groups"].value == 1:
+        found["router_groups"] = found["router_group_top_k"] = Node(0, items["router_groups"].origin)
+    return found
+
+
 def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
-    """Layers with an MLP in place of experts: the first ``first_k_dense_replace``, those of ``mlp_only_layers``, and
-    those between every ``moe_layer_freq``-th or ``decoder_sparse_step``-th layer."""
+    """Layers with an MLP in place of experts: the first ones (``first_k_dense_replace``), those of
+    ``mlp_only_layers``, and those between every ``moe_layer_freq``-th or ``decoder_sparse_step``-th layer."""
     layers = items["layers"].value
     assert isinstance(layers, int)
 
@@ -182,14 +198,12 @@ def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
         assert isinstance(node.value, int)
         return node.value
 
-    first, step, every = (
-        number("first_k_dense_replace", 0),
-        number("decoder_sparse_step", 1),
-        number("moe_layer_freq", 1),
-    )
+    first = items.pop("first_dense", None)
+    dense_first = first.value if first is not None and isinstance(first.value, int) else 0
+    step, every = number("decoder_sparse_step", 1), number("moe_layer_freq", 1)
     only = config.mapping.get("mlp_only_layers")
     listed = [one.value for one in only.value] if only is not None and isinstance(only.value, list) else []
-    dense = [i for i in range(layers) if i < first or (i + 1) % step or i % every or i in listed]
+    dense = [i for i in range(layers) if i < dense_first or (i + 1) % step or i % every or i in listed]
     return Node([Node(i, config.origin) for i in dense], config.origin)
 
 
@@ -216,7 +230,10 @@ def _whole(least: int, most: int) -> _Rule:
     return f"a whole number from {least} to {most:,}", lambda value: type(value) is int and least <= value <= most
 
 
-_MAY_BE_NULL = ("sliding_window", "kv_heads", "attention_softcap", "logit_softcap")
+_MAY_BE_NULL = (
+    "sliding_window", "kv_heads", "attention_softcap", "logit_softcap", "latent_q_rank", "router_groups",
+    "router_group_top_k", "shared_experts", "router_aux_loss",
+)  # fmt: skip
 _SIZE_RULE = _whole(1, LARGEST)
 _PROBABILITY_RULE: _Rule = (
     "a probability: at least 0 and less than 1",
@@ -242,7 +259,8 @@ _RULES: Mapping[str, _Rule] = {
     "rotary_dim": _SIZE_RULE,
     **dict.fromkeys(("attention_softcap", "logit_softcap"), _POSITIVE_RULE),
     **dict.fromkeys(("router_aux_loss", "router_z_loss"), _COEFFICIENT_RULE),
-    **dict.fromkeys(("shared_expert_ffn", "mtp_layers", "latent_q_rank"), _whole(0, LARGEST)),
+    **dict.fromkeys(("shared_experts", "first_dense", "latent_q_rank"), _whole(0, LARGEST)),
+    "router_scaling": _POSITIVE_RULE,
     **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), _PROBABILITY_RULE),
     **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks"), _SWITCH_RULE),
 }
@@ -263,6 +281,9 @@ def _with_derived_sizes(items: dict[str, Node], config: Node) -> dict[str, Node]
     hidden, heads = items["hidden"].value, items["heads"].value
     assert isinstance(hidden, int)
     assert isinstance(heads, int)
+    if "latent_kv_rank" in items:
+        parts = [items[name].value for name in ("nope_head_dim", "rope_head_dim")]
+        items["head_dim"] = Node(sum(one for one in parts if isinstance(one, int)), items["nope_head_dim"].origin)
     for name in ("kv_heads", "head_dim", "ffn"):
         if name in items and items[name].value is not None:
             continue

@@ -36,6 +36,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "torch": ("2.7", "2.7"),
     "headroom": ("5%", "5%"),
     "experts.imbalance": ("1.5", "1.5"),
+    "experts.megatron_core": ("0.14", "0.14"),
     "model.dense_layers": ("0,2", (0, 2)),
 }
 

@@ -16,7 +16,7 @@ from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...device.workspaces import cublas_workspaces
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import MEGATRON_CORE, check_covered
-from ...layers.megatron_core import bert, block, dispatch, ends, local, moe, te_facts
+from ...layers.megatron_core import bert, block, dispatch, ends, latent, local, te_facts
 from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.shape import CoreShape, ExpertShape, Version
 from ...layers.megatron_core.te_attention import backend
@@ -84,7 +84,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         attention_mask=megatron.attention_mask_in_dataloader,
         per_token_loss=megatron.per_token_loss,
     )
-    shape = replace(shape, experts=expert_shape(plan))
+    shape = replace(shape, experts=expert_shape(plan), core=_version(plan.experts.megatron_core))
     if megatron.transformer_impl == "local":
         return shape
     if shape.dtype == "fp32":
@@ -98,6 +98,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         capability=(gpu.compute_capability if gpu is not None else None) or HOPPER,
         dtype=shape.dtype,
         head_dim=spec.head_dim,
+        value_dim=spec.value_head_dim,
         dropout=spec.attention_dropout,
         deterministic=shape.deterministic_attention,
     )
@@ -131,12 +132,16 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
 
 
 def _transformer_engine(text: str) -> Version:
-    major, minor, *_ = text.split(".")
-    version = int(major), int(minor)
+    version = _version(text)
     if not te_facts.OLDEST <= version <= te_facts.NEWEST:
         oldest, newest = (".".join(map(str, known)) for known in (te_facts.OLDEST, te_facts.NEWEST))
         raise PlanError("megatron.transformer_engine", text, f"must be a version from {oldest} to {newest}")
     return version
+
+
+def _version(text: str) -> Version:
+    major, minor, *_ = text.split(".")
+    return int(major), int(minor)
 
 
 def rules(plan: ResolvedPlan) -> Rules:
@@ -467,18 +472,20 @@ def _role(entries: Sequence[str]) -> Role:
 def _workspaces(shape: CoreShape, names: tuple[str, ...], chunks: int, libraries: _Libraries) -> Stretch:
     """Static tensors that the first iteration makes. Every chunk has rotary tables of its own."""
     holds: list[Hold] = []
-    layers = (int(name.removeprefix("layer.")) for name in names if name.startswith("layer."))
+    layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
     kinds = {layer_shape_of(shape, layer) for layer in layers}
     dtype, has_layers, has_head = shape.dtype, bool(kinds), "head" in names
     shape = next((kind for kind in kinds if kind.experts is not None), replace(shape, experts=None))
-    if shape.spec.positions == "rotary":
+    if shape.spec.latent_kv_rank:
+        holds += latent.tables(shape, len(layers))
+    elif shape.spec.positions == "rotary":
         holds += ends.rotary_table(shape) * chunks
     gathered = [local.memory_buffer(shape)] * has_layers + [ends.gather_buffer(shape)] * has_head
     gathered += [dispatch.gather_buffer(shape)]
     sizes = [hold_bytes(size, dtype) for size in gathered if size != (0,)]
     if sizes:
         holds.append(Hold(0, max(sizes), Category.COMMUNICATION_BUFFERS, "global_memory_buffer", (), dtype))
-    weights = {size for kind in kinds for size in (*local.dummy_gradients(kind), *moe.dummy_gradients(kind))}
+    weights = {size for kind in kinds for size in block.dummy_gradients(kind)}
     head = ends.dummy_gradient(shape) if has_head else None
     weights |= {head} if head is not None else set()
     if shape.implementation == "transformer_engine":

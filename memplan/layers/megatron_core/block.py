@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..recompute import recomputed_reentrant
-from . import local, moe, te, te_attention
+from . import latent, local, moe, te, te_attention
 from .discarded import Discard, without_output
 from .ends import keep_mask
 from .shape import CoreShape
@@ -26,7 +26,7 @@ FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 def uncovered(shape: CoreShape) -> Iterator[str]:
     """What these recipes do not cover of ``shape``: reasons, as sentences without a full stop."""
     spec = shape.spec
-    if spec.kv_heads < shape.t:
+    if spec.kv_heads < shape.t and not spec.latent_kv_rank:
         yield "fewer key/value heads than tensor-parallel ranks: queries, keys and values are gathered first"
     if spec.norm_place == "post":
         yield "norms after each block"
@@ -38,11 +38,16 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "RMSNorm with sequence parallelism: PyTorch's norm, which the local implementation takes, refuses it"
     if shape.attention == "local" and shape.cp > 1:
         yield "context parallelism with Megatron-Core's own attention"
-    if spec.latent_kv_rank:
-        yield "latent attention"
     if spec.mtp_layers:
         yield "multi-token prediction"
+    yield from latent.uncovered(shape)
     yield from moe.uncovered(shape)
+
+
+def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
+    """Shapes of the static stand-ins for weight gradients of a layer."""
+    attention = latent.dummy_gradients(shape) if shape.spec.latent_kv_rank else frozenset()
+    return local.dummy_gradients(shape) | attention | moe.dummy_gradients(shape)
 
 
 def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
@@ -53,8 +58,11 @@ def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``_forward_attention``: its variables hold the norm's and the attention's output until it returns."""
-    normed, discard = _norm(r, hidden, INPUT_NORM, shape, apart=False)
-    attended, bias = attention(r, normed, shape, "" if shape.implementation == "local" else f"{QKV}.layer_norm")
+    normed, discard = _norm(r, hidden, INPUT_NORM, shape, apart=bool(shape.spec.latent_kv_rank))
+    if shape.spec.latent_kv_rank:
+        attended, bias = latent.attention(r, normed, shape)
+    else:
+        attended, bias = attention(r, normed, shape, "" if shape.implementation == "local" else f"{QKV}.layer_norm")
     discard(r, attended)
     return local.bias_dropout_add(r, attended, bias, hidden, PROJECTION, shape)
 

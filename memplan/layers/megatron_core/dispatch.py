@@ -19,11 +19,17 @@ COMMUNICATION = Category.COMMUNICATION_BUFFERS
 Experts = Callable[[Recorder, Tensor, Tensor], Tensor]
 """From rows and their probabilities to rows."""
 
+Dispatched = tuple[Tensor, list[Tensor]]
+
+KEPT_UNTIL = (0, 16)
+"""Megatron-Core since when the experts' output ends before rows are put in their places."""
+
 
 def dispatched(
     r: Recorder, hidden: Tensor, probabilities: Tensor, chosen: Tensor, experts: Experts, shape: CoreShape
-) -> Tensor:
-    """(s, b, h) through the experts that each token was sent to, to the same shape."""
+) -> Dispatched:
+    """(s, b, h) through the experts that each token was sent to, to the same shape; and what ``MoELayer.forward``'s
+    variables hold until it returns."""
     assert shape.experts is not None
     way = _all_gathered if shape.experts.dispatcher == "allgather" else _all_to_all
     return way(r, hidden, probabilities, chosen, experts, shape)
@@ -34,17 +40,20 @@ def dispatched(
 
 def _all_to_all(
     r: Recorder, hidden: Tensor, probabilities: Tensor, chosen: Tensor, experts: Experts, shape: CoreShape
-) -> Tensor:
-    """``MoEAlltoAllTokenDispatcher``. ``MoELayer.forward``'s variables hold the sorted and the received rows until the
-    experts' output has come back."""
+) -> Dispatched:
+    """``MoEAlltoAllTokenDispatcher``. Held are the sorted and the received rows; up to Megatron-Core 0.15, which puts
+    rows in their places within ``combine``, the experts' output, too."""
     rows, own = shape.routed, hidden.shape
     flat = hidden.view(rows.own, own[-1])
     sent, weights, order = _permuted(r, flat, probabilities, chosen, shape)
     received, arrived = _exchanged(r, sent, rows.received, shape), _exchanged(r, weights, rows.received, shape)
     out = _local(r, received, arrived, experts, shape)
     back = _exchanged(r, out, rows.sent, shape)
-    del received, arrived, out
-    return _unpermuted(r, back, order, rows.own, shape).view(*own)
+    held = [sent, weights, received, arrived]
+    if shape.core < KEPT_UNTIL:
+        held.append(out)
+    del out
+    return _unpermuted(r, back, order, rows.own, shape).view(*own), held
 
 
 def _local(r: Recorder, received: Tensor, arrived: Tensor, experts: Experts, shape: CoreShape) -> Tensor:
@@ -220,7 +229,7 @@ def gather_buffer(shape: CoreShape) -> Shape:
 
 def _all_gathered(
     r: Recorder, hidden: Tensor, probabilities: Tensor, chosen: Tensor, experts: Experts, shape: CoreShape
-) -> Tensor:
+) -> Dispatched:
     """``MoEAllGatherTokenDispatcher``: every rank has all tokens and takes those of its experts."""
     spec, choices, own = shape.spec, shape.experts, hidden.shape
     assert choices is not None
@@ -242,12 +251,12 @@ def _all_gathered(
     transposed.clear()
     taken = _selected(r, flat, order)
     weights = _masked(r, part, shape.routed.held)
+    del chosen
     out = experts(r, taken, weights)
     back = _unpermuted(r, out, order, tokens, shape)
     if ranks > 1:
         back = _reduced(r, back, shape.routed.own, weights.dtype)
-    del chosen, mine, flat, taken, out
-    return back.view(*own)
+    return back.view(*own), [probabilities, flat, mine, part, weights]
 
 
 def _gathered_probabilities(r: Recorder, x: Tensor, tokens: int) -> Tensor:

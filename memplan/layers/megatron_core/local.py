@@ -132,7 +132,7 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     spec, t, h = shape.spec, shape.t, shape.spec.hidden
     f = spec.ffn // t
     inner = 2 * f if spec.activation == "swiglu" else f
-    attention = {(spec.qkv_features // t, h), (h, spec.attention_features // t)}
+    attention = {(spec.qkv_features // t, h), (h, spec.attention_features // t)} if not spec.latent_kv_rank else set()
     return frozenset(attention | ({(inner, h), (h, f)} if shape.experts is None else set()))
 
 

@@ -69,10 +69,12 @@ def _forward(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``custom_forward``, whose variables hold what the router gave until it returns."""
     shared = _shared(r, hidden, shape) if shape.spec.shared_expert_ffn else None
     probabilities, chosen = router.route(r, hidden, shape)
-    out = dispatch.dispatched(
+    out, held = dispatch.dispatched(
         r, hidden, probabilities, chosen, lambda r, x, weights: grouped.experts(r, x, weights, shape), shape
     )
-    return out if shared is None else ops.add(r, out, shared, "experts_and_shared")
+    out = out if shared is None else ops.add(r, out, shared, "experts_and_shared")
+    held.clear()
+    return out
 
 
 def _shared(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:

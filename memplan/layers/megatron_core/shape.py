@@ -111,6 +111,8 @@ class CoreShape:
     """Of the GPU (H100 132, B200 148, GB200 152): flash attention's deterministic backward splits by it."""
     experts: ExpertShape | None = None
     """Of a layer that has them."""
+    core: Version = (0, 20)
+    """Version of Megatron-Core, as far as layers with experts differ."""
 
     asynchronous: bool = True
     """Collectives of a column-parallel layer run beside its products

@@ -64,6 +64,7 @@ def backend(
     head_dim: int,
     dropout: float,
     deterministic: bool,
+    value_dim: int = 0,
     flash_installed: bool = True,
     cudnn: tuple[int, int, int] = (9, 20, 0),
 ) -> CoreAttention:
@@ -73,9 +74,20 @@ def backend(
     possible cuDNN's comes first since Hopper, flash attention before; the unfused one is last.
     """
     fused_works = te_facts.fused_is_possible(
-        te, capability, dtype=dtype, head_dim=head_dim, dropout=dropout, deterministic=deterministic, cudnn=cudnn
+        te,
+        capability,
+        dtype=dtype,
+        head_dim=head_dim,
+        value_dim=value_dim or head_dim,
+        dropout=dropout,
+        deterministic=deterministic,
+        cudnn=cudnn,
     )
-    flash_works = flash_installed and te_facts.flash_is_possible(capability, dtype=dtype, head_dim=head_dim)
+    flash_works = (
+        flash_installed
+        and value_dim in (0, head_dim)
+        and te_facts.flash_is_possible(capability, dtype=dtype, head_dim=head_dim)
+    )
     possible: dict[CoreAttention, bool] = {"fused": fused_works, "flash": flash_works, "unfused": True}
     in_order: list[CoreAttention] = ["fused", "flash"] if capability >= (9, 0) else ["flash", "fused"]
     for one in (*in_order, "unfused"):
@@ -201,8 +213,8 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
     """
     s, b, a, d = q.shape
     dtype, packed = q.dtype, is_packed(q, k, v)
-    likes = (q.shape, k.shape, v.shape)
-    out = r.empty(q.shape, dtype, "context")
+    likes, d_v = (q.shape, k.shape, v.shape), v.shape[-1]
+    out = r.empty((s, b, a, d_v), dtype, "context")
     rng_state = r.empty((2,), "int64", "rng_state")
     statistics = r.empty((b, a, s, 1), "fp32", "softmax_statistics")
     workspaces = te_facts.backward_workspaces(b, s, a, d, shape, grouped=False)
@@ -221,7 +233,7 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
 
     done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal)
     out.node = r.node((q, k, v), (q, k, v, out, *lengths, statistics, rng_state), backward, work=done)
-    return out.view(s, b, a * d)
+    return out.view(s, b, a * d_v)
 
 
 # -- unfused -----------------------------------------------------------------------------------------
@@ -229,7 +241,7 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
 
 def unfused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
     """(s, b, a d) from q, k, v (s, b, a, d). The mask and the scores live until the module returns."""
-    s, b, a, d = q.shape
+    (s, b, a, _), d_v = q.shape, v.shape[-1]
     if not softmax_is_fused(s, b * a, q.dtype):
         problem = "unfused attention of Transformer Engine outside its softmax kernel's sizes is not covered"
         raise PlanError("batch.seq", s, problem)
@@ -245,8 +257,8 @@ def unfused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> T
     if not shape.spec.causal:
         probabilities = _masked(r, probabilities, mask[0])
     probabilities = ops.dropout(r, probabilities, shape.spec.attention_dropout, "attention_dropout")
-    context = ops.matmul(r, probabilities, v, (b * a, s, d), "context")
-    return ops.contiguous(r, context, (s, b, a * d), "context_contiguous")
+    context = ops.matmul(r, probabilities, v, (b * a, s, d_v), "context")
+    return ops.contiguous(r, context, (s, b, a * d_v), "context_contiguous")
 
 
 def softmax_is_fused(s: int, batches: int, dtype: str) -> bool:

@@ -151,6 +151,7 @@ def fused_is_possible(
     *,
     dtype: str,
     head_dim: int,
+    value_dim: int,
     dropout: float,
     deterministic: bool,
     cudnn: tuple[int, int, int],
@@ -159,11 +160,15 @@ def fused_is_possible(
     (``common/fused_attn/fused_attn.cpp``, ``nvte_get_fused_attn_backend``; ``dot_product_attention/utils.py``,
     ``get_attention_backend``).
 
+    Heads of values may be of another size, and on Blackwell 192 features of queries go with 128 of values.
     Deterministic: not before Hopper; on Blackwell not from 2.7 to 2.11, since then without dropout from
     cuDNN 9.18.1.
     """
     largest = 256 if capability == (9, 0) else 128
-    if dtype == "fp32" or capability < (8, 0) or head_dim % 8 or head_dim > largest:
+    latent = (head_dim, value_dim) == (192, 128) and capability >= (10, 0) and cudnn >= (9, 11, 0)
+    if dtype == "fp32" or capability < (8, 0) or head_dim % 8 or value_dim % 8:
+        return False
+    if max(head_dim, value_dim) > largest and not latent:
         return False
     if not deterministic:
         return True

@@ -1,0 +1,192 @@
+"""``megatron/core/transformer/multi_latent_attention.py``, ``MLASelfAttention.forward``: queries, keys and values by
+way of a lower rank, and one rotated key for all heads (``fusions/fused_mla_yarn_rope_apply.py``, ``rope_utils.py``).
+
+Shapes: s sequence, b micro-batch, a heads on this rank, n features of a head without rotation, p with, v of a value;
+the rest of a shape is a shard of the sequence under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ...tape.events import Category, Hold
+from .. import ops
+from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..module import hold_bytes
+from ..recompute import recomputed_reentrant
+from . import te, te_attention
+from .discarded import without_output
+from .ends import keep_mask
+from .shape import CoreShape
+
+NAME = "self_attention"
+Q, Q_DOWN, Q_UP = f"{NAME}.linear_q_proj", f"{NAME}.linear_q_down_proj", f"{NAME}.linear_q_up_proj"
+KV_DOWN, KV_UP = f"{NAME}.linear_kv_down_proj", f"{NAME}.linear_kv_up_proj"
+PROJECTION = f"{NAME}.linear_proj"
+
+CACHED_TABLES = 32
+"""Tables of angles that ``YarnRotaryEmbedding.forward`` keeps, of all layers together (``lru_cache``)."""
+TABLE_ROWS = 4096
+"""``original_max_position_embeddings``: rows of the cosines and sines that a layer begins with."""
+
+
+def uncovered(shape: CoreShape) -> Iterator[str]:
+    """What this recipe does not cover of ``shape``."""
+    if not shape.spec.latent_kv_rank:
+        return
+    if shape.implementation == "local":
+        yield "latent attention in local layers; that of Transformer Engine is covered"
+    if shape.spec.positions != "rotary" or shape.rotary_interleaved:
+        yield "latent attention with other positions than rotary ones"
+    if shape.spec.attention_bias:
+        yield "biases of latent attention's queries, keys and values"
+    if shape.cp > 1:
+        yield "latent attention with context parallelism"
+    if shape.t > 1 and not shape.sequence_parallel:
+        yield "latent attention with tensor parallelism but no sequence parallelism"
+
+
+def weights(shape: CoreShape) -> dict[str, Shape]:
+    """Weights on this rank, in the order in which modules register."""
+    spec, t = shape.spec, shape.t
+    h, a, n, p, v = spec.hidden, spec.heads // t, spec.nope_head_dim, spec.rope_head_dim, spec.value_head_dim
+    q, kv = spec.latent_q_rank, spec.latent_kv_rank
+    queries = {Q_DOWN: (q, h), Q_UP: (a * (n + p), q)} if q else {Q: (a * (n + p), h)}
+    return {PROJECTION: (h, a * v), **queries, KV_DOWN: (kv + p, h), KV_UP: (a * (n + v), kv)}
+
+
+def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
+    """Shapes of the static stand-ins for weight gradients."""
+    return frozenset(weights(shape).values()) if shape.gradient_fusion else frozenset()
+
+
+def tables(shape: CoreShape, layers: int) -> list[Hold]:
+    """What ``YarnRotaryEmbedding`` of every layer keeps: cosines and sines in the layer's dtype, which fused kernels
+    take for the sequence at hand, and, of the last layers, angles in fp32."""
+    rows = shape.s if shape.rope_fusion else TABLE_ROWS
+    p = shape.spec.rope_head_dim
+    cosines = hold_bytes((rows, 1, 1, p), shape.dtype)
+    angles = hold_bytes((shape.s, 1, 1, p), "fp32")
+    found = [
+        Hold(0, cosines, Category.BUFFERS, f"rotary_{part}", (rows, 1, 1, p), shape.dtype) for part in ("cos", "sin")
+    ]
+    inverse = Hold(0, hold_bytes((p // 2,), "fp32"), Category.BUFFERS, "rotary_inverse_frequencies", (p // 2,), "fp32")
+    table = Hold(0, angles, Category.BUFFERS, "rotary_angles", (shape.s, 1, 1, p), "fp32")
+    return (found + [inverse] * 3) * layers + [table] * min(layers, CACHED_TABLES)
+
+
+def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor | None]:
+    """The normed (s, b, h) to (s, b, h) and the bias that is not added yet."""
+    for name, size in weights(shape).items():
+        r.parameter(f"{name}.weight", size, shape.dtype)
+    discard = None
+    compressed = _down(r, hidden, shape)
+    if "mla_up_proj" in shape.recompute_modules:
+        (q, k, v), discard = without_output(r, compressed, lambda r, x, y, z: _up(r, x, y, z, shape))
+    else:
+        q, k, v = _up(r, *compressed, shape)
+    if "core_attn" in shape.recompute_modules:
+        context = recomputed_reentrant(r, lambda r, q, k, v: te_attention.core_attention(r, q, k, v, shape), (q, k, v))
+        keep_mask(r, shape)
+    else:
+        context = te_attention.core_attention(r, q, k, v, shape)
+    if discard is not None:
+        discard(r, context)
+    del compressed
+    return te.row_linear(r, context, PROJECTION, shape, bias=shape.spec.attention_output_bias)
+
+
+def _down(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:
+    """``_qkv_down_projection``: queries of their rank (or the hidden state), keys and values of theirs, and the key
+    that is rotated, gathered along the sequence."""
+    spec, alone = shape.spec, replace(shape, t=1, sequence_parallel=False)
+    q_rank, kv_rank, p = spec.latent_q_rank, spec.latent_kv_rank, spec.rope_head_dim
+    queries = hidden
+    if q_rank:
+        queries, _ = te.column_linear(r, hidden, Q_DOWN, q_rank, alone, bias=False, skip_bias=False)
+    both, _ = te.column_linear(r, hidden, KV_DOWN, kv_rank + p, alone, bias=False, skip_bias=False)
+    lead = both.shape[:-1]
+    keys, rotated = ops.split(r, both, [(*lead, kv_rank), (*lead, p)], "kv_compressed")
+    return queries, keys, _gathered(r, rotated, shape) if shape.sequence_parallel else rotated
+
+
+def _gathered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
+    like, dtype, full = x.shape, x.dtype, (shape.s, *x.shape[1:])
+    return r.output(
+        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_rotated_key_scattered")],
+        full, dtype, "rotated_key_gathered",
+    )  # fmt: skip
+
+
+def _up(r: Recorder, queries: Tensor, keys: Tensor, rotated: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:
+    """``qkv_up_proj_and_rope_apply``: q and k (s, b, a, n + p), v (s, b, a, v), each contiguous."""
+    spec, s, b = shape.spec, shape.s, shape.b
+    sizes = weights(shape)
+    a, n, p, v = spec.heads // shape.t, spec.nope_head_dim, spec.rope_head_dim, spec.value_head_dim
+    q_name = Q_UP if spec.latent_q_rank else Q
+    q = _projected(r, queries, q_name, sizes[q_name][0], shape, normed=spec.qk_norm and bool(spec.latent_q_rank))
+    contiguous = ops.contiguous(r, keys, keys.shape, "kv_compressed_contiguous")
+    kv = _projected(r, contiguous, KV_UP, sizes[KV_UP][0], shape, normed=spec.qk_norm)
+    del contiguous
+    q, kv, rotated = q.view(s, b, a, n + p), kv.view(s, b, a, n + v), rotated.view(s, b, 1, p)
+    if shape.rope_fusion:
+        q = Tensor(q.storage, q.shape, q.dtype, r.node((q,), (), lambda r, gradients: gradients))  # in place
+        k, value = _split_at_once(r, kv, rotated, shape)
+        return q, k, value
+    plain, turned = ops.split(r, q, [(s, b, a, n), (s, b, a, p)], "query_parts")
+    own, value = ops.split(r, kv, [(s, b, a, n), (s, b, a, v)], "kv_parts")
+    turned = _rotary(r, turned, "query", shape)
+    rotated = _rotary(r, rotated, "key", shape)
+    query = ops.cat_last(r, plain, turned, "query")
+    spread = ops.expanded(r, rotated, (s, b, a, p), "rotated_key_spread", copies=False)
+    key = ops.cat_last(r, own, spread, "key")
+    return query, key, ops.contiguous(r, value, (s, b, a, v), "value")
+
+
+def _projected(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, normed: bool) -> Tensor:
+    if normed:
+        out, _ = te.norm_column_linear(r, x, name, f"{name}.layer_norm", n, shape, bias=False, skip_bias=False)
+    else:
+        out, _ = te.column_linear(r, x, name, n, shape, bias=False, skip_bias=False)
+    return out
+
+
+def _split_at_once(r: Recorder, kv: Tensor, rotated: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``fused_mla_rope_kv_split``: key and value in fresh tensors; saves the tables alone."""
+    (s, b, a, _), spec, dtype = kv.shape, shape.spec, kv.dtype
+    like, turned = kv.shape, rotated.shape
+    key = r.empty((s, b, a, spec.nope_head_dim + spec.rope_head_dim), dtype, "key")
+    value = r.empty((s, b, a, spec.value_head_dim), dtype, "value")
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_kv"), r.empty(turned, dtype, "grad_rotated_key")]
+
+    node = r.node((kv, rotated), (), backward, outputs=2)
+    key.node, value.node, value.slot = node, node, 1
+    return key, value
+
+
+def _rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """``_apply_rotary_pos_emb_bshd`` on (s, b, heads, p): neighbours are put apart first."""
+    half = (*x.shape[:-1], x.shape[-1] // 2)
+    even, odd = (ops.slice_last(r, x, half[-1], f"{name}_{part}") for part in ("even", "odd"))
+    x = ops.cat_last(r, even, odd, f"{name}_apart")
+    del even, odd
+    cos, sin = (_table(r, f"{name}_{part}", shape) for part in ("cos", "sin"))
+    plain = ops.elementwise(r, f"{name}_times_cos", (x,), (cos,))
+    first, second = ops.split(r, x, [half, half], f"{name}_chunk")
+    turned = ops.cat_last(r, ops.scale(r, second, f"{name}_negated"), first, f"{name}_rotated")
+    del first, second
+    turned = ops.elementwise(r, f"{name}_times_sin", (turned,), (sin,))
+    return ops.add(r, plain, turned, f"{name}_embedded")
+
+
+def _table(r: Recorder, name: str, shape: CoreShape) -> Tensor:
+    """Cosines or sines (s, 1, 1, p): taken in fp32, scaled and cast."""
+    size = (shape.s, 1, 1, shape.spec.rope_head_dim)
+    whole = [r.empty(size, "fp32", f"{name}_fp32")]
+    whole = [r.empty(size, "fp32", f"{name}_scaled")]
+    table = r.empty(size, shape.dtype, name)
+    whole.clear()
+    return table
