@@ -25,6 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.search import LARGE, cutting, searching  # noqa: E402
 from memplan.allocator.caching import AllocatorSettings, CachingAllocator  # noqa: E402
+from memplan.allocator.limited import replay_within  # noqa: E402
+from memplan.allocator.memory import DeviceMemory  # noqa: E402
 from memplan.allocator.replay import replay  # noqa: E402
 from memplan.estimate import estimate, fold, programs_of  # noqa: E402
 from memplan.frameworks.plain import programs as plain  # noqa: E402, F401 (imported here, so that no plan pays for it)
@@ -189,12 +191,43 @@ def traces() -> Iterator[tuple[str, str]]:
 # -- the allocator ------------------------------------------------------------------------------------
 
 
+LIMITED: tuple[dict[str, str], ...] = (
+    {"framework": "single", "recompute": "full", "mbs": "4", "gbs": "4"},
+    {"framework": "fsdp", "gpus": "8"},
+    {"framework": "deepspeed", "zero": "3", "gpus": "8"},
+    {"framework": "megatron", "tp": "4", "pp": "4", "gpus": "64", "gbs": "128"},
+    {"framework": "megatron", "tp": "2", "pp": "4", "vpp": "2", "gpus": "64", "gbs": "128"},
+)
+"""Plans of Llama 3 8B whose replay within a device's memory is timed."""
+
+
+def limited_ratio() -> float:
+    """The time of a replay within as much memory as it reserves, against that of a replay without a limit."""
+    return median(_limited_ratio(flags) for flags in LIMITED)
+
+
+def _limited_ratio(flags: dict[str, str]) -> float:
+    plan = resolve(read_plan(None, {"model": "llama-3-8b", "gpu": "h100-80gb", **flags}).plan)
+    program, settings = programs_of(plan, Options(kernel_workspaces=True))[0], AllocatorSettings()
+    (unlimited,) = replay((program,), settings, ())
+    memory = DeviceMemory(unlimited.reserved)
+
+    def best(run: Callable[[], object]) -> float:
+        return min(seconds(lambda _: run(), [plan]) for _ in range(7))
+
+    return best(lambda: replay_within(program, settings, (), memory)) / best(lambda: replay((program,), settings, ()))
+
+
 def allocator() -> Iterator[tuple[str, str]]:
     """The example's 32 stages replayed, and one event of a layer's tensors: half of them allocate, half free."""
     plan = resolve(read_plan(EXAMPLE).plan)
     programs = programs_of(plan, Options())
     best = min(seconds(lambda _: replay(programs, AllocatorSettings(), ()), [plan]) for _ in range(3))
     yield f"replay {EXAMPLE}", f"{1e3 * best:.1f} ms for 32 stages"
+    yield (
+        "  within memory that just suffices",
+        f"{limited_ratio():.2f} times as long, in the median of {len(LIMITED)} plans",
+    )
     tape = programs[1].spans[2].module.steady.backward
     sizes = [event.bytes for event in tape if isinstance(event, Hold)]
     pool, rounds = CachingAllocator(), 400

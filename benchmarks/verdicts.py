@@ -205,9 +205,8 @@ Written by `python benchmarks/verdicts.py --markdown docs/verdicts.md`; do not e
 
 What `memplan estimate` says of runs of which it is known what became of them. PyTorch's allocator is replayed within
 the device's memory, less what lies outside PyTorch: `fits` where every request gets its block, `fits-with-retries`
-where cached memory has to be given back for that, `does-not-fit` where a request fails. NCCL's buffers are not
-counted where nobody has published their size; `unknown` says that nobody has published the size of that GPU's CUDA
-context.
+where cached memory has to be given back for that, `tight` where either is so only at the low end of what CUDA and NCCL
+take, `does-not-fit` where a request fails. `unknown`, where nothing is known of a device, is not judged.
 """
 
 _LLAMA = (
@@ -229,7 +228,16 @@ def page(found: Sequence[Judgement]) -> str:
         counts = Counter(one.verdict for one in own if one.estimate is not None)
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
         right = sum(bool(one.right) for one in known)
-        rows.append([name, str(len(own)), str(sum(counts.values())), str(right), str(len(known) - right), verdicts])
+        rows.append(
+            [
+                name,
+                str(len(own)),
+                str(sum(counts.values()) - counts["unknown"]),
+                str(right),
+                str(len(known) - right),
+                verdicts,
+            ]
+        )
     plain = "fits", "not modelled", "unknown"
     told = [one for one in found if one.estimate is not None and (one.case.became != RAN or one.verdict not in plain)]
     lines = [HEAD, "## Files", "", *map(line, rows), "", *_left_out(found)]

@@ -1,8 +1,9 @@
 """A program's events on a device whose memory ends: does every request get its block, and what does that take?
 
-Passes run in parts, as in a replay without a limit, on the supposition that memory suffices. What a part reserves only
-grows, and by as much in whatever order its pools are served; so where it is more than there is in the end, some request
-found no memory, and the part is taken back and run again, one request after the other, in the order in which they come.
+Passes run as in a replay without a limit, on the supposition that memory suffices. What a pass reserves only grows, and
+by as much in whatever order its pools are served; so where it is more than there is in the end, some request found no
+memory. Then the pass is taken back and run in parts, and the part that finds too little again, one request after the
+other, in the order in which they come.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ PART = 512
 class LimitedRank(Rank):
     """A rank that shares a device's memory among its pools. ``OutOfMemoryError`` where a request fails."""
 
-    __slots__ = ("failed_at", "memory")
+    __slots__ = ("failed_at", "memory", "short")
 
     def __init__(self, settings: AllocatorSettings, device: DeviceMemory) -> None:
         super().__init__(settings)
         self.memory = Memory(settings, device, self.small, self.large)
         self.failed_at = 0
         """Which of a pass's operations failed."""
+        self.short: set[int] = set()
+        """Passes that found too little memory before: they are run part by part from the start."""
 
     def new_pool(self, small: bool) -> SegmentPool:
         return self.settings.pool(small, self.memory.total)
@@ -72,6 +75,9 @@ class LimitedRank(Rank):
 
     def run(self, events: Pass, frame: list[int]) -> None:
         self.failed_at = 0
+        if id(events) not in self.short and self.memory.collect_above is None and self._suffices(events, frame):
+            return
+        self.short.add(id(events))
         for part in parts_of(events, PART):
             if self.memory.collect_above is not None or not self._suffices(part, frame):
                 self._run_one_by_one(part, frame)
