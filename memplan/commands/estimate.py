@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -28,12 +29,14 @@ from .output import (
     Quiet,
     console,
     print_json,
+    print_text,
     printing,
     without_collection,
 )
 from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
+    from ..allocator.timeline import Timeline
     from ..device.measured import Measured
     from ..formats.launch import Launch
     from ..result import Estimate
@@ -112,6 +115,9 @@ _SEVERAL = "Side by side"
 
 DOES_NOT_FIT = 1
 
+Form = Literal["text", "json", "csv"]
+"""How the answer is printed."""
+
 
 def estimate(
     plan: PlanOrLaunchFile = None,
@@ -148,8 +154,15 @@ def estimate(
         ),
     ] = None,
     html: Html = None,
+    plot: Annotated[
+        str | None,
+        typer.Option(
+            "--plot", metavar="FILE.svg|png", help="draw the stages, and one over an iteration", rich_help_panel=OUTPUT
+        ),
+    ] = None,
     force: Overwrite = False,
     json: Json = False,
+    csv: Annotated[bool, typer.Option("--csv", help="print one CSV row per stage", rich_help_panel=OUTPUT)] = False,
     quiet: Quiet = False,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="print every stage and every reading", rich_help_panel=OUTPUT)
@@ -170,24 +183,23 @@ def estimate(
             given = f"--from {launch_flags.format}"
             raise typer.BadParameter(f"--explain-args shows arguments of launch scripts, which {given} has none of")
         return _explain(read_launched(plan, launch_flags, flags), json, quiet, no_color)
-    if html is not None:
-        if explain_args or compare or vary or detail is not None:
-            raise typer.BadParameter("--html shows one plan; leave out --compare, --vary, --detail and --explain-args")
-        check_writable(html, force=force)
-    elif force:
-        raise typer.BadParameter("--overwrite is for --html")
-    if detail is not None and json:
-        raise typer.BadParameter("--detail prints text; leave out --json")
+    files = _Files(html, plot, force)
+    files.check(alone=not (explain_args or compare or vary or detail is not None))
+    if csv and (json or explain_args):
+        raise typer.BadParameter(f"--csv and {'--json' if json else '--explain-args'} exclude each other")
+    if detail is not None and (json or csv):
+        raise typer.BadParameter("--detail prints text; leave out --json and --csv")
+    form: Form = "json" if json else "csv" if csv else "text"
     if not compare and not vary:
         read = read_given(plan, launch_flags, flags, traced=True)
         return (
             _detail(read, detail, no_color, verbose)
             if detail is not None
-            else _one(read, _Files(html, force), no_records, json, quiet, verbose, no_color)
+            else _one(read, files, no_records, form, quiet, verbose, no_color)
         )
     if detail is not None:
         raise typer.BadParameter("--detail shows one plan's stage; leave out --compare and --vary")
-    return _several(_variants(plan, launch_flags, flags, compare or (), vary or ()), no_records, json, no_color)
+    return _several(_variants(plan, launch_flags, flags, compare or (), vary or ()), no_records, form, no_color)
 
 
 def _variants(
@@ -226,7 +238,26 @@ class _Files:
     """What is written besides the answer."""
 
     html: str | None
+    plot: str | None
     force: bool
+
+    def check(self, *, alone: bool) -> None:
+        """Refuses before the estimate what would be refused after it; ``alone``: it is of one plan."""
+        given = {flag: file for flag, file in (("--html", self.html), ("--plot", self.plot)) if file is not None}
+        if self.force and not given:
+            raise typer.BadParameter("--overwrite is for --html and --plot")
+        for flag, file in given.items():
+            if not alone:
+                problem = "shows one plan; leave out --compare, --vary, --detail and --explain-args"
+                raise typer.BadParameter(f"{flag} {problem}")
+            check_writable(file, force=self.force)
+        if self.html is not None and self.html == self.plot:
+            raise PlanError("", ABSENT, "is the file of --html, too", origin=Origin("--plot"))
+        if self.plot is not None:
+            from ..report.plot import check_matplotlib, format_of
+
+            format_of(Path(self.plot))
+            check_matplotlib()
 
     def write(self, found: Estimate, known: Measured) -> Iterator[str]:
         """The files that were."""
@@ -238,34 +269,64 @@ class _Files:
                 content = estimate_page(found, tuple(timelines(found, known=known)))
             if write_whole(self.html, content, force=self.force):
                 yield self.html
+        if self.plot is not None:
+            from ..estimate import timelines
+            from ..report.plot import estimate_picture, format_of
+
+            (line,) = timelines(found, (found.peak_stage,), known)
+            content = estimate_picture(found, line, format_of(Path(self.plot)))
+            if write_whole(self.plot, content, force=self.force):
+                yield self.plot
 
 
 def _one(
-    read: ReadPlan, files: _Files, no_records: bool, json: bool, quiet: bool, verbose: bool, no_color: bool
+    read: ReadPlan, files: _Files, no_records: bool, form: Form, quiet: bool, verbose: bool, no_color: bool
 ) -> int:
     known, problem = measured_of(no_records=no_records)
     found = estimated(warned(read, problem), known)
     written = tuple(files.write(found, known))
-    if json:
+    if form == "json":
         from ..report.json import to_json
 
         print_json(to_json(found))
+    elif form == "csv":
+        _csv([read.plan.model.name], [found])
     else:
         from ..report.estimate import print_estimate
 
         with printing():
-            print_estimate(found, console(no_color), verbose=verbose, quiet=quiet, written=written)
+            lines = () if quiet else _drawn(found, known, verbose)
+            print_estimate(found, console(no_color), verbose=verbose, quiet=quiet, lines=lines, written=written)
     return _code([found])
 
 
-def _several(variants: dict[str, ReadPlan], no_records: bool, json: bool, no_color: bool) -> int:
+def _drawn(found: Estimate, known: Measured, verbose: bool) -> tuple[Timeline, ...]:
+    """The fullest stage over an iteration; with ``verbose`` one of each kind."""
+    from ..estimate import timelines
+    from ..report.stages import rows_of
+
+    stages = [found.peak_stage]
+    if verbose:
+        stages = [found.stages.index(row.worst) for row in rows_of(found)]
+    return tuple(timelines(found, stages, known))
+
+
+def _csv(names: Sequence[str], estimates: Sequence[Estimate]) -> None:
+    from ..report.json import to_csv
+
+    print_text(to_csv(names, estimates))
+
+
+def _several(variants: dict[str, ReadPlan], no_records: bool, form: Form, no_color: bool) -> int:
     known, problem = measured_of(no_records=no_records)
     estimates = [estimated(warned(read, problem), known) for read in variants.values()]
     names = list(variants)
-    if json:
+    if form == "json":
         from ..report.json import comparison_to_json
 
         print_json(comparison_to_json(names, estimates))
+    elif form == "csv":
+        _csv(names, estimates)
     else:
         from ..report.comparison import print_comparison
 

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..allocator.timeline import Timeline
 from ..plan.notes import FRAMEWORK_CHOSEN
 from ..result import Estimate, Failure, Judged, StageEstimate, Verdict
 from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
@@ -29,6 +30,7 @@ from .palette import (
     unknown_beyond,
 )
 from .printing import WholeTable, entries, left, plain_table, put, put_line, right
+from .sparkline import timeline_lines
 from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of
 
 
@@ -257,17 +259,24 @@ SHORT_LIST = 3
 
 
 def print_estimate(
-    estimate: Estimate, console: Console, verbose: bool = False, quiet: bool = False, written: Sequence[str] = ()
+    estimate: Estimate,
+    console: Console,
+    verbose: bool = False,
+    quiet: bool = False,
+    lines: Sequence[Timeline] = (),
+    written: Sequence[str] = (),
 ) -> None:
-    """Prints ``estimate``; ``quiet`` only the verdict, ``verbose`` every stage, reading and assumption. ``written`` are
-    files that were."""
+    """Prints ``estimate``; ``quiet`` only the verdict, ``verbose`` every stage, reading and assumption. ``lines`` are
+    timelines of stages to draw, ``written`` files that were written."""
     if quiet:
         put_line(console, verdict(estimate))
     else:
-        put(console, *estimate_report(estimate, console, verbose), *written_lines(written))
+        put(console, *estimate_report(estimate, console, verbose, lines), *written_lines(written))
 
 
-def estimate_report(estimate: Estimate, console: Console, verbose: bool = False) -> Iterator[RenderableType]:
+def estimate_report(
+    estimate: Estimate, console: Console, verbose: bool = False, lines: Sequence[Timeline] = ()
+) -> Iterator[RenderableType]:
     """The verdict, and what follows it, for ``console``'s width."""
     yield verdict(estimate)
     worst = estimate.stages[estimate.peak_stage]
@@ -282,6 +291,9 @@ def estimate_report(estimate: Estimate, console: Console, verbose: bool = False)
     yield Text(_caption(estimate), FAINT)
     yield Text()
     yield stage_breakdown(estimate, worst, console)
+    if lines:
+        yield Text()
+        yield from timeline_lines(estimate, lines, console)
     if verbose:
         yield Text()
         yield _every_reading(estimate)

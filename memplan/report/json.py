@@ -25,6 +25,34 @@ def comparison_to_json(names: Sequence[str], estimates: Sequence[Estimate]) -> d
     return {"schema": SCHEMA, "memplan": __version__, "variants": variants}
 
 
+def to_csv(names: Sequence[str], estimates: Sequence[Estimate]) -> str:
+    """What ``memplan estimate --csv`` prints: a row for each stage of each variant. Sizes in bytes, empty where one is
+    not known."""
+    import csv
+    import io
+
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for at, (name, estimate) in enumerate(zip(names, estimates, strict=True)):
+        for place, stage in enumerate(estimate.stages):
+            row = {"variant": name, "capacity_bytes": estimate.capacity, **_flat(stage_to_json(stage))}
+            if not at and not place:
+                writer.writerow(row)
+            writer.writerow(row.values())
+    return out.getvalue()
+
+
+def _flat(stage: dict[str, Any]) -> dict[str, Any]:
+    """What is in the objects of a stage beside what is not: ``breakdown.activations``; lists with blanks between."""
+    row: dict[str, Any] = {}
+    for key, value in stage.items():
+        if isinstance(value, dict):
+            row.update({f"{key}.{name}": one for name, one in value.items()})
+        else:
+            row[key] = " ".join(map(str, value)) if isinstance(value, list) else value
+    return row
+
+
 def _estimate(estimate: Estimate) -> dict[str, Any]:
     return {
         "plan": Plan.__pydantic_serializer__.to_python(estimate.plan, mode="json"),  # the one that read the plan

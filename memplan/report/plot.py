@@ -1,18 +1,23 @@
-"""``memplan suggest-partition --plot``: memory against time as SVG or PNG, drawn by matplotlib."""
+"""``--plot``: a search's memory against time, or an estimate's stages, as SVG or PNG, drawn by matplotlib."""
 
 from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from ..allocator.timeline import Timeline
 from ..plan.errors import ABSENT, LackingError, Origin, PlanError
+from ..result import Estimate
 from ..search.result import Found, Suggestion
-from .names import GIB
+from ..tape.events import Category
+from .names import GIB, stage_word
+from .palette import COLOURS, shares
+from .stages import limit_of, reading_of
 from .suggestion_words import TimeUnit, difference_pieces, layout_pieces, time_unit
 
 FORMATS = ("svg", "png")
@@ -42,19 +47,78 @@ def check_matplotlib() -> None:
 
 def front_picture(found: Found, form: str) -> bytes:
     """The front of ``found``, the recommended layout, the plan as given, and how much a GPU has."""
+
+    def draw(axes: Any, key: Any) -> None:
+        _draw(axes, found)
+        _key(key, found)
+
+    return _picture(draw, (13, 8), form)
+
+
+def estimate_picture(estimate: Estimate, line: Timeline, form: str) -> bytes:
+    """The stages of ``estimate`` by category, and one of them over an iteration."""
+
+    def draw(axes: Any, over: Any) -> None:
+        _stages(axes, estimate)
+        _iteration(over, estimate, line)
+
+    return _picture(draw, (9, 12), form)
+
+
+def _picture(draw: Callable[[Any, Any], None], widths: tuple[int, int], form: str) -> bytes:
+    """Two axes side by side, as ``draw`` fills them."""
     matplotlib = import_module("matplotlib")
     figure_module = import_module("matplotlib.figure")
     style = {"svg.hashsalt": "memplan", "svg.fonttype": "none", "font.size": 9, "text.color": _INK}
     style |= {"axes.labelcolor": _INK, "axes.edgecolor": "#b8bec7", "xtick.color": _INK, "ytick.color": _INK}
     with matplotlib.rc_context(style):
         figure = figure_module.Figure(figsize=(11, 5.6), layout="constrained")
-        axes, key = figure.subplots(1, 2, width_ratios=(13, 8))
-        _draw(axes, found)
-        _key(key, found)
+        draw(*figure.subplots(1, 2, width_ratios=widths))
         out = io.BytesIO()
         metadata = {"Date": None} if form == "svg" else {"Software": "memplan"}
         figure.savefig(out, format=form, dpi=160, metadata=metadata)
     return out.getvalue()
+
+
+def _plain(axes: Any, title: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="both", color="#e6e9ee", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_title(title, loc="left", fontsize=10)
+
+
+def _stages(axes: Any, estimate: Estimate) -> None:
+    """A bar for each stage, and what may be used."""
+    _plain(axes, f"{estimate.plan.model.name}: {reading_of(estimate.stages[estimate.peak_stage])} memory by stage")
+    labels: dict[str, Any] = {}
+    for stage in estimate.stages:
+        left = 0.0
+        for part in shares(stage):
+            bar = axes.barh(stage.stage, part.size / GIB, left=left, color=part.colour, height=0.8)
+            labels.setdefault(part.label, bar)
+            left += part.size / GIB
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB")
+    axes.set_ylabel(stage_word(estimate.plan))
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    limit = limit_of(estimate)
+    if limit is not None:
+        axes.axvline(limit / GIB, color=_OVER, linestyle="--", linewidth=1.1)
+    axes.legend(
+        labels.values(), labels, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3
+    )
+
+
+def _iteration(axes: Any, estimate: Estimate, line: Timeline) -> None:
+    """Live tensors of one stage, event by event."""
+    of = f" of {stage_word(estimate.plan)} {line.stage}" if len(estimate.stages) > 1 else ""
+    _plain(axes, f"live tensors{of}, whenever one begins or ends")
+    used = [one for one in Category if any(point.by[one] for point in line.points)]
+    rows = [[point.by[one] / GIB for point in line.points] for one in used]
+    axes.stackplot([point.event for point in line.points], rows, colors=[COLOURS[one] for one in used], step="pre")
+    axes.set_xlabel("event of the iteration")
+    axes.set_ylabel("GiB")
+    axes.margins(x=0)
 
 
 def _draw(axes: Any, found: Found) -> None:
@@ -149,4 +213,4 @@ def _mark(axes: Any, one: Suggestion, unit: TimeUnit, colour: str, marker: str, 
     axes.scatter([_x(one)], [one.seconds / unit.seconds], color=colour, marker=marker, s=area, zorder=4, label=label)
 
 
-__all__ = ["check_matplotlib", "format_of", "front_picture"]
+__all__ = ["check_matplotlib", "estimate_picture", "format_of", "front_picture"]

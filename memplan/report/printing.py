@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..plan.errors import one_line
 
-_PLAIN = str.maketrans("–−—×·■│→≤…", "---x.#|><.")
+_PLAIN = str.maketrans("–−—×·■│→≤…▁▂▃▄▅▆▇█", "---x.#|><.._-=+*%#")
 
 
 NARROW = 60
