@@ -219,7 +219,10 @@ class _Shown:
 
     def to_html(self) -> str:
         """The page that the command writes with ``--html``."""
-        raise NotImplementedError
+        from .report.html.page import page
+        from .report.html.reports import converted, wide_console
+
+        return page(repr(self).strip("<>"), *converted(self._report(wide_console())), data={}).decode()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from .report.printing import tidy
