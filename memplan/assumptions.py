@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .frameworks import framework
+from .plan.releases import release
 from .plan.resolved import ResolvedPlan
 from .plan.traced_spec import TracedSpec
 from .tuning_notices import of_tuning
@@ -34,7 +35,12 @@ OLD = (
 
 def plain(plan: ResolvedPlan) -> tuple[str, ...]:
     """Of transformers' models in plain PyTorch."""
-    return (*OLD, *PLAIN[1:]) if plan.code == "2020" else PLAIN
+    if plan.code == "2020":
+        return (*OLD, *PLAIN[1:])
+    if not plan.versions:
+        return PLAIN
+    followed = ", ".join(f"{library} {'.'.join(map(str, release(plan, library)))}" for library in plan.versions)
+    return (f"code followed: {followed}; of other libraries the newest", *PLAIN)
 
 
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
@@ -56,12 +62,10 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
             "logits_to_keep: the labels cover the same tokens; evaluation keeps the logits of these tokens only"
         )
     result += own.layout_assumptions(plan)
-    if plan.attention == "flash" and not own.own_layers:
+    if plan.flash and not own.own_layers:
         result.append(_fused(plan))
     if plan.recompute.mode == "full" and not own.own_layers:
-        result.append(
-            "recompute by torch.utils.checkpoint(use_reentrant=False), which stops recomputing at the last saved tensor"
-        )
+        result.append(RECOMPUTED[bool(plan.recompute.reentrant)])
     return tuple(result)
 
 
@@ -71,7 +75,16 @@ def _fused(plan: ResolvedPlan) -> str:
             "in fp32 scaled_dot_product_attention runs the memory-efficient kernel; the kernel's temporary "
             "tensors in backward are counted as on sm80 and later"
         )
+    if plan.attention != "flash":
+        return f"{plan.attention}: the package's kernel, whose temporary tensors in backward are counted"
     return "PyTorch's own flash attention kernel; the kernel's temporary tensors in backward are counted"
+
+
+RECOMPUTED = {
+    False: "recompute by torch.utils.checkpoint(use_reentrant=False), which stops recomputing at the last saved tensor",
+    True: "recompute by torch.utils.checkpoint(use_reentrant=True), which runs a layer again as a whole",
+}
+"""By reentrance."""
 
 
 FUSED_LOSSES = {

@@ -20,6 +20,7 @@ _MEANT = {
     "--zero 1": ("zero1",),
     "--zero 2": ("zero2",),
     "--zero 3": ("zero3",),
+    "--kbit-preparation": ("prepared", "prepare-model-for-kbit-training"),
     "--sequence-parallel": ("sp", "use-sequence-parallel"),
     "--gpus": ("num-gpus", "ngpus", "n-gpus", "gpu-count", "world-size", "num-devices", "devices", "nnodes", "nodes"),
     "--gpu": ("gpu-type", "gpu-model", "gpu-name", "device", "accelerator"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING
 
+from ..plan.releases import LIBRARIES, Version
 from ..values import dataclass
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ class Family:
     leaves more than its output behind, which is not modelled."""
     conv1d: bool = False
     """Linear layers are transformers' ``Conv1D``, whose weights are transposed."""
+    since: Version = LIBRARIES["transformers"].newest
+    """The first release of transformers whose layers are the recipe's, but for what ``plan.releases`` names."""
     no_flash: str = ""
     """Why its attention does not run in PyTorch's flash kernel."""
     no_4bit: str = ""

@@ -11,6 +11,7 @@ from ..layers.coverage import CORE_GPT, LLAMA
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
 from ..layers.huggingface import Heads, LayerShape, Shared, activation, attention, linear, rms_norm, rotary
 from ..plan.node import Scalar
+from ..plan.releases import ATTENTION_FUNCTIONS, SUMMED_POSITIONS
 from ..plan.spec import ModelSpec
 from .base import HEAD, NO_BIASES, NORM, Config, Family, ModuleNames, Submodules, key
 
@@ -54,10 +55,18 @@ SUBMODULES = {
 
 
 def llama_projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
-    """A projection as (b, a, s, d); queries and keys of Qwen 3 are normed per head."""
+    """A projection as (b, a, s, d)."""
+    return as_heads(r, projection(r, hidden, name, heads, shape), name, heads, shape)
+
+
+def projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
+    return linear(r, hidden, name, heads * shape.spec.head_dim, shape.spec.attention_bias)
+
+
+def as_heads(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
+    """(b, s, a d) as (b, a, s, d); queries and keys of Qwen 3 are normed per head."""
     spec, b, s, d = shape.spec, shape.b, shape.s, shape.spec.head_dim
-    x = linear(r, hidden, name, heads * d, spec.attention_bias)
-    if heads > 1 and (name != "value" or not shape.flash):
+    if heads > 1 and (name != "value" or not shape.flash or shape.lays_out):
         x = ops.copied_gradient(r, x, name)
     if name != "value" and spec.qk_norm:
         return rms_norm(r, x.view(b, s, heads, d), f"{name}_norm").view(b, heads, s, d)
@@ -66,9 +75,17 @@ def llama_projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: 
 
 def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
     spec = shape.spec
-    q = llama_projection(r, hidden, "query", spec.heads, shape)
-    k = llama_projection(r, hidden, "key", spec.kv_heads, shape)
-    v = llama_projection(r, hidden, "value", spec.kv_heads, shape)
+    if shape.transformers >= ATTENTION_FUNCTIONS:
+        q = llama_projection(r, hidden, "query", spec.heads, shape)
+        k = llama_projection(r, hidden, "key", spec.kv_heads, shape)
+        v = llama_projection(r, hidden, "value", spec.kv_heads, shape)
+    else:
+        q = projection(r, hidden, "query", spec.heads, shape)
+        k = projection(r, hidden, "key", spec.kv_heads, shape)
+        v = projection(r, hidden, "value", spec.kv_heads, shape)
+        q = as_heads(r, q, "query", spec.heads, shape)
+        k = as_heads(r, k, "key", spec.kv_heads, shape)
+        v = as_heads(r, v, "value", spec.kv_heads, shape)
     q, k = rotary(r, q, k, shared)
     out, weights = attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)
     out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias)
@@ -102,7 +119,7 @@ def llama_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) 
 def llama_embedding(r: Recorder, shape: LayerShape, *, packed: bool = True) -> Embedded:
     """``LlamaModel.forward`` up to the first layer. ``packed``: its mask looks for packed rows."""
     inputs_embeds = r.embedded(word_embeddings(r, shape))
-    position_ids = positions(r, shape.s)
+    position_ids = positions(r, shape.s, summed=shape.transformers >= SUMMED_POSITIONS)
     mask = causal_mask(r, shape, packed=packed)
     cos, sin = rotary_tables(r, shape)
     return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids))
@@ -131,6 +148,7 @@ LLAMA_FAMILY = Family(
         "down": "mlp.down_proj",
     },
     lora_targets=("q_proj", "v_proj"),
+    since=(4, 45),
     registered=(*ATTENTION, "gate", "up", "down", "attention_norm", "mlp_norm"),
     submodules=SUBMODULES,
 )
@@ -138,6 +156,7 @@ LLAMA_FAMILY = Family(
 MISTRAL = replace(
     LLAMA_FAMILY,
     name="mistral",
+    since=(4, 48),
     config=Config(
         keys={
             **KEYS_BUT_BIASES,
@@ -154,6 +173,7 @@ MISTRAL = replace(
 QWEN2 = replace(
     LLAMA_FAMILY,
     name="qwen2",
+    since=(4, 48),
     config=Config(
         keys={
             **KEYS_BUT_BIASES,
@@ -175,6 +195,7 @@ QWEN2 = replace(
 QWEN3 = replace(
     LLAMA_FAMILY,
     name="qwen3",
+    since=(4, 51),
     config=Config(
         keys={
             **{name: key for name, key in KEYS.items() if name != "mlp_bias"},

@@ -89,6 +89,8 @@ class Supports:
     """transformers' GPT-2 of October 2020."""
     recompute_modules: tuple[str, ...] = ()
     """Parts of a layer that selective recompute can name."""
+    reentrant: bool = True
+    """transformers' layers are recomputed with reentrance, too."""
 
 
 class Framework:
@@ -212,6 +214,10 @@ class Framework:
 
     own_layers = False
     """Layers, attention and recompute are this framework's code, not transformers' or torchtitan's on PyTorch's."""
+
+    def runs_transformers(self, plan: Plan) -> bool:
+        """The model's code is transformers'."""
+        return not self.own_layers
 
     def optimizer_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         """What an estimate takes for granted of the optimizer."""

@@ -296,8 +296,8 @@ class Recorder:
 
     def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False) -> Tensor:
         """A parameter: held elsewhere (static memory), its gradient accumulated here unless it is frozen."""
+        dtype = (self.tuning and self.tuning.dtype_of(name)) or self.stored or dtype
         name = self.prefix + name
-        dtype = self.stored or dtype
         leaf = self.parameters.get(name)
         if leaf is None:
             leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)

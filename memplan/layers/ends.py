@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field
 
+from ..plan.releases import LOSS_FUNCTION, MASKS, MULTIPLIED_ANGLES, PADDED_LABELS, SCALED_ANGLES
 from ..tape.events import Category
 from ..values import dataclass
 from . import ops
@@ -30,9 +31,11 @@ def token_ids(r: Recorder, shape: LayerShape, b: int | None = None) -> Tensor:
     return r.outside((shape.b if b is None else b, shape.s), "int64", Category.INPUTS)
 
 
-def positions(r: Recorder, s: int) -> Tensor:
-    """``torch.arange(s) + past_seen_tokens``."""
+def positions(r: Recorder, s: int, *, summed: bool = True) -> Tensor:
+    """``torch.arange(s) + past_seen_tokens``, or, unless ``summed``, ``torch.arange`` from there."""
     arange = r.empty((s,), "int64", "arange")
+    if not summed:
+        return arange.view(1, s)
     ids = r.empty((s,), "int64", "position_ids")
     del arange
     return ids.view(1, s)
@@ -45,7 +48,7 @@ def causal_mask(r: Recorder, shape: LayerShape, *, window: bool = True, packed: 
     ``window``: with the spec's, if any.
     """
     b, s = shape.b, shape.s
-    if packed:
+    if packed and shape.transformers >= MASKS:
         look_for_packed_rows(r, b, s)
     if shape.flash:
         return None
@@ -93,16 +96,25 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
     """``LlamaRotaryEmbedding.forward``: cos and sin (1, s, d), made in fp32, scaled and cast; d features turn."""
     s, d = shape.s, shape.spec.rotary_features
 
-    def scaled(name: str) -> Tensor:
-        return ops.scale(r, r.empty((1, s, d), "fp32", f"{name}_unscaled"), f"{name}_fp32")
+    def unscaled(name: str) -> Tensor:
+        return r.empty((1, s, d), "fp32", f"{name}_unscaled")
 
-    position_ids = r.empty((1, s, 1), "fp32", "position_ids_fp32")
+    def scaled(x: Tensor, name: str) -> Tensor:
+        return ops.scale(r, x, f"{name}_fp32")
+
+    position_ids: Tensor | None = r.empty((1, s, 1), "fp32", "position_ids_fp32")
     frequencies = r.empty((1, s, d // 2), "fp32", "rotary_frequencies")
-    del position_ids
+    if shape.transformers >= MULTIPLIED_ANGLES:
+        position_ids = None
     angles = r.empty((1, s, d), "fp32", "rotary_angles")
-    cos, sin = scaled("cos"), scaled("sin")
+    if shape.transformers >= SCALED_ANGLES:
+        cos, sin = scaled(unscaled("cos"), "cos"), scaled(unscaled("sin"), "sin")
+    else:
+        cos, sin = unscaled("cos"), unscaled("sin")
+        cos = scaled(cos, "cos")
+        sin = scaled(sin, "sin")
     tables = ops.cast(r, cos, shape.dtype, "cos"), ops.cast(r, sin, shape.dtype, "sin")
-    del frequencies, angles, cos, sin
+    del position_ids, frequencies, angles, cos, sin
     return tables
 
 
@@ -127,7 +139,8 @@ def mlm_transform(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
 def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor]:
     """The language-model head and its loss: ``(loss, logits)``, with the logits as the model returns them.
 
-    Causal: ``ForCausalLMLoss`` (``loss/loss_utils.py``) upcasts the logits to fp32 and pads the labels.
+    Causal: ``ForCausalLMLoss`` (``loss/loss_utils.py``) upcasts the logits to fp32 and pads the labels; before 4.46
+    the model itself upcasts them, and returns them so.
     BERT: the cross entropy is taken in the logits' own dtype.
     """
     spec, b, s, dtype = shape.spec, shape.b, shape.s, shape.dtype
@@ -143,12 +156,39 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor
     if not spec.causal:
         return cross_entropy(r, logits, token_ids(r, shape)), logits
     upcast = ops.cast(r, logits, "fp32", "logits_fp32", Category.LOGITS)
+    if shape.transformers < LOSS_FUNCTION:
+        logits = upcast
+    if shape.transformers < PADDED_LABELS:
+        return shifted_loss(r, upcast, shape), logits
     labels = shifted = r.empty((b, s + 1), "int64", "labels_padded")
     if b > 1:
         shifted = r.empty((b, s), "int64", "labels_shifted")
     loss = cross_entropy(r, upcast, shifted)
     del upcast, labels
     return loss, logits
+
+
+def shifted_loss(r: Recorder, logits: Tensor, shape: LayerShape) -> Tensor:
+    """The loss of transformers before 4.49, which shifts a copy of the upcast logits."""
+    shifted = all_but_last(r, logits)
+    labels = token_ids(r, shape)
+    if shape.b > 1:
+        labels = r.empty((shape.b, shape.s - 1), "int64", "labels_shifted")
+    loss = cross_entropy(r, shifted, labels)
+    del shifted, labels
+    return loss
+
+
+def all_but_last(r: Recorder, logits: Tensor) -> Tensor:
+    """``logits[..., :-1, :].contiguous()``: a copy, but of one sequence; the gradient is laid into zeros."""
+    b, s, v = whole = logits.shape
+    dtype, logits_of = logits.dtype, Category.LOGITS
+    sliced = r.node((logits,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_logits_sliced", logits_of)])
+    view = Tensor(logits.storage, (b, s - 1, v), dtype, sliced)
+    if b == 1:
+        return view
+    copied = r.empty(view.shape, dtype, "logits_shifted", logits_of)
+    return copied.by(r.node((view,), (), lambda r, gradients: gradients))
 
 
 def cross_entropy(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:

@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..families import family
+from ..plan.releases import ATTENTION_FUNCTIONS, GROUPED_SDPA, LIBRARIES, STRIDED_SDPA, Version
 from ..plan.spec import ModelSpec
 from ..values import dataclass
 from . import ops
 from .autograd import Recorder, Shape, Tensor
-from .fused_attention import flash_attention
+from .fused_attention import flash_attention, second_inside, third_inside
 from .tuning import Layer as Linear
 from .tuning import plain_linear, tuned_linear
+
+NEWEST = LIBRARIES["transformers"].newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,25 @@ class LayerShape:
     flash: bool
     stored: str = ""
     """dtype of buffers, and of parameters before they are cast for a forward pass; empty if it is ``dtype``."""
+    transformers: Version = NEWEST
+    """The release whose code this is."""
+    reentrant: bool = False
+    """Recomputed layers are so with reentrance."""
+    package: str = ""
+    """dtype to which a package's flash attention casts queries, keys and values; empty where sdpa takes them."""
+
+    third: bool = False
+    """The package is flash-attn 3."""
+
+    @property
+    def repeats(self) -> bool:
+        """sdpa's caller repeats heads of keys and values."""
+        return not self.package and self.transformers < GROUPED_SDPA and self.spec.heads > self.spec.kv_heads
+
+    @property
+    def lays_out(self) -> bool:
+        """sdpa's caller copies values."""
+        return self.repeats or (not self.package and ATTENTION_FUNCTIONS <= self.transformers < STRIDED_SDPA)
 
 
 @dataclass(slots=True)
@@ -231,12 +253,35 @@ def attention(
     """The attention that the plan names, on (b, a, s, d), giving (b, s, a d); flash's output lies as its queries."""
     if not shape.flash:
         return eager_attention(r, q, k, v, shared, shape)
-    out = flash_attention(r, q.tensor, k.tensor, v.tensor, causal=shape.spec.causal)
     b, a, s, d = q.tensor.shape
+    q, k, v = given(r, q, k, v, shape)
+    inside = third_inside if shape.third else second_inside
+    out = flash_attention(r, q.tensor, k.tensor, v.tensor, causal=shape.spec.causal, inside=inside)
     if q.transposed:
         return out.view(b, s, a * d), None
     out = ops.contiguous(r, out, (b, s, a * d), "attention_contiguous")
     return out, None
+
+
+def given(r: Recorder, q: Heads, k: Heads, v: Heads, shape: LayerShape) -> tuple[Heads, Heads, Heads]:
+    """As the kernel's caller hands them over: a package's in 16 bits (``integrations/flash_attention.py``); sdpa's of
+    earlier releases with heads repeated and laid out one by one (``integrations/sdpa_attention.py``)."""
+    if shape.package:
+        names = ("query", "key", "value")
+        cast = [ops.cast(r, x.tensor, shape.package, f"{name}_flash") for x, name in zip((q, k, v), names, strict=True)]
+        return Heads(cast[0], q.transposed), Heads(cast[1], k.transposed), Heads(cast[2], v.transposed)
+    if shape.repeats:
+        k, v = repeated(r, k, shape.spec.heads, "key"), repeated(r, v, shape.spec.heads, "value")
+    if ATTENTION_FUNCTIONS <= shape.transformers < STRIDED_SDPA:
+        return laid_out(r, q, "query"), laid_out(r, k, "key"), laid_out(r, v, "value")
+    return q, k, v
+
+
+def laid_out(r: Recorder, x: Heads, name: str) -> Heads:
+    """``x.contiguous()``."""
+    if not x.transposed:
+        return x
+    return Heads(ops.contiguous(r, x.tensor, x.tensor.shape, f"{name}_contiguous"), False)
 
 
 def weights_before(r: Recorder, shape: LayerShape, dtype: str | None = None) -> Tensor | None:

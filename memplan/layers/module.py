@@ -66,6 +66,8 @@ class Tapes:
     """Id of the input's gradient; 0 where there is none (an embedding)."""
     end: Tape = ()
     """When the whole model's forward has ended: what autocast's cache alone still held is dropped."""
+    output_dtype: str = ""
+    """Of the output."""
 
     @cached_property
     def forward_fold(self) -> Excursion:
@@ -348,12 +350,12 @@ def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, 
     _convert(recorder, run)
     middle = len(recorder.events)
     recorder.forwards = len(recorder.work)
-    output = 0
+    output, dtype = 0, ""
     if run.output is not None:
-        output = recorder.hand_over(run.output)
+        output, dtype = recorder.hand_over(run.output), run.output.dtype
         if run.output.node is None:
             recorder.close()
-            return Tapes(renamed(recorder.tape(), ids.known()), (), output, 0), ids
+            return Tapes(renamed(recorder.tape(), ids.known()), (), output, 0, output_dtype=dtype), ids
         root = [run.output]
         gradient = [
             recorder.outside(root[0].shape, root[0].dtype, Category.TEMPORARIES, GRAD_OUTPUT, options.drops_gradient)
@@ -374,7 +376,7 @@ def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, 
     hook(Hook.AFTER_BACKWARD)
     recorder.close()
     forward = renamed(recorder.tape(0, ended), ids.known())
-    return Tapes(forward, recorder.tape(middle), output, grad_input, recorder.tape(ended, middle)), ids
+    return Tapes(forward, recorder.tape(middle), output, grad_input, recorder.tape(ended, middle), dtype), ids
 
 
 def _convert(recorder: Recorder, run: Run) -> None:

@@ -90,7 +90,9 @@ def recomputed_reentrant(recorder: Recorder, region: Callable[..., Tensor], inpu
         start = len(r.events)
         r.seam("recompute")
         leaves = [r.leaf(Tensor(*part), "input") for part in parts]
+        cache, r.casts = r.casts, {}  # autocast is entered anew, and its cache ends with it
         again = region(r, *(x for x, _ in leaves))
+        r.casts = cache
         r.settle(start)
         r.backward([again.alias()], [gradient.alias()])
         return [leaf.take() for _, leaf in leaves]

@@ -36,6 +36,12 @@ class FourBit:
     """Scales in 8 bits, with scales of their own."""
     dtype: str
     """Of the weight before it was quantised, and of what ``dequantize_4bit`` makes."""
+    copied: bool = True
+    """Every weight has a copy of the table of 8-bit values of its scales."""
+
+    @property
+    def copies_code(self) -> bool:
+        return self.double and self.copied
 
     def blocks(self, elements: int) -> int:
         return -(-elements // BLOCK)
@@ -67,10 +73,20 @@ class Tuning:
     """Dtype in which quantised layers compute."""
     input_requires_grad: bool = False
     """The embedding's output requires a gradient (``enable_input_require_grads``)."""
+    fp32: bool = False
+    """Parameters are in fp32 (peft, ``utils/other.py``, ``prepare_model_for_kbit_training``),"""
+    not_fp32: frozenset[str] = frozenset()
+    """but for these, by the recipes' names."""
 
     def trains(self, name: str) -> bool:
         """Whether the parameter ``name`` is trained."""
         return name.endswith(ADAPTERS) or (self.base and name not in self.frozen)
+
+    def dtype_of(self, name: str) -> str | None:
+        """The dtype of the parameter ``name``, where that is not the one of what it meets."""
+        if self.adapters is not None and name.endswith(ADAPTERS):
+            return self.adapters.dtype
+        return "fp32" if self.fp32 and name not in self.not_fp32 else None
 
     def adapts(self, name: str) -> bool:
         """Whether the linear layer ``name`` has an adapter."""
@@ -135,12 +151,16 @@ def lora(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
 
 
 def lora_four_bit(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
-    """``lora.Linear4bit.forward``: the base layer's output is cloned, and the adapter's cast before they are added."""
+    """``lora.Linear4bit.forward``: the base layer's output is cloned, and the adapter's cast before they are added, but
+    under autocast, which casts the adapter's own inputs."""
     result = base_layer(r, x, layer)
     result = cloned(r, result, f"{layer.name}_clone")
-    x = ops.cast(r, x, adapters.dtype, f"{layer.name}_lora_input")
+    converts = r.autocast is None
+    if converts:
+        x = ops.cast(r, x, adapters.dtype, f"{layer.name}_lora_input")
     output = delta(r, x, layer, adapters)
-    output = ops.cast(r, output, result.dtype, f"{layer.name}_lora_cast")
+    if converts:
+        output = ops.cast(r, output, result.dtype, f"{layer.name}_lora_cast")
     return ops.add(r, result, output, f"{layer.name}_with_lora")
 
 

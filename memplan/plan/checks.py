@@ -13,6 +13,7 @@ from ..frameworks import Framework, framework, frameworks
 from .environment import REFUSED
 from .errors import ABSENT, PlanError
 from .plan import Plan
+from .releases import LIBRARIES, needed, parsed, shown
 from .resolved import ResolvedPlan
 from .section import MOST_CHUNKS, FrameworkSection
 from .spec import ModelSpec
@@ -218,9 +219,56 @@ def check_recompute(plan: ResolvedPlan) -> None:
             if value not in (None, "uniform"):
                 problem = f"needs recompute.mode full, not {recompute.mode}"
                 raise PlanError(f"recompute.{name}", value, problem)
-    elif recompute.layers is not None and recompute.layers > plan.model.layers:
+    _check_reentrance(plan)
+    if recompute.mode == "full" and recompute.layers is not None and recompute.layers > plan.model.layers:
         problem = f"must be at most the {plan.model.layers} layers of the model"
         raise PlanError("recompute.layers", recompute.layers, problem)
+
+
+def check_versions(plan: Plan) -> None:
+    """Releases that are not followed, or that do not go together."""
+    own = framework(plan.framework)
+    for name, version in plan.versions.items():
+        if name not in LIBRARIES:
+            problem = f"is no library whose releases are followed: {', '.join(LIBRARIES)}"
+            raise PlanError(f"versions.{name}", version, problem, known=LIBRARIES)
+        parts = version.split(".")
+        if not 2 <= len(parts) <= 3 or not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts):
+            raise PlanError(f"versions.{name}", version, "must be a release such as 4.48.1")
+        if not own.runs_transformers(plan):
+            problem = f"must be left out with framework {plan.framework}, whose model's code is its own"
+            raise PlanError(f"versions.{name}", version, problem)
+        library = LIBRARIES[name]
+        if not library.oldest <= parsed(version)[:2] <= library.newest:
+            problem = f"must be {shown(library.oldest)} to {shown(library.newest)}: the releases that are followed"
+            raise PlanError(f"versions.{name}", version, problem)
+    if plan.torch is not None and plan.versions.get("torch") not in (None, plan.torch):
+        raise PlanError("versions.torch", plan.versions["torch"], f"must be {plan.torch}, which torch says")
+    for name, version in plan.versions.items():
+        for other, lowest in needed(name, parsed(version)).items():
+            if other in plan.versions and parsed(plan.versions[other]) < lowest:
+                problem = f"must be {shown(lowest)} or later with {name} {version}, which asks for it"
+                raise PlanError(f"versions.{other}", plan.versions[other], problem)
+
+
+def check_attention(plan: ResolvedPlan) -> None:
+    """Implementations whose kernels nobody has described yet."""
+    if plan.attention == "flex_attention":
+        problem = "is not modelled: PyTorch compiles its kernel; choose flash_attention_2, flash (sdpa) or eager"
+        raise PlanError("attention", plan.attention, problem)
+
+
+def _check_reentrance(plan: ResolvedPlan) -> None:
+    """``use_reentrant`` belongs to gradient checkpointing of transformers' layers."""
+    value, own = plan.recompute.reentrant, framework(plan.framework)
+    if value is None:
+        return
+    if plan.recompute.mode != "full" or not own.runs_transformers(plan):
+        problem = "must be left out without full recompute of transformers' layers"
+        raise PlanError("recompute.reentrant", value, problem)
+    if value:
+        problem = "with reentrance (transformers before 5 asks for it; --no-use-reentrant leaves it out)"
+        require(plan, "recompute.reentrant", value, "false", "reentrant", what=f"recompute {problem}")
 
 
 def check_code(plan: ResolvedPlan) -> None:

@@ -42,6 +42,7 @@ _KIND_OF_PATH = {
     "pipeline.partition": Kind.PARTITION,
     "device_map": Kind.DEVICE_MAP,
     "environment": Kind.VARIABLES,
+    "versions": Kind.VARIABLES,
 }
 
 

@@ -26,7 +26,7 @@ StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
 OptimizerImplementation = Literal["foreach", "for-loop", "fused", "apex", "bitsandbytes", "transformers"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 RecomputeMode = Literal["none", "selective", "full"]
-AttentionImplementation = Literal["eager", "flash"]
+AttentionImplementation = Literal["eager", "flash", "flash_attention_2", "flash_attention_3", "flex_attention"]
 LossKind = Literal["plain", "vocab-parallel", "adaptive-softmax", "liger", "cut", "chunked"]
 ScheduleName = Literal["1f1b", "gpipe"]
 
@@ -184,6 +184,12 @@ class Recompute(Section):
         "all)",
         json_schema_extra={"flag": "--recompute-layers"},
     )
+    reentrant: bool | None = Field(
+        None,
+        description="transformers, full recompute: torch.utils.checkpoint's use_reentrant; default: the release's "
+        "(transformers before 5, without trl from 0.27: true)",
+        json_schema_extra={"flag": "--use-reentrant"},
+    )
     modules: tuple[RecomputeModule, ...] | None = Field(
         None,
         max_length=8,
@@ -283,7 +289,9 @@ class Plan(Section, Terse):
     recompute: Recompute = Recompute.model_construct()
     attention: AttentionImplementation | None = Field(
         None,
-        description="eager (scores are stored) or flash attention; default: flash where framework and dtype support it",
+        description="eager (scores are stored); flash: the framework's flash attention, with transformers that of "
+        "PyTorch's sdpa; flash_attention_2: the package's, which keeps its kernel with sliding windows; default: flash "
+        "where framework and dtype support it, flash_attention_2 from a sliding window on",
     )
     code: Literal["current", "2020"] = Field(
         "current",
@@ -309,6 +317,12 @@ class Plan(Section, Terse):
         default_factory=dict,
         description="environment variables that change memory, as PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True",
         json_schema_extra={"flag": "--env"},
+    )
+    versions: dict[str, str] = Field(
+        default_factory=dict,
+        description="releases of the libraries around a model of transformers, as transformers=4.48.1,peft=0.13.2; "
+        "trl: its SFTTrainer runs the model; default: the newest that are followed, and no trl",
+        json_schema_extra={"flag": "--versions"},
     )
     torch: str | None = Field(
         None,

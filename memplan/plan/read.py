@@ -227,7 +227,9 @@ def _placed(field: PlanField, value: Node, root: Origin) -> Node:
 def _flag_value(field: PlanField, value: str | tuple[str, ...], origin: Origin) -> Node:
     if field.kind is Kind.VARIABLES:
         pairs = (value,) if isinstance(value, str) else value
-        return Node(dict(_variable(pair, origin) for pair in pairs), origin)
+        if field.path == "versions":
+            pairs = tuple(part.strip() for pair in pairs for part in pair.split(",") if part.strip())
+        return Node(dict(_variable(field, pair, origin) for pair in pairs), origin)
     text = value if isinstance(value, str) else ",".join(value)
     if field.kind is Kind.MODEL:
         return Node(text, origin)
@@ -236,10 +238,10 @@ def _flag_value(field: PlanField, value: str | tuple[str, ...], origin: Origin) 
     return field_value(field, scalar(text, origin))
 
 
-def _variable(pair: str, origin: Origin) -> tuple[str, Node]:
+def _variable(field: PlanField, pair: str, origin: Origin) -> tuple[str, Node]:
     name, equals, value = pair.partition("=")
     if not equals or not name:
-        raise PlanError("environment", pair, "must be NAME=VALUE", origin=origin)
+        raise PlanError(field.path, pair, "must be NAME=VALUE", origin=origin)
     return name, Node(value, origin)
 
 

@@ -12,6 +12,7 @@ from ..families import family
 from ..frameworks import Framework, framework
 from ..frameworks.base import OLD_BLOCK_SIZE
 from .checks import (
+    check_attention,
     check_batch,
     check_code,
     check_environment,
@@ -23,11 +24,24 @@ from .checks import (
     check_sections,
     check_sizes,
     check_trainer,
+    check_versions,
 )
 from .errors import PlanError
 from .loss_checks import check_loss
 from .optimizer_checks import check_optimizer
-from .plan import DEFAULT_SEQ, AttentionImplementation, Batch, Hardware, Layout, Loss, Optimizer, Plan
+from .plan import (
+    DEFAULT_SEQ,
+    AttentionImplementation,
+    Batch,
+    Hardware,
+    Layout,
+    Loss,
+    Optimizer,
+    Plan,
+    Precision,
+    Recompute,
+)
+from .releases import TRL_16_BIT_ADAPTERS, has_trl, reentrant, release
 from .resolved import ResolvedPlan
 from .sizes import headroom_bytes
 from .tuning_checks import check_tuning
@@ -50,6 +64,7 @@ CHECKS = (
     check_precision,
     check_optimizer,
     check_recompute,
+    check_attention,
     check_sections,
     check_loss,
     check_tuning,
@@ -63,7 +78,10 @@ CHECKS = (
 def resolve(plan: Plan) -> ResolvedPlan:
     """``plan`` with every default filled in, or a ``PlanError`` that names the field that cannot be."""
     check_model(plan.model)
+    check_versions(plan)
     own = framework(plan.framework)
+    precision = _precision(plan)
+    plan = plan.model_copy(update={"precision": precision})
     layout = own.default_layout(plan)
     gpus, dp = _ranks(plan.hardware, layout, own.default_gpus(plan))
     hardware = plan.hardware.model_copy(update={"gpus": gpus, "capacity": _capacity(plan.hardware)})
@@ -74,16 +92,14 @@ def resolve(plan: Plan) -> ResolvedPlan:
             "hardware": hardware,
             "layout": layout,
             "batch": _batch(plan, gpus, dp),
-            "precision": plan.precision.model_copy(
-                update={"gradients": plan.precision.gradients or own.default_gradients(plan)}
-            ),
+            "precision": precision.model_copy(update={"gradients": precision.gradients or own.default_gradients(plan)}),
             "optimizer": _optimizer(plan, own),
-            "recompute": own.default_recompute(plan),
+            "recompute": _recompute(plan, own),
             "loss": _loss(plan, own),
             "lora": _lora(plan),
             "quantisation": _quantisation(plan),
-            "attention": plan.attention or own.default_attention(plan) or _attention(plan),
-            "torch": plan.torch or ("1.6" if plan.code == "2020" else own.default_torch),
+            "attention": _named(plan, own) or own.default_attention(plan) or _attention(plan),
+            "torch": plan.torch or plan.versions.get("torch") or ("1.6" if plan.code == "2020" else own.default_torch),
             **own.default_sections(plan, hardware, layout),
         },
     )
@@ -142,6 +158,14 @@ def _optimizer(plan: Plan, own: Framework) -> Optimizer:
     return optimizer.model_copy(update={"implementation": optimizer.implementation or default})
 
 
+def _recompute(plan: Plan, own: Framework) -> Recompute:
+    """The framework's, with or without reentrance where layers are transformers'."""
+    recompute = own.default_recompute(plan)
+    if recompute.mode != "full" or recompute.reentrant is not None or not own.runs_transformers(plan):
+        return recompute
+    return recompute.model_copy(update={"reentrant": reentrant(plan)})
+
+
 def _loss(plan: Plan, own: Framework) -> Loss:
     kind, cutoffs = plan.loss.kind or own.default_loss(plan), plan.loss.cutoffs
     if kind == "adaptive-softmax" and cutoffs is None:
@@ -149,13 +173,23 @@ def _loss(plan: Plan, own: Framework) -> Loss:
     return plan.loss.model_copy(update={"kind": kind, "cutoffs": cutoffs})
 
 
+def _precision(plan: Plan) -> Precision:
+    """bitsandbytes' models are loaded in 16 bits, under autocast, too (``BitsAndBytesConfig``)."""
+    precision = plan.precision
+    if plan.quantisation.kind == "none" or not precision.autocast or precision.parameters is not None:
+        return precision
+    return precision.model_copy(update={"parameters": precision.dtype})
+
+
 def _lora(plan: Plan) -> Lora:
-    """peft's targets for the family, and its adapters' dtype."""
+    """peft's targets for the family, and its adapters' dtype: fp32, but that newer trl casts those beside 4-bit weights
+    to bf16."""
     lora = plan.lora
     if lora.rank is None:
         return lora
     targets = family(plan.model.family).lora_targets if lora.targets is None else lora.targets
-    return lora.model_copy(update={"targets": targets, "dtype": lora.dtype or "fp32"})
+    cast = has_trl(plan) and release(plan, "trl") >= TRL_16_BIT_ADAPTERS and plan.quantisation.kind != "none"
+    return lora.model_copy(update={"targets": targets, "dtype": lora.dtype or ("bf16" if cast else "fp32")})
 
 
 def _quantisation(plan: Plan) -> Quantisation:
@@ -165,8 +199,18 @@ def _quantisation(plan: Plan) -> Quantisation:
     return quantisation.model_copy(update={"compute": quantisation.compute or plan.precision.dtype})
 
 
+def _named(plan: Plan, own: Framework) -> AttentionImplementation | None:
+    """The attention that the plan names. A package's kernel is the framework's own where that has one."""
+    packages = ("flash_attention_2", "flash_attention_3")
+    return "flash" if plan.attention in packages and not own.runs_transformers(plan) else plan.attention
+
+
 def _attention(plan: Plan) -> AttentionImplementation:
-    """Flash, but for code that is older than it, for families without it, and for fp32, which its kernel does not
-    take."""
-    fp32 = plan.precision.dtype == "fp32" or plan.quantisation.prepared
-    return "eager" if plan.code == "2020" or fp32 or bool(family(plan.model.family).no_flash) else "flash"
+    """PyTorch's flash kernel, but for code that is older than it, for families without it, and for fp32, which it does
+    not take. From a sliding window on, where sdpa has a mask and leaves that kernel, ``flash_attention_2``."""
+    prepared = plan.quantisation.prepared and not plan.precision.autocast
+    if plan.code == "2020" or plan.precision.dtype == "fp32" or prepared or family(plan.model.family).no_flash:
+        return "eager"
+    window, seq = plan.model.sliding_window, plan.batch.seq or min(plan.model.positions_max, DEFAULT_SEQ)
+    masked = window is not None and seq >= window and framework(plan.framework).runs_transformers(plan)
+    return "flash_attention_2" if masked else "flash"

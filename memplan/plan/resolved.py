@@ -42,6 +42,11 @@ class ResolvedPlan(Plan, defer_build=True):
         torch: str
 
     @property
+    def flash(self) -> bool:
+        """Attention runs in a fused kernel, which never holds all scores."""
+        return self.attention != "eager"
+
+    @property
     def sequences(self) -> int:
         """Sequences in one micro-batch of a rank; the Trainer's DataParallel default multiplies ``mbs``."""
         return self.batch.mbs * (self.hardware.gpus if self.batch.multiply_by_visible_gpus else 1)

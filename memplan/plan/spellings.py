@@ -22,7 +22,9 @@ _DTYPES = {
 """PyTorch's names, without ``torch.``."""
 
 _ATTENTION = {
-    **dict.fromkeys(("flash-attention-2", "flash-attention-3", "flash-attention", "flash-attn", "fa2", "fa3"), "flash"),
+    **dict.fromkeys(("flash-attention", "flash-attn"), "flash"),
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
     "sdpa": None,
 }
 """transformers' ``attn_implementation``. ``sdpa`` takes the best kernel there is, as a plan does that names none."""

@@ -28,10 +28,6 @@ def check_tuning(plan: ResolvedPlan) -> None:
             "must be left out: adapters and 4-bit weights of an architecture without a recipe are not modelled "
             f"(model_type {plan.model.family})",
         )
-    if plan.precision.autocast:
-        problem = "must be false (bf16 and fp16 of a Trainer ask for it) with adapters, 4-bit or frozen parameters: "
-        problem += "memplan models these in 16 bits throughout"
-        raise PlanError("precision.autocast", True, problem)
     if plan.code != "current":
         _refuse(plan, "must be left out with code 2020")
     if plan.loss.kind not in ("plain", "liger"):
@@ -88,9 +84,6 @@ def _check_quantisation(plan: ResolvedPlan) -> None:
     if why := family(plan.model.family).no_4bit:
         problem = f"must be none for family {plan.model.family}: {why}"
         raise PlanError("quantisation.kind", quantisation.kind, problem)
-    if quantisation.prepared and plan.attention == "flash":
-        problem = "must be eager with quantisation.prepared: hidden states are fp32, and the flash kernel needs 16 bits"
-        raise PlanError("attention", "flash", problem)
 
 
 def _check_frozen(plan: ResolvedPlan) -> None:

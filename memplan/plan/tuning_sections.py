@@ -64,8 +64,9 @@ class Quantisation(FrameworkSection):
     )
     prepared: bool = Field(
         False,
-        description="prepare_model_for_kbit_training: cast embedding, norms and head to fp32",
-        json_schema_extra={"flag": "--prepared"},
+        description="peft's prepare_model_for_kbit_training: cast embedding, norms and head to fp32 (trl before 0.26 "
+        "casts embedding and head back in bf16 training)",
+        json_schema_extra={"flag": "--kbit-preparation"},
     )
 
 

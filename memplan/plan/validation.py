@@ -89,7 +89,7 @@ def _path(prefix: str, location: tuple[str | int, ...]) -> str:
         if part == "[key]":
             break
         longer = f"{path}.{part}" if path else str(part)
-        if plan_fields().get(path) is not None and path not in ("model", "device_map", "environment"):
+        if plan_fields().get(path) is not None and path not in ("model", "device_map", "environment", "versions"):
             break
         path = longer
     return path

@@ -112,7 +112,13 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
         ({"model": "llama-3-8b", "lora_rank": 8, "double_quantisation": "true"}, "quantisation.kind is none"),
         ({"model": "falcon-7b", "lora_rank": 8, "quantisation": "nf4"}, "class of their own"),
         (
-            {"model": "llama-3-8b", "lora_rank": 8, "quantisation": "nf4", "prepared": "true", "attention": "flash"},
+            {
+                "model": "llama-3-8b",
+                "lora_rank": 8,
+                "quantisation": "nf4",
+                "kbit_preparation": "true",
+                "attention": "flash",
+            },
             "fp32",
         ),
         ({"model": "falcon-7b", "lora_rank": 8, "lora_targets": "dense"}, "query_key_value"),
@@ -162,7 +168,11 @@ def test_any_tuned_plan_has_readings_in_order_and_categories_that_sum(
     else:
         flags |= {"lora-rank": 4, "lora-targets": "all-linear"}
     if tuning in ("four-bit", "prepared") and model != "bert-large":
-        flags |= {"quantisation": "nf4", "double-quantisation": "true", "prepared": str(tuning == "prepared").lower()}
+        flags |= {
+            "quantisation": "nf4",
+            "double-quantisation": "true",
+            "kbit-preparation": str(tuning == "prepared").lower(),
+        }
     if liger and model != "bert-large":
         flags["loss"] = "liger"
     for stage in estimate(plan(**flags)).stages:

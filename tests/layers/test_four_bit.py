@@ -55,7 +55,7 @@ class Case:
             "quantisation": self.kind,
             "double-quantisation": str(self.double).lower(),
             "compute-dtype": self.compute,
-            "prepared": str(self.prepared).lower(),
+            "kbit-preparation": str(self.prepared).lower(),
         }
 
 

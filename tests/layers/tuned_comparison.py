@@ -48,6 +48,11 @@ def config_of(model: str) -> transformers.PreTrainedConfig:
 
 def program_of(model: str, folder: Path, flags: Mapping[str, str]) -> Program:
     config_of(model).to_json_file(folder / "config.json", use_diff=False)
+    return planned(folder, flags)
+
+
+def planned(folder: Path, flags: Mapping[str, str]) -> Program:
+    """Of the model whose configuration is in ``folder``."""
     settings = {"model": str(folder), "framework": "single", "optimizer": "adamw", **flags}
     (program,) = plain.programs(resolve(read_plan(None, settings).plan), Options(accumulates_in_place=False))
     return program

@@ -33,6 +33,8 @@ VALUES: dict[str, tuple[str, object]] = {
     "deepspeed.overlap_comm": ("true", True),
     "device_map": ("{0: 0-2}", {0: (0, 1, 2)}),
     "environment": ("A=b=c", {"A": "b=c"}),
+    "recompute.reentrant": ("true", True),
+    "versions": ("transformers=5.0.1, peft=0.20", {"transformers": "5.0.1", "peft": "0.20"}),
     "torch": ("2.7", "2.7"),
     "headroom": ("5%", "5%"),
     "experts.imbalance": ("1.5", "1.5"),

@@ -24,7 +24,7 @@ from .test_step import model_flags, of, sizes
 QLORA = {"lora-rank": "8", "lora-targets": "all-linear", "lora-dropout": "0.1", "dtype": "bf16", "attention": "eager"}
 SETTINGS: dict[str, dict[str, str]] = {
     "double": {"quantisation": "nf4", "double-quantisation": "true", "gbs": "4"},
-    "prepared": {"quantisation": "nf4", "double-quantisation": "true", "prepared": "true", "recompute": "full"},
+    "prepared": {"quantisation": "nf4", "double-quantisation": "true", "kbit-preparation": "true", "recompute": "full"},
     "fp4": {"quantisation": "fp4", "compute-dtype": "fp32", "mbs": "3", "seq": "37"},
     "ddp": {"quantisation": "nf4", "double-quantisation": "true", "framework": "ddp", "gpus": "4", "gbs": "8"},
 }

@@ -14,7 +14,7 @@ from ...plan.errors import PlanError
 from ...plan.framework_sections import Deepspeed
 from ...plan.plan import Optimizer
 from ...plan.resolved import ResolvedPlan
-from ..plain.programs import check_flash
+from ..plain.programs import check_flash, check_release
 
 
 class Zero(Deepspeed):
@@ -43,11 +43,12 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     """Refuses what DeepSpeed refuses, and what these recipes do not cover."""
     check_zero(zero)
     check_covered(plan.model, TRANSFORMERS, plan.framework)
+    check_release(plan)
     known = family(plan.model.family)
     if known.submodules is None:
         others = ", ".join(one.name for one in families() if one.submodules is not None)
         raise PlanError("model.family", plan.model.family, f"has no table of hooks; {others} have")
-    if plan.attention == "flash":
+    if plan.flash:
         check_flash(plan)
     if plan.recompute.mode == "full":
         check_recompute(plan.model)

@@ -46,6 +46,7 @@ class Deepspeed(Framework):
         losses=("plain",),
         last_logits=False,
         autocast=False,
+        reentrant=False,
         gradients_in_fp32=True,
         code_2020=False,
     )

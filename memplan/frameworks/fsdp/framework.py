@@ -46,6 +46,7 @@ class Fsdp(Framework):
         losses=("plain", "vocab-parallel"),
         last_logits=False,
         autocast=False,
+        reentrant=False,
         code_2020=False,
     )
 
@@ -81,6 +82,9 @@ class Fsdp(Framework):
         if layout.pp == 1 or "reshard_after_forward" in plan.fsdp.model_fields_set:
             return {}
         return {"fsdp": plan.fsdp.model_copy(update={"reshard_after_forward": False})}
+
+    def runs_transformers(self, plan: Plan) -> bool:
+        return plan.fsdp.code == "transformers"
 
     def check(self, plan: ResolvedPlan) -> None:
         if plan.layout.tp == 1 and plan.loss.kind == "vocab-parallel":

@@ -70,6 +70,7 @@ class Megatron(Framework):
         ),
         last_logits=False,
         autocast=False,
+        reentrant=False,
         gradients_in_fp32=True,
         code_2020=False,
         recompute_modules=("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"),

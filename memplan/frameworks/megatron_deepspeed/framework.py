@@ -43,6 +43,7 @@ class MegatronDeepspeed(Framework):
         losses=("plain", "vocab-parallel", "adaptive-softmax"),
         last_logits=False,
         autocast=False,
+        reentrant=False,
         gradients_in_fp32=True,
         code_2020=False,
     )

@@ -22,11 +22,12 @@ from ...layers.ends import Embedding
 from ...layers.fused_losses import PLAIN, HeadLoss
 from ...layers.huggingface import Layer, LayerShape, Shared
 from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
-from ...layers.recompute import recomputed
+from ...layers.recompute import recomputed, recomputed_reentrant
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...optimizers.states import full, optimizer_states
 from ...plan.errors import PlanError
 from ...plan.loss_checks import liger_version
+from ...plan.releases import MASKS, casts_back, parsed, release, shown
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
 from ...plan.tuning_checks import is_tuned
@@ -35,7 +36,7 @@ from ...tape.events import INPUT, Category, Drop, Event, Hold, Stretch, Tape
 from ...tape.program import Program, Span
 from . import trainer
 from .buffers import buffers, inputs
-from .rows import Kinds, Row, kinds_of, layer_row, layers, with_leaf
+from .rows import Kinds, LayerKind, Row, kinds_of, layer_row, layers, with_leaf
 from .step import FOUND_INF, SCALER, optimizer_step, registered, trainer_step
 from .tuned import check_tuned, shared_table, trained_only, trains_layers, tuned_states, tuning_of
 
@@ -79,10 +80,12 @@ def layer_module(
     options: Options,
     ended: frozenset[int] = frozenset(),
     requires_grad: bool = True,
+    dtype: str = "",
 ) -> Module:
-    """One layer of the family. The first one is the last to let go of shared tensors: ``ended``."""
+    """One layer of the family, on hidden states in ``dtype`` if these are not as the embedding gives them. The first
+    one is the last to let go of shared tensors: ``ended``."""
     recipe = layer_recipe(shape, recompute, ended, code)
-    return build("layer", recipe, hidden_interface(shape, requires_grad, options.autocast), options)
+    return build("layer", recipe, hidden_interface(shape, requires_grad, options.autocast, dtype), options)
 
 
 def layer_recipe(shape: LayerShape, recompute: bool, ended: frozenset[int], code: str = "current") -> Recipe:
@@ -93,6 +96,8 @@ def layer_recipe(shape: LayerShape, recompute: bool, ended: frozenset[int], code
         assert x is not None
         shared = shared_tensors(r, shape, ended)
         hidden = x
+        if recompute and shape.reentrant:
+            return Run(recomputed_reentrant(r, lambda r, x: recipe_of(r, x, shared, shape), (hidden,)))
         if recompute:
             return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)))
         return Run(recipe_of(r, x, shared, shape))
@@ -139,19 +144,28 @@ def _is_drop_of_input(event: Event) -> TypeGuard[Drop]:
     return isinstance(event, Drop) and event.tensor == INPUT
 
 
-def hidden_interface(shape: LayerShape, requires_grad: bool = True, autocast: str | None = None) -> Interface:
+def hidden_interface(
+    shape: LayerShape, requires_grad: bool = True, autocast: str | None = None, dtype: str = ""
+) -> Interface:
     """Hidden states between layers; BERT's come out of a norm, which autocast runs in fp32."""
     from_norm = autocast is not None and shape.spec.norm_place == "post"
-    return Interface((shape.b, shape.s, shape.spec.hidden), "fp32" if from_norm else shape.dtype, requires_grad)
+    dtype = dtype or ("fp32" if from_norm else shape.dtype)
+    return Interface((shape.b, shape.s, shape.spec.hidden), dtype, requires_grad)
 
 
 @lru_cache(maxsize=1024)
 def end_modules(
-    shape: LayerShape, code: str, options: Options, head_loss: HeadLoss = PLAIN, requires_grad: bool = True
+    shape: LayerShape,
+    code: str,
+    options: Options,
+    head_loss: HeadLoss = PLAIN,
+    requires_grad: bool = True,
+    dtype: str = "",
 ) -> tuple[Module, Module | None, Module]:
     """Embedding, final norm (``None`` for post-norm models), head with loss.
 
-    ``requires_grad``: a layer before the norm is trained, or the embedding.
+    ``requires_grad``: a layer before the norm is trained, or the embedding. ``dtype``: of the hidden states that layers
+    leave, if not as the embedding gives them.
     """
     spec = shape.spec
 
@@ -178,18 +192,16 @@ def end_modules(
         assert x is not None
         return Run(ends.final_norm(r, x, shape))
 
-    interface = hidden_interface(shape, requires_grad, options.autocast)
+    interface = hidden_interface(shape, requires_grad, options.autocast, dtype)
     tuning = options.tuning
     normed = spec.final_norm and (tuning is None or tuning.trains("final_norm.weight"))
-    from_norm = options.autocast is not None and spec.final_norm and spec.norm == "layernorm"
-    into_head = replace(
-        interface, dtype="fp32" if from_norm else interface.dtype, requires_grad=requires_grad or normed
-    )
     tied = frozenset({"word.weight"}) if spec.tied_embeddings else frozenset()
+    last_norm = build("final_norm", norm, interface, options) if spec.final_norm else None
+    given = last_norm.first.output_dtype if last_norm is not None else interface.dtype
     return (
         build("embedding", embed, Interface(None, shape.dtype), options, tied),
-        build("final_norm", norm, interface, options) if spec.final_norm else None,
-        build("head", head, into_head, options),
+        last_norm,
+        build("head", head, replace(interface, dtype=given, requires_grad=requires_grad or normed), options),
     )
 
 
@@ -214,10 +226,22 @@ def _everything(embedding: Module) -> frozenset[int]:
 def layer_shape(plan: ResolvedPlan) -> LayerShape:
     """Sizes of one micro-batch."""
     spec = of_any_depth(plan.model)
-    dtype = "fp32" if plan.quantisation.prepared else plan.precision.stored
+    in_fp32 = plan.quantisation.prepared and not casts_back(plan)
+    dtype = "fp32" if in_fp32 else plan.precision.stored
     stored = plan.fsdp.parameters if plan.framework == "fsdp" and plan.fsdp.parameters != dtype else ""
-    stored = plan.precision.dtype if plan.quantisation.prepared else stored
-    return LayerShape(spec, plan.sequences, plan.batch.seq, dtype, plan.attention == "flash", stored)
+    stored = plan.precision.dtype if in_fp32 else stored
+    return LayerShape(
+        spec,
+        plan.sequences,
+        plan.batch.seq,
+        dtype,
+        plan.flash,
+        stored,
+        release(plan, "transformers"),
+        bool(plan.recompute.reentrant),
+        plan.precision.dtype if plan.flash and plan.attention != "flash" else "",
+        plan.attention == "flash_attention_3",
+    )
 
 
 def head_loss(plan: ResolvedPlan) -> HeadLoss:
@@ -253,6 +277,7 @@ def check(plan: ResolvedPlan) -> None:
     """Refuses what these recipes do not cover."""
     recompute, precision = plan.recompute, plan.precision
     check_covered(plan.model, TRANSFORMERS, plan.framework)
+    check_release(plan)
     if recompute.mode == "full":
         check_recompute(plan.model)
     if recompute.mode == "selective":
@@ -263,27 +288,44 @@ def check(plan: ResolvedPlan) -> None:
     if precision.gradients != precision.stored:
         problem = f"must be {precision.stored}: gradients have the parameters' dtype in this framework"
         raise PlanError("precision.gradients", precision.gradients, problem)
-    if plan.attention == "flash":
+    if plan.flash:
         check_flash(plan)
     check_tuned(plan)
 
 
+def check_release(plan: ResolvedPlan) -> None:
+    """Releases of transformers whose layers nobody has compared with the recipes."""
+    known, named = family(plan.model.family), plan.versions.get("transformers")
+    if named is None:
+        return
+    if parsed(named) < known.since:
+        problem = f"must be {shown(known.since)} or later for family {known.name}: earlier layers are not modelled"
+        raise PlanError("versions.transformers", named, problem)
+    if parsed(named) < MASKS and not plan.flash:
+        problem = f"must be flash or flash_attention_2 with transformers {named}: masks of releases before "
+        raise PlanError("attention", "eager", f"{problem}{shown(MASKS)} are not modelled")
+
+
 def check_flash(plan: ResolvedPlan) -> None:
-    """Where PyTorch would not take its flash kernel (``sdp_utils.cpp``), another one has another footprint."""
-    spec, seq = plan.model, plan.batch.seq
+    """Where PyTorch would not take its flash kernel (``sdp_utils.cpp``), another one has another footprint. The
+    package's takes windows (``window_size``), and casts what it is given to 16 bits."""
+    spec, seq, named = plan.model, plan.batch.seq, plan.attention
     check_kernel(spec)
     if plan.precision.dtype == "fp32":
-        raise PlanError(
-            "attention", "flash", "must be eager with dtype fp32: the flash kernel takes fp16 and bf16 only"
-        )
+        raise PlanError("attention", named, "must be eager with dtype fp32: the flash kernel takes fp16 and bf16 only")
     if spec.head_dim > 256:
-        raise PlanError(
-            "attention", "flash", f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}"
-        )
+        problem = f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}"
+        raise PlanError("attention", named, problem)
+    if named != "flash":
+        return
+    if plan.quantisation.prepared and not plan.precision.autocast:
+        problem = "must be eager or flash_attention_2 with quantisation.prepared and without autocast: hidden states "
+        raise PlanError("attention", named, problem + "are fp32, and sdpa's flash kernel needs 16 bits")
     if spec.sliding_window is not None and seq >= spec.sliding_window:
         problem = (
-            f"must be eager for sequences of {seq}: from the sliding window of {spec.sliding_window} on transformers "
-            f"passes a mask, and PyTorch leaves its flash kernel; --seq {spec.sliding_window - 1} needs none"
+            f"must be flash_attention_2 or eager for sequences of {seq}: from the sliding window of "
+            f"{spec.sliding_window} on transformers passes a mask, and PyTorch leaves its flash kernel; "
+            f"--seq {spec.sliding_window - 1} needs none"
         )
         raise PlanError("attention", "flash", problem)
 
@@ -299,23 +341,26 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     check(plan)
     shape, options = layer_shape(plan), recipe_options(plan, options)
     autocast, tuning = options.autocast, options.tuning
-    embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan))
+    recompute, later = plan.recompute.mode == "full", ""
+    if tuning is not None and tuning.fp32:
+        later = layer_module(shape, recompute, plan.code, options).first.output_dtype
+    embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan), dtype=later)
     if not embedding.first.backward and not trains_layers(plan, tuning):
-        embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan), False)
+        embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan), False, later)
     returning = head.first.grad_input != 0
     waits = plan.model.tied_embeddings and plan.loss.kind != "chunked"  # each chunk has a backward of its own
     if waits and (tuning is None or tuning.trains("word.weight")):
         embedding, head = with_waiting_gradient(embedding, head)
 
-    def make(options: Options, ended: frozenset[int], requires_grad: bool) -> Module:
-        return layer_module(shape, plan.recompute.mode == "full", plan.code, options, ended, requires_grad)
+    def make(kind: LayerKind, ended: frozenset[int]) -> Module:
+        return layer_module(shape, recompute, plan.code, kind.options, ended, kind.requires_grad, kind.dtype)
 
     def kinds(numbers: Iterable[int]) -> Kinds:
-        return kinds_of(plan, options, bool(embedding.first.backward), numbers)
+        return kinds_of(plan, options, bool(embedding.first.backward), numbers, later)
 
     everything = _everything(embedding) - {EMBEDDED}
     numbers = range(plan.model.layers) if plan.device_map is None else plan.device_map[min(plan.device_map)]
-    row, kept = layer_row(make, kinds(numbers), everything, plan.recompute.mode == "full", (MASK, FULL_MASK))
+    row, kept = layer_row(make, kinds(numbers), everything, recompute, (MASK, FULL_MASK))
     if keeps_embedded(shape):
         leaf = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
         embedding, row, kept = _with_embedded(embedding, row, kept, leaf and _passes_embeddings_on(shape))
@@ -326,7 +371,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         middle = layers(row, layer_names(plan.model.layers))
         return (_program(plan, shape, 0, (*first, *middle, *normed, *last), options),)
     assert plan.device_map is not None
-    hidden, dtype = (shape.b, shape.s, shape.spec.hidden), hidden_interface(shape, autocast=autocast).dtype
+    hidden = (shape.b, shape.s, shape.spec.hidden)
+    dtype = hidden_interface(shape, autocast=autocast, dtype=later).dtype
     devices = sorted(plan.device_map)
     result = []
     going = True

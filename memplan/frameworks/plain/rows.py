@@ -21,6 +21,8 @@ class LayerKind(NamedTuple):
     options: Options
     requires_grad: bool
     """Their input requires a gradient."""
+    dtype: str = ""
+    """Of their input, if not as the embedding gives it."""
 
 
 Kinds = list[tuple[LayerKind, int]]
@@ -29,15 +31,15 @@ Kinds = list[tuple[LayerKind, int]]
 Row = list[tuple[Module, int]]
 """Modules in a row, and how many equal ones follow one another."""
 
-Make = Callable[[Options, frozenset[int], bool], Module]
-"""A layer by its options, the shared tensors that it ends, and whether its input requires a gradient."""
+Make = Callable[[LayerKind, frozenset[int]], Module]
+"""A layer of a kind, and the shared tensors that it ends."""
 
 
-def kinds_of(plan: ResolvedPlan, options: Options, from_start: bool, numbers: Iterable[int]) -> Kinds:
+def kinds_of(plan: ResolvedPlan, options: Options, from_start: bool, numbers: Iterable[int], later: str = "") -> Kinds:
     """Those of the layers ``numbers``.
 
     Nothing before the first layer that is trained requires a gradient, unless the embedding's output does:
-    ``from_start``.
+    ``from_start``. ``later``: dtype of what a layer leaves to the next one, if not as the embedding gives it.
     """
     numbers = tuple(numbers)
     tuning, ahead = options.tuning, plan.frozen.layers
@@ -45,8 +47,11 @@ def kinds_of(plan: ResolvedPlan, options: Options, from_start: bool, numbers: It
         return [(LayerKind(options, True), len(numbers))]
     frozen = replace(options, tuning=frozen_layer(tuning))
     first_trained = ahead if trains_layers(plan, tuning) else plan.model.layers
-    kinds = (LayerKind(frozen if i < ahead else options, from_start or i > first_trained) for i in numbers)
-    return [(kind, len(tuple(equal))) for kind, equal in groupby(kinds)]
+
+    def kind(i: int) -> LayerKind:
+        return LayerKind(frozen if i < ahead else options, from_start or i > first_trained, later if i else "")
+
+    return [(same, len(tuple(equal))) for same, equal in groupby(map(kind, numbers))]
 
 
 def layer_row(
@@ -59,13 +64,13 @@ def layer_row(
     """
     row: Row = []
     ended: frozenset[int] = frozenset()
-    for (options, requires_grad), count in kinds:
-        inner = make(options, frozenset(), requires_grad)
+    for kind, count in kinds:
+        inner = make(kind, frozenset())
         keeps = everything if recompute and inner.first.backward else everything & inner.saved_shared
         while count and keeps - ended:
             fresh = keeps - ended
             fresh = fresh - {masks[1]} if masks[0] in fresh else fresh
-            row.append((make(options, fresh, requires_grad), 1))
+            row.append((make(kind, fresh), 1))
             ended |= fresh
             count -= 1
         if count:

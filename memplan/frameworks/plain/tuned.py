@@ -15,9 +15,13 @@ from ...optimizers.states import EMBEDDINGS, State, optimizer_states
 from ...plan.errors import PlanError
 from ...plan.lora import adapted
 from ...plan.plan import Optimizer
+from ...plan.releases import CODE_COPIED, casts_back, release
 from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import is_tuned
 from ...tape.events import Category, Hold, rounded
+
+ENDS = {"word.weight", "position.weight", "head.weight"}
+"""What trl casts back: ``lm_head``, ``embed_tokens``, ``wte``, ``wpe`` (``peft_module_casting_to_bf16``)."""
 
 Groups = tuple[tuple[tuple[Parameter, ...], int], ...]
 """Parameters of each module of a device, and how many such modules follow one another."""
@@ -34,7 +38,10 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
         adapters = Adapters(lora.rank, adapted(plan), lora.dropout, lora.dtype)
     four_bit = None
     if quantisation.kind != "none":
-        four_bit = FourBit(quantisation.double, plan.precision.dtype)
+        copies = release(plan, "bitsandbytes") >= CODE_COPIED
+        four_bit = FourBit(quantisation.double, plan.precision.dtype, copies)
+    prepared = quantisation.prepared
+    linear = {f"{name}.{one}" for name in family(plan.model.family).linear_layers for one in ("weight", "bias")}
     return Tuning(
         base=adapters is None,
         frozen=frozenset({*EMBEDDINGS, "embedding_norm.weight", "embedding_norm.bias"})
@@ -44,6 +51,8 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
         four_bit=four_bit,
         compute=quantisation.compute or plan.precision.dtype,
         input_requires_grad=plan.recompute.mode == "full",
+        fp32=prepared,
+        not_fp32=frozenset(linear | (ENDS if casts_back(plan) else set())) if prepared else frozenset(),
     )
 
 
@@ -105,8 +114,9 @@ def stored(dtype: str) -> tuple[State, ...]:
             return 0
         return hold_bytes((-(-four_bit.blocks(parameter.elements) // NESTED_BLOCK),), "fp32")
 
-    def of_doubled(size: int) -> State:
-        return State("", kept, lambda p: size if p.four_bit is not None and p.four_bit.double else 0)
+    def nested_code(parameter: Parameter) -> int:
+        four_bit = parameter.four_bit
+        return hold_bytes((NESTED_CODE,), "fp32") if four_bit is not None and four_bit.copies_code else 0
 
     kept = Category.PARAMETERS
     code = hold_bytes((CODE,), "fp32")
@@ -115,8 +125,8 @@ def stored(dtype: str) -> tuple[State, ...]:
         State("absmax", kept, scales),
         State("code", kept, lambda parameter: code if parameter.four_bit is not None else 0),
         State("nested_absmax", kept, nested_scales),
-        replace(of_doubled(hold_bytes((NESTED_CODE,), "fp32")), name="nested_code"),
-        replace(of_doubled(rounded(4)), name="offset"),
+        State("nested_code", kept, nested_code),
+        State("offset", kept, lambda p: rounded(4) if p.four_bit is not None and p.four_bit.double else 0),
     )
 
 

@@ -1,0 +1,152 @@
+"""Releases of the libraries that fine-tuning runs: which are followed, which go together, and where their code changed.
+
+A plan names them (``versions``); the newest is the default. Where the code of a release differs in what it allocates,
+its first release stands here under a name, with file and function; recipes compare with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..values import dataclass
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What is followed of a library."""
+
+    oldest: Version
+    newest: Version
+    needs: tuple[tuple[Version, Mapping[str, Version]], ...] = ()
+    """From a release on, the lowest releases of others that its metadata asks for (``setup.py``, ``requirements.txt``,
+    ``pyproject.toml``), or that its code refuses to run without."""
+
+
+LIBRARIES: Mapping[str, Library] = {
+    "transformers": Library(
+        (4, 45),
+        (5, 23),
+        (
+            ((4, 45), {"accelerate": (0, 26)}),
+            ((5, 0), {"accelerate": (1, 1)}),
+            ((5, 23), {"peft": (0, 20)}),  # integrations/peft.py, MIN_PEFT_VERSION
+        ),
+    ),
+    "peft": Library((0, 12), (0, 21)),
+    "trl": Library(
+        (0, 11),
+        (1, 9),
+        (
+            ((0, 11), {"transformers": (4, 40)}),
+            ((0, 12), {"transformers": (4, 46), "accelerate": (0, 34)}),
+            ((0, 19), {"transformers": (4, 51), "accelerate": (1, 4)}),
+            ((0, 20), {"transformers": (4, 53, 2), "accelerate": (1, 4)}),
+            ((0, 21), {"transformers": (4, 55), "accelerate": (1, 4)}),
+            ((0, 24), {"transformers": (4, 56, 1), "accelerate": (1, 4)}),
+        ),
+    ),
+    "accelerate": Library((0, 26), (1, 15)),
+    "bitsandbytes": Library((0, 43), (0, 50)),
+    "torch": Library((2, 4), (2, 13)),
+}
+"""By the name under which pip installs them. trl is a training loop of its own: only a plan that names it has it."""
+
+# -- transformers
+
+LOSS_FUNCTION: Version = (4, 46)
+"""Logits are upcast in the loss (``loss/loss_utils.py``, ``ForCausalLMLoss``); before, the model's ``forward`` upcasts
+them and returns them in fp32 (``models/llama/modeling_llama.py``, ``LlamaForCausalLM.forward``)."""
+
+PADDED_LABELS: Version = (4, 49)
+"""Labels are padded and shifted; before, logits are, in a contiguous copy (``ForCausalLMLoss``)."""
+
+ATTENTION_FUNCTIONS: Version = (4, 48)
+"""Models share attention functions: each projection is seen as heads at once, and ``integrations/sdpa_attention.py``
+makes queries, keys and values contiguous, whatever the mask."""
+
+GROUPED_SDPA: Version = (4, 54)
+"""sdpa takes fewer key heads as they are, from PyTorch 2.5 (``use_gqa_in_sdpa``); before, they are repeated."""
+
+STRIDED_SDPA: Version = (4, 56)
+"""sdpa takes queries, keys and values as they lie."""
+
+SCALED_ANGLES: Version = (4, 51)
+"""Cosines are made and scaled before sines (``LlamaRotaryEmbedding.forward``); before, both are made, then scaled."""
+
+MASKS: Version = (4, 53)
+"""Masks of eager attention are made as today, and packed rows are looked for (``masking_utils.py``)."""
+
+MULTIPLIED_ANGLES: Version = (5, 23)
+"""Angles are a product of numbers; up to 5.2 at least of matrices, and positions in fp32 stay in a variable
+(``LlamaRotaryEmbedding.forward``)."""
+
+SUMMED_POSITIONS: Version = (5, 0)
+"""Positions are counted from nought and what was seen before is added (``LlamaModel.forward``); before, they are
+counted from there."""
+
+NOT_REENTRANT: Version = (5, 0)
+"""``gradient_checkpointing_enable`` asks for ``use_reentrant=False`` (``modeling_utils.py``); before, for ``True``."""
+
+# -- trl, SFTTrainer
+
+TRL_NOT_REENTRANT: Version = (0, 27)
+"""``SFTConfig.__post_init__`` asks for ``use_reentrant=False``."""
+
+TRL_16_BIT_ADAPTERS: Version = (0, 26)
+"""4-bit models are not prepared (``prepare_model_for_kbit_training``), and adapters beside them are cast to bf16;
+before, they are prepared, and with bf16 head and embeddings are cast back (``trainer/utils.py``,
+``peft_module_casting_to_bf16``)."""
+
+# -- bitsandbytes
+
+CODE_COPIED: Version = (0, 46)
+"""Every doubly quantised weight has a copy of the table of 8-bit values (``functional.py``, ``quantize_blockwise``);
+before, all share one."""
+
+
+def parsed(version: str) -> Version:
+    return tuple(int(part) for part in version.split("."))
+
+
+def release(plan: Plan, library: str) -> Version:
+    """The release of ``library`` that the plan runs."""
+    named = plan.versions.get(library)
+    return parsed(named) if named is not None else LIBRARIES[library].newest
+
+
+def has_trl(plan: Plan) -> bool:
+    """trl's SFTTrainer runs the model."""
+    return "trl" in plan.versions
+
+
+def reentrant(plan: Plan) -> bool:
+    """Gradient checkpointing's default."""
+    if has_trl(plan) and release(plan, "trl") >= TRL_NOT_REENTRANT:
+        return False
+    return release(plan, "transformers") < NOT_REENTRANT
+
+
+def casts_back(plan: Plan) -> bool:
+    """After ``prepare_model_for_kbit_training``, trl casts head and embeddings to bf16 again, where the Trainer is told
+    to train in bf16."""
+    told = plan.precision.autocast and plan.precision.dtype == "bf16"
+    return told and has_trl(plan) and release(plan, "trl") < TRL_16_BIT_ADAPTERS
+
+
+def needed(name: str, version: Version) -> Mapping[str, Version]:
+    """The lowest releases of other libraries that this one asks for."""
+    found: Mapping[str, Version] = {}
+    for first, needs in LIBRARIES[name].needs:
+        found = needs if version >= first else found
+    return found
+
+
+def shown(version: Version) -> str:
+    """As it is written."""
+    return ".".join(map(str, version))

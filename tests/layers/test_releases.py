@@ -1,0 +1,120 @@
+"""Releases of transformers and peft: a training step against recorded ones of their own code.
+
+Each release is installed in an environment of its own, so its steps are on file: ``python -m
+tests.layers.test_releases`` records those of the transformers and the peft that it finds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+RECORDED = Path(__file__).with_name("release_steps.json")
+S, RANK = 64, 8
+LLAMA = {
+    "vocab_size": 1003,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "hidden_size": 192,
+    "intermediate_size": 448,
+    "max_position_embeddings": 160,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Llama in bf16 in one setting."""
+
+    transformers: str
+    b: int
+    recompute: str = "none"
+    attention: str = "flash"
+    autocast: bool = False
+    lora: bool = False
+    peft: str = "0.13.2"
+
+    def __str__(self) -> str:
+        words = [self.transformers, f"b{self.b}", self.recompute, self.attention]
+        return "-".join([*words, *["autocast"] * self.autocast, *[f"peft-{self.peft}"] * self.lora])
+
+    def settings(self) -> dict[str, int]:
+        """Before 4.48 sdpa's callers have no variables for keys and values once these are repeated."""
+        early = self.transformers < "4.48" and self.attention == "flash"
+        return LLAMA | {"num_key_value_heads": 6} if early else LLAMA
+
+    def flags(self) -> dict[str, str]:
+        flags = {
+            "dtype": "bf16",
+            "attention": self.attention,
+            "recompute": self.recompute,
+            "mbs": str(self.b),
+            "seq": str(S),
+            "versions": f"transformers={self.transformers},peft={self.peft}",
+        }
+        if self.autocast:
+            flags |= {"autocast": "true", "autocast-parameters": "bf16"}
+        if self.lora:
+            flags |= {"lora-rank": str(RANK), "lora-targets": "q_proj,v_proj,o_proj", "lora-dropout": "0.1"}
+        return flags
+
+
+RELEASES = ("4.45.2", "4.48.1", "4.57.1")
+CASES = (
+    *(Case(release, b, recompute) for release in RELEASES for b, recompute in ((1, "none"), (2, "none"), (2, "full"))),
+    *(Case("4.48.1", 2, "full", "flash_attention_2", autocast, lora=True) for autocast in (False, True)),
+    Case("4.48.1", 1, "none", "flash_attention_2", lora=True),
+    Case("4.57.1", 2, "full", "flash_attention_2", autocast=True, lora=True),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_step_of_a_release(case: Case, tmp_path: Path) -> None:
+    """Parameters, what is held before, and every event of forward and backward."""
+    from .test_against_transformers import drops_sorted, named, peak, sizes, without_scalars  # of today's release
+    from .tuned_comparison import events, planned
+
+    step = json.loads(RECORDED.read_text(encoding="utf-8"))[str(case)]
+    config = {"model_type": "llama", **case.settings()}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    program = planned(tmp_path, case.flags())
+    ends = [one for span in program.spans for _ in span.names for one in named(span.module, span.module.first.end)]
+    forward = sizes([*events(program, False), *ends])
+    backward = sizes(without_scalars(events(program, True)))
+    assert program.parameters() == step["parameters"]
+    assert drops_sorted(forward) == drops_sorted(step["forward"])
+    assert [size for size in backward if size > 0] == [size for size in step["backward"] if size > 0]
+    assert sorted(backward) == sorted(step["backward"])
+    if case.recompute == "none":
+        assert drops_sorted(backward) == drops_sorted(step["backward"])
+    assert peak(0, forward + backward) == peak(0, [*step["forward"], *step["backward"]])
+
+
+def record() -> None:
+    """Writes the steps of what is installed into ``RECORDED``, beside those of other releases."""
+    import transformers
+
+    from ..oracle.release_step import traced_release_step
+
+    steps = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+    for case in CASES:
+        if case.transformers == transformers.__version__:
+            steps[str(case)] = traced_release_step(
+                case.settings(),
+                case.b,
+                S,
+                package=case.attention != "flash",
+                recompute=case.recompute == "full",
+                autocast=case.autocast,
+                rank=RANK if case.lora else None,
+            )
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(step, separators=(',', ':'))}" for name, step in steps.items())
+    RECORDED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record()
