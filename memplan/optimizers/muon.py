@@ -80,6 +80,7 @@ class Muon(Algorithm):
         "fused": muon(no_temporaries),
     }
     decays = True
+    megatron = "muon"
 
     def moments(self, optimizer: Optimizer) -> int:
         return 1

@@ -177,7 +177,10 @@ def test_estimates_are_deterministic() -> None:
         ({"kv_heads": 2, "tp": 4}, "layout.tp = 4: must divide the 2 key/value heads"),
         ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16 or fp16 with Transformer Engine"),
         ({"fp32_residual": "true"}, "has no recipe for fp32 residual connections"),
-        ({"optimizer": "sgd", "zero": 1}, "optimizer.name = sgd: must be adam or adamw with the distributed optimizer"),
+        (
+            {"optimizer": "sgd", "zero": 1},
+            "optimizer.name = sgd: must be adam, adamw or muon with the distributed optimizer",
+        ),
         (
             {"zero": 1, "precision_aware_optimizer": "true", "main_params_dtype": "fp8"},
             "optimizer.main_parameters = fp8: must be fp32 or fp16",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 
 import pytest
 from hypothesis import given
@@ -133,3 +134,20 @@ def test_where_buckets_end_changes_only_padding(bucket: int) -> None:
     padding = 6 * 128 * 4
     grads = Category.GRADIENTS
     assert held(one.construction, grads) <= held(many.construction, grads) <= held(one.construction, grads) + padding
+
+
+def test_muon_keeps_one_state_of_matrices_and_deals_whole_parameters_out() -> None:
+    """Embedding and norms have Adam's two states. Two ranks get parameters from small to large, to and fro: the norm and
+    the embedding go to the first, both matrices to the second."""
+    names = {"norm.weight": (64,), "fc1.weight": (64, 256), "fc2.weight": (256, 64), "word.weight": (1000, 64)}
+    chunk = (tuple(Parameter(name, shape) for name, shape in names.items()), 1)
+    rules = Rules("bf16", "fp32", False, 2, None, "muon", False, "fp32", "fp32", "fp32", False)
+    whole = keep(((chunk,),), rules, False)
+    sizes = {name: rounded(4 * prod(shape)) for name, shape in names.items()}
+    moments = sum(size * (1 if name.startswith("fc") else 2) for name, size in sizes.items())
+    assert whole.states.excursion.net == moments
+    dealt = keep(((chunk,),), replace(rules, distributed=True), False)
+    assert dealt.states.excursion.net == 2 * (sizes["norm.weight"] + sizes["word.weight"])
+    main = sum(event.bytes for event in dealt.construction if getattr(event, "name", "") == "main_param")
+    assert main == sizes["norm.weight"] + sizes["word.weight"]
+    assert not any(getattr(event, "name", "") == "param_data" for event in dealt.construction)

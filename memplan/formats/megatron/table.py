@@ -401,8 +401,9 @@ def _accumulates_in_fp32(plan: Plan) -> bool:
 def _optimizer(reader: Reader) -> None:
     name = "--optimizer"
     kind = reader.settings.word(name) or Node("adam", reader.settings.origin)
-    if kind.value not in ("adam", "sgd"):
-        raise PlanError(name, kind.value, "is not modelled yet; adam and sgd are", origin=kind.origin)
+    kind = Node("muon", kind.origin) if kind.value == "dist_muon" else kind
+    if kind.value not in ("adam", "sgd", "muon"):
+        raise PlanError(name, kind.value, "is not modelled yet; adam, sgd and muon are", origin=kind.origin)
     reader.building.put("optimizer.name", kind, name)
 
 

@@ -38,6 +38,15 @@ BACK_ENDS = {
 where one of them is set otherwise."""
 
 
+OPTIMIZER_ASSUMPTIONS = {
+    "sgd": ("SGD with momentum (one fp32 state a parameter)",),
+    "muon": (
+        "Muon of emerging-optimizers on matrices but embedding and output layer, Adam on the rest; with zero 1 whole "
+        "parameters dealt out to ranks by size (--no-use-layer-wise-param-layout)",
+    ),
+}
+
+
 class Megatron(Framework):
     name = "megatron"
     configuration = "megatron"
@@ -60,9 +69,9 @@ class Megatron(Framework):
             "overlap_p2p",
             "overlap_p2p_warmup",
         ),
-        optimizers=("sgd", "adam", "adamw"),
+        optimizers=("sgd", "adam", "adamw", "muon"),
         implementations=("apex",),
-        default_implementations={"sgd": "apex", "adam": "apex", "adamw": "apex"},
+        default_implementations={"sgd": "apex", "adam": "apex", "adamw": "apex", "muon": None},
         optimizer_fields=frozenset({"precision_aware", "main_parameters", "exp_avg", "exp_avg_sq"}),
         losses=("vocab-parallel",),
         losses_refused=dict.fromkeys(
@@ -134,7 +143,7 @@ class Megatron(Framework):
         return 0 if plan.megatron.cross_entropy_fusion == "te" else super().logits_vocab(plan)
 
     def optimizer_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
-        return ("SGD with momentum (one fp32 state a parameter)",) if plan.optimizer.name == "sgd" else ()
+        return OPTIMIZER_ASSUMPTIONS.get(plan.optimizer.name, ())
 
     def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
         from .notices import notices
@@ -249,8 +258,8 @@ def check_optimizer(plan: ResolvedPlan) -> None:
     """Transformer Engine's (or apex') FusedAdam, with the distributed optimizer in dtypes of choice."""
     optimizer = plan.optimizer
     if not optimizer.algorithm.precision_aware:
-        if plan.layout.zero == 1:
-            problem = "must be adam or adamw with the distributed optimizer (zero: 1): Megatron-Core supports no other"
+        if plan.layout.zero == 1 and optimizer.name != "muon":
+            problem = "must be adam, adamw or muon with the distributed optimizer (zero: 1): it supports no other"
             raise PlanError("optimizer.name", optimizer.name, problem)
         if optimizer.precision_aware:
             problem = f"must be false with {optimizer.name}: only FusedAdam is precision-aware"

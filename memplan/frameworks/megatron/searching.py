@@ -77,6 +77,10 @@ class MegatronSearch(FrameworkSearch):
         if base.model.experts or base.model.latent_kv_rank or base.model.mtp_layers:
             problem = "has experts, latent attention or multi-token prediction, whose layouts are not searched yet; "
             raise PlanError("model", base.model.name, f"{problem}estimate --vary compares some")
+        if base.optimizer.name == "muon":
+            raise PlanError(
+                "optimizer.name", "muon", "must be adam, adamw or sgd: layouts with Muon are not searched yet"
+            )
         if not base.optimizer.precision_aware or base.layout.zero:
             return base
         return base.model_copy(update={"layout": updated(base.layout, {"zero": 1})})

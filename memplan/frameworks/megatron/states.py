@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import lcm
+from math import lcm, prod
+from typing import NamedTuple
 
-from ...layers.autograd import ITEMSIZE
+from ...layers.autograd import ITEMSIZE, Shape
 from ...layers.module import Parameter
 from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
@@ -22,6 +23,9 @@ from ...values import dataclass
 
 ALIGNMENT = 64
 """Elements to which the start of a parameter is aligned in the distributed optimizer's buffers."""
+
+EMBEDDINGS = ("word.weight", "head.weight")
+"""Of tokens, and the output layer."""
 
 BUCKET_ALIGNMENT = 128
 """Elements that, times the shards, a bucket's end is aligned to (their least common multiple)."""
@@ -73,8 +77,18 @@ class Rules:
     def moments(self) -> tuple[tuple[str, str], ...]:
         """Name and dtype of each state besides the main parameters."""
         if self.optimizer == "sgd":
-            return (("momentum_buffer", "fp32"),)
+            return MOMENTUM
         return (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq))
+
+    @property
+    def in_buffers(self) -> bool:
+        """The distributed optimizer keeps parameters in one buffer, of which every rank has an equal stretch."""
+        return self.distributed and self.optimizer != "muon"
+
+    @property
+    def dealt(self) -> bool:
+        """Whole parameters are dealt out to ranks (``LayerWiseDistributedOptimizer``)."""
+        return self.distributed and self.optimizer == "muon"
 
     @property
     def unscaled(self) -> tuple[str, ...]:
@@ -90,6 +104,19 @@ class Rules:
     def copies_gradients(self) -> bool:
         """16-bit gradients are copied to fp32 for the step, and end when the next iteration begins."""
         return self.mixed and self.gradients != "fp32" and not self.precision_aware
+
+
+MOMENTUM = (("momentum_buffer", "fp32"),)
+
+
+class Piece(NamedTuple):
+    """What one rank has of a parameter's states."""
+
+    elements: int
+    decays: bool
+    """With weight decay: a matrix."""
+    orthogonal: Shape | None = None
+    """Shape of a matrix that Muon takes, which keeps a momentum alone."""
 
 
 def bucket_size(ranks: int) -> int:
@@ -114,7 +141,7 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
         originals.append(made)
         construction += made
     optimizers = _optimizers(tensors, rules)
-    pieces: list[list[int]] = [[] for _ in optimizers]
+    pieces: list[list[Piece]] = [[] for _ in optimizers]
     for at, chunk in enumerate(tensors):
         for own, (experts, shared) in zip(pieces, optimizers, strict=True):
             members = [parameter for parameter in chunk if parameter.expert is experts]
@@ -122,14 +149,18 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
                 continue
             buckets = _buckets(members, rules.bucket if at == 0 else None, shared, tied_across_stages)
             elements = sum(bucket.end for bucket in buckets)
-            if rules.distributed:
+            if rules.in_buffers:
                 size = rounded(elements * ITEMSIZE[rules.dtype])
                 construction.append(Hold(next(ids), size, Category.PARAMETERS, "param_data", (elements,), rules.dtype))
             size = rounded(elements * ITEMSIZE[rules.gradients])
             construction.append(Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients))
-            own += _pieces(buckets, members, shared)
-        if rules.distributed:
+            own += [] if rules.dealt else _pieces(buckets, members, shared)
+        if rules.in_buffers:
             construction += [Drop(hold.tensor, hold.bytes, hold.category) for hold in originals[at]]
+    if rules.dealt:
+        pieces = [
+            _dealt([p for chunk in tensors for p in chunk if p.expert is experts], one) for experts, one in optimizers
+        ]
     parts = [_optimized(own, rules, ids) for own in pieces]
     construction += [event for part in parts for event in part.construction]
     states = [event for part in parts for event in part.states]
@@ -145,11 +176,11 @@ def _optimizers(chunks: Sequence[Sequence[Parameter]], rules: Rules) -> list[tup
     return [(False, rules), *([(True, replace(rules, shards=rules.expert_shards))] if has_experts else [])]
 
 
-def _optimized(pieces: list[int], rules: Rules, ids: Iterator[int]) -> Kept:
+def _optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
     """What one optimizer keeps for its ``pieces`` of parameters, and what its step takes, beside the copies of
     gradients (``carried``)."""
-    pieces = sorted(pieces, key=lambda piece: piece < 0)  # matrices first, then what has no weight decay
-    sizes = [abs(piece) for piece in pieces]
+    pieces = sorted(pieces, key=lambda piece: not piece.decays)  # matrices first, then what has no weight decay
+    sizes = [piece.elements for piece in pieces]
     construction: list[Event] = []
     small = Category.BUFFERS
     if rules.mixed and not rules.precision_aware:
@@ -158,10 +189,10 @@ def _optimized(pieces: list[int], rules: Rules, ids: Iterator[int]) -> Kept:
         ]
     construction += [Hold(next(ids), rounded(4), small, name, (1,), "fp32") for name in _numbers(rules)]
     states: list[Event] = []
-    for n in sizes:
+    for n, _, orthogonal in pieces:
         states += [
             Hold(next(ids), rounded(n * ITEMSIZE[dtype]), Category.OPTIMIZER_STATES, name, (n,), dtype)
-            for name, dtype in rules.moments
+            for name, dtype in (MOMENTUM if orthogonal else rules.moments)
         ]
         if rules.precision_aware and rules.mixed:
             size = rounded(n * rules.main_size)
@@ -177,14 +208,38 @@ def _optimized(pieces: list[int], rules: Rules, ids: Iterator[int]) -> Kept:
         mask = Hold(next(ids), rounded(max(sizes)), Category.TEMPORARIES, "nonzero_mask", (max(sizes),), "bool")
         step += [mask, Drop(mask.tensor, mask.bytes, mask.category)]
     for decays in (True, False):  # parameter groups: matrices, and what has no weight decay
-        group = [abs(piece) for piece in pieces if (piece > 0) is decays]
+        group = [piece.elements for piece in pieces if piece.decays is decays]
         casts = [
             Hold(next(ids), rounded(4 * n), Category.TEMPORARIES, f"{name}_unscaled", (n,), "fp32")
             for n in group
             for name in rules.unscaled
         ]
         step += [*casts, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in casts)]
+    matrices: list[Shape] = [piece.orthogonal for piece in pieces if piece.orthogonal]
+    if matrices:
+        m, n = sorted(max(matrices, key=prod))
+        made = [("orthogonal_update", (m, n))] * 2 + [("gram_matrix", (m, m)), ("gram_update", (m, m))]
+        temporary = Category.TEMPORARIES
+        rounds = [Hold(next(ids), rounded(4 * a * b), temporary, name, (a, b), "fp32") for name, (a, b) in made]
+        step += [*rounds, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in rounds)]
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
+
+
+def _dealt(parameters: Sequence[Parameter], rules: Rules) -> list[Piece]:
+    """What the rank has that has most: parameters from small to large, dealt out to and fro
+    (``_shard_params_ping_pong``)."""
+    hands: list[list[Piece]] = [[] for _ in range(rules.shards)]
+    order = [*range(rules.shards), *reversed(range(rules.shards))]
+    for at, parameter in enumerate(sorted(parameters, key=lambda one: one.elements)):
+        hands[order[at % len(order)]].append(_whole(parameter, rules))
+    return max(hands, key=lambda hand: sum(piece.elements * (4 if piece.orthogonal else 8) for piece in hand))
+
+
+def _whole(parameter: Parameter, rules: Rules) -> Piece:
+    """A whole parameter. Muon takes matrices, but for the embedding and the output layer
+    (``emerging_optimizers.py``, ``_is_nonlinear_or_embedding``)."""
+    muon = rules.optimizer == "muon" and len(parameter.shape) == 2 and parameter.name not in EMBEDDINGS
+    return Piece(parameter.elements, len(parameter.shape) > 1, parameter.shape if muon else None)
 
 
 def _numbers(rules: Rules) -> tuple[str, ...]:
@@ -221,15 +276,15 @@ def _buckets(parameters: Sequence[Parameter], size: int | None, rules: Rules, ti
 
     def close() -> None:
         nonlocal at
-        end = _padded(at, lcm(rules.shards, BUCKET_ALIGNMENT)) if rules.distributed else at
+        end = _padded(at, lcm(rules.shards, BUCKET_ALIGNMENT)) if rules.in_buffers else at
         found.append(_Bucket(tuple(members), tuple(starts), end))
         members.clear()
         starts.clear()
         at = 0
 
     for parameter in reversed(parameters):
-        at = _padded(at, ALIGNMENT) if rules.distributed else at
-        alone = rules.distributed and tied and parameter.name == "word.weight"
+        at = _padded(at, ALIGNMENT) if rules.in_buffers else at
+        alone = rules.in_buffers and tied and parameter.name == "word.weight"
         if alone and members:
             close()
         members.append(parameter)
@@ -246,10 +301,10 @@ def _padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _pieces(buckets: Sequence[_Bucket], parameters: Sequence[Parameter], rules: Rules) -> list[int]:
-    """Elements of each parameter that the rank keeps states for; negative where it has no weight decay."""
+def _pieces(buckets: Sequence[_Bucket], parameters: Sequence[Parameter], rules: Rules) -> list[Piece]:
+    """What the rank keeps states for of each parameter."""
     if not rules.distributed:
-        return [_signed(p, p.elements) for p in parameters]
+        return [_whole(parameter, rules) for parameter in parameters]
     held = [0] * rules.shards
     for bucket in buckets:
         share = bucket.end // rules.shards
@@ -266,12 +321,10 @@ def _pieces(buckets: Sequence[_Bucket], parameters: Sequence[Parameter], rules: 
                 held[rank] += whole
     most = held.index(max(held))
     return [
-        _signed(parameter, elements) for bucket in buckets for parameter, elements in _held(bucket, rules.shards, most)
+        Piece(elements, len(parameter.shape) > 1)
+        for bucket in buckets
+        for parameter, elements in _held(bucket, rules.shards, most)
     ]
-
-
-def _signed(parameter: Parameter, elements: int) -> int:
-    return elements if len(parameter.shape) > 1 else -elements
 
 
 def _held(bucket: _Bucket, shards: int, rank: int) -> Iterator[tuple[Parameter, int]]:
