@@ -137,8 +137,8 @@ def test_where_buckets_end_changes_only_padding(bucket: int) -> None:
 
 
 def test_muon_keeps_one_state_of_matrices_and_deals_whole_parameters_out() -> None:
-    """Embedding and norms have Adam's two states. Two ranks get parameters from small to large, to and fro: the norm and
-    the embedding go to the first, both matrices to the second."""
+    """Embedding and norms have Adam's two states. Two ranks get parameters from small to large, to and fro: the norm
+    and the embedding go to the first, both matrices to the second."""
     names = {"norm.weight": (64,), "fc1.weight": (64, 256), "fc2.weight": (256, 64), "word.weight": (1000, 64)}
     chunk = (tuple(Parameter(name, shape) for name, shape in names.items()), 1)
     rules = Rules("bf16", "fp32", False, 2, None, "muon", False, "fp32", "fp32", "fp32", False)
