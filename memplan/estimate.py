@@ -67,22 +67,22 @@ def fold(plan: ResolvedPlan) -> tuple[Folded, ...]:
     return tuple(fold_program(program) for program in programs_of(plan, Options()))
 
 
-def estimate(plan: Plan, known: Measured = NOTHING) -> Estimate:
-    """The whole report, with what is ``known`` of the user's own GPUs. ``PlanError`` where the plan contradicts itself
-    or is not modelled."""
+def estimate(plan: Plan, known: Measured = NOTHING, stage: int | None = None) -> Estimate:
+    """The whole report, with what is ``known`` of the user's own GPUs; of one ``stage`` alone where that is named.
+    ``PlanError`` where the plan contradicts itself or is not modelled."""
     begin_plan()
     plan = resolve(plan)
     programs = programs_of(plan, Options())
-    with_workspaces = programs_of(plan, Options(kernel_workspaces=True))
-    folds = [fold_program(program) for program in programs]
-    evaluated = evaluation_programs(plan, programs)
+    every = programs, programs_of(plan, Options(kernel_workspaces=True)), evaluation_programs(plan, programs)
+    own, with_workspaces, evaluated = every if stage is None else [(found[stage],) for found in every]
+    folds = [fold_program(program) for program in own]
     _check_addresses(plan, (folded.peak for folded in folds))
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     replayed = replay(with_workspaces, settings, workspaces)
     _check_addresses(plan, (max(one.allocated, one.reserved) for one in replayed))
     stages = tuple(
         _stage(plan, known, *of_stage)
-        for of_stage in zip(programs, with_workspaces, folds, replayed, evaluated, strict=True)
+        for of_stage in zip(own, with_workspaces, folds, replayed, evaluated, strict=True)
     )
     capacity = plan.hardware.capacity
     headroom = headroom_bytes(plan.headroom, capacity)

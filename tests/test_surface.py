@@ -178,6 +178,13 @@ def test_an_answer_is_the_commands_page(tmp_path: Path) -> None:
     assert memplan.estimate("gpt2-xl-4gpu").to_html() == out.read_text(encoding="utf-8")
 
 
+def test_an_explanation_has_a_page() -> None:
+    said = "CUDA out of memory. Tried to allocate 3.82 GiB <script>alert(1)</script>"
+    html = memplan.explain(said, "bigscience-104b-250k", mbs=8).to_html()
+    assert "logits_fp32" in html
+    assert "<script>alert" not in html
+
+
 def test_html_of_a_notebook_escapes_names(tmp_path: Path) -> None:
     place = tmp_path / "<script>alert(1)<"
     place.mkdir()

@@ -322,7 +322,9 @@ def page_of(answer: Answer, known: Measured) -> bytes:
     from ..estimate import estimate, timelines
     from ..report.html.suggestion import suggestion_page
 
-    return suggestion_page(answer, lambda plan: estimate(plan, known), lambda own: tuple(timelines(own, known=known)))
+    return suggestion_page(
+        answer, lambda one: estimate(one.plan, known, one.fullest), lambda own: tuple(timelines(own, known=known))
+    )
 
 
 def _plan_text(found: Found, name: str) -> str:

@@ -129,7 +129,7 @@ def _failed(estimate: Estimate) -> Iterator[RenderableType]:
 
 def who(estimate: Estimate, stage: StageEstimate) -> str:
     """A stage in a sentence: ``stage 31``; without a pipeline, ``the GPU`` or ``each GPU``."""
-    if len(estimate.stages) > 1:
+    if len(estimate.stages) > 1 or estimate.plan.layout.pp > 1:
         return f"{stage_word(estimate.plan)} {stage.stage}"
     return "each GPU" if len(stage.ranks) > 1 else "the GPU"
 

@@ -27,6 +27,7 @@ from memplan.report.html.suggestion import suggestion_page
 from memplan.report.html.timelines import MOST
 from memplan.report.suggestion import Answer
 from memplan.result import Estimate
+from memplan.search.result import Suggestion
 from memplan.tape.events import Category
 from tests.records.made import TWO_STAGES, record_of
 from tests.report.test_suggestion import answer
@@ -77,6 +78,10 @@ def paged(**flags: str) -> tuple[Estimate, Read, bytes]:
     found = estimate(read_plan(None, flags).plan)
     content = estimate_page(found, tuple(timelines(found)))
     return found, Read(content), content
+
+
+def of_fullest(one: Suggestion) -> Estimate:
+    return estimate(one.plan, stage=one.fullest)
 
 
 LLAMA = {"model": "llama-3-8b", "layers": "8", "seq": "1024", "gbs": "8", "gpu": "h100-80gb", "gpus": "4", "pp": "4"}
@@ -161,7 +166,7 @@ def test_texts_of_every_kind_are_escaped() -> None:
 
 def test_a_search_opens_each_layout() -> None:
     found = answer("megatron")
-    content = suggestion_page(found, lambda plan: estimate(plan), lambda own: tuple(timelines(own)))
+    content = suggestion_page(found, of_fullest, lambda own: tuple(timelines(own)))
     read = Read(content)
     points = read.data["front"]["points"]
     layouts = {value for value in read.attributes("id") if value.startswith("layout-")}
@@ -178,7 +183,7 @@ def test_a_search_without_a_layout_that_fits() -> None:
     found = answer("does not fit").found
     assert found.given is not None
     closest = replace(found, best=(), front=(), closest=found.given, given=None)
-    read = Read(suggestion_page(Answer(closest), lambda plan: estimate(plan), lambda own: tuple(timelines(own))))
+    read = Read(suggestion_page(Answer(closest), of_fullest, lambda own: tuple(timelines(own))))
     assert "Nothing fits" in read.said
     assert any(title.startswith("Single changes") for title in read.texts["h2"])
     assert [point["kind"] for point in read.data["front"]["points"]] == ["over"]

@@ -36,7 +36,11 @@ def estimated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pages") / "search.html"
-    out.write_bytes(suggestion_page(answer("megatron"), lambda plan: estimate(plan), lambda own: tuple(timelines(own))))
+    out.write_bytes(
+        suggestion_page(
+            answer("megatron"), lambda one: estimate(one.plan, stage=one.fullest), lambda own: tuple(timelines(own))
+        )
+    )
     return out
 
 

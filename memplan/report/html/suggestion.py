@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...allocator.timeline import Timeline
-from ...plan.plan import Plan
 from ...result import Estimate
 from ...search.result import Found, Suggestion
 from ..estimate import verdict
@@ -39,12 +38,12 @@ def layouts_of(found: Found) -> list[tuple[str, Suggestion]]:
 
 
 def suggestion_page(
-    answer: Answer, estimate: Callable[[Plan], Estimate], lines: Callable[[Estimate], Sequence[Timeline]]
+    answer: Answer, estimate: Callable[[Suggestion], Estimate], lines: Callable[[Estimate], Sequence[Timeline]]
 ) -> bytes:
-    """The page of ``answer``. ``estimate`` is asked for layouts whose stages the search has not kept, ``lines`` for the
-    timelines of the one that is recommended, or closest."""
+    """The page of ``answer``. ``estimate`` is asked for the fullest stage of layouts that the search has not kept the
+    stages of, ``lines`` for the timelines of the one that is recommended, or closest."""
     found = answer.found
-    layouts = [(kind, one, one.estimate or estimate(one.plan)) for kind, one in layouts_of(found)]
+    layouts = [(kind, one, one.estimate or estimate(one)) for kind, one in layouts_of(found)]
     stated = next((own for _, one, own in layouts if one is (found.best or (found.closest,))[0]), None)
     data = chart_data(stated, lines(stated)) if stated is not None else {}
     parts = list(
@@ -53,7 +52,7 @@ def suggestion_page(
     first, rest = parts[0], parts[1:]
     shown: list[Markup] = [tag("h1", found.base.model.name), tag("div", first, class_="verdict")]
     if layouts:
-        data["front"] = {"points": [_point(at, *layout, found) for at, layout in enumerate(layouts)]}
+        data["front"] = {"points": [_point(at, kind, one, found) for at, (kind, one, _) in enumerate(layouts)]}
         shown.append(_front(layouts, found))
     shown += [tag("div", *rest, class_="report")]
     if stated is not None:
@@ -75,11 +74,11 @@ def _words(one: Suggestion, found: Found) -> str:
     return " · ".join(layout_pieces(one) if same else difference_pieces(one, first))
 
 
-def _point(at: int, kind: str, one: Suggestion, own: Estimate, found: Found) -> dict[str, Any]:
+def _point(at: int, kind: str, one: Suggestion, found: Found) -> dict[str, Any]:
     kinds = {"recommended": "recommended", "as given": "given"}
     return {
         "layout": at,
-        "kind": kinds.get(kind, "front") if own.fits is not False else "over",
+        "kind": kinds.get(kind, "front") if one.fits else "over",
         "name": str(at + 1),
         "bytes": one.requested,
         "seconds": one.seconds,
