@@ -329,17 +329,27 @@ def _steps(operations: Sequence[Operation]) -> tuple[Runs, Runs, int]:
 
 @lru_cache(maxsize=1 << 8)
 def parts_of(events: Pass, length: int) -> tuple[Pass, ...]:
-    """A pass as several in a row, of up to ``length`` operations each."""
-    found = []
-    for start in range(0, len(events.operations), length):
-        operations = events.operations[start : start + length]
-        small, large, net = _steps(operations)
-        by = [0] * len(Category)
-        for _, units, size, category, _ in operations:
-            by[category] += size if units > 0 else -size
-        changed = tuple([(category, size) for category, size in enumerate(by) if size])
-        found.append(Pass(operations, small, large, 0, (), (), (), net, changed))
-    return tuple(found)
+    """A pass as several in a row, of up to ``length`` operations each. In a part no slot holds both small and large
+    tensors, since a part's small ones come before its large ones."""
+    parts: list[list[Operation]] = [[]]
+    is_small: dict[int, bool] = {}
+    for operation in events.operations:
+        small = abs(operation.units) <= LARGEST_SMALL
+        if len(parts[-1]) == length or is_small.get(operation.slot, small) is not small:
+            parts.append([])
+            is_small.clear()
+        parts[-1].append(operation)
+        is_small[operation.slot] = small
+    return tuple(_part(part) for part in parts if part)
+
+
+def _part(operations: Sequence[Operation]) -> Pass:
+    small, large, net = _steps(operations)
+    by = [0] * len(Category)
+    for _, units, size, category, _ in operations:
+        by[category] += size if units > 0 else -size
+    changed = tuple([(category, size) for category, size in enumerate(by) if size])
+    return Pass(tuple(operations), small, large, 0, (), (), (), net, changed)
 
 
 MOST_TOGETHER = 4

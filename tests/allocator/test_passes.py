@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from memplan.allocator.blocks import MIB, SHIFT, Step
 from memplan.allocator.caching import AllocatorSettings
-from memplan.allocator.passes import stretches
+from memplan.allocator.passes import Operation, Pass, parts_of, stretches
 
 from .test_blocks import SETTINGS
 
@@ -59,3 +59,15 @@ def test_a_stretch_gives_back_what_it_takes() -> None:
     found = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in units])
     assert [len(part.steps) for part in found] == [1, 6, 1]
     assert [(part.together, part.least >> SHIFT) for part in found] == [(0, 8), (2, 6), (0, -8)]
+
+
+def test_parts_keep_small_and_large_tensors_of_a_slot_apart() -> None:
+    """A part's small steps run before its large ones, so a slot that one part held both in would be mixed up."""
+    small, large = 1, 4 * MIB
+    order = [(5, large), (5, -large), (5, small), (6, large), (5, -small), (5, large), (6, -large), (5, -large)]
+    operations = tuple(Operation(slot, units, abs(units) << 9, 0, 0) for slot, units in order)
+    parts = parts_of(Pass(operations, (), (), 0, (), (), (), 0, ()), 512)
+    assert [one for part in parts for one in part.operations] == list(operations)
+    for part in parts:
+        kinds = {(one.slot, abs(one.units) == small) for one in part.operations}
+        assert len(kinds) == len({slot for slot, _ in kinds})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...layers.coverage import TRANSFORMERS, check_covered
 from ...layers.module import NO_PASSES, Options, Passes
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
@@ -13,6 +14,7 @@ class PlainTime(FrameworkTime):
     """transformers' modules."""
 
     def entries(self, plan: ResolvedPlan) -> Entries:
+        check_covered(plan.model, TRANSFORMERS, plan.framework)
         shape = programs.layer_shape(plan)
         options = programs.recipe_options(plan, Options(counts="later" if plan.microbatches > 1 else "first"))
 
