@@ -1,4 +1,4 @@
-"""What a search keeps: ``--fix``, and flags of fields that it would otherwise choose."""
+"""What a search keeps, which is what ``--fix`` names; and where it starts: flags of fields that it chooses itself."""
 
 from __future__ import annotations
 
@@ -87,19 +87,25 @@ def with_fixes(flags: Flags, fixes: Mapping[str, str | None]) -> Flags:
     return {**flags, **{name: value for name, value in fixes.items() if value is not None}}
 
 
-def fixed_values(plan: Plan, flags: Flags, fixes: Mapping[str, str | None]) -> dict[str, Any]:
+def starts(flags: Flags, fixes: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Flags whose values a search may change: ``mbs 8``."""
+    free = [name for name in flags if name not in fixes and by_flag()[name].path in AXES]
+    return tuple(f"{name} {flags[name]}" for name in free)
+
+
+def fixed_values(plan: Plan, fixes: Mapping[str, str | None]) -> dict[str, Any]:
     """Values of the fields that a search keeps, by path: as in ``plan``, or, where that leaves them open, their
     defaults."""
     fixed: dict[str, Any] = {}
     resolved = _resolved(plan) if any(value is None for value in fixes.values()) else None
-    for name in (*flags, *fixes):
+    for name in fixes:
         path = by_flag()[name].path
         if path not in AXES:
             continue
         value = _value(plan, path)
-        if value is None and name in fixes and resolved is not None:
+        if value is None and resolved is not None:
             value = _value(resolved, path)
-        if value is None and name in fixes and name not in flags:
+        if value is None:
             problem = f"{name}: the plan does not say what it is; give a value, as --fix {name}=A"
             raise PlanError("", ABSENT, problem, origin=_ORIGIN)
         if value is not None:

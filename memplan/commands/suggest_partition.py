@@ -16,7 +16,7 @@ from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..values import dataclass
 from .files import check_writable, write_whole
-from .fixed import fixed_values, fixes_of, located, with_fixes
+from .fixed import fixed_values, fixes_of, located, starts, with_fixes
 from .launched import From, LaunchFlags, Set, Strict, VocabSize, read_given
 from .output import (
     OUTPUT,
@@ -101,8 +101,8 @@ def suggest_partition(
         typer.Option(
             "--fix",
             metavar="NAME=VALUE",
-            help="keep this field fixed: tp=4, or tp for the plan's value; separate several with commas. A "
-            "field's own flag (--tp 4) also fixes it; values in a plan's file only start the search",
+            help="keep this field fixed: tp=4, or tp for the plan's value; separate several with commas. What the plan "
+            "and its fields' flags (--tp 4) say only starts the search",
             rich_help_panel=_SEARCH,
         ),
     ] = None,
@@ -201,17 +201,16 @@ def answered(
 
     offers: tuple[Offer, ...] = ()
     if read.chosen_framework is not None:
-        read, found, offers = _of_all(read, flags, fixes, objective, top, quiet, known)
+        read, found, offers = _of_all(read, fixes, objective, top, quiet, known)
     else:
-        found = _found(read, flags, fixes, objective, top, quiet, known)
+        found = _found(read, fixes, objective, top, quiet, known)
     methods = methods_of(found.best[0]) if found.best else ()
     notes = tuple(Notice(note.code, note.message) for note in read.warnings)
-    return Answer(found, methods, notes, tuple(read.assumptions), offers=offers)
+    return Answer(found, methods, notes, tuple(read.assumptions), offers=offers, started=starts(flags, fixes))
 
 
 def _found(
     read: ReadPlan,
-    flags: Flags,
     fixes: Mapping[str, str | None],
     objective: Objective,
     top: int,
@@ -221,7 +220,7 @@ def _found(
     from ..search.answer import suggest
 
     _check_batch(read)
-    fixed = fixed_values(read.plan, flags, fixes)
+    fixed = fixed_values(read.plan, fixes)
     try:
         with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
             found = suggest(read.plan, fixed, objective, top, report, known)
@@ -234,7 +233,6 @@ def _found(
 
 def _of_all(
     read: ReadPlan,
-    flags: Flags,
     fixes: Mapping[str, str | None],
     objective: Objective,
     top: int,
@@ -251,7 +249,7 @@ def _of_all(
     def offered(name: str) -> Offer:
         plan = read.plan.model_copy(update={"framework": name})
         try:
-            return Offer(name, _found(replace(read, plan=plan), flags, fixes, objective, top, quiet, known))
+            return Offer(name, _found(replace(read, plan=plan), fixes, objective, top, quiet, known))
         except PlanError as error:
             return Offer(name, None, error)
 

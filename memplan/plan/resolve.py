@@ -125,7 +125,10 @@ def _ranks(hardware: Hardware, layout: Layout, gpus: int | None) -> tuple[int, i
     if hardware.gpus is None:
         return one_replica * (layout.dp or 1), layout.dp or 1
     if layout.dp is None and hardware.gpus % one_replica:
-        problem = f"must be a multiple of tp x pp x cp = {layout.tp} x {layout.pp} x {layout.cp} = {one_replica}"
+        below = hardware.gpus - hardware.gpus % one_replica
+        near = " and ".join(f"{count:,}" for count in (below, below + one_replica) if count)
+        sizes = f"{layout.tp} x {layout.pp} x {layout.cp} = {one_replica}"
+        problem = f"must be a multiple of tp x pp x cp = {sizes}: {near} GPUs work"
         raise PlanError("hardware.gpus", hardware.gpus, problem)
     return hardware.gpus, layout.dp or hardware.gpus // one_replica
 

@@ -56,10 +56,15 @@ def headroom_bytes(headroom: str, capacity: int | None) -> int:
     if size is None:
         raise PlanError("headroom", headroom, f"{ALLOWED}, or a percentage of the device's memory such as 5%")
     check_unit("headroom", headroom, size)
-    check_unit("headroom", headroom, size)
     if size > LARGEST:
         raise PlanError("headroom", headroom, "is more than any device has")
     return size
+
+
+def default_reserve(capacity: int) -> str:
+    """What a recommendation leaves free of ``capacity`` bytes where nobody says how much: 2 %, and 1 GiB at least, for
+    what no plan says (other processes, longer sequences, another release of a library)."""
+    return "2%" if capacity >= 50 * UNITS["GiB"] else "1GiB"
 
 
 def check_unit(field: str, written: object, size: int) -> None:

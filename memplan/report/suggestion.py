@@ -30,6 +30,8 @@ from .suggestion_words import (
     difference_pieces,
     gpus_words,
     layout_pieces,
+    part,
+    rough,
     same_layout,
     time_unit,
 )
@@ -75,21 +77,43 @@ def alternatives(found: Found) -> Table:
     """The recommended layout, the others, and the plan as given: time and memory of each, and how they differ."""
     best, *others = found.best
     unit, time = _units([*found.best, *([found.given] if found.given is not None else [])], best)
-    table = plain_table(folded("layout"), *map(right, (f"step {time.name}", "slower", f"peak {unit.name}", "memory")))
+    step = f"step {time.name}" + (f" ±{part(found.error)}" if found.error is not None else "")
+    table = plain_table(folded("layout"), *map(right, (step, "slower", f"peak {unit.name}", "memory")))
     table.add_row("recommended", time.figure(best.seconds), "", unit.figure(best.needs), "")
     for other in others:
         table.add_row(_named(other, best), *_beside(other, best, unit, time))
-    if found.given is not None and not same_layout(found.given, best):
-        table.add_row(_named(found.given, best, "as given: "), *_beside(found.given, best, unit, time))
+    given = found.given
+    if given is not None and not same_layout(given, best):
+        marks = [Text("leaves too little free", CAUTION)] if given.fits and given.needs > found.limit else []
+        table.add_row(_named(given, best, "as given: ", marks), *_beside(given, best, unit, time))
     return table
 
 
-def _named(other: Suggestion, best: Suggestion, prefix: str = "") -> Pieces:
+def worth(found: Found) -> Iterator[RenderableType]:
+    """What the recommended layout costs in time against the fastest, and what it leaves for that."""
+    best, *others = found.best
+    faster = [one for one in others if one.seconds < best.seconds and one.needs > best.needs and not retry_marks(one)]
+    if found.objective == "memory" or not faster:
+        return
+    fastest = min(faster, key=lambda one: one.seconds)
+    lost = best.seconds - fastest.seconds
+    saved = [change_percent(best.seconds, fastest.seconds).strip("+")]
+    if best.step is not None:
+        saved.append(f"{rough(_gpu_hours(best, best.step) * lost / best.seconds)} GPU-hours for a billion tokens")
+    yield Text(
+        f"The fastest takes {time_unit(lost).text(lost)} less of a step ({', '.join(saved)}) and needs "
+        f"{size(fastest.needs - best.needs)} more. Layouts within {part(found.within)} of it count as equally fast, "
+        "and of these the one with most room is recommended.",
+        FAINT,
+    )
+
+
+def _named(other: Suggestion, best: Suggestion, prefix: str = "", beside: Sequence[Text] = ()) -> Pieces:
     """What the layout does differently, marked where it trains with other numbers, or what its verdict is."""
     first, *pieces = difference_pieces(other, best)
     marks = [] if other.point.keeps_numerics else [Text("changes the numerics", CAUTION)]
     marks += [Text("does not fit", BAD)] if not other.fits else retry_marks(other)
-    return Pieces([prefix + first, *pieces, *marks])
+    return Pieces([prefix + first, *pieces, *marks, *beside])
 
 
 def retry_marks(one: Suggestion) -> list[Text]:
@@ -209,6 +233,8 @@ class Answer:
     """Files."""
     offers: tuple[Offer, ...] = ()
     """Of every framework, where the plan names none."""
+    started: tuple[str, ...] = ()
+    """Flags of fields that the search chose: where it started."""
 
 
 def print_suggestion(answer: Answer, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
@@ -229,9 +255,10 @@ def suggestion_report(answer: Answer, console: Console, verbose: bool = False) -
     first, *rest = _pieces(found, stated) if stated is not None else [""]
     yield Pieces([Text.assemble(word, said, first), *rest])
     yield Pieces(_job(found), style=FAINT)
+    yield from _start(answer)
     yield Text()
     if stated is not None:
-        yield from _layout(stated, console, verbose)
+        yield from _layout(stated, console, verbose, found.error)
     if answer.offers:
         yield from _offers(answer.offers)
     if found.best:
@@ -249,6 +276,18 @@ def suggestion_report(answer: Answer, console: Console, verbose: bool = False) -
     yield from _notes(answer, stated, verbose)
     for file in answer.written:
         yield Text(f"Written: {file}", GOOD)
+
+
+def _start(answer: Answer) -> Iterator[RenderableType]:
+    """Where the search started, and what the plan as given would have run into."""
+    if answer.started:
+        names = ",".join(one.split()[0] for one in answer.started)
+        yield Text(
+            f"Started from {', '.join(answer.started)}, which the search may change; --fix {names} keeps it.", FAINT
+        )
+    refused = answer.found.given_refused
+    if refused is not None:
+        yield Text(f"The plan as given does not run: {refused}", CAUTION)
 
 
 def _offers(offers: Sequence[Offer]) -> Iterator[RenderableType]:
@@ -290,13 +329,25 @@ def _headline(found: Found) -> tuple[tuple[str, str], str]:
         return ("Recommended, may fit", f"bold {CAUTION}"), ": "
     if found.closest is None:
         return ("Nothing fits", f"bold {BAD}"), ", and no layout runs"
+    if found.closest.fits and not found.closest.is_safe:
+        return ("Nothing is sure to fit", f"bold {CAUTION}"), ": the closest is "
     over = found.closest.needs - found.limit
     why = (
         f"{size(over)} too much on the closest"
         if over > 0
         else f"the closest has too little for {_moments(found.closest)}"
     )
+    why = (
+        f"with {found.keeps_free} kept free (--headroom 0: nothing), {why}"
+        if found.keeps_free and _is_almost(found)
+        else why
+    )
     return ("Nothing fits", f"bold {BAD}"), f": {why}, "
+
+
+def _is_almost(found: Found) -> bool:
+    """The closest layout is too large only because memory is kept free by default."""
+    return found.closest is not None and found.capacity is not None and found.closest.needs <= found.capacity
 
 
 def _moments(closest: Suggestion) -> str:
@@ -310,7 +361,8 @@ def _job(found: Found) -> list[str]:
     most = "up to " if found.objective == "gpus" else ""
     parts = [plan.model.name, plan.framework, f"{most}{plan.hardware.gpus or 1:,} × {plan.hardware.gpu}"]
     parts += [f"gbs {plan.batch.gbs}", f"seq {plan.batch.seq}", plan.precision.dtype, plan.optimizer.name]
-    parts += [f"headroom {plan.headroom}"] if plan.headroom != "0" else []
+    kept = f"{found.keeps_free} kept free" if found.keeps_free else f"headroom {plan.headroom}"
+    parts += [kept] if plan.headroom != "0" else []
     parts += [{"time": "the fastest", "memory": "the least memory", "gpus": "the fewest GPUs"}[found.objective]]
     return [*parts, *(f"{_field_name(path)} {_short(value)} fixed" for path, value in found.fixed.items())]
 
@@ -328,11 +380,11 @@ def _short(value: object) -> str:
 # -- the recommended one -----------------------------------------------------------------------------------
 
 
-def _layout(suggestion: Suggestion, console: Console, verbose: bool) -> Iterator[RenderableType]:
+def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: float | None) -> Iterator[RenderableType]:
     estimate, step = suggestion.estimate, suggestion.step
     facts = Table.grid(left(style=FAINT), folded(ratio=1), padding=(0, 2, 0, 0))
     if step is not None:
-        facts.add_row("step", _speed(suggestion, step))
+        facts.add_row("step", _speed(suggestion, step, error))
         facts.add_row("of it", _parts(step))
         facts.add_row("costs", _costs(suggestion, step))
     if estimate is not None:
@@ -350,16 +402,15 @@ def _layout(suggestion: Suggestion, console: Console, verbose: bool) -> Iterator
     yield from stage_tables(estimate, console, folded=False) if verbose else compact_stages(estimate, console)
 
 
-def _speed(suggestion: Suggestion, step: StepTime) -> Pieces:
-    rates = f"{step.tokens_per_second:,.0f} tokens/s", f"{step.tokens_per_second_per_gpu:,.0f} of each GPU"
-    return Pieces(
-        [Text(time_unit(suggestion.seconds).text(suggestion.seconds), "bold"), *rates, f"MFU {100 * step.mfu:.1f} %"]
-    )
+def _speed(suggestion: Suggestion, step: StepTime, error: float | None) -> Pieces:
+    rates = f"{rough(step.tokens_per_second)} tokens/s", f"{rough(step.tokens_per_second_per_gpu)} of each GPU"
+    time = Text(time_unit(suggestion.seconds).text(suggestion.seconds), "bold")
+    return Pieces([time, *([] if error is None else [f"± {part(error)}"]), *rates, f"MFU {part(step.mfu)}"])
 
 
 def _parts(step: StepTime) -> Pieces:
     """Shares of the step's time, the largest first."""
-    parts = {
+    times = {
         "compute": step.compute,
         "recompute": step.recompute,
         "tensor parallel": step.tensor_parallel,
@@ -369,25 +420,24 @@ def _parts(step: StepTime) -> Pieces:
         "optimizer": step.optimizer,
         "offload": step.offload,
     }
-    shares = sorted(((part / step.total, name) for name, part in parts.items()), reverse=True)
-    return Pieces([f"{name} {100 * share:.1f} %" for share, name in shares if share >= 0.0005])
+    shares = sorted(((time / step.total, name) for name, time in times.items()), reverse=True)
+    return Pieces([f"{name} {part(share)}" for share, name in shares if share >= 0.005])
 
 
 def _costs(suggestion: Suggestion, step: StepTime) -> Pieces:
     """GPU-hours of a step and of a billion tokens, and what they cost where a price is known."""
     plan = resolve(suggestion.plan)
-    gpus = plan.hardware.gpus or 1
-    whole = gpus * BILLION / step.tokens_per_second / 3600
     prices = cost_of_step(plan, step), cost_of_tokens(plan, step)
-    figures = gpus * step.total / 3600, whole
-    texts = [f"{_figure(hours)} GPU-hours" for hours in figures]
-    texts = [text if cost is None else f"{_figure(cost)} ({text})" for text, cost in zip(texts, prices, strict=True)]
+    figures = (plan.hardware.gpus or 1) * step.total / 3600, _gpu_hours(suggestion, step)
+    texts = [f"{rough(hours)} GPU-hours" for hours in figures]
+    texts = [text if cost is None else f"{rough(cost)} ({text})" for text, cost in zip(texts, prices, strict=True)]
     price = [] if plan.hardware.price is None else [f"at {plan.hardware.price:g} for a GPU-hour"]
     return Pieces([f"{texts[0]} a step", f"{texts[1]} for a billion tokens", *price])
 
 
-def _figure(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+def _gpu_hours(suggestion: Suggestion, step: StepTime) -> float:
+    """For a billion tokens."""
+    return (suggestion.plan.hardware.gpus or 1) * BILLION / step.tokens_per_second / 3600
 
 
 # -- why ----------------------------------------------------------------------------------------------------
@@ -399,6 +449,7 @@ def _why(found: Found, console: Console) -> Iterator[RenderableType]:
         yield Text()
         yield Text("Why this one", "bold")
         yield alternatives(found)
+        yield from worth(found)
     given = found.given
     if given is not None and not same_layout(given, best):
         fits = "" if given.fits else ", and does not fit"

@@ -110,7 +110,7 @@ def _has(plan: Plan, fields: tuple[tuple[str, object], ...]) -> bool:
 
 
 def comparison_words(other: Suggestion, than: Suggestion) -> str:
-    """``slower by 1.1 %, needs 13.9 GiB less``."""
+    """``slower by 11 %, needs 13.9 GiB less``."""
     parts = [speed_words(other.seconds, than.seconds)]
     more = other.needs - than.needs
     parts += [f"needs {size(abs(more))} {'more' if more > 0 else 'less'}"] if more else ["needs as much"]
@@ -118,19 +118,27 @@ def comparison_words(other: Suggestion, than: Suggestion) -> str:
 
 
 def speed_words(seconds: float, than: float) -> str:
-    """``slower by 1.1 %``: of the time that the other takes."""
+    """``slower by 11 %``: of the time that the other takes."""
     change = change_percent(seconds, than)
-    if change.strip(f"+{MINUS}0. %") == "":
+    if change == "0 %":
         return "as fast"
     return f"{'slower' if seconds > than else 'faster'} by {change.lstrip('+' + MINUS)}"
 
 
 def change_percent(seconds: float, than: float) -> str:
-    """``+1.1 %``, ``−0.4 %``; ``0.0 %`` for less than shows."""
-    percent = 100 * (seconds / than - 1)
-    figure = f"{abs(percent):,.1f}" if abs(percent) < 1000 else f"{abs(percent):,.0f}"
-    sign = "" if not figure.strip("0.,") else "+" if percent > 0 else MINUS
-    return f"{sign}{figure} %"
+    """``+11 %``, ``−4 %``; ``0 %`` for less than a half."""
+    percent = round(100 * (seconds / than - 1))
+    return f"{'+' if percent > 0 else MINUS if percent < 0 else ''}{abs(percent):,} %"
+
+
+def part(share: float) -> str:
+    """``5 %`` of 0.05."""
+    return f"{100 * share:.0f} %"
+
+
+def rough(number: float) -> str:
+    """Three digits: ``95,700``."""
+    return f"{float(f'{number:.3g}'):,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +157,9 @@ class TimeUnit:
 
 
 def time_unit(seconds: float) -> TimeUnit:
-    """Four digits or more of ``seconds``: milliseconds below one."""
-    if seconds < 1:
-        return TimeUnit("ms", 1e-3, 1 if seconds >= 0.1 else 2)
-    return TimeUnit("s", 1.0, 1 if seconds >= 100 else 2 if seconds >= 10 else 3)
+    """Three digits or more of ``seconds``, which is more than the time model has: milliseconds below one."""
+    unit, size = ("ms", 1e-3) if seconds < 1 else ("s", 1.0)
+    return TimeUnit(unit, size, 0 if seconds >= 100 * size else 1 if seconds >= 10 * size else 2)
 
 
 def _plural(count: int, word: str) -> str:

@@ -16,12 +16,13 @@ from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import plan_fields
 from ..plan.plan import Plan
 from ..plan.resolved import ResolvedPlan
-from ..plan.sizes import headroom_bytes
+from ..plan.sizes import default_reserve, headroom_bytes
 from .candidates import Clock
 from .changes import changes_of, measured
 from .result import Found, Suggestion
 from .search import Report, Search
 from .space import Space, filled, nearest_counts, space_of
+from .time.accuracy import published_error
 
 Objective = Literal["time", "memory", "gpus"]
 
@@ -41,18 +42,24 @@ def suggest(
     ``fixed`` fields leave no layout, or time is not modelled."""
     started = perf_counter()
     begin_search()
+    stated = base
+    base = _with_reserve(base)
     resolved = filled(base)
     capacity, limit, beyond = _limits(resolved, known)
     space = _space(base, resolved, fixed)
+    error = published_error(resolved)
+    within = EQUALLY_FAST if error is None else min(EQUALLY_FAST, error)
     if objective == "gpus":
         search, best = _fewest_gpus(space, fixed, limit, beyond, top, report, known)
     else:
         search = Search(space, Clock(space), limit, beyond, report, known)
-        best = _leanest_first(search, search.fastest(top)) if objective == "time" else _smallest(search, top)
+        best = search.fastest(top) if objective == "time" else _smallest(search, top)
+    if objective != "memory":
+        best = _roomiest_first(search, best, within)[:top]
     smallest = search.smallest() if not best else None
     closest = search.estimated(smallest) if smallest is not None else None
-    front = search.front(best[0], STEPS, POINTS) if best else []
-    given = measured(base, known) if _is_stated(base) else None
+    front = _front(search, best) if best else []
+    given, refused = _given(stated, known)
     stuck = closest if closest is not None else given if given is not None and not given.fits else None
     changes = changes_of(stuck, limit, fixed, search.report, known) if stuck is not None else ()
     return Found(
@@ -66,9 +73,21 @@ def suggest(
         closest=closest,
         changes=tuple(changes),
         given=given,
+        given_refused=refused,
         counts=search.counts(),
         seconds=perf_counter() - started,
+        keeps_free="" if base is stated else base.headroom,
+        error=error,
+        within=within,
     )
+
+
+def _with_reserve(base: Plan) -> Plan:
+    """``base`` with the default reserve as its headroom, where it says none."""
+    if "headroom" in base.model_fields_set or base.hardware.gpu is None:
+        return base
+    capacity = filled(base).hardware.capacity
+    return base if capacity is None else base.model_copy(update={"headroom": default_reserve(capacity)})
 
 
 def _limits(plan: ResolvedPlan, known: Measured) -> tuple[int, int, int]:
@@ -80,42 +99,60 @@ def _limits(plan: ResolvedPlan, known: Measured) -> tuple[int, int, int]:
     return capacity, capacity - headroom_bytes(plan.headroom, capacity), least_context(plan, known)
 
 
+def _given(stated: Plan, known: Measured) -> tuple[Suggestion | None, PlanError | None]:
+    """The plan as it was given, or why it does not run; neither where it says no layout."""
+    if not _is_stated(stated):
+        return None, None
+    try:
+        return measured(stated, known), None
+    except PlanError as error:
+        return None, error
+
+
 def _is_stated(base: Plan) -> bool:
     """Whether the plan says how it is laid out, so that there is something to compare with."""
     return bool(base.layout.model_fields_set) or "dp" not in framework(base.framework).supports.sizes
 
 
-EQUALLY_FAST = 0.001
-"""A part of a step's time that the time model does not tell apart: the layout that needs less comes first."""
+EQUALLY_FAST = 0.05
+"""A part of a step's time that the time model does not tell apart, where its published median error is not less."""
+
+TRIED = 3
+"""Layouts with most room that are replayed, until one needs no retry."""
 
 
-def _leanest_first(search: Search, best: list[Suggestion]) -> list[Suggestion]:
-    """``best`` with the one that needs least of those that are as fast as its first in front, replayed whole."""
+def _roomiest_first(search: Search, best: list[Suggestion], within: float) -> list[Suggestion]:
+    """``best``, fastest first, with the one in front that leaves most room of all that are as fast as the fastest."""
     if not best:
         return best
     fastest = best[0]
-    as_good = [one for one in best if one.point.keeps_numerics == fastest.point.keeps_numerics]
-    as_fast = [one for one in as_good if one.seconds <= fastest.seconds * (1 + EQUALLY_FAST)]
-    leanest = min(as_fast, key=lambda one: (one.needs, one.seconds))
-    if leanest is fastest:
-        return best
-    whole = search.estimated(leanest)
-    if whole.judged.verdict is not fastest.judged.verdict:
-        return best
-    return [whole, *(one for one in best if one is not leanest)]
+    for roomy in search.roomier(fastest, within)[:TRIED]:
+        whole = search.estimated(roomy)
+        alike = whole.is_safe and whole.judged.retries <= fastest.judged.retries
+        if alike and whole.needs < fastest.needs:
+            return [whole, *(one for one in best if not (one.point == whole.point and one.cut == whole.cut))]
+    return best
+
+
+def _front(search: Search, best: list[Suggestion]) -> list[Suggestion]:
+    """Slower layouts than the recommended one that need less, and in front of both the fastest."""
+    alike = [one for one in best if one.point.keeps_numerics == best[0].point.keeps_numerics]
+    fastest = min(alike, key=lambda one: (one.judged.retries > 0, one.seconds))
+    faster = [fastest] if fastest.seconds < best[0].seconds and fastest.requested > best[0].requested else []
+    return [*faster, *search.front(best[0], STEPS, POINTS - len(faster))]
 
 
 def _smallest(search: Search, top: int) -> list[Suggestion]:
     """The layout that needs least, if it fits, and the fastest ones beside it."""
     least = search.smallest(numerics=True)
     whole = search.estimated(least) if least is not None and least.requested <= search.requestable else None
-    if whole is None or not whole.fits:
+    if whole is None or not whole.is_safe:
         least = search.smallest()
         if least is None or least.requested > search.requestable:
             return []
         whole = search.estimated(least)
     others = [one for one in search.fastest(top) if one.point != whole.point] if top > 1 else []
-    return [whole, *others[: top - 1]] if whole.fits else []
+    return [whole, *others[: top - 1]] if whole.is_safe else []
 
 
 # -- what leaves no layout ---------------------------------------------------------------------------------
@@ -123,17 +160,28 @@ def _smallest(search: Search, top: int) -> list[Suggestion]:
 
 def _space(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, object]) -> Space:
     """The space, which has a point; ``PlanError`` that names what contradicts itself elsewhere."""
-    space = space_of(base, resolved, fixed)
+    gpus = resolved.hardware.gpus
+    try:
+        space = space_of(base, resolved, fixed)
+    except PlanError as error:
+        near = nearest_counts(base, resolved, fixed, gpus)
+        if not near:
+            raise
+        problem = f"leaves no layout of {gpus:,} GPUs{_work(near)}"
+        raise PlanError(error.field, error.value, problem, origin=error.origin) from None
     if _has_points(space):
         return space
-    gpus = space.gpus
     for number in (1, 2, 3):
         for paths in combinations(sorted(fixed), number):
             if not _has_points_with(base, resolved, {path: fixed[path] for path in paths}):
                 raise _contradiction(space, fixed, paths)
     near = nearest_counts(base, resolved, fixed, gpus)
-    works = f"; {' and '.join(f'{count:,}' for count in near)} GPUs work" if near else ""
-    raise PlanError("hardware.gpus", gpus, f"has no layout: {_why(space)}{works}")
+    raise PlanError("hardware.gpus", gpus, f"has no layout: {_why(space)}{_work(near)}")
+
+
+def _work(near: Sequence[int]) -> str:
+    """Numbers of GPUs that have a layout."""
+    return f"; {' and '.join(f'{count:,}' for count in near)} GPUs work" if near else ""
 
 
 def _has_points(space: Space) -> bool:

@@ -29,16 +29,9 @@ from .space import space_of
 from .time import step_time, work_of
 
 
-def measured(base: Plan, known: Measured = NOTHING) -> Suggestion | None:
-    """A plan as it is; ``None`` where it cannot run."""
-    try:
-        plan = resolve(base)
-        return _suggestion(base, plan, known)
-    except PlanError:
-        return None
-
-
-def _suggestion(base: Plan, plan: ResolvedPlan, known: Measured) -> Suggestion:
+def measured(base: Plan, known: Measured = NOTHING) -> Suggestion:
+    """A plan as it is. ``PlanError`` where it cannot run."""
+    plan = resolve(base)
     search = framework(plan.framework).search
     requested, stage = search.fullest(plan)
     step = step_time(plan)
@@ -74,7 +67,7 @@ def changes_of(
         report("changes that could help", at, len(proposed))
         base = changed(given.plan, fields)
         try:
-            after = _suggestion(base, resolve(base), known)
+            after = measured(base, known)
         except PlanError:
             continue
         gained, lost = given.needs - after.needs, after.seconds - given.seconds

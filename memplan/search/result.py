@@ -7,7 +7,7 @@ from math import inf
 
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
-from ..result import Estimate, Judged
+from ..result import Estimate, Judged, Verdict
 from ..tape.events import Category
 from ..values import dataclass
 from .cuts import StageLayers
@@ -54,6 +54,11 @@ class Suggestion:
     def fits(self) -> bool:
         """As far as is known."""
         return self.judged.verdict.fits is not False
+
+    @property
+    def is_safe(self) -> bool:
+        """As far as is known, whatever of its range lies outside PyTorch: what may be recommended."""
+        return self.fits and self.judged.verdict is not Verdict.TIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,14 @@ class Found:
     counts: Counts
     seconds: float
     """That the search itself took."""
+    given_refused: PlanError | None = None
+    """Why it cannot run as it was given."""
+    keeps_free: str = ""
+    """The headroom, where nobody gave one: the default reserve."""
+    error: float | None = None
+    """Median error of predicted times on this GPU, as a part; ``None`` where none is published."""
+    within: float = 0.0
+    """Layouts are equally fast that take longer than the fastest by no more than this part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from ..estimate import estimate, judged_stage
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from ..result import Verdict
 from .candidates import Candidate, Candidates, Clock, raise_for_all, recomputing, without_values
 from .cuts import StageLayers, capped, fields_of, fitting, smallest
 from .lower_bounds import Needs, fewest_recomputed, most_layers
@@ -142,7 +141,7 @@ class Search:
                     if len(found) == wanted:
                         break
                     continue
-                if replayed.fits and retrying is None and not found:
+                if replayed.is_safe and retrying is None and not found:
                     retrying = replayed
                 overhead = max(0, replayed.needs - suggestion.requested - self.beyond)
             self._waiting += self._fitted(candidate, self.requestable - overhead)
@@ -151,6 +150,24 @@ class Search:
         if not found:
             return [self.estimated(retrying)]
         return [*list(found.values())[: wanted - 1], retrying]
+
+    def roomier(self, fastest: Suggestion, within: float) -> list[Suggestion]:
+        """Layouts that take longer than ``fastest`` by no more than the part ``within``, train with the same numbers
+        and keep as much on the GPU; each requests less than the ones before it, and the last one that was found stands
+        first."""
+        found = [fastest]
+        latest = fastest.seconds * (1 + within)
+
+        def is_worth(candidate: Candidate) -> bool:
+            return candidate.floor < found[-1].requested and _alike(candidate.point, fastest.point)
+
+        for candidate in self._by_time(is_worth):
+            if candidate.seconds > latest:
+                break
+            suggestion = self.folded(candidate, found[-1].requested - 1)
+            if suggestion is not None and suggestion.requested < found[-1].requested:
+                found.append(suggestion)
+        return found[:0:-1]
 
     def _by_time(self, is_worth: Callable[[Candidate], bool]) -> Iterator[Candidate]:
         """Candidates in their order that are worth it, with the time of their whole step; what is put into
@@ -314,8 +331,14 @@ class Search:
 
 
 def _is_steady(suggestion: Suggestion) -> bool:
-    """It fits without a retry; or it is not known whether it fits at all."""
-    return suggestion.judged.verdict in (Verdict.FITS, Verdict.UNKNOWN)
+    """It fits without a retry, as far as is known."""
+    return suggestion.is_safe and not suggestion.judged.retries
+
+
+def _alike(point: Point, other: Point) -> bool:
+    """They train with the same numbers, and ``point`` keeps no more off the GPU."""
+    moved = {extra.label for extra in point.extras if extra.moves_states}
+    return point.keeps_numerics == other.keeps_numerics and moved <= {extra.label for extra in other.extras}
 
 
 SIZES = 7

@@ -237,7 +237,7 @@ def _narrowed(path: str, values: tuple[int, ...], fixed: Mapping[str, Any]) -> t
         return values
     if fixed[path] not in values:
         among = ", ".join(map(str, values[:12])) + (", …" if len(values) > 12 else "")
-        raise PlanError(path, fixed[path], f"is not in the space that is searched: {among}")
+        raise PlanError(path, fixed[path], f"is not one of {among}, the values that are searched")
     return (fixed[path],)
 
 

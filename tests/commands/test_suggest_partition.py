@@ -50,7 +50,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 
 
 def test_the_answer_in_print(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(suggest(*JOB, "--tp=1")) == 0
+    assert main(suggest(*JOB, "--fix=tp=1")) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert out.startswith("Recommended: ")
@@ -66,20 +66,63 @@ def test_top_and_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_flags_of_axes_are_fixed_and_files_are_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert answer(capsys, *JOB, "--pp=2")["recommended"]["layout"]["pp"] == 2
+PLAN = (
+    "{model: {base: llama-3-8b, layers: 2}, framework: megatron, layout: {pp: 2}, batch: {mbs: 1, gbs: 4, seq: 512}"
+    ", hardware: {gpus: 2, gpu: h100-80gb}}"
+)
+
+
+def test_what_is_fixed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert answer(capsys, *JOB, "--fix", "pp=2,mbs=1")["fixed"] == {"layout.pp": 2, "batch.mbs": 1}
-    plan = (
-        "{model: {base: llama-3-8b, layers: 2}, framework: megatron, layout: {pp: 2}, batch: {mbs: 1, gbs: 4, seq: 512}"
-    )
-    (tmp_path / "plan.yaml").write_text(plan + ", hardware: {gpus: 2, gpu: h100-80gb}}", encoding="utf-8")
+    (tmp_path / "plan.yaml").write_text(PLAN, encoding="utf-8")
     free = answer(capsys, str(tmp_path / "plan.yaml"))
     assert free["fixed"] == {}
     assert free["given"]["layout"]["pp"] == 2
-    assert free["recommended"]["seconds"] <= free["given"]["seconds"]
+    assert free["recommended"]["seconds"] <= free["given"]["seconds"] * (1 + free["equally_fast_within"])
     kept = answer(capsys, str(tmp_path / "plan.yaml"), "--fix", "pp,mbs")
     assert kept["fixed"] == {"layout.pp": 2, "batch.mbs": 1}
     assert (kept["recommended"]["layout"]["pp"], kept["recommended"]["layout"]["mbs"]) == (2, 1)
+
+
+def test_a_flag_and_the_same_field_in_a_file_have_one_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Both are where the search starts, and the report says it of the flags."""
+    (tmp_path / "plan.yaml").write_text(PLAN, encoding="utf-8")
+    file, flags = answer(capsys, str(tmp_path / "plan.yaml")), answer(capsys, *JOB, "--pp=2", "--mbs=1")
+    assert flags.pop("started_from") == ["pp 2", "mbs 1"]
+    assert file.pop("started_from") == []
+    assert flags["fixed"] == {}
+    for found in (file, flags):
+        del found["search"]["seconds"], found["warnings"], found["assumptions"]
+    assert file == flags
+    assert main(suggest(*JOB, "--pp=2", "--mbs=1")) == 0
+    assert "Started from pp 2, mbs 1, which the search may change; --fix pp,mbs keeps it.\n" in capsys.readouterr().out
+
+
+def test_numbers_of_gpus_that_work_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    seven = ["--gpus=7", "--gbs=56", "--tp=4"]
+    assert "4 and 8 GPUs work" in answer(capsys, *JOB[:3], "--gpu=h100-80gb", *seven)["given_refused"]
+    assert main(suggest(*JOB[:3], "--gpu=h100-80gb", *seven[:2], "--fix=tp=4")) == 2
+    assert capsys.readouterr().err == "--fix tp: layout.tp = 4: leaves no layout of 7 GPUs; 4 and 8 GPUs work\n"
+
+
+def test_what_is_kept_free(capsys: pytest.CaptureFixture[str]) -> None:
+    """2 % and at least 1 GiB, unless the user says how much."""
+    kept = answer(capsys, *JOB)
+    assert (kept["default_headroom"], kept["limit_bytes"]) == (
+        "2%",
+        kept["capacity_bytes"] - int(kept["capacity_bytes"] * 0.02),
+    )
+    small = answer(capsys, *JOB, "--capacity=24GiB")
+    assert (small["default_headroom"], small["limit_bytes"]) == ("1GiB", 23 * 2**30)
+    own = answer(capsys, *JOB, "--headroom=0")
+    assert (own["default_headroom"], own["limit_bytes"]) == (None, own["capacity_bytes"])
+    least = answer(capsys, *JOB, "--objective=memory", "--headroom=0")["recommended"]["device_bytes"]
+    exact = [*JOB, f"--capacity={least / 2**30 + 0.5:.2f}GiB"]
+    assert answer(capsys, *exact, "--headroom=0")["fits"]
+    assert main(suggest(*exact)) == 1
+    assert capsys.readouterr().out.startswith("Nothing fits: with 1GiB kept free (--headroom 0: nothing), ")
 
 
 def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +146,7 @@ def test_headroom_and_price(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_written_reads_back_as_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
-    best = answer(capsys, *JOB, "--pp=2", "--write", str(file))["recommended"]
+    best = answer(capsys, *JOB, "--fix=pp=2", "--write", str(file))["recommended"]
     assert file.read_text(encoding="utf-8").startswith("# A plan by memplan suggest-partition.")
     assert resolve(read_plan(str(file)).plan).model_dump(mode="json") == best["plan"]
     assert main(["estimate", str(file), "--json"]) == 0
@@ -145,7 +188,7 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(suggest(*JOB, "-q", "--plot", str(svg))) == 0
     assert main(suggest(*JOB, "-q", "--plot", str(png))) == 0
     assert capsys.readouterr().err == ""
-    assert "h100-80gb: 79.1 GiB" in svg.read_text(encoding="utf-8")
+    assert "h100-80gb: 77.5 GiB less headroom" in svg.read_text(encoding="utf-8")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert {file.name for file in tmp_path.iterdir()} == {"front.svg", "front.png"}
 
@@ -153,7 +196,7 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--fix", "tp=3"], "--fix tp: layout.tp = 3: "),
+        (["--fix", "tp=3"], "--fix tp: layout.tp = 3: is not one of 1, 2, the values that are searched"),
         (["--fix", "tp=2,pp=2"], "contradict each other on 2 GPUs: "),
         (["--fix", "tp=2", "--tp=1"], "--fix: tp=2 contradicts --tp 1; give one of them"),
         (["--fix", "tp=1", "--fix", "tp=2"], "--fix: tp is there twice, with different values"),
@@ -165,7 +208,7 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--fix"], "--fix: needs a value: a field to keep fixed"),
         (["--gpus=0"], "--gpus: hardware.gpus = 0: must be at least 1"),
         (["--gpus=7"], "--gpus: hardware.gpus = 7: has no layout: "),
-        (["--mbs=3"], "--mbs: batch.mbs = 3: leaves no layout of 2 GPUs: "),
+        (["--fix=mbs=3"], "--fix mbs: batch.mbs = 3: leaves no layout of 2 GPUs: "),
         (["--gpu=v100-16gb"], "precision.dtype = bf16: must be fp16 or fp32 on v100-16gb: "),
         (["--gpu=h101"], "--gpu: hardware.gpu = h101: is not a known GPU"),
         (["--top=0"], "--top: 0 must be from 1 to 50"),
@@ -329,10 +372,11 @@ def test_without_a_framework_all_are_searched(capsys: pytest.CaptureFixture[str]
     assert "frameworks" not in named
 
 
-def test_an_architecture_that_a_framework_lacks_is_refused_at_once() -> None:
+@pytest.mark.parametrize(("model", "framework"), [("llama-2-7b", "megatron-deepspeed"), ("bloom-176b", "fsdp")])
+def test_an_architecture_that_a_framework_lacks_is_refused_at_once(model: str, framework: str) -> None:
     """Not layout by layout."""
-    flags = {"model": "llama-2-7b", "framework": "megatron-deepspeed", "gpus": "64", "gpu": "h100-80gb", "gbs": "1024"}
+    flags = {"model": model, "framework": framework, "gpus": "64", "gpu": "h100-80gb", "gbs": "1024"}
     considered: list[str] = []
-    with pytest.raises(PlanError, match="has no recipe in framework megatron-deepspeed"):
+    with pytest.raises(PlanError, match=f"has no recipe in framework {framework}"):
         search_for(read_plan(None, flags).plan, {}, report=lambda what, done, of: considered.append(what))
     assert len(considered) < 10

@@ -174,6 +174,21 @@ def test_the_answer_of_other_frameworks(name: str) -> None:
         assert (not best.point.keeps_numerics, best.seconds) == (fits[0][0], pytest.approx(fits[0][1], rel=1e-9))
 
 
+@pytest.mark.parametrize("name", ["ddp", "deepspeed", "fsdp", "fsdp, nodes"])
+@pytest.mark.parametrize("within", [0.01, 0.05, 0.3])
+def test_the_roomiest_of_those_that_are_as_fast(name: str, within: float) -> None:
+    """That of evaluating everything, among what keeps the numbers and moves nothing off the GPU."""
+    whole = space(name)
+    search = searched(whole, UNLIMITED)
+    (fastest,) = search.fastest(1)
+    roomier = search.roomier(fastest, within)
+    points = [one for one in whole if one.keeps_numerics and not any(extra.moves_states for extra in one.extras)]
+    every = [found for one in points if (found := evaluated(whole, one, ())) is not None]
+    least = min(size for _, seconds, size in every if seconds <= fastest.seconds * (1 + within))
+    assert (roomier[0] if roomier else fastest).requested == least
+    assert all(one.requested < other.requested for one, other in pairwise([*roomier, fastest]))
+
+
 @pytest.mark.parametrize("zero", ["0", "1"])
 def test_overlapping_gradients_and_parameters_takes_no_memory(zero: str) -> None:
     """So it is no axis of the search: it changes time alone (``docs/suggest.md``)."""

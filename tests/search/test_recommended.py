@@ -1,0 +1,68 @@
+"""What is recommended leaves memory free and needs no retry: jobs at random, of every size."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from memplan.device.gpus import GPUS
+from memplan.plan.errors import PlanError
+from memplan.plan.library import model_specs
+from memplan.plan.read import read_plan
+from memplan.result import Verdict
+from memplan.search.answer import suggest
+from memplan.search.time.hardware import SPEEDS
+
+FRAMEWORKS = ("fsdp", "deepspeed", "megatron", "ddp", "single", "megatron-deepspeed")
+
+
+def job(random: Random) -> dict[str, str]:
+    name = random.choice(FRAMEWORKS)
+    gpus = 1 if name == "single" else 1 << random.randrange(11)
+    batch = max(gpus, 1 << random.randrange(3, 9)) * random.choice((1, 2))
+    return {
+        "model": random.choice(list(model_specs())),
+        "framework": name,
+        "gpu": random.choice(list(SPEEDS)),
+        "gpus": str(gpus),
+        "gbs": str(batch),
+        "seq": str(random.choice((512, 1024, 2048))),
+        "dtype": random.choice(("bf16", "fp16")),
+    }
+
+
+def recommended(seed: int) -> bool:
+    """Whether something was, which then leaves the reserve on every stage; jobs that no framework runs are passed
+    over."""
+    try:
+        found = suggest(read_plan(None, job(Random(seed))).plan, {}, top=2)
+    except PlanError:
+        return False
+    if not found.best:
+        return False
+    best, *others = found.best
+    assert best.estimate is not None
+    assert best.judged.verdict in (Verdict.FITS, Verdict.RETRIES, Verdict.UNKNOWN)
+    if best.judged.retries:
+        assert all(one.judged.retries for one in others if one.point.keeps_numerics)
+        return True
+    capacity = GPUS[best.estimate.plan.hardware.gpu or ""].process_bytes
+    for stage in best.estimate.stages:
+        most = stage.reserved if stage.device_range is None else stage.device_range[1]
+        assert most is not None
+        assert capacity - most >= max(2**30, int(capacity * 0.02)), best.estimate.plan
+    alike = [one for one in found.best if one.point.keeps_numerics == best.point.keeps_numerics]
+    fastest = min(one.seconds for one in alike if not one.judged.retries)
+    assert best.seconds <= fastest * (1 + found.within)
+    return True
+
+
+def test_every_recommendation_leaves_the_reserve() -> None:
+    assert sum(recommended(seed) for seed in range(16)) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(8))
+def test_every_recommendation_of_many_leaves_the_reserve(first: int) -> None:
+    assert sum(recommended(seed) for seed in range(1000 + first, 1400, 8)) > 10
