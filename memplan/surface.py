@@ -119,8 +119,8 @@ def suggest(
 ) -> Suggestion:
     """The fastest layout that fits (or the ``objective`` ``"memory"`` or ``"gpus"``), and ``top`` to compare with it.
 
-    The search keeps ``fields``, as it keeps flags on the command line, and those that ``fix`` names: ``fix=["tp",
-    "mbs=2"]``. What else the plan says of its layout is where the search starts.
+    The search keeps those fields that ``fix`` names: ``fix=["tp", "mbs=2"]``. What else ``fields`` and the plan say of
+    its layout is where the search starts, as on the command line.
     """
     from .commands.fixed import fixes_of, with_fixes
     from .commands.recorded import measured_of, warned
