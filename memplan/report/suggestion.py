@@ -77,7 +77,7 @@ def alternatives(found: Found) -> Table:
     """The recommended layout, the others, and the plan as given: time and memory of each, and how they differ."""
     best, *others = found.best
     unit, time = _units([*found.best, *([found.given] if found.given is not None else [])], best)
-    step = f"step {time.name}" + (f" ±{part(found.error)}" if found.error is not None else "")
+    step = f"step {time.name} ±{part(found.error)}"
     table = plain_table(folded("layout"), *map(right, (step, "slower", f"peak {unit.name}", "memory")))
     table.add_row("recommended", time.figure(best.seconds), "", unit.figure(best.needs), "")
     for other in others:
@@ -380,7 +380,7 @@ def _short(value: object) -> str:
 # -- the recommended one -----------------------------------------------------------------------------------
 
 
-def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: float | None) -> Iterator[RenderableType]:
+def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: float) -> Iterator[RenderableType]:
     estimate, step = suggestion.estimate, suggestion.step
     facts = Table.grid(left(style=FAINT), folded(ratio=1), padding=(0, 2, 0, 0))
     if step is not None:
@@ -402,10 +402,10 @@ def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: floa
     yield from stage_tables(estimate, console, folded=False) if verbose else compact_stages(estimate, console)
 
 
-def _speed(suggestion: Suggestion, step: StepTime, error: float | None) -> Pieces:
+def _speed(suggestion: Suggestion, step: StepTime, error: float) -> Pieces:
     rates = f"{rough(step.tokens_per_second)} tokens/s", f"{rough(step.tokens_per_second_per_gpu)} of each GPU"
     time = Text(time_unit(suggestion.seconds).text(suggestion.seconds), "bold")
-    return Pieces([time, *([] if error is None else [f"± {part(error)}"]), *rates, f"MFU {part(step.mfu)}"])
+    return Pieces([time, f"± {part(error)}", *rates, f"MFU {part(step.mfu)}"])
 
 
 def _parts(step: StepTime) -> Pieces:

@@ -22,7 +22,7 @@ from .changes import changes_of, measured
 from .result import Found, Suggestion
 from .search import Report, Search
 from .space import Space, filled, nearest_counts, space_of
-from .time.accuracy import published_error
+from .time import published_error
 
 Objective = Literal["time", "memory", "gpus"]
 
@@ -47,8 +47,8 @@ def suggest(
     resolved = filled(base)
     capacity, limit, beyond = _limits(resolved, known)
     space = _space(base, resolved, fixed)
-    error = published_error(resolved)
-    within = EQUALLY_FAST if error is None else min(EQUALLY_FAST, error)
+    error = published_error(resolved.hardware.gpu or "")
+    within = min(EQUALLY_FAST, error)
     if objective == "gpus":
         search, best = _fewest_gpus(space, fixed, limit, beyond, top, report, known)
     else:

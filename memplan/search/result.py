@@ -124,8 +124,8 @@ class Found:
     """Why it cannot run as it was given."""
     keeps_free: str = ""
     """The headroom, where nobody gave one: the default reserve."""
-    error: float | None = None
-    """Median error of predicted times on this GPU, as a part; ``None`` where none is published."""
+    error: float = 0.0
+    """Median error of predicted times, as a part."""
     within: float = 0.0
     """Layouts are equally fast that take longer than the fastest by no more than this part."""
 

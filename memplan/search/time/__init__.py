@@ -4,6 +4,7 @@
 ``step_seconds`` or ``assemble``, and ``updates``. All times in seconds.
 """
 
+from .accuracy import published_error
 from .layer import EntryTimes, LayerTimes, entry_times, times_of
 from .rates import Efficiency, Fraction, Rates, rates_of
 from .shape import Shape, StageWork, shape_of, work_of
@@ -25,6 +26,7 @@ __all__ = [
     "cost_of_step",
     "cost_of_tokens",
     "entry_times",
+    "published_error",
     "rates_of",
     "shape_of",
     "step_seconds",
