@@ -109,6 +109,15 @@ _GPUS = (
         usable=79.14,
     ),
     _gpu(
+        "a800-80gb",
+        "NVIDIA A800-SXM4-80GB",
+        81_920,
+        (8, 0),
+        "dexmal/dexbotic/issues/41",
+        usable=79.14,
+        note="the chip and the memory of a100-80gb, whose usable memory is taken",
+    ),
+    _gpu(
         "h100-80gb",
         "NVIDIA H100 80GB HBM3",
         81_559,
@@ -117,6 +126,16 @@ _GPUS = (
         _MODAL,
         "vllm-project/vllm/issues/27508",
         usable=79.11,
+    ),
+    _gpu(
+        "h800",
+        "NVIDIA H800",
+        81_559,
+        (9, 0),
+        "NVIDIA/DCGM/issues/120",
+        _CAPTURES,
+        usable=79.11,
+        note="the chip and the memory of h100-80gb, whose usable memory is taken",
     ),
     _gpu(
         "h100-94gb",
@@ -134,6 +153,15 @@ _GPUS = (
         (9, 0),
         "NVIDIA/apex/issues/1833",
         note="read on a GH200, whose H100 has 96 GB; no reading of an H100 with 96 GB beside an x86 host was found",
+    ),
+    _gpu(
+        "h20",
+        "NVIDIA H20",
+        97_871,
+        (9, 0),
+        "sgl-project/sglang/issues/12373",
+        "NVIDIA/apex/issues/1833",
+        note="96 GB; nvidia-smi counts as much as on a GH200",
     ),
     _gpu("h200", "NVIDIA H200", 143_771, (9, 0), _CAPTURES, "vllm-project/vllm/issues/34553", usable=139.80),
     _gpu(
@@ -159,6 +187,22 @@ _GPUS = (
     _gpu("l4", "NVIDIA L4", 23_034, (8, 9), _MODAL, "NVIDIA/TensorRT-LLM/issues/2398"),
     _gpu("t4", "Tesla T4", 15_360, (7, 5), _MODAL, "mbzuai-oryx/GeoPixel/issues/5", usable=14.58),
     _gpu("mi300x", "AMD Instinct MI300X", 196_592, None, "ROCm/legacy-rocm-build/issues/4750", note="rocm-smi"),
+    _gpu(
+        "mi325x",
+        "AMD Instinct MI325X",
+        262_128,
+        None,
+        "vllm-project/vllm/issues/41962",
+        note="the total of PyTorch's out-of-memory messages, 255.98 GiB",
+    ),
+    _gpu(
+        "mi355x",
+        "AMD Instinct MI355X",
+        294_896,
+        None,
+        "SemiAnalysisAI/InferenceX/pull/2522",
+        note="the total of PyTorch's out-of-memory messages, 287.98 GiB",
+    ),
     _gpu(
         "rtx-5090",
         "NVIDIA GeForce RTX 5090",
@@ -199,6 +243,15 @@ _GPUS = (
         usable=97_247 / 1024,
     ),
     _gpu(
+        "rtx-6000-ada",
+        "NVIDIA RTX 6000 Ada Generation",
+        46_068,
+        (8, 9),
+        "DINGYANB/MTVCrafter/issues/21",
+        usable=44.43,
+        note="with ECC; without 49,140 MiB",
+    ),
+    _gpu(
         "rtx-a6000", "NVIDIA RTX A6000", 49_140, (8, 6), "NVlabs/sionna/blob/main/tutorials/phy/Discover_Sionna.ipynb"
     ),
 )
@@ -211,6 +264,7 @@ MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
         "v100-16gb": 80, "v100-32gb": 80, "a100-40gb": 108, "a100-80gb": 108, "h100-80gb": 132, "h100-94gb": 132,
         "h100-96gb": 132, "h200": 132, "b200": 148, "gb200": 152, "l40s": 142, "a10": 72, "a10g": 80, "l4": 58,
         "t4": 40, "mi300x": 304, "rtx-5090": 170, "rtx-4090": 128, "rtx-3090": 82, "rtx-pro-6000": 188, "rtx-a6000": 84,
+        "h800": 132, "h20": 78, "a800-80gb": 108, "rtx-6000-ada": 142, "mi325x": 304, "mi355x": 256,
     }
 )  # fmt: skip
 """Streaming multiprocessors, of SXM modules where a GPU has them, from NVIDIA's architecture white papers; AMD:
@@ -224,6 +278,8 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "h100-94gb": ("h100-nvl-94gb",), "h100-96gb": ("gh200", "gh200-96gb"), "h200": ("h200-141gb", "h200-sxm"),
         "b200": ("b200-180gb", "b200-192gb"), "gb200": ("gb200-192gb",), "l40s": ("l40s-48gb",), "a10": ("a10-24gb",),
         "a10g": ("a10g-24gb",), "l4": ("l4-24gb",), "t4": ("t4-16gb",), "mi300x": ("mi300x-192gb",),
+        "h800": ("h800-80gb", "h800-sxm"), "h20": ("h20-96gb",), "a800-80gb": ("a800", "a800-sxm4-80gb"),
+        "mi325x": ("mi325x-256gb",), "mi355x": ("mi355x-288gb",), "rtx-6000-ada": ("rtx6000-ada", "6000-ada"),
         "rtx-5090": ("5090", "rtx-5090-32gb"), "rtx-4090": ("4090", "rtx-4090-24gb"),
         "rtx-3090": ("3090", "rtx-3090-24gb"), "rtx-pro-6000": ("rtx-6000-pro",), "rtx-a6000": ("a6000", "a6000-48gb"),
     }

@@ -16,6 +16,7 @@ from ..result import Estimate, Notice, Verdict
 from ..search.changes import Method
 from ..search.result import Change, Found, Offer, Suggestion
 from ..search.time import StepTime, cost_of_step, cost_of_tokens
+from ..search.time.stand_in import STAND_IN
 from ..values import dataclass
 from .estimate import verdict
 from .names import DASH, Unit, elements, size, stage_word, unit_for
@@ -34,6 +35,7 @@ from .suggestion_words import (
     rough,
     same_layout,
     time_unit,
+    unit_of_time,
 )
 
 SHORTEST_BAR, LONGEST_BAR = 12, 64
@@ -77,7 +79,7 @@ def alternatives(found: Found) -> Table:
     """The recommended layout, the others, and the plan as given: time and memory of each, and how they differ."""
     best, *others = found.best
     unit, time = _units([*found.best, *([found.given] if found.given is not None else [])], best)
-    step = f"step {time.name} ±{part(found.error)}"
+    step = f"step {time.name} ±{part(found.error)}" if time.known else "step"
     table = plain_table(folded("layout"), *map(right, (step, "slower", f"peak {unit.name}", "memory")))
     table.add_row("recommended", time.figure(best.seconds), "", unit.figure(best.needs), "")
     for other in others:
@@ -93,7 +95,7 @@ def worth(found: Found) -> Iterator[RenderableType]:
     """What the recommended layout costs in time against the fastest, and what it leaves for that."""
     best, *others = found.best
     faster = [one for one in others if one.seconds < best.seconds and one.needs > best.needs and not retry_marks(one)]
-    if found.objective == "memory" or not faster:
+    if found.objective == "memory" or not best.timed or not faster:
         return
     fastest = min(faster, key=lambda one: one.seconds)
     lost = best.seconds - fastest.seconds
@@ -128,12 +130,12 @@ def retry_marks(one: Suggestion) -> list[Text]:
 
 
 def _beside(other: Suggestion, best: Suggestion, unit: Unit, time: TimeUnit) -> list[str]:
-    slower = change_percent(other.seconds, best.seconds)
+    slower = time.change(other.seconds, best.seconds)
     return [time.figure(other.seconds), slower, unit.figure(other.needs), unit.change(other.needs - best.needs)]
 
 
 def _units(suggestions: Sequence[Suggestion], best: Suggestion) -> tuple[Unit, TimeUnit]:
-    return unit_for(max(one.needs for one in suggestions)), time_unit(best.seconds)
+    return unit_for(max(one.needs for one in suggestions)), unit_of_time(best)
 
 
 def changes_table(stuck: Suggestion, changes: Sequence[Change]) -> Table:
@@ -151,18 +153,18 @@ def changes_table(stuck: Suggestion, changes: Sequence[Change]) -> Table:
             unit.figure(after.needs),
             unit.figure(change.gained),
             time.figure(after.seconds),
-            change_percent(after.seconds, stuck.seconds),
+            time.change(after.seconds, stuck.seconds),
         )
     return table
 
 
-def cuts_table(methods: Sequence[Method]) -> Iterator[RenderableType]:
+def cuts_table(methods: Sequence[Method], best: Suggestion) -> Iterator[RenderableType]:
     """The proposed cut beside other ways to cut the same layout."""
     proposed, *others = methods
     known = [method.requested for method in methods if method.requested is not None]
     if proposed.requested is None or proposed.seconds is None:
         return
-    unit, time = unit_for(max(known)), time_unit(proposed.seconds)
+    unit, time = unit_for(max(known)), unit_of_time(best)
     table = plain_table(
         folded("cut"), *map(right, (f"requested {unit.name}", "more", "stage", f"step {time.name}", "slower"))
     )
@@ -177,7 +179,7 @@ def cuts_table(methods: Sequence[Method]) -> Iterator[RenderableType]:
             unit.change(method.requested - proposed.requested) if is_other else "",
             str(method.fullest),
             time.figure(method.seconds),
-            change_percent(method.seconds, proposed.seconds) if is_other else "",
+            time.change(method.seconds, proposed.seconds) if is_other else "",
         )
     yield Text.assemble(("Other cuts of the same layout", "bold"), (": peak of the fullest stage", FAINT))
     yield table
@@ -267,8 +269,8 @@ def suggestion_report(answer: Answer, console: Console, verbose: bool = False) -
         yield from _changes(found, verbose)
     if answer.methods:
         yield Text()
-        yield from cuts_table(answer.methods)
-    if len(found.front) > 1:
+        yield from cuts_table(answer.methods, found.best[0])
+    if len(found.front) > 1 and found.front[0].timed:
         yield Text()
         yield from front_table(found.front, console, SHOWN if not verbose else None)
     yield Text()
@@ -383,7 +385,7 @@ def _short(value: object) -> str:
 def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: float) -> Iterator[RenderableType]:
     estimate, step = suggestion.estimate, suggestion.step
     facts = Table.grid(left(style=FAINT), folded(ratio=1), padding=(0, 2, 0, 0))
-    if step is not None:
+    if step is not None and suggestion.timed:
         facts.add_row("step", _speed(suggestion, step, error))
         facts.add_row("of it", _parts(step))
         facts.add_row("costs", _costs(suggestion, step))
@@ -495,7 +497,7 @@ def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator
     if warnings:
         yield Text()
         yield entries([(notice.code, notice.message) for notice in warnings], CAUTION)
-    step = stated.step if stated is not None else None
+    step = stated.step if stated is not None and stated.timed else None
     assumed = [*answer.assumptions, *(step.assumptions if step is not None else ())]
     assumed += estimate.assumptions if estimate is not None else ()
     if assumed and verbose:
@@ -504,6 +506,8 @@ def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator
         for assumption in assumed:
             yield Padding(Text(assumption), (0, 0, 0, 2))
     elif assumed:
-        yield Text(
-            f"Times are computed from published figures, not measured; {len(assumed)} assumptions with -v.", FAINT
-        )
+        times = "Times are computed from published figures, not measured"
+        if stated is not None and not stated.timed:
+            gpu = stated.plan.hardware.gpu
+            times = f"Nobody has published the speed of {gpu}: layouts are ranked as on {STAND_IN}, without times"
+        yield Text(f"{times}; {len(assumed)} assumptions with -v.", FAINT)

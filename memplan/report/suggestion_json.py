@@ -23,6 +23,10 @@ _PARTS = (
     "offload",
 )  # fmt: skip
 
+TIMES = (
+    "seconds", "parts_seconds", "tokens_per_second", "mfu", "hfu", "cost_per_step", "cost_per_billion_tokens",
+)  # fmt: skip
+
 
 def suggestion_to_json(answer: Answer) -> dict[str, Any]:
     """What ``memplan suggest-partition --json`` prints. All but ``search.seconds`` is the same in every run."""
@@ -50,7 +54,7 @@ def suggestion_to_json(answer: Answer) -> dict[str, Any]:
         "started_from": list(answer.started),
         "closest": _or_null(found.closest),
         "changes": [change_to_json(change) for change in found.changes],
-        "cuts": [_method(method) for method in answer.methods],
+        "cuts": [_method(method, timed=found.best[0].timed) for method in answer.methods],
         **({"frameworks": [_offer(offer) for offer in answer.offers]} if answer.offers else {}),
         "search": _search(found.counts, found.seconds),
         "warnings": [{"code": notice.code, "message": notice.message} for notice in warnings],
@@ -60,7 +64,7 @@ def suggestion_to_json(answer: Answer) -> dict[str, Any]:
 
 
 def _assumptions(answer: Answer, stated: Suggestion | None) -> list[str]:
-    step = stated.step if stated is not None else None
+    step = stated.step if stated is not None and stated.timed else None
     estimate = stated.estimate if stated is not None else None
     return [
         *answer.assumptions,
@@ -75,7 +79,6 @@ def _or_null(suggestion: Suggestion | None) -> dict[str, Any] | None:
 
 def _suggestion(one: Suggestion) -> dict[str, Any]:
     plan = resolve(one.plan)
-    step = _step_of(one)
     estimate = one.estimate
     return {
         "plan": plan.model_dump(mode="json"),
@@ -86,15 +89,20 @@ def _suggestion(one: Suggestion) -> dict[str, Any]:
         "verdict": one.judged.verdict.value,
         "retries_per_iteration": one.judged.retries_in_iteration,
         "fullest_stage": one.fullest,
-        "seconds": one.seconds,
-        "parts_seconds": {part: getattr(step, part) for part in _PARTS},
-        "tokens_per_second": step.tokens_per_second,
-        "mfu": step.mfu,
-        "hfu": step.hfu,
-        "cost_per_step": cost_of_step(plan, step),
-        "cost_per_billion_tokens": cost_of_tokens(plan, step),
+        **_times(one, plan),
         "stages": None if estimate is None else [stage_to_json(stage) for stage in estimate.stages],
     }
+
+
+def _times(one: Suggestion, plan: ResolvedPlan) -> dict[str, Any]:
+    """All ``null`` on a GPU whose speed nobody has published."""
+    if not one.timed:
+        return dict.fromkeys(TIMES)
+    step = _step_of(one)
+    parts = {part: getattr(step, part) for part in _PARTS}
+    costs = cost_of_step(plan, step), cost_of_tokens(plan, step)
+    found = one.seconds, parts, step.tokens_per_second, step.mfu, step.hfu, *costs
+    return dict(zip(TIMES, found, strict=True))
 
 
 def _offer(offer: Offer) -> dict[str, Any]:
@@ -128,20 +136,20 @@ def change_to_json(change: Change) -> dict[str, Any]:
         "change": change.what,
         "fields": {path: list(value) if isinstance(value, tuple) else value for path, value in change.fields},
         "gained_bytes": change.gained,
-        "lost_seconds": change.lost,
+        "lost_seconds": change.lost if change.suggestion.timed else None,
         "fits": change.fits,
         "requested_bytes": change.suggestion.requested,
         "device_bytes": change.suggestion.device,
-        "seconds": change.suggestion.seconds,
+        "seconds": change.suggestion.seconds if change.suggestion.timed else None,
     }
 
 
-def _method(method: Method) -> dict[str, Any]:
+def _method(method: Method, *, timed: bool) -> dict[str, Any]:
     return {
         "cut": method.name,
         "requested_bytes": method.requested,
         "fullest_stage": method.fullest,
-        "seconds": method.seconds,
+        "seconds": method.seconds if timed else None,
         "problem": method.problem or None,
     }
 

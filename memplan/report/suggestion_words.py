@@ -11,7 +11,7 @@ from ..search.cuts import StageLayers
 from ..search.point import Recomputing
 from ..search.result import Suggestion
 from ..values import dataclass
-from .names import MINUS, size
+from .names import DASH, MINUS, size
 from .printing import DOT
 
 SIZES = ("tp", "cp", "pp", "vpp", "dp")
@@ -111,7 +111,7 @@ def _has(plan: Plan, fields: tuple[tuple[str, object], ...]) -> bool:
 
 def comparison_words(other: Suggestion, than: Suggestion) -> str:
     """``slower by 11 %, needs 13.9 GiB less``."""
-    parts = [speed_words(other.seconds, than.seconds)]
+    parts = [speed_words(other.seconds, than.seconds)] if other.timed and than.timed else []
     more = other.needs - than.needs
     parts += [f"needs {size(abs(more))} {'more' if more > 0 else 'less'}"] if more else ["needs as much"]
     return ", ".join(parts)
@@ -148,12 +148,24 @@ class TimeUnit:
     name: str
     seconds: float
     decimals: int
+    known: bool = True
+    """``False``: on a GPU that has no times."""
 
     def figure(self, seconds: float) -> str:
+        if not self.known:
+            return DASH
         return f"{seconds / self.seconds:,.{self.decimals}f}"
 
     def text(self, seconds: float) -> str:
         return f"{self.figure(seconds)} {self.name}"
+
+    def change(self, seconds: float, than: float) -> str:
+        return change_percent(seconds, than) if self.known else ""
+
+
+def unit_of_time(best: Suggestion) -> TimeUnit:
+    """For a table of layouts that are compared with ``best``."""
+    return time_unit(best.seconds) if best.timed else TimeUnit("", 1.0, 0, known=False)
 
 
 def time_unit(seconds: float) -> TimeUnit:

@@ -22,7 +22,7 @@ from .changes import changes_of, measured
 from .result import Found, Suggestion
 from .search import Report, Search
 from .space import Space, filled, nearest_counts, space_of
-from .time import published_error
+from .time import check_timed, published_error
 
 Objective = Literal["time", "memory", "gpus"]
 
@@ -46,6 +46,8 @@ def suggest(
     base = _with_reserve(base)
     resolved = filled(base)
     capacity, limit, beyond = _limits(resolved, known)
+    if objective == "time":
+        check_timed(resolved.hardware.gpu)
     space = _space(base, resolved, fixed)
     error = published_error(resolved.hardware.gpu or "")
     within = min(EQUALLY_FAST, error)

@@ -25,7 +25,18 @@ from .cuts import ChunkLayers, Ratios, StageLayers, fastest
 from .lower_bounds import Needs
 from .point import Extra, Point, Recomputing
 from .space import Space
-from .time import EntryTimes, LayerTimes, Rates, Shape, StageWork, rates_of, step_seconds, step_time, work_of
+from .time import (
+    EntryTimes,
+    LayerTimes,
+    Rates,
+    Shape,
+    StageWork,
+    on_timed_gpu,
+    ranking_time,
+    rates_of,
+    step_seconds,
+    work_of,
+)
 from .time.layer import send_time, times_of
 from .time.shape import Shapes
 from .time.updates import Replicas, updates
@@ -73,7 +84,7 @@ class Clock:
         if key not in self._shapes:
             recompute, zero = Recomputing(point.recompute.mode), self.space.least_zero
             plan = self.space.alone(point._replace(recompute=recompute, zero=zero, extras=extras))
-            self._shapes[key] = Shapes(plan, accumulates), rates_of(plan)
+            self._shapes[key] = Shapes(plan, accumulates), rates_of(on_timed_gpu(plan))
         shapes, rates = self._shapes[key]
         shape = shapes.of(point.mbs)
         times = times_of(shape, rates, False, False)
@@ -89,7 +100,7 @@ class Clock:
     def fastest(self, point: Point) -> tuple[StageLayers, float]:
         """The cut whose slowest stage takes least, and at least its seconds."""
         if not self.chooses_cut:
-            return (), step_time(resolve(self.space.plan(point))).total
+            return (), ranking_time(resolve(self.space.plan(point))).total
         family = self.family(point)
         if self.space.cut is None:
             cut = fastest(self.space.base.model.layers, point.pp, point.vpp, family.ratios, self.alone)
@@ -109,7 +120,7 @@ class Clock:
     def seconds(self, point: Point, cut: StageLayers) -> float:
         """Of the whole step."""
         if not self.chooses_cut:
-            return step_time(resolve(self.space.plan(point))).total
+            return ranking_time(resolve(self.space.plan(point))).total
         family, count = self.family(point), self.space.microbatches(point)
         replicas = Replicas(self._states(point), family.shape, family.rates)
         once = max(

@@ -26,7 +26,7 @@ from .point import UNCUT_FIELDS, Point, Recomputing, changed
 from .result import Change, Suggestion
 from .search import Report
 from .space import space_of
-from .time import step_time, work_of
+from .time import ranking_time, work_of
 
 
 def measured(base: Plan, known: Measured = NOTHING) -> Suggestion:
@@ -34,7 +34,7 @@ def measured(base: Plan, known: Measured = NOTHING) -> Suggestion:
     plan = resolve(base)
     search = framework(plan.framework).search
     requested, stage = search.fullest(plan)
-    step = step_time(plan)
+    step = ranking_time(plan)
     stated = Suggestion(_point(plan), _cut(plan), base, requested, stage, step.total, step=step)
     if search.chooses_cut:
         device, judged = judged_stage(plan, stage, known)
@@ -219,6 +219,6 @@ def _measured(name: str, plan: Plan, fields: Mapping[str, Any]) -> Method:
     try:
         resolved = resolve(changed(plan, fields))
         peaks = [folded.peak for folded in fold(resolved)]
-        return Method(name, max(peaks), peaks.index(max(peaks)), step_time(resolved).total)
+        return Method(name, max(peaks), peaks.index(max(peaks)), ranking_time(resolved).total)
     except PlanError as error:
         return Method(name, None, None, None, f"{error.field}: {error.problem}")

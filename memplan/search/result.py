@@ -12,7 +12,7 @@ from ..tape.events import Category
 from ..values import dataclass
 from .cuts import StageLayers
 from .point import Point
-from .time import StepTime
+from .time import StepTime, is_timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class Suggestion:
     fullest_judged: Judged | None = None
     """The verdict on the fullest stage, where it alone was replayed."""
     step: StepTime | None = None
+
+    @property
+    def timed(self) -> bool:
+        """Whether ``seconds`` are those of the plan's own GPU, and so worth telling."""
+        return is_timed(self.plan.hardware.gpu)
 
     @property
     def needs(self) -> int:

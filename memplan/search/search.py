@@ -31,7 +31,7 @@ from .lower_bounds import Needs, fewest_recomputed, most_layers
 from .point import NO_RECOMPUTE, Point, Recomputing
 from .result import Counts, Suggestion
 from .space import Space
-from .time import step_time
+from .time import ranking_time
 
 Report = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
@@ -96,7 +96,7 @@ class Search:
         if cut is None:
             return candidate
         plan = self._plan(candidate._replace(cut=cut))
-        return candidate._replace(cut=cut, seconds=step_time(resolve(plan)).total)
+        return candidate._replace(cut=cut, seconds=ranking_time(resolve(plan)).total)
 
     def _plan(self, candidate: Candidate) -> Plan:
         """As a user would write it, defaults left out."""
@@ -108,7 +108,7 @@ class Search:
         """With the allocator's replay of every stage, and the parts of its time."""
         self.replayed += 1
         whole = estimate(suggestion.plan, self.known)
-        step = step_time(resolve(suggestion.plan))
+        step = ranking_time(resolve(suggestion.plan))
         return replace(suggestion, estimate=whole, device=whole.peak, step=step, seconds=step.total)
 
     def replayed_fullest(self, suggestion: Suggestion) -> Suggestion:
@@ -117,7 +117,7 @@ class Search:
             return self.estimated(suggestion)
         self.replayed += 1
         plan = resolve(suggestion.plan)
-        step = step_time(plan)
+        step = ranking_time(plan)
         device, judged = judged_stage(plan, suggestion.fullest, self.known)
         return replace(suggestion, device=device, fullest_judged=judged, step=step, seconds=step.total)
 

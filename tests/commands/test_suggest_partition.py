@@ -136,6 +136,23 @@ def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("Recommended: 1 GPU · ")
 
 
+@pytest.mark.parametrize("objective", ["memory", "gpus"])
+def test_a_gpu_without_a_published_speed(objective: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Has no times, which the least memory and the fewest GPUs do not need."""
+    job = [flag for flag in JOB if not flag.startswith("--gpu=")] + ["--gpu=mi355x"]
+    found = answer(capsys, *job, f"--objective={objective}")
+    for one in (found["recommended"], *found["alternatives"], *found["front"]):
+        assert one["device_bytes"] is None or one["device_bytes"] < found["limit_bytes"]
+        assert one["seconds"] is one["parts_seconds"] is one["tokens_per_second"] is one["mfu"] is None
+    assert main(suggest(*job, f"--objective={objective}")) == 0
+    out = capsys.readouterr().out
+    assert " s · " not in out
+    assert "Memory against time" not in out
+    assert "Nobody has published the speed of mi355x" in out
+    assert main(suggest(*job)) == 2
+    assert "has no published speed, and so no time: --objective memory and gpus need none" in capsys.readouterr().err
+
+
 def test_headroom_and_price(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, *JOB, "--headroom=5%", "--price=3.6")
     assert found["limit_bytes"] == found["capacity_bytes"] - int(found["capacity_bytes"] * 0.05)

@@ -8,6 +8,7 @@ from .accuracy import published_error
 from .layer import EntryTimes, LayerTimes, entry_times, times_of
 from .rates import Efficiency, Fraction, Rates, rates_of
 from .shape import Shape, StageWork, shape_of, work_of
+from .stand_in import check_timed, is_timed, on_timed_gpu, ranking_time
 from .step import StepTime, assemble, cost_of_step, cost_of_tokens, step_seconds, step_time
 from .updates import Replicas, Updates, updates
 
@@ -23,10 +24,14 @@ __all__ = [
     "StepTime",
     "Updates",
     "assemble",
+    "check_timed",
     "cost_of_step",
     "cost_of_tokens",
     "entry_times",
+    "is_timed",
+    "on_timed_gpu",
     "published_error",
+    "ranking_time",
     "rates_of",
     "shape_of",
     "step_seconds",
