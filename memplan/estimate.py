@@ -182,6 +182,18 @@ def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> t
     return replayed.reserved + (low + high) // 2, _judged(plan, known, program, replayed, outside, evaluated)
 
 
+def most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, int]:
+    """Of one stage of a resolved plan: the bytes of the device that its worst moment takes where the allocator gives
+    nothing back, with what lies outside PyTorch as in a reading, and with the most of that."""
+    program = programs_of(plan, Options(kernel_workspaces=True))[stage]
+    (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
+    moments = [replayed.reserved, program.initialisation or 0]
+    if _evaluates(plan):
+        moments.append(fold_evaluation(evaluation_programs(plan, programs_of(plan, Options()))[stage]) or 0)
+    low, high = outside_range(causes(plan, stage, known))
+    return max(moments) + (low + high) // 2, max(moments) + high
+
+
 # -- readings ---------------------------------------------------------------------------------------
 
 
@@ -285,4 +297,13 @@ def _parse_settings(value: str) -> AllocatorSettings:
     return AllocatorSettings.parse(value)
 
 
-__all__ = ["detail", "estimate", "evaluation_programs", "fold", "judged_stage", "programs_of", "timelines"]
+__all__ = [
+    "detail",
+    "estimate",
+    "evaluation_programs",
+    "fold",
+    "judged_stage",
+    "most_of_stage",
+    "programs_of",
+    "timelines",
+]

@@ -154,6 +154,24 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
+class WayOut:
+    """Changes of a plan that does not fit, and what they bring. Sizes in bytes."""
+
+    what: str
+    fields: tuple[tuple[str, object], ...]
+    """Values by paths of fields (``layout.tp``)."""
+    fits: bool
+    gained: int
+    """What the fullest stage needs less;"""
+    needs: int
+    """and what it then needs: as far as that was followed."""
+    slower: float | None
+    """By which part of its time a step takes longer; ``None`` where times are not known."""
+    costs: str
+    """What it costs beside time."""
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """The answer to ``memplan estimate``."""
 
@@ -164,6 +182,8 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
     warnings: tuple[Notice, ...]
     assumptions: tuple[str, ...]
+    ways_out: tuple[WayOut, ...] = ()
+    """Where it does not fit: the cheapest changes with which it does, or that come closest."""
 
     @property
     def judged(self) -> Judged:

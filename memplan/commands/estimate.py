@@ -283,7 +283,7 @@ def _one(
     read: ReadPlan, files: _Files, no_records: bool, form: Form, quiet: bool, verbose: bool, no_color: bool
 ) -> int:
     known, problem = measured_of(no_records=no_records)
-    found = estimated(warned(read, problem), known)
+    found = estimated(warned(read, problem), known, ways=not quiet or json)
     written = tuple(files.write(found, known))
     if form == "json":
         from ..report.json import to_json
@@ -319,7 +319,7 @@ def _csv(names: Sequence[str], estimates: Sequence[Estimate]) -> None:
 
 def _several(variants: dict[str, ReadPlan], no_records: bool, form: Form, no_color: bool) -> int:
     known, problem = measured_of(no_records=no_records)
-    estimates = [estimated(warned(read, problem), known) for read in variants.values()]
+    estimates = [estimated(warned(read, problem), known, ways=False) for read in variants.values()]
     names = list(variants)
     if form == "json":
         from ..report.json import comparison_to_json
@@ -350,14 +350,18 @@ def _detail(read: ReadPlan, stage: int, no_color: bool, verbose: bool) -> int:
     return 0
 
 
-def estimated(read: ReadPlan, known: Measured) -> Estimate:
-    """The estimate of a plan, with what reading it has to tell."""
+def estimated(read: ReadPlan, known: Measured, *, ways: bool = True) -> Estimate:
+    """The estimate of a plan, with what reading it has to tell, and the ``ways`` out where it does not fit."""
     from ..estimate import estimate
     from ..result import Notice
 
     try:
         with without_collection():
             found = estimate(read.plan, known)
+            if ways and found.fits is False:
+                from ..search.ways_out import ways_out
+
+                found = replace(found, ways_out=ways_out(read.plan, found, known))
     except PlanError as error:
         raise read.located(error) from None
     notices = tuple(Notice(note.code, note.message) for note in read.warnings)

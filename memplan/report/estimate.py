@@ -32,6 +32,7 @@ from .palette import (
 from .printing import WholeTable, entries, left, plain_table, put, put_line, right
 from .sparkline import timeline_lines
 from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of
+from .ways_out import ways_table
 
 
 def verdict(estimate: Estimate) -> Text:
@@ -304,6 +305,7 @@ def estimate_report(
     if estimate.assumptions:
         yield Text()
         yield from _assumptions(estimate, verbose)
+    yield from ways_table(estimate, unit_of(estimate))
 
 
 def written_lines(files: Sequence[str]) -> Iterator[RenderableType]:

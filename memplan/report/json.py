@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import __version__
 from ..plan.plan import Plan
-from ..result import Estimate, Failure, StageEstimate
+from ..result import Estimate, Failure, StageEstimate, WayOut
 from ..tape.events import Category
 
 SCHEMA = 1
@@ -16,7 +16,8 @@ MOMENTS = ("initialisation", "steady", "evaluation", "checkpoint", "first_iterat
 
 def to_json(estimate: Estimate) -> dict[str, Any]:
     """What ``memplan estimate --json`` prints."""
-    return {"schema": SCHEMA, "memplan": __version__, **_estimate(estimate)}
+    ways = [_way_out(way) for way in estimate.ways_out]
+    return {"schema": SCHEMA, "memplan": __version__, **_estimate(estimate), "ways_out": ways}
 
 
 def comparison_to_json(names: Sequence[str], estimates: Sequence[Estimate]) -> dict[str, Any]:
@@ -67,6 +68,18 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
         "stages": [stage_to_json(stage) for stage in estimate.stages],
         "warnings": [{"code": notice.code, "message": notice.message} for notice in estimate.warnings],
         "assumptions": list(estimate.assumptions),
+    }
+
+
+def _way_out(way: WayOut) -> dict[str, Any]:
+    return {
+        "change": way.what,
+        "fields": {path: list(value) if isinstance(value, tuple) else value for path, value in way.fields},
+        "fits": way.fits,
+        "gained_bytes": way.gained,
+        "peak_bytes": way.needs,
+        "slower": way.slower,
+        "costs": way.costs or None,
     }
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..device.gpus import GPUS
 from ..device.measured import NOTHING, Measured
 from ..estimate import estimate, fold, judged_stage
 from ..frameworks import framework
@@ -20,34 +19,38 @@ from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..values import dataclass
 from .candidates import Clock
-from .cuts import ChunkLayers, StageLayers, fields_of, fitting, smallest
+from .cuts import ChunkLayers, StageLayers, fields_of, smallest
 from .framework import Proposal
-from .point import UNCUT_FIELDS, Point, Recomputing, changed
+from .point import changed
+from .proposals import point_of, proposals
 from .result import Change, Suggestion
 from .search import Report
 from .space import space_of
 from .time import ranking_time, work_of
 
 
-def measured(base: Plan, known: Measured = NOTHING) -> Suggestion:
-    """A plan as it is. ``PlanError`` where it cannot run."""
+def stated(base: Plan) -> Suggestion:
+    """A plan as it is, before the allocator is replayed. ``PlanError`` where it cannot run."""
     plan = resolve(base)
-    search = framework(plan.framework).search
-    requested, stage = search.fullest(plan)
+    requested, stage = framework(plan.framework).search.fullest(plan)
     step = ranking_time(plan)
-    stated = Suggestion(_point(plan), _cut(plan), base, requested, stage, step.total, step=step)
-    if search.chooses_cut:
-        device, judged = judged_stage(plan, stage, known)
+    return Suggestion(point_of(plan), _cut(plan), base, requested, stage, step.total, step=step)
+
+
+def replayed(suggestion: Suggestion, known: Measured = NOTHING) -> Suggestion:
+    """With the verdict on the fullest stage, or on all where those are few."""
+    plan = resolve(suggestion.plan)
+    if framework(plan.framework).search.chooses_cut:
+        device, judged = judged_stage(plan, suggestion.fullest, known)
     else:
-        whole = estimate(base, known)
+        whole = estimate(suggestion.plan, known)
         device, judged = whole.peak, whole.judged
-    return replace(stated, device=device, fullest_judged=judged)
+    return replace(suggestion, device=device, fullest_judged=judged)
 
 
-def _point(plan: ResolvedPlan) -> Point:
-    layout, recompute = plan.layout, plan.recompute
-    done = Recomputing(recompute.mode, recompute.method, recompute.layers)
-    return Point(layout.tp, layout.cp, layout.pp, layout.vpp, layout.dp or 1, layout.zero, plan.batch.mbs, done)
+def measured(base: Plan, known: Measured = NOTHING) -> Suggestion:
+    """A plan as it is, with its verdict. ``PlanError`` where it cannot run."""
+    return replayed(stated(base), known)
 
 
 def _cut(plan: ResolvedPlan) -> StageLayers:
@@ -62,8 +65,8 @@ def changes_of(
     """Single changes of ``given`` that need less, or fit; those that fit first, and of these the fastest. What is
     ``fixed`` stays."""
     found: list[Change] = []
-    proposed = [(what, fields) for what, fields in _proposed(given, limit) if not fields.keys() & fixed.keys()]
-    for at, (what, fields) in enumerate(proposed):
+    proposed = [one for one in proposals(given, limit) if not one.fields.keys() & fixed.keys()]
+    for at, (what, fields, _) in enumerate(proposed):
         report("changes that could help", at, len(proposed))
         base = changed(given.plan, fields)
         try:
@@ -81,91 +84,6 @@ def _smallest_first(change: Change) -> tuple[object, ...]:
     """What fits first; other hardware behind the same; then the fastest, or what gains most."""
     buys = any(path.startswith("hardware.") and path != "hardware.gpus" for path, _ in change.fields)
     return not change.fits, buys, change.lost if change.fits else -change.gained, -change.gained
-
-
-def _proposed(given: Suggestion, limit: int) -> Iterator[Proposal]:
-    """What to try, in words and fields."""
-    plan = resolve(given.plan)
-    search = framework(plan.framework).search
-    yield from _smaller_batches(plan)
-    yield from _more_recompute(plan)
-    yield from _more_sharding(plan)
-    yield from _other_cuts(plan, limit)
-    for group in search.extras(plan):
-        for extra in group:
-            yield extra.label, dict(extra.fields)
-    if plan.attention == "eager" and search.flash_attention:
-        yield "flash attention", {"attention": "flash"}
-    if "PYTORCH_CUDA_ALLOC_CONF" not in plan.environment and search.expandable_segments:
-        environment = {**plan.environment, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        yield "expandable segments", {"environment": environment}
-    yield from _larger_gpus(plan, given.needs)
-
-
-def _smaller_batches(plan: ResolvedPlan) -> Iterator[Proposal]:
-    mbs = plan.batch.mbs
-    smaller = {mbs // 2, 1} if mbs > 1 else set()
-    for size in sorted(smaller - {0}, reverse=True):
-        yield (
-            f"micro-batch {mbs} → {size}",
-            {"batch.mbs": size, "batch.gbs": plan.batch.gbs, "batch.accumulation": None},
-        )
-
-
-def _more_recompute(plan: ResolvedPlan) -> Iterator[Proposal]:
-    mode = plan.recompute.mode
-    if mode == "none":
-        yield from framework(plan.framework).search.more_recompute(plan)
-    if mode != "full":
-        fields = {"recompute.mode": "full", "recompute.method": "uniform", "recompute.layers": None}
-        yield "full recompute", {**fields, "recompute.modules": None}
-
-
-def _more_sharding(plan: ResolvedPlan) -> Iterator[Proposal]:
-    layout, own = plan.layout, framework(plan.framework)
-    dp = layout.dp or 1
-    for zero in range(layout.zero + 1, max(own.supports.zero) + 1):
-        if dp * layout.cp > 1:
-            yield own.zero_words(zero), {"layout.zero": zero}
-    shards_sequence = own.search.chooses_cut and own.supports.sequence_parallel
-    for name in ("tp", "pp") if own.search.chooses_cut else ():
-        size = 2 * getattr(layout, name)
-        if dp % 2 == 0:
-            fields = {f"layout.{name}": size, "layout.dp": None, **UNCUT_FIELDS}
-            if name == "tp" and shards_sequence:
-                fields["layout.sequence_parallel"] = True
-            yield f"{name} {size // 2} → {size}", {**fields, "hardware.gpus": plan.hardware.gpus}
-    if layout.tp > 1 and not layout.sequence_parallel and shards_sequence:
-        yield "sequence parallelism", {"layout.sequence_parallel": True}
-    if plan.hardware.gpus is not None and "dp" in own.supports.sizes:
-        gpus = 2 * plan.hardware.gpus
-        fields = {"hardware.gpus": gpus, "layout.dp": None, "batch.gbs": plan.batch.gbs, "batch.accumulation": None}
-        yield f"{gpus:,} GPUs", fields
-
-
-def _other_cuts(plan: ResolvedPlan, limit: int) -> Iterator[Proposal]:
-    if not framework(plan.framework).search.chooses_cut or plan.layout.pp == 1:
-        return
-    point = _point(plan)
-    space = space_of(plan, plan, {})
-    ratios = Clock(space).ratios(point)
-    for what, cut in (
-        ("the fastest cut that fits", fitting(plan, ratios, limit)),
-        ("the cut that needs least", smallest(plan, ratios)),
-    ):
-        if cut is not None:
-            yield what, dict(fields_of(plan.framework, cut))
-
-
-def _larger_gpus(plan: ResolvedPlan, needs: int) -> Iterator[Proposal]:
-    """The smallest GPU of a data centre on which the plan may fit, where the capacity is the table's."""
-    name = plan.hardware.gpu
-    if name is None or plan.hardware.capacity != GPUS[name].process_bytes:
-        return
-    larger = [gpu for gpu in GPUS.values() if gpu.process_bytes >= needs and not gpu.name.startswith("rtx")]
-    if larger:
-        gpu = min(larger, key=lambda gpu: gpu.process_bytes)
-        yield gpu.name, {"hardware.gpu": gpu.name, "hardware.capacity": None}
 
 
 # -- other cuts --------------------------------------------------------------------------------------------
@@ -193,15 +111,15 @@ def methods_of(suggestion: Suggestion) -> tuple[Method, ...]:
     if len(suggestion.cut) < 2:
         return ()
     proposed = Method("proposed", suggestion.requested, suggestion.fullest, suggestion.seconds)
-    others = (_measured(name, plan, fields) for name, fields in _ways(suggestion))
+    others = (_measured(name, plan, fields) for name, fields, _ in _ways(suggestion))
     return (proposed, *(one for one in others if one.name != LEAST or one.requested != proposed.requested))
 
 
-def _ways(suggestion: Suggestion) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Ways to cut by their name, each as fields of a plan by their paths."""
+def _ways(suggestion: Suggestion) -> Iterator[Proposal]:
+    """Ways to cut, by their names."""
     least = _least(suggestion)
     if least is not None:
-        yield LEAST, least
+        yield Proposal(LEAST, least)
     yield from framework(suggestion.plan.framework).search.other_cuts()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..estimate import fold
 from ..frameworks import framework
@@ -22,8 +22,14 @@ MOST_CONTEXT = 16
 MOST_CHUNKS = 8
 """Virtual stages of a rank that are tried."""
 
-Proposal = tuple[str, Mapping[str, Any]]
-"""A change of a plan in words, and the fields that it sets, by their paths."""
+
+class Proposal(NamedTuple):
+    """A change of a plan in words, and the fields that it sets, by their paths."""
+
+    what: str
+    fields: Mapping[str, Any]
+    costs: str = ""
+    """What it costs beside time."""
 
 
 class FrameworkSearch:

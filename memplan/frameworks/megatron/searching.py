@@ -104,11 +104,11 @@ class MegatronSearch(FrameworkSearch):
         return fields
 
     def more_recompute(self, plan: ResolvedPlan) -> Iterator[Proposal]:
-        yield "selective recompute", {"recompute.mode": "selective"}
+        yield Proposal("selective recompute", {"recompute.mode": "selective"})
         most = max(chunk.layers for stage in work_of(plan) for chunk in stage)
         for layers in sorted({max(1, most // 4), max(1, most // 2)}):
             fields = {"recompute.mode": "full", "recompute.method": "block", "recompute.layers": layers}
-            yield f"full recompute of {layers} of {most} layers", fields
+            yield Proposal(f"full recompute of {layers} of {most} layers", fields)
 
     # -- memory --------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class MegatronSearch(FrameworkSearch):
         return tuple((f"pipeline.{name}", value) for name, value in fields.items())
 
     def other_cuts(self) -> Iterator[Proposal]:
-        yield "even", UNCUT_FIELDS
+        yield Proposal("even", UNCUT_FIELDS)
 
     def cut(
         self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, caps: Sequence[int] | None

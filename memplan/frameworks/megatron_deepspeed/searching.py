@@ -45,7 +45,7 @@ class MegatronDeepspeedSearch(FrameworkSearch):
 
     def other_cuts(self) -> Iterator[Proposal]:
         for method in METHODS:
-            yield method, {"pipeline.partition": method}
+            yield Proposal(method, {"pipeline.partition": method})
 
     def layer_needs(self, plan: ResolvedPlan) -> LayerNeeds:
         shape = programs.parallel_shape(plan)

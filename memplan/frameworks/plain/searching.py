@@ -80,7 +80,7 @@ class DeviceMapSearch(FrameworkSearch):
         return None if chosen is None else tuple(stage_layers(at, devices, one.chunks) for at, one in enumerate(chosen))
 
     def other_cuts(self) -> Iterator[Proposal]:
-        yield "equal shares", {"device_map": None}
+        yield Proposal("equal shares", {"device_map": None})
 
     def lower_bounds(self, space: Space) -> LowerBounds:
         return _Bounds(space)

@@ -1,0 +1,39 @@
+"""The ways out of a plan that does not fit, as ``estimate`` ends with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from ..result import Estimate, WayOut
+from .names import Unit
+from .palette import BAD, FAINT, GOOD
+from .printing import folded, left, plain_table, right
+from .suggestion_words import change_percent
+
+
+def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
+    """Each with what it gains and what it costs; nothing where there is none."""
+    ways = estimate.ways_out
+    if not ways:
+        return
+    told = "cheapest first" if ways[0].fits else "none is enough; what gains most"
+    yield Text()
+    yield Text.assemble(("Ways out", "bold"), (f": {told}", FAINT))
+    table = plain_table(folded("change"), left(), *map(right, (f"peak {unit.name}", "gained")), folded("costs"))
+    for way in ways:
+        verdict = Text("fits", GOOD) if way.fits else Text("too large", BAD)
+        table.add_row(Text(way.what), verdict, unit.figure(way.needs), unit.figure(way.gained), costs(way))
+    yield table
+    yield Text("memplan suggest-partition searches all layouts.", FAINT)
+
+
+def costs(way: WayOut) -> str:
+    """``+29 % time; adapters of rank 16 alone are trained``."""
+    if way.slower is None:
+        time = ["time not known"]
+    else:
+        time = [f"{change_percent(1 + way.slower, 1)} time"] if round(100 * way.slower) else ["no time"]
+    return "; ".join([*time, *([way.costs] if way.costs else [])])

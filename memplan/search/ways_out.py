@@ -1,0 +1,193 @@
+"""Where a plan does not fit: the cheapest changes with which it does.
+
+Changes are those of ``proposals``. Each is folded, which takes milliseconds; then, from the cheapest on, those whose
+tensors fit are replayed, until enough of different kinds are found. Where too few are enough by themselves, others are
+tried on top of those that gain most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from ..device.measured import Measured
+from ..device.outside_pytorch import least_context
+from ..estimate import most_of_stage
+from ..plan.errors import PlanError
+from ..plan.plan import Plan
+from ..plan.resolve import resolve
+from ..plan.traced_spec import TracedSpec
+from ..result import Estimate, StageEstimate, WayOut
+from .changes import stated
+from .framework import Proposal
+from .point import changed
+from .proposals import proposals
+from .result import Suggestion
+
+WAYS = 3
+"""That are named."""
+TOGETHER = 3
+"""Changes that are tried together."""
+MOST_REPLAYED = 5
+LAYERS = 1500
+"""Layers that are folded, of all plans together, before no further changes are tried together: a second or two."""
+
+COSTS_BESIDE_TIME = 0.25
+"""What a change of the training's numbers, of the GPUs or of their number counts as in the order of the ways, in parts
+of a step's time: a rule of this list, which changes no figure."""
+HARDWARE = 1.0
+"""And another or more of them."""
+
+
+class _Tried:
+    """A change, or several, folded."""
+
+    __slots__ = ("after", "fits", "proposed", "slower")
+
+    def __init__(self, proposed: tuple[Proposal, ...], after: Suggestion, given: Suggestion) -> None:
+        self.proposed, self.after = proposed, after
+        self.fits: bool | None = None
+        """Without a retry, once that is known."""
+        self.slower = after.seconds / given.seconds - 1 if after.timed and given.timed else None
+
+    @property
+    def paths(self) -> frozenset[str]:
+        return frozenset(path for one in self.proposed for path in one.fields)
+
+    @property
+    def kind(self) -> frozenset[str]:
+        """What tells one kind of change from another: more or less recompute are one, tp and pp are two."""
+        return frozenset(path if path.startswith("layout.") else path.partition(".")[0] for path in self.paths)
+
+    @property
+    def costs_more(self) -> bool:
+        """Than time."""
+        return any(one.costs for one in self.proposed)
+
+    @property
+    def price(self) -> tuple[float, int, int]:
+        """Smaller is cheaper."""
+        hardware = HARDWARE * any(path.startswith("hardware.") and path != "hardware.capacity" for path in self._bought)
+        beside = COSTS_BESIDE_TIME * sum(bool(one.costs) for one in self.proposed)
+        return (self.slower or 0.0) + beside + hardware, len(self.proposed), -self.after.requested
+
+    @property
+    def _bought(self) -> Iterator[str]:
+        return (path for one in self.proposed if one.costs for path in one.fields)
+
+    def way(self, given: Suggestion, *, fits: bool) -> WayOut:
+        known = self.after.device is not None
+        gained = given.needs - self.after.needs if known else given.requested - self.after.requested
+        return WayOut(
+            what=" and ".join(one.what for one in self.proposed),
+            fields=tuple(pair for one in self.proposed for pair in one.fields.items()),
+            fits=fits,
+            gained=gained,
+            needs=self.after.needs if known else max(given.needs - gained, self.after.requested),
+            slower=self.slower,
+            costs=", ".join(one.costs for one in self.proposed if one.costs),
+        )
+
+
+def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, ...]:
+    """For a ``plan`` whose ``estimate`` does not fit: those that make it fit, the cheapest first; where none does, what
+    gains most."""
+    if estimate.capacity is None or estimate.fits is not False or isinstance(plan.model, TracedSpec):
+        return ()
+    limit = estimate.capacity - estimate.headroom
+    room = limit - least_context(estimate.plan, known)
+    try:
+        given = replace(stated(plan), device=max(map(_needs, estimate.stages)))
+    except PlanError:
+        return ()
+    left = MOST_REPLAYED
+    found: list[WayOut] = []
+    every = list(proposals(given, room))
+    single = tried = [one for proposal in every for one in _folded(given, (proposal,))]
+    folds = LAYERS // plan.model.layers - len(single)
+    by_gain = [one.proposed[0] for one in sorted(single, key=_least)]
+    by_gain += [one for one in every if one not in by_gain]  # what needs another one to run
+    for together in range(1, TOGETHER + 1):
+        fitting, left = _fitting(tried, given, (limit, room), known, left, WAYS - len(found))
+        found += fitting
+        if len(found) == WAYS or left <= 0 or (found and together > 1):
+            break
+        enough = {one.what for one in found}
+        others = [one for one in by_gain if one.what not in enough]
+        tried = list(islice(_on_top_of(tried, others, given, room), max(0, folds)))
+        folds -= len(tried)
+    if found:
+        return tuple(found)
+    best = sorted(single, key=lambda one: one.after.requested)[:WAYS]
+    return tuple(one.way(given, fits=False) for one in best if one.after.requested < given.requested)
+
+
+def _needs(stage: StageEstimate) -> int:
+    """What the worst moment of a stage shows on its device, as far as is known."""
+    outside = stage.headline - (stage.reserved or 0) if stage.reserved is not None else 0
+    failed = (one.allocated + outside for one in stage.judged.failures if one.moment != "steady")
+    return max(stage.headline, *failed, 0)
+
+
+def _folded(given: Suggestion, together: tuple[Proposal, ...]) -> Iterator[_Tried]:
+    """What comes of changes, if the framework runs them."""
+    try:
+        yield _Tried(together, stated(_with(given.plan, together)), given)
+    except PlanError:
+        return
+
+
+def _with(plan: Plan, proposed: Sequence[Proposal]) -> Plan:
+    for one in proposed:
+        plan = changed(plan, one.fields)
+    return plan
+
+
+def _fitting(
+    tried: Sequence[_Tried], given: Suggestion, limits: tuple[int, int], known: Measured, left: int, wanted: int
+) -> tuple[list[WayOut], int]:
+    """The cheapest of different kinds that fit, and how many more may be replayed. ``limits``: of all bytes, and of
+    tensors'."""
+    limit, room = limits
+    found: list[WayOut] = []
+    kinds: set[frozenset[str]] = set()
+    for one in sorted(tried, key=lambda one: one.price):
+        if len(found) == wanted or left <= 0:
+            break
+        if one.after.requested > room or one.kind in kinds:
+            continue
+        left -= 1
+        device, most = most_of_stage(resolve(one.after.plan), one.after.fullest, known)
+        one.after, one.fits = replace(one.after, device=device), most <= limit
+        if one.fits:
+            found.append(one.way(given, fits=True))
+            kinds.add(one.kind)
+    return found, left
+
+
+def _on_top_of(tried: Sequence[_Tried], others: Sequence[Proposal], given: Suggestion, room: int) -> Iterator[_Tried]:
+    """``others`` beside the one of ``tried`` that gains most of those that do not fit, and beside that of them which
+    costs time alone."""
+    short = [one for one in tried if one.after.requested < given.requested and not _may_fit(one, room)]
+    starts = [sorted(some, key=_least)[:1] for some in (short, [one for one in short if not one.costs_more])]
+    begun: set[frozenset[str]] = set()
+    for start in (one for some in starts for one in some):
+        for other in others:
+            together = (*start.proposed, other)
+            names = frozenset(one.what for one in together)
+            if other.fields.keys() & start.paths or names in begun:
+                continue
+            begun.add(names)
+            yield from _folded(given, together)
+
+
+def _may_fit(one: _Tried, room: int) -> bool:
+    return one.after.requested <= room if one.fits is None else one.fits
+
+
+def _least(one: _Tried) -> tuple[int, tuple[float, int, int]]:
+    return one.after.requested, one.price
+
+
+__all__ = ["ways_out"]

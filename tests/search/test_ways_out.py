@@ -1,0 +1,101 @@
+"""Ways out of plans that do not fit, against the estimates of the changed plans."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from memplan.cli import main
+from memplan.device.measured import NOTHING
+from memplan.estimate import estimate
+from memplan.plan.read import read_plan
+from memplan.result import Verdict
+from memplan.search.point import changed
+from memplan.search.ways_out import WAYS, ways_out
+
+TOO_LARGE: dict[str, tuple[str | None, dict[str, str]]] = {
+    "a pipeline": ("bigscience-104b-250k", {"mbs": "8"}),
+    "fsdp": ("llama-3-8b-8gpu", {"mbs": "4"}),
+    "ddp": (None, {"model": "llama-3-8b", "framework": "ddp", "gpus": "8", "gpu": "h100"}),
+    "megatron": (None, {"model": "llama-3-8b", "framework": "megatron", "gpus": "8", "gpu": "h100", "mbs": "4"}),
+    "fine-tuning": (None, {"model": "llama-3-8b", "gpu": "rtx-4090", "trainer": "transformers"}),
+    "evaluation": (
+        None,
+        {"model": "gpt2-large", "gpu": "a100-40gb", "trainer": "transformers", "eval-mbs": "256", "seq": "1024"},
+    ),
+    "deepspeed": (None, {"model": "llama-3-8b", "framework": "deepspeed", "gpus": "4", "gpu": "a100-40gb"}),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_is_named_fits(name: str) -> None:
+    """Each is what the estimate of the changed plan says, which needs no retry."""
+    plan = read_plan(*TOO_LARGE[name]).plan
+    whole = estimate(plan)
+    assert whole.fits is False
+    ways = ways_out(plan, whole, NOTHING)
+    assert 0 < len(ways) <= WAYS
+    assert all(way.fits for way in ways)
+    for way in ways:
+        after = estimate(changed(plan, dict(way.fields)))
+        assert after.judged.verdict in (Verdict.FITS, Verdict.UNKNOWN), way.what
+        assert not after.judged.retries
+        assert way.gained > 0
+        assert way.needs >= after.peak * 0.999
+    assert len({way.what for way in ways}) == len(ways)
+
+
+def test_what_changes_training_says_so() -> None:
+    plan = read_plan(*TOO_LARGE["fine-tuning"]).plan
+    (way, *_) = ways_out(plan, estimate(plan), NOTHING)
+    assert way.what == "QLoRA and full recompute"
+    assert way.costs == "adapters of rank 16 alone are trained, on weights of 4 bits"
+
+
+def test_evaluation_has_its_own() -> None:
+    plan = read_plan(*TOO_LARGE["evaluation"]).plan
+    ways = ways_out(plan, estimate(plan), NOTHING)
+    assert ways[0].what.startswith("evaluation batch 256 → ")
+    assert ways[0].slower == 0
+
+
+def test_where_none_is_enough_the_most_that_is_gained_is_named() -> None:
+    plan = read_plan(None, {"model": "llama-3-70b", "gpu": "rtx-4090", "seq": "8192"}).plan
+    ways = ways_out(plan, estimate(plan), NOTHING)
+    assert ways
+    assert not any(way.fits for way in ways)
+    assert [way.gained for way in ways] == sorted((way.gained for way in ways), reverse=True)
+
+
+def test_of_a_plan_that_fits_there_are_none() -> None:
+    plan = read_plan("llama-3-8b-8gpu", {"mbs": "1"}).plan
+    whole = estimate(plan)
+    assert whole.fits
+    assert ways_out(plan, whole, NOTHING) == ()
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["estimate", "bigscience-104b-250k", "--mbs=8", *words])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return code, captured.out
+
+
+@pytest.mark.parametrize("flag", ["", "-v"])
+def test_the_report_ends_with_them(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = answer(capsys, *([flag] if flag else []))
+    assert code == 1
+    *_, last = out.split("Ways out")
+    assert "micro-batch 8 → " in last
+    assert out.endswith("memplan suggest-partition searches all layouts.\n")
+
+
+def test_in_json_and_not_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = answer(capsys, "--json")
+    found: list[dict[str, Any]] = json.loads(out)["ways_out"]
+    assert code == 1
+    assert found[0]["fits"] is True
+    assert found[0]["fields"]["batch.mbs"] < 8
+    assert answer(capsys, "-q")[1].count("\n") == 1
