@@ -16,8 +16,8 @@ MOMENTS = ("initialisation", "steady", "evaluation", "checkpoint", "first_iterat
 
 def to_json(estimate: Estimate) -> dict[str, Any]:
     """What ``memplan estimate --json`` prints."""
-    ways = [_way_out(way) for way in estimate.ways_out]
-    return {"schema": SCHEMA, "memplan": __version__, **_estimate(estimate), "ways_out": ways}
+    ways = {"ways_out": [_way_out(way) for way in estimate.ways_out]} if estimate.fits is False else {}
+    return {"schema": SCHEMA, "memplan": __version__, **_estimate(estimate), **ways}
 
 
 def comparison_to_json(names: Sequence[str], estimates: Sequence[Estimate]) -> dict[str, Any]:

@@ -25,8 +25,8 @@ def check_timed(gpu: str | None) -> None:
 
 
 def on_timed_gpu(plan: ResolvedPlan) -> ResolvedPlan:
-    """A resolved plan whose GPU has times: ``STAND_IN`` in place of one that has none."""
-    if plan.hardware.gpu is None or is_timed(plan.hardware.gpu):
+    """A resolved plan whose GPU has times: ``STAND_IN`` in place of one that has none, or is not named."""
+    if is_timed(plan.hardware.gpu):
         return plan
     return plan.model_copy(update={"hardware": plan.hardware.model_copy(update={"gpu": STAND_IN})})
 
