@@ -116,8 +116,9 @@ def _on_gpu_of(plan: Plan, message: OutOfMemory) -> Plan:
     """``plan`` on the GPU that the message names by its memory, where it names none itself."""
     if plan.hardware.gpu is not None or plan.hardware.capacity is not None or message.capacity is None:
         return plan
-    near = [gpu for gpu in GPUS.values() if abs(gpu.process_bytes - message.capacity) < 1 << 27]
-    change = {"gpu": near[0].name} if len(near) == 1 else {"capacity": message.capacity}
+    apart = {name: abs(gpu.process_bytes - message.capacity) for name, gpu in GPUS.items()}
+    nearest = min(apart, key=apart.__getitem__)  # of those of one size the first, which the others are variants of
+    change = {"gpu": nearest} if apart[nearest] < 1 << 27 else {"capacity": message.capacity}
     return plan.model_copy(update={"hardware": plan.hardware.model_copy(update=change)})
 
 
@@ -128,7 +129,7 @@ def _changes(base: Plan, plan: ResolvedPlan, known: Measured) -> tuple[Suggestio
         return None, ()
     try:
         given = measured(base, known)
-        if given is None or given.fits:
+        if given.fits:
             return None, ()
         limit = capacity - headroom_bytes(plan.headroom, capacity)
         return given, tuple(changes_of(given, limit, {}, lambda what, done, of: None, known)[:MOST_CHANGES])

@@ -331,8 +331,9 @@ def _headline(found: Found) -> tuple[tuple[str, str], str]:
         return ("Recommended, may fit", f"bold {CAUTION}"), ": "
     if found.closest is None:
         return ("Nothing fits", f"bold {BAD}"), ", and no layout runs"
+    kept = f"with {found.keeps_free} kept free (--headroom 0: nothing), " if found.keeps_free else ""
     if found.closest.fits and not found.closest.is_safe:
-        return ("Nothing is sure to fit", f"bold {CAUTION}"), ": the closest is "
+        return ("Nothing is sure to fit", f"bold {CAUTION}"), f": {kept}the closest is "
     over = found.closest.needs - found.limit
     why = (
         f"{size(over)} too much on the closest"
