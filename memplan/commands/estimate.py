@@ -283,7 +283,7 @@ def _one(
     read: ReadPlan, files: _Files, no_records: bool, form: Form, quiet: bool, verbose: bool, no_color: bool
 ) -> int:
     known, problem = measured_of(no_records=no_records)
-    found = estimated(warned(read, problem), known, ways=not quiet or json)
+    found = estimated(warned(read, problem), known, ways=not quiet or form is not None)
     written = tuple(files.write(found, known))
     if form == "json":
         from ..report.json import to_json
