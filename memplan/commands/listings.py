@@ -40,17 +40,22 @@ def gpus(json: Json = False, no_color: NoColor = False) -> int:
     """GPUs that are built in, with the memory that their drivers show."""
     from dataclasses import asdict
 
+    from ..device.contexts import context_causes
     from ..device.gpus import GPUS
 
+    def contexts(gpu: str) -> tuple[int, int] | None:
+        found = context_causes(gpu)
+        return (sum(one.least for one in found), sum(one.most for one in found)) if found else None
+
     if json:
-        print_json([asdict(gpu) for gpu in GPUS.values()])
+        print_json([{**asdict(gpu), "context_range_bytes": contexts(gpu.name)} for gpu in GPUS.values()])
         return 0
     rows = [
         (
             gpu.name,
             f"{gpu.capacity_bytes / 2**20:,.0f}",
             ".".join(map(str, gpu.compute_capability or ())),
-            "" if gpu.context_bytes is None else f"{gpu.context_bytes / 2**20:,.0f}",
+            "" if (span := contexts(gpu.name)) is None else f"{span[0] / 2**20:,.0f} to {span[1] / 2**20:,.0f}",
         )
         for gpu in GPUS.values()
     ]

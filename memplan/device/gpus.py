@@ -29,7 +29,7 @@ class Gpu:
     compute_capability: tuple[int, int] | None
     """``None`` for GPUs that do not run CUDA."""
     context_bytes: int | None
-    """``facts.cuda_context`` with its defaults; ``None`` where nobody has published a reading."""
+    """The bare context as somebody read it (``facts.cuda_context``); ``None`` where nobody has published a reading."""
     sources: tuple[str, ...]
     """Of the capacity, and of what is usable."""
     usable_bytes: int | None = None

@@ -32,6 +32,11 @@ _CONTROL = 4096
 """``sizeof(ncclSendMem)``, and of ``ncclRecvMem``."""
 _PAGE = 2 * _MIB
 """``CUDA_IPC_MIN``, and the granularity of ``cuMemCreate``."""
+MOST_CHANNELS = 64
+"""``MAXCHANNELS``; 32 before 2.26, which no machine of ``_FABRICS`` exceeds."""
+_LEAST, _MOST = ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS"), ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
+MOST_HEADS = 32
+"""``NCCL_MAX_NVLS_ARITY``."""
 _SHARED_STEPS = 16
 """``NCCL_SHARED_STEPS`` of ``net.cc``: slots of a channel in the buffer that all sends (receives) over the network
 share."""
@@ -134,21 +139,20 @@ class Nccl(NamedTuple):
 
     def _channels(self, one: Communicator) -> tuple[int, int]:
         """Of collectives, least and most. Between nodes the network cards decide: at least one ring for three GPUs, as
-        in nodes with four cards (NVIDIA/nccl issues 527, 1412), and with a fast card for each GPU four channels a GPU
-        up to 16 (issues 1189, 1538), or what a node has."""
+        in nodes with four cards (NVIDIA/nccl issues 527, 1412), and with a fast card for each GPU four channels a GPU,
+        up to 16 (issues 1189, 1538), of Blackwell 32."""
         least, most = self.fabric.channels
         local = one.on_node(self.gpus_per_node)
         if local < one.ranks and self.fabric.nvlink:
-            least, most = 2 * min(local, 3), min(max(16, most if most > 24 else 16), 4 * local)
-        at_least = max(self._number("NCCL_MIN_NCHANNELS", 0), self._number("NCCL_MIN_CTAS", 0))
-        at_most = min(self._number("NCCL_MAX_NCHANNELS", 64), self._number("NCCL_MAX_CTAS", 64)) or 1
+            least, most = 2 * min(local, 3), min(32 if most > 24 else 16, 4 * local)
+        at_most = min(MOST_CHANNELS, *(self._number(key, MOST_CHANNELS) or 1 for key in _MOST))
+        at_least = min(MOST_CHANNELS, max(self._number(key, 0) for key in _LEAST))
         return max(min(least, at_most), at_least), max(min(most, at_most), at_least)
 
     def _exchanging(self, channels: int) -> int:
         """Of sends and receives: the next power of two (``ncclTopoComputeP2pChannels``)."""
-        wanted = max(
-            min(channels, self._number("NCCL_MAX_P2P_NCHANNELS", 64)), self._number("NCCL_MIN_P2P_NCHANNELS", 1)
-        )
+        most = self._number("NCCL_MAX_P2P_NCHANNELS", MOST_CHANNELS)
+        wanted = min(max(min(channels, most), self._number("NCCL_MIN_P2P_NCHANNELS", 1), 1), MOST_CHANNELS)
         return 1 << (wanted - 1).bit_length()
 
     # -- parts --------------------------------------------------------------------------------------
@@ -201,7 +205,7 @@ class Nccl(NamedTuple):
             return 0
         chunk = self._number("NCCL_NVLS_CHUNKSIZE", 128 * _KIB)
         buffer = _STEPS * chunk if self.version >= _SMALL_NVLS else self._number(*_SIMPLE)
-        return _pages(channels * 2 * buffer * local) + channels * _PAGE
+        return _pages(channels * 2 * buffer * min(local, MOST_HEADS)) + channels * _PAGE
 
     def _peers(self, one: Communicator, local: int, channels: int, most: int) -> int:
         """Sends and receives have connections of their own: on a node, buffers for each peer and channel; over the
@@ -259,7 +263,7 @@ class Nccl(NamedTuple):
         value = self.environment.get(key, "").strip()
         if not value:
             return default
-        if not re.fullmatch(r"0|[1-9][0-9]*|0[xX][0-9a-fA-F]+|-2", value):
+        if not re.fullmatch(r"0|[1-9][0-9]{0,14}|0[xX][0-9a-fA-F]{1,12}|-2", value):
             raise ValueError(f"{key}={value} is not a number for NCCL; allowed is a whole number, such as {default}")
         number = int(value, 0)
         return default if number == -2 else number

@@ -104,7 +104,12 @@ def test_variables_of_channels() -> None:
     assert pinned.of(Communicator("", 2, 2, 2, peers=1)).most == (4 * 12 + 2) * MIB
 
 
-@pytest.mark.parametrize("value", ["4M", "1e6", "-1", "010", "0x"])
+def test_more_channels_than_nccl_has_are_its_most() -> None:
+    most = nccl(AMPERE, LAZY, NCCL_MIN_NCHANNELS="1000000", NCCL_MIN_P2P_NCHANNELS="1000000").of(world(8)).most
+    assert most == nccl(AMPERE, LAZY, NCCL_MIN_NCHANNELS="64").of(world(8)).most
+
+
+@pytest.mark.parametrize("value", ["4M", "1e6", "-1", "010", "0x", "9" * 5000])
 def test_malformed_variables_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match=f"^NCCL_BUFFSIZE={value} is not a number for NCCL; allowed [^\n]+$"):
         nccl(HOPPER, LAZY, NCCL_BUFFSIZE=value).of(world(8))
