@@ -23,7 +23,8 @@ from benchmarks.measured import bigscience_plan, plan_of, read_rows  # noqa: E40
 from benchmarks.megatron import b200_dense, b200_plan  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
-from memplan.search.time import Efficiency, step_time  # noqa: E402
+from memplan.search.time import Efficiency, rates_of, step_time  # noqa: E402
+from memplan.search.time.kernels import matmul  # noqa: E402
 from memplan.search.time.rates import default  # noqa: E402
 from memplan.search.time.shape import model_flops  # noqa: E402
 
@@ -49,15 +50,20 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows of one source."""
+    """The rows of one source on one GPU."""
 
     name: str
+    gpu: str
     rows: tuple[Timed, ...]
     note: str = ""
 
     @property
     def median_error(self) -> float:
         return median(abs(row.error) for row in self.rows)
+
+    @property
+    def worst_error(self) -> float:
+        return max(abs(row.error) for row in self.rows)
 
     @property
     def rank_correlation(self) -> float:
@@ -121,7 +127,8 @@ def published(name: str) -> Table:
     """One table of ``published_steps.jsonl``."""
     rows = [row for row in read_rows(PUBLISHED) if row["table"] == name]
     timed = [Timed(row["id"], published_seconds(row), step_time(published_plan(row)).total) for row in rows]
-    return Table(name, tuple(timed))
+    gpu = next(row["gpu"] for row in rows)
+    return Table(name, gpu, tuple(timed))
 
 
 # -- measured runs ------------------------------------------------------------------------------------
@@ -156,7 +163,9 @@ def bigscience(rows: Sequence[Row]) -> Table:
         )
         for at, (row, plan) in enumerate(zip(rows, plans, strict=True))
     ]
-    return Table("bigscience_a100.jsonl", tuple(timed), "nothing is fitted, so leaving a row out changes nothing")
+    return Table(
+        "bigscience_a100.jsonl", "a100-80gb", tuple(timed), "nothing is fitted, so leaving a row out changes nothing"
+    )
 
 
 def trials() -> Table:
@@ -175,7 +184,7 @@ def b200(rows: Sequence[Row]) -> Table:
     """The dense rows."""
     dense = b200_dense(rows)
     timed = tuple(Timed(row["id"], row["step_ms"] / 1e3, step_time(b200_plan(row)).total) for row in dense)
-    return Table("megatron_b200.jsonl", timed)
+    return Table("megatron_b200.jsonl", "b200", timed)
 
 
 def grand_teton() -> Efficiency:
@@ -197,13 +206,82 @@ def torchtitan(rows: Sequence[Row]) -> Table:
         plan = resolve(plan_of(None, recompute_per_operator="true", gpu="h100-96gb", **flags, **sizes))
         measured = b * s / row["tokens_per_second_per_gpu"]
         timed.append(Timed(row["id"], measured, step_time(plan, grand_teton()).total))
-    return Table("torchtitan_h100.jsonl", tuple(timed), "GPUs limited to 500 W, which is not modelled")
+    return Table("torchtitan_h100.jsonl", "h100-96gb", tuple(timed), "GPUs limited to 500 W, which is not modelled")
 
 
-READERS: Mapping[str, Callable[[Sequence[Row]], Table]] = {
+MPT = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 16, 24),
+    "760m": (1536, 12, 24),
+    "1b": (2048, 16, 24),
+    "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 56, 48),
+    "70b": (8192, 64, 80),
+}
+"""Hidden size, heads and layers (llm-foundry, scripts/train/yamls/pretrain)."""
+
+
+def mpt_plan(row: Row) -> Plan:
+    """An MPT as the GPT-2 that it is, but for its activation, which is one kernel, and dropout: none. Rows under
+    ``PURE`` precision are of May 2023 (PyTorch 1.13), the others of October (2.1), all with FlashAttention 1 in Triton
+    (``--attn_impl triton``, the default of scripts/train/benchmarking/submit_benchmarks.py then)."""
+    h, heads, layers = MPT[row["Model"]]
+    pure, b, gpus, s = row["MP Mode"] == "PURE", int(row["MicroBatchSize"]), int(row["# GPUs"]), int(row["SeqLen (T)"])
+    sizes = {"hidden": h, "heads": heads, "kv_heads": heads, "head_dim": h // heads, "ffn": 4 * h, "layers": layers}
+    none = dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), 0)
+    flags: dict[str, object] = {
+        "fsdp_reduce": "bf16" if pure else "fp32",
+        "recompute": "full" if row["Activation Checkpointing"] == "True" else "none",
+        "reshard_after_forward": str(row["Sharding Strategy"] == "FULL_SHARD").lower(),
+        "torch": "1.13" if pure else "2.1",
+    }
+    run = {
+        "gpu": row["GPU"].replace("_", "-"),
+        "gpus": gpus,
+        "mbs": b,
+        "gbs": b * gpus * int(row["GradAccum"]),
+        "seq": s,
+    }
+    job = {"model": "gpt2", "framework": "fsdp", "dtype": "bf16", "activation": "gelu", "vocab": 50368}
+    return plan_of(None, positions_max=s, capacity="900GiB", **job, **sizes, **none, **run, **flags)
+
+
+def foundry(rows: Sequence[Row]) -> list[Table]:
+    """Seconds of a step from tokens a second; where the last micro-batch is smaller than the others, as if all were."""
+    by_gpu: dict[str, list[Timed]] = {}
+    for row in rows:
+        plan, batch = resolve(mpt_plan(row)), int(row["GlobalBatchSize"])
+        measured = batch * plan.batch.seq / float(row["Throughput (T/s)"])
+        predicted = step_time(plan).total * batch / plan.batch.gbs
+        by_gpu.setdefault(row["GPU"].replace("_", "-"), []).append(Timed(row["id"], measured, predicted))
+    return [Table("llm_foundry_throughput.jsonl", gpu, tuple(timed)) for gpu, timed in by_gpu.items()]
+
+
+def finetuning(rows: Sequence[Row]) -> Table:
+    """Plain full fine-tuning; its recompute is reentrant, so that the last product of a layer runs again, too."""
+    timed = []
+    for row in rows:
+        if row["framework_config"] != "none" or row["peft_method"] or not row.get("train_tokens_per_second"):
+            continue
+        b, gpus, s = row["micro_batch_size"], row["gpus"], row["sequence_length"]
+        flags: dict[str, object] = {"framework": "single", "trainer": "transformers"}
+        if gpus > 1:
+            flags = {"framework": "fsdp", "gpus": gpus, "fsdp_parameters": "bf16", "fsdp_reduce": "bf16"}
+        job = {"model": "mistral-7b-v0.3", "vocab": 32_000, "gpu": "a100-80gb", "dtype": "bf16", "recompute": "full"}
+        plan = resolve(plan_of(None, mbs=b, gbs=b * gpus, seq=s, capacity="900GiB", **job, **flags))
+        again = plan.model.layers * matmul(rates_of(plan), b * s, plan.model.hidden, plan.model.ffn)
+        timed.append(Timed(row["id"], b * s / row["train_tokens_per_second"], step_time(plan).total + again))
+    return Table("fms_a100_finetuning.jsonl", "a100-80gb", tuple(timed))
+
+
+READERS: Mapping[str, Callable[[Sequence[Row]], Table | list[Table]]] = {
     "bigscience_a100.jsonl": bigscience,
     "megatron_b200.jsonl": b200,
     "torchtitan_h100.jsonl": torchtitan,
+    "fms_a100_finetuning.jsonl": finetuning,
+    "llm_foundry_throughput.jsonl": foundry,
 }
 TRIALS = "bigscience-trials-february-2022"
 PAPERS = ("arxiv-2205.05198-table-5", "arxiv-2104.04473-table-1", "arxiv-2407.21783-table-4")
@@ -224,25 +302,39 @@ def lines(table: Table) -> list[str]:
 
 
 def summary(table: Table) -> str:
-    text = f"median error {table.median_error:.1%}"
+    text = f"median error {table.median_error:.1%}, worst {table.worst_error:.1%}"
     if len(table.rows) > 2:
         text += f", rank correlation {table.rank_correlation:.3f}"
     rules = [Timed(row.id, row.measured, row.baseline) for row in table.rows if row.baseline is not None]
     if rules:
-        rule = Table("", tuple(rules))
+        rule = Table("", table.gpu, tuple(rules))
         text += f"; one-line rule {rule.median_error:.1%}, {rule.rank_correlation:.3f}"
     return f"{text} ({table.note})" if table.note else text
 
 
+def by_hardware(tables: Sequence[Table]) -> list[Table]:
+    """All rows of a GPU."""
+    rows: dict[str, tuple[Timed, ...]] = {}
+    for table in tables:
+        rows[table.gpu] = (*rows.get(table.gpu, ()), *table.rows)
+    return [Table(gpu, gpu, of) for gpu, of in sorted(rows.items())]
+
+
 def markdown(tables: Sequence[Table]) -> str:
     """The same as tables."""
-    parts = []
+    parts = ["| GPU | steps | median error | worst | rank correlation |\n| --- | ---: | ---: | ---: | ---: |"]
+    for table in by_hardware(tables):
+        rank = f"{table.rank_correlation:.3f}" if len(table.rows) > 2 else "–"
+        parts[0] += (
+            f"\n| {table.gpu} | {len(table.rows)} | {table.median_error:.1%} | {table.worst_error:.1%} | {rank} |"
+        )
+    parts[0] += "\n"
     for table in tables:
         body = "\n".join(
             f"| {row.id} | {row.measured:,.3f} | {row.predicted:,.3f} | {row.error:+.1%} |" for row in table.rows
         )
         parts.append(
-            f"**{table.name}**: {summary(table)}.\n\n| step | measured (s) | predicted (s) | error |\n"
+            f"**{table.name}** ({table.gpu}): {summary(table)}.\n\n| step | measured (s) | predicted (s) | error |\n"
             f"| --- | ---: | ---: | ---: |\n{body}\n"
         )
     return "\n".join(parts)
@@ -256,11 +348,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tables = [*(published(name) for name in PAPERS), trials()]
     if chosen.measured.is_dir():
         found = [(name, chosen.measured / name) for name in READERS]
-        tables += [READERS[name](read_rows(path)) for name, path in found if path.exists()]
+        for name, path in found:
+            if path.exists():
+                read = READERS[name](read_rows(path))
+                tables += read if isinstance(read, list) else [read]
     else:
         print(f"skipped: no measured runs in {chosen.measured} (--measured DIR names their folder)")
     for table in tables:
-        print(f"\n{table.name}", *lines(table), sep="\n  ")
+        print(f"\n{table.name}, {table.gpu}", *lines(table), sep="\n  ")
+    print()
+    for table in by_hardware(tables):
+        print(f"{table.gpu}: {len(table.rows)} steps, {summary(table)}")
     if chosen.markdown is not None:
         chosen.markdown.write_text(markdown(tables), encoding="utf-8")
     return 0

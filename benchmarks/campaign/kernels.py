@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from memplan.layers.work import Alone, fused
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.search.time.kernels import matmul, streamed
+from memplan.search.time.kernels import alone, matmul, streamed
 from memplan.search.time.rates import Rates, rates_of
 from memplan.validate.devices import devices, gpu_of, visible
 
@@ -93,7 +94,6 @@ def attention(torch: Any, device: str, small: bool) -> Iterator[Kernel]:
         s = 64 if small else length
         heads = 2 if small else heads
         size = 2 * b * heads * s * d
-        flops = 4.0 * b * heads * d * s * (s / 2 if causal else s)
         name = f"attention b {b}, {heads} heads of {d}, s {s}{', causal' if causal else ''}"
 
         def make(shape: tuple[int, ...] = (b, heads, s, d)) -> tuple[Any, ...]:
@@ -105,11 +105,13 @@ def attention(torch: Any, device: str, small: bool) -> Iterator[Kernel]:
         def both(q: Any, k: Any, v: Any, forward: Callable[..., Any] = forward) -> None:
             torch.autograd.grad(forward(q, k, v), (q, k, v), torch.empty_like(q))
 
-        def ahead(rates: Rates, flops: float = flops, size: int = size) -> float:
-            return max(flops / rates.attention_forward, streamed(rates, 4 * size))
+        passes = fused((b, s, heads, d), heads, s, "bf16", causal=causal)
 
-        def whole(rates: Rates, flops: float = flops, size: int = size, ahead: Any = ahead) -> float:
-            return float(ahead(rates)) + max(2.5 * flops / rates.attention_backward, streamed(rates, 8 * size, 2))
+        def ahead(rates: Rates, passes: Sequence[Alone] = passes) -> float:
+            return alone(passes[0], rates)
+
+        def whole(rates: Rates, passes: Sequence[Alone] = passes) -> float:
+            return sum(alone(one, rates) for one in passes)
 
         yield Kernel(f"{name}, forward", make, forward, 3 * size, ahead)
         yield Kernel(f"{name}, both passes", make, both, 3 * size, whole)

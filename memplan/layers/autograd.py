@@ -345,7 +345,22 @@ class Recorder:
         """The backward node of an operator on ``inputs``; ``None`` where no gradient is needed. Unless ``work`` says
         otherwise, one kernel reads the inputs and writes what was made since the operator before, a view does nothing,
         and in backward a kernel for each gradient reads the incoming one, and all of them what was saved."""
-        self._did(inputs, 1, work.forward)
+        outputs_made = self.launches > 0
+        if outputs_made:
+            self._did(inputs, 1, work.forward)
+        node = self._linked(inputs, saved, backward, outputs, work)
+        if not outputs_made:  # inputs are saved before the kernel runs: it does not, if recomputing ends with them
+            self._did(inputs, 1, work.forward)
+        return node
+
+    def _linked(
+        self,
+        inputs: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        backward: Backward,
+        outputs: int,
+        work: Operator,
+    ) -> Node | None:
         if not self.grad_enabled:
             return None
         edges = tuple((tensor.node, tensor.slot) if tensor.node is not None else None for tensor in inputs)

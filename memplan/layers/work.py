@@ -50,6 +50,12 @@ class Attention(NamedTuple):
     part: float
     """Of them that are computed: half where attention is causal."""
     bytes: float
+    heads: int
+    """Of queries, of all sequences."""
+    queries: int
+    keys: int
+    """Of each head."""
+    features: int
     launches: int = 1
 
     @property
@@ -190,5 +196,5 @@ def fused(shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool) -
     each: two products forward, five backward (scores are computed again)."""
     b, s, a, d = shape
     flops, part, e = 4.0 * b * s * keys * a * d, 0.5 if causal else 1.0, ITEMSIZE[dtype]
-    moved = e * d * 2.0 * b * (s * a + keys * kv_heads)
-    return Attention(flops, part, moved), Attention(2.5 * flops, part, 2 * moved, 3)
+    moved, sizes = e * d * 2.0 * b * (s * a + keys * kv_heads), (b * a, s, keys, d)
+    return Attention(flops, part, moved, *sizes), Attention(2.5 * flops, part, 2 * moved, *sizes, 3)

@@ -16,7 +16,7 @@ class DdpTime(PlainTime):
         """Buckets are summed while backward goes on; ``ZeroRedundancyOptimizer`` broadcasts what its owners updated."""
         plan, rates, across = replicas.plan, replicas.rates, replicas.across
         size = rank.trained * replicas.gradient
-        reduced = beside(collective(rates, "all-reduce", size, across), rank.backward, BUCKET / size)
+        reduced = beside(rates, collective(rates, "all-reduce", size, across), rank.backward, BUCKET / size)
         parameters = rank.trained * ITEMSIZE[plan.precision.stored]
         shared = collective(rates, "all-gather", parameters, across) if plan.layout.zero else 0.0
         return reduced * (rank.microbatches if plan.ddp.gradient_sync else 1) + shared

@@ -15,7 +15,7 @@ class DeepspeedTime(PlainTime):
             return sharded(replicas, rank)
         reduced, gathered = replicas.exchanged(rank.trained)
         if plan.deepspeed.overlap_comm:
-            reduced = beside(reduced, rank.backward, plan.deepspeed.reduce_bucket_size / rank.trained)
+            reduced = beside(replicas.rates, reduced, rank.backward, plan.deepspeed.reduce_bucket_size / rank.trained)
         return reduced * (rank.microbatches if plan.layout.zero == 2 else 1) + gathered
 
     def mixed(self, plan: ResolvedPlan) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ...layers.module import Options, run_again
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
+from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, Entries, Work, named
 from ...search.time.updates import Exchange, Replicas, beside
 from .programs import core_shape, end_module, layers_module, module_shapes, stage_entries
@@ -25,7 +26,7 @@ class MegatronTime(FrameworkTime):
     fused_attention = True
 
     def entries(self, plan: ResolvedPlan) -> Entries:
-        whole, recent = core_shape(plan), not _older(plan, NOT_OVERLAPPED)
+        whole, recent = core_shape(plan), not before(plan, NOT_OVERLAPPED)
         whole = replace(whole, asynchronous=recent, gradient_fusion=whole.gradient_fusion and recent)
         options = Options(counts="later", consumes_gradients=True, summed=plan.precision.gradients)
         shape, ends = module_shapes(whole)
@@ -36,10 +37,10 @@ class MegatronTime(FrameworkTime):
         return Entries(embedding, plain, again, norm, end_module("head", ends, False, options).work)
 
     def scattered_sends(self, plan: ResolvedPlan) -> bool:
-        return super().scattered_sends(plan) or _older(plan, SCATTERED)
+        return super().scattered_sends(plan) or before(plan, SCATTERED)
 
     def overlapped_sends(self, plan: ResolvedPlan, vpp: int) -> bool:
-        return super().overlapped_sends(plan, vpp) and not _older(plan, SCATTERED)
+        return super().overlapped_sends(plan, vpp) and not before(plan, SCATTERED)
 
     def stages(self, plan: ResolvedPlan) -> Work:
         return tuple(tuple(named(chunk, plan) for chunk in stage) for stage in stage_entries(plan))
@@ -56,9 +57,9 @@ class MegatronTime(FrameworkTime):
         reduced, gathered = replicas.exchanged(rank.trained)
         if given.overlap_grad_reduce:
             size = given.bucket_size or bucket_size(replicas.ranks)
-            reduced = beside(reduced, rank.backward, size / rank.trained)
+            reduced = beside(replicas.rates, reduced, rank.backward, size / rank.trained)
         if given.overlap_param_gather:
-            gathered = beside(gathered, rank.forward, 0.0)
+            gathered = beside(replicas.rates, gathered, rank.forward, 0.0)
         return reduced + gathered
 
     def mixed(self, plan: ResolvedPlan) -> bool:
@@ -70,11 +71,3 @@ class MegatronTime(FrameworkTime):
         looks = 1 if plan.megatron.check_for_nan else 0
         divides = 2 if ranks > 1 and not plan.megatron.per_token_loss else 0
         return float(ITEMSIZE[self.gradient_dtype(plan)] * (1 + looks + divides))
-
-
-def _older(plan: ResolvedPlan, version: tuple[int, int]) -> bool:
-    """Whether ``plan`` is of Megatron's code before a version of PyTorch."""
-    if plan.torch is None:
-        return False
-    major, minor, *_ = (int(part) for part in plan.torch.split("."))
-    return (major, minor) < version

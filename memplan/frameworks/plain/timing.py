@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from ...layers.coverage import TRANSFORMERS, check_covered
-from ...layers.module import NO_PASSES, Options, Passes
+from ...layers.module import NO_PASSES, Options, Passes, run_again
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
+from ...search.time.rates import before
 from ...search.time.shape import Entries, StageWork, Work, recomputed
 from . import programs
+
+EARLY_STOP = (2, 1)
+"""PyTorch whose recompute ends with the last saved tensor (``set_checkpoint_early_stop``)."""
 
 
 class PlainTime(FrameworkTime):
@@ -19,6 +23,8 @@ class PlainTime(FrameworkTime):
         options = programs.recipe_options(plan, Options(counts="later" if plan.microbatches > 1 else "first"))
 
         def layer(recompute: bool) -> Passes:
+            if recompute and before(plan, EARLY_STOP):
+                return run_again(layer(False))
             return programs.layer_module(shape, recompute, plan.code, options).work
 
         embedding, norm, head = programs.end_modules(shape, plan.code, options, programs.head_loss(plan))

@@ -16,6 +16,7 @@ from ...frameworks import framework
 from ...plan.errors import ABSENT, PlanError
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
+from .attention import Fused, kernels_of
 from .hardware import GIGA, SPEEDS, Figure
 
 
@@ -34,9 +35,9 @@ class Efficiency:
     """Of the tensor cores' peak, by a large product whose tiles fill every wave."""
     memory: float
     """Of the memory's bandwidth, by a kernel that streams."""
-    attention_forward: float
-    """Of the tensor cores' peak, by a fused attention kernel; half of the scores are counted where it is causal."""
-    attention_backward: float
+    attention_forward: Fused
+    """Of the tensor cores' peak, by fused attention kernels."""
+    attention_backward: Fused
     link: float
     """Of the links' bandwidth, by NCCL's rings."""
     network: float
@@ -103,10 +104,6 @@ _MEMORY: Mapping[tuple[int, int], Fraction] = MappingProxyType(
 
 _NO_MEMORY = Fraction(_HOPPER.value, f"none found for this GPU; as {_HOPPER.source}")
 
-_FLASH2 = "https://arxiv.org/abs/2307.08691 (FlashAttention-2 on A100: up to 73 % forward, 63 % backward)"
-_FLASH3 = "https://arxiv.org/abs/2407.08608 (FlashAttention-3 on H100: up to 75 % forward; FlashAttention-2: 35 %)"
-_SIMUMAX_ATTENTION = f"{_B200} (medians of sdp_fwd and sdp_bwd, whose causal scores are counted whole: halved)"
-
 _TOPO = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h"
 _NO_LINK = Fraction(20.0 / 25, f"none found for this GPU; as V100's in {_TOPO} (20.0 of 25 GB/s)")
 _LINK: Mapping[int, Fraction] = MappingProxyType(
@@ -131,18 +128,20 @@ def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def default(gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool = False) -> Efficiency:
+def default(
+    gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool = False, older: bool = False
+) -> Efficiency:
     """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where Transformer Engine chooses
-    the attention's."""
+    the attention's, ``older`` before FlashAttention-2."""
     matrix = _MATRIX.get(gpu) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
     major, minor = capability or (0, 0)
     memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
     link = _LINK.get(major, _NO_LINK)
-    forward, backward, attention = _attention(gpu, major, fused_kernels, matrix.value)
+    forward, backward, attention = kernels_of(gpu, major, matrix.value, fused_kernels=fused_kernels, older=older)
     sources = (
         f"products reach {matrix.value:.0%} of the peak: {matrix.source}",
         f"memory {memory.value:.0%}: {memory.source}",
-        f"attention {forward:.0%} and {backward:.0%}: {attention}",
+        f"attention {forward.rate:.0%} and {backward.rate:.0%}: {attention}",
         f"links {link.value:.0%}: {link.source}",
         f"network adapters {_NETWORK:.0%}: {_NET}",
         f"host {_HOST:.0%}: {_PCI}",
@@ -150,23 +149,6 @@ def default(gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool
     loss, base, hop = _BLACKWELL if gpu == "b200" else (None, None, None)
     return Efficiency(
         matrix.value, memory.value, forward, backward, link.value, _NETWORK, _HOST, loss, base, hop, sources
-    )
-
-
-def _attention(gpu: str, major: int, fused_kernels: bool, matrix: float) -> tuple[float, float, str]:
-    """Forward, backward and source. Backward on Hopper in the ratio that FlashAttention-2 has on Ampere."""
-    ratio = 0.63 / 0.73
-    if major == 8:
-        return 0.73 * min(1.0, matrix / 0.8), 0.63 * min(1.0, matrix / 0.8), _FLASH2
-    if major == 9:
-        forward = 0.75 if fused_kernels else 0.35
-        return forward, forward * ratio, _FLASH3
-    if gpu == "b200":
-        return 0.73 / 2, 0.69 / 2, _SIMUMAX_ATTENTION
-    return (
-        0.5 * matrix,
-        0.5 * matrix * ratio,
-        "no fused attention measured on this GPU was found: half of a product's rate",
     )
 
 
@@ -185,12 +167,15 @@ class Rates:
     """Sustained by large products whose tiles fill every wave."""
     ordinary: float
     """Sustained by fp32 products on ordinary cores."""
-    attention_forward: float
-    attention_backward: float
+    attention_forward: Fused
+    attention_backward: Fused
     memory: float
     processors: int
     overlapped_epilogue: bool
-    """Hopper and later: kernels write a tile while they compute the next one."""
+    """Blackwell: kernels write a tile while they compute the next one. On Hopper cuBLAS' warp groups share a tile
+    (``sm90_xmma_gemm_…_warpgroupsize2x1x1_…``), so that none computes while they write it."""
+    persistent: bool
+    """Hopper and later: kernels of products start one block on every multiprocessor and no more."""
     link: float
     link_gpus: int
     """GPUs that the links join; others are reached through host or network."""
@@ -205,25 +190,40 @@ class Rates:
     """Seconds of a collective over links, and of each of its steps, where they were measured."""
 
 
+FLASH2 = (2, 2)
+"""PyTorch whose fused attention is FlashAttention-2 (https://pytorch.org/blog/pytorch2-2/)."""
+
+
+def before(plan: ResolvedPlan, version: tuple[int, int]) -> bool:
+    """Whether ``plan`` runs a PyTorch before ``version``."""
+    if plan.torch is None:
+        return False
+    major, minor, *_ = (int(part) for part in plan.torch.split("."))
+    return (major, minor) < version
+
+
 def rates_of(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> Rates:
     """Rates of the GPU that ``plan`` names. ``PlanError`` where there is none, or nobody published its speed."""
     gpu = plan.hardware.gpu
     if gpu is None:
         raise PlanError("hardware.gpu", ABSENT, "is missing: the time of a step depends on the GPU (--gpu h100-80gb)")
-    fused = framework(plan.framework).time.fused_attention
+    fused, older = framework(plan.framework).time.fused_attention, before(plan, FLASH2)
     dtype = plan.quantisation.compute or plan.precision.dtype
     network = None if plan.hardware.network is None else plan.hardware.network * GIGA
-    return _rates(gpu, dtype, plan.hardware.gpus_per_node, network, fused, efficiency)
+    return _rates(gpu, dtype, plan.hardware.gpus_per_node, network, (fused, older), efficiency)
 
 
 @lru_cache(maxsize=1024)
-def _rates(gpu: str, dtype: str, node: int, network: float | None, fused: bool, efficiency: Efficiency | None) -> Rates:
+def _rates(
+    gpu: str, dtype: str, node: int, network: float | None, attention: tuple[bool, bool], efficiency: Efficiency | None
+) -> Rates:
     speed, processors = SPEEDS.get(gpu), MULTIPROCESSORS.get(gpu)
     if speed is None or processors is None:
         known = ", ".join(sorted(set(SPEEDS) & set(MULTIPROCESSORS)))
         raise PlanError("hardware.gpu", gpu, f"has no published speed, and so no time; these have: {known}")
     capability = GPUS[gpu].compute_capability
-    parts = efficiency or default(gpu, capability, fused_kernels=fused)
+    major, _ = capability or (0, 0)
+    parts = efficiency or default(gpu, capability, fused_kernels=attention[0], older=attention[1])
     fp32 = _published(gpu, speed.fp32, "fp32 rate")
     if dtype == "fp32":
         peak = fp32
@@ -239,11 +239,12 @@ def _rates(gpu: str, dtype: str, node: int, network: float | None, fused: bool, 
         peak=peak,
         matrix=peak * parts.matrix,
         ordinary=fp32 * parts.matrix,
-        attention_forward=peak * parts.attention_forward,
-        attention_backward=peak * parts.attention_backward,
+        attention_forward=parts.attention_forward.of(peak),
+        attention_backward=parts.attention_backward.of(peak),
         memory=memory * parts.memory,
         processors=processors,
-        overlapped_epilogue=capability is None or capability >= (9, 0),
+        overlapped_epilogue=capability is None or capability >= (10, 0),
+        persistent=major >= 9,
         link=0.0 if speed.link is None else speed.link.value * parts.link,
         link_gpus=speed.link_gpus,
         host=_published(gpu, speed.host, "bandwidth to the host") * parts.host,
@@ -269,7 +270,6 @@ def assumptions(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> tup
     crosses = (plan.hardware.gpus or 1) > plan.hardware.gpus_per_node
     if crosses and plan.hardware.network is None and system is not None:
         notes.append(f"network: {system} (hardware.network says otherwise)")
-    parts = efficiency or default(
-        gpu, GPUS[gpu].compute_capability, fused_kernels=framework(plan.framework).time.fused_attention
-    )
+    fused, older = framework(plan.framework).time.fused_attention, before(plan, FLASH2)
+    parts = efficiency or default(gpu, GPUS[gpu].compute_capability, fused_kernels=fused, older=older)
     return (*notes, *parts.sources)

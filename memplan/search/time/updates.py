@@ -11,7 +11,7 @@ from ...frameworks import framework
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .collectives import Group, collective, group
-from .kernels import streamed
+from .kernels import overlapped, streamed
 from .layer import EntryTimes
 from .rates import Rates
 from .shape import ITEMSIZE, Shape, StageWork, elements
@@ -130,17 +130,21 @@ def updates(
     return Updates(exposed, step + passes, own.offload(replicas, owned, held / owners, microbatches))
 
 
-def beside(communication: float, work: float, tail: float) -> float:
-    """What is left of communication that runs beside ``work``, but for its last part, ``tail`` of it."""
+def beside(rates: Rates, communication: float, work: float, tail: float) -> float:
+    """What communication adds to ``work`` that it runs beside, but for its last part, ``tail`` of it."""
     last = communication * min(1.0, tail)
-    return max(communication - work, last)
+    return last + overlapped(rates, communication - last, work)
 
 
 def sharded(
     replicas: Replicas, rank: Exchange, groups: int = 1, *, regathers: bool = True, reduces_once: bool = False
 ) -> float:
     """FSDP and ZeRO-3: each layer is gathered while the one before it runs, and its gradients are scattered while the
-    next backward runs. What is longer than a layer's pass is exposed, and so are the first gather and last scatter.
+    next backward runs. What is longer than a layer's pass is exposed, and so are the first gather and last scatter;
+    nothing hides the copies of what was gathered into parameters, and of gradients into what is scattered
+    (``_fsdp_collectives.py``, ``foreach_all_gather_copy_out`` and ``foreach_reduce_scatter_copy_in``; DeepSpeed's
+    ``AllGatherCoalescedHandle.wait`` and ``__add_grad_to_ipg_bucket``).
+
     Gradients are summed across ``groups`` of shards, for the last micro-batch alone if it ``reduces_once``; backward
     ``regathers`` a layer."""
     plan, rates, shape, times = replicas.plan, replicas.rates, replicas.shape, rank.times
@@ -160,10 +164,19 @@ def sharded(
             rates, "all-reduce", size / owners, between
         )
 
+    def unflattened(count: float) -> float:
+        return streamed(rates, count * 2 * shape.element)
+
+    def flattened(count: float) -> float:
+        return streamed(rates, count * trained * (shape.element + replicas.gradient))
+
     again = gathered(layer) if regathers else 0.0
     recomputed = times.layer.recompute * min(1.0, rank.recomputed / layers)
-    forward = layers * max(0.0, gathered(layer) - times.layer.forward) + gathered(ends)
-    backward = layers * max(0.0, again + scattered(layer) - times.layer.backward - recomputed) + scattered(ends)
+    aside = overlapped(rates, gathered(layer), times.layer.forward)
+    forward = layers * (aside + unflattened(layer)) + gathered(ends) + unflattened(ends)
+    aside = overlapped(rates, again + scattered(layer), times.layer.backward + recomputed)
+    backward = layers * (aside + flattened(layer) + (unflattened(layer) if regathers else 0.0))
+    backward += scattered(ends) + flattened(ends)
     if plan.layout.pp > 1:
         return forward + backward
     return rank.microbatches * forward + (1 if reduces_once else rank.microbatches) * backward

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.plan.errors import PlanError
-from memplan.search.time import rates_of
+from memplan.search.time import Replicas, StageWork, entry_times, rates_of, shape_of, work_of
 from memplan.search.time.collectives import Group, collective, group, send
+from memplan.search.time.kernels import overlapped
+from memplan.search.time.shape import elements
+from memplan.search.time.updates import Exchange, sharded
 
 from .plans import plan
 
@@ -62,3 +67,25 @@ def test_without_links_gpus_talk_through_the_host() -> None:
 def test_an_unknown_network_is_asked_for() -> None:
     with pytest.raises(PlanError, match=r"hardware\.network.*is missing"):
         send(L40S, 1e6, True)
+
+
+def test_communication_beside_work() -> None:
+    """A collective of 2 s beside 10 s of products takes channels of them meanwhile: 24 of an A100's 108
+    multiprocessors, 33 of 80 hundredths of an H100's rate; one of 12 s outlasts them."""
+    a100, h100 = (rates_of(plan(model="gpt2", gpu=gpu, dtype="bf16")) for gpu in ("a100-80gb", "h100-80gb"))
+    assert overlapped(a100, 2.0, 10.0) == pytest.approx(2 * 24 / 108)
+    assert overlapped(h100, 2.0, 10.0) == pytest.approx(2 * 33 / 80)
+    assert overlapped(h100, 20.0, 10.0) == pytest.approx(10.0)
+
+
+def test_sharded_parameters_are_copied() -> None:
+    """Without any time in links: 16-bit parameters that forward and backward gather are read and written, and 16-bit
+    gradients are read and written in fp32, once a micro-batch; the ends are gathered once."""
+    job = plan(model="llama-3-8b", framework="fsdp", gpu="h100-80gb", gpus=8, mbs=1, gbs=16, seq=4096)
+    rates = replace(rates_of(job), link=float("inf"), collective=0.0, hop=0.0)
+    shape, times = shape_of(job), entry_times(job)
+    (work,) = work_of(job)
+    held, trained = elements(shape.entries, work)
+    layers = 32 * elements(shape.entries, (StageWork(1),))[0]
+    found = sharded(Replicas(job, shape, rates), Exchange(work, times, held, trained, 2))
+    assert found == pytest.approx(2 * (layers * (4 + 4 + 6) + (held - layers) * (4 + 6)) / rates.memory, rel=0.02)

@@ -37,7 +37,9 @@ def test_peaks_are_processors_times_clock_times_what_a_processor_does(name: str,
 def test_parts_of_peaks_are_parts() -> None:
     for name in SPEEDS:
         parts = default(name, GPUS[name].compute_capability)
-        for part in (parts.matrix, parts.memory, parts.attention_forward, parts.link, parts.network, parts.host):
+        fused = (parts.attention_forward, parts.attention_backward)
+        rates = [rate for one in fused for rate in (one.rate, one.narrow)]
+        for part in (parts.matrix, parts.memory, parts.link, parts.network, parts.host, *rates):
             assert 0 < part <= 1
         assert len(parts.sources) >= 5
 

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.search.time import Efficiency, rates_of
+from memplan.search.time.attention import Fused
 from memplan.search.time.kernels import LAUNCH, matmul
 
 from .plans import plan
 
-WHOLE = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+WHOLE = Efficiency(1.0, 1.0, Fused(1.0, 1.0), Fused(1.0, 1.0), 1.0, 1.0, 1.0)
 A100 = rates_of(plan(model="gpt2", gpu="a100-80gb", dtype="bf16"), WHOLE)
 H100 = rates_of(plan(model="gpt2", gpu="h100-80gb", dtype="bf16"), WHOLE)
 sizes = st.integers(1, 4000).map(lambda n: 8 * n)

@@ -1,0 +1,100 @@
+"""Rates of fused attention kernels, from the charts of those who wrote them, and seconds of one kernel.
+
+A block of threads takes one tile of queries (backward: of keys) through all tiles of the other side, or up to the
+diagonal where attention is causal. Of causal attention the diagonal's tiles are computed whole, and the longest block
+runs on while others have ended; of other attention the last wave costs as much as a full one. So one rate describes
+both: on H100 FlashAttention-2 reaches 370 TFLOP/s without and 335 with a causal mask (arXiv 2407.08608, figure 5,
+16 heads of 16,384 tokens), which are 381 and 378 of such tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...layers.work import Attention
+
+KEYS = 128
+"""Keys of a tile."""
+NARROW = 64
+"""Features of heads whose rates are published apart."""
+
+
+class Fused(NamedTuple):
+    """One direction of a kernel. Rates are parts of the tensor cores' peak, or FLOP/s."""
+
+    rate: float
+    """Of heads of 128 features, all multiprocessors at work on whole tiles."""
+    narrow: float
+    """Of heads of up to 64."""
+    fixed: float = 0.0
+    """What a block does besides, in tiles: what 512 tokens lose against 16,384."""
+    tail: float = 1.0
+    """Part of a causal block with all tiles in which other multiprocessors are idle."""
+    queries: int = 128
+    """Of a tile."""
+
+    def of(self, peak: float) -> Fused:
+        """In FLOP/s."""
+        return self._replace(rate=self.rate * peak, narrow=self.narrow * peak)
+
+
+class Kernels(NamedTuple):
+    """Both directions, and who measured them."""
+
+    forward: Fused
+    backward: Fused
+    source: str
+
+
+_SIMUMAX = "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/"
+_FLASH3 = "https://arxiv.org/abs/2407.08608 (H100, figures 5 and 6, 16,384 tokens, without mask, 0.97 of full waves"
+_TAIL = 1 / 3
+"""Backward on 64 to 4 heads (A100) and 128 to 8 (B200): sdp_bwd of SimuMax's sweeps; forward needs a whole block's."""
+
+AMPERE = Kernels(
+    Fused(0.73, 0.64, 0.9),
+    Fused(0.63, 0.57, 2.0, _TAIL),
+    "https://arxiv.org/abs/2307.08691 (FlashAttention-2 on A100: up to 73 % forward, 63 % backward; heads of 64 "
+    "features slower in the ratio that they have on H100)",
+)
+HOPPER = Kernels(
+    Fused(0.386, 0.338, 0.9), Fused(0.336, 0.303, 2.0, _TAIL), f"{_FLASH3}: FlashAttention-2 370 and 322 TFLOP/s)"
+)
+HOPPER_CUDNN = Kernels(
+    Fused(0.62, 0.43, 0.9), Fused(0.538, 0.451, 2.4, _TAIL), f"{_FLASH3}: cuDNN 595 and 516 TFLOP/s)"
+)
+BLACKWELL = Kernels(
+    Fused(0.60, 0.34, 0.9, queries=256),
+    Fused(0.44, 0.36, 2.4, _TAIL),
+    f"{_SIMUMAX}b200_bf16_ceperm.json (sdp_fwd and sdp_bwd of 16 to 128 heads; heads of 64 features slower as in "
+    "https://github.com/Dao-AILab/flash-attention/pull/2605 and, backward, on H100)",
+)
+_OLDER = "; FlashAttention 1, which PyTorch has before 2.2, half as fast: abstract of https://arxiv.org/abs/2307.08691"
+
+
+def kernels_of(gpu: str, major: int, matrix: float, *, fused_kernels: bool, older: bool) -> Kernels:
+    """Of a GPU whose compute capability begins with ``major``; ``matrix``: part of the peak that its products sustain.
+    ``fused_kernels``: Transformer Engine chooses; ``older``: before FlashAttention-2."""
+    if gpu == "b200":
+        return BLACKWELL
+    if major in (8, 9):
+        newer = AMPERE if major == 8 else HOPPER_CUDNN if fused_kernels else HOPPER
+        limit = min(1.0, matrix / 0.8) if major == 8 else 1.0
+        slower = 0.5 if older and not fused_kernels else 1.0
+        parts = (newer.forward.of(limit * slower), newer.backward.of(limit * slower))
+        return Kernels(*parts, newer.source + (_OLDER if slower < 1 else ""))
+    half, ratio = 0.5 * matrix, 0.63 / 0.73
+    none = "no fused attention measured on this GPU was found: half of a product's rate"
+    return Kernels(Fused(half, half), Fused(half * ratio, half * ratio), none)
+
+
+def seconds(kernel: Attention, fused: Fused, processors: int) -> float:
+    """Of ``kernel``, in ``fused`` (FLOP/s)."""
+    rows, columns = -(-kernel.queries // fused.queries), -(-kernel.keys // KEYS)
+    tile = kernel.flops / (kernel.heads * kernel.queries * kernel.keys) * fused.queries * KEYS
+    if kernel.part < 1:
+        every = kernel.heads * (rows * (kernel.part * columns + fused.fixed) + columns / 2)
+        tiles = every / processors + fused.tail * columns
+    else:
+        tiles = -(-kernel.heads * rows // processors) * (columns + fused.fixed)
+    return tiles * tile * processors / (fused.narrow if kernel.features <= NARROW else fused.rate)
