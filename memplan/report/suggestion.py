@@ -15,7 +15,7 @@ from ..plan.resolve import resolve
 from ..result import Estimate, Notice, Verdict
 from ..search.changes import Method
 from ..search.result import Change, Found, Offer, Suggestion
-from ..search.time import StepTime, cost_of_step, cost_of_tokens
+from ..search.time import StepTime, best_published, cost_of_step, cost_of_tokens
 from ..search.time.stand_in import STAND_IN
 from ..values import dataclass
 from .estimate import verdict
@@ -237,6 +237,27 @@ class Answer:
     """Of every framework, where the plan names none."""
     started: tuple[str, ...] = ()
     """Flags of fields that the search chose: where it started."""
+
+    def warnings(self, stated: Suggestion | None) -> list[Notice]:
+        """Of the plan, and of the estimate and the time of ``stated``."""
+        if stated is None:
+            return list(self.notes)
+        estimate = stated.estimate
+        return [*_too_fast(stated), *self.notes, *(estimate.warnings if estimate is not None else ())]
+
+
+def _too_fast(stated: Suggestion) -> Iterator[Notice]:
+    """Nobody has published a step that makes as much of this GPU."""
+    if stated.step is None:
+        return
+    plan = resolve(stated.plan)
+    best = best_published(plan.hardware.gpu or "", plan.precision.dtype, stated.step.mfu)
+    if best is not None:
+        yield Notice(
+            "mfu-above-published",
+            f"an MFU of {100 * stated.step.mfu:.0f} % is above the best published one that was found for "
+            f"{plan.hardware.gpu} in 16 bits, {100 * best.value:.0f} % ({best.source}): expect a slower step",
+        )
 
 
 def print_suggestion(answer: Answer, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
@@ -494,7 +515,7 @@ def _search(found: Found, verbose: bool, *, one_of_several: bool) -> Iterator[Re
 
 def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator[RenderableType]:
     estimate = stated.estimate if stated is not None else None
-    warnings = [*answer.notes, *(estimate.warnings if estimate is not None else ())]
+    warnings = answer.warnings(stated)
     if warnings:
         yield Text()
         yield entries([(notice.code, notice.message) for notice in warnings], CAUTION)

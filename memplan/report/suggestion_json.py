@@ -33,8 +33,6 @@ def suggestion_to_json(answer: Answer) -> dict[str, Any]:
     found = answer.found
     best, *alternatives = found.best or (None,)
     stated = best or found.closest
-    estimate = stated.estimate if stated is not None else None
-    warnings = [*answer.notes, *(estimate.warnings if estimate is not None else ())]
     return {
         "schema": SCHEMA,
         "memplan": __version__,
@@ -57,7 +55,7 @@ def suggestion_to_json(answer: Answer) -> dict[str, Any]:
         "cuts": [_method(method, timed=found.best[0].timed) for method in answer.methods],
         **({"frameworks": [_offer(offer) for offer in answer.offers]} if answer.offers else {}),
         "search": _search(found.counts, found.seconds),
-        "warnings": [{"code": notice.code, "message": notice.message} for notice in warnings],
+        "warnings": [{"code": notice.code, "message": notice.message} for notice in answer.warnings(stated)],
         "assumptions": _assumptions(answer, stated),
         "written": list(answer.written),
     }

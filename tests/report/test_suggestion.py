@@ -147,6 +147,26 @@ def test_json_has_the_stages_of_the_estimate(name: str) -> None:
     assert counts["total"] == counts["considered"] + sum(counts["refused"].values())
 
 
+def test_an_mfu_that_nobody_published_is_said() -> None:
+    """Of an H100 above 54 %, in print and in JSON; not of half of it, not without a time."""
+    known = answer("megatron")
+    best = known.found.best[0]
+    assert best.step is not None
+
+    def answered(mfu: float) -> Answer:
+        step = replace(best.step, mfu=mfu)
+        return replace(known, found=replace(known.found, best=(replace(best, step=step),)))
+
+    def codes(one: Answer) -> list[str]:
+        return [warning["code"] for warning in suggestion_to_json(one)["warnings"]]
+
+    assert "mfu-above-published" in codes(answered(0.7))
+    text = printed(lambda console: print_suggestion(answered(0.7), console), 400, colour=False)
+    assert "an MFU of 70 % is above the best published one that was found for h100-80gb in 16 bits, 54 %" in text
+    assert "mfu-above-published" not in codes(answered(0.35))
+    assert "mfu-above-published" not in codes(replace(known, found=replace(known.found, best=(), closest=None)))
+
+
 def test_csv_has_a_row_for_each_layout() -> None:
     found = answer("megatron").found
     header, *rows = suggestion_to_csv(found).splitlines()

@@ -4,7 +4,7 @@
 ``step_seconds`` or ``assemble``, and ``updates``. All times in seconds.
 """
 
-from .accuracy import published_error
+from .accuracy import best_published, published_error
 from .layer import EntryTimes, LayerTimes, entry_times, times_of
 from .rates import Efficiency, Fraction, Rates, rates_of
 from .shape import Shape, StageWork, shape_of, work_of
@@ -24,6 +24,7 @@ __all__ = [
     "StepTime",
     "Updates",
     "assemble",
+    "best_published",
     "check_timed",
     "cost_of_step",
     "cost_of_tokens",

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from memplan.search.time import best_published, published_error
+from memplan.search.time.accuracy import BEST_MFU, PUBLISHED_ERRORS
+from memplan.search.time.hardware import SPEEDS
+
+
+def test_every_figure_is_of_a_gpu_whose_speed_is_known() -> None:
+    assert {*PUBLISHED_ERRORS, *BEST_MFU} <= set(SPEEDS)
+    assert all("https://" in best.source and 0 < best.value < 1 for best in BEST_MFU.values())
+
+
+def test_a_gpu_that_nobody_compared_has_the_largest_error() -> None:
+    assert published_error("l4") == max(PUBLISHED_ERRORS.values()) > published_error("a100-80gb")
+
+
+def test_the_best_published_is_cited_above_it_alone() -> None:
+    best = BEST_MFU["h100-80gb"]
+    assert best_published("h100-80gb", "bf16", best.value + 0.01) == best
+    assert best_published("h100-80gb", "bf16", best.value) is None
+    assert best_published("h100-80gb", "fp32", 0.9) is None
+    assert best_published("l4", "bf16", 0.9) is None
