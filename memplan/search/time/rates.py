@@ -98,6 +98,7 @@ _MEMORY: Mapping[tuple[int, int], Fraction] = MappingProxyType(
         (8, 6): _AMPERE,
         (8, 9): _ADA,
         (9, 0): _HOPPER,
+        (10, 0): Fraction(0.666 * 8000 / 7700, f"{_B200} (bandwidth, default: 0.666 of 8000 GB/s)"),
     }
 )
 """By compute capability, of which the minor number counts for 8 only."""
