@@ -9,10 +9,11 @@ What follows is the whole surface (docs/python.md); each name is imported when i
 """
 
 import sys
-from types import ModuleType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from .plan.errors import LackingError as LackingError
     from .plan.errors import PlanError as PlanError
     from .surface import Estimate as Estimate
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from .surface import read_plan as read_plan
     from .surface import suggest as suggest
     from .surface import validate as validate
+
+else:
+    ModuleType = type(sys)  # ``types`` is one more import while an interrupt is Python's own to show
 
 __version__ = "0.1.0"
 

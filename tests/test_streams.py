@@ -16,7 +16,7 @@ from tests.test_cli_process import ENVIRONMENT, MEMPLAN
 
 COMMANDS = {
     0: ["estimate", "--model", "gpt2", "--gpu", "h200", "-q"],
-    1: ["estimate", "--model", "gpt2-xl", "--gpu", "v100-16gb", "-q"],
+    1: ["estimate", "--model", "gpt2-xl", "--gpu", "v100-16gb", "--mbs", "4", "-q"],
     2: ["estimate", "nope"],
 }
 """A command line by its exit code where all streams are well."""
