@@ -160,6 +160,15 @@ def estimate(
             "--plot", metavar="FILE.svg|png", help="draw the stages, and one over an iteration", rich_help_panel=OUTPUT
         ),
     ] = None,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(
+            "--snapshot",
+            metavar="FILE.pickle",
+            help="write what the allocator does, for pytorch.org/memory_viz and memplan explain, too",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     force: Overwrite = False,
     json: Json = False,
     csv: Annotated[bool, typer.Option("--csv", help="print one CSV row per stage", rich_help_panel=OUTPUT)] = False,
@@ -183,7 +192,7 @@ def estimate(
             given = f"--from {launch_flags.format}"
             raise typer.BadParameter(f"--explain-args shows arguments of launch scripts, which {given} has none of")
         return _explain(read_launched(plan, launch_flags, flags), json, quiet, no_color)
-    files = _Files(html, plot, force)
+    files = _Files(html, plot, snapshot, force)
     files.check(alone=not (explain_args or compare or vary or detail is not None))
     if csv and (json or explain_args):
         raise typer.BadParameter(f"--csv and {'--json' if json else '--explain-args'} exclude each other")
@@ -239,20 +248,24 @@ class _Files:
 
     html: str | None
     plot: str | None
+    snapshot: str | None
     force: bool
 
     def check(self, *, alone: bool) -> None:
         """Refuses before the estimate what would be refused after it; ``alone``: it is of one plan."""
-        given = {flag: file for flag, file in (("--html", self.html), ("--plot", self.plot)) if file is not None}
+        flags = (("--html", self.html), ("--plot", self.plot), ("--snapshot", self.snapshot))
+        given = {flag: file for flag, file in flags if file is not None}
         if self.force and not given:
-            raise typer.BadParameter("--overwrite is for --html and --plot")
+            raise typer.BadParameter("--overwrite is for --html, --plot and --snapshot")
         for flag, file in given.items():
             if not alone:
                 problem = "shows one plan; leave out --compare, --vary, --detail and --explain-args"
                 raise typer.BadParameter(f"{flag} {problem}")
             check_writable(file, force=self.force)
-        if self.html is not None and self.html == self.plot:
-            raise PlanError("", ABSENT, "is the file of --html, too", origin=Origin("--plot"))
+        for flag, file in given.items():
+            first = next(one for one in given if given[one] == file)
+            if first != flag:
+                raise PlanError("", ABSENT, f"is the file of {first}, too", origin=Origin(flag))
         if self.plot is not None:
             from ..report.plot import check_matplotlib, format_of
 
@@ -277,6 +290,13 @@ class _Files:
             content = estimate_picture(found, line, format_of(Path(self.plot)))
             if write_whole(self.plot, content, force=self.force):
                 yield self.plot
+        if self.snapshot is not None:
+            from ..explain import written_snapshot
+
+            with without_collection():
+                content = written_snapshot(found.plan, known)
+            if write_whole(self.snapshot, content, force=self.force):
+                yield self.snapshot
 
 
 def _one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +17,9 @@ from .output import Json, NoColor, Quiet, console, print_json, printing, without
 from .recorded import NoRecords, measured_of
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..device.measured import Measured
-    from ..explain import Explanation
 
 
 def explain(
@@ -30,6 +32,9 @@ def explain(
     set_: Set = None,
     vocab_size: VocabSize = None,
     strict: Strict = False,
+    stage: Annotated[
+        int | None, typer.Option("--stage", metavar="N", help="of a snapshot: the plan's stage that the GPU ran")
+    ] = None,
     no_records: NoRecords = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -45,13 +50,26 @@ def explain(
     """
     launch = LaunchFlags(from_, set_ or (), strict, vocab_size)
     launch.check_alone(explain=False)
+    from ..explain import explained
+    from ..explain.log import reports
+    from ..explain.snapshot import is_snapshot
+
     planned = plan is not None or from_ is not None or bool(flags)
     if log == "-" and plan == "-":
         raise PlanError("", ABSENT, "can be read only once, as the log or as the plan", origin=Origin(STANDARD_INPUT))
     read = read_given(plan, launch, flags) if planned else None
     known, _ = measured_of(no_records=no_records)
     pieces, name = _content(log)
-    told = _explained(pieces, name, read, known)
+    first, pieces = _begun(pieces, name)
+    if is_snapshot(first):
+        return _snapshot(pieces, name, read, stage, known, console=None if json else console(no_color), quiet=quiet)
+    if stage is not None:
+        raise PlanError("", ABSENT, "belongs to a memory snapshot; a message names its rank", origin=Origin("--stage"))
+    if b"\0" in first[:SNIFFED]:
+        problem = "is a binary file: neither a log nor a memory snapshot (torch.cuda.memory._dump_snapshot)"
+        raise PlanError("", ABSENT, problem, origin=Origin(name))
+    with _located(name, read):
+        told = explained(reports(pieces), read.plan if read is not None else None, known)
     if json:
         from ..report.explanation import explanation_to_json
 
@@ -61,6 +79,39 @@ def explain(
 
         with printing():
             print_explanation(told, console(no_color), quiet=quiet)
+    return 0
+
+
+def _snapshot(
+    pieces: Iterator[bytes],
+    name: str,
+    read: ReadPlan | None,
+    stage: int | None,
+    known: Measured,
+    *,
+    console: Console | None,
+    quiet: bool,
+) -> int:
+    """As JSON where there is no ``console``."""
+    from ..explain import compare_snapshot
+    from ..explain.snapshot import LARGEST
+    from ..report.snapshot import print_snapshot, snapshot_to_json
+
+    data = bytearray()
+    for piece in pieces:
+        data += piece
+        if len(data) > LARGEST:
+            problem = (
+                f"is larger than a snapshot that is read ({LARGEST >> 30} GiB); record fewer entries (max_entries)"
+            )
+            raise PlanError("", ABSENT, problem, origin=Origin(name))
+    with _located(name, read):
+        told, failed = compare_snapshot(bytes(data), read.plan if read is not None else None, stage, known)
+    if console is None:
+        print_json(snapshot_to_json(told, failed))
+    else:
+        with printing():
+            print_snapshot(told, failed, console, quiet=quiet)
     return 0
 
 
@@ -77,13 +128,12 @@ def _content(log: str | None) -> tuple[Iterator[bytes], str]:
     return pieces_of(log), log
 
 
-def _explained(pieces: Iterator[bytes], name: str, read: ReadPlan | None, known: Measured) -> Explanation:
-    from ..explain import explained
-    from ..explain.log import reports
-
+@contextmanager
+def _located(name: str, read: ReadPlan | None) -> Iterator[None]:
+    """Errors of what is explained name it; those of the plan say where their field came from."""
     try:
         with without_collection():
-            return explained(reports(_text(pieces, name)), read.plan if read is not None else None, known)
+            yield
     except PlanError as error:
         if not error.field and error.origin is None:
             raise PlanError("", ABSENT, error.problem, origin=Origin(name)) from None
@@ -94,12 +144,9 @@ SNIFFED = 4096
 """Bytes of a file's beginning that tell what it is."""
 
 
-def _text(pieces: Iterator[bytes], name: str) -> Iterator[bytes]:
-    """``pieces`` of a text. ``PlanError`` where it is none."""
+def _begun(pieces: Iterator[bytes], name: str) -> tuple[bytes, Iterator[bytes]]:
+    """The first piece, and all. ``PlanError`` where there is none."""
     first = next(pieces, b"")
     if not first:
         raise PlanError("", ABSENT, "is empty", origin=Origin(name))
-    if b"\0" in first[:SNIFFED]:
-        problem = "is a binary file: neither a log nor a memory snapshot (torch.cuda.memory._dump_snapshot)"
-        raise PlanError("", ABSENT, problem, origin=Origin(name))
-    return chain([first], pieces)
+    return first, chain([first], pieces)

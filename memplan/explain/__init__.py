@@ -11,7 +11,7 @@ from ..device.measured import NOTHING, Measured
 from ..device.outside_pytorch import held_workspaces
 from ..estimate import allocator_settings, estimate, evaluation_programs, programs_of
 from ..layers.module import Options
-from ..plan.errors import ABSENT, PlanError
+from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
@@ -21,11 +21,14 @@ from ..search.changes import changes_of, measured
 from ..search.result import Change, Suggestion
 from .causes import causes
 from .clues import clues
+from .compared import Compared, alone, compared
 from .log import Reported, reports
 from .message import OutOfMemory
 from .requests import ranked, requests_of
 from .result import Candidate, Explanation
 from .sizes import guesses
+from .snapshot import read_snapshot, reported
+from .written import MOST_STAGES, snapshot_of
 
 
 def explain(message: str | bytes | Iterable[bytes], plan: Plan | None = None, known: Measured = NOTHING) -> Explanation:
@@ -140,6 +143,34 @@ def _changes(base: Plan, plan: ResolvedPlan, known: Measured) -> tuple[Suggestio
 MOST_CHANGES = 3
 
 
+def compare_snapshot(
+    data: bytes, plan: Plan | None = None, stage: int | None = None, known: Measured = NOTHING
+) -> tuple[Compared, Explanation | None]:
+    """A run's memory snapshot (its bytes) beside ``plan``, or beside one ``stage`` of it: of the device that held most;
+    and what failed in it, if anything has. Nothing in ``data`` is executed or imported."""
+    run = max(read_snapshot(data), key=lambda one: (bool(one.failed), one.peak))
+    failed = reported(run)
+    explanation = explained((failed,), plan, known) if failed is not None else None
+    if plan is None:
+        return alone(run), explanation
+    resolved = resolve(plan)
+    programs = programs_of(resolved, Options(kernel_workspaces=True))
+    if stage is not None and not 0 <= stage < len(programs):
+        problem = f"{stage} must be a stage from 0 to {len(programs) - 1}"
+        raise PlanError("", ABSENT, problem, origin=Origin("--stage"))
+    workspaces = held_workspaces(resolved, known)
+    return compared(run, programs, allocator_settings(resolved), workspaces, stage), explanation
+
+
+def written_snapshot(plan: ResolvedPlan, known: Measured = NOTHING) -> bytes:
+    """The plan's stages in the format of PyTorch's memory viewer, each as a device."""
+    programs = programs_of(plan, Options(kernel_workspaces=True))
+    if len(programs) > MOST_STAGES:
+        step = (len(programs) - 1) / (MOST_STAGES - 1)
+        programs = tuple(programs[round(at * step)] for at in range(MOST_STAGES))
+    return snapshot_of(programs, allocator_settings(plan), held_workspaces(plan, known))
+
+
 def _wanted(reported: Reported, *, planned: bool) -> tuple[str, ...]:
     """What would tell more."""
     wanted = []
@@ -152,4 +183,4 @@ def _wanted(reported: Reported, *, planned: bool) -> tuple[str, ...]:
     return tuple(wanted)
 
 
-__all__ = ["Candidate", "Explanation", "explain", "explained"]
+__all__ = ["Candidate", "Explanation", "compare_snapshot", "explain", "explained", "written_snapshot"]

@@ -16,9 +16,11 @@ from .message import BEGINS, OutOfMemory, parse
 
 BEFORE, BEHIND = 1 << 17, 1 << 13
 """Bytes before and behind the beginning of a message that are looked at: a traceback, and the rest of the message."""
-MOST_MESSAGES = 256
+MOST_MESSAGES = 64
 """Messages of one log: of a thousand ranks that fail alike the first ones say it."""
 MOST_FRAMES = 100
+MOST_LINES = 4000
+"""Lines before a message in which its traceback is looked for."""
 
 _MARKS = (
     b"ut of memory", b"UT OF MEMORY", b"ried to allocate", b"OutOfMemoryError", b"CUDA calloc", b"ALLOC_FAILED",
@@ -89,15 +91,16 @@ def _next_mark(data: bytes, start: int, end: int | None = None) -> int:
 def reports(pieces: Iterable[bytes]) -> tuple[Reported, ...]:
     """Every message in a log, in its order, and each only once."""
     found: dict[tuple[object, ...], Reported] = {}
+    told_before: set[tuple[int | None, str]] = set()
     for text, start in windows(pieces):
-        for one in _in_window(text, start):
+        for one in _in_window(text, start, told_before):
             sizes = one.message.tried, one.message.gpu, one.message.allocated, one.message.free
             found.setdefault((one.rank, one.message.who, sizes), one)
             if len(found) >= MOST_MESSAGES:
                 return tuple(found.values())
-    told = tuple(found.values())
-    best = [one for one in told if one.message.who != "driver" or one.message.tried is not None]
-    return tuple(best or told)
+    every = tuple(found.values())
+    best = [one for one in every if one.message.who != "driver" or one.message.tried is not None]
+    return tuple(best or every)
 
 
 # -- around a message ----------------------------------------------------------------------------------------------
@@ -127,20 +130,24 @@ class _Line:
     """It begins behind the first place of its window."""
 
 
-def _in_window(data: bytes, start: int) -> Iterator[Reported]:
-    """The messages in a window, whose first one begins at ``start``."""
+def _in_window(data: bytes, start: int, known: set[tuple[int | None, str]]) -> Iterator[Reported]:
+    """The messages in a window, whose first one begins at ``start``, but for those that are ``known``."""
     lines = list(_lines(data, start))
     for at, line in enumerate(lines):
         match = BEGINS.search(line.text) if line.counts else None
-        if match is None:
+        text = line.text[match.start() :] if match is not None else ""
+        if match is None or (line.rank, text) in known:
             continue
-        own = [one for one in lines[: at + 1] if one.rank == line.rank]
+        known.add((line.rank, text))
+        if len(known) > 4 * MOST_MESSAGES:
+            return
+        own = [one for one in lines[max(at - MOST_LINES, 0) : at + 1] if one.rank == line.rank]
         following = [one.text for one in lines[at + 1 : at + 40] if one.rank == line.rank]
-        text = _whole(line.text[match.start() :], following)
+        text = _whole(text, following)
         message = parse(text, line.text if "ried to" not in text else "")
         if message.tried is None and message.who in ("driver", "host") and "memory" not in line.text:
             continue
-        yield Reported(message, line.rank, tuple(_frames(own)), _steps(lines[: at + 1]))
+        yield Reported(message, line.rank, tuple(_frames(own)), _steps(own))
 
 
 def _whole(first: str, following: list[str]) -> str:

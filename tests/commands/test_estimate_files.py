@@ -57,7 +57,7 @@ def test_a_picture_of_the_stages(ending: str, start: bytes, tmp_path: Path, caps
         (["--plot", "x.pdf"], "must end in .svg or .png"),
         (["--plot", "x.svg", "--vary", "mbs=1,2"], "--plot shows one plan"),
         (["--plot", "x.svg", "--html", "x.svg"], "is the file of --html, too"),
-        (["--overwrite"], "--overwrite is for --html and --plot"),
+        (["--overwrite"], "--overwrite is for --html, --plot and --snapshot"),
     ],
 )
 def test_what_is_refused(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from ..formats.launch.scripts import BERT, BIGSCIENCE, GPT, LLAMA, SMALL
 from .documents import as_json, as_toml, changed, extreme, scalar, tree
 from .driver import Target
 from .estimates import TARGETS as ESTIMATES
+from .explained import TARGETS as EXPLAINED
 from .records import TARGETS as RECORDS
 from .scripts import Grammar
 from .texts import NUMBERS, SIGNS, mutated, repeated, text
@@ -350,6 +351,7 @@ TARGETS = {
         Target("flags", _flags, _read_flags),
         *ESTIMATES,
         *RECORDS,
+        *EXPLAINED,
         Target("repeats", _repeats, _read_any, str),
         Target("tokenizers", _tokenizer, _read_tokenizer, str),
     )
