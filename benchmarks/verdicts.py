@@ -70,10 +70,10 @@ def ci(rows: Sequence[Row]) -> Iterator[Case]:
 
 
 def b200(rows: Sequence[Row]) -> Iterator[Case]:
-    dense = {row["id"] for row in megatron.b200_dense(rows)}
+    known = {row["id"] for row in megatron.b200_known(rows)}
     for row in rows:
-        plan = (lambda row=row: megatron.b200_plan(row)) if row["id"] in dense else None  # type: ignore[misc]
-        why = "" if plan else "mixture of experts" if row["model"] != "llama3-70b" else "context parallelism"
+        plan = (lambda row=row: megatron.b200_plan(row)) if row["id"] in known else None  # type: ignore[misc]
+        why = "" if plan else "context parallelism"
         yield Case("megatron_b200.jsonl", row["id"], RAN, plan, why)
 
 

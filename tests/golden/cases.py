@@ -43,7 +43,7 @@ def commands() -> list[str]:
 def estimates() -> Iterator[str]:
     for part in (
         examples, families, plain, optimizers, tuned, losses, trainer, autocast, ddp, deepspeed, device_map, fsdp,
-        torchtitan, megatron, pipelines, megatron_deepspeed, allocators, refused,
+        torchtitan, megatron, experts, pipelines, megatron_deepspeed, allocators, refused,
     ):  # fmt: skip
         for flags in part():
             yield f"estimate {flags}"
@@ -298,6 +298,31 @@ def megatron() -> Iterator[str]:
     for flags in ("--attention eager --no-masked-softmax-fusion", "--attention eager --attention-softmax-in-fp32",
                   "--attention eager --query-key-layer-scaling", "--no-bias-gelu-fusion", "--dtype fp32"):  # fmt: skip
         yield f"{job} {flags}"
+
+
+def experts() -> Iterator[str]:
+    """Models with experts and latent attention, in Megatron-Core."""
+    job = "--model mixtral-8x7b --layers 2 --seq 1024 --framework megatron --gpu h100-80gb --gpus 8 --ep 4"
+    yield job
+    for more in (
+        "--zero 1 --tp 2 --sequence-parallel", "--zero 1 --tp 2 --sequence-parallel --etp 1", "--etp 2 --ep 2",
+        "--experts-imbalance 1.5", "--experts-imbalance worst", "--no-moe-permute-fusion", "--no-moe-grouped-gemm",
+        "--moe-dispatcher allgather --no-moe-permute-fusion", "--moe-capacity-factor 1.25",
+        "--moe-capacity-factor 1 --moe-pad-to-capacity", "--recompute selective --recompute-modules moe",
+        "--recompute selective --recompute-modules moe_act,layernorm", "--recompute full", "--router-z-loss 0.001",
+        "--optimizer muon", "--optimizer muon --zero 1", "--shared-expert-ffn 4096 --shared-expert-gate true",
+        "--shared-expert-ffn 4096 --moe-shared-expert-overlap --zero 1 --tp 2 --sequence-parallel",
+    ):  # fmt: skip
+        yield f"{job} {more}"
+    yield "--model qwen3-30b-a3b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --gpus 16 --ep 8 --pp 2 --zero 1"
+    for model in ("deepseek-v2", "deepseek-v3", "moonlight-16b"):
+        job = f"--model {model} --layers 4 --seq 2048 --framework megatron --gpu b200 --gpus 16 --ep 8 --pp 2 --zero 1 --gbs 32"
+        yield job
+        yield f"{job} --recompute selective --recompute-modules mla_up_proj,layernorm,shared_experts --no-rope-fusion"
+    for framework in ("fsdp", "deepspeed", "single"):
+        yield f"--model mixtral-8x7b --framework {framework}"
+    for more in ("--ep 3", "--ep 16", "--moe-dispatcher flex", "--moe-pad-to-capacity", "--expert-top-k 9", "--etp 3"):
+        yield f"--model mixtral-8x7b --framework megatron --gpus 8 {more}"
 
 
 def pipelines() -> Iterator[str]:

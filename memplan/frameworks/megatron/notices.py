@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from ...layers.module import Options
 from ...notices import tied_head
 from ...plan.resolved import ResolvedPlan
+from ...report.names import size
 from ...result import Notice
-from ...tape.program import Program
+from ...tape.program import Program, fold_program
 from .programs import core_shape
+from .programs import programs as programs_of
 
 CODE = (
     "Megatron-Core as of August 2026, with apex, Transformer Engine and flash-attention 2 installed, as "
@@ -39,7 +43,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def notices(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-    for source in (_recomputed_for_nothing, tied_head, _zero_alone):
+    for source in (_recomputed_for_nothing, tied_head, _zero_alone, _imbalance):
         yield from source(plan, programs)
 
 
@@ -56,12 +60,35 @@ def _recomputed_for_nothing(plan: ResolvedPlan, programs: Sequence[Program]) -> 
             f"recomputing core_attn saves nothing: {backend} attention keeps no scores; the recompute takes time and "
             "may take memory; leave out core_attn, or recompute mlp",
         )
-    if "layernorm" in modules:
+    if "layernorm" in modules and not (plan.model.experts or plan.model.latent_kv_rank):
         yield Notice(
             "recompute-without-gain",
             "recomputing layernorm saves nothing: Transformer Engine's layers have no separate norms, each "
             "norm is part of the following linear layer",
         )
+
+
+def _imbalance(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """What the peak is where tokens go to some experts more than to others. Buffers that are padded do not grow."""
+    shape = core_shape(plan)
+    experts = shape.experts
+    if experts is None or experts.ep == 1 or experts.padded:
+        return
+    sent = shape.routed.sent
+    worst = replace(shape, experts=replace(experts, imbalance=float(experts.ep))).routed.received / sent
+    names = {"balanced": "balanced", "1.5": "1.5 times the mean", "worst": f"the worst, {worst:g} times the mean"}
+    parts = [f"{size(_peak(plan, given))} ({name})" for given, name in names.items() if given != "1.5" or worst > 1.5]
+    yield Notice(
+        "experts-imbalance",
+        f"the peak depends on how many tokens the most loaded rank's experts get: {', '.join(parts)}, as requested "
+        f"bytes; this estimate: {plan.experts.imbalance} (--experts-imbalance)",
+    )
+
+
+def _peak(plan: ResolvedPlan, imbalance: str) -> int:
+    """Bytes that the fullest stage requests."""
+    other = plan.model_copy(update={"experts": plan.experts.model_copy(update={"imbalance": imbalance})})
+    return max(fold_program(program).peak for program in programs_of(other, Options()))
 
 
 def _zero_alone(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

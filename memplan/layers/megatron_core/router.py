@@ -194,7 +194,8 @@ def _dropped(r: Recorder, probs: Tensor, chosen: Tensor, shape: CoreShape) -> tu
 
 def _balancing_loss(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
     """``compute_routing_scores_for_aux_loss`` and ``switch_load_balancing_loss_func``: scores of all experts in fp32,
-    which are saved, their sum over tokens, and its product with the tokens of each expert."""
+    which are saved, their sum over tokens, and its product with the tokens of each expert (in each sequence, where
+    that is what is balanced)."""
     wide = ops.cast(r, logits, "fp32", "aux_logits_fp32")
     if shape.spec.router_score == "softmax":
         scores = ops.softmax(r, wide, "aux_scores")
@@ -204,7 +205,7 @@ def _balancing_loss(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
     best = [r.empty((logits.shape[0], shape.spec.expert_top_k), kind, "aux_best") for kind in ("fp32", "int64")]
     chosen = _map(r, logits)
     best.clear()
-    experts = logits.shape[1]
+    experts = logits.shape[1] * (shape.b if shape.spec.router_balancing == "seq_aux_loss" else 1)
     tokens = r.empty((experts,), "int64", "tokens_per_expert")
     like = scores.shape
     summed = r.empty((experts,), "fp32", "aux_summed")
