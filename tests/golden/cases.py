@@ -310,7 +310,7 @@ def experts() -> Iterator[str]:
         "--moe-dispatcher allgather --no-moe-permute-fusion", "--moe-capacity-factor 1.25",
         "--moe-capacity-factor 1 --moe-pad-to-capacity", "--recompute selective --recompute-modules moe",
         "--recompute selective --recompute-modules moe_act,layernorm", "--recompute full", "--router-z-loss 0.001",
-        "--optimizer muon", "--optimizer muon --zero 1", "--shared-expert-ffn 4096 --shared-expert-gate true",
+        "--optimizer muon", "--optimizer muon --zero 1", "--shared-expert-ffn 4096 --shared-expert-gate",
         "--shared-expert-ffn 4096 --moe-shared-expert-overlap --zero 1 --tp 2 --sequence-parallel",
     ):  # fmt: skip
         yield f"{job} {more}"
