@@ -122,18 +122,20 @@ class Page:
         x, y = self.run(code)
         return x, y
 
+    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        button = {"button": "left", "clickCount": 1} if kind != "mouseMoved" or more else {}
+        self.do("Input.dispatchMouseEvent", type=kind, x=x, y=y, **{**button, **more})
+        self._settle()
+
     def hover(self, selector: str, across: float = 0.5, down: float = 0.5) -> None:
         x, y = self.point(selector, across, down)
-        self.do("Input.dispatchMouseEvent", type="mouseMoved", x=x - 3, y=y)
-        self.do("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        self._settle()
+        self.mouse("mouseMoved", x - 3, y)
+        self.mouse("mouseMoved", x, y)
 
     def click(self, selector: str, across: float = 0.5, down: float = 0.5) -> None:
         x, y = self.point(selector, across, down)
-        self.do("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        for kind in ("mousePressed", "mouseReleased"):
-            self.do("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-        self._settle()
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.mouse(kind, x, y)
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

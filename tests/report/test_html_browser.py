@@ -124,13 +124,17 @@ def test_light_becomes_dark_with_a_click(tab: Page, estimated: Path) -> None:
 
 def test_zooming_shows_less_and_a_double_click_all_again(tab: Page, estimated: Path) -> None:
     tab.open(estimated)
-    before = tab.picture()
-    left, right = (tab.point("#timeline .u-over", across) for across in (0.3, 0.5))
-    tab.do("Input.dispatchMouseEvent", type="mousePressed", x=left[0], y=left[1], button="left", clickCount=1)
-    tab.do("Input.dispatchMouseEvent", type="mouseMoved", x=right[0], y=right[1], button="left", buttons=1)
-    tab.do("Input.dispatchMouseEvent", type="mouseReleased", x=right[0], y=right[1], button="left", clickCount=1)
-    tab.run("new Promise((done) => setTimeout(done, 100))")
-    assert tab.picture() != before
+    drawn = "document.querySelector('#timeline canvas').toDataURL()"
+    before = tab.run(drawn)
+    (left, height), (right, _) = (tab.point("#timeline .u-over", across) for across in (0.3, 0.5))
+    tab.mouse("mousePressed", left, height)
+    tab.mouse("mouseMoved", right, height, buttons=1)
+    tab.mouse("mouseReleased", right, height)
+    assert tab.run(drawn) != before
+    for count in (1, 2):
+        tab.mouse("mousePressed", right, height, clickCount=count)
+        tab.mouse("mouseReleased", right, height, clickCount=count)
+    assert tab.run(drawn) == before
 
 
 def test_a_point_of_the_front_opens_its_layout(tab: Page, searched: Path) -> None:
