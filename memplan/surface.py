@@ -39,6 +39,7 @@ from .values import dataclass
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.terminal_theme import TerminalTheme
     from typing_extensions import Self
 
     from .records.readings import Code
@@ -248,7 +249,15 @@ class _Shown:
         console.print(self, end="")
         if form == "text":
             return console.export_text()
-        return console.export_html(inline_styles=True, code_format=_HTML)
+        return console.export_html(inline_styles=True, code_format=_HTML, theme=_theme())
+
+
+def _theme() -> TerminalTheme:
+    """Colours that can be read on light and on dark ground."""
+    from rich.terminal_theme import TerminalTheme
+
+    grey, red, green, yellow = (128, 128, 128), (214, 72, 60), (46, 145, 92), (176, 124, 20)
+    return TerminalTheme((255, 255, 255), (0, 0, 0), [grey, red, green, yellow, grey, grey, grey, grey])
 
 
 _WIDTH = 120

@@ -303,7 +303,8 @@ def _one(
     read: ReadPlan, files: _Files, no_records: bool, form: Form, quiet: bool, verbose: bool, no_color: bool
 ) -> int:
     known, problem = measured_of(no_records=no_records)
-    found = estimated(warned(read, problem), known, ways=not quiet or form is not None)
+    ways = form == "json" or (form == "text" and not quiet) or files.html is not None
+    found = estimated(warned(read, problem), known, ways=ways)
     written = tuple(files.write(found, known))
     if form == "json":
         from ..report.json import to_json

@@ -31,7 +31,7 @@ from .palette import (
 )
 from .printing import WholeTable, entries, left, plain_table, put, put_line, right
 from .sparkline import timeline_lines
-from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of
+from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of, who
 from .ways_out import ways_table
 
 
@@ -126,13 +126,6 @@ def _failed(estimate: Estimate) -> Iterator[RenderableType]:
         yield Text(line)
     if said:
         yield Padding(Text(said, FAINT), (0, 0, 0, 2))
-
-
-def who(estimate: Estimate, stage: StageEstimate) -> str:
-    """A stage in a sentence: ``stage 31``; without a pipeline, ``the GPU`` or ``each GPU``."""
-    if len(estimate.stages) > 1 or estimate.plan.layout.pp > 1:
-        return f"{stage_word(estimate.plan)} {stage.stage}"
-    return "each GPU" if len(stage.ranks) > 1 else "the GPU"
 
 
 def _limit(estimate: Estimate) -> str:

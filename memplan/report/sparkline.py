@@ -11,6 +11,7 @@ from ..allocator.timeline import Point, Timeline
 from ..result import Estimate
 from .names import size
 from .palette import FAINT
+from .stages import who
 
 LEVELS = "▁▂▃▄▅▆▇█"
 WIDEST = 100
@@ -25,7 +26,10 @@ def timeline_lines(estimate: Estimate, lines: Sequence[Timeline], console: Conso
             continue
         totals = [sum(point.by) for point in line.points]
         highest = max(totals)
-        name = f"Stage {line.stage} over one iteration" if len(estimate.stages) > 1 else "Over one iteration"
+        of = next(stage for stage in estimate.stages if stage.stage == line.stage)
+        name = (
+            f"{who(estimate, of).capitalize()} over one iteration" if len(estimate.stages) > 1 else "Over one iteration"
+        )
         shown = ""
         if line.shown < line.microbatches:
             shown = f", {line.shown:,} of {line.microbatches:,} micro-batches"

@@ -93,6 +93,13 @@ def free_on(stage: StageEstimate, limit: int | None) -> int | None:
     return None if limit is None else limit - stage.headline
 
 
+def who(estimate: Estimate, stage: StageEstimate) -> str:
+    """A stage in a sentence: ``stage 31``; without a pipeline, ``the GPU`` or ``each GPU``."""
+    if len(estimate.stages) > 1 or estimate.plan.layout.pp > 1:
+        return f"{stage_word(estimate.plan)} {stage.stage}"
+    return "each GPU" if len(stage.ranks) > 1 else "the GPU"
+
+
 def reading_of(stage: StageEstimate) -> str:
     """The furthest reading that is known of the stage, which is its headline."""
     known = (("device", stage.device), ("reserved", stage.reserved), ("allocated", stage.allocated))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import memplan
 from memplan.cli import main
 from memplan.estimate import estimate, timelines
 from memplan.plan.read import read_plan
@@ -112,6 +113,16 @@ def test_charts_are_of_the_same_figures() -> None:
         assert 0.999 * stage.requested <= highest <= 1.001 * stage.requested + stage.breakdown[Category.WORKSPACES]
         assert {len(drawn[name]) for name in ("at", "tensors", "microbatch", "phases", "begins")} == {len(drawn["at"])}
         assert max(drawn["tensors"]) < len(read.data["tensors"])
+
+
+def test_a_plan_that_does_not_fit_says_what_ends_it() -> None:
+    found = memplan.estimate(model="gpt2-xl", gpu="v100-16gb", mbs=4, seq=1024, dtype="fp32")
+    read = Read(found.to_html().encode())
+    assert found.ways_out
+    assert "Ways out" in read.texts["h2"]
+    for way in found.ways_out:
+        assert way.what in read.said
+    assert "CUDA out of memory. Tried to allocate" in read.texts["pre"][0]
 
 
 def test_nothing_is_loaded_and_nothing_else_runs() -> None:

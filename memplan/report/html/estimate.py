@@ -9,8 +9,11 @@ from ...plan.notes import FRAMEWORK_CHOSEN
 from ...result import Estimate
 from ..estimate import first_failure, verdict
 from ..names import plan_text, stage_word
+from ..stages import unit_of
+from ..ways_out import ways_table
 from .markup import Markup, section, tag
 from .page import page
+from .reports import converted
 from .stages import (
     TONES,
     breakdown,
@@ -37,6 +40,7 @@ def _parts(estimate: Estimate) -> Iterator[Markup]:
     yield tag("p", plan_text(estimate.plan), class_="faint")
     yield from (tag("p", one.message, class_="faint") for one in estimate.warnings if one.code == FRAMEWORK_CHOSEN)
     yield from _failed(estimate)
+    yield from converted(ways_table(estimate, unit_of(estimate)))
     yield readings(estimate)
     yield from memory_parts(estimate)
     yield from notices([one for one in estimate.warnings if one.code != FRAMEWORK_CHOSEN], estimate.assumptions)

@@ -10,10 +10,10 @@ from ...plan.fields import sections
 from ...plan.plan import Plan
 from ...plan.section import FrameworkSection
 from ...result import Estimate, Notice, StageEstimate, Verdict
-from ..estimate import MOMENTS, READINGS, who
+from ..estimate import MOMENTS, READINGS
 from ..names import MEANING, elements, modules_text, percent, ranks_text, size, stage_word
 from ..palette import Share, allocated_shares, beyond_shares, shares, unknown_beyond
-from ..stages import free_on, limit_of, reading_of, unit_of
+from ..stages import free_on, limit_of, reading_of, unit_of, who
 from .markup import Child, Markup, details, join, section, table, tag
 
 TONES = {

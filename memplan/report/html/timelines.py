@@ -8,10 +8,9 @@ from typing import Any
 from ...allocator.timeline import Live, Tensor, Timeline
 from ...result import Estimate
 from ...tape.events import Category
-from ..estimate import who
 from ..names import in_order, kind_of, modules_text, numbers_text
 from ..palette import COLOURS, label
-from ..stages import limit_of
+from ..stages import limit_of, who
 
 MOST = 12_000
 """Points of all stages' charts together, so that a page of many stages stays small."""
