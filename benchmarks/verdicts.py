@@ -27,6 +27,7 @@ from benchmarks.timing import PUBLISHED, bigscience_timed_plan, published_plan  
 from memplan.estimate import estimate  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
+from memplan.plan.releases import LIBRARIES  # noqa: E402
 from memplan.result import Estimate  # noqa: E402
 
 RAN, DIED, FAILED = "ran", "out of memory", "failed, cause not recorded"
@@ -114,7 +115,7 @@ def fms_plan(row: Row) -> Plan:
         flags |= {"lora_rank": int(float(row["lora_rank"])), "lora_targets": ",".join(targets)}
     if "bnb" in row["framework_config"]:
         flags |= {"quantisation": "nf4", "double_quantisation": "true"}
-        flags |= {"prepared": "true"} if row["framework_config"].startswith("baseline") else {}
+        flags |= {"kbit_preparation": "true"} if row["framework_config"].startswith("baseline") else {}
     if row["trainer_bf16"] or row["trainer_fp16"]:
         flags["autocast"] = "true"
     if "liger" in row["framework_config"]:
@@ -131,6 +132,7 @@ def fms_plan(row: Row) -> Plan:
         mbs=row["micro_batch_size"],
         gbs=row["micro_batch_size"],
         seq=row["sequence_length"],
+        versions=",".join(f"{name}={release}" for name, release in row["versions"].items() if name in LIBRARIES),
         **flags,
     )
 

@@ -213,7 +213,7 @@ class Nccl(NamedTuple):
         near = min(one.peers, local - 1)
         size = near * self._channels_of_peer(one, local, channels, most) * self._neighbour(most)
         if local < one.ranks:
-            size += most * 2 * self._shared(one, local, channels, most)
+            size += most * self._direct * 2 * self._shared(one, local, channels, most)
         return size
 
     def _channels_of_peer(self, one: Communicator, local: int, channels: int, most: int) -> int:
@@ -253,8 +253,16 @@ class Nccl(NamedTuple):
         return _pages(_CONTROL)
 
     @property
+    def _direct(self) -> bool:
+        """Whether the network reads and writes the device (GPUDirect). Sockets do not, and a variable turns it off."""
+        net, level = (self.environment.get(key, "").upper() for key in ("NCCL_NET", "NCCL_NET_GDR_LEVEL"))
+        return net != "SOCKET" and level not in ("0", "LOC") and not self._number("NCCL_IB_DISABLE", 0)
+
+    @property
     def _network(self) -> int:
         """Of a channel, from a rank and to a rank on another node. What is sent by LL lies in host memory."""
+        if not self._direct:
+            return 0
         low, *others = (self._number(*item) for item in _BUFFERS.items())
         return _pages(low + sum(others)) + _pages(sum(others))
 

@@ -36,6 +36,9 @@ READ = (
     "NCCL_NVLS_CHUNKSIZE",
     "NCCL_CUMEM_ENABLE",
     "NCCL_RUNTIME_CONNECT",
+    "NCCL_IB_DISABLE",
+    "NCCL_NET",
+    "NCCL_NET_GDR_LEVEL",
 )
 """Variables that the estimate follows (``facts.py``, ``nccl.py``, the allocator,
 ``frameworks/megatron/programs.py``)."""

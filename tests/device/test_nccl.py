@@ -76,6 +76,14 @@ def test_on_pcie_buffers_may_lie_in_host_memory() -> None:
     assert most < 100
 
 
+@pytest.mark.parametrize("said", [{"NCCL_NET": "Socket"}, {"NCCL_NET_GDR_LEVEL": "LOC"}, {"NCCL_IB_DISABLE": "1"}])
+def test_without_gpudirect_what_crosses_the_network_lies_in_host_memory(said: dict[str, str]) -> None:
+    apart = Communicator("data parallel", 8, 1, 8, reduces=True, gathers=True, peers=2)
+    with_it, without = nccl(HOPPER, LAZY).of(apart), nccl(HOPPER, LAZY, **said).of(apart)
+    assert without.least == with_it.least
+    assert without.most == 2 * (3 * 4 + 3) * MIB < with_it.most, "pages of four channels alone"
+
+
 def test_a_rank_alone_has_no_communicator() -> None:
     assert nccl(HOPPER, LAZY).of(world(1)) == Span(0, 0)
 
