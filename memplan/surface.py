@@ -330,7 +330,7 @@ class Suggestion(_Shown, Answer):
 
 class Explanation(_Shown, explanations.Explanation):
     """The answer of ``explain``: ``candidates`` for the tensor that asked, the likeliest first, ``causes`` with what
-    helps, ``changes`` that end it, ``guesses`` where there is no plan."""
+    helps, ``estimate.ways_out`` that end it, ``guesses`` where there is no plan."""
 
     __slots__ = ()
 

@@ -15,10 +15,8 @@ from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
-from ..plan.sizes import headroom_bytes
 from ..result import Estimate, Notice
-from ..search.changes import changes_of, measured
-from ..search.result import Change, Suggestion
+from ..search.ways_out import ways_out
 from .causes import causes
 from .clues import clues
 from .compared import Compared, alone, compared
@@ -60,10 +58,10 @@ def explained(found: tuple[Reported, ...], plan: Plan | None, known: Measured = 
 def _with_plan(made: Explanation, plan: Plan, known: Measured) -> Explanation:
     base = _on_gpu_of(plan, made.reported.message)
     estimated = estimate(base, known)
+    estimated = replace(estimated, ways_out=ways_out(base, estimated, known))
     resolved = resolve(base)
     best, near = _candidates(made, resolved, estimated, known)
     tried = made.reported.message.tried
-    given, changes = _changes(base, resolved, known)
     return replace(
         made,
         causes=(*made.causes, *_other_code(made, best), *_other_gpu(resolved, made.reported.message)),
@@ -71,11 +69,7 @@ def _with_plan(made: Explanation, plan: Plan, known: Measured) -> Explanation:
         candidates=tuple(best),
         nearest=tuple(near),
         guesses=guesses(tried, made.clues) if tried is not None and not best else (),
-        given=given,
-        changes=changes,
-        fits=estimated.fits,
-        warnings=estimated.warnings,
-        assumptions=estimated.assumptions,
+        estimate=estimated,
         wanted=_wanted(made.reported, planned=True),
     )
 
@@ -123,24 +117,6 @@ def _on_gpu_of(plan: Plan, message: OutOfMemory) -> Plan:
     nearest = min(apart, key=apart.__getitem__)  # of those of one size the first, which the others are variants of
     change = {"gpu": nearest} if apart[nearest] < 1 << 27 else {"capacity": message.capacity}
     return plan.model_copy(update={"hardware": plan.hardware.model_copy(update=change)})
-
-
-def _changes(base: Plan, plan: ResolvedPlan, known: Measured) -> tuple[Suggestion | None, tuple[Change, ...]]:
-    """The plan and its smallest changes, if it does not fit: of one that fits, nothing has to change."""
-    capacity = plan.hardware.capacity
-    if capacity is None or plan.hardware.gpu is None:
-        return None, ()
-    try:
-        given = measured(base, known)
-        if given.fits:
-            return None, ()
-        limit = capacity - headroom_bytes(plan.headroom, capacity)
-        return given, tuple(changes_of(given, limit, {}, lambda what, done, of: None, known)[:MOST_CHANGES])
-    except PlanError:  # the plan is fine, and what a search needs besides is not there
-        return None, ()
-
-
-MOST_CHANGES = 3
 
 
 def compare_snapshot(

@@ -91,7 +91,7 @@ def _next_mark(data: bytes, start: int, end: int | None = None) -> int:
 def reports(pieces: Iterable[bytes]) -> tuple[Reported, ...]:
     """Every message in a log, in its order, and each only once."""
     found: dict[tuple[object, ...], Reported] = {}
-    told_before: set[tuple[int | None, str]] = set()
+    told_before: set[tuple[str, str]] = set()
     for text, start in windows(pieces):
         for one in _in_window(text, start, told_before):
             sizes = one.message.tried, one.message.gpu, one.message.allocated, one.message.free
@@ -108,7 +108,7 @@ def reports(pieces: Iterable[bytes]) -> tuple[Reported, ...]:
 _COLOUR = re.compile(r"\x1b\[[0-9;?]{0,40}[ -/]{0,4}[@-~]")
 _STAMP = re.compile(
     r"\s{0,8}(?:\[?[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,]{5,20}(?:Z|[+-][0-9:]{4,6})?\]?[ :|-]{0,4})?"
-    r"(?:(?:\[(?:rank|default|RANK:?) ?([0-9]{1,7})\]|\[([0-9]{1,7})\]|\(rank[= ]([0-9]{1,7})\)"
+    r"(?:(?:\[(?:rank:? ?([0-9]{1,7})|(default[0-9]{1,7}))\]|\[([0-9]{1,7})\]|\(rank[= ]([0-9]{1,7})\)"
     r"|rank: {0,3}([0-9]{1,7}) ?[|:]|([0-9]{1,7})(?=:))[:|]? ?)?",
     re.IGNORECASE,
 )
@@ -124,30 +124,32 @@ LONGEST_LINE = 2000
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    rank: int | None
+    stream: str
+    """The rank's number; ``default0`` of torchrun's, which is one of its node; empty where the line has none."""
     text: str
     counts: bool
     """It begins behind the first place of its window."""
 
 
-def _in_window(data: bytes, start: int, known: set[tuple[int | None, str]]) -> Iterator[Reported]:
+def _in_window(data: bytes, start: int, known: set[tuple[str, str]]) -> Iterator[Reported]:
     """The messages in a window, whose first one begins at ``start``, but for those that are ``known``."""
     lines = list(_lines(data, start))
     for at, line in enumerate(lines):
         match = BEGINS.search(line.text) if line.counts else None
         text = line.text[match.start() :] if match is not None else ""
-        if match is None or (line.rank, text) in known:
+        if match is None or (line.stream, text) in known:
             continue
-        known.add((line.rank, text))
+        known.add((line.stream, text))
         if len(known) > 4 * MOST_MESSAGES:
             return
-        own = [one for one in lines[max(at - MOST_LINES, 0) : at + 1] if one.rank == line.rank]
-        following = [one.text for one in lines[at + 1 : at + 40] if one.rank == line.rank]
+        own = [one for one in lines[max(at - MOST_LINES, 0) : at + 1] if one.stream == line.stream]
+        following = [one.text for one in lines[at + 1 : at + 40] if one.stream == line.stream]
         text = _whole(text, following)
         message = parse(text, line.text if "ried to" not in text else "")
         if message.tried is None and message.who in ("driver", "host") and "memory" not in line.text:
             continue
-        yield Reported(message, line.rank, tuple(_frames(own)), _steps(own))
+        rank = int(line.stream) if line.stream.isdecimal() else None
+        yield Reported(message, rank, tuple(_frames(own)), _steps(own))
 
 
 def _whole(first: str, following: list[str]) -> str:
@@ -172,7 +174,7 @@ def _lines(data: bytes, start: int) -> Iterator[_Line]:
         numbers = [group for group in stamp.groups() if group] if stamp else []
         if stamp is not None and (numbers or stamp.end() > 12):
             text = text[stamp.end() :]
-        yield _Line(int(numbers[0]) if numbers else None, text[:LONGEST_LINE], end > start)
+        yield _Line(numbers[0].lower() if numbers else "", text[:LONGEST_LINE], end > start)
         at = end
 
 

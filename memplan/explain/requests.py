@@ -101,10 +101,10 @@ def requests_of(
     groups: dict[object, list[Program]] = {}
     for program in programs:
         groups.setdefault(tuple((id(span.module), len(span.names)) for span in program.spans), []).append(program)
-    chosen = sorted(groups.values(), key=lambda group: not any(rank in one.ranks for one in group))[:MOST_STAGES]
+    of_rank = [[one] for one in programs if rank in one.ranks]
     found = []
-    for group in chosen:
-        first = next((one for one in group if rank in one.ranks), group[0])
+    for group in of_rank or list(groups.values())[:MOST_STAGES]:
+        first = group[0]
         collector = Collector()
         record(first, settings, workspaces, collector)
         for request in (*_evaluation(evaluated[first.stage], settings), *_loading(first, settings, dtype)):

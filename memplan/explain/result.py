@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..plan.resolved import ResolvedPlan
-from ..result import Notice
-from ..search.result import Change, Suggestion
+from ..result import Estimate, Notice
 from ..tape.events import Bytes
 from ..values import dataclass
 from .clues import Clues
@@ -53,13 +52,7 @@ class Explanation:
     """Where none has the size: those nearest to it."""
     guesses: tuple[Guess, ...] = ()
     """What has this size in known models, where there is no candidate."""
-    given: Suggestion | None = None
-    """The plan as it is, where it does not fit and something can be changed;"""
-    changes: tuple[Change, ...] = ()
-    """and the smallest changes that end it; those that fit first."""
-    fits: bool | None = None
-    """Whether the plan should have fitted."""
-    warnings: tuple[Notice, ...] = ()
-    assumptions: tuple[str, ...] = ()
+    estimate: Estimate | None = None
+    """The plan's, with its ways out where it does not fit."""
     wanted: tuple[str, ...] = ()
     """What would tell more."""

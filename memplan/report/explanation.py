@@ -15,11 +15,11 @@ from ..explain.message import OutOfMemory
 from ..explain.result import Candidate, Explanation
 from ..plan.plan import Plan
 from ..tape.events import Category
+from .json import way_out_to_json
 from .names import modules_text, numbers_text, percent, plan_text, size, stage_word, unit_for
 from .palette import BAD, CAUTION, COLOURS, FAINT, GOOD, SWATCH, label
 from .printing import Breakable, WholeTable, entries, folded, left, plain_table, put, put_line, right
-from .suggestion import changes_table
-from .suggestion_json import change_to_json
+from .ways_out import ways_table
 
 SCHEMA = 1
 
@@ -41,7 +41,7 @@ def _what(told: Explanation) -> str:
         return {"nccl": "NCCL", "cublas": "cuBLAS or cuDNN", "host": "the host"}.get(
             told.reported.message.who, "the driver"
         )
-    return f"a request{phase}" if told.plan is None else "no request of the plan has this size"
+    return f"a request{phase}" if told.plan is None else "a request that the plan does not have"
 
 
 def _place(told: Explanation, one: Candidate) -> str:
@@ -178,16 +178,14 @@ def _guesses(told: Explanation) -> Iterator[RenderableType]:
 
 
 def _ways_out(told: Explanation) -> Iterator[RenderableType]:
-    if told.given is not None and told.changes:
-        yield Text()
-        yield Text("The smallest changes", "bold")
-        yield changes_table(told.given, told.changes)
-    elif told.fits:
+    if told.estimate is None:
+        return
+    yield from ways_table(told.estimate, unit_for(told.estimate.peak))
+    if told.estimate.fits:
         yield Text()
         yield Text.assemble(
             ("The plan fits by its estimate", f"bold {GOOD}"),
-            ": the run is not what the plan says, or memory went elsewhere (see above); memplan estimate shows the "
-            "plan's.",
+            ": the run is not what the plan says, or memory went elsewhere (see above).",
         )
 
 
@@ -223,8 +221,8 @@ def explanation_to_json(told: Explanation) -> dict[str, Any]:
         "nearest": [_candidate_to_json(one) for one in told.nearest],
         "guesses": [{"what": one.what, "factors": one.factors, "of": one.of} for one in told.guesses],
         "causes": [{"code": one.code, "message": one.message} for one in told.causes],
-        "fits": told.fits,
-        "changes": [change_to_json(change) for change in told.changes],
+        "fits": told.estimate.fits if told.estimate is not None else None,
+        "ways_out": [way_out_to_json(way) for way in told.estimate.ways_out] if told.estimate is not None else [],
         "plan": None if told.plan is None else Plan.__pydantic_serializer__.to_python(told.plan, mode="json"),
         "wanted": list(told.wanted),
     }

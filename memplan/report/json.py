@@ -16,7 +16,7 @@ MOMENTS = ("initialisation", "steady", "evaluation", "checkpoint", "first_iterat
 
 def to_json(estimate: Estimate) -> dict[str, Any]:
     """What ``memplan estimate --json`` prints."""
-    ways = {"ways_out": [_way_out(way) for way in estimate.ways_out]} if estimate.fits is False else {}
+    ways = {"ways_out": [way_out_to_json(way) for way in estimate.ways_out]} if estimate.fits is False else {}
     return {"schema": SCHEMA, "memplan": __version__, **_estimate(estimate), **ways}
 
 
@@ -71,7 +71,8 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _way_out(way: WayOut) -> dict[str, Any]:
+def way_out_to_json(way: WayOut) -> dict[str, Any]:
+    """One of ``ways_out``."""
     return {
         "change": way.what,
         "fields": {path: list(value) if isinstance(value, tuple) else value for path, value in way.fields},

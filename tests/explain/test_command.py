@@ -28,7 +28,7 @@ def test_the_story_that_the_project_began_with(capsys: pytest.CaptureFixture[str
     code, out, _ = explained(capsys, str(log), "bigscience-104b-250k", "--mbs", "8")
     assert code == 0
     assert out.startswith("Out of memory: logits_fp32 in head, forward, stage 31 asked for 3.82 GiB")
-    for told in ("fragmentation", "micro-batch 8 → 1", "8×2048×62592", "the traceback names the logits"):
+    for told in ("fragmentation", "Ways out", "8×2048×62592", "the traceback names the logits"):
         assert told in out
     assert explained(capsys, str(log), "bigscience-104b-250k", "--mbs", "8", "-q")[1].count("\n") == 1
 
@@ -49,8 +49,22 @@ def test_json_has_the_figures_in_bytes(capsys: pytest.CaptureFixture[str]) -> No
     assert told["asked"][0]["tensor"] == "logits_fp32"
     assert told["asked"][0]["request_bytes"] == 8 * 2048 * 62592 * 4
     assert told["asked"][0]["stages"] == [31]
-    assert told["changes"][0]["fits"]
+    assert told["ways_out"][0]["fits"]
     assert [cause["code"] for cause in told["causes"]] == ["fragmentation", "other-gpu"]
+
+
+def test_the_rank_that_failed_says_which_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every stage of a pipeline asks for 640 MiB; ranks 4 to 7 are stage 1."""
+    message = MESSAGE.replace("3.82 GiB", "640.00 MiB")
+    stages = []
+    for rank in (0, 5, 127):
+        text = f"[rank{rank}]: {message}"
+        _, out, _ = explained(capsys, text, "bigscience-104b-250k", "--mbs", "8", "--json")
+        told = json.loads(out)
+        assert told["message"]["rank"] == rank
+        stages.append(told["asked"][0]["stages"])
+    assert [rank // 4 in found for rank, found in zip((0, 5, 127), stages, strict=True)] == [True] * 3
+    assert stages[0] != stages[2]
 
 
 @pytest.mark.parametrize(
