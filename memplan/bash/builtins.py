@@ -104,7 +104,7 @@ def _leave(shell: Shell, words: list[Value], command: Simple) -> Decision:
 
 
 def _source(shell: Shell, words: list[Value], command: Simple) -> Decision:
-    if len(words) > 1:
+    if len(words) > 1 and not shell.source(words[1:]):
         shell.reading.sourced.append((shell.reading.ledger.shown(words[1]), command.origin))
     return True
 

@@ -71,18 +71,24 @@ _SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|ksh)")
 _UPDATE = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.+))\s*", re.ASCII | re.DOTALL)
 
 
-def read_script(script: str, source: str, given: Mapping[str, str] | None = None) -> Reading:
+Beside = Callable[[str], "tuple[str, str] | None"]
+"""The text of a script that another one sources by this name, and what errors call it; nothing if it cannot be had."""
+
+
+def alone(_: str) -> None:
+    """A script beside which there are no others."""
+
+
+def read_script(script: str, source: str, given: Mapping[str, str] | None = None, beside: Beside = alone) -> Reading:
     """The commands that ``script`` (called ``source`` in errors) would start; ``given`` are variables from outside."""
     ledger = Ledger(Budget(Origin(source)))
     outside = {name: (Piece(cleaned(value), Origin(f"--set {name}")),) for name, value in (given or {}).items()}
     script = cleaned(script)
     job = slurm_variables(script, source)
-    shell = Shell(Variables(outside, ledger, dict(job)))
+    shell = Shell(Variables(outside, ledger, dict(job)), beside)
     shell.reading.job = job
     try:
-        lines = 1 + script.count("\n")
-        ledger.budget.make(lines, steps=_LINE * lines)
-        shell.run(parse(script, _lines_of(script, source), ledger.budget))
+        shell.follow_file(script, source)
     except (ExitError, LeaveError):
         pass
     except RecursionError:
@@ -108,8 +114,9 @@ def _pieces_of(value: Value, origin: Origin) -> Callable[[int], Origin]:
 class Shell:
     """Follows commands; each returns whether it would succeed, as far as that can be said."""
 
-    def __init__(self, variables: Variables) -> None:
+    def __init__(self, variables: Variables, beside: Beside = alone) -> None:
         self.variables = variables
+        self._beside = beside
         self.reading = Reading(ledger=variables.ledger)
         self.written = Written(variables, self.reading)
         self.expansion = self.written.expansion
@@ -396,6 +403,30 @@ class Shell:
             return self.run(parse(text(script), _pieces_of(script, origin), self._budget))
         finally:
             self._calls -= 1
+
+    def follow_file(self, script: str, source: str) -> None:
+        """Follows the whole of ``script``, called ``source``."""
+        lines = 1 + script.count("\n")
+        self._budget.make(lines, steps=_LINE * lines)
+        self.run(parse(script, _lines_of(script, source), self._budget))
+
+    def source(self, words: list[Value]) -> bool:
+        """Follows the script that the first of ``words`` names, with the others as its arguments, if it can be had."""
+        found = self._beside(text(words[0])) if is_known(words[0]) and self._calls < DEEPEST_CALL else None
+        if found is None:
+            return False
+        before = self.variables.positional
+        self.variables.positional = words[1:] or before
+        self._calls += 1
+        try:
+            self.follow_file(cleaned(found[0]), found[1])
+        except LeaveError as leave:
+            if leave.kind != "return":
+                raise
+        finally:
+            self.variables.positional = before
+            self._calls -= 1
+        return True
 
 
 def _literal(expression: str, origin: Origin) -> tuple[Literal, ...]:

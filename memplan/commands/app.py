@@ -67,26 +67,25 @@ memplan estimate --from megatron train.sh --gpus 64"""
 
 def run_command(arguments: list[str]) -> int:
     """Runs the command that ``arguments`` name and returns its exit code."""
-    words = [_spelled(word) for word in expanded(arguments)]
+    words = expanded(arguments)
     try:
         return _run(words, None if {"-h", "--help"} & set(words) else {word.partition("=")[0] for word in words})
     except _USAGE_ERROR as error:
         if not hasattr(error, "possibilities"):
             raise _explained(error) from None
+    words = [_spelled(word) for word in words]
     try:
-        return _run(words, None)  # a flag that is unknown: the error names the one that was probably meant
+        return _run(words, None)  # a flag that other tools call so; or the error names the one that was probably meant
     except _USAGE_ERROR as error:
         raise _explained(error) from None
 
 
 def _spelled(word: str) -> str:
-    """``--quantization`` as ``--quantisation``."""
-    if "ization" not in word or not word.startswith("--"):
-        return word
-    from .near_misses import AMERICAN
+    """``--quantization`` as ``--quantisation``, ``--tensor-parallel`` as ``--tp``."""
+    from .near_misses import SAME
 
     flag, equals, value = word.partition("=")
-    return AMERICAN.get(flag, flag) + equals + value
+    return SAME.get(flag.replace("_", "-"), flag) + equals + value
 
 
 def _run(words: list[str], flags: set[str] | None) -> int:

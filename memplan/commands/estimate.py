@@ -18,7 +18,7 @@ from ..plan.fields import Kind, by_flag
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
 from ..values import dataclass
 from .files import check_writable, write_whole
-from .launched import LAUNCH, From, LaunchFlags, Set, Strict, VocabSize, read_given, read_launched
+from .launched import LAUNCH, From, LaunchFlags, Set, Strict, VocabSize, flags_of_launch, read_given, read_launched
 from .output import (
     OUTPUT,
     Html,
@@ -183,8 +183,7 @@ def estimate(
 
     Exit code 0: it fits. 1: it does not (of several, any). 2: the plan is wrong.
     """
-    launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
-    launch_flags.check_alone(explain=explain_args)
+    launch_flags = flags_of_launch(plan, from_, set_, strict=strict, vocab_size=vocab_size, explain=explain_args)
     if explain_args:
         if compare or vary or detail is not None:
             raise typer.BadParameter("--explain-args shows arguments; leave out --compare, --vary and --detail")

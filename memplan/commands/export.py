@@ -11,7 +11,7 @@ from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
 from ..plan.read import Flags, ReadPlan
 from ..streams import tell
 from .files import check_writable, write_whole
-from .launched import From, LaunchFlags, Set, Strict, VocabSize, read_given
+from .launched import From, Set, Strict, VocabSize, flags_of_launch, read_given
 from .output import OUTPUT, Overwrite, PlanOrLaunchFile, print_file, print_json
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def export(
 
     Exit code 2: the plan is wrong, or says something that the framework's configuration cannot; the line names it.
     """
-    launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
-    launch_flags.check_alone(explain=False)
+    launch_flags = flags_of_launch(plan, from_, set_, strict=strict, vocab_size=vocab_size)
     if output is not None and output != "-":
         check_writable(output, force=force)
     read = read_given(plan, launch_flags, flags)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..formats import FORMATS, READ, reader
 from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
-from ..plan.text import is_there
 from ..values import dataclass
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ Strict = Annotated[
     typer.Option("--strict", help="refuse arguments that are unknown or not modelled", rich_help_panel=LAUNCH),
 ]
 
-_SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
-
 MEANINGS = {
     "--from": f"the framework whose launch file PLAN is, {', '.join(READ[:-1])} or {READ[-1]}",
     "--set": "a variable that the launch script does not set, or a key of torchtitan's, as --set NAME=value",
@@ -67,34 +65,45 @@ class LaunchFlags:
     """The flags of ``estimate`` that are about a launch file."""
 
     format: str | None
-    """``--from``."""
+    """``--from``, or whose file PLAN was found to be; nothing for a plan."""
     variables: Sequence[str]
     strict: bool
     vocab_size: int | None
-
-    def check_alone(self, *, explain: bool) -> None:
-        """Without ``--from`` none of them means anything."""
-        given = {"--set": bool(self.variables), "--strict": self.strict, "--explain-args": explain}
-        given["--vocab-size"] = self.vocab_size is not None
-        for flag, is_given in given.items():
-            if is_given and self.format is None:
-                other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
-                raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
+    recognised: bool = False
+    """No ``--from`` was given."""
 
 
-def refuse_script(place: str | None) -> None:
-    """Says how to read a shell script that is given as a plan."""
-    if place is not None and place.endswith(_SHELL_SCRIPTS) and is_there(Path(place)):
-        scripts = [name for name, one in FORMATS.items() if one.is_script]
-        problem = f"is a shell script, not a plan; read it with --from {' or --from '.join(scripts)}"
-        raise PlanError("", ABSENT, problem, origin=Origin(place))
+def flags_of_launch(
+    place: str | None,
+    format: str | None,
+    variables: Sequence[str] | None = None,
+    *,
+    strict: bool = False,
+    vocab_size: int | None = None,
+    explain: bool = False,
+) -> LaunchFlags:
+    """The flags for the file at ``place``, which says by itself whose it is where no ``--from`` does. Without a launch
+    file none of the others means anything."""
+    variables = variables or ()
+    if format is None and place is not None and place not in examples():
+        from ..formats.recognised import recognised
+
+        found = recognised(place, variables)
+        if found is not None:
+            return LaunchFlags(found, variables, strict, vocab_size, recognised=True)
+    given = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}
+    given["--vocab-size"] = vocab_size is not None
+    for flag, is_given in given.items():
+        if is_given and format is None:
+            other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
+            raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
+    return LaunchFlags(format, variables, strict, vocab_size)
 
 
 def read_given(place: str | None, launch_flags: LaunchFlags, flags: Flags, *, traced: bool = False) -> ReadPlan:
     """The plan at ``place``, or in the launch file there, with ``flags`` over it; of an architecture that was
     ``traced``, too."""
     if launch_flags.format is None:
-        refuse_script(place)
         return read_plan(place, flags, traced=traced)
     from ..formats.launch import launched_plan
 
@@ -120,4 +129,9 @@ def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, va
     if size is not None and "vocab" in flags:
         raise PlanError("", ABSENT, "says the same as --vocab; give one of them", origin=Origin("--vocab-size"))
     varied = [assignment.partition("=")[0] for assignment in vary]
-    return reader(name)(place, Asked(name, flags, varied, launch_flags.variables, launch_flags.strict, size))
+    launch = reader(name)(place, Asked(name, flags, varied, launch_flags.variables, launch_flags.strict, size))
+    if not launch_flags.recognised:
+        return launch
+    return replace(
+        launch, assumptions=(f"{place} is a launch file of {name} (--from names another)", *launch.assumptions)
+    )

@@ -1,56 +1,75 @@
-"""Flags as other tools call them, and what to write here."""
+"""Flags as other tools call them: read as memplan's own, or refused with what to write here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_MEANT = {
-    "--model": ("model-name-or-path", "model-path", "config", "hf-model"),
-    "--mbs": ("batch-size", "bs", "micro-batch-size", "micro-bs", "per-device-train-batch-size", "local-batch-size"),
-    "--gbs": ("global-batch-size", "train-batch-size", "total-batch-size"),
+_SAME = {
+    "--model": ("model-name-or-path", "model-path", "hf-model"),
+    "--mbs": ("micro-batch-size", "micro-batch", "per-device-train-batch-size", "local-batch-size"),
+    "--gbs": ("global-batch-size", "global-batch", "train-batch-size", "total-batch-size"),
     "--accumulation": ("gradient-accumulation-steps", "gradient-accumulation", "grad-accum", "accumulation-steps"),
-    "--seq": ("seq-len", "seq-length", "sequence-length", "max-seq-len", "max-seq-length", "context-length", "context"),
+    "--seq": ("seq-len", "seq-length", "sequence-length", "max-seq-len", "max-seq-length", "context-length"),
     "--tp": ("tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size", "tp-size"),
-    "--pp": ("pipeline-parallel", "pipeline-parallel-size", "pipeline-model-parallel-size", "pp-size", "stages"),
+    "--pp": ("pipeline-parallel", "pipeline-parallel-size", "pipeline-model-parallel-size", "pp-size"),
     "--dp": ("data-parallel", "data-parallel-size", "dp-size"),
     "--cp": ("context-parallel", "context-parallel-size", "cp-size"),
     "--ep": ("expert-parallel", "expert-parallel-size", "expert-model-parallel-size"),
-    "--vpp": ("virtual-pipeline", "virtual-pipeline-size", "interleave"),
+    "--vpp": ("virtual-pipeline", "virtual-pipeline-size"),
     "--zero": ("zero-stage",),
-    "--zero 1": ("zero1",),
-    "--zero 2": ("zero2",),
-    "--zero 3": ("zero3",),
     "--kbit-preparation": ("prepared", "prepare-model-for-kbit-training"),
-    "--sequence-parallel": ("sp", "use-sequence-parallel"),
-    "--gpus": ("num-gpus", "ngpus", "n-gpus", "gpu-count", "world-size", "num-devices", "devices", "nnodes", "nodes"),
-    "--gpu": ("gpu-type", "gpu-model", "gpu-name", "device", "accelerator"),
-    "--capacity": ("gpu-memory", "memory", "vram", "max-memory"),
+    "--sequence-parallel": ("use-sequence-parallel",),
+    "--gpus": ("num-gpus", "ngpus", "n-gpus", "gpu-count", "world-size"),
+    "--gpu": ("gpu-type", "gpu-model", "gpu-name"),
     "--layers": ("num-layers", "num-hidden-layers", "n-layers", "n-layer"),
-    "--hidden": ("hidden-size", "d-model", "dim"),
+    "--hidden": ("hidden-size", "d-model"),
     "--heads": ("num-heads", "num-attention-heads", "n-heads"),
     "--kv-heads": ("num-key-value-heads", "num-kv-heads", "num-query-groups"),
     "--ffn": ("ffn-hidden-size", "intermediate-size"),
-    "--vocab": ("vocabulary", "vocab-size"),
-    "--experts": ("num-experts", "moe"),
-    "--expert-top-k": ("top-k", "moe-router-topk"),
+    "--experts": ("num-experts",),
+    "--expert-top-k": ("moe-router-topk",),
     "--optimizer": ("optim", "optimiser"),
-    "--dtype": ("precision", "torch-dtype", "params-dtype", "mixed-precision"),
+    "--dtype": ("torch-dtype", "params-dtype"),
+    "--attention": ("attn-implementation", "attention-implementation"),
+    "--lora-rank": ("lora-r",),
+    "--vocab-multiple": ("make-vocab-size-divisible-by",),
+}
+"""What other tools call a flag of memplan, where it cannot be anything else: read as that flag."""
+
+_MEANT = {
+    "--model": ("config",),
+    "--mbs": ("batch-size", "bs", "micro-bs"),
+    "--seq": ("context",),
+    "--pp": ("stages",),
+    "--vpp": ("interleave",),
+    "--zero 1": ("zero1",),
+    "--zero 2": ("zero2",),
+    "--zero 3": ("zero3",),
+    "--sequence-parallel": ("sp",),
+    "--gpus": ("num-devices", "devices", "nnodes", "nodes"),
+    "--gpu": ("device", "accelerator"),
+    "--capacity": ("gpu-memory", "memory", "vram", "max-memory"),
+    "--hidden": ("dim",),
+    "--vocab": ("vocabulary", "vocab-size"),
+    "--experts": ("moe",),
+    "--expert-top-k": ("top-k",),
+    "--dtype": ("precision", "mixed-precision"),
     "--dtype bf16": ("bf16", "bfloat16"),
     "--dtype fp16": ("fp16", "half"),
     "--dtype fp32": ("fp32", "float32"),
     "--autocast": ("amp", "use-amp"),
     "--recompute full": ("gradient-checkpointing", "activation-checkpointing", "checkpoint-activations"),
     "--recompute": ("recompute-granularity", "recompute-activations"),
-    "--attention": ("attn-implementation", "attn", "attention-implementation"),
+    "--attention": ("attn",),
     "--attention flash": ("flash", "flash-attention", "flash-attn", "use-flash-attn", "use-flash-attention"),
-    "--lora-rank": ("lora", "lora-r", "rank", "peft"),
+    "--lora-rank": ("lora", "rank", "peft"),
     "--quantisation nf4": ("load-in-4bit", "4bit", "nf4"),
     "--quantisation nf4 --lora-rank 16": ("qlora",),
     "--fsdp-offload or --offload-optimizer": ("cpu-offload", "offload"),
-    "--vocab-multiple": ("make-vocab-size-divisible-by",),
     "--framework": ("engine", "backend", "strategy"),
     "--headroom": ("reserve", "margin"),
 }
+"""What may be meant by a flag that memplan has not, and what to write for it: a guess, which is offered."""
 
 NOT_MODELLED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -64,9 +83,12 @@ NOT_MODELLED: Mapping[str, str] = {
 MEANT: Mapping[str, str] = {f"--{name}": flags for flags, names in _MEANT.items() for name in names}
 """By the flag that was written."""
 
-AMERICAN: Mapping[str, str] = {
-    f"--{prefix}{name.replace('isation', 'ization')}": f"--{prefix}{name}"
-    for name in ("quantisation", "double-quantisation")
-    for prefix in ("", "no-")
+SAME: Mapping[str, str] = {
+    **{f"--{name}": flag for flag, names in _SAME.items() for name in names},
+    **{
+        f"--{prefix}{name.replace('isation', 'ization')}": f"--{prefix}{name}"
+        for name in ("quantisation", "double-quantisation")
+        for prefix in ("", "no-")
+    },
 }
-"""Spellings that are read as the flag's own."""
+"""Other tools' names, and American spellings, to the flags as which they are read."""

@@ -17,7 +17,7 @@ from ..report.progress import progress
 from ..values import dataclass
 from .files import check_writable, write_whole
 from .fixed import fixed_values, fixes_of, located, starts, with_fixes
-from .launched import From, LaunchFlags, Set, Strict, VocabSize, read_given
+from .launched import From, LaunchFlags, Set, Strict, VocabSize, flags_of_launch, read_given
 from .output import (
     OUTPUT,
     Html,
@@ -138,8 +138,7 @@ def suggest_partition(
     check_search(top, objective)
     files = _Files(write, plot, html, force)
     files.check()
-    launch_flags = LaunchFlags(from_, set_ or (), strict, vocab_size)
-    launch_flags.check_alone(explain=False)
+    launch_flags = flags_of_launch(plan, from_, set_, strict=strict, vocab_size=vocab_size)
     fixes = fixes_of(fix or ())
     read = _read(plan, launch_flags, with_fixes(flags, fixes), fixes)
     known, problem = measured_of(no_records=no_records)

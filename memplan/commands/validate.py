@@ -14,7 +14,7 @@ from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..streams import tell
 from .files import check_writable, write_whole
-from .launched import LaunchFlags, read_given
+from .launched import flags_of_launch, read_given
 from .output import (
     OUTPUT,
     Html,
@@ -277,7 +277,7 @@ def _check_machines(nodes: int, endpoint: str | None, node_rank: int | None) -> 
 def _read(place: str | None, from_: str | None, flags: Flags) -> tuple[ReadPlan, int]:
     """The plan, and how many GPUs there are to run it: ``--gpus`` is the plan's own number only where it says none."""
     rest = {name: value for name, value in flags.items() if name != "gpus"}
-    launch = LaunchFlags(from_, (), False, None)
+    launch = flags_of_launch(place, from_)
     read = read_given(place, launch, rest if place is not None else flags)
     stated = read.plan.hardware.gpus
     if "gpus" not in flags:

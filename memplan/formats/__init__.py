@@ -26,6 +26,8 @@ class Format(NamedTuple):
     example: str = "train.sh"
     """A file, and the flags that it needs."""
     is_script: bool = False
+    marks: tuple[str, ...] = ()
+    """Keys of which a file has one at its top, by which it is known without ``--from``."""
     takes_settings: bool = True
     """``--set`` and ``--vocab-size`` mean something."""
 
@@ -33,17 +35,42 @@ class Format(NamedTuple):
 FORMATS = {
     one.name: one
     for one in (
-        Format("megatron", ".training_scripts", ".megatron.script", is_script=True),
+        Format(
+            "megatron",
+            ".training_scripts",
+            ".megatron.script",
+            is_script=True,
+            marks=("MODEL_ARGS", "--num-layers", "num-layers", "--hidden-size", "hidden-size"),
+        ),
         Format("megatron-deepspeed", ".training_scripts", ".megatron_deepspeed.script", is_script=True),
         Format(
             "deepspeed",
             ".deepspeed.reader",
             ".deepspeed.exporter",
             example="ds_config.json --model gpt2",
+            marks=("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
             takes_settings=False,
         ),
-        Format("torchtitan", ".torchtitan.reader", ".torchtitan.exporter", example="llama3_8b.toml"),
-        Format("trainer", ".trainer", example="arguments.json --model gpt2", takes_settings=False),
+        Format(
+            "torchtitan",
+            ".torchtitan.reader",
+            ".torchtitan.exporter",
+            example="llama3_8b.toml",
+            marks=("activation_checkpoint", "parallelism"),
+        ),
+        Format(
+            "trainer",
+            ".trainer.reader",
+            example="arguments.json --model gpt2",
+            marks=("per_device_train_batch_size", "model_name_or_path", "output_dir"),
+        ),
+        Format(
+            "accelerate",
+            ".accelerate",
+            example="accelerate.yaml --model gpt2",
+            marks=("distributed_type", "compute_environment"),
+            takes_settings=False,
+        ),
         Format("device-map", writer=".device_map"),
     )
 }

@@ -9,17 +9,17 @@ processes there are, and which variables they get.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 
 from ..bash.budget import Budget
 from ..bash.origin import ScriptError
-from ..bash.shell import read_script
+from ..bash.shell import Beside, read_script
 from ..bash.values import Cause, Ledger, Piece, Reading, Unknown, Value, cleaned, is_known, origin_of, text
 from ..plan.errors import ABSENT, Origin, PlanError, refused
 from ..plan.node import Node, scalar
-from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input, read_text
+from ..plan.text import STANDARD_INPUT, folder_of, is_there, path_of, read_standard_input, read_text
 from ..plan.yaml_nodes import parse_yaml
 from ..values import dataclass
 from .rows import Argument, arguments_of
@@ -91,20 +91,51 @@ def _words_of(content: str, source: str, framework: str, given: Mapping[str, str
     arguments = arguments_of(framework)
     content = content.replace("\r\n", "\n")
     first = next((line.strip() for line in content.splitlines() if not _COMMENT.fullmatch(line)), "")
-    if source.endswith((".yaml", ".yml", ".json")) or first.startswith("{") or _KEY.match(first):
-        return _mapping(parse_yaml(content, source), arguments, given, folder)
+    origin = Origin(source)
+    ledger = Ledger(Budget(origin))
+    if source.endswith((".yaml", ".yml", ".json")) or first.startswith(("{", "[")) or _KEY.match(first):
+        root = parse_yaml(content, source)
+        if not isinstance(root.value, list):
+            return _mapping(root, arguments, given, folder)
+        listed = ((_written(item), item.origin) for item in root.value)
+        return _list(listed, arguments, given, ledger, origin, folder)
     if first.startswith("-"):
-        origin = Origin(source)
-        ledger = Ledger(Budget(origin))
-        values = [_expanded(word, where, ledger, given) for word, where in _listed(content, source, ledger.budget)]
-        ledger.budget.spend(_WORD * len(values))
-        taken, loose = taken_apart(values, arguments, origin)
-        return Words(taken, loose, ledger, origin, folder)
-    reading = read_script(content, source, given)
+        return _list(_listed(content, source, ledger.budget), arguments, given, ledger, origin, folder)
+    reading = read_script(content, source, given, beside(folder))
     training = training_in(reading, source)
     reading.ledger.budget.spend(_WORD * len(training.words), training.origin)
     taken, loose = taken_apart(training.words, arguments, training.origin)
     return Words(taken, loose, reading.ledger, training.origin, folder, training, training.environment, reading.files)
+
+
+def _list(
+    words: Iterable[tuple[str, Origin]],
+    arguments: Mapping[str, Argument],
+    given: Mapping[str, str],
+    ledger: Ledger,
+    origin: Origin,
+    folder: Path,
+) -> Words:
+    """The arguments in a bare list of them."""
+    values = [_expanded(word, where, ledger, given) for word, where in words]
+    ledger.budget.spend(_WORD * len(values))
+    taken, loose = taken_apart(values, arguments, origin)
+    return Words(taken, loose, ledger, origin, folder)
+
+
+_SOURCED = (".sh", ".bash", ".env", ".conf", ".cfg")
+
+
+def beside(folder: Path) -> Beside:
+    """Scripts that one in ``folder`` sources: those in that folder or below it, by names that say that they are some (a
+    virtual environment's ``activate`` is none)."""
+
+    def read(name: str) -> tuple[str, str] | None:
+        path = folder / name
+        inside = not Path(name).is_absolute() and ".." not in path.parts and name.endswith(_SOURCED)
+        return (read_text(path), str(path)) if inside and is_there(path) else None
+
+    return read
 
 
 def words_of_mapping(arguments: Mapping[str, object], framework: str, source: str = "arguments") -> Words:
@@ -255,7 +286,32 @@ _MARKS = frozenset(
         "--yaml-cfg",
     ]
 )
-"""Arguments by which a training command is known."""
+"""Arguments by which a training command of Megatron is known."""
+
+TRAINER_MARKS = frozenset(
+    ["--model_name_or_path", "--per_device_train_batch_size", "--output_dir", "--num_train_epochs", "--learning_rate"]
+)
+"""Those of a command that runs Hugging Face's Trainer."""
+
+_DEEPSPEED_MARKS = ("--deepspeed", "--zero-stage", "--deepspeed_config")
+"""Arguments that Megatron-DeepSpeed has and Megatron-LM has not."""
+
+
+def started_by(content: str, source: str, given: Mapping[str, str], folder: Path) -> str:
+    """The format of the arguments with which the script ``content`` starts a training: Megatron's where nothing
+    speaks for another."""
+    try:
+        reading = read_script(content.replace("\r\n", "\n"), source, given, beside(folder))
+    except ScriptError as error:
+        raise refused(error) from None
+    for started in reading.started:
+        if (start := _script_of(started.words, _MARKS)) is not None:
+            names = {text(word).partition("=")[0] for word in started.words[start:]}
+            return "megatron-deepspeed" if names & {*_DEEPSPEED_MARKS} else "megatron"
+        if _script_of(started.words, TRAINER_MARKS) is not None:
+            return "trainer"
+    return "megatron"
+
 
 _SCRIPT = re.compile(r"(?:.*/)?([\w.-]+)\.py")
 _PASSED = re.compile(r"(?:-x|-e|--env=|--export=(?:ALL,)?)?([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
@@ -276,13 +332,15 @@ class Training:
     gpus: Node | None
     gpus_per_node: Node | None
     environment: Mapping[str, Value]
+    launcher: tuple[Value, ...] = ()
+    """The words in front of the script."""
     others: tuple[Origin, ...] = ()
     """Where the script starts further trainings, which are not read."""
 
 
-def training_in(reading: Reading, source: str) -> Training:
-    """The command in ``reading`` that trains; the first of several."""
-    found = [(started, start) for started in reading.started if (start := _script_of(started.words)) is not None]
+def training_in(reading: Reading, source: str, marks: Collection[str] = _MARKS) -> Training:
+    """The command in ``reading`` that trains, known by one of the arguments ``marks``; the first of several."""
+    found = [(one, start) for one in reading.started if (start := _script_of(one.words, marks)) is not None]
     if not found:
         raise _no_training(reading, source)
     started, start = found[0]
@@ -298,7 +356,14 @@ def training_in(reading: Reading, source: str) -> Training:
     script = _name_of(started.words[start])
     words = started.words[start + 1 :]
     return Training(
-        script, words, started.origin, gpus, per_node, environment, tuple(sorted(others, key=lambda o: o.line or 0))
+        script,
+        words,
+        started.origin,
+        gpus,
+        per_node,
+        environment,
+        launcher,
+        tuple(sorted(others, key=lambda o: o.line or 0)),
     )
 
 
@@ -319,9 +384,10 @@ def _of_job(job: Mapping[str, Value], name: str) -> Node | None:
     return scalar(text(value), value[0].origin) if value else None
 
 
-def _script_of(words: Sequence[Value]) -> int | None:
-    """Position of the training script: the last Python file or module before the first argument of a training."""
-    first = next((n for n, word in enumerate(words) if text(word).partition("=")[0] in _MARKS), None)
+def _script_of(words: Sequence[Value], marks: Collection[str]) -> int | None:
+    """Position of the training script: the last Python file or module before the first argument of a training, one of
+    ``marks``."""
+    first = next((n for n, word in enumerate(words) if text(word).partition("=")[0] in marks), None)
     if first is None:
         return None
     files = [n for n, word in enumerate(words[:first]) if _SCRIPT.fullmatch(text(word))]

@@ -15,6 +15,8 @@ from .text import is_there, path_of, read_text
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 _ENDING = re.compile(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
 """What tells models of the same shape apart."""
+_SIZE = re.compile(r"-[0-9.]+[bm]$")
+"""How large a model is: a name without it means the only one of that name."""
 
 
 def twin(name: str, node: Node) -> str | None:
@@ -27,8 +29,12 @@ def twin(name: str, node: Node) -> str | None:
         model: {model, *ids, *(one.rpartition("/")[2] for one in ids if "/" not in name)}
         for model, ids in hub_ids().items()
     }
-    found = meant(name, called.items()) or meant(
-        _ENDING.sub("", name), ((model, {_ENDING.sub("", one) for one in names}) for model, names in called.items())
+    found = (
+        meant(name, called.items())
+        or meant(
+            _ENDING.sub("", name), ((model, {_ENDING.sub("", one) for one in names}) for model, names in called.items())
+        )
+        or meant(name, ((model, {_SIZE.sub("", model)}) for model in called if _SIZE.search(model)))
     )
     if len(found) > 1:
         raise PlanError("model", name, f"could be {' or '.join(found)}; name one", origin=node.origin)

@@ -29,7 +29,9 @@ _ATTENTION = {
 }
 """transformers' ``attn_implementation``. ``sdpa`` takes the best kernel there is, as a plan does that names none."""
 
-_ELSEWHERE: dict[str, dict[str, str | None]] = {"attention": _ATTENTION}
+_FRAMEWORKS = dict.fromkeys(("fsdp2", "fully-shard", "fully-sharded-data-parallel"), "fsdp")
+
+_ELSEWHERE: Mapping[str, Mapping[str, str | None]] = {"attention": _ATTENTION, "framework": _FRAMEWORKS}
 """By path of a field; ``None`` stands for the field left out."""
 
 _MAKERS = re.compile(r"(?i)nvidia|geforce|tesla|amd|instinct")

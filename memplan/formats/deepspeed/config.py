@@ -32,13 +32,13 @@ HIDDEN: dict[str, Callable[[int], int]] = {
 """Sizes that the Trainer puts for ``auto``, from the model's hidden size."""
 
 ASKED = {
-    "train_micro_batch_size_per_gpu": ("batch.mbs", "--mbs"),
-    "gradient_accumulation_steps": ("batch.gbs", "--gbs"),
-    "fp16.enabled": ("precision.dtype", "--dtype"),
-    "bf16.enabled": ("precision.dtype", "--dtype"),
-    "optimizer.type": ("optimizer.name", "--optimizer"),
+    "train_micro_batch_size_per_gpu": (("batch.mbs",), "--mbs N"),
+    "gradient_accumulation_steps": (("batch.accumulation", "batch.gbs"), "--accumulation N"),
+    "fp16.enabled": (("precision.dtype",), "--dtype"),
+    "bf16.enabled": (("precision.dtype",), "--dtype"),
+    "optimizer.type": (("optimizer.name",), "--optimizer NAME"),
 }
-"""The plan's field, and its flag, for values that only the Trainer's command line has."""
+"""The plan's fields that answer, and the flag to ask for, where only the Trainer's command line has the value."""
 
 SIZES = (
     "reduce_bucket_size",
@@ -155,6 +155,8 @@ class Configuration(Keys):
     """Plan fields that flags set."""
     asked: dict[str, None] = field(default_factory=dict)
     """Plan fields that ``auto`` leaves to flags."""
+    lacking: dict[str, list[str]] = field(default_factory=dict)
+    """Flags that nobody gave, and the settings that wait for them."""
 
     def written(self, path: str) -> Node | None:
         """The node of the file at a dotted path."""
@@ -173,15 +175,29 @@ class Configuration(Keys):
         key = path.rpartition(".")[2]
         if key in HIDDEN and path.startswith(f"{ZERO}."):
             if self.hidden is None:
-                raise PlanError(path, AUTO, "follows from the hidden size: name the model", origin=node.origin)
+                self.lack("--model NAME", key)
+                return None
             return Node(HIDDEN[key](self.hidden), node.origin)
         if path in ASKED:
-            name, flag = ASKED[path]
-            if name not in self.fields:
-                problem = f"is filled in from the Trainer's arguments: say {flag}"
-                raise PlanError(path, AUTO, problem, origin=node.origin)
-            self.asked[name] = None
+            names, flag = ASKED[path]
+            if not {*names} & {*self.fields}:
+                self.lack(flag, path)
+            self.asked.update(dict.fromkeys(names))
         return None
+
+    def lack(self, flag: str, path: str) -> None:
+        """Keeps that the setting at ``path`` waits for ``flag``; ``check`` asks for all of them."""
+        waiting = self.lacking.setdefault(flag, [])
+        if path not in waiting:
+            waiting.append(path)
+
+    def check(self) -> None:
+        """``PlanError`` that names every flag that is lacking."""
+        if self.lacking:
+            asked = [f"{flag} ({' and '.join(paths)})" for flag, paths in self.lacking.items()]
+            named = ", ".join(asked[:-1]) + " and " * (len(asked) > 1) + asked[-1]
+            problem = f"leaves values to the Trainer's command line (auto); give {named}"
+            raise PlanError("", ABSENT, problem, origin=Origin(self.origin.source))
 
     def switch(self, path: str) -> Node | None:
         return self.value(Row(path, "", kind="switch"))
@@ -395,15 +411,14 @@ ROWS = (
 
 
 def configuration_of(
-    written: Node, *, hidden: int | None = None, given: Collection[str] = frozenset()
-) -> tuple[Node, Configuration]:
-    """The plan in ``written``, and its settings. ``hidden``: the model's hidden size; ``given``: plan fields that flags
-    set."""
+    written: Node, building: Building, *, hidden: int | None = None, given: Collection[str] = frozenset()
+) -> Configuration:
+    """The settings in ``written``, put into ``building``. ``hidden``: the model's hidden size; ``given``: plan fields
+    that are known from elsewhere."""
     if not isinstance(written.value, dict):
         raise PlanError("", written.plain(), "must be a mapping, as a ds_config.json is", origin=written.origin)
     config = Configuration({}, written.origin, written, hidden, given)
     _check_sections(config)
-    building = Building(written.origin)
     building.put("framework", "deepspeed")
     stage = integer(config, f"{ZERO}.stage", 0) or Node(
         0, (config.written(f"{ZERO}.stage") or config.written(ZERO) or written).origin
@@ -412,7 +427,7 @@ def configuration_of(
         raise PlanError(f"{ZERO}.stage", stage.value, "must be from 0 to 3", origin=stage.origin)
     building.put("layout.zero", stage)
     read_rows(ROWS, Reader(config, building))
-    return building.plan(), config
+    return config
 
 
 def _check_sections(config: Configuration) -> None:

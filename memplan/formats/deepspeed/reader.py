@@ -15,7 +15,7 @@ from ...plan.read import ReadPlan, Source, build_plan
 from ...plan.text import text_at
 from ...plan.yaml_nodes import parse_yaml
 from ..launch import Asked, Launch, data_parallel, guessed, left_out, with_sizes
-from ..rows import positive
+from ..rows import Building, positive
 from .config import AUTO, NOT_MODELLED, Configuration, configuration_of, integer
 
 KNOWN = frozenset(
@@ -84,14 +84,22 @@ def ds_config_of(text: str, name: str, asked: Asked) -> Launch:
     if written.mapping.keys() & {"model", "framework", "extends"}:
         problem = "is a plan, not a ds_config.json; leave out --from"
         raise PlanError("", ABSENT, problem, origin=written.origin)
+    return ds_config_in(written, asked, Building(written.origin))
+
+
+def ds_config_in(written: Node, asked: Asked, building: Building) -> Launch:
+    """The plan in the configuration ``written``, with what ``building`` has from elsewhere."""
     names = asked.names
-    if not names & {"gpus", "dp"}:
-        problem = "is needed: the configuration does not say how many GPUs there are; give it as --gpus N"
-        raise PlanError("hardware.gpus", ABSENT, problem, origin=Origin(name))
-    given = frozenset(by_flag()[flag].path for flag in names if flag in by_flag())
-    plan, config = configuration_of(written, hidden=_hidden(asked), given=given)
+    given = {*building.items, *(by_flag()[flag].path for flag in names if flag in by_flag())}
+    hidden = _hidden(asked, building.items.get("model"))
+    ours = Building(written.origin)
+    config = configuration_of(written, ours, hidden=hidden, given=given)
+    if not names & {"gpus", "dp"} and "hardware.gpus" not in building.items:
+        config.lack("--gpus N", "the configuration does not say how many there are")
+    config.check()
     notes = (*_unknown(written, strict=asked.strict), *_optimizer(written, given))
-    return Launch(Source(normalised(plan), Path()), notes, finish=partial(with_batch, config=config))
+    ours.items.update(building.items)
+    return Launch(Source(normalised(ours.plan()), Path()), notes, finish=partial(with_batch, config=config))
 
 
 def with_batch(read: ReadPlan, config: Configuration) -> ReadPlan:
@@ -99,7 +107,7 @@ def with_batch(read: ReadPlan, config: Configuration) -> ReadPlan:
     batch = read.plan.batch
     gbs, mbs = read.origins.get("batch.gbs"), read.origins.get("batch.mbs")
     given = integer(config, "gradient_accumulation_steps", 1)
-    steps = positive("", given) if given is not None else None
+    steps = positive("", given) if given is not None else batch.accumulation
     dp = data_parallel(read)
     ranks = f"{dp} rank{'s' if dp > 1 else ''}"
     if gbs is None and mbs is None:
@@ -121,13 +129,15 @@ def with_batch(read: ReadPlan, config: Configuration) -> ReadPlan:
     return read
 
 
-def _hidden(asked: Asked) -> int | None:
-    """The model's hidden size, from which three sizes follow; ``None`` where it is not known or varies."""
+def _hidden(asked: Asked, model: Node | None) -> int | None:
+    """The hidden size, from which three sizes follow, of the ``model`` or of another that a flag names; ``None`` where
+    it is not known or varies."""
     flags = asked.flags
-    if "model" not in flags or {"model", "hidden"} & {*asked.varied}:
+    if ("model" not in flags and model is None) or {"model", "hidden"} & {*asked.varied}:
         return None
     own = {flag: value for flag, value in flags.items() if flag == "model" or by_flag()[flag].section == "model"}
-    return build_plan(Source(Node({}, Origin("command line")), Path()), own).plan.model.hidden
+    below = normalised(Node({} if model is None else {"model": model}, Origin("command line")))
+    return build_plan(Source(below, Path()), own).plan.model.hidden
 
 
 def _unknown(written: Node, *, strict: bool) -> Iterator[Note]:

@@ -1,0 +1,298 @@
+"""``--from accelerate``: Accelerate's configuration file as a plan, and what it adds to a Trainer's arguments.
+
+Keys and defaults: ``commands/config/config_args.py`` and ``utils/dataclasses.py`` (``DeepSpeedPlugin``,
+``FullyShardedDataParallelPlugin``) of accelerate 1.15; what FSDP 2 makes of a model: ``fsdp2_prepare_model`` of
+``utils/fsdp_utils.py``, which shards parameters in fp32 under mixed precision, and reduces in the lower one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ..plan.errors import ABSENT, Guesses, PlanError, nearest
+from ..plan.node import Node
+from ..plan.normalise import normalised
+from ..plan.notes import Note
+from ..plan.read import Source
+from ..plan.text import folder_of, path_of, read_text, text_at
+from ..plan.yaml_nodes import parse_yaml
+from ..values import dataclass
+from .deepspeed.reader import ds_config_in
+from .launch import Asked, Launch, guessed, left_out
+from .rows import Building, Reader, Row, elsewhere, read_rows
+from .settings import Keys
+
+WITHOUT_EFFECT = frozenset(
+    """
+    compute_environment debug downcast_bf16 enable_cpu_affinity machine_rank main_process_ip main_process_port
+    main_training_function num_machines rdzv_backend rdzv_conf same_network use_cpu gpu_ids tpu_env tpu_use_cluster
+    tpu_use_sudo tpu_name tpu_zone commands command_file tpu_vm max_restarts monitor_interval mpirun_config
+    main_process_port_ zero3_init_flag
+    """.split()  # noqa: SIM905 - a list of that many lines reads no better
+)
+"""Keys of the file without effect on a rank's memory."""
+
+REFUSED: Mapping[str, str] = {
+    "megatron_lm_config": "Accelerate's Megatron-LM is not modelled; --from megatron reads Megatron-LM's own scripts",
+    "fp8_config": "fp8 is not modelled under Accelerate yet",
+    "parallelism_config": "Accelerate's parallelism beside FSDP is not modelled yet",
+    "ipex_config": "it is for Intel's devices",
+}
+"""Sections that change memory, and why they are not read."""
+
+READ = (
+    "distributed_type",
+    "mixed_precision",
+    "num_processes",
+    "fsdp_config",
+    "deepspeed_config",
+    "dynamo_config",
+    "dynamo_backend",
+)
+
+_DISTRIBUTED = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+
+_WITHOUT_EFFECT_ON_FSDP = frozenset(
+    """
+    transformer_layer_cls_to_wrap backward_prefetch forward_prefetch use_orig_params state_dict_type sync_module_states
+    cpu_ram_efficient_loading limit_all_gathers xla xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings min_num_params
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerated:
+    """What an Accelerate configuration decides; a node is nothing where it says nothing."""
+
+    framework: str
+    processes: Node | None
+    precision: Node | None
+    """``bf16``, ``fp16`` or ``no``."""
+    fsdp: Keys
+    """By names without ``fsdp_``."""
+    deepspeed: Node | None
+    """As a ``ds_config.json``."""
+
+
+def read(place: str, asked: Asked) -> Launch:
+    """The plan in the configuration at ``place``; the model and the batch are flags."""
+    text, name = text_at(place)
+    written = parse_yaml(text.expandtabs(2), name)
+    if written.mapping.keys() & {"model", "framework", "extends"}:
+        raise PlanError(
+            "", ABSENT, "is a plan, not Accelerate's configuration; leave out --from", origin=written.origin
+        )
+    notes = tuple(_unread(written, strict=asked.strict))
+    found = accelerated(written, Path() if place == "-" else folder_of(path_of(place)))
+    building = Building(written.origin)
+    if found.processes is not None and not asked.names & {"gpus", "dp"}:
+        building.put("hardware.gpus", found.processes)
+    if found.framework == "deepspeed":
+        assert found.deepspeed is not None
+        return ds_config_in(with_precision(found.deepspeed, found.precision), asked, building)
+    building.put("framework", found.framework)
+    dtype = mixed(found.precision)
+    if found.framework == "fsdp":
+        shard(building, found.fsdp, dtype, Node("fp32", written.origin), newest=1)
+    elif dtype is not None:
+        building.put("precision.dtype", dtype)
+        building.put("precision.autocast", Node(True, dtype.origin))
+    else:
+        building.put("precision.dtype", "fp32")
+    notes = (*notes, *(Note(*note) for note in building.notes))
+    return Launch(Source(normalised(building.plan()), Path()), notes)
+
+
+def accelerated(written: Node, folder: Path) -> Accelerated:
+    """``written``, the configuration in ``folder``, taken apart."""
+    for key, why in REFUSED.items():
+        node = written.mapping.get(key)
+        if node is not None and node.value not in (None, {}):
+            raise PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
+    dynamo = written.mapping.get("dynamo_config", written)
+    backend = next(
+        (node for key, node in dynamo.mapping.items() if key.endswith("dynamo_backend") or key == "backend"), None
+    )
+    if backend is not None and str(backend.value).upper() not in ("NO", "NONE", "FALSE"):
+        problem = "must be NO: compiled code saves other tensors, and is not modelled"
+        raise PlanError("dynamo_backend", backend.plain(), problem, origin=backend.origin)
+    kind = written.mapping.get("distributed_type", Node("NO", written.origin))
+    framework = _DISTRIBUTED.get(str(kind.value).removeprefix("DistributedType."))
+    if kind.value is False or kind.value is None:
+        framework = "single"
+    if framework is None:
+        problem = f"must be one of {', '.join(_DISTRIBUTED)}"
+        raise PlanError("distributed_type", kind.plain(), problem, origin=kind.origin)
+    processes = written.mapping.get("num_processes")
+    if processes is not None and (type(processes.value) is not int or processes.value < 1):
+        raise PlanError("num_processes", processes.plain(), "must be a whole number from 1 on", origin=processes.origin)
+    fsdp = written.mapping.get("fsdp_config", Node({}, written.origin))
+    deepspeed = written.mapping.get("deepspeed_config", Node({}, kind.origin))
+    return Accelerated(
+        framework,
+        processes,
+        written.mapping.get("mixed_precision"),
+        sharding_keys(fsdp),
+        ds_config(deepspeed, folder) if framework == "deepspeed" else None,
+    )
+
+
+def sharding_keys(section: Node) -> Keys:
+    """The keys of ``fsdp_config``, without ``fsdp_`` before their names, and switches that are text as what they
+    mean (``str_to_bool``)."""
+    words = {"true": True, "false": False}
+    return Keys(
+        {
+            key.removeprefix("fsdp_"): Node(words.get(str(node.value).lower(), node.value), node.origin)
+            if isinstance(node.value, str)
+            else node
+            for key, node in section.mapping.items()
+            if node.value is not None
+        },
+        section.origin,
+    )
+
+
+# -- FSDP -----------------------------------------------------------------------------------------------
+
+
+def _resharded(reader: Reader) -> None:
+    """FSDP 2 takes true or false; strategies of FSDP 1 are translated as the Trainer does."""
+    node = reader.settings.node("reshard_after_forward") or reader.settings.node("sharding_strategy")
+    if node is None:
+        return
+    meant = {"full_shard": True, "1": True, "shard_grad_op": False, "2": False}
+    value = node.value if isinstance(node.value, bool) else meant.get(str(node.value).lower())
+    if value is None:
+        problem = "must be true (full_shard) or false (shard_grad_op) with FSDP 2"
+        raise PlanError("fsdp_reshard_after_forward", node.plain(), problem, origin=node.origin)
+    reader.building.put("fsdp.reshard_after_forward", Node(value, node.origin))
+
+
+def _wrapped(reader: Reader) -> None:
+    node = reader.settings.node("auto_wrap_policy")
+    if node is not None and str(node.value).upper() != "TRANSFORMER_BASED_WRAP":
+        problem = "must be TRANSFORMER_BASED_WRAP: other units than layers are not modelled"
+        raise PlanError("fsdp_auto_wrap_policy", node.plain(), problem, origin=node.origin)
+
+
+def _recomputed(reader: Reader) -> None:
+    node = reader.settings.value(Row("activation_checkpointing", "", kind="switch"))
+    if node is not None and node.value:
+        reader.building.put("recompute.mode", Node("full", node.origin))
+
+
+FSDP_ROWS = (
+    Row("reshard_after_forward", "fsdp.reshard_after_forward", older=("sharding_strategy",), read=_resharded),
+    Row("cpu_offload", "fsdp.offload", kind="switch", older=("offload_params",)),
+    Row("auto_wrap_policy", "", read=_wrapped),
+    Row("activation_checkpointing", "recompute.mode", read=_recomputed),
+    Row("version", "", read=elsewhere),
+)
+
+
+def shard(building: Building, settings: Keys, dtype: Node | None, loaded: Node, *, newest: int) -> None:
+    """Puts what ``fsdp_config`` says, for a model of dtype ``loaded`` under mixed precision of ``dtype``, if any.
+    ``newest``: the version of FSDP where the file names none."""
+    version = settings.node("version") or Node(newest, settings.origin)
+    if version.value != 2:
+        named = "" if settings.has("version") else ", which is Accelerate's default"
+        problem = f"must be 2: FSDP 1{named} is not modelled yet (fsdp_version: 2 is fully_shard)"
+        raise PlanError("fsdp_version", version.plain(), problem, origin=version.origin)
+    known = {name for row in FSDP_ROWS for name in row.names} | _WITHOUT_EFFECT_ON_FSDP
+    for key, node in settings.given.items():
+        if key not in known:
+            problem = guessed("is no key that is read", nearest(key, known))
+            building.note("argument-unknown", f"fsdp_{key} ({node.origin}) {problem}")
+    building.put("fsdp.reshard_root", Node(True, settings.origin))
+    building.put("precision.dtype", dtype or loaded)
+    building.put("fsdp.parameters", Node("fp32", dtype.origin) if dtype is not None else loaded)
+    building.put("fsdp.reduce", dtype or loaded)
+    if dtype is not None:
+        building.note(
+            "accelerate-autocast",
+            "the copy of the logits in fp32 that Accelerate makes of a model's outputs (convert_outputs_to_fp32) is "
+            "not counted under FSDP yet",
+        )
+    read_rows(FSDP_ROWS, Reader(settings, building))
+
+
+# -- DeepSpeed ------------------------------------------------------------------------------------------
+
+
+def ds_config(section: Node, folder: Path) -> Node:
+    """``deepspeed_config`` as a ``ds_config.json``: the file that it names, or what ``DeepSpeedPlugin`` makes of its
+    keys."""
+    given = {key: node for key, node in section.mapping.items() if node.value is not None}
+    file = given.get("deepspeed_config_file")
+    if file is not None and file.value != "none":
+        return ds_file(file, folder)
+    origin = section.origin
+
+    def offload(part: str) -> Node:
+        device = given.get(f"offload_{part}_device", Node("none", origin))
+        path = given.get(f"offload_{part}_nvme_path")
+        return Node({"device": device, **({"nvme_path": path} if path is not None else {})}, device.origin)
+
+    auto = Node("auto", origin)
+    zero = {
+        "stage": given.get("zero_stage", Node(2, origin)),
+        "offload_optimizer": offload("optimizer"),
+        "offload_param": offload("param"),
+    }
+    found = {
+        "train_micro_batch_size_per_gpu": auto,
+        "gradient_accumulation_steps": given.get("gradient_accumulation_steps", auto),
+        "zero_optimization": Node(zero, origin),
+    }
+    if "gradient_clipping" in given:
+        found["gradient_clipping"] = given["gradient_clipping"]
+    return Node(found, origin)
+
+
+def ds_file(file: Node, folder: Path) -> Node:
+    """The ``ds_config.json`` that ``file`` names."""
+    if not isinstance(file.value, str):
+        raise PlanError("deepspeed", file.plain(), "must be the path to a ds_config.json", origin=file.origin)
+    path = path_of(file.value, folder)
+    try:
+        return parse_yaml(read_text(path).expandtabs(2), str(path))
+    except PlanError as error:
+        if error.origin is not None and error.origin.line is not None:
+            raise
+        raise PlanError("deepspeed", file.value, error.problem, origin=file.origin) from None
+
+
+def with_precision(config: Node, precision: Node | None) -> Node:
+    """A ``ds_config.json`` with the mixed precision that Accelerate puts into it (``set_mixed_precision``)."""
+    dtype = mixed(precision)
+    items: dict[str, Node] = {}
+    for name in ("bf16", "fp16"):
+        section = config.mapping.get(name)
+        enabled = section.mapping.get("enabled") if section is not None else None
+        if section is None and dtype is None:
+            continue
+        if enabled is None or enabled.value == "auto":
+            on = Node(dtype is not None and dtype.value == name, (dtype or config).origin)
+            items[name] = Node({**(section.mapping if section is not None else {}), "enabled": on}, on.origin)
+    return config.with_items(items)
+
+
+def mixed(precision: Node | None) -> Node | None:
+    """``mixed_precision`` as a dtype; nothing for ``no``, which YAML may take for false."""
+    if precision is None or precision.value in (False, None, "no"):
+        return None
+    if precision.value not in ("bf16", "fp16"):
+        problem = "must be no, bf16 or fp16: fp8 is not modelled under Accelerate yet"
+        raise PlanError("mixed_precision", precision.plain(), problem, origin=precision.origin)
+    return precision
+
+
+def _unread(written: Node, *, strict: bool) -> Iterable[Note]:
+    known = (*READ, *REFUSED, *WITHOUT_EFFECT)
+    guesses = Guesses(lambda key: nearest(key, known))
+    for key, node in written.mapping.items():
+        if key not in known and not key.startswith(("dynamo_", "tpu_")):
+            problem = guessed("is no key that is read", guesses.of(key))
+            yield left_out("argument-unknown", key, ABSENT, problem, node.origin, strict=strict)

@@ -1,0 +1,368 @@
+"""``--from trainer``: arguments of Hugging Face's Trainer as a plan.
+
+A JSON or YAML mapping as ``TrainingArguments.to_dict`` writes it or the example scripts take it, or a shell script that
+starts such a script: keys of ``training_args.py`` (transformers 5.23), and those of the scripts' model and data
+arguments that are known. ``fsdp`` and ``deepspeed`` shard the model as the Trainer has Accelerate do it. How many GPUs
+there are a mapping does not say: more than one (``--gpus``) are taken to be started by a launcher, as ``ddp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...optimizers import trainer_names
+from ...plan.errors import ABSENT, Guesses, PlanError, nearest
+from ...plan.node import Node
+from ...plan.normalise import normalised
+from ...plan.notes import Note
+from ...plan.read import Source
+from ...plan.text import folder_of, path_of, text_at
+from ...plan.yaml_nodes import parse_yaml
+from ..accelerate import ds_file, shard, sharding_keys, with_precision
+from ..deepspeed.reader import ds_config_in
+from ..launch import Asked, Launch, guessed, left_out
+from ..recognised import is_script
+from ..rows import Building, Reader, Row, read_rows
+from ..settings import Keys
+from .script import Started, started
+from .tables import NOTED, READ, REFUSED, WITHOUT_EFFECT
+
+
+def read(place: str, asked: Asked) -> Launch:
+    """The plan in the arguments at ``place``. A model and a number of GPUs that they do not name are flags."""
+    text, name = text_at(place)
+    folder = Path() if place == "-" else folder_of(path_of(place))
+    found = started(text, name, folder, asked) if is_script(text, name) else _mapping(text, name, folder)
+    written = found.arguments
+    _refuse(written)
+    building = Building(written.origin)
+    reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
+    unread = tuple(_unread(written, strict=asked.strict))
+    if found.gpus is not None and not asked.names & {"gpus", "dp"}:
+        building.put("hardware.gpus", found.gpus)
+    engine = _engine(found, reader.settings, asked)
+    read_rows(ROWS, reader)
+    launch = _RUN_BY.get(engine, _by_itself)(found, reader, asked)
+    return replace(launch, notes=(*unread, *(Note(*note) for note in building.notes), *launch.notes))
+
+
+def _mapping(text: str, name: str, folder: Path) -> Started:
+    written = parse_yaml(text.expandtabs(2), name)
+    if not isinstance(written.value, dict):
+        raise PlanError("", ABSENT, "must be a mapping of TrainingArguments", origin=written.origin)
+    if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
+        raise PlanError("", ABSENT, "is a plan, not TrainingArguments; leave out --from", origin=written.origin)
+    return Started(written, folder)
+
+
+# -- who runs the model ------------------------------------------------------------------------------------
+
+
+def _engine(found: Started, arguments: Arguments, asked: Asked) -> str:
+    """The framework: a flag's, that of the arguments, or of Accelerate's configuration; empty where none is said."""
+    named = asked.flags.get("framework")
+    if isinstance(named, str):
+        return named
+    if arguments.asks("deepspeed"):
+        return "deepspeed"
+    if arguments.asks("fsdp"):
+        return "fsdp"
+    return found.accelerate.framework if found.accelerate is not None else ""
+
+
+def _by_itself(found: Started, reader: Reader, asked: Asked) -> Launch:
+    """One process for each GPU, with the Trainer's own loop; the model is whole in each."""
+    building = reader.building
+    building.put("trainer.loop", "transformers")
+    _framework(found, reader)
+    read_rows((*PRECISION, *OPTIMIZER, *EVALUATION), reader)
+    return _launch(building)
+
+
+def _launch(building: Building) -> Launch:
+    return Launch(Source(normalised(building.plan()), Path()), ())
+
+
+def _sharded(found: Started, reader: Reader, asked: Asked) -> Launch:
+    """``fully_shard``: FSDP 2 is the default from transformers 5 on (``_process_fsdp_args``), not of Accelerate."""
+    arguments: Arguments = reader.settings
+    building = reader.building
+    building.put("framework", "fsdp")
+    given, newest = sharding_keys(arguments.node("fsdp_config") or Node({}, arguments.origin)), 2
+    if found.accelerate is not None and not arguments.asks("fsdp"):
+        given, newest = found.accelerate.fsdp, 1
+    options = arguments.node("fsdp")
+    words = str(options.value).split() if options is not None and isinstance(options.value, str) else []
+    legacy = dict(_legacy(words, options)) if options is not None else {}
+    dtype = _autocast(arguments) or (found.accelerate.precision if found.accelerate is not None else None)
+    loaded = _loaded(arguments) or Node("fp32", arguments.origin)
+    shard(building, Keys({**legacy, **given.given}, given.origin), dtype, loaded, newest=newest)
+    read_rows(OPTIMIZER, reader)
+    _no_evaluation(reader, "FSDP")
+    return _launch(building)
+
+
+def _legacy(words: list[str], origin: Node) -> Iterator[tuple[str, Node]]:
+    """``full_shard auto_wrap offload`` as keys of ``fsdp_config`` (``_apply_legacy_fsdp_to_config``)."""
+    for word in words:
+        if word == "offload":
+            yield "cpu_offload", Node(True, origin.origin)
+        elif word not in ("auto_wrap", "true", "True"):
+            yield "reshard_after_forward", Node(word, origin.origin)
+
+
+def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
+    """DeepSpeed, with what the Trainer fills in for ``auto`` (``integrations/deepspeed.py``,
+    ``trainer_config_process``)."""
+    arguments: Arguments = reader.settings
+    building = reader.building
+    given = arguments.node("deepspeed")
+    if given is not None:
+        config = given if isinstance(given.value, dict) else ds_file(given, found.folder)
+    elif found.accelerate is not None and found.accelerate.deepspeed is not None:
+        config = found.accelerate.deepspeed
+    else:
+        problem = "is missing: the path to a ds_config.json, or what stands in it"
+        raise PlanError("deepspeed", ABSENT, problem, origin=arguments.origin)
+    precision = found.accelerate.precision if found.accelerate is not None else None
+    config = with_precision(config, _autocast(arguments) or precision)
+    filled = {"gradient_accumulation_steps": building.items.get("batch.accumulation")}
+    config = config.with_items(
+        {
+            name: node
+            for name, node in filled.items()
+            if node is not None and config.mapping.get(name, Node("auto", config.origin)).value == "auto"
+        }
+    )
+    section = config.mapping.get("optimizer")
+    if section is None or section.value is None:
+        read_rows(OPTIMIZER, reader)
+        way = building.items.get("optimizer.implementation")
+        if way is not None and (way.value == "fused" or _offloads(config)):
+            # Accelerate makes it DeepSpeed's own under offload (map_pytorch_optim_to_deepspeed); beside PyTorch's fused
+            # kernel it takes as much memory otherwise.
+            del building.items["optimizer.implementation"]
+    _no_evaluation(reader, "DeepSpeed")
+    return ds_config_in(config, asked, building)
+
+
+def _offloads(config: Node) -> bool:
+    section = config.mapping.get("zero_optimization", config).mapping.get("offload_optimizer")
+    device = section.mapping.get("device") if section is not None else None
+    return device is not None and device.value not in (None, "none")
+
+
+def _no_evaluation(reader: Reader, engine: str) -> None:
+    if _evaluates(reader.settings):
+        reader.building.note("evaluation-not-modelled", f"evaluation under {engine} is not part of the estimate yet")
+
+
+_RUN_BY: Mapping[str, Callable[[Started, Reader, Asked], Launch]] = {"fsdp": _sharded, "deepspeed": _by_deepspeed}
+"""By the framework; the Trainer's own loop for any other."""
+
+
+# -- arguments ---------------------------------------------------------------------------------------------
+
+
+class Arguments(Keys):
+    """The Trainer's arguments; ``null`` counts as left out."""
+
+    def node(self, name: str) -> Node | None:
+        node = self.given.get(name)
+        return node if node is not None and node.value is not None else None
+
+    def asks(self, name: str) -> bool:
+        """Whether ``name`` turns something on: it is given, and no empty text, list or false."""
+        node = self.node(name)
+        return node is not None and node.value not in (False, "", []) and node.value != {}
+
+    def on(self, *names: str) -> Node | None:
+        """The first of ``names`` that is true."""
+        switches = (self.value(Row(name, "", kind="switch")) for name in names)
+        return next((node for node in switches if node is not None and node.value is True), None)
+
+
+def _refuse(written: Node) -> None:
+    for key, (harmless, why) in REFUSED.items():
+        node = written.mapping.get(key)
+        if node is not None and node.plain() not in harmless:
+            raise PlanError(key, _plain(node), f"must be left out: {why}", origin=node.origin)
+
+
+def _plain(node: Node) -> object:
+    return ABSENT if isinstance(node.value, (dict, list)) else node.plain()
+
+
+def _unread(written: Node, *, strict: bool) -> Iterator[Note]:
+    """Keys that nobody knows, or that change a detail which is not modelled."""
+    known = (*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT)
+    guesses = Guesses(lambda key: nearest(key, known))
+    for key, node in written.mapping.items():
+        if key in NOTED:
+            harmless, assumed = NOTED[key]
+            if node.plain() in harmless:
+                continue
+            code, problem = "argument-not-modelled", f"is not modelled: {assumed}"
+        elif key in known or key.startswith("_"):
+            continue
+        else:
+            code, problem = "argument-unknown", guessed("is no key that is read", guesses.of(key))
+        yield left_out(code, key, _plain(node), problem, node.origin, strict=strict)
+
+
+def _framework(found: Started, reader: Reader) -> None:
+    """Who runs the model."""
+    names, put = reader.context, reader.building.put
+    if "framework" in names:
+        return
+    if found.gpus is not None or found.accelerate is not None:
+        put("framework", "ddp" if found.gpus is not None and found.gpus.value != 1 else "single")
+        return
+    several = bool({"gpus", "dp"} & names) and not {"gpus", "dp"} <= names
+    put("framework", "ddp" if several else "single")
+    if several:
+        reader.building.note(
+            "launcher-assumed",
+            "several GPUs are taken to be started by torchrun or accelerate launch, one process each (ddp); "
+            "without a launcher the Trainer wraps the model in DataParallel, which is not modelled",
+        )
+
+
+def _given_by(*flags: str) -> Callable[[Reader], str]:
+    """A row that one of ``flags`` replaces."""
+    return lambda reader: next((f"--{flag} instead" for flag in flags if flag in reader.context), "")
+
+
+_DTYPES = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
+
+
+def _autocast(arguments: Arguments) -> Node | None:
+    """The dtype of ``bf16`` or ``fp16``; nothing where neither is on."""
+    bf16, fp16 = arguments.on("bf16"), arguments.on("fp16")
+    if bf16 is not None and fp16 is not None:
+        raise PlanError("fp16", True, "must be false with bf16: there is one autocast", origin=fp16.origin)
+    on = bf16 or fp16
+    return None if on is None else Node("bf16" if bf16 is not None else "fp16", on.origin)
+
+
+def _loaded(arguments: Arguments) -> Node | None:
+    """The dtype in which the model is loaded; nothing where nobody says."""
+    found = arguments.first("dtype", "torch_dtype")
+    loaded = found[1] if found is not None and found[1].value != "auto" else None
+    if loaded is None:
+        return None
+    name = str(loaded.value).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise PlanError("dtype", loaded.plain(), "must be float32, bfloat16, float16 or auto", origin=loaded.origin)
+    return Node(_DTYPES[name], loaded.origin)
+
+
+def _precision(reader: Reader) -> None:
+    """``bf16`` and ``fp16`` are autocast, over the dtype in which the model was loaded: fp32 if nobody says."""
+    put = reader.building.put
+    dtype, loaded = _autocast(reader.settings), _loaded(reader.settings)
+    if dtype is None:
+        put("precision.dtype", loaded or "fp32", "dtype")
+        return
+    put("precision.dtype", dtype, "bf16", "fp16")
+    put("precision.autocast", Node(True, dtype.origin), "bf16", "fp16")
+    if loaded is not None:
+        put("precision.parameters", loaded, "dtype")
+        return
+    reader.building.note(
+        "loaded-dtype",
+        "parameters are taken to be fp32; transformers 5 loads a checkpoint in the dtype that it was saved in: if "
+        "the model was loaded so, give --autocast-parameters bf16",
+    )
+
+
+def _optimizer(reader: Reader) -> None:
+    node = reader.settings.node("optim") or Node("adamw_torch_fused", reader.settings.origin)
+    known = trainer_names()
+    found: Mapping[str, Any] | None = known.get(str(node.value))
+    if found is None:
+        problem = f"is not modelled; {', '.join(known)} are"
+        raise PlanError("optim", node.plain(), problem, origin=node.origin)
+    for name, value in found.items():
+        reader.building.put(f"optimizer.{name}", Node(value, node.origin), "optim")
+
+
+def _recompute(reader: Reader) -> None:
+    """``activation_checkpointing`` of every layer, not reentrant; ``gradient_checkpointing`` is its name before 5.0."""
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    node = reader.settings.on(*names)
+    if node is None:
+        return
+    settings = reader.settings.first(*(f"{name}_kwargs" for name in names))
+    for key, allowed in (("use_reentrant", (False,)), ("every_n_layers", (1,)), ("offload", (False,))):
+        value = settings[1].mapping.get(key) if settings is not None else None
+        if value is not None and value.plain() not in allowed:
+            problem = f"must be {str(allowed[0]).lower()}: other recompute is not modelled"
+            raise PlanError(key, _plain(value), problem, origin=value.origin)
+    reader.building.put("recompute.mode", Node("full", node.origin), *names)
+
+
+def _evaluates(arguments: Arguments) -> bool:
+    """Whether the file asks for an evaluation; by default the Trainer makes none."""
+    strategy = arguments.first("eval_strategy", "evaluation_strategy")
+    while_training = strategy is not None and strategy[1].value not in ("no", False)
+    return while_training or arguments.on("do_eval") is not None
+
+
+def _evaluation_batch(reader: Reader) -> None:
+    """Counts only where there is an evaluation."""
+    name = "per_device_eval_batch_size"
+    node = reader.settings.node(name)
+    if _evaluates(reader.settings):
+        reader.building.put("trainer.evaluation_mbs", 8 if node is None else node, name)
+    elif node is not None and node.value != 8:
+        reader.building.note(
+            "evaluation-off",
+            f"{name} is given, but neither eval_strategy nor do_eval: no evaluation is part of the estimate",
+        )
+
+
+def _evaluation(reader: Reader) -> None:
+    """Logits are kept for ``compute_metrics`` alone, which no file shows."""
+    arguments: Arguments = reader.settings
+    if not _evaluates(arguments):
+        return
+    loss_only, steps = arguments.on("prediction_loss_only"), arguments.node("eval_accumulation_steps")
+    if loss_only is not None or "eval-batches" in reader.context:
+        return
+    if steps is not None:
+        reader.building.put("trainer.evaluation_batches", steps, "eval_accumulation_steps")
+        return
+    reader.building.note(
+        "evaluation-logits",
+        "evaluation is taken to compute no metrics; with compute_metrics the logits of every batch stay on the device "
+        "until its end: give their number as --eval-batches, or eval_accumulation_steps",
+    )
+
+
+ROWS = (
+    Row("per_device_train_batch_size", "batch.mbs", kind="any", default=8),
+    Row(
+        "gradient_accumulation_steps",
+        "batch.accumulation",
+        kind="any",
+        default=1,
+        without_effect=_given_by("gbs", "accumulation"),
+    ),
+    Row("weight_decay", "optimizer.weight_decay", kind="any", default=0.0),
+    Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length")),
+    Row("model_name_or_path", "model", kind="any", without_effect=_given_by("model")),
+    Row("attn_implementation", "attention", kind="any"),
+    Row("activation_checkpointing", "recompute.mode", read=_recompute),
+)
+"""With the defaults of ``TrainingArguments``; lengths are keys of scripts (and of TRL)."""
+PRECISION = (Row("bf16", "precision.dtype", read=_precision),)
+OPTIMIZER = (Row("optim", "optimizer.name", read=_optimizer),)
+EVALUATION = (
+    Row("per_device_eval_batch_size", "trainer.evaluation_mbs", read=_evaluation_batch),
+    Row("eval_strategy", "trainer.evaluation_batches", read=_evaluation),
+)
+"""Of the Trainer's own loop."""

@@ -1,0 +1,117 @@
+"""The Trainer's arguments behind a training script that a shell script starts, and what its launchers say.
+
+``torchrun``, ``deepspeed``, ``srun`` and ``accelerate launch`` in front of ``run_clm.py --model_name_or_path …``: words
+are taken apart as ``HfArgumentParser`` does (``hf_argparser.py`` of transformers 5.23), where ``--bf16`` alone is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ...bash.origin import ScriptError
+from ...bash.shell import read_script
+from ...bash.values import Ledger, Value, is_known, origin_of, text
+from ...plan.errors import ABSENT, Origin, PlanError, refused
+from ...plan.node import Node, scalar
+from ...plan.text import path_of, read_text
+from ...plan.yaml_nodes import parse_yaml
+from ...values import dataclass
+from ..accelerate import Accelerated, accelerated
+from ..files import TRAINER_MARKS, beside, training_in
+from ..launch import Asked
+from ..settings import Given, needed, taken_apart
+from .tables import READ
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The Trainer's arguments, and what is said in front of them."""
+
+    arguments: Node
+    """A mapping."""
+    folder: Path
+    """What relative paths start from."""
+    gpus: Node | None = None
+    accelerate: Accelerated | None = None
+
+
+def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
+    """What the script ``content``, called ``source`` and read in ``folder``, starts."""
+    try:
+        reading = read_script(content.replace("\r\n", "\n"), source, asked.variables(), beside(folder))
+        training = training_in(reading, source, TRAINER_MARKS)
+    except ScriptError as error:
+        raise refused(error) from None
+    given, _ = taken_apart(training.words, {}, training.origin)
+    arguments = Node(dict(_entries(given, reading.ledger)), training.origin)
+    found = _accelerate(training.launcher, training.origin, reading.ledger, folder)
+    return Started(arguments, folder, training.gpus or (found.processes if found is not None else None), found)
+
+
+def _entries(given: Sequence[Given], ledger: Ledger) -> Iterator[tuple[str, Node]]:
+    """Keys and values; a value that is not known is asked for where it is read."""
+    for one in given:
+        name = one.name.removeprefix("--").replace("-", "_")
+        unknown = next((value for value in one.values if not is_known(value)), None)
+        if unknown is not None:
+            if name not in READ:
+                continue
+            where = origin_of(unknown, one.origin)
+            raise needed(one.name, ledger.shown(unknown), ledger.unknowns(unknown)[0], where)
+        values = [scalar(text(value), origin_of(value, one.origin)) for value in one.values]
+        yield name, values[0] if len(values) == 1 else Node(values or True, one.origin)
+
+
+_PARTS = {
+    "use_fsdp": ("distributed_type", "FSDP"),
+    "use_deepspeed": ("distributed_type", "DEEPSPEED"),
+    "multi_gpu": ("distributed_type", "MULTI_GPU"),
+}
+_OF_DEEPSPEED = (
+    "zero_stage",
+    "offload_",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "deepspeed_config_file",
+)
+
+
+def _accelerate(launcher: Sequence[Value], origin: Origin, ledger: Ledger, folder: Path) -> Accelerated | None:
+    """The configuration with which ``accelerate launch`` starts: its file, and its flags over it."""
+    words = [text(word) for word in launcher]
+    at = next((n for n, word in enumerate(words) if word.rpartition("/")[2] == "accelerate"), None)
+    if at is None:
+        return None
+    given, _ = taken_apart(launcher[at + 1 :], {}, origin)
+    flags = dict(_entries(given, ledger))
+    file = flags.pop("config_file", None)
+    written = Node({}, origin)
+    if file is not None:
+        if not isinstance(file.value, str):
+            raise PlanError(
+                "--config_file", ABSENT, "must be the path to Accelerate's configuration", origin=file.origin
+            )
+        written, folder = _file(file, folder), path_of(file.value, folder).parent
+    items = dict(written.mapping)
+    for name, node in flags.items():
+        section = (
+            "fsdp_config" if name.startswith("fsdp_") else "deepspeed_config" if name.startswith(_OF_DEEPSPEED) else ""
+        )
+        if name in _PARTS and node.value is True:
+            items[_PARTS[name][0]] = Node(_PARTS[name][1], node.origin)
+        elif section:
+            items[section] = items.get(section, Node({}, node.origin)).with_items({name: node})
+        elif name in ("num_processes", "mixed_precision", "dynamo_backend"):
+            items[name] = node
+    return accelerated(Node(items, written.origin), folder)
+
+
+def _file(file: Node, folder: Path) -> Node:
+    path = path_of(str(file.value), folder)
+    try:
+        return parse_yaml(read_text(path), str(path))
+    except PlanError as error:
+        if error.origin is not None and error.origin.line is not None:
+            raise
+        raise PlanError("--config_file", file.value, error.problem, origin=file.origin) from None
