@@ -25,7 +25,8 @@ From = Annotated[
         "--from",
         metavar="FRAMEWORK",
         help="PLAN is a launch script, list or mapping of arguments of megatron or megatron-deepspeed, the "
-        "ds_config.json of deepspeed, the TOML or saved JSON of a job of torchtitan, or the arguments of trainer",
+        "ds_config.json of deepspeed, the TOML or saved JSON of a job of torchtitan, arguments or a launch script of "
+        "trainer, or the configuration of accelerate; default: known by what stands in it",
         rich_help_panel=LAUNCH,
     ),
 ]

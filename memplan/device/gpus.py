@@ -36,6 +36,11 @@ class Gpu:
     note: str = ""
 
     @property
+    def has_bf16(self) -> bool:
+        """Tensor cores take bf16: from Ampere on."""
+        return self.compute_capability is None or self.compute_capability >= (8, 0)
+
+    @property
     def process_bytes(self) -> int:
         """What a process gets: the total that PyTorch sees, where somebody has published it."""
         return self.capacity_bytes if self.usable_bytes is None else self.usable_bytes

@@ -197,7 +197,7 @@ def shard(building: Building, settings: Keys, dtype: Node | None, loaded: Node, 
     ``newest``: the version of FSDP where the file names none."""
     version = settings.node("version") or Node(newest, settings.origin)
     if version.value != 2:
-        named = "" if settings.has("version") else ", which is Accelerate's default"
+        named = "" if settings.has("version") else ", which is Accelerate's default,"
         problem = f"must be 2: FSDP 1{named} is not modelled yet (fsdp_version: 2 is fully_shard)"
         raise PlanError("fsdp_version", version.plain(), problem, origin=version.origin)
     known = {name for row in FSDP_ROWS for name in row.names} | _WITHOUT_EFFECT_ON_FSDP

@@ -95,7 +95,7 @@ def _words_of(content: str, source: str, framework: str, given: Mapping[str, str
     ledger = Ledger(Budget(origin))
     if source.endswith((".yaml", ".yml", ".json")) or first.startswith(("{", "[")) or _KEY.match(first):
         root = parse_yaml(content, source)
-        if not isinstance(root.value, list):
+        if not isinstance(root.value, list) or not any(str(item.value).startswith("--") for item in root.value):
             return _mapping(root, arguments, given, folder)
         listed = ((_written(item), item.origin) for item in root.value)
         return _list(listed, arguments, given, ledger, origin, folder)

@@ -1,4 +1,4 @@
-"""The framework of a plan that names none, from what else it says."""
+"""What a plan leaves out and other fields of it decide: the framework, and the dtype on GPUs without bf16."""
 
 from __future__ import annotations
 
@@ -21,6 +21,22 @@ def with_framework(plan: Node) -> tuple[Node, tuple[Note, ...]]:
             note = Note(FRAMEWORK_CHOSEN, f"no framework was named: {name}, because of {' and '.join(reasons)}")
             return plan.with_items({"framework": Node(name, _ORIGIN)}), (note,)
     return plan.with_items({"framework": Node(BY_ITSELF, _ORIGIN)}), ()
+
+
+def with_dtype(plan: Node) -> tuple[Node, tuple[Note, ...]]:
+    """``plan`` in fp16 where it names no dtype, and a GPU whose tensor cores take no bf16, the default elsewhere."""
+    hardware, precision = plan.mapping.get("hardware"), plan.mapping.get("precision")
+    named = hardware.mapping.get("gpu") if hardware is not None else None
+    if named is None or not isinstance(named.value, str) or (precision is not None and "dtype" in precision.mapping):
+        return plan, ()
+    from ..device.gpus import GPUS
+
+    gpu = GPUS.get(named.value)
+    if gpu is None or gpu.has_bf16:
+        return plan, ()
+    before = precision if precision is not None else Node({}, _ORIGIN)
+    note = Note("dtype-chosen", f"no dtype was named: fp16, because the tensor cores of {gpu.name} take no bf16")
+    return plan.with_items({"precision": before.with_items({"dtype": Node("fp16", named.origin)})}), (note,)
 
 
 def _said(plan: Node, path: str) -> str:

@@ -9,7 +9,7 @@ from ..values import dataclass
 from .errors import ABSENT, Origin, PlanError
 from .fields import MODEL, Kind, PlanField, by_flag
 from .hub import twin
-from .implied import with_framework
+from .implied import with_dtype, with_framework
 from .library import examples, model_specs
 from .models import complete_model
 from .node import Node, scalar
@@ -90,6 +90,8 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
     node = _with_flags(source.plan, flags, "--")
     node = _with_flags(node, variant or {}, "--vary ")
     node, chosen = with_framework(with_optimizer(node))
+    node, dtype = with_dtype(node)
+    chosen = (*chosen, *dtype)
     warnings: tuple[Note, ...] = ()
     model = node.mapping.get("model")
     if model is not None and isinstance(model.value, dict):

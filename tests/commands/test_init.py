@@ -36,7 +36,7 @@ def flags_of(plan: Plan) -> list[str]:
         if path == "device_map" and value is not None:
             placed = ", ".join(f"{device}: [{as_text(tuple(layers))}]" for device, layers in value.items())
             words += ["--device-map", f"{{{placed}}}"]
-        elif value != field.default:
+        elif value != field.default or path == "precision.dtype":  # its default depends on the GPU
             words += flag_words(*as_flag(plan, path))
     return words
 

@@ -25,6 +25,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "train.sh").write_text(GPT)
     (tmp_path / "bigscience.sh").write_text(BIGSCIENCE)
     (tmp_path / "forked.sh").write_text(script(arguments="--tp-comm-overlap --my-own 1 --bf16"))
+    (tmp_path / "odd.sh").write_text("#!/bin/sh\necho hello\n")
     (tmp_path / "plan.yaml").write_text("model: gpt2\nframework: single\n")
     (tmp_path / "small.sh").write_text(script(arguments="--tp-comm-overlap --my-own 1"))
 
@@ -40,10 +41,10 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     ("arguments", "line"),
     [
         (["--from", "megatron"], "--from: needs a file, as memplan estimate --from megatron train.sh --gpus 64"),
-        (["--from"], "--from: needs a value: the framework whose launch file PLAN is, megatron, megatron-deepspeed, deepspeed, torchtitan or trainer"),
+        (["--from"], "--from: needs a value: the framework whose launch file PLAN is, megatron, megatron-deepspeed, deepspeed, torchtitan, trainer or accelerate"),
         (["--from", "torchtitan"], "--from: needs a file, as memplan estimate --from torchtitan llama3_8b.toml --gpus 64"),
         (["--from", "torchtitan", "x"], "x: no such file"),
-        (["--from", "nemo", "x"], "--from: nemo must be megatron, megatron-deepspeed, deepspeed, torchtitan or trainer"),
+        (["--from", "nemo", "x"], "--from: nemo must be megatron, megatron-deepspeed, deepspeed, torchtitan, trainer or accelerate"),
         (["--from", "megatron", "nothere.sh"], "nothere.sh: no such file"),
         (["--from", "megatron", "train.sh", "--set", "X"], "--set: X must be NAME=value"),
         (["--from", "megatron", "train.sh", "--vocab-size", "0"], "--vocab-size: 0 must be at least 1"),
@@ -53,7 +54,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["--from", "megatron", "train.sh", "--detail", "99"], "--detail: 99 must be a stage from 0 to 3"),
         (["--from", "megatron", "train.sh", "--detail", "0", "--json"], "--detail prints text; leave out --json"),
         (["--from", "megatron", "train.sh", "--explain-args", "--vary", "mbs=1,2"], "--explain-args shows arguments; leave out"),
-        (["train.sh"], "train.sh: is a shell script, not a plan; read it with --from megatron or --from megatron-deepspeed"),
+        (["odd.sh"], "odd.sh: starts no training that can be read"),
         (["--from", "megatron", "plan.yaml"], "plan.yaml:1: is a plan, not a launch file; leave out --from"),
         (["--from", "megatron", "train.sh", "--set", "GPU_PER_NODE=7", "--strict"], "--set: GPU_PER_NODE is nowhere in train.sh"),
         (["--model", "gpt2", "--strict"], "--strict: belongs to --from, which reads a launch file"),

@@ -226,7 +226,7 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--gpus=0"], "--gpus: hardware.gpus = 0: must be at least 1"),
         (["--gpus=7"], "--gpus: hardware.gpus = 7: has no layout: "),
         (["--fix=mbs=3"], "--fix mbs: batch.mbs = 3: leaves no layout of 2 GPUs: "),
-        (["--gpu=v100-16gb"], "precision.dtype = bf16: must be fp16 or fp32 on v100-16gb: "),
+        (["--gpu=v100-16gb", "--dtype=bf16"], "precision.dtype = bf16: must be fp16 or fp32 on v100-16gb: "),
         (["--gpu=h101"], "--gpu: hardware.gpu = h101: is not a known GPU"),
         (["--top=0"], "--top: 0 must be from 1 to 50"),
         (["--objective=x"], "--objective: x must be one of time, memory, gpus"),

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.formats.deepspeed.config import configuration_of
+from memplan.formats.rows import Building
 from memplan.frameworks.deepspeed import engine as deepspeed
 from memplan.frameworks.deepspeed import states as zero_states
 from memplan.frameworks.deepspeed import step as zero_step
@@ -373,8 +374,11 @@ def test_what_a_configuration_says_are_fields_of_zero() -> None:
       "offload_param": {"device": "nvme", "nvme_path": "/local", "buffer_size": 1e8, "pin_memory": true},
       "offload_optimizer": {"device": "cpu", "buffer_count": 5, "ratio": 1.0}},
       "data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 1.0}"""
-    plan, _ = configuration_of(parse_yaml(text, "ds_config.json"))
-    values: dict[str, Any] = {name: node.plain() for name, node in plan.mapping["deepspeed"].mapping.items()}
+    written = parse_yaml(text, "ds_config.json")
+    building = Building(written.origin)
+    configuration_of(written, building)
+    read = building.plan().mapping["deepspeed"].mapping
+    values: dict[str, Any] = {name: node.plain() for name, node in read.items()}
     assert Zero(stage=3, **values).offload_param_buffer_size == 10**8
 
 

@@ -18,7 +18,7 @@ from memplan.formats import reader
 from memplan.formats.deepspeed.config import ROWS as DEEPSPEED_ROWS
 from memplan.formats.launch import Asked, launched_plan
 from memplan.formats.torchtitan.keys import keys
-from memplan.formats.trainer import NOTED, READ, REFUSED
+from memplan.formats.trainer.tables import NOTED, READ, REFUSED
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import by_flag, plan_fields
 from memplan.plan.library import examples, model_specs

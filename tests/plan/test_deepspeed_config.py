@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.formats.deepspeed.config import Configuration, configuration_of
+from memplan.formats.rows import Building
 from memplan.plan.errors import PlanError
 from memplan.plan.node import Node
 from memplan.plan.yaml_nodes import parse_yaml
@@ -20,7 +21,11 @@ NVME = {"device": "nvme", "nvme_path": "/local"}
 
 
 def read(config: object, **known: Any) -> tuple[Node, Configuration]:
-    return configuration_of(parse_yaml(json.dumps(config, indent=1), "ds_config.json"), **known)
+    written = parse_yaml(json.dumps(config, indent=1), "ds_config.json")
+    building = Building(written.origin)
+    settings = configuration_of(written, building, **known)
+    settings.check()
+    return building.plan(), settings
 
 
 def zero(config: dict[str, Any], **known: Any) -> dict[str, object]:
@@ -93,12 +98,15 @@ def test_auto_of_the_hidden_size() -> None:
         "stage3_prefetch_bucket_size": 15_099_494,
         "stage3_param_persistence_threshold": 40_960,
     }
-    assert "name the model" in refusal({"zero_optimization": config})
+    line = refusal({"zero_optimization": config})
+    assert "needs --model NAME (reduce_bucket_size is auto, stage3_prefetch_bucket_size is auto, " in line
 
 
 def test_auto_is_asked_for_unless_given() -> None:
     config = {"bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
-    assert refusal(config).endswith("is filled in from the Trainer's arguments: say --mbs")
+    assert refusal(config).endswith(
+        "needs --mbs N (train_micro_batch_size_per_gpu is auto) and --dtype (bf16.enabled is auto)"
+    )
     plan, asked = read(config, given={"batch.mbs", "precision.dtype"})
     assert plan.plain() == {"framework": "deepspeed", "layout": {"zero": 0}}
     assert set(asked.asked) == {"batch.mbs", "precision.dtype"}

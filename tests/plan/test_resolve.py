@@ -40,7 +40,9 @@ def test_the_smallest_plan_has_every_default() -> None:
     assert (plan.hardware.gpus, plan.layout.dp) == (1, 1)
     assert plan.hardware.capacity == 32_510 << 20
     assert (plan.batch.gbs, plan.batch.seq) == (1, 1024)
-    assert plan.precision.gradients == "bf16"
+    assert plan.precision.gradients == "fp16"  # Volta's tensor cores take no bf16
+    assert resolved(model="gpt2", gpu="v100-32gb", dtype="bf16").precision.gradients == "bf16"
+    assert resolved(model="gpt2", gpu="a100-40gb").precision.gradients == "bf16"
     assert (plan.optimizer.implementation, plan.loss.kind) == ("foreach", "plain")
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.commands.near_misses import AMERICAN, MEANT
+from memplan.commands.near_misses import MEANT, SAME
 from memplan.device.gpus import ALSO_CALLED, GPUS
 from memplan.frameworks import IMPLIED_BY, ROOMS
 from memplan.optimizers import ROOMS as ROOMS_OF_OPTIMIZERS
@@ -245,7 +245,9 @@ def test_flags_that_other_tools_have_point_to_flags_here() -> None:
     assert not own & MEANT.keys()
     for meant in MEANT.values():
         assert {word for word in meant.split() if word.startswith("--")} <= own
-    assert set(AMERICAN.values()) <= own | {f"--no-{flag[2:]}" for flag in own}
+    assert not own & SAME.keys()
+    assert not MEANT.keys() & SAME.keys()
+    assert set(SAME.values()) <= own | {f"--no-{flag[2:]}" for flag in own}
 
 
 @given(st.integers(1, 2**20 - 1))

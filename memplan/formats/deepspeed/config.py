@@ -156,7 +156,7 @@ class Configuration(Keys):
     asked: dict[str, None] = field(default_factory=dict)
     """Plan fields that ``auto`` leaves to flags."""
     lacking: dict[str, list[str]] = field(default_factory=dict)
-    """Flags that nobody gave, and the settings that wait for them."""
+    """Flags that nobody gave, and why each is needed: the settings that are ``auto``."""
 
     def written(self, path: str) -> Node | None:
         """The node of the file at a dotted path."""
@@ -175,29 +175,28 @@ class Configuration(Keys):
         key = path.rpartition(".")[2]
         if key in HIDDEN and path.startswith(f"{ZERO}."):
             if self.hidden is None:
-                self.lack("--model NAME", key)
+                self.lack("--model NAME", f"{key} is auto")
                 return None
             return Node(HIDDEN[key](self.hidden), node.origin)
         if path in ASKED:
             names, flag = ASKED[path]
             if not {*names} & {*self.fields}:
-                self.lack(flag, path)
+                self.lack(flag, f"{path} is auto")
             self.asked.update(dict.fromkeys(names))
         return None
 
-    def lack(self, flag: str, path: str) -> None:
-        """Keeps that the setting at ``path`` waits for ``flag``; ``check`` asks for all of them."""
-        waiting = self.lacking.setdefault(flag, [])
-        if path not in waiting:
-            waiting.append(path)
+    def lack(self, flag: str, why: str) -> None:
+        """Keeps that ``flag`` is needed; ``check`` asks for all of them at once."""
+        reasons = self.lacking.setdefault(flag, [])
+        if why not in reasons:
+            reasons.append(why)
 
     def check(self) -> None:
         """``PlanError`` that names every flag that is lacking."""
         if self.lacking:
-            asked = [f"{flag} ({' and '.join(paths)})" for flag, paths in self.lacking.items()]
+            asked = [f"{flag} ({', '.join(paths)})" for flag, paths in self.lacking.items()]
             named = ", ".join(asked[:-1]) + " and " * (len(asked) > 1) + asked[-1]
-            problem = f"leaves values to the Trainer's command line (auto); give {named}"
-            raise PlanError("", ABSENT, problem, origin=Origin(self.origin.source))
+            raise PlanError("", ABSENT, f"needs {named}", origin=Origin(self.origin.source))
 
     def switch(self, path: str) -> Node | None:
         return self.value(Row(path, "", kind="switch"))

@@ -95,7 +95,7 @@ def ds_config_in(written: Node, asked: Asked, building: Building) -> Launch:
     ours = Building(written.origin)
     config = configuration_of(written, ours, hidden=hidden, given=given)
     if not names & {"gpus", "dp"} and "hardware.gpus" not in building.items:
-        config.lack("--gpus N", "the configuration does not say how many there are")
+        config.lack("--gpus N", "nothing here says how many there are")
     config.check()
     notes = (*_unknown(written, strict=asked.strict), *_optimizer(written, given))
     ours.items.update(building.items)

@@ -100,12 +100,31 @@ def test_what_the_trainer_fills_in(read: Read) -> None:
     assert read(TRAINER, hidden="1536", mbs="2", gbs="32", dtype="bf16").plan.deepspeed.reduce_bucket_size == 1536**2
 
 
-@pytest.mark.parametrize("flag", ["mbs", "gbs", "dtype"])
-def test_what_only_the_trainer_has_is_asked_for(read: Read, flag: str) -> None:
-    flags = {"mbs": "2", "gbs": "32", "dtype": "bf16", flag: ""}
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ({"mbs": "2", "gbs": "32"}, {"--dtype (bf16.enabled is auto)"}),
+        ({"mbs": "2", "dtype": "bf16"}, {"--accumulation N (gradient_accumulation_steps is auto)"}),
+        (
+            {"gpus": ""},
+            {
+                "--mbs N (train_micro_batch_size_per_gpu is auto)",
+                "--dtype (bf16.enabled is auto)",
+                "--accumulation N (gradient_accumulation_steps is auto)",
+                "--gpus N (nothing here says how many there are)",
+            },
+        ),
+    ],
+)
+def test_what_only_the_trainer_has_is_asked_for_at_once(read: Read, flags: dict[str, str], asked: set[str]) -> None:
     line = refusal(read, TRAINER, **flags)
-    assert line.startswith("ds.json:")
-    assert line.endswith(f"= auto: is filled in from the Trainer's arguments: say --{flag}")
+    assert line.startswith("ds.json: needs ")
+    assert {*line.removeprefix("ds.json: needs ").replace(" and ", ", ").split(", ")} == asked
+
+
+def test_accumulation_answers_its_own_key(read: Read) -> None:
+    """8 GPUs x 2 sequences x 4 micro-batches."""
+    assert batch(read(TRAINER, mbs="2", accumulation="4", dtype="bf16", gpus="8").plan) == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -143,17 +162,17 @@ def test_batches_follow_from_the_ranks(
             {},
             "must be train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 2 x 4 ranks = 16",
         ),
-        (TRAINER, {"gpus": ""}, "ds.json: hardware.gpus: is needed: the configuration does not say how many GPUs"),
+        (TRAINER, {"gpus": ""}, "--gpus N (nothing here says how many there are)"),
         ({"train_batch_size": 8}, {"model": ""}, "model: is missing: name one"),
         (
             {"train_batch_size": 8, "zero_optimization": {"reduce_bucket_size": "auto"}},
             {"model": ""},
-            "follows from the hidden size: name the model",
+            "ds.json: needs --model NAME (reduce_bucket_size is auto)",
         ),
         (
             {"train_batch_size": 8, "zero_optimization": {"reduce_bucket_size": "auto"}},
             {"varied": ("hidden=768,1024",)},
-            "follows from the hidden size: name the model",
+            "ds.json: needs --model NAME (reduce_bucket_size is auto)",
         ),
         ({"train_batch_size": 8, "zero_optimisation": {}}, {}, "ds.json:3: zero_optimisation: is no key that is read"),
         ({"train_batch_size": 8, "bfloat16": {}}, {}, "is no key that is read; did you mean bf16?"),

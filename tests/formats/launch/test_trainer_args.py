@@ -10,10 +10,10 @@ import pytest
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from memplan.formats import trainer as trainer_args
 from memplan.formats.launch import Asked, Launch
 from memplan.formats.rows import LEFT
-from memplan.formats.trainer import NOTED, READ, REFUSED, WITHOUT_EFFECT, read
+from memplan.formats.trainer.reader import EVALUATION, OPTIMIZER, PRECISION, ROWS, read
+from memplan.formats.trainer.tables import NOTED, READ, REFUSED, WITHOUT_EFFECT
 from memplan.optimizers import trainer_names
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
@@ -43,7 +43,7 @@ def test_every_argument_of_the_trainer_is_known() -> None:
 
 def test_defaults_are_the_trainers(tmp_path: Path) -> None:
     defaults = {field.name: field.default for field in fields(TrainingArguments)}
-    rows = [row for row in trainer_args.ROWS if row.default is not LEFT]
+    rows = [row for row in (*ROWS, *PRECISION, *OPTIMIZER, *EVALUATION) if row.default is not LEFT]
     assert len(rows) == 3
     for row in rows:
         assert defaults[row.name] == row.default
@@ -125,8 +125,10 @@ def test_what_is_assumed_is_said(arguments: dict[str, object], code: str, tmp_pa
     ("arguments", "says"),
     [
         ({"optim": "galore_adamw"}, "optim = galore_adamw"),
-        ({"deepspeed": "ds.json"}, "--from deepspeed"),
-        ({"fsdp": "full_shard"}, "framework fsdp"),
+        ({"deepspeed": "no.json"}, "deepspeed = no.json: no such file"),
+        ({"fsdp": "hybrid_shard"}, "full_shard"),
+        ({"fsdp": "full_shard", "fsdp_config": {"version": 1}}, "fsdp_version = 1: must be 2"),
+        ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "TRANSFORMER_BASED_WRAP"),
         ({"bf16": True, "fp16": True}, "one autocast"),
         ({"bf16": "yes"}, "true or false"),
         ({"use_liger_kernel": True}, "--loss liger"),

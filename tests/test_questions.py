@@ -1,0 +1,49 @@
+"""Sixty everyday questions (``questions/questions.txt``), typed as people type them, are answered at the first try, or
+asked back for everything that is missing at once."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from memplan.cli import main
+
+FOLDER = Path(__file__).parent / "questions"
+QUESTIONS = [
+    [part.strip() for part in line.split("|", 1)]
+    for line in (FOLDER / "questions.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+]
+UNANSWERED = {
+    "--pp 16": "126 layers on 16 stages: Megatron-LM itself asks for --first-layers or the like",
+    "mistral-7b --gpu h200": "transformers leaves its flash kernel from Mistral's sliding window on",
+    "a10g --gbs 64": "no speed is published for the A10G",
+    "RTX 6000 Ada": "not in the table of GPUs",
+}
+"""Why, by a part of the question."""
+
+
+def test_there_are_sixty() -> None:
+    assert len(QUESTIONS) == 60
+    assert sum(want == "answered" for want, _ in QUESTIONS) == 55
+
+
+@pytest.mark.parametrize(("want", "question"), QUESTIONS, ids=[question for _, question in QUESTIONS])
+def test_a_question(
+    want: str, question: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = next((why for part, why in UNANSWERED.items() if part in question), None)
+    monkeypatch.chdir(FOLDER)
+    code = main(shlex.split(question))
+    said = capsys.readouterr()
+    if why is not None:
+        assert code == 2, f"answered by now: {why}"
+    elif want == "answered":
+        assert code in (0, 1), said.err
+        assert said.out
+    else:
+        asked = want.removeprefix("asks ").split(" --")
+        assert (code, said.out, said.err.count("\n")) == (2, "", 1)
+        assert all(part.removeprefix("--") in said.err for part in asked), said.err
