@@ -12,7 +12,7 @@ import typer
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags, ReadPlan
 from ..plan.text import STANDARD_INPUT, is_there, path_of, pieces_of
-from .launched import From, LaunchFlags, Set, Strict, VocabSize, read_given
+from .launched import From, Set, Strict, VocabSize, flags_of_launch, read_given
 from .output import Json, NoColor, Quiet, console, print_json, printing, without_collection
 from .recorded import NoRecords, measured_of
 
@@ -48,12 +48,11 @@ def explain(
 
     Exit code 0: explained. 2: there is nothing to explain, or the plan is wrong.
     """
-    launch = LaunchFlags(from_, set_ or (), strict, vocab_size)
-    launch.check_alone(explain=False)
     from ..explain import explained
     from ..explain.log import reports
     from ..explain.snapshot import is_snapshot
 
+    launch = flags_of_launch(plan, from_, set_, strict=strict, vocab_size=vocab_size)
     planned = plan is not None or from_ is not None or bool(flags)
     if log == "-" and plan == "-":
         raise PlanError("", ABSENT, "can be read only once, as the log or as the plan", origin=Origin(STANDARD_INPUT))
