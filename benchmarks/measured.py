@@ -21,7 +21,7 @@ from memplan.plan.resolve import resolve
 from memplan.plan.spec import ModelSpec
 from memplan.tape.program import Program, fold_program
 
-from . import megatron
+from . import fms, megatron
 from .comparison import GIB, MIB, Comparison, Table, near
 
 Row = Mapping[str, Any]
@@ -362,6 +362,7 @@ READERS: dict[str, Callable[[Sequence[Row]], Table]] = {
     "megatron_lm_ci.jsonl": megatron.ci,
     "megatron_b200.jsonl": megatron.b200,
     "torchtitan_h100.jsonl": torchtitan,
+    fms.NAME: fms.table,
 }
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import fms as tuning  # noqa: E402
 from benchmarks import megatron  # noqa: E402
 from benchmarks.accuracy import MEASURED  # noqa: E402
 from benchmarks.comparison import GIB  # noqa: E402
@@ -27,7 +28,6 @@ from benchmarks.timing import PUBLISHED, bigscience_timed_plan, published_plan  
 from memplan.estimate import estimate  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
-from memplan.plan.releases import LIBRARIES  # noqa: E402
 from memplan.result import Estimate  # noqa: E402
 
 RAN, DIED, FAILED = "ran", "out of memory", "failed, cause not recorded"
@@ -89,52 +89,14 @@ def torchtitan(rows: Sequence[Row]) -> Iterator[Case]:
 
 
 def fms(rows: Sequence[Row]) -> Iterator[Case]:
-    """Plain fine-tuning on one GPU. What ran with fused kernels stands with the plan of plain transformers, which needs
+    """Fine-tuning on one GPU. What failed with fused kernels stands with the plan of plain transformers, which needs
     more."""
     for row in rows:
         became = FAILED if row.get("outcome") else RAN
-        kernels = row["framework_config"] not in ("none", "accelerated-peft-bnb", "baseline-peft-bnb")
-        why = (
-            "mixture of experts" if "Mixtral" in row["model"]
-            else "FSDP1" if row["gpus"] > 1
-            else "GPTQ" if "gptq" in row["framework_config"]
-            else "fused kernels" if kernels and became == RAN
-            else ""
-        )  # fmt: skip
-        plan = None if why else (lambda row=row: fms_plan(row))  # type: ignore[misc]
-        yield Case(
-            "fms_a100_finetuning.jsonl", row["id"], became, plan, why or ("without its kernels" if kernels else "")
-        )
-
-
-def fms_plan(row: Row) -> Plan:
-    """One run of the fine-tuning benchmark on one GPU."""
-    flags: dict[str, object] = {}
-    if row["peft_method"]:
-        targets = [name for name in row["target_modules"].split() if name != "c_attn"]  # GPT-2's, which is not there
-        flags |= {"lora_rank": int(float(row["lora_rank"])), "lora_targets": ",".join(targets)}
-    if "bnb" in row["framework_config"]:
-        flags |= {"quantisation": "nf4", "double_quantisation": "true"}
-        flags |= {"kbit_preparation": "true"} if row["framework_config"].startswith("baseline") else {}
-    if row["trainer_bf16"] or row["trainer_fp16"]:
-        flags["autocast"] = "true"
-    if "liger" in row["framework_config"]:
-        flags["loss"] = "liger"
-    return plan_of(
-        None,
-        model="mistral-7b-v0.3",  # without the sliding window, which is as long as the sequences
-        vocab=32_000,
-        framework="single",
-        trainer="transformers",
-        gpu="a100-80gb",
-        dtype="bf16",
-        recompute="full",
-        mbs=row["micro_batch_size"],
-        gbs=row["micro_batch_size"],
-        seq=row["sequence_length"],
-        versions=",".join(f"{name}={release}" for name, release in row["versions"].items() if name in LIBRARIES),
-        **flags,
-    )
+        why = tuning.refused(row)
+        kernels = why == "fused kernels" and became == FAILED
+        plan = None if why and not kernels else (lambda row=row: tuning.plan_of(row))  # type: ignore[misc]
+        yield Case(tuning.NAME, row["id"], became, plan, "without its kernels" if kernels else why)
 
 
 def published(rows: Sequence[Row]) -> Iterator[Case]:
