@@ -140,6 +140,11 @@ class Fsdp(FrameworkSection):
     code: Literal["transformers", "torchtitan"] = Field(
         "transformers", description="library whose model is sharded", json_schema_extra={"flag": "--fsdp-code"}
     )
+    version: Literal["1", "2"] = Field(
+        "2",
+        description="1: FullyShardedDataParallel, with flat parameters, as Accelerate wraps a model; 2: fully_shard",
+        json_schema_extra={"flag": "--fsdp-version"},
+    )
     replicas: Degree = Field(
         1,
         description="number of groups of ranks that hold the same shards (HSDP)",

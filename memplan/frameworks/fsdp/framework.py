@@ -30,7 +30,7 @@ class Fsdp(Framework):
         sizes=frozenset({"tp", "pp", "dp", "vpp"}),
         sequence_parallel=True,
         tp_divides=("heads", "kv_heads", "ffn", "vocab"),
-        sections=("fsdp",),
+        sections=("fsdp", "lora", "quantisation", "trainer"),
         pipeline=("schedule", "partition"),
         optimizers=("sgd", "adam", "adamw"),
         optimizers_refused={
@@ -45,8 +45,6 @@ class Fsdp(Framework):
         optimizer_fields=frozenset({"momentum", "weight_decay"}),
         losses=("plain", "vocab-parallel"),
         last_logits=False,
-        autocast=False,
-        reentrant=False,
         code_2020=False,
     )
 
@@ -77,8 +75,13 @@ class Fsdp(Framework):
         return recompute
 
     def default_sections(self, plan: Plan, hardware: Hardware, layout: Layout) -> dict[str, object]:
-        """torchtitan keeps parameters gathered between the micro-batches of a pipeline (``pp_enabled`` in
-        ``apply_fsdp``)."""
+        """FSDP1's dtypes are those of Accelerate. torchtitan keeps parameters gathered between the micro-batches of a
+        pipeline (``pp_enabled`` in ``apply_fsdp``)."""
+        if plan.fsdp.version == "1":
+            given, precision = plan.fsdp.model_fields_set, plan.precision
+            dtypes = {"parameters": "fp32" if precision.autocast else precision.dtype, "reduce": precision.dtype}
+            update = {name: dtype for name, dtype in dtypes.items() if name not in given}
+            return {"fsdp": plan.fsdp.model_copy(update=update)}
         if layout.pp == 1 or "reshard_after_forward" in plan.fsdp.model_fields_set:
             return {}
         return {"fsdp": plan.fsdp.model_copy(update={"reshard_after_forward": False})}
@@ -87,6 +90,8 @@ class Fsdp(Framework):
         return plan.fsdp.code == "transformers"
 
     def check(self, plan: ResolvedPlan) -> None:
+        if plan.fsdp.version == "2":
+            _check_version_2(plan)
         if plan.layout.tp == 1 and plan.loss.kind == "vocab-parallel":
             problem = "must be plain with tp 1: the vocabulary is not sharded"
             raise PlanError("loss.kind", plan.loss.kind, problem)
@@ -127,9 +132,9 @@ class Fsdp(Framework):
         return [*parts, "offload"] if given.offload else parts
 
     def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
-        from . import programs
+        from . import flat, programs
 
-        return programs.programs(plan, options)
+        return flat.programs(plan, options) if plan.fsdp.version == "1" else programs.programs(plan, options)
 
     @cached_property
     def search(self) -> FrameworkSearch:
@@ -148,6 +153,19 @@ class Fsdp(Framework):
         from .timing import FsdpTime
 
         return FsdpTime()
+
+
+def _check_version_2(plan: ResolvedPlan) -> None:
+    """What is modelled under FSDP1 alone."""
+    for name in ("lora", "quantisation", "trainer"):
+        for field, value in getattr(plan, name).changed():
+            problem = "must be left out with framework fsdp, but for FSDP1 (--fsdp-version 1)"
+            raise PlanError(f"{name}.{field}", value, problem)
+    problem = "must be false with framework fsdp, but for FSDP1 (--fsdp-version 1)"
+    if plan.precision.autocast:
+        raise PlanError("precision.autocast", True, problem)
+    if plan.recompute.reentrant:
+        raise PlanError("recompute.reentrant", True, f"{problem}; --no-use-reentrant leaves it out")
 
 
 FRAMEWORK = Fsdp()

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape
 from ...values import dataclass
@@ -368,7 +368,32 @@ class Hooks:
         self.reduced, self.reducing = [], None
 
 
-def pass_through(hooks: Hooks, modules: int, end: int) -> list[Around]:
+class Spanning(Protocol):
+    """A unit, by the modules that it spans."""
+
+    @property
+    def first(self) -> int: ...
+    @property
+    def last(self) -> int: ...
+    @property
+    def with_gradient(self) -> bool: ...
+
+
+class Running(Protocol):
+    """Hooks of units, of either FSDP."""
+
+    @property
+    def units(self) -> Sequence[Spanning]: ...
+    def pre_forward(self, at: int) -> None: ...
+    def post_forward(self, at: int) -> None: ...
+    def flush(self) -> None: ...
+    def pre_backward(self, at: int) -> None: ...
+    def post_backward(self, at: int) -> None: ...
+    def finalise(self) -> None: ...
+    def take(self) -> Tape: ...
+
+
+def pass_through(hooks: Running, modules: int, end: int) -> list[Around]:
     """What ``hooks`` do while a micro-batch passes ``modules`` modules; the model's own end with number ``end``."""
     units = hooks.units
     forward, backward = [], []

@@ -48,7 +48,18 @@ TORCHTITAN = (
 )
 
 
+FSDP_1 = (
+    "FSDP1 as Accelerate wraps a model: FULL_SHARD (SHARD_GRAD_OP without reshard_after_forward), a unit for each "
+    "layer and, by peft's policy, for each adapter's weight, BACKWARD_PRE, use_orig_params; every micro-batch reduces "
+    "its gradients; adapters of a layer are counted as gathered together",
+    "where parameters are frozen, FSDP1's hooks keep each recomputed layer's input and its gradient until backward has "
+    "ended (reentrant recompute)",
+)
+
+
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
+    if plan.fsdp.version == "1":
+        return (*FSDP_1, *plain(plan))
     result = [*FSDP]
     if plan.fsdp.offload:
         result.append(

@@ -19,6 +19,8 @@ NO_OFFLOAD = "must be false: torchtitan's code runs without offload here"
 
 class FsdpRunning(FrameworkRunning):
     def check(self, plan: ResolvedPlan) -> None:
+        if plan.fsdp.version == "1":
+            raise PlanError("fsdp.version", "1", "must be 2: FSDP1 is modelled in estimates alone")
         for name in ("tp", "pp", "cp"):
             size = getattr(plan.layout, name)
             if size != 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...search.framework import FrameworkSearch, divisors
 from ...search.lower_bounds import LowerBounds
@@ -14,7 +15,9 @@ from ...search.space import Space
 
 class FsdpSearch(FrameworkSearch):
     def sizes(self, plan: ResolvedPlan) -> frozenset[str]:
-        """Only torchtitan has more than data parallelism."""
+        """Only torchtitan has more than data parallelism. Bounds are of ``fully_shard``."""
+        if plan.fsdp.version == "1":
+            raise PlanError("fsdp.version", "1", "must be 2 in a search: FSDP1 is modelled in estimates alone")
         return super().sizes(plan) if plan.fsdp.code == "torchtitan" else frozenset()
 
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:

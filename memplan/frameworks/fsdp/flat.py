@@ -1,0 +1,353 @@
+"""FSDP1 (``FullyShardedDataParallel``) as Accelerate wraps a model of transformers, with flat parameters.
+
+torch 2.4 to 2.13, ``distributed/fsdp/_runtime_utils.py``, ``_flat_param.py``, ``_exec_order_utils.py``; Accelerate,
+``accelerator.py`` (``prepare_model``); peft, ``utils/other.py`` (``fsdp_auto_wrap_policy``). Every layer is a unit, and
+so is each adapter's weight; the root has what is left: embedding, final norm, head. A unit's parameters are one flat
+tensor, cut into as many equal pieces as there are ranks.
+
+* *forward*: the flat tensor is gathered, and ends behind the layer, but for the root's (``_post_forward_reshard``).
+* *backward*: it is gathered again, and the one before it ahead (``BACKWARD_PRE``). Reentrant recompute has run forward
+  without a graph, where no hook says that a unit will be needed (``_register_pre_backward_hooks``): nothing is ahead.
+* Gradients of views of the flat tensor come together as one flat gradient (``SplitWithSizesBackward``), which is
+  reduced to a piece of it; the whole one ends.
+* A unit of frozen parameters waits for the gradient of its input (``_register_post_backward_reshard_only_hook``); the
+  hook holds on to that input's ``AccumulateGrad``, and so, where the input is a leaf of a reentrant recompute, to the
+  input and its gradient, until backward has ended (``_finalize_params``).
+* With mixed precision, what is trained is in fp32, gathered and reduced in 16 bits; buffers aside, frozen parameters
+  stay as they were loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field, replace
+from functools import lru_cache
+
+from ...layers.module import Module, Options, Parameter
+from ...optimizers.states import State, optimizer_states
+from ...optimizers.steps import step_temporaries
+from ...plan.errors import PlanError
+from ...plan.framework_sections import Fsdp
+from ...plan.plan import Optimizer
+from ...plan.resolved import ResolvedPlan
+from ...plan.section import Dtype
+from ...plan.tuning_checks import is_tuned
+from ...schedules.one_chunk import one_chunk
+from ...tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Event, Hold, Scope, Stretch, Tape, rounded
+from ...tape.program import Program, Span, drop_all
+from ...values import dataclass
+from ..plain import programs as plain
+from ..plain import trainer
+from ..plain.buffers import buffers, inputs
+from ..plain.tuned import shared_table, stored
+from .hooks import GATHERING, REDUCING, Around, pass_through
+from .modules import MODEL, Ids, hooked, left_gradients, with_seams
+
+BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS
+
+FIELDS = ("code", "version", "reshard_after_forward", "parameters", "reduce")
+"""Of the section ``fsdp``, what FSDP1 has here."""
+
+
+def dtypes(plan: ResolvedPlan) -> tuple[Dtype, Dtype]:
+    """Of shards that are trained, and of the gradients' reduction."""
+    return "fp32" if plan.precision.autocast else plan.precision.dtype, plan.precision.dtype
+
+
+def check(plan: ResolvedPlan, given: Fsdp) -> None:
+    """Refuses what is not modelled."""
+    for name, value in given.changed():
+        if name not in FIELDS:
+            raise PlanError(f"fsdp.{name}", value, "must be left out with fsdp.version 1")
+    if given.code != "transformers":
+        raise PlanError("fsdp.code", given.code, "must be transformers with fsdp.version 1")
+    for name, value, must in zip(("parameters", "reduce"), (given.parameters, given.reduce), dtypes(plan), strict=True):
+        if value != must:
+            problem = f"must be {must} with fsdp.version 1, as Accelerate has it"
+            raise PlanError(f"fsdp.{name}", value, problem)
+    if plan.layout.tp * plan.layout.pp > 1:
+        raise PlanError("fsdp.version", "1", "must be 2 with tensor or pipeline parallelism")
+    if plan.frozen.embedding or plan.frozen.layers:
+        raise PlanError(
+            "fsdp.version", "1", "must be 2 or left out with frozen parts: these are modelled with adapters"
+        )
+
+
+# -- units ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A unit: bytes on all ranks, with those of the modules that it spans by their place."""
+
+    name: str
+    first: int
+    last: int
+    whole: int
+    """Of the gathered flat parameter, in the dtype of compute."""
+    trained: int
+    """Elements that are trained; 0 where the unit is frozen."""
+    reshard: bool = True
+    kept: tuple[int, int] = (0, 0)
+    """Bytes of input and of the output's gradient, which a frozen unit's hook keeps."""
+
+    @property
+    def with_gradient(self) -> bool:
+        """The root's end is that of backward."""
+        return self.name != MODEL
+
+
+def packed_bytes(parameter: Parameter, dtype: str) -> int:
+    """As it is stored, on all ranks together; four bits are in storage of another dtype."""
+    elements = parameter.elements
+    return -(-elements // 2) if parameter.four_bit is not None else parameter.bytes(parameter.dtype or dtype)
+
+
+def units_of(spans: Sequence[Span], dtype: str, reshard: bool, keeps: bool) -> tuple[Flat, ...]:
+    """The root, then each layer, and behind it its adapters as one, which are as many units in truth: each is gathered
+    for its own product."""
+    modules = [(span.module, name) for span in spans for name in span.names]
+    ends = [module.parameters for module, name in modules if not name.startswith("layer.")]
+    root = [one for parameters in ends for one in parameters]
+    result = [_unit(MODEL, 0, len(modules) - 1, root, dtype, False)]
+    for at, (module, name) in enumerate(modules):
+        if not name.startswith("layer."):
+            continue
+        trained = [one for one in module.parameters if one.trained]
+        if len(trained) == len(module.parameters):
+            result.append(_unit(name, at, at, trained, dtype, reshard))
+            continue
+        frozen = [one for one in module.parameters if not one.trained]
+        kept = _kept(module) if keeps else (0, 0)
+        result.append(replace(_unit(name, at, at, frozen, dtype, reshard), kept=kept))
+        result.append(_unit(f"{name}/adapters", at, at, trained, dtype, reshard))
+    return tuple(result)
+
+
+def _unit(name: str, first: int, last: int, parameters: Sequence[Parameter], dtype: str, reshard: bool) -> Flat:
+    whole = sum(packed_bytes(one, dtype) for one in parameters)
+    return Flat(name, first, last, whole, sum(one.elements for one in parameters if one.trained), reshard)
+
+
+def _kept(module: Module) -> tuple[int, int]:
+    """Bytes of a layer's input and of its output's gradient, which are of one shape."""
+    ended = {event.tensor: event.bytes for event in module.first.backward if isinstance(event, Drop)}
+    gradient = ended.get(GRAD_OUTPUT, 0)
+    return ended.get(INPUT, gradient), gradient
+
+
+# -- hooks ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class FlatHooks:
+    """One micro-batch of a model with these ``units``, in the order of ``named_modules()``."""
+
+    units: Sequence[Flat]
+    ranks: int
+    compute: str
+    mixed: bool
+    """What is trained has fp32 shards, and is gathered and reduced in 16 bits."""
+    gradients: Sequence[Sequence[Drop]]
+    """Of each unit, the ends of what autograd leaves at its parameters."""
+    appears: bool
+    """The first micro-batch, in which the sharded gradients appear."""
+    ahead: bool
+    """The unit before is gathered ahead in backward."""
+    gathered: dict[int, Hold] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    held: list[Hold] = field(default_factory=list)
+    """By hooks of frozen units, until backward has ended."""
+    above: bool = False
+    """A frozen layer's backward has ended."""
+    events: list[Event] = field(default_factory=list)
+    ids: int = 0
+
+    def hold(self, size: int, category: Category, name: str, dtype: str, stream: int = 0, *, own: bool = False) -> Hold:
+        """``own``: one module ends it."""
+        self.ids += 1
+        id = Scope.MODULE.id(self.ids) if own else Scope.HOOKS.id(self.ids)
+        hold = Hold(id, rounded(size), category, name, (), dtype, stream)
+        self.events.append(hold)
+        return hold
+
+    def drop(self, hold: Hold) -> None:
+        self.events.append(Drop(hold.tensor, hold.bytes, hold.category))
+
+    def take(self) -> Tape:
+        events = tuple(self.events)
+        self.events.clear()
+        return events
+
+    def flush(self) -> None:
+        """Nothing waits for the end of forward."""
+
+    def unshard(self, at: int) -> None:
+        unit = self.units[at]
+        if at in self.gathered or not unit.whole:
+            return
+        cast = None
+        if unit.trained and self.mixed:  # ``_mp_shard``
+            size = -(-unit.whole // self.ranks)
+            cast = self.hold(size, BUFFERS, "shard_in_16_bits", self.compute, GATHERING)
+        self.gathered[at] = self.hold(unit.whole, GATHERED, "flat_parameter", self.compute, GATHERING)
+        if cast is not None:
+            self.drop(cast)
+
+    def reshard(self, at: int) -> None:
+        if at in self.gathered:
+            self.drop(self.gathered.pop(at))
+
+    def pre_forward(self, at: int) -> None:
+        self.unshard(at)
+
+    def post_forward(self, at: int) -> None:
+        if self.units[at].reshard:
+            self.reshard(at)
+        self.order.append(at)
+
+    def pre_backward(self, at: int) -> None:
+        self.unshard(at)
+        before = self.order.index(at) - 1
+        if self.ahead and before >= 0:
+            self.unshard(self.order[before])
+
+    def post_backward(self, at: int) -> None:
+        unit = self.units[at]
+        if unit.trained:
+            self._reduce(at)
+        self.reshard(at)
+        given, gradient = unit.kept
+        if given:
+            if self.above:  # of the layer above, whose input's gradient this one's is
+                self.held.append(self.hold(gradient, Category.ACTIVATIONS, "gradient_of_leaf", self.compute))
+            self.held.append(self.hold(given, Category.ACTIVATIONS, "leaf", self.compute))
+            self.above = True
+
+    def _reduce(self, at: int) -> None:
+        """One flat gradient, and a piece of it that stays or is added."""
+        ends = self.gradients[at]
+        flat = self.hold(sum(end.bytes for end in ends), BUFFERS, "flat_gradient", self.compute)
+        self.events += ends
+        self.reshard(at)
+        size = -(-flat.bytes // self.ranks)
+        keeps = GRADIENTS if self.appears else BUFFERS
+        piece = self.hold(size, BUFFERS if self.mixed else keeps, "sharded_gradient", self.compute, REDUCING)
+        if self.mixed:
+            wider = self.hold(2 * size, keeps, "sharded_gradient_fp32", "fp32", REDUCING)
+            self.drop(piece)
+            piece = wider
+        self.drop(flat)
+        if not self.appears:
+            self.drop(piece)
+
+    def finalise(self) -> None:
+        """``_post_backward_final_callback``."""
+        for at, unit in enumerate(self.units):
+            if unit.name == MODEL:
+                self.post_backward(at)
+        for at in list(self.gathered):
+            self.reshard(at)
+        for hold in self.held:
+            self.drop(hold)
+        self.held.clear()
+
+
+# -- the program ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def with_hooks(
+    spans: tuple[Span, ...], units: tuple[Flat, ...], end: str, ranks: int, compute: str, mixed: bool, ahead: bool
+) -> tuple[Span, ...]:
+    """``spans`` with the hooks of ``units``; the model's own modules end with the one called ``end``."""
+    modules = [(span.module, name) for span in spans for name in span.names]
+    known: list[Ids] = []
+    ends: list[list[Drop]] = [[] for _ in units]
+    shared = 0
+    for place, (module, _) in enumerate(modules):
+        owner = max(
+            at for at, unit in enumerate(units) if unit.first <= place <= unit.last and (unit.trained or not at)
+        )
+        holds, alone = left_gradients(module), bool(owner)
+        ids = [Scope.KEPT.id(at) if alone else Scope.GRADIENTS.id(shared + at) for at in range(len(holds))]
+        shared += 0 if alone else len(holds)
+        known.append(tuple((hold.tensor, id) for hold, id in zip(holds, ids, strict=True)))
+        ends[owner] += [Drop(id, hold.bytes, hold.category) for hold, id in zip(holds, ids, strict=True)]
+    last = next(place for place, (_, name) in enumerate(modules) if name == end)
+
+    def passed(appears: bool) -> list[Around]:
+        return pass_through(FlatHooks(units, ranks, compute, mixed, ends, appears, ahead), len(modules), last)
+
+    both = zip(modules, known, passed(True), passed(False), strict=True)
+    return tuple(
+        Span(hooked(module, ids, (one, two), (False, False)), (name,)) for (module, name), ids, one, two in both
+    )
+
+
+def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+    """The one program that all ranks run."""
+    given = plan.fsdp
+    check(plan, given)
+    shards, compute = dtypes(plan)
+    precision = plan.precision.model_copy(update={"gradients": compute, "parameters": compute})
+    if not plan.precision.autocast:
+        precision = precision.model_copy(update={"parameters": None})
+    lora = (
+        plan.lora
+        if plan.lora.rank is None or not plan.precision.autocast
+        else plan.lora.model_copy(update={"dtype": compute})
+    )
+    inner = plan.model_copy(update={"framework": "single", "precision": precision, "lora": lora})
+    (single,) = plain.programs(inner, with_seams(options))
+    reentrant = bool(plan.recompute.reentrant)
+    units = units_of(single.spans, compute, given.reshard_after_forward, reentrant)
+    names = [name for span in single.spans for name in span.names]
+    trained = plan.lora.dtype if plan.lora.rank is not None and not plan.precision.autocast else shards
+    assert trained is not None
+    spans = with_hooks(single.spans, units, names[-1], plan.layout.dp, compute, plan.precision.autocast, not reentrant)
+    tensors = tuple(one for span in single.spans for _ in span.names for one in span.module.parameters)
+    pieces = tuple(piece(one, plan.layout.dp, trained) for one in tensors if one.trained)
+    extra = [*inputs(plain.layer_shape(plan), 0), *buffers(plan, 0)]
+    if is_tuned(plan):
+        extra += shared_table(plan)
+    if trainer.runs(plan):
+        extra += trainer.SCALARS
+    return (
+        Program(
+            stage=0,
+            ranks=tuple(range(plan.layout.dp)),
+            entries=tuple(name for name in names if name not in plain.EDGES),
+            order=one_chunk(spans, plan.microbatches),
+            states=flat_states(plan.optimizer, plan.layout.dp, compute, trained),
+            extra=tuple(extra),
+            step=Stretch(drop_all(step_temporaries(plan.optimizer, pieces, trained), 1)),
+            evaluated=trainer.kept_logits(plan, plain.layer_shape(plan)),
+            late_states=True,
+            elements=sum(-(-one.elements // plan.layout.dp) for one in tensors),
+        ),
+    )
+
+
+def piece(parameter: Parameter, ranks: int, dtype: str) -> Parameter:
+    """Rank 0's part of a trained parameter, as large as that of any other rank together."""
+    return Parameter(parameter.name, (-(-parameter.elements // ranks),), dtype)
+
+
+@lru_cache(maxsize=64)
+def flat_states(optimizer: Optimizer, ranks: int, dtype: str, trained: str) -> tuple[State, ...]:
+    """Shards, what 4-bit weights keep beside them, whole, and the optimizer's states on shards."""
+
+    def sharded(parameter: Parameter) -> int:
+        if parameter.trained:
+            return piece(parameter, ranks, trained).bytes(trained)
+        return rounded(-(-packed_bytes(parameter, dtype) // ranks))
+
+    def of(state: State) -> State:
+        def size(parameter: Parameter) -> int:
+            return state.size(piece(parameter, ranks, trained)) if parameter.trained else 0
+
+        return State(state.name, state.category, size)
+
+    own = optimizer_states(optimizer, trained, embeddings_32bit=optimizer.embeddings_32bit)
+    return (State("parameter", Category.PARAMETERS, sharded), *stored(dtype)[1:], *map(of, own))

@@ -1,0 +1,142 @@
+"""FSDP1, as Accelerate runs it: sizes counted by hand, and runs that others measured.
+
+The measured ones are of foundation-model-stack's benchmark of fms-acceleration (``scripts/benchmarks/refs``): Mistral
+7B on two A100s, transformers 4.48.1, peft 0.13.2, torch 2.4.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memplan.estimate import estimate
+from memplan.frameworks.fsdp.flat import Flat, FlatHooks
+from memplan.frameworks.fsdp.hooks import pass_through
+from memplan.frameworks.fsdp.modules import MODEL
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
+from memplan.plan.read import read_plan
+from memplan.result import StageEstimate
+from memplan.tape.events import Category, Drop, Hold
+
+LAYER = 218_112_000
+"""Parameters of a layer of Mistral 7B: 4 matrices of attention, 3 of the feed-forward, 2 norms."""
+ROOT = 2 * 32_000 * 4_096 + 4_096
+ADAPTERS = 13_631_488
+"""32 layers x 16 x (8,192 + 5,120 + 5,120 + 8,192)."""
+
+LORA = {"lora-rank": "16", "lora-targets": "q_proj,k_proj,v_proj,o_proj", "lora-dropout": "0.1"}
+FOUR_BIT = {**LORA, "quantisation": "nf4", "double-quantisation": "true", "autocast": "true"}
+
+
+def plan(**flags: str) -> Plan:
+    settings = {
+        "model": "mistral-7b",
+        "framework": "fsdp",
+        "fsdp-version": "1",
+        "gpus": "2",
+        "gpu": "a100-80gb",
+        "trainer": "transformers",
+        "recompute": "full",
+        "attention": "flash_attention_2",
+        "seq": "4096",
+        "versions": "transformers=4.48.1,peft=0.13.2,bitsandbytes=0.43.3",
+        **{name.replace("_", "-"): value for name, value in flags.items()},
+    }
+    return read_plan(None, settings).plan
+
+
+def stage(**flags: str) -> StageEstimate:
+    (only,) = estimate(plan(**flags)).stages
+    return only
+
+
+@pytest.mark.parametrize(
+    ("flags", "mbs", "peak", "after"),
+    [
+        ({}, 2, 36_225_939_968, 28_984_199_680),
+        ({}, 4, 36_226_136_576, 28_984_396_288),
+        (LORA, 2, 15_144_870_400, 7_368_030_720),
+        (LORA, 4, 21_959_827_968, 7_368_227_328),
+        (FOUR_BIT, 2, 9_424_594_432, 2_244_525_568),
+        (FOUR_BIT, 4, 15_970_067_968, 2_244_722_176),
+    ],
+)
+def test_measured_runs(flags: dict[str, str], mbs: int, peak: int, after: int) -> None:
+    """Allocated at the peak of training, and after it, when gradients are still there."""
+    found = stage(**flags, mbs=str(mbs), gbs=str(2 * mbs))
+    assert found.allocated is not None
+    gradients = ADAPTERS * 4 // 2 if flags else 7_241_732_096 * 2 // 2
+    assert found.allocated == pytest.approx(peak, rel=0.0005)
+    assert found.static + gradients == pytest.approx(after, rel=0.001)
+
+
+def test_what_is_gathered_at_once() -> None:
+    """The root and, in backward, a layer with its adapters; the root alone in the head's forward, where the peak is
+    without reentrance."""
+    adapters = ADAPTERS // 32 * 4
+    both = stage(**LORA, mbs="8", gbs="16")
+    assert both.of(Category.GATHERED_PARAMETERS) == 2 * (ROOT + LAYER) + adapters
+    root = stage(**LORA, mbs="8", gbs="16", use_reentrant="false")
+    assert root.peak.module == "head"
+    assert root.of(Category.GATHERED_PARAMETERS) == 2 * ROOT
+
+
+@pytest.mark.parametrize(("ahead", "layers"), [(False, 1), (True, 2)])
+def test_the_layer_before_is_gathered_ahead(ahead: bool, layers: int) -> None:
+    """Four layers of 1 MiB between an embedding and a head, which the root of 512 KiB has."""
+    units = (
+        Flat(MODEL, 0, 5, 1 << 19, 1, False),
+        *(Flat(f"layer.{i}", i + 1, i + 1, 1 << 20, 1) for i in range(4)),
+    )
+    arounds = pass_through(FlatHooks(units, 2, "bf16", False, [()] * 5, True, ahead), 6, 5)
+    backward = [event for around in arounds[::-1] for event in (*around.before_backward, *around.after_backward)]
+    held = {Category.GATHERED_PARAMETERS: [1 << 19]}
+    for event in backward:
+        if isinstance(event, Hold | Drop) and event.category in held:
+            now = held[event.category]
+            now.append(now[-1] + (event.bytes if isinstance(event, Hold) else -event.bytes))
+    assert max(held[Category.GATHERED_PARAMETERS]) == (1 << 19) + layers * (1 << 20)
+    assert held[Category.GATHERED_PARAMETERS][-1] == 0
+
+
+def test_frozen_layers_keep_inputs_and_gradients_until_backward_has_ended() -> None:
+    """For each further sequence the peak is the last layer's to be recomputed, and two hidden states of the 31 others,
+    but for the one gradient that is that layer's own."""
+    hidden = 4_096 * 4_096 * 2
+    small, large = stage(**LORA, mbs="4", gbs="8"), stage(**LORA, mbs="8", gbs="16")
+    assert small.peak.module == large.peak.module == "layer.0"
+    assert small.requested is not None
+    each = (large.requested - small.requested) / 4
+    assert each / hidden == pytest.approx(63 + 38.5, abs=0.06)
+
+
+def test_a_step_is_on_pieces() -> None:
+    """AdamW (foreach): parameters, gradients, two states, and square roots of the second."""
+    found = stage(mbs="1", gbs="2")
+    assert found.peak.phase == "step"
+    assert found.requested == pytest.approx(5 * 7_241_732_096, rel=1e-4)
+
+
+def test_mixed_precision_has_fp32_pieces() -> None:
+    found = stage(mbs="1", gbs="2", autocast="true")
+    assert found.of(Category.PARAMETERS) == pytest.approx(7_241_732_096 * 4 / 2, rel=1e-5)
+    assert found.of(Category.OPTIMIZER_STATES) == pytest.approx(7_241_732_096 * 8 / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"fsdp_version": "2", **LORA}, "--fsdp-version 1"),
+        ({"fsdp_version": "2"}, "must be left out with framework fsdp, but for FSDP1"),
+        ({"fsdp_offload": "true"}, "must be left out with fsdp.version 1"),
+        ({"fsdp_code": "torchtitan", "versions": ""}, "must be transformers"),
+        ({"fsdp_parameters": "fp32"}, "must be bf16 with fsdp.version 1"),
+    ],
+)
+def test_what_is_not_modelled_is_one_line(flags: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        estimate(plan(**flags))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
