@@ -253,7 +253,9 @@ def _by_code(tensor: str, dtype: str, clues: Clues) -> _Points:
     code = clues.frame.code.lower() if clues.frame is not None else ""
     words = set(re.findall(r"[a-z]{3,30}", code))
     same = [word for word in re.split(r"[^a-z]+", tensor) if word in words]
-    if same:
+    if re.search(rf"\b{re.escape(tensor.lower())}\b", code):
+        yield 3, "the line names it"
+    elif same:
         yield min(len(same), 2), ""
 
 

@@ -16,7 +16,7 @@ from ..explain.result import Candidate, Explanation
 from ..plan.plan import Plan
 from ..tape.events import Category
 from .json import way_out_to_json
-from .names import modules_text, numbers_text, percent, plan_text, size, stage_word, unit_for
+from .names import in_order, modules_text, numbers_text, percent, plan_text, size, stage_word, unit_for
 from .palette import BAD, CAUTION, COLOURS, FAINT, GOOD, SWATCH, label
 from .printing import Breakable, WholeTable, entries, folded, left, plain_table, put, put_line, right
 from .ways_out import ways_table
@@ -46,7 +46,7 @@ def _what(told: Explanation) -> str:
 
 def _place(told: Explanation, one: Candidate) -> str:
     """``logits_fp32 in head, forward, stage 31``."""
-    modules = f" in {modules_text(one.modules)}" if one.modules[0] else ""
+    modules = f" in {modules_text(in_order(one.modules))}" if one.modules[0] else ""
     stages = (
         f", {stage_word(told.plan)} {numbers_text(one.stages)}" if told.plan is not None and _has_stages(told) else ""
     )
@@ -138,7 +138,7 @@ def _table(told: Explanation, shown: tuple[Candidate, ...]) -> Table:
         folded("tensor"), folded("in"), left("phase"), *map(left, stages), folded("shape"), left("dtype"), right("asks")
     )
     for at, one in enumerate(shown):
-        row: list[RenderableType] = [Breakable(one.tensor), Text(modules_text(one.modules)), Text(one.phase)]
+        row: list[RenderableType] = [Breakable(one.tensor), Text(modules_text(in_order(one.modules))), Text(one.phase)]
         row += [Text(numbers_text(one.stages))] if stages else []
         shape = Breakable("×".join(map(str, one.shape)))
         style = "" if at == 0 and shown is told.candidates else FAINT

@@ -92,3 +92,36 @@ def test_a_plan_that_is_wrong_is_said_as_estimate_says_it(capsys: pytest.Capture
     assert "hardware.gpu = nonesuch" in error
     assert explained(capsys, "no-such-file")[2] == "no-such-file: no such file\n"
     assert explained(capsys, "-", "-")[0] == 2
+
+
+FUSED_ADAM = """Traceback (most recent call last):
+  File "/opt/megatron/core/optimizer/distrib_optimizer.py", line 1, in step
+    self.optimizer.step()
+  File "/opt/transformer_engine/pytorch/optimizers/fused_adam.py", line 9, in initialize_state
+    state["exp_avg"] = torch.zeros_like(p)
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1002.00 MiB. GPU 0 has a total capacity of 79.11 GiB of
+which 1.10 GiB is free.
+"""
+
+
+def test_the_line_of_code_tells_tensors_of_one_size_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--model",
+        "llama-3-8b",
+        "--framework",
+        "megatron",
+        "--gpus",
+        "8",
+        "--tp",
+        "2",
+        "--mbs",
+        "1",
+        "--seq",
+        "4096",
+    ]
+    told = json.loads(explained(capsys, FUSED_ADAM, *words, "--json")[1])
+    assert (told["asked"][0]["tensor"], told["asked"][0]["phase"]) == ("exp_avg", "step")
+    assert {one["tensor"] for one in told["asked"]} >= {"exp_avg_sq", "logits_fp32"}
+    other = FUSED_ADAM.replace('"exp_avg"', '"exp_avg_sq"')
+    told = json.loads(explained(capsys, other, *words, "--json")[1])
+    assert told["asked"][0]["tensor"] == "exp_avg_sq"
