@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
     from .plan.errors import LackingError as LackingError
     from .plan.errors import PlanError as PlanError
-    from .surface import Estimate as Estimate
-    from .surface import Explanation as Explanation
-    from .surface import Plan as Plan
-    from .surface import Record as Record
-    from .surface import Suggestion as Suggestion
-    from .surface import estimate as estimate
-    from .surface import explain as explain
-    from .surface import read_plan as read_plan
-    from .surface import suggest as suggest
-    from .surface import validate as validate
+    from .surface.answers import Estimate as Estimate
+    from .surface.answers import Explanation as Explanation
+    from .surface.answers import Record as Record
+    from .surface.answers import Suggestion as Suggestion
+    from .surface.calls import estimate as estimate
+    from .surface.calls import explain as explain
+    from .surface.calls import suggest as suggest
+    from .surface.calls import validate as validate
+    from .surface.plans import Plan as Plan
+    from .surface.plans import read_plan as read_plan
 
 else:
     ModuleType = type(sys)  # ``types`` is one more import while an interrupt is Python's own to show
@@ -33,18 +33,18 @@ else:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "Estimate": "surface",
-    "Explanation": "surface",
+    "Estimate": "surface.answers",
+    "Explanation": "surface.answers",
     "LackingError": "plan.errors",
-    "Plan": "surface",
+    "Plan": "surface.plans",
     "PlanError": "plan.errors",
-    "Record": "surface",
-    "Suggestion": "surface",
-    "estimate": "surface",
-    "explain": "surface",
-    "read_plan": "surface",
-    "suggest": "surface",
-    "validate": "surface",
+    "Record": "surface.answers",
+    "Suggestion": "surface.answers",
+    "estimate": "surface.calls",
+    "explain": "surface.calls",
+    "read_plan": "surface.plans",
+    "suggest": "surface.calls",
+    "validate": "surface.calls",
 }
 """Each name of the surface, and the module that has it."""
 

@@ -1,0 +1,189 @@
+"""What functions answer: the values that reports print, with the command's JSON, as text, in a notebook, as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from .. import result
+from ..device.measured import NOTHING, Measured
+from ..explain import result as explanations
+from ..records import record as records
+from ..report.suggestion import Answer
+from .plans import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.terminal_theme import TerminalTheme
+
+
+class Shown:
+    """How an answer looks in a terminal, in a notebook and as a page."""
+
+    _known: ClassVar[Measured] = NOTHING
+    """What was known of the user's GPUs; each estimate and search has its own."""
+
+    def _report(self, console: Console) -> Iterator[RenderableType]:
+        """The command's report, part by part."""
+        raise NotImplementedError
+
+    def to_html(self) -> str:
+        """The page that the command writes with ``--html``."""
+        from ..report.html.page import page
+        from ..report.html.reports import converted, wide_console
+
+        return page(repr(self).strip("<>"), *converted(self._report(wide_console())), data={}).decode()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from ..report.printing import tidy
+
+        yield from map(tidy, self._report(console))
+
+    def __str__(self) -> str:
+        """The command's report, without colours."""
+        return self._printed("text")
+
+    def _repr_html_(self) -> str:
+        return self._printed("html")
+
+    def _printed(self, form: Literal["text", "html"]) -> str:
+        import io
+
+        from rich.console import Console
+
+        console = Console(
+            file=io.StringIO(), record=True, width=_WIDTH, highlight=False, markup=False, emoji=False,
+            force_terminal=form == "html", color_system="truecolor" if form == "html" else None,
+        )  # fmt: skip
+        console.print(self, end="")
+        if form == "text":
+            return console.export_text()
+        return console.export_html(inline_styles=True, code_format=_HTML, theme=_theme())
+
+
+def _theme() -> TerminalTheme:
+    """Colours that can be read on light and on dark ground."""
+    from rich.terminal_theme import TerminalTheme
+
+    grey, red, green, yellow = (128, 128, 128), (214, 72, 60), (46, 145, 92), (176, 124, 20)
+    return TerminalTheme((255, 255, 255), (0, 0, 0), [grey, red, green, yellow, grey, grey, grey, grey])
+
+
+_WIDTH = 120
+_HTML = '<pre style="line-height:1.3;white-space:pre;overflow-x:auto;font-family:monospace">{code}</pre>'
+
+
+class Estimate(Shown, result.Estimate):
+    """The answer of ``estimate``: ``fits``, ``peak`` and ``capacity`` in bytes, ``stages`` with their ``breakdown``,
+    ``warnings``, ``assumptions``; ``plan`` has every default filled in."""
+
+    @property
+    def verdict(self) -> str:
+        """``fits``, ``fits-with-retries``, ``tight``, ``does-not-fit`` or ``unknown``."""
+        return self.judged.verdict.value
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``memplan estimate --json`` prints."""
+        from ..report.json import to_json
+
+        return to_json(self)
+
+    def to_html(self) -> str:
+        from ..estimate import timelines
+        from ..report.html.estimate import estimate_page
+
+        return estimate_page(self, tuple(timelines(self, known=self._known))).decode()
+
+    def _report(self, console: Console) -> Iterator[RenderableType]:
+        from ..estimate import timelines
+        from ..report.estimate import estimate_report
+
+        return estimate_report(self, console, lines=tuple(timelines(self, (self.peak_stage,), self._known)))
+
+    def __repr__(self) -> str:
+        from ..report.estimate import verdict
+
+        return f"<{verdict(self).plain}>"
+
+
+class Suggestion(Shown, Answer):
+    """The answer of ``suggest``: ``found.best`` are the recommended layout and the alternatives, ``found.front`` those
+    of which none needs less memory and less time."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The recommended layout, to estimate or to run; ``None`` where nothing fits."""
+        return Plan._of(self.found.best[0].plan) if self.found.best else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``memplan suggest-partition --json`` prints."""
+        from ..report.suggestion_json import suggestion_to_json
+
+        return suggestion_to_json(self)
+
+    def to_html(self) -> str:
+        from ..commands.suggest_partition import page_of
+
+        return page_of(self, self._known).decode()
+
+    def _report(self, console: Console) -> Iterator[RenderableType]:
+        from ..report.suggestion import suggestion_report
+
+        return suggestion_report(self, console)
+
+    def __repr__(self) -> str:
+        from ..report.suggestion_words import layout_words
+
+        return f"<Recommended: {layout_words(self.found.best[0])}>" if self.found.best else "<Nothing fits>"
+
+
+class Explanation(Shown, explanations.Explanation):
+    """The answer of ``explain``: ``candidates`` for the tensor that asked, the likeliest first, ``causes`` with what
+    helps, ``estimate.ways_out`` that end it, ``guesses`` where there is no plan."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``memplan explain --json`` prints."""
+        from ..report.explanation import explanation_to_json
+
+        return explanation_to_json(self)
+
+    def _report(self, console: Console) -> Iterator[RenderableType]:
+        from ..report.explanation import explanation_report
+
+        return explanation_report(self)
+
+    def __repr__(self) -> str:
+        from ..report.explanation import verdict
+
+        return f"<{verdict(self).plain}>"
+
+
+class Record(Shown, records.Record):
+    """A validated run: ``verdict``, ``estimate`` and what every rank of ``run`` measured."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``memplan validate --json`` prints."""
+        return records.to_json(self)
+
+    def to_html(self) -> str:
+        from ..report.html.runs import run_page
+
+        return run_page(self).decode()
+
+    def _report(self, console: Console) -> Iterator[RenderableType]:
+        from ..report.runs import run_report
+
+        return run_report(self)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id}: {self.verdict}>"
+
+
+Answered = TypeVar("Answered", bound=Shown)
+
+
+def shown(answer: Answered, known: Measured) -> Answered:
+    object.__setattr__(answer, "_known", known)  # beside the fields, which say what the answer is
+    return answer

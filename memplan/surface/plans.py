@@ -1,0 +1,176 @@
+"""Plans from Python: paths, mappings and fields in the command line's spellings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr
+
+from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.fields import by_flag, plan_fields
+from ..plan.node import Node, scalar
+from ..plan.notes import notes_of
+from ..plan.plan import Plan as _Plan
+from ..plan.read import Flags, ReadPlan, Source, build_plan
+from ..values import dataclass
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Given: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | _Plan | None"
+"""Where a plan is: a path or a built-in example's name; its fields; a plan; or nothing, where fields say it all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a plan was read from."""
+
+    place: str | Source | None
+    from_: str | None
+    flags: Flags
+
+    def read(self, *, traced: bool) -> ReadPlan:
+        from ..commands.launched import LaunchFlags, read_given
+
+        if isinstance(self.place, Source):
+            return build_plan(self.place, self.flags, traced=traced)
+        return read_given(self.place, LaunchFlags(self.from_, (), False, None), self.flags, traced=traced)
+
+
+class Plan(_Plan):
+    """A training job, as it was read: before defaults are filled in. Immutable; ``read_plan`` makes it, and another
+    with other fields: ``read_plan(plan, mbs=2)``."""
+
+    model_config = ConfigDict(defer_build=True)
+    _asked: _Asked | None = PrivateAttr(None)
+
+    @classmethod
+    def _of(cls, plan: _Plan, asked: _Asked | None = None) -> Self:
+        made = constructed(cls, plan)
+        made._asked = asked
+        return made
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        if update:
+            copied._asked = None  # it is no longer what was read
+        return copied
+
+
+def read_plan(plan: Given = None, /, *, from_: str | None = None, **fields: object) -> Plan:
+    """The plan at a path, of a built-in example's name, in a mapping, or another plan, with ``fields`` over it.
+
+    A mapping has sections as a plan's file has them (``{"layout": {"tp": 4}}``), flags' names (``{"tp": 4}``), or both.
+    ``from_`` is the command line's ``--from``: ``read_plan("train.sh", from_="megatron", gpus=64)``.
+    """
+    with as_arguments():
+        asked = asked_of(plan, from_, flags_of(fields))
+        return Plan._of(asked.read(traced=True).plan, asked)
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+
+
+def read_any(plan: Given, flags: Flags, *, traced: bool = False) -> ReadPlan:
+    if isinstance(plan, _Plan) and not flags and getattr(plan, "_asked", None) is None:
+        own = constructed(_Plan, plan)
+        return ReadPlan(own, {}, notes_of(own))
+    return asked_of(plan, None, flags).read(traced=traced)
+
+
+Data = TypeVar("Data", bound=BaseModel)
+
+
+def constructed(kind: type[Data], value: BaseModel) -> Data:
+    """``value``, which was checked when it was made, as one of ``kind``."""
+    return kind.model_construct(value.model_fields_set, **{name: getattr(value, name) for name in kind.model_fields})
+
+
+def asked_of(plan: Given, from_: str | None, flags: Flags) -> _Asked:
+    if isinstance(plan, Mapping):
+        document, own = _mapping(plan)
+        return _Asked(Source(document, Path()), None, {**own, **flags})
+    if isinstance(plan, _Plan):
+        before = getattr(plan, "_asked", None) or _Asked(_source(plan), None, {})
+        return replace(before, flags={**before.flags, **flags})
+    return _Asked(None if plan is None else os.fspath(plan), from_, flags)
+
+
+def _source(plan: _Plan) -> Source:
+    """A plan that was made by itself, as written."""
+    from ..plan.normalise import normalised
+    from ..plan.write import plan_yaml
+    from ..plan.yaml_nodes import parse_yaml
+
+    return Source(normalised(parse_yaml(plan_yaml(plan), "the plan", line=False)), Path())
+
+
+def _mapping(plan: Mapping[str, object]) -> tuple[Node, Flags]:
+    """The fields and sections of a plan's file, and the rest as flags."""
+    from ..plan.normalise import normalised
+
+    own = {path.partition(".")[0] for path in plan_fields()} | {"$schema"}
+    for name in plan:
+        if not isinstance(name, str):
+            raise PlanError("", ABSENT, f"{name!r} is no name of a field", origin=Origin("plan"))
+    document = {name: _node(value, Origin(_argument(name))) for name, value in plan.items() if name in own}
+    flags = flags_of({name: value for name, value in plan.items() if name not in own})
+    return normalised(Node(document, Origin("plan"))), flags
+
+
+def _node(value: object, origin: Origin) -> Node:
+    if isinstance(value, Mapping):
+        return Node({str(key): _node(item, origin) for key, item in value.items()}, origin)
+    if isinstance(value, list | tuple):
+        return Node([_node(item, origin) for item in value], origin)
+    if value is None or isinstance(value, bool | int | float):
+        return Node(value, origin)
+    return scalar(os.fspath(value) if isinstance(value, os.PathLike) else str(value), origin)
+
+
+def flags_of(fields: Mapping[str, object]) -> dict[str, str | tuple[str, ...]]:
+    """``fields`` as the command line has them."""
+    flags: dict[str, str | tuple[str, ...]] = {}
+    for name, value in fields.items():
+        flag = name.replace("_", "-")
+        if flag not in by_flag():
+            known = [known.replace("-", "_") for known in by_flag()]
+            raise PlanError(name, ABSENT, "is not a field of a plan", origin=Origin("argument"), known=known)
+        if value is not None:
+            flags[flag] = _text(value)
+    return flags
+
+
+def _text(value: object) -> str | tuple[str, ...]:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        if all(isinstance(item, str) for item in value.values()):
+            return tuple(f"{key}={item}" for key, item in value.items())  # variables
+        return json.dumps({str(key): item for key, item in value.items()})  # a device map
+    if isinstance(value, list | tuple):
+        return tuple(map(str, value))
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+def _argument(name: str) -> str:
+    return f"argument {name.replace('-', '_')}"
+
+
+@contextmanager
+def as_arguments() -> Iterator[None]:
+    """Errors that name a flag name the argument."""
+    try:
+        yield
+    except PlanError as error:
+        source = error.origin.source if error.origin is not None else ""
+        if not source.startswith("--"):
+            raise
+        origin = Origin(_argument(source[2:]))
+        raise PlanError(error.field, error.value, error.problem, origin=origin, known=error.known) from None
