@@ -63,7 +63,6 @@ NOT_MODELLED = (
     ("fp8", lambda row: "--fp8-format" in row["arguments"]),
     ("CUDA graphs", lambda row: "--cuda-graph-impl" in row["arguments"]),
     ("offloaded activations", lambda row: "--fine-grained-activation-offloading" in row["arguments"]),
-    ("multi-token prediction", lambda row: "--mtp-num-layers" in row["arguments"] and row["id"].startswith("moe/")),
     ("T5", lambda row: row["id"].startswith("t5/")),
     ("hybrid", lambda row: row["id"].startswith(("hybrid/", "nemotron/"))),
 )

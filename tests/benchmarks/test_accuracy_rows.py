@@ -67,8 +67,8 @@ def test_torchtitan_is_within_4_percent_and_its_compiled_row_is_listed() -> None
 def test_functional_tests_of_megatron_lm_are_within_the_limits() -> None:
     """95 % of the dense rows between iterations; 90 % at the peak, with a median below 0.7 %."""
     table = table_of("megatron_lm_ci.jsonl")
-    assert len(table.rows) == 2 * (68 + 22)
-    assert sum(int(text.split()[0]) for text in table.not_modelled) == 111 - 68 - 22
+    assert len(table.rows) == 2 * (68 + 23)
+    assert sum(int(text.split()[0]) for text in table.not_modelled) == 111 - 68 - 23
     dense = [row for row in table.rows if megatron.family_of(row.id) != megatron.EXPERTS]
     for reading, share in ((megatron.STATIC, 0.95), (megatron.PEAK, 0.9)):
         rows = [row for row in dense if row.reading == reading]
@@ -82,7 +82,7 @@ def test_experts_of_megatron_lm_are_within_the_limits_between_iterations() -> No
     rows = [row for row in table.rows if megatron.family_of(row.id) == megatron.EXPERTS]
     static = [row for row in rows if row.reading == megatron.STATIC]
     assert sum(bool(row.within) for row in static) >= 0.9 * len(static)
-    balanced = [row for row in rows if row.reading == megatron.PEAK and "ep8" not in row.id]
+    balanced = [row for row in rows if row.reading == megatron.PEAK and "ep8" not in row.id and "ep4" not in row.id]
     assert all(row.within for row in balanced)
 
 

@@ -318,6 +318,7 @@ def experts() -> Iterator[str]:
     for model in ("deepseek-v2", "deepseek-v3", "moonlight-16b"):
         job = f"--model {model} --layers 4 --seq 2048 --framework megatron --gpu b200 --gpus 16 --ep 8 --pp 2 --zero 1 --gbs 32"
         yield job
+        yield f"{job} --mtp-layers 1"
         yield f"{job} --recompute selective --recompute-modules mla_up_proj,layernorm,shared_experts --no-rope-fusion"
     for framework in ("fsdp", "deepspeed", "single"):
         yield f"--model mixtral-8x7b --framework {framework}"

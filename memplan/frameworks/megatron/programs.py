@@ -16,7 +16,7 @@ from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...device.workspaces import cublas_workspaces
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import MEGATRON_CORE, check_covered
-from ...layers.megatron_core import bert, block, dispatch, ends, latent, local, te_facts
+from ...layers.megatron_core import bert, block, dispatch, ends, latent, local, mtp, te_facts
 from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.shape import CoreShape, ExpertShape, Version
 from ...layers.megatron_core.te_attention import backend
@@ -216,12 +216,28 @@ def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -
             return Run(ends.final_norm(r, x, shape))
         if name == "passthrough":  # a chunk without layers (``TransformerBlock.forward``)
             return Run(ends.cloned(r, x, "hidden_cloned"))
+        if shape.spec.mtp_layers:
+            return Run(None, loss=mtp.head(r, x, shape))
         head = bert.bert_head if is_bert else ends.gpt_head
         return Run(None, loss=head(r, x, shape, tied_here=tied_here))
 
-    interface = Interface(None if name == "embedding" else shape.hidden, _hidden_dtype(shape))
+    behind = name == "head" and shape.spec.mtp_layers
+    hidden = None if name == "embedding" else mtp.hidden_of_all(shape) if behind else shape.hidden
+    interface = Interface(hidden, _hidden_dtype(shape))
     present = frozenset({ends.WORD}) if name == "head" and tied_here else frozenset()
     return build(name, recipe, interface, options, present)
+
+
+@lru_cache(maxsize=1024)
+def mtp_module(shape: CoreShape, layer_shape: CoreShape, embedded_here: bool, options: Options) -> Module:
+    """Layers of multi-token prediction. Their embedding is the stage's own where this has one."""
+
+    def recipe(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(mtp.block(r, x, shape, layer_shape, block.layer))
+
+    present = frozenset({ends.WORD, "position.weight"}) if embedded_here else frozenset()
+    return build("mtp", recipe, Interface(shape.hidden, _hidden_dtype(shape)), options, present)
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,6 +274,8 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
         if group[0].startswith("layer."):
             shapes = tuple(layer_shape_of(layer_shape, int(name.removeprefix("layer."))) for name in group)
             module = layers_module(shapes, own, recomputed=_recomputes(job.recompute, group, entries))
+        elif group[0] == "mtp":
+            module = mtp_module(end_shape, layer_shape, "embedding" in entries, own)
         else:
             module = end_module(group[0], end_shape, tied_here, own)
         label = group[0] if len(group) == 1 else f"{group[0]}–{group[-1].removeprefix('layer.')}"
@@ -352,7 +370,8 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
     check_covered(plan.model, MEGATRON_CORE, plan.framework)
     layout = plan.layout
     shape = core_shape(plan)
-    for reason in block.uncovered(shape):
+    full = plan.recompute.mode == "full"
+    for reason in (*block.uncovered(shape), *mtp.uncovered(shape, recomputes_layers=full)):
         raise PlanError("framework", plan.framework, f"has no recipe for {reason}")
     capability = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     return Stages(
@@ -373,12 +392,13 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
 
 def stage_entries(plan: ResolvedPlan) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Names of the entries of every chunk of every stage."""
-    return _named_entries(plan.model.layers, plan.layout.pp, plan.layout.vpp, plan.pipeline)
+    has_mtp = plan.model.mtp_layers > 0
+    return _named_entries(plan.model.layers, plan.layout.pp, plan.layout.vpp, plan.pipeline, has_mtp)
 
 
 @lru_cache(maxsize=1024)
 def _named_entries(
-    layers: int, stages: int, chunks: int, pipeline: Pipeline
+    layers: int, stages: int, chunks: int, pipeline: Pipeline, has_mtp: bool
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
     found = megatron_layout.stages(
         layers,
@@ -390,14 +410,14 @@ def _named_entries(
         count_loss=pipeline.count_loss,
         layout=pipeline.layout,
     )
-    return tuple(tuple(_entries(chunk) for chunk in stage) for stage in found)
+    return tuple(tuple(_entries(chunk, has_mtp) for chunk in stage) for stage in found)
 
 
-def _entries(chunk: megatron_layout.Chunk) -> tuple[str, ...]:
+def _entries(chunk: megatron_layout.Chunk, has_mtp: bool) -> tuple[str, ...]:
     return (
         *(("embedding",) if chunk.embedding else ()),
         *(f"layer.{i}" for i in chunk.layers),
-        *(("final_norm", "head") if chunk.head else ()),
+        *(("final_norm", *(("mtp",) if has_mtp else ()), "head") if chunk.head else ()),
     )
 
 
@@ -477,7 +497,7 @@ def _workspaces(shape: CoreShape, names: tuple[str, ...], chunks: int, libraries
     dtype, has_layers, has_head = shape.dtype, bool(kinds), "head" in names
     shape = next((kind for kind in kinds if kind.experts is not None), replace(shape, experts=None))
     if shape.spec.latent_kv_rank:
-        holds += latent.tables(shape, len(layers))
+        holds += latent.tables(shape, len(layers) + shape.spec.mtp_layers * ("mtp" in names))
     elif shape.spec.positions == "rotary":
         holds += ends.rotary_table(shape) * chunks
     gathered = [local.memory_buffer(shape)] * has_layers + [ends.gather_buffer(shape)] * has_head
@@ -486,6 +506,7 @@ def _workspaces(shape: CoreShape, names: tuple[str, ...], chunks: int, libraries
     if sizes:
         holds.append(Hold(0, max(sizes), Category.COMMUNICATION_BUFFERS, "global_memory_buffer", (), dtype))
     weights = {size for kind in kinds for size in block.dummy_gradients(kind)}
+    weights |= {mtp.projection(shape)} if "mtp" in names and shape.gradient_fusion else set()
     head = ends.dummy_gradient(shape) if has_head else None
     weights |= {head} if head is not None else set()
     if shape.implementation == "transformer_engine":

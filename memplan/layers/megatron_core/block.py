@@ -38,8 +38,6 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "RMSNorm with sequence parallelism: PyTorch's norm, which the local implementation takes, refuses it"
     if shape.attention == "local" and shape.cp > 1:
         yield "context parallelism with Megatron-Core's own attention"
-    if spec.mtp_layers:
-        yield "multi-token prediction"
     yield from latent.uncovered(shape)
     yield from moe.uncovered(shape)
 

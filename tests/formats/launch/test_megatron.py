@@ -149,7 +149,6 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ("--batch-size 4", "--batch-size: was renamed long ago, and Megatron stops"),
         ("--use-megatron-fsdp", "train.sh:2: --use-megatron-fsdp: must be left out: parameters that are sharded over ranks"),
         ("--use-torch-fsdp2", "--use-torch-fsdp2: must be left out: parameters that are sharded over ranks"),
-        ("--mtp-num-layers 1", "--mtp-num-layers: must be left out: multi-token prediction is not modelled yet"),
         ("--hybrid-layer-pattern M-*", "--hybrid-layer-pattern: must be left out: hybrid models are not modelled yet"),
         ("--context-parallel-size 2 --cp-comm-type all_gather", "--cp-comm-type = all_gather: is not modelled yet; p2p or a2a"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0", "recompute.layers = 0: must be at least 1"),

@@ -1,0 +1,137 @@
+"""Models with experts in Megatron-Core: parameters, how they are shared out, tokens on their way, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan.frameworks.megatron.programs import core_shape, expert_replicas, programs
+from memplan.layers.module import Options
+from memplan.plan.count import parameters
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+from memplan.tape.events import Category
+from memplan.tape.program import fold_program
+
+
+def plan(model: str = "mixtral-8x7b", **flags: Any) -> ResolvedPlan:
+    given = {"model": model, "framework": "megatron", "layers": 2, "seq": 512, "vocab_multiple": 1, **flags}
+    return resolve(read_plan(None, {name.replace("_", "-"): str(value).lower() for name, value in given.items()}).plan)
+
+
+def elements(of: ResolvedPlan, *, experts: bool | None = None) -> int:
+    (program,) = programs(of, Options())
+    return sum(p.elements for p in program.parameter_tensors() if experts is None or p.expert is experts)
+
+
+@pytest.mark.parametrize("mtp", [0, 1, 2])
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"])
+def test_one_rank_has_every_parameter(model: str, mtp: int) -> None:
+    """The count of a spec is transformers' own (``test_huggingface``); further layers are counted by hand there."""
+    whole = plan(model, mtp_layers=mtp, dense_layers=0)
+    assert elements(whole) == parameters(whole.model)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 2), (2, 2), (4, 2), (4, 1), (2, 4)])
+def test_experts_are_divided_by_their_own_ranks(ep: int, etp: int) -> None:
+    """Of tp 2: layers have half of every matrix, ranks of an expert a part of E / ep experts."""
+    alone, shared = plan(), plan(tp=2, dp=8, ep=ep, etp=etp, sequence_parallel=True)
+    experts = 2 * 8 * 3 * 4096 * 14336
+    apart = ep > 1 or etp != 2
+    assert elements(shared, experts=True) == (experts // ep // etp if apart else 0)
+    assert elements(shared) < elements(alone) // 2 + experts // ep // etp
+    assert expert_replicas(shared) == 16 // (ep * etp)
+
+
+def test_states_of_experts_are_divided_by_their_replicas() -> None:
+    """dp 8, ep 4: two replicas of an expert, eight of everything else; Adam's two states and main parameters."""
+    shared = plan(dp=8, ep=4, zero=1)
+    (program,) = programs(shared, Options())
+    kept = program.kept.between.net_by
+    dense, experts = elements(shared, experts=False), elements(shared, experts=True)
+    expected = 8 * (dense / 8 + experts / 2)
+    assert kept[Category.OPTIMIZER_STATES] == pytest.approx(expected, rel=2e-3)
+    assert kept[Category.GRADIENTS] == pytest.approx(4 * (dense + experts), rel=1e-3)
+
+
+@given(
+    ep=st.sampled_from([1, 2, 4, 8]),
+    etp=st.sampled_from([1, 2]),
+    imbalance=st.floats(1.0, 16.0),
+    capacity=st.none() | st.floats(0.5, 4.0),
+    padded=st.booleans(),
+)
+def test_tokens_on_their_way(ep: int, etp: int, imbalance: float, capacity: float | None, padded: bool) -> None:
+    """No rank receives more than all tokens, nor more than its experts take; all ranks' mean is what ranks send."""
+    shape = core_shape(plan(dp=16, ep=8))
+    assert shape.experts is not None
+    given = replace(
+        shape.experts, ep=ep, etp=etp, imbalance=imbalance, capacity_factor=capacity,
+        padded=padded and capacity is not None,
+    )  # fmt: skip
+    shape = replace(shape, experts=given)
+    rows, top_k = shape.routed, shape.spec.expert_top_k
+    assert rows.own == 512
+    assert rows.held == rows.received * etp
+    if given.padded:
+        assert rows.sent == rows.received == shape.capacity * 8
+        return
+    assert rows.sent <= rows.own * top_k
+    assert rows.received <= rows.own * ep * min(top_k, 8 // ep)
+    assert rows.received <= -(-rows.sent * imbalance // 1)
+    if capacity is not None:
+        assert rows.received <= shape.capacity * 8
+    if imbalance == 1.0 and capacity is None:
+        assert rows.received == rows.sent == rows.own * top_k
+
+
+def test_the_peak_grows_with_imbalance_and_not_where_inputs_are_padded() -> None:
+    def peak(**flags: Any) -> int:
+        (program,) = programs(plan(dp=8, ep=8, **flags), Options())
+        return fold_program(program).peak
+
+    balanced, more, worst = (peak(experts_imbalance=one) for one in ("balanced", "1.5", "worst"))
+    assert balanced < more < worst
+    padded = {"moe_capacity_factor": 1, "moe_pad_to_capacity": True}
+    assert peak(**padded) == peak(**padded, experts_imbalance="worst")
+
+
+@pytest.mark.parametrize("modules", ["moe", "moe_act", "layernorm", "moe_act,layernorm"])
+def test_recomputed_modules_keep_less(modules: str) -> None:
+    def kept(**flags: Any) -> int:
+        (program,) = programs(plan(dp=8, ep=8, layers=1, **flags), Options())
+        layer = next(
+            span.module for chunk in program.order.chunks for span in chunk.spans if span.module.name == "layer"
+        )
+        assert layer.steady.forward_fold.net + layer.steady.backward_fold.net == 0
+        return layer.steady.forward_fold.net
+
+    assert kept(recompute="selective", recompute_modules=modules) < kept()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"ep": 3}, "layout.ep = 3: must divide the 8 experts of mixtral-8x7b"),
+        ({"dp": 2, "ep": 4}, "layout.ep = 4: times etp 1 must divide tp x cp x dp = 2"),
+        ({"expert_top_k": 9}, "model.expert_top_k = 9: must be at most the 8 experts"),
+        ({"dp": 8, "ep": 2, "moe_pad_to_capacity": True}, "experts.pad_to_capacity = true: needs"),
+        ({"moe_dispatcher": "flex"}, "experts.dispatcher = flex: is not modelled yet"),
+        ({"experts_imbalance": "0.5"}, "must be balanced, worst, or a factor of at least 1"),
+        ({"tp": 2, "dp": 4}, "experts with tensor parallelism but no sequence parallelism"),
+        ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion"),
+        ({"transformer_impl": "local"}, "experts in local layers"),
+        ({"mtp_layers": 1, "recompute": "full"}, "multi-token prediction with full recompute"),
+        ({"framework": "fsdp", "vocab_multiple": 128}, "model.experts = 8: must be 0 with framework fsdp"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(flags: dict[str, Any], line: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        programs(plan(**flags), Options())
+    assert line in str(caught.value)
