@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 from collections.abc import Callable
@@ -65,7 +66,6 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["estimate", "llama-3-8b", "--vary", "tp"], "--vary: tp: needs values, as --vary tp=A,B"),
         (["estimate", "llama-3-8b", "--vary", "tp=1,x"], "--vary tp: layout.tp = x: must be a whole number"),
         (["estimate", "llama-3-8b", "--compare", "llama-3-8b"], "command line: plan = llama-3-8b: is there twice"),
-        (["estimate", "-", "--compare", "-"], "standard input: can be read only once"),
         (["estimate", "llama-3-8b", "--compare", "nothere.yaml"], "nothere.yaml: no such file"),
         (["estimate", "llama-3-8b", "--vary", "mbs=" + ",".join(map(str, range(1, 99)))], "--vary: makes 98 variants; at most 64"),
         (["estimate", "llama-3-8b", "--detail", "x"], "memplan estimate: invalid value for '--detail'"),
@@ -215,6 +215,13 @@ def test_what_a_plan_leaves_open_or_says_in_vain_is_told(run: Run) -> None:
     ]
 
 
+def test_standard_input_can_be_read_only_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"model: gpt2")))
+    code, out, err = run("estimate", "-", "--compare", "-")
+    assert (code, out) == (2, "")
+    assert "standard input: can be read only once" in err
+
+
 def test_version_and_help(run: Run) -> None:
     assert run("--version") == (0, f"memplan {__version__}\n", "")
     for arguments in ([], ["--help"], ["-h"]):
@@ -223,15 +230,48 @@ def test_version_and_help(run: Run) -> None:
         assert "suggest-partition" in out
 
 
-def test_the_help_of_estimate_has_every_flag(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_help_of_estimate_has_every_flag(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
-    code, out, _ = run("estimate", "--help")
+    code, out, _ = run("estimate", "--help-all")
     assert code == 0
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
     for name in by_flag():
         assert f"--{name}" in plain or f"--no-{name}" in plain
+
+
+@pytest.mark.parametrize("command", ["estimate", "suggest-partition", "validate", "explain", "export"])
+def test_the_help_fits_two_screens(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Of 80 columns; the flags that most people use, a line each."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(command, "--help")
+    lines = out.splitlines()
+    assert code == 0
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("  --") for line in lines) >= 25
+    assert lines[-1] == f"All flags: memplan {command} --help-all"
+    assert len(run(command, "--help-all")[1].splitlines()) > 400
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("memplan sug", {"suggest-partition"}),
+        ("memplan estimate --gpu h100", {"h100-80gb", "h100-94gb", "h100-96gb"}),
+        ("memplan estimate --model smollm2-1", {"smollm2-1.7b", "smollm2-135m"}),
+        ("memplan estimate --framework meg", {"megatron", "megatron-deepspeed"}),
+        ("memplan estimate bigscience", {"bigscience-104b-250k"}),
+        ("memplan validate --lora-r", {"--lora-rank"}),
+    ],
+)
+def test_a_shell_completes(run: Run, monkeypatch: pytest.MonkeyPatch, words: str, offered: set[str]) -> None:
+    monkeypatch.setenv("_MEMPLAN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    code, out, _ = run()
+    assert (code, {*out.split()}) == (0, offered)
 
 
 def test_models_lists_every_spec(run: Run) -> None:

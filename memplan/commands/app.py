@@ -5,6 +5,9 @@ A --compare B --compare C``), and what happens when one is misspelt.
 from __future__ import annotations
 
 import gc
+import inspect
+import os
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
@@ -68,8 +71,13 @@ memplan estimate --from megatron train.sh --gpus 64"""
 def run_command(arguments: list[str]) -> int:
     """Runs the command that ``arguments`` name and returns its exit code."""
     words = expanded(arguments)
+    if _COMPLETION in os.environ or {"--install-completion", "--show-completion"} & {*words[:1]}:
+        return _complete(words)
+    if "--help-all" in words:
+        return _run(["--help" if word == "--help-all" else word for word in words], None)
+    flags = {word.partition("=")[0] for word in words}
     try:
-        return _run(words, None if {"-h", "--help"} & set(words) else {word.partition("=")[0] for word in words})
+        return _run(words, {*COMMON} if {"-h", "--help"} & flags else flags)
     except _USAGE_ERROR as error:
         if not hasattr(error, "possibilities"):
             raise _explained(error) from None
@@ -78,6 +86,20 @@ def run_command(arguments: list[str]) -> int:
         return _run(words, None)  # a flag that other tools call so; or the error names the one that was probably meant
     except _USAGE_ERROR as error:
         raise _explained(error) from None
+
+
+_COMPLETION = "_MEMPLAN_COMPLETE"
+"""The variable with which a shell asks for what may stand where the cursor is (typer's completion)."""
+
+
+def _complete(words: list[str]) -> int:
+    """Answers a shell, or writes what makes it ask."""
+    app = _app("", None, completion=True)
+    try:
+        typer.main.get_command(app).main(args=words, prog_name="memplan", complete_var=_COMPLETION)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
 
 
 def _spelled(word: str) -> str:
@@ -104,12 +126,24 @@ def _run(words: list[str], flags: set[str] | None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _app(asked: str, flags: set[str] | None) -> typer.Typer:
+COMMON = (
+    *("--from", "--set", "--vary", "--compare", "--fix", "--objective", "--top", "--write", "--to", "--output", "-o"),
+    *("--device", "--record", "--steps", "--learn", "--events", "--example"),
+    *("--detail", "--html", "--plot", "--json", "--quiet", "-q", "--verbose", "-v", "--help", "-h"),
+    *("--model", "--layers", "--framework", "--attention", "--headroom", "--gpu", "--gpus"),
+    *("--tp", "--pp", "--dp", "--cp", "--ep", "--vpp", "--zero", "--mbs", "--gbs", "--accumulation", "--seq"),
+    *("--dtype", "--optimizer", "--recompute", "--lora-rank", "--quantisation"),
+)
+"""Flags that most people use: those of ``--help``; ``--help-all`` has every one."""
+
+
+def _app(asked: str, flags: set[str] | None, *, completion: bool = False) -> typer.Typer:
     """The app with the command that is ``asked`` for; with all of them where that is none."""
     app = typer.Typer(
         name="memplan",
         help="Plan the GPU memory of a training job before a GPU hour is spent.",
-        add_completion=False,
+        epilog="memplan --install-completion: flags, models, GPUs and plans at the Tab key of your shell",
+        add_completion=completion,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         cls=_Commands,
@@ -118,8 +152,9 @@ def _app(asked: str, flags: set[str] | None) -> typer.Typer:
     app.callback(invoke_without_command=True)(_memplan)
     for name in [asked] if asked in COMMANDS else COMMANDS:
         function = getattr(import_module(f".{COMMANDS[name]}", __package__), name.replace("-", "_"))
-        command = with_plan_flags(function, flags if asked in COMMANDS else ())
-        app.command(name, cls=_ByPanel, epilog=_EXAMPLES if name == "estimate" else None)(command)
+        command = with_plan_flags(function, flags if asked in COMMANDS or completion else ())
+        shown = _Common if flags is not None and "flags" in inspect.signature(function).parameters else _ByPanel
+        app.command(name, cls=shown, epilog=_EXAMPLES if name == "estimate" else None)(command)
     return app
 
 
@@ -138,6 +173,41 @@ class _ByPanel(TyperCommand):
                 formatter.write_dl(rows, col_max=_LONGEST_FLAG)
 
 
+class _Common(_ByPanel):
+    """A command whose help has its common flags, a line each."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        width = formatter.width - _SHORT_FLAG
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panel = _MERGED.get(getattr(parameter, "rich_help_panel", None) or "", "Job")
+                panels.setdefault(panel, []).append((record[0], _brief(record[1], width)))
+        for name, rows in panels.items():
+            formatter.write(f"\n{name}:\n")
+            with formatter.indentation():
+                formatter.write_dl(rows, col_max=_SHORT_FLAG - 4)
+        formatter.write(f"\nAll flags: {ctx.command_path} --help-all\n")
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        return
+
+
+def _brief(text: str, width: int) -> str:
+    """The first clause of ``text``, in one line."""
+    import textwrap
+
+    return textwrap.shorten(re.split(r"; |: | \(|  \[", text, maxsplit=1)[0], max(width, 20), placeholder=" …")
+
+
+_SHORT_FLAG = 30
+_MERGED = {
+    **dict.fromkeys(("", "A launch file in place of a plan", "Side by side"), "Plan"),
+    **{name: name for name in ("Output", "Search")},
+    **dict.fromkeys(("Layout", "Batch"), "Layout and batch"),
+}
+"""Panels of the whole help to those of the short one; ``Job`` for the others."""
 _LONGEST_FLAG = 34
 """Characters of a flag and its value that the help puts beside what they mean; longer ones have a line of their own."""
 

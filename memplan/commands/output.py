@@ -5,29 +5,43 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..plan.errors import lines
+from ..plan.library import examples
 from ..streams import silence
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+def beginning(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Those of ``names`` that begin with what is typed so far."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete.lower())]
+
+    return complete
+
+
 OUTPUT = "Output"
 """The panel of ``--help`` for flags of output."""
 PlanFile = Annotated[
     str | None,
-    typer.Argument(help="YAML or JSON file, name of a built-in example, or - for standard input."),
+    typer.Argument(
+        help="YAML or JSON file, name of a built-in example, or - for standard input.",
+        autocompletion=beginning(examples),
+    ),
 ]
 PlanOrLaunchFile = Annotated[
     str | None,
     typer.Argument(
-        help="YAML or JSON file, name of a built-in example, or - for standard input; with --from a launch file."
+        help="plan or launch file, name of a built-in example, or - for standard input",
+        autocompletion=beginning(examples),
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON only", rich_help_panel=OUTPUT)]

@@ -11,6 +11,8 @@ import typer
 from typer.models import OptionInfo
 
 from ..plan.fields import Kind, PlanField, by_flag
+from ..plan.library import model_specs
+from .output import beginning
 
 _PANELS = {
     "": "Job",
@@ -83,7 +85,7 @@ def _may_be_among(words: Collection[str] | None, parameter: inspect.Parameter) -
     if words is None or option is None or parameter.default is parameter.empty:
         return True
     short = any(len(word) > 1 and word[0] == "-" and word[1] != "-" for word in words)
-    names = option.param_decls or (f"--{parameter.name.replace('_', '-')}",)
+    names = (str(option.default), *(option.param_decls or ()))  # typer takes the first name for the default
     return any(name in words or (short and not name.startswith("--")) for name in names)
 
 
@@ -117,10 +119,25 @@ def _parameters(field: PlanField) -> list[inspect.Parameter]:
 def _parameter(field: PlanField, name: str, annotation: Any, flag: str, **more: Any) -> inspect.Parameter:
     panel = "Job" if field.path == "model.layers" else _PANELS[field.section]
     text = f"off: {_help(field)}" if name.startswith(_MARK + _OFF) else _help(field)
-    option = typer.Option(flag, help=text, rich_help_panel=panel, **more)
+    option = typer.Option(flag, help=text, rich_help_panel=panel, autocompletion=_completion(field), **more)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
     )
+
+
+def _completion(field: PlanField) -> Callable[[str], list[str]] | None:
+    """What a shell offers for a value of ``field``, from the characters that it begins with."""
+    if field.path == "hardware.gpu":
+        return beginning(_gpus)
+    if field.kind is Kind.MODEL:
+        return beginning(model_specs)
+    return beginning(lambda: field.choices) if field.choices else None
+
+
+def _gpus() -> Iterable[str]:
+    from ..device.gpus import GPUS
+
+    return GPUS
 
 
 def _help(field: PlanField) -> str:

@@ -54,7 +54,7 @@ def validate(
         typer.Option(
             "--device",
             metavar="NAME",
-            help="cuda; cpu: real processes with gloo; fake: fake tensors without computation",
+            help="where it runs: cuda; cpu: real processes with gloo; fake: fake tensors without computation",
             rich_help_panel=_RUN,
         ),
     ] = "cuda",

@@ -289,9 +289,10 @@ class Plan(Section, Terse):
     recompute: Recompute = Recompute.model_construct()
     attention: AttentionImplementation | None = Field(
         None,
-        description="eager (scores are stored); flash: the framework's flash attention, with transformers that of "
-        "PyTorch's sdpa; flash_attention_2: the package's, which keeps its kernel with sliding windows; default: flash "
-        "where framework and dtype support it, flash_attention_2 from a sliding window on",
+        description="implementation of attention: eager, which stores the scores; flash, the framework's flash "
+        "attention, with transformers that of PyTorch's sdpa; flash_attention_2, the package's, which keeps its kernel "
+        "with sliding windows; default: flash where framework and dtype support it, flash_attention_2 from a sliding "
+        "window on",
     )
     code: Literal["current", "2020"] = Field(
         "current",
