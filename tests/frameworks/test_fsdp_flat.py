@@ -83,12 +83,12 @@ def test_what_is_gathered_at_once() -> None:
     assert root.of(Category.GATHERED_PARAMETERS) == 2 * ROOT
 
 
-@pytest.mark.parametrize(("ahead", "layers"), [(False, 1), (True, 2)])
-def test_the_layer_before_is_gathered_ahead(ahead: bool, layers: int) -> None:
+@pytest.mark.parametrize(("ahead", "trained", "layers"), [(False, 1, 1), (True, 1, 2), (False, 0, 1), (True, 0, 3)])
+def test_the_layer_before_is_gathered_ahead(ahead: bool, trained: int, layers: int) -> None:
     """Four layers of 1 MiB between an embedding and a head, which the root of 512 KiB has."""
     units = (
-        Flat(MODEL, 0, 5, 1 << 19, 1, False),
-        *(Flat(f"layer.{i}", i + 1, i + 1, 1 << 20, 1) for i in range(4)),
+        Flat(MODEL, 0, 5, 1 << 19, trained, False),
+        *(Flat(f"layer.{i}", i + 1, i + 1, 1 << 20, trained) for i in range(4)),
     )
     arounds = pass_through(FlatHooks(units, 2, "bf16", False, [()] * 5, True, ahead), 6, 5)
     backward = [event for around in arounds[::-1] for event in (*around.before_backward, *around.after_backward)]

@@ -10,9 +10,10 @@ tensor, cut into as many equal pieces as there are ranks.
   without a graph, where no hook says that a unit will be needed (``_register_pre_backward_hooks``): nothing is ahead.
 * Gradients of views of the flat tensor come together as one flat gradient (``SplitWithSizesBackward``), which is
   reduced to a piece of it; the whole one ends.
-* A unit of frozen parameters waits for the gradient of its input (``_register_post_backward_reshard_only_hook``); the
-  hook holds on to that input's ``AccumulateGrad``, and so, where the input is a leaf of a reentrant recompute, to the
-  input and its gradient, until backward has ended (``_finalize_params``).
+* A unit of frozen parameters waits for the gradient of its input (``_register_post_backward_reshard_only_hook``),
+  behind the hook that gathers for the unit before, unless that input is a leaf. The hook holds on to the input's
+  ``AccumulateGrad``, and so, where the input is a leaf of a reentrant recompute, to the input and its gradient, until
+  backward has ended (``_finalize_params``).
 * With mixed precision, what is trained is in fp32, gathered and reduced in 16 bits; buffers aside, frozen parameters
   stay as they were loaded.
 """
@@ -160,6 +161,8 @@ class FlatHooks:
     """By hooks of frozen units, until backward has ended."""
     above: bool = False
     """A frozen layer's backward has ended."""
+    waiting: list[int] = field(default_factory=list)
+    """Frozen units that end behind the next one's pre-backward hook."""
     events: list[Event] = field(default_factory=list)
     ids: int = 0
 
@@ -211,12 +214,17 @@ class FlatHooks:
         before = self.order.index(at) - 1
         if self.ahead and before >= 0:
             self.unshard(self.order[before])
+        while self.waiting:
+            self.reshard(self.waiting.pop())
 
     def post_backward(self, at: int) -> None:
         unit = self.units[at]
         if unit.trained:
             self._reduce(at)
-        self.reshard(at)
+        if self.ahead and not unit.trained:
+            self.waiting.append(at)
+        else:
+            self.reshard(at)
         given, gradient = unit.kept
         if given:
             if self.above:  # of the layer above, whose input's gradient this one's is
