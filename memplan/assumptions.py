@@ -43,6 +43,16 @@ def plain(plan: ResolvedPlan) -> tuple[str, ...]:
     return (f"code followed: {followed}; of other libraries the newest", *PLAIN)
 
 
+def _loaded(plan: ResolvedPlan) -> str:
+    """The rule by which a Trainer's model has its parameters' dtype."""
+    if plan.precision.stored != "fp32":
+        return f"the model is loaded in {plan.precision.stored}, as the plan says"
+    return (
+        "the model is loaded in fp32, the rule before transformers 5 where no dtype is given; from 5 on a checkpoint "
+        "keeps its own (--autocast-parameters bf16)"
+    )
+
+
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     """What the estimate takes for granted."""
     result = [*COMMON]
@@ -53,7 +63,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     result += own.assumptions(plan) or plain(plan)
     result += of_tuning(plan)
     result += _of_autocast(plan)
-    result += TRAINER if plan.trainer.loop == "transformers" else ()
+    result += (*TRAINER, _loaded(plan)) if plan.trainer.loop == "transformers" else ()
     result += own.optimizer_assumptions(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))

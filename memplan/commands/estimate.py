@@ -4,7 +4,7 @@ field.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..formats import FORMATS
+from ..frameworks import ROOMS, framework
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import Kind, by_flag
+from ..plan.notes import Note
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
 from ..values import dataclass
 from .files import check_writable, write_whole
@@ -74,8 +76,35 @@ def read_variants(
         for values in combinations:
             changes = " ".join(f"{name}={value}" for name, value in values.items())
             name = " ".join(part for part in (source_name if len(sources) > 1 else "", changes) if part)
-            plans[name or source_name] = build_plan(loaded, flags, values, traced=True)
+            alike = _alike(loaded, flags, merged, values)
+            read = build_plan(loaded, flags, {**values, **alike}, traced=True)
+            told = tuple(
+                Note(LIKE_WITH_LIKE, f"ZeRO-{zero}, as fsdp shards; --zero says otherwise") for zero in alike.values()
+            )
+            plans[name or source_name] = replace(read, warnings=(*read.warnings, *told))
     return plans
+
+
+LIKE_WITH_LIKE = "like-with-like"
+SHARDS_AS_FSDP = "ZeRO-3, which shards as fsdp does; --zero says otherwise"
+
+Varied = Mapping[str, Sequence[tuple[str, str]]]
+"""Pairs of a field and a value, by the field."""
+
+
+def _alike(source: Source, flags: Flags, varied: Varied, values: Mapping[str, str]) -> dict[str, str]:
+    """The stage of ZeRO with which a framework shards as ``fsdp``, which it is compared with: where it has that stage
+    and nobody says another."""
+    names = [value for _, value in varied.get(FRAMEWORK, ())]
+    layout = source.plan.mapping.get("layout")
+    said = "zero" in flags or "zero" in varied or (layout is not None and "zero" in layout.mapping)
+    name = values.get(FRAMEWORK, "")
+    if said or "fsdp" not in names or name not in ROOMS or 3 not in framework(name).supports.zero:
+        return {}
+    return {} if name == "fsdp" else {"zero": "3"}
+
+
+FRAMEWORK = "framework"
 
 
 def _named_sources(source: str | None, compare: Sequence[str], flags: Flags) -> dict[str, str | None]:

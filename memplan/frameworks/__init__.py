@@ -38,6 +38,24 @@ BY_ITSELF = "single"
 """What a plan means that says nothing of the kind."""
 
 
+HINTS = {
+    **dict.fromkeys(("fsdp2", "fsdp1", "fullyshard"), "that is fsdp"),
+    "torchtitan": "that is fsdp with --fsdp-code torchtitan, or --from torchtitan FILE",
+    **dict.fromkeys(("zero", "zero1", "zero2", "zero3"), "that is deepspeed with --zero 1, 2 or 3"),
+    "accelerate": "it launches others: fsdp, deepspeed or ddp",
+    **dict.fromkeys(
+        ("huggingface", "hf", "transformers", "trainer", "trl", "axolotl"),
+        "it runs on others: single, ddp, fsdp or deepspeed, with --trainer transformers for its Trainer",
+    ),
+    **dict.fromkeys(("megatronlm", "megatroncore", "mcore", "nemo", "megatronbridge"), "its models run on megatron"),
+    **dict.fromkeys(("pytorch", "torch"), "on one GPU that is single, on several ddp or fsdp"),
+    **dict.fromkeys(
+        ("composer", "llmfoundry", "lightning", "pytorchlightning"), "it runs on others: ddp, fsdp or deepspeed"
+    ),
+}
+"""What other names mean here, written plainly (``plan.spellings.plain``)."""
+
+
 @cache
 def framework(name: str) -> Framework:
     """The object of the framework ``name``, one of ``ROOMS``."""
@@ -51,4 +69,4 @@ def frameworks() -> Iterator[Framework]:
     return map(framework, ROOMS)
 
 
-__all__ = ["BY_ITSELF", "IMPLIED_BY", "ROOMS", "Framework", "Supports", "framework", "frameworks"]
+__all__ = ["BY_ITSELF", "HINTS", "IMPLIED_BY", "ROOMS", "Framework", "Supports", "framework", "frameworks"]

@@ -35,6 +35,9 @@ BLOCK_SIZE = 256
 OLD_BLOCK_SIZE = 2048
 """The same before 0.44."""
 
+SHARDED = ("nothing sharded", "states sharded", "gradients, states sharded", "all sharded")
+"""By the stage of ZeRO."""
+
 PYTORCH_SECTIONS = ("lora", "quantisation", "frozen", "trainer")
 """Sections of a plan that are modelled around plain PyTorch: adapters, 4-bit and frozen parameters, the Trainer."""
 
@@ -238,6 +241,10 @@ class Framework:
     def described(self, plan: Plan) -> list[str]:
         """Choices that make this another plan, in a few words each, beside the framework's name."""
         return []
+
+    def sharded(self, plan: ResolvedPlan) -> str:
+        """What replicas share out among them, in a few words."""
+        return SHARDED[plan.layout.zero] if (plan.layout.dp or 1) > 1 else SHARDED[0]
 
     def zero_words(self, stage: int) -> str:
         """A ZeRO stage as users of the framework call it."""

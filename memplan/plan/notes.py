@@ -16,6 +16,11 @@ FRAMEWORK_CHOSEN = "framework-chosen"
 """Code of the note on a plan that names no framework."""
 
 
+SEQ_DEFAULT, VOCAB_UNUSED = "seq-default", "vocab-size-unused"
+FIRST = (FRAMEWORK_CHOSEN, SEQ_DEFAULT, VOCAB_UNUSED)
+"""Codes of notes that decide the answer and may surprise: reports begin with them."""
+
+
 class Note(NamedTuple):
     """A stable ``code`` for scripts, and a ``message`` that teaches."""
 
@@ -55,4 +60,4 @@ def _sequence(plan: Plan) -> Iterator[Note]:
     """A default that is shorter than the model's longest sequence."""
     longest = plan.model.positions_max
     if plan.batch.seq is None and longest > DEFAULT_SEQ:
-        yield Note("seq-default", f"seq is {DEFAULT_SEQ}, since none was given; the model goes to {longest} tokens")
+        yield Note(SEQ_DEFAULT, f"seq is {DEFAULT_SEQ}, since none was given; the model goes to {longest} tokens")

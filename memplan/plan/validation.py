@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ..frameworks import HINTS
 from .errors import ABSENT, PlanError
 from .fields import Kind, PlanField, plan_fields, sections
 from .node import Node
 from .plan import Plan
 from .sizes import ALLOWED
 from .spec import ModelSpec
+from .spellings import plain
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -71,7 +73,9 @@ def _translated(found: Mapping[str, Any], prefix: str) -> PlanError:
         return _unknown(path)
     field = plan_fields().get(path)
     if kind == "literal_error" and field is not None:
-        return PlanError(path, value, f"must be {field.allowed}", known=field.choices)
+        hint = HINTS.get(plain(str(value))) if path == "framework" else None
+        problem = f"must be {field.allowed}" + (f"; {hint}" if hint else "")
+        return PlanError(path, value, problem, known=() if hint else field.choices)
     if kind in _WORDS_FOR_LIMITS:
         key, words = _WORDS_FOR_LIMITS[kind]
         limit = found["ctx"][key]

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..frameworks import framework
 from ..result import Estimate, Notice, StageEstimate, Verdict
+from ..tape.events import Category
 from ..values import dataclass
 from .names import UNKNOWN, Unit, plan_text, span, stage_word, unit_for
 from .palette import BAD, CAUTION, FAINT, GOOD, label, shares
@@ -74,6 +76,9 @@ def print_comparison(names: Sequence[str], estimates: Sequence[Estimate], consol
     """Prints the variants ``estimates``, named by ``names``; the first is what the others are compared with."""
     unit = unit_for(max(estimate.peak for estimate in estimates))
     put(console, _summary(names, estimates, unit), Text())
+    if len({estimate.plan.framework for estimate in estimates}) > 1:
+        kept = [(name, Text(_kept(estimate))) for name, estimate in zip(names, estimates, strict=True)]
+        put(console, entries(kept, FAINT), Text())
     put(console, Text(f"{plan_text(estimates[0].plan)}; sizes in {unit.name}", FAINT))
     told: set[Notice] = set()
     for index, (name, estimate) in enumerate(zip(names, estimates, strict=True)):
@@ -85,6 +90,18 @@ def print_comparison(names: Sequence[str], estimates: Sequence[Estimate], consol
             if index:
                 title.append(f": {_effect(estimates[0], estimate, unit)}", "none")
             put(console, Text(), title, entries([(f"  {name}", text) for name, text in lines], FAINT))
+
+
+def _kept(estimate: Estimate) -> str:
+    """What is sharded, and in which precision the parameters are that the optimizer updates."""
+    stage, dtype = estimate.stages[estimate.peak_stage], estimate.plan.precision.dtype
+    if stage.of(Category.MAIN_PARAMETERS):
+        precision = f"{dtype} parameters with fp32 copies"
+    elif dtype == "fp32" or stage.of(Category.PARAMETERS) >= 4 * stage.parameters:
+        precision = "fp32 parameters"
+    else:
+        precision = f"{dtype} parameters alone"
+    return f"{framework(estimate.plan.framework).sharded(estimate.plan)}; {precision}"
 
 
 def _summary(names: Sequence[str], estimates: Sequence[Estimate], unit: Unit) -> Table:

@@ -4,7 +4,7 @@ then what PyTorch cannot see), and what was assumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..allocator.timeline import Timeline
-from ..plan.notes import FRAMEWORK_CHOSEN
-from ..result import Estimate, Failure, Judged, StageEstimate, Verdict
+from ..plan.notes import FIRST, FRAMEWORK_CHOSEN
+from ..result import Estimate, Failure, Judged, Notice, StageEstimate, Verdict
 from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
 from .out_of_memory import out_of_memory
 from .palette import (
@@ -268,6 +268,13 @@ def print_estimate(
         put(console, *estimate_report(estimate, console, verbose, lines), *written_lines(written))
 
 
+def first_notes(notices: Iterable[Notice]) -> Iterator[Text]:
+    """What decides the answer and may surprise."""
+    for notice in notices:
+        if notice.code in FIRST:
+            yield Text(notice.message, FAINT if notice.code == FRAMEWORK_CHOSEN else CAUTION)
+
+
 def estimate_report(
     estimate: Estimate, console: Console, verbose: bool = False, lines: Sequence[Timeline] = ()
 ) -> Iterator[RenderableType]:
@@ -275,7 +282,7 @@ def estimate_report(
     yield verdict(estimate)
     worst = estimate.stages[estimate.peak_stage]
     yield Text(plan_text(estimate.plan), FAINT)
-    yield from (Text(notice.message, FAINT) for notice in estimate.warnings if notice.code == FRAMEWORK_CHOSEN)
+    yield from first_notes(estimate.warnings)
     yield Text()
     failed = list(_failed(estimate))
     yield from (*failed, *([Text()] if failed else []))
@@ -291,7 +298,7 @@ def estimate_report(
     if verbose:
         yield Text()
         yield _every_reading(estimate)
-    warnings = [(one.code, one.message) for one in estimate.warnings if one.code != FRAMEWORK_CHOSEN]
+    warnings = [(one.code, one.message) for one in estimate.warnings if one.code not in FIRST]
     if warnings:
         yield Text()
         yield entries(warnings, CAUTION)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ..frameworks import framework
 from ..plan.fields import plan_fields
+from ..plan.notes import FRAMEWORK_CHOSEN, SEQ_DEFAULT, VOCAB_UNUSED
 from ..plan.resolve import resolve
 from ..result import Estimate, Notice, Verdict
 from ..search.changes import Method
@@ -18,7 +19,7 @@ from ..search.result import Change, Found, Offer, Suggestion
 from ..search.time import StepTime, best_published, cost_of_step, cost_of_tokens
 from ..search.time.stand_in import STAND_IN
 from ..values import dataclass
-from .estimate import verdict
+from .estimate import first_notes, verdict
 from .names import DASH, Unit, elements, size, stage_word, unit_for
 from .palette import BAD, CAUTION, FAINT, FILLED, GOOD, bar, shares
 from .printing import DOT, GAP, Breakable, Pieces, entries, folded, left, plain_table, put, put_line, right
@@ -302,7 +303,8 @@ def suggestion_report(answer: Answer, console: Console, verbose: bool = False) -
 
 
 def _start(answer: Answer) -> Iterator[RenderableType]:
-    """Where the search started, and what the plan as given would have run into."""
+    """What may surprise, where the search started, and what the plan as given would have run into."""
+    yield from first_notes(notice for notice in answer.notes if notice.code != FRAMEWORK_CHOSEN)
     if answer.started:
         names = ",".join(one.split()[0] for one in answer.started)
         yield Text(
@@ -413,6 +415,9 @@ def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: floa
         facts.add_row("costs", _costs(suggestion, step))
     if estimate is not None:
         facts.add_row("memory", verdict(estimate))
+    beside = _on_each_node(estimate) if estimate is not None else []
+    if beside:
+        facts.add_row("node", Pieces(beside))
     if suggestion.cut and len(suggestion.cut) > 1:
         stages = f"on {len(suggestion.cut)} {stage_word(suggestion.plan)}s"
         facts.add_row("layers", f"{cut_words(suggestion.cut)} {stages}")
@@ -424,6 +429,15 @@ def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: floa
         return
     yield Text()
     yield from stage_tables(estimate, console, folded=False) if verbose else compact_stages(estimate, console)
+
+
+def _on_each_node(estimate: Estimate) -> list[str]:
+    """What a node's ranks take of it beside its devices."""
+    takes = (
+        (max(stage.host for stage in estimate.stages), "host memory"),
+        (max(stage.nvme for stage in estimate.stages), "NVMe"),
+    )
+    return [f"{size(most)} of {name}" for most, name in takes if most]
 
 
 def _speed(suggestion: Suggestion, step: StepTime, error: float) -> Pieces:
@@ -515,7 +529,8 @@ def _search(found: Found, verbose: bool, *, one_of_several: bool) -> Iterator[Re
 
 def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator[RenderableType]:
     estimate = stated.estimate if stated is not None else None
-    warnings = answer.warnings(stated)
+    first = {SEQ_DEFAULT, VOCAB_UNUSED}  # said above
+    warnings = [notice for notice in answer.warnings(stated) if notice.code not in first]
     if warnings:
         yield Text()
         yield entries([(notice.code, notice.message) for notice in warnings], CAUTION)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from memplan.cli import main
 from memplan.commands.estimate import read_variants
 from memplan.plan.errors import PlanError
 
@@ -54,3 +56,30 @@ def test_values_that_are_lists_are_separated_by_semicolons() -> None:
 def test_other_assignments_are_refused(assignment: str) -> None:
     with pytest.raises(PlanError, match=r"^--vary: "):
         read_variants("llama-3-8b", {}, [], [assignment])
+
+
+def test_frameworks_are_compared_like_with_like(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed shards as FSDP does unless somebody says how, and each row says what is sharded and kept in fp32."""
+    job = [
+        "estimate",
+        "--model",
+        "llama-3-8b",
+        "--layers",
+        "2",
+        "--gpus",
+        "8",
+        "--vary",
+        "framework=fsdp,deepspeed,ddp",
+    ]
+    assert main([*job, "--json"]) == 0
+    variants = json.loads(capsys.readouterr().out)["variants"]
+    assert [one["plan"]["layout"]["zero"] for one in variants] == [0, 3, 0]
+    codes = [[notice["code"] for notice in one["warnings"]] for one in variants]
+    assert ["like-with-like" in one for one in codes] == [False, True, False]
+    said = read_variants(None, {"model": "llama-3-8b", "gpus": "8"}, [], ["framework=fsdp,deepspeed", "zero=0"])
+    assert [read.plan.layout.zero for read in said.values()] == [0, 0]
+    assert main(job) == 0
+    shown = capsys.readouterr().out
+    assert "framework=fsdp       all sharded; fp32 parameters\n" in shown
+    assert "framework=deepspeed  all sharded; bf16 parameters with fp32 copies\n" in shown
+    assert "framework=ddp        nothing sharded; bf16 parameters alone\n" in shown

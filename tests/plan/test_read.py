@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -332,3 +333,19 @@ def test_any_value_anywhere_gives_a_plan_or_one_line(values: dict[str, Any]) -> 
 def test_any_text_gives_a_plan_or_one_line(text: str) -> None:
     Path("any.yaml").write_text(text, encoding="utf-8", errors="surrogatepass")
     assert len(error_of(lambda: read_plan("any.yaml")).splitlines()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("FSDP2", "that is fsdp"),
+        ("torchtitan", "--fsdp-code torchtitan"),
+        ("zero3", "that is deepspeed with --zero 1, 2 or 3"),
+        ("huggingface", "--trainer transformers"),
+        ("accelerate", "it launches others: fsdp, deepspeed or ddp"),
+        ("ddpp", "did you mean ddp?"),
+    ],
+)
+def test_names_of_other_tools_are_answered_with_what_they_are_here(name: str, hint: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(hint)):
+        read_plan(None, {"model": "gpt2", "framework": name})

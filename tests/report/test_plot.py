@@ -21,7 +21,7 @@ def test_the_svg_names_what_it_shows_and_is_the_same_each_time() -> None:
     assert svg == front_picture(found, "svg")
     text = svg.decode()
     for part in (
-        "h100-80gb: 79.1 GiB",
+        "h100-80gb: 77.5 GiB less headroom",
         "recommended",
         "as given",
         "llama-3-8b · megatron · 2 × h100-80gb",

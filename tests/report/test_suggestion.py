@@ -209,9 +209,9 @@ def test_long_partitions_are_cut_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("seconds", "than", "change", "words"),
     [
-        (1.011, 1.0, "+1.1 %", "slower by 1.1 %"),
-        (0.5, 1.0, "−50.0 %", "faster by 50.0 %"),
-        (1.0002, 1.0, "0.0 %", "as fast"),
+        (1.011, 1.0, "+1 %", "slower by 1 %"),
+        (0.5, 1.0, "−50 %", "faster by 50 %"),
+        (1.0042, 1.0, "0 %", "as fast"),
         (21.0, 1.0, "+2,000 %", "slower by 2,000 %"),
     ],
 )
@@ -222,9 +222,9 @@ def test_times_compared(seconds: float, than: float, change: str, words: str) ->
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(1201.52, "1,201.5 s"), (38.084, "38.08 s"), (6.678, "6.678 s"), (0.4004, "400.4 ms"), (0.0254, "25.40 ms")],
+    [(1201.52, "1,202 s"), (38.084, "38.1 s"), (6.678, "6.68 s"), (0.4004, "400 ms"), (0.0254, "25.4 ms")],
 )
-def test_times_have_four_digits(seconds: float, text: str) -> None:
+def test_times_have_three_digits(seconds: float, text: str) -> None:
     assert time_unit(seconds).text(seconds) == text
 
 

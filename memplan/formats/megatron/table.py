@@ -15,6 +15,7 @@ from ...bash.values import Value
 from ...plan.errors import ABSENT, PlanError
 from ...plan.megatron_layout import stages, virtual_stages, written_out
 from ...plan.node import Node
+from ...plan.notes import VOCAB_UNUSED
 from ...plan.plan import Plan
 from ...values import dataclass
 from ..rows import NEEDED, OFF, Building, Reader, Row, elsewhere, positive, read_rows, switch
@@ -138,6 +139,12 @@ def _vocabulary(reader: Reader) -> None:
         default = "BertWordPieceLowerCase" if context.family == "bert" else "GPT2BPETokenizer"
         node, names = tokens_of(settings, context.folder, default)
         building.put("model.vocab", node, *names)
+        size = settings.integer("--vocab-size")
+        if size is not None and "--vocab-size" not in names and size.value != node.value:
+            kind = settings.word("--tokenizer-type")
+            who = str(kind.value) if kind is not None else f"{default}, since no --tokenizer-type is named,"
+            unused = f"--vocab-size {size.value} is not used: {who} has {node.value} tokens"
+            building.note(VOCAB_UNUSED, f"{unused}; --tokenizer-type NullTokenizer would use it")
         for name in ("--vocab-file", "--tokenizer-model"):
             if name not in names:
                 building.because(name, f"not read: model.vocab = {node.value} without it")

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...plan.errors import PlanError
-from ..base import Framework, Supports
+from ..base import SHARDED, Framework, Supports
 
 if TYPE_CHECKING:
     from ...layers.module import Options
@@ -124,6 +124,11 @@ class Fsdp(Framework):
         from .notices import assumptions
 
         return assumptions(plan)
+
+    def sharded(self, plan: ResolvedPlan) -> str:
+        if (plan.layout.dp or 1) * plan.layout.cp == 1:
+            return SHARDED[0]
+        return f"{SHARDED[3]} in {plan.fsdp.replicas} groups" if plan.fsdp.replicas > 1 else SHARDED[3]
 
     def described(self, plan: Plan) -> list[str]:
         given = plan.fsdp

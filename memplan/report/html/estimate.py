@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...allocator.timeline import Timeline
-from ...plan.notes import FRAMEWORK_CHOSEN
+from ...plan.notes import FIRST
 from ...result import Estimate
 from ..estimate import first_failure, verdict
 from ..names import plan_text, stage_word
@@ -38,12 +38,12 @@ def _parts(estimate: Estimate) -> Iterator[Markup]:
     yield tag("h1", estimate.plan.model.name)
     yield verdict_line(verdict(estimate).plain, TONES[estimate.judged.verdict])
     yield tag("p", plan_text(estimate.plan), class_="faint")
-    yield from (tag("p", one.message, class_="faint") for one in estimate.warnings if one.code == FRAMEWORK_CHOSEN)
+    yield from (tag("p", one.message, class_="faint") for one in estimate.warnings if one.code in FIRST)
     yield from _failed(estimate)
     yield from converted(ways_table(estimate, unit_of(estimate)))
     yield readings(estimate)
     yield from memory_parts(estimate)
-    yield from notices([one for one in estimate.warnings if one.code != FRAMEWORK_CHOSEN], estimate.assumptions)
+    yield from notices([one for one in estimate.warnings if one.code not in FIRST], estimate.assumptions)
     yield plan_part(estimate.plan)
 
 

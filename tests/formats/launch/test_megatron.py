@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from memplan.commands.launched import LaunchFlags, read_given
 from memplan.formats.training_scripts import plan_of_arguments
 from memplan.plan.notes import notes_of
 from memplan.plan.read import build_plan
@@ -304,3 +307,22 @@ def test_a_mapping_of_arguments_as_benchmarks_have_it() -> None:
         plan_of_arguments({**arguments, "--fp16": False}, gpus=8, family="bert", vocabulary=9).plan.model.family
         == "bert"
     )
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "told"),
+    [("", True), ("--tokenizer-type GPT2BPETokenizer", True), ("--tokenizer-type NullTokenizer", False)],
+)
+def test_a_vocabulary_that_no_tokenizer_uses_is_said(tokenizer: str, told: bool, tmp_path: Path) -> None:
+    """50,257 would otherwise take the place of 128,256 in silence."""
+    script = tmp_path / "train.sh"
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    script.write_text(
+        f"torchrun pretrain_gpt.py {sizes} --micro-batch-size 1 --global-batch-size 8 --bf16 --vocab-size 128256 {tokenizer}\n",
+        encoding="utf-8",
+    )
+    read = read_given(str(script), LaunchFlags("megatron", (), False, None), {"gpus": "8"})
+    assert read.plan.model.vocab == (50257 if told else 128256)
+    unused = [note.message for note in read.warnings if note.code == "vocab-size-unused"]
+    assert bool(unused) is told
+    assert all("--vocab-size 128256 is not used: GPT2BPETokenizer" in message for message in unused)
