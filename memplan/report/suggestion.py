@@ -289,7 +289,7 @@ def suggestion_report(answer: Answer, console: Console, verbose: bool = False) -
         yield from _why(found, console)
     if found.changes:
         yield from _changes(found, verbose)
-    if answer.methods:
+    if answer.methods and found.best:
         yield Text()
         yield from cuts_table(answer.methods, found.best[0])
     if len(found.front) > 1 and found.front[0].timed:

@@ -52,7 +52,7 @@ def suggestion_to_json(answer: Answer) -> dict[str, Any]:
         "started_from": list(answer.started),
         "closest": _or_null(found.closest),
         "changes": [change_to_json(change) for change in found.changes],
-        "cuts": [_method(method, timed=found.best[0].timed) for method in answer.methods],
+        "cuts": [_method(method, timed=best is not None and best.timed) for method in answer.methods],
         **({"frameworks": [_offer(offer) for offer in answer.offers]} if answer.offers else {}),
         "search": _search(found.counts, found.seconds),
         "warnings": [{"code": notice.code, "message": notice.message} for notice in answer.warnings(stated)],
