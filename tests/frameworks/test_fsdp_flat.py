@@ -132,6 +132,7 @@ def test_mixed_precision_has_fp32_pieces() -> None:
         ({"fsdp_version": "2"}, "must be left out with framework fsdp, but for FSDP1"),
         ({"fsdp_offload": "true"}, "must be left out with fsdp.version 1"),
         ({"fsdp_code": "torchtitan", "versions": ""}, "must be transformers"),
+        ({**FOUR_BIT, "kbit_preparation": "true"}, "unprepared"),
         ({"fsdp_parameters": "fp32"}, "must be bf16 with fsdp.version 1"),
     ],
 )
@@ -140,3 +141,26 @@ def test_what_is_not_modelled_is_one_line(flags: dict[str, Any], says: str) -> N
         estimate(plan(**flags))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "gpt2-xl", "gemma-2-9b", "opt-6.7b", "phi-3-mini"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"gbs": "8"},
+        {**LORA, "lora-targets": "all-linear"},
+        {**LORA, "lora-targets": "all-linear", "recompute": "full", "use-reentrant": "true", "gbs": "8"},
+        {**FOUR_BIT, "lora-targets": "all-linear", "recompute": "full", "use-reentrant": "false"},
+        {"autocast": "true", "reshard-after-forward": "false"},
+    ],
+    ids=["full", "lora", "lora-reentrant", "four-bit", "mixed"],
+)
+def test_any_model_has_readings_in_order_and_categories_that_sum(model: str, flags: dict[str, str]) -> None:
+    """Each hold is dropped once: ``fold_program`` asserts it. Also where an embedding has no backward, whose hooks the
+    first layer's backward runs."""
+    sizes = {"model": model, "layers": "3", "seq": "256", "framework": "fsdp", "fsdp-version": "1", "gpus": "4"}
+    (found,) = estimate(read_plan(None, {**sizes, **flags}).plan).stages
+    assert found.allocated is not None
+    assert found.reserved is not None
+    assert found.requested <= found.allocated <= found.reserved
+    assert sum(found.breakdown) == found.allocated

@@ -68,6 +68,9 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
             raise PlanError(f"fsdp.{name}", value, problem)
     if plan.layout.tp * plan.layout.pp > 1:
         raise PlanError("fsdp.version", "1", "must be 2 with tensor or pipeline parallelism")
+    if plan.quantisation.prepared:
+        problem = "must be false with fsdp.version 1: trl and peft leave 4-bit models that are sharded unprepared"
+        raise PlanError("quantisation.prepared", True, problem)
     if plan.frozen.embedding or plan.frozen.layers:
         raise PlanError(
             "fsdp.version", "1", "must be 2 or left out with frozen parts: these are modelled with adapters"
@@ -264,6 +267,14 @@ class FlatHooks:
 # -- the program ------------------------------------------------------------------------------------
 
 
+def ended_at(arounds: list[Around], lowest: int) -> list[Around]:
+    """``arounds`` where modules below ``lowest`` have no backward: what hooks would do there they do behind its own."""
+    below = [event for one in arounds[:lowest][::-1] for event in (*one.before_backward, *one.after_backward)]
+    result = [one._replace(before_backward=(), after_backward=()) for one in arounds[:lowest]]
+    behind = arounds[lowest]._replace(after_backward=(*arounds[lowest].after_backward, *below))
+    return [*result, behind, *arounds[lowest + 1 :]]
+
+
 @lru_cache(maxsize=64)
 def with_hooks(
     spans: tuple[Span, ...], units: tuple[Flat, ...], end: str, ranks: int, compute: str, mixed: bool, ahead: bool
@@ -284,8 +295,11 @@ def with_hooks(
         ends[owner] += [Drop(id, hold.bytes, hold.category) for hold, id in zip(holds, ids, strict=True)]
     last = next(place for place, (_, name) in enumerate(modules) if name == end)
 
+    lowest = next(place for place, (module, _) in enumerate(modules) if module.first.backward)
+
     def passed(appears: bool) -> list[Around]:
-        return pass_through(FlatHooks(units, ranks, compute, mixed, ends, appears, ahead), len(modules), last)
+        hooks = FlatHooks(units, ranks, compute, mixed, ends, appears, ahead)
+        return ended_at(pass_through(hooks, len(modules), last), lowest)
 
     both = zip(modules, known, passed(True), passed(False), strict=True)
     return tuple(
