@@ -27,7 +27,12 @@ IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("megatron-deepspeed", (("layout.tp", "layout.pp"), ("layout.zero", "deepspeed"))),
     (
         "megatron",
-        (("layout.tp", "layout.pp", "layout.cp", "layout.ep", "layout.etp", "layout.vpp", "experts", "megatron"),),
+        (
+            (
+                *("layout.tp", "layout.pp", "layout.cp", "layout.ep", "layout.etp", "layout.vpp"),
+                *("experts", "megatron", "model.experts"),
+            ),
+        ),
     ),
     ("deepspeed", (("layout.zero", "deepspeed"),)),
     ("fsdp", (("hardware.gpus", "layout.dp"),)),

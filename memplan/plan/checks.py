@@ -110,12 +110,17 @@ def check_model(model: ModelSpec) -> None:
         raise PlanError("model.head_dim", model.head_dim, "must be even: rotary positions turn features in pairs")
 
 
-def check_sizes(plan: Plan) -> None:
-    """Sizes of the layout that the framework has."""
-    layout, supports = plan.layout, framework(plan.framework).supports
+def check_mixture(plan: Plan) -> None:
+    """Parts of the model that the framework has a recipe for."""
     for field, what in MIXTURES.items():
         if value := getattr(plan.model, field):
             require(plan, f"model.{field}", value, "0", "experts", what=what)
+
+
+def check_sizes(plan: Plan) -> None:
+    """Sizes of the layout that the framework has."""
+    layout, supports = plan.layout, framework(plan.framework).supports
+    check_mixture(plan)
     for size, what in SIZES.items():
         value = getattr(layout, size) or 1
         if value > 1:

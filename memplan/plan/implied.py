@@ -10,6 +10,13 @@ from .notes import FRAMEWORK_CHOSEN, Note
 _ORIGIN = Origin("what else the plan says")
 
 
+def with_implied(plan: Node) -> tuple[Node, tuple[Note, ...]]:
+    """``plan`` with a framework and a dtype, and what to tell where they were chosen here."""
+    plan, framework = with_framework(plan)
+    plan, dtype = with_dtype(plan)
+    return plan, (*framework, *dtype)
+
+
 def with_framework(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     """``plan`` with a framework, and what to tell where that was chosen here; none is told for one process on one
     GPU."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ..values import dataclass
+from .checks import check_mixture
 from .errors import ABSENT, Origin, PlanError
 from .fields import MODEL, Kind, PlanField, by_flag
 from .hub import twin
-from .implied import with_dtype, with_framework
+from .implied import with_implied
 from .library import examples, model_specs
 from .models import complete_model
 from .node import Node, scalar
@@ -89,31 +91,39 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
     here = Path() if "model" in flags or "model" in (variant or {}) else source.folder
     node = _with_flags(source.plan, flags, "--")
     node = _with_flags(node, variant or {}, "--vary ")
-    node, chosen = with_framework(with_optimizer(node))
-    node, dtype = with_dtype(node)
-    chosen = (*chosen, *dtype)
+    written = with_optimizer(node)
     warnings: tuple[Note, ...] = ()
-    model = node.mapping.get("model")
-    if model is not None and isinstance(model.value, dict):
+    model = written.mapping.get("model")
+    named = model if model is not None and isinstance(model.value, dict) else None
+    if named is not None:
         try:
-            spec, warnings = complete_model(model, here)
+            spec, warnings = complete_model(named, here)
         except PlanError as error:
             if not traced:
                 raise
-            return _without_recipe(node, traced_spec(model, here, error), chosen)
-        node = node.with_items({"model": spec})
+            return _without_recipe(written, traced_spec(named, here, error))
+        node = written.with_items({"model": spec})
+    node, chosen = with_implied(node if named is not None else written)
     plan = validated_plan(node)
-    return ReadPlan(plan, dict(node.origins()), (*chosen, *warnings, *notes_of(plan)))
+    origins = dict(node.origins())
+    if traced and named is not None:
+        try:
+            check_mixture(plan)
+        except PlanError as error:
+            with suppress(PlanError):
+                return _without_recipe(written, traced_spec(named, here, error.located(origins)))
+    return ReadPlan(plan, origins, (*chosen, *warnings, *notes_of(plan)))
 
 
-def _without_recipe(node: Node, spec: TracedSpec, chosen: tuple[Note, ...]) -> ReadPlan:
+def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
     """The plan of an architecture that only traces know."""
     stand_in = complete_model(Node({"base": Node(STAND_IN, COMMAND_LINE)}, COMMAND_LINE), Path()).spec
-    written = validated_plan(node.with_items({"model": stand_in}))
-    if written.batch.seq is None and spec.positions_max == NO_LENGTH:
+    node, chosen = with_implied(written.with_items({"model": stand_in}))
+    plan = validated_plan(node)
+    if plan.batch.seq is None and spec.positions_max == NO_LENGTH:
         problem = "is missing, and the model's configuration names no maximum sequence length"
         raise PlanError("batch.seq", ABSENT, problem, origin=Origin(spec.source))
-    plan = written.model_copy(update={"model": spec})
+    plan = plan.model_copy(update={"model": spec})
     return ReadPlan(plan, dict(node.origins()), (*chosen, *notes_of(plan)))
 
 
