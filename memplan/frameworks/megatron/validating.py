@@ -106,6 +106,9 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
         raise PlanError("framework", given.framework, problem)
     if given.model.family == "bert":
         raise PlanError("model.family", "bert", "must be a GPT: BERT's batches and losses are not run yet")
+    if given.model.experts or given.model.latent_kv_rank or given.model.mtp_layers:
+        problem = "has experts, latent attention or multi-token prediction, which are not run yet"
+        raise PlanError("model", given.model.name, problem)
     engine = _installed("transformer-engine")
     if engine is None:
         return MegatronCore(given, given)
