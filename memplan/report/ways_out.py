@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
+from ..frameworks import framework
 from ..result import Estimate, WayOut
 from .names import Unit
 from .palette import BAD, FAINT, GOOD
@@ -27,7 +28,8 @@ def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
         verdict = Text("fits", GOOD) if way.fits else Text("too large", BAD)
         table.add_row(Text(way.what), verdict, unit.figure(way.needs), unit.figure(way.gained), costs(way))
     yield table
-    yield Text("memplan suggest-partition searches all layouts.", FAINT)
+    if framework(estimate.plan.framework).search.searched(estimate.plan):
+        yield Text("memplan suggest-partition searches all layouts.", FAINT)
 
 
 def costs(way: WayOut) -> str:

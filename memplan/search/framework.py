@@ -46,6 +46,10 @@ class FrameworkSearch:
     flash_attention = True
     """Its models can run flash attention."""
 
+    def searched(self, base: Plan) -> bool:
+        """Whether layouts and cuts of such a model are searched, and its times known."""
+        return True
+
     # -- axes ----------------------------------------------------------------------------------------------
 
     def sizes(self, plan: ResolvedPlan) -> frozenset[str]:

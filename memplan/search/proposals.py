@@ -111,6 +111,8 @@ def _more_sharding(plan: ResolvedPlan) -> Iterator[Proposal]:
             if name == "tp" and shards_sequence:
                 fields["layout.sequence_parallel"] = True
             yield Proposal(f"{name} {size // 2} → {size}", {**fields, "hardware.gpus": plan.hardware.gpus})
+    if plan.model.experts and plan.model.experts % (2 * layout.ep) == 0:
+        yield Proposal(f"ep {layout.ep} → {2 * layout.ep}", {"layout.ep": 2 * layout.ep})
     if layout.tp > 1 and not layout.sequence_parallel and shards_sequence:
         yield Proposal("sequence parallelism", {"layout.sequence_parallel": True})
     if plan.hardware.gpus is not None and "dp" in own.supports.sizes:
@@ -120,7 +122,8 @@ def _more_sharding(plan: ResolvedPlan) -> Iterator[Proposal]:
 
 
 def _other_cuts(plan: ResolvedPlan, limit: int) -> Iterator[Proposal]:
-    if not framework(plan.framework).search.chooses_cut or plan.layout.pp == 1:
+    search = framework(plan.framework).search
+    if not search.chooses_cut or plan.layout.pp == 1 or not search.searched(plan):
         return
     point = point_of(plan)
     space = space_of(plan, plan, {})

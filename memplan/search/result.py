@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf
 
+from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..result import Estimate, Judged, Verdict
@@ -38,8 +39,8 @@ class Suggestion:
 
     @property
     def timed(self) -> bool:
-        """Whether ``seconds`` are those of the plan's own GPU, and so worth telling."""
-        return is_timed(self.plan.hardware.gpu)
+        """Whether ``seconds`` are those of the plan's own model and GPU, and so worth telling."""
+        return is_timed(self.plan.hardware.gpu) and framework(self.plan.framework).search.searched(self.plan)
 
     @property
     def needs(self) -> int:

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplan.device.measured import NOTHING
+from memplan.estimate import estimate
 from memplan.frameworks.megatron.programs import core_shape, expert_replicas, programs
 from memplan.layers.module import Options
 from memplan.plan.count import parameters
@@ -16,6 +18,9 @@ from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
+from memplan.search.changes import stated
+from memplan.search.proposals import proposals
+from memplan.search.ways_out import ways_out
 from memplan.tape.events import Category
 from memplan.tape.program import fold_program
 
@@ -135,3 +140,14 @@ def test_what_is_refused(flags: dict[str, Any], line: str) -> None:
     with pytest.raises(PlanError) as caught:
         programs(plan(**flags), Options())
     assert line in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3"])
+def test_ways_out_of_a_pipeline_have_no_times_and_no_cuts(model: str) -> None:
+    given = plan(model, layers=8, seq=4096, gpu="rtx-4090-24gb", dp=4, pp=2, ep=2, gbs=16, mbs=1)
+    found = list(proposals(stated(given), given.hardware.capacity or 0))
+    assert "ep 2 → 4" in [one.what for one in found]
+    assert not any("cut" in one.what for one in found)
+    ways = ways_out(given, estimate(given), NOTHING)
+    assert ways
+    assert all(way.slower is None for way in ways)

@@ -47,6 +47,10 @@ class MegatronSearch(FrameworkSearch):
     chooses_cut = True
     stops_early = True
 
+    def searched(self, base: Plan) -> bool:
+        """The collectives of experts have no time yet, and cuts are of layers that are alike."""
+        return not (base.model.experts or base.model.latent_kv_rank or base.model.mtp_layers)
+
     # -- axes and points -----------------------------------------------------------------------------------
 
     def sizes(self, plan: ResolvedPlan) -> frozenset[str]:
@@ -74,7 +78,7 @@ class MegatronSearch(FrameworkSearch):
 
     def completed(self, base: Plan) -> Plan:
         """States of a precision-aware optimizer are sharded ones."""
-        if base.model.experts or base.model.latent_kv_rank or base.model.mtp_layers:
+        if not self.searched(base):
             problem = "has experts, latent attention or multi-token prediction, whose layouts are not searched yet; "
             raise PlanError("model", base.model.name, f"{problem}estimate --vary compares some")
         if base.optimizer.name == "muon":
