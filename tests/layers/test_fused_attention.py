@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from memplan.layers.autograd import Recorder, Tensor
-from memplan.layers.fused_attention import efficient_attention
+from memplan.layers.fused_attention import efficient_attention, third_inside
 from memplan.layers.module import Interface, Options, Run, Tapes, build
 from memplan.tape.events import Category, Hold
 
@@ -73,3 +73,21 @@ def test_tiles_cover_the_gradient_of_queries(b: int, a: int, s: int, d: int) -> 
 
 def _is_inside(event: object) -> bool:
     return isinstance(event, Hold) and event.category is Category.WORKSPACES
+
+
+def test_flash_attn_3_sums_gradients_of_keys_and_values_in_fp32() -> None:
+    """4 query heads of 128 features over 2 key heads, 100 tokens: blocks of 64 queries and of 128 keys."""
+    r = Recorder()
+    third_inside(r, (2, 4, 100, 128), 2, "bf16")
+    held = {event.name: event.bytes for event in r.events if isinstance(event, Hold)}
+    rows = 2 * 4 * 128 * 4
+    sums = 2 * 2 * 128 * 128 * 4
+    assert held == {
+        "softmax_d": rows,
+        "softmax_lse_log2": rows,
+        "dq_accum": rows * 128,
+        "dk_accum": sums,
+        "dv_accum": sums,
+        "dq_semaphore": 512,
+    }
+    assert all(event.category is Category.WORKSPACES for event in r.events)

@@ -1,0 +1,101 @@
+"""Releases that a plan names: what follows from them, which are refused, and runs that were measured with them."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.estimate import estimate
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+
+
+def plan(**flags: str) -> ResolvedPlan:
+    settings = {"model": "mistral-7b", **{name.replace("_", "-"): value for name, value in flags.items()}}
+    return resolve(read_plan(None, settings).plan)
+
+
+@pytest.mark.parametrize(
+    ("versions", "reentrant"),
+    [
+        ("", False),
+        ("transformers=4.57.1", True),
+        ("transformers=5.23", False),
+        ("transformers=4.57.1,trl=0.26.2", True),
+        ("transformers=4.57.1,trl=0.27.0", False),
+    ],
+)
+def test_reentrance_is_the_releases(versions: str, reentrant: bool) -> None:
+    assert plan(recompute="full", versions=versions).recompute.reentrant is reentrant
+    assert plan(recompute="full", versions=versions, use_reentrant="true").recompute.reentrant is True
+    assert plan(versions=versions).recompute.reentrant is None
+
+
+def test_trl_casts_adapters_beside_4_bit_weights_since_0_26() -> None:
+    flags = {"lora_rank": "8", "quantisation": "nf4", "autocast": "true"}
+    assert plan(**flags, versions="trl=0.25.1,transformers=4.57.1").lora.dtype == "fp32"
+    assert plan(**flags, versions="trl=0.26.0,transformers=4.57.1").lora.dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"versions": "transformers=4.30.0"}, "must be 4.45 to 5.23"),
+        ({"versions": "transformers=9.1"}, "must be 4.45 to 5.23"),
+        ({"versions": "transformers=4.x"}, "must be a release such as 4.48.1"),
+        ({"versions": "unsloth=2025.1"}, "is no library whose releases are followed"),
+        ({"versions": "transformers"}, "must be NAME=VALUE"),
+        ({"versions": "trl=0.19.0,transformers=4.48.1"}, "must be 4.51 or later with trl 0.19.0"),
+        ({"versions": "transformers=5.0.0,accelerate=1.0.1"}, "must be 1.1 or later with transformers 5.0.0"),
+        ({"versions": "torch=2.6", "torch": "2.4"}, "must be 2.4"),
+        ({"versions": "transformers=4.47.1"}, "must be 4.48 or later for family mistral"),
+        (
+            {"model": "llama-3-8b", "versions": "transformers=4.48.1", "attention": "eager"},
+            "masks of releases before 4.53",
+        ),
+        ({"model": "gpt2-xl", "framework": "megatron", "versions": "peft=0.13"}, "whose model's code is its own"),
+        (
+            {"model": "gpt2-xl", "framework": "megatron", "recompute": "full", "use_reentrant": "true"},
+            "must be left out",
+        ),
+        ({"attention": "flex_attention"}, "is not modelled"),
+    ],
+)
+def test_what_is_not_followed_is_one_line(flags: dict[str, str], says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        estimate(read_plan(None, {"model": "mistral-7b", **{k.replace("_", "-"): v for k, v in flags.items()}}).plan)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+MEASURED = {
+    "gpu": "a100-80gb",
+    "trainer": "transformers",
+    "recompute": "full",
+    "attention": "flash_attention_2",
+    "seq": "4096",
+    "versions": "transformers=4.48.1,peft=0.13.2,trl=0.13.0,bitsandbytes=0.43.3",
+}
+LORA = {"lora_rank": "16", "lora_targets": "q_proj,k_proj,v_proj,o_proj", "lora_dropout": "0.1"}
+FOUR_BIT = {**LORA, "quantisation": "nf4", "double_quantisation": "true", "autocast": "true"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "mbs", "peak", "after"),
+    [
+        ({}, "4", 72_434_837_504, 43_467_876_352),
+        (LORA, "4", 26_704_571_904, 14_664_493_056),
+        (LORA, "8", 38_742_912_512, 14_664_886_272),
+        (FOUR_BIT, "4", 16_373_838_336, 4_306_496_512),
+        (FOUR_BIT, "8", 28_412_178_944, 4_306_889_728),
+        ({**FOUR_BIT, "kbit_preparation": "true"}, "4", 20_669_338_112, 4_307_028_992),
+        ({**FOUR_BIT, "kbit_preparation": "true"}, "8", 37_002_646_016, 4_307_422_208),
+    ],
+)
+def test_measured_runs(flags: dict[str, str], mbs: str, peak: int, after: int) -> None:
+    """Mistral 7B on an A100 in foundation-model-stack's benchmark of fms-acceleration (``scripts/benchmarks/refs``):
+    allocated at the peak of training, and after it, with an attention mask that plans do not have."""
+    (stage,) = estimate(plan(**MEASURED, **flags, mbs=mbs)).stages
+    assert stage.allocated == pytest.approx(peak, rel=3e-5)
+    assert stage.static + 8 * int(mbs) * 4096 == pytest.approx(after, abs=100 * 512)
