@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOB := llama-3-8b-8gpu
 FLAGS :=
 
-.PHONY: demo test golden golden-record lint types picture accuracy speed clean
+.PHONY: demo test golden golden-record lint types docs picture accuracy speed clean
 
 # Exit code 1 is an answer (the job does not fit), not a failure.
 demo: $(VENV)/.installed
@@ -34,6 +34,10 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/python -m mypy
 
+# The site, in site/: every link and every page of the navigation checked.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # The README's picture: a real run, drawn.
 picture: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.picture $(JOB) docs/estimate.svg $(FLAGS)
@@ -46,7 +50,7 @@ speed: $(VENV)/.installed
 	$(BIN)/python benchmarks/speed.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -55,6 +59,10 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(PIP) install --editable .
 	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	$(PIP) install --editable '.[docs]'
+	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(PIP) install --editable '.[dev]'

@@ -31,6 +31,7 @@ LONGEST = (
     "trace/test_tuning.py",
     "validate/test_validate.py",
     "trace/test_trainer.py",
+    "test_docs.py",
     "trace/test_torchtitan_pipeline.py",
     "trace/test_torchtitan_witness.py",
     "formats/test_sameness.py",
