@@ -340,7 +340,25 @@ def transformers_job(
     )
 
 
+def _check_code(plan: ResolvedPlan) -> None:
+    """A trace runs what is installed, without the packages of kernels, and recomputes as today's transformers does."""
+    for name, version in plan.versions.items():
+        raise PlanError(f"versions.{name}", version, "must be left out: a trace runs the releases that are installed")
+    if plan.attention not in ("eager", "flash"):
+        problem = "must be eager or flash: the package's kernel needs a GPU"
+        if plan.model.sliding_window is not None:
+            problem += f"; --seq {plan.model.sliding_window - 1} is below the sliding window"
+        raise PlanError("attention", plan.attention, problem)
+    if plan.recompute.reentrant:
+        raise PlanError("recompute.reentrant", True, "must be false: a trace recomputes without reentrance")
+    if plan.precision.autocast and is_tuned(plan):
+        raise PlanError(
+            "precision.autocast", True, "must be false with adapters, 4-bit or frozen parameters in a trace"
+        )
+
+
 def _check(plan: ResolvedPlan) -> None:
+    _check_code(plan)
     if family_of(plan.model.family).covers is None:
         problem = f"must be one of {', '.join(covered(TRANSFORMERS))}: those that transformers runs"
         raise PlanError("model.family", plan.model.family, problem)

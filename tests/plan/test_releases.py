@@ -9,6 +9,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
+from memplan.trace.framework import job_of_plan
 
 
 def plan(**flags: str) -> ResolvedPlan:
@@ -99,3 +100,18 @@ def test_measured_runs(flags: dict[str, str], mbs: str, peak: int, after: int) -
     (stage,) = estimate(plan(**MEASURED, **flags, mbs=mbs)).stages
     assert stage.allocated == pytest.approx(peak, rel=3e-5)
     assert stage.static + 8 * int(mbs) * 4096 == pytest.approx(after, abs=100 * 512)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        ({"versions": "transformers=4.57.1"}, "versions.transformers"),
+        ({"attention": "flash_attention_2"}, "attention"),
+        ({"recompute": "full", "use_reentrant": "true"}, "recompute.reentrant"),
+        ({"lora_rank": "8", "autocast": "true"}, "precision.autocast"),
+    ],
+)
+def test_a_trace_runs_what_is_installed(flags: dict[str, str], field: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        job_of_plan(plan(**{"seq": "64", "layers": "2", **flags}))
+    assert caught.value.field == field
