@@ -35,7 +35,7 @@ def page(text: str) -> str:
 def _block(block: re.Match[str], folder: Path) -> str:
     if block["file"]:
         (folder / block["file"]).write_text(block["text"], encoding="utf-8")
-    commands = [line for line in block["text"].splitlines() if line.startswith("$ ")]
+    commands = re.findall(r"^\$ (?:.*\\\n)*.*$", block["text"], re.MULTILINE)
     if not commands:
         return block[0]
     return "\n".join(

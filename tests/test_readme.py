@@ -1,4 +1,5 @@
-"""What the README promises: its plan estimates, its commands are commands, its links lead somewhere."""
+"""What the README promises: its plan estimates, its commands are commands, its links lead somewhere,
+as those of every page do, and the site's navigation has every page."""
 
 from __future__ import annotations
 
@@ -44,3 +45,10 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text(encoding="utf-8")):
             path = (document.parent / target).resolve()
             assert path.exists() or path in made, f"{document.name}: {target}"
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    # As text: the file may hold tags that only MkDocs can read.
+    listed = re.findall(r"^ +- .+: (\S+\.md)$", (TOP / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [path.relative_to(TOP / "docs").as_posix() for path in (TOP / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, *MADE])
