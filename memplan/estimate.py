@@ -123,6 +123,8 @@ def _judged(
     replayed: Replayed,
     outside: Sequence[Cause],
     evaluated: Program,
+    *,
+    tells_tight: bool = True,
 ) -> Judged:
     """The verdict on a stage; ``program`` with its kernels' workspaces, ``outside`` what is not the allocator's."""
     capacity = plan.hardware.capacity
@@ -138,6 +140,7 @@ def _judged(
         headroom=headroom_bytes(plan.headroom, capacity),
         settings=allocator_settings(plan),
         workspaces=held_workspaces(plan, known),
+        tells_tight=tells_tight,
     )
 
 
@@ -173,13 +176,14 @@ def timelines(estimated: Estimate, stages: Iterable[int] = (), known: Measured =
 
 def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, Judged]:
     """The furthest reading of one stage of a resolved plan that is known, and the verdict on it; the same as in the
-    whole report."""
+    whole report, but that what is tight there does not fit here."""
     program = programs_of(plan, Options(kernel_workspaces=True))[stage]
     evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
     outside = causes(plan, stage, known)
     low, high = outside_range(outside)
-    return replayed.reserved + (low + high) // 2, _judged(plan, known, program, replayed, outside, evaluated)
+    judged = _judged(plan, known, program, replayed, outside, evaluated, tells_tight=False)
+    return replayed.reserved + (low + high) // 2, judged
 
 
 def most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, int]:

@@ -32,11 +32,13 @@ def judge(
     headroom: int,
     settings: AllocatorSettings,
     workspaces: Sequence[Hold],
+    tells_tight: bool = True,
 ) -> Judged:
     """The verdict on a rank that runs ``program``, of which ``replayed`` is the replay without a limit.
 
     ``evaluated`` is what evaluation runs, if there is one; ``outside`` the least and the most bytes outside PyTorch's
-    allocator; ``all_known`` says that they leave nothing out. ``capacity`` and ``headroom`` in bytes.
+    allocator; ``all_known`` says that they leave nothing out. ``capacity`` and ``headroom`` in bytes. Without
+    ``tells_tight`` what fits beside the least alone does not fit, which takes half the time.
     """
     room = capacity - headroom
     least, most = room - outside[1], room - outside[0]
@@ -55,7 +57,7 @@ def judge(
         return Judged(verdict, found.retries, found.retries_in_iteration, found.partial)
 
     found = within(least)
-    if found.failures and least < most:
+    if tells_tight and found.failures and least < most:
         loosest = within(most)
         found = loosest if loosest.failures else replace(loosest, verdict=Verdict.TIGHT)
     return found if found.failures or all_known else replace(found, verdict=Verdict.UNKNOWN)

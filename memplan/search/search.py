@@ -21,6 +21,7 @@ from dataclasses import replace
 from itertools import count
 
 from ..device.measured import NOTHING, Measured
+from ..device.outside_pytorch import causes, outside_range
 from ..estimate import estimate, judged_stage
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
@@ -132,7 +133,10 @@ class Search:
         for candidate in self._by_time(lambda one: _kind(one.point) not in found):
             suggestion = self._requestable(candidate)
             overhead = 0
-            if suggestion is not None:
+            outside = 0 if suggestion is None else self._most_outside(suggestion)
+            if suggestion is not None and suggestion.requested + outside > self.limit:
+                overhead = outside - self.beyond
+            elif suggestion is not None:
                 replayed = self.replayed_fullest(suggestion)
                 if not found and replayed.fits and replayed.estimate is None:
                     replayed = self.estimated(suggestion)
@@ -150,6 +154,10 @@ class Search:
         if not found:
             return [self.estimated(retrying)]
         return [*list(found.values())[: wanted - 1], retrying]
+
+    def _most_outside(self, suggestion: Suggestion) -> int:
+        """Bytes that may lie outside PyTorch on the fullest stage: what fits, fits beside them."""
+        return outside_range(causes(resolve(suggestion.plan), suggestion.fullest, self.known))[1]
 
     def roomier(self, fastest: Suggestion, within: float) -> list[Suggestion]:
         """Layouts that take longer than ``fastest`` by no more than the part ``within``, train with the same numbers
