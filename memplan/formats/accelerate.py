@@ -158,14 +158,14 @@ def sharding_keys(section: Node) -> Keys:
 
 
 def _resharded(reader: Reader) -> None:
-    """FSDP 2 takes true or false; strategies of FSDP 1 are translated as the Trainer does."""
+    """FSDP 2 takes true or false, FSDP 1 a strategy; the Trainer translates (``_apply_legacy_fsdp_to_config``)."""
     node = reader.settings.node("reshard_after_forward") or reader.settings.node("sharding_strategy")
     if node is None:
         return
     meant = {"full_shard": True, "1": True, "shard_grad_op": False, "2": False}
     value = node.value if isinstance(node.value, bool) else meant.get(str(node.value).lower())
     if value is None:
-        problem = "must be true (full_shard) or false (shard_grad_op) with FSDP 2"
+        problem = "must be true (FULL_SHARD) or false (SHARD_GRAD_OP); other ways of sharding are not modelled"
         raise PlanError("fsdp_reshard_after_forward", node.plain(), problem, origin=node.origin)
     reader.building.put("fsdp.reshard_after_forward", Node(value, node.origin))
 
@@ -196,26 +196,45 @@ def shard(building: Building, settings: Keys, dtype: Node | None, loaded: Node, 
     """Puts what ``fsdp_config`` says, for a model of dtype ``loaded`` under mixed precision of ``dtype``, if any.
     ``newest``: the version of FSDP where the file names none."""
     version = settings.node("version") or Node(newest, settings.origin)
-    if version.value != 2:
-        named = "" if settings.has("version") else ", which is Accelerate's default,"
-        problem = f"must be 2: FSDP 1{named} is not modelled yet (fsdp_version: 2 is fully_shard)"
-        raise PlanError("fsdp_version", version.plain(), problem, origin=version.origin)
+    if str(version.value) not in ("1", "2"):
+        raise PlanError("fsdp_version", version.plain(), "must be 1 or 2", origin=version.origin)
     known = {name for row in FSDP_ROWS for name in row.names} | _WITHOUT_EFFECT_ON_FSDP
     for key, node in settings.given.items():
         if key not in known:
             problem = guessed("is no key that is read", nearest(key, known))
             building.note("argument-unknown", f"fsdp_{key} ({node.origin}) {problem}")
-    building.put("fsdp.reshard_root", Node(True, settings.origin))
     building.put("precision.dtype", dtype or loaded)
+    if str(version.value) == "1":
+        _flat(building, settings, dtype, version)
+    else:
+        _fully_shard(building, settings, dtype, loaded)
+    read_rows(FSDP_ROWS, Reader(settings, building))
+
+
+def _fully_shard(building: Building, settings: Keys, dtype: Node | None, loaded: Node) -> None:
+    """FSDP 2: shards in fp32 under mixed precision, in which the gradients are reduced."""
+    building.put("fsdp.reshard_root", Node(True, settings.origin))
     building.put("fsdp.parameters", Node("fp32", dtype.origin) if dtype is not None else loaded)
     building.put("fsdp.reduce", dtype or loaded)
     if dtype is not None:
         building.note(
             "accelerate-autocast",
             "the copy of the logits in fp32 that Accelerate makes of a model's outputs (convert_outputs_to_fp32) is "
-            "not counted under FSDP yet",
+            "not counted under FSDP 2 yet",
         )
-    read_rows(FSDP_ROWS, Reader(settings, building))
+
+
+def _flat(building: Building, settings: Keys, dtype: Node | None, version: Node) -> None:
+    """FSDP 1, with autocast beside its own mixed precision."""
+    building.put("fsdp.version", Node("1", version.origin))
+    if dtype is not None:
+        building.put("precision.autocast", Node(True, dtype.origin))
+    ahead = settings.node("backward_prefetch")
+    if ahead is None or str(ahead.value).upper() != "BACKWARD_PRE":
+        building.note(
+            "backward-prefetch",
+            "fsdp_backward_prefetch is taken to be BACKWARD_PRE, which gathers one unit ahead in backward",
+        )
 
 
 # -- DeepSpeed ------------------------------------------------------------------------------------------

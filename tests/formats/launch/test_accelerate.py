@@ -59,8 +59,13 @@ def test_fsdp_of_accelerate(tmp_path: Path) -> None:
 def test_accelerates_own_default_is_fsdp_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FSDP_VERSION", raising=False)
     assert FullyShardedDataParallelPlugin().fsdp_version == 1
-    with pytest.raises(PlanError, match="must be 2: FSDP 1, which is Accelerate's default, is not modelled yet"):
-        read(tmp_path, {**FSDP, "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, model="gpt2")
+    section = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_backward_prefetch": "BACKWARD_PRE"}
+    flags = {"model": "llama-3.2-1b", "framework": "fsdp", "gpus": "8", "fsdp-version": "1", "autocast": "true"}
+    same(
+        read(tmp_path, {**FSDP, "fsdp_config": section}, model="llama-3.2-1b"),
+        **flags,
+        **{"reshard-after-forward": "true"},
+    )
 
 
 def test_deepspeed_of_accelerate(tmp_path: Path) -> None:

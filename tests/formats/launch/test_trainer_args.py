@@ -126,8 +126,8 @@ def test_what_is_assumed_is_said(arguments: dict[str, object], code: str, tmp_pa
     [
         ({"optim": "galore_adamw"}, "optim = galore_adamw"),
         ({"deepspeed": "no.json"}, "deepspeed = no.json: no such file"),
-        ({"fsdp": "hybrid_shard"}, "full_shard"),
-        ({"fsdp": "full_shard", "fsdp_config": {"version": 1}}, "fsdp_version = 1: must be 2"),
+        ({"fsdp": "hybrid_shard"}, "FULL_SHARD"),
+        ({"fsdp": "full_shard", "fsdp_config": {"version": 3}}, "fsdp_version = 3: must be 1 or 2"),
         ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "TRANSFORMER_BASED_WRAP"),
         ({"bf16": True, "fp16": True}, "one autocast"),
         ({"bf16": "yes"}, "true or false"),
