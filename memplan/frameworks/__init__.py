@@ -44,7 +44,7 @@ BY_ITSELF = "single"
 
 
 HINTS = {
-    **dict.fromkeys(("fsdp2", "fsdp1", "fullyshard"), "that is fsdp"),
+    "fsdp1": "that is fsdp with --fsdp-version 1",
     "torchtitan": "that is fsdp with --fsdp-code torchtitan, or --from torchtitan FILE",
     **dict.fromkeys(("zero", "zero1", "zero2", "zero3"), "that is deepspeed with --zero 1, 2 or 3"),
     "accelerate": "it launches others: fsdp, deepspeed or ddp",

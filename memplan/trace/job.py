@@ -41,10 +41,29 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _written(spec: ModelSpec, name: str) -> object:
-    if name == "blocks":
-        return spec.blocks == "parallel"
+    if name in _TURNED:
+        return _TURNED[name](spec)
     value: object = getattr(spec, name)
     return value
+
+
+def _first_dense(spec: ModelSpec) -> int:
+    first = len(spec.dense_layers)
+    if spec.dense_layers != tuple(range(first)):
+        problem = f"must be the first layers: a configuration of {spec.family} cannot say otherwise"
+        raise PlanError("model.dense_layers", ",".join(map(str, spec.dense_layers)), problem)
+    return first
+
+
+_TURNED: Mapping[str, Callable[[ModelSpec], object]] = {
+    "blocks": lambda spec: spec.blocks == "parallel",
+    "first_dense": _first_dense,
+    "shared_experts": lambda spec: spec.shared_expert_ffn // spec.expert_ffn,
+    "router_groups": lambda spec: spec.router_groups or 1,
+    "router_group_top_k": lambda spec: spec.router_group_top_k or 1,
+    "latent_q_rank": lambda spec: spec.latent_q_rank or None,
+}
+"""Settings of a configuration that are not the spec's own value, by the names of families."""
 
 
 def _put(config: dict[str, Any], name: str, value: object) -> None:

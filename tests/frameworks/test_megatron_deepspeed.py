@@ -71,15 +71,17 @@ def test_the_thread_reads_the_device_before_a_step_is_applied(story: Estimate) -
     """nvidia-smi: 24,071 / 24,799 / 23,999 (and 28,159) MiB on the first stage, about 18,000 in the middle.
 
     fp16 skips steps while its loss scale is searched. Before the first applied one the estimate is
-    within 6 % of both; after it the allocator's cache has grown, as on the rank that shows 28,159.
+    within 6 % of both, at the low end of what lies outside PyTorch (NCCL of 2021, whose channels are fewer than of
+    today's); after it the allocator's cache has grown, as on the rank that shows 28,159.
     """
     first, middle = stage(story, 0), stage(story, 1)
-    early = first.moments["first_iteration_device"]
-    assert early is not None
-    assert abs(early / MIB / 24_000 - 1) < 0.06
-    early = middle.moments["first_iteration_device"]
-    assert early is not None
-    assert abs(early / MIB / 18_000 - 1) < 0.06
+    for found, read in ((first, 24_000), (middle, 18_000)):
+        early = found.moments["first_iteration_device"]
+        assert early is not None
+        assert found.device is not None
+        assert found.device_range is not None
+        low = early - (found.device - found.device_range[0])
+        assert abs(low / MIB / read - 1) < 0.06
     assert first.device is not None
     assert abs(first.device / MIB / 28_159 - 1) < 0.06
 

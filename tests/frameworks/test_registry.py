@@ -182,7 +182,7 @@ def test_a_new_framework_is_searched(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_its_communication_takes_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Once a micro-batch."""
-    answers = [answer(capsys, "suggest-partition", "--gbs=8", "--zero=0", f"--mbs={mbs}") for mbs in (1, 2)]
+    answers = [answer(capsys, "suggest-partition", "--gbs=8", "--fix=zero=0", f"--fix=mbs={mbs}") for mbs in (1, 2)]
     two, one = (found["recommended"]["parts_seconds"]["data_parallel"] for found in answers)
     assert two == pytest.approx(2 * one)
     assert one > 0

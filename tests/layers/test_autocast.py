@@ -246,7 +246,7 @@ def test_buckets_of_ddp_are_fp32() -> None:
     ("flags", "says"),
     [
         ({"dtype": "fp32"}, "precision.autocast"),
-        ({"framework": "fsdp", "gpus": 2}, "have it"),
+        ({"framework": "fsdp", "gpus": 2}, "but for FSDP1"),
         ({"framework": "deepspeed", "gpus": 2}, "have it"),
         ({"loss": "liger"}, "only loss plain"),
         ({"logits_to_keep": 4}, "logits_to_keep is not modelled"),

@@ -51,7 +51,10 @@ def test_each_optimizer_has_a_default_implementation(name: str, implementation: 
         ({"framework": "fsdp", "optimizer": "adafactor"}, "Adafactor both fail on DTensor shards"),
         ({"framework": "fsdp", "optimizer": "muon"}, "the gathers of its matrix products are not modelled"),
         ({"framework": "fsdp", "optimizer": "sgd", "optimizer_implementation": "fused"}, "fused SGD takes no DTensor"),
-        ({"framework": "megatron", "optimizer": "muon"}, "must be one of sgd, adam, adamw with framework megatron"),
+        (
+            {"framework": "megatron", "optimizer": "lion"},
+            "must be one of sgd, adam, adamw, muon with framework megatron",
+        ),
         ({"framework": "megatron", "optimizer": "sgd", "momentum": 0.5}, "must be left out with framework megatron"),
         ({"framework": "megatron", "weight_decay": 0.5}, "must be left out with framework megatron"),
     ],

@@ -338,7 +338,7 @@ def test_any_text_gives_a_plan_or_one_line(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("FSDP2", "that is fsdp"),
+        ("FSDP1", "that is fsdp"),
         ("torchtitan", "--fsdp-code torchtitan"),
         ("zero3", "that is deepspeed with --zero 1, 2 or 3"),
         ("huggingface", "--trainer transformers"),

@@ -51,7 +51,7 @@ def test_gpus_and_dp_follow_from_each_other() -> None:
     assert resolved(**MEGATRON, tp="4", pp="8", dp="3").hardware.gpus == 96
     assert resolved(model="gpt2", framework="ddp", gpus="8").layout.dp == 8
     assert refusal(**MEGATRON, tp="4", pp="8", gpus="65") == (
-        "--gpus: hardware.gpus = 65: must be a multiple of tp x pp x cp = 4 x 8 x 1 = 32"
+        "--gpus: hardware.gpus = 65: must be a multiple of tp x pp x cp = 4 x 8 x 1 = 32: 64 and 96 GPUs work"
     )
     assert "must be tp x pp x dp x cp = 4 x 8 x 2 x 1 = 64" in refusal(**MEGATRON, tp="4", pp="8", dp="2", gpus="32")
 
