@@ -153,7 +153,7 @@ def without_recipe(kind: str, folder: Path, b: int, s: int, **settings: Any) -> 
     return plan, job_of(plan)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "t5", "vit"])
+@pytest.mark.parametrize("kind", ["mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("t5", "vit"))])
 def test_models_without_a_recipe(kind: str, tmp_path: Path) -> None:
     _, job = without_recipe(kind, tmp_path, 1, 32)
     fit, _, _ = learn(job, traced, LONGEST)

@@ -49,7 +49,10 @@ def estimated(record: dict[str, Any], stage: int) -> int:
     return int(found)
 
 
-@pytest.mark.parametrize("case", CASES)
+ALSO_RUN_BY_THE_COMMAND = {"ddp2": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=ALSO_RUN_BY_THE_COMMAND.get(case, ())) for case in CASES])
 def test_real_processes(case: str) -> None:
     """Each rank's storages are what PyTorch's own tracker sees in the same process, the most loaded rank of each stage
     needs what was estimated, and what all train gets better at it."""
@@ -105,6 +108,7 @@ def test_fake_tensors_need_no_device() -> None:
     assert [rank["requested"] for rank in record["run"]["ranks"]] == [estimated(record, stage) for stage in (0, 1)]
 
 
+@pytest.mark.slow  # two agents of two processes; test_launch_together joins two machines in every run
 def test_of_two_machines_the_first_reports() -> None:
     """Two commands that meet, as on two machines with a rank each: one has the readings of both."""
     with socket.socket() as probe:
