@@ -213,3 +213,11 @@ def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
         assert one["seq"] != more["seq"] or one["recompute"] != more["recompute"] or one["peak"] < more["peak"]
     assert isinstance(names["found"], memplan.Suggestion)
     assert capsys.readouterr().out
+
+
+def test_launch_files_are_known_by_what_stands_in_them(tmp_path: Path) -> None:
+    file = tmp_path / "arguments.json"
+    file.write_text('{"model_name_or_path": "gpt2", "per_device_train_batch_size": 2, "block_size": 512}')
+    found = memplan.read_plan(file, gpus=4)
+    assert (found.framework, found.batch.mbs, found.batch.seq) == ("ddp", 2, 512)
+    assert found.model_dump() == memplan.read_plan(file, from_="trainer", gpus=4).model_dump()

@@ -240,6 +240,7 @@ def _of_all(
 ) -> tuple[ReadPlan, Found, tuple[Offer, ...]]:
     """The answer in the best of all frameworks for a plan that names none, and what each of them offers.
 
+    One process with layers on several GPUs, of which one works at a time, is the best only where nothing else fits.
     A framework that keeps no fp32 copy of the parameters trains with other numbers than the rest: it is the best only
     where the rest has nothing.
     """
@@ -254,9 +255,11 @@ def _of_all(
 
     offers = tuple(offered(name) for name in ROOMS)
     searched = [offer for offer in offers if offer.found is not None]
-    if not searched:
+    parallel = [one for one in searched if not framework(one.framework).supports.several_gpus_of_a_process]
+    if not parallel:
         raise next(offer.refused for offer in offers if offer.framework == read.plan.framework and offer.refused)
-    best = min(searched, key=lambda offer: offer.rank)
+    fitting = [one for one in parallel if one.found is not None and one.found.best]
+    best = min(fitting or searched, key=lambda offer: offer.rank)
     assert best.found is not None
     others = " and ".join(filter(None, [", ".join(one.framework for one in searched[:-1]), searched[-1].framework]))
     told = Note(FRAMEWORK_CHOSEN, f"no framework was named: {others} were searched, and {best.framework} is the best")

@@ -26,9 +26,9 @@ from .settings import Keys
 WITHOUT_EFFECT = frozenset(
     """
     compute_environment debug downcast_bf16 enable_cpu_affinity machine_rank main_process_ip main_process_port
-    main_training_function num_machines rdzv_backend rdzv_conf same_network use_cpu gpu_ids tpu_env tpu_use_cluster
+    main_training_function num_machines rdzv_backend rdzv_conf same_network gpu_ids tpu_env tpu_use_cluster
     tpu_use_sudo tpu_name tpu_zone commands command_file tpu_vm max_restarts monitor_interval mpirun_config
-    main_process_port_ zero3_init_flag
+    zero3_init_flag
     """.split()  # noqa: SIM905 - a list of that many lines reads no better
 )
 """Keys of the file without effect on a rank's memory."""
@@ -38,6 +38,7 @@ REFUSED: Mapping[str, str] = {
     "fp8_config": "fp8 is not modelled under Accelerate yet",
     "parallelism_config": "Accelerate's parallelism beside FSDP is not modelled yet",
     "ipex_config": "it is for Intel's devices",
+    "use_cpu": "there is no GPU then",
 }
 """Sections that change memory, and why they are not read."""
 
@@ -108,7 +109,7 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
     """``written``, the configuration in ``folder``, taken apart."""
     for key, why in REFUSED.items():
         node = written.mapping.get(key)
-        if node is not None and node.value not in (None, {}):
+        if node is not None and node.value not in (None, {}, False, "false"):
             raise PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
     dynamo = written.mapping.get("dynamo_config", written)
     backend = next(
@@ -166,7 +167,8 @@ def _resharded(reader: Reader) -> None:
     value = node.value if isinstance(node.value, bool) else meant.get(str(node.value).lower())
     if value is None:
         problem = "must be true (FULL_SHARD) or false (SHARD_GRAD_OP); other ways of sharding are not modelled"
-        raise PlanError("fsdp_reshard_after_forward", node.plain(), problem, origin=node.origin)
+        name = "reshard_after_forward" if reader.settings.has("reshard_after_forward") else "sharding_strategy"
+        raise PlanError(f"fsdp_{name}", node.plain(), problem, origin=node.origin)
     reader.building.put("fsdp.reshard_after_forward", Node(value, node.origin))
 
 
@@ -201,8 +203,10 @@ def shard(building: Building, settings: Keys, dtype: Node | None, loaded: Node, 
     known = {name for row in FSDP_ROWS for name in row.names} | _WITHOUT_EFFECT_ON_FSDP
     for key, node in settings.given.items():
         if key not in known:
-            problem = guessed("is no key that is read", nearest(key, known))
-            building.note("argument-unknown", f"fsdp_{key} ({node.origin}) {problem}")
+            guess = nearest(key, known)
+            if guess is not None:
+                raise PlanError(f"fsdp_{key}", ABSENT, f"is no key; did you mean fsdp_{guess}?", origin=node.origin)
+            building.note("argument-unknown", f"fsdp_{key} ({node.origin}) is no key that is read")
     building.put("precision.dtype", dtype or loaded)
     if str(version.value) == "1":
         _flat(building, settings, dtype, version)
@@ -313,5 +317,8 @@ def _unread(written: Node, *, strict: bool) -> Iterable[Note]:
     guesses = Guesses(lambda key: nearest(key, known))
     for key, node in written.mapping.items():
         if key not in known and not key.startswith(("dynamo_", "tpu_")):
-            problem = guessed("is no key that is read", guesses.of(key))
+            guess = guesses.of(key)
+            problem = guessed("is no key that is read", guess)
+            if guess is not None:  # Accelerate refuses whatever it does not know (load_config_from_file)
+                raise PlanError(key, ABSENT, problem, origin=node.origin)
             yield left_out("argument-unknown", key, ABSENT, problem, node.origin, strict=strict)

@@ -36,11 +36,11 @@ class _Asked:
     flags: Flags
 
     def read(self, *, traced: bool) -> ReadPlan:
-        from ..commands.launched import LaunchFlags, read_given
+        from ..commands.launched import flags_of_launch, read_given
 
         if isinstance(self.place, Source):
             return build_plan(self.place, self.flags, traced=traced)
-        return read_given(self.place, LaunchFlags(self.from_, (), False, None), self.flags, traced=traced)
+        return read_given(self.place, flags_of_launch(self.place, self.from_), self.flags, traced=traced)
 
 
 class Plan(_Plan):
@@ -67,7 +67,8 @@ def read_plan(plan: Given = None, /, *, from_: str | None = None, **fields: obje
     """The plan at a path, of a built-in example's name, in a mapping, or another plan, with ``fields`` over it.
 
     A mapping has sections as a plan's file has them (``{"layout": {"tp": 4}}``), flags' names (``{"tp": 4}``), or both.
-    ``from_`` is the command line's ``--from``: ``read_plan("train.sh", from_="megatron", gpus=64)``.
+    A launch file is known by what stands in it; ``from_`` is the command line's ``--from``:
+    ``read_plan("train.sh", from_="megatron", gpus=64)``.
     """
     with as_arguments():
         asked = asked_of(plan, from_, flags_of(fields))

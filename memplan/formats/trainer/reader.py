@@ -156,8 +156,19 @@ def _offloads(config: Node) -> bool:
 
 
 def _no_evaluation(reader: Reader, engine: str) -> None:
-    if _evaluates(reader.settings):
-        reader.building.note("evaluation-not-modelled", f"evaluation under {engine} is not part of the estimate yet")
+    """Evaluation is not modelled there: one of no more sequences than training has takes less, and others are
+    refused."""
+    arguments: Arguments = reader.settings
+    if not _evaluates(arguments):
+        return
+    size = arguments.node("per_device_eval_batch_size") or Node(8, arguments.where("eval_strategy"))
+    trained = reader.building.items["batch.mbs"].value
+    if isinstance(size.value, int) and isinstance(trained, int) and size.value > trained:
+        problem = (
+            f"must be at most per_device_train_batch_size, {trained}, under {engine}, whose larger evaluations are not "
+            "modelled yet; without eval_strategy the estimate is of training alone"
+        )
+        raise PlanError("per_device_eval_batch_size", size.value, problem, origin=size.origin)
 
 
 _RUN_BY: Mapping[str, Callable[[Started, Reader, Asked], Launch]] = {"fsdp": _sharded, "deepspeed": _by_deepspeed}
@@ -209,7 +220,10 @@ def _unread(written: Node, *, strict: bool) -> Iterator[Note]:
         elif key in known or key.startswith("_"):
             continue
         else:
-            code, problem = "argument-unknown", guessed("is no key that is read", guesses.of(key))
+            guess = guesses.of(key)
+            code, problem = "argument-unknown", guessed("is no key that is read", guess)
+            if guess is not None:  # HfArgumentParser refuses whatever it does not know (parse_dict)
+                raise PlanError(key, _plain(node), problem, origin=node.origin)
         yield left_out(code, key, _plain(node), problem, node.origin, strict=strict)
 
 

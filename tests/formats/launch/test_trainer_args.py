@@ -111,7 +111,7 @@ def test_every_optimizer_is_one_of_the_trainers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        ({"lerning_rate": 1e-5}, "argument-unknown"),
+        ({"my_own_setting": 1e-5}, "argument-unknown"),
         ({"torch_empty_cache_steps": 4}, "argument-not-modelled"),
         ({"bf16": True}, "loaded-dtype"),
         ({"eval_strategy": "epoch"}, "evaluation-logits"),
@@ -126,6 +126,11 @@ def test_what_is_assumed_is_said(arguments: dict[str, object], code: str, tmp_pa
     [
         ({"optim": "galore_adamw"}, "optim = galore_adamw"),
         ({"deepspeed": "no.json"}, "deepspeed = no.json: no such file"),
+        ({"lerning_rate": 1e-5}, "lerning_rate = 1e-05: is no key that is read; did you mean learning_rate?"),
+        (
+            {"fsdp": True, "eval_strategy": "steps", "per_device_eval_batch_size": 64},
+            "must be at most per_device_train",
+        ),
         ({"fsdp": "hybrid_shard"}, "FULL_SHARD"),
         ({"fsdp": "full_shard", "fsdp_config": {"version": 3}}, "fsdp_version = 3: must be 1 or 2"),
         ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "TRANSFORMER_BASED_WRAP"),
