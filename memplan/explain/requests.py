@@ -36,7 +36,13 @@ class _Seen:
     modules: dict[str, None] = field(default_factory=dict)
     least: int = 1 << 62
     most: int = -1
-    held: Bytes = ()
+    held_least: Bytes = ()
+    held_most: Bytes = ()
+
+    def held(self, allocated: int | None) -> Bytes:
+        """What was in memory before the request whose moment is nearer to ``allocated``; before the last without."""
+        is_early = allocated is not None and allocated - self.least < self.most - allocated
+        return self.held_least if is_early else self.held_most
 
 
 _Key = tuple[str, str, str, int, str]
@@ -70,9 +76,10 @@ class Collector:
         if one is None:
             one = self.seen[key] = _Seen(request)
         one.modules[tensor.module] = None
-        one.least = min(one.least, request.allocated)
+        if request.allocated < one.least:
+            one.least, one.held_least = request.allocated, tuple(self.by)
         if request.allocated > one.most:
-            one.most, one.held = request.allocated, tuple(self.by)
+            one.most, one.held_most = request.allocated, tuple(self.by)
 
 
 def kind_of(module: str) -> str:
@@ -224,7 +231,7 @@ def _candidate(
         shape=one.first.tensor.shape,
         dtype=dtype,
         allocated=(one.least, one.most),
-        held=one.held,
+        held=one.held(reported.message.allocated),
         score=sum(point for point, _ in points),
         reasons=tuple(reason for _, reason in points if reason),
     )
@@ -268,5 +275,7 @@ def _by_memory(one: _Seen, allocated: int | None) -> _Points:
     if allocated is None:
         return
     off = max(one.least - allocated, allocated - one.most, 0) / max(allocated, 1)
+    nearest = min(abs(one.least - allocated), abs(one.most - allocated)) / max(allocated, 1)
     if off <= NEAR:
-        yield (2 if off <= CLOSE else 1), "the plan has as much allocated then as the message says"
+        says = "as much allocated then as" if nearest <= NEAR else "less allocated then at first, and more later, than"
+        yield (2 if off <= CLOSE else 1), f"the plan has {says} the message says"

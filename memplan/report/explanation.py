@@ -36,7 +36,7 @@ def _what(told: Explanation) -> str:
     about = told.clues.about[0].name if told.clues.about else None
     phase = f" in {told.clues.phase}" if told.clues.phase else ""
     if about is not None:
-        return f"the traceback names {about}{phase}"
+        return f"what the traceback names, {about}{phase},"
     if told.reported.message.who != "pytorch":
         return {"nccl": "NCCL", "cublas": "cuBLAS or cuDNN", "host": "the host"}.get(
             told.reported.message.who, "the driver"
@@ -148,7 +148,7 @@ def _table(told: Explanation, shown: tuple[Candidate, ...]) -> Table:
 
 def _memory(told: Explanation, one: Candidate) -> Iterator[RenderableType]:
     """What the plan has in memory when the likeliest one asks."""
-    total = one.allocated[1]
+    total = min(one.allocated, key=lambda allocated: abs(allocated - sum(one.held)))
     if not total or not sum(one.held):
         return
     unit = unit_for(total)

@@ -10,10 +10,11 @@ def out_of_memory(estimate: Estimate, stage: StageEstimate, failure: Failure) ->
     """The message of ``torch.OutOfMemoryError`` on the stage's first rank, up to its advice, as PyTorch 2.6 and later
     write it (``CUDACachingAllocator.cpp``, ``DeviceCachingAllocator::malloc`` and ``reportProcessMemoryInfo``).
 
-    What the plan leaves as headroom counts as taken by somebody else.
+    What the plan leaves as headroom counts as taken by somebody else, and outside PyTorch lies the least that may: the
+    request fails even so.
     """
     capacity = estimate.capacity or 0
-    outside = 0 if stage.device_range is None or stage.reserved is None else stage.device_range[1] - stage.reserved
+    outside = 0 if stage.device_range is None or stage.reserved is None else stage.device_range[0] - stage.reserved
     free = max(capacity - estimate.headroom - outside - failure.reserved, 0)
     gpu = stage.ranks[0] % estimate.plan.hardware.gpus_per_node if stage.ranks else 0
     return (
