@@ -104,10 +104,10 @@ def _size(field: str, node: Node) -> Node:
 
 
 def _integers(node: Node, *, alone: bool) -> Node:
-    """``0,4,6`` as a list; a number ``alone`` as a list of one."""
+    """``0,4,6`` as a list; a number ``alone``, or with a comma behind it, as a list of one."""
     if isinstance(node.value, str) and "," in node.value:
         parts = [part.strip() for part in node.value.strip().removesuffix(",").split(",")]
-        if len(parts) > 1 and all(part.isascii() and part.isdigit() for part in parts):
+        if (len(parts) > 1 or alone) and all(part.isascii() and part.isdigit() for part in parts):
             return Node([scalar(part, node.origin) for part in parts], node.origin)
     if alone and type(node.value) is int:
         return Node([node], node.origin)

@@ -52,7 +52,8 @@ def test_the_estimate_is_for_the_gpu_that_is_here() -> None:
     assert (hardware.gpu, hardware.capacity) == ("h200", 143_771 * MIB)
     assert found.native.runs.torch == "2.13"
     (stage,) = found.estimate.stages
-    assert stage.beyond.cuda_context == 518 * MIB
+    assert stage.beyond.cuda_context is not None
+    assert stage.beyond.cuda_context > 518 * MIB  # of a bare context on an H200, and then its kernels
     assert stage.breakdown[Category.WORKSPACES] == 64 * MIB
 
 
