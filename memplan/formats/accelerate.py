@@ -8,6 +8,7 @@ Keys and defaults: ``commands/config/config_args.py`` and ``utils/dataclasses.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ..plan.errors import ABSENT, Guesses, PlanError, nearest
@@ -80,6 +81,8 @@ def read(place: str, asked: Asked) -> Launch:
     """The plan in the configuration at ``place``; the model and the batch are flags."""
     text, name = text_at(place)
     written = parse_yaml(text.expandtabs(2), name)
+    if not isinstance(written.value, dict):
+        raise PlanError("", ABSENT, "must be a mapping, as Accelerate's configuration is", origin=written.origin)
     if written.mapping.keys() & {"model", "framework", "extends"}:
         raise PlanError(
             "", ABSENT, "is a plan, not Accelerate's configuration; leave out --from", origin=written.origin
@@ -91,7 +94,8 @@ def read(place: str, asked: Asked) -> Launch:
         building.put("hardware.gpus", found.processes)
     if found.framework == "deepspeed":
         assert found.deepspeed is not None
-        return ds_config_in(with_precision(found.deepspeed, found.precision), asked, building)
+        launch = ds_config_in(with_precision(found.deepspeed, found.precision), asked, building)
+        return replace(launch, notes=(*notes, *launch.notes))
     building.put("framework", found.framework)
     dtype = mixed(found.precision)
     if found.framework == "fsdp":
@@ -276,15 +280,20 @@ def ds_config(section: Node, folder: Path) -> Node:
 
 def ds_file(file: Node, folder: Path) -> Node:
     """The ``ds_config.json`` that ``file`` names."""
+    return file_named(file, folder, "deepspeed", "a ds_config.json")
+
+
+def file_named(file: Node, folder: Path, field: str, what: str) -> Node:
+    """The JSON or YAML of the file that ``file``, the value of ``field``, names from ``folder``."""
     if not isinstance(file.value, str):
-        raise PlanError("deepspeed", file.plain(), "must be the path to a ds_config.json", origin=file.origin)
+        raise PlanError(field, file.plain(), f"must be the path to {what}", origin=file.origin)
     path = path_of(file.value, folder)
     try:
         return parse_yaml(read_text(path).expandtabs(2), str(path))
     except PlanError as error:
         if error.origin is not None and error.origin.line is not None:
             raise
-        raise PlanError("deepspeed", file.value, error.problem, origin=file.origin) from None
+        raise PlanError(field, file.value, error.problem, origin=file.origin) from None
 
 
 def with_precision(config: Node, precision: Node | None) -> Node:

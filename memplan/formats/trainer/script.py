@@ -12,12 +12,11 @@ from pathlib import Path
 from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Ledger, Value, is_known, origin_of, text
-from ...plan.errors import ABSENT, Origin, PlanError, refused
+from ...plan.errors import Origin, refused
 from ...plan.node import Node, scalar
-from ...plan.text import path_of, read_text
-from ...plan.yaml_nodes import parse_yaml
+from ...plan.text import path_of
 from ...values import dataclass
-from ..accelerate import Accelerated, accelerated
+from ..accelerate import Accelerated, accelerated, file_named
 from ..files import TRAINER_MARKS, beside, training_in
 from ..launch import Asked
 from ..settings import Given, needed, taken_apart
@@ -88,11 +87,8 @@ def _accelerate(launcher: Sequence[Value], origin: Origin, ledger: Ledger, folde
     file = flags.pop("config_file", None)
     written = Node({}, origin)
     if file is not None:
-        if not isinstance(file.value, str):
-            raise PlanError(
-                "--config_file", ABSENT, "must be the path to Accelerate's configuration", origin=file.origin
-            )
-        written, folder = _file(file, folder), path_of(file.value, folder).parent
+        written = file_named(file, folder, "--config_file", "Accelerate's configuration")
+        folder = path_of(str(file.value), folder).parent
     items = dict(written.mapping)
     for name, node in flags.items():
         section = (
@@ -105,13 +101,3 @@ def _accelerate(launcher: Sequence[Value], origin: Origin, ledger: Ledger, folde
         elif name in ("num_processes", "mixed_precision", "dynamo_backend"):
             items[name] = node
     return accelerated(Node(items, written.origin), folder)
-
-
-def _file(file: Node, folder: Path) -> Node:
-    path = path_of(str(file.value), folder)
-    try:
-        return parse_yaml(read_text(path), str(path))
-    except PlanError as error:
-        if error.origin is not None and error.origin.line is not None:
-            raise
-        raise PlanError("--config_file", file.value, error.problem, origin=file.origin) from None

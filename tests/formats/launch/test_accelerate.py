@@ -162,3 +162,18 @@ def test_one_line_for_what_is_wrong(tmp_path: Path, content: dict[str, object], 
         read(tmp_path, content, model="gpt2", mbs="1")
     assert (line.partition(" = ")[2] or line) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "it.yaml").write_text("- distributed_type\n")
+    with pytest.raises(PlanError, match="must be a mapping, as Accelerate's configuration is"):
+        read_given(
+            str(tmp_path / "it.yaml"), flags_of_launch(str(tmp_path / "it.yaml"), "accelerate"), {"model": "gpt2"}
+        )
+
+
+def test_unknown_keys_are_told_under_deepspeed_too(tmp_path: Path) -> None:
+    (tmp_path / "it.yaml").write_text(yaml.safe_dump({**ZERO, "my_own_setting": 1}))
+    place = str(tmp_path / "it.yaml")
+    found = read_given(place, flags_of_launch(place, None), {"model": "gpt2", "mbs": "2"})
+    assert any("my_own_setting" in note.message for note in found.warnings)
