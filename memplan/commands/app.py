@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..plan.errors import ABSENT, Origin, PlanError, nearest
+from .output import PRINTED
 from .plan_flags import with_plan_flags
 
 _SEVERAL = ("--compare", "--vary", "--import")
@@ -39,6 +40,21 @@ def expanded(arguments: Sequence[str]) -> list[str]:
             taken += 1
         result.append(argument)
     return result
+
+
+def with_file_of_csv(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` where ``--csv``, whose file may be left out, has one: the next word if it is called as such a file
+    is, and no plan; else standard output."""
+    result: list[str] = []
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    rest = list(arguments[:end])
+    while rest:
+        word = rest.pop(0)
+        if word == "--csv":
+            named = rest and (rest[0] == PRINTED or rest[0].endswith((".csv", ".tsv", ".txt")))
+            word = f"--csv={rest.pop(0) if named else PRINTED}"
+        result.append(word)
+    return result + list(arguments[end:])
 
 
 def _continues(flag: str, argument: str) -> bool:
@@ -70,7 +86,7 @@ memplan estimate --from megatron train.sh --gpus 64"""
 
 def run_command(arguments: list[str]) -> int:
     """Runs the command that ``arguments`` name and returns its exit code."""
-    words = expanded(arguments)
+    words = with_file_of_csv(expanded(arguments))
     if _COMPLETION in os.environ or {"--install-completion", "--show-completion"} & {*words[:1]}:
         return _complete(words)
     if "--help-all" in words:

@@ -19,17 +19,22 @@ from ..plan.fields import Kind, by_flag
 from ..plan.notes import Note
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
 from ..values import dataclass
-from .files import check_writable, write_whole
+from .files import check_files, write_whole
 from .launched import LAUNCH, From, LaunchFlags, Set, Strict, VocabSize, flags_of_launch, read_given, read_launched
 from .output import (
     OUTPUT,
+    PRINTED,
+    Csv,
     Html,
     Json,
     NoColor,
     Overwrite,
     PlanOrLaunchFile,
+    Plot,
     Quiet,
+    Verbose,
     console,
+    file_of,
     print_json,
     print_text,
     printing,
@@ -183,12 +188,7 @@ def estimate(
         ),
     ] = None,
     html: Html = None,
-    plot: Annotated[
-        str | None,
-        typer.Option(
-            "--plot", metavar="FILE.svg|png", help="draw the stages, and one over an iteration", rich_help_panel=OUTPUT
-        ),
-    ] = None,
+    plot: Plot = None,
     snapshot: Annotated[
         str | None,
         typer.Option(
@@ -200,11 +200,9 @@ def estimate(
     ] = None,
     force: Overwrite = False,
     json: Json = False,
-    csv: Annotated[bool, typer.Option("--csv", help="print one CSV row per stage", rich_help_panel=OUTPUT)] = False,
+    csv: Csv = None,
     quiet: Quiet = False,
-    verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="print every stage and every reading", rich_help_panel=OUTPUT)
-    ] = False,
+    verbose: Verbose = False,
     no_color: NoColor = False,
     flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
 ) -> int:
@@ -216,17 +214,20 @@ def estimate(
     if explain_args:
         if compare or vary or detail is not None:
             raise typer.BadParameter("--explain-args shows arguments; leave out --compare, --vary and --detail")
+        if any((csv, html, plot, snapshot)):
+            problem = "--explain-args shows arguments; leave out --csv, --html, --plot and --snapshot"
+            raise typer.BadParameter(problem)
         if launch_flags.format in FORMATS and not FORMATS[launch_flags.format].takes_settings:
             given = f"--from {launch_flags.format}"
             raise typer.BadParameter(f"--explain-args shows arguments of launch scripts, which {given} has none of")
         return _explain(read_launched(plan, launch_flags, flags), json, quiet, no_color)
-    files = _Files(html, plot, snapshot, force)
-    files.check(alone=not (explain_args or compare or vary or detail is not None))
-    if csv and (json or explain_args):
-        raise typer.BadParameter(f"--csv and {'--json' if json else '--explain-args'} exclude each other")
+    files = _Files(file_of(csv), html, plot, snapshot, force)
+    files.check(alone=not (compare or vary or detail is not None))
+    if csv == PRINTED and json:
+        raise typer.BadParameter("--csv and --json exclude each other")
     if detail is not None and (json or csv):
         raise typer.BadParameter("--detail prints text; leave out --json and --csv")
-    form: Form = "json" if json else "csv" if csv else "text"
+    form: Form = "json" if json else "csv" if csv == PRINTED else "text"
     if not compare and not vary:
         read = read_given(plan, launch_flags, flags, traced=True)
         return (
@@ -236,7 +237,7 @@ def estimate(
         )
     if detail is not None:
         raise typer.BadParameter("--detail shows one plan's stage; leave out --compare and --vary")
-    return _several(_variants(plan, launch_flags, flags, compare or (), vary or ()), no_records, form, no_color)
+    return _several(_variants(plan, launch_flags, flags, compare or (), vary or ()), files, no_records, form, no_color)
 
 
 def _variants(
@@ -274,6 +275,7 @@ def _explain(launch: Launch, json: bool, quiet: bool, no_color: bool) -> int:
 class _Files:
     """What is written besides the answer."""
 
+    csv: str | None
     html: str | None
     plot: str | None
     snapshot: str | None
@@ -281,27 +283,25 @@ class _Files:
 
     def check(self, *, alone: bool) -> None:
         """Refuses before the estimate what would be refused after it; ``alone``: it is of one plan."""
-        flags = (("--html", self.html), ("--plot", self.plot), ("--snapshot", self.snapshot))
-        given = {flag: file for flag, file in flags if file is not None}
-        if self.force and not given:
-            raise typer.BadParameter("--overwrite is for --html, --plot and --snapshot")
-        for flag, file in given.items():
-            if not alone:
-                problem = "shows one plan; leave out --compare, --vary, --detail and --explain-args"
-                raise typer.BadParameter(f"{flag} {problem}")
-            check_writable(file, force=self.force)
-        for flag, file in given.items():
-            first = next(one for one in given if given[one] == file)
-            if first != flag:
-                raise PlanError("", ABSENT, f"is the file of {first}, too", origin=Origin(flag))
+        pictures = {"--html": self.html, "--plot": self.plot, "--snapshot": self.snapshot}
+        for flag, file in pictures.items():
+            if file is not None and not alone:
+                raise typer.BadParameter(f"{flag} shows one plan; leave out --compare, --vary and --detail")
+        check_files({"--csv": self.csv, **pictures}, force=self.force)
         if self.plot is not None:
             from ..report.plot import check_matplotlib, format_of
 
             format_of(Path(self.plot))
             check_matplotlib()
 
+    def write_rows(self, names: Sequence[str], estimates: Sequence[Estimate]) -> Iterator[str]:
+        """The file of ``--csv``, if it was written."""
+        if self.csv is not None and write_whole(self.csv, _rows(names, estimates).encode(), force=self.force):
+            yield self.csv
+
     def write(self, found: Estimate, known: Measured) -> Iterator[str]:
         """The files that were."""
+        yield from self.write_rows([found.plan.model.name], [found])
         if self.html is not None:
             from ..estimate import timelines
             from ..report.html.estimate import estimate_page
@@ -339,7 +339,7 @@ def _one(
 
         print_json(to_json(found))
     elif form == "csv":
-        _csv([read.plan.model.name], [found])
+        print_text(_rows([read.plan.model.name], [found]))
     else:
         from ..report.estimate import print_estimate
 
@@ -360,27 +360,29 @@ def _drawn(found: Estimate, known: Measured, verbose: bool) -> tuple[Timeline, .
     return tuple(timelines(found, stages, known))
 
 
-def _csv(names: Sequence[str], estimates: Sequence[Estimate]) -> None:
+def _rows(names: Sequence[str], estimates: Sequence[Estimate]) -> str:
+    """As CSV."""
     from ..report.json import to_csv
 
-    print_text(to_csv(names, estimates))
+    return to_csv(names, estimates)
 
 
-def _several(variants: dict[str, ReadPlan], no_records: bool, form: Form, no_color: bool) -> int:
+def _several(variants: dict[str, ReadPlan], files: _Files, no_records: bool, form: Form, no_color: bool) -> int:
     known, problem = measured_of(no_records=no_records)
     estimates = [estimated(warned(read, problem), known, ways=False) for read in variants.values()]
     names = list(variants)
+    written = tuple(files.write_rows(names, estimates))
     if form == "json":
         from ..report.json import comparison_to_json
 
         print_json(comparison_to_json(names, estimates))
     elif form == "csv":
-        _csv(names, estimates)
+        print_text(_rows(names, estimates))
     else:
         from ..report.comparison import print_comparison
 
         with printing():
-            print_comparison(names, estimates, console(no_color))
+            print_comparison(names, estimates, console(no_color), written)
     return _code(estimates)
 
 

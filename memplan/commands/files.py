@@ -7,6 +7,7 @@ import re
 import stat
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,19 @@ def check_writable(name: str, *, force: bool) -> None:
         _target(name, force)
     except (OSError, ValueError) as error:
         raise _unwritable(name, error) from None
+
+
+def check_files(files: Mapping[str, str | None], *, force: bool) -> None:
+    """Refuses early what writing ``files``, by their flags, would refuse after long work."""
+    given = [(flag, file) for flag, file in files.items() if file is not None]
+    if force and not given:
+        *others, last = files
+        raise PlanError("", ABSENT, f"is for {', '.join(others)} and {last}", origin=Origin("--overwrite"))
+    for at, (flag, file) in enumerate(given):
+        check_writable(file, force=force)
+        for other, same in given[:at]:
+            if same == file:
+                raise PlanError("", ABSENT, f"is the file of {other}, too", origin=Origin(flag))
 
 
 def write_whole(name: str, content: bytes, *, force: bool) -> bool:

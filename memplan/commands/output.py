@@ -53,14 +53,41 @@ Overwrite = Annotated[
     bool,
     typer.Option("--overwrite", "--force", help="replace existing files", rich_help_panel=OUTPUT),
 ]
-
-
+Verbose = Annotated[
+    bool,
+    typer.Option("-v", "--verbose", help="print every stage, reading, rule and assumption", rich_help_panel=OUTPUT),
+]
+PRINTED = "-"
+"""The file of ``--csv`` that stands for standard output, on which nothing else is printed then."""
+Csv = Annotated[
+    str | None,
+    typer.Option(
+        "--csv",
+        metavar="[FILE.csv]",
+        help="print CSV only, a row per stage or layout; with a file, write it there, too",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Plot = Annotated[
+    str | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE.svg|png",
+        help="draw it: stages and an iteration, or memory against time",
+        rich_help_panel=OUTPUT,
+    ),
+]
 Html = Annotated[
     str | None,
     typer.Option(
         "--html", metavar="FILE.html", help="write the answer as one page for a browser, too", rich_help_panel=OUTPUT
     ),
 ]
+
+
+def file_of(csv: str | None) -> str | None:
+    """The file that ``--csv`` writes, if any."""
+    return None if csv == PRINTED else csv
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.text import path_of
-from .files import check_writable, write_whole
+from .files import check_files, write_whole
 from .output import Html, Json, NoColor, Overwrite, Quiet, console, print_json, print_text, printing
 
 if TYPE_CHECKING:
@@ -55,12 +55,9 @@ def runs(
     Exit code 0: done. 2: there is no such run, or its record cannot be read.
     """
     _check(run, [gpu is not None or model is not None, export is not None, bool(import_), delete], bool(import_))
-    if force and export is None and html is None:
-        raise typer.BadParameter("--overwrite is for --export and --html")
-    if html is not None:
-        if export is not None or import_ or delete:
-            raise typer.BadParameter("--html shows runs; leave out --export, --import and --delete")
-        check_writable(html, force=force)
+    if html is not None and (export is not None or import_ or delete):
+        raise typer.BadParameter("--html shows runs; leave out --export, --import and --delete")
+    check_files({"--export": export, "--html": html}, force=force)
     if import_:
         return _import(import_)
     if run is None:

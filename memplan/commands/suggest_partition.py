@@ -15,17 +15,22 @@ from ..plan.notes import FRAMEWORK_CHOSEN, Note
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..values import dataclass
-from .files import check_writable, write_whole
+from .files import check_files, write_whole
 from .fixed import fixed_values, fixes_of, located, starts, with_fixes
 from .launched import From, LaunchFlags, Set, Strict, VocabSize, flags_of_launch, read_given
 from .output import (
     OUTPUT,
+    PRINTED,
+    Csv,
     Html,
     Json,
     NoColor,
     Overwrite,
     PlanOrLaunchFile,
+    Plot,
+    Verbose,
     console,
+    file_of,
     print_json,
     print_text,
     printing,
@@ -61,19 +66,15 @@ class _Files:
     """What is written besides the answer."""
 
     plan: str | None
+    csv: str | None
     plot: str | None
     html: str | None
     force: bool
 
     def check(self) -> None:
         """Refuses before the search what would be refused after it."""
-        named = {"--write": self.plan, "--plot": self.plot, "--html": self.html}
-        given = [(flag, file) for flag, file in named.items() if file is not None]
-        for at, (flag, file) in enumerate(given):
-            check_writable(file, force=self.force)
-            for other, same in given[:at]:
-                if same == file:
-                    raise PlanError("", ABSENT, f"is the file of {other}, too", origin=Origin(flag))
+        files = {"--write": self.plan, "--csv": self.csv, "--plot": self.plot, "--html": self.html}
+        check_files(files, force=self.force)
         if self.plot is not None:
             from ..report.plot import check_matplotlib, format_of
 
@@ -113,18 +114,13 @@ def suggest_partition(
             "--write", metavar="FILE.yaml", help="write the recommended layout as a plan", rich_help_panel=OUTPUT
         ),
     ] = None,
-    plot: Annotated[
-        str | None,
-        typer.Option("--plot", metavar="FILE.svg|png", help="draw memory against time", rich_help_panel=OUTPUT),
-    ] = None,
+    plot: Plot = None,
     html: Html = None,
     force: Overwrite = False,
     json: Json = False,
-    csv: Annotated[bool, typer.Option("--csv", help="print one CSV row per layout", rich_help_panel=OUTPUT)] = False,
+    csv: Csv = None,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="print only the layout", rich_help_panel=OUTPUT)] = False,
-    verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="print every stage, rule and assumption", rich_help_panel=OUTPUT)
-    ] = False,
+    verbose: Verbose = False,
     no_color: NoColor = False,
     flags: Flags = {},  # noqa: B006 (replaced by a flag for every field)
 ) -> int:
@@ -133,10 +129,10 @@ def suggest_partition(
     Exit code 0: something fits. 1: nothing does; the report says what would. 2: the plan is wrong. 3: --plot without
     matplotlib.
     """
-    if json and csv:
+    if json and csv == PRINTED:
         raise typer.BadParameter("--json and --csv exclude each other")
     check_search(top, objective)
-    files = _Files(write, plot, html, force)
+    files = _Files(write, file_of(csv), plot, html, force)
     files.check()
     launch_flags = flags_of_launch(plan, from_, set_, strict=strict, vocab_size=vocab_size)
     fixes = fixes_of(fix or ())
@@ -152,7 +148,7 @@ def suggest_partition(
         from ..report.suggestion_json import suggestion_to_json
 
         print_json(suggestion_to_json(answer))
-    elif csv:
+    elif csv == PRINTED:
         from ..report.suggestion_json import suggestion_to_csv
 
         print_text(suggestion_to_csv(found))
@@ -301,6 +297,11 @@ def _written(found: Found, files: _Files) -> list[str]:
         text = _plan_text(found, one_line(Path(files.plan).name))
         if write_whole(files.plan, text.encode(), force=files.force):
             written.append(files.plan)
+    if files.csv is not None:
+        from ..report.suggestion_json import suggestion_to_csv
+
+        if write_whole(files.csv, suggestion_to_csv(found).encode(), force=files.force):
+            written.append(files.csv)
     if files.plot is not None and (found.front or found.closest):
         from ..report.plot import format_of, front_picture
 

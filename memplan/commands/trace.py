@@ -8,7 +8,7 @@ import typer
 
 from ..plan.read import Flags
 from ..report.progress import progress
-from .files import check_writable, write_whole
+from .files import check_files, write_whole
 from .output import (
     OUTPUT,
     Json,
@@ -87,11 +87,7 @@ def trace(
                 "--learn has no stages and writes none of your files; leave out --stage and --overwrite"
             )
         return _learn(plan, flags, json, quiet, no_color)
-    if events is not None and events == snapshot:
-        raise typer.BadParameter(f"--events and --snapshot are two files; both are {events}")
-    for file in (events, snapshot):
-        if file is not None:
-            check_writable(file, force=force)
+    check_files({"--events": events, "--snapshot": snapshot}, force=force)
     asked = planned(plan, flags, stage)
     with progress(f"tracing {asked.name}"):
         found = traced(asked.job, asked.name)

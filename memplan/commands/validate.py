@@ -13,7 +13,7 @@ from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..streams import tell
-from .files import check_writable, write_whole
+from .files import check_files, write_whole
 from .launched import flags_of_launch, read_given
 from .output import (
     OUTPUT,
@@ -170,9 +170,7 @@ def validate(
     if not 0 < timeout < float("inf"):
         raise PlanError("", ABSENT, f"{timeout:g} must be more than 0", origin=Origin("--timeout"))
     _check_machines(nnodes, rdzv_endpoint, node_rank)
-    for file in (record, html):
-        if file is not None:
-            check_writable(file, force=overwrite)
+    check_files({"--record": record, "--html": html}, force=overwrite)
     read, gpus = _read(plan, from_, flags)
     where = Where(
         gpus=gpus,

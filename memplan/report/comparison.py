@@ -15,7 +15,7 @@ from ..tape.events import Category
 from ..values import dataclass
 from .names import UNKNOWN, Unit, plan_text, span, stage_word, unit_for
 from .palette import BAD, CAUTION, FAINT, GOOD, label, shares
-from .printing import entries, folded, left, plain_table, put, right
+from .printing import entries, folded, left, plain_table, put, right, written_lines
 from .stages import free_on, limit_of, reading_of, rows_of
 
 
@@ -72,8 +72,13 @@ LONGEST_NAME = 28
 """Columns after which a variant's name wraps."""
 
 
-def print_comparison(names: Sequence[str], estimates: Sequence[Estimate], console: Console) -> None:
-    """Prints the variants ``estimates``, named by ``names``; the first is what the others are compared with."""
+def print_comparison(
+    names: Sequence[str], estimates: Sequence[Estimate], console: Console, written: Sequence[str] = ()
+) -> None:
+    """Prints the variants ``estimates``, named by ``names``; the first is what the others are compared with.
+
+    ``written`` are files that were.
+    """
     unit = unit_for(max(estimate.peak for estimate in estimates))
     put(console, _summary(names, estimates, unit), Text())
     if len({estimate.plan.framework for estimate in estimates}) > 1:
@@ -90,6 +95,7 @@ def print_comparison(names: Sequence[str], estimates: Sequence[Estimate], consol
             if index:
                 title.append(f": {_effect(estimates[0], estimate, unit)}", "none")
             put(console, Text(), title, entries([(f"  {name}", text) for name, text in lines], FAINT))
+    put(console, *written_lines(written))
 
 
 def _kept(estimate: Estimate) -> str:

@@ -29,7 +29,7 @@ from .palette import (
     span_of,
     unknown_beyond,
 )
-from .printing import WholeTable, entries, left, plain_table, put, put_line, right
+from .printing import WholeTable, entries, left, plain_table, put, put_line, right, written_lines
 from .sparkline import timeline_lines
 from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of, who
 from .ways_out import ways_table
@@ -306,12 +306,6 @@ def estimate_report(
         yield Text()
         yield from _assumptions(estimate, verbose)
     yield from ways_table(estimate, unit_of(estimate))
-
-
-def written_lines(files: Sequence[str]) -> Iterator[RenderableType]:
-    if files:
-        yield Text()
-    yield from (Text(f"Written: {file}", GOOD) for file in files)
 
 
 def _caption(estimate: Estimate) -> str:

@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..plan.errors import one_line
+from .palette import GOOD
 
 _PLAIN = str.maketrans("–−—×·■│→≤…▁▂▃▄▅▆▇█", "---x.#|><.._-=+*%#")
 
@@ -67,6 +68,13 @@ def put(console: Console, *renderables: RenderableType) -> None:
     """Prints each of ``renderables``."""
     for renderable in renderables:
         console.print(tidy(renderable), end="", crop=False)
+
+
+def written_lines(files: Sequence[str]) -> Iterator[RenderableType]:
+    """Which ``files`` were written, behind an empty line."""
+    if files:
+        yield Text()
+    yield from (Text(f"Written: {file}", GOOD) for file in files)
 
 
 _PIECE = re.compile(r"[^\s_/.×]*(?:[_/.×]+|\s+|$)")

@@ -22,7 +22,20 @@ from ..values import dataclass
 from .estimate import first_notes, verdict
 from .names import DASH, Unit, elements, size, stage_word, unit_for
 from .palette import BAD, CAUTION, FAINT, FILLED, GOOD, bar, shares
-from .printing import DOT, GAP, Breakable, Pieces, entries, folded, left, plain_table, put, put_line, right
+from .printing import (
+    DOT,
+    GAP,
+    Breakable,
+    Pieces,
+    entries,
+    folded,
+    left,
+    plain_table,
+    put,
+    put_line,
+    right,
+    written_lines,
+)
 from .stages import free_on, in_colour, limit_of, measured, peak_reading, rows_of, stage_tables, unit_of
 from .suggestion_words import (
     TimeUnit,
@@ -298,8 +311,7 @@ def suggestion_report(answer: Answer, console: Console, verbose: bool = False) -
     yield Text()
     yield from _search(found, verbose, one_of_several=bool(answer.offers))
     yield from _notes(answer, stated, verbose)
-    for file in answer.written:
-        yield Text(f"Written: {file}", GOOD)
+    yield from written_lines(answer.written)
 
 
 def _start(answer: Answer) -> Iterator[RenderableType]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.commands.app import expanded
+from memplan.commands.app import expanded, with_file_of_csv
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,20 @@ from memplan.commands.app import expanded
 )
 def test_each_value_gets_its_flag(written: str, meant: str) -> None:
     assert expanded(written.split()) == meant.split()
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("--csv", "--csv=-"),
+        ("--csv - --tp 2", "--csv=- --tp 2"),
+        ("--csv out.csv plan.yaml", "--csv=out.csv plan.yaml"),
+        ("--csv plan.yaml", "--csv=- plan.yaml"),
+        ("--csv --json", "--csv=- --json"),
+        ("--csv=out plan", "--csv=out plan"),
+        ("a -- --csv x.csv", "a -- --csv x.csv"),
+        ("--csv -- x.csv", "--csv=- -- x.csv"),
+    ],
+)
+def test_csv_has_a_file_or_none(written: str, meant: str) -> None:
+    assert with_file_of_csv(written.split()) == meant.split()

@@ -37,6 +37,23 @@ def test_csv_of_variants_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("variants", [[], ["--vary", "mbs=1,2"]])
+def test_csv_in_a_file_is_what_it_prints(
+    variants: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "stages.csv"
+    for words in (["--csv"], ["--csv", "-"], ["--csv=-"]):
+        assert main(["estimate", *PIPELINE, *variants, *words]) == 0
+    printed = capsys.readouterr().out
+    assert main(["estimate", "--csv", str(out), *PIPELINE, *variants]) == 0
+    told = capsys.readouterr().out
+    assert printed == 3 * out.read_text(encoding="utf-8")
+    assert "variant," not in told
+    assert f"Written:{out}" in "".join(told.split())
+    assert main(["estimate", "--csv", str(out), *PIPELINE, *variants]) == 2
+    assert "is there already; --overwrite replaces it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("ending", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
 def test_a_picture_of_the_stages(ending: str, start: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
@@ -57,7 +74,9 @@ def test_a_picture_of_the_stages(ending: str, start: bytes, tmp_path: Path, caps
         (["--plot", "x.pdf"], "must end in .svg or .png"),
         (["--plot", "x.svg", "--vary", "mbs=1,2"], "--plot shows one plan"),
         (["--plot", "x.svg", "--html", "x.svg"], "is the file of --html, too"),
-        (["--overwrite"], "--overwrite is for --html, --plot and --snapshot"),
+        (["--overwrite"], "--overwrite: is for --csv, --html, --plot and --snapshot"),
+        (["--csv", "x.csv", "--plot", "x.csv"], "is the file of --csv, too"),
+        (["--csv", "x.csv", "--detail", "0"], "--detail prints text; leave out --json and --csv"),
     ],
 )
 def test_what_is_refused(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

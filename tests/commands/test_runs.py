@@ -275,7 +275,7 @@ def test_from_one_machine_to_another(
         (["--delete"], "--delete needs a run: memplan runs ID"),
         (["abc", "--delete", "--export", "x.json"], "--delete exclude one another"),
         (["--import", "nowhere.json"], "nowhere.json: no such file"),
-        (["--overwrite"], "--overwrite is for --export"),
+        (["--overwrite"], "--overwrite: is for --export and --html"),
         (["--gpus", "8"], "--gpus: is not a flag of memplan runs; did you mean --gpu?"),
     ],
 )

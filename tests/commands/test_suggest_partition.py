@@ -192,6 +192,13 @@ def test_csv(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(rows[0]["seconds"]) <= float(rows[1]["seconds"])
 
 
+def test_csv_in_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "layouts.csv"
+    assert answer(capsys, *JOB, "--csv", str(file))["written"] == [str(file)]
+    rows = list(csv.DictReader(io.StringIO(file.read_text(encoding="utf-8"))))
+    assert rows[0]["kind"] == "recommended"
+
+
 def test_the_same_in_every_run(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = answer(capsys, *JOB), answer(capsys, *JOB)
     assert first["search"].pop("seconds") > 0

@@ -235,7 +235,7 @@ def test_the_script_is_javascript() -> None:
     [
         (["estimate", "gpt2-xl-4gpu", "--html", "/no/such/place.html"], "/no/such/place.html: there is no folder"),
         (["estimate", "gpt2-xl-4gpu", "--html", "x.html", "--vary", "mbs=1,2"], "--html shows one plan"),
-        (["estimate", "gpt2-xl-4gpu", "--overwrite"], "--overwrite is for --html"),
+        (["estimate", "gpt2-xl-4gpu", "--overwrite"], "--overwrite: is for --csv, --html"),
         (["runs", "--html", "x.html", "--import", "y.json"], "--html shows runs"),
         (["suggest-partition", "gpt2-xl-4gpu", "--html", "a.yaml", "--write", "a.yaml"], "is the file of --write, too"),
     ],
