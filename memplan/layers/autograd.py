@@ -399,6 +399,11 @@ class Recorder:
         node = self.node(inputs, saved, backward, work=work)
         return self.empty(shape, dtype, name, category).by(node)
 
+    def ran(self, kernel: Kernel) -> None:
+        """A kernel that makes no tensor."""
+        if self.counts:
+            self.work.append(kernel)
+
     def _did(self, given: Gradients | Sequence[Tensor], launches: int, work: Work | None, saved: int = 0) -> None:
         """What the operator that ends here has done: ``work``, or ``launches`` kernels that write what was made, each
         reading what is ``given``, and all of them so many bytes of what was ``saved``. A view has made nothing."""

@@ -36,6 +36,8 @@ class Product(NamedTuple):
     written: int = 0
     """Bytes that move for each element of the result, where those are not ``element``: 8 for a gradient that is added
     to one in fp32."""
+    launches: int = 1
+    """Kernels that they are: one of all ``times``, or as many on streams of their own (grouped products)."""
 
     @property
     def flops(self) -> float:
@@ -69,6 +71,9 @@ Alone = Stream | Product | Attention
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
+Axis = Literal["tp", "cp", "ep", "etp", "experts"]
+"""Ranks that take part: of a layer's tensors, of its sequence, of experts, of one expert, or of these two together."""
+
 
 class Exchange(NamedTuple):
     """A collective of the ranks that share a layer."""
@@ -76,7 +81,7 @@ class Exchange(NamedTuple):
     kind: Kind
     bytes: float
     """Of the whole tensor: what an all-gather gives and a reduce-scatter takes."""
-    axis: Literal["tp", "cp"] = "tp"
+    axis: Axis = "tp"
     beside: Alone | None = None
     """What runs meanwhile."""
     times: int = 1
@@ -92,6 +97,11 @@ class Operator(NamedTuple):
 
     forward: Work | None = None
     backward: Work | None = None
+
+
+def exchanged(kind: Kind, size: float, back: Kind, axis: Axis = "tp") -> Operator:
+    """A collective of ``size`` bytes, and its gradient's."""
+    return Operator((Exchange(kind, size, axis),), (Exchange(back, size, axis),))
 
 
 NOTHING = Operator((), ())
@@ -185,16 +195,21 @@ def parallel_cross_entropy(shape: Shape, t: int, *, cast: bool = False) -> Opera
     return Operator(forward, backward)
 
 
-def attention(shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool) -> Operator:
+def attention(shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool, values: int = 0) -> Operator:
     """As ``fused``."""
-    forward, backward = fused(shape, kv_heads, keys, dtype, causal=causal)
+    forward, backward = fused(shape, kv_heads, keys, dtype, causal=causal, values=values)
     return Operator((forward,), (backward,))
 
 
-def fused(shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool) -> tuple[Attention, Attention]:
+def fused(
+    shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool, values: int = 0
+) -> tuple[Attention, Attention]:
     """A fused kernel on b sequences of s queries with a heads of d features, ``shape`` (b, s, a, d), and ``keys`` keys
-    each: two products forward, five backward (scores are computed again)."""
+    each, with ``values`` features of a value where these are others: two products forward, one of them with values;
+    five backward, two of them with values (scores are computed again)."""
     b, s, a, d = shape
-    flops, part, e = 4.0 * b * s * keys * a * d, 0.5 if causal else 1.0, ITEMSIZE[dtype]
-    moved, sizes = e * d * 2.0 * b * (s * a + keys * kv_heads), (b * a, s, keys, d)
-    return Attention(flops, part, moved, *sizes), Attention(2.5 * flops, part, 2 * moved, *sizes, 3)
+    v, one = values or d, 2.0 * b * s * keys * a
+    part, e = 0.5 if causal else 1.0, ITEMSIZE[dtype]
+    moved, sizes = float(e * (d + v) * b * (s * a + keys * kv_heads)), (b * a, s, keys, d)
+    back = Attention(one * (3 * d + 2 * v), part, 2 * moved, *sizes, 3)
+    return Attention(one * (d + v), part, moved, *sizes), back

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...layers.module import Options, run_again
+from ...layers.megatron_core.shape import CoreShape
+from ...layers.module import Options, Passes, joined, run_again
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, Entries, Work, named
 from ...search.time.updates import Exchange, Replicas, beside
-from .programs import core_shape, end_module, layers_module, module_shapes, stage_entries
+from .programs import core_shape, end_module, layers_module, module_shapes, mtp_module, stage_entries
 from .states import bucket_size
 
 SCATTERED = (1, 13)
@@ -31,10 +32,29 @@ class MegatronTime(FrameworkTime):
         options = Options(counts="later", consumes_gradients=True, summed=plan.precision.gradients)
         shape, ends = module_shapes(whole)
         front = replace(shape, recompute_modules=())  # also of the ends before the head
-        plain = layers_module((front,), options).work
-        again = run_again(plain) if plan.recompute.mode == "full" else layers_module((shape,), options).work
-        embedding, norm = (end_module(name, front, False, options).work for name in ("embedding", "final_norm"))
-        return Entries(embedding, plain, again, norm, end_module("head", ends, False, options).work)
+        full = plan.recompute.mode == "full"
+
+        def layer(shape: CoreShape) -> tuple[Passes, Passes]:
+            plain = layers_module((replace(shape, recompute_modules=()),), options).work
+            return plain, run_again(plain) if full else layers_module((shape,), options).work
+
+        embedding, norm = (
+            end_module(name, replace(front, experts=None), False, options).work for name in ("embedding", "final_norm")
+        )
+        head = end_module("head", ends, False, options).work
+        if plan.model.mtp_layers:
+            head = joined(mtp_module(ends, shape, False, options).work, head)
+        dense = layer(replace(shape, experts=None)) if plan.model.experts and plan.model.dense_layers else ()
+        return Entries(embedding, *layer(shape), norm, head, *dense)
+
+    def grows(self, plan: ResolvedPlan) -> bool:
+        """Experts take whole rows each, and drop whole ones."""
+        if not plan.model.experts:
+            return True
+        layout, given = plan.layout, plan.experts
+        rows = 2 * plan.batch.seq // (layout.cp * layout.tp) * plan.model.expert_top_k
+        balanced = given.imbalance == "balanced" and given.capacity_factor is None
+        return balanced and rows % plan.model.experts == 0
 
     def scattered_sends(self, plan: ResolvedPlan) -> bool:
         return super().scattered_sends(plan) or before(plan, SCATTERED)
@@ -52,9 +72,19 @@ class MegatronTime(FrameworkTime):
         plan = replicas.plan
         return replicas.ranks // plan.megatron.distributed_optimizer_instances if plan.layout.zero else 1
 
+    def expert_owners(self, replicas: Replicas) -> int:
+        plan = replicas.plan
+        if not plan.layout.zero:
+            return 1
+        return max(1, replicas.across_experts.ranks // plan.megatron.distributed_optimizer_instances)
+
     def exposed(self, replicas: Replicas, rank: Exchange) -> float:
+        """Experts' gradients have buckets of their own, on the same links."""
         given = replicas.plan.megatron
-        reduced, gathered = replicas.exchanged(rank.trained)
+        reduced, gathered = replicas.exchanged(rank.trained - rank.experts)
+        if rank.experts:
+            others = replicas.exchanged(rank.experts, replicas.across_experts)
+            reduced, gathered = reduced + others[0], gathered + others[1]
         if given.overlap_grad_reduce:
             size = given.bucket_size or bucket_size(replicas.ranks)
             reduced = beside(replicas.rates, reduced, rank.backward, size / rank.trained)

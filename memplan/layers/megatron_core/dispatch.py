@@ -11,7 +11,8 @@ from math import prod
 
 from ...tape.events import Category
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..work import Exchange, Operator, exchanged
 from .shape import CoreShape
 
 COMMUNICATION = Category.COMMUNICATION_BUFFERS
@@ -45,6 +46,7 @@ def _all_to_all(
     rows in their places within ``combine``, the experts' output, too."""
     rows, own = shape.routed, hidden.shape
     flat = hidden.view(rows.own, own[-1])
+    _count_rows(r, shape)
     sent, weights, order = _permuted(r, flat, probabilities, chosen, shape)
     received, arrived = _exchanged(r, sent, rows.received, shape), _exchanged(r, weights, rows.received, shape)
     out = _local(r, received, arrived, experts, shape)
@@ -54,6 +56,15 @@ def _all_to_all(
         held.append(out)
     del out
     return _unpermuted(r, back, order, rows.own, shape).view(*own), held
+
+
+def _count_rows(r: Recorder, shape: CoreShape) -> None:
+    """``preprocess``: how many tokens every rank has for every expert, int64, where that is not the capacity."""
+    experts = shape.experts
+    assert experts is not None
+    ranks = experts.ep * experts.etp
+    if ranks > 1 and not experts.padded:
+        r.ran(Exchange("all-gather", 8.0 * shape.spec.experts * ranks, "experts"))
 
 
 def _local(r: Recorder, received: Tensor, arrived: Tensor, experts: Experts, shape: CoreShape) -> Tensor:
@@ -151,7 +162,8 @@ def _exchanged(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [r.empty(like, dtype, "grad_exchanged")]
 
-    return r.output((x,), (), backward, (count, *like[1:]), dtype, "exchanged")
+    done = exchanged("all-to-all", max(count, like[0]) * size_of(like[1:], dtype), "all-to-all", "ep")
+    return r.output((x,), (), backward, (count, *like[1:]), dtype, "exchanged", work=done)
 
 
 def _gathered(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
@@ -159,9 +171,10 @@ def _gathered(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
     assert shape.experts is not None
     if shape.experts.etp == 1:
         return x
-    like, dtype = x.shape, x.dtype
+    like, dtype, whole = x.shape, x.dtype, (count, *x.shape[1:])
+    done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter", "etp")
     return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_gathered")], (count, *like[1:]), dtype, "gathered"
+        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_gathered")], whole, dtype, "gathered", work=done
     )
 
 
@@ -172,9 +185,10 @@ def _scattered(r: Recorder, x: Tensor, count: int, wide: str, shape: CoreShape) 
         return x
     dtype = x.dtype
     x = ops.cast(r, x, wide, "reduced_cast")
-    like = x.shape
+    like, part = x.shape, (count, *x.shape[1:])
+    done = exchanged("reduce-scatter", size_of(like, wide), "all-gather", "etp")
     out = r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, wide, "grad_reduced")], (count, *like[1:]), wide, "reduced"
+        (x,), (), lambda r, gradients: [r.empty(like, wide, "grad_reduced")], part, wide, "reduced", work=done
     )
     return ops.cast(r, out, dtype, "reduced_back")
 
@@ -260,18 +274,27 @@ def _all_gathered(
 
 
 def _gathered_probabilities(r: Recorder, x: Tensor, tokens: int) -> Tensor:
-    like, dtype = x.shape, x.dtype
+    like, dtype, whole = x.shape, x.dtype, (tokens, x.shape[1])
     return r.output(
         (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_probabilities_gathered")],
-        (tokens, like[1]), dtype, "probabilities_gathered",
+        whole, dtype, "probabilities_gathered", work=_of_all(whole, dtype),
     )  # fmt: skip
+
+
+def _of_all(whole: Shape, dtype: str) -> Operator:
+    return exchanged("all-gather", size_of(whole, dtype), "reduce-scatter", "experts")
 
 
 def _gathered_tokens(r: Recorder, x: Tensor, tokens: int) -> Tensor:
     """Into the static buffer, in backward, too, where the gradient is summed in it."""
-    like, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.outside(like, dtype, Category.TEMPORARIES, 0)])
-    out = r.outside((tokens, like[1]), dtype, COMMUNICATION, 0)
+    like, dtype, whole = x.shape, x.dtype, (tokens, x.shape[1])
+    node = r.node(
+        (x,),
+        (),
+        lambda r, gradients: [r.outside(like, dtype, Category.TEMPORARIES, 0)],
+        work=_of_all(whole, dtype),
+    )
+    out = r.outside(whole, dtype, COMMUNICATION, 0)
     out.node = node
     return out
 
@@ -306,8 +329,9 @@ def _reduced(r: Recorder, x: Tensor, tokens: int, wide: str) -> Tensor:
     dtype = x.dtype
     x = ops.cast(r, x, wide, "unpermuted_cast")
     like = x.shape
+    done = exchanged("reduce-scatter", size_of(like, wide), "all-gather", "experts")
     out = r.output(
         (x,), (), lambda r, gradients: [r.empty(like, wide, "grad_tokens_gathered")],
-        (tokens, like[1]), wide, "tokens_scattered",
+        (tokens, like[1]), wide, "tokens_scattered", work=done,
     )  # fmt: skip
     return ops.cast(r, out, dtype, "tokens_scattered_back")

@@ -83,7 +83,8 @@ def _weighted_swiglu(r: Recorder, x: Tensor, scale: Tensor) -> Tensor:
 
 def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """``GroupedLinear``: saves its input; backward makes the input's gradient and those of all weights, which the
-    products add to ``main_grad`` under gradient accumulation fusion."""
+    products add to ``main_grad`` under gradient accumulation fusion. Every expert's product is a kernel of its own, on
+    one of several streams (``multi_stream_cublas_gemm``), so that their tiles fill waves together."""
     count, dtype = shape.local_experts, x.dtype
     mine = {own: size for own, size in parameters(shape) if f".{name}." in own}
     own = [r.parameter(one, size, shape.dtype) for one, size in mine.items()]
@@ -104,8 +105,11 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
         return [grad, *made, *(r.empty((n,), dtype, f"grad_experts_{name}_bias") for _ in range(count * biased))]
 
     rows, size, written = -(-like[0] // count), ITEMSIZE[dtype], shape.added(r.summed)
-    products = Product(rows, k, n, count, size), Product(n, k, rows, count, size, written)
-    done = Operator((Product(rows, n, k, count, size),), products)
+    products = (
+        Product(rows, k, n, count, size, launches=count),
+        Product(n, k, rows, count, size, written, launches=count),
+    )
+    done = Operator((Product(rows, n, k, count, size, launches=count),), products)
     return r.output((x, *taken), (x, *taken), backward, (like[0], n), dtype, f"experts_{name}", work=done)
 
 

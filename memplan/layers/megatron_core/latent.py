@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from ...tape.events import Category, Hold
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..module import hold_bytes
 from ..recompute import recomputed_reentrant
+from ..work import exchanged
 from . import te, te_attention
 from .discarded import without_output
 from .ends import keep_mask
@@ -115,7 +116,7 @@ def _gathered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     like, dtype, full = x.shape, x.dtype, (shape.s, *x.shape[1:])
     return r.output(
         (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_rotated_key_scattered")],
-        full, dtype, "rotated_key_gathered",
+        full, dtype, "rotated_key_gathered", work=exchanged("all-gather", size_of(full, dtype), "reduce-scatter"),
     )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .. import ops
-from ..autograd import Recorder, Shape, Tensor
+from ..autograd import Recorder, Shape, Tensor, size_of
 from ..recompute import recomputed_reentrant
+from ..work import exchanged
 from . import dispatch, grouped, local, router, te
 from .shape import CoreShape
 
@@ -127,13 +128,17 @@ def _gated(r: Recorder, x: Tensor, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 def _whole(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     like, dtype, full = x.shape, x.dtype, (x.shape[0] * shape.t, *x.shape[1:])
+    done = exchanged("all-gather", size_of(full, dtype), "reduce-scatter")
     return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_shared_scattered")], full, dtype, "shared_gathered"
-    )
+        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_shared_scattered")], full, dtype, "shared_gathered",
+        work=done,
+    )  # fmt: skip
 
 
 def _part(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     like, dtype, part = x.shape, x.dtype, (x.shape[0] // shape.t, *x.shape[1:])
+    done = exchanged("reduce-scatter", size_of(like, dtype), "all-gather")
     return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_shared_gathered")], part, dtype, "shared_scattered"
-    )
+        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_shared_gathered")], part, dtype, "shared_scattered",
+        work=done,
+    )  # fmt: skip

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ...tape.events import Category
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, incoming
+from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
+from ..work import exchanged
 from . import ends, te
 from .losses import language_model_loss
 from .shape import CoreShape
@@ -82,7 +83,7 @@ def _projected(r: Recorder, embedded: Tensor, hidden: Tensor, shape: CoreShape) 
     received = r.empty((shape.t * part[0], *part[1:]), dtype, "mtp_projected_gathered", Category.COMMUNICATION_BUFFERS)
     joined = r.empty(whole, dtype, "mtp_projected")
     del received
-    node = r.node((out,), (), backward)
+    node = r.node((out,), (), backward, work=exchanged("all-gather", size_of(whole, dtype), "reduce-scatter"))
     return Tensor(joined.storage, shape.hidden, dtype, node)
 
 

@@ -198,7 +198,7 @@ def flash_function(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
         inside.clear()
         return made
 
-    done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal)
+    done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal, values=v.shape[-1])
     out.node = r.node((q, k, v), (q, k, v, out, logsumexp, rng_state), backward, work=done)
     return out
 
@@ -231,7 +231,7 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
             inside.clear()
         return list(made)
 
-    done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal)
+    done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal, values=v.shape[-1])
     out.node = r.node((q, k, v), (q, k, v, out, *lengths, statistics, rng_state), backward, work=done)
     return out.view(s, b, a * d_v)
 

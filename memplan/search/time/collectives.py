@@ -66,6 +66,8 @@ def collective(rates: Rates, kind: Kind, size: float, of: Group) -> float:
     n = of.ranks
     if n == 1 or not size:
         return 0.0
+    if kind == "all-to-all":
+        return _all_to_all(rates, size, of)
     steps = 2 * (n - 1) if kind == "all-reduce" else n - 1
     bandwidth, linked = _bandwidth(rates, of)
     if of.nodes == 1 and linked and rates.collective is not None and rates.hop is not None:
@@ -83,10 +85,27 @@ def collective(rates: Rates, kind: Kind, size: float, of: Group) -> float:
     return min(times)
 
 
+def _all_to_all(rates: Rates, size: float, of: Group) -> float:
+    """Every rank sends each other one its part of ``size`` bytes, all at once (``ncclSend`` and ``ncclRecv`` grouped,
+    with the Simple protocol): over links to those of its node, meanwhile to others through its own network adapter."""
+    linked = _linked(rates, of)
+    inside = (of.local - 1) / of.ranks * size / (rates.link if linked else rates.host)
+    latency = _SIMPLE.link if linked else _SIMPLE.host
+    if of.nodes == 1:
+        base = rates.collective if linked and rates.collective is not None else (_SIMPLE.base + latency) * _MICRO
+        return base + inside
+    outside = (of.ranks - of.local) / of.ranks * size / between_nodes(rates)
+    return (_SIMPLE.base + _SIMPLE.network) * _MICRO + max(inside, outside)
+
+
+def _linked(rates: Rates, of: Group) -> bool:
+    """Whether NVLink joins the ranks of a node."""
+    return bool(rates.link) and (of.local * of.stride <= rates.link_gpus or of.local == 1)
+
+
 def _bandwidth(rates: Rates, of: Group) -> tuple[float, bool]:
     """Bytes/s that a ring carries past its slowest hop, and whether NVLink joins the ranks of a node."""
-    together = of.local * of.stride
-    linked = bool(rates.link) and (together <= rates.link_gpus or of.local == 1)
+    linked = _linked(rates, of)
     inside = rates.link if linked else rates.host
     if of.nodes == 1:
         return inside, linked

@@ -21,6 +21,10 @@ class FrameworkTime:
         """What the kernels of layers and ends do for one micro-batch. ``PlanError`` where no recipe covers them."""
         raise NotImplementedError
 
+    def grows(self, plan: ResolvedPlan) -> bool:
+        """Whether every kernel's work grows in step with an even number of sequences."""
+        return True
+
     def scattered_sends(self, plan: ResolvedPlan) -> bool:
         """Whether between stages every tensor-parallel rank sends its part of a hidden state."""
         return plan.layout.sequence_parallel
@@ -44,6 +48,10 @@ class FrameworkTime:
         """Ranks that share the states of a parameter."""
         layout = replicas.plan.layout
         return (layout.dp or 1) if layout.zero else 1
+
+    def expert_owners(self, replicas: Replicas) -> int:
+        """Ranks that share the states of an expert's parameter."""
+        return self.owners(replicas)
 
     def exposed(self, replicas: Replicas, rank: Exchange) -> float:
         """Seconds of communication between replicas that passes do not hide."""

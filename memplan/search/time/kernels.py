@@ -15,9 +15,9 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from ...layers.work import Alone, Attention, Exchange, Kernel, Product
+from ...layers.work import Alone, Attention, Axis, Exchange, Kernel, Product
 from . import attention
-from .collectives import collective, group, send
+from .collectives import Group, collective, group, send
 from .rates import Rates
 
 CHANNELS = 24
@@ -102,24 +102,33 @@ class Seconds(NamedTuple):
     launches: int = 0
 
 
-def seconds(work: Sequence[tuple[Kernel, int]], rates: Rates, t: int, c: int) -> Seconds:
-    """Of kernels, each so often, on one of ``t`` tensor-parallel times ``c`` context-parallel ranks."""
+class Ranks(NamedTuple):
+    """Sizes of the groups that share a layer: tensor- and context-parallel, of experts and of each expert's tensors."""
+
+    t: int
+    c: int = 1
+    ep: int = 1
+    etp: int = 1
+
+
+def seconds(work: Sequence[tuple[Kernel, int]], rates: Rates, ranks: Ranks) -> Seconds:
+    """Of kernels, each so often, on one of ``ranks``."""
     device, exposed, launches = 0.0, 0.0, 0
     for kernel, times in work:
         if isinstance(kernel, Exchange):
-            exposed += times * kernel.times * exchanged(kernel, rates, t, c)
+            exposed += times * kernel.times * exchanged(kernel, rates, ranks)
             launches += times * kernel.times
         else:
             device += times * alone(kernel, rates)
-            launches += times * (1 if isinstance(kernel, Product) else kernel.launches)
+            launches += times * (1 if isinstance(kernel, Product) else kernel.launches)  # a group is one call
     return Seconds(device, exposed, launches)
 
 
 def alone(kernel: Alone, rates: Rates) -> float:
     """Seconds of what a GPU does by itself."""
     if isinstance(kernel, Product):
-        m, n, k, times, element, written = kernel
-        return matmul(rates, m, n, k, times, element, written or None)
+        m, n, k, times, element, written, launches = kernel
+        return max(matmul(rates, m, n, k, times, element, written or None), launches * LAUNCH)
     if isinstance(kernel, Attention):
         fused = rates.attention_backward if kernel.backward else rates.attention_forward
         spent = attention.seconds(kernel, fused, rates.processors)
@@ -128,17 +137,29 @@ def alone(kernel: Alone, rates: Rates) -> float:
     return streamed(rates, kernel.bytes * slower, kernel.launches)
 
 
-def exchanged(one: Exchange, rates: Rates, t: int, c: int) -> float:
+def exchanged(one: Exchange, rates: Rates, ranks: Ranks) -> float:
     """Exposed seconds of a collective, once: what is longer than the kernel beside it, and what its channels take from
     that."""
     if one.kind == "send":
-        spent = send(rates, one.bytes, t * c > rates.node)
+        spent = send(rates, one.bytes, ranks.t * ranks.c > rates.node)
     else:
-        across = group(t, 1, rates.node) if one.axis == "tp" else group(c, t, rates.node)
-        spent = collective(rates, one.kind, one.bytes, across)
+        spent = collective(rates, one.kind, one.bytes, across(one.axis, ranks, rates.node))
     if one.beside is None:
         return spent
     return overlapped(rates, spent, alone(one.beside, rates))
+
+
+def across(axis: Axis, ranks: Ranks, node: int) -> Group:
+    """Neighbours have one layer's tensors, or one expert's, then parts of a sequence, or experts
+    (``parallel_state.py``, order ``tp-cp-ep-dp-pp`` of either kind of layer)."""
+    size, stride = {
+        "tp": (ranks.t, 1),
+        "cp": (ranks.c, ranks.t),
+        "etp": (ranks.etp, 1),
+        "ep": (ranks.ep, ranks.etp),
+        "experts": (ranks.ep * ranks.etp, 1),
+    }[axis]
+    return group(size, stride, node)
 
 
 def overlapped(rates: Rates, communication: float, work: float) -> float:

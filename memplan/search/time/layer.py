@@ -13,7 +13,7 @@ from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from . import kernels
 from .collectives import collective, group, send
-from .kernels import Seconds
+from .kernels import Ranks, Seconds
 from .rates import Efficiency, Rates, rates_of
 from .shape import Shape, shape_of
 
@@ -39,18 +39,21 @@ class LayerTimes(NamedTuple):
     """The part of recompute that is."""
 
 
+NO_TIME = LayerTimes(0.0, 0.0, 0.0)
+
+
 @lru_cache(maxsize=1 << 14)
-def layer_times(once: Passes, again: Passes, rates: Rates, ranks: tuple[int, int], blocking: bool) -> LayerTimes:
-    """One entry, as it runs without recompute and with it, on one of ``ranks`` (tensor- times context-parallel)."""
+def layer_times(once: Passes, again: Passes, rates: Rates, ranks: Ranks, blocking: bool) -> LayerTimes:
+    """One entry, as it runs without recompute and with it, on one of ``ranks``."""
     forward, backward, parallel = _passes(once, rates, ranks, blocking)
     first, second, exposed = _passes(again, rates, ranks, blocking)
     return LayerTimes(forward, backward, (first - forward) + (second - backward), parallel, exposed - parallel)
 
 
 @lru_cache(maxsize=1 << 14)
-def _passes(work: Passes, rates: Rates, ranks: tuple[int, int], blocking: bool) -> tuple[float, float, float]:
+def _passes(work: Passes, rates: Rates, ranks: Ranks, blocking: bool) -> tuple[float, float, float]:
     """Forward, backward, and exposed communication of both."""
-    forward, backward = (kernels.seconds(one, rates, *ranks) for one in (work.forward, work.backward))
+    forward, backward = (kernels.seconds(one, rates, ranks) for one in (work.forward, work.backward))
     return with_host(forward, blocking), with_host(backward, blocking), forward.exposed + backward.exposed
 
 
@@ -72,6 +75,8 @@ class EntryTimes:
     """Output layer and loss."""
     send: float
     """A hidden state from one stage to the next, or its gradient back."""
+    dense: LayerTimes = NO_TIME
+    """A layer with an MLP where others have experts."""
 
 
 def entry_times(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> EntryTimes:
@@ -87,21 +92,22 @@ def entry_times(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> Ent
 def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> EntryTimes:
     """``staged`` where hidden states go from stage to stage, ``across_nodes`` where stages are on several nodes."""
     entries = shape.entries
-    ranks, blocking = (shape.t, shape.c), shape.blocking
+    ranks, blocking = shape.ranks, shape.blocking
     return EntryTimes(
         layer_times(entries.embedding, entries.embedding, rates, ranks, blocking),
         layer_times(entries.layer, entries.recomputed, rates, ranks, blocking),
         layer_times(entries.final_norm, entries.final_norm, rates, ranks, blocking),
         layer_times(entries.head, entries.head, rates, ranks, blocking),
         send_time(shape, rates, across_nodes) if staged else 0.0,
+        layer_times(entries.dense, entries.dense_recomputed, rates, ranks, blocking),
     )
 
 
 def send_time(shape: Shape, rates: Rates, across_nodes: bool) -> float:
     """Whole, or a tensor-parallel rank's part of it, which Megatron of 2021 and DeepSpeed gather again behind it."""
-    if not shape.scattered_sends or shape.t == 1:
+    if not shape.scattered_sends or shape.ranks.t == 1:
         return send(rates, shape.hidden_bytes, across_nodes)
-    part = send(rates, shape.hidden_bytes / shape.t, across_nodes)
+    part = send(rates, shape.hidden_bytes / shape.ranks.t, across_nodes)
     if shape.sequence_parallel:
         return part
-    return part + collective(rates, "all-gather", shape.hidden_bytes, group(shape.t, 1, rates.node))
+    return part + collective(rates, "all-gather", shape.hidden_bytes, group(shape.ranks.t, 1, rates.node))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from ...frameworks import framework
-from ...layers.module import Passes, grown
+from ...layers.module import NO_PASSES, Parameter, Passes, grown
 from ...layers.shapes import ITEMSIZE as ITEMSIZE
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec, of_any_depth
 from ...values import dataclass
+from .kernels import Ranks
 
 
 class Entries(NamedTuple):
@@ -25,7 +26,11 @@ class Entries(NamedTuple):
     """A layer whose forward pass backward runs again, whole or in part, if the plan recomputes any."""
     final_norm: Passes
     head: Passes
-    """Output layer and loss."""
+    """Output layer and loss; before them what predicts further tokens."""
+    dense: Passes = NO_PASSES
+    """A layer with an MLP where others have experts,"""
+    dense_recomputed: Passes = NO_PASSES
+    """and one whose forward pass backward runs again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,7 @@ class Shape:
 
     spec: ModelSpec
     entries: Entries
-    t: int
-    c: int
-    """Context-parallel size."""
+    ranks: Ranks
     tokens: int
     """Of a rank, in regions that tensor parallelism does not shard."""
     element: int
@@ -64,8 +67,7 @@ def shape_of(plan: ResolvedPlan) -> Shape:
     return Shape(
         spec=of_any_depth(plan.model),
         entries=own.time.entries(plan),
-        t=layout.tp,
-        c=layout.cp,
+        ranks=Ranks(layout.tp, layout.cp, layout.ep, layout.etp or layout.tp),
         tokens=plan.sequences * plan.batch.seq // layout.cp,
         element=ITEMSIZE[plan.precision.dtype],
         vocab=plan.padded_vocab,
@@ -85,7 +87,7 @@ class Shapes:
 
     def __init__(self, plan: ResolvedPlan, accumulates: bool) -> None:
         self.plan, self.times = plan, 2 if accumulates else 1
-        self.linear = plan.loss.kind not in ROUNDED
+        self.linear = plan.loss.kind not in ROUNDED and framework(plan.framework).time.grows(plan)
         self.known: dict[int, Shape] = {}
 
     def of(self, b: int) -> Shape:
@@ -125,6 +127,10 @@ class StageWork(NamedTuple):
     embedding: bool = False
     final_norm: bool = False
     head: bool = False
+    dense: int = 0
+    """Of the layers, those with an MLP where others have experts,"""
+    dense_recomputed: int = 0
+    """and of those that are recomputed."""
 
 
 Work = tuple[tuple[StageWork, ...], ...]
@@ -138,8 +144,11 @@ def work_of(plan: ResolvedPlan) -> Work:
 
 def named(names: Sequence[str], plan: ResolvedPlan) -> StageWork:
     """Entries of these ``names``."""
-    layers = sum(name.startswith("layer.") for name in names)
-    return StageWork(layers, recomputed(plan, layers), "embedding" in names, "final_norm" in names, "head" in names)
+    layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
+    again = recomputed(plan, len(layers))
+    dense = [bool(plan.model.experts) and not plan.model.has_experts(layer) for layer in layers]
+    ends = ("embedding" in names, "final_norm" in names, "head" in names)
+    return StageWork(len(layers), again, *ends, sum(dense), sum(dense[:again]))
 
 
 def recomputed(plan: ResolvedPlan, layers: int) -> int:
@@ -152,9 +161,18 @@ def recomputed(plan: ResolvedPlan, layers: int) -> int:
     return layers
 
 
+class Elements(NamedTuple):
+    """Parameters of a stage on one rank."""
+
+    held: int
+    trained: int
+    experts: int
+    """Of those that are trained, those that other ranks share than a layer's."""
+
+
 @lru_cache(maxsize=4096)
-def elements(entries: Entries, work: tuple[StageWork, ...]) -> tuple[int, int]:
-    """Parameters of a stage on one rank, and those of them that are trained. Ends that share a weight have it once."""
+def elements(entries: Entries, work: tuple[StageWork, ...]) -> Elements:
+    """Ends that share a weight have it once."""
     ends = {
         parameter.name: parameter
         for chunk in work
@@ -165,23 +183,48 @@ def elements(entries: Entries, work: tuple[StageWork, ...]) -> tuple[int, int]:
         )
         for parameter in entry.parameters * present
     }
-    held = (*entries.layer.parameters * sum(chunk.layers for chunk in work), *ends.values())
-    return sum(one.elements for one in held), sum(one.elements for one in held if one.trained)
+    dense = sum(chunk.dense for chunk in work)
+    parts = [(entries.layer.parameters, sum(chunk.layers for chunk in work) - dense)]
+    parts += [(entries.dense.parameters, dense), (tuple(ends.values()), 1)]
+    return Elements(*(sum(times * one for (_, times), one in zip(parts, of, strict=True)) for of in _sums(parts)))
+
+
+def _sums(parts: Sequence[tuple[Sequence[Parameter], int]]) -> Iterator[list[int]]:
+    """Of each part once: all parameters, those that are trained, and those of experts among them."""
+    yield [sum(one.elements for one in own) for own, _ in parts]
+    yield [sum(one.elements for one in own if one.trained) for own, _ in parts]
+    yield [sum(one.elements for one in own if one.trained and one.expert) for own, _ in parts]
 
 
 def model_flops(plan: ResolvedPlan) -> float:
-    """FLOPs of a step's products, forward and backward: 6 for each weight of a matrix and token, 12 for each layer,
-    feature and score (arXiv 2205.05198, appendix A)."""
+    """FLOPs of a step's products, forward and backward: 6 for each weight of a matrix and token that goes through it,
+    and 6 for each layer and score, and feature of a key or value (arXiv 2205.05198, appendix A, where both have as
+    many). A layer that predicts further tokens has a projection of two hidden states and a head of its own."""
     spec, batch = plan.model, plan.batch
-    head = spec.vocab * spec.hidden
-    mlp = (3 if spec.gated else 2) * spec.ffn
-    layer = spec.hidden * (spec.qkv_features + spec.attention_features + mlp)
-    attended = 12.0 * spec.layers * spec.attention_features * batch.seq
-    return batch.gbs * batch.seq * (6.0 * (spec.layers * layer + head) + attended)
+    head, further = spec.vocab * spec.hidden, spec.mtp_layers
+    layers = spec.layers + further
+    dense = sum(not spec.has_experts(layer) for layer in range(spec.layers))
+    widths = dense * spec.ffn + (layers - dense) * (spec.expert_top_k * spec.expert_ffn + spec.shared_expert_ffn)
+    mlps = (3 if spec.gated else 2) * spec.hidden * widths + (layers - dense) * spec.experts * spec.hidden
+    weights = layers * _attention_weights(spec) + mlps + (1 + further) * head + further * 2 * spec.hidden**2
+    scores = spec.heads * spec.head_dim + spec.attention_features
+    return batch.gbs * batch.seq * (6.0 * weights + 6.0 * layers * scores * batch.seq)
+
+
+def _attention_weights(spec: ModelSpec) -> int:
+    """Of the matrices around a layer's attention; latent attention's lead through lower ranks."""
+    h, out = spec.hidden, spec.attention_features
+    if not spec.latent_kv_rank:
+        return h * (spec.qkv_features + out)
+    q, kv, queries = spec.latent_q_rank, spec.latent_kv_rank, spec.heads * spec.head_dim
+    down = q * (h + queries) if q else h * queries
+    return down + h * (kv + spec.rope_head_dim) + kv * (spec.heads * spec.nope_head_dim + out) + h * out
 
 
 def recomputed_flops(plan: ResolvedPlan, entries: Entries, work: Sequence[Sequence[StageWork]]) -> float:
     """FLOPs of products that backward computes again, on all ranks."""
-    layout, layers = plan.layout, sum(chunk.recomputed for stage in work for chunk in stage)
-    each = entries.recomputed.flops - entries.layer.flops
-    return layers * each * plan.microbatches * layout.tp * layout.cp * (layout.dp or 1)
+    layout, chunks = plan.layout, [chunk for stage in work for chunk in stage]
+    layers, dense = sum(chunk.recomputed for chunk in chunks), sum(chunk.dense_recomputed for chunk in chunks)
+    again = (layers - dense) * (entries.recomputed.flops - entries.layer.flops)
+    again += dense * (entries.dense_recomputed.flops - entries.dense.flops)
+    return again * plan.microbatches * layout.tp * layout.cp * (layout.dp or 1)

@@ -39,7 +39,7 @@ class StepTime:
     compute: float
     recompute: float
     tensor_parallel: float
-    """Exposed communication inside layers, of tensor and context parallelism."""
+    """Exposed communication inside layers, of tensor, context and expert parallelism."""
     pipeline_bubble: float
     pipeline_send: float
     data_parallel: float
@@ -62,15 +62,17 @@ class _Chunk:
     __slots__ = ("backward", "forward", "parallel", "recompute", "send")
 
     def __init__(self, times: EntryTimes, work: StageWork, sends: tuple[bool, bool], send: float) -> None:
-        parts = [(times.layer, work.layers)]
+        parts = [(times.layer, work.layers - work.dense), (times.dense, work.dense)]
         parts += [(times.embedding, 1)] if work.embedding else []
         parts += [(times.final_norm, 1)] if work.final_norm else []
         parts += [(times.head, 1)] if work.head else []
         self.forward = sum(n * part.forward for part, n in parts)
-        again = times.layer.recomputed_parallel
-        self.backward = sum(n * part.backward for part, n in parts) + work.recomputed * times.layer.recompute
-        self.recompute = work.recomputed * (times.layer.recompute - again)
-        self.parallel = sum(n * part.parallel for part, n in parts) + work.recomputed * again
+        dense, others = work.dense_recomputed, work.recomputed - work.dense_recomputed
+        again = others * times.layer.recomputed_parallel + dense * times.dense.recomputed_parallel
+        repeated = others * times.layer.recompute + dense * times.dense.recompute
+        self.backward = sum(n * part.backward for part, n in parts) + repeated
+        self.recompute = repeated - again
+        self.parallel = sum(n * part.parallel for part, n in parts) + again
         self.send = sum(sends) * send
         self.forward += sends[0] * send
         self.backward += sends[1] * send
@@ -264,8 +266,11 @@ def _interleaved(
 
 def _chunk_seconds(times: EntryTimes, chunk: StageWork) -> float:
     """Forward and backward of a chunk, without sends."""
-    layer = times.layer
-    total = chunk.layers * (layer.forward + layer.backward) + chunk.recomputed * layer.recompute
+    layer, dense = times.layer, times.dense
+    total = (chunk.layers - chunk.dense) * (layer.forward + layer.backward)
+    total += (chunk.recomputed - chunk.dense_recomputed) * layer.recompute
+    if chunk.dense:
+        total += chunk.dense * (dense.forward + dense.backward) + chunk.dense_recomputed * dense.recompute
     if chunk.embedding:
         total += times.embedding.forward + times.embedding.backward
     if chunk.final_norm:
@@ -277,7 +282,8 @@ def _chunk_seconds(times: EntryTimes, chunk: StageWork) -> float:
 
 def _first_forward(times: EntryTimes, chunk: StageWork, send: float) -> float:
     """Of a stage's first chunk, which is not the model's last."""
-    return chunk.layers * times.layer.forward + (times.embedding.forward if chunk.embedding else 0.0) + send
+    layers = (chunk.layers - chunk.dense) * times.layer.forward + chunk.dense * times.dense.forward
+    return layers + (times.embedding.forward if chunk.embedding else 0.0) + send
 
 
 HOUR = 3600.0

@@ -73,15 +73,22 @@ class Replicas:
         """What the framework says of it."""
         return framework(self.plan.framework).time
 
-    def exchanged(self, elements: float) -> tuple[float, float]:
-        """Seconds in which gradients of so many parameters are summed, whole or to their owners, and in which those
-        give the parameters back."""
+    @property
+    def across_experts(self) -> Group:
+        """Ranks that have the same experts."""
+        together = self.shape.ranks.ep * self.shape.ranks.etp
+        return group(max(1, self.ranks * self.shape.ranks.t // together), together, self.rates.node)
+
+    def exchanged(self, elements: float, across: Group | None = None) -> tuple[float, float]:
+        """Seconds in which gradients of so many parameters are summed ``across`` ranks, whole or to their owners, and
+        in which those give the parameters back."""
+        across = self.across if across is None else across
         summed, zero = elements * self.gradient, self.plan.layout.zero
         if zero == 0:
-            return collective(self.rates, "all-reduce", summed, self.across), 0.0
+            return collective(self.rates, "all-reduce", summed, across), 0.0
         parameters = elements * ITEMSIZE[self.plan.precision.dtype]
-        reduced = collective(self.rates, "reduce-scatter", summed, self.across)
-        return reduced, collective(self.rates, "all-gather", parameters, self.across)
+        reduced = collective(self.rates, "reduce-scatter", summed, across)
+        return reduced, collective(self.rates, "all-gather", parameters, across)
 
 
 class Exchange(NamedTuple):
@@ -94,6 +101,8 @@ class Exchange(NamedTuple):
     trained: float
     """Those that have gradients."""
     microbatches: int
+    experts: float = 0.0
+    """Of those that have gradients, the ones that ranks with the same experts share."""
 
     @property
     def layers(self) -> int:
@@ -106,11 +115,18 @@ class Exchange(NamedTuple):
     @property
     def forward(self) -> float:
         """Seconds of the layers' forward passes, once."""
-        return self.layers * self.times.layer.forward
+        times, dense = self.times, self._dense
+        return (self.layers - dense) * times.layer.forward + dense * times.dense.forward
 
     @property
     def backward(self) -> float:
-        return self.layers * self.times.layer.backward + self.recomputed * self.times.layer.recompute
+        times, dense, again = self.times, self._dense, sum(chunk.dense_recomputed for chunk in self.work)
+        others = (self.layers - dense) * times.layer.backward + (self.recomputed - again) * times.layer.recompute
+        return others + dense * times.dense.backward + again * times.dense.recompute
+
+    @property
+    def _dense(self) -> int:
+        return sum(chunk.dense for chunk in self.work)
 
 
 def updates(
@@ -118,13 +134,13 @@ def updates(
 ) -> Updates:
     """Of the rank that holds ``work``; ``staged`` where it is one stage of several."""
     plan, shape, own = replicas.plan, replicas.shape, replicas.own
-    held, trained = map(float, elements(shape.entries, work))
-    exposed = own.exposed(replicas, Exchange(work, times, held, trained, microbatches))
+    held, trained, experts = map(float, elements(shape.entries, work))
+    exposed = own.exposed(replicas, Exchange(work, times, held, trained, microbatches, experts))
     if staged and shape.spec.tied_embeddings and plan.layout.pp > 1:
         exposed += _tied(replicas, work)
     owners = own.owners(replicas)
     passes = streamed(replicas.rates, held * own.buffer_bytes(plan, replicas.ranks))
-    owned = trained / owners
+    owned = (trained - experts) / owners + (experts / own.expert_owners(replicas) if experts else 0.0)
     moved = owned * own.stepped(plan)
     step = streamed(replicas.rates, moved * step_bytes(plan)) if moved else 0.0
     return Updates(exposed, step + passes, own.offload(replicas, owned, held / owners, microbatches))
@@ -187,7 +203,7 @@ def _tied(replicas: Replicas, work: tuple[StageWork, ...]) -> float:
     if not any(chunk.embedding or chunk.head for chunk in work):
         return 0.0
     shape, rates = replicas.shape, replicas.rates
-    size = shape.vocab // shape.t * shape.spec.hidden * replicas.gradient
+    size = shape.vocab // shape.ranks.t * shape.spec.hidden * replicas.gradient
     return collective(rates, "all-reduce", float(size), group(2, rates.node, rates.node))
 
 

@@ -78,6 +78,17 @@ def test_communication_beside_work() -> None:
     assert overlapped(h100, 20.0, 10.0) == pytest.approx(10.0)
 
 
+def test_all_to_all_of_a_node_and_of_several() -> None:
+    """8 ranks on a node keep an eighth and send seven over links. Of 32 ranks on 4 nodes each sends 24 parts over its
+    network adapter, while 7 go over links; DGX H100 has 400 Gb/s a GPU, 0.96 of which NCCL reaches."""
+    rates = rates_of(plan(model="llama-3-8b", framework="megatron", gpu="h100-80gb", gpus=32, mbs=1, gbs=32, seq=4096))
+    size = 1 << 30
+    inside = collective(rates, "all-to-all", size, group(8, 1, 8))
+    assert inside == pytest.approx(7 / 8 * size / rates.link + 11.8e-6)
+    outside = collective(rates, "all-to-all", size, group(32, 1, 8))
+    assert outside == pytest.approx(24 / 32 * size / (0.96 * 50e9) + 22.4e-6)
+
+
 def test_sharded_parameters_are_copied() -> None:
     """Without any time in links: 16-bit parameters that forward and backward gather are read and written, and 16-bit
     gradients are read and written in fp32, once a micro-batch; the ends are gathered once."""
@@ -85,7 +96,7 @@ def test_sharded_parameters_are_copied() -> None:
     rates = replace(rates_of(job), link=float("inf"), collective=0.0, hop=0.0)
     shape, times = shape_of(job), entry_times(job)
     (work,) = work_of(job)
-    held, trained = elements(shape.entries, work)
+    held, trained, _ = elements(shape.entries, work)
     layers = 32 * elements(shape.entries, (StageWork(1),))[0]
     found = sharded(Replicas(job, shape, rates), Exchange(work, times, held, trained, 2))
     assert found == pytest.approx(2 * (layers * (4 + 4 + 6) + (held - layers) * (4 + 6)) / rates.memory, rel=0.02)

@@ -23,7 +23,26 @@ def test_stages_are_those_of_the_estimate(framework: str) -> None:
         assert any(chunk.head for chunk in stage) == ("head" in program.entries)
         if framework in ("fsdp", "deepspeed"):
             continue
-        assert elements(shape.entries, stage) == (program.parameters(), program.parameters())
+        assert elements(shape.entries, stage) == (program.parameters(), program.parameters(), 0)
+
+
+DEEPSEEK = {
+    "model": "deepseek-v3", "framework": "megatron", "gpu": "h100-80gb", "gpus": 16, "pp": 2, "ep": 4, "seq": 4096,
+    "mbs": 1, "gbs": 64, "layers": 6, "mtp_layers": 1,
+}  # fmt: skip
+
+
+def test_stages_with_experts() -> None:
+    """Six layers on two stages, the first three with an MLP. Of a layer with experts a rank has 64 of 256, each of
+    three matrices of 7,168 by 2,048, and so has the layer that predicts a further token, on the last stage."""
+    given = plan(**DEEPSEEK)
+    programs, work, shape = programs_of(given, Options()), work_of(given), shape_of(given)
+    (first,), (last,) = work
+    assert (first.layers, first.dense, last.layers, last.dense) == (3, 3, 3, 0)
+    for program, stage, layers in zip(programs, work, (0, 4), strict=True):
+        counted = elements(shape.entries, stage)
+        assert (counted.held, counted.trained) == (program.parameters(), program.parameters())
+        assert counted.experts == layers * 64 * 3 * 7168 * 2048
 
 
 def test_recomputed_layers_of_a_block() -> None:
