@@ -15,9 +15,8 @@ COMMON = (
     "torch version)",
     "readings are of an allocator that never runs out of memory; where it would, the verdict is of one that "
     "gives cached memory back and tries again; nothing calls empty_cache",
-    "evaluation runs the same batch without a graph, one micro-batch at a time; saving a checkpoint "
-    "copies nothing on the device",
 )
+EVALUATION = "evaluation runs the same batch without a graph, one micro-batch at a time"
 
 PLAIN = (
     "layers as in transformers 5.x, dropout active, no KV cache",
@@ -55,7 +54,7 @@ def _loaded(plan: ResolvedPlan) -> str:
 
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     """What the estimate takes for granted."""
-    result = [*COMMON]
+    result = [*COMMON, f"{EVALUATION}; {framework(plan.framework).saving(plan)}"]
     if isinstance(plan.model, TracedSpec):
         traces = framework(plan.framework).running.learnt_assumptions(plan)
         return (*result, *traces, *PLAIN[1:], *framework(plan.framework).optimizer_assumptions(plan))

@@ -191,7 +191,7 @@ def most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> 
     nothing back, with what lies outside PyTorch as in a reading, and with the most of that."""
     program = programs_of(plan, Options(kernel_workspaces=True))[stage]
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
-    moments = [replayed.reserved, program.initialisation or 0]
+    moments = [replayed.reserved, program.initialisation or 0, replayed.static + program.saving]
     if _evaluates(plan):
         moments.append(fold_evaluation(evaluation_programs(plan, programs_of(plan, Options()))[stage]) or 0)
     low, high = outside_range(causes(plan, stage, known))
@@ -230,7 +230,7 @@ def _stage(
             "initialisation": program.initialisation,
             "steady": replayed.allocated,
             "evaluation": fold_evaluation(evaluated),
-            "checkpoint": None if _casts_states(plan) else replayed.static,
+            "checkpoint": replayed.static + program.saving,
             "first_iteration_device": None if device is None else device - replayed.reserved + replayed.first_iteration,
         },
         in_flight=program.order.in_flight,
@@ -255,14 +255,6 @@ def _peak(folded: Folded, upper_bound: bool) -> Peak:
 def _is_bound(plan: ResolvedPlan, program: Program) -> bool:
     """How many tokens fall into each cluster of an adaptive softmax is known at run time only."""
     return plan.loss.kind == "adaptive-softmax" and "head" in program.entries
-
-
-def _casts_states(plan: ResolvedPlan) -> bool:
-    """Saving a checkpoint casts states that are not fp32 (``distrib_optimizer.py``, ``FusedAdam.state_dict``)."""
-    optimizer = plan.optimizer
-    return optimizer.precision_aware and {optimizer.main_parameters, optimizer.exp_avg, optimizer.exp_avg_sq} != {
-        "fp32"
-    }
 
 
 def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:

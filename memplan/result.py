@@ -63,7 +63,7 @@ class Failure:
     """The request with which a rank runs out of memory. Sizes in bytes."""
 
     moment: str
-    """``initialisation``, ``evaluation``, or ``steady`` for an iteration."""
+    """``initialisation``, ``evaluation``, ``checkpoint``, or ``steady`` for an iteration."""
     phase: str
     """``forward``, ``backward`` or ``step``; empty in ``initialisation``."""
     module: str

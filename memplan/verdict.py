@@ -3,8 +3,8 @@
 PyTorch's allocator gives cached memory back before a request fails, so what it reserves where memory never ends is not
 what it needs. Where it would reserve more than there is, the rank is replayed once more within the device's memory
 (``allocator.limited``), and the verdict is what becomes of its requests. Every moment that a plan includes decides.
-Construction, iterations and what a checkpoint adds to them (nothing, or less) are replayed; of evaluation, and of what
-a framework holds only while it initialises, the sum of live tensors is compared with the device's memory.
+Construction and iterations are replayed; of evaluation, of a checkpoint, and of what a framework holds only while it
+initialises, the sum of live tensors is compared with the device's memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ def judge(
     least, most = room - outside[1], room - outside[0]
 
     def within(limit: int) -> Judged:
-        failures = [one for one in (_initialisation(program, limit), _evaluation(evaluated, limit)) if one is not None]
+        summed = (
+            _initialisation(program, limit),
+            _evaluation(evaluated, limit),
+            _checkpoint(program, replayed.static, limit),
+        )
+        failures = [one for one in summed if one is not None]
         memory = DeviceMemory(max(limit, 0), capacity)
         short = replayed.reserved > _most(memory, settings)
         found = replay_within(program, settings, workspaces, memory) if short else SUFFICES
@@ -63,7 +68,7 @@ def judge(
     return found if found.failures or all_known else replace(found, verdict=Verdict.UNKNOWN)
 
 
-IN_ORDER = ("initialisation", "steady", "evaluation")
+IN_ORDER = ("initialisation", "steady", "evaluation", "checkpoint")
 """Moments that can fail, as they come in a run."""
 NOT_JUDGED = Judged()
 SUFFICES = Within(None)
@@ -90,3 +95,11 @@ def _evaluation(program: Program | None, limit: int) -> Failure | None:
         return None
     module, hold = evaluation_beyond(program, limit) or ("", Hold(0, 0, Category.LOGITS, "gathered_outputs"))
     return Failure("evaluation", "forward", module, hold.name, None, hold.bytes, hold.bytes, needed, needed)
+
+
+def _checkpoint(program: Program, static: int, limit: int) -> Failure | None:
+    """Where a checkpoint takes more than there is beside what is held between iterations."""
+    needed = static + program.saving
+    if not program.saving or needed <= limit:
+        return None
+    return Failure("checkpoint", "", "", "", None, 0, 0, needed, needed)

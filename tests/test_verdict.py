@@ -195,6 +195,26 @@ def test_what_lies_outside_is_a_range(outside: tuple[int, int], all_known: bool,
     assert found.verdict is expected
 
 
+@pytest.mark.parametrize(("beside", "expected"), [(0, Verdict.FITS), (3 * GIB, Verdict.DOES_NOT_FIT)])
+def test_a_checkpoint_decides(beside: int, expected: Verdict) -> None:
+    """An iteration fits; so much ``beside`` what is held between iterations does not."""
+    program = small()
+    (replayed,) = replay((program,), AllocatorSettings(), ())
+    found = judge(
+        replace(program, saving=replayed.reserved - replayed.static + beside),
+        replayed,
+        None,
+        (0, 0),
+        all_known=True,
+        capacity=replayed.reserved + GIB,
+        headroom=0,
+        settings=AllocatorSettings(),
+        workspaces=(),
+    )
+    assert found.verdict is expected
+    assert [failure.moment for failure in found.failures] == (["checkpoint"] if beside else [])
+
+
 def test_a_memory_fraction_limits_the_process() -> None:
     flags = SMALL | {"gpu": "a100-80gb"}
     plan = resolve(read_plan(None, flags).plan)

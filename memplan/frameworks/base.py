@@ -238,6 +238,10 @@ class Framework:
         """What an estimate takes for granted of how the model lies on ranks or devices."""
         return ()
 
+    def saving(self, plan: ResolvedPlan) -> str:
+        """What a checkpoint takes on the device, in a few words (``Program.saving``)."""
+        return "saving a checkpoint copies nothing on the device"
+
     def described(self, plan: Plan) -> list[str]:
         """Choices that make this another plan, in a few words each, beside the framework's name."""
         return []

@@ -362,6 +362,8 @@ class Program:
     """Bytes of host memory that one rank takes."""
     nvme: int = 0
     """Bytes on NVMe that one rank takes."""
+    saving: int = 0
+    """Bytes that saving a checkpoint, or loading one, takes at most beside what is held between iterations."""
     evaluated: tuple[int, int] = (0, 0)
     """Bytes of what evaluation has gathered: during its last forward pass, and when that has been appended."""
 

@@ -164,3 +164,22 @@ def test_any_model_has_readings_in_order_and_categories_that_sum(model: str, fla
     assert found.reserved is not None
     assert found.requested <= found.allocated <= found.reserved
     assert sum(found.breakdown) == found.allocated
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "gathered"),
+    [
+        ({}, 2 * ROOT + ROOT),
+        ({"autocast": "true"}, 4 * ROOT + 2 * ROOT),
+        (LORA, 2 * ROOT),
+    ],
+)
+def test_a_checkpoint_gathers_the_largest_unit(flags: dict[str, str], gathered: int) -> None:
+    """The root is Mistral's largest unit: 2 x 32,000 x 4,096 + 4,096 parameters in the dtype of their shards, and of
+    what is trained a state of the optimizer beside the copy of half of it. A frozen root has no states."""
+    one = stage(mbs="2", gbs="4", **flags)
+    assert one.static is not None
+    assert one.moments["checkpoint"] == one.static + gathered

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.frameworks.megatron.states import Chunk, Rules, keep
+from memplan.frameworks.megatron.states import Chunk, Rules, keep, saved
 from memplan.layers.module import Parameter
 from memplan.tape.events import Category, Drop, Hold, Tape, rounded
 from memplan.tape.program import Kept
@@ -87,6 +87,17 @@ def test_a_precision_aware_optimizer_keeps_what_it_says() -> None:
     assert held(kept.states, Category.OPTIMIZER_STATES) == 4 * n
     assert held(kept.states, Category.BUFFERS) == 2 * 512
     assert not kept.carried
+
+
+def test_a_checkpoint_casts_what_is_no_fp32() -> None:
+    """Two moments in bf16 for 131,072 elements: 8 bytes each as fp32. The lower halves of main parameters stay as they
+    are; main parameters in fp16 are a third copy."""
+    rules = replace(PLAIN, distributed=True, shards=1, precision_aware=True, exp_avg="bf16", exp_avg_sq="bf16")
+    halves = replace(rules, main_parameters="fp16")
+    chunk, n = chunk_of((1024, 128)), 1024 * 128
+    assert saved(keep(chunk, rules, False), rules) == 8 * n
+    assert saved(keep(chunk, halves, False), halves) == 12 * n
+    assert saved(keep(chunk, PLAIN, False), PLAIN) == 0
 
 
 def test_counting_zeros_takes_a_mask_of_the_largest_gradient() -> None:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import field, replace
 from functools import lru_cache
 
+from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter
 from ...optimizers.states import State, optimizer_states
 from ...optimizers.steps import step_temporaries
@@ -345,10 +346,21 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             extra=tuple(extra),
             step=Stretch(drop_all(step_temporaries(plan.optimizer, pieces, trained), 1)),
             evaluated=trainer.kept_logits(plan, plain.layer_shape(plan)),
+            saving=_saved(units_of(single.spans, shards, True, False), trained, plan.layout.dp),
             late_states=True,
             elements=sum(-(-one.elements // plan.layout.dp) for one in tensors),
         ),
     )
+
+
+def _saved(units: Sequence[Flat], trained: str, ranks: int) -> int:
+    """Bytes of the largest unit while a whole state dictionary is made. Units are gathered one after the other in the
+    dtype of their shards, and leave for the CPU (``_unshard_fsdp_state_params``); of what is trained each of the
+    optimizer's states, too, from a copy of the piece (``_allgather_orig_param_states`` of ``_optim_utils.py``)."""
+    if ranks == 1:
+        return 0
+    states = (-(-unit.trained // ranks) * ITEMSIZE[trained] * (ranks + 1) for unit in units)
+    return rounded(max(*states, *(unit.whole for unit in units)))
 
 
 def piece(parameter: Parameter, ranks: int, dtype: str) -> Parameter:

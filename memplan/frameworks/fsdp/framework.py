@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ...trace.framework import FrameworkRunning
     from ..communicators import Communicator
 
+SAVING = (
+    "saving or loading a checkpoint gathers a unit at a time in the dtype of its shards (FULL_STATE_DICT, Accelerate's "
+    "default for FSDP1; SHARDED_STATE_DICT copies nothing on the device)"
+)
 NO_KERNEL = "bitsandbytes' kernels take no DTensor"
 
 
@@ -135,6 +139,9 @@ class Fsdp(Framework):
         parts = ["torchtitan"] if given.code == "torchtitan" else []
         parts += [f"{given.replicas} replicas"] if given.replicas > 1 else []
         return [*parts, "offload"] if given.offload else parts
+
+    def saving(self, plan: ResolvedPlan) -> str:
+        return SAVING if plan.fsdp.version == "1" else super().saving(plan)
 
     def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         from . import flat, programs

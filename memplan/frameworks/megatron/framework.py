@@ -38,6 +38,10 @@ BACK_ENDS = {
 where one of them is set otherwise."""
 
 
+SAVING = (
+    "saving or loading a checkpoint casts every state that is no fp32 to fp32, all of them at once (the distributed "
+    "optimizer's get_unscaled_state)"
+)
 OPTIMIZER_ASSUMPTIONS = {
     "sgd": ("SGD with momentum (one fp32 state a parameter)",),
     "muon": (
@@ -154,6 +158,9 @@ class Megatron(Framework):
         from .notices import assumptions
 
         return assumptions(plan)
+
+    def saving(self, plan: ResolvedPlan) -> str:
+        return SAVING if plan.optimizer.precision_aware else super().saving(plan)
 
     def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         from . import programs

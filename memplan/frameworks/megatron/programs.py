@@ -33,7 +33,7 @@ from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
 from ...values import dataclass
 from .states import Chunk as KeptChunk
-from .states import Rules, bucket_size, keep
+from .states import Rules, bucket_size, keep, saved
 
 if TYPE_CHECKING:
     from ...plan.resolved import ResolvedLayout
@@ -481,6 +481,7 @@ def _program(
         order=MegatronOrder(order, stage.chunks, stage.exchanged),
         initialisation=kept.construction.excursion.peak,
         kept=kept,
+        saving=saved(kept, states),
     )
 
 

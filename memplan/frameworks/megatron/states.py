@@ -101,6 +101,14 @@ class Rules:
         return (*moments, *(("master_param",) if self.main_parameters != "fp32" else ()))
 
     @property
+    def saved_in_fp32(self) -> frozenset[str]:
+        """States of which a checkpoint takes a copy in fp32."""
+        if not self.precision_aware:
+            return frozenset()
+        named = (*self.moments, ("master_param", self.main_parameters))
+        return frozenset(name for name, dtype in named if dtype != "fp32")
+
+    @property
     def copies_gradients(self) -> bool:
         """16-bit gradients are copied to fp32 for the step, and end when the next iteration begins."""
         return self.mixed and self.gradients != "fp32" and not self.precision_aware
@@ -223,6 +231,14 @@ def _optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
         rounds = [Hold(next(ids), rounded(4 * a * b), temporary, name, (a, b), "fp32") for name, (a, b) in made]
         step += [*rounds, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in rounds)]
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
+
+
+def saved(kept: Kept, rules: Rules) -> int:
+    """Bytes of the copies that a checkpoint of the distributed optimizer holds at once: every state that is no fp32
+    is cast for the state dictionary (``_get_main_param_and_optimizer_states``, FusedAdam's ``get_unscaled_state``), to
+    save it, and to load into it."""
+    casts = rules.saved_in_fp32
+    return sum(rounded(4 * prod(one.shape)) for one in kept.states if isinstance(one, Hold) and one.name in casts)
 
 
 def _dealt(parameters: Sequence[Parameter], rules: Rules) -> list[Piece]:
