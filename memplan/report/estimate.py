@@ -95,7 +95,9 @@ def _too_much(estimate: Estimate, stage: StageEstimate, who: str, need: str, fre
         return f"{who} needs {need} of {_limit(estimate)}{over} — {_cause(stage)}{_others(estimate)}"
     moment, failure = next(iter(failures.items()))
     what = f" — {_place(failure)}" if failure.tensor else ""
-    return f"{moment} on {who} needs {size(stage.moments.get(moment) or failure.allocated)} of {_limit(estimate)}{what}"
+    known = stage.moments.get(moment)
+    needed = f"at least {size(failure.allocated + failure.request)}" if known is None else size(known)
+    return f"{moment} on {who} needs {needed} of {_limit(estimate)}{what}"
 
 
 SETTLED = 2
