@@ -26,6 +26,12 @@ ROOMS = {
     "mixtral": ".mixtral",
     "qwen3_moe": ".qwen3_moe",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), ".deepseek"),
+    "gpt_oss": ".gpt_oss",
+    "glm4_moe": ".glm4_moe",
+    "llama4_text": ".llama4",
+    "llama4": ".llama4",
+    "olmoe": ".olmoe",
+    "granitemoe": ".granitemoe",
 }
 """The module of each family; loaded when a plan names it."""
 

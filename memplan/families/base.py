@@ -52,6 +52,11 @@ class Config:
     """It names the features that rotary positions turn, not their part of a head."""
     refused: Mapping[str, Scalar] = field(default_factory=dict)
     """Settings that change the model in ways that are not modelled, with the value that is."""
+    published_in: tuple[str, ...] = ()
+    """Low precisions in which its makers publish weights (``quantization_config.quant_method``): training casts them
+    back to 16 bits."""
+    text_part: str = ""
+    """It is a model of text and images, whose ``text_config`` is read as this family's."""
 
 
 NO_BIASES: Mapping[str, Scalar] = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), False)

@@ -64,6 +64,7 @@ V3 = replace(
         activation=SILU,
         activations=("silu", "swish"),
         refused={"attention_bias": False},
+        published_in=("fp8",),
     ),
 )
 

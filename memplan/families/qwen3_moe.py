@@ -17,6 +17,7 @@ QWEN3_MOE = Family(
             "experts": key("num_experts", default=128),
             "expert_top_k": key("num_experts_per_tok", default=8),
             "expert_ffn": key("moe_intermediate_size", default=768),
+            "router_normalises": key("norm_topk_prob", default=False),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
         },
         constants={**CONSTANTS, "mlp_bias": False, "qk_norm": True},

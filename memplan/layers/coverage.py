@@ -26,6 +26,14 @@ PLAIN: Allowed = MappingProxyType(
         "embedding_scale": (False,),
         "head_bias": (False,),
         "logit_softcap": (None,),
+        "qk_norm_over": ("head",),
+        "attention_sinks": (False,),
+        "attention_chunk": (None,),
+        "nope_interval": (0,),
+        "activation_clamp": (None,),
+        "residual_scale": (False,),
+        "logit_scale": (False,),
+        "router_weighs_inputs": (False,),
     }
 )
 """What only single families have."""
@@ -90,7 +98,7 @@ MEGATRON_GPT: Allowed = MappingProxyType(
 
 CORE_GPT: Allowed = MappingProxyType(
     {
-        **PLAIN,
+        **reads(PLAIN, "rotary_fraction"),
         "norm_place": ("pre",),
         "positions": ("learned", "rotary", "none"),
         "activation": ("gelu", "gelu_new", "swiglu"),

@@ -39,13 +39,19 @@ def further(spec: ModelSpec) -> int:
 
 
 def attention(spec: ModelSpec) -> int:
-    """Query/key/value and output projections: ``h (a + 2 a_kv) d + a d h``, biases, and the norms of heads."""
+    """Query/key/value and output projections: ``h (a + 2 a_kv) d + a d h``, biases, norms of heads, sinks."""
     if spec.latent_kv_rank:
         return latent(spec)
     h, qkv, out = spec.hidden, spec.qkv_features, spec.attention_features
     biases = (qkv if spec.attention_bias else 0) + (h if spec.attention_output_bias else 0)
-    head_norms = 2 * spec.head_dim if spec.qk_norm else 0
-    return h * qkv + out * h + biases + head_norms
+    return h * qkv + out * h + biases + head_norms(spec) + (spec.heads if spec.attention_sinks else 0)
+
+
+def head_norms(spec: ModelSpec) -> int:
+    """Norms of queries and keys: a weight of one head's features, of all heads', or none."""
+    if not spec.qk_norm or spec.qk_norm_over == "head_without_weight":
+        return 0
+    return spec.head_dim * (2 if spec.qk_norm_over == "head" else spec.heads + spec.kv_heads)
 
 
 def latent(spec: ModelSpec) -> int:

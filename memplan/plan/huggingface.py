@@ -38,6 +38,8 @@ ACTIVATIONS = {
 def spec_of_config(config: Node, path: Path) -> Node:
     """The mapping of spec fields that the configuration in ``path`` describes."""
     family_name, family = _family(config)
+    if family.text_part:
+        family_name, (config, family) = family.text_part, _text_part(config, family)
     _refuse_what_is_not_modelled(config, family)
     origin = config.origin
     items = {name: Node(value, origin) for name, value in family.constants.items()}
@@ -60,11 +62,18 @@ def spec_of_config(config: Node, path: Path) -> Node:
 def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
     """What to tell about a configuration that was read but is more than its ``model_type``."""
     notes = []
+    _, family = _family(config)
+    if family.text_part:
+        message = f"{path} reads images, too: its text part alone is planned, without the vision tower and projector"
+        notes.append(Note("text-part", one_line(message)))
+    if (method := _quantised(config)) is not None and method in family.published_in:
+        message = f"{path} names weights that are published in {method}: training in 16 bits casts them back"
+        notes.append(Note("published-quantised", one_line(message)))
     if "auto_map" in config.mapping:
         read = f"read as a plain {config.mapping['model_type'].plain()}"
         message = f"{path} names code of its own (auto_map), which was not run: it is {read}"
         notes.append(Note("custom-code", message))
-    other = [name for name in _architectures(config) if not _HEADS_ASSUMED.search(name)]
+    other = [name for name in _architectures(config) if not (family.text_part or _HEADS_ASSUMED.search(name))]
     if other:
         message = f"{path} is a {shown(other[0])}: a language-model head and its loss are assumed in place of its own"
         notes.append(Note("head-assumed", one_line(message)))
@@ -96,6 +105,22 @@ def _family(config: Node) -> tuple[str, Config]:
     raise PlanError("model_type", node.plain(), problem, origin=node.origin)
 
 
+def _text_part(config: Node, family: Config) -> tuple[Node, Config]:
+    """The configuration of what reads text, and how it is read."""
+    part, read = config.mapping.get("text_config"), family_of(family.text_part).config
+    assert read is not None
+    if part is None or not isinstance(part.value, dict):
+        problem = f"must be a mapping: the {family.text_part} of the model"
+        raise PlanError("text_config", ABSENT, problem, origin=config.origin)
+    return part, read
+
+
+def _quantised(config: Node) -> str | None:
+    """How the weights that ``config`` was published with are quantised."""
+    node = _setting(config, "quantization_config.quant_method")
+    return node.value if node is not None and isinstance(node.value, str) else None
+
+
 def _setting(config: Node, name: str) -> Node | None:
     """What ``config`` says under ``name``; ``section.name`` is in a mapping of its own."""
     section, _, rest = name.partition(".")
@@ -122,25 +147,40 @@ def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
     if "experts" not in family.keys:
         _refuse_experts(config)
     quantised = config.mapping.get("quantization_config")
-    if quantised is not None and quantised.value is not None:
+    if quantised is not None and quantised.value is not None and _quantised(config) not in family.published_in:
         problem = "is set: training on a quantised checkpoint is not modelled; remove it to plan the model itself"
         raise PlanError("quantization_config", ABSENT, problem, origin=quantised.origin)
-    _refuse_other_layer_types(config, alternating=bool(family.constants.get("alternating_windows")))
+    _refuse_other_layer_types(config, family)
 
 
-def _refuse_other_layer_types(config: Node, *, alternating: bool) -> None:
-    """Layers are all alike, or have a sliding window in turn, from the first."""
+def _refuse_other_layer_types(config: Node, family: Config) -> None:
+    """Layers are all alike, or have a sliding window in turn, from the first, or positions but for every n-th."""
     layer_types = config.mapping.get("layer_types")
+    if "nope_interval" in family.keys:
+        _refuse_other_positions(config, family)
+        return
     if layer_types is None or not isinstance(layer_types.value, list):
         return
     types = [str(item.value) for item in layer_types.value]
-    if alternating:
+    if family.constants.get("alternating_windows"):
         if types != [("sliding_attention", "full_attention")[i % 2] for i in range(len(types))]:
             problem = "is not modelled; only sliding_attention and full_attention in turn are"
             raise PlanError("layer_types", ABSENT, problem, origin=layer_types.origin)
     elif len(set(types)) > 1:
         problem = f"mixes {', '.join(sorted(set(types)))}; only models whose layers are all alike are modelled"
         raise PlanError("layer_types", ABSENT, problem, origin=layer_types.origin)
+
+
+def _refuse_other_positions(config: Node, family: Config) -> None:
+    """Layers without positions come at the interval that the configuration says, and see all tokens."""
+    interval = _value(config, "nope_interval", family.keys["nope_interval"]).value
+    assert isinstance(interval, int)
+    for name, kinds in (("no_rope_layers", (0, 1)), ("layer_types", ("full_attention", "chunked_attention"))):
+        node = config.mapping.get(name)
+        given = [one.value for one in node.value] if node is not None and isinstance(node.value, list) else []
+        if node is not None and given and given != [kinds[bool((i + 1) % interval)] for i in range(len(given))]:
+            problem = f"is not modelled; only every {interval}th layer without positions (no_rope_layer_interval) is"
+            raise PlanError(name, ABSENT, problem, origin=node.origin)
 
 
 def _refuse_narrow_embedding(config: Node) -> None:
@@ -168,8 +208,11 @@ def _refuse_experts(config: Node) -> None:
 
 
 def _mixture(items: dict[str, Node]) -> dict[str, Node]:
-    """Sizes that follow from others: shared experts are as wide as routed ones, one group is none."""
+    """What follows from others: shared experts are as wide as routed ones, one group is none, and scores that are
+    normalised over the chosen experts are those of a softmax over them alone."""
     found: dict[str, Node] = {}
+    if (normalises := items.pop("router_normalises", None)) is not None:
+        found["router_score_first"] = Node(not normalises.value, normalises.origin)
     if (shared := items.pop("shared_experts", None)) is not None:
         width = items["expert_ffn"].value
         assert isinstance(width, int)
@@ -184,7 +227,8 @@ def _mixture(items: dict[str, Node]) -> dict[str, Node]:
 
 def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
     """Layers with an MLP in place of experts: the first ones (``first_k_dense_replace``), those of
-    ``mlp_only_layers``, and those between every ``moe_layer_freq``-th or ``decoder_sparse_step``-th layer."""
+    ``mlp_only_layers``, those that ``moe_layers`` leaves out, and those between every ``moe_layer_freq``-th,
+    ``decoder_sparse_step``-th or ``interleave_moe_layer_step``-th layer."""
     layers = items["layers"].value
     assert isinstance(layers, int)
 
@@ -203,6 +247,11 @@ def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
     step, every = number("decoder_sparse_step", 1), number("moe_layer_freq", 1)
     only = config.mapping.get("mlp_only_layers")
     listed = [one.value for one in only.value] if only is not None and isinstance(only.value, list) else []
+    if "expert_layers" in items:
+        step, mixed = number("interleave_moe_layer_step", 1), items.pop("expert_layers").value
+        named = [one.value for one in mixed] if isinstance(mixed, list) else None
+        listed = [i for i in range(layers) if i not in named] if named is not None else []
+        step = 1 if named is not None else step
     dense = [i for i in range(layers) if i < dense_first or (i + 1) % step or i % every or i in listed]
     return Node([Node(i, config.origin) for i in dense], config.origin)
 
@@ -232,7 +281,7 @@ def _whole(least: int, most: int) -> _Rule:
 
 _MAY_BE_NULL = (
     "sliding_window", "kv_heads", "attention_softcap", "logit_softcap", "latent_q_rank", "router_groups",
-    "router_group_top_k", "shared_experts", "router_aux_loss",
+    "router_group_top_k", "shared_experts", "router_aux_loss", "attention_chunk", "activation_clamp",
 )  # fmt: skip
 _SIZE_RULE = _whole(1, LARGEST)
 _PROBABILITY_RULE: _Rule = (
@@ -257,12 +306,20 @@ _RULES: Mapping[str, _Rule] = {
     "token_types": _whole(0, LARGEST),
     "rotary_fraction": _FRACTION_RULE,
     "rotary_dim": _SIZE_RULE,
-    **dict.fromkeys(("attention_softcap", "logit_softcap"), _POSITIVE_RULE),
+    "expert_layers": (
+        "a list of layers, numbered from 0",
+        lambda value: isinstance(value, list) and all(type(one.value) is int for one in value),
+    ),
+    "nope_interval": _whole(1, MOST_LAYERS),
+    **dict.fromkeys(("attention_softcap", "logit_softcap", "activation_clamp"), _POSITIVE_RULE),
     **dict.fromkeys(("router_aux_loss", "router_z_loss"), _COEFFICIENT_RULE),
     **dict.fromkeys(("shared_experts", "first_dense", "latent_q_rank"), _whole(0, LARGEST)),
     "router_scaling": _POSITIVE_RULE,
     **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), _PROBABILITY_RULE),
-    **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks"), _SWITCH_RULE),
+    **dict.fromkeys(
+        ("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks", "qk_norm",
+         "router_normalises"), _SWITCH_RULE
+    ),  # fmt: skip
 }
 
 

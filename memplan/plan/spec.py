@@ -15,7 +15,7 @@ from .section import OneOf, Terse
 Family = Annotated[str, OneOf(FAMILIES)]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rotary", "alibi", "none"]
-Activation = Literal["gelu", "gelu_new", "gelu_fast", "relu", "swiglu", "geglu"]
+Activation = Literal["gelu", "gelu_new", "gelu_fast", "relu", "swiglu", "geglu", "quick_geglu"]
 Blocks = Literal["sequential", "parallel", "parallel_one_norm"]
 RouterScore = Literal["softmax", "sigmoid"]
 RouterBalancing = Literal["none", "sinkhorn", "aux_loss", "seq_aux_loss", "global_aux_loss"]
@@ -44,6 +44,8 @@ class ModelSpec(Terse):
             "router_score", "router_score_first", "router_expert_bias", "router_groups", "router_group_top_k",
             "router_scaling", "router_dtype", "router_balancing", "router_aux_loss", "router_z_loss",
             "latent_q_rank", "latent_kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim", "mtp_layers",
+            "attention_sinks", "attention_chunk", "nope_interval", "qk_norm_over", "activation_clamp",
+            "residual_scale", "logit_scale", "router_weighs_inputs",
         )
     )  # fmt: skip
 
@@ -79,17 +81,32 @@ class ModelSpec(Terse):
         1.0, gt=0.0, le=1.0, description="fraction of each head's features that rotary positions rotate"
     )
     activation: Activation = Field(
-        description="MLP activation; gelu_new and gelu_fast are the tanh form in Python, swiglu and geglu have a gate"
+        description="MLP activation; gelu_new and gelu_fast are the tanh form in Python; swiglu, geglu and quick_geglu "
+        "(x sigmoid(1.702 x), and 1 added to the other half) have a gate"
+    )
+    activation_clamp: float | None = Field(
+        None, gt=0.0, description="largest value that enters a gated activation (gpt-oss); default: no limit"
     )
     attention_bias: bool = Field(True, description="bias on the query/key/value projections")
     attention_output_bias: bool = Field(True, description="bias on the attention's output projection")
     mlp_bias: bool = Field(True, description="bias on the MLP's projections")
-    qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys, as in Qwen 3")
+    qk_norm: bool = Field(False, description="RMSNorm of queries and keys, as in Qwen 3")
+    qk_norm_over: Literal["head", "heads", "head_without_weight"] = Field(
+        "head",
+        description="what that norm takes: each head, all heads together (OLMoE), or each head with no weight (Llama 4)",
+    )
+    attention_sinks: bool = Field(
+        False, description="a learned number of each head that joins its softmax and takes no value (gpt-oss)"
+    )
     causal: bool = Field(True, description="causal attention; false for an encoder")
     sliding_window: Size | None = Field(None, description="attention window in tokens; default: no limit")
     alternating_windows: bool = Field(
         False, description="apply the window to every second layer only, from the first layer on (Gemma 2)"
     )
+    attention_chunk: Size | None = Field(
+        None, description="tokens see those of their own chunk of this many, where the layer has positions (Llama 4)"
+    )
+    nope_interval: Rows = Field(0, description="every how many layers one has no positions (Llama 4: 4); 0: none")
     attention_softcap: float | None = Field(
         None, gt=0.0, description="cap c of attention scores: a score x becomes c tanh(x / c) (Gemma 2)"
     )
@@ -100,6 +117,8 @@ class ModelSpec(Terse):
     final_norm: bool = Field(True, description="norm before the head")
     head_bias: bool = Field(False, description="bias on the head, as in GPT-J")
     logit_softcap: float | None = Field(None, gt=0.0, description="cap c of logits: a logit x becomes c tanh(x / c)")
+    residual_scale: bool = Field(False, description="multiply each block's output by a number (Granite)")
+    logit_scale: bool = Field(False, description="divide logits by a number (Granite)")
     token_types: Rows = Field(0, description="rows of the token-type table (BERT); 0 where there is none")
     mlm_head: bool = Field(
         False, description="BERT's head: dense, activation and norm before a decoder that has a bias"
@@ -124,6 +143,9 @@ class ModelSpec(Terse):
     router_group_top_k: Rows = Field(0, description="groups from which a token's experts are chosen")
     router_scaling: float | None = Field(
         None, gt=0.0, description="factor of the chosen experts' scores; default: none is multiplied"
+    )
+    router_weighs_inputs: bool = Field(
+        False, description="multiply what experts get by the router's scores, not what they give (Llama 4)"
     )
     router_dtype: Literal["fp32", "fp64"] | None = Field(
         None, description="dtype of the router's logits and probabilities; default: that of activations"
@@ -168,7 +190,7 @@ class ModelSpec(Terse):
     @property
     def gated(self) -> bool:
         """The MLP's activation has a gate: two up projections."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "quick_geglu")
 
     @property
     def attention_features(self) -> int:

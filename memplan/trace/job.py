@@ -58,6 +58,8 @@ def _first_dense(spec: ModelSpec) -> int:
 _TURNED: Mapping[str, Callable[[ModelSpec], object]] = {
     "blocks": lambda spec: spec.blocks == "parallel",
     "first_dense": _first_dense,
+    "router_normalises": lambda spec: not spec.router_score_first,
+    "expert_layers": lambda spec: [i for i in range(spec.layers) if spec.has_experts(i)],
     "shared_experts": lambda spec: spec.shared_expert_ffn // spec.expert_ffn,
     "router_groups": lambda spec: spec.router_groups or 1,
     "router_group_top_k": lambda spec: spec.router_group_top_k or 1,

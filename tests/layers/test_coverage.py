@@ -17,6 +17,7 @@ BASE = {
     "opt": "opt-6.7b", "gpt_neox": "gpt-neox-20b", "gptj": "gpt-j-6b", "falcon": "falcon-7b",
     "mixtral": "mixtral-8x7b", "qwen3_moe": "qwen3-30b-a3b",
     "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight-16b", "kimi_k2": "kimi-k2",
+    "glm4_moe": "glm-4.5-air",
 }  # fmt: skip
 """A built-in spec of each family."""
 
@@ -65,6 +66,7 @@ OF_FAMILY = {
     "falcon": {"kv_heads": 1},
     "mixtral": EXPERTS,
     "qwen3_moe": EXPERTS,
+    "glm4_moe": {**EXPERTS, "shared_expert_ffn": 64},
 }
 """Sizes that a family needs."""
 

@@ -205,7 +205,8 @@ class Setting:
     bert: bool = False
     mask: bool = True
     """An attention mask is given to the layer."""
-    rotary: bool = False
+    rotary: int = 0
+    """Features of a head that turn."""
     recompute: bool = False
     """Every layer is a region of its own that is recomputed (``tensor_parallel.checkpoint``)."""
     config: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -375,7 +376,7 @@ def traced_layer(setting: Setting, count: int = 3) -> LayerTrace:
                 (setting.b if setting.bert else 1, 1, setting.s, setting.s), dtype=torch.bool
             )
         if setting.rotary:
-            given["rotary_pos_emb"] = torch.empty((setting.s, 1, 1, config.kv_channels))
+            given["rotary_pos_emb"] = torch.empty((setting.s, 1, 1, setting.rotary))
         for _ in range(2):
             marks.clear()
             source = torch.empty((rows, setting.b, config.hidden_size), dtype=dtype, requires_grad=True)

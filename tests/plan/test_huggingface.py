@@ -17,6 +17,7 @@ from memplan.plan.library import model_specs
 from memplan.plan.models import load_spec, read_spec
 from memplan.plan.spec import ModelSpec
 from memplan.plan.validation import validated_spec
+from memplan.trace.job import config_of_spec
 
 from .outcomes import error_of
 
@@ -65,8 +66,9 @@ def transformers_count(config: dict[str, Any]) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-UNKNOWN = {"kimi_k2"}
-"""Families whose configuration is in no release of transformers: their own code is that of another family."""
+UNKNOWN = {"kimi_k2", "llama4"}
+"""Families whose configuration is in no release of transformers (their own code is that of another family), or has
+another's inside."""
 AS = {"kimi_k2": "deepseek_v3"}
 
 sizes = st.integers(1, 9)
@@ -133,6 +135,25 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "decoder_sparse_step": st.integers(1, 2),
             "attention_bias": st.booleans(),
         },
+        "gpt_oss": {"num_local_experts": sizes, "attention_bias": st.booleans()},
+        "glm4_moe": {
+            "n_routed_experts": sizes,
+            "moe_intermediate_size": sizes,
+            "n_shared_experts": st.integers(1, 2),
+            "first_k_dense_replace": st.integers(0, 2),
+            "attention_bias": st.booleans(),
+            "use_qk_norm": st.booleans(),
+        },
+        "llama4_text": {
+            "num_local_experts": sizes,
+            "intermediate_size_mlp": sizes,
+            "interleave_moe_layer_step": st.integers(1, 2),
+            "moe_layers": st.just([0]) | st.just([]),
+            "no_rope_layer_interval": st.integers(1, 3),
+            "use_qk_norm": st.booleans(),
+        },
+        "olmoe": {"num_experts": sizes, "norm_topk_prob": st.booleans(), "tie_word_embeddings": st.booleans()},
+        "granitemoe": {"num_local_experts": sizes, "tie_word_embeddings": st.booleans()},
         "phi3": {"tie_word_embeddings": st.booleans()},
         "gemma2": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "opt": {"enable_bias": st.booleans(), "tie_word_embeddings": st.booleans(), "max_position_embeddings": sizes},
@@ -152,9 +173,9 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "routed_scaling_factor": 2.0,
         }  # fmt: skip
         chosen["num_key_value_heads"] = heads
-    if family in ("mixtral", "qwen3_moe"):
+    if "experts" in FAMILIES[family].keys and not family.startswith("deepseek"):
         chosen["num_experts_per_tok"] = 1
-    if family in ("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe"):
+    if family in ("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"):
         chosen["num_key_value_heads"] = kv_heads
     return {"model_type": family, "vocab_size": draw(st.integers(8, 99)), **required, **chosen}
 
@@ -166,7 +187,11 @@ def test_counts_as_transformers_does(config: dict[str, Any], tmp_path: Path) -> 
     assert parameters(spec_of(config, tmp_path)) == transformers_count(config)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - UNKNOWN - {"deepseek_v2"}))  # experts of a token: None
+NO_MODEL = {"deepseek_v2", "glm4_moe"}
+"""Families whose class has defaults that make no model: experts of a token are None, heads do not divide hidden."""
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - UNKNOWN - NO_MODEL))
 def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     defaults = transformers.AutoConfig.for_model(family).to_dict()
@@ -181,29 +206,14 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
     assert from_little == from_all
 
 
-def experts_of(spec: ModelSpec) -> dict[str, Any]:
-    """What a configuration says of experts."""
-    if not spec.experts:
-        return {}
-    keys = {name: key.names[0] for name, key in FAMILIES[spec.family].keys.items()}
-    found = {keys[name]: getattr(spec, name) for name in ("experts", "expert_top_k", "expert_ffn")}
-    if spec.latent_kv_rank:
-        found |= {keys[name]: getattr(spec, name) for name in LATENT}
-        found |= {
-            "q_lora_rank": spec.latent_q_rank or None,
-            "n_shared_experts": spec.shared_expert_ffn // spec.expert_ffn,
-            "first_k_dense_replace": len(spec.dense_layers),
-            "model_type": AS.get(spec.family, spec.family),
-        }
-    return found
-
-
-LATENT = ("latent_kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim")
-
-
 @pytest.mark.parametrize("name", [name for name in model_specs() if load_spec(name).family != "gpt"])
 def test_built_in_specs_count_as_transformers_does(name: str) -> None:
     spec = load_spec(name)
+    if spec.experts:
+        cut = spec.model_copy(update={"layers": 4, "dense_layers": tuple(i for i in spec.dense_layers if i < 4)})
+        config = config_of_spec(cut)
+        assert parameters(cut) == transformers_count({**config, "model_type": AS.get(spec.family, spec.family)})
+        return
     common = {"model_type": spec.family, "vocab_size": spec.vocab, "tie_word_embeddings": spec.tied_embeddings}
     sizes = {
         "gpt2": {"n_layer": spec.layers, "n_embd": spec.hidden, "n_head": spec.heads},
@@ -228,7 +238,7 @@ def test_built_in_specs_count_as_transformers_does(name: str) -> None:
             "max_position_embeddings": spec.positions_max,
         },
     )
-    assert parameters(spec) == transformers_count({**common, **sizes, **experts_of(spec)})
+    assert parameters(spec) == transformers_count({**common, **sizes})
 
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
@@ -236,7 +246,7 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
     assert line == (
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon, "
-        "mixtral, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2"
+        "mixtral, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, llama4_text, llama4, olmoe, granitemoe"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)
@@ -329,6 +339,32 @@ def test_a_head_that_is_not_the_one_estimated_is_told(config: dict[str, Any], to
     notes = read_spec(tmp_path).notes
     assert [note.code for note in notes] == (["head-assumed"] if told else [])
     assert all(config["architectures"][0] in note.message for note in notes)
+
+
+EXPERTS = {**LLAMA, "intermediate_size_mlp": 40, "num_local_experts": 4, "head_dim": 4, "moe_layers": [1]}
+
+
+def test_the_part_of_llama_4_that_reads_text(tmp_path: Path) -> None:
+    whole = {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "vision_config": {}}
+    text = {**EXPERTS, "model_type": "llama4_text", "no_rope_layers": [1, 1]}
+    spec = spec_of({**whole, "text_config": text}, tmp_path)
+    assert spec == spec_of(text, tmp_path).model_copy(update={"source": spec.source})
+    assert (spec.ffn, spec.shared_expert_ffn, spec.dense_layers) == (40, 20, (0,))
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "text_config": text}))
+    assert [note.code for note in read_spec(tmp_path).notes] == ["text-part"]
+    assert "text_config: must be a mapping" in refusal(whole, tmp_path)
+    wrong = {**text, "no_rope_layers": [0, 1]}
+    assert "only every 4th layer without positions" in refusal({**whole, "text_config": wrong}, tmp_path)
+    assert "moe_layers = 7: must be a list of layers" in refusal({**text, "moe_layers": 7}, tmp_path)
+
+
+def test_weights_that_are_published_in_a_low_precision(tmp_path: Path) -> None:
+    published = {**EXPERTS, "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    assert spec_of(published, tmp_path).attention_sinks
+    (note,) = read_spec(tmp_path).notes
+    assert "published in mxfp4: training in 16 bits casts them back" in note.message
+    other = {**published, "quantization_config": {"quant_method": "gptq"}}
+    assert "training on a quantised checkpoint is not modelled" in refusal(other, tmp_path)
 
 
 @given(st.dictionaries(st.sampled_from([*GPT2, *LLAMA]), st.none() | st.integers() | st.text() | st.booleans()))

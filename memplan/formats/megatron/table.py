@@ -114,6 +114,11 @@ def _positions(reader: Reader) -> None:
         put("model.positions", Node(_POSITIONS[str(kind.value)], kind.origin), name)
 
 
+def _without_rotary(reader: Reader) -> str:
+    rotary = reader.building.items["model.positions"].value == "rotary" and not reader.settings.has(experts.LATENT)
+    return "" if rotary else "no effect without rotary positions of whole heads"
+
+
 def _attention_bias(reader: Reader) -> None:
     names = ("--add-qkv-bias", "--disable-bias-linear")
     biased = reader.settings.has(names[0]) or not reader.settings.has(names[1])
@@ -189,6 +194,15 @@ MODEL = (
         words=_POSITIONS,
         read=_positions,
         when=lambda plan: plan.model.family != "bert",
+    ),
+    Row(
+        "--rotary-percent",
+        "model.rotary_fraction",
+        "MODEL",
+        "number",
+        1.0,
+        without_effect=_without_rotary,
+        when=lambda plan: plan.model.rotary_fraction != 1.0,
     ),
     Row(
         "--normalization",

@@ -28,6 +28,8 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     spec = shape.spec
     if spec.kv_heads < shape.t and not spec.latent_kv_rank:
         yield "fewer key/value heads than tensor-parallel ranks: queries, keys and values are gathered first"
+    if spec.rotary_fraction < 1.0 and (spec.positions != "rotary" or spec.latent_kv_rank):
+        yield "a rotary fraction without rotary positions of whole heads"
     if spec.norm_place == "post":
         yield "norms after each block"
     if "mlp" in shape.recompute_modules and spec.mlp_bias and shape.experts is None:
@@ -215,7 +217,10 @@ def rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """``apply_rotary_pos_emb`` on (s, b, heads, d): Transformer Engine's kernel, or operators."""
     if shape.rope_fusion:
         return te.fused_rope(r, x, name)
-    rest = ops.slice_last(r, x, 0, f"{name}_rest")
+    turned, d = shape.spec.rotary_features, x.shape[-1]
+    whole, x = x, ops.slice_last(r, x, turned, f"{name}_turned") if turned < d else x
+    rest = ops.slice_last(r, whole, d - turned, f"{name}_rest")
+    del whole
     cos = _table(r, f"{name}_cos", shape)
     sin = _table(r, f"{name}_sin", shape)
     plain = ops.elementwise(r, f"{name}_times_cos", (x,), (cos,))
@@ -237,8 +242,8 @@ def _rotated(r: Recorder, x: Tensor, name: str, interleaved: bool) -> Tensor:
 
 
 def _table(r: Recorder, name: str, shape: CoreShape) -> Tensor:
-    """Cosines or sines (s, 1, 1, d): taken in fp32, scaled and cast to the dtype of the queries."""
-    size = (shape.s, 1, 1, shape.spec.head_dim)
+    """Cosines or sines of the features that turn: taken in fp32, scaled and cast to the dtype of the queries."""
+    size = (shape.s, 1, 1, shape.spec.rotary_features)
     whole = [r.empty(size, "fp32", f"{name}_fp32")]
     whole = [r.empty(size, "fp32", f"{name}_scaled")]
     table = r.empty(size, shape.dtype, name)

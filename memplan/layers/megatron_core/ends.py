@@ -396,12 +396,13 @@ def dummy_gradient(shape: CoreShape) -> Shape | None:
     return (shape.vocab // shape.t, shape.spec.hidden) if shape.gradient_fusion else None
 
 
-def rotary_table(shape: CoreShape, rotary_percent: float = 1.0) -> tuple[Hold, ...]:
-    """``RotaryEmbedding``: inverse frequencies, and the angles (s, 1, 1, d) that ``lru_cache`` keeps, both fp32.
+def rotary_table(shape: CoreShape) -> tuple[Hold, ...]:
+    """``RotaryEmbedding``: inverse frequencies, and the angles (s, 1, 1, d) that ``lru_cache`` keeps, both fp32, of the
+    d features of a head that turn.
 
     Every stage's model has its own, made by its first forward pass (``rotary_pos_embedding.py``).
     """
-    d = int(shape.spec.head_dim * rotary_percent)
+    d = shape.spec.rotary_features
     sizes: dict[str, Shape] = {"rotary_inverse_frequencies": (d // 2,), "rotary_angles": (shape.s, 1, 1, d)}
     return tuple(
         Hold(0, hold_bytes(size, "fp32"), Category.BUFFERS, name, size, "fp32") for name, size in sizes.items()

@@ -86,6 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama-groups": (LLAMA | {"kv_heads": 2}, {}),
     "rotary": ({"positions": "rotary"}, {}),
     "rotary-interleaved": ({"positions": "rotary"}, {"rotary_interleaved": True}),
+    "rotary-in-part": ({"positions": "rotary", "rotary_fraction": 0.5}, {}),
     "groups": ({"kv_heads": 4}, {"t": 2}),
     "one-group": ({"kv_heads": 1}, {}),
     "one-group-one-sequence": ({"kv_heads": 1}, {"b": 1}),
@@ -180,7 +181,7 @@ def compare(shape: CoreShape, whole: bool) -> None:
         shape.dtype,
         bert=not spec.causal,
         mask=shape.attention_mask,
-        rotary=spec.positions == "rotary",
+        rotary=spec.rotary_features if spec.positions == "rotary" else 0,
         recompute=whole,
         config=config_of(shape),
     )
