@@ -316,10 +316,8 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("shared_experts", "first_dense", "latent_q_rank"), _whole(0, LARGEST)),
     "router_scaling": _POSITIVE_RULE,
     **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), _PROBABILITY_RULE),
-    **dict.fromkeys(
-        ("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks", "qk_norm",
-         "router_normalises"), _SWITCH_RULE
-    ),  # fmt: skip
+    **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks"), _SWITCH_RULE),
+    **dict.fromkeys(("qk_norm", "router_normalises"), _SWITCH_RULE),
 }
 
 

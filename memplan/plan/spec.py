@@ -93,7 +93,7 @@ class ModelSpec(Terse):
     qk_norm: bool = Field(False, description="RMSNorm of queries and keys, as in Qwen 3")
     qk_norm_over: Literal["head", "heads", "head_without_weight"] = Field(
         "head",
-        description="what that norm takes: each head, all heads together (OLMoE), or each head with no weight (Llama 4)",
+        description="what it takes: each head, all heads together (OLMoE), or each head without a weight (Llama 4)",
     )
     attention_sinks: bool = Field(
         False, description="a learned number of each head that joins its softmax and takes no value (gpt-oss)"

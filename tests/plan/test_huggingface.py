@@ -73,6 +73,11 @@ AS = {"kimi_k2": "deepseek_v3"}
 
 sizes = st.integers(1, 9)
 
+GROUPED = {
+    *("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"),
+}
+"""Families with fewer key heads than query heads by default."""
+
 
 @st.composite
 def configurations(draw: st.DrawFn) -> dict[str, Any]:
@@ -175,7 +180,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         chosen["num_key_value_heads"] = heads
     if "experts" in FAMILIES[family].keys and not family.startswith("deepseek"):
         chosen["num_experts_per_tok"] = 1
-    if family in ("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"):
+    if family in GROUPED:
         chosen["num_key_value_heads"] = kv_heads
     return {"model_type": family, "vocab_size": draw(st.integers(8, 99)), **required, **chosen}
 
@@ -246,7 +251,8 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
     assert line == (
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon, "
-        "mixtral, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, llama4_text, llama4, olmoe, granitemoe"
+        "mixtral, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, llama4_text, llama4, olmoe, "
+        "granitemoe"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)
