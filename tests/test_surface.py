@@ -221,3 +221,34 @@ def test_launch_files_are_known_by_what_stands_in_them(tmp_path: Path) -> None:
     found = memplan.read_plan(file, gpus=4)
     assert (found.framework, found.batch.mbs, found.batch.seq) == ("ddp", 2, 512)
     assert found.model_dump() == memplan.read_plan(file, from_="trainer", gpus=4).model_dump()
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"batch_size": 4}, "argument: batch_size: is not a field of a plan; did you mean mbs?"),
+        ({"gradient_checkpointing": True}, "did you mean recompute full?"),
+        ({"foo": 1, "bf16": True}, "2 errors: (1) argument: foo: is not a field of a plan (2) argument: bf16: "),
+        ({"gpu": "a100", "dtype": "fp33"}, "2 errors: (1) argument gpu: hardware.gpu = a100: "),
+    ],
+)
+def test_errors_of_values_in_python_name_arguments(fields: dict[str, object], line: str) -> None:
+    for given in ((memplan.estimate, {"model": "gpt2", **fields}), (memplan.estimate, {"model": "gpt2"}, fields)):
+        function, plan, *more = given
+        with pytest.raises(memplan.PlanError) as caught:
+            function(plan, **(more[0] if more else {}))
+        assert line in str(caught.value)
+        assert "command line" not in str(caught.value)
+
+
+def test_no_flags_in_errors_of_python() -> None:
+    for call in (lambda: memplan.estimate(), lambda: memplan.suggest({"model": "gpt2"}), lambda: memplan.estimate("x")):
+        with pytest.raises(memplan.PlanError) as caught:
+            call()
+        assert "command line" not in str(caught.value)
+        assert "--" not in str(caught.value)
+
+
+def test_names_of_other_tools_in_python() -> None:
+    found = memplan.estimate({"model": "gpt2", "num_gpus": 2}, per_device_train_batch_size=2, framework="ddp")
+    assert (found.plan.hardware.gpus, found.plan.batch.mbs) == (2, 2)

@@ -1,6 +1,4 @@
-"""The command line itself: which commands there are, flags that take several values (``--compare A B C`` is ``--compare
-A --compare B --compare C``), and what happens when one is misspelt.
-"""
+"""The command line itself: which commands there are, and how one runs."""
 
 from __future__ import annotations
 
@@ -8,60 +6,15 @@ import gc
 import inspect
 import os
 import re
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..plan.errors import ABSENT, Origin, PlanError, nearest
-from .output import PRINTED
+from ..plan.errors import ABSENT, Origin, PlanError, together
 from .plan_flags import with_plan_flags
-
-_SEVERAL = ("--compare", "--vary", "--import")
-
-
-def expanded(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` with each flag that takes several values repeated before each of them."""
-    result: list[str] = []
-    repeated: str | None = None
-    taken = 0
-    for position, argument in enumerate(arguments):
-        if argument == "--":
-            return result + list(arguments[position:])
-        if argument in _SEVERAL:
-            repeated, taken = argument, 0
-        elif repeated is not None:
-            if taken and _continues(repeated, argument):
-                result.append(repeated)
-            elif taken:
-                repeated = None
-            taken += 1
-        result.append(argument)
-    return result
-
-
-def with_file_of_csv(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` where ``--csv``, whose file may be left out, has one: the next word if it is called as such a file
-    is, and no plan; else standard output."""
-    result: list[str] = []
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    rest = list(arguments[:end])
-    while rest:
-        word = rest.pop(0)
-        if word == "--csv":
-            named = rest and (rest[0] == PRINTED or rest[0].endswith((".csv", ".tsv", ".txt")))
-            word = f"--csv={rest.pop(0) if named else PRINTED}"
-        result.append(word)
-    return result + list(arguments[end:])
-
-
-def _continues(flag: str, argument: str) -> bool:
-    if argument.startswith("-") and argument != "-":
-        return False
-    return flag != "--vary" or "=" in argument
-
+from .words import expanded, spelled, with_file_of_csv, wrong_flags
 
 COMMANDS = {
     "estimate": "estimate",
@@ -95,12 +48,6 @@ def run_command(arguments: list[str]) -> int:
     try:
         return _run(words, {*COMMON} if {"-h", "--help"} & flags else flags)
     except _USAGE_ERROR as error:
-        if not hasattr(error, "possibilities"):
-            raise _explained(error) from None
-    words = [_spelled(word) for word in words]
-    try:
-        return _run(words, None)  # a flag that other tools call so; or the error names the one that was probably meant
-    except _USAGE_ERROR as error:
         raise _explained(error) from None
 
 
@@ -118,18 +65,17 @@ def _complete(words: list[str]) -> int:
     return 0
 
 
-def _spelled(word: str) -> str:
-    """``--quantization`` as ``--quantisation``, ``--tensor-parallel`` as ``--tp``."""
-    from .near_misses import SAME
-
-    flag, equals, value = word.partition("=")
-    return SAME.get(flag.replace("_", "-"), flag) + equals + value
-
-
 def _run(words: list[str], flags: set[str] | None) -> int:
     """The command that ``words`` begin with, with no other flags of fields than ``flags``."""
     asked = words[0] if words else ""
     command = typer.main.get_command(_app(asked, flags))
+    if asked in COMMANDS and not {"-h", "--help"} & {*words}:
+        parameters = command.commands[asked].params  # type: ignore[attr-defined]
+        wrong = wrong_flags(words[1:], parameters, f"memplan {asked}")
+        if wrong and flags is not None:  # flags that other tools call so, or all of which the nearest is looked for
+            return _run([spelled(word) for word in words], None)
+        if wrong:
+            raise together(wrong)
     if asked != "estimate":
         gc.enable()
     try:
@@ -255,39 +201,12 @@ def _memplan(
 
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
-"""The command-line parser's error for a wrong flag, argument or command."""
+"""The command-line parser's error for a wrong value, argument or command."""
 
 
 def _explained(error: Any) -> PlanError:
-    """The parser's error as one line that names the flag, and the flag that was probably meant."""
+    """The parser's error as one line."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "memplan"
-    flag = getattr(error, "option_name", None)
-    if flag is not None and hasattr(error, "possibilities"):
-        known = [name for parameter in context.command.params for name in parameter.opts] if context else []
-        from .near_misses import MEANT, NOT_MODELLED
-
-        if flag in NOT_MODELLED:
-            return PlanError("", ABSENT, NOT_MODELLED[flag], origin=Origin(flag))
-        guess = MEANT.get(flag.replace("_", "-")) or nearest(flag, known)
-        return PlanError("", ABSENT, _with_guess(f"is not a flag of {path}", guess), origin=Origin(flag))
     message = " ".join(error.format_message().split()).rstrip(".")
-    if flag is not None and "requires" in message:
-        return PlanError("", ABSENT, f"needs a value{_meaning(flag)}", origin=Origin(flag))
     return PlanError("", ABSENT, f"{message[:1].lower()}{message[1:]} (see {path} --help)", origin=Origin(path))
-
-
-def _meaning(flag: str) -> str:
-    from ..plan.fields import by_flag
-    from .launched import MEANINGS
-    from .suggest_partition import MEANINGS as SEARCHED
-
-    meanings = {**MEANINGS, **SEARCHED}
-    if flag in meanings:
-        return f": {meanings[flag]}"
-    field = by_flag().get(flag.removeprefix("--"))
-    return f": {field.description}" if field else ""
-
-
-def _with_guess(problem: str, guess: str | None) -> str:
-    return f"{problem}; did you mean {guess}?" if guess else f"{problem}; --help lists them"

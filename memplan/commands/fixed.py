@@ -131,7 +131,9 @@ def _value(plan: Plan, path: str) -> Any:
 def located(error: PlanError, fixes: Mapping[str, str | None]) -> PlanError:
     """``error`` with ``--fix tp`` where it says ``--tp`` and nobody gave that flag."""
     named = {f"--{name}": name for name, value in fixes.items() if value is not None}
-    name = named.get(error.origin.source) if error.origin is not None else None
-    if name is None:
-        return error
-    return PlanError(error.field, error.value, error.problem, origin=Origin(f"{FIX} {name}"), known=error.known)
+
+    def renamed(one: PlanError) -> PlanError:
+        name = named.get(one.origin.source) if one.origin is not None else None
+        return one if name is None else one.but(origin=Origin(f"{FIX} {name}"))
+
+    return error.each(renamed)

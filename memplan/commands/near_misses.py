@@ -66,6 +66,12 @@ _MEANT = {
     "--quantisation nf4": ("load-in-4bit", "4bit", "nf4"),
     "--quantisation nf4 --lora-rank 16": ("qlora",),
     "--fsdp-offload or --offload-optimizer": ("cpu-offload", "offload"),
+    "--framework fsdp": ("fsdp", "fsdp2", "fully-shard"),
+    "--framework ddp": ("ddp",),
+    "--framework megatron": ("megatron",),
+    "--framework deepspeed, or its ds_config.json in place of a plan": ("deepspeed", "deepspeed-config", "ds-config"),
+    "Accelerate's file in place of a plan": ("config-file", "accelerate-config"),
+    "memplan explain 'MESSAGE'": ("oom", "oom-message", "out-of-memory", "error"),
     "--framework": ("engine", "backend", "strategy"),
     "--headroom": ("reserve", "margin"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from ..frameworks import ROOMS, framework
-from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
+from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line, together
 from ..plan.notes import FRAMEWORK_CHOSEN, Note
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
@@ -40,6 +40,7 @@ from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
     from ..device.measured import Measured
+    from ..plan.plan import Plan
     from ..report.suggestion import Answer
     from ..search.answer import Objective
     from ..search.result import Found, Offer
@@ -176,6 +177,9 @@ def _read(place: str | None, launch_flags: LaunchFlags, flags: Flags, fixes: Map
     try:
         return read_given(place, launch_flags, flags)
     except PlanError as error:
+        if place is None:
+            lacking = _lacking(gpu="gpu" in flags, batch=bool({"gbs", "accumulation"} & flags.keys()))
+            error = together([error, *lacking])
         raise located(error, fixes) from None
 
 
@@ -214,7 +218,7 @@ def _found(
 ) -> Found:
     from ..search.answer import suggest
 
-    _check_batch(read)
+    _check_needed(read.plan)
     fixed = fixed_values(read.plan, fixes)
     try:
         with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
@@ -279,12 +283,23 @@ def _no_layout(found: Found) -> PlanError:
     return PlanError(field, value, f"{problem}; no layout runs")
 
 
-def _check_batch(read: ReadPlan) -> None:
-    """A search keeps the global batch, so there has to be one that does not follow from the layout."""
-    batch, replicates = read.plan.batch, "dp" in framework(read.plan.framework).supports.sizes
-    if batch.gbs is None and batch.accumulation is None and replicates:
+def _lacking(*, gpu: bool, batch: bool) -> Iterator[PlanError]:
+    """What a search needs, of which the job has no ``gpu`` or no global ``batch`` that does not follow from the
+    layout."""
+    if not gpu:
+        problem = "is missing: a search needs the GPU's memory and speed (--gpu h100-80gb)"
+        yield PlanError("hardware.gpu", ABSENT, problem)
+    if not batch:
         problem = "is missing: a search keeps the global batch, whatever the layout (--gbs 512)"
-        raise PlanError("batch.gbs", ABSENT, problem)
+        yield PlanError("batch.gbs", ABSENT, problem)
+
+
+def _check_needed(plan: Plan) -> None:
+    batch, replicates = plan.batch, "dp" in framework(plan.framework).supports.sizes
+    keeps = batch.gbs is not None or batch.accumulation is not None or not replicates
+    lacking = list(_lacking(gpu=plan.hardware.gpu is not None, batch=keeps))
+    if lacking:
+        raise together(lacking)
 
 
 # -- files --------------------------------------------------------------------------------------------------

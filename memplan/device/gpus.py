@@ -8,6 +8,7 @@ https://developer.nvidia.com/cuda-gpus.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -290,3 +291,13 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )  # fmt: skip
 """Other names that people write, without the maker's; one that two GPUs share asks which."""
+
+
+def alike(name: str) -> tuple[str, ...]:
+    """Those of ``GPUS`` that ``name``, which is none of them, may be meant for: one with a number of it, if it has
+    some."""
+    numbers = {*_NUMBER.findall(name)}
+    return tuple(gpu for gpu in GPUS if not numbers or numbers & {*_NUMBER.findall(gpu)})
+
+
+_NUMBER = re.compile(r"[0-9]+")

@@ -57,6 +57,8 @@ class Words:
     files: Mapping[str, Value] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     """Variables given from outside that the file does not mention."""
+    unread: tuple[str, ...] = ()
+    """What it sources and was not read, in words."""
 
 
 def read_words(name: str, framework: str, given: Mapping[str, str]) -> Words:
@@ -105,7 +107,17 @@ def _words_of(content: str, source: str, framework: str, given: Mapping[str, str
     training = training_in(reading, source)
     reading.ledger.budget.spend(_WORD * len(training.words), training.origin)
     taken, loose = taken_apart(training.words, arguments, training.origin)
-    return Words(taken, loose, reading.ledger, training.origin, folder, training, training.environment, reading.files)
+    return Words(
+        taken,
+        loose,
+        reading.ledger,
+        training.origin,
+        folder,
+        training,
+        training.environment,
+        reading.files,
+        unread=unread(reading),
+    )
 
 
 def _list(
@@ -136,6 +148,16 @@ def beside(folder: Path) -> Beside:
         return (read_text(path), str(path)) if inside and is_there(path) else None
 
     return read
+
+
+def unread(reading: Reading) -> tuple[str, ...]:
+    """Each script that the one of ``reading`` sources and that was not read; a virtual environment's ``activate`` sets
+    nothing that matters."""
+    return tuple(
+        f"{name} (line {where.line}) is sourced, and not found below the script's folder"
+        for name, where in reading.sourced
+        if name.endswith(_SOURCED)
+    )
 
 
 def words_of_mapping(arguments: Mapping[str, object], framework: str, source: str = "arguments") -> Words:
@@ -414,9 +436,7 @@ def _no_training(reading: Reading, source: str) -> PlanError:
                 problem = f"starts no training that can be read: {unknowns[0].why}"
                 return PlanError("", ABSENT, problem, origin=unknowns[0].origin)
     what = "starts no training that can be read: no command runs a Python file with arguments such as --num-layers"
-    if reading.sourced:
-        name, where = reading.sourced[0]
-        what = f"{what}; {name} (line {where.line}) is not followed"
+    what = "; ".join([what, *unread(reading)[:1]])
     return PlanError("", ABSENT, what, origin=origin)
 
 

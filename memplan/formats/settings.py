@@ -176,6 +176,18 @@ class Settings:
         given = self._last.get(name)
         return given.values[0] if given is not None and len(given.values) == 1 else None
 
+    def all_needed(self) -> list[PlanError]:
+        """Of each variable that nobody set, the first number of a plan that needs it."""
+        found: dict[str, PlanError] = {}
+        for given in self._last.values():
+            if given.argument is None or given.argument.table is not Table.MODELLED or given.argument.type == "str":
+                continue
+            for value in given.values:
+                for unknown in self.ledger.unknowns(value)[:1]:
+                    error = needed(given.name, self.ledger.shown(value), unknown, origin_of(value, given.origin))
+                    found.setdefault(unknown.ask or unknown.shown, error)
+        return list(found.values())
+
     def _known(self, given: Given, value: Value) -> str:
         unknowns = self.ledger.unknowns(value)
         if unknowns:
@@ -187,10 +199,14 @@ class Settings:
         return origin_of(given.values[0], given.origin) if given.values else given.origin
 
 
-def needed(name: str, shown: str, unknown: Unknown, origin: Origin) -> PlanError:
-    """``name`` is needed and its value is not known."""
+class NeededError(PlanError):
+    """A setting is needed and its value is not known."""
+
+
+def needed(name: str, shown: str, unknown: Unknown, origin: Origin) -> NeededError:
+    """That ``name`` is needed, which ``unknown`` is in the value of."""
     subject = ABSENT if unknown.shown == shown else shown
-    return PlanError(name, subject, f"is needed, and {unknown.why}", origin=origin)
+    return NeededError(name, subject, f"is needed, and {unknown.why}", origin=origin)
 
 
 def asks(unknown: Unknown, arguments: Mapping[str, Argument]) -> bool:

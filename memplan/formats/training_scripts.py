@@ -6,7 +6,7 @@ A shell script, a list of arguments or a mapping of them; each argument is expla
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..bash.values import Cause, is_known, origin_of, text
 from ..plan.environment import is_irrelevant
-from ..plan.errors import ABSENT, Guesses, Origin, PlanError, one_line
+from ..plan.errors import ABSENT, Guesses, Origin, PlanError, one_line, together
 from ..plan.node import Node
 from ..plan.notes import Note
 from ..plan.plan import Plan
@@ -23,7 +23,7 @@ from .files import Words, read_words, words_of, words_of_mapping
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
 from .megatron.table import Context, Family
 from .rows import Argument, Building, Table, arguments_of, nearest_argument
-from .settings import Given, Settings, asks
+from .settings import Given, NeededError, Settings, asks
 
 _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
 """Variables of the environment that go into a plan, but for those that change no memory."""
@@ -32,7 +32,18 @@ _OTHER_MODELS = re.compile(r"t5|ict|vlm|vit|vision|mamba|hybrid|retro|mimo|multi
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan in the launch file at ``place``."""
-    return launched(read_words(place, asked.format, asked.variables()), asked)
+    words = read_words(place, asked.format, asked.variables())
+    try:
+        return launched(words, asked)
+    except NeededError as error:
+        settings = Settings(words.given, words.ledger, words.origin)
+        raise with_unread(together([error, *settings.all_needed()]), words.unread) from None
+
+
+def with_unread(error: PlanError, unread: Sequence[str]) -> PlanError:
+    """``error``, of values that are not known, with the scripts that may set them."""
+    *others, last = error.errors
+    return together([*others, last.but(problem="; ".join([last.problem, *unread]))])
 
 
 def read_back(text: str, framework: str, flags: Flags) -> Plan:
@@ -229,6 +240,8 @@ def _word_notes(words: Words, strict: bool) -> Iterator[Note]:
         if strict:
             raise PlanError("", ABSENT, f"{problem} (--strict)", origin=Origin("--set"))
         yield Note("variable-unused", one_line(problem))
+    for what in words.unread:
+        yield Note("not-followed", one_line(what))
     unset = _unset(words)
     if unset:
         names = ", ".join(unset[:8]) + (", …" if len(unset) > 8 else "")

@@ -50,6 +50,8 @@ class Supports:
     """Sizes of the layout that may be larger than one: ``tp``, ``pp``, ``dp``, ``cp``, ``vpp``."""
     zero: tuple[int, ...] = (0,)
     """Stages of ZeRO."""
+    shards_as_zero: Mapping[int, str] = field(default_factory=dict)
+    """How to have what a stage of ZeRO shards, where the framework does it under another name."""
     sequence_parallel: bool = False
     experts: bool = False
     """Models with experts, latent attention or multi-token prediction."""

@@ -125,10 +125,24 @@ def check_sizes(plan: Plan) -> None:
         value = getattr(layout, size) or 1
         if value > 1:
             require(plan, f"layout.{size}", value, "1", "sizes", size, what)
-    must = f"at most {supports.zero[-1]}" if len(supports.zero) > 1 else "0"
-    require(plan, "layout.zero", layout.zero, must, "zero", layout.zero, f"ZeRO-{layout.zero}")
+    if layout.zero not in supports.zero:
+        _refuse_zero(plan)
     if layout.sequence_parallel:
         require(plan, "layout.sequence_parallel", True, "false", "sequence_parallel", what="sequence parallelism")
+
+
+def _refuse_zero(plan: Plan) -> None:
+    """Names the frameworks that shard so beside the plan's other sizes."""
+    layout, zero = plan.layout, framework(plan.framework).supports.zero
+    used = {size for size in SIZES if (getattr(layout, size) or 1) > 1}
+    others = [one for one in frameworks() if used <= one.supports.sizes]
+    named = [one.name for one in others if layout.zero in one.supports.zero]
+    ways = [f"{listed(named, 'and')} {'has' if len(named) == 1 else 'have'} ZeRO-{layout.zero}"] if named else []
+    ways += [one.supports.shards_as_zero[layout.zero] for one in others if layout.zero in one.supports.shards_as_zero]
+    must = f"at most {zero[-1]}" if len(zero) > 1 else "0"
+    with_sizes = f" beside {listed(sorted(used), 'and')}" if used and not ways else ""
+    elsewhere = ", and ".join(ways) or f"no framework has ZeRO-{layout.zero}{with_sizes}"
+    raise PlanError("layout.zero", layout.zero, f"must be {must} with framework {plan.framework}; {elsewhere}")
 
 
 def check_layout(plan: ResolvedPlan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from ..bash.origin import Origin as Origin
@@ -55,16 +55,28 @@ class PlanError(ValueError):
         """Names that were possible here; the nearest is suggested."""
 
     @property
+    def errors(self) -> tuple[PlanError, ...]:
+        """Itself; those that it tells together, where it is several."""
+        return (self,)
+
+    @property
     def suggestion(self) -> str | None:
         """The known name that the wrong one was probably meant to be."""
         wrong = self.field.rpartition(".")[2] if self.value is ABSENT else self.value
         return nearest(wrong, self.known) if isinstance(wrong, str) else None
 
+    def but(self, *, problem: str | None = None, origin: Origin | None = None) -> PlanError:
+        """The same error with another ``problem`` or ``origin``."""
+        problem = self.problem if problem is None else problem
+        return PlanError(self.field, self.value, problem, origin=origin or self.origin, known=self.known)
+
+    def each(self, change: Callable[[PlanError], PlanError]) -> PlanError:
+        """What ``change`` makes of it; of each, where it is several."""
+        return change(self)
+
     def located(self, origins: Mapping[str, Origin]) -> PlanError:
         """The same error with the origin of its field, or of the nearest section around it."""
-        if self.origin is not None:
-            return self
-        return PlanError(self.field, self.value, self.problem, origin=origin_of(self.field, origins), known=self.known)
+        return self.each(lambda one: one if one.origin is not None else one.but(origin=origin_of(one.field, origins)))
 
     def __str__(self) -> str:
         suggestion = self.suggestion
@@ -74,6 +86,41 @@ class PlanError(ValueError):
         problem = f"{self.problem}; did you mean {suggestion}?" if suggestion else self.problem
         parts = [str(self.origin) if self.origin else "", subject, problem]
         return one_line(": ".join(part for part in parts if part))
+
+
+MOST_TOLD = 8
+"""Errors of one line."""
+
+
+class PlanErrors(PlanError):  # noqa: N818 (it is several)
+    """Several, told in one line; field, value and origin are the first one's."""
+
+    def __init__(self, errors: Sequence[PlanError]) -> None:
+        first = errors[0]
+        super().__init__(first.field, first.value, first.problem, origin=first.origin, known=first.known)
+        self._errors = tuple(errors)
+
+    @property
+    def errors(self) -> tuple[PlanError, ...]:
+        return self._errors
+
+    def each(self, change: Callable[[PlanError], PlanError]) -> PlanError:
+        return PlanErrors([one.each(change) for one in self.errors])
+
+    def __str__(self) -> str:
+        told = [f"({number}) {error}" for number, error in enumerate(self.errors[:MOST_TOLD], 1)]
+        more = len(self.errors) - len(told)
+        return f"{len(self.errors)} errors: {' '.join(told)}" + (f" and {more} more" if more else "")
+
+
+def together(errors: Iterable[PlanError]) -> PlanError:
+    """All of ``errors``, of which there is one at least, as one that says once what is wrong with one value."""
+    apart: dict[tuple[object, ...], PlanError] = {}
+    for part in (part for error in errors for part in error.errors):
+        where = part.field if part.origin is None or part.value is ABSENT else repr(part.value)
+        apart.setdefault((part.origin, where, part.problem), part)
+    first, *others = apart.values()
+    return PlanErrors([first, *others]) if others else first
 
 
 def refused(error: ScriptError) -> PlanError:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ..frameworks import ROOMS
 from ..values import dataclass
-from .checks import check_mixture
-from .errors import ABSENT, Origin, PlanError
+from .checks import check_mixture, listed
+from .errors import ABSENT, Origin, PlanError, together
 from .fields import MODEL, Kind, PlanField, by_flag
 from .hub import twin
 from .implied import with_implied
@@ -61,8 +62,21 @@ class ReadPlan:
         error = error.located(self.origins)
         if self.chosen_framework is None:
             return error
-        problem = f"{error.problem} ({self.chosen_framework}; --framework names another)"
-        return PlanError(error.field, error.value, problem, origin=error.origin, known=error.known)
+        others = self._others()
+        hint = f"; {listed(others)} takes it with --framework" if others else ""
+        return error.but(problem=f"{error.problem} ({self.chosen_framework}{hint})")
+
+    def _others(self) -> list[str]:
+        """Frameworks that would not refuse the plan."""
+        from .resolve import resolve
+
+        found: list[str] = []
+        for name in ROOMS:
+            if name != self.plan.framework:
+                with suppress(PlanError):
+                    resolve(self.plan.model_copy(update={"framework": name}))
+                    found.append(name)
+        return found
 
 
 def read_plan(source: str | None, flags: Flags | None = None, *, traced: bool = False) -> ReadPlan:
@@ -89,8 +103,9 @@ def load_source(source: str | None) -> Source:
 def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, traced: bool = False) -> ReadPlan:
     """``source`` with ``flags`` over it, and over both the ``variant`` of a comparison."""
     here = Path() if "model" in flags or "model" in (variant or {}) else source.folder
-    node = _with_flags(source.plan, flags, "--")
-    node = _with_flags(node, variant or {}, "--vary ")
+    wrong: list[PlanError] = []
+    node = _with_flags(source.plan, flags, "--", wrong)
+    node = _with_flags(node, variant or {}, "--vary ", wrong)
     written = with_optimizer(node)
     warnings: tuple[Note, ...] = ()
     model = written.mapping.get("model")
@@ -99,10 +114,16 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
         try:
             spec, warnings = complete_model(named, here)
         except PlanError as error:
-            if not traced:
-                raise
-            return _without_recipe(written, traced_spec(named, here, error))
+            try:
+                if not traced:
+                    raise
+                only_traced = traced_spec(named, here, error)
+            except PlanError as refused:
+                raise together([refused, *wrong, *_wrong_in(written.without("model"))]) from None
+            return _without_recipe(written, only_traced)
         node = written.with_items({"model": spec})
+    if wrong:
+        raise together([*wrong, *_wrong_in(node)])
     node, chosen = with_implied(node if named is not None else written)
     plan = validated_plan(node)
     origins = dict(node.origins())
@@ -113,6 +134,14 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
             with suppress(PlanError):
                 return _without_recipe(written, traced_spec(named, here, error.located(origins)))
     return ReadPlan(plan, origins, (*chosen, *warnings, *notes_of(plan)))
+
+
+def _wrong_in(plan: Node) -> Iterator[PlanError]:
+    """What else is wrong in ``plan``, of which something is left out already."""
+    try:
+        validated_plan(with_implied(plan)[0])
+    except PlanError as error:
+        yield from (one for one in error.errors if one.value is not ABSENT)
 
 
 def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
@@ -217,13 +246,17 @@ def _over(below: Node, above: Node) -> Node:
     return Node(items, above.origin)
 
 
-def _with_flags(plan: Node, flags: Flags, prefix: str) -> Node:
+def _with_flags(plan: Node, flags: Flags, prefix: str, wrong: list[PlanError]) -> Node:
+    """``plan`` with ``flags`` over it, but for values that cannot be, which go to ``wrong``."""
     for name, value in sorted(flags.items(), key=lambda flag: flag[0] != "model"):
         field = by_flag().get(name)
         if field is None:
             problem = f"is not a field that can vary; the fields are {', '.join(by_flag())}"
             raise PlanError("", ABSENT, f"{name} {problem}", origin=Origin(prefix.strip()), known=())
-        plan = _over(plan, _placed(field, _flag_value(field, value, Origin(prefix + name)), plan.origin))
+        try:
+            plan = _over(plan, _placed(field, _flag_value(field, value, Origin(prefix + name)), plan.origin))
+        except PlanError as error:
+            wrong.append(error)
     return plan
 
 

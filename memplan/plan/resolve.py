@@ -136,11 +136,12 @@ def _ranks(hardware: Hardware, layout: Layout, gpus: int | None) -> tuple[int, i
 def _capacity(hardware: Hardware) -> int | None:
     if hardware.gpu is None:
         return hardware.capacity
-    from ..device.gpus import GPUS
+    from ..device.gpus import GPUS, alike
 
     gpu = GPUS.get(hardware.gpu)
     if gpu is None:
-        raise PlanError("hardware.gpu", hardware.gpu, f"is not a known GPU: {', '.join(GPUS)}", known=GPUS)
+        problem = f"is not a known GPU: {', '.join(GPUS)}; of another one give the memory instead: --capacity 24GiB"
+        raise PlanError("hardware.gpu", hardware.gpu, problem, known=alike(hardware.gpu))
     return gpu.process_bytes if hardware.capacity is None else hardware.capacity
 
 

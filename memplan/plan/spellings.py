@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
-from .errors import PlanError
+from .errors import Origin, PlanError
 from .fields import Kind, PlanField
 from .node import Node
 
@@ -33,6 +33,8 @@ _FRAMEWORKS = dict.fromkeys(("fsdp2", "fully-shard", "fully-sharded-data-paralle
 
 _ELSEWHERE: Mapping[str, Mapping[str, str | None]] = {"attention": _ATTENTION, "framework": _FRAMEWORKS}
 """By path of a field; ``None`` stands for the field left out."""
+
+Flags: TypeAlias = "Mapping[str, str | tuple[str, ...]]"
 
 _MAKERS = re.compile(r"(?i)nvidia|geforce|tesla|amd|instinct")
 _THOUSANDS = re.compile(r"([1-9][0-9]{0,5})\s*([kKmM])")
@@ -72,6 +74,27 @@ def with_optimizer(plan: Node) -> Node:
             problem = f"is {found[key]} with optimizer {name.value}; name the optimizer {found['name']} to choose it"
             raise PlanError(f"optimizer.{key}", node.plain(), problem, origin=node.origin)
     return plan.with_items({"optimizer": Node({**section.mapping, **fields}, section.origin)})
+
+
+_SEVERAL_GPUS = re.compile(r"\s*([0-9]{1,6})\s*[xX×*]\s*(\D.*?)\s*|\s*(.*?)\s*[xX×*]\s*([0-9]{1,6})\s*")
+
+
+def with_counted_gpus(flags: Flags) -> Flags:
+    """``flags`` where ``gpu`` is a name alone: ``8xh100`` is ``gpu`` h100 and ``gpus`` 8."""
+    named = flags.get("gpu")
+    match = _SEVERAL_GPUS.fullmatch(named) if isinstance(named, str) else None
+    if match is None or not isinstance(named, str):
+        return flags
+    from ..device.gpus import GPUS
+
+    origin = Origin("--gpu")
+    name, count = match[2] or match[3], match[1] or match[4]
+    if _gpu(Node(named, origin)) in GPUS or _gpu(Node(name, origin)) not in GPUS:
+        return flags
+    said = flags.get("gpus", count)
+    if said != count:
+        raise PlanError("hardware.gpus", said, f"is not the {count} of --gpu {named}", origin=Origin("--gpus"))
+    return {**flags, "gpu": name, "gpus": count}
 
 
 def plain(name: str) -> str:

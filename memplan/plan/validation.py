@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ..frameworks import HINTS
-from .errors import ABSENT, PlanError
+from .errors import ABSENT, PlanError, together
 from .fields import Kind, PlanField, plan_fields, sections
 from .node import Node
 from .plan import Plan
@@ -32,12 +32,12 @@ _WORDS_FOR_LIMITS = {
 
 
 def validated_plan(plan: Node) -> Plan:
-    """``plan`` as a value of the type, or the error that stands first."""
+    """``plan`` as a value of the type, or all that is wrong in it."""
     return _validated(Plan, plan, "")
 
 
 def validated_spec(spec: Node) -> ModelSpec:
-    """``spec`` as a value of the type, or the error that stands first."""
+    """``spec`` as a value of the type, or all that is wrong in it."""
     return _validated(ModelSpec, spec, "model")
 
 
@@ -49,10 +49,19 @@ def _validated(model: type[Model], node: Node, prefix: str) -> Model:
         found = error.errors(include_url=False, include_context=True)
     except ValueError as error:
         raise PlanError(prefix, ABSENT, f"cannot be read: {error}", origin=node.origin) from None
-    first = min(found, key=lambda item: item["type"] == "missing")
-    if first["type"] == "json_invalid":
+    if found[0]["type"] == "json_invalid":
         raise _not_text(node, prefix) or PlanError(prefix, ABSENT, "is not valid Unicode text", origin=node.origin)
-    raise _translated(first, prefix).located(dict(node.origins(prefix)))
+    errors: dict[str, PlanError] = {}  # a union finds one for each of its branches
+    for item in found:
+        wrong = _translated(item, prefix)
+        if item["type"] != "missing":
+            errors.setdefault(wrong.field, wrong)
+    missing = [_path(prefix, item["loc"]) for item in found if item["type"] == "missing"]
+    if missing:
+        first = _missing(missing[0])
+        others = f"; so {'is' if len(missing) == 2 else 'are'} {', '.join(missing[1:])}" if missing[1:] else ""
+        errors[first.field] = first.but(problem=first.problem + others)
+    raise together(errors.values()).located(dict(node.origins(prefix)))
 
 
 def _not_text(node: Node, path: str) -> PlanError | None:

@@ -96,8 +96,7 @@ def _limits(plan: ResolvedPlan, known: Measured) -> tuple[int, int, int]:
     """Bytes of a GPU: its capacity, the limit (capacity less headroom), and the CUDA context within it."""
     capacity, gpu = plan.hardware.capacity, plan.hardware.gpu
     if capacity is None or gpu is None:
-        problem = "is missing: a search needs the GPU's memory and speed (--gpu h100-80gb)"
-        raise PlanError("hardware.gpu", ABSENT, problem)
+        raise PlanError("hardware.gpu", ABSENT, "is missing: a search needs the GPU's memory and speed")
     return capacity, capacity - headroom_bytes(plan.headroom, capacity), least_context(plan, known)
 
 

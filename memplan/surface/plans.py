@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import ABSENT, Origin, PlanError, together
 from ..plan.fields import by_flag, plan_fields
 from ..plan.node import Node, scalar
 from ..plan.notes import notes_of
 from ..plan.plan import Plan as _Plan
-from ..plan.read import Flags, ReadPlan, Source, build_plan
+from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan
+from ..plan.spellings import with_counted_gpus
 from ..values import dataclass
 
 if TYPE_CHECKING:
@@ -135,17 +137,40 @@ def _node(value: object, origin: Origin) -> Node:
     return scalar(os.fspath(value) if isinstance(value, os.PathLike) else str(value), origin)
 
 
-def flags_of(fields: Mapping[str, object]) -> dict[str, str | tuple[str, ...]]:
-    """``fields`` as the command line has them."""
+def flags_of(fields: Mapping[str, object]) -> Flags:
+    """``fields`` as the command line has them, in memplan's names or those of other tools."""
+    from ..commands.near_misses import NOT_MODELLED, SAME
+
     flags: dict[str, str | tuple[str, ...]] = {}
+    wrong: list[PlanError] = []
     for name, value in fields.items():
-        flag = name.replace("_", "-")
+        written = f"--{name.replace('_', '-')}"
+        flag = SAME.get(written, written)[2:]
         if flag not in by_flag():
-            known = [known.replace("-", "_") for known in by_flag()]
-            raise PlanError(name, ABSENT, "is not a field of a plan", origin=Origin("argument"), known=known)
-        if value is not None:
+            problem = NOT_MODELLED.get(written) or f"is not a field of a plan{_hint(written)}"
+            wrong.append(PlanError(name, ABSENT, problem, origin=Origin("argument")))
+        elif value is not None:
             flags[flag] = _text(value)
-    return flags
+    if wrong:
+        raise together(wrong)
+    return with_counted_gpus(flags)
+
+
+def _hint(flag: str) -> str:
+    from ..commands.words import likely
+
+    guess = likely(flag, (f"--{name}" for name in by_flag()))
+    return f"; did you mean {in_python(guess)}?" if guess is not None else ""
+
+
+def in_python(text: str) -> str:
+    """``text`` with the names of arguments where it has flags."""
+
+    def named(match: re.Match[str]) -> str:
+        name = match[1]
+        return name.replace("-", "_") if name in by_flag() else match[0]
+
+    return re.sub(r"--([a-z][a-z0-9-]*)", named, text)
 
 
 def _text(value: object) -> str | tuple[str, ...]:
@@ -170,8 +195,14 @@ def as_arguments() -> Iterator[None]:
     try:
         yield
     except PlanError as error:
-        source = error.origin.source if error.origin is not None else ""
-        if not source.startswith("--"):
-            raise
+        raise error.each(_of_arguments) from None
+
+
+def _of_arguments(error: PlanError) -> PlanError:
+    source = error.origin.source if error.origin is not None else ""
+    origin = error.origin
+    if source.startswith("--"):
         origin = Origin(_argument(source[2:]))
-        raise PlanError(error.field, error.value, error.problem, origin=origin, known=error.known) from None
+    elif origin == COMMAND_LINE:
+        origin = Origin("arguments")
+    return error.but(problem=in_python(error.problem), origin=origin)

@@ -224,7 +224,7 @@ def test_an_error_says_why_the_plan_has_its_framework(capsys: pytest.CaptureFixt
     from memplan.cli import main
 
     assert main(["estimate", "--model", "gpt2", "--tp", "5"]) == 2
-    assert "(no framework was named: megatron, because of tp 5; --framework names another)" in capsys.readouterr().err
+    assert "(no framework was named: megatron, because of tp 5)" in capsys.readouterr().err
 
 
 def test_an_architecture_without_a_recipe_shows_no_sizes_of_a_stand_in(

@@ -12,14 +12,15 @@ from pathlib import Path
 from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Ledger, Value, is_known, origin_of, text
-from ...plan.errors import Origin, refused
+from ...plan.errors import Origin, PlanError, refused, together
 from ...plan.node import Node, scalar
 from ...plan.text import path_of
 from ...values import dataclass
 from ..accelerate import Accelerated, accelerated, file_named
-from ..files import TRAINER_MARKS, beside, training_in
+from ..files import TRAINER_MARKS, beside, training_in, unread
 from ..launch import Asked
 from ..settings import Given, needed, taken_apart
+from ..training_scripts import with_unread
 from .tables import READ
 
 
@@ -43,21 +44,24 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     except ScriptError as error:
         raise refused(error) from None
     given, _ = taken_apart(training.words, {}, training.origin)
-    arguments = Node(dict(_entries(given, reading.ledger)), training.origin)
-    found = _accelerate(training.launcher, training.origin, reading.ledger, folder)
+    wrong: list[PlanError] = []
+    arguments = Node(dict(_entries(given, reading.ledger, wrong)), training.origin)
+    found = _accelerate(training.launcher, training.origin, reading.ledger, folder, wrong)
+    if wrong:
+        raise with_unread(together(wrong), unread(reading))
     return Started(arguments, folder, training.gpus or (found.processes if found is not None else None), found)
 
 
-def _entries(given: Sequence[Given], ledger: Ledger) -> Iterator[tuple[str, Node]]:
-    """Keys and values; a value that is not known is asked for where it is read."""
+def _entries(given: Sequence[Given], ledger: Ledger, wrong: list[PlanError]) -> Iterator[tuple[str, Node]]:
+    """Keys and values; those that are read and not known are asked for in ``wrong``."""
     for one in given:
         name = one.name.removeprefix("--").replace("-", "_")
         unknown = next((value for value in one.values if not is_known(value)), None)
         if unknown is not None:
-            if name not in READ:
-                continue
-            where = origin_of(unknown, one.origin)
-            raise needed(one.name, ledger.shown(unknown), ledger.unknowns(unknown)[0], where)
+            if name in READ:
+                where = origin_of(unknown, one.origin)
+                wrong.append(needed(one.name, ledger.shown(unknown), ledger.unknowns(unknown)[0], where))
+            continue
         values = [scalar(text(value), origin_of(value, one.origin)) for value in one.values]
         yield name, values[0] if len(values) == 1 else Node(values or True, one.origin)
 
@@ -76,14 +80,16 @@ _OF_DEEPSPEED = (
 )
 
 
-def _accelerate(launcher: Sequence[Value], origin: Origin, ledger: Ledger, folder: Path) -> Accelerated | None:
+def _accelerate(
+    launcher: Sequence[Value], origin: Origin, ledger: Ledger, folder: Path, wrong: list[PlanError]
+) -> Accelerated | None:
     """The configuration with which ``accelerate launch`` starts: its file, and its flags over it."""
     words = [text(word) for word in launcher]
     at = next((n for n, word in enumerate(words) if word.rpartition("/")[2] == "accelerate"), None)
     if at is None:
         return None
     given, _ = taken_apart(launcher[at + 1 :], {}, origin)
-    flags = dict(_entries(given, ledger))
+    flags = dict(_entries(given, ledger, wrong))
     file = flags.pop("config_file", None)
     written = Node({}, origin)
     if file is not None:

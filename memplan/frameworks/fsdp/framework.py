@@ -32,6 +32,7 @@ class Fsdp(Framework):
     configuration = "torchtitan"
     supports = Supports(
         sizes=frozenset({"tp", "pp", "dp", "vpp"}),
+        shards_as_zero={3: "fsdp shards so without a stage of ZeRO (beside tp or pp with --fsdp-code torchtitan)"},
         sequence_parallel=True,
         tp_divides=("heads", "kv_heads", "ffn", "vocab"),
         sections=("fsdp", "lora", "quantisation", "trainer"),
