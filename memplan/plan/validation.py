@@ -61,7 +61,8 @@ def _validated(model: type[Model], node: Node, prefix: str) -> Model:
         first = _missing(missing[0])
         others = f"; so {'is' if len(missing) == 2 else 'are'} {', '.join(missing[1:])}" if missing[1:] else ""
         errors[first.field] = first.but(problem=first.problem + others)
-    raise together(errors.values()).located(dict(node.origins(prefix)))
+    origins = dict(node.origins(prefix))
+    raise together(error.located(origins) for error in errors.values())
 
 
 def _not_text(node: Node, path: str) -> PlanError | None:
