@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..layers.autograd import Recorder, Tensor
     from ..layers.coverage import Allowed
     from ..layers.ends import Embedding
-    from ..layers.huggingface import Layer
+    from ..layers.huggingface import Layer, LayerShape
     from ..plan.node import Scalar
 
 REQUIRED = object()
@@ -126,6 +126,8 @@ class Family:
     embedding: Embedding | None = None
     older: tuple[Layer, Embedding] | None = None
     """Layer and embedding of October 2020 (``code: 2020``)."""
+    mixture: Callable[[Recorder, Tensor, LayerShape], Tensor] | None = None
+    """What a layer with experts has in place of an MLP."""
     norm: Callable[[Recorder, Tensor, str], Tensor] | None = None
     """Where it is not plain LayerNorm or RMSNorm."""
     multi_head: bool = False

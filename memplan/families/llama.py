@@ -13,6 +13,7 @@ from ..layers.huggingface import Heads, LayerShape, Shared, activation, attentio
 from ..plan.node import Scalar
 from ..plan.releases import ATTENTION_FUNCTIONS, SUMMED_POSITIONS
 from ..plan.spec import ModelSpec
+from . import family
 from .base import HEAD, NO_BIASES, NORM, Config, Family, ModuleNames, Submodules, key
 
 KEYS = {
@@ -96,6 +97,12 @@ def llama_mlp(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     return linear(r, gated(r, x, spec), "down", spec.hidden, spec.mlp_bias)
 
 
+def feed_forward(r: Recorder, x: Tensor, shape: LayerShape) -> Tensor:
+    """The layer's experts, or its MLP."""
+    mixture = family(shape.spec.family).mixture if shape.mixture else None
+    return llama_mlp(r, x, shape.spec) if mixture is None else mixture(r, x, shape)
+
+
 def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     """``act_fn(gate_proj(x)) * up_proj(x)``."""
     gate = activation(r, linear(r, x, "gate", spec.ffn, spec.mlp_bias), spec)
@@ -111,7 +118,7 @@ def llama_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) 
     hidden = ops.add(r, residual, hidden, "residual_attention")
     residual = hidden
     hidden = rms_norm(r, hidden, "mlp_norm")
-    hidden = llama_mlp(r, hidden, shape.spec)
+    hidden = feed_forward(r, hidden, shape)
     hidden = ops.add(r, residual, hidden, "residual_mlp")
     return hidden  # noqa: RET504 - the variable ends its tensor's life
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from ..layers.coverage import CORE_GPT
-from .base import NO_BIASES, Config, Family, key
-from .llama import CONSTANTS, KEYS_BUT_BIASES, SILU
+from dataclasses import replace
 
-MIXTRAL = Family(
-    "mixtral",
+from ..layers import experts
+from ..layers.autograd import Recorder, Tensor
+from ..layers.coverage import MIXTURE
+from ..layers.huggingface import LayerShape
+from .base import NO_BIASES, Config, key
+from .llama import ATTENTION, CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, SILU
+
+
+def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> Tensor:
+    """``MixtralSparseMoeBlock.forward``."""
+    return experts.mixture(r, x, shape, experts.fp32_weights)
+
+
+MIXTRAL = replace(
+    LLAMA_FAMILY,
+    name="mixtral",
     config=Config(
         keys={
             **KEYS_BUT_BIASES,
@@ -23,7 +35,12 @@ MIXTRAL = Family(
         activation=SILU,
         activations=("silu", "swish"),
     ),
-    megatron_core=CORE_GPT,
+    covers=MIXTURE,
+    mixture=mixture,
+    linear_layers={name: LLAMA_FAMILY.linear_layers[name] for name in ATTENTION[:4]},
+    registered=(*ATTENTION, "router", "experts", "attention_norm", "mlp_norm"),
+    since=(5, 23),
+    submodules=None,
 )
 
 FAMILIES = {"mixtral": MIXTRAL}

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from ..layers.coverage import CORE_GPT
-from .base import Config, Family, key
-from .llama import CONSTANTS, KEYS, SILU
+from dataclasses import replace
 
-QWEN3_MOE = Family(
-    "qwen3_moe",
+from ..layers import experts
+from ..layers.autograd import Recorder, Tensor
+from ..layers.coverage import MIXTURE
+from ..layers.huggingface import LayerShape
+from .base import Config, key
+from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU
+
+
+def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> Tensor:
+    """``Qwen3MoeSparseMoeBlock.forward``."""
+    return experts.mixture(r, x, shape, experts.cast_weights)
+
+
+QWEN3_MOE = replace(
+    LLAMA_FAMILY,
+    name="qwen3_moe",
     config=Config(
         keys={
             **{name: key for name, key in KEYS.items() if name != "mlp_bias"},
             "attention_output_bias": KEYS["attention_bias"],
             "kv_heads": key("num_key_value_heads", default=4),
             "positions_max": key("max_position_embeddings", default=32_768),
-            "experts": key("num_experts", default=128),
+            "experts": key("num_experts", "num_local_experts", default=128),
             "expert_top_k": key("num_experts_per_tok", default=8),
             "expert_ffn": key("moe_intermediate_size", default=768),
             "router_normalises": key("norm_topk_prob", default=False),
@@ -25,7 +37,11 @@ QWEN3_MOE = Family(
         activations=("silu", "swish"),
         refused={"use_sliding_window": False},
     ),
-    megatron_core=CORE_GPT,
+    covers=MIXTURE,
+    mixture=mixture,
+    registered=(*ATTENTION, "experts", "router", "gate", "up", "down", "attention_norm", "mlp_norm"),
+    since=(5, 23),
+    submodules=None,
 )
 
 FAMILIES = {"qwen3_moe": QWEN3_MOE}

@@ -30,7 +30,7 @@ IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
         (
             (
                 *("layout.tp", "layout.pp", "layout.cp", "layout.ep", "layout.etp", "layout.vpp"),
-                *("experts", "megatron", "model.experts"),
+                *("experts", "megatron"),
             ),
         ),
     ),

@@ -371,8 +371,9 @@ class Recorder:
         node = Node(self.sequence, edges, (), backward, outputs)
         if self.counts:
             node.work, node.read = work.backward, sum(_bytes(x) for x in saved)
-        if self.autocast is not None:
-            node.dtypes = tuple([tensor.dtype for tensor in inputs])
+        dtypes = tuple([tensor.dtype for tensor in inputs])
+        if self.autocast is not None or dtypes.count(dtypes[0]) < len(dtypes):
+            node.dtypes = dtypes
         if self.frame is not None:
             return self.frame.node(node, storages)
         for storage in storages:

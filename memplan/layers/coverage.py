@@ -34,6 +34,9 @@ PLAIN: Allowed = MappingProxyType(
         "residual_scale": (False,),
         "logit_scale": (False,),
         "router_weighs_inputs": (False,),
+        "experts": (0,),
+        "latent_kv_rank": (0,),
+        "mtp_layers": (0,),
     }
 )
 """What only single families have."""
@@ -76,6 +79,22 @@ def reads(base: Allowed, *fields: str) -> Allowed:
     return MappingProxyType({name: values for name, values in base.items() if name not in fields})
 
 
+MIXTURE: Allowed = MappingProxyType(
+    {
+        **reads(LLAMA, "experts"),
+        "router_score": ("softmax",),
+        "router_expert_bias": (False,),
+        "router_groups": (0,),
+        "router_scaling": (None,),
+        "router_dtype": (None,),
+        "router_z_loss": (0.0,),
+        "shared_expert_ffn": (0,),
+        "shared_expert_gate": (False,),
+        "mlp_bias": (False,),
+    }
+)
+"""Experts between a softmax over all of them and their sum, and no others."""
+
 MEGATRON_GPT: Allowed = MappingProxyType(
     {
         **PLAIN,
@@ -98,7 +117,7 @@ MEGATRON_GPT: Allowed = MappingProxyType(
 
 CORE_GPT: Allowed = MappingProxyType(
     {
-        **reads(PLAIN, "rotary_fraction"),
+        **reads(PLAIN, "rotary_fraction", "experts", "latent_kv_rank", "mtp_layers"),
         "norm_place": ("pre",),
         "positions": ("learned", "rotary", "none"),
         "activation": ("gelu", "gelu_new", "swiglu"),

@@ -10,6 +10,7 @@ Shapes: b micro-batch, s sequence, h hidden, a heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..families import family
 from ..plan.releases import ATTENTION_FUNCTIONS, GROUPED_SDPA, LIBRARIES, STRIDED_SDPA, Version
@@ -44,6 +45,15 @@ class LayerShape:
 
     third: bool = False
     """The package is flash-attn 3."""
+    mixture: bool = False
+    """The layer has experts in place of an MLP."""
+
+    def of_layer(self, number: int) -> LayerShape:
+        """Of the layer ``number``, from 0."""
+        return self.with_mixture(self.spec.has_experts(number))
+
+    def with_mixture(self, mixture: bool) -> LayerShape:
+        return self if mixture == self.mixture else replace(self, mixture=mixture)
 
     @property
     def repeats(self) -> bool:
@@ -240,11 +250,12 @@ def repeated(r: Recorder, x: Heads, a: int, name: str) -> Heads:
     return Heads(ops.expanded(r, x.tensor, (b, a, s, d), f"{name}_repeated", copies=not one), one, one)
 
 
-def softmax_fp32(r: Recorder, x: Tensor) -> Tensor:
+def softmax_fp32(r: Recorder, x: Tensor, name: str = "") -> Tensor:
     """``softmax(x, dtype=float32)``: one kernel for fp16 on CUDA (``SoftMax.cpp``, ``half_to_float``), else a cast."""
+    name = f"{name}_" if name else ""
     if x.dtype == "fp16":
-        return ops.softmax(r, x, "probabilities_fp32", "fp32")
-    return ops.softmax(r, ops.cast(r, x, "fp32", "scores_fp32"), "probabilities_fp32")
+        return ops.softmax(r, x, f"{name}probabilities_fp32", "fp32")
+    return ops.softmax(r, ops.cast(r, x, "fp32", f"{name}scores_fp32"), f"{name}probabilities_fp32")
 
 
 def attention(

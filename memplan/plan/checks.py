@@ -36,7 +36,7 @@ MIXTURES = {
     "latent_kv_rank": "latent attention",
     "mtp_layers": "multi-token prediction",
 }
-"""Parts of a model that few frameworks are modelled with (``Supports.experts``), in words."""
+"""Parts of a model that not every framework has (``Supports.mixtures``), in words."""
 
 DIVIDED = {
     "heads": "attention heads",
@@ -114,7 +114,7 @@ def check_mixture(plan: Plan) -> None:
     """Parts of the model that the framework has a recipe for."""
     for field, what in MIXTURES.items():
         if value := getattr(plan.model, field):
-            require(plan, f"model.{field}", value, "0", "experts", what=what)
+            require(plan, f"model.{field}", value, "0", "mixtures", field, what)
 
 
 def check_sizes(plan: Plan) -> None:

@@ -222,6 +222,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return total
             if func in FILLED and self._is_fresh(args[0]):
                 return FILLED[func](*args, **kwargs)
+        if self.fake and func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return grouped_product(*args[:3])
         return func(*args, **kwargs)
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
@@ -246,6 +248,13 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found == self._alone:
                 return torch.ops.aten.add_.Tensor(one, other)  # type: ignore[no-any-return]
         return None
+
+
+def grouped_product(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """What CUDA's ``_grouped_mm`` returns of fp16 and fp32 (``GroupedBlas.cpp``), which fake tensors' takes of bf16
+    alone."""
+    groups = offsets.shape if x.dim() == y.dim() else ()
+    return x.new_empty(*groups, x.shape[-2], y.shape[-1])
 
 
 def _as_of_cuda(func: Any, out: Any) -> Any:

@@ -158,6 +158,7 @@ SUBSTITUTIONS = (
     "rms_norm is one operator that saves its input and the reciprocal deviation in fp32",
     "layer_norm and batch_norm of 16-bit tensors give their statistics in fp32",
     "logsigmoid saves no buffer",
+    "grouped products take fp16 and fp32, too",
     "sums of gradients that meet, gradients of indexing and gather, and the bias of a linear layer on a strided or "
     "four-dimensional input are added in place",
     "counters of optimizer steps are on the host unless the implementation is fused",

@@ -102,6 +102,8 @@ OTHERS = (
     Case("gpt_neox-dropout", oracle.Sharding(root_reshard=True), attention="eager"),
     Case("gptj", oracle.Sharding(shards=3, original="bf16"), attention="eager"),
     Case("falcon", oracle.Sharding(reduce_dtype="bf16"), attention="eager"),
+    Case("mixtral", oracle.Sharding(shards=6, original="bf16", synced=TWICE)),
+    Case("qwen3_moe-unnormed-tied-dense", oracle.Sharding(shards=3), recompute="full"),
 )
 FAMILIES = tuple(name for name, (family, _) in MODELS.items() if name == family and family != "bert")
 PRECISIONS = (

@@ -17,7 +17,7 @@ SPECS = (
 )  # fmt: skip
 HUGGING_FACE = (
     "gpt2", "bert-large", "bloom-176b", "llama-3-8b", "mistral-7b", "qwen3-8b", "qwen2.5-7b", "phi-3-mini",
-    "gemma-2-9b", "opt-6.7b", "gpt-neox-20b", "gpt-j-6b", "falcon-7b",
+    "gemma-2-9b", "opt-6.7b", "gpt-neox-20b", "gpt-j-6b", "falcon-7b", "mixtral-8x7b", "qwen3-30b-a3b",
 )  # fmt: skip
 """A model of each family that transformers runs."""
 OPTIMIZERS = ("sgd", "sgd --momentum 0.9", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit", "muon")

@@ -55,6 +55,8 @@ OPT = {name: value for name, value in BERT.items() if name != "intermediate_size
 NEOX = {**BERT, "num_attention_heads": 3}
 GPTJ = {**GPT2, "rotary_dim": 16}
 TIED = {"tie_word_embeddings": True}
+MIXTRAL = {**LLAMA, "num_local_experts": 4, "sliding_window": None}
+QWEN3_MOE: dict[str, Any] = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
 FALCON = {**BERT, "ffn_hidden_size": 320, "bos_token_id": 0, "eos_token_id": 0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,6 +87,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("gptj", GPTJ),
     "gptj-dropout-tied": ("gptj", GPTJ | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, **TIED}),
     "falcon": ("falcon", FALCON),
+    "mixtral": ("mixtral", MIXTRAL),
+    "qwen3_moe-normed": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": True}),
+    "qwen3_moe-unnormed-tied-dense": (
+        "qwen3_moe",
+        QWEN3_MOE | {"mlp_only_layers": [1], "attention_dropout": 0.1, **TIED},
+    ),
     "falcon-dropout-untied": ("falcon", FALCON | {"hidden_dropout": 0.1, "tie_word_embeddings": False}),
 }
 SHAPES = ((1, 64), (2, 128), (3, 37))

@@ -2,12 +2,14 @@
 
 Runs code under ``FakeTensorMode`` and follows storages (not tensors): each is counted once when it
 first appears as the output of an operator, at its size rounded up to 512 B, until Python and
-autograd let it go. Tensors are on the CPU; three of its behaviours are replaced by CUDA's:
+autograd let it go. Tensors are on the CPU; five of its behaviours are replaced by CUDA's:
 
 * dropout is ``native_dropout``, whose mask has one byte an element;
 * scaled-dot-product attention is the flash-attention operator, which takes fewer key heads as they are; in fp32 the
   memory-efficient one, which does not;
-* layer norm of 16-bit tensors gives its statistics in fp32.
+* layer norm of 16-bit tensors gives its statistics in fp32;
+* zeros that backward of an indexing fills are filled in place;
+* grouped products take fp16 and fp32, too.
 """
 
 from __future__ import annotations
@@ -57,6 +59,21 @@ class Trace:
             self.live += change.sign * change.bytes
 
 
+aten: Any = torch.ops.aten
+FILLED = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter_add.default: aten.scatter_add_.default,
+}
+"""What backward formulas fill zeros with, and what they do where no mode sees operators (``isTensorSubclassLike``)."""
+
+
+def grouped_mm(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The result of ``_grouped_mm``, which takes bf16 alone of fake tensors."""
+    groups = offsets.shape if x.dim() == y.dim() else ()
+    return x.new_empty(*groups, x.shape[-2], y.shape[-1])
+
+
 class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator below autograd, in forward and backward."""
 
@@ -95,7 +112,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # half of all calls, which would go through its mode
-        out = func(*args, **(kwargs or {}))
+        filling = FILLED.get(func) if torch._C._current_autograd_node() is not None else None
+        is_wide = func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16
+        out = grouped_mm(*args[:3]) if is_wide else (filling or func)(*args, **(kwargs or {}))
         if func is torch.ops.aten.native_layer_norm.default:
             out = (out[0], out[1].float(), out[2].float())
         for leaf in tree_iter(out):

@@ -84,7 +84,7 @@ def test_only_what_a_rank_owns() -> None:
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
-        ("mixtral", {"static-graph": "true"}),
+        ("qwen2_moe", {"static-graph": "true"}),
         ("olmo2", {"autocast": "true", "gradient-as-bucket-view": "true"}),
         ("t5", {"recompute": "full"}),
     ],

@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from memplan.estimate import programs_of
+from memplan.families import family as family_of
 from memplan.layers.module import Options
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -39,6 +40,8 @@ FAMILIES = {
     "gpt_neox": "gpt-neox-20b",
     "gptj": "gpt-j-6b",
     "falcon": "falcon-7b",
+    "mixtral": "mixtral-8x7b",
+    "qwen3_moe": "qwen3-30b-a3b",
 }
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""
@@ -52,6 +55,8 @@ def of(**flags: str) -> tuple[Job, Program]:
 
 def model_flags(family: str) -> dict[str, str]:
     sizes = SIZES | ({"kv-heads": "1"} if family == "falcon" else {})
+    if family_of(family).mixture is not None:
+        sizes |= {"experts": "4", "expert-top-k": "2", "expert-ffn": "48"}
     return {"model": FAMILIES[family], **sizes}
 
 
@@ -174,7 +179,7 @@ WHISPER: dict[str, Any] = {"encoder_attention_heads": 4, "decoder_attention_head
 WHISPER |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_target_positions": 64}
 WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
-    "mixtral": {**GROUPED, "num_local_experts": 4},
+    "qwen2_moe": {**GROUPED, "num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
     "olmo2": SIZED,
     "cohere": GROUPED,
     "roberta": SIZED,

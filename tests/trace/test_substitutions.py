@@ -245,6 +245,17 @@ def test_bias_is_added_in_place() -> None:
     assert live == [(now, most) for _, now, most in held_by_allocator(linear_of_strided)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_grouped_products_as_real_ones(dtype: torch.dtype) -> None:
+    """Of rows by groups, and of the gradients of weights."""
+    offsets = torch.tensor([16, 32], dtype=torch.int32)
+    for x, y in (((32, 16), (2, 16, 8)), ((16, 32), (32, 8))):
+        real = torch._grouped_mm(torch.ones(x, dtype=dtype), torch.ones(y, dtype=dtype), offs=offsets)
+        with followed():
+            fake = torch._grouped_mm(torch.ones(x, dtype=dtype), torch.ones(y, dtype=dtype), offs=offsets.clone())
+            assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+
+
 def test_recurrent_layers_are_refused() -> None:
     with followed(), pytest.raises(NotOnCudaError, match=r"^lstm is cuDNN's on CUDA"):
         torch.nn.LSTM(8, 8)(torch.zeros(3, 2, 8))
@@ -259,8 +270,8 @@ def test_functions_are_themselves_again() -> None:
 
 def test_every_substitution_is_listed_once() -> None:
     words = (
-        *("dropout", "attention", "softmax", "rms_norm", "layer_norm", "logsigmoid", "in place", "counters"),
-        *("autocast", "all-reduce", "4-bit", "8-bit", "Adafactor", "key heads"),
+        *("dropout", "attention", "softmax", "rms_norm", "layer_norm", "logsigmoid", "grouped", "in place"),
+        *("counters", "autocast", "all-reduce", "4-bit", "8-bit", "Adafactor", "key heads"),
     )
     assert len(SUBSTITUTIONS) == len(words)
     assert all(word in text for word, text in zip(words, SUBSTITUTIONS, strict=True))

@@ -29,6 +29,7 @@ class Deepspeed(Framework):
     configuration = "deepspeed"
     measured_code = "deepspeed"
     supports = Supports(
+        mixtures=(),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),
         sections=("deepspeed",),

@@ -58,7 +58,7 @@ class Megatron(Framework):
     holds_workspaces = True
     supports = Supports(
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
-        experts=True,
+        mixtures=("experts", "latent_kv_rank", "mtp_layers"),
         zero=(0, 1),
         sequence_parallel=True,
         sections=("megatron", "experts"),

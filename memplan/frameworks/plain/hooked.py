@@ -326,10 +326,13 @@ def _instances(
     shape: LayerShape, layers: int, recompute: bool, options: Options, bias_first: bool
 ) -> tuple[Instance, ...]:
     embedding, norm, head = _ends(shape, options, bias_first)
-    layer = _layer(shape, recompute, options, bias_first, frozenset())
+
+    def layer(number: int, ended: frozenset[int] = frozenset()) -> HookedModule:
+        return _layer(shape.of_layer(number), recompute, options, bias_first, ended)
+
     made = frozenset(hold.tensor for hold in embedding.module.shares)
-    kept = made if recompute else layer.module.saved_shared
-    foremost = _layer(shape, recompute, options, bias_first, kept - {FULL_MASK})
+    kept = made if recompute else layer(0).module.saved_shared
+    foremost = layer(0, kept - {FULL_MASK})
     if keeps_embedded(shape):
         saved = not any(getattr(event, "tensor", 0) == INPUT for event in foremost.module.first.forward)
         kept = kept | {EMBEDDED} if saved else kept - {EMBEDDED}
@@ -337,8 +340,8 @@ def _instances(
     begin = [foremost]
     if FULL_MASK in kept:
         kept = kept if layers > 1 else kept - {FULL_MASK}
-        begin.append(_layer(shape, recompute, options, bias_first, frozenset({FULL_MASK})))
-    begin += [layer] * (layers - len(begin))
+        begin.append(layer(1, frozenset({FULL_MASK})))
+    begin += map(layer, range(len(begin), layers))
     closing = HookedModule(returns(embedding.module, kept), {}, frozenset(), ())
     return (
         Instance("embedding", embedding),

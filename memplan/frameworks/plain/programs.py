@@ -343,7 +343,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     autocast, tuning = options.autocast, options.tuning
     recompute, later = plan.recompute.mode == "full", ""
     if tuning is not None and tuning.fp32:
-        later = layer_module(shape, recompute, plan.code, options).first.output_dtype
+        later = layer_module(shape.of_layer(0), recompute, plan.code, options).first.output_dtype
     embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan), dtype=later)
     if not embedding.first.backward and not trains_layers(plan, tuning):
         embedding, norm, head = end_modules(shape, plan.code, options, head_loss(plan), False, later)
@@ -353,7 +353,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         embedding, head = with_waiting_gradient(embedding, head)
 
     def make(kind: LayerKind, ended: frozenset[int]) -> Module:
-        return layer_module(shape, recompute, plan.code, kind.options, ended, kind.requires_grad, kind.dtype)
+        own = shape.with_mixture(kind.mixture)
+        return layer_module(own, recompute, plan.code, kind.options, ended, kind.requires_grad, kind.dtype)
 
     def kinds(numbers: Iterable[int]) -> Kinds:
         return kinds_of(plan, options, bool(embedding.first.backward), numbers, later)

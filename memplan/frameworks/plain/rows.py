@@ -23,6 +23,8 @@ class LayerKind(NamedTuple):
     """Their input requires a gradient."""
     dtype: str = ""
     """Of their input, if not as the embedding gives it."""
+    mixture: bool = False
+    """They have experts."""
 
 
 Kinds = list[tuple[LayerKind, int]]
@@ -43,13 +45,13 @@ def kinds_of(plan: ResolvedPlan, options: Options, from_start: bool, numbers: It
     """
     numbers = tuple(numbers)
     tuning, ahead = options.tuning, plan.frozen.layers
-    if tuning is None:
-        return [(LayerKind(options, True), len(numbers))]
-    frozen = replace(options, tuning=frozen_layer(tuning))
-    first_trained = ahead if trains_layers(plan, tuning) else plan.model.layers
+    frozen = replace(options, tuning=frozen_layer(tuning)) if tuning is not None else options
+    first_trained = ahead if tuning is None or trains_layers(plan, tuning) else plan.model.layers
 
     def kind(i: int) -> LayerKind:
-        return LayerKind(frozen if i < ahead else options, from_start or i > first_trained, later if i else "")
+        requires_grad = tuning is None or from_start or i > first_trained
+        own = frozen if i < ahead else options
+        return LayerKind(own, requires_grad, later if i else "", plan.model.has_experts(i))
 
     return [(same, len(tuple(equal))) for same, equal in groupby(map(kind, numbers))]
 

@@ -19,17 +19,27 @@ class PlainTime(FrameworkTime):
 
     def entries(self, plan: ResolvedPlan) -> Entries:
         check_covered(plan.model, TRANSFORMERS, plan.framework)
-        shape = programs.layer_shape(plan)
+        shape, spec = programs.layer_shape(plan), plan.model
         options = programs.recipe_options(plan, Options(counts="later" if plan.microbatches > 1 else "first"))
 
-        def layer(recompute: bool) -> Passes:
+        def layer(number: int, recompute: bool) -> Passes:
             if recompute and before(plan, EARLY_STOP):
-                return run_again(layer(False))
-            return programs.layer_module(shape, recompute, plan.code, options).work
+                return run_again(layer(number, False))
+            return programs.layer_module(shape.of_layer(number), recompute, plan.code, options).work
+
+        def both(number: int) -> tuple[Passes, Passes]:
+            return layer(number, False), layer(number, plan.recompute.mode == "full")
 
         embedding, norm, head = programs.end_modules(shape, plan.code, options, programs.head_loss(plan))
         normed = norm.work if norm is not None else NO_PASSES
-        return Entries(embedding.work, layer(False), layer(plan.recompute.mode == "full"), normed, head.work)
+        dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
+        most = next((i for i in range(spec.layers) if spec.has_experts(i)), 0)
+        return Entries(embedding.work, *both(most), normed, head.work, *dense)
+
+    def grows(self, plan: ResolvedPlan) -> bool:
+        """Experts take whole rows each."""
+        spec = plan.model
+        return not spec.experts or 2 * plan.batch.seq * spec.expert_top_k % spec.experts == 0
 
 
 class DeviceMapTime(PlainTime):

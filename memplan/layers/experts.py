@@ -1,0 +1,136 @@
+"""Mixtures of experts as transformers (5.x) writes them: routers, and experts by ``experts_implementation``
+(``integrations/moe.py``).
+
+All experts of a layer are two parameters, (E, 2f, h) and (E, h, f). Shapes: n tokens of a micro-batch, k experts of a
+token, N = n k rows, E experts, h hidden, f an expert's inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..plan.spec import ModelSpec
+from . import ops, selecting, work
+from .autograd import Gradients, Recorder, Tensor
+from .huggingface import LayerShape, activation, softmax_fp32
+from .shapes import ITEMSIZE
+
+GATE_UP, DOWN = "experts.gate_up", "experts.down"
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""Logits (n, E), weights and indices (n, k)."""
+
+Router = Callable[[Recorder, Tensor, ModelSpec], Routed]
+
+
+# -- routers ----------------------------------------------------------------------------------------
+
+
+def logits_of(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
+    """``F.linear`` of rows (n, h)."""
+    weight = r.parameter("router.weight", (spec.experts, spec.hidden), hidden.dtype)
+    return ops.linear(r, ops.alias(r, hidden), weight, name="router_logits")
+
+
+def fp32_weights(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
+    """``MixtralTopKRouter.forward``: probabilities of the chosen, normed, in fp32."""
+    logits = logits_of(r, hidden, spec)
+    probabilities = ops.softmax(r, ops.cast(r, logits, "fp32", "router_logits_fp32"), "router_probabilities")
+    weights, indices = selecting.top_k(r, probabilities, spec.expert_top_k, "chosen")
+    return logits, normed(r, weights), indices
+
+
+def cast_weights(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
+    """``Qwen3MoeTopKRouter.forward``: normed or not (``norm_topk_prob``), then in the dtype of logits."""
+    logits = logits_of(r, hidden, spec)
+    probabilities = softmax_fp32(r, logits, "router")
+    weights, indices = selecting.top_k(r, probabilities, spec.expert_top_k, "chosen")
+    if not spec.router_score_first:
+        weights = normed(r, weights)
+    weights = ops.cast(r, weights, logits.dtype, "chosen_cast")
+    return logits, weights, indices
+
+
+def normed(r: Recorder, weights: Tensor) -> Tensor:
+    """``weights /= weights.sum(-1, keepdim=True)``."""
+    return selecting.divided_in_place(r, weights, selecting.sum_last(r, weights, "chosen_sum"), "chosen_normed")
+
+
+# -- experts ----------------------------------------------------------------------------------------
+
+
+def mixture(r: Recorder, x: Tensor, shape: LayerShape, router: Router) -> Tensor:
+    """``SparseMoeBlock.forward``: (b, s, h) to the same; its variables hold what the router gave until it returns."""
+    hidden = ops.alias(r, x)
+    hidden = hidden.alias(shape.b * shape.s, shape.spec.hidden)
+    logits, weights, indices = router(r, hidden, shape.spec)
+    out = routed(r, hidden, indices, weights, shape)
+    del logits, weights, indices
+    return out.view(*x.shape)
+
+
+def routed(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, shape: LayerShape) -> Tensor:
+    """(n, h) through the chosen experts to the same."""
+    return grouped_mm(r, hidden, indices, weights, shape)
+
+
+def parameters(r: Recorder, spec: ModelSpec, dtype: str) -> tuple[Tensor, Tensor]:
+    e, f, h = spec.experts, spec.expert_ffn, spec.hidden
+    return r.parameter(GATE_UP, (e, 2 * f, h), dtype), r.parameter(DOWN, (e, h, f), dtype)
+
+
+def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
+    """``_default_apply_gate``: ``act_fn(gate) * up`` of two halves."""
+    half = (*x.shape[:-1], x.shape[-1] // 2)
+    gate, up = ops.split(r, x, [half, half], "gate_up")
+    return ops.multiply(r, activation(r, gate, spec), up, "gated")
+
+
+def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, shape: LayerShape) -> Tensor:
+    """``grouped_mm_experts_forward``: rows sorted by expert, one grouped product for each projection. No tensor's size
+    depends on which experts tokens go to."""
+    spec, k = shape.spec, shape.spec.expert_top_k
+    n, experts = hidden.shape[0], (shape.spec.experts,)
+    rows = (n * k,)
+    gate_up, down = parameters(r, spec, hidden.dtype)
+    scales = weights.view(*rows)
+    sorted_ids = r.empty(rows, "int64", "expert_ids_sorted")
+    order = r.empty(rows, "int64", "row_order")
+    selected = selecting.gathered(r, hidden, r.empty(rows, "int64", "token_of_row"), "rows")
+    sorted_scales = selecting.gathered(r, scales, order, "row_weights")
+    ids = r.empty(rows, "int32", "expert_ids_int32")
+    counts = r.empty(experts, "int32", "tokens_of_expert")
+    offsets = r.empty(experts, "int32", "expert_offsets")
+    out = grouped_product(r, selected, gate_up, offsets, "experts_gate_up")
+    out = gated(r, out, spec)
+    out = grouped_product(r, out, down, offsets, "experts_down")
+    weighted = ops.multiply(r, out, sorted_scales.view(*rows, 1), "rows_weighted")
+    inverse = r.empty(rows, "int64", "row_order_inverse")
+    counted = r.empty(rows, "int64", "row_numbers")
+    del counted
+    weighted = selecting.gathered(r, weighted, inverse, "rows_restored")
+    final = selecting.sum_of_rows(r, weighted, k, "experts_sum")
+    result = ops.cast(r, final, hidden.dtype, "experts_output")
+    del sorted_ids, order, selected, sorted_scales, ids, counts
+    return result
+
+
+def grouped_product(r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:
+    """``grouped_mm(x.to(weight.dtype), weight.transpose(-2, -1), offs=offsets)`` of (N, in) with (E, out, in), which
+    autocast does not know; the gradient of ``mat2`` comes before that of ``self``."""
+    x = ops.cast(r, x, weight.dtype, f"{name}_input_cast")
+    e, n, k = weight.shape
+    like, whole, dtype = x.shape, weight.shape, weight.dtype
+    needs_x, needs_weight = x.node is not None, weight.node is not None
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad_weight = r.empty(whole, dtype, f"grad_{name}_weight") if needs_weight else None
+        grad_x = r.empty(like, dtype, f"grad_{name}_input") if needs_x else None
+        return [grad_x, grad_weight]
+
+    rows, size = -(-like[0] // e), ITEMSIZE[dtype]
+    of_input, of_weight = work.Product(rows, k, n, e, size), work.Product(n, k, rows, e, size)
+    done = [*([of_input] if needs_x else []), *([of_weight] if needs_weight else [])]
+    products = work.Operator((work.Product(rows, n, k, e, size),), done)
+    saves = [offsets, *([weight] if needs_x else []), *([x] if needs_weight else [])]
+    return r.output((x, weight), saves, backward, (like[0], n), dtype, name, work=products)

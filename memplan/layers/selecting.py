@@ -1,0 +1,62 @@
+"""Operators that choose, count and move rows, as routers of experts use them: what each allocates, saves, and does in
+backward (``tools/autograd/derivatives.yaml``, ``FunctionsManual.cpp``).
+
+Backward formulas that fill zeros (``index_backward``, ``value_selecting_reduction_backward``, ``gather_backward``) fill
+them in place, as they do where no tensor subclass is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming
+
+
+def top_k(r: Recorder, x: Tensor, k: int, name: str) -> tuple[Tensor, Tensor]:
+    """``x.topk(k)``: values, and indices in int64, which are saved."""
+    shape, dtype = x.shape, x.dtype
+    values = r.empty((*shape[:-1], k), dtype, f"{name}_values")
+    indices = r.empty((*shape[:-1], k), "int64", f"{name}_indices")
+    node = r.node((x,), (indices,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
+    return values.by(node), indices
+
+
+def gathered(r: Recorder, x: Tensor, indices: Tensor, name: str) -> Tensor:
+    """``x.gather(-1, indices)`` or, of rows, ``x[indices]``: saves the indices."""
+    shape, dtype = x.shape, x.dtype
+    chosen = indices.shape if len(indices.shape) == len(shape) else (*indices.shape, *shape[1:])
+    return r.output((x,), (indices,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")], chosen, dtype, name)
+
+
+def sum_last(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``x.sum(-1, keepdim=True)``: saves nothing; the gradient is expanded, a view."""
+    shape = x.shape
+    node = r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*shape)])
+    return r.empty((*shape[:-1], 1), x.dtype, name).by(node)
+
+
+def sum_of_rows(r: Recorder, x: Tensor, k: int, name: str) -> Tensor:
+    """``x.view(n, k, h).sum(1)`` of (n k, h): the expanded gradient is copied to be seen as rows again."""
+    rows, h = x.shape
+    like, dtype = x.shape, x.dtype
+    node = r.node((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}_rows")])
+    return r.empty((rows // k, h), dtype, name).by(node)
+
+
+def divided_in_place(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """``x /= y`` with y broadcast: saves y and a copy of x as it was; the gradient of y takes four tensors."""
+    before = r.empty(x.shape, x.dtype, f"{name}_before") if r.grad_enabled and y.node is not None else None
+    shape, small, dtype = x.shape, y.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        quotient = r.empty(shape, dtype, f"{name}_quotient")
+        again = r.empty(shape, dtype, f"{name}_quotient_again")
+        negated = r.empty(shape, dtype, f"{name}_negated")
+        whole = r.empty(shape, dtype, f"grad_{name}_other")
+        del negated, again, quotient
+        grad_x = r.empty(shape, dtype, f"grad_{name}_self")
+        return [grad_x, Unsummed(whole, small, f"grad_{name}_other_sum")]
+
+    saved = (y, before) if before is not None else (y,)
+    node = r.node((x, y), saved, backward)
+    return Tensor(x.storage, shape, dtype, node)
