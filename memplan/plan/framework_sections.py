@@ -10,6 +10,10 @@ TRANSFORMER_ENGINE = "2.18"
 """The newest release of Transformer Engine whose source the recipes follow."""
 
 
+MegatronSharding = Literal["none", "no_shard", "optim", "optim_grads", "optim_grads_params"]
+"""What Megatron-FSDP shards; ``none``: it does not run."""
+
+
 class Megatron(FrameworkSection):
     """Choices that only Megatron-Core has; each is an argument of its own launch script."""
 
@@ -55,6 +59,36 @@ class Megatron(FrameworkSection):
     overlap_param_gather: bool = Field(False, description="gather parameters bucket by bucket during forward")
     bucket_size: int | None = Field(
         None, ge=1, le=2**40, description="parameters in a bucket; default: max(40,000,000, 1,000,000 x dp x cp)"
+    )
+    fsdp: MegatronSharding = Field(
+        "none",
+        description="Megatron-FSDP, and what it shards; none: Megatron's own data parallelism",
+        json_schema_extra={"flag": "--megatron-fsdp"},
+    )
+    fsdp_communication: Dtype | None = Field(
+        None,
+        description="Megatron-FSDP: dtype in which gradients are reduced; default: precision.gradients",
+        json_schema_extra={"flag": "--megatron-fsdp-communication"},
+    )
+    fsdp_outer: Literal["no_shard", "optim"] = Field(
+        "no_shard",
+        description="Megatron-FSDP with several distributed_optimizer_instances: share states out to all of them",
+        json_schema_extra={"flag": "--megatron-fsdp-outer"},
+    )
+    fsdp_double_buffer: bool = Field(
+        False,
+        description="Megatron-FSDP: two buffers for gathered layers and two for gradients, kept for good",
+        json_schema_extra={"flag": "--megatron-fsdp-double-buffer"},
+    )
+    fsdp_unit_size: Count | None = Field(
+        None,
+        description="Megatron-FSDP: elements that wait to be reduced; half as many are gathered ahead",
+        json_schema_extra={"flag": "--megatron-fsdp-unit-size"},
+    )
+    fsdp_meta_device: bool = Field(
+        False,
+        description="Megatron-FSDP: build the model on the meta device",
+        json_schema_extra={"flag": "--megatron-fsdp-meta-device"},
     )
     log_num_zeros_in_grad: bool = Field(False, description="count the zeros in gradients at every step")
     log_params_norm: bool = Field(False, description="compute the norm of parameters at every step")

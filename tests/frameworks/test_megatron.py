@@ -199,6 +199,7 @@ SAME_MEMORY = {
 }  # fmt: skip
 """Fields that change no memory; docs/megatron.md says why."""
 
+SHARDED = {"megatron_fsdp": "optim_grads_params", "dp": 4}
 OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.transformer_engine": [{"te_version": "2.4"}],
     "megatron.attention_backend": [{"attention_backend": "unfused"}],
@@ -219,6 +220,14 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
         {"overlap_param_gather": "true", "overlap_grad_reduce": "true", "zero": 1, "dp": 4, "bucket_size": 10**9}
     ],
     "megatron.bucket_size": [{"overlap_grad_reduce": "true", "bucket_size": 1000, "zero": 1, "dp": 4}],
+    "megatron.fsdp": [
+        {"megatron_fsdp": strategy, "dp": 4} for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    ],
+    "megatron.fsdp_communication": [{**SHARDED, "megatron_fsdp_communication": "fp32"}],
+    "megatron.fsdp_outer": [{**SHARDED, "megatron_fsdp_outer": "optim", "distributed_optimizer_instances": 2}],
+    "megatron.fsdp_double_buffer": [{**SHARDED, "megatron_fsdp_double_buffer": "true"}],
+    "megatron.fsdp_unit_size": [{**SHARDED, "megatron_fsdp_unit_size": 1000}],
+    "megatron.fsdp_meta_device": [{**SHARDED, "megatron_fsdp_meta_device": "true"}],
     "megatron.cp_communication": [{"cp": 2, "cp_communication": "a2a"}],
     "megatron.clip_grad": [{"clip_grad": 0}],
     "megatron.bias_gelu_fusion": [{"bias_gelu_fusion": "false", "activation": "gelu", "mlp_bias": "true"}],

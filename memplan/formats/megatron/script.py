@@ -13,6 +13,7 @@ from ...plan.resolved import ResolvedPlan
 from ..exported import PLACE, Draft, Target
 from ..script import Arguments, Script, sizes_of
 from ..training_scripts import read_back
+from .sharding import is_sharded
 from .table import ROWS, largest_chunk
 
 YOURS = (
@@ -30,7 +31,10 @@ def write(plan: ResolvedPlan) -> Draft:
     arguments.rows(ROWS, plan)
     for name, *values in (("--tokenizer-type", "NullTokenizer"), ("--vocab-size", plan.model.vocab), *YOURS):
         arguments.add("YOURS", str(name), *values)
-    parallel = plan.layout.tp > 1 or plan.layout.cp > 1  # validate_args demands the variable of both
+    sharded = is_sharded(plan)
+    if sharded:
+        arguments.add("REDUCTION", "--ckpt-format", "fsdp_dtensor")
+    parallel = not sharded and (plan.layout.tp > 1 or plan.layout.cp > 1)  # validate_args demands the variable of both
     environment = {**({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if parallel else {}), **plan.environment}
     python = "pretrain_bert.py" if plan.model.family == "bert" else "pretrain_gpt.py"
     sizes = sizes_of(plan, "tp", "pp", "vpp", "cp", *(("ep",) if plan.layout.ep > 1 else ()), "dp")

@@ -20,7 +20,7 @@ from ...plan.plan import Plan
 from ...values import dataclass
 from ..rows import NEEDED, OFF, Building, Reader, Row, elsewhere, positive, read_rows, switch
 from ..settings import Settings
-from . import experts
+from . import experts, sharding
 from .vocabulary import tokens_of
 
 Family = Literal["gpt", "bert"]
@@ -388,11 +388,15 @@ BATCH = (
 
 
 def _precision(reader: Reader) -> None:
-    """bf16 accumulates in fp32 unless it is told to reduce in bf16 or to keep its main gradients in it."""
+    """bf16 accumulates in fp32 unless it is told to reduce in bf16 or to keep its main gradients in it. Megatron-FSDP
+    has an argument of its own."""
     settings = reader.settings
     if settings.has("--fp16") and settings.has("--bf16"):
         raise PlanError("--fp16", ABSENT, "must be left out with --bf16", origin=settings.where("--fp16"))
     dtype = put_dtype(reader)
+    if sharding.runs(reader):
+        sharding.put_dtypes(reader, dtype)
+        return
     accumulates = settings.has("--accumulate-allreduce-grads-in-fp32")
     reduces = dtype == "bf16" and settings.has("--grad-reduce-in-bf16")
     main = settings.word("--main-grads-dtype")
@@ -412,11 +416,11 @@ def put_dtype(reader: Reader) -> str:
 
 
 def _reduces_in_bf16(plan: Plan) -> bool:
-    return plan.precision.dtype == plan.precision.gradients == "bf16"
+    return not sharding.is_sharded(plan) and plan.precision.dtype == plan.precision.gradients == "bf16"
 
 
 def _accumulates_in_fp32(plan: Plan) -> bool:
-    return plan.precision.dtype != "fp32" and plan.precision.gradients == "fp32"
+    return not sharding.is_sharded(plan) and plan.precision.dtype != "fp32" and plan.precision.gradients == "fp32"
 
 
 def _optimizer(reader: Reader) -> None:
@@ -693,4 +697,4 @@ LAYERS = (
     ),
 )
 
-ROWS = (*MODEL, *experts.ROWS, *LAYOUT, *BATCH, *TRAINING, *LAYERS)
+ROWS = (*MODEL, *experts.ROWS, *LAYOUT, *BATCH, *TRAINING, *LAYERS, *sharding.ROWS)

@@ -94,14 +94,17 @@ class Megatron(Framework):
         layout, text = plan.layout, plan.pipeline.layout
         if plan.model.experts and layout.etp is None:
             layout = layout.model_copy(update={"etp": layout.tp})
+        if plan.megatron.fsdp != "none":
+            layout = layout.model_copy(update={"zero": 1})  # ``validate_args``
         if text is None or layout.vpp > 1:
             return layout
         (first, *_) = stages(plan.model.layers, layout.pp, None, layout=text)
         return layout.model_copy(update={"vpp": len(first)})
 
     def default_gradients(self, plan: Plan) -> Dtype:
-        """bf16 gradients are accumulated in fp32 (``validate_args``)."""
-        return "fp32" if plan.precision.dtype == "bf16" else plan.precision.stored
+        """bf16 gradients are accumulated in fp32 (``validate_args``), but for Megatron-FSDP's."""
+        wide = plan.precision.dtype == "bf16" and plan.megatron.fsdp == "none"
+        return "fp32" if wide else plan.precision.stored
 
     def default_loss(self, plan: Plan) -> LossKind:
         return "vocab-parallel"
@@ -185,6 +188,10 @@ class Megatron(Framework):
 
         return MegatronTime()
 
+    def sharded(self, plan: ResolvedPlan) -> str:
+        strategy = plan.megatron.fsdp
+        return super().sharded(plan) if strategy == "none" else f"Megatron-FSDP: {strategy}"
+
     def zero_words(self, stage: int) -> str:
         return "distributed optimizer" if stage else "states on every replica"
 
@@ -206,11 +213,46 @@ def check_distributed(plan: ResolvedPlan) -> None:
         raise PlanError(field, instances, "must be 1 without the distributed optimizer (zero: 1)")
     if ranks % instances:
         raise PlanError(field, instances, f"must divide dp x cp = {ranks}")
-    if megatron.overlap_param_gather and not (sharded and megatron.overlap_grad_reduce):
+    if megatron.overlap_param_gather and not (sharded and (megatron.overlap_grad_reduce or megatron.fsdp != "none")):
         problem = "must be false without " + (
             "megatron.overlap_grad_reduce" if sharded else "the distributed optimizer (zero: 1)"
         )
         raise PlanError("megatron.overlap_param_gather", True, problem)
+
+
+def check_sharding(plan: ResolvedPlan) -> None:
+    """Megatron-FSDP, as far as it is modelled."""
+    megatron, layout = plan.megatron, plan.layout
+    if megatron.fsdp == "none":
+        for name, value in megatron.changed():
+            if name.startswith("fsdp_"):
+                raise PlanError(f"megatron.{name}", value, "must be left out without Megatron-FSDP (megatron.fsdp)")
+        return
+    for name in ("pp", "vpp"):
+        if getattr(layout, name) > 1:
+            problem = "must be 1 with Megatron-FSDP, which is not modelled with pipeline parallelism yet"
+            raise PlanError(f"layout.{name}", getattr(layout, name), problem)
+    if plan.optimizer.name == "muon" or plan.optimizer.precision_aware:
+        name = "precision_aware" if plan.optimizer.precision_aware else "name"
+        problem = "must be adam or sgd with main parameters of Megatron-FSDP's own; others are not modelled with it yet"
+        raise PlanError(f"optimizer.{name}", getattr(plan.optimizer, name), problem)
+    if plan.model.mtp_layers:
+        problem = "must be 0 with Megatron-FSDP: multi-token prediction is not modelled with it yet"
+        raise PlanError("model.mtp_layers", plan.model.mtp_layers, problem)
+    if plan.recompute.mode == "full" and plan.recompute.method == "uniform" and (plan.recompute.layers or 1) > 1:
+        problem = "must be 1 with Megatron-FSDP: layers that are recomputed together are not modelled with it yet"
+        raise PlanError("recompute.layers", plan.recompute.layers, problem)
+    if megatron.fsdp == "no_shard" and megatron.fsdp_meta_device:
+        problem = "must be false with megatron.fsdp no_shard, which shards no parameters"
+        raise PlanError("megatron.fsdp_meta_device", True, problem)
+    instances = megatron.distributed_optimizer_instances
+    if megatron.fsdp_outer == "optim" and (megatron.fsdp != "optim_grads_params" or instances == 1):
+        problem = "needs megatron.fsdp optim_grads_params and megatron.distributed_optimizer_instances above 1"
+        raise PlanError("megatron.fsdp_outer", "optim", problem)
+    reduced = megatron.fsdp_communication or plan.precision.gradients
+    if reduced != plan.precision.gradients and (megatron.fsdp in ("no_shard", "optim") or instances > 1):
+        problem = f"must be {plan.precision.gradients}, as precision.gradients, unless gradients are sharded among all "
+        raise PlanError("megatron.fsdp_communication", reduced, f"{problem}ranks: a cast copy is not modelled yet")
 
 
 def check_kernels(plan: ResolvedPlan) -> None:
@@ -332,6 +374,7 @@ RULES = (
     check_experts,
     check_optimizer,
     check_distributed,
+    check_sharding,
     check_kernels,
     check_context_parallel,
     check_virtual_stages,

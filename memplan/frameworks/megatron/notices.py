@@ -34,7 +34,16 @@ BACK_ENDS = {
 """What the back ends of Transformer Engine are."""
 
 
+SHARDED = (
+    "Megatron-FSDP 1 as of August 2026: whole layers are its units; what no layer has stays gathered (from 30 May 2026)"
+)
+
+
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
+    return (*_code(plan), *((SHARDED,) if plan.megatron.fsdp != "none" else ()))
+
+
+def _code(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.megatron.transformer_impl != "transformer_engine":
         return CODE
     back_end = core_shape(plan).attention

@@ -32,6 +32,9 @@ from ...schedules.megatron_schedule import Schedule, schedule
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
 from ...values import dataclass
+from .fsdp import Sharding, buckets_of
+from .fsdp import keep as keep_sharded
+from .fsdp_hooks import ahead, persistent, with_hooks
 from .states import Chunk as KeptChunk
 from .states import Rules, bucket_size, keep, saved
 
@@ -163,6 +166,27 @@ def rules(plan: ResolvedPlan) -> Rules:
         counts_zeros=megatron.log_num_zeros_in_grad,
         te=_transformer_engine(megatron.transformer_engine),
         expert_shards=max(1, expert_replicas(plan) // megatron.distributed_optimizer_instances),
+        sharded=megatron.fsdp != "none",
+    )
+
+
+def sharding_of(plan: ResolvedPlan) -> Sharding | None:
+    """Megatron-FSDP's, where it runs."""
+    given, own = plan.megatron, rules(plan)
+    if given.fsdp == "none":
+        return None
+    return Sharding(
+        strategy=given.fsdp,
+        ranks=own.shards,
+        expert_ranks=own.expert_shards,
+        outer=given.distributed_optimizer_instances if given.fsdp_outer == "optim" else 1,
+        communication=given.fsdp_communication or own.gradients,
+        bucket=own.bucket,
+        capacity=given.fsdp_unit_size,
+        double_buffer=given.fsdp_double_buffer,
+        meta=given.fsdp_meta_device,
+        stops=given.log_params_norm,
+        fused=given.gradient_accumulation_fusion,
     )
 
 
@@ -341,6 +365,7 @@ class Stages:
     microbatches: int
     rules: Rules
     libraries: _Libraries
+    sharding: Sharding | None = None
 
     @cached_property
     def _rules_behind(self) -> Rules:
@@ -362,7 +387,10 @@ class Stages:
         own = self.rules if stage == 0 else self._rules_behind
         tied = self.job.shape.spec.tied_embeddings and layout.pp > 1
         per_stage = layout.tp * layout.cp * layout.dp
-        return _program(_stage(self.job, entries), order, per_stage, own, tied, self.libraries)
+        held = _stage(self.job, entries)
+        if self.sharding is not None:
+            return _sharded(held, order, per_stage, own, self.sharding, self.libraries)
+        return _program(held, order, per_stage, own, tied, self.libraries)
 
 
 def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
@@ -375,12 +403,13 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         raise PlanError("framework", plan.framework, f"has no recipe for {reason}")
     capability = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     return Stages(
-        _job(shape, plan.recompute, options),
+        _job(shape, plan.recompute, replace(options, seams=plan.megatron.fsdp != "none")),
         layout,
         plan.pipeline,
         plan.microbatches,
         rules(plan),
         _Libraries(capability, cublas_workspaces(plan)),
+        sharding_of(plan),
     )
 
 
@@ -467,18 +496,35 @@ def _parameters(chunk: Chunk) -> KeptChunk:
 def _kept(stage: _Stage, states: Rules, tied: bool, libraries: _Libraries) -> Kept:
     chunks = tuple(_parameters(chunk) for chunk in stage.chunks)
     workspaces = _workspaces(stage.job.shape, stage.names, len(stage.chunks), libraries)
-    return replace(keep(chunks, states, tied), workspaces=workspaces)
+    return replace(keep(chunks, states, tied), workspaces=_numbered(workspaces))
 
 
 def _program(
     stage: _Stage, order: Schedule, per_stage: int, states: Rules, tied: bool, libraries: _Libraries
 ) -> Program:
-    kept = _kept(stage, states, tied, libraries)
+    return _made(stage, stage.chunks, order, per_stage, _kept(stage, states, tied, libraries))
+
+
+def _sharded(
+    stage: _Stage, order: Schedule, per_stage: int, states: Rules, sharding: Sharding, libraries: _Libraries
+) -> Program:
+    """With Megatron-FSDP's hooks around the modules of the one chunk."""
+    (chunk,), dtype = stage.chunks, states.dtype
+    buckets = buckets_of(chunk.spans, sharding)
+    kept = keep_sharded(buckets, states, sharding, ahead(buckets, sharding, dtype))
+    holds = [*_workspaces(stage.job.shape, stage.names, 1, libraries), *persistent(buckets, sharding, dtype)]
+    kept = replace(kept, workspaces=_numbered(holds))
+    recomputed = stage.job.recompute.mode == "full"
+    spans = with_hooks(chunk.spans, buckets, sharding, dtype, recomputed)
+    return _made(stage, (replace(chunk, spans=spans),), order, per_stage, kept)
+
+
+def _made(stage: _Stage, chunks: tuple[Chunk, ...], order: Schedule, per_stage: int, kept: Kept) -> Program:
     return Program(
         stage=order.stage,
         ranks=tuple(range(order.stage * per_stage, (order.stage + 1) * per_stage)),
         entries=stage.names,
-        order=MegatronOrder(order, stage.chunks, stage.exchanged),
+        order=MegatronOrder(order, chunks, stage.exchanged),
         initialisation=kept.construction.excursion.peak,
         kept=kept,
         saving=saved(kept, states),
@@ -490,7 +536,7 @@ def _role(entries: Sequence[str]) -> Role:
     return "only" if first and last else "first" if first else "last" if last else "middle"
 
 
-def _workspaces(shape: CoreShape, names: tuple[str, ...], chunks: int, libraries: _Libraries) -> Stretch:
+def _workspaces(shape: CoreShape, names: tuple[str, ...], chunks: int, libraries: _Libraries) -> list[Hold]:
     """Static tensors that the first iteration makes. Every chunk has rotary tables of its own."""
     holds: list[Hold] = []
     layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
@@ -521,4 +567,8 @@ def _workspaces(shape: CoreShape, names: tuple[str, ...], chunks: int, libraries
         holds += [Hold(0, hold_bytes(one, dtype), buffers, "dummy_gradient", one, dtype) for one in sorted(weights)]
     if has_head or (has_layers and shape.attention in ("local", "unfused")) or shape.implementation == "local":
         holds += libraries.cublas
-    return Stretch(hold._replace(tensor=-1 - i) for i, hold in enumerate(holds))
+    return holds
+
+
+def _numbered(holds: Sequence[Hold]) -> Stretch:
+    return Stretch(hold._replace(tensor=-1 - at) for at, hold in enumerate(holds))

@@ -49,7 +49,8 @@ class MegatronSearch(FrameworkSearch):
 
     def searched(self, base: Plan) -> bool:
         """The collectives of experts have no time yet, and cuts are of layers that are alike."""
-        return not (base.model.experts or base.model.latent_kv_rank or base.model.mtp_layers)
+        model, sharded = base.model, base.megatron.fsdp != "none"
+        return not (model.experts or model.latent_kv_rank or model.mtp_layers or sharded)
 
     # -- axes and points -----------------------------------------------------------------------------------
 
@@ -78,6 +79,9 @@ class MegatronSearch(FrameworkSearch):
 
     def completed(self, base: Plan) -> Plan:
         """States of a precision-aware optimizer are sharded ones."""
+        if base.megatron.fsdp != "none":
+            problem = "must be none: layouts with Megatron-FSDP are not searched yet; estimate --vary compares some"
+            raise PlanError("megatron.fsdp", base.megatron.fsdp, problem)
         if not self.searched(base):
             problem = "has experts, latent attention or multi-token prediction, whose layouts are not searched yet; "
             raise PlanError("model", base.model.name, f"{problem}estimate --vary compares some")

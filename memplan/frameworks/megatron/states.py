@@ -58,6 +58,8 @@ class Rules:
     """Version of Transformer Engine, whose FusedAdam a precision-aware optimizer is."""
     expert_shards: int = 1
     """Ranks among which the distributed optimizer's states of experts are divided."""
+    sharded: bool = False
+    """Megatron-FSDP's buffers hold the main parameters."""
 
     @property
     def mixed(self) -> bool:
@@ -169,7 +171,7 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
         pieces = [
             _dealt([p for chunk in tensors for p in chunk if p.expert is experts], one) for experts, one in optimizers
         ]
-    parts = [_optimized(own, rules, ids) for own in pieces]
+    parts = [optimized(own, rules, ids) for own in pieces]
     construction += [event for part in parts for event in part.construction]
     states = [event for part in parts for event in part.states]
     copies = [event for part in parts for event in part.carried]
@@ -184,14 +186,14 @@ def _optimizers(chunks: Sequence[Sequence[Parameter]], rules: Rules) -> list[tup
     return [(False, rules), *([(True, replace(rules, shards=rules.expert_shards))] if has_experts else [])]
 
 
-def _optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
+def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
     """What one optimizer keeps for its ``pieces`` of parameters, and what its step takes, beside the copies of
     gradients (``carried``)."""
     pieces = sorted(pieces, key=lambda piece: not piece.decays)  # matrices first, then what has no weight decay
     sizes = [piece.elements for piece in pieces]
     construction: list[Event] = []
     small = Category.BUFFERS
-    if rules.mixed and not rules.precision_aware:
+    if rules.mixed and not rules.precision_aware and not rules.sharded:
         construction += [
             Hold(next(ids), rounded(n * 4), Category.MAIN_PARAMETERS, "main_param", (n,), "fp32") for n in sizes
         ]

@@ -106,6 +106,8 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
         raise PlanError("framework", given.framework, problem)
     if given.model.family == "bert":
         raise PlanError("model.family", "bert", "must be a GPT: BERT's batches and losses are not run yet")
+    if given.megatron.fsdp != "none":
+        raise PlanError("megatron.fsdp", given.megatron.fsdp, "must be none: Megatron-FSDP is not run yet")
     if given.model.experts or given.model.latent_kv_rank or given.model.mtp_layers:
         problem = "has experts, latent attention or multi-token prediction, which are not run yet"
         raise PlanError("model", given.model.name, problem)

@@ -150,7 +150,15 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ("--position-embedding-type mrope", "--position-embedding-type = mrope: is not modelled yet; learned_absolute, rope"),
         ("--recompute-granularity full", "--recompute-method: is missing"),
         ("--batch-size 4", "--batch-size: was renamed long ago, and Megatron stops"),
-        ("--use-megatron-fsdp", "train.sh:2: --use-megatron-fsdp: must be left out: parameters that are sharded over ranks"),
+        ("--use-torch-fsdp2", "train.sh:2: --use-torch-fsdp2: must be left out: parameters that are sharded over ranks"),
+        (
+            "--use-megatron-fsdp --megatron-fsdp-version 2",
+            "train.sh:2: --megatron-fsdp-version = 2: is not modelled yet",
+        ),
+        (
+            "--use-megatron-fsdp --megatron-fsdp-main-params-dtype bf16",
+            "train.sh:2: --megatron-fsdp-main-params-dtype = bf16: is not modelled yet; fp32 is",
+        ),
         ("--use-torch-fsdp2", "--use-torch-fsdp2: must be left out: parameters that are sharded over ranks"),
         ("--hybrid-layer-pattern M-*", "--hybrid-layer-pattern: must be left out: hybrid models are not modelled yet"),
         ("--context-parallel-size 2 --cp-comm-type all_gather", "--cp-comm-type = all_gather: is not modelled yet; p2p or a2a"),

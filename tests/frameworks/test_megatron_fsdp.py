@@ -1,0 +1,263 @@
+"""Megatron-FSDP: its buckets against the real code, and what its hooks hold by hand."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.replay import replay
+from memplan.frameworks.megatron.fsdp import Sharding, buckets_of, laid_out
+from memplan.frameworks.megatron.fsdp_hooks import Hooks, ahead, persistent
+from memplan.frameworks.megatron.programs import programs
+from memplan.layers.module import Module, Options, Parameter, Tapes
+from memplan.plan.plan import Plan
+from memplan.tape.events import Category, Drop, Hold
+from memplan.tape.program import Program, Span, fold_program
+
+from .test_megatron import plan, refusal
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    real = pytest.importorskip(
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
+        reason="megatron-core is not installed (the extra dev has it)",
+    )
+
+FULL = Sharding("optim_grads_params", 4, 2, 1, "bf16", None, None, False, False, False, False)
+KIB = 1024
+
+
+def sharded(**flags: object) -> Plan:
+    return plan(**{"megatron_fsdp": "optim_grads_params", "dp": 4, "layers": 4} | flags)
+
+
+def program(**flags: object) -> Program:
+    (made,) = programs(sharded(**flags), Options())
+    return made
+
+
+def module(**shapes: tuple[int, ...]) -> Module:
+    nothing = Tapes((), (), 0, 0)
+    parameters = tuple(Parameter(name.replace("_", "."), shape) for name, shape in shapes.items())
+    return Module("layer", nothing, nothing, (), parameters)
+
+
+# -- buckets against megatron-core's own functions ----------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_parameters_lie_in_a_bucket_as_the_real_index_says(seed: int) -> None:
+    chance = random.Random(seed)
+    chunk, ranks = chance.choice([1, 7, 64, 192, 512]), chance.choice([1, 2, 3, 8])
+    sizes = [
+        chance.choice([1, 3, chunk, 5 * chunk, chance.randint(1, 9 * chunk)]) for _ in range(chance.randint(1, 14))
+    ]
+    config = SimpleNamespace(data_parallel_sharding_strategy="optim")
+    items, bucket, _ = real.build_data_parallel_buffer_index(
+        [torch.Size([size]) for size in sizes], 0, ranks, True, config, chunk_size_factor=chunk
+    )
+    starts, end = laid_out(sizes, chunk)
+    assert starts == [items[at].global_data_index for at in range(len(sizes))]
+    assert -(-end // (ranks * chunk)) * ranks * chunk == bucket.size
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(48, 144)
+        self.experts = nn.ModuleList(nn.Linear(48, 96, bias=False) for _ in range(2))
+        self.out = nn.Linear(96, 48)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Embedding(100, 48)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(48, 100)
+
+
+@pytest.mark.parametrize("size", [None, 4000])
+def test_parameters_are_grouped_as_the_real_model_is(size: int | None) -> None:
+    policy = real.BucketingPolicy(
+        suggested_bucket_size=size, fsdp_unit_modules=[Layer], data_parallel_sharding_strategy="optim_grads_params"
+    )
+    model = Model()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups, _, _ = real._get_parameter_groups(model, policy, {})
+    config = SimpleNamespace(data_parallel_sharding_strategy="optim")
+    expected = []
+    for group in groups:
+        ranks = FULL.expert_ranks if group.is_expert_param else FULL.ranks
+        shapes = [parameter.shape for parameter in group.params]
+        index = real.build_data_parallel_buffer_index(
+            shapes, 0, ranks, True, config, chunk_size_factor=group.chunk_size_factor
+        )
+        expected.append(([names[parameter] for parameter in group.params], index[1].size))
+
+    def span(prefix: str, name: str, own: nn.Module) -> Span:
+        parameters = tuple(Parameter(f"{prefix}{n}", tuple(p.shape)) for n, p in own.named_parameters())
+        return Span(replace(module(), parameters=parameters), (name,))
+
+    layers = [span(f"layers.{at}.", f"layer.{at}", layer) for at, layer in enumerate(model.layers)]
+    spans = (span("word.", "embedding", model.word), *layers, span("head.", "head", model.head))
+    found = buckets_of(spans, replace(FULL, bucket=size))
+    assert [([m.parameter.name for m in one.members], one.elements) for one in found] == expected
+
+
+# -- what a rank keeps --------------------------------------------------------------------------------
+
+
+def bytes_of(made: Program, category: Category) -> int:
+    assert made.kept is not None
+    return made.kept.between.net_by[category]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shares"),
+    [("no_shard", (1, 1, 1)), ("optim", (1, 4, 1)), ("optim_grads", (1, 4, 4)), ("optim_grads_params", (4, 4, 4))],
+)
+def test_shards_of_what_is_kept(strategy: str, shares: tuple[int, int, int]) -> None:
+    """Of parameters (2 bytes), main parameters (4) and states (8), and gradients (2, as parameters). Buckets are padded
+    to 4 rows at most, each tensor rounded to 512 bytes; the fp32 copies of gradients are shares as main parameters are,
+    and end when the next iteration begins."""
+    made = program(megatron_fsdp=strategy)
+    parameters, main, gradients = shares
+    n = sum(parameter.elements for parameter in made.parameter_tensors())
+    slack = 40 * KIB
+    assert 0 <= bytes_of(made, Category.PARAMETERS) - 2 * n // parameters <= slack
+    assert 0 <= bytes_of(made, Category.MAIN_PARAMETERS) - 4 * n // main <= slack
+    assert -slack <= bytes_of(made, Category.OPTIMIZER_STATES) - 8 * n // main <= 2 * slack
+    assert -slack <= bytes_of(made, Category.GRADIENTS) - 2 * n // gradients - 4 * n // main <= 2 * slack
+
+
+def test_optimizer_states_of_instances_are_shared_out_where_the_plan_says_so() -> None:
+    """Two groups of two ranks: states are halves, or, shared out to both groups, quarters."""
+    halves = program(distributed_optimizer_instances=2)
+    quarters = program(distributed_optimizer_instances=2, megatron_fsdp_outer="optim")
+    for category, ratio in ((Category.OPTIMIZER_STATES, 2), (Category.MAIN_PARAMETERS, 2), (Category.PARAMETERS, 1)):
+        assert bytes_of(halves, category) / bytes_of(quarters, category) == pytest.approx(ratio, rel=0.03)
+
+
+# -- hooks --------------------------------------------------------------------------------------------
+
+
+def buckets(layers: int, elements: int) -> tuple[Any, ...]:
+    whole = module(weight=(elements, 1))
+    names = [("embedding", module(word=(40, 1))), *((f"layer.{at}", whole) for at in range(layers))]
+    return buckets_of(tuple(Span(one, (name,)) for name, one in (*names, ("final_norm", module(norm=(8,))))), FULL)
+
+
+def held(hooks: Hooks) -> list[int]:
+    hooks.take()
+    return sorted(hooks.gathered)
+
+
+def test_layers_are_gathered_ahead_until_the_limit() -> None:
+    """Six layers of 100 elements, half of 400 ahead: the first module gathers two, every layer its next two. The final
+    norm, in the embedding's bucket, gathers the first two again. Backward's first gather ends those."""
+    hooks = Hooks(buckets(6, 100), replace(FULL, capacity=400), "bf16")
+    hooks.before_forward(0)
+    assert held(hooks) == [1, 2]
+    hooks.before_forward(1)
+    assert held(hooks) == [1, 2, 3]
+    for place in range(1, 7):
+        hooks.before_forward(place)
+        hooks.after_forward(place)
+    assert held(hooks) == []
+    hooks.before_forward(7)
+    assert held(hooks) == [1, 2]
+    hooks.begin_backward()
+    hooks.before_backward(6, recomputed=False)
+    assert held(hooks) == [4, 5, 6]
+    hooks.after_backward(6)
+    hooks.before_backward(5, recomputed=False)
+    assert held(hooks) == [3, 4, 5]
+
+
+def test_what_forward_has_gathered_stays_where_backward_gathers_nothing() -> None:
+    """Small models are gathered whole by the final norm."""
+    hooks = Hooks(buckets(3, 100), FULL, "bf16")
+    hooks.before_forward(4)
+    hooks.begin_backward()
+    hooks.before_backward(3, recomputed=False)
+    assert held(hooks) == [1, 2, 3]
+
+
+def test_reduced_gradients_wait_until_more_than_the_capacity_do() -> None:
+    """Layers of 100 elements in 2 bytes, capacity 250: the first four of backward begin; with three waiting, 300 > 250,
+    the first ends when the fourth is reduced."""
+    hooks = Hooks(buckets(6, 100), replace(FULL, capacity=250), "bf16")
+    ends = []
+    for place in (6, 5, 4, 3):
+        assert [event.bytes for event in hooks.gradient(place, "weight") if isinstance(event, Hold)] == [512]
+        assert not hooks.gradient(place, "weight")
+        hooks.after_backward(place)
+        ends.append(sum(isinstance(event, Drop) for event in hooks.take()))
+    assert ends == [0, 0, 0, 1]
+
+
+def test_double_buffers_are_kept_for_good() -> None:
+    """Two gathered layers and two of gradients; only the embedding's bucket comes and goes."""
+    many = buckets(6, 1000)
+    double = replace(FULL, double_buffer=True)
+    assert not ahead(many, double, "bf16")
+    assert [hold.bytes for hold in persistent(many, double, "bf16")] == [512, *[2048] * 4]
+    assert len(persistent(many, FULL, "bf16")) == 1
+
+
+def test_every_iteration_leaves_nothing_behind_and_the_replay_agrees() -> None:
+    for flags in (
+        {},
+        {"megatron_fsdp_unit_size": 300_000},
+        {"recompute": "full"},
+        {"megatron_fsdp": "optim_grads"},
+        {"megatron_fsdp_double_buffer": "true"},
+        {"gradient_accumulation_fusion": "false"},
+    ):
+        made = program(**flags)
+        passes = made.order.chunks[0].passes
+        assert passes.forward.net + passes.backward.net == 0
+        folded = fold_program(made)
+        (replayed,) = replay((made,), AllocatorSettings(), ())
+        assert abs(replayed.static - folded.static) < 8 * 2**20
+        assert 0 <= replayed.allocated - folded.peak < 16 * 2**20
+
+
+def test_sharded_parameters_need_less_the_less_is_gathered_ahead() -> None:
+    sizes = [fold_program(program(layers=8, megatron_fsdp_unit_size=size)).peak for size in (100, 3_000_000, 10**9)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[2]
+
+
+def test_the_norm_of_parameters_ends_what_the_step_has_gathered() -> None:
+    """256 x 256 x (4 attention + 3 MLP) and two norms of 256, in 2 bytes, of each of the four layers."""
+    gathered = fold_program(program()).static - fold_program(program(log_params_norm="true")).static
+    assert gathered == 4 * 2 * (7 * 256 * 256 + 2 * 256 + 512)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"pp": 2}, "layout.pp = 2: must be 1 with Megatron-FSDP"),
+        ({"optimizer": "muon"}, "optimizer.name = muon"),
+        ({"precision_aware_optimizer": "true"}, "optimizer.precision_aware"),
+        ({"megatron_fsdp": "none", "megatron_fsdp_double_buffer": "true"}, "must be left out without Megatron-FSDP"),
+        ({"megatron_fsdp": "optim", "megatron_fsdp_communication": "fp32"}, "must be bf16, as precision.gradients"),
+        ({"megatron_fsdp_outer": "optim"}, "distributed_optimizer_instances above 1"),
+        (
+            {"megatron_fsdp": "no_shard", "megatron_fsdp_meta_device": "true"},
+            "must be false with megatron.fsdp no_shard",
+        ),
+    ],
+)
+def test_what_is_not_modelled_is_refused(flags: dict[str, object], said: str) -> None:
+    assert said in refusal(**{"megatron_fsdp": "optim_grads_params", "dp": 4, "layers": 4} | flags)
