@@ -1,10 +1,10 @@
 """The sections of a plan that one framework reads, or the loop around it."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from .section import Count, Degree, Dtype, Elements, FrameworkSection
+from .section import Count, Degree, Dtype, Elements, FrameworkSection, Terse
 
 TRANSFORMER_ENGINE = "2.18"
 """The newest release of Transformer Engine whose source the recipes follow."""
@@ -14,8 +14,12 @@ MegatronSharding = Literal["none", "no_shard", "optim", "optim_grads", "optim_gr
 """What Megatron-FSDP shards; ``none``: it does not run."""
 
 
-class Megatron(FrameworkSection):
+class Megatron(FrameworkSection, Terse):
     """Choices that only Megatron-Core has; each is an argument of its own launch script."""
+
+    unsaid: ClassVar[frozenset[str]] = frozenset(
+        {"fsdp", "fsdp_communication", "fsdp_outer", "fsdp_double_buffer", "fsdp_unit_size", "fsdp_meta_device"}
+    )
 
     transformer_impl: Literal["transformer_engine", "local"] = Field(
         "transformer_engine", description="implementation of the layers"

@@ -14,11 +14,13 @@ from torch import nn
 
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
+from memplan.formats.training_scripts import plan_of_arguments
 from memplan.frameworks.megatron.fsdp import Sharding, buckets_of, laid_out
 from memplan.frameworks.megatron.fsdp_hooks import Hooks, ahead, persistent
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Module, Options, Parameter, Tapes
 from memplan.plan.plan import Plan
+from memplan.plan.resolve import resolve
 from memplan.tape.events import Category, Drop, Hold
 from memplan.tape.program import Program, Span, fold_program
 
@@ -261,3 +263,23 @@ def test_the_norm_of_parameters_ends_what_the_step_has_gathered() -> None:
 )
 def test_what_is_not_modelled_is_refused(flags: dict[str, object], said: str) -> None:
     assert said in refusal(**{"megatron_fsdp": "optim_grads_params", "dp": 4, "layers": 4} | flags)
+
+
+def test_megatron_s_own_arguments_are_read() -> None:
+    """``auto``: main gradients are as parameters are, and reduced as they are. The distributed optimizer belongs to it."""
+    arguments = {
+        "--num-layers": 4, "--hidden-size": 256, "--num-attention-heads": 4, "--seq-length": 256,
+        "--max-position-embeddings": 256, "--micro-batch-size": 1, "--global-batch-size": 8, "--bf16": True,
+        "--vocab-size": 999, "--tokenizer-type": "NullTokenizer", "--use-megatron-fsdp": True,
+        "--outer-dp-sharding-strategy": "optim", "--num-distributed-optimizer-instances": 2,
+        "--suggested-communication-unit-size": 1000, "--init-model-with-meta-device": True,
+        "--megatron-fsdp-grad-comm-dtype": "auto",
+    }  # fmt: skip
+    found = resolve(plan_of_arguments(arguments, {}, gpus=8).plan)
+    megatron = found.megatron
+    assert (megatron.fsdp, megatron.fsdp_outer, megatron.fsdp_unit_size) == ("optim_grads_params", "optim", 1000)
+    assert (found.layout.zero, found.precision.gradients, megatron.fsdp_communication) == (1, "bf16", None)
+    fp32 = {**arguments, "--megatron-fsdp-main-grads-dtype": "fp32", "--data-parallel-sharding-strategy": "optim"}
+    del fp32["--outer-dp-sharding-strategy"]
+    found = resolve(plan_of_arguments(fp32, {}, gpus=8).plan)
+    assert (found.megatron.fsdp, found.precision.gradients) == ("optim", "fp32")

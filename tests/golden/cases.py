@@ -297,6 +297,11 @@ def megatron() -> Iterator[str]:
         "--cp 2", "--cp 2 --cp-communication a2a --sequence-parallel", "--sequence-parallel --mbs 2", "--gbs 64 --mbs 2",
     ):  # fmt: skip
         yield f"{job} {flags}"
+    job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4 --megatron-fsdp"
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        yield f"{job} {strategy}"
+    for more in ("--megatron-fsdp-double-buffer", "--megatron-fsdp-unit-size 500000000", "--recompute full"):
+        yield f"{job} optim_grads_params {more}"
     job = "--model gpt2-large --layers 4 --seq 1024 --dtype fp16 --framework megatron --tp 2 --transformer-impl local"
     for flags in ("--attention eager --no-masked-softmax-fusion", "--attention eager --attention-softmax-in-fp32",
                   "--attention eager --query-key-layer-scaling", "--no-bias-gelu-fusion", "--dtype fp32"):  # fmt: skip

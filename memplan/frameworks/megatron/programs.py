@@ -502,7 +502,7 @@ def _kept(stage: _Stage, states: Rules, tied: bool, libraries: _Libraries) -> Ke
 def _program(
     stage: _Stage, order: Schedule, per_stage: int, states: Rules, tied: bool, libraries: _Libraries
 ) -> Program:
-    return _made(stage, stage.chunks, order, per_stage, _kept(stage, states, tied, libraries))
+    return _made(stage, stage.chunks, order, per_stage, states, _kept(stage, states, tied, libraries))
 
 
 def _sharded(
@@ -516,10 +516,12 @@ def _sharded(
     kept = replace(kept, workspaces=_numbered(holds))
     recomputed = stage.job.recompute.mode == "full"
     spans = with_hooks(chunk.spans, buckets, sharding, dtype, recomputed)
-    return _made(stage, (replace(chunk, spans=spans),), order, per_stage, kept)
+    return _made(stage, (replace(chunk, spans=spans),), order, per_stage, states, kept)
 
 
-def _made(stage: _Stage, chunks: tuple[Chunk, ...], order: Schedule, per_stage: int, kept: Kept) -> Program:
+def _made(
+    stage: _Stage, chunks: tuple[Chunk, ...], order: Schedule, per_stage: int, states: Rules, kept: Kept
+) -> Program:
     return Program(
         stage=order.stage,
         ranks=tuple(range(order.stage * per_stage, (order.stage + 1) * per_stage)),
