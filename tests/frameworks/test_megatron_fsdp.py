@@ -266,7 +266,7 @@ def test_what_is_not_modelled_is_refused(flags: dict[str, object], said: str) ->
 
 
 def test_megatron_s_own_arguments_are_read() -> None:
-    """``auto``: main gradients are as parameters are, and reduced as they are. The distributed optimizer belongs to it."""
+    """``auto``: main gradients are as parameters are, and reduced so. The distributed optimizer belongs to it."""
     arguments = {
         "--num-layers": 4, "--hidden-size": 256, "--num-attention-heads": 4, "--seq-length": 256,
         "--max-position-embeddings": 256, "--micro-batch-size": 1, "--global-batch-size": 8, "--bf16": True,
