@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from json import dumps
 from statistics import median
@@ -15,9 +16,13 @@ from typing import Any
 
 from memplan.estimate import estimate
 from memplan.formats.training_scripts import plan_of_arguments
+from memplan.frameworks.megatron import programs
+from memplan.layers.module import Options
 from memplan.plan.plan import Plan
 from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
 from memplan.result import Estimate
+from memplan.tape.program import static
 
 from .comparison import MIB, Comparison, Table, near
 
@@ -85,7 +90,7 @@ MAIN_GRADIENTS = {"--megatron-fsdp-main-grads-dtype": "fp32"}
 """Of Megatron-FSDP's rows that do not say it: their gradients are in fp32, as before that argument (2 March 2026)."""
 
 
-def ci_plan(row: Row, torch: str = TORCH) -> Plan:
+def ci_plan(row: Row, torch: str = TORCH) -> ResolvedPlan:
     """The plan of one functional test, from its arguments and environment."""
     bert = row["id"].startswith("bert/")
     arguments = row["arguments"]
@@ -130,11 +135,12 @@ def ci(rows: Sequence[Row]) -> Table:
 
 
 def _ci(row: Row, rows: Sequence[Row]) -> Iterator[Comparison]:
-    last = estimated(ci_plan(row)).stages[-1]
+    plan = ci_plan(row)
+    last, fewer = estimated(plan).stages[-1], _fewer(plan)
     assert last.allocated is not None
     for reading, key, size in (
-        (STATIC, "allocated_bytes", last.static),
-        (PEAK, "peak_allocated_bytes", last.allocated),
+        (STATIC, "allocated_bytes", last.static - fewer),
+        (PEAK, "peak_allocated_bytes", last.allocated - fewer),
     ):
         measured = row[key]
         within = near(measured, size, *LIMITS[reading])
@@ -163,8 +169,6 @@ def _without_the_choice(rows: Sequence[Row]) -> str:
 
 def _cause(row: Row, rows: Sequence[Row], key: str, size: int) -> str:
     """Whether the newer PyTorch, or a rerun of the same configuration, is nearer."""
-    if dealt := _another_rank(row):
-        return dealt
     if key == "allocated_bytes":
         newer = estimated(ci_plan(row, "2.13")).stages[-1].static
         if near(row[key], newer, *LIMITS[STATIC]):
@@ -179,12 +183,17 @@ def _cause(row: Row, rows: Sequence[Row], key: str, size: int) -> str:
     return "not explained"
 
 
-def _another_rank(row: Row) -> str:
-    """Muon's whole parameters are dealt out to ranks: the last one need not have the embedding."""
-    arguments = row["arguments"]
-    if arguments.get("--optimizer") == "muon" and "--use-distributed-optimizer" in arguments:
-        return "the rank with most is estimated, with the embedding's states; the last rank may have others"
-    return ""
+def _fewer(plan: ResolvedPlan) -> int:
+    """Bytes of states that the last rank has less than the one with most, where Muon's whole parameters are dealt out
+    to ranks: one of them has the embedding's."""
+    if plan.optimizer.name != "muon" or not plan.layout.zero:
+        return 0
+    made, entries = programs.stages_of(plan, Options()), programs.stage_entries(plan)
+    most, last = (
+        static(replace(made, rules=replace(made.rules, member=member)).program(len(entries) - 1, entries[-1]))
+        for member in (None, -1)
+    )
+    return most.net - last.net
 
 
 IRRELEVANT = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-args", "--no-mmap-bin-files", "--fim-data")

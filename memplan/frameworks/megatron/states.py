@@ -60,6 +60,8 @@ class Rules:
     """Ranks among which the distributed optimizer's states of experts are divided."""
     sharded: bool = False
     """Megatron-FSDP's buffers hold the main parameters."""
+    member: int | None = None
+    """Of the ranks that whole parameters are dealt out to, the one that is meant; by default the one that has most."""
 
     @property
     def mixed(self) -> bool:
@@ -244,12 +246,14 @@ def saved(kept: Kept, rules: Rules) -> int:
 
 
 def _dealt(parameters: Sequence[Parameter], rules: Rules) -> list[Piece]:
-    """What the rank has that has most: parameters from small to large, dealt out to and fro
+    """What one rank has of parameters that are dealt out to and fro, from small to large
     (``_shard_params_ping_pong``)."""
     hands: list[list[Piece]] = [[] for _ in range(rules.shards)]
     order = [*range(rules.shards), *reversed(range(rules.shards))]
     for at, parameter in enumerate(sorted(parameters, key=lambda one: one.elements)):
         hands[order[at % len(order)]].append(_whole(parameter, rules))
+    if rules.member is not None:
+        return hands[rules.member]
     return max(hands, key=lambda hand: sum(piece.elements * (4 if piece.orthogonal else 8) for piece in hand))
 
 

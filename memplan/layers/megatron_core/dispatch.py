@@ -136,8 +136,10 @@ def _permuted_at_once(
 
 
 def _unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreShape) -> Tensor:
-    """``unpermute``: rows are added at their tokens' places, (T, h); saves what says where."""
+    """``unpermute``: rows are added at their tokens' places, (T, h); saves what says where. Deterministic
+    ``index_add_`` saves the rows, too, whose shape its backward takes (``derivatives.yaml``, ``expand_as(source)``)."""
     assert shape.experts is not None
+    kept: tuple[Tensor, ...] = (order,)
     like, dtype, whole = x.shape, x.dtype, (tokens, x.shape[-1])
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -147,9 +149,10 @@ def _unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreS
         zeros = r.empty(whole, dtype, "unpermuted_zeros")
         out = r.empty(whole, dtype, "unpermuted_tokens")
         del zeros
+        kept = (order, x)
     else:
         out = r.empty(whole, dtype, "unpermuted_tokens")
-    return out.by(r.node((x,), (order,), backward))
+    return out.by(r.node((x,), kept, backward))
 
 
 def _exchanged(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:

@@ -92,8 +92,8 @@ def _top_k(r: Recorder, logits: Tensor, shape: CoreShape) -> tuple[Tensor, Tenso
         probs = ops.scale(r, probs, "router_probabilities_scaled")
     probs = ops.cast(r, probs, logits.dtype, "router_probabilities_cast")
     assert probs.shape == few
-    whole = _spread(r, probs, indices, logits.shape)
-    return whole, _map(r, logits)
+    spread = _placed if shape.deterministic else _spread
+    return spread(r, probs, indices, logits.shape), _map(r, logits)
 
 
 def _chosen_scores(r: Recorder, scores: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
@@ -147,6 +147,14 @@ def _spread(r: Recorder, probs: Tensor, indices: Tensor, whole: Shape) -> Tensor
     out = r.empty(whole, dtype, "router_probabilities_spread")
     zeros.clear()
     return out.by(r.node((probs,), (indices,), lambda r, gradients: [r.empty(few, dtype, "grad_router_spread")]))
+
+
+def _placed(r: Recorder, probs: Tensor, indices: Tensor, whole: Shape) -> Tensor:
+    """``zeros_like(logits).index_put_((rows, indices), probs)`` of deterministic algorithms: saves rows, too."""
+    few, dtype = probs.shape, probs.dtype
+    out = r.empty(whole, dtype, "router_probabilities_spread")
+    rows = r.empty((whole[0], 1), "int64", "router_rows")
+    return out.by(r.node((probs,), (rows, indices), lambda r, gradients: [r.empty(few, dtype, "grad_router_spread")]))
 
 
 def _map(r: Recorder, logits: Tensor) -> Tensor:

@@ -52,10 +52,11 @@ ROUTED: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
     "shared experts": {"shared_expert_ffn": 96},
     "shared experts with a gate": {"shared_expert_ffn": 96, "shared_expert_gate": True},
+    "deterministic": {"deterministic": True},
 }  # fmt: skip
 
 
-def shape(**changes: Any) -> CoreShape:
+def shape(*, deterministic: bool = False, **changes: Any) -> CoreShape:
     fields: dict[str, Any] = {
         "name": "small", "family": "gpt", "layers": 1, "hidden": H, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": F,
         "vocab": 64, "positions_max": S, "norm": "rmsnorm", "positions": "none", "activation": "swiglu",
@@ -64,7 +65,10 @@ def shape(**changes: Any) -> CoreShape:
     }  # fmt: skip
     experts = ExpertShape(1, 1, "allgather", False, False, False, None, False, 1.0, False)
     spec = ModelSpec(**fields | changes)
-    return CoreShape(spec, B, S, 1, "bf16", 64, gradient_fusion=False, bias_activation_fusion=False, experts=experts)
+    return CoreShape(
+        spec, B, S, 1, "bf16", 64, gradient_fusion=False, bias_activation_fusion=False, experts=experts,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -165,7 +169,11 @@ def saved_by_recipe(like: CoreShape) -> Counter[int]:
 def test_a_layer_keeps_what_megatron_keeps(case: str) -> None:
     like = shape(**ROUTED[case])
     torch.manual_seed(0)
-    assert total(saved_by_recipe(like)) == total(saved_by_megatron(like))
+    torch.use_deterministic_algorithms(like.deterministic)
+    try:
+        assert total(saved_by_recipe(like)) == total(saved_by_megatron(like))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def total(found: Counter[int]) -> dict[int, int]:
