@@ -122,8 +122,8 @@ def _gathered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
 
 
 def _up(r: Recorder, queries: Tensor, keys: Tensor, rotated: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:
-    """``qkv_up_proj_and_rope_apply``: q and k (s, b, a, n + p) contiguous, v (s, b, a, v) a part of the projection where
-    rotary positions are not fused."""
+    """``qkv_up_proj_and_rope_apply``: q and k (s, b, a, n + p) contiguous, and v (s, b, a, v), a part of the projection
+    where rotary positions are not fused."""
     spec, s, b = shape.spec, shape.s, shape.b
     sizes = weights(shape)
     a, n, p, v = spec.heads // shape.t, spec.nope_head_dim, spec.rope_head_dim, spec.value_head_dim
