@@ -188,7 +188,9 @@ class Family:
 
 def place(name: str, registered: tuple[str, ...]) -> int:
     """Where the parameter called ``name`` is among those of its layer, or of all that no layer holds, where a tied
-    head's weight is the embedding's. Those of one place are in the order in which they are named."""
+    head's weight is the embedding's. Those of one place, an adapter's behind its layer's, are in the order in which
+    they are named."""
     order = ("word", *registered)
     module = name.rpartition(".")[0]
-    return order.index(module) if module in order else len(order)
+    own = module if module in order else module.rpartition(".")[0]
+    return order.index(own) if own in order else len(order)

@@ -62,6 +62,12 @@ class Quantisation(FrameworkSection):
         "(bitsandbytes' own default is fp32)",
         json_schema_extra={"flag": "--compute-dtype"},
     )
+    storage: Literal["uint8", "bf16", "fp16", "fp32"] | None = Field(
+        None,
+        description="dtype of the storage that 4-bit weights are packed into (bnb_4bit_quant_storage); default: "
+        "precision.dtype where they are sharded (bitsandbytes' own default, uint8, cannot be)",
+        json_schema_extra={"flag": "--quant-storage"},
+    )
     prepared: bool = Field(
         False,
         description="peft's prepare_model_for_kbit_training: cast embedding, norms and head to fp32 (trl before 0.26 "

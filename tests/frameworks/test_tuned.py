@@ -104,7 +104,7 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
             {"model": "gpt2", "lora_rank": 8, "framework": "megatron", "attention": "flash"},
             "single, ddp, device-map and fsdp",
         ),
-        ({"model": "llama-3-8b", "lora_rank": 8, "framework": "fsdp", "gpus": 2}, "--fsdp-version 1"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "framework": "megatron", "attention": "flash"}, "fsdp"),
         ({"model": "llama-3-8b", "freeze_layers": 4}, "at most the 3 layers"),
         ({"model": "gpt2", "code": "2020", "dtype": "fp32", "freeze_embedding": "true"}, "code 2020"),
         ({"model": "llama-3-8b", "quantisation": "nf4"}, "cannot be trained"),

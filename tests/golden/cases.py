@@ -248,6 +248,9 @@ def device_map() -> Iterator[str]:
 
 def fsdp() -> Iterator[str]:
     job = "--model llama-3-8b --layers 4 --seq 1024 --framework fsdp --gpus 8"
+    yield f"{job} --lora-rank 16 --recompute full"
+    yield f"{job} --lora-rank 16 --quantisation nf4 --fsdp-reduce bf16 --gbs 16"
+    yield f"{job} --lora-rank 16 --quantisation nf4 --quant-storage uint8"
     for flags in (
         "--dtype fp32", "--dtype bf16", "--dtype fp16 --fsdp-parameters fp32", "--dtype bf16 --fsdp-reduce fp32",
         "--dtype bf16 --no-reshard-after-forward", "--dtype bf16 --reshard-to 4", "--dtype bf16 --reshard-root",

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .tracer import Change, Follow, Trace, cuda_behaviour
 from .training_step import DTYPES, _model, _quiet, _unpacked, update
+from .tuned_step import Tune, _apply, blocks
 
 
 class ResizedFollow(Follow):  # type: ignore[no-untyped-call]
@@ -153,15 +155,26 @@ def mesh_of(sharding: Sharding) -> DeviceMesh:
     return init_device_mesh("cpu", (sharding.replicas, sharding.shards), mesh_dim_names=("replicate", "shard"))
 
 
+def _as_it_is(model: Any) -> Any:
+    return model
+
+
 def sharded_model(
-    config: transformers.PreTrainedConfig, sharding: Sharding, mesh: DeviceMesh, *, flash: bool, recompute: bool
+    config: transformers.PreTrainedConfig,
+    sharding: Sharding,
+    mesh: DeviceMesh,
+    *,
+    flash: bool,
+    recompute: bool,
+    tune: Tune = _as_it_is,
 ) -> Any:
-    model = _model(config, sharding.original, "sdpa" if flash else "eager")
+    """``tune`` wraps the model before it is sharded."""
+    whole = _model(config, sharding.original, "sdpa" if flash else "eager")
     if recompute:
-        model.activation_checkpointing_enable()
+        whole.activation_checkpointing_enable()
+    model = tune(whole)
     policy = sharding.policy
-    base = getattr(model.base_model, "decoder", model.base_model)
-    for layer in base.h if hasattr(base, "h") else base.layers:
+    for layer in blocks(whole):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward)
     if sharding.root_reshard is None:
         fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -183,15 +196,23 @@ def traced_steps(
     *,
     flash: bool = True,
     recompute: bool = False,
+    tune: Tune = _as_it_is,
 ) -> Steps:
     """An iteration of ``ForCausalLM`` on ids (b, s)."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, Loss]:
-        model = sharded_model(config, sharding, mesh, flash=flash, recompute=recompute)
+        model = sharded_model(config, sharding, mesh, flash=flash, recompute=recompute, tune=tune)
         ids = torch.randint(0, config.vocab_size, (b, s))
         return model, lambda: model(input_ids=ids, labels=ids).loss
 
-    with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}), _unpacked():
+    with (
+        _quiet(),
+        patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}),
+        _unpacked(),
+        patch.object(torch.nn.Module, "_apply", _apply) if tune is not _as_it_is else nullcontext(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
         return traced(build, sharding)
 
 
@@ -203,7 +224,7 @@ def traced(build: Build, sharding: Sharding, *, iterations: int = 2) -> Steps:
         model, loss_of = build(mesh)
         for tensor in (*model.parameters(), *model.buffers()):
             follow.adopt(tensor, "state")
-        optimizer = torch.optim.AdamW(list(model.parameters()), foreach=True)
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], foreach=True)
         gc.collect()
         for _ in range(iterations):
             trace.changes = []

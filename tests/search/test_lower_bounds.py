@@ -56,6 +56,7 @@ SPACES: dict[str, tuple[dict[str, str], float]] = {
     "fsdp, resharded root": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "reshard-root": "true"}, 0.8),
     "fsdp, kept": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "reshard-after-forward": "false"}, 0.8),
     "fsdp, kept in part": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48", "reshard-to": "2"}, 0.8),
+    "fsdp, adapters": ({**LLAMA, "framework": "fsdp", "gpus": "8", "gbs": "64", "lora-rank": "8"}, 0.9),
     "torchtitan": ({**TITAN, "gpus": "8", "gbs": "96"}, 0.7),
     "torchtitan, every second": ({**TITAN, "gpus": "8", "gbs": "96", "recompute-every": "2"}, 0.7),
     "torchtitan, ends apart": ({**TITAN, "gpus": "8", "gbs": "96", "ends-apart": "true"}, 0.7),

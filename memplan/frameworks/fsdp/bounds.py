@@ -85,19 +85,19 @@ class FsdpBounds(LowerBounds):
         model = programs.model_of(plan, Options(), plan.fsdp)
         sharding = programs.sharding_of(plan, plan.fsdp)
         reduces = plan.fsdp.gradient_sync or not accumulates
-        cast = sharding.reduce != sharding.parameters
+        cast = sharding.reduce != sharding.trained
         outlives = sharding.replicas > 1 and reduces and (accumulates or sharding.offload or cast)
         return _Walk(model, sharding, reduces, outlives).peaks()
 
 
 def reduced(units: Sequence[Unit], sharding: Sharding) -> int:
     """Gradients as shards."""
-    return sum(size(unit.flat(sharding.shards), sharding.parameters) for unit in units if unit.parameters)
+    return sum(size(unit.reduced(sharding.shards), sharding.trained) for unit in units if unit.parameters)
 
 
 def unreduced(units: Sequence[Unit], sharding: Sharding) -> int:
     """Whole gradients that wait for the micro-batch that reduces them."""
-    tensors = [one for unit in units for one in unit.parameters]
+    tensors = [one for unit in units for one in unit.parameters if one.trained]
     return sum(size(one.elements, sharding.reduce) for one in tensors)
 
 
@@ -137,7 +137,7 @@ class _Walk:
             if place not in self.alone and place in owner:
                 waiting[owner[place].name] += left
             if self.outlives and place in self.alone:
-                level += size(self.alone[place].flat(self.sharding.shards), self.sharding.reduce)
+                level += size(self.alone[place].reduced(self.sharding.shards), self.sharding.reduce)
                 most = max(most, level)
             level -= self.over(place, "first")
             level -= sum(waiting.pop(one.name, 0) for one in self.around if one.first == place)
@@ -199,7 +199,7 @@ class _Walk:
             taken += self.gathered(before)
         if behind is not None and self.reduces:
             shards = self.sharding.shards
-            taken += size(behind.flat(shards) * shards, self.sharding.reduce)
+            taken += size(behind.reduced(shards) * shards, self.sharding.reduce)
         return taken
 
 

@@ -43,7 +43,7 @@ from ..plain import trainer
 from ..plain.buffers import buffers, inputs
 from ..plain.tuned import shared_table, stored
 from .hooks import GATHERING, REDUCING, Around, pass_through
-from .modules import MODEL, Ids, hooked, left_gradients, with_seams
+from .modules import MODEL, Ids, hooked, left_gradients, lowest_of, with_seams
 
 BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS
 
@@ -72,6 +72,9 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
     if plan.quantisation.prepared:
         problem = "must be false with fsdp.version 1: trl and peft leave 4-bit models that are sharded unprepared"
         raise PlanError("quantisation.prepared", True, problem)
+    if plan.quantisation.storage not in (None, plan.precision.dtype):
+        problem = f"must be {plan.precision.dtype} with fsdp.version 1: flat parameters are of one dtype"
+        raise PlanError("quantisation.storage", plan.quantisation.storage, problem)
     if plan.frozen.embedding or plan.frozen.layers:
         raise PlanError(
             "fsdp.version", "1", "must be 2 or left out with frozen parts: these are modelled with adapters"
@@ -268,14 +271,6 @@ class FlatHooks:
 # -- the program ------------------------------------------------------------------------------------
 
 
-def ended_at(arounds: list[Around], lowest: int) -> list[Around]:
-    """``arounds`` where modules below ``lowest`` have no backward: what hooks would do there they do behind its own."""
-    below = [event for one in arounds[:lowest][::-1] for event in (*one.before_backward, *one.after_backward)]
-    result = [one._replace(before_backward=(), after_backward=()) for one in arounds[:lowest]]
-    behind = arounds[lowest]._replace(after_backward=(*arounds[lowest].after_backward, *below))
-    return [*result, behind, *arounds[lowest + 1 :]]
-
-
 @lru_cache(maxsize=64)
 def with_hooks(
     spans: tuple[Span, ...], units: tuple[Flat, ...], end: str, ranks: int, compute: str, mixed: bool, ahead: bool
@@ -296,11 +291,11 @@ def with_hooks(
         ends[owner] += [Drop(id, hold.bytes, hold.category) for hold, id in zip(holds, ids, strict=True)]
     last = next(place for place, (_, name) in enumerate(modules) if name == end)
 
-    lowest = next(place for place, (module, _) in enumerate(modules) if module.first.backward)
+    lowest = lowest_of(modules)
 
     def passed(appears: bool) -> list[Around]:
         hooks = FlatHooks(units, ranks, compute, mixed, ends, appears, ahead)
-        return ended_at(pass_through(hooks, len(modules), last), lowest)
+        return pass_through(hooks, len(modules), last, lowest)
 
     both = zip(modules, known, passed(True), passed(False), strict=True)
     return tuple(

@@ -87,6 +87,8 @@ class Fsdp(Framework):
             dtypes = {"parameters": "fp32" if precision.autocast else precision.dtype, "reduce": precision.dtype}
             update = {name: dtype for name, dtype in dtypes.items() if name not in given}
             return {"fsdp": plan.fsdp.model_copy(update=update)}
+        if plan.lora.rank is not None and "parameters" not in plan.fsdp.model_fields_set:
+            return {"fsdp": plan.fsdp.model_copy(update={"parameters": plan.precision.dtype})}
         if layout.pp == 1 or "reshard_after_forward" in plan.fsdp.model_fields_set:
             return {}
         return {"fsdp": plan.fsdp.model_copy(update={"reshard_after_forward": False})}
@@ -170,7 +172,7 @@ class Fsdp(Framework):
 
 def _check_version_2(plan: ResolvedPlan) -> None:
     """What is modelled under FSDP1 alone."""
-    for name in ("lora", "quantisation", "trainer"):
+    for name in ("trainer",):
         for field, value in getattr(plan, name).changed():
             problem = "must be left out with framework fsdp, but for FSDP1 (--fsdp-version 1)"
             raise PlanError(f"{name}.{field}", value, problem)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 from enum import Enum
+from itertools import compress
 from typing import NamedTuple, Protocol
 
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape
@@ -165,26 +166,26 @@ class Hooks:
             return
         ranks = self._ranks(at)
         pieces = [self._padded(at, one) // ranks for one in range(len(unit.parameters))]
-        flat = sum(pieces)
+        flat, converted = sum(pieces), sum(compress(pieces, map(sharding.casts, unit.parameters)))
         cast: list[Hold] = []
         if sharding.offload and not state.resharded:
-            cast = self._from_host(pieces)
-        elif sharding.parameters != sharding.compute:
-            cast = [self.hold(Scope.HOOKS.id(CAST), flat, sharding.compute, BUFFERS, "all_gather_input", GATHERING)]
+            cast = self._from_host(unit, pieces)
+        elif converted:
+            cast = [
+                self.hold(Scope.HOOKS.id(CAST), converted, sharding.compute, BUFFERS, "all_gather_input", GATHERING)
+            ]
         output = Scope.HOOKS.id(OUTPUT + at % 2)
         state.gathered = self.hold(output, flat * ranks, sharding.compute, BUFFERS, "all_gather_output", GATHERING)
         for one in cast:
             self.drop(one)
 
-    def _from_host(self, pieces: Sequence[int]) -> list[Hold]:
+    def _from_host(self, unit: Unit, pieces: Sequence[int]) -> list[Hold]:
         """Shards copied to the device one by one, and cast there (``FSDPParam.all_gather_inputs``)."""
         sharding, result = self.sharding, []
-        for index, elements in enumerate(pieces):
-            first = FROM_HOST + 2 * index
-            copied = self.hold(
-                Scope.MODULE.id(first), elements, sharding.parameters, BUFFERS, "shard_from_host", GATHERING
-            )
-            if sharding.parameters == sharding.compute:
+        for index, (parameter, elements) in enumerate(zip(unit.parameters, pieces, strict=True)):
+            first, dtype = FROM_HOST + 2 * index, parameter.dtype or sharding.parameters
+            copied = self.hold(Scope.MODULE.id(first), elements, dtype, BUFFERS, "shard_from_host", GATHERING)
+            if not sharding.casts(parameter):
                 result.append(copied)
                 continue
             result.append(
@@ -213,7 +214,7 @@ class Hooks:
         for index, parameter in enumerate(unit.parameters):
             elements, id = self._padded(at, index), self.id("whole", at, index)
             before = cast
-            if sharding.shards == 1 and sharding.parameters != sharding.compute:
+            if sharding.shards == 1 and sharding.casts(parameter):
                 cast = self.hold(
                     Scope.HOOKS.id(CAST + index % 2), elements, sharding.compute, BUFFERS, "cast_parameter"
                 )
@@ -302,7 +303,7 @@ class Hooks:
             self.reducing = None
         if not ends:
             return
-        elements = self.units[at].flat(sharding.shards)
+        elements = self.units[at].reduced(sharding.shards)
         whole = elements * sharding.shards
         self.reducing = self.hold(
             Scope.HOOKS.id(INPUT + at % 2), whole, sharding.reduce, BUFFERS, "reduce_scatter_input"
@@ -330,7 +331,7 @@ class Hooks:
     def _reduced(self, at: int, elements: int) -> None:
         """The reduce-scatter's output becomes the sharded gradient, or is added to it, or goes to the host."""
         sharding = self.sharding
-        cast = sharding.reduce != sharding.parameters
+        cast = sharding.reduce != sharding.trained
         keeps = self.role is not Role.STEADY and not sharding.offload
         category = GRADIENTS if keeps and not cast else BUFFERS
         replicated = sharding.replicas > 1
@@ -346,7 +347,7 @@ class Hooks:
         if cast:
             id = self.id("gradient", at) if keeps else Scope.HOOKS.id(SHARDED)
             category = GRADIENTS if keeps else BUFFERS
-            result = self.hold(id, elements, sharding.parameters, category, "sharded_gradient", REDUCING)
+            result = self.hold(id, elements, sharding.trained, category, "sharded_gradient", REDUCING)
             if not replicated:
                 self.drop(output)
         if not keeps and (cast or not replicated):
@@ -393,8 +394,9 @@ class Running(Protocol):
     def take(self) -> Tape: ...
 
 
-def pass_through(hooks: Running, modules: int, end: int) -> list[Around]:
-    """What ``hooks`` do while a micro-batch passes ``modules`` modules; the model's own end with number ``end``."""
+def pass_through(hooks: Running, modules: int, end: int, lowest: int = 0) -> list[Around]:
+    """What ``hooks`` do while a micro-batch passes ``modules`` modules; the model's own end with number ``end``, and
+    those below ``lowest`` have no backward."""
     units = hooks.units
     forward, backward = [], []
     begins, ends = _by_place([unit.first for unit in units]), _by_place([unit.last for unit in units])
@@ -407,16 +409,17 @@ def pass_through(hooks: Running, modules: int, end: int) -> list[Around]:
         if place == end:
             hooks.flush()
         forward.append((before, hooks.take()))
-    for place in reversed(range(modules)):
+    for place in reversed(range(lowest, modules)):
         for at in ends.get(place, ()):
             hooks.pre_backward(at)
         before = hooks.take()
         for at in reversed(begins.get(place, ())):
             if units[at].with_gradient:
                 hooks.post_backward(at)
-        if not place:
+        if place == lowest:
             hooks.finalise()
         backward.append((before, hooks.take()))
+    backward += [((), ())] * lowest
     return [Around(*one, *other) for one, other in zip(forward, reversed(backward), strict=True)]
 
 

@@ -13,6 +13,7 @@ from ...layers.tensor_parallel import PARTIAL, REPLICATED
 from ...tape.events import Category, Drop, Event, Hold, Scope, Seam, Tape, insert, renamed
 from ...tape.program import Span
 from ...values import dataclass
+from ..plain.tuned import packed
 from .hooks import Around, Gradient, Hooks, Role, pass_through
 from .units import Sharding, Unit
 
@@ -130,6 +131,11 @@ def owned(spans: Sequence[Span], units: Sequence[Unit], sharding: Sharding) -> O
     return Owned(tuple(modules), tuple(known), tuple(gradients))
 
 
+def lowest_of(modules: Sequence[tuple[Module, str]]) -> int:
+    """The first of ``modules`` in a row that has a backward: those before it lead to nothing that is trained."""
+    return next(place for place, (module, _) in enumerate(modules) if module.first.backward)
+
+
 COPIES, PLACED = 1 << 16, 2 << 16
 """Numbers from which on are copies of gradients that one module's hooks end, and those in their parameters' places."""
 
@@ -150,7 +156,8 @@ def _with_hooks(
 ) -> tuple[Span, ...]:
     own = owned(spans, units, sharding)
     modules, gradients, last = own.modules, own.gradients, own.place(end)
-    passes = [pass_through(Hooks(units, sharding, gradients, role), len(modules), last) for role in roles]
+    lowest = lowest_of(modules)
+    passes = [pass_through(Hooks(units, sharding, gradients, role), len(modules), last, lowest) for role in roles]
     cast = sharding.reduce != sharding.compute
     adds = roles[0].adds and not cast, roles[1].adds and not cast
     return tuple(
@@ -172,7 +179,7 @@ def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) ->
     first, before the head's: tensor parallelism leaves it in another placement."""
     left = list(gradients)
     result = []
-    for parameter in parameters:
+    for parameter in (one for one in parameters if one.trained):
         equal = [gradient for gradient in left if gradient.elements == parameter.elements]
         one = min(equal, key=lambda gradient: gradient.placed is None)
         left.remove(one)
@@ -199,10 +206,14 @@ def managed_parameters(spans: Sequence[Span], units: Sequence[Unit]) -> list[tup
     ]
 
 
-def with_parameters(spans: Sequence[Span], units: Sequence[Unit], registered: tuple[str, ...]) -> tuple[Unit, ...]:
-    """``units`` with the parameters that they manage, in the order in which the model registers them."""
+def with_parameters(
+    spans: Sequence[Span], units: Sequence[Unit], registered: tuple[str, ...], storage: str = ""
+) -> tuple[Unit, ...]:
+    """``units`` with the parameters that they manage, in the order in which the model registers them; 4-bit weights are
+    packed into numbers of the dtype ``storage``, or are no unit's without one."""
 
     def ordered(own: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+        own = tuple(packed(one, storage) for one in own if storage or one.four_bit is None)
         return tuple(sorted(own, key=lambda one: registered_place(one.name, registered)))
 
     managed = managed_parameters(spans, units)

@@ -57,10 +57,26 @@ FSDP_1 = (
 )
 
 
+def of_adapters(plan: ResolvedPlan) -> Iterator[str]:
+    """Of shards that are trained, and of those that are not."""
+    dtype = plan.precision.dtype
+    if plan.lora.rank is not None:
+        yield (
+            f"adapters are shards in {plan.lora.dtype}, frozen parameters in {plan.fsdp.parameters}; both are gathered "
+            f"in {dtype} (MixedPrecisionPolicy), in the unit of their layer, and adapters alone are reduced"
+        )
+    if plan.quantisation.kind != "none" and plan.quantisation.storage != "uint8":
+        yield (
+            f"4-bit weights are stored in {dtype} (bnb_4bit_quant_storage) and sharded; their scales are whole on "
+            "every rank; in uint8, bitsandbytes' default, Accelerate 1.14 and later leaves the weights whole, too "
+            "(--quant-storage uint8), and earlier ones fail"
+        )
+
+
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.fsdp.version == "1":
         return (*FSDP_1, *plain(plan))
-    result = [*FSDP]
+    result = [*FSDP, *of_adapters(plan)]
     if plan.fsdp.offload:
         result.append(
             "host memory counts the tensors' bytes; not counted: PyTorch rounds pinned tensors up to a "

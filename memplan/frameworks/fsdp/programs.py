@@ -12,6 +12,7 @@ from functools import lru_cache
 from ...families import family
 from ...layers.coverage import TRANSFORMERS, check_covered, covered
 from ...layers.module import Module, Options, Parameter
+from ...layers.tuning import ADAPTERS
 from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp
 from ...plan.resolved import ResolvedPlan
@@ -20,6 +21,7 @@ from ...tape.events import Stretch
 from ...tape.program import Program, Span
 from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
+from ..plain.tuned import shared_table
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
 from .stages import check_no_pipeline, stage_programs
 from .torchtitan import ActivationCheckpointing, torchtitan_model
@@ -53,6 +55,15 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
         raise PlanError("fsdp.reshard_to", to, "must be left out: torchtitan's reshard_after_forward is true or false")
     if given.code == "torchtitan" and given.offload and plan.optimizer.implementation == "fused":
         raise PlanError("optimizer.implementation", "fused", "must be foreach or for-loop with CPU offload")
+    storage, compute = plan.quantisation.storage, plan.precision.dtype
+    if storage not in (None, "uint8", compute):
+        problem = f"must be {compute}, or uint8 for weights that stay whole: fully_shard casts others to {compute}"
+        raise PlanError("quantisation.storage", storage, problem)
+    if plan.quantisation.prepared:
+        problem = "must be false with framework fsdp: trl and peft leave 4-bit models that are sharded unprepared"
+        raise PlanError("quantisation.prepared", True, problem)
+    if plan.lora.rank is not None and given.code == "torchtitan":
+        raise PlanError("lora.rank", plan.lora.rank, "must be left out: torchtitan trains all parameters")
     if given.code == "torchtitan":
         _check_recompute(plan, given)
     if given.code != "torchtitan" and (given.per_operator or given.recompute_every != 1 or given.ends_apart):
@@ -88,7 +99,15 @@ def sharding_of(plan: ResolvedPlan, given: Fsdp) -> Sharding:
         given.offload,
         plan.layout.tp,
         divides=given.code == "torchtitan" and shards == 1,  # with more shards NCCL divides, if anything
+        adapters=plan.lora.dtype or "",
+        whole_4bit=leaves_4bit(plan),
     )
+
+
+def leaves_4bit(plan: ResolvedPlan) -> bool:
+    """Whether 4-bit weights stay whole on every rank: Accelerate leaves storage that is no floating point to nobody
+    (``fsdp2_prepare_model``, from 1.14 on)."""
+    return plan.quantisation.storage == "uint8"
 
 
 def model_of(plan: ResolvedPlan, options: Options, given: Fsdp) -> Model:
@@ -108,28 +127,53 @@ def transformers_model(
     by itself keeps (``_lazy_init``).
     """
     spans = model_spans(plan, with_seams(options))
-    names = [name for span in spans for name in span.names]
+    modules = [(span.module, name) for span in spans for name in span.names]
+    names = [name for _, name in modules]
     units = [Unit(MODEL, (), 0, len(names) - 1, reshard_root, False)]
-    units += [Unit(name, (), at, at, reshard) for at, name in enumerate(names) if name.startswith("layer.")]
-    owned = with_parameters(spans, units, family(plan.model.family).registered)
+    units += [
+        Unit(name, (), at, at, reshard, bool(module.first.grad_input))
+        for at, (module, name) in enumerate(modules)
+        if name.startswith("layer.")
+    ]
+    storage = "" if leaves_4bit(plan) else plan.precision.dtype
+    owned = with_parameters(spans, units, family(plan.model.family).registered, storage)
     return Model(spans, owned, names[-1], tuple(buffers(plan, 0)))
 
 
 def model_spans(plan: ResolvedPlan, options: Options) -> tuple[Span, ...]:
     """The model as one device runs it, in the dtype of compute; buffers have that of the shards."""
-    precision = plan.precision.model_copy(update={"gradients": plan.precision.dtype})
-    (single,) = plain.programs(plan.model_copy(update={"framework": "fsdp", "precision": precision}), options)
-    if not family(plan.model.family).conv1d:
-        return single.spans
-    return tuple(
-        Span(transposed(span.module), span.names) if span.module.name == "layer" else span for span in single.spans
-    )
+    compute, stored = plan.precision.dtype, plan.lora.dtype
+    precision = plan.precision.model_copy(update={"gradients": compute})
+    lora = plan.lora.model_copy(update={"dtype": compute}) if stored is not None else plan.lora
+    inner = plan.model_copy(update={"framework": "fsdp", "precision": precision, "lora": lora})
+    (single,) = plain.programs(inner, options)
+    spans = single.spans
+    if family(plan.model.family).conv1d:
+        spans = tuple(replace(one, module=transposed(one.module)) if _is_layer(one) else one for one in spans)
+    if stored is None:
+        return spans
+    return tuple(Span(with_stored(one.module, plan.fsdp.parameters, stored), one.names) for one in spans)
+
+
+def _is_layer(span: Span) -> bool:
+    return span.module.name == "layer"
 
 
 @lru_cache(maxsize=1024)
 def transposed(layer: Module) -> Module:
     """A layer of GPT-2, whose ``Conv1D`` weights are (in, out): the dimension that is cut is the other one."""
-    return replace(layer, parameters=tuple(Parameter(one.name, one.shape[::-1]) for one in layer.parameters))
+
+    def turned(one: Parameter) -> Parameter:
+        return one if one.name.endswith(ADAPTERS) else replace(one, shape=one.shape[::-1])
+
+    return replace(layer, parameters=tuple(map(turned, layer.parameters)))
+
+
+@lru_cache(maxsize=1024)
+def with_stored(module: Module, frozen: str, trained: str) -> Module:
+    """``module``, whose parameters are in the dtype of compute when they are gathered, with the dtypes of shards."""
+    parameters = tuple(replace(one, dtype=trained if one.trained else frozen) for one in module.parameters)
+    return replace(module, parameters=parameters)
 
 
 def recompute_of(plan: ResolvedPlan, given: Fsdp) -> ActivationCheckpointing:
@@ -159,13 +203,14 @@ def _program(
     ranks = sharding.shards * sharding.replicas
     shape = plain.layer_shape(plan)
     tensors = tuple(one for span in spans for _ in span.names for one in span.module.parameters)
+    extra = [*inputs(shape, 0), *model.buffers, *(shared_table(plan) if sharding.adapters else ())]
     return Program(
         stage=0,
         ranks=tuple(range(ranks * sharding.tensor)),
         entries=tuple(name for span in spans if span.module.name not in plain.EDGES for name in span.names),
         order=one_chunk(spans, plan.microbatches, last=last),
         states=() if sharding.offload else sharded_states(plan.optimizer, sharding),
-        extra=(*inputs(shape, 0), *model.buffers),
+        extra=tuple(extra),
         step=Stretch() if sharding.offload else sharded_step(tensors, plan.optimizer, sharding),
         late_states=True,
     )

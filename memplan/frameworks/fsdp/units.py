@@ -9,7 +9,9 @@ equal pieces as there are shards, the last ones padded or empty; rank 0 has the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
+from itertools import compress
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
@@ -19,6 +21,7 @@ from ...plan.plan import Optimizer
 from ...tape.events import Category, Stretch, rounded
 from ...tape.program import drop_all
 from ...values import dataclass
+from ..plain import tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Sharding:
     replicas: int = 1
     """Groups of such ranks that hold the same shards (HSDP)."""
     parameters: str = "fp32"
-    """Dtype of the sharded parameters, and of what the optimizer sees."""
+    """Dtype of the sharded parameters that have none of their own, and of what the optimizer sees."""
     compute: str = "bf16"
     """``MixedPrecisionPolicy.param_dtype``: of gathered parameters and their gradients."""
     reduce: str = "fp32"
@@ -41,6 +44,19 @@ class Sharding:
     """Ranks among which tensor parallelism has cut parameters before (``DTensor``); a unit's are the local ones."""
     divides: bool = False
     """``set_gradient_divide_factor``: over one rank, which sends nothing, gradients are divided in a copy."""
+    adapters: str = ""
+    """Dtype of the shards that are trained, where all others are frozen."""
+    whole_4bit: bool = False
+    """4-bit weights are not sharded (``ignored_params``)."""
+
+    @property
+    def trained(self) -> str:
+        """Dtype of the shards that are trained, and of their gradients (``orig_dtype``)."""
+        return self.adapters or self.parameters
+
+    def casts(self, parameter: Parameter) -> bool:
+        """Whether a parameter's shard is cast before it is gathered (``FSDPParam.param_dtype``)."""
+        return (parameter.dtype or self.parameters) != self.compute
 
     def width(self, reshard_after_forward: bool | int) -> int | None:
         """Ranks across which parameters are cut after forward; ``None`` where they stay whole
@@ -73,6 +89,11 @@ class Unit:
     def tables(self) -> dict[int, tuple[int, ...]]:
         return {}
 
+    @cached_property
+    def trained(self) -> tuple[bool, ...]:
+        """Of each parameter, whether it has a gradient."""
+        return tuple(one.trained for one in self.parameters)
+
     def shard_elements(self, shards: int) -> tuple[int, ...]:
         """Elements of rank 0's piece of each parameter, with padding."""
         found = self.tables.get(shards)
@@ -84,11 +105,22 @@ class Unit:
         """Elements of one rank's part of the all-gather: one piece of every parameter."""
         return sum(self.shard_elements(shards))
 
+    def reduced(self, shards: int) -> int:
+        """Elements of one rank's part of the reduce-scatter: one piece of every parameter that is trained."""
+        return sum(compress(self.shard_elements(shards), self.trained))
+
 
 def shard(parameter: Parameter, shards: int) -> Parameter:
     """Rank 0's piece: ceil(d₀ / shards) rows (``_init_sharded_param``, ``padded_sharded_param_size``)."""
     rows, *rest = parameter.shape
-    return Parameter(parameter.name, (-(-rows // shards), *rest))
+    return replace(parameter, shape=(-(-rows // shards), *rest))
+
+
+def shard_of(sharding: Sharding, parameter: Parameter) -> Parameter:
+    """The same of one that may have four bits."""
+    if parameter.four_bit is not None and sharding.whole_4bit:
+        return parameter
+    return shard(tuned.packed(parameter, sharding.compute), sharding.shards)
 
 
 def size(elements: int, dtype: str) -> int:
@@ -102,6 +134,8 @@ def size(elements: int, dtype: str) -> int:
 @lru_cache(maxsize=256)
 def sharded_states(optimizer: Optimizer, sharding: Sharding) -> tuple[State, ...]:
     """Parameters and the optimizer's states, each as rank 0's shard (``DTensor``'s local tensor)."""
+    if sharding.adapters:
+        return tuned.sharded_states(optimizer, sharding.parameters, partial(shard_of, sharding))
     whole = (
         full("parameter", Category.PARAMETERS, sharding.parameters),
         *optimizer_states(optimizer, sharding.parameters, embeddings_32bit=optimizer.embeddings_32bit),
@@ -116,8 +150,8 @@ def _of_shard(state: State, shards: int) -> State:
 @lru_cache(maxsize=256)
 def sharded_step(tensors: tuple[Parameter, ...], optimizer: Optimizer, sharding: Sharding) -> Stretch:
     """The optimizer's step on shards: foreach lists are of local tensors (``DTensor`` dispatches each)."""
-    pieces = [shard(one, sharding.shards) for one in tensors]
-    return Stretch(drop_all(step_temporaries(optimizer, pieces, sharding.parameters), 1))
+    pieces = [shard(one, sharding.shards) for one in tensors if one.trained]
+    return Stretch(drop_all(step_temporaries(optimizer, pieces, sharding.trained), 1))
 
 
 def host_bytes(tensors: Sequence[Parameter], optimizer: Optimizer, sharding: Sharding) -> int:
@@ -126,5 +160,5 @@ def host_bytes(tensors: Sequence[Parameter], optimizer: Optimizer, sharding: Sha
     if not sharding.offload:
         return 0
     states = sharded_states(optimizer, sharding)
-    gradients = sum(shard(one, sharding.shards).bytes(sharding.parameters) for one in tensors)
+    gradients = sum(shard(one, sharding.shards).bytes(sharding.trained) for one in tensors if one.trained)
     return gradients + sum(state.size(one) for state in states for one in tensors)

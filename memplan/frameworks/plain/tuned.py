@@ -5,10 +5,12 @@ bitsandbytes 0.50: ``functional.py`` (``quantize_4bit``, ``QuantState``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
 from ...families import family
+from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter, hold_bytes
 from ...layers.tuning import CODE, NESTED_BLOCK, NESTED_CODE, Adapters, FourBit, Tuning
 from ...optimizers.states import EMBEDDINGS, State, optimizer_states
@@ -91,6 +93,26 @@ def check_tuned(plan: ResolvedPlan) -> None:
 def tuned_states(optimizer: Optimizer, dtype: str) -> tuple[State, ...]:
     """Each parameter as it is stored, and the optimizer's states, in its dtype, of those that are trained."""
     return (*stored(dtype), *trained_states(optimizer))
+
+
+def sharded_states(optimizer: Optimizer, dtype: str, shard: Callable[[Parameter], Parameter]) -> tuple[State, ...]:
+    """The same of parameters that are cut: of each this rank's ``shard``; of a 4-bit weight that is a piece of what it
+    is packed into, and its ``quant_state`` is whole."""
+
+    def of(state: State) -> State:
+        return State(state.name, state.category, lambda parameter: state.size(shard(parameter)))
+
+    parameter, *beside = stored(dtype)
+    return (of(parameter), *beside, *map(of, trained_states(optimizer)))
+
+
+def packed(parameter: Parameter, dtype: str) -> Parameter:
+    """``parameter`` as what wraps it sees it: four bits are numbers of ``dtype``, one a row (``functional.py``,
+    ``quantize_4bit`` with ``quant_storage``)."""
+    if parameter.four_bit is None:
+        return parameter
+    rows = -(-parameter.elements // (2 * ITEMSIZE[dtype]))
+    return replace(parameter, shape=(rows, 1), dtype=dtype, four_bit=None)
 
 
 @lru_cache(maxsize=64)
