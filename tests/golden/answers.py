@@ -120,9 +120,17 @@ def split(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         return False
 
     rest = {name: value for name, value in found.items() if name != "memplan"}
+    if "plan" in rest:
+        rest["plan"] = without_unsaid(rest["plan"])
     if "search" in rest:
         rest["search"] = {name: value for name, value in rest["search"].items() if name != "seconds"}
     return figures(rest), texts
+
+
+def without_unsaid(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan without what is null, false or empty, so that a field that is new, and left out, changes no digest."""
+    found = ((name, without_unsaid(one) if isinstance(one, dict) else one) for name, one in plan.items())
+    return {name: one for name, one in found if one not in (None, {}, []) and one is not False}
 
 
 def _field(rule: str) -> str:
