@@ -42,6 +42,7 @@ FORMATS = {
             is_script=True,
             marks=("MODEL_ARGS", "--num-layers", "num-layers", "--hidden-size", "hidden-size"),
         ),
+        Format("megatron-bridge", ".megatron_bridge.reader", example="run_config.yaml", marks=("_target_",)),
         Format("megatron-deepspeed", ".training_scripts", ".megatron_deepspeed.script", is_script=True),
         Format(
             "deepspeed",

@@ -167,6 +167,11 @@ def words_of_mapping(arguments: Mapping[str, object], framework: str, source: st
     return _mapping(node, arguments_of(framework), {}, Path())
 
 
+def words_of_node(root: Node, framework: str) -> Words:
+    """The arguments in a mapping that a file holds: ``arguments``, and ``environment`` beside them."""
+    return _mapping(root, arguments_of(framework), {}, Path())
+
+
 def _refuse_what_is_none(content: str, source: str) -> None:
     origin = Origin(source)
     for magic, what in _MAGIC.items():

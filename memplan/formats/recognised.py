@@ -41,6 +41,6 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
     written = parse_yaml(text.expandtabs(2), name)
     if isinstance(written.value, list):
         return "megatron"
-    if written.mapping.keys() & {"model", "framework", "extends"}:
+    if "_target_" not in written.mapping and written.mapping.keys() & {"model", "framework", "extends"}:
         return None
     return next((one.name for one in possible if written.mapping.keys() & {*one.marks}), None)

@@ -81,8 +81,10 @@ def launched(
     asked: Asked,
     family: Family | None = None,
     environment: Mapping[str, Node] | None = None,
+    name: str = "arguments",
 ) -> Launch:
-    """``words`` as a plan; ``family`` and ``environment`` where the caller knows more than they say."""
+    """``words`` as a plan; ``family`` and ``environment`` where the caller knows more than they say. ``name`` is the
+    model's where no script's name is."""
     settings = Settings(words.given, words.ledger, words.origin)
     refused = _refusal(words) or _refused_argument(words)
     if refused is not None:
@@ -97,7 +99,7 @@ def launched(
         raise PlanError("hardware.gpus", ABSENT, problem, origin=words.origin)
     context = Context(
         family or _family(words, settings),
-        training.script if training is not None else "arguments",
+        training.script if training is not None else name,
         words.folder,
         gpus,
         training.gpus_per_node if training is not None else None,

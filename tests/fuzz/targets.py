@@ -17,6 +17,7 @@ import yaml
 from memplan.formats import reader
 from memplan.formats.deepspeed.config import ROWS as DEEPSPEED_ROWS
 from memplan.formats.launch import Asked, launched_plan
+from memplan.formats.megatron_bridge.table import RENAMED, TURNED_OFF
 from memplan.formats.torchtitan.keys import keys
 from memplan.formats.trainer.tables import NOTED, READ, REFUSED
 from memplan.plan.errors import PlanError
@@ -27,6 +28,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 
 from ..formats.launch.scripts import BERT, BIGSCIENCE, GPT, LLAMA, SMALL
+from ..formats.launch.test_megatron_bridge import RUN as BRIDGE
 from .documents import as_json, as_toml, changed, extreme, scalar, tree
 from .driver import Target
 from .estimates import TARGETS as ESTIMATES
@@ -336,6 +338,12 @@ TARGETS = {
                 ".json", [json.loads(one) for one in _golden("launch/torchtitan_*.json")], list(keys()), {"gpus": "8"}
             ),
             _launched("torchtitan"),
+            str,
+        ),
+        Target(
+            "bridge",
+            _document(".yaml", [BRIDGE], [*RENAMED, *TURNED_OFF, "mixed_precision", "_target_"], {"gpus": "16"}),
+            _launched("megatron-bridge"),
             str,
         ),
         Target(

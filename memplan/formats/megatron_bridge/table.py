@@ -1,0 +1,148 @@
+"""Fields of Megatron-Bridge's configuration that Megatron-LM's arguments call otherwise.
+
+``TransformerConfig`` and ``OptimizerConfig`` of Megatron-Core are the fields of both; what is not here has the name of
+its argument, with underscores (``argument_utils.py`` makes arguments of the fields). Read in Megatron-Bridge of August
+2026: ``models/gpt_provider.py``, ``training/config.py``, ``training/mixed_precision.py``, ``training/comm_overlap.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SECTIONS = ("model", "ddp", "optimizer", "train")
+"""Sections whose fields are arguments; of others memory does not depend, or they are read by themselves."""
+
+RENAMED: Mapping[str, str] = {
+    "num_moe_experts": "--num-experts",
+    "layernorm_epsilon": "--norm-epsilon",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
+    "bucket_size": "--ddp-bucket-size",
+    "fp8": "--fp8-format",
+    "fp8_param": "--fp8-param-gather",
+    "fp4": "--fp4-format",
+    "fp4_param": "--fp4-param-gather",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+}
+"""The argument that says the same."""
+
+TURNED_OFF: Mapping[str, tuple[str, ...]] = {
+    "share_embeddings_and_output_weights": ("--untie-embeddings-and-output-weights",),
+    "add_bias_linear": ("--disable-bias-linear",),
+    "bias_activation_fusion": ("--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
+    "bias_dropout_fusion": ("--no-bias-dropout-fusion",),
+    "masked_softmax_fusion": ("--no-masked-softmax-fusion",),
+    "gradient_accumulation_fusion": ("--no-gradient-accumulation-fusion",),
+    "apply_rope_fusion": ("--no-rope-fusion",),
+    "overlap_p2p_comm": ("--no-overlap-p2p-communication",),
+    "check_for_nan_in_grad": ("--no-check-for-nan-in-loss-and-grad",),
+}
+"""Arguments that are given where the field is false."""
+
+_BY_ITSELF = """
+    activation_func gated_linear_unit num_query_groups seq_length vocab_size should_pad_vocab
+    make_vocab_size_divisible_by grad_reduce_in_fp32 transformer_layer_spec bf16 fp16
+"""
+BY_ITSELF = frozenset(_BY_ITSELF.split())
+"""Fields that ``reader`` reads."""
+
+_IGNORED = """
+    params_dtype pipeline_dtype autocast_dtype enable_autocast perform_initialization init_method embedding_init_method
+    output_layer_init_method timers finalize_model_grads_func grad_scale_func moe_grad_scale_func mtp_grad_scale_func
+    no_sync_func grad_sync_func param_sync_func use_te_rng_tracker tp_comm_bulk_wgrad tp_comm_bulk_dgrad
+    tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
+    tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_overlap_cfg variable_seq_lengths batch_p2p_comm
+    batch_p2p_sync deallocate_pipeline_outputs cpu_offloading_activations cpu_offloading_weights
+    cpu_offloading_num_layers
+    barrier_with_L1_time softmax_scale dsa_indexer_rotate_activation dsa_indexer_scoring_relu persist_layer_norm
+    memory_efficient_layer_norm fused_single_qkv_rope fp8_wgrad tp_only_amax_red moe_router_topk_limited_devices
+    cuda_graph_use_single_mempool cuda_graph_retain_backward_graph clone_scatter_output_in_embedding
+    disable_parameter_transpose_cache inference_sampling_seed use_mamba_mem_eff_path hetereogenous_dist_checkpoint
+    original_max_position_embeddings beta_fast beta_slow parallel_output rope_scaling seq_len_interpolation_factor
+    yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
+    yarn_mscale_all_dim yarn_correction_range_round_to_int scatter_embedding_sequence_parallel hf_model_id
+    hf_model_revision mtp_enabled restore_modelopt_state use_arbitrary_attention_mask
+    async_tensor_model_parallel_allreduce config_logger_dir mlp_chunks_for_prefill min_offloaded_tensor_size
+    generation_config use_transformer_engine_full_layer_spec use_transformer_engine_op_fuser
+    align_param_gather num_buckets pad_buckets_for_high_nccl_busbw average_in_collective gradient_reduce_div_fusion
+    fsdp_all_gather_in_start_param_sync preserve_fp32_weights keep_fp8_transpose_cache
+    store_param_remainders decoupled_weight_decay muon_split_qkv soap_shampoo_beta soap_use_kl_shampoo
+    adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps pin_cpu_grads pin_cpu_params
+    grad_norm_skip_threshold num_epochs check_optimizer_step_success skip_sync_grad_norm_across_mp exit_signal
+    iterations_to_skip
+"""
+IGNORED = frozenset(_IGNORED.split())
+"""Fields on which memory does not depend, or whose effect another field's argument has."""
+
+ACTIVATIONS: Mapping[tuple[str, bool], tuple[str, ...]] = {
+    ("silu", True): ("--swiglu",),
+    ("quick_gelu", True): ("--quick-geglu",),
+    ("gelu", False): (),
+    ("squared_relu", False): ("--squared-relu",),
+}
+"""Arguments by the activation's function, and whether it gates."""
+
+_HALVES = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1, "first_last_layers_bf16": True}
+_TWO_EACH = {**_HALVES, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
+PRECISIONS: Mapping[str, Mapping[str, object]] = {
+    "mixed": {},
+    "with_fp8_delayed_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
+    "with_fp8_current_scaling_mixed": {
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "fp8_param_gather": True,
+        **_HALVES,
+    },
+    "with_fp8_subchannel_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "with_mxfp8_mixed": {
+        "fp8": "e4m3",
+        "fp8_recipe": "mxfp8",
+        "fp8_param_gather": True,
+        "reuse_grad_buf_for_mxfp8_param_ag": True,
+    },
+    "with_nvfp4_mixed": {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True},
+}
+"""What the names of ``mixed_precision`` mean behind ``bf16_`` or ``fp16_``."""
+
+SPECIAL_PRECISIONS: Mapping[str, Mapping[str, object]] = {
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": {
+        **PRECISIONS["with_fp8_current_scaling_mixed"],
+        **_TWO_EACH,
+    },
+    "nanov2_bf16_with_fp8_current_scaling_mixed": {
+        **PRECISIONS["with_fp8_current_scaling_mixed"],
+        **_TWO_EACH,
+        "fp8_recipe": "blockwise",
+    },
+}
+
+OTHER_MODELS = (
+    "vl",
+    "omni",
+    "vision",
+    "audio",
+    "asr",
+    "llava",
+    "mimo",
+    "t5",
+    "mamba",
+    "hybrid",
+    "nemotronh",
+    "falconh1",
+)
+OTHERS_LAYERS = (
+    "gemma",
+    "exaone",
+    "step",
+    "next",
+    "nemotron_nas",
+    "llamanemotron",
+    "minimax",
+    "glm5",
+    "sarvam",
+    "falcon",
+)
+"""Parts of a provider's name whose layers are not those of Megatron-Core's GPT."""

@@ -1,0 +1,218 @@
+"""``--from megatron-bridge``: a run's configuration, beside the same plan as Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from memplan.commands.launched import flags_of_launch, read_given
+from memplan.formats.megatron_bridge import table
+from memplan.formats.rows import arguments_of
+from memplan.formats.training_scripts import plan_of_arguments
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
+from memplan.plan.read import ReadPlan
+
+
+def named(path: str) -> dict[str, Any]:
+    """A function or dtype, as ``safe_yaml_representers`` writes it."""
+    return {"_target_": path, "_call_": False}
+
+
+MODEL = {
+    "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
+    "hf_model_id": "meta-llama/Meta-Llama-3-8B",
+    "activation_func": named("torch.nn.functional.silu"),
+    "add_bias_linear": False,
+    "apply_rope_fusion": True,
+    "attention_backend": {
+        "_target_": "megatron.core.transformer.enums.AttnBackend",
+        "_call_": True,
+        "_args_": [1],
+        "_name_": "flash",
+    },
+    "attention_dropout": 0.0,
+    "bf16": True,
+    "bias_activation_fusion": True,
+    "bias_dropout_fusion": True,
+    "context_parallel_size": 2,
+    "cross_entropy_fusion_impl": "te",
+    "cross_entropy_loss_fusion": True,
+    "ffn_hidden_size": 14336,
+    "fp8": None,
+    "fp8_recipe": "delayed",
+    "gated_linear_unit": True,
+    "gradient_accumulation_fusion": True,
+    "hidden_dropout": 0.0,
+    "hidden_size": 4096,
+    "init_method": {"_target_": "torch.nn.init.normal_", "_partial_": True, "_args_": [], "std": 0.02},
+    "kv_channels": 128,
+    "masked_softmax_fusion": False,
+    "make_vocab_size_divisible_by": 128,
+    "normalization": "RMSNorm",
+    "num_attention_heads": 32,
+    "num_layers": 8,
+    "num_query_groups": 8,
+    "params_dtype": named("torch.bfloat16"),
+    "pipeline_model_parallel_size": 2,
+    "position_embedding_type": "rope",
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "mlp"],
+    "sequence_parallel": True,
+    "seq_length": 4096,
+    "share_embeddings_and_output_weights": False,
+    "should_pad_vocab": True,
+    "tensor_model_parallel_size": 2,
+    "transformer_layer_spec": named("megatron.bridge.models.gpt_provider.default_layer_spec"),
+    "virtual_pipeline_model_parallel_size": 2,
+    "vocab_size": 128256,
+}
+RUN = {
+    "_target_": "megatron.bridge.training.config.ConfigContainer",
+    "model": MODEL,
+    "ddp": {
+        "_target_": "megatron.core.distributed.distributed_data_parallel_config.DistributedDataParallelConfig",
+        "grad_reduce_in_fp32": True,
+        "check_for_nan_in_grad": False,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "use_distributed_optimizer": True,
+    },
+    "optimizer": {
+        "_target_": "megatron.bridge.training.config.OptimizerConfig",
+        "optimizer": "adam",
+        "exp_avg_dtype": named("torch.bfloat16"),
+        "exp_avg_sq_dtype": named("torch.bfloat16"),
+        "use_distributed_optimizer": True,
+        "use_precision_aware_optimizer": True,
+        "clip_grad": 1.0,
+        "lr": 3e-4,
+    },
+    "train": {"_target_": "…TrainingConfig", "micro_batch_size": 1, "global_batch_size": 16, "train_iters": 10},
+    "dataset": {"_target_": "…GPTDatasetConfig", "sequence_length": 4096},
+    "mixed_precision": "bf16_mixed",
+    "checkpoint": {"save_interval": 500},
+}
+ARGUMENTS: dict[str, object] = {
+    "--num-layers": 8,
+    "--hidden-size": 4096,
+    "--ffn-hidden-size": 14336,
+    "--num-attention-heads": 32,
+    "--group-query-attention": True,
+    "--num-query-groups": 8,
+    "--kv-channels": 128,
+    "--max-position-embeddings": 4096,
+    "--position-embedding-type": "rope",
+    "--normalization": "RMSNorm",
+    "--swiglu": True,
+    "--disable-bias-linear": True,
+    "--untie-embeddings-and-output-weights": True,
+    "--attention-dropout": 0,
+    "--hidden-dropout": 0,
+    "--attention-backend": "flash",
+    "--no-masked-softmax-fusion": True,
+    "--cross-entropy-loss-fusion": True,
+    "--cross-entropy-fusion-impl": "te",
+    "--tensor-model-parallel-size": 2,
+    "--sequence-parallel": True,
+    "--pipeline-model-parallel-size": 2,
+    "--num-virtual-stages-per-pipeline-rank": 2,
+    "--context-parallel-size": 2,
+    "--recompute-granularity": "selective",
+    "--recompute-modules": "core_attn mlp",
+    "--bf16": True,
+    "--accumulate-allreduce-grads-in-fp32": True,
+    "--use-distributed-optimizer": True,
+    "--use-precision-aware-optimizer": True,
+    "--exp-avg-dtype": "bf16",
+    "--exp-avg-sq-dtype": "bf16",
+    "--overlap-grad-reduce": True,
+    "--overlap-param-gather": True,
+    "--no-check-for-nan-in-loss-and-grad": True,
+    "--micro-batch-size": 1,
+    "--global-batch-size": 16,
+    "--seq-length": 4096,
+}
+
+
+def read(folder: Path, content: object, **flags: str) -> ReadPlan:
+    """The plan in ``content``, recognised without ``--from``."""
+    (folder / "run_config.yaml").write_text(yaml.safe_dump(content))
+    place = str(folder / "run_config.yaml")
+    return read_given(place, flags_of_launch(place, None), {"gpus": "16", **flags})
+
+
+def changed(**fields: object) -> dict[str, Any]:
+    """The run with other fields of its model."""
+    return {**RUN, "model": {**MODEL, **fields}}
+
+
+def without_name(plan: Plan) -> Plan:
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"name": ""})})
+
+
+def test_a_run_is_the_plan_of_the_same_arguments(tmp_path: Path) -> None:
+    found = read(tmp_path, RUN)
+    arguments = {**ARGUMENTS, "--recompute-modules": ["core_attn", "mlp"]}
+    expected = plan_of_arguments(arguments, gpus=16, vocabulary=128256, flags={"gpus": "16"})
+    assert without_name(found.plan) == without_name(expected.plan)
+    assert found.plan.model.name == "meta-llama/Meta-Llama-3-8B"
+    assert not found.warnings
+
+
+def test_every_name_is_an_argument() -> None:
+    known = arguments_of("megatron")
+    names = [*table.RENAMED.values(), *(name for several in table.TURNED_OFF.values() for name in several)]
+    names += [name for several in table.ACTIVATIONS.values() for name in several]
+    assert [name for name in names if name not in known] == []
+    assert not {*table.RENAMED, *table.TURNED_OFF} & (table.IGNORED | table.BY_ITSELF)
+
+
+def test_a_vocabulary_that_is_not_padded_is_taken_as_it_is(tmp_path: Path) -> None:
+    plan = read(tmp_path, changed(should_pad_vocab=False, vocab_size=128258)).plan
+    assert (plan.model.vocab, plan.megatron.vocab_multiple) == (128258, 1)
+
+
+def test_gradients_that_are_reduced_in_bf16(tmp_path: Path) -> None:
+    reduced = {**RUN, "ddp": {"grad_reduce_in_fp32": False}, "mixed_precision": None}
+    assert read(tmp_path, reduced).plan.precision.gradients == "bf16"
+    assert read(tmp_path, RUN).plan.precision.gradients == "fp32"
+
+
+def test_what_has_no_argument_is_told(tmp_path: Path) -> None:
+    (told,) = read(tmp_path, changed(novel_buffers=True)).warnings
+    assert told.code == "argument-unknown"
+    assert "model.novel_buffers" in told.message
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"_target_": "ConfigContainer"}, "model: is missing: this is no run configuration of Megatron-Bridge"),
+        (
+            changed(_target_="megatron.bridge.models.qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"),
+            "model._target_ = Qwen25VLModelProvider: is not modelled yet; GPT's providers",
+        ),
+        ({**RUN, "mixed_precision": "bf16_blend"}, "mixed_precision = bf16_blend: must be one of bf16_mixed, "),
+        ({**RUN, "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 8}}, "peft: is not modelled yet"),
+        (changed(activation_func=named("torch.nn.functional.relu")), "model.activation_func = relu, gated: is not"),
+        (changed(num_layers=None), "--num-layers: is missing"),
+        (changed(hidden_size="wide"), "--hidden-size = wide: must be a whole number"),
+    ],
+)
+def test_wrong_runs_are_one_line(tmp_path: Path, content: object, problem: str) -> None:
+    with pytest.raises(PlanError) as found:
+        read(tmp_path, content)
+    assert problem in str(found.value)
+    assert "\n" not in str(found.value)
+    assert "run_config.yaml" in str(found.value)
+
+
+def test_the_number_of_gpus_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(RUN))
+    place = str(tmp_path / "run_config.yaml")
+    with pytest.raises(PlanError, match="how many GPUs"):
+        read_given(place, flags_of_launch(place, "megatron-bridge"), {})
