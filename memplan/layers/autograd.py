@@ -33,6 +33,7 @@ from .shapes import size_of as size_of
 from .work import Kernel, Operator, Stream, Work
 
 if TYPE_CHECKING:
+    from .megatron_core.precision import Low
     from .recompute import Frame
     from .tuning import FourBit, Tuning
 
@@ -166,7 +167,8 @@ class Leaf:
     """A tensor that gradients arrive at: a parameter, or a layer's input."""
 
     __slots__ = (
-        "dtype", "expert", "four_bit", "gradient", "has_gradient", "is_parameter", "name", "node", "shape", "trained"
+        "dtype", "expert", "four_bit", "gradient", "has_gradient", "is_parameter", "low", "name", "node", "shape",
+        "trained",
     )  # fmt: skip
 
     def __init__(self, name: str, shape: Shape, dtype: str, is_parameter: bool, has_gradient: bool) -> None:
@@ -182,6 +184,8 @@ class Leaf:
         """Ranks that share a parameter are those of an expert."""
         self.four_bit: FourBit | None = None
         """How a quantised parameter is stored."""
+        self.low: Low | None = None
+        """In what its products read it, where that is not the parameter itself."""
         self.gradient: Tensor | None = None
         self.node = Accumulate(self)
 
@@ -294,7 +298,9 @@ class Recorder:
 
     # -- graph ------------------------------------------------------------------------------------
 
-    def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False) -> Tensor:
+    def parameter(
+        self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None
+    ) -> Tensor:
         """A parameter: held elsewhere (static memory), its gradient accumulated here unless it is frozen."""
         dtype = (self.tuning and self.tuning.dtype_of(name)) or self.stored or dtype
         name = self.prefix + name
@@ -302,7 +308,7 @@ class Recorder:
         if leaf is None:
             leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)
             leaf.trained = self.tuning is None or self.tuning.trains(name)
-            leaf.expert = expert
+            leaf.expert, leaf.low = expert, low
             self.parameters[name] = leaf
         return Tensor(_STATIC, shape, dtype, leaf.node if leaf.trained else None)
 

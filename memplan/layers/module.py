@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Excursion, Hold, Hook, Scope, Tape, fold, renamed, rounded
 from ..values import dataclass
 from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
 from .tuning import FourBit, Tuning
 from .work import Attention, Kernel, Product
+
+if TYPE_CHECKING:
+    from .megatron_core.precision import Low
 
 STALE = -3
 """Id of a tensor that an earlier micro-batch left in a slot and that this one displaces."""
@@ -38,6 +41,8 @@ class Parameter:
     """How it is stored if it is quantised."""
     expert: bool = False
     """Ranks that share it are those of an expert, not of the layer around it."""
+    low: Low | None = None
+    """In what products read it, where that is not the parameter itself."""
 
     @cached_property
     def elements(self) -> int:
@@ -297,7 +302,8 @@ def recorded(
 
 
 def _parameter(leaf: Leaf, tuned: bool) -> Parameter:
-    return Parameter(leaf.name, leaf.shape, leaf.dtype if tuned else None, leaf.trained, leaf.four_bit, leaf.expert)
+    dtype = leaf.dtype if tuned else None
+    return Parameter(leaf.name, leaf.shape, dtype, leaf.trained, leaf.four_bit, leaf.expert, leaf.low)
 
 
 @dataclass(frozen=True, slots=True)

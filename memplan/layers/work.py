@@ -31,7 +31,7 @@ class Product(NamedTuple):
     n: int
     k: int
     times: int = 1
-    element: int = 2
+    element: float = 2
     """Bytes of an element."""
     written: int = 0
     """Bytes that move for each element of the result, where those are not ``element``: 8 for a gradient that is added
@@ -116,10 +116,15 @@ def linear(
     return Operator((product,), [*([of_input] if needs_x else []), *([of_weight] if needs_weight else [])])
 
 
-def _products(tokens: int, n: int, k: int, dtype: str, written: int) -> tuple[Product, Product, Product]:
-    """Forward, and for the gradients of input and weight."""
+def _products(
+    tokens: int, n: int, k: int, dtype: str, written: int, low: float | None = None
+) -> tuple[Product, Product, Product]:
+    """Forward, and for the gradients of input and weight. ``low``: bytes of an operand's element, where that is not of
+    ``dtype``, which results are."""
     e = ITEMSIZE[dtype]
-    return Product(tokens, n, k, 1, e), Product(tokens, k, n, 1, e), Product(n, k, tokens, 1, e, written)
+    if low is None:
+        return Product(tokens, n, k, 1, e), Product(tokens, k, n, 1, e), Product(n, k, tokens, 1, e, written)
+    return Product(tokens, n, k, 1, low, e), Product(tokens, k, n, 1, low, e), Product(n, k, tokens, 1, low, written or e)
 
 
 def batched(shape: Shape, k: int, dtype: str, *, needs_x: bool = True, needs_y: bool = True) -> Operator:
@@ -141,28 +146,34 @@ class Ranks:
     """A column-parallel layer's collectives run beside its products
     (``LinearWithGradAccumulationAndAsyncCommunication``)."""
 
-    def column(self, tokens: int, n: int, k: int, dtype: str, written: int = 0) -> Operator:
-        """Reads a hidden state of ``k`` features that all ranks need whole."""
-        product, of_input, of_weight = _products(tokens, n, k, dtype, written)
+    def column(
+        self, tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None
+    ) -> Operator:
+        """Reads a hidden state of ``k`` features that all ranks need whole, in elements of ``low`` bytes."""
+        product, of_input, of_weight = _products(tokens, n, k, dtype, written, low)
         if self.t == 1:
             return Operator((product,), (of_input, of_weight))
         size = tokens * k * ITEMSIZE[dtype]
+        gathered = size if low is None else tokens * k * low
         hidden, weight = (of_input, of_weight) if self.beside else (None, None)
         if not self.sequence:
             return Operator((product,), (of_input, Exchange("all-reduce", size, beside=weight), of_weight))
-        again, scattered = Exchange("all-gather", size, beside=hidden), Exchange("reduce-scatter", size, beside=weight)
-        return Operator((Exchange("all-gather", size), product), (again, of_input, scattered, of_weight))
+        again = Exchange("all-gather", gathered, beside=hidden)
+        scattered = Exchange("reduce-scatter", size, beside=weight)
+        return Operator((Exchange("all-gather", gathered), product), (again, of_input, scattered, of_weight))
 
-    def row(self, tokens: int, n: int, k: int, dtype: str, written: int = 0) -> Operator:
-        """Writes a hidden state of ``n`` features that is summed over ranks."""
-        product, of_input, of_weight = _products(tokens, n, k, dtype, written)
+    def row(self, tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None) -> Operator:
+        """Writes a hidden state of ``n`` features that is summed over ranks, whose gradient is gathered in elements of
+        ``low`` bytes."""
+        product, of_input, of_weight = _products(tokens, n, k, dtype, written, low)
         size = tokens * n * ITEMSIZE[dtype]
+        gathered = size if low is None else tokens * n * low
         if self.t == 1:
             return Operator((product,), (of_input, of_weight))
         if not self.sequence:
             return Operator((product, Exchange("all-reduce", size)), (of_input, of_weight))
         return Operator(
-            (product, Exchange("reduce-scatter", size)), (Exchange("all-gather", size), of_input, of_weight)
+            (product, Exchange("reduce-scatter", size)), (Exchange("all-gather", gathered), of_input, of_weight)
         )
 
 

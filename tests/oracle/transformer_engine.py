@@ -52,6 +52,12 @@ class _Extension(types.ModuleType):
         return value
 
 
+TENSORS = {
+    "FP8FwdTensors": [f"GEMM{at}_{kind}" for at in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT")],
+    "FP8BwdTensors": [f"GRAD_{kind}{at}" for at in (1, 2, 3) for kind in ("OUTPUT", "INPUT")],
+}
+"""Places of quantizers (``common.h``)."""
+
 ABSENT = ("onnxscript", "nvdlfw_inspect", "triton", "einops", "onnx")
 """Packages that Transformer Engine imports and that nothing here runs."""
 
@@ -110,6 +116,8 @@ def load(path: Path) -> types.ModuleType:
     sys.meta_path.append(_Finder())
     extension: Any = _Extension("transformer_engine_torch")
     extension.DType = DType
+    for name, members in TENSORS.items():
+        setattr(extension, name, enum.IntEnum(name, members, start=0))  # type: ignore[misc]
     older = "NVTE_F16_max512_seqlen"
     mentioned = older in (path / "transformer_engine/pytorch/cpp_extensions/fused_attn.py").read_text()
     names = [*BACKENDS, *([older] if mentioned else [])]
@@ -185,24 +193,33 @@ def _by_chunks(x: torch.Tensor, ids: torch.Tensor, seq_dim: int, cp: int) -> tor
     return fresh((cp, 2, *x.movedim(seq_dim, 0).shape[1:]), x.dtype)
 
 
+CAPABILITY = [9, 0]
+"""Of the GPU: an H100's, unless a case is about another."""
+
+
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """``torch.cuda`` answers as on one H100."""
-    properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100")
+    """``torch.cuda`` answers as on one GPU."""
+    major, minor = CAPABILITY
+    properties = types.SimpleNamespace(major=major, minor=minor, multi_processor_count=132, name="NVIDIA")
     answers: dict[str, Any] = {
         "current_device": lambda: 0,
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_capability": lambda device=None: (major, minor),
         "current_stream": lambda device=None: mock.MagicMock(),
         "is_current_stream_capturing": lambda: False,
         "device": lambda device: nullcontext(),
         "stream": lambda stream: nullcontext(),
         "Event": mock.MagicMock,
     }
+    at_once = mock.patch.object(
+        dist, "_coalescing_manager", lambda **_: nullcontext(types.SimpleNamespace(wait=lambda: None))
+    )
     nvtx: dict[str, Any] = {"range_push": lambda message: 0, "range_pop": lambda: 0}
     with (
+        at_once,
         mock.patch.multiple(torch.cuda, **answers),
         mock.patch.multiple(torch.cuda.nvtx, **nvtx),
         mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),

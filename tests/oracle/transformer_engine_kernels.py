@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from . import transformer_engine_quantizers as quantizers
+
 DType = enum.IntEnum(
     "DType",
     "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
@@ -58,25 +60,37 @@ def _rows(x: torch.Tensor) -> int:
 
 
 def generic_gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, quantizer: Any, *rest: Any, **_: Any) -> Any:
-    """``gemm.cpp``: the output, then the gradient of the bias in the output's dtype."""
+    """``gemm.cpp``: the output, then the gradient of the bias in the output's dtype, then ordered scales."""
     out_dtype, bias, _bias_dtype, _gelu, _gelu_in, grad = rest[:6]
-    columns = a.shape[0] if transa else a.shape[-1]
-    rows: tuple[int, ...] = (b.shape[-1],) if transb else tuple(b.shape[:-1])
+    left, right = quantizers.shape_of(a), quantizers.shape_of(b)
+    columns = left[0] if transa else left[-1]
+    rows: tuple[int, ...] = (right[-1],) if transb else right[:-1]
     if out is None:
         out = fresh((*rows, columns), DTYPES[out_dtype])
-    bias_grad = fresh((b.shape[-1],), out.dtype) if grad and bias is not None else None
+    bias_grad = fresh((right[-1],), out.dtype) if grad and bias is not None else None
+    _scratch = [*quantizers.ordered(a, not transa), *quantizers.ordered(b, transb)]
     return out, bias_grad, None, None
 
 
-def layernorm_fwd(x: Any, weight: Any, bias: Any, eps: float, out: Any, *rest: Any) -> Any:
+def layernorm_fwd(x: Any, weight: Any, bias: Any, eps: float, out: Any, quantizer: Any = None, *rest: Any) -> Any:
     """``normalization.cpp``: mean, reciprocal deviation, output."""
     mean, rsigma = fresh((_rows(x),), torch.float32), fresh((_rows(x),), torch.float32)
-    return torch.empty_like(x) if out is None else out, mean, rsigma
+    return _normed(x, out, quantizer), mean, rsigma
 
 
-def rmsnorm_fwd(x: Any, weight: Any, eps: float, out: Any, *rest: Any) -> Any:
+def _normed(x: torch.Tensor, out: Any, quantizer: Any) -> Any:
+    """Quantised from a tensor in 16 bits, unless scales are known before."""
+    if quantizer is None:
+        return torch.empty_like(x) if out is None else out
+    made = quantizers.create(quantizer, x.shape)
+    if type(quantizer).__name__ != "Float8Quantizer":
+        _unquantised = torch.empty_like(x)
+    return made
+
+
+def rmsnorm_fwd(x: Any, weight: Any, eps: float, out: Any, quantizer: Any = None, *rest: Any) -> Any:
     rsigma = fresh((_rows(x),), torch.float32)
-    return torch.empty_like(x) if out is None else out, None, rsigma
+    return _normed(x, out, quantizer), None, rsigma
 
 
 def layernorm_bwd(dz: Any, x: Any, mu: Any, rsigma: Any, gamma: Any, *rest: Any) -> Any:
@@ -207,6 +221,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "get_cublasLt_version": lambda: 130000,
     "get_cudnn_version": lambda: 92000,
     "get_num_cublas_streams": lambda: 4,
+    **quantizers.FUNCTIONS,
 }
 
 FLASH: dict[str, Callable[..., Any]] = {

@@ -20,23 +20,28 @@ import torch
 from tests.layers.megatron_core.te_cases import CASES, Case, covered
 
 from .tracer import Change
-from .transformer_engine import load, parallel, source, traced
+from .transformer_engine import CAPABILITY, load, parallel, source, traced
+
+SINGLE = 512
+"""Bytes of a single number."""
 
 Golden = dict[str, list[dict[str, Any]]]
 """By case, then for each group of releases that agree: signed sizes of forward and of backward."""
 
 
 def measured(case: Case, te: Any) -> list[list[int]]:
-    """Signed sizes of what the real module holds (+) and drops (-), forward and backward."""
+    """Signed sizes of what the real module holds (+) and drops (-), forward and backward. Single numbers of
+    quantised tensors are left out."""
     torch.set_grad_enabled(True)
     _choose(case)
     run = traced(lambda: _module(case, te))
-    return [[change.sign * change.bytes for change in part if not _on_host(change)] for part in run]
+    return [[change.sign * change.bytes for change in part if _counts(change, case)] for part in run]
 
 
-def _on_host(change: Change) -> bool:
+def _counts(change: Change, case: Case) -> bool:
     """``torch.tensor([scale])`` of the fused softmax is on the host."""
-    return change.op == "aten.lift_fresh.default" and change.shape == (1,)
+    on_host = change.op == "aten.lift_fresh.default" and change.shape == (1,)
+    return not on_host and not (case.recipe and change.bytes <= SINGLE)
 
 
 CHUNKS = ("_seq_chunk_ids_cache_for_reordering_before_attn", "_seq_chunk_ids_cache_for_reordering_after_attn")
@@ -54,6 +59,11 @@ def _choose(case: Case) -> None:
     steps: Any = importlib.import_module(f"{package}.attention.dot_product_attention.context_parallel")
     for name in ("_cu_seqlens_info_with_cp_cache", *CHUNKS):
         getattr(steps, name, {}).clear()
+    CAPABILITY[0] = case.major
+    importlib.import_module(f"{package}.utils").is_non_tn_fp8_gemm_supported.cache_clear()
+    states: Any = importlib.import_module(sys.modules[f"{package}.module.base"].FP8GlobalStateManager.__module__)
+    for kind in ("fp8", "mxfp8", "fp8_block_scaling"):  # which ask libraries that are not there
+        setattr(states, f"check_{kind}_support", lambda: (True, ""))
     base: Any = importlib.import_module(f"{package}.module.base")
     base._dummy_wgrads.clear()
     base._cublas_workspace = None
@@ -70,7 +80,7 @@ def _module(case: Case, te: Any) -> tuple[Callable[..., torch.Tensor], list[torc
             parameter.main_grad = torch.empty(parameter.shape, dtype=torch.float32)
             parameter.grad_added_to_main_grad = False
     for _ in range(2):  # what is made once is made now
-        out = function(x)
+        out = function(x)  # with copies of weights
         torch.autograd.Variable._execution_engine.run_backward(
             (out,), (torch.empty_like(out),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
@@ -97,12 +107,32 @@ def _options(case: Case) -> dict[str, Any]:
     }
 
 
-def _first(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _first(module: Any, case: Case, te: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """In 8 bits as Megatron-Core calls it: the weight is quantised in a step's first micro-batch."""
+    if case.recipe and case.original:
+        module.save_original_input = True
+    firsts = iter((True,))
+
     def function(x: torch.Tensor) -> torch.Tensor:
-        out = module(x)
+        if case.recipe:
+            with te.fp8_autocast(enabled=True, fp8_recipe=_recipe(case)):
+                out = module(x, is_first_microbatch=next(firsts, False))
+        else:
+            out = module(x)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     return function
+
+
+def _recipe(case: Case) -> Any:
+    recipes: Any = importlib.import_module("transformer_engine.common.recipe")
+    kinds = {
+        "delayed": recipes.DelayedScaling,
+        "tensorwise": recipes.Float8CurrentScaling,
+        "blockwise": recipes.Float8BlockScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+    }
+    return kinds[case.recipe]()
 
 
 def _norm(case: Case, te: Any) -> Made:
@@ -113,18 +143,18 @@ def _norm(case: Case, te: Any) -> Made:
 
 def _column(case: Case, te: Any) -> Made:
     module = te.Linear(case.h, 3 * case.h, parallel_mode="column", **_options(case))
-    return _first(module), list(module.parameters())
+    return _first(module, case, te), list(module.parameters())
 
 
 def _row(case: Case, te: Any) -> Made:
     module = te.Linear(case.h, case.h, parallel_mode="row", **_options(case) | {"return_bias": case.bias})
-    return _first(module), list(module.parameters())
+    return _first(module, case, te), list(module.parameters())
 
 
 def _norm_column(case: Case, te: Any) -> Made:
     kind = "LayerNorm" if case.norm == "layernorm" else "RMSNorm"
     module = te.LayerNormLinear(case.h, 3 * case.h, parallel_mode="column", normalization=kind, **_options(case))
-    return _first(module), list(module.parameters())
+    return _first(module, case, te), list(module.parameters())
 
 
 def _rope(case: Case, te: Any) -> Made:

@@ -9,6 +9,7 @@ from ...plan.spec import ModelSpec
 from ...values import dataclass
 from ..shapes import ITEMSIZE
 from ..work import Ranks
+from .precision import Low
 
 TransformerImpl = Literal["local", "transformer_engine"]
 CoreAttention = Literal["local", "unfused", "fused", "flash"]
@@ -114,6 +115,12 @@ class CoreShape:
     core: Version = (0, 20)
     """Version of Megatron-Core, as far as layers with experts differ."""
 
+    low: Low | None = None
+    """Precision of linear layers' products, if that is not ``dtype``,"""
+    sixteen_bit: tuple[int, int] = (0, 0)
+    """which so many layers at the start of the model, and at its end, have."""
+    layers: int = 0
+    """Of the whole model, where some of them differ."""
     asynchronous: bool = True
     """Collectives of a column-parallel layer run beside its products
     (``LinearWithGradAccumulationAndAsyncCommunication``), as they do since 2022."""

@@ -1,8 +1,8 @@
 """Transformer Engine's modules as Megatron-Core uses them (``megatron/core/extensions/transformer_engine.py``).
 
 What Python makes is read from ``transformer_engine/pytorch/module/linear.py``, ``layernorm_linear.py``,
-``ops/basic/layer_norm.py`` and ``rmsnorm.py``, what C++ makes from ``csrc/extensions``. 16-bit, without fp8, user
-buffers or a delayed weight gradient. Under gradient accumulation fusion the GEMM adds the weight's gradient
+``ops/basic/layer_norm.py`` and ``rmsnorm.py``, what C++ makes from ``csrc/extensions``. Without user buffers or a
+delayed weight gradient. What becomes of the operands of products is in ``operands``: ``precision`` decides it. Under gradient accumulation fusion the GEMM adds the weight's gradient
 to ``main_grad`` (fp32) and returns a dummy, which ``te_facts`` says the life of.
 
 Shapes: s sequence, b micro-batch, h hidden, a heads, d head size, t tensor-parallel size, v vocabulary.
@@ -17,6 +17,7 @@ from ...tape.events import Category
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, size_of
 from ..work import Exchange, Operator, Stream
 from . import te_facts
+from .operands import Linear, Operands, operands
 from .shape import CoreShape
 
 COMMUNICATION, LOGITS = Category.COMMUNICATION_BUFFERS, Category.LOGITS
@@ -31,7 +32,7 @@ def norm(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     Saves the input and, in fp32, a row's mean (LayerNorm) and reciprocal deviation.
     """
     parameters = _norm_parameters(r, x, name, shape)
-    statistics, out = _normalized(r, x, name, shape)
+    statistics, out = _statistics(r, x, name, shape), r.empty(x.shape, x.dtype, name)
     like, dtype = x.shape, x.dtype
     names = [parameter.shape for parameter in parameters]
 
@@ -45,53 +46,74 @@ def norm(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
 
 
 def column_linear(
-    r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, bias: bool, skip_bias: bool
+    r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, bias: bool, skip_bias: bool, original: bool = False
 ) -> Biased:
     """``TEColumnParallelLinear``: n outputs on this rank from (s, b, h), or from a shard that is gathered.
 
-    With sequence parallelism only the shard is saved; it is gathered again for the weight's gradient.
+    With sequence parallelism only the shard is saved; it is gathered again for the weight's gradient. ``original``:
+    in 8 bits, too, it is saved as it came.
     """
-    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype)
+    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype, low=shape.low)
     own = [r.parameter(f"{name}.bias", (n,), x.dtype)] if bias else []
     added = [] if skip_bias else own
-    like, full, dtype = x.shape, _whole(x, shape), x.dtype
-    k, gathers, has_bias = x.shape[-1], shape.sequence_parallel, bool(added)
+    full, gathers = _whole(x, shape), shape.sequence_parallel
+    layer = Linear(
+        name, x.dtype, x.shape, full, (*full[:-1], n), gathers=gathers, bias=bool(added), original=original
+    )
+    fed = operands(shape, layer)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        total = [r.empty(full, dtype, f"{name}_gathered", COMMUNICATION)] if gathers else []
-        whole = r.empty(full, dtype, f"grad_{name}_input")
-        grad = r.empty(like, dtype, f"grad_{name}_scattered") if gathers else whole
-        made = _weight_gradients(r, name, (n, k), dtype, shape, has_bias)
-        total.clear()
-        return [grad, *made]
+        return _column_backward(r, fed, shape)
 
-    node = r.node((x, weight, *added), (x, weight), backward, work=_column(r, full, n, dtype, shape))
-    total = [r.empty(full, dtype, f"{name}_gathered", COMMUNICATION)] if gathers else []
-    out = r.empty((*full[:-1], n), dtype, name)
-    total.clear()
-    return out.by(node), own[0] if own and skip_bias else None
+    saved = fed.fed(r, x)
+    node = r.node((x, weight, *added), (*saved, weight), backward, work=fed.work(r, _column(r, layer, shape)))
+    return _multiplied(r, fed).by(node), own[0] if own and skip_bias else None
 
 
-def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool) -> Biased:
+def row_linear(
+    r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool, original: bool = False
+) -> Biased:
     """``TERowParallelLinear`` with ``skip_bias_add``: h outputs, all-reduced in place or reduce-scattered."""
     h, k, dtype = shape.spec.hidden, x.shape[-1], x.dtype
-    weight = r.parameter(f"{name}.weight", (h, k), dtype)
+    weight = r.parameter(f"{name}.weight", (h, k), dtype, low=shape.low)
     own = r.parameter(f"{name}.bias", (h,), dtype) if bias else None
-    like, full, scatters = x.shape, (*x.shape[:-1], h), shape.sequence_parallel
+    full, scatters = (*x.shape[:-1], h), shape.sequence_parallel
+    layer = Linear(name, dtype, x.shape, x.shape, full, scatters=scatters, original=original)
+    fed = operands(shape, layer)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        total = [r.empty(full, dtype, f"grad_{name}_gathered", COMMUNICATION)] if scatters else []
-        grad = r.empty(like, dtype, f"grad_{name}_input")
-        made = _weight_gradients(r, name, (h, k), dtype, shape, False)
-        total.clear()
-        return [grad, *made]
+        return _column_backward(r, fed, shape)
 
-    work = shape.ranks.row(prod(full[:-1]), h, k, dtype, shape.added(r.summed))
-    node = r.node((x, weight), (x, weight), backward, work=work)
-    out = r.empty(full, dtype, name)
-    if scatters:
-        out = r.empty((full[0] // shape.t, *full[1:]), dtype, f"{name}_scattered")
-    return out.by(node), own
+    low = shape.low.element if shape.low is not None else None
+    done = shape.ranks.row(prod(full[:-1]), h, k, dtype, shape.added(r.summed), low)
+    saved = fed.fed(r, x)
+    node = r.node((x, weight), (*saved, weight), backward, work=fed.work(r, done))
+    return _multiplied(r, fed).by(node), own
+
+
+def _multiplied(r: Recorder, fed: Operands) -> Tensor:
+    """The forward product, of an input that is gathered for it, or with an output that is scattered."""
+    layer, total = fed.layer, fed.gathered(r)
+    out = fed.product(r)
+    total.clear()
+    if layer.scatters:
+        out = r.empty((layer.out[0] // fed.shape.t, *layer.out[1:]), layer.dtype, f"{layer.name}_scattered")
+    fed.multiplied()
+    return out
+
+
+def _column_backward(r: Recorder, fed: Operands, shape: CoreShape) -> list[Tensor | Unsummed | None]:
+    """Gradients of the input, or of this rank's shard, of the weight, and of a bias."""
+    total = [*fed.gradient(r), *fed.again(r)]
+    whole = fed.product_back(r)
+    layer = fed.layer
+    grad = r.empty(layer.like, layer.dtype, f"grad_{layer.name}_scattered") if layer.gathers else whole
+    fed.turned(r, total)
+    made = _weight_gradients(r, fed, shape)
+    total.clear()
+    fed.clear()
+    fed.ended()
+    return [grad, *made]
 
 
 def norm_column_linear(
@@ -104,41 +126,44 @@ def norm_column_linear(
     until the norm's own gradients are there.
     """
     scales = _norm_parameters(r, x, norm_name, shape)
-    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype)
+    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype, low=shape.low)
     own = [r.parameter(f"{name}.bias", (n,), x.dtype)] if bias else []
     added = [] if skip_bias else own
     like, full, dtype = x.shape, _whole(x, shape), x.dtype
-    k, gathers, has_bias = x.shape[-1], shape.sequence_parallel, bool(added)
+    gathers = shape.sequence_parallel
+    layer = Linear(name, dtype, like, full, (*full[:-1], n), gathers=gathers, bias=bool(added))
+    fed = operands(shape, layer)
     scale_shapes = [scale.shape for scale in scales]
-    statistics, normed = _normalized(r, x, norm_name, shape)
-    cleared = [normed]
+    statistics = _statistics(r, x, norm_name, shape)
+    normed = fed.normed(r, norm_name)
+    cleared = [] if normed is None else [normed]
     frees = not gathers or te_facts.frees_gathered_norm_shard(shape.te)
-    kept = () if frees else (normed,)
+    kept = () if frees else tuple(cleared)
     del normed
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        total = [r.empty(full, dtype, f"{name}_gathered", COMMUNICATION)] if gathers else []
-        whole = r.empty(full, dtype, f"grad_{name}_input")
+        total = [*fed.gradient(r), *fed.again(r)]
+        whole = fed.product_back(r)
         grad = r.empty(like, dtype, f"grad_{name}_scattered") if gathers else whole
-        made = _weight_gradients(r, name, (n, k), dtype, shape, has_bias)
+        fed.turned(r, total)
+        made = _weight_gradients(r, fed, shape)
         cleared.clear()
         total.clear()
+        fed.clear()
         grad_x = r.empty(like, dtype, f"grad_{norm_name}_input")
         grad_scales = [r.empty(one, dtype, f"grad_{norm_name}_parameter") for one in scale_shapes]
         del grad
         statistics.clear()
+        fed.ended()
         return [grad_x, *grad_scales, *made]
 
-    column, size = _column(r, full, n, dtype, shape), size_of(like, dtype)
+    column, size = fed.work(r, _column(r, layer, shape)), size_of(like, dtype)
     assert column.forward is not None
     assert column.backward is not None
     work = Operator((Stream(2 * size), *column.forward), (*column.backward, Stream(5 * size, 2)))
     node = r.node((x, *scales, weight, *added), (x, weight, *kept), backward, work=work)
     del kept
-    total = [r.empty(full, dtype, f"{name}_gathered", COMMUNICATION)] if gathers else []
-    out = r.empty((*full[:-1], n), dtype, name)
-    total.clear()
-    return out.by(node), own[0] if own and skip_bias else None
+    return _multiplied(r, fed).by(node), own[0] if own and skip_bias else None
 
 
 def fused_rope(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -196,10 +221,12 @@ def _whole(x: Tensor, shape: CoreShape) -> Shape:
     return (x.shape[0] * shape.t, *x.shape[1:]) if shape.sequence_parallel else x.shape
 
 
-def _column(r: Recorder, whole: Shape, n: int, dtype: str, shape: CoreShape) -> Operator:
+def _column(r: Recorder, layer: Linear, shape: CoreShape) -> Operator:
     """A column-parallel product of the whole (s, b, k). Epilogues of the products add the bias and make its gradient
     (``general_gemm``, ``use_bias``)."""
-    return shape.ranks.column(prod(whole[:-1]), n, whole[-1], dtype, shape.added(r.summed))
+    n, k = layer.weight
+    low = shape.low.element if shape.low is not None else None
+    return shape.ranks.column(prod(layer.whole[:-1]), n, k, layer.dtype, shape.added(r.summed), low)
 
 
 def _norm_parameters(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> list[Tensor]:
@@ -207,28 +234,20 @@ def _norm_parameters(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> lis
     return [r.parameter(f"{name}.{part}", x.shape[-1:], x.dtype) for part in parts]
 
 
-def _normalized(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> tuple[list[Tensor], Tensor]:
-    """``layernorm_fwd`` and ``rmsnorm_fwd``: statistics before the output (``csrc/extensions/normalization.cpp``)."""
-    rows = 1
-    for dim in x.shape[:-1]:
-        rows *= dim
+def _statistics(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> list[Tensor]:
+    """``layernorm_fwd`` and ``rmsnorm_fwd`` make them before the output (``csrc/extensions/normalization.cpp``)."""
     parts = ("mean", "rsigma") if shape.spec.norm == "layernorm" else ("rsigma",)
-    statistics = [r.empty((rows,), "fp32", f"{name}_{part}") for part in parts]
-    return statistics, r.empty(x.shape, x.dtype, name)
+    return [r.empty((prod(x.shape[:-1]),), "fp32", f"{name}_{part}") for part in parts]
 
 
-def _weight_gradients(
-    r: Recorder, name: str, weight: Shape, dtype: str, shape: CoreShape, bias: bool
-) -> list[Tensor | Unsummed | None]:
-    """The wgrad GEMM's outputs: of the weight, and of the bias in the GEMM's output dtype."""
+def _weight_gradients(r: Recorder, fed: Operands, shape: CoreShape) -> list[Tensor | Unsummed | None]:
+    """The wgrad GEMM's outputs: of the weight, and of the bias."""
+    layer = fed.layer
     if not shape.gradient_fusion:
-        grad_w: Tensor | None = r.empty(weight, dtype, f"grad_{name}_weight")
-        return [grad_w, *([r.empty(weight[:1], dtype, f"grad_{name}_bias")] if bias else [])]
-    made: list[Tensor | Unsummed | None] = []
-    if bias:
-        wide = r.empty(weight[:1], "fp32", f"grad_{name}_bias_fp32")
-        made.append(Unsummed(Tensor(wide.storage, wide.shape, dtype), weight[:1], f"grad_{name}_bias"))
-        del wide
+        grad_w: Tensor | None = r.empty(layer.weight, layer.dtype, f"grad_{layer.name}_weight")
+        fed.product_of_weight(r)
+        return [grad_w, *([fed.bias_gradient(r)] if layer.bias else [])]
+    made = [fed.bias_gradient(r)] if layer.bias else []
+    fed.product_of_weight(r)
     fresh = te_facts.dummy_weight_gradient(shape.te) == "each backward"
-    made.insert(0, r.empty(weight, dtype, f"grad_{name}_weight_dummy") if fresh else None)
-    return made
+    return [r.empty(layer.weight, layer.dtype, f"grad_{layer.name}_weight_dummy") if fresh else None, *made]

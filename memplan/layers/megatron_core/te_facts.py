@@ -75,6 +75,9 @@ def frees_gathered_norm_shard(te: Version) -> bool:
     return te >= (2, 8)
 
 
+OLDEST_LOW_PRECISION = (2, 14)
+"""Before it fp8 and fp4 have other copies and gathers, which no recipe covers."""
+
 OLDEST_CONTEXT_PARALLEL = (2, 8)
 """Before it ``context_parallel.py`` keeps keys and values in one stacked tensor, which no recipe covers."""
 

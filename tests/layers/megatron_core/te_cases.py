@@ -9,6 +9,7 @@ from typing import Any
 from memplan.layers import ops
 from memplan.layers.autograd import Gradients, Recorder, Tensor
 from memplan.layers.megatron_core import te, te_attention, te_facts
+from memplan.layers.megatron_core.precision import Low, Recipe
 from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, Version
 from memplan.layers.module import Run
 from memplan.plan.spec import ModelSpec
@@ -39,6 +40,9 @@ class Case:
     attention: CoreAttention = "flash"
     cp: int = 1
     communication: ContextCommunication = "p2p"
+    recipe: Recipe | None = None
+    major: int = 9
+    original: bool = False
 
     def __str__(self) -> str:
         default = Case(self.module)
@@ -84,6 +88,7 @@ class Case:
             cp_communication=self.communication,
             attention=self.attention,
             gradient_fusion=self.gradient_fusion,
+            low=Low(self.recipe, self.major < 10, version) if self.recipe is not None else None,
         )
 
     def input(self) -> tuple[int, ...]:
@@ -101,6 +106,31 @@ class Case:
 
 
 PARALLEL: dict[str, Any] = {"t": 4, "sequence_parallel": True}
+LOW: tuple[tuple[Recipe, int], ...] = (
+    ("delayed", 9), ("delayed", 10), ("tensorwise", 9), ("tensorwise", 10), ("blockwise", 9), ("blockwise", 10),
+    ("mxfp8", 10),
+)  # fmt: skip
+"""Recipes, and the major compute capability of a GPU that has them."""
+
+LARGE: dict[str, Any] = {"h": 1024, "s": 1024, "bias": False}
+LOW_CASES = [
+    Case(module, recipe=recipe, major=major, norm="rmsnorm", gradient_fusion=fusion, **LARGE, **more)
+    for recipe, major in LOW
+    for module in ("column", "row", "norm_column")
+    for fusion, more in ((True, {}), (True, PARALLEL), (False, {"t": 4}))
+]
+LOW_CASES += [
+    Case(module, recipe=recipe, major=major, original=True, **LARGE, **more)
+    for recipe, major in LOW
+    for module in ("column", "row")
+    for more in ({}, PARALLEL)
+    if recipe != "delayed"
+]
+LOW_CASES += [
+    Case(module, recipe=recipe, major=major, norm="layernorm", gradient_fusion=True, h=1024, s=1024)
+    for recipe, major in LOW
+    for module in ("column", "norm_column")
+]
 CASES = [
     *(Case("norm", norm=norm) for norm in ("layernorm", "rmsnorm")),
     *(Case("column", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
@@ -134,12 +164,15 @@ CASES = [
     Case("attention", attention="flash", h=1024, s=256, rope=True),
     *(Case("attention", attention=attention, causal=False) for attention in ("fused", "unfused")),
     Case("attention", attention="unfused", causal=False, dropout=0.0),
+    *LOW_CASES,
 ]
 """Every module in every setting that changes its tensors."""
 
 
 def covered(case: Case, version: Version) -> bool:
     """A recipe covers ``case`` in this release."""
+    if case.recipe is not None and version < te_facts.OLDEST_LOW_PRECISION:
+        return False
     return case.cp == 1 or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 
 
@@ -163,11 +196,12 @@ def _norm(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
 
 def _column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
     n = 3 * case.h // case.t
-    return te.column_linear(r, x, "linear", n, shape, bias=case.bias, skip_bias=case.skip_bias)[0]
+    choices = {"bias": case.bias, "skip_bias": case.skip_bias, "original": case.original}
+    return te.column_linear(r, x, "linear", n, shape, **choices)[0]
 
 
 def _row(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
-    return te.row_linear(r, x, "linear", shape, bias=case.bias)[0]
+    return te.row_linear(r, x, "linear", shape, bias=case.bias, original=case.original)[0]
 
 
 def _norm_column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:

@@ -1,0 +1,267 @@
+"""The operands of one linear layer of Transformer Engine, from its forward product to its weight's gradient.
+
+``pytorch/module/linear.py``, ``layernorm_linear.py``, ``base.py`` (``grad_output_preprocess``) and ``distributed.py``
+(``gather_along_first_dim``). A layer's recipe asks for each tensor where the module makes it. In 16 bits operands are
+tensors that others have, or gathered ones; in fewer they are copies (``precision``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..autograd import Recorder, Shape, Tensor, Unsummed
+from ..work import Operator, Stream
+from .precision import BYTE, COMMUNICATION, Copy, Low
+from .shape import CoreShape
+
+
+class Linear(NamedTuple):
+    """One linear layer on one rank."""
+
+    name: str
+    dtype: str
+    like: Shape
+    """Of the input, or of this rank's shard."""
+    whole: Shape
+    """Of the input of the product, (…, k)."""
+    out: Shape
+    """Of its output, (…, n), before ranks share it."""
+    gathers: bool = False
+    """Ranks hold shards of the input,"""
+    scatters: bool = False
+    """or of the output."""
+    bias: bool = False
+    """The product adds a bias, whose gradient is made here."""
+    original: bool = False
+    """The input is saved as it came."""
+
+    @property
+    def weight(self) -> Shape:
+        return self.out[-1], self.whole[-1]
+
+
+class Operands:
+    """In 16 bits."""
+
+    def __init__(self, shape: CoreShape, layer: Linear) -> None:
+        self.shape, self.layer = shape, layer
+
+    def fed(self, r: Recorder, x: Tensor) -> tuple[Tensor, ...]:
+        """The input arrives; what the layer saves of it."""
+        return (x,)
+
+    def normed(self, r: Recorder, name: str) -> Tensor | None:
+        """The input is a norm's output, made here; returned if it is a tensor of its own."""
+        return r.empty(self.layer.like, self.layer.dtype, name)
+
+    def gathered(self, r: Recorder) -> list[Tensor]:
+        """The input of the product, where ranks share it."""
+        layer = self.layer
+        return [r.empty(layer.whole, layer.dtype, f"{layer.name}_gathered", COMMUNICATION)] if layer.gathers else []
+
+    def product(self, r: Recorder) -> Tensor:
+        """The output."""
+        return r.empty(self.layer.out, self.layer.dtype, self.layer.name)
+
+    def multiplied(self) -> None:
+        """The forward pass is done."""
+
+    def gradient(self, r: Recorder) -> list[Tensor]:
+        """The output's gradient, where ranks share it."""
+        layer = self.layer
+        name = f"grad_{layer.name}_gathered"
+        return [r.empty(layer.out, layer.dtype, name, COMMUNICATION)] if layer.scatters else []
+
+    def again(self, r: Recorder) -> list[Tensor]:
+        """The input for the weight's gradient, where ranks share it."""
+        return self.gathered(r)
+
+    def product_back(self, r: Recorder) -> Tensor:
+        """The gradient of the product's input."""
+        return r.empty(self.layer.whole, self.layer.dtype, f"grad_{self.layer.name}_input")
+
+    def turned(self, r: Recorder, again: list[Tensor]) -> None:
+        """Operands become those of the weight's gradient."""
+
+    def product_of_weight(self, r: Recorder) -> None:
+        """The product for the weight's gradient runs."""
+
+    def bias_gradient(self, r: Recorder) -> Tensor | Unsummed:
+        """The product for the weight's gradient makes that of the bias, in its output's dtype."""
+        layer = self.layer
+        if not self.shape.gradient_fusion:
+            return r.empty(layer.weight[:1], layer.dtype, f"grad_{layer.name}_bias")
+        wide = r.empty(layer.weight[:1], "fp32", f"grad_{layer.name}_bias_fp32")
+        return Unsummed(Tensor(wide.storage, wide.shape, layer.dtype), layer.weight[:1], f"grad_{layer.name}_bias")
+
+    def clear(self) -> None:
+        """The weight's gradient is there, and the input that was saved for it ends."""
+
+    def ended(self) -> None:
+        """Backward returns."""
+
+    def work(self, r: Recorder, done: Operator) -> Operator:
+        """What the layer does, given its products and collectives."""
+        return done
+
+
+class LowOperands(Operands):
+    """In 8 or 4 bits: the input and the output's gradient are quantised here, the weight is kept so."""
+
+    def __init__(self, shape: CoreShape, layer: Linear, low: Low) -> None:
+        super().__init__(shape, layer)
+        self.low = low
+        self.input, self.grad = Copy(), Copy()
+        self.bias: list[Tensor] = []
+        self.arriving: list[Tensor] = []
+        self.unread: list[Tensor] = []
+        self.of_rows = layer.gathers and low.per_tensor
+        """Rows alone are gathered of a tensor with one scale, and so they are what is saved."""
+        self.keeps_both = False
+
+    def fed(self, r: Recorder, x: Tensor) -> tuple[Tensor, ...]:
+        original = self.layer.original
+        columns = r.grad_enabled and not original and not self.of_rows
+        self.input = self.low.quantised(r, self.layer.like, self.layer.name, rows=True, columns=columns)
+        return (x,) if original else ()
+
+    def normed(self, r: Recorder, name: str) -> Tensor | None:
+        """Written in 8 bits by the kernel with delayed scaling, else quantised from a tensor in 16."""
+        columns = r.grad_enabled and not self.of_rows
+        self.keeps_both = self.layer.gathers and self.low.recipe == "nvfp4"
+        self.input = self.low.quantised(r, self.layer.like, name, rows=True, columns=columns)
+        if self.low.recipe != "delayed":
+            unquantised = r.empty(self.layer.like, self.layer.dtype, name)
+            del unquantised
+        return None
+
+    def gathered(self, r: Recorder) -> list[Tensor]:
+        if not self.layer.gathers:
+            return []
+        copy, arrived = self._together(r, self.layer.whole, f"{self.layer.name}_gathered", rows=True, columns=False)
+        del arrived
+        return copy.rows
+
+    def _together(
+        self, r: Recorder, whole: Shape, name: str, *, rows: bool, columns: bool
+    ) -> tuple[Copy, list[Tensor]]:
+        """Copies of all ranks, and what arrives beside them: of scales or data that lie transposed each rank's part is
+        put behind the one before, first (``_start_all_gather_fp8_blockwise``)."""
+        low = self.low
+        copy = low.quantised(r, whole, name, rows=rows, columns=columns, category=COMMUNICATION, scales=False)
+        arrived = []
+        if columns and low.transposes_in_vain:
+            self.unread.append(r.empty(whole, BYTE, f"{name}_transposed", COMMUNICATION))
+        if low.recipe == "blockwise":
+            arrived += [r.empty(one.shape, one.dtype, f"{name}_arrived", COMMUNICATION) for one in copy.rows[1:]]
+            arrived += [r.empty(one.shape, one.dtype, f"{name}_arrived", COMMUNICATION) for one in copy.columns[:1]]
+        return copy, arrived
+
+    def product(self, r: Recorder) -> Tensor:
+        out, layer = super().product(r), self.layer
+        self._scratch(r, *self._weight(columns=False), *self._unordered(layer.whole, layer.gathers, columns=False))
+        return out
+
+    def _weight(self, *, columns: bool) -> tuple[tuple[Shape, bool, bool], ...]:
+        """The weight, likewise."""
+        return () if self.low.weight_scales_prepared else ((self.layer.weight, columns, True),)
+
+    def _unordered(self, shape: Shape, shared: bool, *, columns: bool) -> tuple[tuple[Shape, bool, bool], ...]:
+        """An operand, where its scales are not yet as products want them: if ranks share it."""
+        prepared = self.low.scales_prepared and not shared and self.low.recipe != "blockwise"
+        return () if prepared else ((shape, columns, False),)
+
+    def _scratch(self, r: Recorder, *operands: tuple[Shape, bool, bool]) -> None:
+        scratch = self.low.scratch(r, self.layer.name, *operands)
+        del scratch
+
+    def multiplied(self) -> None:
+        if self.layer.original:
+            self.input.clear()
+        elif self.of_rows:
+            self.input.columns.clear()
+        elif not self.keeps_both:
+            self.input.rows.clear()
+
+    def gradient(self, r: Recorder) -> list[Tensor]:
+        """With a bias its gradient is made before or with the copy (``bgrad_quantize``). Of a shard the copy of its
+        rows is gathered, and transposed where products want that; other copies are gathered in both orientations."""
+        layer, low, name = self.layer, self.low, f"grad_{self.layer.name}"
+        if layer.bias:
+            self.bias = [r.empty(layer.weight[:1], layer.dtype, f"{name}_bias")]
+        if not layer.scatters:
+            self.grad = low.quantised(r, layer.out, name, rows=True, columns=True)
+            return []
+        shard = (layer.out[0] // self.shape.t, *layer.out[1:])
+        mine = low.quantised(r, shard, f"{name}_shard", rows=True, columns=not low.per_tensor)
+        self.grad, arrived = self._together(r, layer.out, f"{name}_gathered", rows=True, columns=True)
+        if low.per_tensor:
+            self.grad.shared += mine.shared
+        mine.clear()
+        del arrived
+        return []
+
+    def again(self, r: Recorder) -> list[Tensor]:
+        if self.layer.original:
+            columns = not self.of_rows
+            self.input = self.low.quantised(
+                r, self.layer.like, f"{self.layer.name}_again", rows=self.low.per_tensor, columns=columns
+            )
+        if not self.layer.gathers:
+            return []
+        rows = self.low.per_tensor
+        copy, self.arriving = self._together(
+            r, self.layer.whole, f"{self.layer.name}_gathered", rows=rows, columns=not rows
+        )
+        return [*copy.rows, *copy.columns]
+
+    def product_back(self, r: Recorder) -> Tensor:
+        self.unread.clear()
+        out, layer = super().product_back(r), self.layer
+        self._scratch(r, *self._weight(columns=True), *self._unordered(layer.out, layer.scatters, columns=False))
+        return out
+
+    def product_of_weight(self, r: Recorder) -> None:
+        layer = self.layer
+        inputs = self._unordered(layer.whole, layer.gathers, columns=True)
+        self._scratch(r, *inputs, *self._unordered(layer.out, layer.scatters, columns=True))
+
+    def turned(self, r: Recorder, again: list[Tensor]) -> None:
+        """What was gathered of rows is transposed where products want that."""
+        layer = self.layer
+        self.arriving.clear()
+        if self.of_rows and self.low.turns:
+            m, k = layer.whole[0], layer.whole[-1]
+            for dim in layer.whole[1:-1]:
+                m *= dim
+            again.append(r.empty((k, m), BYTE, f"{layer.name}_transposed"))
+
+    def bias_gradient(self, r: Recorder) -> Tensor | Unsummed:
+        return self.bias.pop()
+
+    def clear(self) -> None:
+        self.input.clear()
+        if self.layer.gathers and self.low.frees_gradient:
+            self.grad.clear()
+
+    def ended(self) -> None:
+        self.grad.clear()
+
+    def work(self, r: Recorder, done: Operator) -> Operator:
+        """Casts beside the products, of the weight in the first micro-batch of a step."""
+        layer, low = self.layer, self.low
+        assert done.forward is not None
+        assert done.backward is not None
+        casts = [low.work(layer.like)]
+        if r.first_microbatch and not low.parameters:
+            casts.append(low.work(layer.weight))
+        return Operator((*casts, *done.forward), (low.work(layer.out), *done.backward))
+
+
+def operands(shape: CoreShape, layer: Linear) -> Operands:
+    return Operands(shape, layer) if shape.low is None else LowOperands(shape, layer, shape.low)
+
+
+def casts(low: Low | None, *shapes: Shape) -> tuple[Stream, ...]:
+    """What quantises tensors of ``shapes``."""
+    return () if low is None else tuple(low.work(shape) for shape in shapes)
