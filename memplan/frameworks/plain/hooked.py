@@ -87,10 +87,12 @@ class HookedRecorder(Recorder):
         for _ in range(count):
             self.seam(NO_PARAMETERS, hook)
 
-    def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False) -> Tensor:
+    def parameter(
+        self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None
+    ) -> Tensor:
         if len(shape) == 1 and name.endswith(".weight"):
             self.before(name)
-        return super().parameter(name, shape, dtype, expert=expert)
+        return super().parameter(name, shape, dtype, expert=expert, low=low)
 
     def node(
         self,

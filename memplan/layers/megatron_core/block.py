@@ -130,8 +130,9 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = ""
         keep_mask(r, shape)
     else:
         context = _core_attention(r, q, k, v, shape)
-    row_linear = local.row_linear if shape.implementation == "local" else te.row_linear
-    return row_linear(r, context, PROJECTION, shape, bias=has_bias)
+    if shape.implementation == "local":
+        return local.row_linear(r, context, PROJECTION, shape, bias=has_bias)
+    return te.row_linear(r, context, PROJECTION, shape, bias=has_bias, original=shape.saves_original)
 
 
 def _core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -143,7 +144,7 @@ def _in_order(r: Recorder, shape: CoreShape) -> None:
     """``Attention.__init__`` makes the output projection before ``SelfAttention.__init__`` the other one:
     parameters, and so buckets of gradients, are in that order."""
     spec = shape.spec
-    r.parameter(f"{PROJECTION}.weight", (spec.hidden, spec.attention_features // shape.t), shape.dtype)
+    r.parameter(f"{PROJECTION}.weight", (spec.hidden, spec.attention_features // shape.t), shape.dtype, low=shape.low)
     if spec.attention_output_bias:
         r.parameter(f"{PROJECTION}.bias", (spec.hidden,), shape.dtype)
 

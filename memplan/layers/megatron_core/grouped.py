@@ -16,6 +16,8 @@ from ..shapes import ITEMSIZE
 from ..work import Operator, Product
 from . import local, te, te_facts
 from .discarded import without_output
+from .operands import members
+from .precision import up
 from .shape import CoreShape
 
 FC1, FC2 = "linear_fc1", "linear_fc2"
@@ -50,15 +52,43 @@ def experts(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor
 
 
 def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
-    """``TEGroupedMLP.forward``."""
+    """``TEGroupedMLP.forward``. In 8 bits each expert's rows are padded to a multiple first, and its output is without
+    the padding again."""
+    rows, total = x.shape[0], padded_rows(x.shape[0], shape)
+    pads = total is not None
+    if total is not None:
+        x, weights = _with_rows(r, x, total, "expert_padded"), _with_rows(r, weights, total, "probabilities_padded")
     inner = _linear(r, x, FC1, shape)
     scale = weights.view(*weights.shape, 1)
     if "moe_act" not in shape.recompute_modules:
-        return _biased(r, _linear(r, activated(r, inner, scale, shape), FC2, shape), weights, shape)
-    (activation,), discard = without_output(r, (inner, scale), lambda r, x, y: (activated(r, x, y, shape),))
-    out = _linear(r, activation, FC2, shape)
-    discard(r, out)
-    return _biased(r, out, weights, shape)
+        out = _biased(r, _linear(r, activated(r, inner, scale, shape), FC2, shape), weights, shape)
+    else:
+        (activation,), discard = without_output(r, (inner, scale), lambda r, x, y: (activated(r, x, y, shape),))
+        out = _linear(r, activation, FC2, shape, original=True)
+        discard(r, out)
+        out = _biased(r, out, weights, shape)
+    return _with_rows(r, out, rows, "expert_unpadded") if pads else out
+
+
+def padded_rows(rows: int, shape: CoreShape) -> int | None:
+    """Rows of this rank's experts, each padded to what quantised products want (``Fp8Padding``); ``None`` where
+    nothing is copied for it: in 16 bits, behind a router that pads, and where a capacity is such a multiple."""
+    experts, low, count = shape.experts, shape.low, shape.local_experts
+    assert experts is not None
+    if low is None or experts.router_pads:
+        return None
+    total = up(-(-rows // count), low.multiple) * count
+    return None if experts.padded and total == rows else total
+
+
+def _with_rows(r: Recorder, x: Tensor, rows: int, name: str) -> Tensor:
+    """A copy with padding or without, whose gradient is a copy, too."""
+    like, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, f"grad_{name}")]
+
+    return r.output((x,), (), backward, (rows, *like[1:]), dtype, name)
 
 
 def activated(r: Recorder, x: Tensor, scale: Tensor, shape: CoreShape) -> Tensor:
@@ -81,7 +111,7 @@ def _weighted_swiglu(r: Recorder, x: Tensor, scale: Tensor) -> Tensor:
     return r.output((x, scale), (x, scale), backward, (*like[:-1], like[-1] // 2), dtype, "expert_swiglu")
 
 
-def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bool = False) -> Tensor:
     """``GroupedLinear``: saves its input; backward makes the input's gradient and those of all weights, which the
     products add to ``main_grad`` under gradient accumulation fusion. Every expert's product is a kernel of its own, on
     one of several streams (``multi_stream_cublas_gemm``), so that their tiles fill waves together."""
@@ -92,9 +122,12 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     biased = len(own) > count and name == FC1
     taken = own if biased else own[:count]
     (n, k), like = weight, x.shape
+    fed = members(shape, f"experts_{name}", like, (like[0], n), original=original)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        fed.gradient(r)
         grad = r.empty(like, dtype, f"grad_experts_{name}_input")
+        fed.scratch(r, weight, columns=True)
         fresh = te_facts.dummy_weight_gradient(shape.te) == "each backward"
         made: list[Tensor | None] = []
         for _ in range(count):
@@ -102,15 +135,30 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
                 made.append(r.empty(weight, dtype, f"grad_experts_{name}_weight"))
             else:
                 made.append(r.empty(weight, dtype, f"grad_experts_{name}_weight_dummy") if fresh else None)
+        fed.again(r)
+        fed.clear()
         return [grad, *made, *(r.empty((n,), dtype, f"grad_experts_{name}_bias") for _ in range(count * biased))]
 
-    rows, size, written = -(-like[0] // count), ITEMSIZE[dtype], shape.added(r.summed)
+    saved = fed.fed(r, x)
+    done = fed.work(r, _products(like[0], n, k, dtype, shape, r))
+    node = r.node((x, *taken), (*saved, *taken), backward, work=done)
+    out = r.empty((like[0], n), dtype, f"experts_{name}")
+    fed.scratch(r, weight, columns=False)
+    fed.multiplied()
+    return out.by(node)
+
+
+def _products(rows: int, n: int, k: int, dtype: str, shape: CoreShape, r: Recorder) -> Operator:
+    """Of as many ``rows`` for every expert, (N / e, k) and (k, n)."""
+    count, written = shape.local_experts, shape.added(r.summed)
+    each, size, out = -(-rows // count), float(ITEMSIZE[dtype]), 0
+    if shape.low is not None:
+        size, out = shape.low.element, ITEMSIZE[dtype]
     products = (
-        Product(rows, k, n, count, size, launches=count),
-        Product(n, k, rows, count, size, written, launches=count),
+        Product(each, k, n, count, size, out, launches=count),
+        Product(n, k, each, count, size, written or out, launches=count),
     )
-    done = Operator((Product(rows, n, k, count, size, launches=count),), products)
-    return r.output((x, *taken), (x, *taken), backward, (like[0], n), dtype, f"experts_{name}", work=done)
+    return Operator((Product(each, n, k, count, size, out, launches=count),), products)
 
 
 def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
@@ -139,6 +187,7 @@ def _sequential(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Te
     if count == 1:
         return _expert(r, x, weights, 0, alone)
     size = -(-x.shape[0] // count)
+    size = up(size, shape.low.multiple) if shape.low is not None else size
     tokens = ops.split(r, x, [(size, x.shape[1])] * count, "expert_tokens")
     scales = ops.split(r, weights, [(size,)] * count, "expert_probabilities")
     made = [_expert(r, one, scale, i, alone) for i, (one, scale) in enumerate(zip(tokens, scales, strict=True))]

@@ -80,7 +80,7 @@ def tables(shape: CoreShape, layers: int) -> list[Hold]:
 def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor | None]:
     """The normed (s, b, h) to (s, b, h) and the bias that is not added yet."""
     for name, size in weights(shape).items():
-        r.parameter(f"{name}.weight", size, shape.dtype)
+        r.parameter(f"{name}.weight", size, shape.dtype, low=shape.low)
     discard = None
     compressed = _down(r, hidden, shape)
     if "mla_up_proj" in shape.recompute_modules:
@@ -96,7 +96,8 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Te
     if discard is not None:
         discard(r, context)
     del compressed
-    return te.row_linear(r, context, PROJECTION, shape, bias=shape.spec.attention_output_bias)
+    original = shape.saves_original
+    return te.row_linear(r, context, PROJECTION, shape, bias=shape.spec.attention_output_bias, original=original)
 
 
 def _down(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,10 +105,10 @@ def _down(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
     that is rotated, gathered along the sequence."""
     spec, alone = shape.spec, replace(shape, t=1, sequence_parallel=False)
     q_rank, kv_rank, p = spec.latent_q_rank, spec.latent_kv_rank, spec.rope_head_dim
-    queries = hidden
+    queries, choices = hidden, {"bias": False, "skip_bias": False, "original": "layernorm" in shape.recompute_modules}
     if q_rank:
-        queries, _ = te.column_linear(r, hidden, Q_DOWN, q_rank, alone, bias=False, skip_bias=False)
-    both, _ = te.column_linear(r, hidden, KV_DOWN, kv_rank + p, alone, bias=False, skip_bias=False)
+        queries, _ = te.column_linear(r, hidden, Q_DOWN, q_rank, alone, **choices)
+    both, _ = te.column_linear(r, hidden, KV_DOWN, kv_rank + p, alone, **choices)
     lead = both.shape[:-1]
     keys, rotated = ops.split(r, both, [(*lead, kv_rank), (*lead, p)], "kv_compressed")
     return queries, keys, _gathered(r, rotated, shape) if shape.sequence_parallel else rotated

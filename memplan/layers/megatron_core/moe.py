@@ -53,7 +53,7 @@ def parameters(r: Recorder, shape: CoreShape) -> None:
     if spec.mlp_bias:
         r.parameter("mlp.router.bias", (spec.experts,), shape.dtype)
     for name, size in grouped.parameters(shape):
-        r.parameter(name, size, shape.dtype, expert=experts.apart)
+        r.parameter(name, size, shape.dtype, expert=experts.apart, low=shape.low if ".weight" in name else None)
     if spec.shared_expert_gate:
         r.parameter(f"{SHARED}.gate_weight", (1, spec.hidden), shape.dtype)
 
@@ -105,7 +105,10 @@ def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     apart = shape.experts.shared_overlap and shape.sequence_parallel
     inner_shape = replace(shape, sequence_parallel=False) if apart else shape
     x = _whole(r, hidden, shape) if apart else hidden
-    inner, _ = te.column_linear(r, x, f"{SHARED}.linear_fc1", f, inner_shape, bias=False, skip_bias=True)
+    inner, _ = te.column_linear(
+        r, x, f"{SHARED}.linear_fc1", f, inner_shape, bias=False, skip_bias=True,
+        original=shape.saves_original,
+    )
     x = hidden
     if shape.spec.gated and shape.bias_activation_fusion:
         inner = local.bias_swiglu(r, inner, None, f"{SHARED}.linear_fc1")

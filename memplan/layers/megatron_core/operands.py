@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..autograd import Recorder, Shape, Tensor, Unsummed
-from ..work import Operator, Stream
-from .precision import BYTE, COMMUNICATION, Copy, Low
+from ..autograd import Recorder, Shape, Tensor, Unsummed, size_of
+from ..work import Operator
+from .precision import BYTE, COMMUNICATION, Copy, Low, up
 from .shape import CoreShape
 
 
@@ -258,10 +258,105 @@ class LowOperands(Operands):
         return Operator((*casts, *done.forward), (low.work(layer.out), *done.backward))
 
 
+class Members:
+    """The operands of a grouped product (``pytorch/module/grouped_linear.py``) in 16 bits."""
+
+    def __init__(self, shape: CoreShape, name: str, like: Shape, out: Shape, original: bool) -> None:
+        self.shape, self.name, self.like, self.out, self.original = shape, name, like, out, original
+
+    def fed(self, r: Recorder, x: Tensor) -> tuple[Tensor, ...]:
+        """The input arrives; what the layer saves of it."""
+        return (x,)
+
+    def multiplied(self) -> None:
+        """The forward products are done."""
+
+    def gradient(self, r: Recorder) -> None:
+        """The output's gradient arrives."""
+
+    def again(self, r: Recorder) -> None:
+        """The products for the weights' gradients come."""
+
+    def clear(self) -> None:
+        """All is done."""
+
+    def scratch(self, r: Recorder, weight: Shape, *, columns: bool) -> None:
+        """Products with weights run."""
+
+    def work(self, r: Recorder, done: Operator) -> Operator:
+        return done
+
+
+class LowMembers(Members):
+    """In 8 or 4 bits: the rows of every expert are quantised for themselves (``split_quantize``), with a tensor for
+    each where it has one scale, else all of an orientation in one (``bulk_allocate``)."""
+
+    def __init__(
+        self, shape: CoreShape, name: str, like: Shape, out: Shape, original: bool, low: Low, count: int
+    ) -> None:
+        super().__init__(shape, name, like, out, original)
+        self.low, self.count = low, count
+        self.input, self.grad = Copy(), Copy()
+
+    def _quantised(self, r: Recorder, shape: Shape, name: str, *, rows: bool, columns: bool) -> Copy:
+        rows_each = -(-shape[0] // self.count)
+        one = (rows_each, *shape[1:])
+        if self.low.per_tensor:
+            copy = Copy()
+            for _ in range(self.count):
+                member = self.low.quantised(r, one, name, rows=rows, columns=columns)
+                copy.rows += member.rows
+                copy.columns += member.columns
+                copy.shared += member.shared
+            return copy
+        copy, parts = Copy(), self.low.parts(one)
+        for wanted, group, place in ((rows, parts.rows, copy.rows), (columns, parts.columns, copy.columns)):
+            if wanted:
+                data, *scales = (size_of(part.shape, part.dtype) for part in group)
+                whole = self.count * (up(data, 256) + sum(up(scale, 16) for scale in scales))
+                place.append(r.empty((whole,), BYTE, f"{name}_{group[0].name}"))
+        return copy
+
+    def fed(self, r: Recorder, x: Tensor) -> tuple[Tensor, ...]:
+        columns = r.grad_enabled and not self.original
+        self.input = self._quantised(r, self.like, self.name, rows=True, columns=columns)
+        return (x,) if self.original else ()
+
+    def multiplied(self) -> None:
+        if self.original:
+            self.input.clear()
+        else:
+            self.input.rows.clear()
+
+    def gradient(self, r: Recorder) -> None:
+        self.grad = self._quantised(r, self.out, f"grad_{self.name}", rows=True, columns=True)
+
+    def again(self, r: Recorder) -> None:
+        if self.original:
+            rows = self.low.per_tensor
+            self.input = self._quantised(r, self.like, f"{self.name}_again", rows=rows, columns=True)
+
+    def clear(self) -> None:
+        self.input.clear()
+        self.grad.clear()
+
+    def scratch(self, r: Recorder, weight: Shape, *, columns: bool) -> None:
+        if not self.low.weight_scales_prepared:
+            scales = self.low.scratch(r, self.name, *[(weight, columns, True)] * self.count)
+            del scales
+
+    def work(self, r: Recorder, done: Operator) -> Operator:
+        assert done.forward is not None
+        assert done.backward is not None
+        return Operator((self.low.work(self.like), *done.forward), (self.low.work(self.out), *done.backward))
+
+
+def members(shape: CoreShape, name: str, like: Shape, out: Shape, *, original: bool) -> Members:
+    """``like`` and ``out``: rows of all experts of this rank, with as many features as the input and the output."""
+    if shape.low is None:
+        return Members(shape, name, like, out, original)
+    return LowMembers(shape, name, like, out, original, shape.low, shape.local_experts)
+
+
 def operands(shape: CoreShape, layer: Linear) -> Operands:
     return Operands(shape, layer) if shape.low is None else LowOperands(shape, layer, shape.low)
-
-
-def casts(low: Low | None, *shapes: Shape) -> tuple[Stream, ...]:
-    """What quantises tensors of ``shapes``."""
-    return () if low is None else tuple(low.work(shape) for shape in shapes)

@@ -79,11 +79,6 @@ class Low:
         return {"mxfp8": 32, "nvfp4": 128}.get(self.recipe, 16)
 
     @property
-    def saves_original(self) -> bool:
-        """Layers whose input others save, too, can save it as it came (``save_original_input``)."""
-        return self.recipe != "delayed"
-
-    @property
     def scales_prepared(self) -> bool:
         """Scales are quantised into the order in which products want them (``optimize_for_gemm``),"""
         return self.te >= (2, 12)

@@ -9,7 +9,7 @@ from ...plan.spec import ModelSpec
 from ...values import dataclass
 from ..shapes import ITEMSIZE
 from ..work import Ranks
-from .precision import Low
+from .precision import Low, up
 
 TransformerImpl = Literal["local", "transformer_engine"]
 CoreAttention = Literal["local", "unfused", "fused", "flash"]
@@ -43,6 +43,9 @@ class ExpertShape:
     """Tokens of this rank's experts, as a factor of the mean over ranks; at most what routing allows."""
     apart: bool
     """Experts' parameters are shared by other ranks than the layer's: ep > 1, or etp is not tp."""
+    router_pads: bool = False
+    """The router sends every expert a multiple of the rows that quantised products want
+    (``moe_router_padding_for_quantization``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,12 @@ class CoreShape:
         return 2 * ITEMSIZE[dtype] if self.gradient_fusion and dtype is not None else 0
 
     @property
+    def saves_original(self) -> bool:
+        """Linear layers whose input another operator saves anyway save that, not a quantised copy
+        (``set_save_original_input``)."""
+        return self.low is not None and self.low.recipe != "delayed"
+
+    @property
     def local_experts(self) -> int:
         """Experts of this rank, whole or a part of each (etp)."""
         return self.spec.experts // self.experts.ep if self.experts is not None else 0
@@ -163,7 +172,9 @@ class CoreShape:
         if experts.padded:
             sent = self.capacity * spec.experts
             return Routed(own, sent, sent, sent * experts.etp)
-        most = own * experts.ep * min(spec.expert_top_k, self.local_experts)
+        if experts.router_pads and self.low is not None:
+            sent = up(ceil(sent / spec.experts), self.low.multiple) * spec.experts
+        most = max(sent, own * experts.ep * min(spec.expert_top_k, self.local_experts))
         if experts.capacity_factor is not None:
             sent = min(sent, min(self.capacity, own) * spec.experts)
             most = min(most, self.capacity * experts.ep * self.local_experts)
