@@ -78,9 +78,6 @@ _MEANT = {
 """What may be meant by a flag that memplan has not, and what to write for it: a guess, which is offered."""
 
 NOT_MODELLED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("--fp8", "--fp8-format", "--fp4", "--fp8-parameters", "--float8"), "fp8 and fp4 are not modelled yet"
-    ),
     "--liger": "Liger's whole patch set is not modelled yet; --loss liger is its loss",
     "--versions": "other releases of transformers are not modelled yet",
 }

@@ -88,6 +88,8 @@ class Supports:
     """``loss.logits_to_keep``: logits of the last tokens alone."""
     autocast: bool = True
     """PyTorch's autocast over fp32 parameters."""
+    low_precision: tuple[str, ...] = ()
+    """Products of linear layers in 8 or 4 bits, by their recipes."""
     gradients_in_fp32: bool = False
     """Gradients may be accumulated in fp32 whatever the parameters' dtype."""
     code_2020: bool = True

@@ -298,9 +298,7 @@ class Recorder:
 
     # -- graph ------------------------------------------------------------------------------------
 
-    def parameter(
-        self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None
-    ) -> Tensor:
+    def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None) -> Tensor:
         """A parameter: held elsewhere (static memory), its gradient accumulated here unless it is frozen."""
         dtype = (self.tuning and self.tuning.dtype_of(name)) or self.stored or dtype
         name = self.prefix + name

@@ -124,7 +124,11 @@ def _products(
     e = ITEMSIZE[dtype]
     if low is None:
         return Product(tokens, n, k, 1, e), Product(tokens, k, n, 1, e), Product(n, k, tokens, 1, e, written)
-    return Product(tokens, n, k, 1, low, e), Product(tokens, k, n, 1, low, e), Product(n, k, tokens, 1, low, written or e)
+    return (
+        Product(tokens, n, k, 1, low, e),
+        Product(tokens, k, n, 1, low, e),
+        Product(n, k, tokens, 1, low, written or e),
+    )
 
 
 def batched(shape: Shape, k: int, dtype: str, *, needs_x: bool = True, needs_y: bool = True) -> Operator:
@@ -146,9 +150,7 @@ class Ranks:
     """A column-parallel layer's collectives run beside its products
     (``LinearWithGradAccumulationAndAsyncCommunication``)."""
 
-    def column(
-        self, tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None
-    ) -> Operator:
+    def column(self, tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None) -> Operator:
         """Reads a hidden state of ``k`` features that all ranks need whole, in elements of ``low`` bytes."""
         product, of_input, of_weight = _products(tokens, n, k, dtype, written, low)
         if self.t == 1:

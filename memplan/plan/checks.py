@@ -201,10 +201,32 @@ def check_precision(plan: ResolvedPlan) -> None:
         raise PlanError("precision.parameters", precision.parameters, problem)
     if precision.autocast:
         _check_autocast(plan)
+    _check_low_precision(plan)
     allowed = sorted({dtype, "fp32"} if framework(plan.framework).supports.gradients_in_fp32 else {dtype})
     if precision.gradients not in allowed:
         problem = f"must be {listed(allowed)} with framework {plan.framework} and dtype {dtype}"
         raise PlanError("precision.gradients", precision.gradients, problem)
+
+
+def _check_low_precision(plan: ResolvedPlan) -> None:
+    """Recipes that the framework has; what belongs to them is left out without one."""
+    precision = plan.precision
+    if precision.fp8 and precision.fp4:
+        raise PlanError("precision.fp4", precision.fp4, "must be left out with precision.fp8")
+    for field, recipe in (("fp8", precision.fp8), ("fp4", precision.fp4)):
+        if recipe:
+            known = [
+                one for one in framework(plan.framework).supports.low_precision if (one == "nvfp4") == (field == "fp4")
+            ]
+            must = f"left out or {listed(known)}" if known else "left out"
+            require(plan, f"precision.{field}", recipe, must, "low_precision", recipe, recipe)
+    if precision.low:
+        return
+    fields = ("fp8_parameters", "first_16bit_layers", "last_16bit_layers", "amax_history")
+    for field in fields:
+        value = getattr(precision, field)
+        if value != type(precision).model_fields[field].default:
+            raise PlanError(f"precision.{field}", value, "needs precision.fp8 or precision.fp4")
 
 
 def _check_autocast(plan: ResolvedPlan) -> None:

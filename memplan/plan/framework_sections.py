@@ -103,8 +103,10 @@ class Megatron(FrameworkSection, Terse):
     )
 
 
-class Experts(FrameworkSection):
+class Experts(FrameworkSection, Terse):
     """How a model with experts is trained; Megatron-Core's arguments are called ``--moe-…``."""
+
+    unsaid: ClassVar[frozenset[str]] = frozenset({"router_padding"})
 
     imbalance: str = Field(
         "balanced",
@@ -142,6 +144,11 @@ class Experts(FrameworkSection):
         pattern=r"^\d{1,3}\.\d{1,3}(\.\d{1,3})?$",
         description="version of Megatron-Core whose experts are meant",
         json_schema_extra={"flag": "--megatron-core"},
+    )
+    router_padding: bool = Field(
+        False,
+        description="fp8, fp4: the router sends every expert as many rows as products want, which are else copied",
+        json_schema_extra={"flag": "--moe-router-padding"},
     )
     shared_expert_overlap: bool = Field(
         False,

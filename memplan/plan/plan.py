@@ -14,7 +14,7 @@ from ..optimizers import ROOMS as OPTIMIZERS
 from ..optimizers import algorithm
 from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Megatron, Trainer
 from .section import Count, Degree, Dtype, OneOf, Section, Stages, Terse
-from .spec import LayerCount, ModelSpec
+from .spec import MOST_LAYERS, LayerCount, ModelSpec
 from .tuning_sections import Frozen, Lora, Quantisation
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FrameworkName = Annotated[str, OneOf(FRAMEWORKS)]
 OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
+Fp8Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 OptimizerImplementation = Literal["foreach", "for-loop", "fused", "apex", "bitsandbytes", "transformers"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 RecomputeMode = Literal["none", "selective", "full"]
@@ -81,8 +82,11 @@ class Batch(Section):
     )
 
 
-class Precision(Section):
+class Precision(Section, Terse):
     shorthand = "dtype"
+    unsaid: ClassVar[frozenset[str]] = frozenset(
+        {"fp8", "fp8_format", "fp4", "fp8_parameters", "first_16bit_layers", "last_16bit_layers", "amax_history"}
+    )
 
     dtype: Dtype = Field("bf16", description="dtype of parameters and activations")
     autocast: bool = Field(
@@ -98,6 +102,29 @@ class Precision(Section):
         None,
         description="dtype of accumulated gradients; default: the parameters' dtype (megatron: fp32)",
     )
+
+    fp8: Fp8Recipe | None = Field(
+        None,
+        description="products of linear layers in 8 bits: how operands are scaled (tensorwise: current scaling); "
+        "default: in dtype",
+    )
+    fp8_format: Literal["e4m3", "hybrid"] = Field(
+        "hybrid", description="8-bit format: E4M3, or E5M2 for gradients (hybrid); memory is the same"
+    )
+    fp4: Literal["nvfp4"] | None = Field(None, description="products of linear layers in 4 bits")
+    fp8_parameters: bool = Field(
+        False, description="weights of these layers are stored in 8 or 4 bits alone (fp8-param-gather)"
+    )
+    first_16bit_layers: int = Field(
+        0, ge=0, le=MOST_LAYERS, description="layers at the start that keep products in dtype"
+    )
+    last_16bit_layers: int = Field(0, ge=0, le=MOST_LAYERS, description="layers at the end that keep products in dtype")
+    amax_history: Count = Field(1, description="delayed scaling: maxima kept of each tensor")
+
+    @property
+    def low(self) -> str | None:
+        """How operands of products are quantised, if they are."""
+        return self.fp4 or self.fp8
 
     @property
     def stored(self) -> Dtype:

@@ -214,9 +214,8 @@ def on_a_gpu() -> Iterator[None]:
         "stream": lambda stream: nullcontext(),
         "Event": mock.MagicMock,
     }
-    at_once = mock.patch.object(
-        dist, "_coalescing_manager", lambda **_: nullcontext(types.SimpleNamespace(wait=lambda: None))
-    )
+    waited = nullcontext(types.SimpleNamespace(wait=lambda: None))
+    at_once = mock.patch.object(dist, "_coalescing_manager", return_value=waited)
     nvtx: dict[str, Any] = {"range_push": lambda message: 0, "range_pop": lambda: 0}
     with (
         at_once,

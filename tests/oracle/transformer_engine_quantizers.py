@@ -47,9 +47,7 @@ def create(quantizer: Any, shape: Any, dtype: Any = None) -> Any:
         data = _fresh((*lead, k)) if rows or not _turns() else None
         turned = _fresh((k, *lead)) if columns and _turns() else None
         scale = _fresh((1,), torch.float32)
-        return _class("float8_tensor", "Float8Tensor")(
-            data=data, fp8_scale_inv=scale, data_transpose=turned, **common
-        )
+        return _class("float8_tensor", "Float8Tensor")(data=data, fp8_scale_inv=scale, data_transpose=turned, **common)
     scales, swizzled = quantizer.get_scale_shape, {}
     if kind == "Float8BlockQuantizer":
         module, name, wide, turn = "float8_blockwise_tensor", "Float8BlockwiseQTensor", torch.float32, True

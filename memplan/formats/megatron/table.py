@@ -20,7 +20,7 @@ from ...plan.plan import Plan
 from ...values import dataclass
 from ..rows import NEEDED, OFF, Building, Reader, Row, elsewhere, positive, read_rows, switch
 from ..settings import Settings
-from . import experts, sharding
+from . import experts, low_precision, sharding
 from .vocabulary import tokens_of
 
 Family = Literal["gpt", "bert"]
@@ -697,4 +697,4 @@ LAYERS = (
     ),
 )
 
-ROWS = (*MODEL, *experts.ROWS, *LAYOUT, *BATCH, *TRAINING, *LAYERS, *sharding.ROWS)
+ROWS = (*MODEL, *experts.ROWS, *LAYOUT, *BATCH, *TRAINING, *low_precision.ROWS, *LAYERS, *sharding.ROWS)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ...device.gpus import GPUS
+from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
 from ...plan.errors import PlanError
 from ...plan.megatron_layout import stages
 from ..base import Framework, Supports
@@ -83,6 +85,7 @@ class Megatron(Framework):
         ),
         last_logits=False,
         autocast=False,
+        low_precision=("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"),
         reentrant=False,
         gradients_in_fp32=True,
         code_2020=False,
@@ -370,7 +373,71 @@ def check_experts(plan: ResolvedPlan) -> None:
         raise PlanError("experts.imbalance", given.imbalance, problem)
 
 
+MULTIPLES = {"mxfp8": (32, 32), "nvfp4": (16, 16)}
+"""Tokens of a micro-batch on a rank, and features, are multiples of these: else of 8 and 16
+(``assert_dim_for_fp8_exec``)."""
+
+
+def check_low_precision(plan: ResolvedPlan) -> None:
+    """What Megatron-Core (``transformer_config.py``, ``arguments.py``) and Transformer Engine ask of fp8 and fp4."""
+    given, megatron, recipe = plan.precision, plan.megatron, plan.precision.low
+    if recipe is None:
+        if plan.experts.router_padding:
+            raise PlanError("experts.router_padding", True, "needs precision.fp8 or precision.fp4")
+        return
+    field = "precision.fp4" if given.fp4 else "precision.fp8"
+    if megatron.transformer_impl == "local":
+        raise PlanError(field, recipe, "must be left out with local layers: Transformer Engine has it")
+    version = tuple(int(part) for part in megatron.transformer_engine.split(".")[:2])
+    if version < OLDEST_LOW_PRECISION:
+        oldest = ".".join(map(str, OLDEST_LOW_PRECISION))
+        problem = f"must be {oldest} or later with {field}: older ones have other copies, which have no recipe"
+        raise PlanError("megatron.transformer_engine", megatron.transformer_engine, problem)
+    gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
+    least = LOW_PRECISION_SINCE.get(recipe, (8, 9))
+    if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
+        problem = f"must be left out on {plan.hardware.gpu}: it needs compute capability {least[0]}.{least[1]}"
+        raise PlanError(field, recipe, problem)
+    if megatron.fsdp != "none":
+        problem = "must be left out with Megatron-FSDP: its buffers for weights in 8 bits are not modelled yet"
+        raise PlanError(field, recipe, problem)
+    if given.fp8_parameters and plan.layout.zero != 1:
+        raise PlanError("precision.fp8_parameters", True, "must be false without the distributed optimizer (zero: 1)")
+    if given.fp8_parameters and plan.optimizer.name == "muon":
+        raise PlanError("precision.fp8_parameters", True, "must be false with muon: its step in 8 bits is not modelled")
+    for end in ("first", "last"):
+        count = getattr(given, f"{end}_16bit_layers")
+        if count and recipe == "delayed":
+            problem = "must be 0 with delayed scaling: Megatron-Core refuses it"
+            raise PlanError(f"precision.{end}_16bit_layers", count, problem)
+        if count > plan.model.layers // plan.layout.pp:
+            problem = f"must be at most {plan.model.layers // plan.layout.pp}, the layers of a stage"
+            raise PlanError(f"precision.{end}_16bit_layers", count, problem)
+    _check_multiples(plan, field, recipe)
+    if plan.recompute.mode == "selective" and recipe == "delayed":
+        for module in ("moe_act", "layernorm"):
+            if module in (plan.recompute.modules or ()):
+                problem = f"must not have {module} with delayed scaling: Megatron-Core refuses it"
+                raise PlanError("recompute.modules", list(plan.recompute.modules or ()), problem)
+
+
+def _check_multiples(plan: ResolvedPlan, field: str, recipe: str) -> None:
+    model, layout = plan.model, plan.layout
+    rows, columns = MULTIPLES.get(recipe, (8, 16))
+    tokens = plan.batch.mbs * plan.batch.seq // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+    sizes = {"model.hidden": model.hidden, "model.ffn": model.ffn // layout.tp}
+    if model.experts:
+        sizes["model.expert_ffn"] = model.expert_ffn // (layout.etp or layout.tp)
+    if tokens % rows:
+        problem = f"needs a multiple of {rows} tokens on a rank; mbs x seq makes {tokens}"
+        raise PlanError(field, recipe, problem)
+    for name, size in sizes.items():
+        if size % columns:
+            raise PlanError(field, recipe, f"needs features in multiples of {columns}; {name} leaves {size} on a rank")
+
+
 RULES = (
+    check_low_precision,
     check_experts,
     check_optimizer,
     check_distributed,

@@ -10,6 +10,7 @@ from ...notices import tied_head
 from ...plan.resolved import ResolvedPlan
 from ...report.names import size
 from ...result import Notice
+from ...tape.events import Hold
 from ...tape.program import Program, fold_program
 from .programs import core_shape
 from .programs import programs as programs_of
@@ -52,7 +53,7 @@ def _code(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def notices(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-    for source in (_recomputed_for_nothing, tied_head, _zero_alone, _imbalance):
+    for source in (_recomputed_for_nothing, tied_head, _zero_alone, _imbalance, _low_precision):
         yield from source(plan, programs)
 
 
@@ -92,6 +93,31 @@ def _imbalance(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Noti
         f"the peak depends on how many tokens the most loaded rank's experts get: {', '.join(parts)}, as requested "
         f"bytes; this estimate: {plan.experts.imbalance} (--experts-imbalance)",
     )
+
+
+def _low_precision(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """What fp8 and fp4 add, and what they leave as it is (Megatron-LM's issue 2063 is of somebody surprised)."""
+    given = plan.precision
+    if given.low is None:
+        return
+    copies = max(sum(_weight_copies(program)) for program in programs)
+    kept = (
+        f"weights stay in {given.dtype} and have quantised copies beside them, {size(copies)} on the fullest stage "
+        "(--fp8-parameters stores weights in it alone)"
+    )
+    stored = "weights of these layers are stored in it alone, in every orientation that products read"
+    yield Notice(
+        "low-precision",
+        f"{given.low} is of linear layers' products and of the inputs that they save: "
+        f"{stored if given.fp8_parameters else kept}; as large as without it are gradients, main parameters, optimizer "
+        "states, hidden states and outputs of products, attention's saved tensors, embedding, output layer and logits",
+    )
+
+
+def _weight_copies(program: Program) -> Iterator[int]:
+    """Bytes of what modules keep of each weight in fewer bits."""
+    assert program.kept is not None
+    return (one.bytes for one in program.kept.workspaces if isinstance(one, Hold) and ".weight" in one.name)
 
 
 def _peak(plan: ResolvedPlan, imbalance: str) -> int:

@@ -18,6 +18,7 @@ from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core import bert, block, dispatch, ends, latent, local, mtp, te_facts
 from ...layers.megatron_core.ends import Role
+from ...layers.megatron_core.precision import Low, Recipe
 from ...layers.megatron_core.shape import CoreShape, ExpertShape, Version
 from ...layers.megatron_core.te_attention import backend
 from ...layers.module import Interface, Module, Options, Parameter, Run, build, hold_bytes
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 
 HOPPER = (9, 0)
 """Compute capability that is assumed where no GPU is named."""
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4"
+}  # fmt: skip
 
 
 def padded_vocab(plan: ResolvedPlan) -> int:
@@ -87,7 +92,10 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         attention_mask=megatron.attention_mask_in_dataloader,
         per_token_loss=megatron.per_token_loss,
     )
-    shape = replace(shape, experts=expert_shape(plan), core=_version(plan.experts.megatron_core))
+    shape = replace(shape, experts=expert_shape(plan), core=_version(plan.experts.megatron_core), low=low_of(plan, te))
+    if plan.precision.first_16bit_layers or plan.precision.last_16bit_layers:
+        ends_16bit = plan.precision.first_16bit_layers, plan.precision.last_16bit_layers
+        shape = replace(shape, sixteen_bit=ends_16bit, layers=spec.layers)
     if megatron.transformer_impl == "local":
         return shape
     if shape.dtype == "fp32":
@@ -106,6 +114,20 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         deterministic=shape.deterministic_attention,
     )
     return replace(shape, attention=attention, multiprocessors=MULTIPROCESSORS.get(plan.hardware.gpu or "", 132))
+
+
+def low_of(plan: ResolvedPlan, te: Version) -> Low | None:
+    """In what linear layers multiply, if that is not the plan's dtype. MXFP8 and NVFP4 mean a Blackwell where no GPU is
+    named."""
+    given, recipe = plan.precision, plan.precision.low
+    if recipe is None:
+        return None
+    gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
+    capability = (gpu.compute_capability if gpu is not None else None) or te_facts.LOW_PRECISION_SINCE.get(
+        recipe, HOPPER
+    )
+    turns = not ((10, 0) <= capability < (12, 0) or capability >= (13, 0))
+    return Low(RECIPES[recipe], turns, te, given.fp8_parameters, given.amax_history)
 
 
 def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
@@ -131,6 +153,7 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
         padded=given.pad_to_capacity,
         imbalance=factors[given.imbalance] if given.imbalance in factors else float(given.imbalance),
         apart=layout.ep > 1 or etp != layout.tp,
+        router_pads=given.router_padding,
     )
 
 
@@ -165,6 +188,7 @@ def rules(plan: ResolvedPlan) -> Rules:
         exp_avg_sq=optimizer.exp_avg_sq,
         counts_zeros=megatron.log_num_zeros_in_grad,
         te=_transformer_engine(megatron.transformer_engine),
+        low=low_of(plan, _transformer_engine(megatron.transformer_engine)),
         expert_shards=max(1, expert_replicas(plan) // megatron.distributed_optimizer_instances),
         sharded=megatron.fsdp != "none",
     )
@@ -319,11 +343,15 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
 def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
     layers = replace(shape, cross_entropy="unfused", per_token_loss=False)
-    return layers, replace(shape, recompute_modules=(), experts=None)
+    return layers, replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
 
 
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
-    """``shape`` as ``layer``, numbered from 0, has it: with experts or without."""
+    """``shape`` as ``layer``, numbered from 0, has it: with experts or without, in 8 bits or in 16."""
+    if shape.layers:
+        first, last = shape.sixteen_bit
+        wide = layer < first or layer >= shape.layers - last
+        shape = replace(shape, sixteen_bit=(0, 0), layers=0, low=None if wide else shape.low)
     return shape if shape.experts is None or shape.spec.has_experts(layer) else replace(shape, experts=None)
 
 
@@ -495,7 +523,7 @@ def _parameters(chunk: Chunk) -> KeptChunk:
 @lru_cache(maxsize=1 << 14)
 def _kept(stage: _Stage, states: Rules, tied: bool, libraries: _Libraries) -> Kept:
     chunks = tuple(_parameters(chunk) for chunk in stage.chunks)
-    workspaces = _workspaces(stage.job.shape, stage.names, len(stage.chunks), libraries)
+    workspaces = _workspaces(stage.job.shape, stage.names, len(stage.chunks), libraries, copies_of(chunks))
     return replace(keep(chunks, states, tied), workspaces=_numbered(workspaces))
 
 
@@ -512,7 +540,7 @@ def _sharded(
     (chunk,), dtype = stage.chunks, states.dtype
     buckets = buckets_of(chunk.spans, sharding)
     kept = keep_sharded(buckets, states, sharding, ahead(buckets, sharding, dtype))
-    holds = [*_workspaces(stage.job.shape, stage.names, 1, libraries), *persistent(buckets, sharding, dtype)]
+    holds = [*_workspaces(stage.job.shape, stage.names, 1, libraries, ()), *persistent(buckets, sharding, dtype)]
     kept = replace(kept, workspaces=_numbered(holds))
     recomputed = stage.job.recompute.mode == "full"
     spans = with_hooks(chunk.spans, buckets, sharding, dtype, recomputed)
@@ -538,9 +566,32 @@ def _role(entries: Sequence[str]) -> Role:
     return "only" if first and last else "first" if first else "last" if last else "middle"
 
 
-def _workspaces(shape: CoreShape, names: tuple[str, ...], chunks: int, libraries: _Libraries) -> list[Hold]:
+def copies_of(chunks: Sequence[KeptChunk]) -> list[Hold]:
+    """Quantised copies of weights, which modules keep from micro-batch to micro-batch, and from step to step
+    (``_fp8_workspaces``); with delayed scaling scales and amaxes of five tensors of every layer."""
+    found: list[Hold] = []
+    for chunk in chunks:
+        for own, times in chunk:
+            weights = [one for one in own if one.low is not None]
+            once: list[Hold] = []
+            for weight in weights:
+                assert weight.low is not None
+                parts = weight.low.state
+                if not weight.low.parameters:
+                    parts = (*weight.low.kept_of_weight(weight.shape), *parts)
+                once += [
+                    Hold(0, hold_bytes(one.shape, one.dtype), Category.BUFFERS, f"{weight.name}_{one.name}", *one[1:])
+                    for one in parts
+                ]
+            found += once * times
+    return found
+
+
+def _workspaces(
+    shape: CoreShape, names: tuple[str, ...], chunks: int, libraries: _Libraries, copies: Sequence[Hold]
+) -> list[Hold]:
     """Static tensors that the first iteration makes. Every chunk has rotary tables of its own."""
-    holds: list[Hold] = []
+    holds: list[Hold] = [*copies]
     layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
     kinds = {layer_shape_of(shape, layer) for layer in layers}
     dtype, has_layers, has_head = shape.dtype, bool(kinds), "head" in names

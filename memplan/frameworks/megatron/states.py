@@ -15,7 +15,8 @@ from functools import lru_cache
 from math import lcm, prod
 from typing import NamedTuple
 
-from ...layers.autograd import ITEMSIZE, Shape
+from ...layers.autograd import ITEMSIZE, Shape, size_of
+from ...layers.megatron_core.precision import Low
 from ...layers.module import Parameter
 from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
@@ -62,6 +63,15 @@ class Rules:
     """Megatron-FSDP's buffers hold the main parameters."""
     member: int | None = None
     """Of the ranks that whole parameters are dealt out to, the one that is meant; by default the one that has most."""
+    low: Low | None = None
+    """Precision of linear layers' products, if that is not ``dtype``."""
+
+    @property
+    def main_inside(self) -> bool:
+        """FusedAdam keeps the main parameters: not those in fp32 beside products in 8 bits, but with delayed scaling
+        (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``)."""
+        outside = self.low is not None and self.low.recipe in ("tensorwise", "blockwise", "mxfp8")
+        return self.precision_aware and not (outside and self.main_parameters == "fp32")
 
     @property
     def mixed(self) -> bool:
@@ -73,9 +83,9 @@ class Rules:
         """Bytes of one element of the main parameters, which a precision-aware FusedAdam keeps as an fp32
         number's lower 16 bits where parameters are bf16 (``store_param_remainders``, from 2.1)."""
         remainders = self.te >= (2, 1) and self.main_parameters == "fp32" and self.dtype == "bf16"
-        if self.precision_aware and remainders:
+        if self.main_inside and remainders:
             return 2
-        return ITEMSIZE[self.main_parameters if self.precision_aware else "fp32"]
+        return ITEMSIZE[self.main_parameters if self.main_inside else "fp32"]
 
     @property
     def moments(self) -> tuple[tuple[str, str], ...]:
@@ -115,7 +125,7 @@ class Rules:
     @property
     def copies_gradients(self) -> bool:
         """16-bit gradients are copied to fp32 for the step, and end when the next iteration begins."""
-        return self.mixed and self.gradients != "fp32" and not self.precision_aware
+        return self.mixed and self.gradients != "fp32" and not self.main_inside
 
 
 MOMENTUM = (("momentum_buffer", "fp32"),)
@@ -149,24 +159,24 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
     construction: list[Event] = []
     originals: list[list[Hold]] = []
     for chunk in tensors:
-        made = [Hold(next(ids), p.bytes(rules.dtype), Category.PARAMETERS, p.name, p.shape, rules.dtype) for p in chunk]
-        originals.append(made)
-        construction += made
+        made = [(Hold(next(ids), *one), kept) for p in chunk for one, kept in _made(p, rules)]
+        originals.append([hold for hold, kept in made if not kept])
+        construction += [hold for hold, _ in made]
     optimizers = _optimizers(tensors, rules)
     pieces: list[list[Piece]] = [[] for _ in optimizers]
     for at, chunk in enumerate(tensors):
         for own, (experts, shared) in zip(pieces, optimizers, strict=True):
-            members = [parameter for parameter in chunk if parameter.expert is experts]
-            if not members:
-                continue
-            buckets = _buckets(members, rules.bucket if at == 0 else None, shared, tied_across_stages)
-            elements = sum(bucket.end for bucket in buckets)
-            if rules.in_buffers:
-                size = rounded(elements * ITEMSIZE[rules.dtype])
-                construction.append(Hold(next(ids), size, Category.PARAMETERS, "param_data", (elements,), rules.dtype))
-            size = rounded(elements * ITEMSIZE[rules.gradients])
-            construction.append(Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients))
-            own += [] if rules.dealt else _pieces(buckets, members, shared)
+            for members in _alike([parameter for parameter in chunk if parameter.expert is experts]):
+                buckets = _buckets(members, rules.bucket if at == 0 else None, shared, tied_across_stages)
+                elements = sum(bucket.end for bucket in buckets)
+                dtype, size = _stored(members[0], elements, rules)
+                if rules.in_buffers and size:
+                    category = Category.PARAMETERS
+                    construction.append(Hold(next(ids), rounded(size), category, "param_data", (elements,), dtype))
+                size = rounded(elements * ITEMSIZE[rules.gradients])
+                held = Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients)
+                construction.append(held)
+                own += [] if rules.dealt else _pieces(buckets, members, shared)
         if rules.in_buffers:
             construction += [Drop(hold.tensor, hold.bytes, hold.category) for hold in originals[at]]
     if rules.dealt:
@@ -179,6 +189,42 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
     copies = [event for part in parts for event in part.carried]
     step = [*copies, *(event for part in parts for event in part.step)]
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
+
+
+def _is_low(parameter: Parameter) -> bool:
+    """Stored in 8 or 4 bits."""
+    return parameter.low is not None and parameter.low.parameters
+
+
+def _alike(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    """Parameters that share a buffer, by how they are stored (``group_params_for_buffers``)."""
+    found: dict[bool, list[Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(_is_low(parameter), []).append(parameter)
+    return list(found.values())
+
+
+def _made(parameter: Parameter, rules: Rules) -> Iterator[tuple[tuple[int, Category, str, Shape, str], bool]]:
+    """What a module makes for a parameter, and whether that stays when parameters move into one buffer: of a weight in
+    8 bits the rows' data moves (``replace_raw_data``), other copies and scales stay; one in MXFP8 stays whole, for
+    which the gradients' buffer receives (``--reuse-grad-buf-for-mxfp8-param-ag``)."""
+    own = Category.PARAMETERS
+    if parameter.low is None or not parameter.low.parameters:
+        yield (parameter.bytes(rules.dtype), own, parameter.name, parameter.shape, rules.dtype), False
+        return
+    parts = parameter.low.kept_of_weight(parameter.shape)
+    for at, part in enumerate(parts):
+        name = f"{parameter.name}_{part.name}"
+        stays = at > 0 or parameter.low.recipe == "mxfp8"
+        yield (rounded(size_of(part.shape, part.dtype)), own, name, part.shape, part.dtype), stays
+
+
+def _stored(parameter: Parameter, elements: int, rules: Rules) -> tuple[str, int]:
+    """dtype and bytes of a buffer for parameters such as this one."""
+    if parameter.low is None or not parameter.low.parameters:
+        return rules.dtype, elements * ITEMSIZE[rules.dtype]
+    size = 0 if parameter.low.recipe == "mxfp8" else int(elements * parameter.low.element)
+    return "uint8", size
 
 
 def _optimizers(chunks: Sequence[Sequence[Parameter]], rules: Rules) -> list[tuple[bool, Rules]]:
@@ -195,7 +241,7 @@ def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
     sizes = [piece.elements for piece in pieces]
     construction: list[Event] = []
     small = Category.BUFFERS
-    if rules.mixed and not rules.precision_aware and not rules.sharded:
+    if rules.mixed and not rules.main_inside and not rules.sharded:
         construction += [
             Hold(next(ids), rounded(n * 4), Category.MAIN_PARAMETERS, "main_param", (n,), "fp32") for n in sizes
         ]
@@ -206,9 +252,10 @@ def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
             Hold(next(ids), rounded(n * ITEMSIZE[dtype]), Category.OPTIMIZER_STATES, name, (n,), dtype)
             for name, dtype in (MOMENTUM if orthogonal else rules.moments)
         ]
-        if rules.precision_aware and rules.mixed:
+        if rules.main_inside and rules.mixed:
             size = rounded(n * rules.main_size)
             states.append(Hold(next(ids), size, Category.MAIN_PARAMETERS, "master_param", (n,)))
+        if rules.precision_aware and rules.mixed:
             kinds = [dtype for _, dtype in rules.moments] + [rules.main_parameters]
             scales = sum(4 if dtype == "fp8" else dtype != "fp32" for dtype in kinds)  # fp8: with a quantizer's three
             states += [Hold(next(ids), rounded(4), small, "state_scale", (1,), "fp32") for _ in range(scales)]

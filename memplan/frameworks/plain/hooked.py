@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 from ...families import family as family_of
 from ...families.base import Submodules
@@ -38,6 +39,9 @@ from .programs import (
     transformers_code,
     with_kept_input,
 )
+
+if TYPE_CHECKING:
+    from ...layers.megatron_core.precision import Low
 
 NONE = Submodules()
 
@@ -87,9 +91,7 @@ class HookedRecorder(Recorder):
         for _ in range(count):
             self.seam(NO_PARAMETERS, hook)
 
-    def parameter(
-        self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None
-    ) -> Tensor:
+    def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None) -> Tensor:
         if len(shape) == 1 and name.endswith(".weight"):
             self.before(name)
         return super().parameter(name, shape, dtype, expert=expert, low=low)

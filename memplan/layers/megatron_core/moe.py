@@ -106,7 +106,13 @@ def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     inner_shape = replace(shape, sequence_parallel=False) if apart else shape
     x = _whole(r, hidden, shape) if apart else hidden
     inner, _ = te.column_linear(
-        r, x, f"{SHARED}.linear_fc1", f, inner_shape, bias=False, skip_bias=True,
+        r,
+        x,
+        f"{SHARED}.linear_fc1",
+        f,
+        inner_shape,
+        bias=False,
+        skip_bias=True,
         original=shape.saves_original,
     )
     x = hidden

@@ -84,6 +84,18 @@ class Low:
         return self.te >= (2, 12)
 
     @property
+    def state(self) -> tuple[Part, ...]:
+        """What delayed scaling keeps of one linear layer's tensors, three forward and two backward
+        (``DelayedScalingRecipeState``)."""
+        if self.recipe != "delayed":
+            return ()
+        return tuple(
+            part
+            for count in (3, 2)
+            for part in (Part("scale", (count,), "fp32"), Part("amax_history", (self.history, count), "fp32"))
+        )
+
+    @property
     def weight_scales_prepared(self) -> bool:
         """and those of weights, too (``_enable_weight_preswizzle``)."""
         return self.recipe == "mxfp8" and self.te >= (2, 18) and not self.parameters

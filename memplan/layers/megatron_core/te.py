@@ -2,8 +2,9 @@
 
 What Python makes is read from ``transformer_engine/pytorch/module/linear.py``, ``layernorm_linear.py``,
 ``ops/basic/layer_norm.py`` and ``rmsnorm.py``, what C++ makes from ``csrc/extensions``. Without user buffers or a
-delayed weight gradient. What becomes of the operands of products is in ``operands``: ``precision`` decides it. Under gradient accumulation fusion the GEMM adds the weight's gradient
-to ``main_grad`` (fp32) and returns a dummy, which ``te_facts`` says the life of.
+delayed weight gradient. What becomes of the operands of products is in ``operands``: ``precision`` decides it. Under
+gradient accumulation fusion the GEMM adds the weight's gradient to ``main_grad`` (fp32) and returns a dummy, which
+``te_facts`` says the life of.
 
 Shapes: s sequence, b micro-batch, h hidden, a heads, d head size, t tensor-parallel size, v vocabulary.
 """
@@ -57,9 +58,7 @@ def column_linear(
     own = [r.parameter(f"{name}.bias", (n,), x.dtype)] if bias else []
     added = [] if skip_bias else own
     full, gathers = _whole(x, shape), shape.sequence_parallel
-    layer = Linear(
-        name, x.dtype, x.shape, full, (*full[:-1], n), gathers=gathers, bias=bool(added), original=original
-    )
+    layer = Linear(name, x.dtype, x.shape, full, (*full[:-1], n), gathers=gathers, bias=bool(added), original=original)
     fed = operands(shape, layer)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
@@ -70,9 +69,7 @@ def column_linear(
     return _multiplied(r, fed).by(node), own[0] if own and skip_bias else None
 
 
-def row_linear(
-    r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool, original: bool = False
-) -> Biased:
+def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool, original: bool = False) -> Biased:
     """``TERowParallelLinear`` with ``skip_bias_add``: h outputs, all-reduced in place or reduce-scattered."""
     h, k, dtype = shape.spec.hidden, x.shape[-1], x.dtype
     weight = r.parameter(f"{name}.weight", (h, k), dtype, low=shape.low)

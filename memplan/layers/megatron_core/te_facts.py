@@ -78,6 +78,9 @@ def frees_gathered_norm_shard(te: Version) -> bool:
 OLDEST_LOW_PRECISION = (2, 14)
 """Before it fp8 and fp4 have other copies and gathers, which no recipe covers."""
 
+LOW_PRECISION_SINCE = {"blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
+"""Compute capability from which GPUs have a recipe; fp8 itself: 8.9 (``quantization.py``, ``check_recipe_support``)."""
+
 OLDEST_CONTEXT_PARALLEL = (2, 8)
 """Before it ``context_parallel.py`` keeps keys and values in one stacked tensor, which no recipe covers."""
 

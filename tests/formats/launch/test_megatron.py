@@ -43,9 +43,9 @@ def test_gpt() -> None:
 
 
 def test_llama() -> None:
-    assert error_of(lambda: launch(LLAMA, vocabulary=None)).startswith(
-        "train.sh:8: --fp8-format: must be left out: FP8 and FP4 are not modelled yet"
-    )
+    precision = build_plan(launch(LLAMA, vocabulary=None).source, {}).plan.precision
+    assert (precision.fp8, precision.fp8_format, precision.fp8_parameters) == ("delayed", "hybrid", True)
+    assert precision.amax_history == 1024
     read = launch(LLAMA, vocabulary=None, variables={"DTYPE": "bf16"})
     built = build_plan(read.source, {}).plan
     spec = built.model

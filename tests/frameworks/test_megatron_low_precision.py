@@ -1,0 +1,130 @@
+"""Megatron-Core with products in 8 and 4 bits: what is kept, against hand calculations, and what is refused.
+
+Tensors within layers are compared with Transformer Engine's own code in ``tests.layers.megatron_core.test_te_modules``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memplan.estimate import estimate
+from memplan.frameworks.megatron.notices import notices
+from memplan.frameworks.megatron.programs import programs
+from memplan.frameworks.megatron.states import Rules, keep
+from memplan.layers.megatron_core.precision import Low, Recipe
+from memplan.layers.module import Options, Parameter
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+from memplan.tape.events import Category, Drop, Hold, Tape, rounded
+
+MIB = 1024**2
+SMALL: dict[str, Any] = {
+    "model": "llama-3-8b", "framework": "megatron", "gpu": "h100-80gb", "gpus": 8, "zero": 1, "layers": 4, "seq": 4096,
+}  # fmt: skip
+WEIGHTS = (4096 + 2 * 1024) * 4096 + 4096 * 4096 + 2 * 14336 * 4096 + 4096 * 14336
+"""Elements of a layer's four linear layers."""
+
+
+def plan_of(given: dict[str, Any]) -> ResolvedPlan:
+    return resolve(read_plan(None, {name.replace("_", "-"): str(value).lower() for name, value in given.items()}).plan)
+
+
+def static(**flags: Any) -> int:
+    return estimate(plan_of(SMALL | flags)).stages[0].static
+
+
+def held(tape: Tape, category: Category) -> int:
+    return sum(
+        event.bytes if isinstance(event, Hold) else -event.bytes
+        for event in tape
+        if isinstance(event, Hold | Drop) and event.category is category
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "bytes_each"),
+    [
+        ({"fp8": "tensorwise"}, 2.0),
+        ({"fp8": "delayed"}, 2.0),
+        ({"fp8": "tensorwise", "gpu": "b200"}, 1.0),
+        ({"fp8": "blockwise"}, 2.0 + 2 * 4 / 128**2),
+        ({"fp8": "mxfp8", "gpu": "b200"}, 2.0 + 2 / 32),
+        ({"fp4": "nvfp4", "gpu": "b200"}, 1.0 + 2 / 16),
+    ],
+)
+def test_quantised_copies_of_weights_stay_between_steps(flags: dict[str, Any], bytes_each: float) -> None:
+    """A byte for each orientation that products read; scales of 128 x 128, 32 or 16 elements. Beside them: single
+    numbers of 512 bytes, with delayed scaling four small tensors a layer, and what blocks are larger than tensors."""
+    plain = static(**{name: value for name, value in flags.items() if name == "gpu"})
+    more = static(**flags) - plain
+    assert more == pytest.approx(4 * WEIGHTS * bytes_each, abs=8 * MIB)
+
+
+def test_layers_at_both_ends_in_16_bits_have_no_copies() -> None:
+    every, inner = static(fp8="tensorwise"), static(fp8="tensorwise", first_16bit_layers=1, last_16bit_layers=1)
+    assert every - inner == pytest.approx(2 * 2 * WEIGHTS, abs=2 * 4 * 512)
+
+
+@pytest.mark.parametrize(("recipe", "turns", "parameters", "stay"), [
+    ("tensorwise", True, 1, 1), ("tensorwise", False, 1, 0), ("delayed", True, 1, 1), ("mxfp8", False, 0, 2 + 2 / 32),
+])  # fmt: skip
+def test_weights_in_8_bits_are_in_a_buffer_of_their_own(
+    recipe: Recipe, turns: bool, parameters: float, stay: float
+) -> None:
+    """A weight of 1024 x 1024 and 1024 numbers in bf16: two buffers, of a byte and of two bytes an element. The
+    transposed copy stays where products want it, and of MXFP8 everything, which has no buffer for parameters."""
+    weight = Parameter("a.weight", (1024, 1024), low=Low(recipe, turns, (2, 18), parameters=True))
+    rules = Rules("bf16", "fp32", True, 8, None, "adam", False, "fp32", "fp32", "fp32", False)
+    kept = keep(((((weight, Parameter("a.bias", (1024,))), 1),),), rules, False)
+    single = 0 if recipe == "mxfp8" else 512
+    assert held(kept.construction, Category.PARAMETERS) == parameters * MIB + stay * MIB + single + 2 * 1024
+    assert held(kept.construction, Category.GRADIENTS) == 4 * MIB + 4 * 1024
+    assert held(kept.construction, Category.MAIN_PARAMETERS) == rounded(4 * MIB // 8) + rounded(4 * 1024 // 8)
+
+
+def test_main_parameters_of_a_precision_aware_optimizer_stay_whole_in_8_bits() -> None:
+    """Beside current scaling FusedAdam has none, so that no 16 bits of them are saved."""
+    aware = {"precision_aware_optimizer": True}
+    elements = estimate(plan_of(SMALL)).stages[0].parameters
+    saved = static() - static(**aware)
+    assert saved == pytest.approx(2 * elements / 8, rel=0.01)
+    assert static(fp8="tensorwise") - static(fp8="tensorwise", **aware) == pytest.approx(0, abs=MIB)
+    assert static(fp8="delayed") - static(fp8="delayed", **aware) == pytest.approx(saved, abs=MIB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "words"),
+    [
+        ({"fp8": "rowwise"}, "precision.fp8", "must be left out or delayed, tensorwise, blockwise or mxfp8"),
+        ({"fp8": "mxfp8"}, "precision.fp8", "must be left out on h100-80gb: it needs compute capability 10.0"),
+        ({"fp8": "tensorwise", "gpu": "a100-80gb"}, "precision.fp8", "it needs compute capability 8.9"),
+        ({"fp8": "tensorwise", "fp4": "nvfp4"}, "precision.fp4", "must be left out with precision.fp8"),
+        ({"fp8_parameters": True}, "precision.fp8_parameters", "needs precision.fp8 or precision.fp4"),
+        ({"fp8": "tensorwise", "fp8_parameters": True, "zero": 0}, "precision.fp8_parameters", "zero: 1"),
+        ({"fp8": "delayed", "first_16bit_layers": 1}, "precision.first_16bit_layers", "must be 0 with delayed scaling"),
+        ({"fp8": "tensorwise", "last_16bit_layers": 9}, "precision.last_16bit_layers", "must be at most 4"),
+        ({"fp8": "tensorwise", "te_version": "2.8"}, "megatron.transformer_engine", "must be 2.14 or later"),
+        ({"fp8": "tensorwise", "transformer_impl": "local"}, "precision.fp8", "must be left out with local layers"),
+        (
+            {"fp8": "tensorwise", "framework": "fsdp", "zero": 0},
+            "precision.fp8",
+            "must be left out with framework fsdp",
+        ),
+        ({"fp8": "mxfp8", "gpu": "b200", "seq": 4080}, "precision.fp8", "needs a multiple of 32 tokens"),
+    ],
+)
+def test_what_is_refused(flags: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        estimate(plan_of(SMALL | flags))
+    assert field in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_the_report_says_what_is_not_smaller() -> None:
+    plan = plan_of(SMALL | {"fp8": "tensorwise"})
+    (notice,) = [one for one in notices(plan, programs(plan, Options())) if one.code == "low-precision"]
+    assert "weights stay in bf16 and have quantised copies beside them" in notice.message
