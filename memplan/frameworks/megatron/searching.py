@@ -127,7 +127,8 @@ class MegatronSearch(FrameworkSearch):
         order = range(len(entries))
         ranges = []
         for at in dict.fromkeys((0, order[-1], *order)):
-            program = stages.program(at, tuple(map(_renumbered, entries[at])))
+            own = entries[at] if stages.job.shape.layers else tuple(map(_renumbered, entries[at]))
+            program = stages.program(at, own)
             bounds = between(program)
             if enough is not None and bounds.least > enough:
                 return bounds.least, at
@@ -215,10 +216,11 @@ class MegatronSearch(FrameworkSearch):
 
 
 class Peaks:
-    """Requested bytes of any stage of a resolved plan, whatever it holds."""
+    """Requested bytes of any stage of a resolved plan, whatever it holds; all layers have the precision of most."""
 
     def __init__(self, plan: ResolvedPlan) -> None:
-        self._stages = programs.stages_of(plan, Options())
+        alike = plan.precision.model_copy(update={"first_16bit_layers": 0, "last_16bit_layers": 0})
+        self._stages = programs.stages_of(plan.model_copy(update={"precision": alike}), Options())
         self._of = cache(self._computed)
         self._bounds = cache(self._between)
 
