@@ -21,7 +21,7 @@ from memplan.plan.resolve import resolve
 from memplan.plan.spec import ModelSpec
 from memplan.tape.program import Program, fold_program
 
-from . import fms, megatron
+from . import fms, megatron, moonlight
 from .comparison import GIB, MIB, Comparison, Table, near
 
 Row = Mapping[str, Any]
@@ -361,6 +361,7 @@ READERS: dict[str, Callable[[Sequence[Row]], Table]] = {
     "bigscience_a100.jsonl": bigscience,
     "megatron_lm_ci.jsonl": megatron.ci,
     "megatron_b200.jsonl": megatron.b200,
+    "megatron_bridge_moonlight.jsonl": moonlight.table,
     "torchtitan_h100.jsonl": torchtitan,
     fms.NAME: fms.table,
 }
