@@ -60,7 +60,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["estimate", "--zzzzzz"], "--zzzzzz: is not a flag of memplan estimate; --help lists them"),
         (["estimate", "--json=x"], "option '--json' does not take a value"),
         (["estimate", "--tp"], "--tp: needs a value: tensor-parallel size"),
-        (["estimate", "a", "b"], "memplan estimate: got unexpected extra argument"),
+        (["estimate", "a", "b"], "command line: a and b are no launch files of one job; --compare puts plans side by side"),
         (["estimat"], "memplan: no such command 'estimat'"),
         (["estimate", "llama-3-8b", "--vary", "optimiser=adam"], "--vary: optimiser: 'optimiser' is not a field that can vary"),
         (["estimate", "llama-3-8b", "--vary", "tp"], "--vary: tp: needs values, as --vary tp=A,B"),

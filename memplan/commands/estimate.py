@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..formats import FORMATS
 from ..frameworks import ROOMS, framework
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import Kind, by_flag
@@ -20,7 +19,20 @@ from ..plan.notes import Note
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
 from ..values import dataclass
 from .files import check_files, write_whole
-from .launched import LAUNCH, From, LaunchFlags, Set, Strict, VocabSize, flags_of_launch, read_given, read_launched
+from .launched import (
+    LAUNCH,
+    From,
+    LaunchFlags,
+    Place,
+    Set,
+    Strict,
+    VocabSize,
+    flags_of_launch,
+    name_of,
+    placed,
+    read_given,
+    read_launched,
+)
 from .output import (
     OUTPUT,
     PRINTED,
@@ -29,7 +41,7 @@ from .output import (
     Json,
     NoColor,
     Overwrite,
-    PlanOrLaunchFile,
+    PlanOrLaunchFiles,
     Plot,
     Quiet,
     Verbose,
@@ -59,10 +71,11 @@ def read_variants(
     compare: Sequence[str],
     vary: Sequence[str],
     load: Callable[[str | None], Source] = load_source,
+    finished: Callable[[str | None, ReadPlan], ReadPlan] = lambda place, read: read,
 ) -> dict[str, ReadPlan]:
     """Every combination of the plans and of the values to vary, by the name that tells it apart.
 
-    ``load`` reads a plan from where ``source`` or ``compare`` say it is.
+    ``load`` reads a plan from where ``source`` or ``compare`` say it is; ``finished`` adds what follows from flags.
     """
     if [source, *compare].count("-") > 1:
         raise PlanError("", ABSENT, "can be read only once, as one of the plans", origin=Origin("standard input"))
@@ -82,7 +95,7 @@ def read_variants(
             changes = " ".join(f"{name}={value}" for name, value in values.items())
             name = " ".join(part for part in (source_name if len(sources) > 1 else "", changes) if part)
             alike = _alike(loaded, flags, merged, values)
-            read = build_plan(loaded, flags, {**values, **alike}, traced=True)
+            read = finished(place, build_plan(loaded, flags, {**values, **alike}, traced=True))
             told = tuple(
                 Note(LIKE_WITH_LIKE, f"ZeRO-{zero}, as fsdp shards; --zero says otherwise") for zero in alike.values()
             )
@@ -154,7 +167,7 @@ Form = Literal["text", "json", "csv"]
 
 
 def estimate(
-    plan: PlanOrLaunchFile = None,
+    plan: PlanOrLaunchFiles = None,
     from_: From = None,
     set_: Set = None,
     vocab_size: VocabSize = None,
@@ -210,17 +223,18 @@ def estimate(
 
     Exit code 0: it fits. 1: it does not (of several, any). 2: the plan is wrong.
     """
-    launch_flags = flags_of_launch(plan, from_, set_, strict=strict, vocab_size=vocab_size, explain=explain_args)
+    place = placed(plan)
+    launch_flags = flags_of_launch(place, from_, set_, strict=strict, vocab_size=vocab_size, explain=explain_args)
     if explain_args:
         if compare or vary or detail is not None:
             raise typer.BadParameter("--explain-args shows arguments; leave out --compare, --vary and --detail")
         if any((csv, html, plot, snapshot)):
             problem = "--explain-args shows arguments; leave out --csv, --html, --plot and --snapshot"
             raise typer.BadParameter(problem)
-        if launch_flags.format in FORMATS and not FORMATS[launch_flags.format].takes_settings:
-            given = f"--from {launch_flags.format}"
+        if not launch_flags.takes_settings:
+            given = f"--from {launch_flags.formats[0]}"
             raise typer.BadParameter(f"--explain-args shows arguments of launch scripts, which {given} has none of")
-        return _explain(read_launched(plan, launch_flags, flags), json, quiet, no_color)
+        return _explain(read_launched(place, launch_flags, flags), json, quiet, no_color)
     files = _Files(file_of(csv), html, plot, snapshot, force)
     files.check(alone=not (compare or vary or detail is not None))
     if csv == PRINTED and json:
@@ -229,7 +243,7 @@ def estimate(
         raise typer.BadParameter("--detail prints text; leave out --json and --csv")
     form: Form = "json" if json else "csv" if csv == PRINTED else "text"
     if not compare and not vary:
-        read = read_given(plan, launch_flags, flags, traced=True)
+        read = read_given(place, launch_flags, flags, traced=True)
         return (
             _detail(read, detail, no_color, verbose)
             if detail is not None
@@ -237,27 +251,30 @@ def estimate(
         )
     if detail is not None:
         raise typer.BadParameter("--detail shows one plan's stage; leave out --compare and --vary")
-    return _several(_variants(plan, launch_flags, flags, compare or (), vary or ()), files, no_records, form, no_color)
+    variants = _variants(place, launch_flags, flags, compare or (), vary or ())
+    return _several(variants, files, no_records, form, no_color)
 
 
 def _variants(
-    plan: str | None, launch_flags: LaunchFlags, flags: Flags, compare: Sequence[str], vary: Sequence[str]
+    place: Place, launch_flags: LaunchFlags, flags: Flags, compare: Sequence[str], vary: Sequence[str]
 ) -> dict[str, ReadPlan]:
-    """Variants of a plan or of a launch file; what it is compared with are plans."""
+    """Variants of plans and of launch files."""
     from ..formats.launch import completed
-    from ..plan.read import load_source
 
-    if launch_flags.format is None:
-        return read_variants(plan, flags, compare, vary)
-    launch = read_launched(plan, launch_flags, flags, vary)
-    variants = read_variants(
-        plan, flags, compare, vary, lambda place: launch.source if place == plan else load_source(place)
+    source = name_of(place)
+    launches = {source: read_launched(place, launch_flags, flags, vary)} if launch_flags.formats else {}
+    for other in compare:
+        found = flags_of_launch(other, None)
+        if found.formats:
+            launches[other] = read_launched(other, found, flags, vary)
+    return read_variants(
+        source,
+        flags,
+        compare,
+        vary,
+        lambda one: launches[one].source if one in launches else load_source(one),
+        lambda one, read: completed(launches[one], read) if one in launches else read,
     )
-    noted = len(variants) // (1 + len(compare))
-    return {
-        name: completed(launch, read) if position < noted else read
-        for position, (name, read) in enumerate(variants.items())
-    }
 
 
 def _explain(launch: Launch, json: bool, quiet: bool, no_color: bool) -> int:

@@ -12,7 +12,7 @@ import typer
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.read import Flags, ReadPlan
 from ..plan.text import STANDARD_INPUT, is_there, path_of, pieces_of
-from .launched import From, Set, Strict, VocabSize, flags_of_launch, read_given
+from .launched import From, Set, Strict, VocabSize, flags_of_launch, placed, read_given
 from .output import Json, NoColor, Quiet, console, print_json, printing, without_collection
 from .recorded import NoRecords, measured_of
 
@@ -27,7 +27,9 @@ def explain(
         str | None,
         typer.Argument(metavar="[LOG|-|SNAPSHOT]", help="a log, its last lines, the message itself, or a snapshot"),
     ] = None,
-    plan: Annotated[str | None, typer.Argument(help="the job's plan, or with --from its launch file")] = None,
+    plan: Annotated[
+        list[str] | None, typer.Argument(metavar="[PLAN]", help="the job's plan, or its launch files")
+    ] = None,
     from_: From = None,
     set_: Set = None,
     vocab_size: VocabSize = None,
@@ -52,11 +54,11 @@ def explain(
     from ..explain.log import reports
     from ..explain.snapshot import is_snapshot
 
-    launch = flags_of_launch(plan, from_, set_, strict=strict, vocab_size=vocab_size)
-    planned = plan is not None or from_ is not None or bool(flags)
-    if log == "-" and plan == "-":
+    launch = flags_of_launch(placed(plan), from_, set_, strict=strict, vocab_size=vocab_size)
+    planned = bool(plan or from_ or flags)
+    if log == "-" and plan == ["-"]:
         raise PlanError("", ABSENT, "can be read only once, as the log or as the plan", origin=Origin(STANDARD_INPUT))
-    read = read_given(plan, launch, flags) if planned else None
+    read = read_given(placed(plan), launch, flags) if planned else None
     known, _ = measured_of(no_records=no_records)
     pieces, name = _content(log)
     first, pieces = _begun(pieces, name)

@@ -11,15 +11,15 @@ from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
 from ..plan.read import Flags, ReadPlan
 from ..streams import tell
 from .files import check_writable, write_whole
-from .launched import From, Set, Strict, VocabSize, flags_of_launch, read_given
-from .output import OUTPUT, Overwrite, PlanOrLaunchFile, print_file, print_json
+from .launched import From, Set, Strict, VocabSize, flags_of_launch, placed, read_given
+from .output import OUTPUT, Overwrite, PlanOrLaunchFiles, print_file, print_json
 
 if TYPE_CHECKING:
     from ..formats.exported import Exported
 
 
 def export(
-    plan: PlanOrLaunchFile = None,
+    plan: PlanOrLaunchFiles = None,
     to: Annotated[
         str | None,
         typer.Option(
@@ -50,10 +50,10 @@ def export(
 
     Exit code 2: the plan is wrong, or says something that the framework's configuration cannot; the line names it.
     """
-    launch_flags = flags_of_launch(plan, from_, set_, strict=strict, vocab_size=vocab_size)
+    launch_flags = flags_of_launch(placed(plan), from_, set_, strict=strict, vocab_size=vocab_size)
     if output is not None and output != "-":
         check_writable(output, force=force)
-    read = read_given(plan, launch_flags, flags)
+    read = read_given(placed(plan), launch_flags, flags)
     done = _exported(read, to)
     _tell([note.message for note in read.warnings], quiet)
     if json:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 LAUNCH = "A launch file in place of a plan"
 
 From = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--from",
         metavar="FRAMEWORK",
         help="PLAN is a launch script, list or mapping of arguments of megatron or megatron-deepspeed, the "
         "ds_config.json of deepspeed, the TOML or saved JSON of a job of torchtitan, arguments or a launch script of "
-        "trainer, or the configuration of accelerate; default: known by what stands in it",
+        "trainer, or the configuration of accelerate; of several files, one each; default: known by what stands in it",
         rich_help_panel=LAUNCH,
     ),
 ]
@@ -65,74 +65,116 @@ MEANINGS = {
 class LaunchFlags:
     """The flags of ``estimate`` that are about a launch file."""
 
-    format: str | None
-    """``--from``, or whose file PLAN was found to be; nothing for a plan."""
+    formats: tuple[str, ...]
+    """``--from`` of each file, or whose it was found to be; none for a plan."""
     variables: Sequence[str]
     strict: bool
     vocab_size: int | None
     recognised: bool = False
     """No ``--from`` was given."""
 
+    @property
+    def takes_settings(self) -> bool:
+        """``--set`` and ``--vocab-size`` mean something for one of the files."""
+        return any(FORMATS[name].takes_settings for name in self.formats if name in FORMATS)
+
+
+Place = str | tuple[str, ...] | None
+"""Where a plan is, a launch file, or several files of one job."""
+
+
+def placed(given: Sequence[str] | None) -> Place:
+    """The words of PLAN on a command line."""
+    return None if not given else given[0] if len(given) == 1 else tuple(given)
+
+
+def name_of(place: Place) -> str | None:
+    """What a report calls it."""
+    return " + ".join(place) if isinstance(place, tuple) else place
+
 
 def flags_of_launch(
-    place: str | None,
-    format: str | None,
+    place: Place,
+    formats: Sequence[str] | None,
     variables: Sequence[str] | None = None,
     *,
     strict: bool = False,
     vocab_size: int | None = None,
     explain: bool = False,
 ) -> LaunchFlags:
-    """The flags for the file at ``place``, which says by itself whose it is where no ``--from`` does. Without a launch
-    file none of the others means anything."""
-    variables = variables or ()
-    if format is None and place is not None and place not in examples():
-        from ..formats.recognised import recognised
+    """The flags for the files at ``place``, which say by themselves whose they are where no ``--from`` does. Without a
+    launch file none of the others means anything."""
+    variables, given = variables or (), place if isinstance(place, tuple) else () if place is None else (place,)
+    if formats:
+        return LaunchFlags(_of_each(formats, given), variables, strict, vocab_size)
+    found: list[str] = []
+    for one in given:
+        if one not in examples():
+            from ..formats.recognised import recognised
 
-        found = recognised(place, variables)
-        if found is not None:
-            return LaunchFlags(found, variables, strict, vocab_size, recognised=True)
-    given = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}
-    given["--vocab-size"] = vocab_size is not None
-    for flag, is_given in given.items():
-        if is_given and format is None:
+            found += [name] if (name := recognised(one, variables)) is not None else []
+    if found and len(found) == len(given):
+        return LaunchFlags(tuple(found), variables, strict, vocab_size, recognised=True)
+    if len(given) > 1:
+        problem = "are no launch files of one job; --compare puts plans side by side"
+        raise PlanError("", ABSENT, f"{' and '.join(given)} {problem}", origin=Origin("command line"))
+    others = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}
+    others["--vocab-size"] = vocab_size is not None
+    for flag, is_given in others.items():
+        if is_given:
             other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
             raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
-    return LaunchFlags(format, variables, strict, vocab_size)
+    return LaunchFlags((), variables, strict, vocab_size)
 
 
-def read_given(place: str | None, launch_flags: LaunchFlags, flags: Flags, *, traced: bool = False) -> ReadPlan:
-    """The plan at ``place``, or in the launch file there, with ``flags`` over it; of an architecture that was
+def _of_each(formats: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+    """``formats`` of ``--from``, which name that of each file."""
+    for name in formats:
+        if name not in READ:
+            problem = f"{name} must be {', '.join(READ[:-1])} or {READ[-1]}"
+            raise PlanError("", ABSENT, problem, origin=Origin("--from"))
+    if not given:
+        problem = f"needs a file, as memplan estimate --from {formats[0]} {FORMATS[formats[0]].example} --gpus 64"
+        raise PlanError("", ABSENT, problem, origin=Origin("--from"))
+    if len(formats) != len(given):
+        problem = f"is given {len(formats)}x for {len(given)} files: name the format of each, or of none"
+        raise PlanError("", ABSENT, problem, origin=Origin("--from"))
+    return tuple(formats)
+
+
+def read_given(place: Place, launch_flags: LaunchFlags, flags: Flags, *, traced: bool = False) -> ReadPlan:
+    """The plan at ``place``, or in the launch files there, with ``flags`` over it; of an architecture that was
     ``traced``, too."""
-    if launch_flags.format is None:
+    if not launch_flags.formats:
+        assert not isinstance(place, tuple)
         return read_plan(place, flags, traced=traced)
     from ..formats.launch import launched_plan
 
     return launched_plan(read_launched(place, launch_flags, flags), flags)
 
 
-def read_launched(place: str | None, launch_flags: LaunchFlags, flags: Flags, vary: Sequence[str] = ()) -> Launch:
-    """The launch file at ``place``, read as ``launch_flags`` say."""
+def read_launched(place: Place, launch_flags: LaunchFlags, flags: Flags, vary: Sequence[str] = ()) -> Launch:
+    """The launch files at ``place``, read as ``launch_flags`` say."""
     from ..formats.launch import Asked
 
-    name, size = launch_flags.format or "", launch_flags.vocab_size
-    if name not in READ:
-        problem = f"{name} must be {', '.join(READ[:-1])} or {READ[-1]}"
-        raise PlanError("", ABSENT, problem, origin=Origin("--from"))
-    if place is None:
-        problem = f"needs a file, as memplan estimate --from {name} {FORMATS[name].example} --gpus 64"
-        raise PlanError("", ABSENT, problem, origin=Origin("--from"))
+    names, size = launch_flags.formats, launch_flags.vocab_size
     for flag, given in (("--set", bool(launch_flags.variables)), ("--vocab-size", size is not None)):
-        if given and not FORMATS[name].takes_settings:
-            raise PlanError("", ABSENT, f"belongs to launch scripts, and not to --from {name}", origin=Origin(flag))
+        if given and not launch_flags.takes_settings:
+            raise PlanError("", ABSENT, f"belongs to launch scripts, and not to --from {names[0]}", origin=Origin(flag))
     if size is not None and size < 1:
         raise PlanError("", ABSENT, f"{size} must be at least 1", origin=Origin("--vocab-size"))
     if size is not None and "vocab" in flags:
         raise PlanError("", ABSENT, "says the same as --vocab; give one of them", origin=Origin("--vocab-size"))
     varied = [assignment.partition("=")[0] for assignment in vary]
-    launch = reader(name)(place, Asked(name, flags, varied, launch_flags.variables, launch_flags.strict, size))
+    asked = Asked(names[0], flags, varied, launch_flags.variables, launch_flags.strict, size)
+    if isinstance(place, tuple):
+        from ..formats.together import Part, read_together
+
+        launch, places = read_together([Part(*pair) for pair in zip(names, place, strict=True)], asked), place
+    else:
+        assert place is not None
+        launch, places = reader(names[0])(place, asked), (place,)
     if not launch_flags.recognised:
         return launch
-    return replace(
-        launch, assumptions=(f"{place} is a launch file of {name} (--from names another)", *launch.assumptions)
-    )
+    told = [f"{one} is a launch file of {name} (--from names another)" for one, name in zip(places, names, strict=True)]
+    return replace(launch, assumptions=(*told, *launch.assumptions))

@@ -30,17 +30,18 @@ def beginning(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 OUTPUT = "Output"
 """The panel of ``--help`` for flags of output."""
-PlanFile = Annotated[
-    str | None,
-    typer.Argument(
-        help="YAML or JSON file, name of a built-in example, or - for standard input.",
-        autocompletion=beginning(examples),
-    ),
-]
 PlanOrLaunchFile = Annotated[
     str | None,
     typer.Argument(
         help="plan or launch file, name of a built-in example, or - for standard input",
+        autocompletion=beginning(examples),
+    ),
+]
+PlanOrLaunchFiles = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[PLAN]",
+        help="plan or launch file, name of a built-in example, - for standard input; or several files of one job",
         autocompletion=beginning(examples),
     ),
 ]

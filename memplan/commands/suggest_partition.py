@@ -17,7 +17,7 @@ from ..report.progress import progress
 from ..values import dataclass
 from .files import check_files, write_whole
 from .fixed import fixed_values, fixes_of, located, starts, with_fixes
-from .launched import From, LaunchFlags, Set, Strict, VocabSize, flags_of_launch, read_given
+from .launched import From, LaunchFlags, Place, Set, Strict, VocabSize, flags_of_launch, placed, read_given
 from .output import (
     OUTPUT,
     PRINTED,
@@ -26,7 +26,7 @@ from .output import (
     Json,
     NoColor,
     Overwrite,
-    PlanOrLaunchFile,
+    PlanOrLaunchFiles,
     Plot,
     Verbose,
     console,
@@ -84,7 +84,7 @@ class _Files:
 
 
 def suggest_partition(
-    plan: PlanOrLaunchFile = None,
+    plan: PlanOrLaunchFiles = None,
     from_: From = None,
     set_: Set = None,
     vocab_size: VocabSize = None,
@@ -135,9 +135,9 @@ def suggest_partition(
     check_search(top, objective)
     files = _Files(write, file_of(csv), plot, html, force)
     files.check()
-    launch_flags = flags_of_launch(plan, from_, set_, strict=strict, vocab_size=vocab_size)
+    launch_flags = flags_of_launch(placed(plan), from_, set_, strict=strict, vocab_size=vocab_size)
     fixes = fixes_of(fix or ())
-    read = _read(plan, launch_flags, with_fixes(flags, fixes), fixes)
+    read = _read(placed(plan), launch_flags, with_fixes(flags, fixes), fixes)
     known, problem = measured_of(no_records=no_records)
     read = warned(read, problem)
     with without_collection():
@@ -173,7 +173,7 @@ def check_search(top: int, objective: str) -> None:
         )
 
 
-def _read(place: str | None, launch_flags: LaunchFlags, flags: Flags, fixes: Mapping[str, str | None]) -> ReadPlan:
+def _read(place: Place, launch_flags: LaunchFlags, flags: Flags, fixes: Mapping[str, str | None]) -> ReadPlan:
     try:
         return read_given(place, launch_flags, flags)
     except PlanError as error:

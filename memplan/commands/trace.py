@@ -9,12 +9,13 @@ import typer
 from ..plan.read import Flags
 from ..report.progress import progress
 from .files import check_files, write_whole
+from .launched import flags_of_launch, read_given
 from .output import (
     OUTPUT,
     Json,
     NoColor,
     Overwrite,
-    PlanFile,
+    PlanOrLaunchFile,
     console,
     print_json,
     printing,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def trace(
-    plan: PlanFile = None,
+    plan: PlanOrLaunchFile = None,
     stage: Annotated[
         int,
         typer.Option("--stage", metavar="N", help="pipeline stage whose rank is traced", rich_help_panel=OUTPUT),
@@ -88,7 +89,7 @@ def trace(
             )
         return _learn(plan, flags, json, quiet, no_color)
     check_files({"--events": events, "--snapshot": snapshot}, force=force)
-    asked = planned(plan, flags, stage)
+    asked = planned(plan, flags, stage, lambda place, given: read_given(place, flags_of_launch(place, None), given))
     with progress(f"tracing {asked.name}"):
         found = traced(asked.job, asked.name)
     _write(found.recording, events, snapshot, force)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
@@ -14,13 +15,13 @@ from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..streams import tell
 from .files import check_files, write_whole
-from .launched import flags_of_launch, read_given
+from .launched import Place, flags_of_launch, placed, read_given
 from .output import (
     OUTPUT,
     Html,
     Json,
     NoColor,
-    PlanOrLaunchFile,
+    PlanOrLaunchFiles,
     Quiet,
     console,
     print_json,
@@ -44,9 +45,9 @@ MOST = 1000
 
 
 def validate(
-    plan: PlanOrLaunchFile = None,
+    plan: PlanOrLaunchFiles = None,
     from_: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option("--from", metavar="FRAMEWORK", help="PLAN is a launch file (see estimate --help)"),
     ] = None,
     device: Annotated[
@@ -171,7 +172,7 @@ def validate(
         raise PlanError("", ABSENT, f"{timeout:g} must be more than 0", origin=Origin("--timeout"))
     _check_machines(nnodes, rdzv_endpoint, node_rank)
     check_files({"--record": record, "--html": html}, force=overwrite)
-    read, gpus = _read(plan, from_, flags)
+    read, gpus = _read(placed(plan), from_, flags)
     where = Where(
         gpus=gpus,
         code=cast("Code", with_),
@@ -272,7 +273,7 @@ def _check_machines(nodes: int, endpoint: str | None, node_rank: int | None) -> 
         raise PlanError("", ABSENT, problem, origin=Origin("--node-rank"))
 
 
-def _read(place: str | None, from_: str | None, flags: Flags) -> tuple[ReadPlan, int]:
+def _read(place: Place, from_: Sequence[str] | None, flags: Flags) -> tuple[ReadPlan, int]:
     """The plan, and how many GPUs there are to run it: ``--gpus`` is the plan's own number only where it says none."""
     rest = {name: value for name, value in flags.items() if name != "gpus"}
     launch = flags_of_launch(place, from_)

@@ -77,6 +77,13 @@ FORMATS = {
 }
 """By the names of ``--from`` and ``--to``."""
 
+ELSEWHERE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Axolotl", ("base_model", "sequence_len", "sample_packing")),
+    ("LLaMA-Factory", ("finetuning_type", "cutoff_len")),
+    ("torchtune", ("_component_",)),
+)
+"""Tools whose configurations are not read, and keys of which a file has one at its top."""
+
 READ = tuple(name for name, one in FORMATS.items() if one.reader)
 WRITTEN = tuple(name for name, one in FORMATS.items() if one.writer)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ..frameworks import framework as framework_of
 from ..plan.errors import ABSENT, Guesses, PlanError, nearest
 from ..plan.node import Node
 from ..plan.normalise import normalised
@@ -21,6 +22,7 @@ from ..plan.yaml_nodes import parse_yaml
 from ..values import dataclass
 from .deepspeed.reader import ds_config_in
 from .launch import Asked, Launch, guessed, left_out
+from .recognised import found_from
 from .rows import Building, Reader, Row, elsewhere, read_rows
 from .settings import Keys
 
@@ -71,16 +73,21 @@ class Accelerated:
     processes: Node | None
     precision: Node | None
     """``bf16``, ``fp16`` or ``no``."""
-    fsdp: Keys
-    """By names without ``fsdp_``."""
+    fsdp: Keys | None
+    """Where it shards so: by names without ``fsdp_``."""
     deepspeed: Node | None
-    """As a ``ds_config.json``."""
+    """Where DeepSpeed runs: as a ``ds_config.json``."""
 
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan in the configuration at ``place``; the model and the batch are flags."""
     text, name = text_at(place)
     written = parse_yaml(text.expandtabs(2), name)
+    return launched(written, Path() if place == "-" else folder_of(path_of(place)), asked)
+
+
+def launched(written: Node, folder: Path, asked: Asked) -> Launch:
+    """The plan in the configuration ``written``, whose relative paths start from ``folder``."""
     if not isinstance(written.value, dict):
         raise PlanError("", ABSENT, "must be a mapping, as Accelerate's configuration is", origin=written.origin)
     if written.mapping.keys() & {"model", "framework", "extends"}:
@@ -88,17 +95,16 @@ def read(place: str, asked: Asked) -> Launch:
             "", ABSENT, "is a plan, not Accelerate's configuration; leave out --from", origin=written.origin
         )
     notes = tuple(_unread(written, strict=asked.strict))
-    found = accelerated(written, Path() if place == "-" else folder_of(path_of(place)))
+    found = accelerated(written, folder)
     building = Building(written.origin)
     if found.processes is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.processes)
-    if found.framework == "deepspeed":
-        assert found.deepspeed is not None
+    if found.deepspeed is not None:
         launch = ds_config_in(with_precision(found.deepspeed, found.precision), asked, building)
         return replace(launch, notes=(*notes, *launch.notes))
     building.put("framework", found.framework)
     dtype = mixed(found.precision)
-    if found.framework == "fsdp":
+    if found.fsdp is not None:
         shard(building, found.fsdp, dtype, Node("fp32", written.origin), newest=1)
     elif dtype is not None:
         building.put("precision.dtype", dtype)
@@ -132,14 +138,15 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
     processes = written.mapping.get("num_processes")
     if processes is not None and (type(processes.value) is not int or processes.value < 1):
         raise PlanError("num_processes", processes.plain(), "must be a whole number from 1 on", origin=processes.origin)
+    sections = framework_of(framework).supports.sections
     fsdp = written.mapping.get("fsdp_config", Node({}, written.origin))
     deepspeed = written.mapping.get("deepspeed_config", Node({}, kind.origin))
     return Accelerated(
         framework,
         processes,
         written.mapping.get("mixed_precision"),
-        sharding_keys(fsdp),
-        ds_config(deepspeed, folder) if framework == "deepspeed" else None,
+        sharding_keys(fsdp) if "fsdp" in sections else None,
+        ds_config(deepspeed, folder) if "deepspeed" in sections else None,
     )
 
 
@@ -279,15 +286,15 @@ def ds_config(section: Node, folder: Path) -> Node:
 
 
 def ds_file(file: Node, folder: Path) -> Node:
-    """The ``ds_config.json`` that ``file`` names."""
-    return file_named(file, folder, "deepspeed", "a ds_config.json")
+    """The ``ds_config.json`` that ``file`` names, or holds."""
+    return file if isinstance(file.value, dict) else file_named(file, folder, "deepspeed", "a ds_config.json")
 
 
 def file_named(file: Node, folder: Path, field: str, what: str) -> Node:
-    """The JSON or YAML of the file that ``file``, the value of ``field``, names from ``folder``."""
+    """The JSON or YAML of the file that ``file``, the value of ``field``, names, from ``folder`` or from here."""
     if not isinstance(file.value, str):
         raise PlanError(field, file.plain(), f"must be the path to {what}", origin=file.origin)
-    path = path_of(file.value, folder)
+    path = found_from(file.value, folder)
     try:
         return parse_yaml(read_text(path).expandtabs(2), str(path))
     except PlanError as error:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.library import examples
+from ..plan.node import Node
 from ..plan.text import folder_of, is_there, path_of, text_at
 from ..plan.yaml_nodes import parse_yaml
-from . import FORMATS
+from . import ELSEWHERE, FORMATS
+from .launchers import MAPPINGS, IsMark, started_by
 
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 
@@ -28,19 +31,45 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
         return "torchtitan"
     text, name = text_at(place)
     if is_script(text, name):
-        from .files import started_by
         from .launch import Asked
 
         folder = Path() if place == "-" else folder_of(path_of(place))
-        return started_by(text, name, Asked(assignments=assignments).variables(), folder)
+        return started_by(text, name, Asked(assignments=assignments).variables(), folder, holds_arguments(folder))
     if text.lstrip().startswith("--"):
         return "megatron"
-    possible = [one for one in FORMATS.values() if any(mark in text for mark in one.marks)]
-    if not possible:
+    known = [*(one.marks for one in FORMATS.values()), *(marks for _, marks in ELSEWHERE)]
+    if not any(mark in text for marks in known for mark in marks):
         return None
-    written = parse_yaml(text.expandtabs(2), name)
+    return format_of(parse_yaml(text.expandtabs(2), name))
+
+
+def format_of(written: Node) -> str | None:
+    """The format of a file in which ``written`` stands; nothing where it is a plan, or nobody's. ``PlanError`` where it
+    is a tool's whose configurations are not read."""
     if isinstance(written.value, list):
         return "megatron"
-    if "_target_" not in written.mapping and written.mapping.keys() & {"model", "framework", "extends"}:
+    keys = written.mapping.keys()
+    inner = {key for node in written.mapping.values() for key in node.mapping}
+    for tool, marks in ELSEWHERE:
+        if (keys | inner) & {*marks}:
+            problem = f"is a configuration of {tool}, which is not read: say the job in flags (memplan estimate --help)"
+            raise PlanError("", ABSENT, problem, origin=Origin(written.origin.source))
+    if "_target_" not in keys and keys & {"model", "framework", "extends"}:
         return None
-    return next((one.name for one in possible if written.mapping.keys() & {*one.marks}), None)
+    return next((one.name for one in FORMATS.values() if keys & {*one.marks}), None)
+
+
+def holds_arguments(folder: Path) -> IsMark:
+    """Whether a word of a script in ``folder`` is a file that holds the Trainer's arguments (``found_from``)."""
+
+    def holds(word: str) -> bool:
+        path = found_from(word, folder)
+        return word.endswith(MAPPINGS) and is_there(path) and recognised(str(path), ()) == "trainer"
+
+    return holds
+
+
+def found_from(name: str, folder: Path) -> Path:
+    """The file that a script in ``folder`` calls ``name``: from there, or from where it is started."""
+    path = path_of(name, folder)
+    return path if is_there(path) or not is_there(path_of(name)) else path_of(name)

@@ -156,21 +156,8 @@ def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
     return ReadPlan(plan, dict(node.origins()), (*chosen, *notes_of(plan)))
 
 
-_LAUNCH_FILES = (
-    ("zero_optimization", "a configuration of DeepSpeed", "deepspeed"),
-    ("train_micro_batch_size_per_gpu", "a configuration of DeepSpeed", "deepspeed"),
-    ("per_device_train_batch_size", "arguments of Hugging Face's Trainer", "trainer"),
-    ("activation_checkpoint", "a configuration of torchtitan", "torchtitan"),
-)
-"""A key, whose file it marks, and who reads that."""
-
-
 def _refuse_a_model(written: Node, source: str) -> None:
     """Says what to do with a model's configuration or spec that was given as a plan."""
-    for mark, what, framework in _LAUNCH_FILES:
-        if mark in written.mapping:
-            problem = f"is {what}, not a plan; read it with --from {framework} {source} --model NAME"
-            raise PlanError("", ABSENT, problem, origin=Origin(written.origin.source))
     for mark, what in (("model_type", "a Hugging Face configuration"), ("family", "a model spec")):
         if mark in written.mapping:
             problem = f"is {what}, not a plan; estimate it with --model {source}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,15 +25,20 @@ from ..values import dataclass
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Given: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | _Plan | None"
-"""Where a plan is: a path or a built-in example's name; its fields; a plan; or nothing, where fields say it all."""
+    from ..commands.launched import Place
+    from ..formats.together import Part
+
+Path_: TypeAlias = "str | os.PathLike[str]"
+Given: TypeAlias = "Path_ | Mapping[str, object] | Sequence[Path_ | Mapping[str, object]] | _Plan | None"
+"""Where a plan is: a path or a built-in example's name; its fields; a plan; launch files of one job, or what stands in
+them (``TrainingArguments.to_dict()``, a ``ds_config``); or nothing, where fields say it all."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """What a plan was read from."""
 
-    place: str | Source | None
+    place: Place | Source | list[Part]
     from_: str | None
     flags: Flags
 
@@ -42,7 +47,13 @@ class _Asked:
 
         if isinstance(self.place, Source):
             return build_plan(self.place, self.flags, traced=traced)
-        return read_given(self.place, flags_of_launch(self.place, self.from_), self.flags, traced=traced)
+        if isinstance(self.place, list):
+            from ..formats.launch import Asked, launched_plan
+            from ..formats.together import read_together
+
+            return launched_plan(read_together(self.place, Asked(flags=self.flags)), self.flags)
+        launch = flags_of_launch(self.place, [self.from_] if self.from_ is not None else None)
+        return read_given(self.place, launch, self.flags, traced=traced)
 
 
 class Plan(_Plan):
@@ -69,7 +80,8 @@ def read_plan(plan: Given = None, /, *, from_: str | None = None, **fields: obje
     """The plan at a path, of a built-in example's name, in a mapping, or another plan, with ``fields`` over it.
 
     A mapping has sections as a plan's file has them (``{"layout": {"tp": 4}}``), flags' names (``{"tp": 4}``), or both.
-    A launch file is known by what stands in it; ``from_`` is the command line's ``--from``:
+    Launch files are known by what stands in them, several of one job together
+    (``["arguments.json", "zero3.json"]``); ``from_`` is the command line's ``--from``:
     ``read_plan("train.sh", from_="megatron", gpus=64)``.
     """
     with as_arguments():
@@ -96,13 +108,36 @@ def constructed(kind: type[Data], value: BaseModel) -> Data:
 
 
 def asked_of(plan: Given, from_: str | None, flags: Flags) -> _Asked:
-    if isinstance(plan, Mapping):
-        document, own = _mapping(plan)
-        return _Asked(Source(document, Path()), None, {**own, **flags})
     if isinstance(plan, _Plan):
         before = getattr(plan, "_asked", None) or _Asked(_source(plan), None, {})
         return replace(before, flags={**before.flags, **flags})
-    return _Asked(None if plan is None else os.fspath(plan), from_, flags)
+    if plan is None or isinstance(plan, str | os.PathLike):
+        return _Asked(None if plan is None else os.fspath(plan), from_, flags)
+    if isinstance(plan, Mapping):
+        parts = _parts([plan])
+        if parts:
+            return _Asked(parts, None, flags)
+        document, own = _mapping(plan)
+        return _Asked(Source(document, Path()), None, {**own, **flags})
+    parts = _parts(plan)
+    if len(parts) != len(plan):
+        problem = "a list is of launch files of one job: paths, TrainingArguments.to_dict(), a ds_config"
+        raise PlanError("", ABSENT, problem, origin=Origin("arguments"))
+    return _Asked(parts, None, flags)
+
+
+def _parts(given: Sequence[Path_ | Mapping[str, object]]) -> list[Part]:
+    """Those of ``given`` that are launch files, or what stands in one."""
+    from ..formats.recognised import format_of, recognised
+    from ..formats.together import Part
+
+    found: list[Part] = []
+    for one in given:
+        content = _node(one, Origin("plan")) if isinstance(one, Mapping) else os.fspath(one)
+        name = recognised(content, ()) if isinstance(content, str) else format_of(content)
+        if name is not None:
+            found.append(Part(name, content))
+    return found
 
 
 def _source(plan: _Plan) -> Source:

@@ -8,7 +8,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -134,13 +134,16 @@ class Planned:
     """Why there is no recipe."""
 
 
-def planned(source: str | None, flags: Flags, stage: int = 0) -> Planned:
-    """The job of the plan in ``source`` with ``flags`` over it, of the first rank of ``stage``. An architecture that is
-    read from a ``config.json`` (``--model``) need not be one that memplan has a recipe for."""
+ReadsPlan = Callable[[str | None, Flags], ReadPlan]
+
+
+def planned(source: str | None, flags: Flags, stage: int = 0, reads: ReadsPlan = read_plan) -> Planned:
+    """The job of the plan that ``reads`` finds in ``source`` with ``flags`` over it, of the first rank of ``stage``. An
+    architecture that is read from a ``config.json`` (``--model``) need not be one that memplan has a recipe for."""
     flags = {"framework": "single", **flags} if source is None else flags
     path = _config_path(flags)
     try:
-        read = read_plan(source, flags)
+        read = reads(source, flags)
     except PlanError as error:
         if path is None or source is not None or not _is_about(error, path):
             raise

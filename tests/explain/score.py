@@ -53,7 +53,7 @@ class Issue:
                 flags[word[2:]] = next(words)
             else:
                 place = _written(self.script, ".sh" if form else ".yaml") if word == "FILE" else word
-        return read_given(place, LaunchFlags(form, (), False, vocab), flags).plan
+        return read_given(place, LaunchFlags((form,) if form else (), (), False, vocab), flags).plan
 
 
 @cache

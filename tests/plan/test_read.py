@@ -254,17 +254,12 @@ def test_what_is_no_file_is_said_to_be_none() -> None:
 def test_a_model_given_as_a_plan_is_told_apart() -> None:
     Path("m").mkdir()
     Path("m/config.json").write_text('{"model_type": "llama"}')
-    Path("ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     Path("spec.yaml").write_text("name: x\nfamily: gpt2\n")
     for source, line in (
         ("m", "m: is a model's folder, not a plan; estimate it with --model m"),
         (
             "m/config.json",
             "m/config.json: is a Hugging Face configuration, not a plan; estimate it with --model m/config.json",
-        ),
-        (
-            "ds.json",
-            "ds.json: is a configuration of DeepSpeed, not a plan; read it with --from deepspeed ds.json --model NAME",
         ),
         ("spec.yaml", "spec.yaml: is a model spec, not a plan; estimate it with --model spec.yaml"),
     ):

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...frameworks import ROOMS as FRAMEWORKS
+from ...frameworks import framework
 from ...optimizers import trainer_names
 from ...plan.errors import ABSENT, Guesses, PlanError, nearest
 from ...plan.node import Node
@@ -21,7 +23,7 @@ from ...plan.notes import Note
 from ...plan.read import Source
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_nodes import parse_yaml
-from ..accelerate import ds_file, shard, sharding_keys, with_precision
+from ..accelerate import ds_file, file_named, shard, sharding_keys, with_precision
 from ..deepspeed.reader import ds_config_in
 from ..launch import Asked, Launch, guessed, left_out
 from ..recognised import is_script
@@ -33,10 +35,25 @@ from .tables import NOTED, READ, REFUSED, WITHOUT_EFFECT
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan in the arguments at ``place``. A model and a number of GPUs that they do not name are flags."""
+    return launched(started_at(place, asked), asked)
+
+
+def started_at(place: str, asked: Asked) -> Started:
+    """The arguments in the mapping or the script at ``place``, and what stands in front of them."""
     text, name = text_at(place)
     folder = Path() if place == "-" else folder_of(path_of(place))
-    found = started(text, name, folder, asked) if is_script(text, name) else _mapping(text, name, folder)
+    if is_script(text, name):
+        return started(text, name, folder, asked)
+    return Started(parse_yaml(text.expandtabs(2), name), folder)
+
+
+def launched(found: Started, asked: Asked) -> Launch:
+    """The plan of what is started."""
     written = found.arguments
+    if not isinstance(written.value, dict):
+        raise PlanError("", ABSENT, "must be a mapping of TrainingArguments", origin=written.origin)
+    if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
+        raise PlanError("", ABSENT, "is a plan, not TrainingArguments; leave out --from", origin=written.origin)
     _refuse(written)
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
@@ -45,17 +62,10 @@ def read(place: str, asked: Asked) -> Launch:
         building.put("hardware.gpus", found.gpus)
     engine = _engine(found, reader.settings, asked)
     read_rows(ROWS, reader)
-    launch = _RUN_BY.get(engine, _by_itself)(found, reader, asked)
+    sections = framework(engine).supports.sections if engine in FRAMEWORKS else ()
+    run_by = next((run for section, run in _RUN_BY.items() if section in sections), _by_itself)
+    launch = run_by(found, reader, asked)
     return replace(launch, notes=(*unread, *(Note(*note) for note in building.notes), *launch.notes))
-
-
-def _mapping(text: str, name: str, folder: Path) -> Started:
-    written = parse_yaml(text.expandtabs(2), name)
-    if not isinstance(written.value, dict):
-        raise PlanError("", ABSENT, "must be a mapping of TrainingArguments", origin=written.origin)
-    if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
-        raise PlanError("", ABSENT, "is a plan, not TrainingArguments; leave out --from", origin=written.origin)
-    return Started(written, folder)
 
 
 # -- who runs the model ------------------------------------------------------------------------------------
@@ -91,8 +101,11 @@ def _sharded(found: Started, reader: Reader, asked: Asked) -> Launch:
     arguments: Arguments = reader.settings
     building = reader.building
     building.put("framework", "fsdp")
-    given, newest = sharding_keys(arguments.node("fsdp_config") or Node({}, arguments.origin)), 2
-    if found.accelerate is not None and not arguments.asks("fsdp"):
+    configured = arguments.node("fsdp_config") or Node({}, arguments.origin)
+    if isinstance(configured.value, str):
+        configured = file_named(configured, found.folder, "fsdp_config", "the configuration of FSDP")
+    given, newest = sharding_keys(configured), 2
+    if found.accelerate is not None and found.accelerate.fsdp is not None and not arguments.asks("fsdp"):
         given, newest = found.accelerate.fsdp, 1
     options = arguments.node("fsdp")
     words = str(options.value).split() if options is not None and isinstance(options.value, str) else []
@@ -121,7 +134,7 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
     building = reader.building
     given = arguments.node("deepspeed")
     if given is not None:
-        config = given if isinstance(given.value, dict) else ds_file(given, found.folder)
+        config = ds_file(given, found.folder)
     elif found.accelerate is not None and found.accelerate.deepspeed is not None:
         config = found.accelerate.deepspeed
     else:
@@ -172,7 +185,7 @@ def _no_evaluation(reader: Reader, engine: str) -> None:
 
 
 _RUN_BY: Mapping[str, Callable[[Started, Reader, Asked], Launch]] = {"fsdp": _sharded, "deepspeed": _by_deepspeed}
-"""By the framework; the Trainer's own loop for any other."""
+"""By the section of a plan that the framework reads; the Trainer's own loop for one that reads neither."""
 
 
 # -- arguments ---------------------------------------------------------------------------------------------

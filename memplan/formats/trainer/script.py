@@ -6,7 +6,7 @@ are taken apart as ``HfArgumentParser`` does (``hf_argparser.py`` of transformer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...bash.origin import ScriptError
@@ -14,11 +14,11 @@ from ...bash.shell import read_script
 from ...bash.values import Ledger, Value, is_known, origin_of, text
 from ...plan.errors import Origin, PlanError, refused, together
 from ...plan.node import Node, scalar
-from ...plan.text import path_of
 from ...values import dataclass
 from ..accelerate import Accelerated, accelerated, file_named
-from ..files import TRAINER_MARKS, beside, training_in, unread
 from ..launch import Asked
+from ..launchers import MAPPINGS, beside, is_trainer, training_in, unread
+from ..recognised import found_from, holds_arguments
 from ..settings import Given, needed, taken_apart
 from ..training_scripts import with_unread
 from .tables import READ
@@ -40,16 +40,30 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     """What the script ``content``, called ``source`` and read in ``folder``, starts."""
     try:
         reading = read_script(content.replace("\r\n", "\n"), source, asked.variables(), beside(folder))
-        training = training_in(reading, source, TRAINER_MARKS)
+        training = training_in(reading, source, is_trainer(holds_arguments(folder)))
     except ScriptError as error:
         raise refused(error) from None
-    given, _ = taken_apart(training.words, {}, training.origin)
+    given, loose = taken_apart(training.words, {}, training.origin)
     wrong: list[PlanError] = []
-    arguments = Node(dict(_entries(given, reading.ledger, wrong)), training.origin)
+    flags = dict(_entries(given, reading.ledger, wrong))
+    arguments = Node({**_of_file(flags, loose, folder), **flags}, training.origin)
     found = _accelerate(training.launcher, training.origin, reading.ledger, folder, wrong)
     if wrong:
         raise with_unread(together(wrong), unread(reading))
     return Started(arguments, folder, training.gpus or (found.processes if found is not None else None), found)
+
+
+def _of_file(flags: dict[str, Node], loose: Sequence[Value], folder: Path) -> Mapping[str, Node]:
+    """What stands in the file of arguments that is given: the one word behind the script (``HfArgumentParser``'s
+    ``parse_json_file``), or ``--config`` (``TrlParser``), over which flags are."""
+    named = flags.get("config")
+    if named is None or not str(named.value).endswith(MAPPINGS):
+        files = [word for word in loose if is_known(word) and text(word).endswith(MAPPINGS)]
+        if not files:
+            return {}
+        named = Node(text(files[0]), origin_of(files[0], Origin("")))
+    flags.pop("config", None)
+    return file_named(named, folder, "config", "the Trainer's arguments").mapping
 
 
 def _entries(given: Sequence[Given], ledger: Ledger, wrong: list[PlanError]) -> Iterator[tuple[str, Node]]:
@@ -94,7 +108,7 @@ def _accelerate(
     written = Node({}, origin)
     if file is not None:
         written = file_named(file, folder, "--config_file", "Accelerate's configuration")
-        folder = path_of(str(file.value), folder).parent
+        folder = found_from(str(file.value), folder).parent
     items = dict(written.mapping)
     for name, node in flags.items():
         section = (

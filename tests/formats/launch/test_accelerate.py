@@ -168,7 +168,7 @@ def test_what_is_no_mapping_is_refused(tmp_path: Path) -> None:
     (tmp_path / "it.yaml").write_text("- distributed_type\n")
     with pytest.raises(PlanError, match="must be a mapping, as Accelerate's configuration is"):
         read_given(
-            str(tmp_path / "it.yaml"), flags_of_launch(str(tmp_path / "it.yaml"), "accelerate"), {"model": "gpt2"}
+            str(tmp_path / "it.yaml"), flags_of_launch(str(tmp_path / "it.yaml"), ["accelerate"]), {"model": "gpt2"}
         )
 
 

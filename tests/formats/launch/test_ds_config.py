@@ -54,7 +54,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         (tmp_path / "ds.json").write_text(text, encoding="utf-8")
         given = {**MODEL, **{name.replace("_", "-"): value for name, value in flags.items()}}
         given = {name: value for name, value in given.items() if value}
-        launch = read_launched("ds.json", LaunchFlags("deepspeed", (), strict, None), given, varied)
+        launch = read_launched("ds.json", LaunchFlags(("deepspeed",), (), strict, None), given, varied)
         return launched_plan(launch, given)
 
     return read

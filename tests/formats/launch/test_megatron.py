@@ -329,7 +329,7 @@ def test_a_vocabulary_that_no_tokenizer_uses_is_said(tokenizer: str, told: bool,
         f"torchrun pretrain_gpt.py {sizes} --micro-batch-size 1 --global-batch-size 8 --bf16 --vocab-size 128256 {tokenizer}\n",
         encoding="utf-8",
     )
-    read = read_given(str(script), LaunchFlags("megatron", (), False, None), {"gpus": "8"})
+    read = read_given(str(script), LaunchFlags(("megatron",), (), False, None), {"gpus": "8"})
     assert read.plan.model.vocab == (50257 if told else 128256)
     unused = [note.message for note in read.warnings if note.code == "vocab-size-unused"]
     assert bool(unused) is told

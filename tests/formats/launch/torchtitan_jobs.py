@@ -172,7 +172,7 @@ def reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         (folder / name).write_text(text, encoding="utf-8")
         given = {"gpus": "8", **{flag.replace("_", "-"): value for flag, value in flags.items()}}
         given = {flag: value for flag, value in given.items() if value}
-        return launched_plan(read_launched(name, LaunchFlags("torchtitan", over, strict, vocab), given), given)
+        return launched_plan(read_launched(name, LaunchFlags(("torchtitan",), over, strict, vocab), given), given)
 
     return read
 

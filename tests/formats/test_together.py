@@ -1,0 +1,159 @@
+"""Files of one job together: the Trainer's arguments, Accelerate's configuration, a ``ds_config.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memplan
+from memplan.cli import main
+
+ARGUMENTS: dict[str, Any] = {
+    "model_name_or_path": "gpt2",
+    "output_dir": "out",
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "bf16": True,
+    "gradient_checkpointing": True,
+    "max_length": 512,
+}
+ZERO_3: dict[str, Any] = {
+    "zero_optimization": {"stage": 3},
+    "bf16": {"enabled": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+}
+BY_DEEPSPEED = """
+distributed_type: DEEPSPEED
+deepspeed_config: {deepspeed_config_file: zero3.json}
+num_processes: 4
+"""
+SHARDED = """
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
+mixed_precision: bf16
+num_processes: 4
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("args.json").write_text(json.dumps(ARGUMENTS))
+    Path("zero3.json").write_text(json.dumps(ZERO_3))
+    Path("engine.yaml").write_text(BY_DEEPSPEED)
+    Path("sharded.yaml").write_text(SHARDED)
+    Path("many.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
+    return tmp_path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["estimate", *words, "--json", "--no-records"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def figures(found: dict[str, Any]) -> tuple[Any, ...]:
+    """What the job is, and what it takes."""
+    plan = found["plan"]
+    sizes = plan["hardware"]["gpus"], plan["batch"]["mbs"], plan["batch"]["gbs"], plan["batch"]["seq"]
+    return plan["framework"], plan["recompute"]["mode"], *sizes, found["stages"][0]["allocated_bytes"]
+
+
+def test_the_same_job_in_different_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed, whose configuration Accelerate names, or the Trainer, or that stands beside the arguments."""
+    Path("whole.json").write_text(json.dumps({**ARGUMENTS, "deepspeed": ZERO_3}))
+    expected = figures(answer(capsys, "whole.json", "--gpus=4"))
+    assert expected[:6] == ("deepspeed", "full", 4, 2, 32, 512)
+    for words in (
+        ["args.json", "zero3.json", "--gpus=4"],
+        ["args.json", "engine.yaml"],
+        ["engine.yaml", "args.json", "zero3.json"],
+        ["many.yaml", "args.json", "zero3.json"],
+        ["--from=trainer", "args.json", "--from=accelerate", "engine.yaml"],
+    ):
+        assert figures(answer(capsys, *words)) == expected, words
+
+
+def test_arguments_beside_accelerates_sharding(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "args.json", "sharded.yaml")
+    assert figures(found)[:6] == ("fsdp", "full", 4, 2, 32, 512)
+    assert {"args.json is a launch file of trainer (--from names another)"} < {*found["assumptions"]}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "accelerate launch --config_file sharded.yaml train.py args.json",
+        "accelerate launch --config_file=sharded.yaml sft.py --config args.json",
+        "torchrun --nproc_per_node 4 train.py args.json --fsdp full_shard --fsdp_config fsdp.json",
+        "torchrun --nproc_per_node 4 train.py --fsdp_config fsdp.json --fsdp 'full_shard auto_wrap' --config args.json",
+    ],
+)
+def test_a_script_that_names_files_of_arguments(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``HfArgumentParser.parse_json_file`` takes the one word behind the script, ``TrlParser`` ``--config``."""
+    Path("run.sh").write_text(f"#!/bin/bash\n{words}\n")
+    Path("fsdp.json").write_text('{"version": 2}')
+    expected = figures(answer(capsys, "args.json", "sharded.yaml"))
+    assert figures(answer(capsys, "run.sh")) == expected
+
+
+def test_flags_stand_over_a_file_of_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.sh").write_text("#!/bin/bash\ntrl sft --config args.json --per_device_train_batch_size 1\n")
+    assert figures(answer(capsys, "run.sh"))[:5] == ("single", "full", 1, 1, 4)
+
+
+def test_a_script_beside_accelerates_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.sh").write_text("#!/bin/bash\naccelerate launch train.py args.json\n")
+    assert figures(answer(capsys, "run.sh", "sharded.yaml")) == figures(answer(capsys, "args.json", "sharded.yaml"))
+
+
+def test_launch_files_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other.json").write_text(json.dumps({**ARGUMENTS, "per_device_train_batch_size": 1}))
+    found = answer(capsys, "args.json", "--compare", "other.json")
+    assert [one["plan"]["batch"]["mbs"] for one in found["variants"]] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["sharded.yaml", "zero3.json"],
+            "sharded.yaml:2: distributed_type = FSDP: must be DEEPSPEED beside zero3.json",
+        ),
+        (["sharded.yaml", "many.yaml"], "many.yaml: is a file of accelerate, as sharded.yaml is; give one"),
+        (["args.json", "other.json"], "other.json:1: bf16 = false: is True at args.json:1; give one"),
+        (["args.json", "gpt2-xl-4gpu"], "args.json and gpt2-xl-4gpu are no launch files of one job; --compare puts"),
+        (["--from=trainer", "args.json", "zero3.json"], "--from: is given 1x for 2 files"),
+        (["missing.sh"], "a.json, which line 1 gives it, is not there or holds no arguments that are read"),
+        (["axolotl.yaml"], "axolotl.yaml: is a configuration of Axolotl, which is not read"),
+        (["factory.yaml"], "factory.yaml: is a configuration of LLaMA-Factory, which is not read"),
+        (["tune.yaml"], "tune.yaml: is a configuration of torchtune, which is not read"),
+    ],
+)
+def test_what_does_not_go_together(
+    words: list[str], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("other.json").write_text(json.dumps({"output_dir": "out", "bf16": False}))
+    Path("missing.sh").write_text("accelerate launch train.py a.json\n")
+    Path("axolotl.yaml").write_text("base_model: gpt2\nsequence_len: 128\n")
+    Path("factory.yaml").write_text("model_name_or_path: gpt2\nfinetuning_type: lora\n")
+    Path("tune.yaml").write_text("model:\n  _component_: torchtune.models.llama3.llama3_8b\n")
+    assert main(["estimate", *words]) == 2
+    told = capsys.readouterr()
+    assert line in told.err
+    assert told.err.count("\n") == 1
+
+
+def test_python_takes_what_stands_in_the_files(folder: Path) -> None:
+    by_path = memplan.estimate(["args.json", "engine.yaml", "zero3.json"])
+    mapped = memplan.estimate([ARGUMENTS, ZERO_3], gpus=4)
+    whole = memplan.estimate({**ARGUMENTS, "deepspeed": ZERO_3}, gpus=4)
+    assert by_path.stages[0].allocated == mapped.stages[0].allocated == whole.stages[0].allocated
+    assert memplan.estimate(ZERO_3, model="gpt2", gpus=4, mbs=1, accumulation=1, dtype="bf16").plan.layout.zero == 3
+    with pytest.raises(memplan.PlanError, match="a list is of launch files of one job"):
+        memplan.estimate(["args.json", {"tp": 2}])
