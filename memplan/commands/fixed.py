@@ -12,7 +12,7 @@ from ..plan.read import Flags
 
 AXES = frozenset(
     {
-        *(f"layout.{name}" for name in ("tp", "pp", "dp", "cp", "vpp", "zero", "ep", "sequence_parallel")),
+        *(f"layout.{name}" for name in ("tp", "pp", "dp", "cp", "vpp", "zero", "ep", "etp", "sequence_parallel")),
         "batch.mbs",
         *(f"recompute.{name}" for name in ("mode", "method", "layers", "modules")),
         "optimizer.name",

@@ -12,7 +12,7 @@ from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Excursion, Hold, H
 from ..values import dataclass
 from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
 from .tuning import FourBit, Tuning
-from .work import Attention, Kernel, Product
+from .work import Attention, Exchange, Kernel, Product
 
 if TYPE_CHECKING:
     from .megatron_core.precision import Low
@@ -116,6 +116,29 @@ def run_again(once: Passes) -> Passes:
     return replace(once, backward=once.forward + once.backward)
 
 
+@lru_cache(maxsize=4096)
+def regrouped(once: Passes, factor: int) -> Passes:
+    """The same on a rank that has so many times the experts, each with as many times fewer rows: on as many times fewer
+    ranks that share them."""
+
+    if factor == 1:
+        return once
+
+    def of(counted: Counted) -> Counted:
+        return tuple([(_regrouped(kernel, factor), times) for kernel, times in counted])
+
+    experts = tuple(one for one in once.parameters if one.expert)
+    return Passes(of(once.forward), of(once.backward), once.parameters + (factor - 1) * experts)
+
+
+def _regrouped(kernel: Kernel, factor: int) -> Kernel:
+    if isinstance(kernel, Product):
+        return kernel.regrouped(factor)
+    if isinstance(kernel, Exchange) and kernel.axis == "experts":
+        return kernel._replace(bytes=kernel.bytes / factor)
+    return kernel
+
+
 @lru_cache(maxsize=1 << 14)
 def grown(two: Passes, four: Passes, b: int) -> Passes | None:
     """Of ``b`` sequences, an even number, from those of 2 and of 4: each size of a kernel grows by as much for every
@@ -127,6 +150,8 @@ def grown(two: Passes, four: Passes, b: int) -> Passes | None:
     steps = b // 2 - 1
 
     def field(x: Any, y: Any) -> Any:
+        if isinstance(x, str):
+            return x
         if isinstance(x, tuple):
             return type(x)(*[one if one == other else field(one, other) for one, other in zip(x, y, strict=True)])
         return x + (y - x) * steps

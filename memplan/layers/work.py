@@ -36,12 +36,18 @@ class Product(NamedTuple):
     written: int = 0
     """Bytes that move for each element of the result, where those are not ``element``: 8 for a gradient that is added
     to one in fp32."""
-    launches: int = 1
-    """Kernels that they are: one of all ``times``, or as many on streams of their own (grouped products)."""
+    rows: Literal["", "m", "k"] = ""
+    """Of grouped products, each a kernel of its own, the size that is a group's rows."""
 
     @property
     def flops(self) -> float:
         return 2.0 * self.m * self.n * self.k * self.times
+
+    def regrouped(self, factor: int) -> Product:
+        """The same rows in so many times the groups, if they are in groups."""
+        if not self.rows:
+            return self
+        return self._replace(times=self.times * factor, **{self.rows: getattr(self, self.rows) // factor})
 
 
 class Attention(NamedTuple):

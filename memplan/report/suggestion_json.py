@@ -120,9 +120,11 @@ def _layout(one: Suggestion, plan: ResolvedPlan) -> dict[str, Any]:
     point = one.point
     return {
         **{name: getattr(point, name) for name in ("tp", "cp", "pp", "vpp", "dp", "zero", "mbs")},
+        **({"ep": point.ep, "etp": point.etp} if plan.model.experts else {}),
         "gpus": plan.hardware.gpus,
         "recompute": point.recompute.mode,
         "recompute_layers": point.recompute.layers if point.recompute.method == "block" else None,
+        **({"recompute_modules": list(point.recompute.modules)} if plan.model.experts else {}),
         "extras": [extra.label for extra in point.extras],
         "keeps_numerics": point.keeps_numerics,
     }

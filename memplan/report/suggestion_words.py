@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from ..frameworks import framework
+from ..plan.checks import listed
 from ..plan.plan import Plan
 from ..search.cuts import StageLayers
 from ..search.point import Recomputing
@@ -14,7 +15,7 @@ from ..values import dataclass
 from .names import DASH, MINUS, size
 from .printing import DOT
 
-SIZES = ("tp", "cp", "pp", "vpp", "dp")
+SIZES = ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")
 
 
 def layout_words(suggestion: Suggestion) -> str:
@@ -26,6 +27,7 @@ def layout_pieces(suggestion: Suggestion) -> list[str]:
     """What a layout is, piece by piece; sizes of one are left out."""
     point, own = suggestion.point, framework(suggestion.plan.framework)
     parts = [f"{name} {getattr(point, name)}" for name in _sizes(suggestion) if getattr(point, name) > 1]
+    parts += [f"etp {point.etp}"] if _divides_experts(suggestion) and point.etp == 1 else []
     parts += [own.zero_words(point.zero)] if point.zero else []
     parts += [f"mbs {point.mbs}", recompute_words(point.recompute, point.vpp)]
     return [*([] if parts[:-2] else [_alone(suggestion)]), *parts, *(one.label for one in point.extras)]
@@ -45,6 +47,11 @@ def _sizes(suggestion: Suggestion) -> tuple[str, ...]:
     return () if _is_one_process(suggestion) else SIZES
 
 
+def _divides_experts(suggestion: Suggestion) -> bool:
+    """It says how, where experts need not be divided like the layers around them."""
+    return suggestion.point.tp > 1 and suggestion.plan.model.experts > 0
+
+
 def _is_one_process(suggestion: Suggestion) -> bool:
     """Its devices are one process's."""
     return framework(suggestion.plan.framework).supports.several_gpus_of_a_process
@@ -55,6 +62,8 @@ def recompute_words(recompute: Recomputing, vpp: int = 1) -> str:
         return "no recompute"
     if recompute.mode == "full" and recompute.method == "block" and recompute.layers is not None:
         return f"full recompute of {_plural(recompute.layers, 'layer')} of each {'chunk' if vpp > 1 else 'stage'}"
+    if recompute.modules and recompute.modules != ("core_attn",):
+        return f"recompute of {listed(recompute.modules, 'and')}"
     return f"{recompute.mode} recompute"
 
 

@@ -24,7 +24,7 @@ from ..plan.resolved import ResolvedPlan
 from .cuts import ChunkLayers, Ratios, StageLayers, fastest
 from .lower_bounds import Needs
 from .point import Extra, Point, Recomputing
-from .space import Space
+from .space import Sizes, Space
 from .time import (
     EntryTimes,
     LayerTimes,
@@ -38,7 +38,7 @@ from .time import (
     work_of,
 )
 from .time.layer import send_time, times_of
-from .time.shape import Shapes
+from .time.shape import Shapes, Work
 from .time.updates import Replicas, updates
 
 Groups = tuple[tuple[int, tuple[StageWork, ...]], ...]
@@ -61,7 +61,7 @@ class Clock:
         self.space = space
         self.chooses_cut, self.alone = space.search.chooses_cut, space.framework.supports.stages_without_layers
         self._shapes: dict[object, tuple[Shapes, Rates]] = {}
-        self._families: dict[object, _Family] = {}
+        self._families: dict[object, _Family | PlanError] = {}
         self._kept: dict[object, ResolvedPlan] = {}
         self._laid_out: dict[object, ResolvedPlan] = {}
         self._fixed: StageLayers | None = None
@@ -73,22 +73,30 @@ class Clock:
         """Times of a layer and of both ends, and of sends between stages."""
         extras = tuple([extra for extra in point.extras if extra.changes_passes])
         accumulates = self.space.microbatches(point) > 1
-        key = (point.tp, point.cp, point.mbs, point.recompute.mode, extras, accumulates, point.pp > 1)
+        recompute, experts = point.recompute, (point.ep, point.etp)
+        key = (point.tp, point.cp, experts, point.mbs, recompute.kind, extras, accumulates, point.pp > 1)
         known = self._families.get(key)
         if known is None:
-            known = self._families[key] = self._family(point, extras, accumulates)
+            try:
+                known = self._family(point, extras, accumulates)
+            except PlanError as error:
+                known = error
+            self._families[key] = known
+        if isinstance(known, PlanError):
+            raise known
         return known
 
     def _family(self, point: Point, extras: tuple[Extra, ...], accumulates: bool) -> _Family:
-        key = (point.tp, point.cp, point.recompute.mode, extras, accumulates)
+        recompute = Recomputing(point.recompute.mode, modules=point.recompute.modules)
+        key = (point.tp, point.cp, point.ep, point.etp, recompute, extras, accumulates)
         if key not in self._shapes:
-            recompute, zero = Recomputing(point.recompute.mode), self.space.least_zero
+            zero = self.space.least_zero
             plan = self.space.alone(point._replace(recompute=recompute, zero=zero, extras=extras))
             self._shapes[key] = Shapes(plan, accumulates), rates_of(on_timed_gpu(plan))
         shapes, rates = self._shapes[key]
         shape = shapes.of(point.mbs)
         times = times_of(shape, rates, False, False)
-        ratios = _ratios(times, point.recompute)
+        ratios = _ratios(times, point.recompute, self.space.first)
         if point.pp > 1:
             across = self.space.gpus > self.space.base.hardware.gpus_per_node
             times = replace(times, send=send_time(shape, rates, across))
@@ -112,9 +120,7 @@ class Clock:
         """The cut that the plan has, which all points share."""
         if self._fixed is None:
             stages = work_of(resolve(self.space.plan(point)))
-            self._fixed = tuple(
-                tuple(ChunkLayers(chunk.layers, chunk.embedding, chunk.head) for chunk in stage) for stage in stages
-            )
+            self._fixed = chunks_of(stages)
         return self._fixed
 
     def seconds(self, point: Point, cut: StageLayers) -> float:
@@ -155,9 +161,11 @@ class Clock:
         return known[1]
 
 
-def _ratios(times: EntryTimes, recompute: Recomputing) -> Ratios:
-    layer = _whole(times.layer) + (times.layer.recompute if recompute.mode != "none" else 0.0)
-    return Ratios(_whole(times.embedding) / layer, (_whole(times.final_norm) + _whole(times.head)) / layer)
+def _ratios(times: EntryTimes, recompute: Recomputing, first: int) -> Ratios:
+    again = recompute.mode != "none"
+    layer, dense = (_whole(one) + (one.recompute if again else 0.0) for one in (times.layer, times.dense))
+    ends = _whole(times.embedding), _whole(times.final_norm) + _whole(times.head)
+    return Ratios(ends[0] / layer, ends[1] / layer, *((dense / layer, first) if first else ()))
 
 
 def _whole(times: LayerTimes) -> float:
@@ -174,6 +182,8 @@ def grouped(cut: StageLayers, recompute: Recomputing, final_norm: bool) -> Group
                 work.embedding,
                 final_norm and work.final_norm,
                 work.head,
+                work.dense,
+                min(work.dense, _recomputed(work.layers, recompute)),
             )
             for work in stage
         )
@@ -186,6 +196,14 @@ def _recomputed(layers: int, recompute: Recomputing) -> int:
     if recompute.mode == "none":
         return 0
     return min(layers, recompute.layers) if recompute.method == "block" and recompute.layers else layers
+
+
+def chunks_of(stages: Work) -> StageLayers:
+    """What stages hold, from what they do."""
+    return tuple(
+        tuple(ChunkLayers(chunk.layers, chunk.embedding, chunk.head, dense=chunk.dense) for chunk in stage)
+        for stage in stages
+    )
 
 
 class Candidate(NamedTuple):
@@ -231,25 +249,22 @@ class Candidates:
         self._grouped: dict[tuple[int, bool], list[list[Kept]]] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
-        for tp, cp, pp, vpp, dp, sizes in self.space.layouts(self.refused):
-            layout = tp, cp, pp, vpp, dp
+        for layout, sizes in self.space.layouts(self.refused):
             for recompute in self.space.recompute:
                 yield from self._chain(layout, sizes, recompute)
 
-    def _chain(
-        self, layout: tuple[int, int, int, int, int], sizes: Sequence[int], recompute: Recomputing
-    ) -> Iterator[Candidate]:
-        """tp, cp, pp, vpp and dp of ``layout`` with every micro-batch, and everything beside that."""
-        _, cp, pp, _, dp = layout
-        groups = self._groups(dp * cp, pp)
+    def _chain(self, layout: Sizes, sizes: Sequence[int], recompute: Recomputing) -> Iterator[Candidate]:
+        """``layout`` with every micro-batch, and everything beside that."""
+        groups = self._groups(layout.dp * layout.cp, layout.pp)
         many = sum(map(len, groups))
         refused = self.refused.total()
         for at, mbs in enumerate(sizes):
             alike = [[Point(*layout, zero, mbs, recompute, extras) for zero, extras in group] for group in groups]
-            surely = at > 0 and refused == self.refused.total() and self.space.cut is None
-            if surely and not self._could_fit(list(chain.from_iterable(alike))):
+            runs = refused == self.refused.total() and self.space.cut is None
+            if runs and not self._surely_could_fit(list(chain.from_iterable(alike))):
                 self._leave_out((len(sizes) - at) * many)
                 return
+            surely = runs and at > 0
             self.considered += many
             found = list(chain.from_iterable(map(self._alike, alike)))
             yield from found
@@ -298,6 +313,13 @@ class Candidates:
         raise_for_all(error)
         self.refused[without_values(error)] += points
         self.considered -= points
+
+    def _surely_could_fit(self, points: Sequence[Point]) -> bool:
+        """The same, or they are refused."""
+        try:
+            return self._could_fit(points)
+        except PlanError:
+            return True
 
     def _could_fit(self, points: Sequence[Point]) -> bool:
         """One of ``points``, which differ in what is kept alone, in some cut, for all that its bound says."""

@@ -16,10 +16,9 @@ from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..values import dataclass
-from .candidates import Clock
-from .cuts import ChunkLayers, StageLayers, fields_of, smallest
+from .candidates import Clock, chunks_of
+from .cuts import fields_of, smallest
 from .framework import Proposal
 from .point import changed
 from .proposals import point_of, proposals
@@ -34,7 +33,7 @@ def stated(base: Plan) -> Suggestion:
     plan = resolve(base)
     requested, stage = framework(plan.framework).search.fullest(plan)
     step = ranking_time(plan)
-    return Suggestion(point_of(plan), _cut(plan), base, requested, stage, step.total, step=step)
+    return Suggestion(point_of(plan), chunks_of(work_of(plan)), base, requested, stage, step.total, step=step)
 
 
 def replayed(suggestion: Suggestion, known: Measured = NOTHING) -> Suggestion:
@@ -51,12 +50,6 @@ def replayed(suggestion: Suggestion, known: Measured = NOTHING) -> Suggestion:
 def measured(base: Plan, known: Measured = NOTHING) -> Suggestion:
     """A plan as it is, with its verdict. ``PlanError`` where it cannot run."""
     return replayed(stated(base), known)
-
-
-def _cut(plan: ResolvedPlan) -> StageLayers:
-    return tuple(
-        tuple(ChunkLayers(chunk.layers, chunk.embedding, chunk.head) for chunk in stage) for stage in work_of(plan)
-    )
 
 
 def changes_of(

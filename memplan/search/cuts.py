@@ -27,12 +27,14 @@ stage.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from math import ceil, floor, inf
 from typing import Any, NamedTuple
 
 from ..frameworks import framework
+from ..plan.errors import PlanError
 from ..plan.resolved import ResolvedPlan
 from ..values import dataclass
 
@@ -47,6 +49,8 @@ class ChunkLayers(NamedTuple):
     """Whether the final norm is in it, where that is not where the head is."""
     until: int = 0
     """BigScience's layer list: the first entry of the next stage, where it is no layer of its own."""
+    dense: int = 0
+    """Layers, the first of them, that have an MLP where others have experts."""
 
     @property
     def final_norm(self) -> bool:
@@ -72,10 +76,14 @@ def fields_of(name: str, cut: StageLayers) -> Fields:
 
 
 class Ratios(NamedTuple):
-    """How long embedding and head take, in layers."""
+    """How long embedding and head take, in layers; and the model's first layers, where these have an MLP and all others
+    experts, each in one of those others."""
 
     embedding: float = 0.0
     head: float = 0.0
+    dense: float = 1.0
+    first: int = 0
+    """How many those are."""
 
 
 # -- the fastest -----------------------------------------------------------------------------------------
@@ -90,7 +98,9 @@ def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) 
     Without ``alone`` an embedding or a head is beside a layer.
     """
     if pp == 1:
-        return (stage_layers(0, 1, (layers,)),)
+        return (stage_layers(0, 1, (layers,), ratios.first),)
+    if ratios.first:
+        return _fastest_behind(layers, pp, vpp, ratios, alone)
     least = fewest_of(pp, vpp, alone)
     start = max(
         (layers + ratios.embedding + ratios.head) / pp - 1e-9,
@@ -98,8 +108,115 @@ def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) 
         least[-1] + ratios.head,
         float(max(least)) if pp > 2 else 0.0,
     )
-    first, between, last = min(_least_time(layers, pp, ratios, start, ends) for ends in (0.0, *ratios))[1:]
-    return _levelled(layers, pp, vpp, least, first, between, last)
+    ends = (0.0, ratios.embedding, ratios.head)
+    first, between, last = min(_least_time(layers, pp, ratios, start, end) for end in ends)[1:]
+    return _levelled(layers, pp, vpp, least, (first, *(between,) * (pp - 2), last), ())
+
+
+def _fastest_behind(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool) -> StageLayers:
+    """The same where the first layers take another time, of every way in which these lie on the first stages."""
+    best: tuple[float, tuple[int, ...]] = inf, ()
+    for dense in dealt(ratios.first, pp):
+        time = _time_behind(dense, layers, (pp, vpp, alone), ratios)
+        if time < best[0]:
+            best = time, dense
+    time, dense = best
+    if time == inf:
+        problem = f"leaves the {ratios.first} layers without experts no place on the first stages"
+        raise PlanError("layout.pp", pp, problem)
+    least, tops = held_with(dense, pp, vpp, alone, layers)
+    offsets = _offsets(dense, pp, ratios)
+    most = tuple([min(top, floor(time - offset + 1e-9)) for offset, top in zip(offsets, tops, strict=True)])
+    return _levelled(layers, pp, vpp, least, most, dense)
+
+
+def _offsets(dense: tuple[int, ...], pp: int, ratios: Ratios) -> list[float]:
+    """What each stage takes besides its layers, less what its first layers save."""
+    offsets = [-(1 - ratios.dense) * count for count in dense] + [0.0] * (pp - len(dense))
+    offsets[0] += ratios.embedding
+    offsets[-1] += ratios.head
+    return offsets
+
+
+Alike = tuple[int, int, int, int, int, int]
+"""How many stages have so many of the first layers, embedding and head or not, and hold so many layers at least and at
+most."""
+
+
+@lru_cache(maxsize=1 << 12)
+def _alike(dense: tuple[int, ...], layers: int, sizes: tuple[int, int, bool]) -> tuple[Alike, ...]:
+    """Stages by what decides how much they hold; none where these cannot hold ``layers``."""
+    least, tops = held_with(dense, *sizes, layers)
+    if sum(tops) < layers or sum(least) > layers or any(map(int.__gt__, least, tops)):
+        return ()
+    last = sizes[0] - 1
+    kinds = Counter(
+        (dense_of(dense, at), int(at == 0), int(at == last), *held)
+        for at, held in enumerate(zip(least, tops, strict=True))
+    )
+    return tuple((stages, *kind) for kind, stages in kinds.items())
+
+
+def _time_behind(dense: tuple[int, ...], layers: int, sizes: tuple[int, int, bool], ratios: Ratios) -> float:
+    """Of the slowest stage, at least, with the first layers as ``dealt``; ``sizes``: stages, chunks of each, and if
+    ends may be alone. A stage that takes the time of t layers holds floor(t - what it takes besides) of them; so the
+    first t for which these add up to enough is a whole number and what some stage takes besides, or where none holds
+    less than it must."""
+    saved, embedding, head = ratios.dense - 1, ratios.embedding, ratios.head
+    lowest, together, groups = -inf, float(layers), []
+    for stages, first, begins, ends, least, top in _alike(dense, layers, sizes):
+        offset = saved * first + begins * embedding + ends * head
+        lowest = max(lowest, least + offset)
+        together += stages * offset
+        groups.append((stages, offset, top))
+    if not groups:
+        return inf
+    start = max(lowest, together / sizes[0]) - 1e-9
+    steps: list[float] = sorted({one + ceil(start - one) for one in (lowest, *(offset for _, offset, _ in groups))})
+    while True:
+        for time in steps:
+            held = 0
+            for stages, offset, top in groups:
+                most = int(time - offset + 1e-9)
+                held += stages * (top if top < most else most)
+            if held >= layers:
+                return time
+        steps = [time + 1 for time in steps]
+
+
+@lru_cache(maxsize=1 << 10)
+def dealt(first: int, pp: int) -> tuple[tuple[int, ...], ...]:
+    """How many of the ``first`` layers each of the first stages holds, all of them in its first chunk: every way. The
+    last of these stages may hold other layers behind them there, those before it none. The first stage can have the
+    embedding alone."""
+    if not first:
+        return ((),)
+    ways: list[tuple[int, ...]] = [(first,)]
+    if pp > 1:
+        ways += [(count, *rest) for count in range(first - 1, -1, -1) for rest in _behind(first - count, pp - 1)]
+    return tuple(ways)
+
+
+def _behind(first: int, pp: int) -> list[tuple[int, ...]]:
+    if pp == 1:
+        return [(first,)]
+    return [
+        (first,), *((count, *rest) for count in range(first - 1, 0, -1) for rest in _behind(first - count, pp - 1))
+    ]  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 12)
+def held_with(
+    dense: tuple[int, ...], pp: int, vpp: int, alone: bool, layers: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The fewest and the most layers of each stage where the model's first ones lie as ``dealt`` says."""
+    least, tops = list(fewest_of(pp, vpp, alone)), [layers] * pp
+    for stage, count in enumerate(dense):
+        held = [n for n in range(vpp * (count + 1) + 1) if spread(n, vpp, last=stage == pp - 1)[0] == count]
+        least[stage] = max(least[stage], held[0])
+        if stage < len(dense) - 1:
+            tops[stage] = held[-1]
+    return tuple(least), tuple(tops)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -122,10 +239,10 @@ def _least_time(layers: int, pp: int, ratios: Ratios, start: float, ends: float)
 
 @lru_cache(maxsize=1 << 14)
 def _levelled(
-    layers: int, pp: int, vpp: int, least: tuple[int, ...], first: int, between: int, last: int
+    layers: int, pp: int, vpp: int, least: tuple[int, ...], most: tuple[int, ...], dense: tuple[int, ...]
 ) -> StageLayers:
-    """At most so many layers in each stage and at ``least`` those, as even as can be, ``layers`` in all."""
-    most = [first, *[between] * (pp - 2), last]
+    """At most so many layers in each stage and at ``least`` those, as even as can be, ``layers`` in all, of them the
+    first ones as ``dealt``."""
 
     def counts_at(level: int) -> list[int]:
         return [max(low, min(high, level)) for low, high in zip(least, most, strict=True)]
@@ -137,7 +254,10 @@ def _levelled(
         if surplus and count == level > least[at]:
             counts[at] -= 1
             surplus -= 1
-    return tuple(stage_layers(at, pp, spread(count, vpp, last=at == pp - 1)) for at, count in enumerate(counts))
+    return tuple(
+        stage_layers(at, pp, spread(count, vpp, last=at == pp - 1), dense_of(dense, at))
+        for at, count in enumerate(counts)
+    )
 
 
 # -- by memory -----------------------------------------------------------------------------------------
@@ -146,17 +266,56 @@ def _levelled(
 def capped(layers: int, vpp: int, ratios: Ratios, caps: Sequence[int], alone: bool) -> StageLayers | None:
     """The cut whose slowest stage takes least among those with at most ``caps`` layers in a stage."""
     pp = len(caps)
-    least = fewest_of(pp, vpp, alone)
-    stages = [
-        [
-            Option(spread(count, vpp, last=at == pp - 1), stage_seconds(cut, ratios))
-            for count in range(least[at], min(cap, layers) + 1)
-            for cut in (stage_layers(at, pp, spread(count, vpp, last=at == pp - 1)),)
+
+    def options(dense: tuple[int, ...]) -> list[list[Option]]:
+        least, tops = held_with(dense, pp, vpp, alone, layers)
+        return [
+            [
+                Option(chunks, stage_seconds(stage_layers(at, pp, chunks, dense_of(dense, at)), ratios))
+                for count in range(least[at], min(cap, top) + 1)
+                for chunks in (spread(count, vpp, last=at == pp - 1),)
+            ]
+            for at, (cap, top) in enumerate(zip(caps, tops, strict=True))
         ]
-        for at, cap in enumerate(caps)
-    ]
-    chosen = choose(stages, layers)
-    return None if chosen is None else tuple(stage_layers(at, pp, one.chunks) for at, one in enumerate(chosen))
+
+    return best_of(layers, pp, fastest_ways(layers, (pp, vpp, alone), ratios), options)
+
+
+Ways = Sequence[tuple[float, tuple[int, ...]]]
+"""In which the model's first layers are ``dealt``; in front of each what the largest cost is at least."""
+
+
+def fastest_ways(layers: int, sizes: tuple[int, int, bool], ratios: Ratios) -> Ways:
+    """Every way, the fastest first."""
+    ways = dealt(ratios.first, sizes[0])
+    return (
+        sorted((_time_behind(one, layers, sizes, ratios) - 1e-6, one) for one in ways) if ratios.first else [(0.0, ())]
+    )
+
+
+def best_of(
+    layers: int, pp: int, ways: Ways, options: Callable[[tuple[int, ...]], list[list[Option]] | None]
+) -> StageLayers | None:
+    """The best choice of each stage's ``options``, whichever way the model's first layers lie: of equal ones the first;
+    ``None`` where there is none."""
+    best: tuple[tuple[float, float], StageLayers] | None = None
+    for least, dense in ways:
+        if best is not None and least >= best[0][0]:
+            break
+        stages = options(dense)
+        chosen = None if stages is None else choose(stages, layers)
+        if chosen is None:
+            continue
+        worst = max(one.cost for one in chosen), max(one.second for one in chosen)
+        if best is None or worst < best[0]:
+            cut = tuple(stage_layers(at, pp, one.chunks, dense_of(dense, at)) for at, one in enumerate(chosen))
+            best = worst, cut
+    return None if best is None else best[1]
+
+
+def dense_of(dense: tuple[int, ...], stage: int) -> int:
+    """Of the model's first layers, those of ``stage``."""
+    return dense[stage] if stage < len(dense) else 0
 
 
 def fitting(plan: ResolvedPlan, ratios: Ratios, limit: int, caps: Sequence[int] | None = None) -> StageLayers | None:
@@ -216,17 +375,23 @@ def spread(layers: int, chunks: int, last: bool) -> tuple[int, ...]:
     return tuple(counts[::-1] if last else counts)
 
 
-def stage_layers(stage: int, pp: int, chunks: Sequence[int]) -> tuple[ChunkLayers, ...]:
-    """A stage with so many layers in its chunks."""
+def stage_layers(stage: int, pp: int, chunks: Sequence[int], dense: int = 0) -> tuple[ChunkLayers, ...]:
+    """A stage with so many layers in its chunks, of the first ``dense`` ones without experts."""
     last = len(chunks) - 1
-    return tuple(
+    found = [
         ChunkLayers(count, stage == 0 and at == 0, stage == pp - 1 and at == last) for at, count in enumerate(chunks)
-    )
+    ]
+    if dense:
+        found[0] = found[0]._replace(dense=dense)
+    return tuple(found)
 
 
 def stage_seconds(cut: Sequence[ChunkLayers], ratios: Ratios) -> float:
     """Time of a stage, in layers: its chunks take turns."""
-    return sum(chunk.layers + chunk.embedding * ratios.embedding + chunk.head * ratios.head for chunk in cut)
+    return sum(
+        chunk.layers - chunk.dense * (1 - ratios.dense) + chunk.embedding * ratios.embedding + chunk.head * ratios.head
+        for chunk in cut
+    )
 
 
 Cost = Callable[[int, int, int], float]

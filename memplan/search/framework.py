@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_CONTEXT = 16
 """Context-parallel ranks: more than published runs of up to 128k tokens use."""
+MOST_EXPERT_RANKS = 64
+"""Expert-parallel ranks: as many as the largest published runs of DeepSeek V3 use (arXiv 2412.19437, section 3.2)."""
 MOST_CHUNKS = 8
 """Virtual stages of a rank that are tried."""
 
@@ -70,8 +72,11 @@ class FrameworkSearch:
             "cp": [1 << bit for bit in range(gpus.bit_length()) if 1 << bit <= min(gpus, MOST_CONTEXT)],
             "pp": [pp for pp in divisors(gpus) if pp <= model.layers],
             "vpp": range(1, MOST_CHUNKS + 1),
+            "ep": [ep for ep in divisors(model.experts or 1) if ep <= min(gpus, MOST_EXPERT_RANKS)],
         }
         found = {name: tuple(values) if name in tried else (1,) for name, values in axes.items()}
+        divided = [t for t in found["tp"] if not (model.expert_ffn or 1) % t]
+        found["etp"] = tuple(divided) if model.experts and "ep" in tried else (1,)
         return found | {"zero": self.zero(plan)}
 
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:

@@ -42,11 +42,15 @@ tensors, and what does not grow with b is among them."""
 
 
 class LayerNeeds(NamedTuple):
-    """One layer on one rank."""
+    """One layer on one rank; and one of the model's first layers, where these alone have no experts."""
 
     elements: int
     saved: int
     """Bytes for every micro-batch in flight."""
+    experts: int = 0
+    """Of the elements, those that only ranks with the same experts share."""
+    dense_elements: int = 0
+    dense_saved: int = 0
 
 
 class States(NamedTuple):
@@ -55,10 +59,15 @@ class States(NamedTuple):
     whole: int
     divided: int
 
+    def of(self, elements: int, shards: int) -> float:
+        """Bytes of so many parameters."""
+        return elements * (self.whole + self.divided / shards)
+
 
 def scaled(needs: LayerNeeds, mbs: int) -> LayerNeeds:
     """At least what a layer needs with ``mbs`` sequences, from what it needs with one."""
-    return needs._replace(saved=max(0, needs.saved - ROUNDING) * mbs)
+    saved, dense = (max(0, one - ROUNDING) * mbs for one in (needs.saved, needs.dense_saved))
+    return needs._replace(saved=saved, dense_saved=dense)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -69,31 +78,47 @@ def flights(pp: int, vpp: int, microbatches: int, stage: int) -> int:
     return min((pp - stage - 1) * 2 + (vpp - 1) * pp + 1, microbatches * vpp)
 
 
-def loads(cut: StageLayers, microbatches: int) -> tuple[tuple[int, int], ...]:
-    """Layers of a stage, and of those with micro-batches in flight counted once for each; where another stage has
-    more of both, it is left out."""
+class StageLoad(NamedTuple):
+    """What of a stage decides a bound."""
+
+    layers: int
+    """With experts, where some have them."""
+    dense: int
+    """Of the model's first layers, without."""
+    flying: tuple[tuple[int, int], ...]
+    """Layers of either kind whose micro-batches are in flight, counted once for each: one of these pairs, at least."""
+
+
+def loads(cut: StageLayers, microbatches: int) -> tuple[StageLoad, ...]:
+    """Of every stage; where another stage has more of all, it is left out."""
     pp, vpp = len(cut), len(cut[0])
-    found = {(_layers(stage), _in_flight(stage, at, pp, vpp, microbatches)) for at, stage in enumerate(cut)}
+    found = {_load(stage, flights(pp, vpp, microbatches, at)) for at, stage in enumerate(cut)}
     return tuple(one for one in found if not any(one != other and _exceeds(other, one) for other in found))
+
+
+def _load(stage: tuple[ChunkLayers, ...], passes: int) -> StageLoad:
+    """All passes in flight may be those of the smallest chunk."""
+    dense = sum(chunk.dense for chunk in stage)
+    kinds = {(chunk.layers - chunk.dense, chunk.dense) for chunk in stage}
+    least = kinds if dense else {min(kinds)}
+    return StageLoad(_layers(stage) - dense, dense, tuple(sorted((passes * n, passes * d) for n, d in least)))
 
 
 def _layers(stage: Iterable[ChunkLayers]) -> int:
     return sum(chunk.layers for chunk in stage)
 
 
-def _in_flight(stage: tuple[ChunkLayers, ...], at: int, pp: int, vpp: int, microbatches: int) -> int:
-    """At least: all passes in flight may be those of the smallest chunk."""
-    return min(chunk.layers for chunk in stage) * flights(pp, vpp, microbatches, at)
+def _exceeds(one: StageLoad, other: StageLoad) -> bool:
+    if one.dense or other.dense:
+        return False
+    return one.layers >= other.layers and one.flying >= other.flying
 
 
-def _exceeds(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] >= other[0] and one[1] >= other[1]
+class Shards(NamedTuple):
+    """Replicas that share states: of layers, and of experts."""
 
-
-def at_least(needs: LayerNeeds, kept: States, shards: int, load: tuple[tuple[int, int], ...]) -> int:
-    """Bytes of the fullest stage."""
-    per_layer = needs.elements * (kept.whole * shards + kept.divided) // shards
-    return max(layers * per_layer + flying * needs.saved for layers, flying in load)
+    layers: int
+    experts: int
 
 
 class Load(NamedTuple):
@@ -101,19 +126,49 @@ class Load(NamedTuple):
 
     needs: LayerNeeds
     kept: States
-    shards: int
+    shards: Shards
     pp: int
     vpp: int
     microbatches: int
+    first: int = 0
+    """The model's first layers, if they are of another kind."""
 
     @property
     def states(self) -> float:
         """Bytes of a layer."""
-        return self.needs.elements * (self.kept.whole * self.shards + self.kept.divided) / self.shards
+        needs = self.needs
+        return self.kept.of(needs.elements - needs.experts, self.shards.layers) + self.kept.of(
+            needs.experts, self.shards.experts
+        )
+
+    @property
+    def dense_states(self) -> float:
+        """And of one of the first."""
+        return self.kept.of(self.needs.dense_elements, self.shards.layers)
 
     def saved(self, stage: int) -> float:
-        """Bytes that every layer of ``stage`` holds for its passes in flight."""
-        return flights(self.pp, self.vpp, self.microbatches, stage) / self.vpp * self.needs.saved
+        """Bytes that every layer of ``stage`` holds for its passes in flight, at least: of its layers with experts
+        alone, where all are in one chunk."""
+        needs = self.needs
+        mixed = self.first and self.vpp > 1 and stage <= self.first
+        least = min(needs.saved, needs.dense_saved) if mixed else needs.saved
+        return flights(self.pp, self.vpp, self.microbatches, stage) / self.vpp * least
+
+
+def at_least(load: Load, stages: tuple[StageLoad, ...]) -> int:
+    """Bytes of the fullest stage."""
+    states, saved = load.states, load.needs.saved
+    if not load.first:
+        return int(max(one.layers * states + one.flying[0][0] * saved for one in stages))
+    dense, dense_saved = load.dense_states, load.needs.dense_saved
+    return int(
+        max(
+            one.layers * states
+            + one.dense * dense
+            + min(flying * saved + others * dense_saved for flying, others in one.flying)
+            for one in stages
+        )
+    )
 
 
 def at_best(load: Load, layers: int) -> float:
@@ -122,17 +177,19 @@ def at_best(load: Load, layers: int) -> float:
     A stage with n layers in v chunks has f passes in flight of chunks with (n - v + 1) / v layers or more, so it needs
     n A + f (n - v + 1) / v S bytes, A for the states of a layer and S for what it saves. If none has more than M bytes,
     a stage holds at most (M + f (v - 1) / v S) / (A + f / v S) of the layers. These add up to all of them, which gives
-    the least M.
+    the least M. Of layers of two kinds those with experts are counted alone.
     """
     states, flying = load.states, [load.saved(stage) for stage in range(load.pp)]
     free = sum(one * (load.vpp - 1) / (states + one) for one in flying)
-    return (layers - free) / sum(1 / (states + one) for one in flying)
+    return (layers - load.first - free) / sum(1 / (states + one) for one in flying)
 
 
 def most_layers(load: Load, limit: int) -> list[int]:
-    """At most so many layers are in each stage if none needs more than ``limit`` bytes (see ``at_best``)."""
+    """At most so many layers are in each stage if none needs more than ``limit`` bytes (see ``at_best``); the model's
+    first ones may lie on the first stages beside them."""
     states, flying = load.states, [load.saved(stage) for stage in range(load.pp)]
-    return [int((limit + one * (load.vpp - 1)) / (states + one)) for one in flying]
+    most = [int((limit + one * (load.vpp - 1)) / (states + one)) for one in flying]
+    return [count + (load.first if stage <= load.first else 0) for stage, count in enumerate(most)]
 
 
 def fewest_recomputed(plain: Load, full: Load, cut: StageLayers, limit: int) -> int:
@@ -141,16 +198,24 @@ def fewest_recomputed(plain: Load, full: Load, cut: StageLayers, limit: int) -> 
     for count in range(1, most + 1):
         needed = 0.0
         for at, stage in enumerate(cut):
-            kept = [max(0, chunk.layers - count) for chunk in stage]
-            again = [min(chunk.layers, count) for chunk in stage]
             passes = flights(plain.pp, plain.vpp, plain.microbatches, at)
-            saved = min(
-                one * plain.needs.saved + other * full.needs.saved for one, other in zip(kept, again, strict=True)
-            )
-            needed = max(needed, _layers(stage) * plain.states + passes * saved)
+            saved = min(_saved(plain.needs, full.needs, chunk, count) for chunk in stage)
+            dense = sum(chunk.dense for chunk in stage)
+            kept = (_layers(stage) - dense) * plain.states + dense * plain.dense_states
+            needed = max(needed, kept + passes * saved)
         if needed <= limit:
             return count
     return most
+
+
+def _saved(plain: LayerNeeds, full: LayerNeeds, chunk: ChunkLayers, count: int) -> int:
+    """What a pass of ``chunk`` saves, whose first ``count`` layers are recomputed."""
+    again = min(chunk.layers, count)
+    dense, experts = chunk.dense, chunk.layers - chunk.dense
+    of_dense = min(dense, again)
+    of_experts = again - of_dense
+    saved = (experts - of_experts) * plain.saved + of_experts * full.saved
+    return saved + (dense - of_dense) * plain.dense_saved + of_dense * full.dense_saved
 
 
 class Needs:
@@ -161,7 +226,7 @@ class Needs:
         self.search = space.search
         self._layers: dict[object, LayerNeeds] = {}
         self._states: dict[object, States] = {}
-        self._loads: dict[tuple[int, int], tuple[StageLayers, tuple[tuple[int, int], ...]]] = {}
+        self._loads: dict[tuple[int, int], tuple[StageLayers, tuple[StageLoad, ...]]] = {}
         """By the cut's object, which is as long as its key, and micro-batches."""
         self._bounds = space.search.lower_bounds(space)
 
@@ -174,38 +239,37 @@ class Needs:
         if not self.search.chooses_cut:
             yield from map(self._bounds, points)
             return
-        one = points[0]
-        needs, shards = self._layer(one), one.dp * one.cp
-        key = (id(cut), self.space.microbatches(one))
-        load = self._loads.get(key)
-        if load is None:
-            load = self._loads[key] = cut, loads(cut, key[1])
+        load = self.load(points[0])
+        key = (id(cut), load.microbatches)
+        stages = self._loads.get(key)
+        if stages is None:
+            stages = self._loads[key] = cut, loads(cut, load.microbatches)
         for point in points:
-            yield at_least(needs, self._kept(point), shards, load[1])
+            yield at_least(load._replace(kept=self._kept(point)), stages[1])
 
     def could_keep_to(self, limit: int, points: Sequence[Point]) -> bool:
         """Whether one of ``points``, which differ in what is kept alone, may request ``limit`` bytes at most in some
         cut."""
         one = self.load(points[0])
-        kept = min(
-            (self._kept(point) for point in points), key=lambda states: states.whole * one.shards + states.divided
-        )
+        kept = min((self._kept(point) for point in points), key=lambda states: one._replace(kept=states).states)
         return at_best(one._replace(kept=kept), self.space.base.model.layers) <= limit
 
     def load(self, point: Point) -> Load:
         """What decides them, whatever the cut."""
-        shards, microbatches = point.dp * point.cp, self.space.microbatches(point)
-        return Load(self._layer(point), self._kept(point), shards, point.pp, point.vpp, microbatches)
+        ranks, microbatches = point.dp * point.cp, self.space.microbatches(point)
+        shards = Shards(ranks, ranks * point.tp // (point.ep * point.etp))
+        sizes = point.pp, point.vpp, microbatches
+        return Load(self._layer(point), self._kept(point), shards, *sizes, self.space.first)
 
     def at_best(self, point: Point) -> float:
         """Of whatever cut."""
         return at_best(self.load(point), self.space.base.model.layers)
 
     def _layer(self, point: Point) -> LayerNeeds:
-        key = (point.tp, point.cp, point.recompute.mode, point.mbs)
+        key = (point.tp, point.cp, point.ep, point.etp, point.recompute.kind, point.mbs)
         known = self._layers.get(key)
         if known is None:
-            one = (*key[:3], 0)
+            one = (*key[:-1], 0)
             if one not in self._layers:
                 alone = self.space.alone(point._replace(mbs=1, zero=self.space.least_zero, extras=()))
                 self._layers[one] = self.search.layer_needs(alone)

@@ -14,11 +14,18 @@ class Recomputing(NamedTuple):
     mode: str = "none"
     method: str = "uniform"
     layers: int | None = None
+    modules: tuple[str, ...] = ()
+    """Of selective recompute; empty: as the plan has it."""
+
+    @property
+    def kind(self) -> tuple[str, tuple[str, ...]]:
+        """What is recomputed of a layer, whichever layers these are."""
+        return self.mode, self.modules
 
     def __str__(self) -> str:
         if self.mode == "full" and self.method == "block":
             return f"full on {self.layers} layers"
-        return self.mode
+        return " ".join((self.mode, *self.modules))
 
 
 NO_RECOMPUTE = Recomputing()
@@ -48,6 +55,8 @@ class Point(NamedTuple):
     pp: int
     vpp: int
     dp: int
+    ep: int
+    etp: int
     zero: int
     mbs: int
     recompute: Recomputing
@@ -61,8 +70,9 @@ class Point(NamedTuple):
     def order(self) -> tuple[object, ...]:
         """Smaller sizes and fewer changes first: what decides between equals."""
         changes = len(self.extras), tuple(extra.label for extra in self.extras)
-        recompute = self.recompute.mode, self.recompute.layers or 0
-        return (*changes, self.tp, self.cp, self.pp, self.vpp, -self.zero, self.mbs, *recompute)
+        recompute = self.recompute.mode, self.recompute.layers or 0, self.recompute.modules
+        sizes = self.tp, self.cp, self.pp, self.vpp, self.etp, self.ep
+        return (*changes, *sizes, -self.zero, self.mbs, *recompute)
 
     @property
     def gpus(self) -> int:

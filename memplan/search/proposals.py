@@ -27,8 +27,10 @@ LORA_RANK = 16
 def point_of(plan: ResolvedPlan) -> Point:
     """Where a resolved plan lies in a space of layouts."""
     layout, recompute = plan.layout, plan.recompute
-    done = Recomputing(recompute.mode, recompute.method, recompute.layers)
-    return Point(layout.tp, layout.cp, layout.pp, layout.vpp, layout.dp or 1, layout.zero, plan.batch.mbs, done)
+    done = Recomputing(recompute.mode, recompute.method, recompute.layers, recompute.modules or ())
+    experts = (layout.ep, layout.etp or layout.tp) if plan.model.experts else (1, 1)
+    dense = layout.tp, layout.cp, layout.pp, layout.vpp, layout.dp or 1
+    return Point(*dense, *experts, layout.zero, plan.batch.mbs, done)
 
 
 def proposals(given: Suggestion, limit: int) -> Iterator[Proposal]:

@@ -349,7 +349,7 @@ def _alike(point: Point, other: Point) -> bool:
     return point.keeps_numerics == other.keeps_numerics and moved <= {extra.label for extra in other.extras}
 
 
-SIZES = 7
+SIZES = 9
 """Fields of a point that are numbers, in front of the others."""
 
 

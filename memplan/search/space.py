@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from math import lcm
+from typing import Any, NamedTuple
 
 from ..frameworks import framework
 from ..frameworks.base import Framework
@@ -23,6 +24,18 @@ from ..plan.section import MOST_CHUNKS, MOST_STAGES
 from ..values import dataclass
 from .framework import FrameworkSearch, divisors
 from .point import UNCUT, UNCUT_FIELDS, Extra, Point, Recomputing, changed, updated
+
+
+class Sizes(NamedTuple):
+    """Of a layout, as in ``Point``."""
+
+    tp: int
+    cp: int
+    pp: int
+    vpp: int
+    dp: int
+    ep: int
+    etp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,8 @@ class Space:
     cp: tuple[int, ...]
     pp: tuple[int, ...]
     vpp: tuple[int, ...]
+    ep: tuple[int, ...]
+    etp: tuple[int, ...]
     zero: tuple[int, ...]
     mbs: tuple[int, ...] | None
     """``None``: every divisor of a replica's share of the batch."""
@@ -63,11 +78,17 @@ class Space:
         """The framework, as a search sees it."""
         return self.framework.search
 
+    @property
+    def first(self) -> int:
+        """Layers with an MLP that come before those with experts."""
+        return len(self.base.model.dense_layers) if self.base.model.experts else 0
+
     def __iter__(self) -> Iterator[Point]:
         """Every point that the framework's rules of division allow, in a fixed order."""
-        for tp, cp, pp, vpp, dp, sizes in self.layouts(Counter()):
-            for recompute, mbs, (zero, extras) in product(self.recompute, sizes, self.states(dp * cp, pp)):
-                yield Point(tp, cp, pp, vpp, dp, zero, mbs, recompute, extras)
+        for layout, sizes in self.layouts(Counter()):
+            shards = layout.dp * layout.cp
+            for recompute, mbs, (zero, extras) in product(self.recompute, sizes, self.states(shards, layout.pp)):
+                yield Point(*layout, zero, mbs, recompute, extras)
 
     def states(self, shards: int, pp: int = 1) -> list[tuple[int, tuple[Extra, ...]]]:
         """ZeRO stages with everything beside them: what changes neither passes nor schedule. Groups of replicas are not
@@ -80,17 +101,23 @@ class Space:
             and all(extra.groups == 1 or (pp == 1 and makes_groups(shards, extra.groups)) for extra in extras)
         ]
 
-    def layouts(self, refused: Counter[str]) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...]]]:
-        """tp, cp, pp, vpp, dp, and the micro-batch sizes that go with them, ascending. Points that are left out are
+    def layouts(self, refused: Counter[str]) -> Iterator[tuple[Sizes, tuple[int, ...]]]:
+        """Sizes of a layout, and the micro-batch sizes that go with them, ascending. Points that are left out are
         counted in ``refused``, by the rule."""
         for tp, cp, pp in product(self.tp, self.cp, self.pp):
             extras = sum(pp == 1 or all(one.groups == 1 for one in extras) for extras in self.extras)
-            combinations = len(self.zero) * len(self.recompute) * extras
+            each = len(self.zero) * len(self.recompute) * extras
+            combinations = each * len(self.ep) * len(self.etp)
             dp, rest = self.search.replicas(self, tp * cp * pp)
             why = self._undivided(dp, rest)
             if why:
                 refused[why] += combinations * len(self.vpp)
                 continue
+            folded = list(self._folded(tp, tp * cp * dp))
+            if not folded:
+                refused["ep x etp must divide tp x cp x dp"] += combinations * len(self.vpp)
+                continue
+            combinations = each * len(folded)
             every = divisors(self.gbs // dp) if self.mbs is None else self.mbs
             for vpp in self.vpp:
                 sizes = []
@@ -100,8 +127,15 @@ class Space:
                         refused[why] += combinations
                     else:
                         sizes.append(mbs)
-                if sizes:
-                    yield tp, cp, pp, vpp, dp, tuple(sizes)
+                for ep, etp in folded if sizes else ():
+                    yield Sizes(tp, cp, pp, vpp, dp, ep, etp), tuple(sizes)
+
+    def _folded(self, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
+        """Expert-parallel and expert-tensor-parallel sizes on so many ranks of a stage. Experts are divided like the
+        layers around them, or not at all, unless the plan says how."""
+        for ep, etp in product(self.ep, self.etp):
+            if ranks % (ep * etp) == 0 and (etp in (1, tp) or len(self.etp) == 1):
+                yield ep, etp
 
     def _undivided(self, dp: int, rest: int) -> str:
         if rest:
@@ -138,8 +172,10 @@ class Space:
             "recompute.mode": recompute.mode,
             "recompute.method": recompute.method,
             "recompute.layers": recompute.layers,
-            "recompute.modules": base.recompute.modules if recompute.mode == "selective" else None,
+            "recompute.modules": recompute.modules or base.recompute.modules,
         }
+        if recompute.mode != "selective":
+            changes["recompute.modules"] = None
         if point.pp != base.layout.pp or point.vpp != base.layout.vpp:
             changes |= UNCUT_FIELDS
         changes |= self.search.fields(self, point)
@@ -153,11 +189,12 @@ class Space:
         return min(self.zero)
 
     def alone(self, point: Point) -> ResolvedPlan:
-        """One replica of ``point`` on one stage, defaults filled in: what a layer's time and bytes depend on. It adds
-        gradients up if ``point`` does."""
-        plan = self.plan(point._replace(pp=1, vpp=1, dp=1), UNCUT_FIELDS)
+        """As few replicas of ``point`` as hold its experts, on one stage, defaults filled in: what a layer's time and
+        bytes depend on. They add gradients up if ``point`` does."""
+        dp = lcm(point.ep * point.etp, point.tp * point.cp) // (point.tp * point.cp)
+        plan = self.plan(point._replace(pp=1, vpp=1, dp=dp), {**UNCUT_FIELDS, "layout.dp": dp})
         hardware = plan.hardware.model_copy(update={"gpus": None})
-        batch = plan.batch.model_copy(update={"gbs": point.mbs * min(2, self.microbatches(point))})
+        batch = plan.batch.model_copy(update={"gbs": point.mbs * dp * min(2, self.microbatches(point))})
         return resolve(plan.model_copy(update={"hardware": hardware, "batch": batch}))
 
     def microbatches(self, point: Point) -> int:
@@ -198,7 +235,7 @@ def space_of(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, Any], gpus:
     mbs = (int(fixed["batch.mbs"]),) if "batch.mbs" in fixed else None
     if any(path.startswith("recompute.") for path in fixed):
         given = base.recompute
-        recompute = (Recomputing(given.mode, given.method, given.layers),)
+        recompute = (Recomputing(given.mode, given.method, given.layers, given.modules or ()),)
     return Space(
         base=base,
         resolved=resolved,
@@ -209,6 +246,8 @@ def space_of(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, Any], gpus:
         cp=sizes["cp"],
         pp=sizes["pp"],
         vpp=sizes["vpp"],
+        ep=sizes["ep"],
+        etp=sizes["etp"],
         zero=sizes["zero"],
         mbs=mbs,
         recompute=recompute,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import assume, given, settings
@@ -31,6 +31,7 @@ from memplan.search.cuts import (
     smallest,
     spread,
     stage_layers,
+    stage_seconds,
 )
 from memplan.search.point import changed
 from memplan.search.time import work_of
@@ -102,6 +103,41 @@ def test_the_fastest_cut_is_that_of_dynamic_programming(
     assert sum(layers_of(cut)) == layers
     assert all(count >= low for count, low in zip(layers_of(cut), fewest_of, strict=True))
     assert time_of(cut, ratios) == pytest.approx(max(one.cost for one in chosen), abs=1e-6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(3, 12), st.integers(2, 4), st.integers(1, 3), st.floats(0, 3), st.floats(0, 3), st.floats(0.05, 3),
+    st.integers(1, 3),
+)  # fmt: skip
+def test_the_fastest_cut_behind_layers_of_another_kind(
+    layers: int, pp: int, vpp: int, embedding: float, head: float, dense: float, first: int
+) -> None:
+    """Against every number of layers of each stage, where the first ones lie in the first chunks."""
+    assume(vpp * pp <= layers + 2)
+    ratios = Ratios(embedding, head, dense, first)
+    times = [max(stage_seconds(stage, ratios) for stage in cut) for cut in cuts_behind(layers, pp, vpp, first)]
+    try:
+        cut = fastest(layers, pp, vpp, ratios)
+    except PlanError:
+        assert not times
+        return
+    assert sum(layers_of(cut)) == layers
+    assert sum(chunk.dense for stage in cut for chunk in stage) == first
+    assert max(stage_seconds(stage, ratios) for stage in cut) == pytest.approx(min(times), abs=1e-6)
+
+
+def cuts_behind(layers: int, pp: int, vpp: int, first: int) -> Iterator[StageLayers]:
+    for counts in product(range(layers + 1), repeat=pp):
+        if sum(counts) != layers or any(n < fewest(at, pp, vpp) for at, n in enumerate(counts)):
+            continue
+        left, cut = first, []
+        for at, count in enumerate(counts):
+            chunks = spread(count, vpp, last=at == pp - 1)
+            cut.append(stage_layers(at, pp, chunks, min(left, chunks[0])))
+            left -= min(left, chunks[0])
+        if not left:
+            yield tuple(cut)
 
 
 def test_equal_stages_where_ends_take_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
 
@@ -43,6 +44,19 @@ SPACES = {
     "fsdp, nodes": {**LLAMA, "framework": "fsdp", "gpus": "8", "gpus-per-node": "2", "gbs": "64"},
     "fsdp, torchtitan": {**LLAMA, "framework": "fsdp", "fsdp-code": "torchtitan", "gpus": "4", "gbs": "16"},
     "device-map": {**LLAMA, "framework": "device-map", "gpus": "4", "gbs": "16"},
+}  # fmt: skip
+_EXPERTS = {
+    **LLAMA, "framework": "megatron", "gpu": "h100-80gb", "experts": "4", "expert-top-k": "2", "expert-ffn": "256",
+    "router-groups": "0", "router-group-top-k": "0",
+}  # fmt: skip
+SPACES |= {
+    "megatron, experts": {**_EXPERTS, "model": "mixtral-8x7b", "gpus": "8", "gbs": "16"},
+    "megatron, experts behind dense layers": {
+        **_EXPERTS, "model": "deepseek-v3", "gpus": "4", "gbs": "8", "shared-expert-ffn": "128", "dense-layers": "0,1",
+        "latent-q-rank": "128", "latent-kv-rank": "64", "nope-head-dim": "64", "rope-head-dim": "64", "head-dim": "128",
+        "value-head-dim": "64",
+    },
+    "megatron, further tokens": {**_EXPERTS, "model": "mixtral-8x7b", "gpus": "4", "gbs": "8", "mtp-layers": "1"},
 }  # fmt: skip
 UNLIMITED = 1 << 46
 
@@ -97,7 +111,7 @@ def test_estimates_of_a_few(name: str) -> None:
         assert suggestion.device == whole.stages[suggestion.fullest].headline or suggestion.device == whole.peak
 
 
-@pytest.mark.parametrize("name", ["megatron", "megatron, long sequences"])
+@pytest.mark.parametrize("name", [name for name in SPACES if name.startswith("megatron") and "deepspeed" not in name])
 def test_bounds_from_above_and_below(name: str) -> None:
     search = searched(space(name), UNLIMITED)
     random = Random(2)
@@ -121,14 +135,15 @@ def test_bounds_from_above_and_below(name: str) -> None:
 
 
 def everything(space: Space) -> list[tuple[bool, float, int]]:
-    """Of every layout with every cut and every number of recomputed layers: whether it changes the numbers of
-    training, its seconds, and what its fullest stage requests."""
+    """Of every layout with every cut and every number of recomputed layers, where layers are recomputed: whether it
+    changes the numbers of training, its seconds, and what its fullest stage requests."""
+    blocks = Recomputing("full") in space.recompute
     is_cut = space.base.framework == "megatron"
     layers = space.base.model.layers
     found = []
     for point in space:
         ways = [point]
-        if is_cut and point.recompute == Recomputing():
+        if is_cut and blocks and point.recompute == Recomputing():
             ways += [point._replace(recompute=Recomputing("full", "block", count)) for count in range(1, layers + 1)]
         cuts = list(counts_of(layers, point.pp, point.vpp)) if is_cut else [()]
         found += [one for way, cut in product(ways, cuts) if (one := evaluated(space, way, cut)) is not None]
@@ -159,6 +174,26 @@ def test_the_answer_is_that_of_evaluating_everything() -> None:
     nothing = searched(small, sizes[0] - 1)
     assert nothing.fastest(3) == []
     closest = nothing.smallest()
+    assert closest is not None
+    assert closest.requested == sizes[0]
+
+
+def test_the_answer_of_models_with_experts() -> None:
+    """Expert-parallel sizes, either division of an expert, and every cut of a dense layer and three with experts."""
+    flags = {"layers": "4", "dense-layers": "0", "vocab": "64000", "gbs": "64"}
+    small = space("megatron, experts behind dense layers", **flags)
+    fixed = {"megatron.cross_entropy_fusion": "none", "optimizer.precision_aware": False, "layout.zero": 1}
+    small = space_of(small.base, small.resolved, {**fixed, "batch.mbs": 1})
+    small = replace(small, recompute=small.recompute[:-1])
+    every = everything(small)
+    assert len(every) > 100
+    sizes = sorted(size for _, _, size in every)
+    for requestable in (*sizes[:: len(sizes) // 25], sizes[-1]):
+        fits = min(one for one in every if one[2] <= requestable)
+        (best,) = searched(small, requestable).fastest(1)
+        assert best.requested <= requestable
+        assert (not best.point.keeps_numerics, best.seconds) == (fits[0], pytest.approx(fits[1], rel=1e-9))
+    closest = searched(small, sizes[0] - 1).smallest()
     assert closest is not None
     assert closest.requested == sizes[0]
 

@@ -8,11 +8,14 @@ from functools import cache, lru_cache
 from typing import Any
 
 from ...layers.autograd import ITEMSIZE
+from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import Options
+from ...plan.checks import listed
 from ...plan.errors import PlanError
 from ...plan.megatron_layout import layout_text
 from ...plan.plan import Plan
 from ...plan.resolved import ResolvedPlan
+from ...plan.spec import ModelSpec
 from ...schedules import megatron_flight
 from ...schedules.megatron_flight import Range
 from ...schedules.megatron_fold import MegatronOrder
@@ -23,9 +26,11 @@ from ...search.cuts import (
     Option,
     Ratios,
     StageLayers,
-    choose,
+    best_of,
+    dense_of,
     fastest,
-    fewest_of,
+    fastest_ways,
+    held_with,
     most_that,
     spread,
     stage_layers,
@@ -39,6 +44,25 @@ from ...search.time import work_of
 from ...tape.program import Program, fold_program, module_elements
 from . import programs
 
+
+def module_sets(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
+    """Modules whose recompute is worth trying with experts or latent attention: activations of experts, which
+    are large and cheap; norms and what leads up from lower ranks; and experts as a whole."""
+    cheap = ("layernorm", *(("mla_up_proj",) if spec.latent_kv_rank else ()))
+    if spec.experts:
+        yield ("moe_act",)
+        yield ("moe_act", *cheap)
+        yield ("moe", *cheap)
+    elif spec.latent_kv_rank:
+        yield cheap
+
+
+def first_layers(spec: ModelSpec) -> int | None:
+    """Layers without experts that come before those with; ``None`` where some come behind."""
+    dense = spec.dense_layers if spec.experts else ()
+    return len(dense) if dense == tuple(range(len(dense))) else None
+
+
 UNBOUNDED = 1 << 62
 """Bytes; more than any rank has."""
 
@@ -48,20 +72,25 @@ class MegatronSearch(FrameworkSearch):
     stops_early = True
 
     def searched(self, base: Plan) -> bool:
-        """The collectives of experts have no time yet, and cuts are of layers that are alike."""
-        model, sharded = base.model, base.megatron.fsdp != "none"
-        return not (model.experts or model.latent_kv_rank or model.mtp_layers or sharded)
+        """Cuts are of layers that are alike, but for the first ones."""
+        return first_layers(base.model) is not None and base.megatron.fsdp == "none"
 
     # -- axes and points -----------------------------------------------------------------------------------
 
     def sizes(self, plan: ResolvedPlan) -> frozenset[str]:
-        return super().sizes(plan) - (frozenset() if plan.attention == "flash" else {"cp"})
+        """Context-parallel sizes with a recipe alone (``te_context``)."""
+        divides = plan.attention == "flash" and not plan.model.latent_kv_rank and not plan.model.mtp_layers
+        return super().sizes(plan) - (frozenset() if divides else {"cp"})
 
     def zero(self, plan: ResolvedPlan) -> tuple[int, ...]:
         return (1,) if plan.optimizer.precision_aware else (1, 0)
 
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
-        return NO_RECOMPUTE, Recomputing("selective"), Recomputing("full")
+        """Of models with experts or latent attention, modules whose recompute costs least for what it saves come first.
+        Layers that predict further tokens are not recomputed whole."""
+        modules = tuple(module_sets(plan.model)) or ((),)
+        full = () if plan.model.mtp_layers else (Recomputing("full"),)
+        return NO_RECOMPUTE, *(Recomputing("selective", modules=one) for one in modules), *full
 
     def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
         groups, optimizer = list[tuple[Extra, ...]](), plan.optimizer
@@ -83,8 +112,8 @@ class MegatronSearch(FrameworkSearch):
             problem = "must be none: layouts with Megatron-FSDP are not searched yet; estimate --vary compares some"
             raise PlanError("megatron.fsdp", base.megatron.fsdp, problem)
         if not self.searched(base):
-            problem = "has experts, latent attention or multi-token prediction, whose layouts are not searched yet; "
-            raise PlanError("model", base.model.name, f"{problem}estimate --vary compares some")
+            problem = "must be the first ones: other layouts are not searched yet; estimate --vary compares some"
+            raise PlanError("model.dense_layers", base.model.dense_layers, problem)
         if base.optimizer.name == "muon":
             raise PlanError(
                 "optimizer.name", "muon", "must be adam, adamw or sgd: layouts with Muon are not searched yet"
@@ -107,12 +136,16 @@ class MegatronSearch(FrameworkSearch):
     def fields(self, space: Space, point: Point) -> Mapping[str, Any]:
         parallel = point.tp > 1 if space.sequence_parallel is None else space.sequence_parallel
         fields: dict[str, Any] = {"layout.sequence_parallel": parallel}
+        if space.base.model.experts:
+            fields |= {"layout.ep": point.ep, "layout.etp": point.etp}
         if not point.zero:
             fields |= {"megatron.overlap_param_gather": False, "megatron.distributed_optimizer_instances": 1}
         return fields
 
     def more_recompute(self, plan: ResolvedPlan) -> Iterator[Proposal]:
-        yield Proposal("selective recompute", {"recompute.mode": "selective"})
+        for modules in tuple(module_sets(plan.model)) or (None,):
+            what = "selective recompute" if modules is None else f"recompute of {listed(modules, 'and')}"
+            yield Proposal(what, {"recompute.mode": "selective", "recompute.modules": modules})
         most = max(chunk.layers for stage in work_of(plan) for chunk in stage)
         for layers in sorted({max(1, most // 4), max(1, most // 2)}):
             fields = {"recompute.mode": "full", "recompute.method": "block", "recompute.layers": layers}
@@ -124,11 +157,11 @@ class MegatronSearch(FrameworkSearch):
         """Stages are folded in the order of a bound from above, until no bound is larger than what was found. The first
         stage, which has most in flight, and the last, which has the head, are bounded first."""
         stages, entries = programs.stages_of(plan, Options()), programs.stage_entries(plan)
+        first = None if stages.job.shape.layers else first_layers(plan.model)
         order = range(len(entries))
         ranges = []
         for at in dict.fromkeys((0, order[-1], *order)):
-            own = entries[at] if stages.job.shape.layers else tuple(map(_renumbered, entries[at]))
-            program = stages.program(at, own)
+            program = stages.program(at, tuple(_renumbered(chunk, first) for chunk in entries[at]))
             bounds = between(program)
             if enough is not None and bounds.least > enough:
                 return bounds.least, at
@@ -144,9 +177,19 @@ class MegatronSearch(FrameworkSearch):
 
     def layer_needs(self, plan: ResolvedPlan) -> LayerNeeds:
         job = programs.stages_of(plan, Options()).job
-        options = replace(job.options, keeps_input=False, drops_gradient=True)
-        module = programs.layers_module((job.shape,), options, recomputed=plan.recompute.mode == "full")
-        return LayerNeeds(module_elements(module), max(0, module.steady.forward_fold.net))
+        options, full = replace(job.options, keeps_input=False, drops_gradient=True), plan.recompute.mode == "full"
+        shape, _ = programs.module_shapes(job.shape)
+
+        def of(shape: CoreShape) -> tuple[int, int]:
+            few, times = shape.fewest_experts
+            module = programs.layers_module((few,), options, recomputed=full)
+            own = sum(one.elements for one in module.parameters if one.expert)
+            experts.append(own * times)
+            return module_elements(module) + own * (times - 1), max(0, module.steady.forward_fold.net)
+
+        experts: list[int] = []
+        whole, dense = of(shape), of(replace(shape, experts=None)) if plan.model.dense_layers else (0, 0)
+        return LayerNeeds(*whole, experts[0], *dense)
 
     def states(self, plan: ResolvedPlan) -> States:
         rules = programs.rules(plan)
@@ -179,13 +222,36 @@ class MegatronSearch(FrameworkSearch):
         layers, pp, vpp = plan.model.layers, plan.layout.pp, plan.layout.vpp
         peaks, first = Peaks(plan), fastest(layers, pp, vpp, ratios, True)
         threshold = max(peaks(at, cut) for at, cut in enumerate(first)) if limit is None else limit
+        near = [sum(chunk.layers for chunk in stage) for stage in first] if caps is None else None
+        most = [layers] * pp if caps is None else [min(layers, cap) for cap in caps]
+
+        def options(dense: tuple[int, ...]) -> list[list[Option]] | None:
+            return self._options(peaks, dense, (layers, vpp, threshold), most, near, ratios, criteria)
+
+        ways = fastest_ways(layers, (pp, vpp, True), ratios)
+        if limit is None:  # the largest cost is one of bytes
+            ways = [(0.0, dense) for _, dense in ways]
+        return best_of(layers, pp, ways, options)
+
+    @staticmethod
+    def _options(
+        peaks: Peaks,
+        dense: tuple[int, ...],
+        sizes: tuple[int, int, int],
+        caps: Sequence[int],
+        starts: Sequence[int] | None,
+        ratios: Ratios,
+        criteria: Criteria,
+    ) -> list[list[Option]] | None:
+        """Of every stage, with the model's first layers as ``dealt``. ``sizes``: layers, chunks and the bytes to keep
+        to; ``starts``: where the most that a stage can hold is looked for."""
+        (layers, vpp, threshold), pp = sizes, len(caps)
 
         def held(stage: int, count: int) -> tuple[ChunkLayers, ...]:
-            return stage_layers(stage, pp, spread(count, vpp, last=stage == pp - 1))
+            return stage_layers(stage, pp, spread(count, vpp, last=stage == pp - 1), dense_of(dense, stage))
 
-        least = fewest_of(pp, vpp, True)
-
-        tops = [layers] * pp if caps is None else [min(layers, cap) for cap in caps]
+        least, highest = held_with(dense, pp, vpp, True, layers)
+        tops = list(map(min, caps, highest))
         most: list[int] = []
         below = 0  # how far the most that a stage can hold is below its cap
         for stage, top in enumerate(tops):
@@ -195,13 +261,13 @@ class MegatronSearch(FrameworkSearch):
             def holds(count: int, stage: int = stage) -> bool:
                 return peaks.keep_to(threshold, stage, held(stage, count))
 
-            near = sum(chunk.layers for chunk in first[stage]) if caps is None else top - below
+            near = top - below if starts is None else starts[stage]
             most.append(most_that(holds, least[stage], top, near))
             below = top - most[-1]
         if sum(most) < layers or any(map(int.__lt__, most, least)):
             return None
         spare = sum(most) - layers
-        options = [
+        return [
             [
                 Option(tuple(chunk.layers for chunk in cut), *criteria(peaks(stage, cut), stage_seconds(cut, ratios)))
                 for count in range(max(least[stage], most[stage] - spare), most[stage] + 1)
@@ -209,10 +275,6 @@ class MegatronSearch(FrameworkSearch):
             ]
             for stage in range(pp)
         ]
-        chosen = choose(options, layers)
-        if chosen is None:
-            return None
-        return tuple(stage_layers(at, pp, option.chunks) for at, option in enumerate(chosen))
 
 
 class Peaks:
@@ -221,6 +283,8 @@ class Peaks:
     def __init__(self, plan: ResolvedPlan) -> None:
         alike = plan.precision.model_copy(update={"first_16bit_layers": 0, "last_16bit_layers": 0})
         self._stages = programs.stages_of(plan.model_copy(update={"precision": alike}), Options())
+        self._has_mtp = plan.model.mtp_layers > 0
+        self._first = first_layers(plan.model) or 0
         self._of = cache(self._computed)
         self._bounds = cache(self._between)
 
@@ -241,22 +305,32 @@ class Peaks:
         return between(self._program(stage, cut))
 
     def _program(self, stage: int, cut: tuple[ChunkLayers, ...]) -> Program:
-        return self._stages.program(stage, tuple(_entries(chunk) for chunk in cut))
+        return self._stages.program(stage, tuple(_entries(chunk, self._has_mtp, self._first) for chunk in cut))
 
 
 @lru_cache(maxsize=4096)
-def _renumbered(entries: tuple[str, ...]) -> tuple[str, ...]:
-    """The same with layers from 0 on, so that chunks with as many are one object."""
-    layers = iter(range(len(entries)))
-    return tuple([f"layer.{next(layers)}" if name.startswith("layer.") else name for name in entries])
+def _renumbered(entries: tuple[str, ...], first: int | None) -> tuple[str, ...]:
+    """The same with layers from 0 on, or behind the ``first`` ones, which are of another kind, so that chunks with as
+    many are one object; ``None`` where kinds take turns."""
+    if first is None:
+        return entries
+    layers = [int(name.removeprefix("layer.")) for name in entries if name.startswith("layer.")]
+    dense = sum(layer < first for layer in layers)
+    numbers = iter(_numbers(len(layers), dense, first))
+    return tuple([f"layer.{next(numbers)}" if name.startswith("layer.") else name for name in entries])
+
+
+def _numbers(layers: int, dense: int, first: int) -> list[int]:
+    """Of so many layers, the first ``dense`` of which are among the model's ``first``."""
+    return [*range(dense), *range(first, first + layers - dense)]
 
 
 @lru_cache(maxsize=4096)
-def _entries(chunk: ChunkLayers) -> tuple[str, ...]:
+def _entries(chunk: ChunkLayers, has_mtp: bool, first: int) -> tuple[str, ...]:
     return (
         *(("embedding",) if chunk.embedding else ()),
-        *(f"layer.{at}" for at in range(chunk.layers)),
-        *(("final_norm", "head") if chunk.head else ()),
+        *(f"layer.{at}" for at in _numbers(chunk.layers, chunk.dense, first)),
+        *(("final_norm", *(("mtp",) if has_mtp else ()), "head") if chunk.head else ()),
     )
 
 

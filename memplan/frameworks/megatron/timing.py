@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...layers.megatron_core.shape import CoreShape
-from ...layers.module import Options, Passes, joined, run_again
+from ...layers.module import Options, Passes, joined, regrouped, run_again
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.rates import before
@@ -35,8 +35,10 @@ class MegatronTime(FrameworkTime):
         full = plan.recompute.mode == "full"
 
         def layer(shape: CoreShape) -> tuple[Passes, Passes]:
-            plain = layers_module((replace(shape, recompute_modules=()),), options).work
-            return plain, run_again(plain) if full else layers_module((shape,), options).work
+            few, times = shape.fewest_experts
+            plain = layers_module((replace(few, recompute_modules=()),), options).work
+            again = run_again(plain) if full else layers_module((few,), options).work
+            return regrouped(plain, times), regrouped(again, times)
 
         embedding, norm = (
             end_module(name, replace(front, experts=None), False, options).work for name in ("embedding", "final_norm")

@@ -155,10 +155,10 @@ def _products(rows: int, n: int, k: int, dtype: str, shape: CoreShape, r: Record
     if shape.low is not None:
         size, out = shape.low.element, ITEMSIZE[dtype]
     products = (
-        Product(each, k, n, count, size, out, launches=count),
-        Product(n, k, each, count, size, written or out, launches=count),
+        Product(each, k, n, count, size, out, rows="m"),
+        Product(n, k, each, count, size, written or out, rows="k"),
     )
-    return Operator((Product(each, n, k, count, size, out, launches=count),), products)
+    return Operator((Product(each, n, k, count, size, out, rows="m"),), products)
 
 
 def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:

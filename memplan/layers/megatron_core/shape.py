@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import Literal
 
@@ -180,6 +181,18 @@ class CoreShape:
             most = min(most, self.capacity * experts.ep * self.local_experts)
         received = min(ceil(sent * experts.imbalance), most)
         return Routed(own, sent, received, received * experts.etp)
+
+    @property
+    def fewest_experts(self) -> tuple[CoreShape, int]:
+        """The shape with two experts on a rank, on as many more ranks, and how many times the rank has these: layers
+        differ in the groups of their products alone. The shape itself, once, where they differ in more."""
+        experts, local = self.experts, self.local_experts
+        if experts is None or experts.ep == 1 or local < 4 or local % 2 or self.spec.mlp_bias or self.low is not None:
+            return self, 1
+        same = experts.grouped and experts.dispatcher == "alltoall"
+        if not same or (experts.imbalance != 1.0 and not experts.padded):
+            return self, 1
+        return replace(self, experts=replace(experts, ep=self.spec.experts // 2)), local // 2
 
     @property
     def local_s(self) -> int:

@@ -127,8 +127,8 @@ def seconds(work: Sequence[tuple[Kernel, int]], rates: Rates, ranks: Ranks) -> S
 def alone(kernel: Alone, rates: Rates) -> float:
     """Seconds of what a GPU does by itself."""
     if isinstance(kernel, Product):
-        m, n, k, times, element, written, launches = kernel
-        return max(matmul(rates, m, n, k, times, element, written or None), launches * LAUNCH)
+        m, n, k, times, element, written, rows = kernel
+        return max(matmul(rates, m, n, k, times, element, written or None), times * LAUNCH if rows else 0.0)
     if isinstance(kernel, Attention):
         fused = rates.attention_backward if kernel.backward else rates.attention_forward
         spent = attention.seconds(kernel, fused, rates.processors)
