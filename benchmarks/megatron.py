@@ -66,7 +66,6 @@ EXPERTS = "experts"
 
 NOT_MODELLED = (
     ("experts' exchange beside computation", lambda row: "--overlap-moe-expert-parallel-comm" in row["arguments"]),
-    ("fp8", lambda row: "--fp8-format" in row["arguments"]),
     ("CUDA graphs", lambda row: "--cuda-graph-impl" in row["arguments"]),
     ("offloaded activations", lambda row: "--fine-grained-activation-offloading" in row["arguments"]),
     ("T5", lambda row: row["id"].startswith("t5/")),

@@ -127,6 +127,12 @@ class Precision(Section, Terse):
         return self.fp4 or self.fp8
 
     @property
+    def named(self) -> str:
+        """``bf16``, ``bf16 autocast``, ``bf16, fp8 tensorwise``, ``bf16, nvfp4``."""
+        recipe = self.fp4 or (f"fp8 {self.fp8}" if self.fp8 else "")
+        return f"{self.dtype}{' autocast' * self.autocast}{f', {recipe}' if recipe else ''}"
+
+    @property
     def stored(self) -> Dtype:
         """The dtype of parameters, where a framework has no other."""
         return self.parameters or ("fp32" if self.autocast else self.dtype)

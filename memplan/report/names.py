@@ -169,8 +169,7 @@ def plan_text(plan: Plan) -> str:
     parts += [f"zero {layout.zero}"] if layout.zero else []
     parts += [f"mbs {batch.mbs}"]
     parts += [f"gbs {batch.gbs}"] if batch.gbs is not None else []
-    dtype = f"{plan.precision.dtype} autocast" if plan.precision.autocast else plan.precision.dtype
-    parts += [f"seq {batch.seq or plan.model.positions_max}", dtype, plan.optimizer.name]
+    parts += [f"seq {batch.seq or plan.model.positions_max}", plan.precision.named, plan.optimizer.name]
     parts += [f"{plan.recompute.mode} recompute"] if plan.recompute.mode != "none" else []
     parts += [f"{framework(plan.framework).attention_words(plan)} attention"]
     return " · ".join([*parts, *_tuning(plan)])

@@ -265,7 +265,7 @@ def _too_fast(stated: Suggestion) -> Iterator[Notice]:
     if stated.step is None:
         return
     plan = resolve(stated.plan)
-    best = best_published(plan.hardware.gpu or "", plan.precision.dtype, stated.step.mfu)
+    best = best_published(plan.hardware.gpu or "", plan.precision.low or plan.precision.dtype, stated.step.mfu)
     if best is not None:
         yield Notice(
             "mfu-above-published",
@@ -398,7 +398,7 @@ def _job(found: Found) -> list[str]:
     plan = found.base
     most = "up to " if found.objective == "gpus" else ""
     parts = [plan.model.name, plan.framework, f"{most}{plan.hardware.gpus or 1:,} × {plan.hardware.gpu}"]
-    parts += [f"gbs {plan.batch.gbs}", f"seq {plan.batch.seq}", plan.precision.dtype, plan.optimizer.name]
+    parts += [f"gbs {plan.batch.gbs}", f"seq {plan.batch.seq}", plan.precision.named, plan.optimizer.name]
     kept = f"{found.keeps_free} kept free" if found.keeps_free else f"headroom {plan.headroom}"
     parts += [kept] if plan.headroom != "0" else []
     parts += [{"time": "the fastest", "memory": "the least memory", "gpus": "the fewest GPUs"}[found.objective]]

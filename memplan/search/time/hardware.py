@@ -145,6 +145,33 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
 )
 """By the names of ``memplan.device.gpus``; GPUs that are not here have no published figures that were found."""
 
+EIGHT, FOUR = 1.0, 0.5
+"""Bytes of an element of products in 8 and 4 bits."""
+
+
+def _low(source: str, eight: float, four: float | None = None) -> Mapping[float, Figure]:
+    """Tensor cores in TFLOP/s: fp8 in, fp32 accumulated, and fp4 with a scale for each block."""
+    found = {EIGHT: Figure(eight * TERA, source)}
+    return found if four is None else {**found, FOUR: Figure(four * TERA, source)}
+
+
+LOW_PRECISION: Mapping[str, Mapping[float, Figure]] = MappingProxyType(
+    {
+        "h100-80gb": _low(_HOPPER, 1978.9),
+        "h100-94gb": _low(_H100, 1671),
+        "h100-96gb": _low(_GH200, 1979),
+        "h200": _low(_H200, 1979),
+        "b200": _low(_BLACKWELL, 4500, 9000),
+        "gb200": _low(_GB200, 5000, 10000),
+        "l40s": _low(_L40S, 733),
+        "l4": _low(_L4, 242.5),
+        "rtx-4090": _low(_ADA, 330.3),
+        "rtx-5090": _low(_RTX_BLACKWELL, 419, 1676),
+        "mi300x": _low(_MI300X, 2614.9),
+    }
+)
+"""Without sparsity, by the bytes of an operand's element; sheets that state it with sparsity alone say twice that."""
+
 CLOCKS: Mapping[str, Figure] = MappingProxyType(
     {
         "v100-16gb": Figure(1.53 * GIGA, _VOLTA),

@@ -42,8 +42,8 @@ SKINNY = (*TILES, (256, 16, 4096), (16, 256, 4096))
 MOST_SPLITS = 8
 """Parts of the inner dimension that a product with few tiles is cut into; their fp32 sums are written and read."""
 
-ALIGNMENT = 8
-"""Elements of 16 bits in 16 bytes."""
+ALIGNMENT = 16
+"""Bytes that rows are multiples of where tensor cores multiply."""
 
 LAUNCH = 3.8e-6
 """Seconds between the starts of kernels in a stream: a shorter one ends no sooner
@@ -51,13 +51,18 @@ LAUNCH = 3.8e-6
 
 
 @lru_cache(maxsize=1 << 16)
-def matmul(rates: Rates, m: int, n: int, k: int, batch: int = 1, element: int = 2, written: int | None = None) -> float:
+def matmul(
+    rates: Rates, m: int, n: int, k: int, batch: int = 1, element: float = 2, written: int | None = None
+) -> float:
     """Seconds of ``batch`` products (m, k) x (k, n) of ``element`` bytes each; ``written`` bytes move for each
     element of the result, ``element`` unless said (a gradient that is added to in fp32: read and written, 8)."""
     if not (m and n and k and batch):
         return 0.0
-    aligned = not (m % ALIGNMENT or n % ALIGNMENT or k % ALIGNMENT)
-    sustained = rates.matrix if aligned and element == 2 else rates.ordinary
+    multiple = ALIGNMENT / element
+    aligned = not (m % multiple or n % multiple or k % multiple)
+    sustained = rates.ordinary
+    if aligned and element <= 2:
+        sustained = rates.matrix if element == 2 else dict(rates.low)[element]
     work = 2.0 * k / (sustained / rates.processors)
     operands = batch * (m * k + k * n) * element / rates.memory
     result = batch * m * n * (element if written is None else written) / rates.memory

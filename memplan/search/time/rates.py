@@ -17,7 +17,7 @@ from ...plan.errors import ABSENT, PlanError
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .attention import Fused, kernels_of
-from .hardware import GIGA, SPEEDS, Figure
+from .hardware import EIGHT, FOUR, GIGA, LOW_PRECISION, SPEEDS, Figure
 
 
 class Fraction(NamedTuple):
@@ -163,11 +163,13 @@ class Rates:
     caches need not look inside."""
 
     peak: float
-    """Published, of products in the plan's dtype; what MFU refers to."""
+    """Published, of products in the plan's dtype, or in fp8 or fp4 where linear layers have it; what MFU refers to."""
     matrix: float
     """Sustained by large products whose tiles fill every wave."""
     ordinary: float
     """Sustained by fp32 products on ordinary cores."""
+    low: tuple[tuple[float, float], ...]
+    """The same as ``matrix`` of products whose operands' elements have fewer bytes: bytes, FLOP/s."""
     attention_forward: Fused
     attention_backward: Fused
     memory: float
@@ -209,14 +211,22 @@ def rates_of(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> Rates:
     if gpu is None:
         raise PlanError("hardware.gpu", ABSENT, "is missing: the time of a step depends on the GPU (--gpu h100-80gb)")
     fused, older = framework(plan.framework).time.fused_attention, before(plan, FLASH2)
-    dtype = plan.quantisation.compute or plan.precision.dtype
+    dtype, low = plan.quantisation.compute or plan.precision.dtype, None
+    if plan.precision.low is not None:
+        low = FOUR if plan.precision.fp4 else EIGHT
     network = None if plan.hardware.network is None else plan.hardware.network * GIGA
-    return _rates(gpu, dtype, plan.hardware.gpus_per_node, network, (fused, older), efficiency)
+    return _rates(gpu, dtype, low, plan.hardware.gpus_per_node, network, (fused, older), efficiency)
 
 
 @lru_cache(maxsize=1024)
 def _rates(
-    gpu: str, dtype: str, node: int, network: float | None, attention: tuple[bool, bool], efficiency: Efficiency | None
+    gpu: str,
+    dtype: str,
+    low: float | None,
+    node: int,
+    network: float | None,
+    attention: tuple[bool, bool],
+    efficiency: Efficiency | None,
 ) -> Rates:
     speed, processors = SPEEDS.get(gpu), MULTIPROCESSORS.get(gpu)
     if speed is None or processors is None:
@@ -236,10 +246,15 @@ def _rates(
     if network is None and speed.network is not None:
         network = speed.network.value
     memory = _published(gpu, speed.memory, "memory bandwidth")
+    faster = LOW_PRECISION.get(gpu, {})
+    if low is not None and low not in faster:
+        kind = "fp8" if low == EIGHT else "fp4"
+        raise PlanError("hardware.gpu", gpu, f"has no published rate of {kind}, and so no time")
     return Rates(
-        peak=peak,
+        peak=peak if low is None else faster[low].value,
         matrix=peak * parts.matrix,
         ordinary=fp32 * parts.matrix,
+        low=() if low is None else tuple((size, one.value * parts.matrix) for size, one in faster.items()),
         attention_forward=parts.attention_forward.of(peak),
         attention_backward=parts.attention_backward.of(peak),
         memory=memory * parts.memory,
@@ -273,4 +288,6 @@ def assumptions(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> tup
         notes.append(f"network: {system} (hardware.network says otherwise)")
     fused, older = framework(plan.framework).time.fused_attention, before(plan, FLASH2)
     parts = efficiency or default(gpu, GPUS[gpu].compute_capability, fused_kernels=fused, older=older)
+    if plan.precision.low is not None:
+        notes.append(f"products in {plan.precision.low} reach the part of their peak that those in 16 bits reach")
     return (*notes, *parts.sources)
