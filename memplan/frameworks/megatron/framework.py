@@ -398,9 +398,14 @@ def check_low_precision(plan: ResolvedPlan) -> None:
     if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
         problem = f"must be left out on {plan.hardware.gpu}: it needs compute capability {least[0]}.{least[1]}"
         raise PlanError(field, recipe, problem)
-    if megatron.fsdp != "none":
-        problem = "must be left out with Megatron-FSDP: its buffers for weights in 8 bits are not modelled yet"
-        raise PlanError(field, recipe, problem)
+    if megatron.fsdp != "none" and given.fp8_parameters:
+        blackwell = gpu is not None and gpu.compute_capability is not None and gpu.compute_capability >= (10, 0)
+        if recipe not in ("delayed", "tensorwise") or not blackwell:
+            problem = (
+                "must be false with Megatron-FSDP, but for delayed or tensorwise scaling on Blackwell: its buffers of "
+                "transposed weights are not modelled yet"
+            )
+            raise PlanError("precision.fp8_parameters", True, problem)
     if given.fp8_parameters and plan.layout.zero != 1:
         raise PlanError("precision.fp8_parameters", True, "must be false without the distributed optimizer (zero: 1)")
     if given.fp8_parameters and plan.optimizer.name == "muon":

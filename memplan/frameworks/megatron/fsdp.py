@@ -27,7 +27,7 @@ from ...plan.framework_sections import MegatronSharding
 from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept, Span
 from ...values import dataclass
-from .states import Piece, Rules, optimized
+from .states import Piece, Rules, is_low, optimized
 
 EXPERTS = ".experts."
 """In the names of parameters that have buckets of their own."""
@@ -94,6 +94,12 @@ class Bucket:
     members: tuple[Member, ...]
     elements: int
     """With the padding of its shards."""
+    low: bool = False
+    """Weights that are stored in 8 bits."""
+
+    def dtype(self, other: str) -> str:
+        """Of its parameters; ``other``: in 16 bits."""
+        return "uint8" if self.low else other
 
     @property
     def first(self) -> int:
@@ -123,16 +129,17 @@ class Bucket:
 @lru_cache(maxsize=64)
 def buckets_of(spans: tuple[Span, ...], sharding: Sharding) -> tuple[Bucket, ...]:
     """In the order in which the model registers them, what belongs to no unit first, as the embedding does."""
-    groups: dict[tuple[int | None, bool], list[tuple[int, Parameter]]] = {}
+    groups: dict[tuple[int | None, bool, bool], list[tuple[int, Parameter]]] = {}
     modules = [(span.module, name) for span in spans for name in span.names]
     for place, (module, name) in enumerate(modules):
         unit = place if name.startswith(UNIT) else None
         for parameter in module.parameters:
-            groups.setdefault((unit, EXPERTS in f".{parameter.name}"), []).append((place, parameter))
+            key = (unit, EXPERTS in f".{parameter.name}", is_low(parameter))
+            groups.setdefault(key, []).append((place, parameter))
     found: list[Bucket] = []
-    for (unit, experts), members in groups.items():
+    for (unit, experts, low), members in groups.items():
         parts = _cut(members, sharding.bucket if unit is None else None)
-        found += [_bucket(unit, experts, part, sharding) for part in parts]
+        found += [_bucket(unit, experts, part, sharding, low) for part in parts]
     return tuple(found)
 
 
@@ -153,7 +160,9 @@ def _row(parameter: Parameter) -> int:
     return prod(parameter.shape[1:])
 
 
-def _bucket(unit: int | None, experts: bool, members: list[tuple[int, Parameter]], sharding: Sharding) -> Bucket:
+def _bucket(
+    unit: int | None, experts: bool, members: list[tuple[int, Parameter]], sharding: Sharding, low: bool
+) -> Bucket:
     members = sorted(members, key=lambda member: -_row(member[1]))
     chunk = _row(members[0][1])
     for _, parameter in members:
@@ -165,7 +174,7 @@ def _bucket(unit: int | None, experts: bool, members: list[tuple[int, Parameter]
     if sharding.strategy != "no_shard":
         multiple = ranks * sharding.outer * chunk
         end = -(-end // multiple) * multiple
-    return Bucket(unit, experts, tuple(Member(*one, at) for one, at in zip(members, starts, strict=True)), end)
+    return Bucket(unit, experts, tuple(Member(*one, at) for one, at in zip(members, starts, strict=True)), end, low)
 
 
 def laid_out(sizes: Sequence[int], chunk: int) -> tuple[list[int], int]:
@@ -220,7 +229,11 @@ def keep(buckets: Sequence[Bucket], rules: Rules, sharding: Sharding, ahead: Seq
         return made
 
     def originals(bucket: Bucket) -> list[Hold]:
-        return [hold(one.parameter.elements, rules.dtype, parameters, one.parameter.name) for one in bucket.members]
+        dtype, members = bucket.dtype(rules.dtype), bucket.members
+        if bucket.low:
+            for _ in members:
+                hold(1, "fp32", Category.BUFFERS, "scale_inverse")
+        return [hold(one.parameter.elements, dtype, parameters, one.parameter.name) for one in members]
 
     made = [] if sharding.meta else [originals(bucket) for bucket in buckets]
     for at, bucket in enumerate(buckets):
@@ -228,9 +241,10 @@ def keep(buckets: Sequence[Bucket], rules: Rules, sharding: Sharding, ahead: Seq
         temporary: list[Hold] = []
         if not whole:
             share = ranks if sharding.shards_parameters else 1
-            hold(bucket.elements // share, rules.dtype, parameters, "model_weight_buffer")
+            dtype = bucket.dtype(rules.dtype)
+            hold(bucket.elements // share, dtype, parameters, "model_weight_buffer")
             if share > 1:
-                temporary = [hold(bucket.elements, rules.dtype, Category.GATHERED_PARAMETERS, "bucket")]
+                temporary = [hold(bucket.elements, dtype, Category.GATHERED_PARAMETERS, "bucket")]
         share = 1 if whole else ranks * sharding.outer
         hold(bucket.elements // share, "fp32", Category.MAIN_PARAMETERS, "main_weight_buffer")
         if not whole:

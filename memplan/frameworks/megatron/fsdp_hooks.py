@@ -197,8 +197,9 @@ class Hooks:
 
 
 def gathered(bucket: Bucket, dtype: str) -> Hold:
-    size = rounded(bucket.elements * ITEMSIZE[dtype])
-    return Hold(0, size, Category.GATHERED_PARAMETERS, "parameter_bucket", (bucket.elements,), dtype)
+    own = bucket.dtype(dtype)
+    size = rounded(bucket.elements * ITEMSIZE[own])
+    return Hold(0, size, Category.GATHERED_PARAMETERS, "parameter_bucket", (bucket.elements,), own)
 
 
 def doubled(buckets: Sequence[Bucket]) -> frozenset[int]:

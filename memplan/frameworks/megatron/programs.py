@@ -540,7 +540,8 @@ def _sharded(
     (chunk,), dtype = stage.chunks, states.dtype
     buckets = buckets_of(chunk.spans, sharding)
     kept = keep_sharded(buckets, states, sharding, ahead(buckets, sharding, dtype))
-    holds = [*_workspaces(stage.job.shape, stage.names, 1, libraries, ()), *persistent(buckets, sharding, dtype)]
+    copies = copies_of((_parameters(chunk),))
+    holds = [*_workspaces(stage.job.shape, stage.names, 1, libraries, copies), *persistent(buckets, sharding, dtype)]
     kept = replace(kept, workspaces=_numbered(holds))
     recomputed = stage.job.recompute.mode == "full"
     spans = with_hooks(chunk.spans, buckets, sharding, dtype, recomputed)

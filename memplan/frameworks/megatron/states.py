@@ -191,7 +191,7 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
 
 
-def _is_low(parameter: Parameter) -> bool:
+def is_low(parameter: Parameter) -> bool:
     """Stored in 8 or 4 bits."""
     return parameter.low is not None and parameter.low.parameters
 
@@ -200,7 +200,7 @@ def _alike(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
     """Parameters that share a buffer, by how they are stored (``group_params_for_buffers``)."""
     found: dict[bool, list[Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(_is_low(parameter), []).append(parameter)
+        found.setdefault(is_low(parameter), []).append(parameter)
     return list(found.values())
 
 
