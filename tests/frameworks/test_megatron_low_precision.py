@@ -19,6 +19,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
+from memplan.search.time import step_time
 from memplan.tape.events import Category, Drop, Hold, Tape, rounded
 
 MIB = 1024**2
@@ -128,3 +129,25 @@ def test_the_report_says_what_is_not_smaller() -> None:
     plan = plan_of(SMALL | {"fp8": "tensorwise"})
     (notice,) = [one for one in notices(plan, programs(plan, Options())) if one.code == "low-precision"]
     assert "weights stay in bf16 and have quantised copies beside them" in notice.message
+
+
+def test_weights_in_8_bits_under_megatron_fsdp_are_gathered_as_bytes() -> None:
+    """Of a layer's weights a byte of two is sharded over 8 ranks, three layers stay gathered, and no copies stay."""
+    sharded = {"gpu": "b200", "megatron_fsdp": "optim_grads_params"}
+    kept, stored = static(**sharded, fp8="tensorwise"), static(**sharded, fp8="tensorwise", fp8_parameters=True)
+    plain = static(**sharded)
+    assert kept - plain == pytest.approx(4 * WEIGHTS, abs=8 * MIB)
+    assert plain - stored == pytest.approx(4 * WEIGHTS / 8 + 3 * WEIGHTS, rel=0.01)
+
+
+@pytest.mark.parametrize(("flags", "faster"), [
+    ({"fp8": "tensorwise"}, 1.2), ({"fp8": "blockwise"}, 1.2), ({"gpu": "b200", "fp8": "mxfp8"}, 1.2),
+    ({"gpu": "b200", "fp4": "nvfp4"}, 1.3),
+])  # fmt: skip
+def test_a_step_is_faster_but_not_by_as_much_as_products_are(flags: dict[str, Any], faster: float) -> None:
+    """Attention, logits, norms and casts are not; MFU refers to the peak in 8 or 4 bits."""
+    plain = {name: value for name, value in flags.items() if name == "gpu"}
+    times = [step_time(plan_of(SMALL | one | {"gbs": 128})) for one in (plain, flags)]
+    ratio = times[0].total / times[1].total
+    assert faster < ratio < (4.0 if "fp4" in flags else 2.0)
+    assert times[1].mfu < times[0].mfu
