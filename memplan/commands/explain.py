@@ -116,7 +116,7 @@ def _snapshot(
     return 0
 
 
-MARKS = ("memory", "allocate", "OutOfMemory", "ALLOC_FAILED")
+MARKS = ("memory", "allocate", "OutOfMemory", "ALLOC_FAILED", "illed", "oom", "SIGKILL", "-9", "137")
 """Words of a message that is given itself, in place of a file."""
 
 

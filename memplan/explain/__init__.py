@@ -11,6 +11,8 @@ from ..device.measured import NOTHING, Measured
 from ..device.outside_pytorch import held_workspaces
 from ..estimate import allocator_settings, estimate, evaluation_programs, programs_of
 from ..layers.module import Options
+from ..layers.shapes import ITEMSIZE
+from ..plan.count import parameters
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
@@ -42,7 +44,7 @@ def explain(message: str | bytes | Iterable[bytes], plan: Plan | None = None, kn
 def explained(found: tuple[Reported, ...], plan: Plan | None, known: Measured = NOTHING) -> Explanation:
     """What the messages of one log were about."""
     if not found:
-        problem = "has no out-of-memory message (CUDA out of memory, torch.OutOfMemoryError, NCCL's, HIP's)"
+        problem = "has no out-of-memory message (CUDA out of memory, torch.OutOfMemoryError, NCCL's, HIP's, Killed)"
         raise PlanError("", ABSENT, problem)
     first = max(found, key=lambda one: (one.message.tried is not None, bool(one.frames)))
     told = clues(first.frames)
@@ -64,7 +66,12 @@ def _with_plan(made: Explanation, plan: Plan, known: Measured) -> Explanation:
     tried = made.reported.message.tried
     return replace(
         made,
-        causes=(*made.causes, *_other_code(made, best), *_other_gpu(resolved, made.reported.message)),
+        causes=(
+            *made.causes,
+            *_other_code(made, best),
+            *_other_gpu(resolved, made.reported.message),
+            *_on_host(made.reported.message, estimated),
+        ),
         plan=resolved,
         candidates=tuple(best),
         nearest=tuple(near),
@@ -95,6 +102,23 @@ def _other_gpu(plan: ResolvedPlan, message: OutOfMemory) -> Iterator[Notice]:
     if has is not None and said is not None and abs(has - said) > has // 16:
         text = f"the message's GPU has {printed(said)}, the plan's {printed(has)}: --gpu names the run's"
         yield Notice("other-gpu", text)
+
+
+def _on_host(message: OutOfMemory, estimated: Estimate) -> Iterator[Notice]:
+    """What the plan takes of the memory that ran out."""
+    if not message.of_host:
+        return
+    plan = estimated.plan
+    taken = max(stage.host for stage in estimated.stages)
+    whole = parameters(plan.model) * ITEMSIZE[plan.precision.stored]
+    ranks = min(plan.hardware.gpus_per_node, plan.hardware.gpus)
+    offloads = f"its offloaded states take {printed(taken)} of a node's memory" if taken else "it offloads nothing"
+    yield Notice(
+        "host-estimate",
+        f"by the plan {offloads}; while loading, a process that reads all parameters in {plan.precision.stored} takes "
+        f"{printed(whole)}, {ranks} of a node {printed(ranks * whole)} if each does; code, data and file caches come "
+        "on top",
+    )
 
 
 def _candidates(
@@ -152,6 +176,8 @@ def _wanted(reported: Reported, *, planned: bool) -> tuple[str, ...]:
     wanted = []
     if not planned:
         wanted.append("a plan or launch file names the tensor: memplan explain LOG plan.yaml, or --from FORMAT FILE")
+    if reported.message.of_host:
+        return () if planned else ("with a plan or launch file: what it takes of the host's memory",)
     if not reported.frames:
         wanted.append("the traceback above the message says which line asked")
     if reported.message.tried is not None and reported.message.allocated is None:

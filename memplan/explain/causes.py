@@ -43,14 +43,20 @@ def _who(message: OutOfMemory) -> Told:
                 "of no use to it; leave a GiB more room"
             ),
         )
-    elif message.who == "host":
+    elif message.of_host:
+        had = f"; the process had {printed(message.resident)} of it" if message.resident is not None else ""
+        sure = f"the host's memory, not the GPU's, ran out{had}"
+        if message.who == "killed":
+            sure = (
+                "signal 9 ended a process (exit code -9, 137 in a container): most often Linux, because the host's "
+                "memory, not the GPU's, ran out (dmesg has 'Out of memory: Killed process' then), else a limit of the "
+                "job's or somebody"
+            )
         yield (
             "host-memory",
-            (
-                "the host's memory, not the GPU's, ran out: loading on every rank, offloaded states and data "
-                "loaders' workers "
-                "take it; estimate shows host memory with an offload"
-            ),
+            f"{sure}. Every rank that loads the whole model, offloaded states, pinned buffers and data loaders' "
+            "workers take it: load on the meta device or in one process (low_cpu_mem_usage, "
+            "cpu_ram_efficient_loading), use fewer workers, or ask for more memory (--mem, the container's limit, /dev/shm)",
         )
     elif message.who == "driver":
         yield (

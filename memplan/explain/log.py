@@ -24,7 +24,8 @@ MOST_LINES = 4000
 
 _MARKS = (
     b"ut of memory", b"UT OF MEMORY", b"ried to allocate", b"OutOfMemoryError", b"CUDA calloc", b"ALLOC_FAILED",
-    b"llocation failed for", b"cudaErrorMemoryAllocation", b"DefaultCPUAllocator",
+    b"llocation failed for", b"cudaErrorMemoryAllocation", b"DefaultCPUAllocator", b"Killed", b"SIGKILL",
+    b"oom-kill", b"oom_kill", b": -9", b"ode = -9", b"ode -9", b"ode 137", b"ode: 137", b"out-of-memory h",
 )  # fmt: skip
 _LONGEST_MARK = max(map(len, _MARKS))
 
@@ -99,8 +100,8 @@ def reports(pieces: Iterable[bytes]) -> tuple[Reported, ...]:
             if len(found) >= MOST_MESSAGES:
                 return tuple(found.values())
     every = tuple(found.values())
-    best = [one for one in every if one.message.who != "driver" or one.message.tried is not None]
-    return tuple(best or every)
+    best = [one for one in every if one.message.who not in ("driver", "killed") or one.message.tried is not None]
+    return tuple(best or [one for one in every if one.message.who == "driver"] or every)
 
 
 # -- around a message ----------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def _in_window(data: bytes, start: int, known: set[tuple[str, str]]) -> Iterator
         following = [one.text for one in lines[at + 1 : at + 40] if one.stream == line.stream]
         text = _whole(text, following)
         message = parse(text, line.text if "ried to" not in text else "")
-        if message.tried is None and message.who in ("driver", "host") and "memory" not in line.text:
+        if message.tried is None and message.who == "driver" and "memory" not in line.text:
             continue
         rank = int(line.stream) if line.stream.isdecimal() else None
         yield Reported(message, rank, tuple(_frames(own)), _steps(own))

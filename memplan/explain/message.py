@@ -58,7 +58,8 @@ class OutOfMemory:
 
     text: str
     who: str
-    """Who asked: ``pytorch``, ``driver``, ``nccl``, ``cublas`` or ``host``."""
+    """Who asked: ``pytorch``, ``driver``, ``nccl``, ``cublas`` or ``host``; ``killed`` where a process got signal
+    9, and nothing says that it was for the host's memory."""
     tried: Size | None = None
     gpu: int | None = None
     capacity: int | None = None
@@ -73,6 +74,13 @@ class OutOfMemory:
     private: int | None = None
     """Of ``allocated``, what private pools hold."""
     others: tuple[Process, ...] = ()
+    resident: int | None = None
+    """Of a process that Linux has killed: what it had of the host's memory, files and shared memory apart."""
+
+    @property
+    def of_host(self) -> bool:
+        """The host's memory, not the GPU's, ran out, as far as one knows."""
+        return self.who in ("host", "killed")
 
     @property
     def unallocated(self) -> int | None:
@@ -134,6 +142,7 @@ def parse(text: str, line: str = "") -> OutOfMemory:
         allowed=bytes_of.get("allowed"),
         private=bytes_of.get("private"),
         others=tuple(others),
+        resident=int(resident[1]) << 10 if (resident := _RESIDENT.search(text)) else None,
     )
 
 
@@ -156,10 +165,25 @@ def _own(processes: list[Process], reserved: int) -> int | None:
     return min(likely, default=None)
 
 
+_KILLED = (
+    r"SIGKILL|\bKilled\b|(?i:exit(?:ed with|s with)?[ _]?(?:return[ _])?(?:code|status)|return code)\W{1,4}(?:-9|137)\b"
+)
+"""How shells, launchers and containers say that a process got signal 9: torchrun's ``exitcode: -9``, DeepSpeed's
+``return code = -9``, Docker's ``exit code 137`` (128 + 9)."""
+_RESIDENT = re.compile(r"anon-rss:([0-9]{1,15})kB")
+
 _WHO = (
     ("nccl", re.compile(r"nccl|Failed to CUDA calloc", re.IGNORECASE)),
     ("cublas", re.compile(r"CU(?:BLAS|DNN)_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)|HIPBLAS_STATUS_ALLOC_FAILED")),
-    ("host", re.compile(r"DefaultCPUAllocator|Cannot allocate memory|oom-?kill|not enough memory: you tried", re.I)),
+    (
+        "host",
+        re.compile(
+            r"DefaultCPUAllocator|Cannot allocate memory|oom[-_ ]?kill|not enough memory: you tried"
+            r"|Out of memory: Kill|out-of-memory handler|Memory cgroup out of memory",
+            re.IGNORECASE,
+        ),
+    ),
+    ("killed", re.compile(_KILLED)),
 )
 
 
@@ -172,7 +196,9 @@ def _who(text: str) -> str:
 BEGINS = re.compile(
     r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory|error: out of memory|cudaErrorMemoryAllocation"
     r"|Failed to CUDA calloc|Cuda failure[^\n]{0,40}out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
-    r"|DefaultCPUAllocator|tried to allocate [0-9]|OutOfMemoryError|Allocation failed for size::",
+    r"|DefaultCPUAllocator|tried to allocate [0-9]|OutOfMemoryError|Allocation failed for size::"
+    r"|out of memory: Kill(?:ed)? process|oom[-_ ]?kill|out-of-memory handler"
+    rf"|(?-i:{_KILLED})",
     re.IGNORECASE,
 )
 """Where a message begins."""

@@ -27,6 +27,8 @@ SCHEMA = 1
 def verdict(told: Explanation) -> Text:
     """One sentence: ``Out of memory: logits_fp32 in head, forward, stage 31: asked for 3.82 GiB …``."""
     message = told.reported.message
+    if message.who == "killed":
+        return Text.assemble(("Killed", f"bold {BAD}"), ": by signal 9, most often because the host has no memory left")
     return Text.assemble(("Out of memory", f"bold {BAD}"), f": {_what(told)}{_asked(message)}")
 
 
@@ -178,7 +180,7 @@ def _guesses(told: Explanation) -> Iterator[RenderableType]:
 
 
 def _ways_out(told: Explanation) -> Iterator[RenderableType]:
-    if told.estimate is None:
+    if told.estimate is None or told.reported.message.of_host:
         return
     yield from ways_table(told.estimate, unit_for(told.estimate.peak))
     if told.estimate.fits:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.allocator.memory import printed
+from memplan.explain import explain
 from memplan.explain.message import OutOfMemory, parse, size_of
+from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.report.out_of_memory import out_of_memory
@@ -107,3 +110,53 @@ def test_the_message_that_estimate_prints_is_read_back() -> None:
     assert abs(message.allocated - failure.allocated) < 1 << 24
     assert message.capacity is not None
     assert abs(message.capacity - (estimated.capacity or 0)) < 1 << 24
+
+
+KILLED = "Out of memory: Killed process 4242 (python) total-vm:90000000kB, anon-rss:61203400kB, file-rss:0kB"
+
+
+@pytest.mark.parametrize(
+    ("text", "who"),
+    [
+        (f"[123.4] {KILLED}, shmem-rss:0kB, UID:0", "host"),
+        ("Memory cgroup out of memory: Killed process 7 (pt_main_thread) anon-rss:1024kB", "host"),
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=1.batch.", "host"),
+        ("    Reason: OOMKilled\n    Exit Code: 137", "host"),
+        ("run.sh: line 3:  4242 Killed                  python train.py", "killed"),
+        ("Killed", "killed"),
+        ("  exitcode  : -9 (pid: 24)\n  traceback : Signal 9 (SIGKILL) received by PID 24", "killed"),
+        ("[launch.py:321:main] Process 24 exits with return code = -9", "killed"),
+        ("Process finished with exit code 137 (interrupted by signal 9:SIGKILL)", "killed"),
+    ],
+)
+def test_who_was_killed_for_the_hosts_memory(text: str, who: str) -> None:
+    told = explain(text)
+    assert told.reported.message.who == who
+    assert told.reported.message.of_host
+    assert [cause.code for cause in told.causes] == ["host-memory"]
+
+
+def test_a_kill_behind_another_message_is_none() -> None:
+    """Launchers end the other ranks of a job whose first one ran out of the GPU's memory."""
+    log = "CUDA out of memory. Tried to allocate 2.00 GiB\nexitcode: -9 (pid: 3)\nKilled\n"
+    told = explain(log)
+    assert (told.messages, told.reported.message.who) == (1, "pytorch")
+
+
+def test_words_that_end_alike_are_no_kill() -> None:
+    with pytest.raises(PlanError, match="no out-of-memory message"):
+        explain("the buffer was filled\nexit code: -1\nkilled by nobody\nexit code 1379\n")
+
+
+def test_what_a_plan_takes_of_the_host() -> None:
+    """Llama 3's 8,030,261,248 parameters in bf16 are 14.96 GiB; what ZeRO-3 offloads is fp32 states and gradients."""
+    flags = {"model": "llama-3-8b", "framework": "deepspeed", "zero": "3", "gpus": "8", "offload-optimizer": "cpu"}
+    told = explain(KILLED, read_plan(None, flags).plan)
+    codes = {cause.code: cause.message for cause in told.causes}
+    assert "the process had 58.37 GiB of it" in codes["host-memory"]
+    assert told.estimate is not None
+    host = max(stage.host for stage in told.estimate.stages)
+    assert f"offloaded states take {host / 2**30:.2f} GiB" in codes["host-estimate"]
+    assert "in bf16 takes 14.96 GiB, 8 of a node 119.66 GiB" in codes["host-estimate"]
+    told = explain("Killed", read_plan(None, {"model": "gpt2"}).plan)
+    assert "it offloads nothing" in told.causes[-1].message
