@@ -56,7 +56,8 @@ def _who(message: OutOfMemory) -> Told:
             "host-memory",
             f"{sure}. Every rank that loads the whole model, offloaded states, pinned buffers and data loaders' "
             "workers take it: load on the meta device or in one process (low_cpu_mem_usage, "
-            "cpu_ram_efficient_loading), use fewer workers, or ask for more memory (--mem, the container's limit, /dev/shm)",
+            "cpu_ram_efficient_loading), use fewer workers, or ask for more memory (--mem, the container's limit, "
+            "/dev/shm)",
         )
     elif message.who == "driver":
         yield (
