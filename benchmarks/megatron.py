@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from memplan.estimate import estimate
+from memplan.formats.megatron.table import Family
 from memplan.formats.training_scripts import plan_of_arguments
 from memplan.frameworks.megatron import programs
 from memplan.layers.module import Options
@@ -44,10 +45,14 @@ TRANSFORMER_ENGINE = "2.17.1"
 BERT_VOCABULARY = 30_522
 """Lines of ``vocab.txt``, that of bert-base-uncased and bert-large-uncased; the rows do not say."""
 
+KINDS: tuple[Family, ...] = ("bert", "t5")
+"""Models of their own, which begin the ids of rows."""
+
 GPUS = {"H100 80GB": "h100-80gb", "GB200": "gb200"}
 
 FAMILIES = {
     "BERT": r"^bert/",
+    "T5": r"^t5/",
     "7B": r"gpt3_7b",
     "Megatron-FSDP": r"zp_z3",
     "local layers": r"gpt3_mcore_tp",
@@ -69,7 +74,6 @@ NOT_MODELLED = (
     ("experts' exchange beside computation", lambda row: "--overlap-moe-expert-parallel-comm" in row["arguments"]),
     ("CUDA graphs", lambda row: "--cuda-graph-impl" in row["arguments"]),
     ("offloaded activations", lambda row: "--fine-grained-activation-offloading" in row["arguments"]),
-    ("T5", lambda row: row["id"].startswith("t5/")),
     ("hybrid", lambda row: row["id"].startswith(("hybrid/", "nemotron/"))),
 )
 """Why a row is not estimated, first match."""
@@ -92,14 +96,14 @@ MAIN_GRADIENTS = {"--megatron-fsdp-main-grads-dtype": "fp32"}
 
 def ci_plan(row: Row, torch: str = TORCH) -> ResolvedPlan:
     """The plan of one functional test, from its arguments and environment."""
-    bert = row["id"].startswith("bert/")
+    family: Family = next((known for known in KINDS if row["id"].startswith(f"{known}/")), "gpt")
     arguments = row["arguments"]
     read = plan_of_arguments(
         {**MAIN_GRADIENTS, **arguments} if SHARDED in arguments else arguments,
         row["environment"],
         gpus=row["world_size"],
-        family="bert" if bert else "gpt",
-        vocabulary=BERT_VOCABULARY if bert else row["tokenizer"]["vocab_size"],
+        family=family,
+        vocabulary=BERT_VOCABULARY if family == "bert" else row["tokenizer"]["vocab_size"],
         flags={"gpu": GPUS[row["hardware"]], "torch": torch, "te-version": TRANSFORMER_ENGINE},
     )
     return resolve(read.plan)

@@ -12,6 +12,7 @@ ROOMS = {
     "gpt2": ".gpt2",
     "gpt": ".gpt2",
     "bert": ".bert",
+    "t5": ".t5",
     "bloom": ".bloom",
     "llama": ".llama",
     "mistral": ".llama",

@@ -27,7 +27,7 @@ from .settings import Given, NeededError, Settings, asks
 
 _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
 """Variables of the environment that go into a plan, but for those that change no memory."""
-_OTHER_MODELS = re.compile(r"t5|ict|vlm|vit|vision|mamba|hybrid|retro|mimo|multimodal|prefix_lm|realm|biencoder")
+_OTHER_MODELS = re.compile(r"ict|vlm|vit|vision|mamba|hybrid|retro|mimo|multimodal|prefix_lm|realm|biencoder")
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -90,9 +90,6 @@ def launched(
     if refused is not None:
         raise refused
     training = words.training
-    if training is None and settings.has("--decoder-num-layers"):
-        origin = settings.where("--decoder-num-layers")
-        raise PlanError("--decoder-num-layers", ABSENT, "belongs to a T5, which is not modelled yet", origin=origin)
     gpus = asked.gpus or (training.gpus if training is not None else None)
     if gpus is None and not asked.names & {"gpus", "dp"}:
         problem = "is needed: the launch file does not say how many GPUs there are; give it as --gpus N"
@@ -132,15 +129,16 @@ def _one_microbatch(read: ReadPlan, derived: Origin) -> ReadPlan:
 
 
 def _family(words: Words, settings: Settings) -> Family:
-    """BERT or GPT, by the training script's name, or else by its tokenizer."""
+    """BERT, T5 or GPT, by the training script's name, or else by its decoder or its tokenizer."""
     script = words.training.script if words.training is not None else ""
     if "bert" in script:
         return "bert"
+    if "t5" in script or (not script and settings.has("--decoder-num-layers")):
+        return "t5"
     other = _OTHER_MODELS.search(script)
     if other is not None:
-        problem = (
-            f"starts {script}.py, whose model is not modelled yet; those of pretrain_gpt.py and pretrain_bert.py are"
-        )
+        known = "pretrain_gpt.py, pretrain_bert.py and pretrain_t5.py"
+        problem = f"starts {script}.py, whose model is not modelled yet; those of {known} are"
         raise PlanError("", ABSENT, problem, origin=words.origin)
     tokenizer = settings.loose_word("--tokenizer-type") or ""
     return "bert" if not script and tokenizer.startswith("BertWordPiece") else "gpt"

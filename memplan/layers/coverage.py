@@ -149,6 +149,14 @@ CORE_BERT: Allowed = MappingProxyType(
     }
 )
 
+CORE_T5: Allowed = MappingProxyType(
+    {
+        **reads(CORE_BERT, "mlm_head"),
+        "token_types": (0,),
+        "mlm_head": (False,),
+    }
+)
+
 
 def check_kernel(spec: ModelSpec) -> None:
     """``PlanError`` where transformers does not reach the flash kernel through ``sdpa``."""

@@ -67,7 +67,9 @@ DEFAULT_SEQ = 4096
 """Tokens of a sequence that nobody gave, where the model's longest is more."""
 
 
-class Batch(Section):
+class Batch(Section, Terse):
+    unsaid: ClassVar[frozenset[str]] = frozenset({"decoder_seq"})
+
     mbs: Count = Field(1, description="micro-batch size (sequences per forward pass on one rank)")
     gbs: Count | None = Field(None, description="global batch size; default: mbs x dp x pp")
     accumulation: Count | None = Field(
@@ -75,6 +77,9 @@ class Batch(Section):
     )
     seq: Count | None = Field(
         None, description="sequence length in tokens; default: 4096, or the model's maximum if it is less"
+    )
+    decoder_seq: Count | None = Field(
+        None, description="tokens of the decoder's sequence, where the model has an encoder, whose sequence is seq"
     )
     multiply_by_visible_gpus: bool = Field(
         False,

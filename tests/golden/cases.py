@@ -461,6 +461,8 @@ def others() -> Iterator[str]:
 def launched() -> Iterator[str]:
     """Launch files of every framework: their estimates, what became of each argument, and written anew."""
     for framework, file, more in (
+        ("megatron", "t5.sh", "--gpu h100-80gb"),
+        ("megatron", "t5.sh", "--set IMPL=local --set TP=4"),
         ("megatron", "gpt.sh", "--gpus 16 --vocab-size 50257"),
         ("megatron", "gpt.sh", "--gpus 16 --vocab-size 50257 --strict"),
         ("megatron", "llama.sh", "--set DTYPE=bf16 --set TP=2"),

@@ -207,6 +207,8 @@ class Setting:
     """An attention mask is given to the layer."""
     rotary: int = 0
     """Features of a head that turn."""
+    keys: int = 0
+    """Tokens of an encoder's output, to which T5's layer attends, too."""
     recompute: bool = False
     """Every layer is a region of its own that is recomputed (``tensor_parallel.checkpoint``)."""
     config: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -325,7 +327,12 @@ def _layers(setting: Setting, group: Group, count: int) -> list[torch.nn.Module]
     )
     groups = ProcessGroupCollection()
     groups.tp, groups.cp, groups.pp = group, Group(1), Group(1)
-    if setting.bert:
+    if setting.keys:
+        from megatron.core.models.T5 import t5_spec
+
+        t5_spec.LNImpl = FusedLayerNorm
+        spec = t5_spec.decoder_model_with_local_spec()
+    elif setting.bert:
         spec = bert_layer_local_spec
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
@@ -333,6 +340,9 @@ def _layers(setting: Setting, group: Group, count: int) -> list[torch.nn.Module]
     for at in range(count):
         with _default_dtype(dtype):
             layer = TransformerLayer(config, spec.submodules, at + 1, pg_collection=groups)
+        for module in layer.modules():  # those of cross attention are given none (0.16)
+            if getattr(module, "tp_group", group) is None:
+                module.tp_group = group
         for parameter in layer.parameters():
             parameter.register_post_accumulate_grad_hook(_consume)
             if config.gradient_accumulation_fusion:
@@ -377,6 +387,10 @@ def traced_layer(setting: Setting, count: int = 3) -> LayerTrace:
             )
         if setting.rotary:
             given["rotary_pos_emb"] = torch.empty((setting.s, 1, 1, setting.rotary))
+        if setting.keys:
+            own = setting.keys // setting.t if config.sequence_parallel else setting.keys
+            given["context"] = torch.empty((own, setting.b, config.hidden_size), dtype=dtype)
+            given["context_mask"] = torch.empty((setting.b, 1, setting.s, setting.keys), dtype=torch.bool)
         for _ in range(2):
             marks.clear()
             source = torch.empty((rows, setting.b, config.hidden_size), dtype=dtype, requires_grad=True)

@@ -25,6 +25,10 @@ YOURS = (
 )
 
 
+SCRIPTS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py"}
+"""Those that train families of their own."""
+
+
 def write(plan: ResolvedPlan) -> Draft:
     """The script that trains ``plan``."""
     arguments = Arguments()
@@ -36,7 +40,7 @@ def write(plan: ResolvedPlan) -> Draft:
         arguments.add("REDUCTION", "--ckpt-format", "fsdp_dtensor")
     parallel = not sharded and (plan.layout.tp > 1 or plan.layout.cp > 1)  # validate_args demands the variable of both
     environment = {**({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if parallel else {}), **plan.environment}
-    python = "pretrain_bert.py" if plan.model.family == "bert" else "pretrain_gpt.py"
+    python = SCRIPTS.get(plan.model.family, "pretrain_gpt.py")
     sizes = sizes_of(plan, "tp", "pp", "vpp", "cp", *(("ep",) if plan.layout.ep > 1 else ()), "dp")
     yours = "Not in a plan, and yours to replace: the tokenizer (here one of as many tokens), data, steps."
     script = Script(

@@ -23,7 +23,7 @@ from ..settings import Settings
 from . import experts, low_precision, sharding
 from .vocabulary import tokens_of
 
-Family = Literal["gpt", "bert"]
+Family = Literal["gpt", "bert", "t5"]
 _MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
 
 
@@ -48,10 +48,9 @@ def plan_of(settings: Settings, context: Context) -> Building:
     if version is not None and version.value != 2:
         problem = "is not modelled yet; flash-attention 2 is"
         raise PlanError("--flash-attention-version", version.value, problem, origin=version.origin)
-    bert = context.family == "bert"
     start(building, "megatron", context)
-    building.put("model.causal", not bert)
-    building.put("model.mlm_head", bert)
+    building.put("model.causal", context.family == "gpt")
+    building.put("model.mlm_head", context.family == "bert")
     read_rows(ROWS, Reader(settings, building, context))
     return building
 
@@ -94,6 +93,28 @@ def _kv_heads(reader: Reader) -> None:
         reader.building.because(number, f"no effect without {grouped}")
         put("model.kv_heads", reader.building.items["model.heads"], grouped, "--num-attention-heads")
 
+
+def _decoder(reader: Reader) -> None:
+    """The decoder's sequence. It has as many layers as the encoder (``validate_args``; ``pretrain_t5.py``,
+    ``model_provider``)."""
+    settings, building, is_t5 = reader.settings, reader.building, reader.context.family == "t5"
+    layers, name = settings.integer(DECODER_LAYERS), "--decoder-seq-length"
+    if not is_t5:
+        building.because(DECODER_LAYERS, "no effect: the model has no decoder of its own")
+        building.because(name, "no effect: the model has no decoder of its own")
+        return
+    building.because(DECODER_LAYERS, "not read: the decoder has as many layers as the encoder")
+    encoder = building.size("model.layers")
+    if layers is not None and layers.value != encoder:
+        said = f"--decoder-num-layers {layers.value} is not used: pretrain_t5.py builds as many as the encoder has"
+        building.note("decoder-layers-unused", f"{said}, {encoder}")
+    seq = settings.integer(name)
+    if seq is None:
+        raise PlanError(name, ABSENT, "is missing: the training cannot start without it", origin=settings.origin)
+    building.put("batch.decoder_seq", seq, name)
+
+
+DECODER_LAYERS = "--decoder-num-layers"
 
 _POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "yarn": "rotary", "none": "none"}
 
@@ -382,6 +403,14 @@ BATCH = (
     Row("--micro-batch-size", "batch.mbs", "BATCH", default=NEEDED),
     Row("--global-batch-size", "batch.gbs", "BATCH", read=_gbs),
     Row("--seq-length", "batch.seq", "BATCH", default=NEEDED, older=("--encoder-seq-length",)),
+    Row(
+        "--decoder-seq-length",
+        "batch.decoder_seq",
+        "BATCH",
+        read=_decoder,
+        when=lambda plan: plan.batch.decoder_seq is not None,
+    ),
+    Row(DECODER_LAYERS, "model.layers", "BATCH", read=elsewhere, when=lambda plan: plan.batch.decoder_seq is not None),
 )
 
 # -- precision, optimizer, recompute ------------------------------------------------------------------

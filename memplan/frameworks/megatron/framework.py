@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...device.gpus import GPUS
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
-from ...plan.errors import PlanError
+from ...plan.errors import ABSENT, PlanError
 from ...plan.megatron_layout import stages
 from ..base import Framework, Supports
 
@@ -258,6 +258,24 @@ def check_sharding(plan: ResolvedPlan) -> None:
         raise PlanError("megatron.fsdp_communication", reduced, f"{problem}ranks: a cast copy is not modelled yet")
 
 
+def check_decoder(plan: ResolvedPlan) -> None:
+    """An encoder-decoder, as far as it is modelled: ``pretrain_t5.py`` itself refuses a pipeline."""
+    t5, seq = plan.model.family == "t5", plan.batch.decoder_seq
+    if t5 is (seq is None):
+        problem = "is needed with family t5" if t5 else f"must be left out: {plan.model.name} has no decoder of its own"
+        raise PlanError("batch.decoder_seq", ABSENT if t5 else seq, problem)
+    if not t5:
+        return
+    for name in ("pp", "vpp", "cp"):
+        if getattr(plan.layout, name) > 1:
+            problem = "must be 1 with family t5" + (", which has no pipeline" if name != "cp" else "")
+            raise PlanError(f"layout.{name}", getattr(plan.layout, name), problem)
+    if plan.recompute.mode == "full":
+        raise PlanError("recompute.mode", "full", "must be none or selective with family t5: no more is modelled yet")
+    if plan.megatron.fsdp != "none":
+        raise PlanError("megatron.fsdp", plan.megatron.fsdp, "must be none with family t5: it is not modelled yet")
+
+
 def check_kernels(plan: ResolvedPlan) -> None:
     """Implementations of the layers, and the attention and losses that each has."""
     megatron, field = plan.megatron, "megatron.attention_backend"
@@ -445,6 +463,7 @@ RULES = (
     check_low_precision,
     check_experts,
     check_optimizer,
+    check_decoder,
     check_distributed,
     check_sharding,
     check_kernels,

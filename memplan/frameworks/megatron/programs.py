@@ -7,16 +7,17 @@ Stages and their layers: ``plan.megatron_layout``. Order of calls: ``schedules.m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...device.workspaces import cublas_workspaces
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import MEGATRON_CORE, check_covered
-from ...layers.megatron_core import bert, block, dispatch, ends, latent, local, mtp, te_facts
+from ...layers.megatron_core import bert, block, dispatch, ends, latent, local, mtp, t5, te_facts
 from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.precision import Low, Recipe
 from ...layers.megatron_core.shape import CoreShape, ExpertShape, Version
@@ -41,6 +42,9 @@ from .states import Rules, bucket_size, keep, saved
 
 if TYPE_CHECKING:
     from ...plan.resolved import ResolvedLayout
+
+DECODER, DECODER_EMBEDDING = "decoder.", "decoder_embedding"
+"""Entries of a decoder behind an encoder: its layers begin so."""
 
 HOPPER = (9, 0)
 """Compute capability that is assumed where no GPU is named."""
@@ -91,6 +95,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         recompute_modules=(recompute.modules or ()) if recompute.mode == "selective" else (),
         attention_mask=megatron.attention_mask_in_dataloader,
         per_token_loss=megatron.per_token_loss,
+        decoder=plan.batch.decoder_seq or 0,
     )
     shape = replace(shape, experts=expert_shape(plan), core=_version(plan.experts.megatron_core), low=low_of(plan, te))
     if plan.precision.first_16bit_layers or plan.precision.last_16bit_layers:
@@ -222,6 +227,43 @@ def expert_replicas(plan: ResolvedPlan) -> int:
 
 # -- modules ----------------------------------------------------------------------------------------
 
+End = Callable[..., Tensor]
+
+
+class Ends(NamedTuple):
+    """What a kind of model has beside layers."""
+
+    batch: Callable[[CoreShape, Role], Module]
+    embedding: End
+    head: End
+    masks_in_middle: bool = True
+    """Stages in the middle are given masks."""
+    others: Mapping[str, End] = MappingProxyType({})
+    """Recipes of further entries, and of those that differ, by name."""
+
+
+GPT = Ends(ends.batch, ends.gpt_embedding, ends.gpt_head, masks_in_middle=False)
+ENDS = {
+    "bert": Ends(
+        lambda shape, role: bert.batch(shape, first=role in ("only", "first")), bert.bert_embedding, bert.bert_head
+    ),
+    "t5": Ends(
+        lambda shape, role: t5.batch(shape),
+        t5.encoder_embedding,
+        t5.t5_head,
+        others={
+            "encoder_norm": t5.encoder_norm,
+            DECODER_EMBEDDING: t5.decoder_embedding,
+            "final_norm": t5.decoder_norm,
+        },
+    ),
+}
+"""Those of families whose model is not GPT's."""
+
+
+def ends_of(shape: CoreShape) -> Ends:
+    return ENDS.get(shape.spec.family, GPT)
+
 
 @lru_cache(maxsize=1024)
 def layers_module(shapes: tuple[CoreShape, ...], options: Options, *, recomputed: bool = False) -> Module:
@@ -254,25 +296,30 @@ def _hidden_dtype(shape: CoreShape) -> str:
 def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -> Module:
     """Embedding, final norm, head with loss, or what an empty chunk runs."""
 
+    known = ends_of(shape)
+
     def recipe(r: Recorder, x: Tensor | None) -> Run:
-        is_bert = shape.spec.family == "bert"
         if name == "embedding":
-            embedding = bert.bert_embedding if is_bert else ends.gpt_embedding
-            return Run(embedding(r, shape, tied_here=tied_here))
+            return Run(known.embedding(r, shape, tied_here=tied_here))
         assert x is not None
+        if name in known.others:
+            return Run(known.others[name](r, x, shape))
         if name == "final_norm":
             return Run(ends.final_norm(r, x, shape))
         if name == "passthrough":  # a chunk without layers (``TransformerBlock.forward``)
             return Run(ends.cloned(r, x, "hidden_cloned"))
         if shape.spec.mtp_layers:
             return Run(None, loss=mtp.head(r, x, shape))
-        head = bert.bert_head if is_bert else ends.gpt_head
-        return Run(None, loss=head(r, x, shape, tied_here=tied_here))
+        return Run(None, loss=known.head(r, x, shape, tied_here=tied_here))
 
     behind = name == "head" and shape.spec.mtp_layers
     hidden = None if name == "embedding" else mtp.hidden_of_all(shape) if behind else shape.hidden
+    if shape.decoder and name in ("final_norm", "head"):
+        hidden = t5.decoder_shape(shape).hidden
     interface = Interface(hidden, _hidden_dtype(shape))
     present = frozenset({ends.WORD}) if name == "head" and tied_here else frozenset()
+    if name == DECODER_EMBEDDING:
+        present = frozenset({ends.WORD, "position.weight"})
     return build(name, recipe, interface, options, present)
 
 
@@ -322,6 +369,9 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
         if group[0].startswith("layer."):
             shapes = tuple(layer_shape_of(layer_shape, int(name.removeprefix("layer."))) for name in group)
             module = layers_module(shapes, own, recomputed=_recomputes(job.recompute, group, entries))
+        elif group[0].startswith(DECODER):
+            decoder = t5.decoder_shape(layer_shape)
+            module = layers_module((decoder,), own)
         elif group[0] == "mtp":
             module = mtp_module(end_shape, layer_shape, "embedding" in entries, own)
         else:
@@ -332,8 +382,7 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
         else:
             spans.append(Span(module, (label,)))
     saved = frozenset(id for span in spans for id in span.module.saved_shared)
-    is_bert = shape.spec.family == "bert"
-    batch = bert.batch(shape, first=not receives) if is_bert else ends.batch(shape, role)
+    batch = ends_of(shape).batch(shape, role)
     released, ended = ends.batch_released(batch, saved), ends.batch_ends(batch, saved)
     edges = [Span(released, ("batch",)), Span(batch, ("batch",)), *spans, Span(ended, ("batch",))]
     return Chunk(tuple(edges))
@@ -357,7 +406,7 @@ def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
 
 def _makes_masks(shape: CoreShape, role: Role) -> bool:
     """Local layers of a stage in the middle, which is given no mask, make their own."""
-    return role == "middle" and shape.implementation == "local" and shape.spec.family != "bert"
+    return role == "middle" and shape.implementation == "local" and not ends_of(shape).masks_in_middle
 
 
 def _grouped(recompute: Recompute, entries: Sequence[str]) -> list[list[str]]:
@@ -449,6 +498,11 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
 
 def stage_entries(plan: ResolvedPlan) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Names of the entries of every chunk of every stage."""
+    layers = plan.model.layers
+    if plan.batch.decoder_seq is not None:
+        encoder = ("embedding", *(f"layer.{at}" for at in range(layers)), "encoder_norm")
+        decoder = (DECODER_EMBEDDING, *(f"{DECODER}{at}" for at in range(layers)), "final_norm", "head")
+        return (((*encoder, *decoder),),)
     has_mtp = plan.model.mtp_layers > 0
     return _named_entries(plan.model.layers, plan.layout.pp, plan.layout.vpp, plan.pipeline, has_mtp)
 
@@ -595,6 +649,7 @@ def _workspaces(
     holds: list[Hold] = [*copies]
     layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
     kinds = {layer_shape_of(shape, layer) for layer in layers}
+    kinds |= {t5.decoder_shape(kind) for kind in kinds if kind.decoder}
     dtype, has_layers, has_head = shape.dtype, bool(kinds), "head" in names
     shape = next((kind for kind in kinds if kind.experts is not None), replace(shape, experts=None))
     if shape.spec.latent_kv_rank:

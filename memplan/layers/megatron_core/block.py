@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..recompute import recomputed_reentrant
-from . import latent, local, moe, te, te_attention
+from . import latent, local, moe, t5, te, te_attention
 from .discarded import Discard, without_output
 from .ends import keep_mask
 from .shape import CoreShape
 
-INPUT_NORM, MLP_NORM = "input_layernorm", "pre_mlp_layernorm"
+INPUT_NORM, CROSS_NORM, MLP_NORM = "input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 
@@ -64,7 +64,28 @@ def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     else:
         attended, bias = attention(r, normed, shape, "" if shape.implementation == "local" else f"{QKV}.layer_norm")
     discard(r, attended)
-    return local.bias_dropout_add(r, attended, bias, hidden, PROJECTION, shape)
+    summed = local.bias_dropout_add(r, attended, bias, hidden, PROJECTION, shape)
+    if not shape.keys:
+        return summed
+    held = [attended]
+    del attended
+    return _cross_attention(r, summed, held, shape)
+
+
+def _cross_attention(r: Recorder, hidden: Tensor, held: list[Tensor], shape: CoreShape) -> Tensor:
+    """``_run_cross_attention``: to the output of an encoder. What ``held`` of the attention before has the variable in
+    which its own output comes (since 0.20 one more, until it returns)."""
+    normed, discard = _norm(r, hidden, CROSS_NORM, shape, apart=True)
+    t5.parameters_first(r, shape)
+    q, k, v = t5.query_key_value(r, normed, shape)
+    context = _core_attention(r, q, k, v, t5.crossing(shape))
+    del q, k, v
+    row_linear = local.row_linear if shape.implementation == "local" else te.row_linear
+    attended, bias = row_linear(r, context, t5.PROJECTION, shape, bias=shape.spec.attention_output_bias)
+    del context
+    held.clear()
+    discard(r, attended)
+    return local.bias_dropout_add(r, attended, bias, hidden, t5.PROJECTION, shape)
 
 
 def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:

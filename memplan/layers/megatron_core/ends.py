@@ -28,6 +28,9 @@ COMMUNICATION = Category.COMMUNICATION_BUFFERS
 TOKENS, POSITION_IDS, LABELS, LOSS_MASK, ATTENTION_MASK = SHARED, SHARED - 1, SHARED - 2, SHARED - 3, SHARED - 4
 """Ids of the tensors of a micro-batch."""
 
+DECODER_MASK, CROSS_MASK = SHARED - 7, SHARED - 8
+"""Those of an encoder-decoder's masks that are the decoder's."""
+
 TIED_GRADIENT = SHARED - 5
 """Id of the tied weight's gradient between the head's backward and the embedding's, on one stage."""
 
@@ -131,11 +134,18 @@ def input_of(r: Recorder, shape: CoreShape, id: int) -> Tensor:
     return r.outside(input_shape(shape, id), input_dtype(id), INPUTS, id)
 
 
+def mask_id(shape: CoreShape) -> int:
+    """Of the mask of core attention in a layer of ``shape``."""
+    if not shape.keys:
+        return ATTENTION_MASK
+    return DECODER_MASK if shape.spec.causal else CROSS_MASK
+
+
 def keep_mask(r: Recorder, shape: CoreShape) -> None:
     """A recomputed region saves all that it is given, the attention mask, too (``tensor_parallel/random.py``,
     ``CheckpointFunction``)."""
     if shape.attention_mask:
-        r.saved_outside.add(ATTENTION_MASK)
+        r.saved_outside.add(mask_id(shape))
 
 
 # -- embedding ---------------------------------------------------------------------------------------
@@ -330,10 +340,10 @@ def cloned(r: Recorder, x: Tensor, name: str) -> Tensor:
 # -- head --------------------------------------------------------------------------------------------
 
 
-def final_norm(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
+def final_norm(r: Recorder, x: Tensor, shape: CoreShape, name: str = "final_norm") -> Tensor:
     """``TransformerBlock.final_layernorm``: ``TENorm`` in both implementations where Transformer Engine is installed
     (``transformer_block.py``, ``LayerNormImpl``)."""
-    return te.norm(r, x, "final_norm", shape)
+    return te.norm(r, x, name, shape)
 
 
 def output_layer(

@@ -8,7 +8,7 @@ from ...tape.events import Category
 from .. import ops
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
 from ..work import NOTHING, Operator, Stream, in_place, scaled_scores
-from .ends import ATTENTION_MASK, input_of
+from .ends import input_of, mask_id
 from .shape import CoreShape
 
 # -- fusions ---------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def memory_buffer(shape: CoreShape) -> Shape:
     if shape.sequence_parallel and shape.implementation == "local":
         sizes.append((shape.s, shape.b, shape.spec.hidden))
     if shape.attention == "local":
-        sizes.append((shape.b * shape.spec.heads // shape.t, shape.s, shape.s))
+        sizes.append((shape.b * shape.spec.heads // shape.t, shape.s, max(shape.s, shape.keys)))
     return max(sizes, key=_elements)
 
 
@@ -133,7 +133,9 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     f = spec.ffn // t
     inner = 2 * f if spec.activation == "swiglu" else f
     attention = {(spec.qkv_features // t, h), (h, spec.attention_features // t)} if not spec.latent_kv_rank else set()
-    return frozenset(attention | ({(inner, h), (h, f)} if shape.experts is None else set()))
+    inner_width = spec.attention_features // t
+    crossing = {(inner_width, h), (2 * inner_width, h)} if shape.keys else set()
+    return frozenset(attention | crossing | ({(inner, h), (h, f)} if shape.experts is None else set()))
 
 
 def _elements(shape: Shape) -> int:
@@ -251,18 +253,20 @@ def norm(
 # -- core attention ---------------------------------------------------------------------------------
 
 
-def softmax_is_fused(b: int, s: int, heads: int, causal: bool, dtype: str) -> bool:
-    """``FusedScaleMaskSoftmax.is_kernel_available`` for ``heads`` heads of this rank."""
-    rows_per_block = 8 if s <= 128 else 4  # apex scaled_masked_softmax.h, get_batch_per_block
-    fits = 16 < s <= FUSED_SOFTMAX_LONGEST and s % 4 == 0 and (b * heads) % 4 == 0
+def softmax_is_fused(b: int, s: int, heads: int, causal: bool, dtype: str, keys: int = 0) -> bool:
+    """``FusedScaleMaskSoftmax.is_kernel_available`` for ``heads`` heads of this rank, s queries and, unless they are as
+    many, ``keys`` keys."""
+    keys = keys or s
+    rows_per_block = 8 if keys <= 128 else 4  # apex scaled_masked_softmax.h, get_batch_per_block
+    fits = 16 < keys <= FUSED_SOFTMAX_LONGEST and s % 4 == keys % 4 == 0 and (b * heads) % 4 == 0
     return dtype != "fp32" and fits and (b * heads if causal else s) % rows_per_block == 0
 
 
 def _probabilities(r: Recorder, scores: Tensor, shape: CoreShape) -> Tensor:
     """``FusedScaleMaskSoftmax`` on (b, a/t, s, s): one kernel that saves its result and whose backward
     writes into its incoming gradient; or operators, with a causal mask of their own where none is given."""
-    heads, causal = scores.shape[1], shape.spec.causal
-    if shape.masked_softmax_fusion and softmax_is_fused(shape.b, shape.s, heads, causal, shape.dtype):
+    (_, heads, queries, keys), causal = scores.shape, shape.spec.causal
+    if shape.masked_softmax_fusion and softmax_is_fused(shape.b, queries, heads, causal, shape.dtype, keys):
         out = r.empty(scores.shape, scores.dtype, "probabilities")
         return out.by(r.node((scores,), (out,), lambda r, gradients: gradients, work=in_place(out.shape, out.dtype, 3)))
     dtype, strided = scores.dtype, True
@@ -270,7 +274,7 @@ def _probabilities(r: Recorder, scores: Tensor, shape: CoreShape) -> Tensor:
         scores, strided = ops.cast(r, scores, "fp32", "scores_fp32"), False
     if shape.query_key_layer_scaling:
         scores, strided = ops.scale(r, scores, "scores_scaled"), False
-    mask = input_of(r, shape, ATTENTION_MASK) if shape.attention_mask else _causal_mask(r, shape.s) if causal else None
+    mask = input_of(r, shape, mask_id(shape)) if shape.attention_mask else _causal_mask(r, shape.s) if causal else None
     if mask is not None:
         scores = _masked(r, scores, mask, strided)
     probabilities = ops.softmax(r, scores, "probabilities_fp32")
@@ -305,22 +309,20 @@ def _masked(r: Recorder, scores: Tensor, mask: Tensor, view: bool) -> Tensor:
 
 
 def _scores(r: Recorder, q: Tensor, k: Tensor) -> Tensor:
-    """``baddbmm`` of (s, b, a, d) and (s, b, a, d) to (b, a, s, s): saves both; the gradients of first query,
+    """``baddbmm`` of queries (s, b, a, d) and keys to (b, a, s, keys): saves both; the gradients of first query,
     then key are scaled out of place."""
-    s, b, n, d = q.shape
-    dtype = q.dtype
+    s, b, n, _ = q.shape
+    dtype, sizes, out = q.dtype, {"query": q.shape, "key": k.shape}, (b, n, s, k.shape[0])
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made: list[Tensor | None] = []
-        for part in ("query", "key"):
-            product = r.empty((s, b, n, d), dtype, f"grad_{part}_unscaled")
-            made.append(r.empty((s, b, n, d), dtype, f"grad_{part}"))
+        for part, size in sizes.items():
+            product = r.empty(size, dtype, f"grad_{part}_unscaled")
+            made.append(r.empty(size, dtype, f"grad_{part}"))
             del product
         return made
 
-    return r.output(
-        (q, k), (q, k), backward, (b, n, s, s), dtype, "scores", work=scaled_scores(q.shape, (b, n, s, s), dtype)
-    )
+    return r.output((q, k), (q, k), backward, out, dtype, "scores", work=scaled_scores(q.shape, out, dtype))
 
 
 def _leaf(r: Recorder, x: Tensor, name: str) -> Tensor:

@@ -116,6 +116,10 @@ class CoreShape:
     """Of the GPU (H100 132, B200 148, GB200 152): flash attention's deterministic backward splits by it."""
     experts: ExpertShape | None = None
     """Of a layer that has them."""
+    decoder: int = 0
+    """Tokens of the decoder's sequence, where there is an encoder, whose sequence has ``s``."""
+    keys: int = 0
+    """Of a decoder's layer: tokens of the encoder, to which it attends, too."""
     core: Version = (0, 20)
     """Version of Megatron-Core, as far as layers with experts differ."""
 

@@ -32,7 +32,8 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
     q, k, v = arranged(r, q, k, v)
     if shape.cp > 1 and shape.attention != "unfused":
         return _context_parallel(r, q, k, v, shape)
-    lengths = [] if shape.spec.causal else [sequence_lengths(r, shape.b, shape.s) for _ in range(2)]
+    tokens = (q.shape[0], k.shape[0])
+    lengths = [] if shape.spec.causal else [sequence_lengths(r, shape.b, each) for each in tokens]
     if shape.attention == "unfused":
         if shape.cp > 1:
             problem = "unfused attention has no context parallelism"
@@ -241,15 +242,15 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
 
 def unfused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
     """(s, b, a d) from q, k, v (s, b, a, d). The mask and the scores live until the module returns."""
-    (s, b, a, _), d_v = q.shape, v.shape[-1]
-    if not softmax_is_fused(s, b * a, q.dtype):
+    (s, b, a, _), keys, d_v = q.shape, k.shape[0], v.shape[-1]
+    if not softmax_is_fused(s, b * a, q.dtype, keys):
         problem = "unfused attention of Transformer Engine outside its softmax kernel's sizes is not covered"
         raise PlanError("batch.seq", s, problem)
-    mask = causal_mask(r, s, shape.te) if shape.spec.causal else padding_mask(r, b, s, shape.te)
+    mask = causal_mask(r, s, shape.te) if shape.spec.causal else padding_mask(r, b, s, keys, shape.te)
     if k.shape[2] < a:
         k = ops.expanded(r, k, q.shape, "key_repeated", copies=True)
         v = ops.expanded(r, v, q.shape, "value_repeated", copies=True)
-    size = (b * a, s, s)
+    size = (b * a, s, keys)
     scratch = [r.empty(size, q.dtype, "matmul_result")]
     scores = _scaled_product(r, q, k, size)
     scratch.clear()
@@ -261,10 +262,12 @@ def unfused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> T
     return ops.contiguous(r, context, (s, b, a * d_v), "context_contiguous")
 
 
-def softmax_is_fused(s: int, batches: int, dtype: str) -> bool:
-    """``FusedScaleMaskSoftmax.is_kernel_available`` for s queries and keys and b a batches."""
-    rows = 4 if s > 128 else 8  # get_batch_per_block
-    return dtype != "fp32" and 16 < s < 16384 and s % 8 == 0 and batches % 4 == 0 and s % rows == 0
+def softmax_is_fused(s: int, batches: int, dtype: str, keys: int = 0) -> bool:
+    """``FusedScaleMaskSoftmax.is_kernel_available`` for s queries, as many keys or ``keys``, and b a batches."""
+    keys = keys or s
+    rows = 4 if keys > 128 else 8  # get_batch_per_block
+    fits = 16 < keys < 16384 and s % 8 == keys % 8 == 0
+    return dtype != "fp32" and fits and batches % 4 == 0 and s % rows == 0
 
 
 def _scaled_product(r: Recorder, q: Tensor, k: Tensor, size: Shape) -> Tensor:
@@ -314,13 +317,13 @@ def causal_mask(r: Recorder, s: int, te: tuple[int, int]) -> list[Tensor]:
     return [mask]
 
 
-def padding_mask(r: Recorder, b: int, s: int, te: tuple[int, int]) -> list[Tensor]:
-    """``get_full_mask`` of a padding mask (b, 1, 1, s): (b, 1, s, s), and lengths that stay as long."""
-    full = (b, 1, s, s)
+def padding_mask(r: Recorder, b: int, s: int, keys: int, te: tuple[int, int]) -> list[Tensor]:
+    """``get_full_mask`` of a padding mask (b, 1, 1, keys): (b, 1, s, keys), and lengths that stay as long."""
+    full = (b, 1, s, keys)
     padded = r.empty(full, "bool", "padding")
     kept = r.empty(full, "bool", "padding_not")
     lengths = [r.empty((b,), "int64", f"lengths_{part}") for part in ("q", "kv")]
-    distance = _distance(r, s)
+    distance = _distance(r, s, keys)
     left, right = _window(r, b, full, "left"), _window(r, b, full, "right")
     outside = _outside(r, full, te)
     mask = r.empty(full, "bool", "mask")
@@ -328,10 +331,11 @@ def padding_mask(r: Recorder, b: int, s: int, te: tuple[int, int]) -> list[Tenso
     return [mask, *lengths]
 
 
-def _distance(r: Recorder, s: int) -> Tensor:
-    """Query minus key position, int32 (1, 1, s, s)."""
-    rows, columns = r.empty((s,), "int32", "rows"), r.empty((s,), "int32", "columns")
-    distance = r.empty((1, 1, s, s), "int32", "distance")
+def _distance(r: Recorder, s: int, keys: int = 0) -> Tensor:
+    """Query minus key position, int32 (1, 1, s, keys), keys as many as queries unless said."""
+    keys = keys or s
+    rows, columns = r.empty((s,), "int32", "rows"), r.empty((keys,), "int32", "columns")
+    distance = r.empty((1, 1, s, keys), "int32", "distance")
     del rows, columns
     return distance
 

@@ -98,6 +98,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recompute-core-attention-one-group": ({"kv_heads": 1}, {"recompute_modules": ("core_attn",)}),
     "recompute-core-attention-rotary": ({"positions": "rotary"}, {"recompute_modules": ("core_attn",)}),
     "recompute-core-attention-qk-norm": ({"qk_norm": True}, {"recompute_modules": ("core_attn",)}),
+    "t5": ({}, {"keys": 256}),
+    "t5-softmax-unfused": ({}, {"keys": 256, **UNFUSED_SOFTMAX}),
     "recompute-mlp": ({"activation": "swiglu", **NO_BIAS}, {"recompute_modules": ("mlp",)}),
     "recompute-norms": ({}, {"recompute_modules": ("layernorm",)}),
     "recompute-norms-and-mlp": (LLAMA, {"recompute_modules": ("layernorm", "mlp")}),
@@ -182,6 +184,7 @@ def compare(shape: CoreShape, whole: bool) -> None:
         bert=not spec.causal,
         mask=shape.attention_mask,
         rotary=spec.rotary_features if spec.positions == "rotary" else 0,
+        keys=shape.keys,
         recompute=whole,
         config=config_of(shape),
     )
