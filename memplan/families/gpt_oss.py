@@ -3,6 +3,7 @@ layer, and attention sinks. Its weights are published in MXFP4; training takes t
 
 from __future__ import annotations
 
+from ..layers.coverage import CORE_GPT
 from .base import Config, Family, key
 from .llama import CONSTANTS, KEYS
 
@@ -33,6 +34,7 @@ GPT_OSS = Family(
         refused={"hidden_act": "silu"},
         published_in=("mxfp4",),
     ),
+    megatron_core=CORE_GPT,
 )
 
 FAMILIES = {"gpt_oss": GPT_OSS}

@@ -117,12 +117,20 @@ MEGATRON_GPT: Allowed = MappingProxyType(
 
 CORE_GPT: Allowed = MappingProxyType(
     {
-        **reads(PLAIN, "rotary_fraction", "experts", "latent_kv_rank", "mtp_layers"),
+        **reads(
+            PLAIN,
+            "rotary_fraction",
+            "experts",
+            "latent_kv_rank",
+            "mtp_layers",
+            "alternating_windows",
+            "attention_sinks",
+            "activation_clamp",
+        ),
         "norm_place": ("pre",),
         "positions": ("learned", "rotary", "none"),
-        "activation": ("gelu", "gelu_new", "swiglu"),
+        "activation": ("gelu", "gelu_new", "swiglu", "quick_geglu"),
         "causal": (True,),
-        "sliding_window": (None,),
         "embedding_norm": (False,),
         "final_norm": (True,),
         "token_types": (0,),

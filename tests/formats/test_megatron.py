@@ -92,7 +92,7 @@ def test_bert_is_pretrain_bert() -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ({"sliding_window": "4096"}, "model.sliding_window = 4096: must be left out"),
+        ({"logit_softcap": "30"}, "model.logit_softcap = 30.0: must be left out"),
         ({"hidden_dropout": "0.1"}, "model.embedding_dropout = 0.0: cannot be said in Megatron-LM's arguments"),
         ({"env": "A-B=1"}, "environment.A-B = 1: cannot be exported by a shell"),
         ({"gpus": "2048", "gbs": "2048", "gpus_per_node": "3"}, "hardware.gpus = 2048: must be a multiple of hard"),

@@ -21,7 +21,7 @@ from memplan.plan.resolved import ResolvedPlan
 from memplan.search.changes import stated
 from memplan.search.proposals import proposals
 from memplan.search.ways_out import ways_out
-from memplan.tape.events import Category
+from memplan.tape.events import Category, Hold
 from memplan.tape.program import fold_program
 
 
@@ -41,6 +41,32 @@ def test_one_rank_has_every_parameter(model: str, mtp: int) -> None:
     """The count of a spec is transformers' own (``test_huggingface``); further layers are counted by hand there."""
     whole = plan(model, mtp_layers=mtp, dense_layers=0)
     assert elements(whole) == parameters(whole.model)
+
+
+GPT_OSS = {"moe_grouped_gemm": True, "bias_dropout_fusion": False, "moe_dispatcher": "alltoall"}
+
+
+def test_gpt_oss_has_sinks_in_cudnns_attention() -> None:
+    """Its parameters are transformers' own; a head's sink is cast to fp32 in every forward pass; the clamp keeps the
+    experts' input to it and a copy, (k T, 2 f) in bf16."""
+    whole = plan("gpt-oss-20b", **GPT_OSS)
+    assert elements(whole) == parameters(whole.model)
+    assert core_shape(whole).attention == "fused"
+    (program,) = programs(whole, Options())
+    kept = {
+        event.name: event.bytes
+        for event in program.order.chunks[0].spans[3].module.first.forward
+        if isinstance(event, Hold)
+    }
+    assert kept["sinks_fp32"] == 512
+    assert kept["expert_clamped"] == kept["experts_linear_fc1"] == 4 * 512 * 2 * 2880 * 2
+    for flags, line in (
+        ({"bias_dropout_fusion": True}, "wants --no-bias-dropout-fusion"),
+        ({"attention_backend": "unfused"}, "attention sinks in another back end"),
+        ({"cp": 2}, "sliding windows with context parallelism"),
+    ):
+        with pytest.raises(PlanError, match=line):
+            programs(plan("gpt-oss-20b", **GPT_OSS | flags), Options())
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 2), (2, 2), (4, 2), (4, 1), (2, 4)])
@@ -133,7 +159,7 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
         ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion"),
         ({"transformer_impl": "local"}, "experts in local layers"),
         ({"mtp_layers": 1, "recompute": "full"}, "multi-token prediction with full recompute"),
-        ({"framework": "fsdp", "vocab_multiple": 128}, "model.experts = 8: must be 0 with framework fsdp"),
+        ({"framework": "deepspeed", "vocab_multiple": 128}, "model.experts = 8: must be 0 with framework deepspeed"),
     ],
 )  # fmt: skip
 def test_what_is_refused(flags: dict[str, Any], line: str) -> None:

@@ -140,6 +140,44 @@ def _without_rotary(reader: Reader) -> str:
     return "" if rotary else "no effect without rotary positions of whole heads"
 
 
+def _quick_geglu(reader: Reader) -> None:
+    name = "--quick-geglu"
+    if reader.settings.has(name):
+        reader.building.put("model.activation", Node("quick_geglu", reader.settings.where(name)), name)
+
+
+def _sinks(reader: Reader) -> None:
+    name = "--softmax-type"
+    kind = reader.settings.word(name)
+    if kind is not None and kind.value == "off-by-one":
+        raise PlanError(name, kind.value, "is not modelled yet; vanilla and learnable are", origin=kind.origin)
+    if kind is not None:
+        reader.building.put("model.attention_sinks", Node(kind.value == "learnable", kind.origin), name)
+
+
+def _window(reader: Reader) -> None:
+    """Tokens to the left and right of a query that it sees; in every layer, or in all but every second one."""
+    name, frequency = "--window-size", "--window-attn-skip-freq"
+    node, skipped = reader.settings.word(name), reader.settings.word(frequency)
+    if node is None:
+        reader.building.because(frequency, f"no effect without {name}")
+        return
+    left, _, right = str(node.value).strip("()").replace(" ", "").partition(",")
+    if not left.isdigit() or right != "0":
+        problem = "must be tokens to the left and 0 to the right, such as 127,0; other windows are not modelled"
+        raise PlanError(name, node.value, problem, origin=node.origin)
+    if skipped is not None and str(skipped.value) != "2":
+        problem = "must be 2 or left out: windows in every second layer, or in all"
+        raise PlanError(frequency, skipped.value, problem, origin=skipped.origin)
+    reader.building.put("model.sliding_window", Node(int(left) + 1, node.origin), name)
+    if skipped is not None:
+        reader.building.put("model.alternating_windows", Node(True, skipped.origin), frequency)
+
+
+def _windowed(plan: Plan) -> bool:
+    return plan.model.sliding_window is not None
+
+
 def _attention_bias(reader: Reader) -> None:
     names = ("--add-qkv-bias", "--disable-bias-linear")
     biased = reader.settings.has(names[0]) or not reader.settings.has(names[1])
@@ -233,7 +271,54 @@ MODEL = (
         "layernorm",
         words={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
     ),
-    switch("--swiglu", "model.activation", "MODEL", {True: "swiglu", False: "gelu"}),
+    switch(
+        "--swiglu",
+        "model.activation",
+        "MODEL",
+        {True: "swiglu", False: "gelu"},
+        value=lambda plan: plan.model.activation == "swiglu",
+    ),
+    switch(
+        "--quick-geglu",
+        "model.activation",
+        "MODEL",
+        read=_quick_geglu,
+        value=lambda plan: plan.model.activation == "quick_geglu",
+    ),
+    Row(
+        "--activation-func-clamp-value",
+        "model.activation_clamp",
+        "MODEL",
+        "number",
+        when=lambda plan: plan.model.activation_clamp is not None,
+    ),
+    Row(
+        "--softmax-type",
+        "model.attention_sinks",
+        "MODEL",
+        "word",
+        read=_sinks,
+        value=lambda plan: "learnable",
+        when=lambda plan: plan.model.attention_sinks,
+    ),
+    Row(
+        "--window-size",
+        "model.sliding_window",
+        "MODEL",
+        "word",
+        read=_window,
+        value=lambda plan: f"{plan.model.sliding_window - 1},0" if plan.model.sliding_window else None,
+        when=_windowed,
+    ),
+    Row(
+        "--window-attn-skip-freq",
+        "model.alternating_windows",
+        "MODEL",
+        "word",
+        read=elsewhere,
+        value=lambda plan: 2,
+        when=lambda plan: _windowed(plan) and plan.model.alternating_windows,
+    ),
     switch("--disable-bias-linear", "model.mlp_bias", "MODEL", OFF),
     switch("--disable-bias-linear", "model.attention_output_bias", "", OFF),
     switch(
@@ -683,9 +768,15 @@ LAYERS = (
         "megatron.bias_gelu_fusion",
         "model.mlp_bias",
         True,
-        lambda plan: plan.model.mlp_bias and not plan.model.gated,
+        lambda plan: plan.model.mlp_bias and plan.model.activation != "swiglu",
     ),
-    switch("--no-bias-swiglu-fusion", "megatron.bias_swiglu_fusion", "LAYERS", OFF, when=lambda plan: plan.model.gated),
+    switch(
+        "--no-bias-swiglu-fusion",
+        "megatron.bias_swiglu_fusion",
+        "LAYERS",
+        OFF,
+        when=lambda plan: plan.model.activation == "swiglu",
+    ),
     switch("--no-bias-dropout-fusion", "megatron.bias_dropout_fusion", "LAYERS", OFF),
     _fused_where(
         "--no-rope-fusion",

@@ -117,6 +117,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         value_dim=spec.value_head_dim,
         dropout=spec.attention_dropout,
         deterministic=shape.deterministic_attention,
+        sinks=spec.attention_sinks,
     )
     return replace(shape, attention=attention, multiprocessors=MULTIPROCESSORS.get(plan.hardware.gpu or "", 132))
 

@@ -40,8 +40,21 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "RMSNorm with sequence parallelism: PyTorch's norm, which the local implementation takes, refuses it"
     if shape.attention == "local" and shape.cp > 1:
         yield "context parallelism with Megatron-Core's own attention"
+    if spec.activation == "quick_geglu" and (shape.experts is None or spec.dense_layers or spec.shared_expert_ffn):
+        yield "quick_geglu of an MLP; that of experts is covered"
+    if spec.activation_clamp is not None and spec.activation != "quick_geglu":
+        yield "a clamp of another activation than quick_geglu"
+    yield from _uncovered_attention(shape)
     yield from latent.uncovered(shape)
     yield from moe.uncovered(shape)
+
+
+def _uncovered_attention(shape: CoreShape) -> Iterator[str]:
+    spec, own = shape.spec, shape.attention == "local"
+    if spec.sliding_window is not None and (own or shape.cp > 1):
+        yield f"sliding windows {'in local layers' if own else 'with context parallelism'}"
+    if spec.attention_sinks and (shape.attention in ("local", "unfused") or shape.cp > 1 or spec.latent_kv_rank):
+        yield "attention sinks in another back end than cuDNN's fused one, with context parallelism or latent attention"
 
 
 def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
@@ -162,9 +175,11 @@ def _core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreSha
 
 
 def _in_order(r: Recorder, shape: CoreShape) -> None:
-    """``Attention.__init__`` makes the output projection before ``SelfAttention.__init__`` the other one:
-    parameters, and so buckets of gradients, are in that order."""
+    """``Attention.__init__`` makes core attention and the output projection before ``SelfAttention.__init__`` the other
+    one: parameters, and so buckets of gradients, are in that order."""
     spec = shape.spec
+    if spec.attention_sinks:
+        r.parameter(te_attention.SINKS, (spec.heads // shape.t,), shape.dtype)
     r.parameter(f"{PROJECTION}.weight", (spec.hidden, spec.attention_features // shape.t), shape.dtype, low=shape.low)
     if spec.attention_output_bias:
         r.parameter(f"{PROJECTION}.bias", (spec.hidden,), shape.dtype)
@@ -280,9 +295,9 @@ def mlp(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = "") -> t
     """(s, b, h) to (s, b, h) and the bias that is not added yet. With ``norm_name`` the first
     projection has the norm in it."""
     has_bias = shape.spec.mlp_bias
-    f = shape.spec.ffn // shape.t * (2 if shape.spec.activation == "swiglu" else 1)
+    f = shape.spec.ffn // shape.t * (2 if shape.spec.gated else 1)
     x, bias = column_linear(r, hidden, FC1, norm_name, f, shape, bias=has_bias, skip_bias=True)
-    gated = shape.spec.activation == "swiglu"
+    gated = shape.spec.gated
     if shape.bias_activation_fusion and gated:
         x = local.bias_swiglu(r, x, bias, FC1)
     elif shape.bias_activation_fusion and bias is not None:

@@ -93,13 +93,24 @@ def _with_rows(r: Recorder, x: Tensor, rows: int, name: str) -> Tensor:
 
 def activated(r: Recorder, x: Tensor, scale: Tensor, shape: CoreShape) -> Tensor:
     """``bias_act_func``: rows (…, f) times their probabilities (…, 1), in the dtype of ``x``. Fused SwiGLU
-    (``weighted_bias_swiglu_impl``) saves both inputs; else the product is in the wider dtype, and cast back."""
+    (``weighted_bias_swiglu_impl``, ``weighted_bias_quick_geglu_impl``) saves both inputs; else the product is in the
+    wider dtype, and cast back."""
+    clamped = shape.spec.activation_clamp is not None
     if shape.spec.gated and shape.bias_activation_fusion:
-        return _weighted_swiglu(r, x, scale)
-    made = local.swiglu(r, x, FC1) if shape.spec.gated else local.gelu(r, x, FC1)
+        return _weighted_swiglu(r, _clamped(r, x) if clamped else x, scale)
+    made = local.swiglu(r, x, FC1, clamped=clamped) if shape.spec.gated else local.gelu(r, x, FC1)
     wide = ops.multiply(r, made, scale, "expert_weighted")
     del made
     return ops.cast(r, wide, x.dtype, "expert_weighted_cast")
+
+
+def _clamped(r: Recorder, x: Tensor) -> Tensor:
+    """Both halves clamped, and put together again."""
+    half = (*x.shape[:-1], x.shape[-1] // 2)
+    gate, linear = ops.split(r, x, [half, half], "expert_chunk")
+    return ops.cat_last(
+        r, local.clamp(r, gate, "expert_gate"), local.clamp(r, linear, "expert_linear"), "expert_clamped"
+    )
 
 
 def _weighted_swiglu(r: Recorder, x: Tensor, scale: Tensor) -> Tensor:

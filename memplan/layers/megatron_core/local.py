@@ -100,13 +100,21 @@ def gelu(r: Recorder, x: Tensor, name: str) -> Tensor:
     return ops.elementwise(r, f"{name}_gelu", (x,), (x,))
 
 
-def swiglu(r: Recorder, x: Tensor, name: str) -> Tensor:
-    """``MLP.forward.glu``: ``silu(gate) * (linear + offset)``, with a copy of ``linear`` though the offset is 0."""
+def swiglu(r: Recorder, x: Tensor, name: str, *, clamped: bool = False) -> Tensor:
+    """``MLP.forward.glu``: ``silu(gate) * (linear + offset)``, with a copy of ``linear`` though the offset is 0.
+    ``quick_gelu`` in place of ``silu`` is one kernel, too (it is compiled). ``clamped``: both halves, before."""
     half = (*x.shape[:-1], x.shape[-1] // 2)
     gate, linear = ops.split(r, x, [half, half], f"{name}_chunk")
+    if clamped:
+        gate, linear = clamp(r, gate, f"{name}_gate"), clamp(r, linear, f"{name}_linear")
     activated = ops.elementwise(r, f"{name}_silu", (gate,), (gate,))
     offset = ops.add_constant(r, linear, f"{name}_offset")
     return ops.multiply(r, activated, offset, f"{name}_swiglu")
+
+
+def clamp(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``torch.clamp``: saves its input."""
+    return ops.elementwise(r, f"{name}_clamped", (x,), (x,))
 
 
 # -- local -----------------------------------------------------------------------------------------------
@@ -131,7 +139,7 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
         return frozenset()
     spec, t, h = shape.spec, shape.t, shape.spec.hidden
     f = spec.ffn // t
-    inner = 2 * f if spec.activation == "swiglu" else f
+    inner = 2 * f if spec.gated else f
     attention = {(spec.qkv_features // t, h), (h, spec.attention_features // t)} if not spec.latent_kv_rank else set()
     inner_width = spec.attention_features // t
     crossing = {(inner_width, h), (2 * inner_width, h)} if shape.keys else set()

@@ -28,14 +28,14 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     if spec.mlp_bias and spec.shared_expert_ffn:
         yield "biases in shared experts, which Megatron-Core refuses"
     if spec.mlp_bias and experts.grouped and shape.bias_dropout_fusion:
-        yield "grouped experts with biases and bias_dropout_fusion, which Megatron-Core refuses"
+        yield "grouped experts with biases beside bias_dropout_fusion; Megatron-Core wants --no-bias-dropout-fusion"
     if spec.mlp_bias and not experts.grouped:
         yield "biases of experts that run one after the other"
     if spec.mlp_bias and shape.expert_ranks > 1:
         yield "biases of experts that are divided over tensor-parallel ranks"
     if shape.bias_activation_fusion and not spec.gated:
         yield "bias_gelu_fusion in experts, which Megatron-Core refuses"
-    if shape.bias_activation_fusion and spec.mlp_bias:
+    if shape.bias_activation_fusion and spec.mlp_bias and spec.activation != "quick_geglu":
         yield "bias_swiglu_fusion of experts with biases, which Megatron-Core refuses"
     if experts.shared_overlap and experts.dispatcher != "alltoall":
         yield "shared experts beside the exchange of a dispatcher other than alltoall"

@@ -23,6 +23,7 @@ from . import te_context, te_facts
 from .shape import CoreAttention, CoreShape, Version
 
 WORKSPACES = Category.WORKSPACES
+SINKS = "self_attention.core_attention.softmax_offset"
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -66,6 +67,7 @@ def backend(
     dropout: float,
     deterministic: bool,
     value_dim: int = 0,
+    sinks: bool = False,
     flash_installed: bool = True,
     cudnn: tuple[int, int, int] = (9, 20, 0),
 ) -> CoreAttention:
@@ -84,8 +86,10 @@ def backend(
         deterministic=deterministic,
         cudnn=cudnn,
     )
+    fused_works = fused_works and not (sinks and deterministic)
     flash_works = (
         flash_installed
+        and not sinks
         and value_dim in (0, head_dim)
         and te_facts.flash_is_possible(capability, dtype=dtype, head_dim=head_dim)
     )
@@ -215,6 +219,8 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
     s, b, a, d = q.shape
     dtype, packed = q.dtype, is_packed(q, k, v)
     likes, d_v = (q.shape, k.shape, v.shape), v.shape[-1]
+    has_sinks = shape.spec.attention_sinks
+    sinks = [_sinks(r, a, dtype)] if has_sinks else []
     out = r.empty((s, b, a, d_v), dtype, "context")
     rng_state = r.empty((2,), "int64", "rng_state")
     statistics = r.empty((b, a, s, 1), "fp32", "softmax_statistics")
@@ -230,11 +236,17 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
         if r.kernel_workspaces:
             inside = [r.empty(size, kind, name, WORKSPACES) for name, size, kind in workspaces]
             inside.clear()
-        return list(made)
+        return [*made, *(r.empty((1, a, 1, 1), "fp32", "grad_sinks") for _ in range(has_sinks))]
 
     done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal, values=v.shape[-1])
-    out.node = r.node((q, k, v), (q, k, v, out, *lengths, statistics, rng_state), backward, work=done)
+    saved = (q, k, v, out, *lengths, statistics, rng_state, *sinks)
+    out.node = r.node((q, k, v, *sinks), saved, backward, work=done)
     return out.view(s, b, a * d_v)
+
+
+def _sinks(r: Recorder, a: int, dtype: str) -> Tensor:
+    """``softmax_offset.reshape(1, -1, 1, 1).to(torch.float32)``, for each of the rank's heads."""
+    return ops.cast(r, r.parameter(SINKS, (a,), dtype).view(1, a, 1, 1), "fp32", "sinks_fp32")
 
 
 # -- unfused -----------------------------------------------------------------------------------------

@@ -29,11 +29,14 @@ with catch_warnings():
     simplefilter("ignore")
     pytest.importorskip("megatron.core.transformer.moe.moe_layer", exc_type=ImportError)
     from megatron.core import parallel_state
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+ACTIVATIONS = {"swiglu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "quick_geglu": quick_gelu}
 
 S, B, H, F, E = 32, 2, 64, 48, 8
 ROUTED: dict[str, dict[str, Any]] = {
@@ -53,6 +56,7 @@ ROUTED: dict[str, dict[str, Any]] = {
     "shared experts": {"shared_expert_ffn": 96},
     "shared experts with a gate": {"shared_expert_ffn": 96, "shared_expert_gate": True},
     "deterministic": {"deterministic": True},
+    "quick_geglu, clamped": {"activation": "quick_geglu", "activation_clamp": 7.0},
 }  # fmt: skip
 
 
@@ -90,7 +94,8 @@ def config(spec: ModelSpec) -> Any:
     return TransformerConfig(
         num_layers=1, hidden_size=H, num_attention_heads=4, ffn_hidden_size=F, params_dtype=torch.bfloat16, bf16=True,
         add_bias_linear=False, gated_linear_unit=spec.gated, use_cpu_initialization=True, perform_initialization=False,
-        activation_func=torch.nn.functional.silu if spec.gated else torch.nn.functional.gelu,
+        activation_func=ACTIVATIONS[spec.activation], activation_func_clamp_value=spec.activation_clamp,
+        glu_linear_offset=1.0 if spec.activation == "quick_geglu" else 0.0,
         bias_activation_fusion=False, gradient_accumulation_fusion=False,
         num_moe_experts=E, moe_router_topk=spec.expert_top_k, moe_ffn_hidden_size=F,
         moe_token_dispatcher_type="allgather", moe_router_score_function=spec.router_score,

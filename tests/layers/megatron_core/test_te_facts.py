@@ -36,6 +36,8 @@ def test_deterministic_dropout_is_cudnn_on_hopper_and_flash_on_blackwell() -> No
     assert backend(capability=BLACKWELL, flash_installed=False) == "unfused"
     assert backend(capability=BLACKWELL, deterministic=False) == "fused"
     assert backend(capability=BLACKWELL, dropout=0.0) == "fused"
+    assert backend(sinks=True, deterministic=False) == "fused"
+    assert backend(sinks=True) == "unfused"
 
 
 def test_deterministic_blackwell_by_version() -> None:
