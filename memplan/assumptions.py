@@ -6,7 +6,7 @@ from .frameworks import framework
 from .plan.releases import release
 from .plan.resolved import ResolvedPlan
 from .plan.traced_spec import TracedSpec
-from .tuning_notices import of_tuning
+from .tuning_notices import of_kernels, of_tuning
 
 COMMON = (
     "each figure is of a stage's most loaded rank, in steady state, after the first applied optimizer step",
@@ -60,7 +60,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
         return (*result, *traces, *PLAIN[1:], *framework(plan.framework).optimizer_assumptions(plan))
     own = framework(plan.framework)
     result += own.assumptions(plan) or plain(plan)
-    result += of_tuning(plan)
+    result += (*of_tuning(plan), *of_kernels(plan))
     result += _of_autocast(plan)
     result += (*TRAINER, _loaded(plan)) if plan.trainer.loop == "transformers" else ()
     result += own.optimizer_assumptions(plan)
@@ -98,9 +98,13 @@ RECOMPUTED = {
 
 FUSED_LOSSES = {
     "liger": "Liger {}'s fused linear cross entropy, reduction mean or sum, computes gradients in forward; "
-    "evaluation computes the model's own loss on all logits; Liger's other kernels are off",
+    "evaluation computes the model's own loss on all logits",
     "cut": "Apple's cut cross entropy (main of June 2025; implementation cce) without ignored labels, in "
     "training and evaluation",
+    "liger-cross-entropy": "Liger's cross entropy on all logits writes their gradient over them in forward; evaluation "
+    "computes the model's own",
+    "unsloth": "fms-acceleration's copy of Unsloth's cross entropy on all logits, which are shifted, writes their "
+    "gradient over them; evaluation computes the model's own",
     "chunked": "torchtitan's ChunkedLossWrapper on the model's hidden states: forward runs head, loss and their "
     "backward chunk by chunk",
 }

@@ -1,4 +1,4 @@
-"""What an estimate takes for granted where parameters are frozen."""
+"""What an estimate takes for granted where parameters are frozen, and of kernels."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def _of_quantisation(plan: ResolvedPlan) -> tuple[str, ...]:
     quantisation = plan.quantisation
     if quantisation.kind == "none":
         return ()
+    if quantisation.kind == "gptq":
+        return (
+            f"4-bit weights by auto_gptq's QuantLinear (Triton, version 2) in groups of {quantisation.group}, without "
+            "biases; embedding, norms and head are not quantised",
+            "a 4-bit layer dequantises its whole weight in forward and in backward",
+        )
     prepared = "prepare_model_for_kbit_training" if quantisation.prepared else "without prepare_model_for_kbit_training"
     return (
         f"4-bit weights by bitsandbytes 0.50, blocks of 64, compute in {quantisation.compute} ({prepared}); "
@@ -36,6 +42,30 @@ def _of_quantisation(plan: ResolvedPlan) -> tuple[str, ...]:
         "a 4-bit layer dequantises its whole weight in forward and in backward; below 1,536 tokens per "
         "micro-batch bitsandbytes may choose a kernel without this copy, so forward is an upper bound",
     )
+
+
+def of_kernels(plan: ResolvedPlan) -> tuple[str, ...]:
+    """Assumptions of kernels in the place of transformers' operators."""
+    given = plan.kernels
+    pieces = {"norm": given.norm, "rope": given.rope, "mlp": given.mlp, "lora": given.lora}
+    result = []
+    for whose, code in _WHOSE.items():
+        own = [_PIECES[name] for name, value in pieces.items() if value == whose]
+        result += [f"{code}: {', '.join(own)}, which write over what they are given"] if own else []
+    if given.norm == "unsloth":
+        result.append("Unsloth's norms have no gradient of their weights, whose gradients and states are counted still")
+    if given.lora == "unsloth" and plan.fsdp.version == "1":
+        result.append("adapters are whole on every rank: FSDP is told to ignore them, and hooks reduce their gradients")
+    return tuple(result)
+
+
+_WHOSE = {"liger": "Liger 0.8's kernels", "unsloth": "fms-acceleration's kernels of Unsloth"}
+_PIECES = {
+    "norm": "RMSNorm",
+    "rope": "rotary embedding",
+    "mlp": "SwiGLU",
+    "lora": "one function for LoRA on queries, keys and values, one on the attention's output",
+}
 
 
 def _of_graph(plan: ResolvedPlan) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ _SAME = {
     "--dtype": ("torch-dtype", "params-dtype"),
     "--attention": ("attn-implementation", "attention-implementation"),
     "--lora-rank": ("lora-r",),
+    "--kernels=liger": ("liger", "use-liger-kernel", "use-liger"),
     "--vocab-multiple": ("make-vocab-size-divisible-by",),
 }
 """What other tools call a flag of memplan, where it cannot be anything else: read as that flag."""
@@ -78,7 +79,8 @@ _MEANT = {
 """What may be meant by a flag that memplan has not, and what to write for it: a guess, which is offered."""
 
 NOT_MODELLED: Mapping[str, str] = {
-    "--liger": "Liger's whole patch set is not modelled yet; --loss liger is its loss",
+    "--unsloth": "Unsloth's own runs are not modelled: its layers and its offloaded checkpoints are code of its own; "
+    "--kernels fms is fms-acceleration's set of its kernels",
     "--versions": "other releases of transformers are not modelled yet",
 }
 """Flags of what memplan does not do yet, and what to say of it."""

@@ -27,6 +27,7 @@ _PANELS = {
     "lora": "Fine-tuning",
     "quantisation": "Fine-tuning",
     "frozen": "Fine-tuning",
+    "kernels": "Fine-tuning",
     "pipeline": "Pipeline",
     "megatron": "Megatron-Core",
     "experts": "Experts",

@@ -130,6 +130,8 @@ class Family:
     """What a layer with experts has in place of an MLP."""
     norm: Callable[[Recorder, Tensor, str], Tensor] | None = None
     """Where it is not plain LayerNorm or RMSNorm."""
+    as_llama_since: Version = ()
+    """Releases before have a rotary embedding in every layer, and repeat keys and values for the package's kernel."""
     multi_head: bool = False
     """As many key heads as query heads."""
     heads_fill_hidden: bool = False
@@ -149,6 +151,8 @@ class Family:
     returns_weights: bool = False
     """Layers return their attention weights, which the model holds while the next layer runs: a recomputed layer
     leaves more than its output behind, which is not modelled."""
+    kernels: tuple[str, ...] = ()
+    """Whose kernels its layers can have."""
     conv1d: bool = False
     """Linear layers are transformers' ``Conv1D``, whose weights are transposed."""
     since: Version = LIBRARIES["transformers"].newest

@@ -9,7 +9,19 @@ from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import CORE_GPT, LLAMA
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
-from ..layers.huggingface import Heads, LayerShape, Shared, activation, attention, linear, rms_norm, rotary
+from ..layers.huggingface import (
+    Heads,
+    LayerShape,
+    Shared,
+    activation,
+    attention,
+    eager_rms_norm,
+    linear,
+    rms_norm,
+    rotary,
+)
+from ..layers.tuning import Layer as Linear
+from ..layers.tuning import fused
 from ..plan.node import Scalar
 from ..plan.releases import ATTENTION_FUNCTIONS, SUMMED_POSITIONS
 from ..plan.spec import ModelSpec
@@ -64,19 +76,55 @@ def projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: LayerS
     return linear(r, hidden, name, heads * shape.spec.head_dim, shape.spec.attention_bias)
 
 
+def head_by_head(shape: LayerShape) -> dict[str, bool]:
+    """Which gradients attention hands back in a layout that a view of all heads has to copy."""
+    queries, others = (not shape.flash or copied for copied in (shape.lays_out_queries, shape.lays_out))
+    return {"query": queries, "key": others, "value": others}
+
+
+def fused_projections(r: Recorder, hidden: Tensor, shape: LayerShape) -> list[Tensor]:
+    """Queries, keys and values by one function of Unsloth, which runs in the place of the first layer."""
+    spec = shape.spec
+    heads = {"query": spec.heads, "key": spec.kv_heads, "value": spec.kv_heads}
+    layers = [Linear(name, count * spec.head_dim, False, False) for name, count in heads.items()]
+    made = fused(r, hidden, *layers)
+    return [as_heads(r, made.pop(0), name, count, shape) for name, count in heads.items()]
+
+
 def as_heads(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
     """(b, s, a d) as (b, a, s, d); queries and keys of Qwen 3 are normed per head."""
     spec, b, s, d = shape.spec, shape.b, shape.s, shape.spec.head_dim
-    if heads > 1 and (name != "value" or not shape.flash or shape.lays_out):
+    copied = head_by_head(shape)["value"] if name == "value" else not turns_in_place(r)
+    if heads > 1 and copied:
         x = ops.copied_gradient(r, x, name)
     if name != "value" and spec.qk_norm:
-        return rms_norm(r, x.view(b, s, heads, d), f"{name}_norm").view(b, heads, s, d)
+        return eager_rms_norm(r, x.view(b, s, heads, d), f"{name}_norm").view(b, heads, s, d)
     return x.view(b, heads, s, d)
+
+
+def turns_in_place(r: Recorder) -> bool:
+    """A kernel turns queries and keys."""
+    return r.kernels is not None and r.kernels.rope is not None
+
+
+def turned(r: Recorder, q: Tensor, k: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor]:
+    """Queries and keys by their positions; older layers make the tables themselves."""
+    if shared.cos is None:
+        cos, sin = rotary_tables(r, shape)
+        shared = replace(shared, cos=cos, sin=sin)
+    if r.kernels is None or r.kernels.rope is None:
+        return rotary(r, q, k, shared)
+    assert shared.cos is not None
+    assert shared.sin is not None
+    copied = head_by_head(shape)
+    return r.kernels.rope(r, q, k, (shared.cos, shared.sin), (copied["query"], copied["key"]))
 
 
 def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
     spec = shape.spec
-    if shape.transformers >= ATTENTION_FUNCTIONS:
+    if r.tuning is not None and r.tuning.fused:
+        q, k, v = fused_projections(r, hidden, shape)
+    elif shape.transformers >= ATTENTION_FUNCTIONS:
         q = llama_projection(r, hidden, "query", spec.heads, shape)
         k = llama_projection(r, hidden, "key", spec.kv_heads, shape)
         v = llama_projection(r, hidden, "value", spec.kv_heads, shape)
@@ -87,7 +135,7 @@ def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSha
         q = as_heads(r, q, "query", spec.heads, shape)
         k = as_heads(r, k, "key", spec.kv_heads, shape)
         v = as_heads(r, v, "value", spec.kv_heads, shape)
-    q, k = rotary(r, q, k, shared)
+    q, k = turned(r, q, k, shared, shape)
     out, weights = attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)
     out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias)
     return out, weights
@@ -105,6 +153,9 @@ def feed_forward(r: Recorder, x: Tensor, shape: LayerShape) -> Tensor:
 
 def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     """``act_fn(gate_proj(x)) * up_proj(x)``."""
+    if r.kernels is not None and r.kernels.gated is not None:
+        gate = linear(r, x, "gate", spec.ffn, spec.mlp_bias)
+        return r.kernels.gated(r, gate, linear(r, x, "up", spec.ffn, spec.mlp_bias))
     gate = activation(r, linear(r, x, "gate", spec.ffn, spec.mlp_bias), spec)
     up = linear(r, x, "up", spec.ffn, spec.mlp_bias)
     return ops.multiply(r, gate, up, "gated")
@@ -128,6 +179,8 @@ def llama_embedding(r: Recorder, shape: LayerShape, *, packed: bool = True) -> E
     inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s, summed=shape.transformers >= SUMMED_POSITIONS)
     mask = causal_mask(r, shape, packed=packed)
+    if shape.older:
+        return Embedded(inputs_embeds, Shared(mask, position_ids=position_ids))
     cos, sin = rotary_tables(r, shape)
     return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids))
 
@@ -141,6 +194,7 @@ LLAMA_FAMILY = Family(
         activations=("silu", "swish"),
     ),
     covers=LLAMA,
+    kernels=("liger", "unsloth"),
     layer=llama_layer,
     embedding=llama_embedding,
     megatron_core=CORE_GPT,
@@ -163,7 +217,8 @@ LLAMA_FAMILY = Family(
 MISTRAL = replace(
     LLAMA_FAMILY,
     name="mistral",
-    since=(4, 48),
+    since=(4, 45),
+    as_llama_since=ATTENTION_FUNCTIONS,
     config=Config(
         keys={
             **KEYS_BUT_BIASES,
@@ -180,6 +235,7 @@ MISTRAL = replace(
 QWEN2 = replace(
     LLAMA_FAMILY,
     name="qwen2",
+    kernels=("liger",),
     since=(4, 48),
     config=Config(
         keys={
@@ -202,6 +258,7 @@ QWEN2 = replace(
 QWEN3 = replace(
     LLAMA_FAMILY,
     name="qwen3",
+    kernels=("liger",),
     since=(4, 51),
     config=Config(
         keys={

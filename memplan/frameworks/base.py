@@ -38,8 +38,9 @@ OLD_BLOCK_SIZE = 2048
 SHARDED = ("nothing sharded", "states sharded", "gradients, states sharded", "all sharded")
 """By the stage of ZeRO."""
 
-PYTORCH_SECTIONS = ("lora", "quantisation", "frozen", "trainer")
-"""Sections of a plan that are modelled around plain PyTorch: adapters, 4-bit and frozen parameters, the Trainer."""
+PYTORCH_SECTIONS = ("lora", "quantisation", "frozen", "kernels", "trainer")
+"""Sections of a plan that are modelled around plain PyTorch: adapters, 4-bit and frozen parameters, kernels, the
+Trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Supports:
         {"momentum", "weight_decay", "paged", "block_size", "embeddings_32bit"}
     )
     """Fields of the section ``optimizer`` that change memory here, beside name and implementation."""
-    losses: tuple[str, ...] = ("plain", "liger", "cut", "chunked")
+    losses: tuple[str, ...] = ("plain", "liger", "cut", "chunked", "liger-cross-entropy", "unsloth")
     losses_refused: Mapping[str, str] = field(default_factory=dict)
     """Why another loss is not among them, where there is a reason of its own."""
     last_logits: bool = True

@@ -33,9 +33,10 @@ from .shapes import size_of as size_of
 from .work import Kernel, Operator, Stream, Work
 
 if TYPE_CHECKING:
+    from .kernels import Kernels
     from .megatron_core.precision import Low
     from .recompute import Frame
-    from .tuning import FourBit, Tuning
+    from .tuning import Packed, Tuning
 
 
 class Storage:
@@ -182,7 +183,7 @@ class Leaf:
         """Gradients arrive; ``False`` for a frozen parameter."""
         self.expert = False
         """Ranks that share a parameter are those of an expert."""
-        self.four_bit: FourBit | None = None
+        self.four_bit: Packed | None = None
         """How a quantised parameter is stored."""
         self.low: Low | None = None
         """In what its products read it, where that is not the parameter itself."""
@@ -234,6 +235,10 @@ class Recorder:
     """Autocast's cache: parameters in its dtype, by their names."""
     tuning: Tuning | None = None
     """What is trained, where that is not every parameter."""
+    kernels: Kernels | None = None
+    """What runs in the place of the model's Python operators."""
+    unpacked: tuple[Storage, ...] = ()
+    """While a node's backward function runs: what the node saved, in the order in which it was named."""
     seams: bool = False
     """Also record where hooks of frameworks run."""
     counts: bool = False
@@ -310,7 +315,7 @@ class Recorder:
             self.parameters[name] = leaf
         return Tensor(_STATIC, shape, dtype, leaf.node if leaf.trained else None)
 
-    def quantised(self, name: str, shape: Shape, four_bit: FourBit) -> None:
+    def quantised(self, name: str, shape: Shape, four_bit: Packed) -> None:
         """A frozen parameter in 4 bits, of which operators see temporaries alone."""
         self.parameter(name, shape, four_bit.dtype)
         self.parameters[self.prefix + name].four_bit = four_bit
@@ -441,7 +446,9 @@ class Recorder:
                 node.frame.unpack(self, node)
             given = [one and Tensor(_STATIC, one.shape, one.dtype) for one in arrived] if self.counts else ()
             self.made, self.launches, self.of_loss = 0, 0, False
+            self.unpacked = node.saved if node.frame is not None else node.saved[::-1]
             returned = list(node.backward(self, arrived))
+            self.unpacked = ()
             self._did(given, self.launches, node.work, node.read)
             if node.frame is not None:
                 node.saved = ()  # recomputed tensors belong to the node alone and die within its apply

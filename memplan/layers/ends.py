@@ -11,6 +11,7 @@ from ..values import dataclass
 from . import ops
 from .autograd import Recorder, Tensor
 from .huggingface import LayerShape, Shared, activation, layer_norm, linear, norm
+from .kernels import CrossEntropy
 
 
 @dataclass(slots=True)
@@ -107,7 +108,9 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
     if shape.transformers >= MULTIPLIED_ANGLES:
         position_ids = None
     angles = r.empty((1, s, d), "fp32", "rotary_angles")
-    if shape.transformers >= SCALED_ANGLES:
+    if shape.older:
+        cos, sin = unscaled("cos"), unscaled("sin")
+    elif shape.transformers >= SCALED_ANGLES:
         cos, sin = scaled(unscaled("cos"), "cos"), scaled(unscaled("sin"), "sin")
     else:
         cos, sin = unscaled("cos"), unscaled("sin")
@@ -136,12 +139,15 @@ def mlm_transform(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
     return hidden  # noqa: RET504
 
 
-def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor]:
+def head(
+    r: Recorder, hidden: Tensor, shape: LayerShape, of_kernel: CrossEntropy | None = None, *, shifts: bool = False
+) -> tuple[Tensor, Tensor]:
     """The language-model head and its loss: ``(loss, logits)``, with the logits as the model returns them.
 
     Causal: ``ForCausalLMLoss`` (``loss/loss_utils.py``) upcasts the logits to fp32 and pads the labels; before 4.46
     the model itself upcasts them, and returns them so.
     BERT: the cross entropy is taken in the logits' own dtype.
+    ``of_kernel``: in the place of PyTorch's cross entropy, of logits that are shifted in all releases if ``shifts``.
     """
     spec, b, s, dtype = shape.spec, shape.b, shape.s, shape.dtype
     weight = r.parameter("word.weight" if spec.tied_embeddings else "head.weight", (spec.vocab, spec.hidden), dtype)
@@ -158,36 +164,40 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor
     upcast = ops.cast(r, logits, "fp32", "logits_fp32", Category.LOGITS)
     if shape.transformers < LOSS_FUNCTION:
         logits = upcast
-    if shape.transformers < PADDED_LABELS:
-        return shifted_loss(r, upcast, shape), logits
+    entropy = of_kernel or cross_entropy
+    if shifts or shape.transformers < PADDED_LABELS:
+        return shifted_loss(r, upcast, shape, entropy), logits
     labels = shifted = r.empty((b, s + 1), "int64", "labels_padded")
     if b > 1:
         shifted = r.empty((b, s), "int64", "labels_shifted")
-    loss = cross_entropy(r, upcast, shifted)
+    loss = entropy(r, upcast, shifted)
     del upcast, labels
     return loss, logits
 
 
-def shifted_loss(r: Recorder, logits: Tensor, shape: LayerShape) -> Tensor:
+def shifted_loss(r: Recorder, logits: Tensor, shape: LayerShape, entropy: CrossEntropy) -> Tensor:
     """The loss of transformers before 4.49, which shifts a copy of the upcast logits."""
-    shifted = all_but_last(r, logits)
-    labels = token_ids(r, shape)
-    if shape.b > 1:
-        labels = r.empty((shape.b, shape.s - 1), "int64", "labels_shifted")
-    loss = cross_entropy(r, shifted, labels)
+    shifted = all_but_last(r, logits, "logits", Category.LOGITS)
+    labels = shifted_labels(r, shape)
+    loss = entropy(r, shifted, labels)
     del shifted, labels
     return loss
 
 
-def all_but_last(r: Recorder, logits: Tensor) -> Tensor:
-    """``logits[..., :-1, :].contiguous()``: a copy, but of one sequence; the gradient is laid into zeros."""
-    b, s, v = whole = logits.shape
-    dtype, logits_of = logits.dtype, Category.LOGITS
-    sliced = r.node((logits,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_logits_sliced", logits_of)])
-    view = Tensor(logits.storage, (b, s - 1, v), dtype, sliced)
+def shifted_labels(r: Recorder, shape: LayerShape) -> Tensor:
+    """``labels[..., 1:].contiguous()``: a copy, but of one sequence."""
+    return r.empty((shape.b, shape.s - 1), "int64", "labels_shifted") if shape.b > 1 else token_ids(r, shape)
+
+
+def all_but_last(r: Recorder, x: Tensor, name: str, category: Category) -> Tensor:
+    """``x[..., :-1, :].contiguous()``: a copy, but of one sequence; the gradient is laid into zeros."""
+    b, s, v = whole = x.shape
+    dtype = x.dtype
+    sliced = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_sliced", category)])
+    view = Tensor(x.storage, (b, s - 1, v), dtype, sliced)
     if b == 1:
         return view
-    copied = r.empty(view.shape, dtype, "logits_shifted", logits_of)
+    copied = r.empty(view.shape, dtype, f"{name}_shifted", category)
     return copied.by(r.node((view,), (), lambda r, gradients: gradients))
 
 

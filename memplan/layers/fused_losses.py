@@ -16,11 +16,15 @@ from ..values import dataclass
 from . import ends, ops
 from .autograd import ITEMSIZE, Gradients, Recorder, Tensor, Unsummed, size_of
 from .huggingface import LayerShape
+from .kernels import CROSS_ENTROPIES
 from .work import Kernel, Operator, Stream, linear
 
-LOGITS, GRADIENTS = Category.LOGITS, Category.GRADIENTS
+LOGITS, GRADIENTS, TEMPORARIES = Category.LOGITS, Category.GRADIENTS, Category.TEMPORARIES
 
 Version = tuple[int, ...]
+
+LOGITS_IN_16_BITS: Version = (0, 5)
+"""Liger from which a chunk's logits are in the weight's dtype; before, they are upcast to fp32."""
 
 PRODUCTS_CAST: Version = (0, 6, 2)
 """Liger from which the weight's gradient has a dtype of its own (``accum_dtype``), and products are cast."""
@@ -62,10 +66,13 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
     if loss.kind == "cut":
         return cut_head(r, hidden, shape, loss), []
     if loss.kind == "liger" and r.grad_enabled:
+        if loss.liger < LOGITS_IN_16_BITS:
+            return shifted_liger_head(r, hidden, shape), []
         return liger_head(r, hidden, shape, loss), []
     if loss.logits_to_keep is not None:
         hidden, shape = last_tokens(r, hidden, shape, loss.logits_to_keep)
-    computed, logits = ends.head(r, hidden, shape)
+    kernel = CROSS_ENTROPIES.get(loss.kind) if r.grad_enabled else None
+    computed, logits = ends.head(r, hidden, shape, kernel, shifts=loss.kind == "unsloth")
     return computed, [logits]
 
 
@@ -128,6 +135,55 @@ def liger_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -
         return handed_back(r, held)
 
     total.node = r.node((hidden, weight)[:needed], (), backward, work=liger_work(r, n, h, weight.shape[0], dtype))
+    return total
+
+
+def shifted_liger_head(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
+    """The same up to 0.4.2, which fms-acceleration has, too (``fused_ops/liger_ce``): a copy of the hidden states of
+    all tokens but the last of each sequence, and logits of a chunk in fp32 (``lce_forward``)."""
+    b, s, h = hidden.shape
+    n, dtype = b * (s - 1), r.autocast or shape.dtype
+    shifted = ends.all_but_last(r, hidden, "hidden", TEMPORARIES)
+    labels = ends.shifted_labels(r, shape)
+    weight = head_weight(r, shape)
+    v, trained = weight.shape[0], weight.node is not None
+    held = [r.empty((v, h), weight.dtype, "grad_head_weight", GRADIENTS)] if trained else []
+    held.insert(0, r.empty((n, h), shifted.dtype, "grad_head_input"))
+    total = upcast_chunks(r, n, (v, h), dtype)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        return handed_back(r, held)
+
+    total.node = r.node(
+        (shifted.view(n, h), weight)[: 1 + trained], (), backward, work=liger_work(r, n, h, weight.shape[0], dtype)
+    )
+    del shifted, labels
+    return total
+
+
+def upcast_chunks(r: Recorder, n: int, weight: tuple[int, int], dtype: str) -> Tensor:
+    """The loop of ``fused_linear_cross_entropy_forward``, whose variables keep a chunk's logits until the next one's
+    take their names: logits, upcast; their gradient over them, cast, scaled, and its product with the weight."""
+    v, h = weight
+    losses = r.empty((n,), "fp32", "losses")
+    chunk = liger_chunk(n, h, v)
+    logits = scaled = None
+    for start in range(0, n, chunk):
+        rows = min(chunk, n - start)
+        made = r.empty((rows, v), dtype, "logits_chunk", LOGITS)
+        logits = made
+        del made
+        for name, to in (("logits_chunk_fp32", "fp32"), ("grad_logits_chunk", dtype)):
+            cast = r.empty((rows, v), to, name, LOGITS)
+            logits = cast
+            del cast
+        by_share = r.empty((rows, v), dtype, "grad_logits_scaled", LOGITS)
+        scaled = by_share
+        del by_share
+        product = r.empty((rows, h), dtype, "grad_input_chunk")
+        del product
+    total = r.empty((), "fp32", "loss")
+    del logits, scaled, losses
     return total
 
 

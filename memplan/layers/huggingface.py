@@ -56,14 +56,25 @@ class LayerShape:
         return self if mixture == self.mixture else replace(self, mixture=mixture)
 
     @property
+    def older(self) -> bool:
+        """The layer is one of before its family's was written as Llama's."""
+        return self.transformers < family(self.spec.family).as_llama_since
+
+    @property
     def repeats(self) -> bool:
-        """sdpa's caller repeats heads of keys and values."""
-        return not self.package and self.transformers < GROUPED_SDPA and self.spec.heads > self.spec.kv_heads
+        """sdpa's caller repeats heads of keys and values, in older layers every kernel's."""
+        does = self.older if self.package else self.transformers < GROUPED_SDPA
+        return does and self.spec.heads > self.spec.kv_heads
+
+    @property
+    def lays_out_queries(self) -> bool:
+        """sdpa's caller copies queries."""
+        return not self.package and ATTENTION_FUNCTIONS <= self.transformers < STRIDED_SDPA
 
     @property
     def lays_out(self) -> bool:
-        """sdpa's caller copies values."""
-        return self.repeats or (not self.package and ATTENTION_FUNCTIONS <= self.transformers < STRIDED_SDPA)
+        """The kernel's caller copies keys and values."""
+        return self.repeats or self.lays_out_queries
 
 
 @dataclass(slots=True)
@@ -106,7 +117,14 @@ def layer_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
 
 
 def rms_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
-    """``LlamaRMSNorm.forward``: in fp32, by Python operators."""
+    """``LlamaRMSNorm.forward``, or a kernel."""
+    if r.kernels is None or r.kernels.norm is None:
+        return eager_rms_norm(r, x, name)
+    return r.kernels.norm(r, x, r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype), name)
+
+
+def eager_rms_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """In fp32, by Python operators."""
     weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
     dtype = x.dtype
     hidden = ops.cast(r, x, "fp32", f"{name}_fp32")
@@ -277,13 +295,13 @@ def attention(
 def given(r: Recorder, q: Heads, k: Heads, v: Heads, shape: LayerShape) -> tuple[Heads, Heads, Heads]:
     """As the kernel's caller hands them over: a package's in 16 bits (``integrations/flash_attention.py``); sdpa's of
     earlier releases with heads repeated and laid out one by one (``integrations/sdpa_attention.py``)."""
+    if shape.repeats:
+        k, v = repeated(r, k, shape.spec.heads, "key"), repeated(r, v, shape.spec.heads, "value")
     if shape.package:
         names = ("query", "key", "value")
         cast = [ops.cast(r, x.tensor, shape.package, f"{name}_flash") for x, name in zip((q, k, v), names, strict=True)]
         return Heads(cast[0], q.transposed), Heads(cast[1], k.transposed), Heads(cast[2], v.transposed)
-    if shape.repeats:
-        k, v = repeated(r, k, shape.spec.heads, "key"), repeated(r, v, shape.spec.heads, "value")
-    if ATTENTION_FUNCTIONS <= shape.transformers < STRIDED_SDPA:
+    if shape.lays_out_queries:
         return laid_out(r, q, "query"), laid_out(r, k, "key"), laid_out(r, v, "value")
     return q, k, v
 

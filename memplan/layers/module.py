@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Excursion, Hold, Hook, Scope, Tape, fold, renamed, rounded
 from ..values import dataclass
 from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
-from .tuning import FourBit, Tuning
+from .kernels import Kernels
+from .tuning import Packed, Tuning
 from .work import Attention, Exchange, Kernel, Product
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Parameter:
     """Where not all parameters of a plan have the same."""
     trained: bool = True
     """Not frozen: it has a gradient and optimizer states."""
-    four_bit: FourBit | None = None
+    four_bit: Packed | None = None
     """How it is stored if it is quantised."""
     expert: bool = False
     """Ranks that share it are those of an expert, not of the layer around it."""
@@ -258,6 +259,8 @@ class Options:
     """Logits are cast to fp32 once autocast has ended."""
     tuning: Tuning | None = None
     """What is trained, where that is not every parameter."""
+    kernels: Kernels | None = None
+    """What runs in the place of the model's Python operators."""
     seams: bool = False
     """Tapes have seams where a framework's hooks run."""
     counts: Literal["", "first", "later"] = ""
@@ -284,6 +287,7 @@ def build(
             autocast=options.autocast,
             stored=options.parameters,
             tuning=options.tuning,
+            kernels=options.kernels,
             seams=options.seams,
             counts=bool(options.counts),
             closed=bool(options.counts),
@@ -412,7 +416,8 @@ def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, 
 
 def _convert(recorder: Recorder, run: Run) -> None:
     """Outputs in 16 bits get an fp32 copy, and both end."""
-    copies = [recorder.empty(x.shape, "fp32", "logits_converted", Category.LOGITS) for x in run.converted]
+    narrow = [x.shape for x in run.converted if x.dtype != "fp32"]
+    copies = [recorder.empty(shape, "fp32", "logits_converted", Category.LOGITS) for shape in narrow]
     run.converted.clear()
     del copies
 

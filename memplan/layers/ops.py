@@ -79,6 +79,12 @@ def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
     return out
 
 
+def add_in_place(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
+    """``x += y`` of one shape and dtype."""
+    node = r.node((x, y), (), lambda r, gradients: [incoming(gradients), incoming(gradients).alias()])
+    return Tensor(x.storage, x.shape, x.dtype, node)
+
+
 def add_constant(r: Recorder, x: Tensor, name: str = "add", y: Tensor | None = None) -> Tensor:
     """``x + c`` with a number, or with ``y``, a tensor without gradient (an attention mask)."""
     return r.empty(x.shape, x.dtype if y is None else promoted(x.dtype, y.dtype), name).by(

@@ -8,12 +8,14 @@ Shapes: x (…, k), weight (n, k), rank r.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
+from ..tape.events import rounded
 from ..values import dataclass
 from . import ops, work
-from .autograd import ITEMSIZE, Gradients, Recorder, Tensor, Unsummed, incoming
+from .autograd import ITEMSIZE, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from .fused_lora import Functions, projected
 
 BLOCK = 64
 """Elements of a 4-bit weight under one scale (``Params4bit``, ``blocksize``)."""
@@ -29,22 +31,88 @@ CODE, NESTED_CODE = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
-class FourBit:
-    """How bitsandbytes keeps a weight."""
+class Packed:
+    """How a library keeps a weight (n, k) in 4 bits, and computes with it."""
+
+    dtype: str
+    """Of the whole weight."""
+
+    def packed_bytes(self, shape: Shape) -> int:
+        """Of what FSDP1 can shard."""
+        raise NotImplementedError
+
+    def beside(self, shape: Shape) -> Mapping[str, int]:
+        """Bytes, rounded, of the tensors that are kept whole beside it."""
+        raise NotImplementedError
+
+    def dequantised(self, r: Recorder, n: int, k: int, name: str) -> Tensor:
+        """The whole weight."""
+        raise NotImplementedError
+
+    def linear(self, r: Recorder, x: Tensor, layer: Layer) -> Tensor:
+        """The layer by itself,"""
+        raise NotImplementedError
+
+    def adapted(self, r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
+        """and wrapped in an adapter."""
+        raise NotImplementedError
+
+    @property
+    def functions(self) -> Functions:
+        """Unsloth's."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class FourBit(Packed):
+    """bitsandbytes' way."""
 
     double: bool
     """Scales in 8 bits, with scales of their own."""
-    dtype: str
-    """Of the weight before it was quantised, and of what ``dequantize_4bit`` makes."""
     copied: bool = True
     """Every weight has a copy of the table of 8-bit values of its scales."""
 
-    @property
-    def copies_code(self) -> bool:
-        return self.double and self.copied
+    def packed_bytes(self, shape: Shape) -> int:
+        return -(-prod(shape) // 2)
+
+    def beside(self, shape: Shape) -> Mapping[str, int]:
+        """``quant_state``: scales and the table of 4-bit values; of scales in 8 bits their scales, a table and an
+        offset, too."""
+        blocks = self.blocks(prod(shape))
+        kept: dict[str, tuple[Shape, str]] = {"code": ((CODE,), "fp32")}
+        kept["absmax"] = (blocks,), "uint8" if self.double else "fp32"
+        if self.double:
+            kept |= {"nested_absmax": ((-(-blocks // NESTED_BLOCK),), "fp32"), "offset": ((), "fp32")}
+        if self.double and self.copied:
+            kept["nested_code"] = ((NESTED_CODE,), "fp32")
+        return {name: rounded(size_of(*like)) for name, like in kept.items()}
 
     def blocks(self, elements: int) -> int:
         return -(-elements // BLOCK)
+
+    def dequantised(self, r: Recorder, n: int, k: int, name: str) -> Tensor:
+        """``dequantize_4bit``: scales are shifted in place."""
+        scales = r.empty((self.blocks(n * k),), "fp32", f"{name}_scales") if self.double else None
+        weight = r.empty((n, k), self.dtype, f"{name}_dequantised")
+        del scales
+        return weight
+
+    @property
+    def functions(self) -> Functions:
+        return Functions(self.fast_dequantised, overwrites=True, ahead=False)
+
+    def fast_dequantised(self, r: Recorder, n: int, k: int, name: str) -> Tensor:
+        """``fast_dequantize``."""
+        weight = r.empty((n, k), self.dtype, f"{name}_dequantised")
+        scales = r.empty((self.blocks(n * k),), "fp32", f"{name}_scales")
+        del scales
+        return weight
+
+    def linear(self, r: Recorder, x: Tensor, layer: Layer) -> Tensor:
+        return linear_four_bit(r, x, layer, self)
+
+    def adapted(self, r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
+        return lora_four_bit(r, x, layer, adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +135,10 @@ class Tuning:
     frozen: frozenset[str] = frozenset()
     """Those of them that are not, by the recipes' names."""
     adapters: Adapters | None = None
-    four_bit: FourBit | None = None
+    four_bit: Packed | None = None
     """Linear layers are quantised, but for those of embedding and head."""
+    fused: bool = False
+    """Unsloth's functions run those layers of attention that have adapters."""
     compute: str = ""
     """Dtype in which quantised layers compute."""
     input_requires_grad: bool = False
@@ -118,14 +188,25 @@ def tuned_linear(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
     if not tuning.adapts(layer.name):
         return base_layer(r, x, layer)
     assert tuning.adapters is not None
-    wrapped = lora_four_bit if tuning.four_bit is not None else lora
+    if tuning.fused:
+        return fused(r, x, layer)[0]
+    wrapped = tuning.four_bit.adapted if tuning.four_bit is not None else lora
     return wrapped(r, x, layer, tuning.adapters)
+
+
+def fused(r: Recorder, x: Tensor, *layers: Layer) -> list[Tensor]:
+    """``layers`` of one input by a function of Unsloth."""
+    tuning = r.tuning
+    assert tuning is not None
+    assert tuning.adapters is not None
+    assert tuning.four_bit is not None
+    return projected(r, x, layers, tuning.adapters, tuning.four_bit, tuning.four_bit.functions)
 
 
 def base_layer(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
     """What an adapter wraps."""
     if r.tuning is not None and r.tuning.four_bit is not None:
-        return linear_four_bit(r, x, layer, r.tuning.four_bit)
+        return r.tuning.four_bit.linear(r, x, layer)
     return plain_linear(r, x, layer)
 
 
@@ -166,6 +247,11 @@ def lora_four_bit(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> T
 
 def delta(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
     """``lora_B(lora_A(dropout(x))) * scaling``."""
+    return ops.scale(r, unscaled(r, x, layer, adapters), f"{layer.name}_lora_scaled")
+
+
+def unscaled(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
+    """``lora_B(lora_A(dropout(x)))``."""
     name = layer.name
 
     def down(x: Tensor) -> Tensor:
@@ -177,7 +263,7 @@ def delta(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
         out = ops.linear(r, x, weight, name=f"{name}_lora_b")
         return ops.copied_gradient(r, out, f"{name}_lora_b") if layer.strided else out
 
-    return ops.scale(r, up(down(ops.dropout(r, x, adapters.dropout, f"{name}_lora_dropout"))), f"{name}_lora_scaled")
+    return up(down(ops.dropout(r, x, adapters.dropout, f"{name}_lora_dropout")))
 
 
 def promoted_sum(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
@@ -222,7 +308,7 @@ def matmul_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> 
     out = dequantised_product(r, x, n, four_bit, name)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        weight = dequantised(r, n, k, four_bit, name)
+        weight = four_bit.dequantised(r, n, k, name)
         weight = ops.cast(r, weight, dtype, f"{name}_weight_cast")
         grad_x = r.empty(shape, dtype, f"grad_{name}_input")
         del weight
@@ -245,11 +331,3 @@ def dequantised_product(r: Recorder, x: Tensor, n: int, four_bit: FourBit, name:
     out = r.empty((*x.shape[:-1], n), x.dtype, name)
     del shifted, scales, weight
     return out
-
-
-def dequantised(r: Recorder, n: int, k: int, four_bit: FourBit, name: str) -> Tensor:
-    """``dequantize_4bit``: scales are shifted in place."""
-    scales = r.empty((four_bit.blocks(n * k),), "fp32", f"{name}_scales") if four_bit.double else None
-    weight = r.empty((n, k), four_bit.dtype, f"{name}_dequantised")
-    del scales
-    return weight

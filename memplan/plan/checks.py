@@ -231,15 +231,20 @@ def _check_low_precision(plan: ResolvedPlan) -> None:
 
 def _check_autocast(plan: ResolvedPlan) -> None:
     precision, field = plan.precision, "precision.autocast"
-    if precision.stored not in ("fp32", precision.dtype) or precision.stored == "fp16":
+    in_fp16 = precision.stored == "fp16" and (plan.lora.rank is None or plan.lora.dtype != "fp32")
+    if precision.stored not in ("fp32", precision.dtype) or in_fp16:
         problem = "must be fp32" + (" or bf16" if precision.dtype == "bf16" else ": GradScaler unscales fp32 gradients")
         raise PlanError("precision.parameters", precision.parameters, problem)
     require(plan, field, True, "false", "autocast")
     if precision.dtype == "fp32":
         raise PlanError(field, True, "must be false with dtype fp32: autocast computes in bf16 or fp16")
-    if plan.loss.kind != "plain":
+    if plan.loss.kind not in ("plain", "liger", "liger-cross-entropy", "unsloth"):
         problem = f"must be false with loss {plan.loss.kind}: only loss plain is modelled under autocast"
         raise PlanError(field, True, problem)
+    in_fp32 = precision.stored == "fp32" and plan.fsdp.version != "1"
+    if plan.loss.kind == "liger" and (in_fp32 or plan.quantisation.prepared):
+        problem = "must be false with loss liger and fp32 weights, which its products are not modelled with; "
+        raise PlanError(field, True, f"{problem}--autocast-parameters {precision.dtype} is")
     if plan.loss.logits_to_keep is not None:
         problem = "must be left out: logits_to_keep is not modelled under autocast"
         raise PlanError("loss.logits_to_keep", plan.loss.logits_to_keep, problem)

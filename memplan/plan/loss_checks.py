@@ -22,6 +22,9 @@ FIELDS = {
 
 OLDEST_LIGER = (0, 5, 3)
 
+SHIFTING_LIGER = (0, 3, 1), (0, 4, 2)
+"""The first and the last of the releases before, whose loss shifts hidden states and upcasts logits, that are known."""
+
 ACCUMULATES = (0, 6, 2)
 """Liger from which the weight's gradient can be accumulated in fp32."""
 
@@ -85,8 +88,11 @@ def _check_fused_kind(plan: ResolvedPlan) -> None:
         raise PlanError("loss.kind", kind, f"must be plain: the head of {plan.model.name} has a bias")
     if plan.code != "current":
         raise PlanError("loss.kind", kind, "must be plain with code 2020")
-    if kind == "liger" and liger_version(loss) < OLDEST_LIGER:
-        raise PlanError("loss.liger", loss.liger, f"must be at least {'.'.join(map(str, OLDEST_LIGER))}")
+    first, last = SHIFTING_LIGER
+    if kind == "liger" and liger_version(loss) < OLDEST_LIGER and not first <= liger_version(loss) <= last:
+        older = f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+        problem = f"must be at least {'.'.join(map(str, OLDEST_LIGER))}, or {older}"
+        raise PlanError("loss.liger", loss.liger, problem)
     if kind == "liger" and loss.fp32_accumulators and liger_version(loss) < ACCUMULATES:
         raise PlanError(
             "loss.fp32_accumulators",

@@ -15,7 +15,7 @@ from ..optimizers import algorithm
 from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Megatron, Trainer
 from .section import Count, Degree, Dtype, OneOf, Section, Stages, Terse
 from .spec import MOST_LAYERS, LayerCount, ModelSpec
-from .tuning_sections import Frozen, Lora, Quantisation
+from .tuning_sections import Frozen, Kernels, Lora, Quantisation
 
 if TYPE_CHECKING:
     from ..optimizers.base import Algorithm
@@ -28,7 +28,9 @@ OptimizerImplementation = Literal["foreach", "for-loop", "fused", "apex", "bitsa
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 RecomputeMode = Literal["none", "selective", "full"]
 AttentionImplementation = Literal["eager", "flash", "flash_attention_2", "flash_attention_3", "flex_attention"]
-LossKind = Literal["plain", "vocab-parallel", "adaptive-softmax", "liger", "cut", "chunked"]
+LossKind = Literal[
+    "plain", "vocab-parallel", "adaptive-softmax", "liger", "cut", "chunked", "liger-cross-entropy", "unsloth"
+]
 ScheduleName = Literal["1f1b", "gpipe"]
 
 
@@ -243,7 +245,8 @@ class Loss(Section):
     kind: LossKind | None = Field(
         None,
         description="loss: plain, vocabulary-parallel or adaptive softmax; Liger's fused linear, Apple's cut or "
-        "torchtitan's chunked cross entropy; default: the framework's",
+        "torchtitan's chunked cross entropy; Liger's or Unsloth's cross entropy on all logits; default: the set of "
+        "kernels' or the framework's",
         json_schema_extra={"flag": "--loss"},
     )
     cutoffs: tuple[Count, ...] | None = Field(
@@ -315,7 +318,7 @@ class Pipeline(Section):
 class Plan(Section, Terse):
     """A training job: the whole input of an estimate."""
 
-    unsaid: ClassVar[frozenset[str]] = frozenset({"experts"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"experts", "kernels"})
 
     model: SerializeAsAny[ModelSpec]
     framework: FrameworkName = Field("single", description="training framework")
@@ -340,6 +343,7 @@ class Plan(Section, Terse):
     lora: Lora = Lora.model_construct()
     quantisation: Quantisation = Quantisation.model_construct()
     frozen: Frozen = Frozen.model_construct()
+    kernels: Kernels = Kernels.model_construct()
     pipeline: Pipeline = Pipeline.model_construct()
     megatron: Megatron = Megatron.model_construct()
     experts: Experts = Experts.model_construct()

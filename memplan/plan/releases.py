@@ -93,6 +93,12 @@ counted from there."""
 NOT_REENTRANT: Version = (5, 0)
 """``gradient_checkpointing_enable`` asks for ``use_reentrant=False`` (``modeling_utils.py``); before, for ``True``."""
 
+# -- peft
+
+GPTQ_CASTS: Version = (0, 16)
+"""Inputs of adapters on GPTQ's weights are cast under autocast, too, and their outputs are added to a new tensor
+(``tuners/lora/gptq.py``, ``GPTQLoraLinear.forward``)."""
+
 # -- trl, SFTTrainer
 
 TRL_NOT_REENTRANT: Version = (0, 27)

@@ -27,6 +27,7 @@ from .checks import (
     check_versions,
 )
 from .errors import PlanError
+from .kernels import LOSSES, check_kernels, of_set
 from .loss_checks import check_loss
 from .optimizer_checks import check_optimizer
 from .plan import (
@@ -68,6 +69,7 @@ CHECKS = (
     check_sections,
     check_loss,
     check_tuning,
+    check_kernels,
     check_code,
     check_pipeline,
     check_trainer,
@@ -98,6 +100,7 @@ def resolve(plan: Plan) -> ResolvedPlan:
             "loss": _loss(plan, own),
             "lora": _lora(plan),
             "quantisation": _quantisation(plan),
+            "kernels": of_set(plan),
             "attention": _named(plan, own) or own.default_attention(plan) or _attention(plan),
             "torch": plan.torch or plan.versions.get("torch") or ("1.6" if plan.code == "2020" else own.default_torch),
             **own.default_sections(plan, hardware, layout),
@@ -171,7 +174,7 @@ def _recompute(plan: Plan, own: Framework) -> Recompute:
 
 
 def _loss(plan: Plan, own: Framework) -> Loss:
-    kind, cutoffs = plan.loss.kind or own.default_loss(plan), plan.loss.cutoffs
+    kind, cutoffs = plan.loss.kind or LOSSES.get(plan.kernels.set) or own.default_loss(plan), plan.loss.cutoffs
     if kind == "adaptive-softmax" and cutoffs is None:
         cutoffs = tuple(cutoff for cutoff in CUTOFFS if cutoff < plan.model.vocab) or None
     return plan.loss.model_copy(update={"kind": kind, "cutoffs": cutoffs})

@@ -30,7 +30,7 @@ def check_tuning(plan: ResolvedPlan) -> None:
         )
     if plan.code != "current":
         _refuse(plan, "must be left out with code 2020")
-    if plan.loss.kind not in ("plain", "liger"):
+    if plan.loss.kind in ("cut", "chunked"):
         problem = (
             f"must be plain or liger with {first_frozen(plan)[0]}: other losses are not modelled with frozen parts"
         )
@@ -81,9 +81,25 @@ def _check_quantisation(plan: ResolvedPlan) -> None:
     if plan.lora.rank is None:
         problem = "must be none without adapters: 4-bit weights cannot be trained; give --lora-rank"
         raise PlanError("quantisation.kind", quantisation.kind, problem)
+    if quantisation.kind == "gptq":
+        _check_gptq(plan)
+    elif quantisation.group != _NOT_QUANTISED.group:
+        raise PlanError("quantisation.group", quantisation.group, "needs quantisation.kind gptq")
     if why := family(plan.model.family).no_4bit:
         problem = f"must be none for family {plan.model.family}: {why}"
         raise PlanError("quantisation.kind", quantisation.kind, problem)
+
+
+def _check_gptq(plan: ResolvedPlan) -> None:
+    """``QuantLinear`` of auto_gptq's second Triton kernel: fp16, and sizes that pack."""
+    given = plan.quantisation
+    if plan.precision.dtype != "fp16":
+        problem = "must be fp16 with quantisation.kind gptq: auto_gptq's kernel makes fp16 weights"
+        raise PlanError("precision.dtype", plan.precision.dtype, problem)
+    for name, default in (("double", False), ("prepared", False), ("compute", "fp16")):
+        if getattr(given, name) != default:
+            problem = "must be left out with quantisation.kind gptq, which has no such setting"
+            raise PlanError(f"quantisation.{name}", getattr(given, name), problem)
 
 
 def _check_frozen(plan: ResolvedPlan) -> None:

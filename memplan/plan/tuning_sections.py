@@ -1,10 +1,10 @@
-"""The sections of a plan about what is trained: adapters, quantised and frozen parameters."""
+"""The sections of a plan about fine-tuning: adapters, quantised and frozen parameters, kernels."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from .section import Dtype, FrameworkSection
+from .section import Count, Dtype, FrameworkSection, Terse
 from .spec import MOST_LAYERS
 
 
@@ -41,15 +41,20 @@ class Lora(FrameworkSection):
     )
 
 
-class Quantisation(FrameworkSection):
-    """bitsandbytes' 4-bit weights of the linear layers, but for the head (QLoRA)."""
+class Quantisation(FrameworkSection, Terse):
+    """4-bit weights of the linear layers, but for the head: bitsandbytes' (QLoRA), or GPTQ's."""
 
     shorthand = "kind"
+    unsaid: ClassVar[frozenset[str]] = frozenset({"group"})
 
-    kind: Literal["none", "nf4", "fp4"] = Field(
+    kind: Literal["none", "nf4", "fp4", "gptq"] = Field(
         "none",
-        description="4-bit type of the frozen linear layers (load_in_4bit, bnb_4bit_quant_type)",
+        description="4-bit type of the frozen linear layers (load_in_4bit, bnb_4bit_quant_type), or gptq: a model that "
+        "auto_gptq has quantised, on its Triton kernel",
         json_schema_extra={"flag": "--quantisation"},
+    )
+    group: Count = Field(
+        128, description="gptq: inputs that share a scale (group_size)", json_schema_extra={"flag": "--group-size"}
     )
     double: bool = Field(
         False,
@@ -86,4 +91,35 @@ class Frozen(FrameworkSection):
     )
     layers: int = Field(
         0, ge=0, le=MOST_LAYERS, description="freeze the first n layers", json_schema_extra={"flag": "--freeze-layers"}
+    )
+
+
+Piece = Literal["eager", "liger", "unsloth"]
+
+
+class Kernels(FrameworkSection):
+    """Kernels that take the place of transformers' Python operators: Liger's, or Unsloth's in fms-acceleration."""
+
+    shorthand = "set"
+
+    set: Literal["none", "liger", "fms"] = Field(
+        "none",
+        description="a set of kernels: liger (use_liger_kernel: norms, rope, swiglu, fused linear loss) or fms "
+        "(fms-acceleration's of Unsloth: norms, rope, cross entropy, and LoRA's functions on 4-bit weights)",
+        json_schema_extra={"flag": "--kernels"},
+    )
+    norm: Piece | None = Field(
+        None, description="RMSNorm (rms_norm); default: the set's", json_schema_extra={"flag": "--norm-kernel"}
+    )
+    rope: Piece | None = Field(
+        None, description="rotary embedding (rope); default: the set's", json_schema_extra={"flag": "--rope-kernel"}
+    )
+    mlp: Literal["eager", "liger"] | None = Field(
+        None, description="SwiGLU (swiglu); default: the set's", json_schema_extra={"flag": "--mlp-kernel"}
+    )
+    lora: Literal["eager", "unsloth"] | None = Field(
+        None,
+        description="LoRA's layers: peft's, or Unsloth's one function for queries, keys and values, one for the "
+        "attention's output, one for the MLP (fused_lora); default: the set's, on 4-bit weights",
+        json_schema_extra={"flag": "--lora-kernel"},
     )

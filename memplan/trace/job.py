@@ -370,6 +370,10 @@ def _check_code(plan: ResolvedPlan) -> None:
         if plan.model.sliding_window is not None:
             problem += f"; --seq {plan.model.sliding_window - 1} is below the sliding window"
         raise PlanError("attention", plan.attention, problem)
+    for name, value in plan.kernels.changed():
+        raise PlanError(f"kernels.{name}", value, "must be left out: Triton's kernels need a GPU")
+    if plan.quantisation.kind == "gptq":
+        raise PlanError("quantisation.kind", "gptq", "must be nf4 or fp4 in a trace: GPTQ's kernels need a GPU")
     if plan.recompute.reentrant:
         raise PlanError("recompute.reentrant", True, "must be false: a trace recomputes without reentrance")
     if plan.precision.autocast and is_tuned(plan):

@@ -84,8 +84,8 @@ def test_step_with_four_bit_weights(case: Case, tmp_path: Path) -> None:
 
 def test_scales_are_counted_in_blocks_of_64() -> None:
     """4096 x 11008 weights, as the paper's 7B model has: 704,512 scales."""
-    assert FourBit(True, "bf16").blocks(4096 * 11008) == 704_512
-    assert FourBit(True, "bf16").blocks(65) == 2
+    assert FourBit("bf16", True).blocks(4096 * 11008) == 704_512
+    assert FourBit("bf16", True).blocks(65) == 2
 
 
 def record() -> None:

@@ -50,7 +50,7 @@ def test_trl_casts_adapters_beside_4_bit_weights_since_0_26() -> None:
         ({"versions": "trl=0.19.0,transformers=4.48.1"}, "must be 4.51 or later with trl 0.19.0"),
         ({"versions": "transformers=5.0.0,accelerate=1.0.1"}, "must be 1.1 or later with transformers 5.0.0"),
         ({"versions": "torch=2.6", "torch": "2.4"}, "must be 2.4"),
-        ({"versions": "transformers=4.47.1"}, "must be 4.48 or later for family mistral"),
+        ({"model": "qwen2.5-7b", "versions": "transformers=4.47.1"}, "must be 4.48 or later for family qwen2"),
         (
             {"model": "llama-3-8b", "versions": "transformers=4.48.1", "attention": "eager"},
             "masks of releases before 4.53",

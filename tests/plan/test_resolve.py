@@ -128,7 +128,7 @@ def test_the_batch_of_a_process_that_sees_several_gpus() -> None:
         ({"model": "gpt2", "optimizer_block_size": "256"}, "must be left out: adamw has no 8-bit states"),
         ({"model": "gpt2", "gradients": "fp32"}, "--gradients: precision.gradients = fp32: must be bf16 with framework single"),
         ({**MEGATRON, "dtype": "fp16", "gradients": "bf16"}, "must be fp16 or fp32 with framework megatron-deepspeed"),
-        ({"model": "gpt2", "loss": "vocab-parallel"}, "--loss: loss.kind = vocab-parallel: must be plain, liger, cut or chunked with framework single; megatron, megatron-deepspeed and fsdp have"),
+        ({"model": "gpt2", "loss": "vocab-parallel"}, "--loss: loss.kind = vocab-parallel: must be plain, liger, cut, chunked, liger-cross-entropy or unsloth with framework single; megatron, megatron-deepspeed and fsdp have"),
         ({"model": "gpt2", "loss": "adaptive-softmax"}, "with framework single; megatron-deepspeed has adaptive-softmax"),
         ({"model": "gpt2", "div_value": "2"}, "--div-value: loss.div_value = 2.0: needs loss.kind adaptive-softmax, not plain"),
         ({"model": "gpt2", "embeddings_32bit": "false"}, "--embeddings-32bit: optimizer.embeddings_32bit = false: must be left out: adamw has no 8-bit states"),

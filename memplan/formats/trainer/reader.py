@@ -332,6 +332,39 @@ def _recompute(reader: Reader) -> None:
     reader.building.put("recompute.mode", Node("full", node.origin), *names)
 
 
+LIGER_PIECES = {"rms_norm": "kernels.norm", "rope": "kernels.rope", "swiglu": "kernels.mlp"}
+"""Of ``liger_kernel_config``, by the field that each is; all are on unless it says otherwise."""
+
+
+def _liger(reader: Reader) -> None:
+    """``apply_liger_kernel``: Liger's set, less what ``liger_kernel_config`` turns off, and its choice of a loss."""
+    arguments: Arguments = reader.settings
+    node, put = arguments.on("use_liger_kernel"), reader.building.put
+    if node is None:
+        return
+    config = arguments.node("liger_kernel_config") or Node({}, node.origin)
+    chosen = {key: value for key, value in config.mapping.items() if value.value is not None}
+    for key, value in chosen.items():
+        if key not in LIGER_PIECES and key not in ("fused_linear_cross_entropy", "cross_entropy"):
+            if value.value is not False:
+                problem = f"is not modelled: {', '.join(LIGER_PIECES)}, cross_entropy, fused_linear_cross_entropy are"
+                raise PlanError(key, _plain(value), problem, origin=value.origin)
+        elif not isinstance(value.value, bool):
+            raise PlanError(key, _plain(value), "must be true or false", origin=value.origin)
+    put("kernels.set", Node("liger", node.origin), "use_liger_kernel")
+    off = [key for key, value in chosen.items() if value.value is False]
+    for key in off:
+        if key in LIGER_PIECES:
+            put(LIGER_PIECES[key], Node("eager", chosen[key].origin), key)
+    alone = chosen.get("cross_entropy", Node(False, config.origin))
+    if alone.value and "fused_linear_cross_entropy" not in off:
+        problem = "must be false unless fused_linear_cross_entropy is: Liger takes one of them"
+        raise PlanError("cross_entropy", True, problem, origin=alone.origin)
+    if "fused_linear_cross_entropy" in off:
+        kind = "liger-cross-entropy" if alone.value else "plain"
+        put("loss.kind", Node(kind, config.origin), "fused_linear_cross_entropy")
+
+
 def _evaluates(arguments: Arguments) -> bool:
     """Whether the file asks for an evaluation; by default the Trainer makes none."""
     strategy = arguments.first("eval_strategy", "evaluation_strategy")
@@ -384,6 +417,7 @@ ROWS = (
     Row("model_name_or_path", "model", kind="any", without_effect=_given_by("model")),
     Row("attn_implementation", "attention", kind="any"),
     Row("activation_checkpointing", "recompute.mode", read=_recompute),
+    Row("use_liger_kernel", "kernels.set", read=_liger),
 )
 """With the defaults of ``TrainingArguments``; lengths are keys of scripts (and of TRL)."""
 PRECISION = (Row("bf16", "precision.dtype", read=_precision),)

@@ -31,6 +31,8 @@ READ = frozenset(
         "deepspeed",
         "fsdp",
         "fsdp_config",
+        "use_liger_kernel",
+        "liger_kernel_config",
     }
 )
 """Keys whose values are looked at."""
@@ -38,10 +40,6 @@ READ = frozenset(
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
         "torch_compile": ((None, False), "compiled code saves other tensors, and is not modelled"),
-        "use_liger_kernel": (
-            (None, False),
-            "Liger's norms, rotary embedding and MLP are not modelled; its loss alone is --loss liger",
-        ),
         "label_smoothing_factor": ((None, 0, 0.0), "the Trainer's own loss is not modelled; the model's is"),
         "neftune_noise_alpha": ((None,), "noise on the embeddings is not modelled"),
         "parallelism_config": ((None,), "Accelerate's parallelism is not modelled around the Trainer"),
@@ -74,7 +72,7 @@ WITHOUT_EFFECT = frozenset(
     """
     output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
     warmup_steps warmup_ratio optim_args adam_beta1 adam_beta2 adam_epsilon max_grad_norm average_tokens_across_devices
-    tf32 torch_compile_backend torch_compile_mode liger_kernel_config use_cache logging_strategy logging_steps
+    tf32 torch_compile_backend torch_compile_mode use_cache logging_strategy logging_steps
     logging_first_step logging_dir log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
     log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
     trackio_static_space_id eval_strategy evaluation_strategy eval_steps eval_delay eval_on_start

@@ -23,7 +23,7 @@ class Ddp(Framework):
         sizes=frozenset({"dp"}),
         zero=(0, 1),
         sections=(*PYTORCH_SECTIONS, "ddp"),
-        losses=("plain", "liger", "cut"),
+        losses=("plain", "liger", "cut", "liger-cross-entropy", "unsloth"),
         losses_refused={"chunked": "chunks run backward within forward, where DDP's hooks fire too early"},
     )
 

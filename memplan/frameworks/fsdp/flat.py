@@ -26,6 +26,7 @@ from functools import lru_cache
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter
+from ...layers.tuning import ADAPTERS
 from ...optimizers.states import State, optimizer_states
 from ...optimizers.steps import step_temporaries
 from ...plan.errors import PlanError
@@ -96,6 +97,8 @@ class Flat:
     trained: int
     """Elements that are trained; 0 where the unit is frozen."""
     reshard: bool = True
+    holder: str = ""
+    """Its first parameter, which stands for the flat one where each parameter's states are counted."""
     kept: tuple[int, int] = (0, 0)
     """Bytes of input and of the output's gradient, which a frozen unit's hook keeps."""
 
@@ -107,13 +110,20 @@ class Flat:
 
 def packed_bytes(parameter: Parameter, dtype: str) -> int:
     """As it is stored, on all ranks together; four bits are in storage of another dtype."""
-    elements = parameter.elements
-    return -(-elements // 2) if parameter.four_bit is not None else parameter.bytes(parameter.dtype or dtype)
+    four_bit = parameter.four_bit
+    return parameter.bytes(parameter.dtype or dtype) if four_bit is None else four_bit.packed_bytes(parameter.shape)
 
 
-def units_of(spans: Sequence[Span], dtype: str, reshard: bool, keeps: bool) -> tuple[Flat, ...]:
-    """The root, then each layer, and behind it its adapters as one, which are as many units in truth: each is gathered
-    for its own product."""
+def ignores_adapters(plan: ResolvedPlan) -> bool:
+    """Unsloth's functions read adapters' weights without calling their modules, which FSDP is told to ignore: they are
+    whole on every rank, and hooks reduce their gradients (fms-acceleration, ``fms_acceleration_foak/utils.py``,
+    ``lora_adapters_switch_ddp_from_fsdp``)."""
+    return plan.kernels.lora == "unsloth"
+
+
+def units_of(spans: Sequence[Span], dtype: str, reshard: bool, keeps: bool, ignored: bool) -> tuple[Flat, ...]:
+    """The root, then each layer, and behind it its adapters, unless they are ``ignored``, as one, which are as many
+    units in truth: each is gathered for its own product."""
     modules = [(span.module, name) for span in spans for name in span.names]
     ends = [module.parameters for module, name in modules if not name.startswith("layer.")]
     root = [one for parameters in ends for one in parameters]
@@ -128,13 +138,15 @@ def units_of(spans: Sequence[Span], dtype: str, reshard: bool, keeps: bool) -> t
         frozen = [one for one in module.parameters if not one.trained]
         kept = _kept(module) if keeps else (0, 0)
         result.append(replace(_unit(name, at, at, frozen, dtype, reshard), kept=kept))
-        result.append(_unit(f"{name}/adapters", at, at, trained, dtype, reshard))
+        if not ignored:
+            result.append(_unit(f"{name}/adapters", at, at, trained, dtype, reshard))
     return tuple(result)
 
 
 def _unit(name: str, first: int, last: int, parameters: Sequence[Parameter], dtype: str, reshard: bool) -> Flat:
     whole = sum(packed_bytes(one, dtype) for one in parameters)
-    return Flat(name, first, last, whole, sum(one.elements for one in parameters if one.trained), reshard)
+    trained = sum(one.elements for one in parameters if one.trained)
+    return Flat(name, first, last, whole, trained, reshard, parameters[0].name)
 
 
 def _kept(module: Module) -> tuple[int, int]:
@@ -275,16 +287,21 @@ class FlatHooks:
 def with_hooks(
     spans: tuple[Span, ...], units: tuple[Flat, ...], end: str, ranks: int, compute: str, mixed: bool, ahead: bool
 ) -> tuple[Span, ...]:
-    """``spans`` with the hooks of ``units``; the model's own modules end with the one called ``end``."""
+    """``spans`` with the hooks of ``units``; the model's own modules end with the one called ``end``. Gradients of a
+    layer that no unit has stay as they are."""
     modules = [(span.module, name) for span in spans for name in span.names]
     known: list[Ids] = []
     ends: list[list[Drop]] = [[] for _ in units]
+    whole: list[bool] = []
     shared = 0
-    for place, (module, _) in enumerate(modules):
+    for place, (module, name) in enumerate(modules):
         owner = max(
             at for at, unit in enumerate(units) if unit.first <= place <= unit.last and (unit.trained or not at)
         )
-        holds, alone = left_gradients(module), bool(owner)
+        alone = bool(owner)
+        holds = left_gradients(module)
+        whole.append(bool(holds) and not alone and name.startswith("layer."))
+        holds = () if whole[-1] else holds
         ids = [Scope.KEPT.id(at) if alone else Scope.GRADIENTS.id(shared + at) for at in range(len(holds))]
         shared += 0 if alone else len(holds)
         known.append(tuple((hold.tensor, id) for hold, id in zip(holds, ids, strict=True)))
@@ -297,9 +314,9 @@ def with_hooks(
         hooks = FlatHooks(units, ranks, compute, mixed, ends, appears, ahead)
         return pass_through(hooks, len(modules), last, lowest)
 
-    both = zip(modules, known, passed(True), passed(False), strict=True)
+    both = zip(modules, known, passed(True), passed(False), whole, strict=True)
     return tuple(
-        Span(hooked(module, ids, (one, two), (False, False)), (name,)) for (module, name), ids, one, two in both
+        Span(hooked(module, ids, (one, two), (False, adds)), (name,)) for (module, name), ids, one, two, adds in both
     )
 
 
@@ -311,21 +328,29 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     precision = plan.precision.model_copy(update={"gradients": compute, "parameters": compute})
     if not plan.precision.autocast:
         precision = precision.model_copy(update={"parameters": None})
+    ignored = ignores_adapters(plan)
     lora = (
         plan.lora
-        if plan.lora.rank is None or not plan.precision.autocast
+        if plan.lora.rank is None or not plan.precision.autocast or ignored
         else plan.lora.model_copy(update={"dtype": compute})
     )
     inner = plan.model_copy(update={"framework": "single", "precision": precision, "lora": lora})
     (single,) = plain.programs(inner, with_seams(options))
     reentrant = bool(plan.recompute.reentrant)
-    units = units_of(single.spans, compute, given.reshard_after_forward, reentrant)
+    units = units_of(single.spans, compute, given.reshard_after_forward, reentrant, ignored)
     names = [name for span in single.spans for name in span.names]
     trained = plan.lora.dtype if plan.lora.rank is not None and not plan.precision.autocast else shards
     assert trained is not None
     spans = with_hooks(single.spans, units, names[-1], plan.layout.dp, compute, plan.precision.autocast, not reentrant)
     tensors = tuple(one for span in single.spans for _ in span.names for one in span.module.parameters)
-    pieces = tuple(piece(one, plan.layout.dp, trained) for one in tensors if one.trained)
+    ranks = 1 if ignored else plan.layout.dp
+    flats = tuple(sorted({unit.holder: unit for unit in units if not is_adapter(unit.holder)}.items()))
+    states = flat_states(plan.optimizer, plan.layout.dp, ranks, flats, trained)
+    pieces = tuple(
+        piece(one, ranks, trained) if is_adapter(one.name) else flat_piece(dict(flats)[one.name], ranks, trained)
+        for one in tensors
+        if one.trained and (is_adapter(one.name) or one.name in dict(flats))
+    )
     extra = [*inputs(plain.layer_shape(plan), 0), *buffers(plan, 0)]
     if is_tuned(plan):
         extra += shared_table(plan)
@@ -337,7 +362,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             ranks=tuple(range(plan.layout.dp)),
             entries=tuple(name for name in names if name not in plain.EDGES),
             order=one_chunk(spans, plan.microbatches),
-            states=flat_states(plan.optimizer, plan.layout.dp, compute, trained),
+            states=states,
             extra=tuple(extra),
             step=Stretch(drop_all(step_temporaries(plan.optimizer, pieces, trained), 1)),
             evaluated=trainer.kept_logits(plan, plain.layer_shape(plan)),
@@ -363,20 +388,41 @@ def piece(parameter: Parameter, ranks: int, dtype: str) -> Parameter:
     return Parameter(parameter.name, (-(-parameter.elements // ranks),), dtype)
 
 
+def flat_piece(unit: Flat, ranks: int, dtype: str) -> Parameter:
+    """Of a trained unit's flat parameter."""
+    return Parameter(unit.holder, (-(-unit.trained // ranks),), dtype)
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith(ADAPTERS)
+
+
 @lru_cache(maxsize=64)
-def flat_states(optimizer: Optimizer, ranks: int, dtype: str, trained: str) -> tuple[State, ...]:
-    """Shards, what 4-bit weights keep beside them, whole, and the optimizer's states on shards."""
+def flat_states(
+    optimizer: Optimizer, ranks: int, of_adapters: int, flats: tuple[tuple[str, Flat], ...], trained: str
+) -> tuple[State, ...]:
+    """Shards, what 4-bit weights keep beside them, whole, and the optimizer's states on shards. A unit's are one
+    tensor, which its first parameter stands for (``flats``); ``of_adapters`` ranks share an adapter's weight."""
+    units = dict(flats)
+
+    def held(parameter: Parameter) -> Parameter | None:
+        """What is trained of it."""
+        if is_adapter(parameter.name):
+            return piece(parameter, of_adapters, trained)
+        unit = units.get(parameter.name)
+        return flat_piece(unit, ranks, trained) if unit is not None and unit.trained else None
 
     def sharded(parameter: Parameter) -> int:
-        if parameter.trained:
-            return piece(parameter, ranks, trained).bytes(trained)
-        return rounded(-(-packed_bytes(parameter, dtype) // ranks))
+        if (one := held(parameter)) is not None:
+            return one.bytes(trained)
+        return rounded(-(-units[parameter.name].whole // ranks)) if parameter.name in units else 0
 
     def of(state: State) -> State:
         def size(parameter: Parameter) -> int:
-            return state.size(piece(parameter, ranks, trained)) if parameter.trained else 0
+            one = held(parameter)
+            return state.size(one) if one is not None else 0
 
         return State(state.name, state.category, size)
 
     own = optimizer_states(optimizer, trained, embeddings_32bit=optimizer.embeddings_32bit)
-    return (State("parameter", Category.PARAMETERS, sharded), *stored(dtype)[1:], *map(of, own))
+    return (State("parameter", Category.PARAMETERS, sharded), *stored(trained)[1:], *map(of, own))

@@ -35,7 +35,7 @@ class Fsdp(Framework):
         shards_as_zero={3: "fsdp shards so without a stage of ZeRO (beside tp or pp with --fsdp-code torchtitan)"},
         sequence_parallel=True,
         tp_divides=("heads", "kv_heads", "ffn", "vocab"),
-        sections=("fsdp", "lora", "quantisation", "trainer"),
+        sections=("fsdp", "lora", "quantisation", "kernels", "trainer"),
         pipeline=("schedule", "partition"),
         optimizers=("sgd", "adam", "adamw"),
         optimizers_refused={
@@ -48,7 +48,7 @@ class Fsdp(Framework):
         implementations=("foreach", "for-loop", "fused"),
         implementations_refused={("sgd", "fused"): "PyTorch's fused SGD takes no DTensor"},
         optimizer_fields=frozenset({"momentum", "weight_decay"}),
-        losses=("plain", "vocab-parallel"),
+        losses=("plain", "vocab-parallel", "liger", "liger-cross-entropy", "unsloth"),
         last_logits=False,
         code_2020=False,
     )
@@ -172,10 +172,16 @@ class Fsdp(Framework):
 
 def _check_version_2(plan: ResolvedPlan) -> None:
     """What is modelled under FSDP1 alone."""
-    for name in ("trainer",):
+    for name in ("kernels", "trainer"):
         for field, value in getattr(plan, name).changed():
             problem = "must be left out with framework fsdp, but for FSDP1 (--fsdp-version 1)"
             raise PlanError(f"{name}.{field}", value, problem)
+    if plan.quantisation.kind == "gptq":
+        problem = "must be nf4 or fp4 with framework fsdp, but for FSDP1 (--fsdp-version 1)"
+        raise PlanError("quantisation.kind", "gptq", problem)
+    if plan.loss.kind not in ("plain", "vocab-parallel"):
+        problem = "must be plain or vocab-parallel with framework fsdp, but for FSDP1 (--fsdp-version 1)"
+        raise PlanError("loss.kind", plan.loss.kind, problem)
     problem = "must be false with framework fsdp, but for FSDP1 (--fsdp-version 1)"
     if plan.precision.autocast:
         raise PlanError("precision.autocast", True, problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...families import family
 from ...layers.huggingface import LayerShape
 from ...layers.module import hold_bytes
+from ...plan.releases import release
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Hold, rounded
 
@@ -38,9 +39,9 @@ def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:
         return result
     if spec.positions == "rotary":
         pairs = (spec.rotary_features // 2,)
-        result += [
-            Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in ("inv_freq", "original_inv_freq")
-        ]
+        older = release(plan, "transformers") < family(spec.family).as_llama_since
+        names = ["inv_freq"] * spec.layers if older else ["inv_freq", "original_inv_freq"]
+        result += [Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in names]
     if spec.embedding_scale:
         result.append(Hold(0, rounded(4), kept, "embedding_scale", (), "fp32"))
     if spec.token_types:

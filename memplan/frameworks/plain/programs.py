@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TypeGuard
 
-from ...device.gpus import GPUS
+from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...families import family
 from ...layers import ends, fused_losses, ops
 from ...layers.autograd import Accumulate, Recorder, Shape, Tensor
@@ -21,6 +21,7 @@ from ...layers.edges import arrive, depart, with_waiting_gradient
 from ...layers.ends import Embedding
 from ...layers.fused_losses import PLAIN, HeadLoss
 from ...layers.huggingface import Layer, LayerShape, Shared
+from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_swiglu
 from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
 from ...layers.recompute import recomputed, recomputed_reentrant
 from ...optimizers.bitsandbytes import quantisation_maps
@@ -57,7 +58,7 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
     dtype, table = shape.dtype, (1, s, spec.rotary_features)
     mask = FULL_MASK if FULL_MASK in ended else MASK
     known = family(spec.family)
-    tables = rotary and not known.tables_in_layers
+    tables = rotary and not known.tables_in_layers and not shape.older
 
     def outside(shape: Shape, dtype: str, id: int) -> Tensor:
         return r.outside(shape, dtype, id=id, drops=id in ended and r.grad_enabled)
@@ -270,7 +271,24 @@ def recipe_options(plan: ResolvedPlan, options: Options) -> Options:
         parameters=shape.dtype if autocast else None,
         converts_outputs=trainer.converts_outputs(plan),
         tuning=tuning_of(plan),
+        kernels=kernels_of(plan),
     )
+
+
+def kernels_of(plan: ResolvedPlan) -> Kernels | None:
+    """What the plan's pieces are in the recipes; ``None`` where all are eager."""
+    given = plan.kernels
+    processors = MULTIPROCESSORS.get(plan.hardware.gpu or "", LIKELY_PROCESSORS)
+    made = Kernels(
+        norm={"liger": RmsNorm(processors), "unsloth": RmsNorm()}.get(given.norm or ""),
+        rope={"liger": LIGER_ROPE, "unsloth": UNSLOTH_ROPE}.get(given.rope or ""),
+        gated={"liger": liger_swiglu}.get(given.mlp or ""),
+    )
+    return None if made == Kernels() else made
+
+
+LIKELY_PROCESSORS = 132
+"""Multiprocessors of a GPU that nobody named: an H100's."""
 
 
 def check(plan: ResolvedPlan) -> None:

@@ -11,13 +11,14 @@ from functools import lru_cache
 
 from ...families import family
 from ...layers.autograd import ITEMSIZE
+from ...layers.gptq import Gptq
 from ...layers.module import Parameter, hold_bytes
-from ...layers.tuning import CODE, NESTED_BLOCK, NESTED_CODE, Adapters, FourBit, Tuning
+from ...layers.tuning import NESTED_CODE, Adapters, FourBit, Packed, Tuning
 from ...optimizers.states import EMBEDDINGS, State, optimizer_states
 from ...plan.errors import PlanError
 from ...plan.lora import adapted
 from ...plan.plan import Optimizer
-from ...plan.releases import CODE_COPIED, casts_back, release
+from ...plan.releases import CODE_COPIED, GPTQ_CASTS, casts_back, release
 from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import is_tuned
 from ...tape.events import Category, Hold, rounded
@@ -38,10 +39,12 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
     if lora.rank is not None:
         assert lora.dtype is not None
         adapters = Adapters(lora.rank, adapted(plan), lora.dropout, lora.dtype)
-    four_bit = None
-    if quantisation.kind != "none":
+    four_bit: Packed | None = None
+    if quantisation.kind == "gptq":
+        four_bit = Gptq("fp16", quantisation.group, release(plan, "peft") >= GPTQ_CASTS)
+    elif quantisation.kind != "none":
         copies = release(plan, "bitsandbytes") >= CODE_COPIED
-        four_bit = FourBit(quantisation.double, plan.precision.dtype, copies)
+        four_bit = FourBit(plan.precision.dtype, quantisation.double, copies)
     prepared = quantisation.prepared
     linear = {f"{name}.{one}" for name in family(plan.model.family).linear_layers for one in ("weight", "bias")}
     return Tuning(
@@ -51,6 +54,7 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
         else frozenset(),
         adapters=adapters,
         four_bit=four_bit,
+        fused=plan.kernels.lora == "unsloth",
         compute=quantisation.compute or plan.precision.dtype,
         input_requires_grad=plan.recompute.mode == "full",
         fp32=prepared,
@@ -117,39 +121,24 @@ def packed(parameter: Parameter, dtype: str) -> Parameter:
 
 @lru_cache(maxsize=64)
 def stored(dtype: str) -> tuple[State, ...]:
-    """A parameter in its own dtype, or packed to 4 bits with its ``quant_state``."""
+    """A parameter in its own dtype, or packed to 4 bits with what belongs to it."""
 
     def plain(parameter: Parameter) -> int:
         if parameter.four_bit is not None:
-            return rounded(-(-parameter.elements // 2))
+            return rounded(parameter.four_bit.packed_bytes(parameter.shape))
         return parameter.bytes(parameter.dtype or dtype)
 
-    def scales(parameter: Parameter) -> int:
-        four_bit = parameter.four_bit
-        if four_bit is None:
-            return 0
-        return hold_bytes((four_bit.blocks(parameter.elements),), "uint8" if four_bit.double else "fp32")
+    def beside(name: str) -> State:
+        def size(parameter: Parameter) -> int:
+            return parameter.four_bit.beside(parameter.shape).get(name, 0) if parameter.four_bit is not None else 0
 
-    def nested_scales(parameter: Parameter) -> int:
-        four_bit = parameter.four_bit
-        if four_bit is None or not four_bit.double:
-            return 0
-        return hold_bytes((-(-four_bit.blocks(parameter.elements) // NESTED_BLOCK),), "fp32")
+        return State(name, Category.PARAMETERS, size)
 
-    def nested_code(parameter: Parameter) -> int:
-        four_bit = parameter.four_bit
-        return hold_bytes((NESTED_CODE,), "fp32") if four_bit is not None and four_bit.copies_code else 0
+    return (State("parameter", Category.PARAMETERS, plain), *map(beside, BESIDE))
 
-    kept = Category.PARAMETERS
-    code = hold_bytes((CODE,), "fp32")
-    return (
-        State("parameter", kept, plain),
-        State("absmax", kept, scales),
-        State("code", kept, lambda parameter: code if parameter.four_bit is not None else 0),
-        State("nested_absmax", kept, nested_scales),
-        State("nested_code", kept, nested_code),
-        State("offset", kept, lambda p: rounded(4) if p.four_bit is not None and p.four_bit.double else 0),
-    )
+
+BESIDE = ("absmax", "code", "nested_absmax", "nested_code", "offset", "scales", "g_idx")
+"""What libraries keep beside a packed weight."""
 
 
 @lru_cache(maxsize=64)

@@ -121,6 +121,17 @@ def test_what_is_assumed_is_said(arguments: dict[str, object], code: str, tmp_pa
     assert code in {note.code for note in launch(tmp_path, arguments, model="gpt2").notes}
 
 
+def test_ligers_pieces_are_read_as_transformers_passes_them(tmp_path: Path) -> None:
+    """``liger_kernel_config``: keywords of ``apply_liger_kernel``, all others as Liger has them."""
+    config = {"swiglu": False, "fused_linear_cross_entropy": False, "cross_entropy": True}
+    arguments = {"use_liger_kernel": True, "liger_kernel_config": config, "dtype": "bfloat16"}
+    read = plan(tmp_path, arguments, model="llama-3-8b")
+    given = read.kernels
+    assert (given.norm, given.rope, given.mlp, read.loss.kind) == ("liger", "liger", "eager", "liger-cross-entropy")
+    whole = plan(tmp_path, {"use_liger_kernel": True, "dtype": "bfloat16"}, model="llama-3-8b")
+    assert (whole.kernels.mlp, whole.loss.kind) == ("liger", "liger")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -136,7 +147,11 @@ def test_what_is_assumed_is_said(arguments: dict[str, object], code: str, tmp_pa
         ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "TRANSFORMER_BASED_WRAP"),
         ({"bf16": True, "fp16": True}, "one autocast"),
         ({"bf16": "yes"}, "true or false"),
-        ({"use_liger_kernel": True}, "--loss liger"),
+        (
+            {"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
+            "must be false unless fused_linear_cross_entropy is",
+        ),
+        ({"use_liger_kernel": True, "liger_kernel_config": {"layer_norm": True}}, "layer_norm = true: is not modelled"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
         ({"attn_implementation": "flex_attention"}, "attention = flex_attention: is not modelled"),
         ({"dtype": "int8", "bf16": True}, "float16 or auto"),
