@@ -366,7 +366,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             extra=tuple(extra),
             step=Stretch(drop_all(step_temporaries(plan.optimizer, pieces, trained), 1)),
             evaluated=trainer.kept_logits(plan, plain.layer_shape(plan)),
-            saving=_saved(units_of(single.spans, shards, True, False), trained, plan.layout.dp),
+            saving=_saved(units_of(single.spans, shards, True, False, ignored), trained, plan.layout.dp),
             late_states=True,
             elements=sum(-(-one.elements // plan.layout.dp) for one in tensors),
         ),
