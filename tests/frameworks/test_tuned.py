@@ -102,7 +102,7 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
         ({"model": "llama-3-8b", "lora_rank": 8, "freeze_layers": 1}, "freezes the whole model"),
         (
             {"model": "gpt2", "lora_rank": 8, "framework": "megatron", "attention": "flash"},
-            "single, ddp, device-map and fsdp",
+            "single, ddp, device-map, deepspeed and fsdp",
         ),
         ({"model": "llama-3-8b", "lora_rank": 8, "framework": "megatron", "attention": "flash"}, "fsdp"),
         ({"model": "llama-3-8b", "freeze_layers": 4}, "at most the 3 layers"),

@@ -247,6 +247,10 @@ def device_map() -> Iterator[str]:
 
 
 def fsdp() -> Iterator[str]:
+    for zero in range(4):
+        yield f"--model llama-3-8b --layers 4 --seq 1024 --framework deepspeed --gpus 8 --zero {zero} --lora-rank 16"
+    job = "--model llama-3-8b --layers 4 --seq 1024 --framework deepspeed --gpus 8 --zero 3 --lora-rank 16"
+    yield f"{job} --quantisation nf4 --recompute full"
     job = "--model llama-3-8b --layers 4 --seq 1024 --framework fsdp --gpus 8"
     yield f"{job} --lora-rank 16 --recompute full"
     yield f"{job} --lora-rank 16 --quantisation nf4 --fsdp-reduce bf16 --gbs 16"

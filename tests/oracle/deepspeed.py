@@ -92,6 +92,10 @@ SMALL_3 = {
 }
 
 
+EVERY_LINEAR = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+RANK = 4
+"""Of adapters."""
+
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
@@ -113,6 +117,8 @@ class Case:
     """``grad_accum_dtype``."""
     optimizer: str = "adamw"
     """One of ``OPTIMIZERS``."""
+    lora: str = ""
+    """Linear layers with peft's adapters, by their names."""
 
 
 CASES: dict[str, Case] = {
@@ -160,6 +166,14 @@ CASES: dict[str, Case] = {
     "z3-lion8bit": Case(3, zero=SMALL_3, optimizer="lion8bit"),
     "z0": Case(0),
     "z0-fused": Case(0, fused=True),
+    "z3-adapters": Case(3, zero=SMALL_3, lora="q_proj,v_proj"),
+    "z3-adapters-all": Case(3, 4, zero=SMALL_3, microbatches=2, lora=EVERY_LINEAR),
+    "z3-adapters-recompute": Case(3, zero=SMALL_3, recompute=True, lora="q_proj,v_proj"),
+    "z3-adapters-default": Case(3, recompute=True, lora=EVERY_LINEAR),
+    "z2-adapters": Case(2, zero=SMALL, lora=EVERY_LINEAR),
+    "z2-adapters-recompute": Case(2, zero=SMALL, microbatches=2, recompute=True, lora="q_proj,v_proj"),
+    "z1-adapters": Case(1, zero=SMALL, lora="q_proj,v_proj"),
+    "z0-adapters": Case(0, lora="q_proj,v_proj"),
 }
 
 
@@ -282,11 +296,14 @@ def run_rank(case: Case) -> dict[str, Any]:
         model = auto.from_config(config, dtype=dtype, attn_implementation="eager").train()
         if case.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if case.lora:
+            peft: Any = import_module("peft")
+            model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=case.lora.split(",")))
         for tensor in (*model.parameters(), *model.buffers()):
             follow.adopt(tensor, "state")
         ids = torch.randint(0, config.vocab_size, (2, 32))
-        parameters: Any = list(model.parameters())
-        shapes = [list(parameter.shape) for parameter in parameters]
+        parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        shapes = [list(parameter.shape) for parameter in model.parameters()]
         if case.groups == "decay":
             parameters = [
                 {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},

@@ -42,6 +42,7 @@ SPACES: dict[str, tuple[dict[str, str], float]] = {
     "deepspeed, GPT-2": ({**GPT2, **DEEPSPEED, "dtype": "fp16", "gpus": "8"}, 0.7),
     "deepspeed, fp32 sums": ({**LLAMA, **DEEPSPEED, "grad-accum-dtype": "fp32"}, 0.6),
     "deepspeed, small buckets": ({**LLAMA, **DEEPSPEED, "reduce-bucket-size": "100000", "overlap-comm": "true"}, 0.7),
+    "deepspeed, adapters": ({**LLAMA, **DEEPSPEED, "lora-rank": "8"}, 0.6),
     "fsdp": ({**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "48"}, 0.8),
     "fsdp, GPT-2": ({**GPT2, "framework": "fsdp", "gpus": "8", "gbs": "48"}, 0.8),
     "fsdp, one rank": ({**LLAMA, "framework": "fsdp", "gpus": "1", "gbs": "12"}, 0.7),

@@ -15,6 +15,7 @@ from ...plan.framework_sections import Deepspeed
 from ...plan.plan import Optimizer
 from ...plan.resolved import ResolvedPlan
 from ..plain.programs import check_flash, check_release
+from ..plain.tuned import check_tuned
 
 
 class Zero(Deepspeed):
@@ -50,6 +51,14 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
         raise PlanError("model.family", plan.model.family, f"has no table of hooks; {others} have")
     if plan.flash:
         check_flash(plan)
+    check_tuned(plan)
+    if plan.quantisation.prepared:
+        problem = "must be false with framework deepspeed: its engine casts what peft has cast to fp32 back"
+        raise PlanError("quantisation.prepared", True, problem)
+    storage, compute = plan.quantisation.storage, plan.precision.dtype
+    if zero.stage == 3 and storage not in (None, compute):
+        problem = f"must be {compute} at stage 3, which gathers parameters in the dtype of training"
+        raise PlanError("quantisation.storage", storage, problem)
     if plan.recompute.mode == "full":
         check_recompute(plan.model)
     if known.no_zero3 and zero.stage == 3:

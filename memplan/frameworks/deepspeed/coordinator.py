@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import field
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...values import dataclass
 from .config import Zero
@@ -32,6 +32,7 @@ class Sharded(NamedTuple):
     id: int
     elements: int
     persists: bool
+    trained: bool = True
 
 
 class Step(NamedTuple):
@@ -50,6 +51,12 @@ class Change(NamedTuple):
     elements: int
     what: str
     """``gather``: of one parameter; ``gather_flat``: of several; ``gathered``: a copy out of a flat one."""
+
+
+NO_MODULE = -1
+"""Of a step of a module without parameters."""
+
+Pass = Literal["forward", "recompute", "backward"]
 
 
 class Status(Enum):
@@ -98,6 +105,11 @@ class Coordinator:
     """Steps that each parameter is wanted for."""
     passed: list[int] = field(default_factory=list)
     """Elements of all steps before each."""
+    backwards: dict[int, None] = field(default_factory=dict)
+    """Modules that are in backward, the latest one last."""
+    recomputed: dict[int, set[int]] = field(default_factory=dict)
+    """Frozen parameters that were fetched to recompute, by the module whose backward asked for that: they are released
+    with it (``ds_recompute_parameters``)."""
 
     def __post_init__(self) -> None:
         self.status = [Status.WHOLE if p.persists else Status.PARTITIONED for p in self.parameters]
@@ -111,11 +123,18 @@ class Coordinator:
 
     # -- before and behind a module ---------------------------------------------------------------
 
-    def fetch(self) -> list[Change]:
+    def fetch(self, during: Pass = "forward") -> list[Change]:
         """Before the next step's module."""
         step = self.steps[self.at]
         wanted = sorted(set(step.parameters))
-        changes = self._gather([id for id in wanted if self.status[id] is Status.PARTITIONED])
+        changes: list[Change] = []
+        if during == "backward":
+            changes += self._released(self.recomputed.pop(NO_MODULE, set()), NO_MODULE)
+            self.backwards[step.module] = self.backwards.pop(step.module, None)
+        elif during == "recompute" and self.backwards:
+            frozen = {id for id in wanted if not self.parameters[id].trained and not self.parameters[id].persists}
+            self.recomputed.setdefault(next(reversed(self.backwards)), set()).update(frozen)
+        changes += self._gather([id for id in wanted if self.status[id] is Status.PARTITIONED])
         for id in wanted:
             self.active.setdefault(id, set()).add(step.module)
             changes += self._wait(id)
@@ -130,21 +149,28 @@ class Coordinator:
         self.at += 1
         return changes
 
-    def release(self, step: Step) -> list[Change]:
+    def release(self, step: Step, during: Pass = "forward") -> list[Change]:
         """Behind the module of ``step``."""
         going = self._to_release(step)
-        changes: list[Change] = []
-        for id in sorted(set(step.parameters)):
+        if during == "backward":
+            self.backwards.pop(step.module, None)
+            going |= self.recomputed.pop(step.module, set())
+        for id in step.parameters:
             self.active.get(id, set()).discard(step.module)
-            if id in going:
-                changes += self._end(id)
+        return self._released(going, step.module)
+
+    def _released(self, going: set[int], module: int) -> list[Change]:
+        changes: list[Change] = []
+        for id in sorted(going):
+            self.active.get(id, set()).discard(module)
+            changes += self._end(id)
         return changes
 
     def leftovers(self, steps: Iterable[Step]) -> list[Change]:
         """Behind backward: modules whose input needs no gradient have no hook (``release_backward_leftovers``)."""
         changes: list[Change] = []
         for step in reversed(tuple(steps)):
-            for id in sorted(set(step.parameters)):
+            for id in sorted({*step.parameters, *self.recomputed.pop(step.module, set())}):
                 self.active.get(id, set()).discard(step.module)
                 if not self.parameters[id].persists:
                     changes += self._end(id)

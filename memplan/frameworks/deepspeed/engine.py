@@ -23,6 +23,7 @@ from functools import lru_cache
 from ...families import family
 from ...layers.huggingface import LayerShape
 from ...layers.module import Module, Options
+from ...layers.tuning import Tuning
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.plan import Optimizer
 from ...plan.resolved import ResolvedPlan
@@ -34,6 +35,7 @@ from ..plain import hooked
 from ..plain.buffers import buffers, inputs
 from ..plain.hooked import Model
 from ..plain.programs import layer_shape
+from ..plain.tuned import shared_table, stored, tuning_of
 from . import states as zero_states
 from . import step as zero_step
 from .buckets import ReducingBucket, ScatteringBucket
@@ -53,6 +55,12 @@ class Setting:
     optimizer: Optimizer
     recompute: bool
     microbatches: int
+    tuning: Tuning | None = None
+
+    @property
+    def options(self) -> Options:
+        """Of recipes of which only parameters count."""
+        return Options(tuning=self.tuning)
 
     @property
     def accumulates(self) -> str:
@@ -71,7 +79,16 @@ def setting_of(plan: ResolvedPlan, zero: Zero) -> Setting:
     shape = layer_shape(plan)
     microbatches = plan.batch.gbs // (shape.b * plan.layout.dp)
     recompute = plan.recompute.mode == "full"
-    return Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, recompute, microbatches)
+    return Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, recompute, microbatches, cast_tuning(plan))
+
+
+def cast_tuning(plan: ResolvedPlan) -> Tuning | None:
+    """What is trained. The engine casts all floating-point parameters, adapters too, to the dtype of training
+    (``engine.py``, ``_cast_module_mixed_precision``)."""
+    if plan.lora.rank is None:
+        return None
+    lora = plan.lora.model_copy(update={"dtype": plan.precision.dtype})
+    return tuning_of(plan.model_copy(update={"lora": lora}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +127,13 @@ def _of_candidates(plan: ResolvedPlan, options: Options, zero: Zero, rank: int |
     check(plan, zero)
     shape, setting = layer_shape(plan), setting_of(plan, zero)
     options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
-    beside = (*inputs(shape, 0), *buffers(plan, 0), *quantisation_maps(plan.optimizer))
+    options = replace(options, tuning=setting.tuning)
+    beside = (
+        *inputs(shape, 0),
+        *buffers(plan, 0),
+        *quantisation_maps(plan.optimizer),
+        *scales_of(setting, shape, plan),
+    )
     building = _initialisation(setting, shape, plan)
     numbers = _candidates(setting, shape, plan) if rank is None else [rank]
     ranks = {number: _rank(setting, shape, plan.model.layers, options, number) for number in numbers}
@@ -122,7 +145,7 @@ def _initialisation(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> 
     zero = setting.zero
     if zero.stage not in (1, 2) or setting.bf16_wrapper or zero.offload_optimizer != "none":
         return None
-    model = model_of(shape, plan.model.layers, Options(), zero.stage, setting.recompute)
+    model = model_of(shape, plan.model.layers, setting.options, zero.stage, setting.recompute)
     besides = sum(hold.bytes for hold in buffers(plan, 0))
     return zero_states.initialisation_peak(model, groups_of(setting, model), besides, plan.hardware.capacity)
 
@@ -144,7 +167,7 @@ def host_bytes(plan: ResolvedPlan, zero: Zero) -> tuple[int, int]:
     """Bytes of host memory (pinned or not) and of NVMe that one rank takes."""
     check(plan, zero)
     shape, setting = layer_shape(plan), setting_of(plan, zero)
-    model = model_of(shape, plan.model.layers, Options(), zero.stage, False)
+    model = model_of(shape, plan.model.layers, setting.options, zero.stage, False)
     placed = placed_of(setting, model, groups_of(setting, model))
     return placed.on("host"), placed.on("nvme")
 
@@ -165,7 +188,7 @@ def _candidates(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> list
     """Ranks of which one needs most: at stages 1 and 2 what a rank keeps, and from when on, differ."""
     if setting.zero.stage not in (1, 2):
         return [0]
-    model = model_of(shape, plan.model.layers, Options(), setting.zero.stage, setting.recompute)
+    model = model_of(shape, plan.model.layers, setting.options, setting.zero.stage, setting.recompute)
     return foremost(touched(groups_of(setting, model), setting.dp))
 
 
@@ -262,9 +285,20 @@ def step_of(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -
 
 def parameters_of(plan: ResolvedPlan) -> Model:
     """The model's parameters, as the engine registers them."""
-    return _parameters(layer_shape(plan), plan.model.layers, plan.layout.zero)
+    return _parameters(layer_shape(plan), plan.model.layers, plan.layout.zero, cast_tuning(plan))
 
 
 @lru_cache(maxsize=32)
-def _parameters(shape: LayerShape, layers: int, stage: int) -> Model:
-    return model_of(shape, layers, Options(), stage, False)
+def _parameters(shape: LayerShape, layers: int, stage: int, tuning: Tuning | None) -> Model:
+    return model_of(shape, layers, Options(tuning=tuning), stage, False)
+
+
+def scales_of(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> tuple[Hold, ...]:
+    """What 4-bit weights keep beside them, which no stage of ZeRO cuts."""
+    if plan.quantisation.kind == "none":
+        return ()
+    model = model_of(shape, plan.model.layers, setting.options, setting.zero.stage, False)
+    beside = stored(setting.dtype)[1:]
+    quantised = [one for instance in model.instances for one in instance.hooked.module.parameters if one.four_bit]
+    held = (state.hold(one, 0) for one in quantised for state in beside)
+    return (*shared_table(plan), *filter(None, held))

@@ -32,7 +32,7 @@ class Deepspeed(Framework):
         mixtures=(),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),
-        sections=("deepspeed",),
+        sections=("deepspeed", "lora", "quantisation"),
         optimizers=("sgd", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit"),
         optimizers_refused={
             "muon": "DeepSpeed's own Muon takes whole matrices out of ZeRO's buckets, which is not modelled"

@@ -16,7 +16,7 @@ from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape,
 from ...values import dataclass
 from ..plain.hooked import NO_PARAMETERS, TIED, Model
 from .config import Zero
-from .coordinator import Change, Coordinator, Sharded, Step
+from .coordinator import NO_MODULE, Change, Coordinator, Pass, Sharded, Step
 
 Role = Literal["first", "steady", "evaluation"]
 """Gradients appear, or are added to those that do; or there is no graph."""
@@ -111,13 +111,15 @@ def sharded(model: Model, zero: Zero) -> tuple[Sharded, ...]:
         n = parameter.elements
         persists = n <= zero.stage3_param_persistence_threshold and total + n <= zero.stage3_model_persistence_threshold
         total += n if persists else 0
-        result.append(Sharded(id, n, persists))
+        result.append(Sharded(id, n, persists, parameter.trained))
     return tuple(result)
 
 
 BEFORE = (Hook.BEFORE_FORWARD, Hook.BEFORE_BACKWARD)
 
-EMPTY = Step(-1, ())
+BACKWARD = (Hook.BEFORE_BACKWARD, Hook.AFTER_BACKWARD)
+
+EMPTY = Step(NO_MODULE, ())
 """A submodule without parameters."""
 
 
@@ -160,7 +162,7 @@ class _Hooks:
         def events(seam: Seam) -> Sequence[Event]:
             if seam.hook is Hook.GRADIENT:
                 return self._gradient(at, seam, taken)
-            return self._hook(at, seam, self.coordinator) if self.coordinator is not None else ()
+            return self._hook(at, seam, self.coordinator, backward) if self.coordinator is not None else ()
 
         return insert(_tape(self.model, at, self.role, backward=backward), events, taken)
 
@@ -179,15 +181,16 @@ class _Hooks:
             for event in tape
         )
 
-    def _hook(self, at: int, seam: Seam, coordinator: Coordinator) -> Sequence[Event]:
+    def _hook(self, at: int, seam: Seam, coordinator: Coordinator, backward: bool) -> Sequence[Event]:
+        during: Pass = "backward" if seam.hook in BACKWARD else "recompute" if backward else "forward"
         if seam.name == NO_PARAMETERS:
-            return self._events(coordinator.fetch())
+            return self._events(coordinator.fetch(during))
         step = Step(*self.model.reads(at, seam.name))
         if seam.hook not in BEFORE:
-            return self._events(coordinator.release(step))
+            return self._events(coordinator.release(step, during))
         if seam.hook is Hook.BEFORE_BACKWARD and seam.name in self.model.instances[at].hooked.unhooked:
             self.unhooked.append(step)
-        return self._events(coordinator.fetch())
+        return self._events(coordinator.fetch(during))
 
     def _events(self, changes: Sequence[Change]) -> list[Event]:
         return [self._event(change) for change in changes]

@@ -41,11 +41,31 @@ OVERFLOW = "fp16's overflow check is read from DeepSpeed's source, not measured"
 NVME = "swapping to and from NVMe is read from DeepSpeed's source, not measured"
 
 
+def of_adapters(plan: ResolvedPlan) -> Iterator[str]:
+    """Of parameters that are not trained."""
+    dtype, partitioned = plan.precision.dtype, plan.layout.zero == 3
+    if plan.lora.rank is None:
+        return
+    frozen = "partitioned like the others, one by one" if partitioned else "whole on every rank"
+    yield (
+        f"the engine casts adapters to {dtype}; their main parameters, gradients and states alone are ZeRO's, and "
+        f"frozen parameters are {frozen}"
+    )
+    if partitioned:
+        yield "ZeRO-3's own linear function saves its input, though the weight is frozen (zero/linear.py)"
+    if plan.quantisation.kind != "none" and partitioned:
+        yield (
+            f"4-bit weights are stored in {dtype} (bnb_4bit_quant_storage) and partitioned; their scales are whole on "
+            "every rank; transformers loads such a model without zero.Init, whole on each GPU at first"
+        )
+
+
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     """What an estimate under DeepSpeed takes for granted."""
     result = list(ENGINE)
     if is_fused_adam(plan.optimizer) and plan.optimizer.implementation is None:
         result.append(OWN_ADAM)
+    result += of_adapters(plan)
     if plan.layout.zero in (1, 2):
         result.append(PARTITIONED)
     if plan.layout.zero == 3:

@@ -54,14 +54,14 @@ class _Bounds(LowerBounds):
         setting = engine.setting_of(plan, zero_of(plan))
         zero = setting.zero
         check(plan, zero)
-        model = _parameters(layer_shape(plan), plan.model.layers)
+        model = _parameters(layer_shape(plan), plan.model.layers, setting)
         parts = engine.groups_of(setting, model)
         rank, gradients = 0, 0
         if zero.stage in (1, 2):
             owned = touched(parts, setting.dp)
             rank = max(range(setting.dp), key=lambda one: (owned[one], one))
         if zero.stage < 2:
-            gradients = sum(model.bytes(id) for id in range(len(model.parameters)))
+            gradients = sum(map(model.bytes, model.trained))
             gradients += engine.bucket_bytes(setting) if zero.stage == 1 and not setting.bf16_wrapper else 0
         elif zero.stage == 2 and zero.offload_optimizer == "none":
             wide = setting.accumulates == "fp32" and setting.dtype != "fp32"
@@ -74,6 +74,7 @@ class _Bounds(LowerBounds):
         held = change(gradients, Category.GRADIENTS)
         static = sum(hold.bytes for hold in (*buffers(plan, 0), *quantisation_maps(plan.optimizer)))
         static += engine.placed_of(setting, model, parts).on("device")
+        static += sum(hold.bytes for hold in engine.scales_of(setting, layer_shape(plan), plan))
         return Kept(static, gradients, compose((held, fold(step.before), ended, fold(step.after))).peak)
 
     def passing(self, plan: ResolvedPlan, accumulates: bool) -> tuple[int, ...]:
@@ -85,7 +86,7 @@ class _Bounds(LowerBounds):
         zero = setting.zero
         shape = layer_shape(plan)
         stays = zero.stage < 2
-        model = engine.model_of(shape, plan.model.layers, Options(), zero.stage, setting.recompute)
+        model = engine.model_of(shape, plan.model.layers, setting.options, zero.stage, setting.recompute)
         tapes = [
             instance.hooked.module.first if stays else instance.hooked.module.steady for instance in model.instances
         ]
@@ -99,11 +100,11 @@ class _Bounds(LowerBounds):
         return peaks([*(one.forward_fold for one in tapes), *reversed(backward)], 2 * len(tapes) - last)
 
 
-def _parameters(shape: LayerShape, layers: int) -> Model:
+def _parameters(shape: LayerShape, layers: int, setting: engine.Setting) -> Model:
     """The model for its parameters, whatever the batch."""
-    return _model(replace(shape, b=1, s=2), layers)
+    return _model(replace(shape, b=1, s=2), layers, setting.options)
 
 
 @lru_cache(maxsize=32)
-def _model(shape: LayerShape, layers: int) -> Model:
-    return engine.model_of(shape, layers, Options(), 2, False)
+def _model(shape: LayerShape, layers: int, options: Options) -> Model:
+    return engine.model_of(shape, layers, options, 2, False)

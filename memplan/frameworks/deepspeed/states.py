@@ -104,7 +104,7 @@ def touched(parts: Sequence[Group], dp: int) -> list[int]:
 
 def groups(parameters: Sequence[Parameter], kind: str, dp: int, *, round_robin: bool = False) -> tuple[Group, ...]:
     """One group, or matrices (weight decay) and the rest; ids are places in ``parameters``."""
-    ids = range(len(parameters))
+    ids = [id for id, one in enumerate(parameters) if one.trained]
     if kind == "one":
         split = {"all": list(ids)}
     else:
@@ -200,9 +200,9 @@ def is_fused_adam(optimizer: Optimizer) -> bool:
 def replicated(model: Model, groups: Sequence[Group], optimizer: Optimizer, dtype: str) -> Placed:
     """Stage 0: flat groups without padding, with fp32 ones beside them; plain tensors for fp32, or with
     PyTorch's own optimizers (``unfused_optimizer.py``: an fp32 tensor for each)."""
-    holds: list[Hold] = []
+    holds = frozen(model, dtype)
     if dtype == "fp32" or not is_fused_adam(optimizer):
-        for parameter in model.parameters:
+        for parameter in map(model.parameters.__getitem__, model.trained):
             holds.append(flat(parameter.name, Category.PARAMETERS, parameter.elements, dtype))
             if dtype != "fp32":
                 holds.append(flat(f"{parameter.name}/main", Category.MAIN_PARAMETERS, parameter.elements, "fp32"))
@@ -216,6 +216,14 @@ def replicated(model: Model, groups: Sequence[Group], optimizer: Optimizer, dtyp
     return Placed(tuple(holds))
 
 
+def frozen(model: Model, dtype: str) -> list[Hold]:
+    """Parameters that are not trained stay as they are, one by one."""
+    return [
+        flat(one.name, Category.PARAMETERS, one.elements, dtype)
+        for one in map(model.parameters.__getitem__, model.frozen)
+    ]
+
+
 def partitioned(
     model: Model, groups: Sequence[Group], zero: Zero, optimizer: Optimizer, dtype: str, sums: int = 0
 ) -> Placed:
@@ -224,7 +232,7 @@ def partitioned(
     With the optimizer on the host: fp32 share, its gradient and its states, a 16-bit copy of the share, and a
     gradient as large as the largest parameter on either side; ``sums`` elements of gradients that accumulate there.
     """
-    device: list[Hold] = []
+    device = frozen(model, dtype)
     host: list[Hold] = []
     away = zero.offload_optimizer != "none"
     for group in groups:
@@ -238,7 +246,7 @@ def partitioned(
             kept.append(flat(f"{group.name}/parameters_of_share", Category.PARAMETERS, group.share, dtype))
         (host if away else device).extend(kept)
     if away:
-        largest = max(parameter.elements for parameter in model.parameters)
+        largest = max(model.parameters[id].elements for id in model.trained)
         device.append(flat("gradient_to_host", Category.COMMUNICATION_BUFFERS, largest, dtype))
         host.append(flat("gradient_from_device", Category.COMMUNICATION_BUFFERS, largest, dtype))
         if sums:
@@ -264,8 +272,10 @@ def sharded_states(
     host: list[Hold] = []
     nvme: list[Hold] = []
     shards = [shard(parameter.elements, dp) for parameter in model.parameters]
-    total = sum(shards)
+    total = sum(shards[id] for id in model.trained)
     kept = Category.PARAMETERS
+    alone = [flat("frozen_shard", kept, shards[id], dtype) for id in model.frozen]
+    (device if zero.offload_param == "none" else host if zero.offload_param == "cpu" else nvme).extend(alone)
     if zero.offload_param == "none":
         device.append(flat("parameter_shards", kept, total, dtype))
     else:

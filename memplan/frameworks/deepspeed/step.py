@@ -158,7 +158,7 @@ def with_sums(model: Model, groups: Sequence[Group], optimizer: Optimizer, dtype
     to a static one; at the last one that goes through a 16-bit copy to be averaged. Gradients end with the step."""
     ids = Ids()
     before: list[Event] = []
-    for parameter in model.parameters:
+    for parameter in map(model.parameters.__getitem__, model.trained):
         cast = ids.hold(f"{parameter.name}/grad_fp32", parameter.elements, "fp32", GRADIENT)
         before += [cast, *drops([cast])]
     for group in groups:
@@ -197,20 +197,21 @@ def unpartitioned(model: Model, groups: Sequence[Group], optimizer: Optimizer, d
     """Stage 0."""
     ids = Ids()
     before: list[Event] = []
-    for size in _allreduced([parameter.elements for parameter in model.parameters]):
+    trained = [model.parameters[id] for id in model.trained]
+    for size in _allreduced([model.parameters[id].elements for id in model.trained]):
         hold = ids.hold("allreduce_flat", size, dtype, COMMUNICATION)
         before += [hold, *drops([hold])]
     if dtype == "fp32":
-        return Step((*before, *_updated(ids, optimizer, model.parameters)), ())
+        return Step((*before, *_updated(ids, optimizer, trained)), ())
     casts = {
         id: ids.hold(f"{parameter.name}/grad_fp32", parameter.elements, "fp32", GRADIENT)
-        for id, parameter in enumerate(model.parameters)
+        for id, parameter in zip(model.trained, trained, strict=True)
     }
     if not zero_states.is_fused_adam(optimizer):
         for cast in casts.values():
             before += [cast, *drops([cast])]  # the overflow check, one at a time
         held = list(casts.values())
-        return Step((*before, *held, *_updated(ids, optimizer, model.parameters), *drops(held)), ())
+        return Step((*before, *held, *_updated(ids, optimizer, trained), *drops(held)), ())
     flats: list[Hold] = []
     for group in groups:
         flat = ids.hold(f"{group.name}/flat_gradients_fp32", sum(group.sizes), "fp32", GRADIENT)

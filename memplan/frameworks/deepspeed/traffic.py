@@ -77,7 +77,7 @@ def gathering(model: Model, inserted: Inserted) -> Gathering:
     copied = sum(
         event.shape[0] for tape in tapes for event in tape if isinstance(event, Hold) and event.name == "gathered"
     )
-    reduced = sum(parameter.elements for parameter in model.parameters) * size
+    reduced = sum(model.parameters[id].elements for id in model.trained) * size
     return Gathering(_most(tapes), forward, backward, copied * size, reduced)
 
 

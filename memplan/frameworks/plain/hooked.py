@@ -21,6 +21,7 @@ from ...layers.autograd import DERIVED, Accumulate, Backward, Gradients, Leaf, N
 from ...layers.huggingface import LayerShape
 from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run, recorded
 from ...layers.recompute import Frame
+from ...layers.tuning import FourBit
 from ...layers.work import Operator
 from ...tape.events import INPUT, Category, Hook
 from ...values import dataclass
@@ -35,10 +36,13 @@ from .programs import (
     keeps_embedded,
     layer_names,
     layer_recipe,
+    leaves_embedding,
     returns,
     transformers_code,
     with_kept_input,
 )
+from .rows import with_leaf
+from .tuned import packed
 
 if TYPE_CHECKING:
     from ...layers.megatron_core.precision import Low
@@ -73,6 +77,12 @@ class HookedRecorder(Recorder):
     through a transpose): not so under ZeRO-3's own linear function."""
     held_back: tuple[Leaf, Gradients] | None = None
     in_backward: bool = False
+    frozen: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    """Parameters that have no gradient, by the identity of what operators take."""
+    leaf_of: str = ""
+    """The submodule whose output is a leaf that requires a gradient."""
+    packed: str = ""
+    """A 4-bit weight that the next node's product is of."""
 
     def before(self, module: str, hook: Hook = Hook.BEFORE_FORWARD) -> None:
         """``module`` begins, behind those without parameters that run directly before it."""
@@ -94,7 +104,15 @@ class HookedRecorder(Recorder):
     def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None) -> Tensor:
         if len(shape) == 1 and name.endswith(".weight"):
             self.before(name)
-        return super().parameter(name, shape, dtype, expert=expert, low=low)
+        made = super().parameter(name, shape, dtype, expert=expert, low=low)
+        if not self.parameters[self.prefix + name].trained:
+            self.frozen[id(made)] = made, self.prefix + name
+        return made
+
+    def quantised(self, name: str, shape: Shape, four_bit: FourBit) -> None:
+        super().quantised(name, shape, four_bit)
+        self.packed = self.prefix + name
+        self.before(self.packed)
 
     def node(
         self,
@@ -104,26 +122,65 @@ class HookedRecorder(Recorder):
         outputs: int = 1,
         work: Operator = DERIVED,
     ) -> Node | None:
-        leaves = {x.node.leaf.name: x.node.leaf for x in inputs if isinstance(x.node, Accumulate)}
-        names = tuple(name for name, leaf in leaves.items() if leaf.is_parameter)
+        if self.packed:
+            return self._of_packed(inputs, saved, backward, outputs, work)
+        names = tuple(dict.fromkeys(filter(None, map(self._parameter, inputs))))
         if not names:
             return super().node(inputs, saved, backward, outputs, work)
         module = min(names, key=lambda name: not name.endswith(".weight"))
         self.modules[module] = names
-        if len(names) == len(inputs):
+        if not any(x.node is not None and not self._parameter(x) for x in inputs):
             self.without_input.add(module)
-        is_matrix = len(leaves[module].shape) > 1
+        is_matrix = len(self.parameters[module].shape) > 1
         if is_matrix:
             self.before(module)
-        node = super().node(inputs, saved, self._announced(module, backward), outputs, work)
-        if node is not None and node.frame is not None:
-            node.backward = backward
-            node.frame = _Announced(node.frame, module)
+        if is_matrix and not self.bias_first:  # ZeRO-3's own linear function saves its input, frozen weight or not
+            saved = (*saved, *(x for x in inputs if not self._parameter(x) and all(x is not one for one in saved)))
+        node = self._hooked(module, inputs, saved, backward, outputs, work)
         if not is_matrix and len(names) > 1:
             self.behind(module)
         else:
             self.due = module
         return node
+
+    def embedded(self, tensor: Tensor) -> Tensor:
+        made = super().embedded(tensor)
+        if made is not tensor:
+            self.leaf_of = next(reversed(self.modules))
+        return made
+
+    def _hooked(
+        self,
+        module: str,
+        inputs: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        backward: Backward,
+        outputs: int,
+        work: Operator,
+    ) -> Node | None:
+        """A node between the hooks before and behind the backward of ``module``."""
+        ended = self._ended(module, backward)
+        node = super().node(inputs, saved, self._announced(module, ended), outputs, work)
+        if node is not None and node.frame is not None:
+            node.backward = ended
+            node.frame = _Announced(node.frame, module)
+        return node
+
+    def _of_packed(
+        self, inputs: Sequence[Tensor], saved: Sequence[Tensor], backward: Backward, outputs: int, work: Operator
+    ) -> Node | None:
+        """The product with a 4-bit weight, which is there already."""
+        module, self.packed = self.packed, ""
+        self.modules[module] = tuple(name for name in self.parameters if name.rpartition(".")[0] == module[:-7])
+        node = self._hooked(module, inputs, saved, backward, outputs, work)
+        self.behind(module)
+        return node
+
+    def _parameter(self, x: Tensor) -> str:
+        """Its name, if ``x`` is one."""
+        if isinstance(x.node, Accumulate):
+            return x.node.leaf.name if x.node.leaf.is_parameter else ""
+        return self.frozen[id(x)][1] if id(x) in self.frozen else ""
 
     def empty(self, shape: Shape, dtype: str, name: str, category: Category = Category.TEMPORARIES) -> Tensor:
         self.pass_by(self.submodules.at.get(name, 0), Hook.BEFORE_FORWARD)
@@ -146,8 +203,23 @@ class HookedRecorder(Recorder):
 
         return announced
 
+    def _ended(self, module: str, backward: Backward) -> Backward:
+        """``backward`` in front of the hook behind the backward of ``module``, where no gradient of its own sets that
+        off."""
+        if any(self.parameters[name].trained for name in self.modules[module]) or module in self.without_input:
+            return backward
+
+        def ended(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+            made = backward(r, gradients)
+            self.behind(module, Hook.AFTER_BACKWARD)
+            return made
+
+        return ended
+
     def _accumulate(self, leaf: Leaf, arrived: Gradients) -> None:
         if not leaf.is_parameter or arrived[0] is None:
+            if self.leaf_of and any(leaf is one for one in self.required):
+                self.before(self.leaf_of, Hook.BEFORE_BACKWARD)
             super()._accumulate(leaf, arrived)
             return
         module = next(name for name, names in self.modules.items() if leaf.name in names)
@@ -225,6 +297,15 @@ class Model:
         return self.parameters[id].bytes(self.dtype)
 
     @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Ids of the parameters that have a gradient."""
+        return tuple(id for id, one in enumerate(self.parameters) if one.trained)
+
+    @cached_property
+    def frozen(self) -> tuple[int, ...]:
+        return tuple(id for id, one in enumerate(self.parameters) if not one.trained)
+
+    @cached_property
     def _reads(self) -> dict[tuple[int, str], tuple[int, tuple[int, ...]]]:
         return {}
 
@@ -249,6 +330,22 @@ def model_of(shape: LayerShape, layers: int, options: Options, recompute: bool, 
     return Model(instances, tuple(order.values()), ids, tied, shape.dtype)
 
 
+def with_adapters(own: Submodules, targets: frozenset[str]) -> Submodules:
+    """Those of peft's, too: around each layer with an adapter its wrapper, and the dropout, or what stands for it, in
+    front of the adapter; around the model ``PeftModel``."""
+
+    def more(given: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
+        return {name: given.get(name, 0) + added.get(name, 0) for name in (*given, *added)}
+
+    wrappers = dict.fromkeys(targets, 1)
+    return replace(
+        own,
+        before_forward=more(own.before_forward, {**wrappers, **{f"{one}.lora_A": 1 for one in targets}, "word": 1}),
+        before_backward=more(own.before_backward, {**{f"{one}.lora_B": 1 for one in targets}, "head": 1}),
+        after_backward=more(own.after_backward, {f"{one}.lora_A": 1 for one in targets}),
+    )
+
+
 def _hooked(
     name: str,
     recipe: Recipe,
@@ -261,6 +358,8 @@ def _hooked(
 ) -> HookedModule:
     """As ``layers.module.build``, with hooks in every role."""
     submodules = family_of(family).submodules or {}
+    if options.tuning is not None and options.tuning.adapters is not None:
+        submodules = {**submodules, name: with_adapters(submodules.get(name, NONE), options.tuning.adapters.targets)}
 
     def recorder(first: bool, grad_enabled: bool) -> HookedRecorder:
         return HookedRecorder(
@@ -275,19 +374,27 @@ def _hooked(
             submodules=submodules.get(name, NONE),
             bias_first=bias_first,
             outputs=outputs or {},
+            tuning=options.tuning,
         )
 
     module, seen = recorded(name, recipe, interface, options, recorder, present)
-    read = tuple(Parameter(leaf.name, leaf.shape) for leaf in seen.parameters.values())
+    own = (Parameter(leaf.name, leaf.shape, None, leaf.trained, leaf.four_bit) for leaf in seen.parameters.values())
+    compute = options.tuning.compute if options.tuning is not None else ""
+    read = tuple(packed(one, compute) for one in own)
     return HookedModule(module, dict(seen.modules), frozenset(seen.without_input), read)
 
 
 @lru_cache(maxsize=256)
 def _layer(
-    shape: LayerShape, recompute: bool, options: Options, bias_first: bool, ended: frozenset[int]
+    shape: LayerShape,
+    recompute: bool,
+    options: Options,
+    bias_first: bool,
+    ended: frozenset[int],
+    requires_grad: bool,
 ) -> HookedModule:
     recipe = layer_recipe(shape, recompute, ended)
-    return _hooked("layer", recipe, hidden_interface(shape), options, shape.spec.family, bias_first)
+    return _hooked("layer", recipe, hidden_interface(shape, requires_grad), options, shape.spec.family, bias_first)
 
 
 @lru_cache(maxsize=256)
@@ -332,15 +439,20 @@ def _instances(
     embedding, norm, head = _ends(shape, options, bias_first)
 
     def layer(number: int, ended: frozenset[int] = frozenset()) -> HookedModule:
-        return _layer(shape.of_layer(number), recompute, options, bias_first, ended)
+        requires_grad = bool(number or embedding.module.first.backward)
+        return _layer(shape.of_layer(number), recompute, options, bias_first, ended, requires_grad)
 
     made = frozenset(hold.tensor for hold in embedding.module.shares)
     kept = made if recompute else layer(0).module.saved_shared
     foremost = layer(0, kept - {FULL_MASK})
     if keeps_embedded(shape):
         saved = not any(getattr(event, "tensor", 0) == INPUT for event in foremost.module.first.forward)
-        kept = kept | {EMBEDDED} if saved else kept - {EMBEDDED}
+        leaf = leaves_embedding(options.tuning, shape)
+        kept = kept | {EMBEDDED} if saved or leaf else kept - {EMBEDDED}
         foremost = replace(foremost, module=with_kept_input(foremost.module))
+        if leaf:
+            begun, first = with_leaf(embedding.module, foremost.module, EMBEDDED)
+            embedding, foremost = replace(embedding, module=begun), replace(foremost, module=first)
     begin = [foremost]
     if FULL_MASK in kept:
         kept = kept if layers > 1 else kept - {FULL_MASK}

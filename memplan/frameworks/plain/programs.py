@@ -24,6 +24,7 @@ from ...layers.huggingface import Layer, LayerShape, Shared
 from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_swiglu
 from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
 from ...layers.recompute import recomputed, recomputed_reentrant
+from ...layers.tuning import Tuning
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...optimizers.states import full, optimizer_states
 from ...plan.errors import PlanError
@@ -121,6 +122,12 @@ def keeps_embedded(shape: LayerShape) -> bool:
 
 def _passes_embeddings_on(shape: LayerShape) -> bool:
     return shape.spec.positions == "rotary" and not shape.spec.embedding_dropout
+
+
+def leaves_embedding(tuning: Tuning | None, shape: LayerShape) -> bool:
+    """Whether the embedding's output requires a gradient without having a node."""
+    asked = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
+    return asked and _passes_embeddings_on(shape)
 
 
 @lru_cache(maxsize=1024)
@@ -381,8 +388,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     numbers = range(plan.model.layers) if plan.device_map is None else plan.device_map[min(plan.device_map)]
     row, kept = layer_row(make, kinds(numbers), everything, recompute, (MASK, FULL_MASK))
     if keeps_embedded(shape):
-        leaf = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
-        embedding, row, kept = _with_embedded(embedding, row, kept, leaf and _passes_embeddings_on(shape))
+        embedding, row, kept = _with_embedded(embedding, row, kept, leaves_embedding(tuning, shape))
     first = [Span(embedding, ("embedding",))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
     last = [Span(returns(embedding, kept), ("return",)), Span(head, ("head",))]
