@@ -52,6 +52,9 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     if plan.flash:
         check_flash(plan)
     check_tuned(plan)
+    if plan.quantisation.kind not in ("none", "nf4", "fp4"):
+        problem = "must be none, nf4 or fp4 with framework deepspeed: others are modelled in single, ddp and FSDP1"
+        raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
     if plan.quantisation.prepared:
         problem = "must be false with framework deepspeed: its engine casts what peft has cast to fp32 back"
         raise PlanError("quantisation.prepared", True, problem)

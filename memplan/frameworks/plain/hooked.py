@@ -21,7 +21,7 @@ from ...layers.autograd import DERIVED, Accumulate, Backward, Gradients, Leaf, N
 from ...layers.huggingface import LayerShape
 from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run, recorded
 from ...layers.recompute import Frame
-from ...layers.tuning import FourBit
+from ...layers.tuning import Packed
 from ...layers.work import Operator
 from ...tape.events import INPUT, Category, Hook
 from ...values import dataclass
@@ -109,7 +109,7 @@ class HookedRecorder(Recorder):
             self.frozen[id(made)] = made, self.prefix + name
         return made
 
-    def quantised(self, name: str, shape: Shape, four_bit: FourBit) -> None:
+    def quantised(self, name: str, shape: Shape, four_bit: Packed) -> None:
         super().quantised(name, shape, four_bit)
         self.packed = self.prefix + name
         self.before(self.packed)
