@@ -26,14 +26,15 @@ from .workspaces import cublas_workspaces, torch_version
 def causes(plan: ResolvedPlan, stage: int, known: Measured) -> tuple[Cause, ...]:
     """What a rank of ``stage`` of a resolved plan takes outside PyTorch's allocator: as it was measured here, else from
     published readings and sources. A part without a cause is not known."""
-    return (*_context(plan, known), *_nccl(plan, stage, known))
+    return (*_context(plan, known), *_nccl(plan, stage, known), *framework(plan.framework).buffers_outside(plan))
 
 
 def beyond(replayed: Replayed, outside: Sequence[Cause]) -> BeyondAllocated:
     """The middle of each part of ``outside``, and what the allocator keeps."""
     parts = {part: [one for one in outside if one.part == part] for part in ("cuda_context", "nccl")}
     sizes = {part: sum(one.least + one.most for one in found) // 2 if found else None for part, found in parts.items()}
-    return BeyondAllocated(replayed.reserved - replayed.allocated, sizes["cuda_context"], sizes["nccl"], 0)
+    other = sum(one.most for one in outside if one.part == "other")
+    return BeyondAllocated(replayed.reserved - replayed.allocated, sizes["cuda_context"], sizes["nccl"], other)
 
 
 def outside_range(outside: Sequence[Cause]) -> tuple[int, int]:

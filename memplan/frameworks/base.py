@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ..values import dataclass
 
 if TYPE_CHECKING:
+    from ..device.facts import Cause
     from ..layers.module import Options
     from ..plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
     from ..plan.resolved import ResolvedPlan
@@ -209,6 +210,10 @@ class Framework:
 
     def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
         """Those of NCCL that a rank of ``stage`` has. None in one process, whose GPUs copy to each other."""
+        return ()
+
+    def buffers_outside(self, plan: ResolvedPlan) -> tuple[Cause, ...]:
+        """What other libraries that it calls take of a device, outside of PyTorch."""
         return ()
 
     # -- words --------------------------------------------------------------------------------------

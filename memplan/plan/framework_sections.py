@@ -106,7 +106,7 @@ class Megatron(FrameworkSection, Terse):
 class Experts(FrameworkSection, Terse):
     """How a model with experts is trained; Megatron-Core's arguments are called ``--moe-…``."""
 
-    unsaid: ClassVar[frozenset[str]] = frozenset({"router_padding"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"router_padding", "flex_backend"})
 
     imbalance: str = Field(
         "balanced",
@@ -116,6 +116,11 @@ class Experts(FrameworkSection, Terse):
     )
     dispatcher: Literal["allgather", "alltoall", "flex"] = Field(
         "alltoall", description="how tokens reach experts", json_schema_extra={"flag": "--moe-dispatcher"}
+    )
+    flex_backend: Literal["deepep", "hybridep"] = Field(
+        "deepep",
+        description="library of the flex dispatcher, with buffers of its own outside of PyTorch",
+        json_schema_extra={"flag": "--moe-flex-backend"},
     )
     capacity_factor: float | None = Field(
         None,

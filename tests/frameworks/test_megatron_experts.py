@@ -153,7 +153,7 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
         ({"dp": 2, "ep": 4}, "layout.ep = 4: times etp 1 must divide tp x cp x dp = 2"),
         ({"expert_top_k": 9}, "model.expert_top_k = 9: must be at most the 8 experts"),
         ({"dp": 8, "ep": 2, "moe_pad_to_capacity": True}, "experts.pad_to_capacity = true: needs"),
-        ({"moe_dispatcher": "flex"}, "experts.dispatcher = flex: is not modelled yet"),
+        ({"moe_dispatcher": "flex"}, "the flex dispatcher with one expert-parallel rank"),
         ({"experts_imbalance": "0.5"}, "must be balanced, worst, or a factor of at least 1"),
         ({"tp": 2, "dp": 4}, "experts with tensor parallelism but no sequence parallelism"),
         ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion"),

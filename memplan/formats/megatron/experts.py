@@ -165,6 +165,21 @@ def _head_dim(reader: Reader) -> None:
         items["model.head_dim"] = Node(both, items["model.nope_head_dim"].origin)
 
 
+def _flex(plan: Plan) -> bool:
+    return mixed(plan) and plan.experts.dispatcher == "flex"
+
+
+def _flex_backend(reader: Reader) -> None:
+    name, items = "--moe-flex-dispatcher-backend", reader.building.items
+    node = reader.settings.word(name)
+    if items["experts.dispatcher"].value != "flex":
+        reader.building.because(name, "no effect without --moe-token-dispatcher-type flex")
+    elif node is not None and node.value == "ncclep":
+        raise PlanError(name, "ncclep", "is not modelled yet; deepep and hybridep are", origin=node.origin)
+    elif node is not None:
+        reader.building.put("experts.flex_backend", node, name)
+
+
 def _shared(plan: Plan) -> bool:
     return plan.model.shared_expert_ffn > 0
 
@@ -200,6 +215,7 @@ ROWS: Sequence[Row] = (
     ),
     of_experts("--expert-tensor-parallel-size", "layout.etp", default=LEFT),
     of_experts("--moe-token-dispatcher-type", "experts.dispatcher", "word", "allgather"),
+    of_experts("--moe-flex-dispatcher-backend", "experts.flex_backend", "word", read=_flex_backend, when=_flex),
     switch_of_experts("--moe-grouped-gemm", "experts.grouped_gemm"),
     switch_of_experts("--moe-permute-fusion", "experts.permute_fusion"),
     of_experts(

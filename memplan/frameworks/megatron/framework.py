@@ -13,6 +13,7 @@ from ...plan.megatron_layout import stages
 from ..base import Framework, Supports
 
 if TYPE_CHECKING:
+    from ...device.facts import Cause
     from ...layers.module import Options
     from ...plan.framework_sections import Megatron as MegatronSection
     from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
@@ -141,6 +142,16 @@ class Megatron(Framework):
         from .communicators import communicators
 
         return communicators(plan, stage)
+
+    def buffers_outside(self, plan: ResolvedPlan) -> tuple[Cause, ...]:
+        if not plan.model.experts or plan.experts.dispatcher != "flex":
+            return ()
+        from ...device.facts import Cause
+        from ...layers.megatron_core import flex
+        from .programs import core_shape
+
+        found = flex.outside(core_shape(plan))
+        return () if found is None else (Cause("other", found[0], found[1], found[1], flex.SOURCE),)
 
     def vocab_multiple(self, plan: Plan) -> int:
         """``vocab_size_with_padding``: ``make_vocab_size_divisible_by`` times t."""

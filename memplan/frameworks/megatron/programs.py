@@ -141,17 +141,12 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
     given, layout = plan.experts, plan.layout
     if not plan.model.experts:
         return None
-    if given.dispatcher == "flex":
-        problem = (
-            "is not modelled yet: buffers of DeepEP and HybridEP lie outside of PyTorch; alltoall and allgather are"
-        )
-        raise PlanError("experts.dispatcher", "flex", problem)
     etp = layout.etp or layout.tp
     factors = {"balanced": 1.0, "worst": float(layout.ep)}
     return ExpertShape(
         ep=layout.ep,
         etp=etp,
-        dispatcher=given.dispatcher,
+        dispatcher=given.flex_backend if given.dispatcher == "flex" else given.dispatcher,
         grouped=given.grouped_gemm,
         permute_fusion=given.permute_fusion,
         shared_overlap=given.shared_expert_overlap,

@@ -55,7 +55,7 @@ def _all_to_all(
     if shape.core < KEPT_UNTIL:
         held.append(out)
     del out
-    return _unpermuted(r, back, order, rows.own, shape).view(*own), held
+    return unpermuted(r, back, order, rows.own, shape).view(*own), held
 
 
 def _count_rows(r: Recorder, shape: CoreShape) -> None:
@@ -85,7 +85,7 @@ def _permuted(
     """``permute`` with probabilities: rows (P, h), their probabilities (P,) and what restores the order."""
     assert shape.experts is not None
     if shape.experts.permute_fusion:
-        return _permuted_at_once(r, x, probabilities, chosen, shape.routed.sent)
+        return permuted_at_once(r, x, probabilities, chosen, shape.routed.sent)
     count, whole, dtype = shape.routed.sent, (prod(probabilities.shape),), probabilities.dtype
     transposed = [r.empty(probabilities.shape[::-1], "bool", "routing_map_transposed")]
     values = [r.empty(whole, "bool", "routing_map_sorted")]
@@ -115,7 +115,7 @@ def _selected(r: Recorder, x: Tensor, order: Tensor) -> Tensor:
     return r.output((x,), (order,), backward, (*order.shape, x.shape[-1]), dtype, "permuted_tokens")
 
 
-def _permuted_at_once(
+def permuted_at_once(
     r: Recorder, x: Tensor, probabilities: Tensor, chosen: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``moe_permute_mask_map_forward``: saves the map of rows (T, 2 E + 1) in int32."""
@@ -135,7 +135,7 @@ def _permuted_at_once(
     return out, weights, rows
 
 
-def _unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreShape) -> Tensor:
+def unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreShape) -> Tensor:
     """``unpermute``: rows are added at their tokens' places, (T, h); saves what says where. Deterministic
     ``index_add_`` saves the rows, too, whose shape its backward takes (``derivatives.yaml``, ``expand_as(source)``)."""
     assert shape.experts is not None
@@ -270,7 +270,7 @@ def _all_gathered(
     weights = _masked(r, part, shape.routed.held)
     del chosen
     out = experts(r, taken, weights)
-    back = _unpermuted(r, out, order, tokens, shape)
+    back = unpermuted(r, out, order, tokens, shape)
     if ranks > 1:
         back = _reduced(r, back, shape.routed.own, weights.dtype)
     return back.view(*own), [probabilities, flat, mine, part, weights]

@@ -10,8 +10,8 @@ from .. import ops
 from ..autograd import Recorder, Shape, Tensor, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
-from . import dispatch, grouped, local, router, te
-from .shape import CoreShape
+from . import dispatch, flex, grouped, local, router, te
+from .shape import CoreShape, ExpertShape
 
 SHARED = "mlp.shared_experts"
 
@@ -39,10 +39,26 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "bias_swiglu_fusion of experts with biases, which Megatron-Core refuses"
     if experts.shared_overlap and experts.dispatcher != "alltoall":
         yield "shared experts beside the exchange of a dispatcher other than alltoall"
-    if experts.dispatcher == "allgather" and experts.capacity_factor is not None:
-        yield "the allgather dispatcher with a capacity"
+    if experts.dispatcher != "alltoall" and experts.capacity_factor is not None:
+        yield f"the {'allgather' if experts.dispatcher == 'allgather' else 'flex'} dispatcher with a capacity"
     if experts.dispatcher == "allgather" and experts.permute_fusion:
         yield "the allgather dispatcher with permute fusion"
+    yield from _uncovered_flex(shape, experts)
+
+
+def _uncovered_flex(shape: CoreShape, experts: ExpertShape) -> Iterator[str]:
+    if not experts.flex:
+        return
+    if experts.ep * experts.etp == 1:
+        yield "the flex dispatcher with one expert-parallel rank, which Megatron-Core refuses"
+    if experts.etp > 1:
+        yield "the flex dispatcher with experts that are divided over tensor-parallel ranks"
+    if experts.dispatcher == "deepep" and not experts.permute_fusion:
+        yield "DeepEP without permute fusion"
+    if experts.dispatcher == "deepep" and experts.ep not in flex.CONFIGS:
+        yield f"DeepEP with {experts.ep} ranks; it has settings for {', '.join(map(str, flex.CONFIGS))}"
+    if shape.spec.router_dtype == "fp64":
+        yield "the flex dispatcher with probabilities in fp64"
 
 
 def parameters(r: Recorder, shape: CoreShape) -> None:
@@ -70,7 +86,9 @@ def _forward(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``custom_forward``, whose variables hold what the router gave until it returns."""
     shared = _shared(r, hidden, shape) if shape.spec.shared_expert_ffn else None
     probabilities, chosen = router.route(r, hidden, shape)
-    out, held = dispatch.dispatched(
+    assert shape.experts is not None
+    way = flex if shape.experts.flex else dispatch
+    out, held = way.dispatched(
         r, hidden, probabilities, chosen, lambda r, x, weights: grouped.experts(r, x, weights, shape), shape
     )
     out = out if shared is None else ops.add(r, out, shared, "experts_and_shared")

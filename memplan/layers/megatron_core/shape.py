@@ -20,7 +20,7 @@ ContextCommunication = Literal["p2p", "a2a"]
 Version = tuple[int, int]
 
 
-Dispatcher = Literal["allgather", "alltoall"]
+Dispatcher = Literal["allgather", "alltoall", "deepep", "hybridep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,12 @@ class ExpertShape:
     """Tokens of this rank's experts, as a factor of the mean over ranks; at most what routing allows."""
     apart: bool
     """Experts' parameters are shared by other ranks than the layer's: ep > 1, or etp is not tp."""
+
+    @property
+    def flex(self) -> bool:
+        """``MoEFlexTokenDispatcher`` over the library that the dispatcher is named after."""
+        return self.dispatcher in ("deepep", "hybridep")
+
     router_pads: bool = False
     """The router sends every expert a multiple of the rows that quantised products want
     (``moe_router_padding_for_quantization``)."""

@@ -1,0 +1,240 @@
+"""``MoEFlexTokenDispatcher`` (``token_dispatcher.py``) over DeepEP (``_DeepepManager``) or HybridEP
+(``_HybridEPManager``), whose kernels send every token once to each rank that has experts for it (``fused_a2a.py``).
+
+What DeepEP makes in PyTorch is read from ``csrc/legacy/buffer.hpp``, HybridEP from ``csrc/hybrid_ep/hybrid_ep.cu`` and
+``executor/executor.cu`` of its branch; the buffers that both hold outside of PyTorch: ``flex_buffers``.
+
+Shapes: T tokens of this rank, k experts of a token, E experts, e of them here, R expert-parallel ranks, N tokens that
+arrive, P rows that the rank's experts have, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, comb
+
+from .. import ops
+from ..autograd import Gradients, Recorder, Tensor, size_of
+from ..work import Operator, exchanged
+from . import dispatch
+from .shape import CoreShape
+
+NVLINK_PEERS = 8
+"""Ranks of a node, as DeepEP and HybridEP's handles count them (``LEGACY_NUM_MAX_NVL_PEERS``)."""
+
+
+def arriving(shape: CoreShape) -> int:
+    """N: tokens of all ranks that have an expert here, where each chooses k of E with equal chances. With more rows
+    than the mean there are as many times more of them, but never more than all."""
+    experts, spec = shape.experts, shape.spec
+    assert experts is not None
+    k, e, every = spec.expert_top_k, shape.local_experts, spec.experts
+    some = 1 - comb(every - e, k) / comb(every, k)
+    rows_of_one = k * e / every / some
+    return min(shape.routed.own * experts.ep, ceil(shape.routed.held / rows_of_one))
+
+
+def dispatched(
+    r: Recorder, hidden: Tensor, probabilities: Tensor, chosen: Tensor, experts: dispatch.Experts, shape: CoreShape
+) -> dispatch.Dispatched:
+    """(s, b, h) through the experts that each token was sent to, to the same shape; held are the tokens that arrived,
+    and their probabilities."""
+    assert shape.experts is not None
+    own = hidden.shape
+    flat = hidden.view(shape.routed.own, own[-1])
+    way = _deep_ep if shape.experts.dispatcher == "deepep" else _hybrid_ep
+    out, held = way(r, flat, probabilities, experts, shape)
+    return out.view(*own), held
+
+
+# -- DeepEP --------------------------------------------------------------------------------------------
+
+
+def _deep_ep(
+    r: Recorder, x: Tensor, probabilities: Tensor, experts: dispatch.Experts, shape: CoreShape
+) -> dispatch.Dispatched:
+    n, count = arriving(shape), shape.routed.held
+    handle = _layout(r, shape, n)
+    received, few, indices = _sent(r, x, *_top_k(r, probabilities, shape), n, handle, shape)
+    whole = _multihot(r, few, indices, shape)
+    del indices
+    taken, weights, order = dispatch.permuted_at_once(r, received, whole, whole, count)
+    del whole
+    out = experts(r, taken, weights)
+    del taken, weights
+    out = dispatch.unpermuted(r, out, order, n, shape)
+    del order
+    return _combined(r, out, handle, shape), [received, few]
+
+
+def _top_k(r: Recorder, probabilities: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``setup_metadata``: the chosen experts' probabilities (T, k) in fp32, and their indices in int64."""
+    like, dtype, few = probabilities.shape, probabilities.dtype, (probabilities.shape[0], shape.spec.expert_top_k)
+    values, indices = r.empty(few, dtype, "token_probabilities"), r.empty(few, "int64", "token_indices")
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_token_probabilities")]
+
+    values.node = r.node((probabilities,), (indices,), backward)
+    return ops.cast(r, values, "fp32", "token_probabilities_fp32"), indices
+
+
+def _layout(r: Recorder, shape: CoreShape, n: int) -> list[Tensor]:
+    """``get_dispatch_layout`` and what ``dispatch`` hands on to ``combine`` and to both backward passes."""
+    assert shape.experts is not None
+    ranks, tokens = shape.experts.ep, shape.routed.own
+    nodes = max(1, ranks // NVLINK_PEERS)
+    handle = [r.empty((tokens, ranks), "bool", "tokens_in_ranks")]
+    if nodes == 1:
+        handle += [r.empty((n,), "int32", "received_indices"), r.empty((tokens, ranks), "int32", "send_head")]
+    else:
+        handle.append(r.empty((8 * n,), "bool", "received_meta"))  # two int32 of each token
+        handle.append(r.empty((tokens, nodes), "int32", "send_head_of_nodes"))
+        arrived = min(n, tokens * nodes)
+        handle.append(r.empty((arrived, NVLINK_PEERS), "int32", "send_head_in_node"))
+    return handle
+
+
+def _sent(
+    r: Recorder, x: Tensor, few: Tensor, indices: Tensor, n: int, handle: list[Tensor], shape: CoreShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``FusedDispatch``: tokens (N, h), the probabilities of their experts here and their indices (N, k)."""
+    like, dtype, probs, size = x.shape, x.dtype, few.shape, (n, few.shape[1])
+    received = r.empty((n, x.shape[1]), dtype, "tokens_received")
+    arrived, where = r.empty(size, "int64", "received_token_indices"), r.empty(size, "fp32", "received_probabilities")
+    del indices
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_tokens_sent"), r.empty(probs, "fp32", "grad_token_probabilities_fp32")]
+
+    node = r.node((x, few), handle, backward, outputs=2, work=_exchange(received, shape))
+    received.node, where.node, where.slot = node, node, 1
+    return received, where, arrived
+
+
+def _multihot(r: Recorder, few: Tensor, indices: Tensor, shape: CoreShape) -> Tensor:
+    """``_indices_to_multihot``: probabilities (N, e) in fp32; saves where they came from and where they go."""
+    size, like, rows = (few.shape[0], shape.local_experts), few.shape, shape.routed.held
+    zeros = [r.empty(size, "int64", "multihot_map")]
+    out = r.empty(size, "fp32", "multihot_probabilities")
+    mask = [r.empty(like, "bool", "received_mask")]
+    columns, lines = r.empty((rows,), "int64", "expert_of_row"), r.empty((rows,), "int64", "token_of_row")
+    taken = [r.empty((rows,), "int64", f"place_of_row_{part}") for part in ("token", "choice")]
+    values = [r.empty((rows,), "fp32", "row_probabilities")]
+    values.clear()
+    chosen = r.empty(size, "bool", "multihot_map_bool")
+    zeros.clear()
+    mask.clear()
+    del chosen, indices
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        rows_of = r.empty((rows,), "fp32", "grad_row_probabilities")
+        grad = r.empty(like, "fp32", "grad_received_probabilities")
+        del rows_of
+        return [grad]
+
+    return out.by(r.node((few,), (columns, lines, *taken), backward))
+
+
+# -- HybridEP ------------------------------------------------------------------------------------------
+
+
+def _hybrid_ep(
+    r: Recorder, x: Tensor, probabilities: Tensor, experts: dispatch.Experts, shape: CoreShape
+) -> dispatch.Dispatched:
+    """``dispatch_with_permute`` and ``combine_with_unpermute``: rows arrive sorted by expert."""
+    assert shape.experts is not None
+    tokens, ranks, count = shape.routed.own, shape.experts.ep, shape.routed.held
+    everyone = (tokens * ranks, shape.local_experts)
+    wide = ops.cast(r, probabilities, "fp32", "token_probabilities_fp32")
+    handle = [
+        r.empty((tokens, ranks), "int32", "sparse_to_dense_map"),
+        r.empty(everyone, "bool", "local_expert_routing_map"),
+        r.empty(everyone, "int32", "dense_to_expert_map"),
+    ]
+    taken = r.empty((count, x.shape[1]), x.dtype, "rows_received")
+    weights = r.empty((count,), "fp32", "received_probabilities")
+    like, dtype, probs = x.shape, x.dtype, wide.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_tokens_sent"), r.empty(probs, "fp32", "grad_token_probabilities_fp32")]
+
+    node = r.node((x, wide), handle, backward, outputs=2, work=_exchange(taken, shape))
+    taken.node, weights.node, weights.slot = node, node, 1
+    del wide
+    return _combined(r, experts(r, taken, weights), handle, shape), [taken, weights]
+
+
+# -- both ----------------------------------------------------------------------------------------------
+
+
+def _combined(r: Recorder, x: Tensor, handle: list[Tensor], shape: CoreShape) -> Tensor:
+    """``FusedCombine`` or ``HybridEPCombine``: (T, h); backward sends gradients as tokens were sent."""
+    like, dtype, size = x.shape, x.dtype, (shape.routed.own, x.shape[1])
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_rows_combined")]
+
+    return r.output((x,), handle, backward, size, dtype, "tokens_combined", work=_exchange(x, shape))
+
+
+def _exchange(x: Tensor, shape: CoreShape) -> Operator:
+    return exchanged("all-to-all", arriving(shape) * size_of(x.shape[1:], x.dtype), "all-to-all", "ep")
+
+
+# -- outside of PyTorch --------------------------------------------------------------------------------
+
+Config = tuple[int, int]
+"""Tokens that a channel receives at once through NVLink, and by RDMA."""
+
+CONFIGS: dict[int, Config] = {
+    **dict.fromkeys((2, 4, 8), (256, 128)),
+    16: (288, 128), **dict.fromkeys((24, 32, 48, 64), (288, 128)),
+    96: (480, 128), 128: (560, 128), **dict.fromkeys((144, 160), (720, 128)),
+}  # fmt: skip
+"""By ranks (``deep_ep/buffers/legacy.py``, ``get_dispatch_config``, ``get_combine_config``)."""
+
+SOURCE = (
+    "deepseek-ai/DeepEP csrc/legacy/config.hpp, deep_ep/buffers/legacy.py; csrc/hybrid_ep/buffer/intranode.cu of its "
+    "branch hybrid-ep"
+)
+DEEP_EP_SMS = 20
+"""``set_deepep_num_sms`` where nobody says otherwise."""
+MOST_CHOICES = MOST_SCALES = 128
+SEND_CHUNKS = {16: (20, 12), **dict.fromkeys((24, 32, 48, 64), (8, 8)), **dict.fromkeys((96, 128, 144, 160), (12, 8))}
+"""RDMA tokens sent at once, of dispatch and combine: what is received is a multiple of them."""
+
+
+def deep_ep_buffers(ranks: int, hidden: int) -> int:
+    """Bytes of DeepEP's NVLink buffer (``cudaMalloc``) and RDMA buffer (NVSHMEM), for 16-bit tokens
+    (``csrc/legacy/config.hpp``, ``get_nvl_buffer_size_hint``, ``get_rdma_buffer_size_hint``)."""
+    received, by_rdma = CONFIGS[ranks]
+    channels, nodes, peers = DEEP_EP_SMS // 2, max(ranks // NVLINK_PEERS, 1), min(ranks, NVLINK_PEERS)
+    of_token = 2 * hidden + 8 + 8 * MOST_CHOICES + 4 * MOST_CHOICES + 4 * MOST_SCALES
+    nvlink = channels * peers * ((2 * nodes + 3) * 4 + received * of_token)
+    if ranks <= NVLINK_PEERS:
+        return _padded(nvlink)
+    most = max(-(-by_rdma // send) * send for send in SEND_CHUNKS[ranks])
+    rdma = channels * nodes * ((NVLINK_PEERS * 2 + 2) * 2 * 4 + 2 * most * (of_token + 16))
+    return _padded(nvlink) + _padded(rdma)
+
+
+def hybrid_ep_buffers(tokens: int, ranks: int, hidden: int, experts: int) -> int:
+    """Bytes of HybridEP's buffer within an NVLink domain, which dispatch and combine share, for ``tokens`` of each rank
+    and 16 bits (``csrc/hybrid_ep/buffer/intranode.cu``, ``allocate_combine_buffers``, ``allocate_dispatch_buffers``):
+    every token of every rank, its probabilities for all experts, and its scales."""
+    return tokens * ranks * (2 * hidden + 4 * experts + 4 * (hidden // 128))
+
+
+def _padded(size: int) -> int:
+    return -(-size // 128) * 128
+
+
+def outside(shape: CoreShape) -> tuple[str, int] | None:
+    """Name and bytes of the buffer that the dispatcher holds outside of PyTorch."""
+    experts, h = shape.experts, shape.spec.hidden
+    if experts is None or not experts.flex:
+        return None
+    if experts.dispatcher == "deepep":
+        return "DeepEP's buffer", deep_ep_buffers(experts.ep, h)
+    return "HybridEP's buffer", hybrid_ep_buffers(shape.routed.own, experts.ep, h, shape.spec.experts)

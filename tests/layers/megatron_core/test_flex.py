@@ -1,0 +1,106 @@
+"""Tokens on their way through DeepEP and HybridEP: how many arrive, what is kept, and buffers outside of PyTorch."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import ceil
+
+import pytest
+
+from memplan.estimate import estimate
+from memplan.formats.training_scripts import plan_of_arguments
+from memplan.frameworks.megatron.programs import core_shape, layer_shape_of, layers_module, module_shapes
+from memplan.layers.megatron_core import flex
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.tape.events import Drop, Hold
+
+T, H, E, K, EP = 512, 2048, 128, 8, 8
+"""Of Qwen3-30B-A3B with sequences of 512 tokens: 64 rows for every token that is sent to all."""
+
+
+def kept(backend: str, imbalance: str = "balanced") -> tuple[dict[str, int], int]:
+    """Bytes by name of what a layer keeps for backward, and N."""
+    flags = {
+        "model": "qwen3-30b-a3b", "framework": "megatron", "gpus": "8", "ep": "8", "seq": "512",
+        "moe-dispatcher": "flex", "moe-flex-backend": backend, "router-dtype": "fp32", "experts-imbalance": imbalance,
+    }  # fmt: skip
+    shape = layer_shape_of(module_shapes(core_shape(resolve(read_plan(None, flags).plan)))[0], 0)
+    tape = layers_module((shape,), Options()).first.forward
+    holds = {event.tensor: event for event in tape if isinstance(event, Hold)}
+    for event in tape:
+        if isinstance(event, Drop):
+            holds.pop(event.tensor, None)
+    return {one.name: one.bytes for one in holds.values()}, flex.arriving(shape)
+
+
+def test_tokens_that_arrive_are_counted_once_for_each_rank() -> None:
+    """Of 4 experts on 2 ranks, 2 of a token: it comes to a rank in 5 of 6 choices."""
+    here = sum(any(one < 2 for one in chosen) for chosen in combinations(range(4), 2))
+    assert here == 5
+    _, n = kept("deepep")
+    mean = 1 - 1.0 * _choose(E - E // EP, K) / _choose(E, K)
+    assert n == ceil(T * EP * mean)
+    assert T * EP * 0.6 < n < T * EP, "most tokens, not one for each row"
+    assert kept("deepep", "worst")[1] == T * EP
+
+
+def _choose(n: int, k: int) -> int:
+    return 1 if k == 0 else _choose(n - 1, k - 1) * n // k
+
+
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_rows_are_kept_once_and_tokens_that_arrive_are_not(backend: str) -> None:
+    """P = k T rows (h in bf16) enter the first product; tokens as they came end with the layer's forward pass."""
+    names, n = kept(backend)
+    rows = T * K
+    entered = {"deepep": "permuted_tokens", "hybridep": "rows_received"}[backend]
+    assert names[entered] == rows * H * 2
+    assert names["experts_linear_fc1"] == rows * 2 * 768 * 2
+    assert not {"tokens_received", "tokens_combined"} & names.keys()
+    if backend == "deepep":
+        assert names["tokens_in_ranks"] == T * EP
+        assert names["send_head"] == T * EP * 4
+        assert names["received_indices"] == -(-4 * n // 512) * 512
+        assert names["row_id_map"] == -(-n * (2 * E // EP + 1) * 4 // 512) * 512
+    else:
+        assert names["dense_to_expert_map"] == T * EP * E // EP * 4
+
+
+def test_deep_eps_buffer() -> None:
+    """10 channels of 8 peers, 256 tokens each: 4,096 bytes of features, 8 of their source, and as many as 128 indices,
+    weights and scales."""
+    within = 10 * 8 * (5 * 4 + 256 * (4096 + 8 + 128 * 16))
+    assert flex.deep_ep_buffers(8, 2048) == padded(within)
+    nodes = 8
+    across = 10 * 8 * ((2 * nodes + 3) * 4 + 288 * (4096 + 8 + 128 * 16))
+    rdma = 10 * nodes * (18 * 2 * 4 + 2 * 128 * (4096 + 8 + 128 * 16 + 16))
+    assert flex.deep_ep_buffers(64, 2048) == padded(across) + padded(rdma)
+
+
+def padded(size: int) -> int:
+    return -(-size // 128) * 128
+
+
+def test_the_report_counts_the_buffer() -> None:
+    flags = {"model": "qwen3-30b-a3b", "framework": "megatron", "gpus": "8", "ep": "8", "gpu": "h200", "seq": "512",
+             "moe-dispatcher": "flex", "moe-flex-backend": "hybridep", "layers": "2"}  # fmt: skip
+    (stage,) = estimate(resolve(read_plan(None, flags).plan)).stages
+    assert stage.beyond.other == 512 * 8 * (2 * 2048 + 4 * 128 + 4 * 16)
+
+
+def test_megatrons_arguments() -> None:
+    arguments = {
+        "--num-layers": 2, "--hidden-size": 256, "--num-attention-heads": 4, "--seq-length": 128, "--bf16": True,
+        "--max-position-embeddings": 128, "--micro-batch-size": 1, "--num-experts": 8,
+        "--expert-model-parallel-size": 8, "--moe-grouped-gemm": True, "--moe-permute-fusion": True,
+        "--disable-bias-linear": True, "--swiglu": True,
+        "--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "hybridep",
+    }  # fmt: skip
+    read = plan_of_arguments(arguments, {}, gpus=8, family="gpt", vocabulary=1000, flags={})
+    assert read.plan.experts.flex_backend == "hybridep"
+    changed = {**arguments, "--moe-flex-dispatcher-backend": "ncclep"}
+    with pytest.raises(PlanError, match="ncclep: is not modelled yet; deepep and hybridep are"):
+        plan_of_arguments(changed, {}, gpus=8, family="gpt", vocabulary=1000, flags={})
