@@ -171,17 +171,18 @@ def _of_layout(
     count_embedding: bool,
     count_loss: bool,
 ) -> Counts:
-    """A string such as ``Et|(tt|)*6L``: stages of chunk 0, then of chunk 1, …, separated by ``|``."""
+    """A string such as ``Et|(tt|)*6mL``: stages of chunk 0, then of chunk 1, …, separated by ``|``; layers of
+    multi-token prediction (m) are where the loss is, with or without a letter."""
     others = {FIRST: first, LAST: last, COUNT_EMBEDDING: count_embedding or None, COUNT_LOSS: count_loss or None}
     for field, value in others.items():
         if value is not None:
             raise PlanError(LAYOUT, text, f"cannot be combined with {field}")
     parts = written_out(text).split("|")
     for char in "".join(parts):
-        if char == "m":
-            raise PlanError(LAYOUT, text, "m (multi-token prediction) is not covered yet")
-        if char not in "EtL":
-            raise PlanError(LAYOUT, text, f"{char!r} is not allowed; use E, t, L, the separator | and repetitions *N")
+        if char not in "EtmL":
+            raise PlanError(
+                LAYOUT, text, f"{char!r} is not allowed; use E, t, m, L, the separator | and repetitions *N"
+            )
     if len(parts) % pp:
         raise PlanError(LAYOUT, text, f"has {len(parts)} stages, which layout.pp = {pp} must divide")
     chunks = len(parts) // pp
@@ -193,6 +194,14 @@ def _of_layout(
         raise PlanError(LAYOUT, text, "must begin with the embedding E and have one E only")
     if flat[-1:] != "L" or flat.count("L") != 1:
         raise PlanError(LAYOUT, text, "must end with the loss L and have one L only")
+    if further := flat.count("m"):
+        if "t" in flat[flat.index("m") :]:
+            raise PlanError(LAYOUT, text, "must have its layers of multi-token prediction m behind all layers t")
+        if parts[-1].count("m") != further:
+            problem = (
+                "must have every m (multi-token prediction) in the last stage: a stage of its own is not modelled yet"
+            )
+            raise PlanError(LAYOUT, text, problem)
     if flat.count("t") != layers:
         raise PlanError(LAYOUT, text, f"has {flat.count('t')} layers t; the model has {layers}")
     return [[parts[chunk * pp + stage].count("t") for chunk in range(chunks)] for stage in range(pp)]

@@ -25,9 +25,10 @@ from memplan.tape.events import Category, Hold
 from memplan.tape.program import fold_program
 
 
-def plan(model: str = "mixtral-8x7b", **flags: Any) -> ResolvedPlan:
-    given = {"model": model, "framework": "megatron", "layers": 2, "seq": 512, "vocab_multiple": 1, **flags}
-    return resolve(read_plan(None, {name.replace("_", "-"): str(value).lower() for name, value in given.items()}).plan)
+def plan(model: str = "mixtral-8x7b", **changes: Any) -> ResolvedPlan:
+    given = {"model": model, "framework": "megatron", "layers": 2, "seq": 512, "vocab_multiple": 1, **changes}
+    flags = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
+    return resolve(read_plan(None, {name.replace("_", "-"): value for name, value in flags.items()}).plan)
 
 
 def elements(of: ResolvedPlan, *, experts: bool | None = None) -> int:
@@ -177,3 +178,24 @@ def test_ways_out_of_a_pipeline_have_no_times_and_no_cuts(model: str) -> None:
     ways = ways_out(given, estimate(given), NOTHING)
     assert ways
     assert all(way.slower is None for way in ways)
+
+
+def test_layers_of_multi_token_prediction_in_a_layout_string() -> None:
+    """The final norm is where the last layer is, also where the last stage has further layers and the loss alone."""
+    flags = {"pp": 2, "dp": 1, "mtp_layers": 1, "layers": 3, "dense_layers": 0, "gradient_accumulation_fusion": True}
+
+    def entries(layout: str) -> tuple[tuple[str, ...], ...]:
+        made = programs(plan("deepseek-v2-lite", **flags, pipeline_layout=layout), Options())
+        return tuple(program.entries for program in made)
+
+    last = ("layer.2", "final_norm", "mtp", "head")
+    assert entries("Ett|tmL") == entries("Ett|tL") == (("embedding", "layer.0", "layer.1"), last)
+    alone = entries("Ettt|mL")
+    assert alone == (("embedding", "layer.0", "layer.1", "layer.2", "final_norm"), ("mtp", "head"))
+    for layout, line in (
+        ("Ett|tmmL", "has 2 layers m of multi-token prediction; the model has 1"),
+        ("Etttm|L", "a stage of its own is not modelled yet"),
+        ("Ett|mtL", "behind all layers t"),
+    ):
+        with pytest.raises(PlanError, match=line):
+            entries(layout)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...device.gpus import GPUS
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
 from ...plan.errors import ABSENT, PlanError
-from ...plan.megatron_layout import stages
+from ...plan.megatron_layout import stages, written_out
 from ..base import Framework, Supports
 
 if TYPE_CHECKING:
@@ -325,6 +325,15 @@ def check_virtual_stages(plan: ResolvedPlan) -> None:
             raise PlanError(f"pipeline.{name}", value, "needs virtual stages (vpp > 1)")
 
 
+def check_further_layers(plan: ResolvedPlan) -> None:
+    """A layout string names as many layers of multi-token prediction as there are, or none."""
+    layout, wanted = plan.pipeline.layout, plan.model.mtp_layers
+    named = 0 if layout is None else written_out(layout).count("m")
+    if layout is not None and named not in (0, wanted):
+        problem = f"has {named} layers m of multi-token prediction; the model has {wanted} (mtp_layers)"
+        raise PlanError("pipeline.layout", layout, problem)
+
+
 def check_environment(plan: ResolvedPlan) -> None:
     """Variables that choose an attention back end say what the plan says."""
     back_end = plan.megatron.attention_backend
@@ -480,6 +489,7 @@ RULES = (
     check_kernels,
     check_context_parallel,
     check_virtual_stages,
+    check_further_layers,
     check_environment,
 )
 

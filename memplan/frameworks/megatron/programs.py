@@ -517,14 +517,18 @@ def _named_entries(
         count_loss=pipeline.count_loss,
         layout=pipeline.layout,
     )
-    return tuple(tuple(_entries(chunk, has_mtp) for chunk in stage) for stage in found)
+    return tuple(tuple(_entries(chunk, layers, has_mtp) for chunk in stage) for stage in found)
 
 
-def _entries(chunk: megatron_layout.Chunk, has_mtp: bool) -> tuple[str, ...]:
+def _entries(chunk: megatron_layout.Chunk, layers: int, has_mtp: bool) -> tuple[str, ...]:
+    """The final norm is where the head is; before multi-token prediction, where the last layer is
+    (``has_final_layernorm_in_this_stage``)."""
+    normed = layers - 1 in chunk.layers if has_mtp else chunk.head
     return (
         *(("embedding",) if chunk.embedding else ()),
         *(f"layer.{i}" for i in chunk.layers),
-        *(("final_norm", *(("mtp",) if has_mtp else ()), "head") if chunk.head else ()),
+        *(("final_norm",) if normed else ()),
+        *((*(("mtp",) if has_mtp else ()), "head") if chunk.head else ()),
     )
 
 
