@@ -303,18 +303,20 @@ NullTokenizer of that time (until 2025) added one."""
 def b200_plan(row: Row) -> Plan:
     """The plan of one run of llama3-70b cut to 12 layers, or of DeepSeek-V2 cut to 4. PyTorch 2.10 and TE 2.11 are the
     benchmark's own."""
-    match = re.fullmatch(r"tp(\d+)(?:ep(\d+))?pp(\d+)", row["parallel"])
+    match = re.fullmatch(r"tp(\d+)(?:cp(\d+))?(?:ep(\d+))?pp(\d+)", row["parallel"])
     assert match is not None
-    tp, ep, pp = int(match[1]), int(match[2] or 0), int(match[3])
+    tp, cp, ep, pp = (int(size or 0) for size in match.groups())
     script = {**B200_SCRIPT, **DEEPSEEK, "--expert-model-parallel-size": ep, "--moe-router-num-groups": ep}
     for name in ("--group-query-attention", "--num-query-groups"):
         del script[name]
-    dp = row["gpus"] // tp // pp
+    dp = row["gpus"] // tp // pp // (cp or 1)
+    context = {"--context-parallel-size": cp, "--cp-comm-type": "a2a"} if cp else {}
     read = plan_of_arguments(
         {
             **(script if ep else B200_SCRIPT),
             "--tensor-model-parallel-size": tp,
             "--pipeline-model-parallel-size": pp,
+            **context,
             "--seq-length": row["sequence_length"],
             "--micro-batch-size": row["micro_batch_size"],
             "--global-batch-size": row["micro_batch_size"] * row["microbatches"] * dp,
@@ -328,19 +330,12 @@ def b200_plan(row: Row) -> Plan:
 
 def b200_dense(rows: Sequence[Row]) -> list[Row]:
     """Those of the dense model without context parallelism."""
-    return [row for row in b200_known(rows) if row["model"] == "llama3-70b"]
-
-
-def b200_known(rows: Sequence[Row]) -> list[Row]:
-    """Those without context parallelism, whose tensors are not all known yet."""
-    return [row for row in rows if "cp" not in row["parallel"]]
+    return [row for row in rows if row["model"] == "llama3-70b" and "cp" not in row["parallel"]]
 
 
 def b200(rows: Sequence[Row]) -> Table:
     """Every rank's allocated and reserved memory."""
-    known = b200_known(rows)
-    left = Counter(f"{row['model']} (context parallelism)" for row in rows if row not in known)
-    compared = tuple(comparison for row in known for comparison in _b200(row))
+    compared = tuple(comparison for row in rows for comparison in _b200(row))
     errors = [abs(row.percent) for row in compared if row.reading.startswith("allocated")]
     return Table(
         "megatron_b200.jsonl",
@@ -348,15 +343,15 @@ def b200(rows: Sequence[Row]) -> Table:
         "SimuMax 1.2's public benchmark (MooreThreads/SimuMax, docs/b200; PyTorch 2.10, Transformer Engine 2.11)",
         "0.4 % (allocated)",
         compared,
-        tuple(f"{count} rows of {name}" for name, count in left.items()),
+        (),
         (
             f"Allocated, {len(errors)} ranks: mean |error| {sum(errors) / len(errors):.4f} %, "
             f"worst {max(errors):.4f} %. "
             "SimuMax's own estimate is off by 0.17 to 0.74 % on these runs.",
             "Of the distributed optimizer's shards the largest is estimated, so ranks with a smaller one show less. "
             "Reserved is stated beside the measured: it depends on the order of allocations on side streams.",
-            "Arguments are those of the benchmark's launch script; NullTokenizer of that time adds one to its 128,256 "
-            "tokens.",
+            "Arguments are those of the benchmark's launch script, which has context parallelism by a2a; NullTokenizer "
+            "of that time adds one to its 128,256 tokens.",
         ),
     )
 
