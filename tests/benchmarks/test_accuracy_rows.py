@@ -67,8 +67,8 @@ def test_torchtitan_is_within_4_percent_and_its_compiled_row_is_listed() -> None
 def test_functional_tests_of_megatron_lm_are_within_the_limits() -> None:
     """95 % of the dense rows between iterations; 90 % at the peak, with a median below 0.7 %."""
     table = table_of("megatron_lm_ci.jsonl")
-    assert len(table.rows) == 2 * (68 + 23)
-    assert sum(int(text.split()[0]) for text in table.not_modelled) == 111 - 68 - 23
+    assert len(table.rows) >= 2 * 99
+    assert sum(int(text.split()[0]) for text in table.not_modelled) == 111 - len(table.rows) // 2
     dense = [row for row in table.rows if megatron.family_of(row.id) != megatron.EXPERTS]
     for reading, share in ((megatron.STATIC, 0.95), (megatron.PEAK, 0.9)):
         rows = [row for row in dense if row.reading == reading]
@@ -92,11 +92,12 @@ def test_every_row_of_megatron_lm_beyond_the_limits_has_a_cause() -> None:
 
 def test_every_rank_on_eight_b200_is_within_four_thousandths() -> None:
     rows = [row for row in table_of("megatron_b200.jsonl").rows if row.reading.startswith("allocated")]
-    assert len(rows) == (4 + 2) * 8
+    assert len(rows) == (4 + 2 + 2) * 8
     errors = [abs(row.percent) for row in rows]
     assert max(errors) < 0.4
     assert sum(errors) / len(errors) < 0.25
     assert max(abs(row.percent) for row in rows if "deepseek" in row.id) < 0.1
+    assert max(abs(row.percent) for row in rows if "cp" in row.id) < 0.01
 
 
 def test_the_tensor_of_the_traceback_is_exact() -> None:
