@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ...families import family
+from ...layers.fused_losses import PLAIN, HeadLoss
 from ...layers.huggingface import LayerShape
 from ...layers.module import Module, Options
 from ...layers.tuning import Tuning
@@ -34,7 +35,7 @@ from ...values import dataclass
 from ..plain import hooked
 from ..plain.buffers import buffers, inputs
 from ..plain.hooked import Model
-from ..plain.programs import layer_shape
+from ..plain.programs import head_loss, layer_shape
 from ..plain.tuned import shared_table, stored, tuning_of
 from . import states as zero_states
 from . import step as zero_step
@@ -56,6 +57,7 @@ class Setting:
     recompute: bool
     microbatches: int
     tuning: Tuning | None = None
+    loss: HeadLoss = PLAIN
 
     @property
     def options(self) -> Options:
@@ -79,7 +81,8 @@ def setting_of(plan: ResolvedPlan, zero: Zero) -> Setting:
     shape = layer_shape(plan)
     microbatches = plan.batch.gbs // (shape.b * plan.layout.dp)
     recompute = plan.recompute.mode == "full"
-    return Setting(zero, plan.layout.dp, shape.dtype, plan.optimizer, recompute, microbatches, cast_tuning(plan))
+    how = (plan.optimizer, recompute, microbatches, cast_tuning(plan), head_loss(plan))
+    return Setting(zero, plan.layout.dp, shape.dtype, *how)
 
 
 def cast_tuning(plan: ResolvedPlan) -> Tuning | None:
@@ -172,15 +175,17 @@ def host_bytes(plan: ResolvedPlan, zero: Zero) -> tuple[int, int]:
     return placed.on("host"), placed.on("nvme")
 
 
-def model_of(shape: LayerShape, layers: int, options: Options, stage: int, recompute: bool) -> Model:
+def model_of(
+    shape: LayerShape, layers: int, options: Options, stage: int, recompute: bool, loss: HeadLoss = PLAIN
+) -> Model:
     """The model with hooks; its gradients end with them from stage 2 on."""
     options = replace(options, consumes_gradients=stage >= 2)
-    return hooked.model_of(shape, layers, options, recompute, stage < 3 or family(shape.spec.family).conv1d)
+    return hooked.model_of(shape, layers, options, recompute, stage < 3 or family(shape.spec.family).conv1d, loss)
 
 
 @lru_cache(maxsize=32)
 def _rank(setting: Setting, shape: LayerShape, layers: int, options: Options, rank: int) -> Rank:
-    model = model_of(shape, layers, options, setting.zero.stage, setting.recompute)
+    model = model_of(shape, layers, options, setting.zero.stage, setting.recompute, setting.loss)
     return rank_of(setting, model, groups_of(setting, model), rank)
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ...trace.framework import FrameworkRunning
     from ..communicators import Communicator
 
+FUSED = ("liger", "cut")
+"""Losses that read the head's weight by themselves."""
+
 OWN_ADAM = "DeepSpeed has its own FusedAdam; foreach and for-loop are PyTorch's (torch_adam)"
 
 
@@ -44,7 +47,7 @@ class Deepspeed(Framework):
         },
         default_implementations={"adam": None, "adamw": None, "lion": None},
         optimizer_fields=frozenset({"momentum", "weight_decay", "block_size", "embeddings_32bit"}),
-        losses=("plain",),
+        losses=("plain", *FUSED),
         last_logits=False,
         autocast=False,
         reentrant=False,

@@ -86,7 +86,8 @@ class _Bounds(LowerBounds):
         zero = setting.zero
         shape = layer_shape(plan)
         stays = zero.stage < 2
-        model = engine.model_of(shape, plan.model.layers, setting.options, zero.stage, setting.recompute)
+        how = (setting.options, zero.stage, setting.recompute, setting.loss)
+        model = engine.model_of(shape, plan.model.layers, *how)
         tapes = [
             instance.hooked.module.first if stays else instance.hooked.module.steady for instance in model.instances
         ]

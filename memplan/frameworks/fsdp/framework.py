@@ -24,6 +24,9 @@ SAVING = (
     "saving or loading a checkpoint gathers a unit at a time in the dtype of its shards (FULL_STATE_DICT, Accelerate's "
     "default for FSDP1; SHARDED_STATE_DICT copies nothing on the device)"
 )
+OF_TRANSFORMERS = ("liger", "cut", "liger-cross-entropy", "unsloth")
+"""Losses that take the place of transformers'."""
+
 NO_KERNEL = "bitsandbytes' kernels take no DTensor"
 
 
@@ -48,7 +51,7 @@ class Fsdp(Framework):
         implementations=("foreach", "for-loop", "fused"),
         implementations_refused={("sgd", "fused"): "PyTorch's fused SGD takes no DTensor"},
         optimizer_fields=frozenset({"momentum", "weight_decay"}),
-        losses=("plain", "vocab-parallel", "liger", "liger-cross-entropy", "unsloth"),
+        losses=("plain", "vocab-parallel", *OF_TRANSFORMERS),
         last_logits=False,
         code_2020=False,
     )
@@ -171,17 +174,20 @@ class Fsdp(Framework):
 
 
 def _check_version_2(plan: ResolvedPlan) -> None:
-    """What is modelled under FSDP1 alone."""
-    for name in ("kernels", "trainer"):
-        for field, value in getattr(plan, name).changed():
-            problem = "must be left out with framework fsdp, but for FSDP1 (--fsdp-version 1)"
-            raise PlanError(f"{name}.{field}", value, problem)
-    if plan.quantisation.kind == "gptq":
-        problem = "must be nf4 or fp4 with framework fsdp, but for FSDP1 (--fsdp-version 1)"
-        raise PlanError("quantisation.kind", "gptq", problem)
-    if plan.loss.kind not in ("plain", "vocab-parallel"):
-        problem = "must be plain or vocab-parallel with framework fsdp, but for FSDP1 (--fsdp-version 1)"
-        raise PlanError("loss.kind", plan.loss.kind, problem)
+    """What is modelled under FSDP1 alone, or of transformers' models."""
+    for field, value in plan.trainer.changed():
+        problem = "must be left out with framework fsdp, but for FSDP1 (--fsdp-version 1)"
+        raise PlanError(f"trainer.{field}", value, problem)
+    if plan.kernels.lora == "unsloth" or plan.quantisation.kind == "gptq":
+        field, value = ("kernels.lora", "unsloth") if plan.kernels.lora == "unsloth" else ("quantisation.kind", "gptq")
+        problem = "must be left out with framework fsdp, but for FSDP1 (--fsdp-version 1)"
+        raise PlanError(field, value, problem)
+    if plan.fsdp.code == "torchtitan":
+        for field, value in plan.kernels.changed():
+            raise PlanError(f"kernels.{field}", value, "must be left out: torchtitan has its own layers")
+        if plan.loss.kind in OF_TRANSFORMERS:
+            problem = "must be plain or vocab-parallel: of torchtitan's jobs no other loss is modelled"
+            raise PlanError("loss.kind", plan.loss.kind, problem)
     problem = "must be false with framework fsdp, but for FSDP1 (--fsdp-version 1)"
     if plan.precision.autocast:
         raise PlanError("precision.autocast", True, problem)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from ...families import family as family_of
 from ...families.base import Submodules
-from ...layers import ends
+from ...layers import ends, fused_losses
 from ...layers.autograd import DERIVED, Accumulate, Backward, Gradients, Leaf, Node, Recorder, Shape, Tensor, Unsummed
+from ...layers.fused_losses import PLAIN, HeadLoss
 from ...layers.huggingface import LayerShape
 from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run, recorded
 from ...layers.recompute import Frame
@@ -321,9 +322,11 @@ class Model:
 
 
 @lru_cache(maxsize=64)
-def model_of(shape: LayerShape, layers: int, options: Options, recompute: bool, bias_first: bool) -> Model:
+def model_of(
+    shape: LayerShape, layers: int, options: Options, recompute: bool, bias_first: bool, loss: HeadLoss = PLAIN
+) -> Model:
     """The model of ``layers`` layers."""
-    instances = _instances(shape, layers, recompute, options, bias_first)
+    instances = _instances(shape, layers, recompute, options, bias_first, loss)
     tied = shape.spec.tied_embeddings
     order = _registered(instances, shape.spec.family, tied)
     ids = {name: id for id, name in enumerate(order)}
@@ -399,7 +402,7 @@ def _layer(
 
 @lru_cache(maxsize=256)
 def _ends(
-    shape: LayerShape, options: Options, bias_first: bool
+    shape: LayerShape, options: Options, bias_first: bool, head_loss: HeadLoss
 ) -> tuple[HookedModule, HookedModule | None, HookedModule]:
     """Embedding, final norm (``None`` for post-norm models), head with loss."""
     spec = shape.spec
@@ -415,8 +418,8 @@ def _ends(
 
     def head(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        loss, logits = ends.head(r, x, shape)
-        return Run(None, until_end=[logits], loss=loss)
+        loss, returned = fused_losses.head(r, x, shape, head_loss)
+        return Run(None, until_end=returned, loss=loss)
 
     def norm(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
@@ -434,9 +437,9 @@ def _ends(
 
 
 def _instances(
-    shape: LayerShape, layers: int, recompute: bool, options: Options, bias_first: bool
+    shape: LayerShape, layers: int, recompute: bool, options: Options, bias_first: bool, loss: HeadLoss
 ) -> tuple[Instance, ...]:
-    embedding, norm, head = _ends(shape, options, bias_first)
+    embedding, norm, head = _ends(shape, options, bias_first, loss)
 
     def layer(number: int, ended: frozenset[int] = frozenset()) -> HookedModule:
         requires_grad = bool(number or embedding.module.first.backward)
