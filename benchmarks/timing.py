@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import nvidia  # noqa: E402
 from benchmarks.measured import bigscience_plan, plan_of, read_rows  # noqa: E402
 from benchmarks.megatron import b200_dense, b200_plan  # noqa: E402
+from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
 from memplan.search.time import Efficiency, rates_of, step_time  # noqa: E402
@@ -276,12 +279,31 @@ def finetuning(rows: Sequence[Row]) -> Table:
     return Table("fms_a100_finetuning.jsonl", "a100-80gb", tuple(timed))
 
 
+def throughput(rows: Sequence[Row]) -> list[Table]:
+    """NVIDIA's published rows that are modelled, by GPU: apart from dense steps in 16 bits."""
+    by_gpu: dict[str, list[Timed]] = {}
+    refused: Counter[str] = Counter()
+    for row in rows:
+        gpu = nvidia.gpu_of(row)
+        try:
+            predicted = step_time(resolve(nvidia.plan_of_row(row))).total
+        except PlanError:
+            refused[gpu] += 1
+            continue
+        by_gpu.setdefault(gpu, []).append(Timed(nvidia.short(row), nvidia.seconds_of(row), predicted))
+    return [
+        Table(nvidia.NAME, f"{gpu} in low precision or with experts", tuple(timed), f"{refused[gpu]} not modelled")
+        for gpu, timed in by_gpu.items()
+    ]
+
+
 READERS: Mapping[str, Callable[[Sequence[Row]], Table | list[Table]]] = {
     "bigscience_a100.jsonl": bigscience,
     "megatron_b200.jsonl": b200,
     "torchtitan_h100.jsonl": torchtitan,
     "fms_a100_finetuning.jsonl": finetuning,
     "llm_foundry_throughput.jsonl": foundry,
+    nvidia.NAME: throughput,
 }
 TRIALS = "bigscience-trials-february-2022"
 PAPERS = ("arxiv-2205.05198-table-5", "arxiv-2104.04473-table-1", "arxiv-2407.21783-table-4")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import fms as tuning  # noqa: E402
-from benchmarks import megatron  # noqa: E402
+from benchmarks import megatron, nvidia  # noqa: E402
 from benchmarks.accuracy import MEASURED  # noqa: E402
 from benchmarks.comparison import GIB  # noqa: E402
 from benchmarks.markdown import line  # noqa: E402
@@ -99,16 +99,21 @@ def published(rows: Sequence[Row]) -> Iterator[Case]:
         yield Case("published_steps.jsonl", row["id"], RAN, lambda row=row, of=of: of(row))  # type: ignore[misc]
 
 
+def throughput(rows: Sequence[Row]) -> Iterator[Case]:
+    for row in rows:
+        yield Case(nvidia.NAME, nvidia.short(row), RAN, lambda row=row: nvidia.plan_of_row(row))  # type: ignore[misc]
+
+
 READERS: dict[str, Callable[[Sequence[Row]], Iterator[Case]]] = {
     "bigscience_a100.jsonl": bigscience,
     "megatron_lm_ci.jsonl": ci,
     "megatron_b200.jsonl": b200,
     "torchtitan_h100.jsonl": torchtitan,
     "fms_a100_finetuning.jsonl": fms,
+    nvidia.NAME: throughput,
 }
 OTHERS = {
     "megatron_bridge_moonlight.jsonl": "mixture of experts with latent attention",
-    "nvidia_throughput.jsonl": "fp8 and graphs of Megatron-Bridge's recipes",
     "llm_foundry_throughput.jsonl": "Composer's MPT models under FSDP1",
     "korthikanti_2022.jsonl": "formulas, no runs",
     "traced_transformers_5_23.jsonl": "fake tensors, no devices",

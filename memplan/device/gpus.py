@@ -71,6 +71,7 @@ def _gpu(
 
 
 _MODAL = "modal-labs/modal-client/pull/2797"
+_SYSTEMS = "ai-dynamo/aiconfigurator/blob/main/aic-core/src/aiconfigurator_core/systems"
 _CAPTURES = "utkuozdemir/nvidia_gpu_exporter/tree/main/internal/captures"
 
 _GPUS = (
@@ -180,6 +181,8 @@ _GPUS = (
         usable=182_633 / 1024,
     ),
     _gpu("gb200", "NVIDIA GB200", 189_471, (10, 0), "vllm-project/vllm/issues/24272"),
+    _gpu("b300", "NVIDIA B300 SXM6 AC", 275_040, (10, 3), f"{_SYSTEMS}/b300_sxm.yaml"),
+    _gpu("gb300", "NVIDIA GB300", 284_208, (10, 3), f"{_SYSTEMS}/gb300.yaml"),
     _gpu("l40s", "NVIDIA L40S", 46_068, (8, 9), _CAPTURES, _MODAL, usable=44.39, note="usable: total less reserved"),
     _gpu("a10", "NVIDIA A10", 23_028, (8, 6), _MODAL),
     _gpu(
@@ -268,7 +271,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
 MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
     {
         "v100-16gb": 80, "v100-32gb": 80, "a100-40gb": 108, "a100-80gb": 108, "h100-80gb": 132, "h100-94gb": 132,
-        "h100-96gb": 132, "h200": 132, "b200": 148, "gb200": 152, "l40s": 142, "a10": 72, "a10g": 80, "l4": 58,
+        "h100-96gb": 132, "h200": 132, "b200": 148, "gb200": 152,
+        "b300": 148, "gb300": 152, "l40s": 142, "a10": 72, "a10g": 80, "l4": 58,
         "t4": 40, "mi300x": 304, "rtx-5090": 170, "rtx-4090": 128, "rtx-3090": 82, "rtx-pro-6000": 188, "rtx-a6000": 84,
         "h800": 132, "h20": 78, "a800-80gb": 108, "rtx-6000-ada": 142, "mi325x": 304, "mi355x": 256,
     }
@@ -282,7 +286,8 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a100-80gb": ("a100", "a100-sxm", "a100-sxm-80gb"),
         "h100-80gb": ("h100", "h100-sxm", "h100-sxm5", "h100-sxm-80gb", "h100-sxm5-80gb", "h100-80gb-sxm5"),
         "h100-94gb": ("h100-nvl-94gb",), "h100-96gb": ("gh200", "gh200-96gb"), "h200": ("h200-141gb", "h200-sxm"),
-        "b200": ("b200-180gb", "b200-192gb"), "gb200": ("gb200-192gb",), "l40s": ("l40s-48gb",), "a10": ("a10-24gb",),
+        "b200": ("b200-180gb", "b200-192gb"), "gb200": ("gb200-192gb",),
+        "b300": ("b300-288gb",), "gb300": ("gb300-288gb",), "l40s": ("l40s-48gb",), "a10": ("a10-24gb",),
         "a10g": ("a10g-24gb",), "l4": ("l4-24gb",), "t4": ("t4-16gb",), "mi300x": ("mi300x-192gb",),
         "h800": ("h800-80gb", "h800-sxm"), "h20": ("h20-96gb",), "a800-80gb": ("a800", "a800-sxm4-80gb"),
         "mi325x": ("mi325x-256gb",), "mi355x": ("mi355x-288gb",), "rtx-6000-ada": ("rtx6000-ada", "6000-ada"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import timing
+from benchmarks import nvidia, timing
 from benchmarks.measured import read_rows
 from memplan.search.time.accuracy import PUBLISHED_ERRORS, published_error
 
@@ -53,6 +53,28 @@ def test_steps_of_llm_foundry(gpu: str, limit: float, worst: float) -> None:
     assert table.rank_correlation > 0.998
     usual = [row for row in table.rows if not any(name in row.id for name in RETRIED)]
     assert max(abs(row.error) for row in usual) < worst
+
+
+@needs_measured
+def test_nvidias_published_throughput() -> None:
+    """Rows with experts in 16 bits, and all that are modelled; what is not is named by a line."""
+    rows = read_rows(MEASURED / nvidia.NAME)
+    tables = timing.throughput(rows)
+    timed = {row.id: row for table in tables for row in table.rows}
+    assert len(timed) >= 32
+    experts = [one for name, one in timed.items() if "BF16" in name]
+    assert len(experts) >= 2
+    assert all(abs(one.error) < 0.2 for one in experts)
+    every = timing.Table("", "", tuple(timed.values()))
+    assert every.median_error < 0.11
+    assert every.rank_correlation > 0.88
+
+
+@needs_measured
+def test_every_row_has_a_recipe_with_its_source() -> None:
+    for row in read_rows(MEASURED / nvidia.NAME):
+        if row["model"] in nvidia.MODELS and row["task"].startswith("Pre-Training"):
+            assert nvidia.recipe_of(row).source
 
 
 def test_the_published_errors_are_those_of_the_page() -> None:

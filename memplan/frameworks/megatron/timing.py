@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import Options, Passes, joined, regrouped, run_again
 from ...plan.resolved import ResolvedPlan
@@ -27,6 +28,7 @@ class MegatronTime(FrameworkTime):
     fused_attention = True
 
     def entries(self, plan: ResolvedPlan) -> Entries:
+        check_covered(plan.model, MEGATRON_CORE, plan.framework)
         whole, recent = core_shape(plan), not before(plan, NOT_OVERLAPPED)
         whole = replace(whole, asynchronous=recent, gradient_fusion=whole.gradient_fusion and recent)
         options = Options(counts="later", consumes_gradients=True, summed=plan.precision.gradients)

@@ -72,10 +72,10 @@ BLACKWELL = Kernels(
 _OLDER = "; FlashAttention 1, which PyTorch has before 2.2, half as fast: abstract of https://arxiv.org/abs/2307.08691"
 
 
-def kernels_of(gpu: str, major: int, matrix: float, *, fused_kernels: bool, older: bool) -> Kernels:
-    """Of a GPU whose compute capability begins with ``major``; ``matrix``: part of the peak that its products sustain.
+def kernels_of(major: int, matrix: float, *, fused_kernels: bool, older: bool) -> Kernels:
+    """Of GPUs whose compute capability begins with ``major``; ``matrix``: part of the peak that its products sustain.
     ``fused_kernels``: Transformer Engine chooses; ``older``: before FlashAttention-2."""
-    if gpu == "b200":
+    if major == 10:
         return BLACKWELL
     if major in (8, 9):
         newer = AMPERE if major == 8 else HOPPER_CUDNN if fused_kernels else HOPPER

@@ -61,6 +61,8 @@ _H200 = "https://www.nvidia.com/en-us/data-center/h200/"
 _BLACKWELL = "https://resources.nvidia.com/en-us-blackwell-architecture/datasheet"
 _DGX_B200 = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet"
 _GB200 = "https://www.nvidia.com/en-us/data-center/gb200-nvl72/"
+_ULTRA = "https://github.com/ai-dynamo/aiconfigurator/blob/main/aic-core/src/aiconfigurator_core/systems"
+_B300, _GB300 = (f"{_ULTRA}/{name}.yaml, after NVIDIA's Blackwell Ultra data sheet" for name in ("b300_sxm", "gb300"))
 _L40S = "https://www.nvidia.com/en-us/data-center/l40s/"
 _A10 = "https://www.nvidia.com/en-us/data-center/products/a10-gpu/"
 _A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
@@ -118,6 +120,8 @@ _TETON = (
 )
 _DGX_B = (50.0, "DGX B200: 8 x 400 Gb/s InfiniBand for 8 GPUs", _DGX_B200)
 _NVL72 = (50.0, "GB200 NVL72: 4 x 400 Gb/s InfiniBand for the 4 GPUs of a tray", _GB200)
+_DGX_B300 = (100.0, "DGX B300: 800 Gb/s for each GPU", _B300)
+_NVL72_300 = (100.0, "GB300 NVL72: 800 Gb/s InfiniBand for each GPU", _GB300)
 
 SPEEDS: Mapping[str, Speed] = MappingProxyType(
     {
@@ -131,6 +135,8 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
         "h200": _speed(_H200, 989.4, 494.7, 67, 4800, 64, link=450, link_gpus=8, network=_DGX_H),
         "b200": _speed(_BLACKWELL, 2250, 1100, 75, 7700, 64, link=900, link_gpus=8, network=_DGX_B),
         "gb200": _speed(_GB200, 2500, 1250, 80, 8000, 225, link=900, link_gpus=72, network=_NVL72),
+        "b300": _speed(_B300, 2250, 1125, 75, 7750, 128, link=900, link_gpus=8, network=_DGX_B300),
+        "gb300": _speed(_GB300, 2500, 1250, 80, 8000, 225, link=900, link_gpus=72, network=_NVL72_300),
         "l40s": _speed(_L40S, 362.05, 183, 91.6, 864, 32),
         "a10": _speed(_A10, 125, 62.5, 31.2, 600, 32),
         "a10g": _speed(_A10G, 70, 35, 35, 600, 32),
@@ -163,6 +169,8 @@ LOW_PRECISION: Mapping[str, Mapping[float, Figure]] = MappingProxyType(
         "h200": _low(_H200, 1979),
         "b200": _low(_BLACKWELL, 4500, 9000),
         "gb200": _low(_GB200, 5000, 10000),
+        "b300": _low(_B300, 4500, 14000),
+        "gb300": _low(_GB300, 5000, 15000),
         "l40s": _low(_L40S, 733),
         "l4": _low(_L4, 242.5),
         "rtx-4090": _low(_ADA, 330.3),

@@ -138,7 +138,7 @@ def default(
     major, minor = capability or (0, 0)
     memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
     link = _LINK.get(major, _NO_LINK)
-    forward, backward, attention = kernels_of(gpu, major, matrix.value, fused_kernels=fused_kernels, older=older)
+    forward, backward, attention = kernels_of(major, matrix.value, fused_kernels=fused_kernels, older=older)
     sources = (
         f"products reach {matrix.value:.0%} of the peak: {matrix.source}",
         f"memory {memory.value:.0%}: {memory.source}",

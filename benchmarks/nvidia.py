@@ -1,0 +1,136 @@
+"""NVIDIA's published training throughput beside predicted steps: ``nvidia_throughput.jsonl`` of the measured runs.
+
+Sizes, batch and tokens a second are the row's; what its table does not say is from the performance recipes of that
+release of Megatron-Bridge, in ``nvidia_recipes.jsonl``, each with its file. What a recipe has that is not modelled is
+named there, and the row is timed without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.measured import plan_of, read_rows  # noqa: E402
+from memplan.plan.errors import PlanError  # noqa: E402
+from memplan.plan.plan import Plan  # noqa: E402
+
+Row = Mapping[str, Any]
+
+NAME = "nvidia_throughput.jsonl"
+RECIPES = Path(__file__).with_name("nvidia_recipes.jsonl")
+
+MODELS = {
+    "LLAMA3_8B": {"model": "llama-3-8b"},
+    "LLAMA3_70B": {"model": "llama-3-70b"},
+    "LLAMA3.1_405B": {"model": "llama-3-405b"},
+    "DeepSeekV3": {"model": "deepseek-v3", "mtp_layers": 1},
+    "DeepSeekV3 (w/ MTP)": {"model": "deepseek-v3", "mtp_layers": 1},
+    "DeepSeekV3 (w/o MTP)": {"model": "deepseek-v3"},
+    "Qwen3_30B_a3B": {"model": "qwen3-30b-a3b"},
+    "Qwen3_235B_a22B": {"model": "qwen3-235b-a22b"},
+    "GPT OSS 120B": {"model": "gpt-oss-120b"},
+}
+"""Of a table, as plans name them; Nemotron 3 has state-space layers, which have no recipe."""
+
+PRECISIONS = {
+    "BF16": {},
+    "FP8": {"fp8": "tensorwise"},
+    "FP8-CS": {"fp8": "tensorwise"},
+    "FP8-CS (FP8-MX)": {"fp8": "tensorwise"},
+    "FP8-MX": {"fp8": "mxfp8", "fp8_parameters": "true"},
+    "MXFP8": {"fp8": "mxfp8", "fp8_parameters": "true"},
+    "NVFP4": {"fp4": "nvfp4"},
+}
+"""Of linear layers' products (``training/mixed_precision.py``); of two in a row the first, as its tokens."""
+
+COMMON = {
+    "framework": "megatron", "dtype": "bf16", "zero": 1, "gradients": "bf16", "overlap_grad_reduce": "true",
+    "cross_entropy_fusion": "te", "check_for_nan": "false",
+}  # fmt: skip
+"""Of every recipe (``set_common_perf_overrides``, ``_benchmark_common``)."""
+
+STATES = {"precision_aware_optimizer": "true", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+"""Of DeepSeek V3's (``recipes/deepseek/deepseek_v3.py``)."""
+
+
+KEYS = ("release", "model", "system", "Precision")
+"""What tells a recipe from another, as a row names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a release's recipe adds to a row."""
+
+    flags: Mapping[str, object]
+    missing: tuple[str, ...]
+    """What it has that is not modelled."""
+    source: str
+
+
+@cache
+def recipes() -> tuple[Row, ...]:
+    return tuple(read_rows(RECIPES))
+
+
+def recipe_of(row: Row) -> Recipe:
+    """The one that names the row's release, model, system and precision."""
+    (one,) = (one for one in recipes() if all(row[name] in one[name] for name in KEYS))
+    return Recipe(one["flags"], tuple(one["missing"]), one["source"])
+
+
+def plan_of_row(row: Row) -> Plan:
+    """The plan of a row. ``PlanError`` for what is not modelled."""
+    if row["model"] not in MODELS:
+        raise PlanError("model", row["model"], "has no recipe: state-space layers are not modelled")
+    if not row["task"].startswith("Pre-Training"):
+        raise PlanError("model", row["task"], "is not read: fine-tuning under Megatron-Bridge has no plan")
+    gpu = gpu_of(row)
+    sizes = {name: int(row[key]) for name, key in SIZES.items() if row.get(key, "n/a") not in ("n/a", "0")}
+    flags: dict[str, object] = {
+        **COMMON,
+        **MODELS[row["model"]],
+        **PRECISIONS[row["Precision"]],
+        **sizes,
+        "gpu": gpu,
+        "gpus_per_node": 4 if gpu.startswith("gb") else 8,
+    }
+    if sizes["tp"] > 1:
+        flags["sequence_parallel"] = "true"
+    if row["model"].startswith("DeepSeek"):
+        flags |= STATES
+    if not row["model"].startswith("LLAMA"):
+        flags["etp"] = 1
+    return plan_of(None, **flags, **recipe_of(row).flags)
+
+
+SIZES = {
+    "gpus": "#-GPUs", "gbs": "GBS", "mbs": "MBS", "seq": "Sequence Length", "tp": "TP", "pp": "PP", "cp": "CP",
+    "vpp": "VP", "ep": "EP",
+}  # fmt: skip
+
+
+def gpu_of(row: Row) -> str:
+    """As plans name it."""
+    name = str(row["system"]).removeprefix("DGX-").lower()
+    return "h100-80gb" if name == "h100" else name
+
+
+def seconds_of(row: Row) -> float:
+    """Of a step, from tokens a second and GPU; of two precisions the first."""
+    rate = float(str(row["Tokens / sec / GPU"]).split()[0])
+    return int(row["GBS"]) * int(row["Sequence Length"]) / (rate * int(row["#-GPUs"]))
+
+
+def short(row: Row) -> str:
+    """A row's name in a table."""
+    return " ".join(str(row[name]) for name in ("release", "model", "system", "#-GPUs", "Precision"))
+
+
+__all__ = ["NAME", "gpu_of", "plan_of_row", "recipe_of", "seconds_of", "short"]
