@@ -35,7 +35,7 @@ MODELS = {
     "DeepSeekV3 (w/o MTP)": {"model": "deepseek-v3"},
     "Qwen3_30B_a3B": {"model": "qwen3-30b-a3b"},
     "Qwen3_235B_a22B": {"model": "qwen3-235b-a22b"},
-    "GPT OSS 120B": {"model": "gpt-oss-120b"},
+    "GPT OSS 120B": {"model": "gpt-oss-120b", "bias_dropout_fusion": "false"},
 }
 """Of a table, as plans name them; Nemotron 3 has state-space layers, which have no recipe."""
 
