@@ -30,7 +30,7 @@ IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
         (
             (
                 *("layout.tp", "layout.pp", "layout.cp", "layout.ep", "layout.etp", "layout.vpp"),
-                *("experts", "megatron"),
+                *("experts", "megatron", "precision.fp8", "precision.fp4"),
             ),
         ),
     ),
@@ -38,7 +38,7 @@ IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("fsdp", (("hardware.gpus", "layout.dp"),)),
 )
 """Which framework a plan means that names none: the first of which, of each group of fields or sections, one is given
-(a size if it is more than one, a stage of ZeRO if it is not 0)."""
+(a size if it is more than one, a stage of ZeRO if it is not 0, a word whatever it is)."""
 BY_ITSELF = "single"
 """What a plan means that says nothing of the kind."""
 

@@ -47,7 +47,7 @@ def with_dtype(plan: Node) -> tuple[Node, tuple[Note, ...]]:
 
 
 def _said(plan: Node, path: str) -> str:
-    """``gpus 8``, or the name of a section that says something; empty where neither is given."""
+    """``gpus 8``, ``fp8 delayed``, or the name of a section that says something; empty where none is given."""
     section, _, name = path.partition(".")
     node = plan.mapping.get(section)
     if node is None:
@@ -55,5 +55,7 @@ def _said(plan: Node, path: str) -> str:
     if not name:
         return section if node.mapping else ""
     size = node.mapping.get(name)
+    if size is not None and isinstance(size.value, str):
+        return f"{name} {size.value}"
     least = 1 if name == "zero" else 2
     return f"{name} {size.value}" if size is not None and type(size.value) is int and size.value >= least else ""

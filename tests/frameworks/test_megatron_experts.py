@@ -44,6 +44,15 @@ def test_one_rank_has_every_parameter(model: str, mtp: int) -> None:
     assert elements(whole) == parameters(whole.model)
 
 
+def test_what_experts_run_with_alone_is_their_default() -> None:
+    """The sequence is cut with tensor parallelism, and experts with biases have no bias_dropout_fusion."""
+    assert plan(tp=2, dp=4).layout.sequence_parallel
+    assert plan("deepseek-v2-lite", tp=2, dp=4).layout.sequence_parallel
+    assert not plan("llama-3-8b", tp=2, dp=4).layout.sequence_parallel
+    assert not plan("gpt-oss-20b").megatron.bias_dropout_fusion
+    assert plan().megatron.bias_dropout_fusion
+
+
 GPT_OSS = {"moe_grouped_gemm": True, "bias_dropout_fusion": False, "moe_dispatcher": "alltoall"}
 
 
@@ -156,7 +165,7 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
         ({"dp": 8, "ep": 2, "moe_pad_to_capacity": True}, "experts.pad_to_capacity = true: needs"),
         ({"moe_dispatcher": "flex"}, "the flex dispatcher with one expert-parallel rank"),
         ({"experts_imbalance": "0.5"}, "must be balanced, worst, or a factor of at least 1"),
-        ({"tp": 2, "dp": 4}, "experts with tensor parallelism but no sequence parallelism"),
+        ({"tp": 2, "dp": 4, "sequence_parallel": False}, "experts with tensor parallelism but no sequence parallelism"),
         ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion"),
         ({"transformer_impl": "local"}, "experts in local layers"),
         ({"mtp_layers": 1, "recompute": "full"}, "multi-token prediction with full recompute"),

@@ -199,6 +199,7 @@ def test_a_file_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"tp": "4"}, "megatron", "tp 4"),
         ({"pp": "2", "gpus": "8"}, "megatron", "pp 2"),
         ({"vpp": "2"}, "megatron", "vpp 2"),
+        ({"fp8": "delayed", "gpus": "8"}, "megatron", "fp8 delayed"),
         ({"tp": "4", "zero": "1"}, "megatron-deepspeed", "tp 4 and zero 1"),
         ({"zero": "3", "gpus": "8"}, "deepspeed", "zero 3"),
         ({"offload_optimizer": "cpu"}, "deepspeed", "deepspeed"),

@@ -94,8 +94,12 @@ class Megatron(Framework):
     )
 
     def default_layout(self, plan: Plan) -> Layout:
-        """``pipeline.layout`` says how many chunks a stage has."""
+        """``pipeline.layout`` says how many chunks a stage has; layers that run with tensor parallelism only where the
+        sequence is cut, too, have it cut unless the plan says otherwise."""
         layout, text = plan.layout, plan.pipeline.layout
+        needs = bool(plan.model.experts or plan.model.latent_kv_rank) and layout.tp > 1
+        if needs and "sequence_parallel" not in layout.model_fields_set:
+            layout = layout.model_copy(update={"sequence_parallel": True})
         if plan.model.experts and layout.etp is None:
             layout = layout.model_copy(update={"etp": layout.tp})
         if plan.megatron.fsdp != "none":
@@ -129,7 +133,10 @@ class Megatron(Framework):
         given = plan.megatron
         # ``attention: eager`` is a way to ask for the unfused back end; ``flash`` leaves the choice among the others.
         if plan.attention == "eager" and given.transformer_impl != "local" and given.attention_backend == "auto":
-            changed["megatron"] = given.model_copy(update={"attention_backend": "unfused"})
+            given = changed["megatron"] = given.model_copy(update={"attention_backend": "unfused"})
+        # experts with biases run without it alone (``TEGroupedMLP``)
+        if plan.model.experts and plan.model.mlp_bias and "bias_dropout_fusion" not in given.model_fields_set:
+            changed["megatron"] = given.model_copy(update={"bias_dropout_fusion": False})
         if given.deterministic:
             changed["environment"] = {**DETERMINISTIC, **plan.environment}
         return changed

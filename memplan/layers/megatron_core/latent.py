@@ -45,7 +45,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     if shape.cp > 1:
         yield "latent attention with context parallelism"
     if shape.t > 1 and not shape.sequence_parallel:
-        yield "latent attention with tensor parallelism but no sequence parallelism"
+        yield "latent attention with tensor parallelism but no sequence parallelism (--sequence-parallel)"
 
 
 def weights(shape: CoreShape) -> dict[str, Shape]:

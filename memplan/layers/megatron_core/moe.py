@@ -24,7 +24,10 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     if shape.implementation == "local":
         yield "experts in local layers; those of Transformer Engine are covered"
     if shape.t > 1 and not shape.sequence_parallel:
-        yield "experts with tensor parallelism but no sequence parallelism, which Megatron-Core refuses in training"
+        yield (
+            "experts with tensor parallelism but no sequence parallelism, which Megatron-Core refuses in training "
+            "(--sequence-parallel)"
+        )
     if spec.mlp_bias and spec.shared_expert_ffn:
         yield "biases in shared experts, which Megatron-Core refuses"
     if spec.mlp_bias and experts.grouped and shape.bias_dropout_fusion:
@@ -32,7 +35,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     if spec.mlp_bias and not experts.grouped:
         yield "biases of experts that run one after the other"
     if spec.mlp_bias and shape.expert_ranks > 1:
-        yield "biases of experts that are divided over tensor-parallel ranks"
+        yield "biases of experts that are divided over tensor-parallel ranks (--etp 1)"
     if shape.bias_activation_fusion and not spec.gated:
         yield "bias_gelu_fusion in experts, which Megatron-Core refuses"
     if shape.bias_activation_fusion and spec.mlp_bias and spec.activation != "quick_geglu":
