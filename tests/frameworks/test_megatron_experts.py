@@ -179,14 +179,13 @@ def test_what_is_refused(flags: dict[str, Any], line: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3"])
-def test_ways_out_of_a_pipeline_have_no_times_and_no_cuts(model: str) -> None:
+def test_ways_out_of_a_pipeline_name_expert_parallelism_and_cost_time(model: str) -> None:
     given = plan(model, layers=8, seq=4096, gpu="rtx-4090-24gb", dp=4, pp=2, ep=2, gbs=16, mbs=1)
     found = list(proposals(stated(given), given.hardware.capacity or 0))
     assert "ep 2 → 4" in [one.what for one in found]
-    assert not any("cut" in one.what for one in found)
     ways = ways_out(given, estimate(given), NOTHING)
     assert ways
-    assert all(way.slower is None for way in ways)
+    assert all(way.slower is not None for way in ways)
 
 
 def test_layers_of_multi_token_prediction_in_a_layout_string() -> None:
