@@ -32,7 +32,6 @@ from .palette import (
 from .printing import WholeTable, entries, left, plain_table, put, put_line, right, written_lines
 from .sparkline import timeline_lines
 from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of, who
-from .ways_out import ways_table
 
 
 def verdict(estimate: Estimate) -> Text:
@@ -307,7 +306,10 @@ def estimate_report(
     if estimate.assumptions:
         yield Text()
         yield from _assumptions(estimate, verbose)
-    yield from ways_table(estimate, unit_of(estimate))
+    if estimate.ways_out:  # else nothing of a search is imported
+        from .ways_out import ways_table
+
+        yield from ways_table(estimate, unit_of(estimate))
 
 
 def _caption(estimate: Estimate) -> str:
