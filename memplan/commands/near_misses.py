@@ -81,6 +81,11 @@ _MEANT = {
 NOT_MODELLED: Mapping[str, str] = {
     "--unsloth": "Unsloth's own runs are not modelled: its layers and its offloaded checkpoints are code of its own; "
     "--kernels fms is fms-acceleration's set of its kernels",
+    **dict.fromkeys(
+        ("--packing", "--padding-free", "--group-by-length"),
+        "is no flag: rows are taken to be full, as packing fills them (--seq); padding-free rows take "
+        "--attention flash_attention_2",
+    ),
     "--versions": "other releases of transformers are not modelled yet",
 }
 """Flags of what memplan does not do yet, and what to say of it."""

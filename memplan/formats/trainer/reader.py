@@ -365,6 +365,38 @@ def _liger(reader: Reader) -> None:
         put("loss.kind", Node(kind, config.origin), "fused_linear_cross_entropy")
 
 
+_VARLEN = ("flash_attention_2", "flash_attention_3")
+
+
+def _packed(reader: Reader) -> None:
+    """trl's packing fills rows up to ``max_length``.
+
+    By the strategy ``bfd``, its default, or with ``padding_free``, the rows of a batch are one of all their tokens
+    (``SFTTrainer.__init__`` of trl 1.16), for which transformers calls ``flash_attn_varlen_func`` on reshaped queries,
+    keys and values, without copies (``_flash_attention_forward``).
+    """
+    arguments: Arguments = reader.settings
+    packed, strategy = arguments.on("packing"), arguments.node("packing_strategy")
+    flat = arguments.on("padding_free")
+    if packed is not None and (strategy is None or str(strategy.value).startswith("bfd")):
+        flat = packed
+    if packed is not None:
+        reader.building.note("packed-rows", "packing fills rows up to the sequence length: each is taken to be full")
+    if flat is None:
+        return
+    kernel = arguments.node("attn_implementation")
+    if kernel is not None and kernel.value not in _VARLEN:
+        problem = f"must be {' or '.join(_VARLEN)} with padding_free or packing by bfd: others mask the whole row"
+        raise PlanError("attn_implementation", kernel.plain(), problem, origin=kernel.origin)
+    if kernel is None and "attention" not in reader.context:
+        reader.building.put("attention", Node(_VARLEN[0], flat.origin), "padding_free", "packing")
+    reader.building.note(
+        "padding-free",
+        "a batch's rows are one of all their tokens, taken to be full: it takes what the rows take, but for the angles "
+        "of its positions and 128 rows of dq_accum for each document, which are not counted",
+    )
+
+
 def _evaluates(arguments: Arguments) -> bool:
     """Whether the file asks for an evaluation; by default the Trainer makes none."""
     strategy = arguments.first("eval_strategy", "evaluation_strategy")
@@ -416,6 +448,7 @@ ROWS = (
     Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length")),
     Row("model_name_or_path", "model", kind="any", without_effect=_given_by("model")),
     Row("attn_implementation", "attention", kind="any"),
+    Row("packing", "attention", read=_packed),
     Row("activation_checkpointing", "recompute.mode", read=_recompute),
     Row("use_liger_kernel", "kernels.set", read=_liger),
 )

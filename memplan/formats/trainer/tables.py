@@ -33,6 +33,9 @@ READ = frozenset(
         "fsdp_config",
         "use_liger_kernel",
         "liger_kernel_config",
+        "packing",
+        "packing_strategy",
+        "padding_free",
     }
 )
 """Keys whose values are looked at."""
@@ -62,8 +65,6 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "fp16_full_eval": ((None, False), "evaluation outside of training casts the model, and is not modelled"),
         "batch_eval_metrics": ((None, False), "logits are not kept then; leave out --eval-batches"),
         "eval_do_concat_batches": ((None, True), "logits are taken to be concatenated, batch by batch"),
-        "packing": ((None, False), "rows are taken to be one sequence each"),
-        "padding_free": ((None, False), "rows are taken to be one sequence each"),
     }
 )
 """Keys that are not modelled and change a detail: values that do nothing, and the assumption."""
@@ -88,7 +89,7 @@ WITHOUT_EFFECT = frozenset(
     train_file validation_file max_train_samples max_eval_samples preprocessing_num_workers config_name tokenizer_name
     cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache validation_split_percentage
     keep_linebreaks streaming use_cpu_amp fp16_backend half_precision_backend fp16_opt_level torchdynamo mp_parameters
-    past_index ray_scope no_cuda use_mps_device jit_mode_eval auto_find_batch_size_ratio chat_template_path
+    eval_packing past_index ray_scope no_cuda use_mps_device jit_mode_eval auto_find_batch_size_ratio chat_template_path
     """.split()  # noqa: SIM905 - a list this long would be a hundred lines
 )
 """Keys without effect on the memory of a training step; ``max_grad_norm`` is one, for the norm is always taken."""

@@ -10,15 +10,17 @@ import pytest
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from memplan.formats.launch import Asked, Launch
+from memplan.formats.launch import Asked, Launch, launched_plan
 from memplan.formats.rows import LEFT
-from memplan.formats.trainer.reader import EVALUATION, OPTIMIZER, PRECISION, ROWS, read
+from memplan.formats.trainer.reader import EVALUATION, OPTIMIZER, PRECISION, ROWS, launched, read
+from memplan.formats.trainer.script import Started
 from memplan.formats.trainer.tables import NOTED, READ, REFUSED, WITHOUT_EFFECT
 from memplan.optimizers import trainer_names
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
-from memplan.plan.read import build_plan
+from memplan.plan.read import ReadPlan, build_plan
 from memplan.plan.resolve import resolve
+from memplan.plan.yaml_nodes import parse_yaml
 
 
 def launch(folder: Path, arguments: object, strict: bool = False, **flags: str) -> Launch:
@@ -168,3 +170,48 @@ def test_what_is_not_modelled_is_refused_in_one_line(arguments: object, says: st
 def test_strict_refuses_what_is_only_noted(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="strict"):
         launch(tmp_path, {"torch_empty_cache_steps": 4}, strict=True, model="gpt2")
+
+
+PACKED: dict[str, object] = {"per_device_train_batch_size": 4, "max_length": 1024, "packing": True, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("more", "attention", "codes"),
+    [
+        ({}, "flash_attention_2", ["packed-rows", "padding-free"]),
+        ({"packing_strategy": "bfd_split"}, "flash_attention_2", ["packed-rows", "padding-free"]),
+        ({"packing_strategy": "wrapped"}, None, ["packed-rows"]),
+        ({"packing": False, "padding_free": True}, "flash_attention_2", ["padding-free"]),
+        ({"attn_implementation": "flash_attention_3"}, "flash_attention_3", ["packed-rows", "padding-free"]),
+        ({"packing": False}, None, []),
+    ],
+)
+def test_packed_rows_are_full_ones(more: dict[str, object], attention: str | None, codes: list[str]) -> None:
+    read = trained({**PACKED, **more})
+    assert (read.plan.batch.mbs, read.plan.batch.seq, read.plan.attention) == (4, 1024, attention)
+    assert [note.code for note in read.warnings if note.code in ("packed-rows", "padding-free")] == codes
+    assert not any("is no key" in note.message or "not modelled" in note.message for note in read.warnings)
+
+
+def test_packing_needs_a_kernel_that_takes_documents() -> None:
+    with pytest.raises(PlanError, match="attn_implementation = sdpa: must be flash_attention_2 or flash_attention_3"):
+        trained({**PACKED, "attn_implementation": "sdpa"})
+
+
+def trained(arguments: dict[str, object]) -> ReadPlan:
+    flags = {"model": "llama-3-8b"}
+    found = Started(parse_yaml(json.dumps(arguments), "arguments.json"), Path())
+    return launched_plan(launched(found, Asked("trainer", flags)), flags)
+
+
+def test_one_row_of_all_tokens_is_reshaped_without_copies() -> None:
+    """Rotary products keep the order in memory of what the linear layers made, so that a row's queries and keys are
+    contiguous where transformers flattens them (``_flash_attention_forward``)."""
+    torch = pytest.importorskip("torch")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    made = torch.randn(1, 6, 8, 16).transpose(1, 2)
+    angles = torch.randn(1, 6, 16)
+    rotated, _ = llama.apply_rotary_pos_emb(made, made, angles, angles)
+    for states in (made, rotated):
+        row = states.transpose(1, 2)
+        assert row.reshape(-1, 8, 16).data_ptr() == row.data_ptr()
