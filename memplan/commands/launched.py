@@ -95,7 +95,7 @@ def name_of(place: Place) -> str | None:
 
 def flags_of_launch(
     place: Place,
-    formats: Sequence[str] | None,
+    formats: Sequence[str] | str | None,
     variables: Sequence[str] | None = None,
     *,
     strict: bool = False,
@@ -106,7 +106,8 @@ def flags_of_launch(
     launch file none of the others means anything."""
     variables, given = variables or (), place if isinstance(place, tuple) else () if place is None else (place,)
     if formats:
-        return LaunchFlags(_of_each(formats, given), variables, strict, vocab_size)
+        named = (formats,) if isinstance(formats, str) else formats
+        return LaunchFlags(_of_each(named, given), variables, strict, vocab_size)
     found: list[str] = []
     for one in given:
         if one not in examples():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..bash.values import Cause, is_known, origin_of, text
 from ..plan.environment import is_irrelevant
-from ..plan.errors import ABSENT, Guesses, Origin, PlanError, one_line, together
+from ..plan.errors import ABSENT, Guesses, Origin, PlanError, is_slip, one_line, together
 from ..plan.node import Node
 from ..plan.notes import Note
 from ..plan.plan import Plan
@@ -86,7 +86,7 @@ def launched(
     """``words`` as a plan; ``family`` and ``environment`` where the caller knows more than they say. ``name`` is the
     model's where no script's name is."""
     settings = Settings(words.given, words.ledger, words.origin)
-    refused = _refusal(words) or _refused_argument(words)
+    refused = _refusal(words) or _misspelt(words, asked.format) or _refused_argument(words)
     if refused is not None:
         raise refused
     training = words.training
@@ -181,6 +181,21 @@ def _refused_argument(words: Words) -> PlanError | None:
         if direction == "refused":
             return PlanError(given.name, ABSENT, problem, origin=given.origin)
     return None
+
+
+def _misspelt(words: Words, framework: str) -> PlanError | None:
+    """An error for arguments that look like others which change memory: the parser would not start with them, while
+    a fork may have others of its own."""
+    guesses = Guesses(lambda name: nearest_argument(name, framework))
+    known = arguments_of(framework)
+    found: list[PlanError] = []
+    for given in words.given:
+        guess = guesses.of(given.name) if given.argument is None else None
+        meant = [one for one in (guess or "").split(" or ") if one and is_slip(given.name, one)]
+        if meant and known[meant[0]].table is not Table.IRRELEVANT:
+            problem = guessed(f"is not an argument of {framework}", meant[0])
+            found.append(PlanError(given.name, ABSENT, problem, origin=given.origin))
+    return together(found) if found else None
 
 
 def _argument_notes(words: Words, framework: str, strict: bool) -> Iterator[Note]:

@@ -149,6 +149,30 @@ def nearest(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str | None
     return None
 
 
+def is_slip(wrong: str, meant: str) -> bool:
+    """Whether ``wrong`` is surely ``meant``, misspelt: a letter or two are left out, added, another or swapped. Other
+    digits are another name."""
+    wrong, meant = (name.lower().replace("_", "-") for name in (wrong, meant))
+    if [c for c in wrong if c.isdigit()] != [c for c in meant if c.isdigit()]:
+        return False
+    return abs(len(wrong) - len(meant)) <= 2 and _apart(wrong, meant) <= (2 if len(meant) >= 12 else 1)
+
+
+def _apart(one: str, other: str) -> int:
+    """The number of letters to change, add, leave out or swap (optimal string alignment)."""
+    before: list[int] = []
+    above = list(range(len(other) + 1))
+    for at, letter in enumerate(one, 1):
+        row = [at]
+        for position, its in enumerate(other, 1):
+            least = min(above[position] + 1, row[-1] + 1, above[position - 1] + (letter != its))
+            if at > 1 and position > 1 and letter == other[position - 2] and one[at - 2] == its:
+                least = min(least, before[position - 2] + 1)
+            row.append(least)
+        before, above = above, row
+    return above[-1]
+
+
 @dataclass(slots=True)
 class Guesses:
     """What the unknown names of one file were probably meant to be: of the first ones, since each is compared with all

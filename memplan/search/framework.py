@@ -154,6 +154,10 @@ class FrameworkSearch:
         """Steps from no recompute towards full recompute."""
         return iter(())
 
+    def elsewhere(self, plan: ResolvedPlan) -> Iterator[Proposal]:
+        """The same job in other frameworks, where this one cannot shard what they do."""
+        return iter(())
+
 
 def eight_bit_adam(plan: ResolvedPlan, fields: Fields = ()) -> list[tuple[Extra, ...]]:
     """bitsandbytes' Adam in place of another Adam; ``fields`` are set beside it."""

@@ -40,6 +40,7 @@ def proposals(given: Suggestion, limit: int) -> Iterator[Proposal]:
     yield from _smaller_batches(plan)
     yield from _more_recompute(plan)
     yield from _more_sharding(plan)
+    yield from search.elsewhere(plan)
     yield from _other_cuts(plan, limit)
     for group in search.extras(plan):
         for extra in group:
@@ -86,8 +87,10 @@ def _other_losses(plan: ResolvedPlan) -> Iterator[Proposal]:
 
 
 def _fine_tuning(plan: ResolvedPlan) -> Iterator[Proposal]:
-    """Adapters in place of training all, where the loop is one that fine-tunes and the framework has them."""
-    if plan.trainer.loop == "none" or "lora" not in framework(plan.framework).supports.sections:
+    """Adapters in place of training all, where the code is one that people fine-tune with and the framework has
+    them."""
+    own = framework(plan.framework)
+    if not own.runs_transformers(plan) or "lora" not in own.supports.sections:
         return
     rank: dict[str, Any] = {"lora.rank": LORA_RANK}
     alone = f"adapters of rank {LORA_RANK} alone are trained"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.plan.errors import ABSENT, Origin, PlanError, nearest, shown
+from memplan.plan.errors import ABSENT, Origin, PlanError, is_slip, nearest, shown
 
 
 def test_a_line_names_origin_field_value_and_what_is_allowed() -> None:
@@ -55,3 +56,22 @@ def test_it_is_always_one_line(field: str, value: object, problem: str, source: 
     line = str(PlanError(field, value, problem, origin=Origin(source), known=["a", "tp"]))
     assert len(line.splitlines()) <= 1
     assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant", "is_one"),
+    [
+        ("--hiden-size", "--hidden-size", True),
+        ("--hidden-szie", "--hidden-size", True),
+        ("--num_layers", "--num-layers", True),
+        ("--num-layer", "--num-layers", True),
+        ("--micro-bach-szie", "--micro-batch-size", True),
+        ("--use-flash-attn-triton", "--use-flash-attn", False),
+        ("--fp4-format", "--fp8-format", False),
+        ("--seq-len", "--seq-length", False),
+        ("--top", "--tp", True),
+        ("--xy", "--tp", False),
+    ],
+)
+def test_what_is_surely_misspelt(wrong: str, meant: str, is_one: bool) -> None:
+    assert is_slip(wrong, meant) is is_one

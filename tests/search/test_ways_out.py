@@ -54,6 +54,26 @@ def test_what_changes_training_says_so() -> None:
     assert way.costs == "adapters of rank 16 alone are trained, on weights of 4 bits"
 
 
+def test_fine_tuning_on_a_small_card_has_adapters() -> None:
+    """Without the Trainer, too; Megatron has none."""
+    for flags in ({}, {"framework": "ddp", "gpus": "2"}):
+        plan = read_plan(None, {"model": "llama-3-8b", "gpu": "rtx-4090", "seq": "2048", **flags}).plan
+        ways = ways_out(plan, estimate(plan), NOTHING)
+        assert any("QLoRA" in way.what and way.fits for way in ways)
+        assert all("adapters of rank 16 alone" in way.costs for way in ways if "LoRA" in way.what)
+    plan = read_plan(None, {"model": "llama-3-8b", "gpu": "rtx-4090", "framework": "megatron"}).plan
+    assert not any("LoRA" in way.what for way in ways_out(plan, estimate(plan), NOTHING))
+
+
+def test_what_ddp_cannot_hold_is_for_frameworks_that_shard() -> None:
+    flags = {"model": "llama-3-8b", "gpu": "h100", "gpus": "8", "framework": "ddp", "recompute": "full"}
+    plan = read_plan(None, {**flags, "trainer": "transformers", "autocast": "true", "autocast-parameters": "fp32"}).plan
+    named = [way.what for way in ways_out(plan, estimate(plan), NOTHING)]
+    assert {"framework fsdp", "framework deepspeed, ZeRO-2"} <= {*named}
+    alone = read_plan(None, {**flags, "gpus": "1"}).plan
+    assert not any("framework" in way.what for way in ways_out(alone, estimate(alone), NOTHING))
+
+
 def test_evaluation_has_its_own() -> None:
     plan = read_plan(*TOO_LARGE["evaluation"]).plan
     ways = ways_out(plan, estimate(plan), NOTHING)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...frameworks import framework
-from ...plan.errors import ABSENT, Guesses, Origin, PlanError, one_line, shown
+from ...plan.errors import ABSENT, Guesses, Origin, PlanError, is_slip, one_line, shown, together
 from ...plan.node import Node
 from ...plan.notes import Note
 from ...plan.plan import Plan
@@ -65,6 +65,9 @@ def torchtitan_of(written: Node, is_json: bool, asked: Asked) -> Launch:
     era = era_of({**given, **over}, is_json=is_json, version=version)
     settings = Settings({**given, **over}, origin, era)
     _check_keys(settings)
+    wrong = list(_misspelt(settings))
+    if wrong:
+        raise together(wrong)
     if gpus is not None and asked.gpus is not None and gpus.value != asked.gpus.value:
         raise PlanError("", ABSENT, f"{gpus.value} GPUs are not the {asked.gpus.value} of --gpus", origin=gpus.origin)
     building = torchtitan_plan(settings, gpus, asked.tokens, asked.names)
@@ -253,6 +256,17 @@ def _notes(settings: Settings, *, strict: bool) -> Iterator[Note]:
     if elsewhere:
         names = ", ".join(elsewhere[:6]) + (", …" if len(elsewhere) > 6 else "")
         yield Note("argument-unknown", one_line(f"{names}: no keys of {settings.era.label}, and left out"))
+
+
+def _misspelt(settings: Settings) -> Iterator[PlanError]:
+    """Keys that look like others of that day which change memory; a fork may have others of its own."""
+    guesses = _guesses(settings)
+    for name, node in settings.given.items():
+        guess = guesses.of(name) if key_of(name) is None else None
+        meant = key_of(guess) if guess is not None and is_slip(name, guess) else None
+        if guess is not None and meant is not None and meant.table is not Table.IRRELEVANT:
+            problem = guessed(f"is no key of {settings.era.label}", guess)
+            yield PlanError(name, node.plain(), problem, origin=node.origin)
 
 
 def _guesses(settings: Settings) -> Guesses:

@@ -45,9 +45,9 @@ class Ddp(Framework):
 
     @cached_property
     def search(self) -> FrameworkSearch:
-        from ...search.framework import FrameworkSearch as Plain
+        from .searching import DdpSearch
 
-        return Plain()
+        return DdpSearch()
 
     @cached_property
     def running(self) -> FrameworkRunning:

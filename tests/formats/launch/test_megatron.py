@@ -198,21 +198,31 @@ def test_the_last_of_repeated_arguments_wins() -> None:
     ]
 
 
+def test_misspelt_arguments_that_change_memory_are_errors() -> None:
+    line = error_of(
+        lambda: launch(small("--hiden-size 8 --recompute_granularty full --my-fork-flag --use-flash-attn-2"))
+    )
+    assert line.startswith(
+        "2 errors: (1) train.sh:2: --hiden-size: is not an argument of megatron; did you mean --hidden-"
+    )
+    assert "--recompute_granularty: is not an argument of megatron; did you mean --recompute-granularity?" in line
+
+
 def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
     graphs = "--cuda-graph-impl none --cuda-graph-impl local"
-    read = launch(small(f"--hiden-size 8 --my-fork x y --tp-comm-overlap {graphs}"))
+    read = launch(small(f"--log-intervall 8 --my-fork x y --tp-comm-overlap {graphs}"))
     assert [(note.code, note.message.split(" (")[0]) for note in read.notes] == [
-        ("argument-unknown", "--hiden-size 8"),
+        ("argument-unknown", "--log-intervall 8"),
         ("argument-unknown", "--my-fork x y"),
         ("argument-not-modelled", "--tp-comm-overlap"),
         ("argument-not-modelled", "--cuda-graph-impl local"),
     ]
-    assert "did you mean --hidden-size?" in read.notes[0].message
+    assert "did you mean --log-interval?" in read.notes[0].message
     assert "pushes memory up" in read.notes[2].message
     assert not launch(small("--softmax-type vanilla --cuda-graph-impl none")).notes, "its default does nothing"
     off = "--softmax-type = off-by-one: is not modelled yet; vanilla and learnable are"
     assert off in error_of(lambda: launch(small("--softmax-type off-by-one")))
-    for wrong in ("--hiden-size 8", "--tp-comm-overlap"):
+    for wrong in ("--my-fork 8", "--tp-comm-overlap"):
         assert "(--strict)" in error_of(lambda wrong=wrong: launch(small(wrong), strict=True))  # type: ignore[misc]
 
 
