@@ -110,8 +110,9 @@ class Experts(FrameworkSection, Terse):
 
     imbalance: str = Field(
         "balanced",
-        pattern=r"^(balanced|worst|\d{1,4}(\.\d{1,6})?)$",
-        description="tokens of the most loaded rank: balanced, a factor of the mean, or the worst that routing allows",
+        pattern=r"^(balanced|worst|\d{1,4}(\.\d{1,6})?(,\d{1,4}(\.\d{1,6})?)*|.*\.(csv|json))$",
+        description="tokens of the most loaded rank: balanced, a factor of the mean, the worst that routing allows, or "
+        "a record of every expert's tokens in each layer (CSV or JSON)",
         json_schema_extra={"flag": "--experts-imbalance"},
     )
     dispatcher: Literal["allgather", "alltoall", "flex"] = Field(

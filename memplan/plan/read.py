@@ -19,6 +19,7 @@ from .node import Node, scalar
 from .normalise import field_value, normalised
 from .notes import FRAMEWORK_CHOSEN, Note, notes_of
 from .plan import Plan
+from .routing import with_routing
 from .spellings import with_optimizer
 from .text import STANDARD_INPUT, folder_of, is_there, path_of, read_standard_input, read_text
 from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, traced_spec
@@ -125,7 +126,8 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
     if wrong:
         raise together([*wrong, *_wrong_in(node)])
     node, chosen = with_implied(node if named is not None else written)
-    plan = validated_plan(node)
+    from_flag = "experts-imbalance" in flags or "experts-imbalance" in (variant or {})
+    plan = with_routing(validated_plan(node), Path() if from_flag else source.folder)
     origins = dict(node.origins())
     if traced and named is not None:
         try:

@@ -413,7 +413,20 @@ def check_experts(plan: ResolvedPlan) -> None:
     if ranks // (layout.ep * etp) % instances:
         problem = f"must divide the {ranks // (layout.ep * etp)} replicas of each expert"
         raise PlanError("megatron.distributed_optimizer_instances", instances, problem)
-    if given.imbalance not in ("balanced", "worst") and float(given.imbalance) < 1.0:
+    check_imbalance(plan)
+
+
+def check_imbalance(plan: ResolvedPlan) -> None:
+    """One factor is of the most loaded rank; several are of each layer that has experts."""
+    given, model = plan.experts, plan.model
+    if given.imbalance in ("balanced", "worst"):
+        return
+    factors = given.imbalance.split(",")
+    layers = sum(map(model.has_experts, range(model.layers)))
+    if len(factors) > 1 and len(factors) != layers:
+        problem = f"has {len(factors)} factors; one for each of the {layers} layers with experts is wanted"
+        raise PlanError("experts.imbalance", given.imbalance, problem)
+    if len(factors) == 1 and float(given.imbalance) < 1.0:
         problem = "must be balanced, worst, or a factor of at least 1: the most loaded rank has at least the mean"
         raise PlanError("experts.imbalance", given.imbalance, problem)
 

@@ -91,8 +91,18 @@ def _imbalance(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Noti
     yield Notice(
         "experts-imbalance",
         f"the peak depends on how many tokens the most loaded rank's experts get: {', '.join(parts)}, as requested "
-        f"bytes; this estimate: {plan.experts.imbalance} (--experts-imbalance)",
+        f"bytes; this estimate: {_said(plan.experts.imbalance)} (--experts-imbalance)",
     )
+
+
+def _said(imbalance: str) -> str:
+    """Of a record the factors of its rank, the one that has most tokens in all layers together."""
+    factors = imbalance.split(",")
+    if len(factors) == 1:
+        return imbalance
+    each = sorted(map(float, factors))
+    mean = sum(each) / len(each)
+    return f"{mean:.2f} times the mean in {len(each)} layers, from {each[0]:g} to {each[-1]:g}"
 
 
 def _low_precision(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

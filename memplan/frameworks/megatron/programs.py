@@ -142,7 +142,8 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
     if not plan.model.experts:
         return None
     etp = layout.etp or layout.tp
-    factors = {"balanced": 1.0, "worst": float(layout.ep)}
+    named = {"balanced": 1.0, "worst": float(layout.ep)}
+    factors = [named.get(one) or float(one) for one in given.imbalance.split(",")]
     return ExpertShape(
         ep=layout.ep,
         etp=etp,
@@ -152,7 +153,8 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
         shared_overlap=given.shared_expert_overlap,
         capacity_factor=given.capacity_factor,
         padded=given.pad_to_capacity,
-        imbalance=factors[given.imbalance] if given.imbalance in factors else float(given.imbalance),
+        imbalance=factors[-1],
+        imbalances=tuple(factors) if len(factors) > 1 else (),
         apart=layout.ep > 1 or etp != layout.tp,
         router_pads=given.router_padding,
     )
@@ -397,7 +399,12 @@ def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
         first, last = shape.sixteen_bit
         wide = layer < first or layer >= shape.layers - last
         shape = replace(shape, sixteen_bit=(0, 0), layers=0, low=None if wide else shape.low)
-    return shape if shape.experts is None or shape.spec.has_experts(layer) else replace(shape, experts=None)
+    if shape.experts is None or not shape.spec.has_experts(layer):
+        return replace(shape, experts=None)
+    if shape.experts.imbalances:
+        own = shape.experts.imbalances[layer - sum(dense < layer for dense in shape.spec.dense_layers)]
+        return replace(shape, experts=replace(shape.experts, imbalance=own, imbalances=()))
+    return shape
 
 
 def _makes_masks(shape: CoreShape, role: Role) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import field, replace
 from math import ceil
 from typing import Literal
 
@@ -42,6 +42,8 @@ class ExpertShape:
     """Every expert's input is padded to its capacity."""
     imbalance: float
     """Tokens of this rank's experts, as a factor of the mean over ranks; at most what routing allows."""
+    imbalances: tuple[float, ...] = field(default=(), kw_only=True)
+    """The same of each layer that has experts, where they differ."""
     apart: bool
     """Experts' parameters are shared by other ranks than the layer's: ep > 1, or etp is not tp."""
 
