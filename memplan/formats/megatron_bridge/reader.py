@@ -68,12 +68,13 @@ def _arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, .
     known = arguments_of(FRAMEWORK)
     given: dict[str, Node] = {}
     notes: list[Note] = []
+    known_otherwise = table.BY_ITSELF | table.IGNORED | table.LOW_PRECISION.keys()
     for section, fields in sections.items():
         for field, node in {
             **fields,
             **{k: v for k, v in precision.items() if k in fields or section == "model"},
         }.items():
-            if field.startswith("_") or field in table.BY_ITSELF or field in table.IGNORED:
+            if field.startswith("_") or field in known_otherwise:
                 continue
             value = _value(node)
             if (problem := _put(given, field, value, known)) is not None and section != "train":
@@ -85,8 +86,17 @@ def _arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, .
     if _section(root, "peft"):
         where = root.mapping["peft"].origin
         raise PlanError("peft", ABSENT, "is not modelled yet: Megatron-Bridge's adapters; leave it null", origin=where)
+    if given.keys() & {"--fp8-format", "--fp4-format"}:
+        _check_low_precision({**sections.get("model", {}), **precision})
     given.update(_model(root, {**sections.get("model", {})}, precision))
     return given, tuple(notes)
+
+
+def _check_low_precision(fields: Mapping[str, Node]) -> None:
+    for field, (value, reason) in table.LOW_PRECISION.items():
+        node = fields.get(field)
+        if node is not None and node.value is value:
+            raise PlanError(f"model.{field}", value, f"is not modelled yet: {reason}", origin=node.origin)
 
 
 def _section(root: Node, name: str) -> Mapping[str, Node]:

@@ -58,9 +58,9 @@ _IGNORED = """
     batch_p2p_sync deallocate_pipeline_outputs cpu_offloading_activations cpu_offloading_weights
     cpu_offloading_num_layers
     barrier_with_L1_time softmax_scale dsa_indexer_rotate_activation dsa_indexer_scoring_relu persist_layer_norm
-    memory_efficient_layer_norm fused_single_qkv_rope fp8_wgrad tp_only_amax_red moe_router_topk_limited_devices
+    memory_efficient_layer_norm fused_single_qkv_rope tp_only_amax_red moe_router_topk_limited_devices
     cuda_graph_use_single_mempool cuda_graph_retain_backward_graph clone_scatter_output_in_embedding
-    disable_parameter_transpose_cache inference_sampling_seed use_mamba_mem_eff_path hetereogenous_dist_checkpoint
+    inference_sampling_seed use_mamba_mem_eff_path hetereogenous_dist_checkpoint
     original_max_position_embeddings beta_fast beta_slow parallel_output rope_scaling seq_len_interpolation_factor
     yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int scatter_embedding_sequence_parallel hf_model_id
@@ -89,7 +89,12 @@ _HALVES = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1, "fi
 _TWO_EACH = {**_HALVES, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
 PRECISIONS: Mapping[str, Mapping[str, object]] = {
     "mixed": {},
-    "with_fp8_delayed_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
+    "with_fp8_delayed_scaling_mixed": {
+        "fp8": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_amax_history_len": 1024,
+        "fp8_param_gather": True,
+    },
     "with_fp8_current_scaling_mixed": {
         "fp8": "hybrid",
         "fp8_recipe": "tensorwise",
@@ -117,7 +122,22 @@ SPECIAL_PRECISIONS: Mapping[str, Mapping[str, object]] = {
         **_TWO_EACH,
         "fp8_recipe": "blockwise",
     },
+    "nemotron_3_super_bf16_with_nvfp4_mixed": {
+        **PRECISIONS["with_nvfp4_mixed"],
+        "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 0,
+        "num_layers_at_end_in_bf16": 14,
+    },
 }
+"""Names with another beginning."""
+
+LOW_PRECISION: Mapping[str, tuple[bool, str]] = {
+    "fp8_dot_product_attention": (True, "attention in 8 bits saves other tensors"),
+    "fp8_multi_head_attention": (True, "attention in 8 bits saves other tensors"),
+    "disable_parameter_transpose_cache": (True, "quantised weights that are made in each micro-batch"),
+    "fp8_wgrad": (False, "weight gradients in 16 bits keep inputs in 16 bits, too"),
+}
+"""With fp8 or fp4: fields that must not have a value, and why. No argument of Megatron-LM says the first three."""
 
 OTHER_MODELS = (
     "vl",

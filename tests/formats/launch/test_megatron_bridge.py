@@ -216,3 +216,39 @@ def test_the_number_of_gpus_is_asked_for(tmp_path: Path) -> None:
     place = str(tmp_path / "run_config.yaml")
     with pytest.raises(PlanError, match="how many GPUs"):
         read_given(place, flags_of_launch(place, "megatron-bridge"), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("bf16_with_fp8_delayed_scaling_mixed", {"fp8": "delayed", "amax_history": 1024, "fp8_parameters": True}),
+        (
+            "bf16-with-fp8-current-scaling-mixed",
+            {"fp8": "tensorwise", "fp8_format": "hybrid", "first_16bit_layers": 1, "last_16bit_layers": 1},
+        ),
+        ("bf16_with_fp8_subchannel_scaling_mixed", {"fp8": "blockwise", "fp8_parameters": False}),
+        ("bf16_with_mxfp8_mixed", {"fp8": "mxfp8", "fp8_format": "e4m3", "fp8_parameters": True}),
+        ("bf16_with_nvfp4_mixed", {"fp4": "nvfp4", "fp8": None, "fp8_parameters": True}),
+        ("nemotron_3_super_bf16_with_nvfp4_mixed", {"fp4": "nvfp4", "first_16bit_layers": 0, "last_16bit_layers": 14}),
+        (
+            {"_target_": "…MixedPrecisionConfig", "bf16": True, "fp8": "hybrid", "num_layers_at_start_in_bf16": 1},
+            {"fp8": "tensorwise", "first_16bit_layers": 0},
+        ),
+    ],
+)
+def test_precisions_in_8_and_4_bits(name: str | dict[str, object], fields: dict[str, object], tmp_path: Path) -> None:
+    """The last as ``_perf_precision`` has it: layers of both ends are counted, and not asked for."""
+    given = {**RUN, "mixed_precision": name} if isinstance(name, str) else {
+        **RUN, "mixed_precision": {**name, "fp8_recipe": "tensorwise", "first_last_layers_bf16": False}
+    }  # fmt: skip
+    found = read(tmp_path, given, gpu="b200")
+    assert not found.warnings
+    assert {field: getattr(found.plan.precision, field) for field in fields} == fields
+
+
+@pytest.mark.parametrize(("field", "value"), [("fp8_dot_product_attention", True), ("fp8_wgrad", False)])
+def test_of_8_bits_what_is_not_modelled_is_refused(field: str, value: bool, tmp_path: Path) -> None:
+    content = {**changed(**{field: value}), "mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"}
+    with pytest.raises(PlanError, match=f"model.{field} = {str(value).lower()}: is not modelled yet"):
+        read(tmp_path, content)
+    assert not read(tmp_path, changed(**{field: value})).warnings
