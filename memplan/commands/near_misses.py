@@ -31,7 +31,13 @@ _SAME = {
     "--optimizer": ("optim", "optimiser"),
     "--dtype": ("torch-dtype", "params-dtype"),
     "--attention": ("attn-implementation", "attention-implementation"),
-    "--lora-rank": ("lora-r",),
+    "--lora-rank": ("lora-r", "lora"),
+    "--lora-targets": ("lora-target-modules", "target-modules"),
+    "--quantisation": ("bnb-4bit-quant-type",),
+    "--quantisation=nf4": ("load-in-4bit",),
+    "--double-quantisation": ("bnb-4bit-use-double-quant", "use-bnb-nested-quant"),
+    "--compute-dtype": ("bnb-4bit-compute-dtype",),
+    "--quant-storage": ("bnb-4bit-quant-storage", "bnb-4bit-quant-storage-dtype"),
     "--kernels=liger": ("liger", "use-liger-kernel", "use-liger"),
     "--vocab-multiple": ("make-vocab-size-divisible-by",),
 }
@@ -63,8 +69,8 @@ _MEANT = {
     "--recompute": ("recompute-granularity", "recompute-activations"),
     "--attention": ("attn",),
     "--attention flash": ("flash", "flash-attention", "flash-attn", "use-flash-attn", "use-flash-attention"),
-    "--lora-rank": ("lora", "rank", "peft"),
-    "--quantisation nf4": ("load-in-4bit", "4bit", "nf4"),
+    "--lora-rank": ("rank", "peft"),
+    "--quantisation nf4": ("4bit", "nf4"),
     "--quantisation nf4 --lora-rank 16": ("qlora",),
     "--fsdp-offload or --offload-optimizer": ("cpu-offload", "offload"),
     "--framework fsdp": ("fsdp", "fsdp2", "fully-shard"),
@@ -85,6 +91,22 @@ NOT_MODELLED: Mapping[str, str] = {
         ("--packing", "--padding-free", "--group-by-length"),
         "is no flag: rows are taken to be full, as packing fills them (--seq); padding-free rows take "
         "--attention flash_attention_2",
+    ),
+    **dict.fromkeys(
+        ("--use-dora", "--dora", "--lora-use-dora"),
+        "DoRA is not modelled: every forward pass makes the norm of whole adapted weights; --lora-rank is LoRA",
+    ),
+    **dict.fromkeys(
+        ("--modules-to-save", "--lora-modules-to-save"),
+        "modules that are trained whole beside adapters (modules_to_save) are not modelled",
+    ),
+    **dict.fromkeys(
+        ("--load-in-8bit", "--8bit", "--int8"),
+        "bitsandbytes' 8-bit weights (LLM.int8) are not modelled; 4-bit ones are --quantisation nf4",
+    ),
+    **dict.fromkeys(
+        ("--lora-alpha", "--use-rslora", "--rslora"),
+        "it scales what adapters add, and changes no memory: leave it out",
     ),
     "--versions": "other releases of transformers are not modelled yet",
 }

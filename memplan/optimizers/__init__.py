@@ -23,6 +23,33 @@ ROOMS = {
 """The module of each optimizer's object; loaded when a plan names it."""
 
 
+NOT_MODELLED: Mapping[str, str] = {
+    "galore": "gradients are projected to a low rank, layer by layer in backward at times",
+    "apollo": "gradients are projected to a low rank",
+    "lomo": "parameters are updated in backward, and no gradient stays",
+    "adalomo": "parameters are updated in backward, and no gradient stays",
+    "grokadamw": "it keeps a third state",
+    "schedulefree": "it keeps other states than Adam",
+    "ademamix": "it keeps a third state",
+    "adamwtorch4bit": "torchao's 4-bit states are tensors of other shapes",
+    "adamwtorch8bit": "torchao's 8-bit states are tensors of other shapes; bitsandbytes' are adam8bit",
+    "stableadamw": "it keeps other numbers than Adam",
+    "adagrad": "its state is not modelled",
+    "rmsprop": "its states are not modelled",
+    "sophia": "its states are not modelled",
+    "shampoo": "its preconditioners are not modelled",
+    "soap": "its preconditioners are not modelled",
+    "came": "its factored states are not modelled",
+}
+"""What other optimizers do that no object here does, by the beginning of their names, written plainly."""
+
+
+def not_modelled(name: str) -> str:
+    """Why the optimizer called ``name``, written plainly, is refused; empty where nobody knows it."""
+    found = next((why for begin, why in NOT_MODELLED.items() if name.startswith(begin)), "")
+    return f"is not modelled: {found}; {', '.join(ROOMS)} are" if found else ""
+
+
 @cache
 def algorithm(name: str) -> Algorithm:
     """The object of the optimizer ``name``, one of ``ROOMS``."""

@@ -31,8 +31,38 @@ _ATTENTION = {
 
 _FRAMEWORKS = dict.fromkeys(("fsdp2", "fully-shard", "fully-sharded-data-parallel"), "fsdp")
 
-_ELSEWHERE: Mapping[str, Mapping[str, str | None]] = {"attention": _ATTENTION, "framework": _FRAMEWORKS}
+_QUANTISED = dict.fromkeys(("4bit", "int4", "bnb4bit", "bnb", "bitsandbytes", "qlora"), "nf4")
+"""``load_in_4bit``, with the type that everybody takes."""
+
+_ELSEWHERE: Mapping[str, Mapping[str, str | None]] = {
+    "attention": _ATTENTION,
+    "framework": _FRAMEWORKS,
+    "quantisation.kind": _QUANTISED,
+}
 """By path of a field; ``None`` stands for the field left out."""
+
+_OF_TRL = "is not modelled of trl's trainers: {}; what SFTTrainer runs is --trainer transformers --versions trl=1.9.0"
+_TWO_MODELS = _OF_TRL.format("a reference model, pairs of sequences in one batch, log-probabilities of their tokens")
+
+_REFUSED: Mapping[str, Mapping[str, str]] = {
+    "trainer.loop": {
+        "sft": "is trl's SFTTrainer: --trainer transformers --versions trl=1.9.0",
+        **dict.fromkeys(("dpo", "kto", "orpo", "cpo", "simpo", "bco"), _TWO_MODELS),
+        **dict.fromkeys(("reward", "prm"), _OF_TRL.format("a head with one score, pairs of sequences in one batch")),
+        **dict.fromkeys(
+            ("grpo", "ppo", "rloo", "onlinedpo", "gkd"),
+            _OF_TRL.format("generation between steps, and log-probabilities of what was generated"),
+        ),
+    },
+    "quantisation.kind": {
+        **dict.fromkeys(("int8", "8bit", "llmint8"), "is not modelled: bitsandbytes' 8-bit weights; nf4 and fp4 are"),
+        **dict.fromkeys(
+            ("awq", "hqq", "aqlm", "eetq", "quanto", "torchao", "fp8", "mxfp4"),
+            "is not modelled: of quantised weights under adapters nf4, fp4 and gptq are",
+        ),
+    },
+}
+"""What other tools have and is refused by name, written plainly, by path of a field."""
 
 Flags: TypeAlias = "Mapping[str, str | tuple[str, ...]]"
 
@@ -60,13 +90,16 @@ def with_optimizer(plan: Node) -> Node:
     name = section.mapping.get("name") if section is not None else None
     if section is None or name is None or not isinstance(name.value, str):
         return plan
-    from ..optimizers import ROOMS, trainer_names
+    from ..optimizers import ROOMS, not_modelled, trainer_names
 
     if name.value in ROOMS:
         return plan
     called: dict[str, Mapping[str, Any]] = {plain(name): fields for name, fields in trainer_names().items()}
     found = called.get(plain(name.value))
     if found is None:
+        why = not_modelled(plain(name.value))
+        if why:
+            raise PlanError("optimizer.name", name.value, why, origin=name.origin)
         return plan
     fields = {key: Node(value, name.origin) for key, value in found.items()}
     for key, node in section.mapping.items():
@@ -115,6 +148,9 @@ def _choice(field: PlanField, node: Node) -> Node:
     same = meant(name, ((choice, ()) for choice in field.choices))
     if same:
         return _renamed(node, same[0])
+    why = _REFUSED.get(field.path, {}).get(plain(name))
+    if why is not None:
+        raise PlanError(field.path, name, why, origin=node.origin)
     known = {plain(other): value for other, value in _ELSEWHERE.get(field.path, {}).items()}
     if plain(name) in known:
         return _renamed(node, known[plain(name)])

@@ -267,3 +267,25 @@ def test_every_model_has_its_repository() -> None:
     without = {"bert-5.1b", "bigscience-104b", "bigscience-104b-250k", "gpt3-175b"}
     without |= {name for name in model_specs() if name.startswith("megatron-")}
     assert {name for name, ids in hub_ids().items() if not ids} == without
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "says"),
+    [
+        ("optimizer", "galore_adamw_8bit", "projected to a low rank"),
+        ("optimizer", "adamw_torch_4bit", "torchao"),
+        ("trainer", "DPO", "reference model"),
+        ("trainer", "sft", "--versions trl="),
+        ("trainer", "grpo", "generation"),
+        ("quantisation", "int8", "8-bit weights"),
+        ("quantisation", "awq", "nf4, fp4 and gptq"),
+    ],
+)
+def test_what_others_have_is_refused_by_name(flag: str, name: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        read_plan(None, {"model": "llama-3-8b", "lora-rank": "8", flag: name})
+
+
+@pytest.mark.parametrize("written", ["4bit", "4-bit", "bnb_4bit", "int4"])
+def test_four_bits_are_nf4(written: str) -> None:
+    assert read_plan(None, {"model": "gpt2", "lora-rank": "8", "quantisation": written}).plan.quantisation.kind == "nf4"

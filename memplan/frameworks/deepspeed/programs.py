@@ -21,7 +21,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         host, nvme = deepspeed.host_bytes(plan, zero)
     model, dp = deepspeed.parameters_of(plan), plan.layout.dp
     sharded = zero.stage == 3
-    elements = sum(shard(one.elements, dp) if sharded else one.elements for one in model.parameters)
+    tensors = (one for instance in model.instances for one in instance.hooked.module.parameters)
+    elements = sum(shard(one.elements, dp) if sharded else one.elements for one in tensors)
     return (replace(made, elements=elements, host=host, nvme=nvme),)
 
 
