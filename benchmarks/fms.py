@@ -27,6 +27,14 @@ def refused(row: Mapping[str, Any]) -> str:
     return "mixture of experts" if "Mixtral" in row["model"] else ""
 
 
+MODELS = {
+    "Mistral-7B": "mistral-7b",
+    "Meta-Llama-3-8B": "llama-3-8b",
+    "Llama-2-70b": "llama-2-70b",
+    "Llama-2-70B": "llama-2-70b",
+}
+"""By a part of the names of the benchmark's models and of their quantised copies."""
+
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 LIGER = "0.4.2"
@@ -59,7 +67,7 @@ def plan_of(row: Mapping[str, Any]) -> Plan:
         flags |= {"gpus": gpus, "fsdp-version": "1"}
     versions = [f"{name}={row['versions'][name]}" for name in FOLLOWED if name in row["versions"]]
     flags |= {
-        "model": "mistral-7b",
+        "model": next(spec for name, spec in MODELS.items() if name in row["model"]),
         "framework": "single" if gpus == 1 else "fsdp",
         "trainer": "transformers",
         "gpu": "a100-80gb",

@@ -57,6 +57,15 @@ def test_eight_of_ten_trials_on_a100_are_within_6_percent_or_2_gb() -> None:
         assert most - least < 4_000
 
 
+def test_every_fine_tuning_run_of_mistral_is_within_a_thousandth() -> None:
+    """Peak and what is left after training, on one to four A100s: LoRA, 4-bit LoRA, GPTQ, fused kernels, FSDP1."""
+    table = table_of("fms_a100_finetuning.jsonl")
+    rows = [row for row in table.rows if "Mistral-7B" in row.id]
+    assert len(rows) == 2 * 109
+    assert all(abs(row.percent) < 0.1 for row in rows)
+    assert median(abs(row.percent) for row in rows) < 0.01
+
+
 def test_torchtitan_is_within_4_percent_and_its_compiled_row_is_listed() -> None:
     table = table_of("torchtitan_h100.jsonl")
     assert [abs(row.percent) <= 4 for row in table.rows] == [True]

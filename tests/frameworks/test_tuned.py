@@ -122,6 +122,36 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
             "fp32",
         ),
         ({"model": "falcon-7b", "lora_rank": 8, "lora_targets": "dense"}, "query_key_value"),
+        ({"model": "gpt2", "kernels": "liger"}, "no kernels are modelled for its layers"),
+        ({"model": "qwen3-8b", "kernels": "fms"}, "kernels.norm = unsloth: must be eager or liger for family qwen3"),
+        ({"model": "llama-3-8b", "kernels": "liger", "framework": "deepspeed", "gpus": 2}, "kernels.set = liger"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "lora_kernel": "unsloth"}, "which Unsloth's functions are for"),
+        (
+            {"model": "llama-3-8b", "lora_rank": 8, "lora_kernel": "unsloth", "quantisation": "nf4"},
+            "without autocast",
+        ),
+        (
+            {"model": "llama-3-8b", "lora_rank": 8, "kernels": "fms", "quantisation": "nf4", "autocast": "true"},
+            "nf4 with double quantisation",
+        ),
+        (
+            {
+                "model": "llama-3-8b",
+                "lora_rank": 8,
+                "lora_targets": "all-linear",
+                "kernels": "fms",
+                "quantisation": "nf4",
+                "double_quantisation": "true",
+                "autocast": "true",
+            },
+            "backward of its function multiplies shapes that do not match",
+        ),
+        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "gptq"}, "must be fp16 with quantisation.kind gptq"),
+        (
+            {"model": "llama-3-8b", "lora_rank": 8, "quantisation": "nf4", "group_size": 64},
+            "needs quantisation.kind gptq",
+        ),
+        ({"model": "llama-3-8b", "loss": "liger", "liger_version": "0.5.1"}, "at least 0.5.3, or 0.3.1 to 0.4.2"),
         ({"model": "gpt-j-6b", "freeze_embedding": "true", "freeze_layers": 1}, "must be 0"),
     ],
 )
