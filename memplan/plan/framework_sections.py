@@ -18,7 +18,15 @@ class Megatron(FrameworkSection, Terse):
     """Choices that only Megatron-Core has; each is an argument of its own launch script."""
 
     unsaid: ClassVar[frozenset[str]] = frozenset(
-        {"fsdp", "fsdp_communication", "fsdp_outer", "fsdp_double_buffer", "fsdp_unit_size", "fsdp_meta_device"}
+        {
+            "fsdp",
+            "fsdp_communication",
+            "fsdp_outer",
+            "fsdp_double_buffer",
+            "fsdp_unit_size",
+            "fsdp_meta_device",
+            "optimizer_offload",
+        }
     )
 
     transformer_impl: Literal["transformer_engine", "local"] = Field(
@@ -93,6 +101,13 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="Megatron-FSDP: build the model on the meta device",
         json_schema_extra={"flag": "--megatron-fsdp-meta-device"},
+    )
+    optimizer_offload: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="fraction of the optimizer's states that the host keeps (HybridDeviceOptimizer)",
+        json_schema_extra={"flag": "--optimizer-offload-fraction"},
     )
     log_num_zeros_in_grad: bool = Field(False, description="count the zeros in gradients at every step")
     log_params_norm: bool = Field(False, description="compute the norm of parameters at every step")

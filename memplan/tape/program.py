@@ -83,6 +83,8 @@ class Kept:
     """The part of ``step`` that is left until the next iteration begins."""
     workspaces: Stretch
     """What libraries take in the first iteration, for good."""
+    host: int = 0
+    """Bytes of host memory."""
 
     @cached_property
     def between(self) -> Excursion:

@@ -220,6 +220,9 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
         {"overlap_param_gather": "true", "overlap_grad_reduce": "true", "zero": 1, "dp": 4, "bucket_size": 10**9}
     ],
     "megatron.bucket_size": [{"overlap_grad_reduce": "true", "bucket_size": 1000, "zero": 1, "dp": 4}],
+    "megatron.optimizer_offload": [
+        {"optimizer_offload_fraction": 0.5, "precision_aware_optimizer": "true", "zero": 1, "dp": 4}
+    ],
     "megatron.fsdp": [
         {"megatron_fsdp": strategy, "dp": 4} for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")
     ],

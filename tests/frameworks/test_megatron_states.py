@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.frameworks.megatron.states import Chunk, Rules, keep, saved
+from memplan.frameworks.megatron.states import Chunk, Rules, keep, offloaded, saved
 from memplan.layers.module import Parameter
 from memplan.tape.events import Category, Drop, Hold, Tape, rounded
 from memplan.tape.program import Kept
@@ -162,3 +162,42 @@ def test_muon_keeps_one_state_of_matrices_and_deals_whole_parameters_out() -> No
     main = sum(event.bytes for event in dealt.construction if getattr(event, "name", "") == "main_param")
     assert main == sizes["norm.weight"] + sizes["word.weight"]
     assert not any(getattr(event, "name", "") == "param_data" for event in dealt.construction)
+
+
+OFFLOADED = replace(PLAIN, distributed=True, precision_aware=True, offload=0.5)
+
+
+def test_the_first_parameters_go_to_the_host_until_they_are_the_fraction() -> None:
+    """Of 100, 60, 30 and 10 elements half is 100: the first alone; 0.6 of them is 120, which the second exceeds."""
+    sizes = [100, 60, 30, 10]
+    assert offloaded(sizes, 0.5) == [True, False, False, False]
+    assert offloaded(sizes, 0.6) == [True, True, False, False]
+    assert offloaded(sizes, 1.0) == [True] * 4
+
+
+def test_states_of_half_of_the_parameters_are_the_host_s() -> None:
+    """Two matrices of 1,000 x 100, the first of which goes: 16 bytes an element there, and on the device 4 of the main
+    parameter and 8 of moments for the other. Building clones a matrix of 2 bytes, and made main parameters of all first
+    (here the same)."""
+    kept = keep(chunk_of((1000, 100), (1000, 100)), OFFLOADED, False)
+    assert kept.host == 100_000 * 16
+    assert held(kept.construction, Category.MAIN_PARAMETERS) == rounded(400_000)
+    assert held(kept.states, Category.OPTIMIZER_STATES) == 2 * rounded(400_000)
+    assert kept.step.excursion.peak == 0
+    names = {event.name: event.bytes for event in kept.construction if isinstance(event, Hold)}
+    assert names["main_param_of_all"] == rounded(400_000)
+    assert names["parameter_cloned"] == rounded(200_000)
+
+
+def test_gradients_in_16_bits_are_cast_on_their_way_to_the_host() -> None:
+    """One of 4 bytes an element for the host's, which ends at once, and one that stays for the device's."""
+    kept = keep(chunk_of((1000, 100), (1000, 100)), replace(OFFLOADED, gradients="bf16"), False)
+    assert kept.step.excursion.peak == rounded(400_000)
+    assert held(kept.states, Category.GRADIENTS) == rounded(400_000)
+    assert not kept.carried
+
+
+def test_all_states_on_the_host() -> None:
+    kept = keep(chunk_of((1000, 100), (7,)), replace(OFFLOADED, offload=1.0), False)
+    assert held(kept.states, Category.OPTIMIZER_STATES) == held(kept.construction, Category.MAIN_PARAMETERS) == 0
+    assert kept.host == 100_007 * 16

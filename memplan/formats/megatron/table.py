@@ -620,6 +620,22 @@ def largest_chunk(plan: Plan) -> int:
     return max(len(chunk.layers) for stage in found for chunk in stage)
 
 
+OFFLOAD = "--optimizer-cpu-offload"
+
+
+def _offload(reader: Reader) -> None:
+    settings, name = reader.settings, "--optimizer-offload-fraction"
+    if not settings.has(OFFLOAD):
+        reader.building.because(name, f"no effect without {OFFLOAD}")
+        return
+    fraction = settings.number(name) or Node(1.0, settings.where(OFFLOAD))
+    reader.building.put("megatron.optimizer_offload", fraction, OFFLOAD, name)
+
+
+def _offloads(plan: Plan) -> bool:
+    return plan.megatron.optimizer_offload > 0
+
+
 def _precisely(plan: Plan) -> bool:
     return plan.optimizer.precision_aware
 
@@ -647,6 +663,8 @@ TRAINING = (
         when=lambda plan: plan.megatron.distributed_optimizer_instances > 1,
     ),
     switch("--use-precision-aware-optimizer", "optimizer.precision_aware", "OPTIMIZER"),
+    switch(OFFLOAD, "megatron.optimizer_offload", "OPTIMIZER", read=_offload, value=_offloads),
+    Row("--optimizer-offload-fraction", "megatron.optimizer_offload", "OPTIMIZER", read=elsewhere, when=_offloads),
     Row("--main-params-dtype", "optimizer.main_parameters", "OPTIMIZER", "word", when=_precisely),
     Row("--exp-avg-dtype", "optimizer.exp_avg", "OPTIMIZER", "word", when=_precisely),
     Row("--exp-avg-sq-dtype", "optimizer.exp_avg_sq", "OPTIMIZER", "word", when=_precisely),

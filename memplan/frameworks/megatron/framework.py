@@ -361,6 +361,7 @@ def check_optimizer(plan: ResolvedPlan) -> None:
         if optimizer.precision_aware:
             problem = f"must be false with {optimizer.name}: only FusedAdam is precision-aware"
             raise PlanError("optimizer.precision_aware", True, problem)
+    _check_offload(plan)
     if optimizer.precision_aware:
         check_state_dtypes(plan)
         if plan.layout.zero != 1:
@@ -371,6 +372,23 @@ def check_optimizer(plan: ResolvedPlan) -> None:
         if getattr(optimizer, name) != "fp32":
             problem = "must be fp32 unless optimizer.precision_aware is true"
             raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
+
+
+def _check_offload(plan: ResolvedPlan) -> None:
+    """The optimizer's states on the host (``validate_args``); ``HybridDeviceOptimizer`` keeps them in fp32."""
+    optimizer, field = plan.optimizer, "megatron.optimizer_offload"
+    if not plan.megatron.optimizer_offload:
+        return
+    if not optimizer.precision_aware:
+        problem = "must be 0 without optimizer.precision_aware, whose code Megatron-Core's offload needs"
+        raise PlanError(field, plan.megatron.optimizer_offload, problem)
+    for name in ("main_parameters", "exp_avg", "exp_avg_sq"):
+        if getattr(optimizer, name) != "fp32":
+            problem = f"must be fp32 with {field}: offloaded states have no other dtype"
+            raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
+    if plan.precision.fp8_parameters:
+        problem = "must be 0 with parameters in 8 bits: their offload is not modelled yet"
+        raise PlanError(field, plan.megatron.optimizer_offload, problem)
 
 
 def check_state_dtypes(plan: ResolvedPlan) -> None:

@@ -194,6 +194,7 @@ def rules(plan: ResolvedPlan) -> Rules:
         low=low_of(plan, _transformer_engine(megatron.transformer_engine)),
         expert_shards=max(1, expert_replicas(plan) // megatron.distributed_optimizer_instances),
         sharded=megatron.fsdp != "none",
+        offload=megatron.optimizer_offload,
     )
 
 
@@ -620,6 +621,7 @@ def _made(
         initialisation=kept.construction.excursion.peak,
         kept=kept,
         saving=saved(kept, states),
+        host=kept.host,
     )
 
 

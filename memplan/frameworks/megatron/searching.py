@@ -111,6 +111,9 @@ class MegatronSearch(FrameworkSearch):
         if base.megatron.fsdp != "none":
             problem = "must be none: layouts with Megatron-FSDP are not searched yet; estimate --vary compares some"
             raise PlanError("megatron.fsdp", base.megatron.fsdp, problem)
+        if base.megatron.optimizer_offload:
+            problem = "must be 0: layouts with states on the host are not searched yet; estimate --vary compares some"
+            raise PlanError("megatron.optimizer_offload", base.megatron.optimizer_offload, problem)
         if not self.searched(base):
             problem = "must be the first ones: other layouts are not searched yet; estimate --vary compares some"
             raise PlanError("model.dense_layers", base.model.dense_layers, problem)

@@ -65,6 +65,8 @@ class Rules:
     """Of the ranks that whole parameters are dealt out to, the one that is meant; by default the one that has most."""
     low: Low | None = None
     """Precision of linear layers' products, if that is not ``dtype``."""
+    offload: float = 0.0
+    """Fraction of the optimizer's states that the host keeps."""
 
     @property
     def main_inside(self) -> bool:
@@ -117,7 +119,7 @@ class Rules:
     @property
     def saved_in_fp32(self) -> frozenset[str]:
         """States of which a checkpoint takes a copy in fp32."""
-        if not self.precision_aware:
+        if not self.precision_aware or self.offload:
             return frozenset()
         named = (*self.moments, ("master_param", self.main_parameters))
         return frozenset(name for name, dtype in named if dtype != "fp32")
@@ -183,12 +185,17 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
         pieces = [
             _dealt([p for chunk in tensors for p in chunk if p.expert is experts], one) for experts, one in optimizers
         ]
+    if rules.offload:
+        full = [parameter.elements for chunk in tensors for parameter in chunk]
+        first = sum(n for n, goes in zip(full, offloaded(full, rules.offload), strict=True) if not goes)
+        construction += _passing(ids, 4 * first, "main_param_of_all")  # made anew of the rank's own shards
     parts = [optimized(own, rules, ids) for own in pieces]
     construction += [event for part in parts for event in part.construction]
     states = [event for part in parts for event in part.states]
     copies = [event for part in parts for event in part.carried]
     step = [*copies, *(event for part in parts for event in part.step)]
-    return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
+    host = sum(part.host for part in parts)
+    return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch(), host)
 
 
 def is_low(parameter: Parameter) -> bool:
@@ -237,6 +244,8 @@ def _optimizers(chunks: Sequence[Sequence[Parameter]], rules: Rules) -> list[tup
 def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
     """What one optimizer keeps for its ``pieces`` of parameters, and what its step takes, beside the copies of
     gradients (``carried``)."""
+    if rules.offload:
+        return _hybrid(pieces, rules, ids)
     pieces = sorted(pieces, key=lambda piece: not piece.decays)  # matrices first, then what has no weight decay
     sizes = [piece.elements for piece in pieces]
     construction: list[Event] = []
@@ -282,6 +291,52 @@ def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
         rounds = [Hold(next(ids), rounded(4 * a * b), temporary, name, (a, b), "fp32") for name, (a, b) in made]
         step += [*rounds, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in rounds)]
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
+
+
+ON_HOST = 4 + 4 + 4 + 4
+"""Bytes of an element whose states the host keeps: main parameter, gradient and both moments in fp32."""
+
+
+def _hybrid(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
+    """``cpu_offloading/hybrid_optimizer.py`` (``HybridDeviceOptimizer``): the first parameters, up to a fraction of all
+    elements, have a copy on the host, which is stepped there; the others one in fp32 on the device.
+
+    Gradients that are not in fp32 are cast on the device: those of the host's parameters one by one on their way there
+    (``copy_``), the others into copies that stay until the next step. Building clones each parameter.
+    """
+    pieces = sorted(pieces, key=lambda piece: not piece.decays)
+    sizes = [piece.elements for piece in pieces]
+    goes = offloaded(sizes, rules.offload)
+    rest = [piece for piece, away in zip(pieces, goes, strict=True) if not away]
+    own = replace(rules, offload=0.0, precision_aware=False, counts_zeros=False)
+    stays = optimized(rest, own, ids)
+    away = [n for n, moves in zip(sizes, goes, strict=True) if moves]
+    building = _passing(ids, max(sizes, default=0) * ITEMSIZE[rules.dtype], "parameter_cloned")
+    step = _passing(ids, max(sizes, default=0), "nonzero_mask") if rules.counts_zeros else []
+    step += _passing(ids, 4 * max(away, default=0), "grad_to_host") if own.copies_gradients else []
+    return Kept(
+        Stretch([*building, *stays.construction]),
+        Stretch([*stays.states, *stays.carried]),
+        Stretch([*step, *stays.step]),
+        Stretch(),
+        Stretch(),
+        sum(away) * ON_HOST,
+    )
+
+
+def offloaded(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Which parameters of these elements, in order, go to the host."""
+    limit, before, found = sum(sizes) * fraction, 0, list[bool]()
+    for size in sizes:
+        found.append(before < limit)
+        before += size if before < limit else 0
+    return found
+
+
+def _passing(ids: Iterator[int], size: int, name: str) -> list[Event]:
+    """A tensor that ends at once; none of no bytes."""
+    hold = Hold(next(ids), rounded(size), Category.TEMPORARIES, name)
+    return [hold, Drop(hold.tensor, hold.bytes, hold.category)] if size else []
 
 
 def saved(kept: Kept, rules: Rules) -> int:

@@ -106,6 +106,9 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
         raise PlanError("framework", given.framework, problem)
     if given.model.family == "bert":
         raise PlanError("model.family", "bert", "must be a GPT: BERT's batches and losses are not run yet")
+    if given.megatron.optimizer_offload:
+        problem = "must be 0: states on the host are not run yet"
+        raise PlanError("megatron.optimizer_offload", given.megatron.optimizer_offload, problem)
     if given.megatron.fsdp != "none":
         raise PlanError("megatron.fsdp", given.megatron.fsdp, "must be none: Megatron-FSDP is not run yet")
     if given.model.experts or given.model.latent_kv_rank or given.model.mtp_layers:

@@ -316,7 +316,7 @@ def test_a_mapping_of_arguments_as_benchmarks_have_it() -> None:
     arguments = {
         "--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--seq-length": 1024,
         "--max-position-embeddings": 1024, "--micro-batch-size": 4, "--global-batch-size": 32, "--bf16": True,
-        "--optimizer-cpu-offload": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
+        "--fine-grained-activation-offloading": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
     }  # fmt: skip
     read = plan_of_arguments(arguments, {"CUDA_DEVICE_MAX_CONNECTIONS": 1}, gpus=8, vocabulary=50257)
     assert (read.plan.model.vocab, read.plan.hardware.gpus, read.plan.recompute.modules) == (50257, 8, ("mlp",))
