@@ -107,6 +107,10 @@ def reports(pieces: Iterable[bytes]) -> tuple[Reported, ...]:
 # -- around a message ----------------------------------------------------------------------------------------------
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]{0,40}[ -/]{0,4}[@-~]")
+_QUOTED = re.compile(r"(?:> ?){1,4}")
+"""What a message that somebody has quoted begins with."""
+_HOST = re.compile(r"[A-Za-z][\w.-]{0,60}: (?=\[rank)")
+"""What pdsh, which DeepSpeed starts several machines with, puts before the lines of each."""
 _STAMP = re.compile(
     r"\s{0,8}(?:\[?[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,]{5,20}(?:Z|[+-][0-9:]{4,6})?\]?[ :|-]{0,4})?"
     r"(?:(?:\[(?:rank:? ?([0-9]{1,7})|(default[0-9]{1,7}))\]|\[([0-9]{1,7})\]|\(rank[= ]([0-9]{1,7})\)"
@@ -171,6 +175,8 @@ def _lines(data: bytes, start: int) -> Iterator[_Line]:
         end = at + len(raw) + 1
         text = raw[: LONGEST_LINE * 4].decode("utf-8", "replace")
         text = _BOX.sub("", _COLOUR.sub("", text)) if "\x1b" in text or text[:1] in "│┃╭╰ " else text
+        for before in (_QUOTED, _HOST):
+            text = text[found.end() :] if (found := before.match(text)) is not None else text
         stamp = _STAMP.match(text)
         numbers = [group for group in stamp.groups() if group] if stamp else []
         if stamp is not None and (numbers or stamp.end() > 12):
@@ -192,7 +198,8 @@ def _frames(lines: list[_Line]) -> list[Frame]:
                 lines[at + 1].text.strip() if at + 1 < len(lines) and _FRAME.search(lines[at + 1].text) is None else ""
             )
             plain = "" if BEGINS.search(code) else code
-            found.append(Frame(one_line(match[1]), int(match[2]), one_line(match[3]), one_line(plain[:200])))
+            function = match[3].partition("(")[0].rpartition(".")[2]  # a notebook has Class.method(self,
+            found.append(Frame(one_line(match[1]), int(match[2]), one_line(function), one_line(plain[:200])))
         elif found and (code_of := _CODE.search(text)) is not None:
             last = found[-1]
             found[-1] = Frame(last.file, last.line, last.function, one_line(code_of[1].strip()[:200]))

@@ -125,7 +125,9 @@ def parse(text: str, line: str = "") -> OutOfMemory:
         reserved = bytes_of["allocated"] + bytes_of["unallocated"]
     gpu = _GPU.search(text)
     others = [Process(int(one[1]), size_of(one[2], one[3]).middle) for one in _OTHER.finditer(text)]
+    others = [one for one in others if one.size < IMPOSSIBLE]
     own = bytes_of.get("in_process")
+    own = own if own is None or own < IMPOSSIBLE else None
     if own is None and reserved is not None:
         own = _own(others, reserved)
         others = [one for one in others if one.size != own]
@@ -154,6 +156,8 @@ def _found(pattern: re.Pattern[str], text: str) -> Size | None:
     return size_of(number, unit or "bytes")
 
 
+IMPOSSIBLE = 1 << 50
+"""Bytes that no process has: NVML's "not available" under WSL, which PyTorch prints as 17179869184.00 GiB."""
 MOST_BESIDE = 4 << 30
 """Bytes that a process holds beside what PyTorch reserves: contexts, NCCL, libraries. More is somebody else's."""
 

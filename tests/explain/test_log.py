@@ -106,3 +106,26 @@ def test_what_is_held_is_bounded() -> None:
     began = time.process_time()
     assert len(read("CUDA out of memory. " * (8 * BEFORE // 20))) <= 256
     assert time.process_time() - began < 6
+
+
+def test_lines_of_several_machines_quotations_and_notebooks() -> None:
+    """pdsh's names before ranks (deepspeedai/DeepSpeed#6737), a quoted log (#3869), a notebook's frames
+    (huggingface/transformers#24658)."""
+    text = (FRAMES + MESSAGE.format(gpu=6)).splitlines()
+    for before, rank in (("worker-5: [rank22]: ", 22), ("> ", None), ("> > ", None), ("> [rank3]: ", 3)):
+        (found,) = read("".join(f"{before}{line}\n" for line in text))
+        assert found.rank == rank
+        assert [frame.function for frame in found.frames] == ["<module>", "forward"]
+    (found,) = read(
+        "File /opt/deepspeed/runtime/engine.py:1474, in DeepSpeedEngine._configure_zero_optimizer(self, optimizer)\n"
+        "-> 1474         optimizer = DeepSpeedZeroOptimizer_Stage3(\nRuntimeError: CUDA error: out of memory\n"
+    )
+    assert [frame.function for frame in found.frames] == ["_configure_zero_optimizer"]
+
+
+def test_what_no_process_has_is_not_known() -> None:
+    """axolotl-ai-cloud/axolotl#998, under WSL."""
+    text = MESSAGE.format(gpu=0).replace("78.00 GiB memory in use", "17179869184.00 GiB memory in use")
+    (found,) = read(text + " Process 2954422 has 17179869184.00 GiB memory in use.")
+    assert found.message.in_process is None
+    assert found.message.others == ()

@@ -82,14 +82,20 @@ def _point(at: int, kind: str, one: Suggestion, found: Found) -> dict[str, Any]:
         "name": str(at + 1),
         "bytes": one.requested,
         "seconds": one.seconds,
-        "words": f"{time_unit(one.seconds).text(one.seconds)}, {size(one.requested)} · {_words(one, found)}",
+        "words": f"{time_unit(one.seconds).text(one.seconds)}, {size(one.requested)} of tensors · {_words(one, found)}",
     }
 
 
 def _front(layouts: Sequence[Layout], found: Found) -> Markup:
     return section(
         "Memory against time",
-        tag("p", "Each point is a layout; a click opens it below.", class_="faint"),
+        tag(
+            "p",
+            "Each point is a layout; a click opens it below. Tensors: the sum of those alive at the peak of the "
+            "fullest stage, to the byte. Device: with the allocator's blocks and cache, the CUDA context and NCCL, as "
+            "nvidia-smi shows it; this must fit.",
+            class_="faint",
+        ),
         tag("div", id="front", class_="chart"),
         tag("p", id="front-reading", class_="faint", aria_live="polite"),
         *(_layout(at, *layout, found) for at, layout in enumerate(layouts)),
@@ -100,7 +106,9 @@ def _layout(at: int, kind: str, one: Suggestion, own: Estimate, found: Found) ->
     """A line that opens the layout's verdict, stages and categories."""
     mark = tag("span", kind, class_="marker") if kind and kind != "front" else None
     words = tag("span", f"{at + 1}. ", _words(one, found), mark)
-    figures = time_unit(one.seconds).text(one.seconds), size(one.requested)
+    device = own.stages[own.peak_stage].device
+    known = size(device) if device is not None else "?"
+    figures = time_unit(one.seconds).text(one.seconds), f"{size(one.requested)} tensors", f"{known} device"
     summary = tag("summary", *(tag("span", figure, class_="figure") for figure in figures), words)
     return tag("details", summary, tag("div", *_opened(own)), class_="layout", id=f"layout-{at}")
 
