@@ -43,7 +43,7 @@ def commands() -> list[str]:
 def estimates() -> Iterator[str]:
     for part in (
         examples, families, plain, optimizers, tuned, losses, trainer, autocast, ddp, deepspeed, device_map, fsdp,
-        torchtitan, megatron, experts, pipelines, megatron_deepspeed, allocators, refused,
+        torchtitan, megatron, low_precision, experts, pipelines, megatron_deepspeed, allocators, refused,
     ):  # fmt: skip
         for flags in part():
             yield f"estimate {flags}"
@@ -320,6 +320,28 @@ def megatron() -> Iterator[str]:
     for flags in ("--attention eager --no-masked-softmax-fusion", "--attention eager --attention-softmax-in-fp32",
                   "--attention eager --query-key-layer-scaling", "--no-bias-gelu-fusion", "--dtype fp32"):  # fmt: skip
         yield f"{job} {flags}"
+
+
+def low_precision() -> Iterator[str]:
+    """Products in 8 and 4 bits, in Megatron-Core."""
+    job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --zero 1 --tp 2 --dp 4 --sequence-parallel"
+    for recipe in ("delayed", "tensorwise", "blockwise"):
+        yield f"{job} --gpu h100-80gb --fp8 {recipe}"
+        yield f"{job} --gpu h100-80gb --fp8 {recipe} --fp8-parameters --gbs 32"
+    for recipe in ("--fp8 tensorwise", "--fp8 mxfp8", "--fp4 nvfp4"):
+        yield f"{job} --gpu b200 {recipe}"
+        yield f"{job} --gpu b200 {recipe} --fp8-parameters --recompute full"
+    yield f"{job} --gpu h100-80gb --fp8 tensorwise --first-16bit-layers 1 --last-16bit-layers 1 --pp 2 --gbs 32"
+    yield f"{job} --gpu b200 --fp8 tensorwise --fp8-parameters --megatron-fsdp optim_grads_params"
+    job = "--model mixtral-8x7b --layers 2 --seq 1024 --framework megatron --gpus 8 --ep 4"
+    for more in (
+        "--gpu h100-80gb --fp8 blockwise",
+        "--gpu b200 --fp8 mxfp8 --moe-router-padding",
+        "--gpu b200 --fp4 nvfp4",
+    ):
+        yield f"{job} {more}"
+    for more in ("--fp8 rowwise", "--fp8 mxfp8 --gpu h100-80gb", "--fp8 tensorwise --te-version 2.8"):
+        yield f"--model llama-3-8b --framework megatron {more}"
 
 
 def experts() -> Iterator[str]:
