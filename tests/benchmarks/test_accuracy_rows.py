@@ -85,14 +85,16 @@ def test_functional_tests_of_megatron_lm_are_within_the_limits() -> None:
     assert median(abs(row.percent) for row in dense if row.reading == megatron.PEAK) < 0.7
 
 
-def test_experts_of_megatron_lm_are_within_the_limits_between_iterations() -> None:
-    """90 % between iterations; at the peak those whose tokens sinkhorn balances."""
+def test_experts_of_megatron_lm_are_within_the_limits() -> None:
+    """90 % between iterations; at the peak those whose tokens sinkhorn balances, and four of five of all."""
     table = table_of("megatron_lm_ci.jsonl")
     rows = [row for row in table.rows if megatron.family_of(row.id) == megatron.EXPERTS]
     static = [row for row in rows if row.reading == megatron.STATIC]
     assert sum(bool(row.within) for row in static) >= 0.9 * len(static)
     balanced = [row for row in rows if row.reading == megatron.PEAK and "ep8" not in row.id and "ep4" not in row.id]
     assert all(row.within for row in balanced)
+    peaks = [row for row in rows if row.reading == megatron.PEAK]
+    assert sum(bool(row.within) for row in peaks) >= 0.8 * len(peaks)
 
 
 def test_every_row_of_megatron_lm_beyond_the_limits_has_a_cause() -> None:
