@@ -87,7 +87,6 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Te
         (q, k, v), discard = without_output(r, compressed, lambda r, x, y, z: _up(r, x, y, z, shape))
     else:
         q, k, v = _up(r, *compressed, shape)
-    v = ops.contiguous(r, v, v.shape, "value") if te_attention.is_strided(v) else v  # outside of what is recomputed
     if "core_attn" in shape.recompute_modules:
         context = recomputed_reentrant(r, lambda r, q, k, v: te_attention.core_attention(r, q, k, v, shape), (q, k, v))
         keep_mask(r, shape)
@@ -123,8 +122,7 @@ def _gathered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
 
 
 def _up(r: Recorder, queries: Tensor, keys: Tensor, rotated: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:
-    """``qkv_up_proj_and_rope_apply``: q and k (s, b, a, n + p) contiguous, and v (s, b, a, v), a part of the projection
-    where rotary positions are not fused."""
+    """``qkv_up_proj_and_rope_apply``: q and k (s, b, a, n + p), v (s, b, a, v), each contiguous."""
     spec, s, b = shape.spec, shape.s, shape.b
     sizes = weights(shape)
     a, n, p, v = spec.heads // shape.t, spec.nope_head_dim, spec.rope_head_dim, spec.value_head_dim
@@ -145,7 +143,7 @@ def _up(r: Recorder, queries: Tensor, keys: Tensor, rotated: Tensor, shape: Core
     query = ops.cat_last(r, plain, turned, "query")
     spread = ops.expanded(r, rotated, (s, b, a, p), "rotated_key_spread", copies=False)
     key = ops.cat_last(r, own, spread, "key")
-    return query, key, value
+    return query, key, ops.contiguous(r, value, (s, b, a, v), "value")
 
 
 def _projected(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, normed: bool) -> Tensor:
