@@ -265,7 +265,8 @@ def _too_fast(stated: Suggestion) -> Iterator[Notice]:
     if stated.step is None:
         return
     plan = resolve(stated.plan)
-    best = best_published(plan.hardware.gpu or "", plan.precision.low or plan.precision.dtype, stated.step.mfu)
+    dtype, experts = plan.precision.low or plan.precision.dtype, plan.model.experts > 0
+    best = best_published(plan.hardware.gpu or "", dtype, stated.step.mfu, experts=experts)
     if best is not None:
         yield Notice(
             "mfu-above-published",
@@ -423,7 +424,7 @@ def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: floa
     facts = Table.grid(left(style=FAINT), folded(ratio=1), padding=(0, 2, 0, 0))
     if step is not None and suggestion.timed:
         facts.add_row("step", _speed(suggestion, step, error))
-        facts.add_row("of it", _parts(step))
+        facts.add_row("of it", _parts(suggestion, step))
         facts.add_row("costs", _costs(suggestion, step))
     if estimate is not None:
         facts.add_row("memory", verdict(estimate))
@@ -458,12 +459,13 @@ def _speed(suggestion: Suggestion, step: StepTime, error: float) -> Pieces:
     return Pieces([time, f"± {part(error)}", *rates, f"MFU {part(step.mfu)}"])
 
 
-def _parts(step: StepTime) -> Pieces:
+def _parts(suggestion: Suggestion, step: StepTime) -> Pieces:
     """Shares of the step's time, the largest first."""
+    experts = suggestion.plan.model.experts > 0
     times = {
         "compute": step.compute,
         "recompute": step.recompute,
-        "tensor parallel": step.tensor_parallel,
+        "exchanges in layers" if experts else "tensor parallel": step.tensor_parallel,
         "bubble": step.pipeline_bubble,
         "sends": step.pipeline_send,
         "data parallel": step.data_parallel,

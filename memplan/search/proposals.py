@@ -116,14 +116,24 @@ def _more_sharding(plan: ResolvedPlan) -> Iterator[Proposal]:
             if name == "tp" and shards_sequence:
                 fields["layout.sequence_parallel"] = True
             yield Proposal(f"{name} {size // 2} → {size}", {**fields, "hardware.gpus": plan.hardware.gpus})
-    if plan.model.experts and plan.model.experts % (2 * layout.ep) == 0:
-        yield Proposal(f"ep {layout.ep} → {2 * layout.ep}", {"layout.ep": 2 * layout.ep})
+    yield from _experts(plan)
     if layout.tp > 1 and not layout.sequence_parallel and shards_sequence:
         yield Proposal("sequence parallelism", {"layout.sequence_parallel": True})
     if plan.hardware.gpus is not None and "dp" in own.supports.sizes:
         gpus = 2 * plan.hardware.gpus
         fields = {"hardware.gpus": gpus, "layout.dp": None, "batch.gbs": plan.batch.gbs, "batch.accumulation": None}
         yield Proposal(f"{gpus:,} GPUs", fields, "twice the GPUs")
+
+
+def _experts(plan: ResolvedPlan) -> Iterator[Proposal]:
+    """Experts on more ranks, and no more tokens for any than the mean, where some may get more."""
+    ep, given = plan.layout.ep, plan.experts
+    if plan.model.experts and plan.model.experts % (2 * ep) == 0:
+        yield Proposal(f"ep {ep} → {2 * ep}", {"layout.ep": 2 * ep})
+    if plan.model.experts and given.imbalance != "balanced" and given.capacity_factor is None:
+        yield Proposal(
+            "a capacity of 1 (tokens beyond it are dropped)", {"experts.capacity_factor": 1.0}, OTHER_NUMBERS
+        )
 
 
 def _other_cuts(plan: ResolvedPlan, limit: int) -> Iterator[Proposal]:

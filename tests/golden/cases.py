@@ -552,6 +552,8 @@ def searches() -> Iterator[str]:
         f"{job} --framework single --lora-rank 16 --quantisation nf4 --gpu rtx-4090",
         f"{job} --framework megatron --gpus 3 --gbs 64",
         "--model llama-3-70b --seq 8192 --gpu h100-80gb --framework fsdp --gpus 4 --gbs 16",
+        "--model mixtral-8x7b --layers 8 --seq 4096 --gpu h100-80gb --framework megatron --gpus 8 --gbs 16 --fix cp=1",
+        "--model deepseek-v2-lite --layers 9 --seq 4096 --gpu h100-80gb --framework megatron --gpus 8 --gbs 32 --fix mbs=1",
     ):  # fmt: skip
         yield f"suggest-partition {flags}"
 

@@ -33,8 +33,14 @@ BEST_MFU: Mapping[str, Figure] = MappingProxyType(
 )
 """The highest MFU of dense training in 16 bits that was found, by GPU; of an A100 the chip's, whatever its memory."""
 
+BEST_MFU_OF_EXPERTS: Mapping[str, Figure] = MappingProxyType(
+    {"h100-80gb": Figure(0.493, "Mixtral 8x22B in Megatron-Core, https://arxiv.org/abs/2504.14960")}
+)
+"""The same of models with experts."""
 
-def best_published(gpu: str, dtype: str, mfu: float) -> Figure | None:
-    """The highest published MFU of ``gpu``, where ``mfu`` in ``dtype`` is above it."""
-    best = BEST_MFU.get(gpu) if dtype in ("bf16", "fp16") else None
+
+def best_published(gpu: str, dtype: str, mfu: float, *, experts: bool = False) -> Figure | None:
+    """The highest published MFU of ``gpu``, of models with ``experts`` or without, where ``mfu`` in ``dtype`` is above
+    it."""
+    best = (BEST_MFU_OF_EXPERTS if experts else BEST_MFU).get(gpu) if dtype in ("bf16", "fp16") else None
     return best if best is not None and mfu > best.value else None

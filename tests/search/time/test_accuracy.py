@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from memplan.search.time import best_published, published_error
-from memplan.search.time.accuracy import BEST_MFU, PUBLISHED_ERRORS
+from memplan.search.time.accuracy import BEST_MFU, BEST_MFU_OF_EXPERTS, PUBLISHED_ERRORS
 from memplan.search.time.hardware import SPEEDS
 
 
@@ -20,3 +20,6 @@ def test_the_best_published_is_cited_above_it_alone() -> None:
     assert best_published("h100-80gb", "bf16", best.value) is None
     assert best_published("h100-80gb", "fp32", 0.9) is None
     assert best_published("l4", "bf16", 0.9) is None
+    experts = BEST_MFU_OF_EXPERTS["h100-80gb"]
+    assert best_published("h100-80gb", "bf16", experts.value + 0.01, experts=True) == experts
+    assert best_published("b200", "bf16", 0.9, experts=True) is None
