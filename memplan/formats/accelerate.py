@@ -105,7 +105,8 @@ def launched(written: Node, folder: Path, asked: Asked) -> Launch:
     building.put("framework", found.framework)
     dtype = mixed(found.precision)
     if found.fsdp is not None:
-        shard(building, found.fsdp, dtype, Node("fp32", written.origin), newest=1)
+        adapted = "lora-rank" in asked.names
+        shard(building, found.fsdp, dtype, Node("fp32", written.origin), newest=1, adapted=adapted)
     elif dtype is not None:
         building.put("precision.dtype", dtype)
         building.put("precision.autocast", Node(True, dtype.origin))
@@ -205,9 +206,12 @@ FSDP_ROWS = (
 )
 
 
-def shard(building: Building, settings: Keys, dtype: Node | None, loaded: Node, *, newest: int) -> None:
+def shard(
+    building: Building, settings: Keys, dtype: Node | None, loaded: Node, *, newest: int, adapted: bool = False
+) -> None:
     """Puts what ``fsdp_config`` says, for a model of dtype ``loaded`` under mixed precision of ``dtype``, if any.
-    ``newest``: the version of FSDP where the file names none."""
+    ``newest``: the version of FSDP where the file names none. ``adapted``: adapters alone are trained, and nobody says
+    in which dtype the model is loaded."""
     version = settings.node("version") or Node(newest, settings.origin)
     if str(version.value) not in ("1", "2"):
         raise PlanError("fsdp_version", version.plain(), "must be 1 or 2", origin=version.origin)
@@ -222,14 +226,17 @@ def shard(building: Building, settings: Keys, dtype: Node | None, loaded: Node, 
     if str(version.value) == "1":
         _flat(building, settings, dtype, version)
     else:
-        _fully_shard(building, settings, dtype, loaded)
+        _fully_shard(building, settings, dtype, loaded, adapted)
     read_rows(FSDP_ROWS, Reader(settings, building))
 
 
-def _fully_shard(building: Building, settings: Keys, dtype: Node | None, loaded: Node) -> None:
-    """FSDP 2: shards in fp32 under mixed precision, in which the gradients are reduced."""
+def _fully_shard(building: Building, settings: Keys, dtype: Node | None, loaded: Node, adapted: bool) -> None:
+    """FSDP 2: shards of what is trained are in fp32 under mixed precision, in which the gradients are reduced; what is
+    frozen stays as it was loaded."""
     building.put("fsdp.reshard_root", Node(True, settings.origin))
-    building.put("fsdp.parameters", Node("fp32", dtype.origin) if dtype is not None else loaded)
+    if not adapted:
+        trained = dtype is not None and "lora.rank" not in building.items
+        building.put("fsdp.parameters", Node("fp32", dtype.origin) if dtype is not None and trained else loaded)
     building.put("fsdp.reduce", dtype or loaded)
     if dtype is not None:
         building.note(

@@ -112,7 +112,11 @@ def _sharded(found: Started, reader: Reader, asked: Asked) -> Launch:
     legacy = dict(_legacy(words, options)) if options is not None else {}
     dtype = _autocast(arguments) or (found.accelerate.precision if found.accelerate is not None else None)
     loaded = _loaded(arguments) or Node("fp32", arguments.origin)
-    shard(building, Keys({**legacy, **given.given}, given.origin), dtype, loaded, newest=newest)
+    adapted = ("lora.rank" in building.items or "lora-rank" in asked.names) and _loaded(arguments) is None
+    keys = Keys({**legacy, **given.given}, given.origin)
+    shard(building, keys, dtype, loaded, newest=newest, adapted=adapted)
+    if "quantisation.kind" in building.items and "quantisation.storage" not in building.items:
+        building.put("quantisation.storage", Node("uint8", arguments.where("load_in_4bit")))
     read_rows(OPTIMIZER, reader)
     _no_evaluation(reader, "FSDP")
     return _launch(building)
@@ -435,7 +439,29 @@ def _evaluation(reader: Reader) -> None:
     )
 
 
+def _adapters(reader: Reader) -> None:
+    """trl's ``ModelConfig`` (``trainer/model_config.py``, ``trainer/utils.py``, ``get_peft_config``,
+    ``get_quantization_config``): adapters and 4-bit weights, with its defaults."""
+    arguments, put = reader.settings, reader.building.put
+    used = arguments.on("use_peft")
+    if used is not None:
+        put("lora.rank", arguments.node("lora_r") or Node(16, used.origin), "lora_r")
+        put("lora.dropout", arguments.node("lora_dropout") or Node(0.05, used.origin), "lora_dropout")
+        targets = arguments.node("lora_target_modules")
+        if targets is not None:
+            put("lora.targets", targets, "lora_target_modules")
+    quantised = arguments.on("load_in_4bit")
+    if quantised is None:
+        return
+    put("quantisation.kind", arguments.node("bnb_4bit_quant_type") or Node("nf4", quantised.origin), "load_in_4bit")
+    if (double := arguments.on("use_bnb_nested_quant")) is not None:
+        put("quantisation.double", double, "use_bnb_nested_quant")
+    if (storage := arguments.node("bnb_4bit_quant_storage")) is not None:
+        put("quantisation.storage", storage, "bnb_4bit_quant_storage")
+
+
 ROWS = (
+    Row("use_peft", "lora.rank", read=_adapters),
     Row("per_device_train_batch_size", "batch.mbs", kind="any", default=8),
     Row(
         "gradient_accumulation_steps",

@@ -36,6 +36,14 @@ READ = frozenset(
         "packing",
         "packing_strategy",
         "padding_free",
+        "use_peft",
+        "lora_r",
+        "lora_dropout",
+        "lora_target_modules",
+        "load_in_4bit",
+        "bnb_4bit_quant_type",
+        "use_bnb_nested_quant",
+        "bnb_4bit_quant_storage",
     }
 )
 """Keys whose values are looked at."""
@@ -48,9 +56,10 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "parallelism_config": ((None,), "Accelerate's parallelism is not modelled around the Trainer"),
         "optim_target_modules": ((None,), "optimizers of some modules (GaLore, APOLLO) are not modelled"),
         "use_cpu": ((None, False), "there is no device then"),
-        "use_peft": ((None, False), "adapters are not read from here"),
-        "load_in_4bit": ((None, False), "quantised weights are not read from here"),
-        "load_in_8bit": ((None, False), "quantised weights are not read from here"),
+        "load_in_8bit": ((None, False), "bitsandbytes' 8-bit weights are not modelled"),
+        "use_dora": ((None, False), "DoRA is not modelled"),
+        "lora_modules_to_save": ((None,), "modules that are trained whole beside adapters are not modelled"),
+        "lora_target_parameters": ((None,), "adapters on parameters of experts are not modelled"),
     }
 )
 """Keys that change the estimate: values that do nothing, and why another value is refused."""
@@ -89,7 +98,8 @@ WITHOUT_EFFECT = frozenset(
     train_file validation_file max_train_samples max_eval_samples preprocessing_num_workers config_name tokenizer_name
     cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache validation_split_percentage
     keep_linebreaks streaming use_cpu_amp fp16_backend half_precision_backend fp16_opt_level torchdynamo mp_parameters
-    eval_packing past_index ray_scope no_cuda use_mps_device jit_mode_eval auto_find_batch_size_ratio chat_template_path
+    eval_packing lora_alpha use_rslora lora_task_type
+    past_index ray_scope no_cuda use_mps_device jit_mode_eval auto_find_batch_size_ratio chat_template_path
     """.split()  # noqa: SIM905 - a list this long would be a hundred lines
 )
 """Keys without effect on the memory of a training step; ``max_grad_norm`` is one, for the norm is always taken."""

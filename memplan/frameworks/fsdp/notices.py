@@ -94,7 +94,14 @@ def layouts(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-    """What a pipeline's schedule keeps and few expect, where it comes to a gibibyte or more on a rank."""
+    """What a pipeline's schedule keeps and few expect, where it comes to a gibibyte or more on a rank; 4-bit weights
+    that are not sharded."""
+    if plan.quantisation.storage == "uint8" and plan.layout.dp > plan.fsdp.replicas:
+        yield Notice(
+            "whole-4bit",
+            "4-bit weights in uint8 are not sharded: every rank holds all of them; --quant-storage "
+            f"{plan.precision.dtype} (bnb_4bit_quant_storage) shards them",
+        )
     orders = [(program.stage, program.order) for program in programs if isinstance(program.order, Pipelined)]
     if not orders:
         return

@@ -215,3 +215,29 @@ def test_one_row_of_all_tokens_is_reshaped_without_copies() -> None:
     for states in (made, rotated):
         row = states.transpose(1, 2)
         assert row.reshape(-1, 8, 16).data_ptr() == row.data_ptr()
+
+
+PEFT = {"model_name_or_path": "meta-llama/Llama-3.1-8B", "use_peft": True, "load_in_4bit": True, "bf16": True}
+
+
+def test_adapters_and_four_bits_of_trls_scripts(tmp_path: Path) -> None:
+    """With the defaults of ``ModelConfig``: rank 16, dropout 0.05, nf4."""
+    made = plan(tmp_path, {**PEFT, "lora_target_modules": ["c_attn"], "use_bnb_nested_quant": True})
+    assert (made.lora.rank, made.lora.dropout, made.lora.targets) == (16, 0.05, ("c_attn",))
+    assert (made.quantisation.kind, made.quantisation.double) == ("nf4", True)
+    assert plan(tmp_path, {**PEFT, "use_peft": False, "load_in_4bit": False, "lora_r": 8}).lora.rank is None
+
+
+def test_frozen_shards_stay_as_loaded_and_uint8_is_not_cut(tmp_path: Path) -> None:
+    sharded = {**PEFT, "fsdp": "full_shard", "fsdp_config": {"version": 2}}
+    made = plan(tmp_path, sharded, gpus="4")
+    assert (made.fsdp.parameters, made.lora.dtype, made.quantisation.storage) == ("bf16", "fp32", "uint8")
+    made = plan(tmp_path, {**sharded, "bnb_4bit_quant_storage": "bfloat16", "dtype": "float32"}, gpus="4")
+    assert (made.fsdp.parameters, made.quantisation.storage) == ("fp32", "bf16")
+
+
+@pytest.mark.parametrize("name", ["use_dora", "load_in_8bit", "lora_modules_to_save"])
+def test_what_of_peft_is_not_modelled(name: str, tmp_path: Path) -> None:
+    value: object = ["lm_head"] if name.endswith("save") else True
+    with pytest.raises(PlanError, match="not modelled"):
+        plan(tmp_path, {**PEFT, name: value})
