@@ -113,7 +113,7 @@ class Megatron(FrameworkSection, Terse):
     log_params_norm: bool = Field(False, description="compute the norm of parameters at every step")
     clip_grad: float = Field(1.0, ge=0.0, le=1e6, description="clip gradients to this norm; 0: no clipping")
     check_for_nan: bool = Field(True, description="look for NaN in loss and gradients")
-    cp_communication: Literal["p2p", "a2a"] = Field(
+    cp_communication: Literal["p2p", "a2a", "all_gather"] = Field(
         "p2p", description="how context parallelism exchanges keys and values"
     )
 

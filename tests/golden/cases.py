@@ -316,6 +316,7 @@ def megatron() -> Iterator[str]:
         yield f"{job} optim_grads_params {more}"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 4 --zero 1"
     yield f"{job} --precision-aware-optimizer --optimizer-offload-fraction 0.5"
+    yield f"{job} --cp 2 --cp-communication all_gather"
     job = "--model gpt2-large --layers 4 --seq 1024 --dtype fp16 --framework megatron --tp 2 --transformer-impl local"
     for flags in ("--attention eager --no-masked-softmax-fusion", "--attention eager --attention-softmax-in-fp32",
                   "--attention eager --query-key-layer-scaling", "--no-bias-gelu-fusion", "--dtype fp32"):  # fmt: skip

@@ -360,9 +360,9 @@ def _context_communication(reader: Reader) -> None:
     if kinds is None:
         return
     different = {kind.value for kind in kinds}
-    if len(different) != 1 or not different <= {"p2p", "a2a"}:
+    if len(different) != 1 or not different <= {"p2p", "a2a", "all_gather"}:
         shown = " ".join(str(kind.value) for kind in kinds)
-        problem = "is not modelled yet; p2p or a2a, the same for every layer, is"
+        problem = "is not modelled yet; p2p, a2a or all_gather, the same for every layer, is"
         raise PlanError(name, shown, problem, origin=reader.settings.where(name))
     reader.building.put("megatron.cp_communication", kinds[0], name)
 

@@ -15,7 +15,7 @@ from .precision import Low, up
 TransformerImpl = Literal["local", "transformer_engine"]
 CoreAttention = Literal["local", "unfused", "fused", "flash"]
 CrossEntropy = Literal["unfused", "native", "te"]
-ContextCommunication = Literal["p2p", "a2a"]
+ContextCommunication = Literal["p2p", "a2a", "all_gather"]
 
 Version = tuple[int, int]
 

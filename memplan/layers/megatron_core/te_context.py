@@ -1,7 +1,8 @@
 """Context parallelism in Transformer Engine's attention (``dot_product_attention/context_parallel.py``).
 
 Every rank has two chunks of the sequence, the i-th and the i-th from the end. ``p2p`` passes keys and values around
-a ring and merges the steps' outputs, ``a2a`` trades the sequence for heads. What merges and reorders is compiled
+a ring and merges the steps' outputs, ``a2a`` trades the sequence for heads, ``all_gather`` gathers keys and values and
+attends twice, with half of its queries each time. What merges and reorders is compiled
 (``jit_fuser``) and has no intermediates. Causal only: with a padding mask it refuses.
 
 Shapes: s sequence on this rank, b micro-batch, a heads, d head size.
@@ -114,11 +115,74 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     return context
 
 
+def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
+    """``AttnFuncWithCPAndKVAllGather`` on the first rank, whose second chunk sees all keys; other ranks' two steps see
+    as many together. Saves queries, its own keys and values, statistics, and up to 2.14 the steps' outputs beside the
+    whole one, which from then on is saved itself. Keys and values are gathered again in backward.
+    """
+    dtype, (b, s, a, d) = q.dtype, sizes(q, shape)
+    likes, part = (q.shape, k.shape, v.shape), (b, s // 2, a, d)
+    copies = shape.attention == "flash" and b > 1  # of what lies in another order than the back end's
+    every = (shape.cp * likes[1][0], *likes[1][1:])
+    seen = [(every[0] * chunks // (2 * shape.cp), *every[1:]) for chunks in (1, 2 * shape.cp)]
+    own = [_like(r, one, "keys_or_values_by_sequence") if copies else one for one in (k, v)]
+    whole = _gathered_keys(r, every, dtype)
+    out = r.empty(likes[0], dtype, "context")
+    unused = [r.empty(likes[0], dtype, "context_of_thd")] if te_facts.all_gather_makes_two(shape.te) else []
+    outs, kept, inside = list[Tensor](), list[Tensor](), list[Tensor]()
+    for keys in seen:
+        inside = _copied(r, (half(likes[0]), keys, keys), dtype) if copies else []
+        step, logsumexp, state = attended(r, half(likes[0]), dtype, part, shape)
+        outs.append(step)
+        kept += [logsumexp, state]
+        del step, logsumexp, state
+    if not te_facts.all_gather_keeps_steps(shape.te):
+        outs = [out]
+    inside.clear()
+    whole.clear()
+    unused.clear()
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad_q = r.empty(likes[0], dtype, "grad_q")
+        sums = [r.empty(every, dtype, "grad_keys_or_values_of_all") for _ in range(2)]
+        again = _gathered_keys(r, every, dtype)
+        made, inside = list[Tensor](), list[Tensor]()
+        for keys in seen:
+            inside = _copied(r, (half(likes[0]), half(likes[0]), keys, keys), dtype) if copies else []
+            made += gradients_of(r, (half(likes[0]), keys, keys), dtype, part, shape)
+        inside.clear()
+        made.clear()
+        again.clear()
+        for name, size, category in (("ordered", every, Category.TEMPORARIES), ("reduced", likes[1], COMMUNICATION)):
+            for at in range(2):
+                sums[at] = r.empty(size, dtype, f"grad_keys_or_values_{name}", category)
+        return [grad_q, *sums]
+
+    there, back = fused((b, s, a, d), prod(likes[1]) // (b * s * d), s * shape.cp, dtype, causal=True)
+    moved = float(2 * shape.cp * size_of(likes[1], dtype))
+    gathers, ordered = Exchange("all-gather", moved, "cp"), Stream(2 * moved, 2)
+    work = Operator((there, gathers, ordered), (back, gathers, Exchange("reduce-scatter", moved, "cp"), ordered))
+    out.node = r.node((q, k, v), (q, *own, *outs, *kept), backward, work=work)
+    return out
+
+
+def _copied(r: Recorder, like: Sequence[Shape], dtype: str) -> list[Tensor]:
+    return [r.empty(one, dtype, "copy_of_step") for one in like]
+
+
+def _gathered_keys(r: Recorder, every: Shape, dtype: str) -> list[Tensor]:
+    """Keys and values of all ranks, as they arrive, then each in the order of the sequence."""
+    whole = [r.empty(every, dtype, "gathered_by_rank", COMMUNICATION) for _ in range(2)]
+    for at in range(2):
+        whole[at] = r.empty(every, dtype, "gathered_in_order")
+    return whole
+
+
 def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
     """The context (s, b, a d) from q, k, v in the layout of the back end, contiguous."""
-    ways = {"p2p": p2p, "a2a": a2a}
+    ways = {"p2p": p2p, "a2a": a2a, "all_gather": all_gather}
     if not shape.spec.causal or shape.cp_communication not in ways:
-        problem = "context parallelism is covered for causal attention with p2p or a2a"
+        problem = "context parallelism is covered for causal attention with p2p, a2a or all_gather"
         raise PlanError("megatron.cp_communication", shape.cp_communication, problem)
     if shape.te < te_facts.OLDEST_CONTEXT_PARALLEL:
         problem = "context parallelism is covered from Transformer Engine 2.8"

@@ -90,6 +90,16 @@ def context_parallel_output_is_flat(te: Version) -> bool:
     return te < (2, 15)
 
 
+def all_gather_keeps_steps(te: Version) -> bool:
+    """``AttnFuncWithCPAndKVAllGather`` saves the outputs of its two steps up to 2.14, the whole one since."""
+    return te < (2, 15)
+
+
+def all_gather_makes_two(te: Version) -> bool:
+    """It makes a second output, for packed sequences alone, since 2.18."""
+    return te >= (2, 18)
+
+
 def mask_in_int64(te: Version) -> bool:
     """``get_full_mask`` takes the difference of two ``torch.where`` in int64, up to 2.5."""
     return te < (2, 6)

@@ -161,7 +161,7 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ),
         ("--use-torch-fsdp2", "--use-torch-fsdp2: must be left out: parameters that are sharded over ranks"),
         ("--hybrid-layer-pattern M-*", "--hybrid-layer-pattern: must be left out: hybrid models are not modelled yet"),
-        ("--context-parallel-size 2 --cp-comm-type all_gather", "--cp-comm-type = all_gather: is not modelled yet; p2p or a2a"),
+        ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type = a2a+p2p: is not modelled yet; p2p, a2a"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0", "recompute.layers = 0: must be at least 1"),
         ("--spec my.module spec", "--spec = my.module: names a specification of layers"),
         ("--pipeline-model-parallel-size 3 --num-layers-per-virtual-pipeline-stage 1", "train.sh:2: --num-layers-per-virtual-pipeline-stage = 1: "),

@@ -1,0 +1,75 @@
+"""Context parallelism with gathered keys and values, by hand beside Transformer Engine's source
+(``context_parallel.py``, ``AttnFuncWithCPAndKVAllGather``)."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.layers.autograd import Recorder, Tensor
+from memplan.layers.megatron_core import te_context
+from memplan.layers.megatron_core.shape import CoreShape, Version
+from memplan.layers.module import Interface, Module, Options, Run, build
+from memplan.plan.spec import ModelSpec
+from memplan.tape.events import Drop, Hold
+
+from .test_local_layer import GPT
+
+S, A, G, D, CP = 512, 8, 2, 32, 4
+QUERY, KEYS = 2 * S * A * D, 2 * S * G * D
+STATISTICS = 4 * A * S // 2
+"""Bytes of queries, of keys, and of one step's statistics."""
+
+
+def attention(te: Version) -> Module:
+    """On one sequence of 512 tokens a rank, 8 heads of 32 and 2 key/value heads, four ranks; cuDNN's."""
+    spec = ModelSpec(**{**GPT, "heads": A, "kv_heads": G, "head_dim": D})
+    shape = CoreShape(
+        spec, 1, S, 1, "bf16", 1024, cp=CP, cp_communication="all_gather", attention="fused", te=te,
+        gradient_fusion=False, rope_fusion=False,
+    )  # fmt: skip
+
+    def recipe(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        k, v = (r.empty((S, 1, G, D), "bf16", name).by(x.node) for name in ("key", "value"))
+        return Run(te_context.core_attention(r, x.view(S, 1, A, D), k, v, shape))
+
+    return build("attention", recipe, Interface((S, 1, A * D), "bf16"), Options())
+
+
+def left(module: Module) -> list[tuple[str, int]]:
+    """What forward leaves, by name."""
+    held: dict[int, Hold] = {}
+    for event in module.steady.forward:
+        if isinstance(event, Hold):
+            held[event.tensor] = event
+        elif isinstance(event, Drop):
+            held.pop(event.tensor, None)
+    return sorted((hold.name, hold.bytes) for hold in held.values())
+
+
+def test_up_to_2_14_the_steps_outputs_are_saved() -> None:
+    """q is the input, k and v are its own; the whole output is another tensor than those of the two steps."""
+    states = [("rng_state", 512)] * 2
+    saved = [("context", QUERY), *[("context_of_step", QUERY // 2)] * 2, ("key", KEYS), *states]
+    assert left(attention((2, 11))) == [*saved, *[("softmax_statistics", STATISTICS)] * 2, ("value", KEYS)]
+
+
+def test_since_2_15_the_output_is_saved_itself() -> None:
+    names = [name for name, _ in left(attention((2, 17)))]
+    assert names.count("context") == 1
+    assert "context_of_step" not in names
+
+
+@pytest.mark.parametrize("te", [(2, 11), (2, 17), (2, 18)])
+def test_what_is_there_at_once(te: Version) -> None:
+    """Forward, beyond the input: keys and values, and of all four ranks, gathered and put in order one after the other
+    (three of them at once at most), or in order with the output and the two steps' halves, since 2.18 with a second
+    one. Backward: the gradients of all ranks' keys and values, and those gathered again."""
+    module = attention(te)
+    two = te >= (2, 18)
+    kept = 2 * KEYS + 2 * CP * KEYS
+    small = 2 * STATISTICS + 2 * 512
+    assert module.steady.forward_fold.peak == kept + (2 + two) * QUERY + small
+    steps = QUERY + 2 * (KEYS * CP + KEYS // 2)
+    begun = 2 * CP * KEYS * 2 + QUERY + steps
+    assert module.steady.backward_fold.peak >= begun
