@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..families import family
 from ..frameworks import framework
 from .checks import listed, require
 from .errors import ABSENT, PlanError
@@ -10,6 +11,9 @@ from .resolved import ResolvedPlan
 
 FUSED = ("liger", "cut", "chunked")
 """Losses that never hold all logits at once."""
+
+OVER_LOGITS = ("liger-cross-entropy", "unsloth")
+"""Kernels that take all logits, and write their gradient over them."""
 
 FIELDS = {
     "chunks": ("chunked",),
@@ -39,6 +43,23 @@ def check_loss(plan: ResolvedPlan) -> None:
         _check_fused_kind(plan)
     elif loss.kind == "adaptive-softmax":
         _check_clusters(plan)
+    elif loss.kind in OVER_LOGITS:
+        _check_over_logits(plan)
+
+
+def _check_over_logits(plan: ResolvedPlan) -> None:
+    """Liger's is in the place of the loss of every causal model; fms-acceleration patches some families alone."""
+    kind, spec = plan.loss.kind, plan.model
+    if not spec.causal or spec.mlm_head:
+        problem = f"must be plain: {spec.name} has no head for causal language modelling"
+        raise PlanError("loss.kind", kind, problem)
+    if kind == "unsloth" and kind not in family(spec.family).kernels:
+        problem = (
+            f"must be plain, or one of Liger's, for family {spec.family}: its loss is not among fms-acceleration's"
+        )
+        raise PlanError("loss.kind", kind, problem)
+    if plan.code != "current":
+        raise PlanError("loss.kind", kind, "must be plain with code 2020")
 
 
 def _check_clusters(plan: ResolvedPlan) -> None:

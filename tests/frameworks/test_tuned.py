@@ -123,6 +123,8 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
         ),
         ({"model": "falcon-7b", "lora_rank": 8, "lora_targets": "dense"}, "query_key_value"),
         ({"model": "gpt2", "kernels": "liger"}, "no kernels are modelled for its layers"),
+        ({"model": "gpt2", "loss": "unsloth"}, "its loss is not among fms-acceleration's"),
+        ({"model": "bert-large", "loss": "liger-cross-entropy"}, "no head for causal language modelling"),
         ({"model": "qwen3-8b", "kernels": "fms"}, "kernels.norm = unsloth: must be eager or liger for family qwen3"),
         ({"model": "llama-3-8b", "kernels": "liger", "framework": "deepspeed", "gpus": 2}, "kernels.set = liger"),
         ({"model": "llama-3-8b", "lora_rank": 8, "lora_kernel": "unsloth"}, "which Unsloth's functions are for"),
