@@ -92,6 +92,9 @@ class Exchange(NamedTuple):
     """What runs meanwhile."""
     times: int = 1
     """How often."""
+    choices: tuple[int, int] = (0, 0)
+    """Of an all-to-all whose rows go to ranks that have one of so many of so many experts, and cross the network once
+    for each node."""
 
 
 Kernel = Alone | Exchange

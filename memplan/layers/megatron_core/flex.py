@@ -15,7 +15,7 @@ from math import ceil, comb
 
 from .. import ops
 from ..autograd import Gradients, Recorder, Tensor, size_of
-from ..work import Operator, exchanged
+from ..work import Exchange, Operator
 from . import dispatch
 from .shape import CoreShape
 
@@ -179,7 +179,11 @@ def _combined(r: Recorder, x: Tensor, handle: list[Tensor], shape: CoreShape) ->
 
 
 def _exchange(x: Tensor, shape: CoreShape) -> Operator:
-    return exchanged("all-to-all", arriving(shape) * size_of(x.shape[1:], x.dtype), "all-to-all", "ep")
+    """A token crosses the network once for each node, and links once for each rank
+    (``csrc/kernels/legacy/internode.cu``, ``csrc/hybrid_ep``)."""
+    size = arriving(shape) * size_of(x.shape[1:], x.dtype)
+    sent = Exchange("all-to-all", size, "ep", choices=(shape.spec.expert_top_k, shape.spec.experts))
+    return Operator((sent,), (sent,))
 
 
 # -- outside of PyTorch --------------------------------------------------------------------------------

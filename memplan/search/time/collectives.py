@@ -9,7 +9,7 @@ https://github.com/NVIDIA/nccl
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil, log2
+from math import ceil, comb, log2
 from typing import Literal, NamedTuple
 
 from ...plan.errors import PlanError
@@ -61,13 +61,14 @@ _MICRO = 1e-6
 
 
 @lru_cache(maxsize=1 << 16)
-def collective(rates: Rates, kind: Kind, size: float, of: Group) -> float:
-    """Seconds; ``size`` in bytes of the whole tensor: what an all-gather gives and a reduce-scatter takes."""
+def collective(rates: Rates, kind: Kind, size: float, of: Group, choices: tuple[int, int] = (0, 0)) -> float:
+    """Seconds; ``size`` in bytes of the whole tensor: what an all-gather gives and a reduce-scatter takes. ``choices``:
+    as of ``Exchange``."""
     n = of.ranks
     if n == 1 or not size:
         return 0.0
     if kind == "all-to-all":
-        return _all_to_all(rates, size, of)
+        return _all_to_all(rates, size, of, choices)
     steps = 2 * (n - 1) if kind == "all-reduce" else n - 1
     bandwidth, linked = _bandwidth(rates, of)
     if of.nodes == 1 and linked and rates.collective is not None and rates.hop is not None:
@@ -85,7 +86,7 @@ def collective(rates: Rates, kind: Kind, size: float, of: Group) -> float:
     return min(times)
 
 
-def _all_to_all(rates: Rates, size: float, of: Group) -> float:
+def _all_to_all(rates: Rates, size: float, of: Group, choices: tuple[int, int]) -> float:
     """Every rank sends each other one its part of ``size`` bytes, all at once (``ncclSend`` and ``ncclRecv`` grouped,
     with the Simple protocol): over links to those of its node, meanwhile to others through its own network adapter."""
     linked = _linked(rates, of)
@@ -94,8 +95,15 @@ def _all_to_all(rates: Rates, size: float, of: Group) -> float:
     if of.nodes == 1:
         base = rates.collective if linked and rates.collective is not None else (_SIMPLE.base + latency) * _MICRO
         return base + inside
-    outside = (of.ranks - of.local) / of.ranks * size / between_nodes(rates)
+    copies = _reached(of.nodes, choices) / _reached(of.ranks, choices) if choices[0] else 1.0
+    outside = (of.ranks - of.local) / of.ranks * copies * size / between_nodes(rates)
     return (_SIMPLE.base + _SIMPLE.network) * _MICRO + max(inside, outside)
+
+
+def _reached(parts: int, choices: tuple[int, int]) -> float:
+    """How many of so many equal parts of the experts a token reaches that chooses some at random."""
+    chosen, experts = choices
+    return parts * (1 - comb(experts - experts // parts, chosen) / comb(experts, chosen))
 
 
 def _linked(rates: Rates, of: Group) -> bool:

@@ -148,7 +148,7 @@ def exchanged(one: Exchange, rates: Rates, ranks: Ranks) -> float:
     if one.kind == "send":
         spent = send(rates, one.bytes, ranks.t * ranks.c > rates.node)
     else:
-        spent = collective(rates, one.kind, one.bytes, across(one.axis, ranks, rates.node))
+        spent = collective(rates, one.kind, one.bytes, across(one.axis, ranks, rates.node), one.choices)
     if one.beside is None:
         return spent
     return overlapped(rates, spent, alone(one.beside, rates))

@@ -89,6 +89,15 @@ def test_all_to_all_of_a_node_and_of_several() -> None:
     assert outside == pytest.approx(24 / 32 * size / (0.96 * 50e9) + 22.4e-6)
 
 
+def test_tokens_that_cross_the_network_once_for_each_node() -> None:
+    """8 of 32 experts, one a rank, on 4 nodes of 8 ranks: a token reaches 8 ranks, and all nodes but those that have
+    none of its experts, 4 (1 - C(24, 8) / C(32, 8)) = 3.72 of them; three quarters of these are others than its own."""
+    rates = rates_of(plan(model="llama-3-8b", framework="megatron", gpu="h100-80gb", gpus=32, mbs=1, gbs=32, seq=4096))
+    size, nodes = 1 << 30, 4 * (1 - 735471 / 10518300)
+    found = collective(rates, "all-to-all", size, group(32, 1, 8), (8, 32))
+    assert found == pytest.approx(3 / 4 * nodes / 8 * size / (0.96 * 50e9) + 22.4e-6)
+
+
 def test_sharded_parameters_are_copied() -> None:
     """Without any time in links: 16-bit parameters that forward and backward gather are read and written, and 16-bit
     gradients are read and written in fp32, once a micro-batch; the ends are gathered once."""
