@@ -211,8 +211,9 @@ def filled(base: Plan) -> ResolvedPlan:
     except PlanError:
         if base.hardware.gpus is None or base.batch.gbs is None or own.supports.several_gpus_of_a_process:
             raise
+    sharded = base.optimizer.precision_aware or base.precision.fp8_parameters
     alone = {
-        "layout": Layout(zero=max(base.layout.zero, int(base.optimizer.precision_aware))),
+        "layout": Layout(zero=max(base.layout.zero, int(sharded))),
         "hardware": base.hardware.model_copy(update={"gpus": None}),
         "batch": base.batch.model_copy(update={"mbs": 1, "accumulation": None}),
         "pipeline": updated(base.pipeline, UNCUT),

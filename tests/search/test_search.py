@@ -56,6 +56,14 @@ SPACES |= {
         "latent-q-rank": "128", "latent-kv-rank": "64", "nope-head-dim": "64", "rope-head-dim": "64", "head-dim": "128",
         "value-head-dim": "64",
     },
+    "megatron, 8 bits": {
+        **LLAMA, "framework": "megatron", "gpu": "h100-80gb", "gpus": "8", "gbs": "16", "fp8": "tensorwise",
+        "fp8-parameters": "true",
+    },
+    "megatron, ends in 16 bits": {
+        **LLAMA, "framework": "megatron", "gpu": "b200", "gpus": "4", "gbs": "8", "fp8": "mxfp8",
+        "first-16bit-layers": "1", "last-16bit-layers": "1",
+    },
     "megatron, further tokens": {**_EXPERTS, "model": "mixtral-8x7b", "gpus": "4", "gbs": "8", "mtp-layers": "1"},
 }  # fmt: skip
 UNLIMITED = 1 << 46

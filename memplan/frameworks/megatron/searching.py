@@ -83,7 +83,7 @@ class MegatronSearch(FrameworkSearch):
         return super().sizes(plan) - (frozenset() if divides else {"cp"})
 
     def zero(self, plan: ResolvedPlan) -> tuple[int, ...]:
-        return (1,) if plan.optimizer.precision_aware else (1, 0)
+        return (1,) if plan.optimizer.precision_aware or plan.precision.fp8_parameters else (1, 0)
 
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
         """Of models with experts or latent attention, modules whose recompute costs least for what it saves come first.
@@ -107,7 +107,7 @@ class MegatronSearch(FrameworkSearch):
         return groups
 
     def completed(self, base: Plan) -> Plan:
-        """States of a precision-aware optimizer are sharded ones."""
+        """States of a precision-aware optimizer are sharded ones, and so are those of parameters in 8 bits."""
         if base.megatron.fsdp != "none":
             problem = "must be none: layouts with Megatron-FSDP are not searched yet; estimate --vary compares some"
             raise PlanError("megatron.fsdp", base.megatron.fsdp, problem)
@@ -121,7 +121,7 @@ class MegatronSearch(FrameworkSearch):
             raise PlanError(
                 "optimizer.name", "muon", "must be adam, adamw or sgd: layouts with Muon are not searched yet"
             )
-        if not base.optimizer.precision_aware or base.layout.zero:
+        if base.layout.zero or not (base.optimizer.precision_aware or base.precision.fp8_parameters):
             return base
         return base.model_copy(update={"layout": updated(base.layout, {"zero": 1})})
 
