@@ -23,12 +23,7 @@ NOISE = 0.05 * GB
 """Of the difference between two rows; a reading is good to 0.015."""
 
 
-GRADIENTS = {"bf16": "fp32"}
-"""By the row's precision, as Megatron-Bridge's own scripts read that word (``scripts/performance/utils/precision.py``:
-``bf16_mixed``, which reduces gradients in fp32). The recipe alone would have them in bf16."""
-
-
-def plan_of(row: Row, imbalance: str = "balanced", gradients: str | None = None) -> memplan.Plan:
+def plan_of(row: Row, imbalance: str = "balanced", gradients: str = "bf16") -> memplan.Plan:
     """The plan of one row."""
     parallel = row["parallel"]
     plan: dict[str, Any] = {
@@ -39,7 +34,7 @@ def plan_of(row: Row, imbalance: str = "balanced", gradients: str | None = None)
         "layout": {"tp": parallel["tp"], "ep": parallel["ep"], "etp": 1, "dp": parallel["dp"], "zero": 1,
                    "sequence_parallel": True},
         "batch": {"mbs": row["micro_batch_size"], "gbs": row["global_batch_size"], "seq": row["sequence_length"]},
-        "precision": {"dtype": "bf16", "gradients": gradients or GRADIENTS[row["precision"]]},
+        "precision": {"dtype": "bf16", "gradients": gradients},
         "optimizer": {"name": "adamw", "precision_aware": True, "exp_avg": "bf16", "exp_avg_sq": "bf16"},
         "megatron": {"transformer_engine": "2.17.1", "cross_entropy_fusion": "te", "rope_fusion": False,
                      "overlap_grad_reduce": True, "overlap_param_gather": True, "attention_mask_in_dataloader": False},
@@ -52,7 +47,7 @@ def plan_of(row: Row, imbalance: str = "balanced", gradients: str | None = None)
     return memplan.read_plan(plan)
 
 
-def peak(row: Row, imbalance: str = "balanced", gradients: str | None = None) -> int:
+def peak(row: Row, imbalance: str = "balanced", gradients: str = "bf16") -> int:
     """Bytes that are allocated at most."""
     found = memplan.estimate(plan_of(row, imbalance, gradients)).to_dict()["stages"][-1]["allocated_bytes"]
     assert isinstance(found, int)
@@ -62,7 +57,7 @@ def peak(row: Row, imbalance: str = "balanced", gradients: str | None = None) ->
 def table(rows: Sequence[Row]) -> Table:
     """Each row's peak, where routing is between balanced and 1.1, and what recompute saves."""
     compared = tuple(_compared(rows))
-    narrow = [peak(row, gradients="bf16") / GB for row in rows]
+    wide = [peak(row, gradients="fp32") / GB for row in rows]
     return Table(
         "megatron_bridge_moonlight.jsonl",
         "peak allocated by Moonlight-16B under Megatron-Bridge, and the difference that recomputed modules make",
@@ -73,9 +68,9 @@ def table(rows: Sequence[Row]) -> Table:
         (
             "Routing is not the cause: an untrained Moonlight, simulated layer by layer on the same mock tokens, sends "
             "every rank of experts between 0.9 and 1.1 of the mean.",
-            "What was chosen with rows in view: gradients are reduced in fp32, as Megatron-Bridge's scripts read the "
-            "precision bf16 that the rows name. The recipe alone reduces in bf16, and would take "
-            f"{' and '.join(f'{one:.2f}' for one in narrow)} GB.",
+            "The recipe reduces gradients in bf16. In fp32, as Megatron-Bridge's bf16_mixed does, both rows would be "
+            f"within the limit, {' and '.join(f'{one:.2f}' for one in wide)} GB; nothing says that the runs did, and it "
+            "is not assumed.",
         ),
     )
 
@@ -87,7 +82,7 @@ def _compared(rows: Sequence[Row]) -> Iterator[Comparison]:
         least, most = peak(row), peak(row, "1.1")
         estimates.append(least)
         within = (1 - LIMIT) * least <= measured <= (1 + LIMIT) * most
-        cause = "" if within else "not explained"
+        cause = "" if within else "about 5 GB in every row alike: not explained"
         yield Comparison(row["id"], PEAK, measured, least, within, cause)
     first, *others = zip(rows, estimates, strict=True)
     for row, estimate in others:
