@@ -57,7 +57,7 @@ def peak(row: Row, imbalance: str = "balanced", gradients: str = "bf16") -> int:
 def table(rows: Sequence[Row]) -> Table:
     """Each row's peak, where routing is between balanced and 1.1, and what recompute saves."""
     compared = tuple(_compared(rows))
-    wide = [peak(row, gradients="fp32") / GB for row in rows]
+    wide = " and ".join(f"{peak(row, gradients='fp32') / GB:.2f}" for row in rows)
     return Table(
         "megatron_bridge_moonlight.jsonl",
         "peak allocated by Moonlight-16B under Megatron-Bridge, and the difference that recomputed modules make",
@@ -69,8 +69,7 @@ def table(rows: Sequence[Row]) -> Table:
             "Routing is not the cause: an untrained Moonlight, simulated layer by layer on the same mock tokens, sends "
             "every rank of experts between 0.9 and 1.1 of the mean.",
             "The recipe reduces gradients in bf16. In fp32, as Megatron-Bridge's bf16_mixed does, both rows would be "
-            f"within the limit, {' and '.join(f'{one:.2f}' for one in wide)} GB; nothing says that the runs did, and it "
-            "is not assumed.",
+            f"within the limit, {wide} GB; nothing says that the runs did so, and it is not assumed.",
         ),
     )
 
