@@ -25,7 +25,7 @@ MOST_LINES = 4000
 _MARKS = (
     b"ut of memory", b"UT OF MEMORY", b"ried to allocate", b"OutOfMemoryError", b"CUDA calloc", b"ALLOC_FAILED",
     b"llocation failed for", b"cudaErrorMemoryAllocation", b"DefaultCPUAllocator", b"Killed", b"SIGKILL",
-    b"oom-kill", b"oom_kill", b": -9", b"ode = -9", b"ode -9", b"ode 137", b"ode: 137", b"out-of-memory h",
+    b"oom-kill", b"oom_kill", b": -9", b"ode = -9", b"ode -9", b"ode 137", b"ode: 137", b"tus 137", b"out-of-memory h",
 )  # fmt: skip
 _LONGEST_MARK = max(map(len, _MARKS))
 

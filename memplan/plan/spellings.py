@@ -109,7 +109,7 @@ def with_optimizer(plan: Node) -> Node:
     return plan.with_items({"optimizer": Node({**section.mapping, **fields}, section.origin)})
 
 
-_SEVERAL_GPUS = re.compile(r"\s*([0-9]{1,6})\s*[xX×*]\s*(\D.*?)\s*|\s*(.*?)\s*[xX×*]\s*([0-9]{1,6})\s*")
+_SEVERAL_GPUS = re.compile(r"\s*([0-9]{1,6})\s*[xX×*]\s*(.+?)\s*|\s*(.*?)\s*[xX×*]\s*([0-9]{1,6})\s*")
 
 
 def with_counted_gpus(flags: Flags) -> Flags:

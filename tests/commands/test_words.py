@@ -104,6 +104,8 @@ def test_a_number_of_gpus_with_their_name(named: str, capsys: pytest.CaptureFixt
     counted = capsys.readouterr().out
     assert main(["estimate", "--model=gpt2", "--framework=ddp", "--gpu=h100", "--gpus=8", "-q"]) == 0
     assert capsys.readouterr().out == counted
+    assert main(["estimate", "--model=gpt2", "--framework=ddp", "--gpu=4x4090", "-q"]) == 0
+    assert "on rtx-4090" in capsys.readouterr().out
     assert "is not the 8 of --gpu" in refused(capsys, "estimate", "--model=gpt2", "--gpu", named, "--gpus=4")
 
 

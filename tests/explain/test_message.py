@@ -126,6 +126,7 @@ KILLED = "Out of memory: Killed process 4242 (python) total-vm:90000000kB, anon-
         ("Killed", "killed"),
         ("  exitcode  : -9 (pid: 24)\n  traceback : Signal 9 (SIGKILL) received by PID 24", "killed"),
         ("[launch.py:321:main] Process 24 exits with return code = -9", "killed"),
+        ("container exited: exit status 137", "killed"),
         ("Process finished with exit code 137 (interrupted by signal 9:SIGKILL)", "killed"),
     ],
 )
