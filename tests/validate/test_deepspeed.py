@@ -159,6 +159,7 @@ def test_without_deepspeed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (f"{LLAMA} --zero 2 --lora-rank 8", "without adapters"),
         ("--model gpt2 --framework ddp --gpus 2", "runs plans of framework deepspeed, and this one's is ddp"),
         ("--model bigscience-104b --framework megatron-deepspeed --gpus 4", "BigScience's own code"),
         (f"{TINY} --model gpt2 --gpus 2 --zero 2 --optimizer adam8bit", "must be one of sgd, adam, adamw"),

@@ -20,6 +20,7 @@ from ...plan.errors import ABSENT, LackingError, Origin, PlanError
 from ...plan.plan import Optimizer, Precision
 from ...plan.resolve import resolve
 from ...plan.resolved import ResolvedPlan
+from ...plan.tuning_checks import first_frozen, is_tuned
 from ...records.readings import World
 from ...tape.program import Program
 from ...trace.framework import OtherRunning, job_of_plan
@@ -153,6 +154,9 @@ def with_deepspeed(plan: ResolvedPlan) -> WithDeepspeed:
     if plan.framework != FRAMEWORK:
         raise PlanError("", ABSENT, OTHERS.get(plan.framework, OTHER.format(plan.framework)), origin=Origin("--with"))
     runs = resolve(plan)
+    if is_tuned(runs):
+        field, value = first_frozen(runs)
+        raise PlanError(field, value, "must be left out with --with deepspeed: its engine is run without adapters here")
     _check_optimizer(runs)
     found = WithDeepspeed(runs, runs)
     found.program(0)
