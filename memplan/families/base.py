@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..layers.autograd import Recorder, Tensor
     from ..layers.coverage import Allowed
     from ..layers.ends import Embedding
+    from ..layers.experts import Mixed
     from ..layers.huggingface import Layer, LayerShape
     from ..plan.node import Scalar
 
@@ -88,6 +89,9 @@ class Submodules:
     after_backward: Mapping[str, int] = field(default_factory=dict)
     at: Mapping[str, int] = field(default_factory=dict)
     """How many run directly before a tensor of that name begins."""
+    leaf: str = ""
+    """A submodule of several parameters that ZeRO-3 takes as one (``zero/leaf_module_config.py``,
+    ``DEFAULT_LEAF_MODULE_CLASSES``): it gathers all of them at once, and reduces their gradients behind it."""
     not_recomputed: str = ""
     """The submodule before which one fewer runs when the layer is recomputed: the layer itself."""
 
@@ -126,7 +130,7 @@ class Family:
     embedding: Embedding | None = None
     older: tuple[Layer, Embedding] | None = None
     """Layer and embedding of October 2020 (``code: 2020``)."""
-    mixture: Callable[[Recorder, Tensor, LayerShape], Tensor] | None = None
+    mixture: Callable[[Recorder, Tensor, LayerShape], Mixed] | None = None
     """What a layer with experts has in place of an MLP."""
     norm: Callable[[Recorder, Tensor, str], Tensor] | None = None
     """Where it is not plain LayerNorm or RMSNorm."""
@@ -157,6 +161,8 @@ class Family:
     """Linear layers are transformers' ``Conv1D``, whose weights are transposed."""
     since: Version = LIBRARIES["transformers"].newest
     """The first release of transformers whose layers are the recipe's, but for what ``plan.releases`` names."""
+    not_followed: tuple[Version, Version] | None = None
+    """Releases of transformers, from the first up to the second, whose layers nobody has compared with the recipe's."""
     no_flash: str = ""
     """Why its attention does not run in PyTorch's flash kernel."""
     no_4bit: str = ""

@@ -30,15 +30,13 @@ from .llama import llama_embedding
 def taken(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
     """``x[..., [i], :]``: a copy; the index is a tensor, which is saved.
 
-    The gradient is put into zeros of the size of ``x``: in place, but for fake tensors (``TensorAdvancedIndexing.cpp``,
-    ``index_backward``).
+    The gradient is put into zeros of the size of ``x``, in place (``TensorAdvancedIndexing.cpp``, ``index_backward``).
     """
     index = r.empty((1,), "int64", f"{name}_index")
     whole, dtype = x.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Gradients:
-        zeros = r.empty(whole, dtype, f"grad_{name}_zeros")
-        return [zeros if r.accumulates_in_place else r.empty(whole, dtype, f"grad_{name}_put")]
+        return [r.empty(whole, dtype, f"grad_{name}")]
 
     return r.output((x,), (index,), backward, shape, x.dtype, name, work=looked_up(shape, x.dtype))
 

@@ -145,10 +145,10 @@ def llama_mlp(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     return linear(r, gated(r, x, spec), "down", spec.hidden, spec.mlp_bias)
 
 
-def feed_forward(r: Recorder, x: Tensor, shape: LayerShape) -> Tensor:
-    """The layer's experts, or its MLP."""
+def feed_forward(r: Recorder, x: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
+    """The layer's experts, with logits that it is given, or its MLP."""
     mixture = family(shape.spec.family).mixture if shape.mixture else None
-    return llama_mlp(r, x, shape.spec) if mixture is None else mixture(r, x, shape)
+    return (llama_mlp(r, x, shape.spec), None) if mixture is None else mixture(r, x, shape)
 
 
 def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
@@ -169,9 +169,10 @@ def llama_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) 
     hidden = ops.add(r, residual, hidden, "residual_attention")
     residual = hidden
     hidden = rms_norm(r, hidden, "mlp_norm")
-    hidden = feed_forward(r, hidden, shape)
+    hidden, logits = feed_forward(r, hidden, shape)
     hidden = ops.add(r, residual, hidden, "residual_mlp")
-    return hidden  # noqa: RET504 - the variable ends its tensor's life
+    del residual, logits
+    return hidden
 
 
 def llama_embedding(r: Recorder, shape: LayerShape, *, packed: bool = True) -> Embedded:

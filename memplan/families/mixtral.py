@@ -8,12 +8,25 @@ from ..layers import experts
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import MIXTURE
 from ..layers.huggingface import LayerShape
+from ..plan.releases import SORTED_ONCE, STACKED_EXPERTS
 from .base import NO_BIASES, Config, key
-from .llama import ATTENTION, CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, SILU
+from .llama import ATTENTION, CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, SILU, SUBMODULES
+
+MIXTURE_SUBMODULES = {
+    **SUBMODULES,
+    "layer": replace(
+        SUBMODULES["layer"],
+        before_backward={**SUBMODULES["layer"].before_backward, experts.MODULE: 1},
+        leaf=experts.MODULE,
+    ),
+}
+"""Of layers with experts, and with an MLP, whose submodules run where there is one."""
 
 
-def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> Tensor:
+def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:
     """``MixtralSparseMoeBlock.forward``."""
+    if shape.transformers < STACKED_EXPERTS:
+        return experts.looped(r, x, shape, ("w1", "w3", "w2"))
     return experts.mixture(r, x, shape, experts.fp32_weights)
 
 
@@ -39,8 +52,9 @@ MIXTRAL = replace(
     mixture=mixture,
     linear_layers={name: LLAMA_FAMILY.linear_layers[name] for name in ATTENTION[:4]},
     registered=(*ATTENTION, "router", "experts", "attention_norm", "mlp_norm"),
-    since=(5, 23),
-    submodules=None,
+    since=(4, 48),
+    not_followed=(STACKED_EXPERTS, SORTED_ONCE),
+    submodules=MIXTURE_SUBMODULES,
 )
 
 FAMILIES = {"mixtral": MIXTRAL}

@@ -8,12 +8,16 @@ from ..layers import experts
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import MIXTURE
 from ..layers.huggingface import LayerShape
+from ..plan.releases import SORTED_ONCE, STACKED_EXPERTS
 from .base import Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU
+from .mixtral import MIXTURE_SUBMODULES
 
 
-def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> Tensor:
+def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:
     """``Qwen3MoeSparseMoeBlock.forward``."""
+    if shape.transformers < STACKED_EXPERTS:
+        return experts.looped(r, x, shape, ("gate_proj", "up_proj", "down_proj"))
     return experts.mixture(r, x, shape, experts.cast_weights)
 
 
@@ -40,8 +44,9 @@ QWEN3_MOE = replace(
     covers=MIXTURE,
     mixture=mixture,
     registered=(*ATTENTION, "experts", "router", "gate", "up", "down", "attention_norm", "mlp_norm"),
-    since=(5, 23),
-    submodules=None,
+    since=(4, 51),
+    not_followed=(STACKED_EXPERTS, SORTED_ONCE),
+    submodules=MIXTURE_SUBMODULES,
 )
 
 FAMILIES = {"qwen3_moe": QWEN3_MOE}

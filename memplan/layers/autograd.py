@@ -325,6 +325,14 @@ class Recorder:
         leaf = Leaf(name, tensor.shape, tensor.dtype, False, False)
         return Tensor(tensor.storage, tensor.shape, tensor.dtype, leaf.node), leaf
 
+    def entered(self, module: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The inputs of ``module``, one of several parameters, at whose ends a recorder may have hooks;"""
+        return inputs
+
+    def left(self, module: str, output: Tensor) -> Tensor:
+        """and its output."""
+        return output
+
     def embedded(self, tensor: Tensor) -> Tensor:
         """The embedding's output, which requires a gradient where the tuning says so (``enable_input_require_grads``):
         of one that no node made, tensor and gradient live until the graph ends."""
@@ -476,7 +484,8 @@ class Recorder:
 
     def _summed(self, returned: list[Tensor | Unsummed | None], node: Node) -> Gradients:
         """What a node returned, last first; ``returned`` is emptied."""
-        for at, one in enumerate(returned):
+        for at in range(len(returned)):
+            one = returned[at]
             if isinstance(one, Unsummed):
                 needed = node.inputs[at] is not None
                 returned[at] = self.empty(one.shape, one.gradient.dtype, one.name) if needed else None

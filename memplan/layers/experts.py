@@ -12,13 +12,19 @@ from collections.abc import Callable, Sequence
 from ..plan.spec import ModelSpec
 from . import ops, selecting, work
 from .autograd import Gradients, Recorder, Tensor
-from .huggingface import LayerShape, activation, softmax_fp32
+from .huggingface import LayerShape, activation, linear, softmax_fp32
 from .shapes import ITEMSIZE
+
+MODULE = "mixture"
+"""Router and experts."""
 
 GATE_UP, DOWN = "experts.gate_up", "experts.down"
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """Logits (n, E), weights and indices (n, k)."""
+
+Mixed = tuple[Tensor, Tensor | None]
+"""(b, s, h), and logits that the layer is given, which it holds until it returns."""
 
 Router = Callable[[Recorder, Tensor, ModelSpec], Routed]
 
@@ -56,17 +62,63 @@ def normed(r: Recorder, weights: Tensor) -> Tensor:
     return selecting.divided_in_place(r, weights, selecting.sum_last(r, weights, "chosen_sum"), "chosen_normed")
 
 
+# -- before transformers 5, one module for each expert ------------------------------------------------
+
+
+def looped(r: Recorder, x: Tensor, shape: LayerShape, names: Sequence[str]) -> Mixed:
+    """``SparseMoeBlock.forward`` of transformers 4: one expert after the other, whose linear layers (gate, up, down)
+    have ``names``, adds its rows to the sum. Logits are returned."""
+    spec, dtype = shape.spec, x.dtype
+    hidden = ops.alias(r, x)
+    hidden = hidden.alias(shape.b * shape.s, spec.hidden)
+    logits = linear(r, hidden, "router", spec.experts, False)
+    weights, indices = selecting.top_k(r, softmax_fp32(r, logits, "router"), spec.expert_top_k, "chosen")
+    if not spec.router_score_first:
+        weights = normed(r, weights)
+    weights = ops.cast(r, weights, dtype, "chosen_cast")
+    final = r.empty(hidden.shape, dtype, "experts_output")
+    mask = r.empty((*indices.shape, spec.experts), "int64", "expert_mask")
+    for expert, rows in enumerate(balanced(shape)):
+        places = r.empty((2, rows), "int64", "rows_of_expert")
+        state = selecting.picked(r, hidden, places, (rows, spec.hidden), "rows")
+        made = ops.multiply(
+            r,
+            one_expert(r, state, spec, [f"experts.{expert}.{name}" for name in names]),
+            selecting.picked(r, weights, places, (rows, 1), "row_weights"),
+            "rows_weighted",
+        )
+        final = selecting.added_rows(r, final, places, ops.cast(r, made, dtype, "rows_cast"), "experts_output")
+    out = final.view(*x.shape)
+    del mask
+    return out, logits
+
+
+def one_expert(r: Recorder, x: Tensor, spec: ModelSpec, names: Sequence[str]) -> Tensor:
+    """``w2(act_fn(w1(x)) * w3(x))``."""
+    gate, up, down = names
+    inner = activation(r, linear(r, x, gate, spec.expert_ffn, False), spec)
+    inner = ops.multiply(r, inner, linear(r, x, up, spec.expert_ffn, False), "gated")
+    return linear(r, inner, down, spec.hidden, False)
+
+
+def balanced(shape: LayerShape) -> list[int]:
+    """Rows of each expert where all have as many."""
+    rows, experts = shape.b * shape.s * shape.spec.expert_top_k, shape.spec.experts
+    return [(rows + experts - 1 - at) // experts for at in range(experts)]
+
+
 # -- experts ----------------------------------------------------------------------------------------
 
 
-def mixture(r: Recorder, x: Tensor, shape: LayerShape, router: Router) -> Tensor:
+def mixture(r: Recorder, x: Tensor, shape: LayerShape, router: Router) -> Mixed:
     """``SparseMoeBlock.forward``: (b, s, h) to the same; its variables hold what the router gave until it returns."""
+    (x,) = r.entered(MODULE, x)
     hidden = ops.alias(r, x)
     hidden = hidden.alias(shape.b * shape.s, shape.spec.hidden)
     logits, weights, indices = router(r, hidden, shape.spec)
     out = routed(r, hidden, indices, weights, shape)
     del logits, weights, indices
-    return out.view(*x.shape)
+    return r.left(MODULE, out.view(*x.shape)), None
 
 
 def routed(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, shape: LayerShape) -> Tensor:

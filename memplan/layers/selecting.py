@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming
+from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 
 
 def top_k(r: Recorder, x: Tensor, k: int, name: str) -> tuple[Tensor, Tensor]:
@@ -26,6 +26,22 @@ def gathered(r: Recorder, x: Tensor, indices: Tensor, name: str) -> Tensor:
     shape, dtype = x.shape, x.dtype
     chosen = indices.shape if len(indices.shape) == len(shape) else (*indices.shape, *shape[1:])
     return r.output((x,), (indices,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")], chosen, dtype, name)
+
+
+def picked(r: Recorder, x: Tensor, indices: Tensor, shape: Shape, name: str) -> Tensor:
+    """``x[i, j]`` to ``shape``, with indices that are views of one tensor, which is saved."""
+    like, dtype = x.shape, x.dtype
+    return r.output((x,), (indices,), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")], shape, dtype, name)
+
+
+def added_rows(r: Recorder, x: Tensor, indices: Tensor, rows: Tensor, name: str) -> Tensor:
+    """``x.index_add_(0, indices, rows)``: saves both; the gradient of x goes through, that of rows is chosen."""
+    like, dtype = rows.shape, rows.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [incoming(gradients), r.empty(like, dtype, f"grad_{name}_rows")]
+
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x, rows), (indices, rows), backward))
 
 
 def sum_last(r: Recorder, x: Tensor, name: str) -> Tensor:

@@ -90,6 +90,13 @@ SUMMED_POSITIONS: Version = (5, 0)
 """Positions are counted from nought and what was seen before is added (``LlamaModel.forward``); before, they are
 counted from there."""
 
+STACKED_EXPERTS: Version = (5, 0)
+"""All experts of a layer are two parameters, and run as one (``integrations/moe.py``); before, each is a module of its
+own, and one runs after the other (``models/mixtral/modeling_mixtral.py``, ``MixtralSparseMoeBlock.forward``)."""
+
+SORTED_ONCE: Version = (5, 23)
+"""Rows are sorted as they are chosen (``grouped_mm_experts_forward``); in 5.0 they are chosen, then sorted."""
+
 NOT_REENTRANT: Version = (5, 0)
 """``gradient_checkpointing_enable`` asks for ``use_reentrant=False`` (``modeling_utils.py``); before, for ``True``."""
 

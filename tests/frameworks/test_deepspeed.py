@@ -33,7 +33,7 @@ from memplan.layers.module import Options, Parameter
 from memplan.layers.tuning import Adapters, Tuning
 from memplan.plan.errors import PlanError
 from memplan.plan.models import load_spec
-from memplan.plan.plan import Batch, Hardware, Layout, Optimizer, Plan, Precision, Recompute
+from memplan.plan.plan import Batch, Hardware, Layout, Loss, Optimizer, Plan, Precision, Recompute
 from memplan.plan.read import read_plan
 from memplan.plan.resolved import ResolvedPlan
 from memplan.plan.spec import ModelSpec
@@ -143,6 +143,7 @@ def plan_of(case: Case) -> ResolvedPlan:
         optimizer=optimizer_of(case),
         recompute=Recompute(mode="full" if case.recompute else "none"),
         attention="eager",
+        loss=Loss(kind="plain"),
         lora=Lora(rank=ADAPTER_RANK, targets=tuple(case.lora.split(",")), dtype="fp32") if case.lora else Lora(),
     )
     return ResolvedPlan.model_construct(**dict(plan))
@@ -205,9 +206,17 @@ def test_forward_is_the_engines_event_by_event(name: str, rank: int) -> None:
     for phase, found in ours(name, rank).items():
         if phase.endswith("forward"):
             left = {"windows"} if (name, rank) in TIMED else {"windows", "sizes"} if name in GROUPED else set()
+            left |= {"windows"} if name in RELEASED else set()
             same = [key for key in found if key not in left]
+            for size, count in RELEASED.get(name, {}).items():
+                found["sizes"][size] -= count
+            found["sizes"] = {size: count for size, count in found["sizes"].items() if count}
             assert [found[key] for key in same] == [measured[phase][key] for key in same], phase
 
+
+RELEASED = {"z3-mixtral": dict.fromkeys(("+180224", "-180224", "+90112", "-90112"), 3)}
+"""Experts' weights of a layer that are released behind its forward while nodes have them: their end, and their
+beginning as saved tensors, are no events of the engine's."""
 
 OTHERWISE = ("z0", "z0-fused", "z0-adapters", "z0-lion", "z0-adafactor", "z1-sums", "z3-offload")
 """Gradients are averaged, or cast, where backward ends; the model counts that to the step. Shards that return from
@@ -226,12 +235,13 @@ KNOWN: dict[str, dict[str, int]] = {
     "z3-opt": {"+256000": 1, "-256000": 1, "+16384": 3, "-16384": 3},
     "z3-opt-recompute": {"+256000": 1, "-256000": 1, "+16384": 6, "-16384": 6},
     "z1-opt": {"+256000": 1, "-256000": 1},
-    "z1-falcon": {"+256000": 1, "-256000": 1},
+    "z1-falcon": {"+256000": 1, "-256000": 1, "+24576": 6, "-24576": 6},
     "z3-adapters-default": {"+8192": 3, "-8192": 3},
 }
 """What the engine holds besides. Recompute: the output of the last linear, whose Python function returns before early
 stop ends it. BERT and OPT: the keys' gradient, a transposed view, which that function copies for each of its products.
-A tied embedding: the sum of its two gradients, which is in place where nobody follows storages."""
+A tied embedding: the sum of its two gradients, which is in place where nobody follows storages; so are zeros that
+Falcon's gradients are put into."""
 
 GROUPED = ("z3-adapters", "z3-adapters-all", "z3-adapters-recompute")
 """Small buckets: a few of what is gathered ahead come in other groups, as many bytes in all."""

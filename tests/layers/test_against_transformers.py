@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj-dropout-tied": ("gptj", GPTJ | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, **TIED}),
     "falcon": ("falcon", FALCON),
     "mixtral": ("mixtral", MIXTRAL),
-    "qwen3_moe-normed": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": True}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": True}),
     "qwen3_moe-unnormed-tied-dense": (
         "qwen3_moe",
         QWEN3_MOE | {"mlp_only_layers": [1], "attention_dropout": 0.1, **TIED},

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 RECORDED = Path(__file__).with_name("release_steps.json")
 S, RANK = 64, 8
-LLAMA = {
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
     "vocab_size": 1003,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
@@ -26,9 +28,12 @@ LLAMA = {
 }
 
 
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+
+
 @dataclass(frozen=True)
 class Case:
-    """A Llama in bf16 in one setting."""
+    """A Llama, or a Mixtral, in bf16 in one setting."""
 
     transformers: str
     b: int
@@ -37,13 +42,16 @@ class Case:
     autocast: bool = False
     lora: bool = False
     peft: str = "0.13.2"
+    experts: bool = False
 
     def __str__(self) -> str:
-        words = [self.transformers, f"b{self.b}", self.recompute, self.attention]
+        words = [*["mixtral"] * self.experts, self.transformers, f"b{self.b}", self.recompute, self.attention]
         return "-".join([*words, *["autocast"] * self.autocast, *[f"peft-{self.peft}"] * self.lora])
 
-    def settings(self) -> dict[str, int]:
+    def settings(self) -> dict[str, Any]:
         """Before 4.48 sdpa's callers have no variables for keys and values once these are repeated."""
+        if self.experts:
+            return MIXTRAL
         early = self.transformers < "4.48" and self.attention == "flash"
         return LLAMA | {"num_key_value_heads": 6} if early else LLAMA
 
@@ -69,6 +77,8 @@ CASES = (
     *(Case("4.48.1", 2, "full", "flash_attention_2", autocast, lora=True) for autocast in (False, True)),
     Case("4.48.1", 1, "none", "flash_attention_2", lora=True),
     Case("4.57.1", 2, "full", "flash_attention_2", autocast=True, lora=True),
+    *(Case("4.48.1", b, recompute, experts=True) for b, recompute in ((1, "none"), (2, "full"))),
+    Case("4.48.1", 2, "full", "flash_attention_2", autocast=True, lora=True, experts=True),
 )
 
 
@@ -79,8 +89,7 @@ def test_step_of_a_release(case: Case, tmp_path: Path) -> None:
     from .tuned_comparison import events, planned
 
     step = json.loads(RECORDED.read_text(encoding="utf-8"))[str(case)]
-    config = {"model_type": "llama", **case.settings()}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(case.settings()), encoding="utf-8")
     program = planned(tmp_path, case.flags())
     ends = [one for span in program.spans for _ in span.names for one in named(span.module, span.module.first.end)]
     forward = sizes([*events(program, False), *ends])

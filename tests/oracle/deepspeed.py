@@ -77,6 +77,16 @@ SIZES |= {
     "gpt_neox": PLAIN,
     "gptj": {**SIZES["gpt2"], **TOKENS, "n_inner": 176, "rotary_dim": 8},
     "falcon": {**PLAIN, **TOKENS, "ffn_hidden_size": 176},
+    "mixtral": {**OF_LLAMA, "num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {
+        **OF_LLAMA,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
 }
 """Architectures, all with 1000 tokens."""
 
@@ -164,6 +174,11 @@ CASES: dict[str, Case] = {
     "z0-lion": Case(0, optimizer="lion"),
     "z2-adam8bit": Case(2, zero=SMALL, optimizer="adam8bit", groups="decay"),
     "z3-lion8bit": Case(3, zero=SMALL_3, optimizer="lion8bit"),
+    "z3-mixtral": Case(3, family="mixtral", zero=SMALL_3),
+    "z3-mixtral-recompute": Case(3, family="mixtral", zero=SMALL_3, microbatches=2, recompute=True),
+    "z3-qwen3_moe": Case(3, family="qwen3_moe", groups="decay"),
+    "z2-mixtral": Case(2, family="mixtral", zero=SMALL),
+    "z1-qwen3_moe": Case(1, family="qwen3_moe", zero=SMALL),
     "z0": Case(0),
     "z0-fused": Case(0, fused=True),
     "z3-adapters": Case(3, zero=SMALL_3, lora="q_proj,v_proj"),

@@ -28,7 +28,7 @@ def traced_release_step(
     autocast: bool,
     rank: int | None,
 ) -> dict[str, Any]:
-    """Traces a Llama in bf16 on ids (b, s) with AdamW (foreach): parameters, bytes held before, and the signed bytes of
+    """Traces a model in bf16 on ids (b, s) with AdamW (foreach): parameters, bytes held before, and the signed bytes of
     forward and backward. ``package``: attention takes queries, keys and values as they are, as flash-attn does, else
     transformers' sdpa. ``recompute``: as ``gradient_checkpointing_enable`` does by itself. ``rank``: of LoRA's adapters
     on queries, values and outputs, whose dropout is 0.1."""
@@ -85,6 +85,8 @@ def traced_release_step(
         patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}),
         patch.object(torch.nn.Module, "_apply", _apply),
         _unpacked(),
+        patch.object(torch.nn.functional, "one_hot", _one_hot),
+        _balanced(b * s * settings.get("num_experts_per_tok", 0) // settings.get("num_local_experts", 1)),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -95,6 +97,21 @@ def traced_release_step(
 def _ends(change: Change, op: str) -> bool:
     """The loss, or its gradient, which end with the head in a plan."""
     return change.sign < 0 and change.op == op
+
+
+def _one_hot(x: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """As on CUDA, without looking at the values (``Onehot.cpp``)."""
+    return torch.zeros(*x.shape, num_classes, dtype=torch.int64).scatter_(-1, x.unsqueeze(-1), 1)
+
+
+def _balanced(rows: int) -> AbstractContextManager[Any]:
+    """Every expert has as many ``rows``, which fake tensors cannot say: indices are two views of one tensor."""
+    where = torch.where
+
+    def chosen(condition: torch.Tensor, *others: Any) -> Any:
+        return where(condition, *others) if others else torch.empty(rows, 2, dtype=torch.int64).unbind(1)
+
+    return patch.object(torch, "where", chosen)
 
 
 def _unpacked() -> AbstractContextManager[Any]:
@@ -112,10 +129,10 @@ def _unpacked() -> AbstractContextManager[Any]:
 
 
 def _model(settings: dict[str, Any], package: bool) -> Any:
-    config = transformers.LlamaConfig(**settings)
+    config: Any = transformers.AutoConfig.for_model(**settings)
     config._attn_implementation = "sdpa"
     with patch.object(transformers.PreTrainedModel, "_init_weights", lambda *args: None):
-        model: Any = transformers.LlamaForCausalLM(config)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:

@@ -42,6 +42,8 @@ class Step(NamedTuple):
     """Which module: the same one in forward and backward."""
     parameters: tuple[int, ...]
     """Ids; none for the model itself, at which backward begins."""
+    leaf: bool = False
+    """The module is a leaf, whose parameters are those of modules inside it."""
 
 
 class Change(NamedTuple):
@@ -103,8 +105,9 @@ class Coordinator:
 
     uses: dict[int, list[int]] = field(default_factory=dict)
     """Steps that each parameter is wanted for."""
-    passed: list[int] = field(default_factory=list)
-    """Elements of all steps before each."""
+    passed: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    """Elements of all steps before each, as ``__params_to_release`` counts them for a module that is no leaf, which
+    takes leaves for modules without parameters, and for one that is."""
     backwards: dict[int, None] = field(default_factory=dict)
     """Modules that are in backward, the latest one last."""
     recomputed: dict[int, set[int]] = field(default_factory=dict)
@@ -113,11 +116,13 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self.status = [Status.WHOLE if p.persists else Status.PARTITIONED for p in self.parameters]
-        self.passed = [0]
+        self.passed = [0], [0]
         for at, step in enumerate(self.steps):
             wanted = sorted(set(step.parameters))
             self.queue.extend((id, at) for id in wanted)
-            self.passed.append(self.passed[-1] + sum(self.parameters[id].elements for id in wanted))
+            elements = sum(self.parameters[id].elements for id in wanted)
+            for counted, passed in zip((0 if step.leaf else elements, elements), self.passed, strict=True):
+                passed.append(passed[-1] + counted)
             for id in wanted:
                 self.uses.setdefault(id, []).append(at)
 
@@ -165,6 +170,11 @@ class Coordinator:
             self.active.get(id, set()).discard(module)
             changes += self._end(id)
         return changes
+
+    def is_released(self, id: int) -> bool:
+        """The parameter is no longer whole, though it was gathered: of one rank its shard is all of it."""
+        gathers = self.dp > 1 or self.zero.offload_param != "none"
+        return gathers and self.status[id] is Status.PARTITIONED
 
     def leftovers(self, steps: Iterable[Step]) -> list[Change]:
         """Behind backward: modules whose input needs no gradient have no hook (``release_backward_leftovers``)."""
@@ -254,7 +264,8 @@ class Coordinator:
     def _to_release(self, step: Step) -> set[int]:
         going = {id for id in step.parameters if not self.parameters[id].persists}
         going = {id for id in going if self.fetched_for.get(id, -1) <= self.at}
-        until = bisect_left(self.passed, self.passed[self.at] + self.zero.stage3_max_reuse_distance, self.at)
+        passed = self.passed[step.leaf]
+        until = bisect_left(passed, passed[self.at] + self.zero.stage3_max_reuse_distance, self.at)
         return {id for id in going if not self._is_used(id, until)}
 
     def _is_used(self, id: int, until: int) -> bool:

@@ -32,7 +32,7 @@ class Deepspeed(Framework):
     configuration = "deepspeed"
     measured_code = "deepspeed"
     supports = Supports(
-        mixtures=(),
+        mixtures=("experts",),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),
         sections=("deepspeed", "lora", "quantisation"),

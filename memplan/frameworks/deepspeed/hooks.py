@@ -14,7 +14,7 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
 from ...values import dataclass
-from ..plain.hooked import NO_PARAMETERS, TIED, Model
+from ..plain.hooked import NO_PARAMETERS, SAVED, TIED, Model
 from .config import Zero
 from .coordinator import NO_MODULE, Change, Coordinator, Pass, Sharded, Step
 
@@ -125,11 +125,11 @@ EMPTY = Step(NO_MODULE, ())
 
 def _steps(model: Model, at: int, role: Role, *, backward: bool) -> list[Step]:
     seams = (seam for _, seam in cut(_tape(model, at, role, backward=backward)) if seam is not None)
-    return [
-        EMPTY if seam.name == NO_PARAMETERS else Step(*model.reads(at, seam.name))
-        for seam in seams
-        if seam.hook in BEFORE
-    ]
+    return [EMPTY if seam.name == NO_PARAMETERS else _step(model, at, seam) for seam in seams if seam.hook in BEFORE]
+
+
+def _step(model: Model, at: int, seam: Seam) -> Step:
+    return Step(*model.reads(at, seam.name), seam.name == model.instances[at].hooked.leaf)
 
 
 def _tape(model: Model, at: int, role: Role, *, backward: bool) -> Tape:
@@ -152,6 +152,8 @@ class _Hooks:
         """Gradients that outlive their module: shared ids by their own."""
         self.gradients: list[set[int]] = [set() for _ in model.instances]
         self.unhooked: list[Step] = []
+        self.whole: list[set[str]] = [set() for _ in model.instances]
+        """Weights of a leaf that are not released behind its forward: what nodes have saved of them is no copy."""
         self.waits: Drop | None = None
         """A tied parameter's gradient from the head, until the embedding's arrives."""
 
@@ -164,7 +166,14 @@ class _Hooks:
                 return self._gradient(at, seam, taken)
             return self._hook(at, seam, self.coordinator, backward) if self.coordinator is not None else ()
 
-        return insert(_tape(self.model, at, self.role, backward=backward), events, taken)
+        made = insert(_tape(self.model, at, self.role, backward=backward), events, taken)
+        return self._without_whole(at, made) if self.whole[at] else made
+
+    def _without_whole(self, at: int, tape: Tape) -> Tape:
+        forward = _tape(self.model, at, self.role, backward=False)
+        names = {f"{name}{SAVED}" for name in self.whole[at]}
+        gone = {event.tensor for event in forward if isinstance(event, Hold) and event.name in names}
+        return tuple(event for event in tape if isinstance(event, Seam) or event.tensor not in gone)
 
     def leftovers(self) -> Sequence[Event]:
         return self._events(self.coordinator.leftovers(self.unhooked)) if self.coordinator is not None else ()
@@ -185,9 +194,14 @@ class _Hooks:
         during: Pass = "backward" if seam.hook in BACKWARD else "recompute" if backward else "forward"
         if seam.name == NO_PARAMETERS:
             return self._events(coordinator.fetch(during))
-        step = Step(*self.model.reads(at, seam.name))
+        step = _step(self.model, at, seam)
         if seam.hook not in BEFORE:
-            return self._events(coordinator.release(step, during))
+            changes = coordinator.release(step, during)
+            if step.leaf and during == "forward":
+                released = {id for id in step.parameters if coordinator.is_released(id)}
+                names = self.model.instances[at].hooked.reads[seam.name]
+                self.whole[at] = {name for name, id in zip(names, step.parameters, strict=True) if id not in released}
+            return self._events(changes)
         if seam.hook is Hook.BEFORE_BACKWARD and seam.name in self.model.instances[at].hooked.unhooked:
             self.unhooked.append(step)
         return self._events(coordinator.fetch(during))

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from ...families import family as family_of
-from ...families.base import Submodules
+from ...families.base import Submodules, place
 from ...layers import ends, fused_losses
 from ...layers.autograd import DERIVED, Accumulate, Backward, Gradients, Leaf, Node, Recorder, Shape, Tensor, Unsummed
 from ...layers.fused_losses import PLAIN, HeadLoss
@@ -23,7 +23,7 @@ from ...layers.huggingface import LayerShape
 from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run, recorded
 from ...layers.recompute import Frame
 from ...layers.tuning import Packed
-from ...layers.work import Operator
+from ...layers.work import NOTHING, Operator
 from ...tape.events import INPUT, Category, Hook
 from ...values import dataclass
 from .programs import (
@@ -52,6 +52,12 @@ NONE = Submodules()
 
 TIED = "word.weight"
 """The parameter that a tied head shares with the embedding."""
+
+MATRIX = 2
+"""Dimensions of weights whose products DeepSpeed's linear function makes."""
+
+SAVED = "/saved"
+"""What the name of a gathered weight ends with that a node has saved, from its parameter's release on."""
 
 NO_PARAMETERS = ""
 """Name of every submodule without parameters at a seam."""
@@ -84,6 +90,14 @@ class HookedRecorder(Recorder):
     """The submodule whose output is a leaf that requires a gradient."""
     packed: str = ""
     """A 4-bit weight that the next node's product is of."""
+    registered: tuple[str, ...] = ()
+    """Modules of a layer in the order of their parameters."""
+    inside: bool = False
+    """Of the leaf module, whose own submodules have no hooks."""
+    delayed: list[tuple[Leaf, Gradients]] = field(default_factory=list)
+    """Gradients of its parameters, which wait for its backward to end."""
+    products: list[tuple[Node, Leaf]] = field(default_factory=list)
+    """Its nodes that have saved a weight, and whose that is."""
 
     def before(self, module: str, hook: Hook = Hook.BEFORE_FORWARD) -> None:
         """``module`` begins, behind those without parameters that run directly before it."""
@@ -102,8 +116,74 @@ class HookedRecorder(Recorder):
         for _ in range(count):
             self.seam(NO_PARAMETERS, hook)
 
+    # -- a leaf module ------------------------------------------------------------------------------
+
+    def is_leaf(self, module: str) -> bool:
+        """ZeRO-3 takes it as one."""
+        return module == self.submodules.leaf and not self.bias_first
+
+    def entered(self, module: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if not self.is_leaf(module):
+            return inputs
+        self.before(module)
+        self.inside = True
+        self.modules[module] = ()
+
+        def ended(r: Recorder, gradients: Gradients) -> Gradients:
+            for leaf, arrived in sorted(self.delayed, key=lambda one: place(one[0].name, self.registered)):
+                Recorder._accumulate(self, leaf, arrived)
+            self.delayed.clear()
+            self.behind(module, Hook.AFTER_BACKWARD)
+            return gradients
+
+        return tuple(Tensor(x.storage, x.shape, x.dtype, self._linked((x,), (), ended, 1, NOTHING)) for x in inputs)
+
+    def left(self, module: str, output: Tensor) -> Tensor:
+        """A weight that a product has saved outlives its parameter's release, unless the product itself makes it again
+        (``LinearFunctionForZeroStage3``)."""
+        if not self.is_leaf(module):
+            return output
+        self.inside = False
+        self.behind(module)
+        for node, leaf in self.products:
+            kept = super().empty(leaf.shape, leaf.dtype, f"{leaf.name}{SAVED}", Category.GATHERED_PARAMETERS)
+            node.saved = (*node.saved, kept.storage)
+            del kept
+        self.products.clear()
+
+        def begun(r: Recorder, gradients: Gradients) -> Gradients:
+            self.before(module, Hook.BEFORE_BACKWARD)
+            return gradients
+
+        return Tensor(output.storage, output.shape, output.dtype, self._linked((output,), (), begun, 1, NOTHING))
+
+    def _inside(
+        self,
+        names: Sequence[str],
+        inputs: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        backward: Backward,
+        outputs: int,
+        work: Operator,
+    ) -> Node | None:
+        """A node of the leaf module's parameters ``names``."""
+        node = super().node(inputs, self._with_input(names[0], inputs, saved), backward, outputs, work)
+        if node is not None and node.frame is None:
+            owners = (self.parameters[name] for name in names)
+            self.products += [(node, leaf) for leaf in owners if len(leaf.shape) > MATRIX]
+        return node
+
+    def _with_input(self, module: str, inputs: Sequence[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor]:
+        """ZeRO-3's own linear function saves its input, frozen weight or not."""
+        if len(self.parameters[module].shape) != MATRIX or self.bias_first:
+            return saved
+        return (*saved, *(x for x in inputs if not self._parameter(x) and all(x is not one for one in saved)))
+
     def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None) -> Tensor:
-        if len(shape) == 1 and name.endswith(".weight"):
+        if self.inside:
+            leaf = self.submodules.leaf
+            self.modules[leaf] = tuple(dict.fromkeys((*self.modules[leaf], name)))
+        elif len(shape) == 1 and name.endswith(".weight"):
             self.before(name)
         made = super().parameter(name, shape, dtype, expert=expert, low=low)
         if not self.parameters[self.prefix + name].trained:
@@ -126,6 +206,8 @@ class HookedRecorder(Recorder):
         if self.packed:
             return self._of_packed(inputs, saved, backward, outputs, work)
         names = tuple(dict.fromkeys(filter(None, map(self._parameter, inputs))))
+        if names and self.inside:
+            return self._inside(names, inputs, saved, backward, outputs, work)
         if not names:
             return super().node(inputs, saved, backward, outputs, work)
         module = min(names, key=lambda name: not name.endswith(".weight"))
@@ -135,9 +217,7 @@ class HookedRecorder(Recorder):
         is_matrix = len(self.parameters[module].shape) > 1
         if is_matrix:
             self.before(module)
-        if is_matrix and not self.bias_first:  # ZeRO-3's own linear function saves its input, frozen weight or not
-            saved = (*saved, *(x for x in inputs if not self._parameter(x) and all(x is not one for one in saved)))
-        node = self._hooked(module, inputs, saved, backward, outputs, work)
+        node = self._hooked(module, inputs, self._with_input(module, inputs, saved), backward, outputs, work)
         if not is_matrix and len(names) > 1:
             self.behind(module)
         else:
@@ -224,6 +304,9 @@ class HookedRecorder(Recorder):
             super()._accumulate(leaf, arrived)
             return
         module = next(name for name, names in self.modules.items() if leaf.name in names)
+        if self.is_leaf(module):
+            self.delayed.append((leaf, [arrived.pop()]))
+            return
         matrix = len(leaf.shape) > 1 and len(self.modules[module]) > 1
         if self.bias_first and matrix and module not in self.without_input and self.held_back is None:
             self.held_back = (leaf, [arrived.pop()])
@@ -267,6 +350,8 @@ class HookedModule:
     """Submodules whose backward ends unnoticed."""
     parameters: tuple[Parameter, ...]
     """All that it reads, a tied one too."""
+    leaf: str = ""
+    """The submodule that is a leaf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,13 +463,14 @@ def _hooked(
             bias_first=bias_first,
             outputs=outputs or {},
             tuning=options.tuning,
+            registered=family_of(family).registered,
         )
 
     module, seen = recorded(name, recipe, interface, options, recorder, present)
     own = (Parameter(leaf.name, leaf.shape, None, leaf.trained, leaf.four_bit) for leaf in seen.parameters.values())
     compute = options.tuning.compute if options.tuning is not None else ""
     read = tuple(packed(one, compute) for one in own)
-    return HookedModule(module, dict(seen.modules), frozenset(seen.without_input), read)
+    return HookedModule(module, dict(seen.modules), frozenset(seen.without_input), read, seen.submodules.leaf)
 
 
 @lru_cache(maxsize=256)

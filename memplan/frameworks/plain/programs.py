@@ -326,6 +326,11 @@ def check_release(plan: ResolvedPlan) -> None:
     if parsed(named) < known.since:
         problem = f"must be {shown(known.since)} or later for family {known.name}: earlier layers are not modelled"
         raise PlanError("versions.transformers", named, problem)
+    if known.not_followed is not None and known.not_followed[0] <= parsed(named) < known.not_followed[1]:
+        problem = (
+            f"must be before {shown(known.not_followed[0])}, or {shown(known.not_followed[1])} or later for family "
+        )
+        raise PlanError("versions.transformers", named, f"{problem}{known.name}: layers between are not modelled")
     if parsed(named) < MASKS and not plan.flash:
         problem = f"must be flash or flash_attention_2 with transformers {named}: masks of releases before "
         raise PlanError("attention", "eager", f"{problem}{shown(MASKS)} are not modelled")
