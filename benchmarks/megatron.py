@@ -137,7 +137,8 @@ def ci(rows: Sequence[Row]) -> Table:
             "gathered (25.6 MiB), and their golden values look older. Rows without --megatron-fsdp-main-grads-dtype "
             "are taken to be older than it (2 March 2026), with gradients in fp32: chosen with the rows in view.",
             "Within the limit and not explained: 5 MiB more at the peak of Megatron-FSDP's dense rows. BERT's four "
-            "rows are 1.5 to 1.7 % low at the peak, in both implementations alike, while GPT's layers and losses are exact.",
+            "rows are 1.5 to 1.7 % low at the peak, in both implementations alike, while GPT's layers and losses are "
+            "exact.",
         ),
     )
 
