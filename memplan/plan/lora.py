@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ..families import family
 from .errors import PlanError
 from .plan import Plan
@@ -11,6 +13,10 @@ ALL_LINEAR = "all-linear"
 
 NOT_ADAPTED = ("lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out", "word_embeddings", "decoder")
 """What targets may name in peft and is not modelled: embeddings and heads."""
+
+
+OF_EXPERTS = ("gate", "up", "gate_up", "down")
+"""Linear layers of a feed-forward network, which experts have in place of a dense layer."""
 
 
 def adapted(plan: Plan) -> frozenset[str]:
@@ -26,6 +32,8 @@ def adapted(plan: Plan) -> frozenset[str]:
     targets = plan.lora.targets or ()
     if ALL_LINEAR in targets and len(targets) > 1:
         raise PlanError("lora.targets", list(targets), f"must be {ALL_LINEAR} alone, or names of linear layers")
+    if plan.model.experts:
+        _check_experts(targets, names)
     for target in targets:
         matched = {part for part, name in names.items() if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
         if not matched:
@@ -38,6 +46,16 @@ def adapted(plan: Plan) -> frozenset[str]:
             raise PlanError("lora.targets", target, problem, known=(*last, ALL_LINEAR))
         found |= matched
     return frozenset(found)
+
+
+def _check_experts(targets: Sequence[str], names: Mapping[str, str]) -> None:
+    """Refuses targets that name experts, whose adapters peft puts on whole stacks of weights (``ParamWrapper``)."""
+    experts = [name for part, name in names.items() if part in OF_EXPERTS]
+    for target in targets:
+        if target == ALL_LINEAR or any(f".{name}".endswith(f".{target}") for name in experts):
+            attention = dict.fromkeys(name.rpartition(".")[2] for part, name in names.items() if part not in OF_EXPERTS)
+            problem = f"must be among {', '.join(attention)} in a model with experts, whose adapters are not modelled"
+            raise PlanError("lora.targets", target, problem)
 
 
 def adapter_parameters(plan: Plan) -> int:

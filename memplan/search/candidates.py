@@ -112,6 +112,7 @@ class Clock:
         family = self.family(point)
         if self.space.cut is None:
             cut = fastest(self.space.base.model.layers, point.pp, point.vpp, family.ratios, self.alone)
+            cut = self.space.placed(cut)
         else:
             cut = self._given(point)
         return cut, self._passes(family, point, cut, 0.0)

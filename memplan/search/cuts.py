@@ -60,6 +60,23 @@ class ChunkLayers(NamedTuple):
 StageLayers = tuple[tuple[ChunkLayers, ...], ...]
 """By stage, then by chunk."""
 
+
+@lru_cache(maxsize=4096)
+def norm_behind_layers(cut: StageLayers) -> StageLayers:
+    """``cut`` with the final norm where the last layer is, which multi-token prediction wants."""
+    chunks = len(cut[0])
+    last = next(
+        (chunk, stage)
+        for chunk in range(chunks - 1, -1, -1)
+        for stage in range(len(cut) - 1, -1, -1)
+        if cut[stage][chunk].layers
+    )
+    return tuple(
+        tuple(one._replace(has_norm=(chunk, stage) == last) for chunk, one in enumerate(own))
+        for stage, own in enumerate(cut)
+    )
+
+
 Fields = tuple[tuple[str, Any], ...]
 """Fields of a plan by their paths, and their values."""
 

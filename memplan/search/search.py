@@ -219,7 +219,7 @@ class Search:
 
     def _timed(self, candidate: Candidate, cut: StageLayers | None = None) -> Candidate:
         """With the seconds of its whole step, cut as ``cut`` says."""
-        cut = candidate.cut if cut is None else cut
+        cut = candidate.cut if cut is None else self.space.placed(cut)
         return candidate._replace(seconds=self.clock.seconds(candidate.point, cut), cut=cut, timed=True)
 
     def _fitted(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:

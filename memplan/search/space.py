@@ -22,6 +22,7 @@ from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.section import MOST_CHUNKS, MOST_STAGES
 from ..values import dataclass
+from .cuts import StageLayers, norm_behind_layers
 from .framework import FrameworkSearch, divisors
 from .point import UNCUT, UNCUT_FIELDS, Extra, Point, Recomputing, changed, updated
 
@@ -77,6 +78,10 @@ class Space:
     def search(self) -> FrameworkSearch:
         """The framework, as a search sees it."""
         return self.framework.search
+
+    def placed(self, cut: StageLayers) -> StageLayers:
+        """``cut`` with the final norm where the model has it."""
+        return norm_behind_layers(cut) if self.base.model.mtp_layers else cut
 
     @property
     def first(self) -> int:

@@ -276,7 +276,7 @@ def test_from_one_machine_to_another(
         (["abc", "--delete", "--export", "x.json"], "--delete exclude one another"),
         (["--import", "nowhere.json"], "nowhere.json: no such file"),
         (["--overwrite"], "--overwrite: is for --export and --html"),
-        (["--gpus", "8"], "--gpus: is not a flag of memplan runs; did you mean --gpu?"),
+        (["--gpus", "8"], "--gpus: is not a flag of memplan runs; did you mean --gpus?"),
     ],
 )
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:

@@ -95,7 +95,6 @@ def test_a_plan_gives_what_the_framework_does_of_itself() -> None:
         ({"zero": "3", "recompute": "selective"}, "recompute.mode = selective"),
         ({"tp": "2"}, "--tp: layout.tp = 2: must be 1 with framework deepspeed"),
         ({"code": "2020", "dtype": "fp32", "attention": "eager"}, "code = 2020: must be current"),
-        ({"loss": "liger"}, "--loss: loss.kind = liger: must be plain with framework deepspeed"),
         (
             {"framework": "ddp", "zero": "3"},
             "--zero: layout.zero = 3: must be at most 1 with framework ddp; deepspeed has ZeRO-",

@@ -169,7 +169,7 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
         ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion"),
         ({"transformer_impl": "local"}, "experts in local layers"),
         ({"mtp_layers": 1, "recompute": "full"}, "multi-token prediction with full recompute"),
-        ({"framework": "deepspeed", "vocab_multiple": 128}, "model.experts = 8: must be 0 with framework deepspeed"),
+        ({"framework": "megatron-deepspeed", "vocab_multiple": 128}, "must be 0 with framework megatron-deepspeed"),
     ],
 )  # fmt: skip
 def test_what_is_refused(flags: dict[str, Any], line: str) -> None:

@@ -223,7 +223,7 @@ def test_older_versions_of_liger_hold_products_and_two_chunks(liger: tuple[int, 
     [
         (
             {"loss": "liger", "framework": "megatron-deepspeed"},
-            "with framework megatron-deepspeed; single, ddp, device-map and fsdp have liger",
+            "with framework megatron-deepspeed; single, ddp, device-map, deepspeed and fsdp have liger",
         ),
         ({"loss": "cut", "framework": "megatron"}, "must be vocab-parallel with framework megatron"),
         ({"loss": "chunked", "framework": "ddp", "gpus": 2}, "with framework ddp: chunks run backward within forward"),

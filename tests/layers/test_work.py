@@ -53,6 +53,7 @@ SMALL = 2 * A
 EVERY: dict[str, tuple[Operator, Sequence[Kernel], Sequence[Kernel]]] = {
     "elementwise": (lambda r, x: ops.elementwise(r, "f", (x(A, B),)), moved(2 * N), moved(2 * N)),
     "add": (lambda r, x: ops.add(r, x(A, B), x(A, B)), moved(3 * N), ()),
+    "add_in_place": (lambda r, x: ops.add_in_place(r, x(A, B), x(A, B)), moved(3 * N), ()),
     "add_constant": (lambda r, x: ops.add_constant(r, x(A, B)), moved(2 * N), ()),
     "scale": (lambda r, x: ops.scale(r, x(A, B)), moved(2 * N), moved(2 * N)),
     "multiply": (lambda r, x: ops.multiply(r, x(A, B), x(A, B)), moved(3 * N), [Stream(6 * N, 2)]),

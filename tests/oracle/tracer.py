@@ -68,6 +68,9 @@ FILLED = {
 """What backward formulas fill zeros with, and what they do where no mode sees operators (``isTensorSubclassLike``)."""
 
 
+ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
+
+
 def grouped_mm(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The result of ``_grouped_mm``, which takes bf16 alone of fake tensors."""
     groups = offsets.shape if x.dim() == y.dim() else ()
@@ -81,6 +84,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self.seen: dict[int, Any] = {}
+        self.zeros = 0
+        """The storage of zeros that backward made last."""
 
     def adopt(self, tensor: torch.Tensor, op: str) -> None:
         """Follows the storage of ``tensor``, unless it is already."""
@@ -112,9 +117,13 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # half of all calls, which would go through its mode
-        filling = FILLED.get(func) if torch._C._current_autograd_node() is not None else None
+        filling = FILLED.get(func)
+        if filling is not None and args[0].untyped_storage()._cdata != self.zeros:
+            filling = None
         is_wide = func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16
         out = grouped_mm(*args[:3]) if is_wide else (filling or func)(*args, **(kwargs or {}))
+        if torch._C._current_autograd_node() is not None and func in ZEROS:
+            self.zeros = out.untyped_storage()._cdata
         if func is torch.ops.aten.native_layer_norm.default:
             out = (out[0], out[1].float(), out[2].float())
         for leaf in tree_iter(out):

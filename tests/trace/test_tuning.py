@@ -21,6 +21,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("peft", reason="peft is not installed (the extra dev has it)")
 
+ATTENTION = {"lora-targets": "q_proj,k_proj,v_proj,o_proj"}
+"""Of models with experts, whose adapters are refused."""
 ALL = {"lora-rank": "8", "lora-targets": "all-linear"}
 REPLICATED = {"framework": "ddp", "gpus": "4", "gbs": "16"}
 SETTINGS: dict[str, dict[str, str]] = {
@@ -53,7 +55,8 @@ def cases(settings: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("family", "setting"), cases(SETTINGS))
 def test_adapters(family: str, setting: str) -> None:
-    assert_equal(*of(**(model_flags(family) | SETTINGS[setting])))
+    targets = ATTENTION if "experts" in model_flags(family) else {}
+    assert_equal(*of(**(model_flags(family) | SETTINGS[setting] | targets)))
 
 
 @pytest.mark.parametrize(("family", "setting"), cases(FROZEN))

@@ -333,7 +333,8 @@ def _entries(chunk: ChunkLayers, has_mtp: bool, first: int) -> tuple[str, ...]:
     return (
         *(("embedding",) if chunk.embedding else ()),
         *(f"layer.{at}" for at in _numbers(chunk.layers, chunk.dense, first)),
-        *(("final_norm", *(("mtp",) if has_mtp else ()), "head") if chunk.head else ()),
+        *(("final_norm",) if chunk.final_norm else ()),
+        *((*(("mtp",) if has_mtp else ()), "head") if chunk.head else ()),
     )
 
 

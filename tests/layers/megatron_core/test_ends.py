@@ -211,4 +211,5 @@ def test_inputs_without_a_mask() -> None:
 
 def test_rotary_table() -> None:
     assert [hold.shape for hold in ends.rotary_table(CI)] == [(32,), (1024, 1, 1, 64)]
-    assert [hold.shape for hold in ends.rotary_table(CI, 0.5)] == [(16,), (1024, 1, 1, 32)]
+    half = replace(CI, spec=CI.spec.model_copy(update={"rotary_fraction": 0.5}))
+    assert [hold.shape for hold in ends.rotary_table(half)] == [(16,), (1024, 1, 1, 32)]

@@ -5,9 +5,7 @@ Megatron-Core runs as one rank of a fake process group. Within a run of drops th
 fake tensors differ from a GPU, the difference has a name:
 
 * the gradient of the loss (512 B) is a variable of ``backward``, and ends with the head in a tape;
-* Python numbers that are written through an index are on the host (``lift_fresh``, ``zeros`` of no dimension);
-* ``index_backward`` works out of place on tensor subclasses, so a fake lookup's gradient is made twice
-  (``FunctionsManual.cpp``).
+* Python numbers that are written through an index are on the host (``lift_fresh``, ``zeros`` of no dimension).
 """
 
 from __future__ import annotations
@@ -153,7 +151,7 @@ def seen(changes: Iterable[tracer.Change]) -> list[Seen]:
     result = []
     for change in changes:
         host = not change.shape and change.op in ("aten.lift_fresh.default", "aten.zeros.default")
-        if not host and change.op not in ("aten.new_zeros.default", "aten.ones_like.default"):
+        if not host and change.op != "aten.ones_like.default":
             result.append((change.sign, change.bytes))
     return result
 
