@@ -59,6 +59,7 @@ class Case:
 
 CASES = (
     Case("llama", "q_proj,v_proj"),
+    Case("llama", "q_proj,v_proj", shards=1, reduce="bf16"),
     Case("llama", "q_proj,v_proj", "full"),
     Case("llama", "all-linear", "full", shards=3, reduce="bf16", dropout=0.1, microbatches=2),
     Case("llama", "q_proj,v_proj", adapters="bf16", reshard=False, microbatches=2),

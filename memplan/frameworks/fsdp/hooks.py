@@ -213,7 +213,7 @@ class Hooks:
         cast: Hold | None = None
         for index, parameter in enumerate(unit.parameters):
             elements, id = self._padded(at, index), self.id("whole", at, index)
-            before = cast
+            before, cast = cast, None
             if sharding.shards == 1 and sharding.casts(parameter):
                 cast = self.hold(
                     Scope.HOOKS.id(CAST + index % 2), elements, sharding.compute, BUFFERS, "cast_parameter"
