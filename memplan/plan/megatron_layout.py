@@ -172,7 +172,7 @@ def _of_layout(
     count_loss: bool,
 ) -> Counts:
     """A string such as ``Et|(tt|)*6mL``: stages of chunk 0, then of chunk 1, …, separated by ``|``; layers of
-    multi-token prediction (m) are where the loss is, with or without a letter."""
+    multi-token prediction (m) are where the loss is."""
     others = {FIRST: first, LAST: last, COUNT_EMBEDDING: count_embedding or None, COUNT_LOSS: count_loss or None}
     for field, value in others.items():
         if value is not None:
@@ -213,7 +213,7 @@ def layout_string(held: Stages) -> str:
     ``stages(…, layout=layout_string(held))`` is ``held`` again.
     """
     parts = [
-        "E" * chunk.embedding + _times("t", len(chunk.layers)) + "L" * chunk.head
+        "E" * chunk.embedding + times("t", len(chunk.layers)) + "L" * chunk.head
         for number in range(len(held[0]))
         for chunk in (stage[number] for stage in held)
     ]
@@ -222,7 +222,8 @@ def layout_string(held: Stages) -> str:
     return "".join(f"({part}|)*{count}," if count > 1 else f"{part}|" for part, count in runs) + last
 
 
-def _times(letter: str, count: int) -> str:
+def times(letter: str, count: int) -> str:
+    """So many of a letter in a layout string."""
     return f"{letter}*{count}" if count > 2 else letter * count
 
 

@@ -198,6 +198,7 @@ def test_layers_of_multi_token_prediction_in_a_layout_string() -> None:
 
     last = ("layer.2", "final_norm", "mtp", "head")
     assert entries("Ett|tmL") == entries("Ett|tL") == (("embedding", "layer.0", "layer.1"), last)
+    assert plan("deepseek-v2-lite", **flags, pipeline_layout="Ett|tL").pipeline.layout == "Ett|tmL"
     alone = entries("Ettt|mL")
     assert alone == (("embedding", "layer.0", "layer.1", "layer.2", "final_norm"), ("mtp", "head"))
     for layout, line in (

@@ -364,6 +364,7 @@ def experts() -> Iterator[str]:
         job = f"--model {model} --layers 4 --seq 2048 --framework megatron --gpu b200 --gpus 16 --ep 8 --pp 2 --zero 1 --gbs 32"
         yield job
         yield f"{job} --mtp-layers 1"
+        yield f"{job} --mtp-layers 1 --cp 2 --tp 2"
         yield f"{job} --recompute selective --recompute-modules mla_up_proj,layernorm,shared_experts --no-rope-fusion"
     for framework in ("fsdp", "deepspeed", "single"):
         yield f"--model mixtral-8x7b --framework {framework}"

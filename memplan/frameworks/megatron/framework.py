@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...device.gpus import GPUS
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
 from ...plan.errors import ABSENT, PlanError
-from ...plan.megatron_layout import stages, written_out
+from ...plan.megatron_layout import stages, times, written_out
 from ..base import Framework, Supports
 
 if TYPE_CHECKING:
@@ -128,8 +128,13 @@ class Megatron(Framework):
 
     def default_sections(self, plan: Plan, hardware: Hardware, layout: Layout) -> dict[str, object]:
         changed: dict[str, object] = {}
+        pipeline: dict[str, object] = {}
         if layout.vpp > 1 and plan.pipeline.group is None:
-            changed["pipeline"] = plan.pipeline.model_copy(update={"group": layout.pp})
+            pipeline["group"] = layout.pp
+        if (text := _whole_layout(plan)) != plan.pipeline.layout:
+            pipeline["layout"] = text
+        if pipeline:
+            changed["pipeline"] = plan.pipeline.model_copy(update=pipeline)
         given = plan.megatron
         # ``attention: eager`` is a way to ask for the unfused back end; ``flash`` leaves the choice among the others.
         if plan.attention == "eager" and given.transformer_impl != "local" and given.attention_backend == "auto":
@@ -217,8 +222,16 @@ class Megatron(Framework):
         return "distributed optimizer" if stage else "states on every replica"
 
     def cut_field(self, plan: Plan, *, whole: bool) -> str:
-        layout = plan.pipeline.layout
+        layout = _whole_layout(plan)
         return f"--pipeline-layout '{layout}'" if layout is not None else ""
+
+
+def _whole_layout(plan: Plan) -> str | None:
+    """The layout string with layers of multi-token prediction, without which ``validate_layer_layout`` stops."""
+    text, further = plan.pipeline.layout, plan.model.mtp_layers
+    if text is None or not further or "m" in text or not text.endswith("L"):
+        return text
+    return f"{text[:-1]}{times('m', further)}L"
 
 
 def keeps_scores(megatron: MegatronSection) -> bool:

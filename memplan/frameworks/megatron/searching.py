@@ -67,6 +67,10 @@ UNBOUNDED = 1 << 62
 """Bytes; more than any rank has."""
 
 
+LONG_SEQUENCE = 8192
+"""Tokens of a sequence up to which tensor parallelism divides latent attention enough."""
+
+
 class MegatronSearch(FrameworkSearch):
     chooses_cut = True
     stops_early = True
@@ -78,8 +82,10 @@ class MegatronSearch(FrameworkSearch):
     # -- axes and points -----------------------------------------------------------------------------------
 
     def sizes(self, plan: ResolvedPlan) -> frozenset[str]:
-        """Context-parallel sizes with a recipe alone (``te_context``)."""
-        divides = plan.attention == "flash" and not plan.model.latent_kv_rank and not plan.model.mtp_layers
+        """Context-parallel sizes with a recipe alone (``te_context``); of models with latent attention, whose search
+        is the largest, for long sequences or where the plan has one."""
+        long = plan.batch.seq > LONG_SEQUENCE or plan.layout.cp > 1 or not plan.model.latent_kv_rank
+        divides = plan.attention == "flash" and long
         return super().sizes(plan) - (frozenset() if divides else {"cp"})
 
     def zero(self, plan: ResolvedPlan) -> tuple[int, ...]:

@@ -29,7 +29,8 @@ PROJECTION = f"{NAME}.linear_proj"
 CACHED_TABLES = 32
 """Tables of angles that ``YarnRotaryEmbedding.forward`` keeps, of all layers together (``lru_cache``)."""
 TABLE_ROWS = 4096
-"""``original_max_position_embeddings``: rows of the cosines and sines that a layer begins with."""
+"""``original_max_position_embeddings``: rows of the cosines and sines that a layer begins with, those of a rank's
+context-parallel chunks (``get_pos_emb_on_this_cp_rank``)."""
 
 
 def uncovered(shape: CoreShape) -> Iterator[str]:
@@ -42,8 +43,6 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "latent attention with other positions than rotary ones"
     if shape.spec.attention_bias:
         yield "biases of latent attention's queries, keys and values"
-    if shape.cp > 1:
-        yield "latent attention with context parallelism"
     if shape.t > 1 and not shape.sequence_parallel:
         yield "latent attention with tensor parallelism but no sequence parallelism (--sequence-parallel)"
 
@@ -65,7 +64,7 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
 def tables(shape: CoreShape, layers: int) -> list[Hold]:
     """What ``YarnRotaryEmbedding`` of every layer keeps: cosines and sines in the layer's dtype, which fused kernels
     take for the sequence at hand, and, of the last layers, angles in fp32."""
-    rows = shape.s if shape.rope_fusion else TABLE_ROWS
+    rows = shape.s if shape.rope_fusion else TABLE_ROWS // shape.cp
     p = shape.spec.rope_head_dim
     cosines = hold_bytes((rows, 1, 1, p), shape.dtype)
     angles = hold_bytes((shape.s, 1, 1, p), "fp32")

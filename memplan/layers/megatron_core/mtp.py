@@ -16,6 +16,9 @@ from . import ends, te
 from .losses import language_model_loss
 from .shape import CoreShape
 
+ENDS = ("sent", "received")
+"""Columns of a context-parallel rank's chunk that neighbours trade."""
+
 Layer = Callable[[Recorder, Tensor, CoreShape], Tensor]
 
 
@@ -27,8 +30,6 @@ def uncovered(shape: CoreShape, *, recomputes_layers: bool) -> Iterator[str]:
         yield "multi-token prediction in local layers; that of Transformer Engine is covered"
     if shape.spec.tied_embeddings:
         yield "multi-token prediction with a head that is tied to the embedding"
-    if shape.cp > 1:
-        yield "multi-token prediction with context parallelism"
     if recomputes_layers:
         yield "multi-token prediction with full recompute"
 
@@ -48,7 +49,7 @@ def block(r: Recorder, hidden: Tensor, shape: CoreShape, layer_shape: CoreShape,
     """``MultiTokenPredictionBlock.forward``: ``shape`` is that of ends, ``layer_shape`` of the layer within."""
     states = [hidden]
     for depth in range(shape.spec.mtp_layers):
-        rolled = [r.empty((shape.b, shape.s), "int64", name) for name in ("tokens_rolled", "position_ids_rolled")]
+        rolled = [_rolled(r, "int64", name, shape) for name in ("tokens_rolled", "position_ids_rolled")]
         embedded = ends.embedding(r, shape, *rolled)
         rolled.clear()
         r.prefix = f"mtp.{depth}."
@@ -63,6 +64,19 @@ def block(r: Recorder, hidden: Tensor, shape: CoreShape, layer_shape: CoreShape,
     out = r.empty((like * len(states), *shapes[0][1:]), hidden.dtype, "hidden_of_all")
     node = r.node(states, (), lambda r, gradients: [incoming(gradients).view(*one) for one in shapes])
     return out.by(node)
+
+
+def _rolled(r: Recorder, dtype: str, name: str, shape: CoreShape) -> Tensor:
+    """``roll_tensor``: (b, s) moved by one token. Of context-parallel ranks each has two chunks, which are rolled apart
+    and get their last column from a neighbour (that of one row is a view, of more a copy)."""
+    if shape.cp == 1:
+        return r.empty((shape.b, shape.s), dtype, name)
+    chunks = [r.empty((shape.b, shape.s // 2), dtype, f"{name}_chunk") for _ in range(2)]
+    columns = [r.empty((shape.b,), dtype, f"{name}_{end}") for _ in chunks for end in ENDS[shape.b == 1 :]]
+    out = r.empty((shape.b, shape.s), dtype, name)
+    chunks.clear()
+    columns.clear()
+    return out
 
 
 def _projected(r: Recorder, embedded: Tensor, hidden: Tensor, shape: CoreShape) -> Tensor:
@@ -95,7 +109,7 @@ def head(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     logits = None
     for state in others:
         logits = ends.output_layer(r, state, shape)
-        labels, mask = r.empty(size, "int64", "labels_rolled"), r.empty(size, "fp32", "loss_mask_rolled")
+        labels, mask = _rolled(r, "int64", "labels_rolled", shape), _rolled(r, "fp32", "loss_mask_rolled", shape)
         loss = language_model_loss(r, logits, shape)
         loss = ops.multiply(r, loss.view(*size), mask, "mtp_loss_masked")
         first = _with_loss(r, first, ops.scale(r, loss, "mtp_loss"))

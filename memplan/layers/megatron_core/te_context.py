@@ -5,7 +5,8 @@ a ring and merges the steps' outputs, ``a2a`` trades the sequence for heads, ``a
 attends twice, with half of its queries each time. What merges and reorders is compiled
 (``jit_fuser``) and has no intermediates. Causal only: with a padding mask it refuses.
 
-Shapes: s sequence on this rank, b micro-batch, a heads, d head size.
+Shapes: s sequence on this rank, b micro-batch, a heads, d head size. A value, and the context with it, may have
+another one (latent attention; before 2.15 with ``p2p`` alone).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     queries, the keys and values that arrived last, the output, one log-sum-exp and each step's random state.
     """
     cp, dtype, (b, s, a, d) = shape.cp, q.dtype, sizes(q, shape)
-    like_q, like_k, like_v = q.shape, k.shape, v.shape
+    like_q, like_k, like_v, like_out = q.shape, k.shape, v.shape, of_context(q, v)
     both = (prod(like_k) + prod(like_v),)
     buffers = [r.empty(both, dtype, "keys_and_values", COMMUNICATION)]
     outs: list[Tensor] = []
@@ -41,14 +42,14 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     for step in range(cp):
         if step < cp - 1:
             buffers.append(r.empty(both, dtype, "keys_and_values_received", COMMUNICATION))
-        out, logsumexp, state = attended(r, like_q, dtype, (b, s, a, d), shape)
+        out, logsumexp, state = attended(r, like_out, dtype, (b, s, a, d), shape)
         outs.append(out)
         statistics.append(logsumexp)
         states.append(state)
         del out, logsumexp, state
         if step == 1:
             merged.append(r.empty((b, a, s), "fp32", "softmax_logsumexp"))
-    context = r.empty(like_q, dtype, "context")
+    context = r.empty(like_out, dtype, "context")
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         grad_q = r.empty(like_q, dtype, "grad_q")
@@ -62,18 +63,19 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         return [grad_q, Tensor(last, like_k, dtype), Tensor(last, like_v, dtype)]
 
     context.node = r.node(
-        (q, k, v), (q, buffers[-1], context, *merged, *states), backward, work=_ring(q, k, (b, s, a, d), shape)
+        (q, k, v), (q, buffers[-1], context, *merged, *states), backward, work=_ring(q, k, v, (b, s, a, d), shape)
     )
     return context
 
 
-def _ring(q: Tensor, k: Tensor, bsad: tuple[int, int, int, int], shape: CoreShape) -> Operator:
+def _ring(q: Tensor, k: Tensor, v: Tensor, bsad: tuple[int, int, int, int], shape: CoreShape) -> Operator:
     """A step for each rank, of equal work since every one has an early and a late chunk; keys and values go on to the
     next rank meanwhile, in backward with their gradients. Outputs are merged step by step
     (``flash_attn_fwd_out_correction``: two are read, one is written), and so are gradients."""
     (b, s, a, d), cp, dtype = bsad, shape.cp, q.dtype
-    groups, context, keys = prod(k.shape) // (b * s * d), size_of(q.shape, dtype), 2 * size_of(k.shape, dtype)
-    forward, backward = fused((b, s, a, d), groups, s, dtype, causal=True)
+    groups, context = prod(k.shape) // (b * s * d), size_of(of_context(q, v), dtype)
+    keys, queries = size_of(k.shape, dtype) + size_of(v.shape, dtype), size_of(q.shape, dtype)
+    forward, backward = fused((b, s, a, d), groups, s, dtype, causal=True, values=v.shape[-1])
     sends = cp - 1
     return Operator(
         [
@@ -84,7 +86,7 @@ def _ring(q: Tensor, k: Tensor, bsad: tuple[int, int, int, int], shape: CoreShap
         [
             *[backward] * cp,
             Exchange("send", 2 * keys, "cp", backward, sends),
-            Stream(sends * 3.0 * (context + keys), 3 * sends),
+            Stream(sends * 3.0 * (queries + keys), 3 * sends),
         ],
     )
 
@@ -95,20 +97,21 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     whole = (b, s * cp, a // cp, d)
     likes = (q.shape, k.shape, v.shape)
     inside = _before(r, [q, k, v], "qkv")
-    out, logsumexp, state = attended(r, likes[0], dtype, whole, shape)
+    out, logsumexp, state = attended(r, of_context(q, v), dtype, whole, shape)
+    like_out = out.shape
     context = _after(r, [out], "context")[0]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         arrived = gradients[0]
         assert arrived is not None
-        grad = _before(r, [arrived.view(*likes[0])], "grad_context")
+        grad = _before(r, [arrived.view(*like_out)], "grad_context")
         made = gradients_of(r, likes, dtype, whole, shape)
         returned = _after(r, made, "grad_qkv")
         del made, grad, arrived
         return list(returned)
 
-    there, back = fused(whole, max(1, k.shape[2] // cp), s * cp, dtype, causal=True)
-    moved = 2 * (size_of(q.shape, dtype) + size_of(k.shape, dtype))
+    there, back = fused(whole, max(1, k.shape[2] // cp), s * cp, dtype, causal=True, values=v.shape[-1])
+    moved = sum(size_of(one, dtype) for one in (*likes, like_out))
     ways, copies = Exchange("all-to-all", moved, "cp"), Stream(4 * moved, 8)  # by heads, and in order again
     work = Operator((there, ways, copies), (back, ways, copies))
     context.node = r.node((q, k, v), (*inside, out, logsumexp, state), backward, work=work)
@@ -121,18 +124,18 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     whole one, which from then on is saved itself. Keys and values are gathered again in backward.
     """
     dtype, (b, s, a, d) = q.dtype, sizes(q, shape)
-    likes, part = (q.shape, k.shape, v.shape), (b, s // 2, a, d)
+    likes, like_out, part = (q.shape, k.shape, v.shape), of_context(q, v), (b, s // 2, a, d)
     copies = shape.attention == "flash" and b > 1  # of what lies in another order than the back end's
-    every = (shape.cp * likes[1][0], *likes[1][1:])
-    seen = [(every[0] * chunks // (2 * shape.cp), *every[1:]) for chunks in (1, 2 * shape.cp)]
+    every = [(shape.cp * first, *rest) for first, *rest in likes[1:]]
+    seen = [[(one[0] * chunks // (2 * shape.cp), *one[1:]) for one in every] for chunks in (1, 2 * shape.cp)]
     own = [_like(r, one, "keys_or_values_by_sequence") if copies else one for one in (k, v)]
     whole = _gathered_keys(r, every, dtype)
-    out = r.empty(likes[0], dtype, "context")
-    unused = [r.empty(likes[0], dtype, "context_of_thd")] if te_facts.all_gather_makes_two(shape.te) else []
+    out = r.empty(like_out, dtype, "context")
+    unused = [r.empty(like_out, dtype, "context_of_thd")] if te_facts.all_gather_makes_two(shape.te) else []
     outs, kept, inside = list[Tensor](), list[Tensor](), list[Tensor]()
     for keys in seen:
-        inside = _copied(r, (half(likes[0]), keys, keys), dtype) if copies else []
-        step, logsumexp, state = attended(r, half(likes[0]), dtype, part, shape)
+        inside = _copied(r, (half(likes[0]), *keys), dtype) if copies else []
+        step, logsumexp, state = attended(r, half(like_out), dtype, part, shape)
         outs.append(step)
         kept += [logsumexp, state]
         del step, logsumexp, state
@@ -144,22 +147,23 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         grad_q = r.empty(likes[0], dtype, "grad_q")
-        sums = [r.empty(every, dtype, "grad_keys_or_values_of_all") for _ in range(2)]
+        sums = [r.empty(one, dtype, "grad_keys_or_values_of_all") for one in every]
         again = _gathered_keys(r, every, dtype)
         made, inside = list[Tensor](), list[Tensor]()
         for keys in seen:
-            inside = _copied(r, (half(likes[0]), half(likes[0]), keys, keys), dtype) if copies else []
-            made += gradients_of(r, (half(likes[0]), keys, keys), dtype, part, shape)
+            inside = _copied(r, (half(likes[0]), half(like_out), *keys), dtype) if copies else []
+            made += gradients_of(r, (half(likes[0]), keys[0], keys[1]), dtype, part, shape)
         inside.clear()
         made.clear()
         again.clear()
-        for name, size, category in (("ordered", every, Category.TEMPORARIES), ("reduced", likes[1], COMMUNICATION)):
-            for at in range(2):
+        for name, like, category in (("ordered", every, Category.TEMPORARIES), ("reduced", likes[1:], COMMUNICATION)):
+            for at, size in enumerate(like):
                 sums[at] = r.empty(size, dtype, f"grad_keys_or_values_{name}", category)
         return [grad_q, *sums]
 
-    there, back = fused((b, s, a, d), prod(likes[1]) // (b * s * d), s * shape.cp, dtype, causal=True)
-    moved = float(2 * shape.cp * size_of(likes[1], dtype))
+    groups = prod(likes[1]) // (b * s * d)
+    there, back = fused((b, s, a, d), groups, s * shape.cp, dtype, causal=True, values=v.shape[-1])
+    moved = float(sum(size_of(one, dtype) for one in every))
     gathers, ordered = Exchange("all-gather", moved, "cp"), Stream(2 * moved, 2)
     work = Operator((there, gathers, ordered), (back, gathers, Exchange("reduce-scatter", moved, "cp"), ordered))
     out.node = r.node((q, k, v), (q, *own, *outs, *kept), backward, work=work)
@@ -170,11 +174,11 @@ def _copied(r: Recorder, like: Sequence[Shape], dtype: str) -> list[Tensor]:
     return [r.empty(one, dtype, "copy_of_step") for one in like]
 
 
-def _gathered_keys(r: Recorder, every: Shape, dtype: str) -> list[Tensor]:
+def _gathered_keys(r: Recorder, every: Sequence[Shape], dtype: str) -> list[Tensor]:
     """Keys and values of all ranks, as they arrive, then each in the order of the sequence."""
-    whole = [r.empty(every, dtype, "gathered_by_rank", COMMUNICATION) for _ in range(2)]
-    for at in range(2):
-        whole[at] = r.empty(every, dtype, "gathered_in_order")
+    whole = [r.empty(one, dtype, "gathered_by_rank", COMMUNICATION) for one in every]
+    for at, one in enumerate(every):
+        whole[at] = r.empty(one, dtype, "gathered_in_order")
     return whole
 
 
@@ -187,6 +191,10 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
     if shape.te < te_facts.OLDEST_CONTEXT_PARALLEL:
         problem = "context parallelism is covered from Transformer Engine 2.8"
         raise PlanError("megatron.transformer_engine", f"{shape.te[0]}.{shape.te[1]}", problem)
+    apart = q.shape[-1] != v.shape[-1]
+    if apart and shape.cp_communication != "p2p" and not te_facts.context_parallel_takes_values(shape.te):
+        problem = "must be p2p with latent attention before Transformer Engine 2.15"
+        raise PlanError("megatron.cp_communication", shape.cp_communication, problem)
     s, b, n = shape.s, shape.b, shape.spec.attention_features // shape.t
     context = ways[shape.cp_communication](r, q, k, v, shape)
     if shape.attention == "fused" or b == 1:
@@ -203,6 +211,11 @@ def sizes(q: Tensor, shape: CoreShape) -> tuple[int, int, int, int]:
     """b, s, a, d of queries that are (s, b, a, d) for cuDNN and (b, s, a, d) for flash attention."""
     first, second, a, d = q.shape
     return (second, first, a, d) if shape.attention == "fused" else (first, second, a, d)
+
+
+def of_context(q: Tensor, v: Tensor) -> Shape:
+    """A head's output has the size of a value."""
+    return (*q.shape[:-1], v.shape[-1])
 
 
 def half(like: Shape) -> Shape:

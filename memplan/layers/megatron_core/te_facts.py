@@ -90,6 +90,11 @@ def context_parallel_output_is_flat(te: Version) -> bool:
     return te < (2, 15)
 
 
+def context_parallel_takes_values(te: Version) -> bool:
+    """Values may have another head size than keys, whatever the way, since 2.15 (``attn_forward_func_with_cp``)."""
+    return te >= (2, 15)
+
+
 def all_gather_keeps_steps(te: Version) -> bool:
     """``AttnFuncWithCPAndKVAllGather`` saves the outputs of its two steps up to 2.14, the whole one since."""
     return te < (2, 15)

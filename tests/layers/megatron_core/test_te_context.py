@@ -1,5 +1,5 @@
-"""Context parallelism with gathered keys and values, by hand beside Transformer Engine's source
-(``context_parallel.py``, ``AttnFuncWithCPAndKVAllGather``)."""
+"""Context parallelism by hand beside Transformer Engine's source (``context_parallel.py``, above all
+``AttnFuncWithCPAndKVAllGather``)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron_core import te_context
-from memplan.layers.megatron_core.shape import CoreShape, Version
+from memplan.layers.megatron_core.shape import ContextCommunication, CoreShape, Version
 from memplan.layers.module import Interface, Module, Options, Run, build
+from memplan.plan.errors import PlanError
 from memplan.plan.spec import ModelSpec
 from memplan.tape.events import Drop, Hold
 
@@ -20,17 +21,18 @@ STATISTICS = 4 * A * S // 2
 """Bytes of queries, of keys, and of one step's statistics."""
 
 
-def attention(te: Version) -> Module:
-    """On one sequence of 512 tokens a rank, 8 heads of 32 and 2 key/value heads, four ranks; cuDNN's."""
-    spec = ModelSpec(**{**GPT, "heads": A, "kv_heads": G, "head_dim": D})
+def attention(te: Version, way: ContextCommunication = "all_gather", d_v: int = D) -> Module:
+    """On one sequence of 512 tokens a rank, 8 heads of 32 and 2 key/value heads with ``d_v`` features of a value, four
+    ranks; cuDNN's."""
+    spec = ModelSpec(**{**GPT, "heads": A, "kv_heads": G, "head_dim": D, "value_head_dim": d_v if d_v != D else 0})
     shape = CoreShape(
-        spec, 1, S, 1, "bf16", 1024, cp=CP, cp_communication="all_gather", attention="fused", te=te,
+        spec, 1, S, 1, "bf16", 1024, cp=CP, cp_communication=way, attention="fused", te=te,
         gradient_fusion=False, rope_fusion=False,
     )  # fmt: skip
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        k, v = (r.empty((S, 1, G, D), "bf16", name).by(x.node) for name in ("key", "value"))
+        k, v = (r.empty((S, 1, G, d), "bf16", name).by(x.node) for name, d in (("key", D), ("value", d_v)))
         return Run(te_context.core_attention(r, x.view(S, 1, A, D), k, v, shape))
 
     return build("attention", recipe, Interface((S, 1, A * D), "bf16"), Options())
@@ -73,3 +75,21 @@ def test_what_is_there_at_once(te: Version) -> None:
     steps = QUERY + 2 * (KEYS * CP + KEYS // 2)
     begun = 2 * CP * KEYS * 2 + QUERY + steps
     assert module.steady.backward_fold.peak >= begun
+
+
+@pytest.mark.parametrize("way", ["p2p", "a2a", "all_gather"])
+def test_a_value_may_have_another_size_than_a_key(way: ContextCommunication) -> None:
+    """As in latent attention: the output, and what is saved of it, has half of a query's features; a step of the ring
+    takes keys and values in one buffer, and as many bytes in backward with their gradients twice."""
+    module = attention((2, 17), way, D // 2)
+    saved = dict(left(module))
+    contexts = [size for name, size in left(module) if name.startswith("context")]
+    assert contexts == [QUERY // 2] * (2 if way == "a2a" else 1)
+    if way == "p2p":
+        assert saved["keys_and_values_received"] == KEYS + KEYS // 2
+        made = [event for event in module.steady.backward if isinstance(event, Hold)]
+        pairs = [event.bytes for event in made if event.name == "keys_values_and_gradients"]
+        assert pairs == [2 * (KEYS + KEYS // 2)] * 2
+        return
+    with pytest.raises(PlanError, match="must be p2p with latent attention before"):
+        attention((2, 14), way, D // 2)
