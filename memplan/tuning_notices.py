@@ -19,10 +19,19 @@ def _of_lora(plan: ResolvedPlan) -> tuple[str, ...]:
     if lora.rank is None:
         return ()
     count = adapter_parameters(plan)
+    given = {"biases": False, "DoRA": lora.dora, "rsLoRA": lora.rslora, "modules_to_save": False}
+    *others, last = [name for name, used in given.items() if not used]
     return (
-        f"LoRA by peft 0.21 on {', '.join(lora.targets or ())}: {count:,} trained parameters in {lora.dtype}; no "
-        "biases, DoRA, rsLoRA or modules_to_save",
+        f"{'DoRA' if lora.dora else 'LoRA'} by peft 0.21 on {', '.join(lora.targets or ())}: {count:,} trained "
+        f"parameters in {lora.dtype}; no {', '.join(others)} or {last}",
+        *([_OF_DORA] if lora.dora else []),
     )
+
+
+_OF_DORA = (
+    "DoRA: every adapted layer makes a unit matrix of its inputs, the product of its adapters and the whole weight in "
+    "the adapters' dtype in each forward pass; with dropout the weight so made is kept for backward"
+)
 
 
 def _of_quantisation(plan: ResolvedPlan) -> tuple[str, ...]:

@@ -33,6 +33,9 @@ _SAME = {
     "--attention": ("attn-implementation", "attention-implementation"),
     "--lora-rank": ("lora-r", "lora"),
     "--lora-targets": ("lora-target-modules", "target-modules"),
+    "--lora-alpha": ("alpha",),
+    "--use-dora": ("dora", "lora-use-dora"),
+    "--use-rslora": ("rslora", "lora-use-rslora"),
     "--quantisation": ("bnb-4bit-quant-type",),
     "--quantisation=nf4": ("load-in-4bit",),
     "--double-quantisation": ("bnb-4bit-use-double-quant", "use-bnb-nested-quant"),
@@ -93,10 +96,6 @@ NOT_MODELLED: Mapping[str, str] = {
         "--attention flash_attention_2",
     ),
     **dict.fromkeys(
-        ("--use-dora", "--dora", "--lora-use-dora"),
-        "DoRA is not modelled: every forward pass makes the norm of whole adapted weights; --lora-rank is LoRA",
-    ),
-    **dict.fromkeys(
         ("--modules-to-save", "--lora-modules-to-save"),
         "modules that are trained whole beside adapters (modules_to_save) are not modelled",
     ),
@@ -105,8 +104,7 @@ NOT_MODELLED: Mapping[str, str] = {
         "bitsandbytes' 8-bit weights (LLM.int8) are not modelled; 4-bit ones are --quantisation nf4",
     ),
     **dict.fromkeys(
-        ("--lora-alpha", "--use-rslora", "--rslora"),
-        "it scales what adapters add, and changes no memory: leave it out",
+        ("--lora-bias", "--bias"), "biases that are trained beside adapters are not modelled; peft's default is none"
     ),
     "--versions": "other releases of transformers are not modelled yet",
 }

@@ -119,7 +119,9 @@ def incoming(gradients: Gradients) -> Tensor:
 class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
-    __slots__ = ("apart", "backward", "dtypes", "frame", "inputs", "outputs", "read", "saved", "sequence", "work")
+    __slots__ = (
+        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "outputs", "read", "saved", "sequence", "work",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from weakref import ref
 
 from .autograd import Gradients, Node, Recorder, Storage, Tensor
 from .work import NOTHING
@@ -19,14 +20,15 @@ class Frame:
     Forward builds the graph and keeps none of its saved tensors, only the region's input. The first
     node that needs one runs the region again, up to the last tensor that was saved
     (``checkpoint.py``, ``_checkpoint_hook``, ``_recomputation_hook``, early stop); each recomputed
-    tensor dies when its node has used it.
+    tensor dies when its node has used it. What nodes had saved that ended in forward is not kept again (a graph that
+    leads nowhere).
     """
 
     __slots__ = ("again", "nodes", "region")
 
     def __init__(self, region: Callable[[], Tensor]) -> None:
         self.region = region
-        self.nodes: list[Node] = []
+        self.nodes: list[ref[Node]] = []
         """Nodes that saved something, in forward order."""
         self.again: list[tuple[Storage, ...]] | None = None
 
@@ -36,8 +38,10 @@ class Frame:
             return node
         if self.again is None:
             node.frame = self
-            self.nodes.append(node)
+            self.nodes.append(ref(node))
             return node
+        if self.nodes[len(self.again)]() is None:
+            node.saved, storages = storages, ()
         self.again.append(storages[::-1])  # variables of a C++ function die last to first
         if len(self.again) == len(self.nodes):
             raise _StopRecompute
@@ -49,7 +53,8 @@ class Frame:
             self.again = []
             self.recompute(recorder)
             for target, storages in zip(self.nodes, self.again, strict=True):
-                target.saved = storages
+                if (alive := target()) is not None:
+                    alive.saved = storages
             self.nodes, self.again = [], []
 
     def recompute(self, recorder: Recorder) -> None:

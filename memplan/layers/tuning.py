@@ -15,6 +15,7 @@ from ..tape.events import rounded
 from ..values import dataclass
 from . import ops, work
 from .autograd import ITEMSIZE, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from .dora import decomposed, low_rank_product
 from .fused_lora import Functions, projected
 
 BLOCK = 64
@@ -23,7 +24,7 @@ BLOCK = 64
 NESTED_BLOCK = 256
 """Scales under one scale of their own, with double quantisation (``quantize_4bit``)."""
 
-ADAPTERS = (".lora_A.weight", ".lora_B.weight")
+ADAPTERS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight")
 """What the names of adapters' parameters end with."""
 
 CODE, NESTED_CODE = 16, 256
@@ -124,6 +125,8 @@ class Adapters:
     """Linear layers as the recipes name them."""
     dropout: float
     dtype: str
+    dora: bool = False
+    """Weights are decomposed into magnitude and direction (``use_dora``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +230,7 @@ def lora(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
     result = base_layer(r, x, layer)
     dtype = result.dtype
     x = ops.cast(r, x, adapters.dtype, f"{layer.name}_lora_input")
-    result = promoted_sum(r, result, delta(r, x, layer, adapters), f"{layer.name}_with_lora")
+    result = promoted_sum(r, result, added(r, x, result, layer, adapters), f"{layer.name}_with_lora")
     return ops.cast(r, result, dtype, f"{layer.name}_lora_cast")
 
 
@@ -239,10 +242,19 @@ def lora_four_bit(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> T
     converts = r.autocast is None
     if converts:
         x = ops.cast(r, x, adapters.dtype, f"{layer.name}_lora_input")
+    if adapters.dora:
+        dtype = result.dtype
+        result = promoted_sum(r, result, added(r, x, result, layer, adapters), f"{layer.name}_with_lora")
+        return ops.cast(r, result, dtype, f"{layer.name}_lora_cast") if converts else result
     output = delta(r, x, layer, adapters)
     if converts:
         output = ops.cast(r, output, result.dtype, f"{layer.name}_lora_cast")
     return ops.add(r, result, output, f"{layer.name}_with_lora")
+
+
+def added(r: Recorder, x: Tensor, result: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
+    """What an adapter adds to the base layer's ``result``."""
+    return decomposed(r, x, result, layer, adapters) if adapters.dora else delta(r, x, layer, adapters)
 
 
 def delta(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
@@ -252,18 +264,8 @@ def delta(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
 
 def unscaled(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
     """``lora_B(lora_A(dropout(x)))``."""
-    name = layer.name
-
-    def down(x: Tensor) -> Tensor:
-        weight = r.parameter(f"{name}.lora_A.weight", (adapters.rank, x.shape[-1]), x.dtype)
-        return ops.linear(r, x, weight, name=f"{name}_lora_a")
-
-    def up(x: Tensor) -> Tensor:
-        weight = r.parameter(f"{name}.lora_B.weight", (layer.n, adapters.rank), x.dtype)
-        out = ops.linear(r, x, weight, name=f"{name}_lora_b")
-        return ops.copied_gradient(r, out, f"{name}_lora_b") if layer.strided else out
-
-    return up(down(ops.dropout(r, x, adapters.dropout, f"{name}_lora_dropout")))
+    out = low_rank_product(r, ops.dropout(r, x, adapters.dropout, f"{layer.name}_lora_dropout"), layer, adapters)
+    return ops.copied_gradient(r, out, f"{layer.name}_lora_b") if layer.strided else out
 
 
 def promoted_sum(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:

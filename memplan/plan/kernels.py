@@ -70,5 +70,7 @@ def _check_functions(plan: ResolvedPlan) -> None:
         refuse("after prepare_model_for_kbit_training, whose fp32 hidden states are not modelled with it")
     if not {"query", "key", "value"} <= adapted_layers:
         refuse("unless q_proj, k_proj and v_proj all have adapters")
+    if plan.lora.dora:
+        refuse("with DoRA, whose norms the functions leave out")
     if {"gate", "up", "down"} <= adapted_layers:
         refuse("with adapters on the whole MLP: backward of its function multiplies shapes that do not match")

@@ -59,20 +59,20 @@ def _check_experts(targets: Sequence[str], names: Mapping[str, str]) -> None:
 
 
 def adapter_parameters(plan: Plan) -> int:
-    """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs."""
+    """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs; of DoRA n more."""
     spec, rank = plan.model, plan.lora.rank or 0
     h, f, heads = spec.hidden, spec.ffn, spec.head_dim
     sizes = {
-        "qkv": h + spec.qkv_features,
-        "query": h + spec.heads * heads,
-        "key": h + spec.kv_heads * heads,
-        "value": h + spec.kv_heads * heads,
-        "attention_output": spec.heads * heads + h,
-        "gate": h + f,
-        "up": h + f,
-        "gate_up": h + 2 * f,
-        "down": f + h,
+        "qkv": (h, spec.qkv_features),
+        "query": (h, spec.heads * heads),
+        "key": (h, spec.kv_heads * heads),
+        "value": (h, spec.kv_heads * heads),
+        "attention_output": (spec.heads * heads, h),
+        "gate": (h, f),
+        "up": (h, f),
+        "gate_up": (h, 2 * f),
+        "down": (f, h),
+        "transform": (h, h),
     }
-    targets = adapted(plan)
-    of_layer = sum(size for name, size in sizes.items() if name in targets)
-    return rank * (spec.layers * of_layer + (2 * h if "transform" in targets else 0))
+    counts = {name: rank * (k + n) + n * plan.lora.dora for name, (k, n) in sizes.items()}
+    return sum(counts[name] * (1 if name == "transform" else spec.layers) for name in adapted(plan))

@@ -100,6 +100,9 @@ def _check_gptq(plan: ResolvedPlan) -> None:
         if getattr(given, name) != default:
             problem = "must be left out with quantisation.kind gptq, which has no such setting"
             raise PlanError(f"quantisation.{name}", getattr(given, name), problem)
+    if plan.lora.dora:
+        problem = "must be false with quantisation.kind gptq: DoRA is modelled on nf4, fp4 and plain weights"
+        raise PlanError("lora.dora", True, problem)
 
 
 def _check_frozen(plan: ResolvedPlan) -> None:

@@ -8,10 +8,11 @@ from .section import Count, Dtype, FrameworkSection, Terse
 from .spec import MOST_LAYERS
 
 
-class Lora(FrameworkSection):
+class Lora(FrameworkSection, Terse):
     """Low-rank adapters as peft makes them: the model is frozen, and two small matrices beside a layer are trained."""
 
     shorthand = "rank"
+    unsaid: ClassVar[frozenset[str]] = frozenset({"dora", "alpha", "rslora"})
 
     rank: int | None = Field(
         None,
@@ -38,6 +39,24 @@ class Lora(FrameworkSection):
         None,
         description="dtype of adapters; default: fp32, by peft's autocast_adapter_dtype",
         json_schema_extra={"flag": "--lora-dtype"},
+    )
+    dora: bool = Field(
+        False,
+        description="DoRA (use_dora): the norms of adapted weights are parameters, and are made anew in every forward "
+        "pass",
+        json_schema_extra={"flag": "--use-dora"},
+    )
+    alpha: float | None = Field(
+        None,
+        ge=0.0,
+        le=2**20,
+        description="numerator of what adapters are scaled by (lora_alpha), which takes no memory",
+        json_schema_extra={"flag": "--lora-alpha"},
+    )
+    rslora: bool = Field(
+        False,
+        description="scale adapters by alpha over the root of the rank (use_rslora), which takes no memory",
+        json_schema_extra={"flag": "--use-rslora"},
     )
 
 

@@ -202,6 +202,7 @@ class Tuned:
     dropout: float
     adapters: str
     """Dtype of adapters."""
+    dora: bool
     embedding: bool
     """The embedding's tables and norm are frozen."""
     layers: int
@@ -229,6 +230,7 @@ def tuned_of(plan: ResolvedPlan) -> Tuned | None:
         targets=list(lora.targets or ()),
         dropout=lora.dropout,
         adapters=lora.dtype or "fp32",
+        dora=lora.dora,
         embedding=frozen.embedding,
         layers=frozen.layers,
         four_bit=_four_bit(plan),

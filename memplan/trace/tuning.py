@@ -208,6 +208,7 @@ def with_adapters(given: Tuned, model: Any) -> Any:
         r=given.rank,
         target_modules=ALL_LINEAR if given.targets == [ALL_LINEAR] else given.targets,
         lora_dropout=given.dropout,
+        use_dora=given.dora,
         fan_in_fan_out=model.config.model_type == "gpt2",
     )
     with modules_of_fakes(), catch_warnings():

@@ -53,6 +53,12 @@ def test_llama_3_8b_has_as_many_adapters_as_reported() -> None:
     assert adapter_parameters(plan(model="llama-3-8b", layers=32, lora_rank=16)) == 6_815_744
 
 
+def test_dora_trains_a_norm_for_every_output() -> None:
+    """q_proj of Llama 3 8B: 16 (4096 + 4096) and 4096 norms in each of 3 layers."""
+    one = plan(model="llama-3-8b", lora_rank=16, lora_targets="q_proj", use_dora="true")
+    assert sum(trained(one)) == adapter_parameters(one) == 3 * (16 * 2 * 4096 + 4096)
+
+
 def test_gradients_and_states_are_of_adapters_alone() -> None:
     """fp32 adapters over a bf16 model: 8 bytes of states each."""
     one = plan(model="llama-3-8b", lora_rank=16, lora_targets="q_proj,v_proj")
@@ -108,6 +114,21 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
         ({"model": "llama-3-8b", "freeze_layers": 4}, "at most the 3 layers"),
         ({"model": "gpt2", "code": "2020", "dtype": "fp32", "freeze_embedding": "true"}, "code 2020"),
         ({"model": "llama-3-8b", "quantisation": "nf4"}, "cannot be trained"),
+        (
+            {"model": "llama-3-8b", "lora_rank": 8, "use_dora": "true", "framework": "deepspeed", "gpus": 2, "zero": 3},
+            "must be false at stage 3",
+        ),
+        (
+            {
+                "model": "gpt2",
+                "lora_rank": 8,
+                "use_dora": "true",
+                "framework": "fsdp",
+                "gpus": 2,
+                "quantisation": "nf4",
+            },
+            "packed",
+        ),
         ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8"}, "nf4 and fp4 are"),
         ({"model": "llama-3-8b", "lora_rank": 8, "double_quantisation": "true"}, "quantisation.kind is none"),
         ({"model": "falcon-7b", "lora_rank": 8, "quantisation": "nf4"}, "class of their own"),

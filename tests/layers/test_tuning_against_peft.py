@@ -47,9 +47,11 @@ class Adapted(Case):
     targets: str
     dropout: float = 0.1
     adapters: str = "fp32"
+    dora: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.dtype}-{self.attention}-recompute-{self.recompute}-{self.targets}-{self.adapters}"
+        adapters = f"{self.targets}-{self.adapters}{'-dora' * self.dora}"
+        return f"{self.model}-{self.dtype}-{self.attention}-recompute-{self.recompute}-{adapters}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,9 @@ ADAPTED = (
     Adapted("gpt_neox-dropout", "bf16", "eager", "full", "query_key_value"),
     Adapted("falcon", "bf16", "eager", "none", "all-linear"),
     Adapted("qwen3", "bf16", "flash", "none", "all-linear", 0.1, "bf16"),
+    Adapted("llama", "bf16", "flash", "full", "q_proj,down_proj", 0.0, "fp32", dora=True),
+    Adapted("opt", "bf16", "flash", "none", "all-linear", 0.1, "fp32", dora=True),
+    Adapted("gpt2", "bf16", "eager", "none", "c_attn,c_proj", 0.0, "bf16", dora=True),
 )
 PARTLY = (
     Partly("llama", "bf16", "flash", "none", True, 2),
@@ -90,9 +95,14 @@ PARTLY = (
 @pytest.mark.parametrize(("case", "shape"), list(zip(ADAPTED, cycle(SHAPES), strict=False)), ids=str)
 def test_step_with_adapters(case: Adapted, shape: Shape, tmp_path: Path) -> None:
     flags = case.flags(
-        shape, lora_rank=str(RANK), lora_targets=case.targets, lora_dropout=str(case.dropout), lora_dtype=case.adapters
+        shape,
+        lora_rank=str(RANK),
+        lora_targets=case.targets,
+        lora_dropout=str(case.dropout),
+        lora_dtype=case.adapters,
+        use_dora=str(case.dora).lower(),
     )
-    tune = lora(RANK, tuple(case.targets.split(",")), case.dropout, case.adapters)
+    tune = lora(RANK, tuple(case.targets.split(",")), case.dropout, case.adapters, use_dora=case.dora)
     compare(case, shape, flags, tune, tmp_path)
 
 

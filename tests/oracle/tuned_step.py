@@ -88,15 +88,15 @@ def _apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Ten
     return module
 
 
-def lora(rank: int, targets: tuple[str, ...], dropout: float, adapter_dtype: str | None) -> Tune:
-    """peft's adapters; with ``adapter_dtype`` fp32 as it casts them, else in the model's."""
+def lora(rank: int, targets: tuple[str, ...], dropout: float, adapter_dtype: str | None, **more: Any) -> Tune:
+    """peft's adapters; with ``adapter_dtype`` fp32 as it casts them, else in the model's, and ``more`` settings."""
 
     def tune(model: Any) -> Any:
         import peft
 
         named = "all-linear" if targets == ("all-linear",) else list(targets)
         fan = model.config.model_type == "gpt2"
-        settings = peft.LoraConfig(r=rank, target_modules=named, lora_dropout=dropout, fan_in_fan_out=fan)
+        settings = peft.LoraConfig(r=rank, target_modules=named, lora_dropout=dropout, fan_in_fan_out=fan, **more)
         return peft.get_peft_model(model, settings, autocast_adapter_dtype=adapter_dtype == "fp32")
 
     return tune

@@ -450,6 +450,11 @@ def _adapters(reader: Reader) -> None:
         targets = arguments.node("lora_target_modules")
         if targets is not None:
             put("lora.targets", targets, "lora_target_modules")
+        if (alpha := arguments.node("lora_alpha")) is not None:
+            put("lora.alpha", alpha, "lora_alpha")
+        for name in ("dora", "rslora"):
+            if (chosen := arguments.on(f"use_{name}")) is not None:
+                put(f"lora.{name}", chosen, f"use_{name}")
     quantised = arguments.on("load_in_4bit")
     if quantised is None:
         return

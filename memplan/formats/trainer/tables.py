@@ -39,6 +39,9 @@ READ = frozenset(
         "use_peft",
         "lora_r",
         "lora_dropout",
+        "lora_alpha",
+        "use_dora",
+        "use_rslora",
         "lora_target_modules",
         "load_in_4bit",
         "bnb_4bit_quant_type",
@@ -57,7 +60,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "optim_target_modules": ((None,), "optimizers of some modules (GaLore, APOLLO) are not modelled"),
         "use_cpu": ((None, False), "there is no device then"),
         "load_in_8bit": ((None, False), "bitsandbytes' 8-bit weights are not modelled"),
-        "use_dora": ((None, False), "DoRA is not modelled"),
+        "lora_bias": ((None, "none"), "biases that are trained beside adapters are not modelled"),
         "lora_modules_to_save": ((None,), "modules that are trained whole beside adapters are not modelled"),
         "lora_target_parameters": ((None,), "adapters on parameters of experts are not modelled"),
     }
@@ -98,7 +101,7 @@ WITHOUT_EFFECT = frozenset(
     train_file validation_file max_train_samples max_eval_samples preprocessing_num_workers config_name tokenizer_name
     cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache validation_split_percentage
     keep_linebreaks streaming use_cpu_amp fp16_backend half_precision_backend fp16_opt_level torchdynamo mp_parameters
-    eval_packing lora_alpha use_rslora lora_task_type
+    eval_packing lora_task_type
     past_index ray_scope no_cuda use_mps_device jit_mode_eval auto_find_batch_size_ratio chat_template_path
     """.split()  # noqa: SIM905 - a list this long would be a hundred lines
 )

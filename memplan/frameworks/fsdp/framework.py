@@ -100,6 +100,9 @@ class Fsdp(Framework):
         return plan.fsdp.code == "transformers"
 
     def check(self, plan: ResolvedPlan) -> None:
+        if plan.lora.dora and plan.quantisation.kind != "none":
+            problem = "must be false with sharded 4-bit weights, which FSDP hands to peft as they are packed"
+            raise PlanError("lora.dora", True, problem)
         if plan.fsdp.version == "2":
             _check_version_2(plan)
         if plan.layout.tp == 1 and plan.loss.kind == "vocab-parallel":
