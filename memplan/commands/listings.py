@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import typer
 
 from .output import Json, NoColor, console, print_json, printing
 
+Part = Annotated[str, typer.Argument(metavar="NAME", help="Only those whose names hold this.")]
 
-def models(json: Json = False, no_color: NoColor = False) -> int:
+
+def models(part: Part = "", json: Json = False, no_color: NoColor = False) -> int:
     """Models that are built in, with their sizes."""
     from ..plan.count import parameters
     from ..plan.library import model_specs
     from ..plan.models import load_spec
 
-    specs = [load_spec(name) for name in model_specs()]
+    specs = [load_spec(name) for name in _holding(part, model_specs())]
     if json:
         print_json([{**spec.model_dump(mode="json"), "parameters": parameters(spec)} for spec in specs])
         return 0
@@ -36,7 +41,7 @@ def models(json: Json = False, no_color: NoColor = False) -> int:
     return 0
 
 
-def gpus(json: Json = False, no_color: NoColor = False) -> int:
+def gpus(part: Part = "", json: Json = False, no_color: NoColor = False) -> int:
     """GPUs that are built in, with the memory that their drivers show."""
     from dataclasses import asdict
 
@@ -47,8 +52,9 @@ def gpus(json: Json = False, no_color: NoColor = False) -> int:
         found = context_causes(gpu)
         return (sum(one.least for one in found), sum(one.most for one in found)) if found else None
 
+    listed = [GPUS[name] for name in _holding(part, GPUS)]
     if json:
-        print_json([{**asdict(gpu), "context_range_bytes": contexts(gpu.name)} for gpu in GPUS.values()])
+        print_json([{**asdict(gpu), "context_range_bytes": contexts(gpu.name)} for gpu in listed])
         return 0
     rows = [
         (
@@ -57,7 +63,7 @@ def gpus(json: Json = False, no_color: NoColor = False) -> int:
             ".".join(map(str, gpu.compute_capability or ())),
             "" if (span := contexts(gpu.name)) is None else f"{span[0] / 2**20:,.0f} to {span[1] / 2**20:,.0f}",
         )
-        for gpu in GPUS.values()
+        for gpu in listed
     ]
     _print_table(("GPU", "memory MiB", "compute capability", "CUDA context MiB"), rows, no_color)
     return 0
@@ -69,6 +75,17 @@ def schema() -> int:
 
     print_json(plan_schema())
     return 0
+
+
+def _holding(part: str, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` in which ``part`` is; to refuse what is in none."""
+    from ..plan.errors import Origin, PlanError
+    from ..plan.spellings import plain
+
+    found = [name for name in names if plain(part) in plain(name)]
+    if not found:
+        raise PlanError("name", part, "is in no name of this list", origin=Origin("NAME"))
+    return found
 
 
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], no_color: bool) -> None:

@@ -56,7 +56,8 @@ _MEANT = {
     "--zero 2": ("zero2",),
     "--zero 3": ("zero3",),
     "--sequence-parallel": ("sp",),
-    "--gpus": ("num-devices", "devices", "nnodes", "nodes"),
+    "--gpus": ("num-devices", "devices"),
+    "--gpus (of all nodes together)": ("nnodes", "nodes", "num-nodes", "num-machines", "nproc-per-node"),
     "--gpu": ("device", "accelerator"),
     "--capacity": ("gpu-memory", "memory", "vram", "max-memory"),
     "--hidden": ("dim",),
@@ -105,6 +106,18 @@ NOT_MODELLED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("--lora-bias", "--bias"), "biases that are trained beside adapters are not modelled; peft's default is none"
+    ),
+    **dict.fromkeys(
+        ("--torch-compile", "--compile"),
+        "compiled code is not modelled: what Inductor fuses and keeps is its own choice; without this flag the code is "
+        "estimated as it stands",
+    ),
+    **dict.fromkeys(
+        (
+            *("--learning-rate", "--lr", "--lr-scheduler-type", "--warmup-steps", "--weight-decay", "--seed"),
+            *("--epochs", "--num-train-epochs", "--max-steps", "--train-iters", "--max-grad-norm", "--logging-steps"),
+        ),
+        "changes neither memory nor the time of a step: leave it out",
     ),
     "--versions": "other releases of transformers are not modelled yet",
 }

@@ -298,11 +298,10 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Other names that people write, without the maker's; one that two GPUs share asks which."""
 
 
-def alike(name: str) -> tuple[str, ...]:
-    """Those of ``GPUS`` that ``name``, which is none of them, may be meant for: one with a number of it, if it has
-    some."""
-    numbers = {*_NUMBER.findall(name)}
-    return tuple(gpu for gpu in GPUS if not numbers or numbers & {*_NUMBER.findall(gpu)})
+def of_series(name: str) -> tuple[str, ...]:
+    """Those of ``GPUS`` that begin with the letters and the number of ``name``, as ``h100 pcie`` does; all, if none."""
+    series = _SERIES.match(name.lower())
+    return tuple(gpu for gpu in GPUS if series is not None and gpu.startswith(series[0])) or tuple(GPUS)
 
 
-_NUMBER = re.compile(r"[0-9]+")
+_SERIES = re.compile(r"[a-z]+[0-9]+")

@@ -15,8 +15,8 @@ from .text import is_there, path_of, read_text
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 _ENDING = re.compile(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
 """What tells models of the same shape apart."""
-_SIZE = re.compile(r"-[0-9.]+[bm]$")
-"""How large a model is: a name without it means the only one of that name."""
+_SIZE = re.compile(r"-[0-9.]+[bm](?:-v[0-9.]+)?$")
+"""How large a model is, and its release: a name without them means the only one of that name."""
 
 
 def twin(name: str, node: Node) -> str | None:
@@ -30,7 +30,8 @@ def twin(name: str, node: Node) -> str | None:
         for model, ids in hub_ids().items()
     }
     found = (
-        meant(name, called.items())
+        [model for model, names in called.items() if name.lower() in map(str.lower, names)]
+        or meant(name, called.items())
         or meant(
             _ENDING.sub("", name), ((model, {_ENDING.sub("", one) for one in names}) for model, names in called.items())
         )
@@ -39,6 +40,15 @@ def twin(name: str, node: Node) -> str | None:
     if len(found) > 1:
         raise PlanError("model", name, f"could be {' or '.join(found)}; name one", origin=node.origin)
     return found[0] if found else None
+
+
+def namesakes(name: str) -> tuple[str, ...]:
+    """Built-in models of the family that ``name`` begins with."""
+    return tuple(model for model in hub_ids() if _word(model) == _word(name.rpartition("/")[2]))
+
+
+def _word(name: str) -> str:
+    return re.split(r"[^a-z]", name.lower(), maxsplit=1)[0]
 
 
 def cached_config(name: str) -> Path | None:

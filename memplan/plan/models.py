@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import Origin, PlanError, one_line
-from .hub import cached_config, is_repository, refused, twin
+from .hub import cached_config, is_repository, namesakes, refused, twin
 from .library import model_specs
 from .node import Node
 from .normalise import section_fields
@@ -96,8 +96,11 @@ def _base(base: Node, folder: Path) -> Found:
         raise (
             refused(name, base) if is_repository(name) else PlanError("model", name, "no such file", origin=base.origin)
         )
-    problem = "is neither a built-in model (`memplan models` lists them) nor a path"
-    raise PlanError("model", name, problem, origin=base.origin, known=model_specs())
+    problem = (
+        "is neither a built-in model (`memplan models` lists them) nor a path; of another one give its config.json, or "
+        "its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
+    )
+    raise PlanError("model", name, problem, origin=base.origin, known=namesakes(name))
 
 
 def model_path(name: str, folder: Path) -> Path:
