@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.formats.exported import as_text, model_flags
@@ -28,6 +28,7 @@ def test_a_built_in_model_is_its_name(name: str) -> None:
     assert model_flags(load_spec(name)) == {"model": name}
 
 
+@settings(deadline=None)  # every built-in spec is read once
 @given(
     st.sampled_from(list(model_specs())),
     st.fixed_dictionaries(
