@@ -299,9 +299,16 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def of_series(name: str) -> tuple[str, ...]:
-    """Those of ``GPUS`` that begin with the letters and the number of ``name``, as ``h100 pcie`` does; all, if none."""
+    """Those of ``GPUS`` that begin with the letters and the number of ``name``, as ``h100 pcie`` does."""
     series = _SERIES.match(name.lower())
-    return tuple(gpu for gpu in GPUS if series is not None and gpu.startswith(series[0])) or tuple(GPUS)
+    return tuple(gpu for gpu in GPUS if series is not None and gpu.startswith(series[0]))
 
 
+def alike(name: str) -> tuple[str, ...]:
+    """Those of ``GPUS`` that ``name``, which is none of them, may be meant for: of its series, or with its number."""
+    numbers = {*_NUMBER.findall(name)}
+    return of_series(name) or tuple(gpu for gpu in GPUS if not numbers or numbers & {*_NUMBER.findall(gpu)})
+
+
+_NUMBER = re.compile(r"[0-9]+")
 _SERIES = re.compile(r"[a-z]+[0-9]+")

@@ -139,13 +139,13 @@ def _ranks(hardware: Hardware, layout: Layout, gpus: int | None) -> tuple[int, i
 def _capacity(hardware: Hardware) -> int | None:
     if hardware.gpu is None:
         return hardware.capacity
-    from ..device.gpus import GPUS, of_series
+    from ..device.gpus import GPUS, alike, of_series
 
     gpu = GPUS.get(hardware.gpu)
     if gpu is None:
-        known = of_series(hardware.gpu)
-        problem = f"is not a known GPU: {', '.join(known)}; of another one give the memory instead: --capacity 24GiB"
-        raise PlanError("hardware.gpu", hardware.gpu, problem, known=known)
+        known = ", ".join(of_series(hardware.gpu) or GPUS)
+        problem = f"is not a known GPU: {known}; of another one give the memory instead: --capacity 24GiB"
+        raise PlanError("hardware.gpu", hardware.gpu, problem, known=alike(hardware.gpu))
     return gpu.process_bytes if hardware.capacity is None else hardware.capacity
 
 
