@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ..layers.coverage import Allowed
     from ..layers.ends import Embedding
     from ..layers.experts import Mixed
-    from ..layers.huggingface import Layer, LayerShape
+    from ..layers.huggingface import Layer, LayerShape, Shared
     from ..plan.node import Scalar
+    from .llama import Projecting
 
 REQUIRED = object()
 """The default of a size that every saved configuration carries: another default would silently be another model."""
@@ -134,6 +135,12 @@ class Family:
     """What a layer with experts has in place of an MLP."""
     norm: Callable[[Recorder, Tensor, str], Tensor] | None = None
     """Where it is not plain LayerNorm or RMSNorm."""
+    projecting: Projecting | None = None
+    """In which order queries, keys and values are made, if not as Llama's."""
+    rotary: Callable[[Recorder, Tensor, Tensor, Shared], tuple[Tensor, Tensor]] | None = None
+    """How queries and keys turn, if not as Llama's: they are laid out head by head then."""
+    half_tables: bool = False
+    """Rotary tables have one angle for two features."""
     as_llama_since: Version = ()
     """Releases before have a rotary embedding in every layer, and repeat keys and values for the package's kernel."""
     multi_head: bool = False
@@ -152,6 +159,8 @@ class Family:
     """Every layer has a rotary table of its own, of all positions."""
     keeps_embedding: bool = False
     """The model has the embedding's output in a variable while its layers run."""
+    scale_in_embedding: bool = False
+    """The embedding multiplies its output itself, by a buffer; else the model does."""
     returns_weights: bool = False
     """Layers return their attention weights, which the model holds while the next layer runs: a recomputed layer
     leaves more than its output behind, which is not modelled."""

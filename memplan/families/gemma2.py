@@ -106,6 +106,7 @@ GEMMA2 = replace(
     embedding=gemma2_embedding,
     norm=gemma_norm,
     no_flash="soft-capped scores are not in PyTorch's flash kernel, and transformers refuses sdpa for the family",
+    scale_in_embedding=True,
     megatron_core=None,
     registered=(
         *("query", "key", "value", "attention_output", "gate", "up", "down"),

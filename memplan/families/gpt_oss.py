@@ -3,12 +3,98 @@ layer, and attention sinks. Its weights are published in MXFP4; training takes t
 
 from __future__ import annotations
 
-from ..layers.coverage import CORE_GPT
-from .base import Config, Family, key
-from .llama import CONSTANTS, KEYS
+from dataclasses import replace
 
-GPT_OSS = Family(
-    "gpt_oss",
+from ..layers import experts, ops, selecting
+from ..layers.autograd import Recorder, Tensor
+from ..layers.coverage import MIXTURE, reads
+from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
+from ..layers.huggingface import LayerShape, Shared, eager_rms_norm
+from ..plan.releases import SORTED_ONCE
+from ..plan.spec import ModelSpec
+from .base import Config, key
+from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, feed_forward, llama_attention
+from .mixtral import MIXTRAL
+
+
+def norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    return eager_rms_norm(r, x, name, cast_last=True)
+
+
+def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+    """``apply_rotary_pos_emb``: both halves of a head by the same angles."""
+    q_out = rotary_one(r, q, shared, "query")
+    k_out = rotary_one(r, k, shared, "key")
+    return q_out, k_out
+
+
+def rotary_one(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
+    """``_apply_rotary_emb``."""
+    cos, sin = shared.cos, shared.sin
+    assert cos is not None
+    assert sin is not None
+    half = (*x.shape[:-1], x.shape[-1] // 2)
+    first, second = ops.split(r, x, [half, half], name)
+
+    def turned(x: Tensor, y: Tensor, part: str, *, negated: bool) -> Tensor:
+        kept = ops.multiply(r, x, cos, f"{name}_{part}_cos")
+        return ops.add(r, kept, ops.multiply(r, y, sin, f"{name}_{part}_sin"), f"{name}_{part}", negated=negated)
+
+    out = turned(first, second, "first", negated=True)
+    return ops.cat_last(r, out, turned(second, first, "second", negated=False), f"{name}_rotary")
+
+
+def router(r: Recorder, hidden: Tensor, spec: ModelSpec) -> experts.Routed:
+    """``GptOssTopKRouter.forward``: a softmax over the chosen logits."""
+    logits = experts.logits_of(r, hidden, spec)
+    chosen, indices = selecting.top_k(r, logits, spec.expert_top_k, "chosen")
+    return logits, ops.softmax(r, chosen, "chosen_probabilities", chosen.dtype), indices
+
+
+def gate(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
+    """``GptOssExperts._apply_gate``: every second feature is the gate's; both are clamped."""
+    f = spec.expert_ffn
+    gate = ops.slice_last(r, x, f, "gate")
+    up = ops.slice_last(r, x, f, "up")
+    gate = selecting.clamped(r, gate, "gate_clamped", bounds=1)
+    up = selecting.clamped(r, up, "up_clamped", bounds=2)
+    inner = ops.elementwise(r, "gate_sigmoid", (ops.scale(r, gate, "gate_scaled"),), saves_output=True)
+    inner = ops.multiply(r, gate, inner, "gated")
+    return ops.multiply(r, ops.add_constant(r, up, "up_and_one"), inner, "gated_up")
+
+
+def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:
+    """``GptOssMLP.forward``."""
+    return experts.mixture(r, x, shape, router, gate=gate, returns=True)
+
+
+def layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
+    """``GptOssDecoderLayer.forward``: attention's weights end when the experts have given theirs."""
+    residual = hidden
+    hidden = norm(r, hidden, "attention_norm")
+    hidden, given = llama_attention(r, hidden, shared, shape)
+    hidden = ops.add(r, residual, hidden, "residual_attention")
+    residual = hidden
+    hidden = norm(r, hidden, "mlp_norm")
+    hidden, given = feed_forward(r, hidden, shape)
+    hidden = ops.add(r, residual, hidden, "residual_mlp")
+    del residual, given
+    return hidden
+
+
+def embedding(r: Recorder, shape: LayerShape) -> Embedded:
+    """``GptOssModel.forward`` up to the first layer: a mask of each kind, which know no positions."""
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
+    position_ids = positions(r, shape.s)
+    full = causal_mask(r, shape, window=False, packed=False)
+    mask = causal_mask(r, shape, packed=False)
+    cos, sin = rotary_tables(r, shape)
+    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full))
+
+
+GPT_OSS = replace(
+    LLAMA_FAMILY,
+    name="gpt_oss",
     config=Config(
         keys={
             **{name: key for name, key in KEYS.items() if name != "mlp_bias"},
@@ -34,7 +120,29 @@ GPT_OSS = Family(
         refused={"hidden_act": "silu"},
         published_in=("mxfp4",),
     ),
-    megatron_core=CORE_GPT,
+    covers={
+        **reads(MIXTURE, "mlp_bias", "alternating_windows", "attention_sinks", "activation_clamp"),
+        "activation": ("quick_geglu",),
+        "qk_norm": (False,),
+        "mlp_bias": (True,),
+        "alternating_windows": (True,),
+        "attention_sinks": (True,),
+        "activation_clamp": (7.0,),
+        "dense_layers": ((),),
+    },
+    layer=layer,
+    embedding=embedding,
+    norm=norm,
+    rotary=rotary,
+    half_tables=True,
+    mixture=mixture,
+    kernels=(),
+    no_flash="its attention sinks are not in PyTorch's flash kernel, and transformers refuses sdpa for the family",
+    linear_layers=MIXTRAL.linear_layers,
+    registered=("sinks", *ATTENTION, "router", "experts", "attention_norm", "mlp_norm"),
+    since=SORTED_ONCE,
+    not_followed=None,
+    submodules=None,
 )
 
 FAMILIES = {"gpt_oss": GPT_OSS}

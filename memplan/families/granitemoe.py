@@ -3,11 +3,37 @@ each block's output and of logits, and experts in place of its MLP."""
 
 from __future__ import annotations
 
-from .base import Config, Family, key
-from .llama import CONSTANTS, KEYS, SILU
+from dataclasses import replace
 
-GRANITE_MOE = Family(
-    "granitemoe",
+from ..layers import experts, ops, selecting
+from ..layers.autograd import Recorder, Tensor
+from ..layers.coverage import MIXTURE, reads
+from ..layers.huggingface import LayerShape
+from ..plan.releases import SORTED_ONCE
+from ..plan.spec import ModelSpec
+from .base import Config, key
+from .llama import CONSTANTS, KEYS, SILU
+from .mixtral import MIXTRAL
+
+SCALES = dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), True)
+
+
+def router(r: Recorder, hidden: Tensor, spec: ModelSpec) -> experts.Routed:
+    """``GraniteMoeTopKRouter.forward``: a softmax over the chosen logits, in fp32."""
+    logits = ops.cast(r, experts.logits_of(r, hidden, spec), "fp32", "router_logits_fp32")
+    chosen, indices = selecting.top_k(r, logits, spec.expert_top_k, "chosen")
+    weights = ops.cast(r, ops.softmax(r, chosen, "chosen_probabilities"), hidden.dtype, "chosen_cast")
+    return logits, weights, indices
+
+
+def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:
+    """``GraniteMoeMoE.forward``."""
+    return experts.mixture(r, x, shape, router)
+
+
+GRANITE_MOE = replace(
+    MIXTRAL,
+    name="granitemoe",
     config=Config(
         keys={
             **{name: key for name, key in KEYS.items() if name != "mlp_bias"},
@@ -17,16 +43,23 @@ GRANITE_MOE = Family(
             "expert_ffn": key("intermediate_size"),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
         },
-        constants={
-            **CONSTANTS,
-            "mlp_bias": False,
-            "embedding_scale": True,
-            "residual_scale": True,
-            "logit_scale": True,
-        },
+        constants={**CONSTANTS, "mlp_bias": False, **SCALES},
         activation=SILU,
         activations=("silu", "swish"),
     ),
+    covers={
+        **reads(MIXTURE, *SCALES),
+        **dict.fromkeys(SCALES, (True,)),
+        "qk_norm": (False,),
+        "sliding_window": (None,),
+        "dense_layers": ((),),
+    },
+    mixture=mixture,
+    megatron_core=None,
+    kernels=(),
+    registered=(*MIXTRAL.registered[:-4], "attention_norm", "mlp_norm", "router", "experts"),
+    since=SORTED_ONCE,
+    not_followed=None,
 )
 
 FAMILIES = {"granitemoe": GRANITE_MOE}

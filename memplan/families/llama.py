@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..layers import ops
@@ -67,39 +67,55 @@ SUBMODULES = {
 }
 
 
-def llama_projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
-    """A projection as (b, a, s, d)."""
-    return as_heads(r, projection(r, hidden, name, heads, shape), name, heads, shape)
-
-
-def projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
-    return linear(r, hidden, name, heads * shape.spec.head_dim, shape.spec.attention_bias)
-
-
 def head_by_head(shape: LayerShape) -> dict[str, bool]:
     """Which gradients attention hands back in a layout that a view of all heads has to copy."""
     queries, others = (not shape.flash or copied for copied in (shape.lays_out_queries, shape.lays_out))
     return {"query": queries, "key": others, "value": others}
 
 
-def fused_projections(r: Recorder, hidden: Tensor, shape: LayerShape) -> list[Tensor]:
-    """Queries, keys and values by one function of Unsloth, which runs in the place of the first layer."""
-    spec = shape.spec
-    heads = {"query": spec.heads, "key": spec.kv_heads, "value": spec.kv_heads}
-    layers = [Linear(name, count * spec.head_dim, False, False) for name, count in heads.items()]
-    made = fused(r, hidden, *layers)
-    return [as_heads(r, made.pop(0), name, count, shape) for name, count in heads.items()]
+def projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
+    return linear(r, hidden, name, heads * shape.spec.head_dim, shape.spec.attention_bias)
 
 
-def as_heads(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
-    """(b, s, a d) as (b, a, s, d); queries and keys of Qwen 3 are normed per head."""
-    spec, b, s, d = shape.spec, shape.b, shape.s, shape.spec.head_dim
+def normed(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
+    """Queries and keys of Qwen 3 are normed per head, of OLMoE all heads together."""
+    normed = name != "value" and shape.spec.qk_norm
+    return eager_rms_norm(r, x, f"{name}_norm") if normed else x
+
+
+def seen_as_heads(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
+    """(b, s, a d) as (b, s, a, d)."""
     copied = head_by_head(shape)["value"] if name == "value" else not turns_in_place(r)
     if heads > 1 and copied:
         x = ops.copied_gradient(r, x, name)
-    if name != "value" and spec.qk_norm:
-        return eager_rms_norm(r, x.view(b, s, heads, d), f"{name}_norm").view(b, heads, s, d)
-    return x.view(b, heads, s, d)
+    return x.view(shape.b, shape.s, heads, shape.spec.head_dim)
+
+
+Projecting = tuple[tuple[Callable[[Recorder, Tensor, str, int, LayerShape], Tensor], ...], ...]
+"""What becomes of queries, keys and values: each tuple for all three before the next."""
+
+EACH_AT_ONCE: Projecting = ((projection, seen_as_heads, normed),)
+SEEN_LAST: Projecting = ((projection,), (seen_as_heads, normed))
+NORMED_FIRST: Projecting = ((projection, normed), (seen_as_heads,))
+NORMED_LAST: Projecting = ((projection, seen_as_heads), (normed,))
+
+
+def projected(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, ...]:
+    """Queries, keys and values as (b, a, s, d); by one function of Unsloth, it runs in the place of the first layer."""
+    spec = shape.spec
+    heads = {"query": spec.heads, "key": spec.kv_heads, "value": spec.kv_heads}
+    made = dict.fromkeys(heads, hidden)
+    steps = family(spec.family).projecting if shape.transformers >= ATTENTION_FUNCTIONS else SEEN_LAST
+    if r.tuning is not None and r.tuning.fused:
+        layers = [Linear(name, count * spec.head_dim, False, False) for name, count in heads.items()]
+        made, steps = dict(zip(heads, fused(r, hidden, *layers), strict=True)), ((seen_as_heads, normed),)
+    for together in steps or EACH_AT_ONCE:
+        for name, count in heads.items():
+            for step in together:
+                made[name] = step(r, made[name], name, count, shape)
+    return tuple(
+        x.view(shape.b, count, shape.s, spec.head_dim) for x, count in zip(made.values(), heads.values(), strict=True)
+    )
 
 
 def turns_in_place(r: Recorder) -> bool:
@@ -113,7 +129,7 @@ def turned(r: Recorder, q: Tensor, k: Tensor, shared: Shared, shape: LayerShape)
         cos, sin = rotary_tables(r, shape)
         shared = replace(shared, cos=cos, sin=sin)
     if r.kernels is None or r.kernels.rope is None:
-        return rotary(r, q, k, shared)
+        return (family(shape.spec.family).rotary or rotary)(r, q, k, shared)
     assert shared.cos is not None
     assert shared.sin is not None
     copied = head_by_head(shape)
@@ -122,21 +138,10 @@ def turned(r: Recorder, q: Tensor, k: Tensor, shared: Shared, shape: LayerShape)
 
 def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
     spec = shape.spec
-    if r.tuning is not None and r.tuning.fused:
-        q, k, v = fused_projections(r, hidden, shape)
-    elif shape.transformers >= ATTENTION_FUNCTIONS:
-        q = llama_projection(r, hidden, "query", spec.heads, shape)
-        k = llama_projection(r, hidden, "key", spec.kv_heads, shape)
-        v = llama_projection(r, hidden, "value", spec.kv_heads, shape)
-    else:
-        q = projection(r, hidden, "query", spec.heads, shape)
-        k = projection(r, hidden, "key", spec.kv_heads, shape)
-        v = projection(r, hidden, "value", spec.kv_heads, shape)
-        q = as_heads(r, q, "query", spec.heads, shape)
-        k = as_heads(r, k, "key", spec.kv_heads, shape)
-        v = as_heads(r, v, "value", spec.kv_heads, shape)
+    q, k, v = projected(r, hidden, shape)
     q, k = turned(r, q, k, shared, shape)
-    out, weights = attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)
+    seen = family(spec.family).rotary is None
+    out, weights = attention(r, Heads(q, seen), Heads(k, seen), Heads(v, True), shared, shape)
     out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias)
     return out, weights
 
@@ -161,16 +166,22 @@ def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     return ops.multiply(r, gate, up, "gated")
 
 
+def block_output(r: Recorder, x: Tensor, spec: ModelSpec, name: str) -> Tensor:
+    """Granite's is multiplied by a number."""
+    return ops.scale(r, x, f"{name}_scaled") if spec.residual_scale else x
+
+
 def llama_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
     """``LlamaDecoderLayer.forward``."""
+    spec = shape.spec
     residual = hidden
     hidden = rms_norm(r, hidden, "attention_norm")
     hidden, _ = llama_attention(r, hidden, shared, shape)
-    hidden = ops.add(r, residual, hidden, "residual_attention")
+    hidden = ops.add(r, residual, block_output(r, hidden, spec, "attention_output"), "residual_attention")
     residual = hidden
     hidden = rms_norm(r, hidden, "mlp_norm")
     hidden, logits = feed_forward(r, hidden, shape)
-    hidden = ops.add(r, residual, hidden, "residual_mlp")
+    hidden = ops.add(r, residual, block_output(r, hidden, spec, "mlp_output"), "residual_mlp")
     del residual, logits
     return hidden
 
@@ -180,6 +191,8 @@ def llama_embedding(r: Recorder, shape: LayerShape, *, packed: bool = True) -> E
     inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s, summed=shape.transformers >= SUMMED_POSITIONS)
     mask = causal_mask(r, shape, packed=packed)
+    if shape.spec.embedding_scale:
+        inputs_embeds = ops.scale(r, inputs_embeds, "embedding_scaled")
     if shape.older:
         return Embedded(inputs_embeds, Shared(mask, position_ids=position_ids))
     cos, sin = rotary_tables(r, shape)

@@ -3,11 +3,18 @@ of keys, and experts in place of its MLP."""
 
 from __future__ import annotations
 
-from .base import Config, Family, key
-from .llama import CONSTANTS, KEYS, SILU
+from dataclasses import replace
 
-OLMOE = Family(
-    "olmoe",
+from ..layers.coverage import MIXTURE, reads
+from ..plan.releases import SORTED_ONCE
+from .base import Config, key
+from .llama import CONSTANTS, KEYS, NORMED_FIRST, SILU
+from .mixtral import MIXTRAL
+from .qwen3_moe import QWEN3_MOE
+
+OLMOE = replace(
+    QWEN3_MOE,
+    name="olmoe",
     config=Config(
         keys={
             **{name: key for name, key in KEYS.items() if name != "mlp_bias"},
@@ -24,6 +31,12 @@ OLMOE = Family(
         activations=("silu", "swish"),
         refused={"clip_qkv": None},
     ),
+    covers={**reads(MIXTURE, "qk_norm_over"), "qk_norm": (True,), "qk_norm_over": ("heads",), "dense_layers": ((),)},
+    projecting=NORMED_FIRST,
+    linear_layers=MIXTRAL.linear_layers,
+    megatron_core=None,
+    since=SORTED_ONCE,
+    not_followed=None,
 )
 
 FAMILIES = {"olmoe": OLMOE}

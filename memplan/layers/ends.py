@@ -94,8 +94,11 @@ def allowed_pairs(r: Recorder, shape: LayerShape, *, window: bool) -> Tensor:
 
 
 def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
-    """``LlamaRotaryEmbedding.forward``: cos and sin (1, s, d), made in fp32, scaled and cast; d features turn."""
-    s, d = shape.s, shape.spec.rotary_features
+    """``LlamaRotaryEmbedding.forward``: cos and sin (1, s, d), made in fp32, scaled and cast; d features turn.
+
+    gpt-oss has one angle for two features, (1, s, d / 2).
+    """
+    s, d = shape.s, shape.table
 
     def unscaled(name: str) -> Tensor:
         return r.empty((1, s, d), "fp32", f"{name}_unscaled")
@@ -104,10 +107,10 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
         return ops.scale(r, x, f"{name}_fp32")
 
     position_ids: Tensor | None = r.empty((1, s, 1), "fp32", "position_ids_fp32")
-    frequencies = r.empty((1, s, d // 2), "fp32", "rotary_frequencies")
+    frequencies = r.empty((1, s, shape.spec.rotary_features // 2), "fp32", "rotary_frequencies")
     if shape.transformers >= MULTIPLIED_ANGLES:
         position_ids = None
-    angles = r.empty((1, s, d), "fp32", "rotary_angles")
+    angles = frequencies if frequencies.shape[-1] == d else r.empty((1, s, d), "fp32", "rotary_angles")
     if shape.older:
         cos, sin = unscaled("cos"), unscaled("sin")
     elif shape.transformers >= SCALED_ANGLES:
@@ -159,6 +162,8 @@ def head(
         logits = ops.elementwise(r, "logits_divided", (logits,), category=Category.LOGITS)
         logits = ops.elementwise(r, "logits_tanh", (logits,), saves_output=True, category=Category.LOGITS)
         logits = ops.elementwise(r, "logits_capped", (logits,), category=Category.LOGITS)
+    if spec.logit_scale:
+        logits = ops.elementwise(r, "logits_divided", (logits,), category=Category.LOGITS)
     if not spec.causal:
         return cross_entropy(r, logits, token_ids(r, shape)), logits
     upcast = ops.cast(r, logits, "fp32", "logits_fp32", Category.LOGITS)

@@ -28,6 +28,9 @@ Mixed = tuple[Tensor, Tensor | None]
 
 Router = Callable[[Recorder, Tensor, ModelSpec], Routed]
 
+Gate = Callable[[Recorder, Tensor, ModelSpec], Tensor]
+"""(N, 2f) to (N, f)."""
+
 
 # -- routers ----------------------------------------------------------------------------------------
 
@@ -35,12 +38,13 @@ Router = Callable[[Recorder, Tensor, ModelSpec], Routed]
 def logits_of(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
     """``F.linear`` of rows (n, h)."""
     weight = r.parameter("router.weight", (spec.experts, spec.hidden), hidden.dtype)
-    return ops.linear(r, ops.alias(r, hidden), weight, name="router_logits")
+    bias = r.parameter("router.bias", (spec.experts,), hidden.dtype) if spec.mlp_bias else None
+    return ops.linear(r, hidden, weight, bias, name="router_logits")
 
 
 def fp32_weights(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
     """``MixtralTopKRouter.forward``: probabilities of the chosen, normed, in fp32."""
-    logits = logits_of(r, hidden, spec)
+    logits = logits_of(r, ops.alias(r, hidden), spec)
     probabilities = ops.softmax(r, ops.cast(r, logits, "fp32", "router_logits_fp32"), "router_probabilities")
     weights, indices = selecting.top_k(r, probabilities, spec.expert_top_k, "chosen")
     return logits, normed(r, weights), indices
@@ -48,7 +52,7 @@ def fp32_weights(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
 
 def cast_weights(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
     """``Qwen3MoeTopKRouter.forward``: normed or not (``norm_topk_prob``), then in the dtype of logits."""
-    logits = logits_of(r, hidden, spec)
+    logits = logits_of(r, ops.alias(r, hidden), spec)
     probabilities = softmax_fp32(r, logits, "router")
     weights, indices = selecting.top_k(r, probabilities, spec.expert_top_k, "chosen")
     if not spec.router_score_first:
@@ -110,25 +114,21 @@ def balanced(shape: LayerShape) -> list[int]:
 # -- experts ----------------------------------------------------------------------------------------
 
 
-def mixture(r: Recorder, x: Tensor, shape: LayerShape, router: Router) -> Mixed:
-    """``SparseMoeBlock.forward``: (b, s, h) to the same; its variables hold what the router gave until it returns."""
+def mixture(
+    r: Recorder, x: Tensor, shape: LayerShape, router: Router, *, gate: Gate | None = None, returns: bool = False
+) -> Mixed:
+    """``SparseMoeBlock.forward``: (b, s, h) to the same; its variables hold what the router gave until it returns.
+
+    ``gate``: the experts' activation, if not of two halves. ``returns``: the layer is given weights.
+    """
     (x,) = r.entered(MODULE, x)
     hidden = ops.alias(r, x)
     hidden = hidden.alias(shape.b * shape.s, shape.spec.hidden)
     logits, weights, indices = router(r, hidden, shape.spec)
-    out = routed(r, hidden, indices, weights, shape)
+    out = grouped_mm(r, hidden, indices, weights, shape, gate or gated)
+    given = weights if returns else None
     del logits, weights, indices
-    return r.left(MODULE, out.view(*x.shape)), None
-
-
-def routed(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, shape: LayerShape) -> Tensor:
-    """(n, h) through the chosen experts to the same."""
-    return grouped_mm(r, hidden, indices, weights, shape)
-
-
-def parameters(r: Recorder, spec: ModelSpec, dtype: str) -> tuple[Tensor, Tensor]:
-    e, f, h = spec.experts, spec.expert_ffn, spec.hidden
-    return r.parameter(GATE_UP, (e, 2 * f, h), dtype), r.parameter(DOWN, (e, h, f), dtype)
+    return r.left(MODULE, out.view(*x.shape)), given
 
 
 def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
@@ -138,13 +138,25 @@ def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     return ops.multiply(r, activation(r, gate, spec), up, "gated")
 
 
-def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, shape: LayerShape) -> Tensor:
+def parameters(
+    r: Recorder, spec: ModelSpec, name: str, sizes: tuple[int, int], dtype: str
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of every expert's projection ``name`` to (n, k)."""
+    weight = r.parameter(name, (spec.experts, *sizes), dtype)
+    return weight, r.parameter(f"{name}_bias", (spec.experts, sizes[0]), dtype) if spec.mlp_bias else None
+
+
+def grouped_mm(
+    r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, shape: LayerShape, gate: Gate
+) -> Tensor:
     """``grouped_mm_experts_forward``: rows sorted by expert, one grouped product for each projection. No tensor's size
     depends on which experts tokens go to."""
     spec, k = shape.spec, shape.spec.expert_top_k
     n, experts = hidden.shape[0], (shape.spec.experts,)
     rows = (n * k,)
-    gate_up, down = parameters(r, spec, hidden.dtype)
+    f, h = spec.expert_ffn, spec.hidden
+    gate_up, gate_up_bias = parameters(r, spec, GATE_UP, (2 * f, h), hidden.dtype)
+    down, down_bias = parameters(r, spec, DOWN, (h, f), hidden.dtype)
     scales = weights.view(*rows)
     sorted_ids = r.empty(rows, "int64", "expert_ids_sorted")
     order = r.empty(rows, "int64", "row_order")
@@ -153,9 +165,11 @@ def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, sh
     ids = r.empty(rows, "int32", "expert_ids_int32")
     counts = r.empty(experts, "int32", "tokens_of_expert")
     offsets = r.empty(experts, "int32", "expert_offsets")
-    out = grouped_product(r, selected, gate_up, offsets, "experts_gate_up")
-    out = gated(r, out, spec)
-    out = grouped_product(r, out, down, offsets, "experts_down")
+    biases = gate_up_bias and selecting.gathered(r, gate_up_bias, sorted_ids, "gate_up_biases")
+    out = biased(r, grouped_product(r, selected, gate_up, offsets, "experts_gate_up"), biases)
+    out = gate(r, out, spec)
+    biases = down_bias and selecting.gathered(r, down_bias, sorted_ids, "down_biases")
+    out = biased(r, grouped_product(r, out, down, offsets, "experts_down"), biases)
     weighted = ops.multiply(r, out, sorted_scales.view(*rows, 1), "rows_weighted")
     inverse = r.empty(rows, "int64", "row_order_inverse")
     counted = r.empty(rows, "int64", "row_numbers")
@@ -165,6 +179,10 @@ def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, sh
     result = ops.cast(r, final, hidden.dtype, "experts_output")
     del sorted_ids, order, selected, sorted_scales, ids, counts
     return result
+
+
+def biased(r: Recorder, x: Tensor, biases: Tensor | None) -> Tensor:
+    return x if biases is None else ops.add_in_place(r, x, biases)
 
 
 def grouped_product(r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:

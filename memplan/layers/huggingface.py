@@ -16,7 +16,7 @@ from ..families import family
 from ..plan.releases import ATTENTION_FUNCTIONS, GROUPED_SDPA, LIBRARIES, STRIDED_SDPA, Version
 from ..plan.spec import ModelSpec
 from ..values import dataclass
-from . import ops
+from . import ops, selecting
 from .autograd import Recorder, Shape, Tensor
 from .fused_attention import flash_attention, second_inside, third_inside
 from .tuning import Layer as Linear
@@ -54,6 +54,11 @@ class LayerShape:
 
     def with_mixture(self, mixture: bool) -> LayerShape:
         return self if mixture == self.mixture else replace(self, mixture=mixture)
+
+    @property
+    def table(self) -> int:
+        """Features of a row of the tables of rotary positions."""
+        return self.spec.rotary_features // (2 if family(self.spec.family).half_tables else 1)
 
     @property
     def older(self) -> bool:
@@ -123,8 +128,8 @@ def rms_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
     return r.kernels.norm(r, x, r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype), name)
 
 
-def eager_rms_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
-    """In fp32, by Python operators."""
+def eager_rms_norm(r: Recorder, x: Tensor, name: str, *, cast_last: bool = False) -> Tensor:
+    """In fp32, by Python operators; with ``cast_last`` its weight's product, too (``GptOssRMSNorm.forward``)."""
     weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
     dtype = x.dtype
     hidden = ops.cast(r, x, "fp32", f"{name}_fp32")
@@ -133,6 +138,8 @@ def eager_rms_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
     hidden = ops.multiply(
         r, hidden, ops.rsqrt(r, ops.add_constant(r, variance, f"{name}_eps"), deviation), f"{name}_normed"
     )
+    if cast_last:
+        return ops.cast(r, ops.multiply(r, weight, hidden, f"{name}_scaled"), dtype, name)
     return ops.multiply(r, weight, ops.cast(r, hidden, dtype, f"{name}_cast"), name)
 
 
@@ -247,7 +254,9 @@ def eager_attention(
     if shared.mask is not None:
         weights = ops.add_constant(r, weights, "scores_masked", shared.mask)
     known = family(spec.family)
-    if not known.softmax_in_dtype:
+    if spec.attention_sinks:
+        _variables, weights = sunk(r, weights, v.tensor.dtype)
+    elif not known.softmax_in_dtype:
         weights = ops.cast(r, softmax_fp32(r, weights), q.tensor.dtype, "probabilities")
     else:
         weights = ops.softmax(r, weights, "probabilities")
@@ -259,6 +268,20 @@ def eager_attention(
         out = ops.copied_gradient(r, out, "context")
     out = ops.contiguous(r, out, (b, s, a * d), "context_contiguous")
     return out, weights
+
+
+def sunk(r: Recorder, weights: Tensor, dtype: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Scores (b, a, s, s) with a learned one of each head behind them, less the largest, through a softmax: what stays
+    in variables, and the probabilities but for that of the sink, in ``dtype`` (``models/gpt_oss/modeling_gpt_oss.py``,
+    ``eager_attention_forward``)."""
+    b, a, s, _ = weights.shape
+    sinks = r.parameter("sinks.logits", (a,), weights.dtype).view(1, a, 1, 1)
+    sinks = ops.expanded(r, sinks, (b, a, s, 1), "sinks", copies=False)
+    combined = ops.cat_last(r, weights, sinks, "scores_with_sinks")
+    combined = ops.add(r, combined, selecting.largest_last(r, combined, "largest_score"), "scores_less", negated=True)
+    probabilities = ops.softmax(r, combined, "probabilities_with_sinks", combined.dtype)
+    scores = ops.slice_last(r, probabilities, s, "probabilities")
+    return (probabilities, combined), ops.cast(r, scores, dtype, "probabilities_cast")
 
 
 def repeated(r: Recorder, x: Heads, a: int, name: str) -> Heads:

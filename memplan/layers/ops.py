@@ -64,15 +64,18 @@ def elementwise(
     return out.by(r.node(inputs, (*saves, out), backward))
 
 
-def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add") -> Tensor:
-    """``x + y``: saves nothing; both inputs receive the incoming gradient itself, summed if y was broadcast."""
+def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add", *, negated: bool = False) -> Tensor:
+    """``x + y``: saves nothing; both inputs receive the incoming gradient itself, summed if y was broadcast.
+
+    ``negated``: ``x - y``, whose gradient of y is a fresh tensor.
+    """
     out = r.empty(x.shape, promoted(x.dtype, y.dtype), name)
     shape = y.shape
-    broadcast = prod(y.shape) < prod(x.shape)
+    broadcast, negates = prod(y.shape) < prod(x.shape), negated and y.node is not None
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         gradient = incoming(gradients)
-        other = gradient.alias()
+        other = r.empty(gradient.shape, gradient.dtype, f"grad_{name}_negated") if negates else gradient.alias()
         return [gradient, Unsummed(other, shape, f"grad_{name}_sum") if broadcast else other]
 
     out.node = r.node((x, y), (), backward)

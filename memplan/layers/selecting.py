@@ -21,6 +21,28 @@ def top_k(r: Recorder, x: Tensor, k: int, name: str) -> tuple[Tensor, Tensor]:
     return values.by(node), indices
 
 
+def largest_last(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``x.max(-1, keepdim=True).values``: saves where they are, in int64."""
+    shape, dtype = x.shape, x.dtype
+    values = r.empty((*shape[:-1], 1), dtype, name)
+    where = r.empty(values.shape, "int64", f"{name}_indices")
+    return values.by(r.node((x,), (where,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")]))
+
+
+def clamped(r: Recorder, x: Tensor, name: str, *, bounds: int) -> Tensor:
+    """``x.clamp`` with one or both bounds: saves x; backward compares with each, and takes the gradient or nought."""
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        nought = r.empty((), dtype, f"{name}_nought")
+        inside = [r.empty(shape, "bool", f"{name}_inside") for _ in range(bounds)]
+        gradient = r.empty(shape, dtype, f"grad_{name}")
+        del inside, nought
+        return [gradient]
+
+    return r.output((x,), (x,), backward, shape, dtype, name)
+
+
 def gathered(r: Recorder, x: Tensor, indices: Tensor, name: str) -> Tensor:
     """``x.gather(-1, indices)`` or, of rows, ``x[indices]``: saves the indices."""
     shape, dtype = x.shape, x.dtype

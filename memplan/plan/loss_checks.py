@@ -105,8 +105,9 @@ def _check_fused_kind(plan: ResolvedPlan) -> None:
         raise PlanError(
             "loss.kind", kind, f"must be plain: {plan.model.name} has no head for causal language modelling"
         )
-    if plan.model.head_bias:
-        raise PlanError("loss.kind", kind, f"must be plain: the head of {plan.model.name} has a bias")
+    if plan.model.head_bias or plan.model.logit_scale:
+        what = "the head of {} has a bias" if plan.model.head_bias else "{} divides its logits by a number"
+        raise PlanError("loss.kind", kind, f"must be plain: {what.format(plan.model.name)}")
     if plan.code != "current":
         raise PlanError("loss.kind", kind, "must be plain with code 2020")
     first, last = SHIFTING_LIGER

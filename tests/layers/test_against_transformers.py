@@ -57,6 +57,9 @@ GPTJ = {**GPT2, "rotary_dim": 16}
 TIED = {"tie_word_embeddings": True}
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "sliding_window": None}
 QWEN3_MOE: dict[str, Any] = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
+OLMOE = {**QWEN3_MOE, "num_key_value_heads": 3, "head_dim": 32, "norm_topk_prob": False}
+GRANITE_MOE = {**MIXTRAL, "logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 8.0, **TIED}
+GPT_OSS = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 40}
 FALCON = {**BERT, "ffn_hidden_size": 320, "bos_token_id": 0, "eos_token_id": 0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,6 +96,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         QWEN3_MOE | {"mlp_only_layers": [1], "attention_dropout": 0.1, **TIED},
     ),
+    "olmoe-small": ("olmoe", OLMOE),
+    "granitemoe-small": ("granitemoe", GRANITE_MOE),
+    "gpt_oss-small": ("gpt_oss", GPT_OSS),
     "falcon-dropout-untied": ("falcon", FALCON | {"hidden_dropout": 0.1, "tie_word_embeddings": False}),
 }
 SHAPES = ((1, 64), (2, 128), (3, 37))

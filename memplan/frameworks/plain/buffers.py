@@ -42,7 +42,7 @@ def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:
         older = release(plan, "transformers") < family(spec.family).as_llama_since
         names = ["inv_freq"] * spec.layers if older else ["inv_freq", "original_inv_freq"]
         result += [Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in names]
-    if spec.embedding_scale:
+    if family(spec.family).scale_in_embedding:
         result.append(Hold(0, rounded(4), kept, "embedding_scale", (), "fp32"))
     if spec.token_types:
         n = spec.positions_max

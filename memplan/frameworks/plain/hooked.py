@@ -513,7 +513,7 @@ def _ends(
 
     interface = hidden_interface(shape)
     tied = frozenset({TIED}) if spec.tied_embeddings else frozenset()
-    outputs = {TIED: "embedding_scaled"} if spec.embedding_scale else {}
+    outputs = {TIED: "embedding_scaled"} if family_of(spec.family).scale_in_embedding else {}
     how = (options, spec.family, bias_first)
     return (
         _hooked("embedding", embed, Interface(None, shape.dtype), *how, tied, outputs),

@@ -56,7 +56,7 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
     """The shared tensors as a layer sees them: held by others, but for those in ``ended``, which end with it."""
     spec, s = shape.spec, shape.s
     rotary = spec.positions == "rotary"
-    dtype, table = shape.dtype, (1, s, spec.rotary_features)
+    dtype, table = shape.dtype, (1, s, shape.table)
     mask = FULL_MASK if FULL_MASK in ended else MASK
     known = family(spec.family)
     tables = rotary and not known.tables_in_layers and not shape.older
@@ -127,7 +127,8 @@ def _passes_embeddings_on(shape: LayerShape) -> bool:
 def leaves_embedding(tuning: Tuning | None, shape: LayerShape) -> bool:
     """Whether the embedding's output requires a gradient without having a node."""
     asked = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
-    return asked and _passes_embeddings_on(shape)
+    scaled = shape.spec.embedding_scale and not family(shape.spec.family).scale_in_embedding
+    return asked and _passes_embeddings_on(shape) and not scaled
 
 
 @lru_cache(maxsize=1024)
