@@ -34,6 +34,7 @@ OLMOE = replace(
     covers={**reads(MIXTURE, "qk_norm_over"), "qk_norm": (True,), "qk_norm_over": ("heads",), "dense_layers": ((),)},
     projecting=NORMED_FIRST,
     linear_layers=MIXTRAL.linear_layers,
+    registered=MIXTRAL.registered,
     megatron_core=None,
     since=SORTED_ONCE,
     not_followed=None,

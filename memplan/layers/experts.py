@@ -146,9 +146,7 @@ def parameters(
     return weight, r.parameter(f"{name}_bias", (spec.experts, sizes[0]), dtype) if spec.mlp_bias else None
 
 
-def grouped_mm(
-    r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, shape: LayerShape, gate: Gate
-) -> Tensor:
+def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, shape: LayerShape, gate: Gate) -> Tensor:
     """``grouped_mm_experts_forward``: rows sorted by expert, one grouped product for each projection. No tensor's size
     depends on which experts tokens go to."""
     spec, k = shape.spec, shape.spec.expert_top_k
