@@ -74,7 +74,6 @@ NOT_MODELLED = (
     ("fp8 over fp32", lambda row: "--fp8-format" in row["arguments"] and "--bf16" not in row["arguments"]),
     ("experts' exchange beside computation", lambda row: "--overlap-moe-expert-parallel-comm" in row["arguments"]),
     ("CUDA graphs", lambda row: "--cuda-graph-impl" in row["arguments"]),
-    ("offloaded activations", lambda row: "--fine-grained-activation-offloading" in row["arguments"]),
     ("hybrid", lambda row: row["id"].startswith(("hybrid/", "nemotron/"))),
 )
 """Why a row is not estimated, first match."""

@@ -235,8 +235,9 @@ class _Chunk:
     def apart(self) -> frozenset[int]:
         """Slots of what passes leave to others, or to the schedule."""
         slots = [*self.passes.staying, *(made.slot for own in self.made.values() for _, made in own)]
-        if self.exchanged.numbered:
-            slots += [self.passes.of(what, "steady").handed for what in ("forward", "backward")]
+        roles: tuple[Role, ...] = ("steady", "first") if self.chunk.first_differs else ("steady",)
+        for role in roles if self.exchanged.numbered else ():
+            slots += [self.passes.of(what, role).handed for what in ("forward", "backward")]
         return frozenset(slots)
 
     @cached_property

@@ -34,6 +34,7 @@ from .work import Kernel, Operator, Stream, Work
 
 if TYPE_CHECKING:
     from .kernels import Kernels
+    from .megatron_core.offload import Group
     from .megatron_core.precision import Low
     from .recompute import Frame
     from .tuning import Packed, Tuning
@@ -139,7 +140,7 @@ class Node:
         self.backward = backward
         self.outputs = outputs
         self.frame: Frame | None = None
-        """Where the saved tensors come from when they are recomputed."""
+        """Where the saved tensors come from when they are recomputed, or on the host."""
         self.work: Work | None = None
         """What its backward function does, where that does not follow from tensors,"""
         self.read = 0
@@ -224,7 +225,11 @@ class Recorder:
     """The gradient of a linear layer's input is a view of a product of matrices, in which nothing is summed in place;
     ``False`` where a Python function of its own multiplies tensors of more dimensions (ZeRO-3's)."""
     frame: Frame | None = None
-    """The recompute region that is being run, if any."""
+    """The recompute region that is being run, if any, or the module whose saved tensors go to the host;"""
+    sent: list[Group] = field(default_factory=list)
+    """what has gone there, and is not back;"""
+    leaving: dict[str, Tensor] = field(default_factory=dict)
+    """what is still being copied there."""
     kept: Storage | None = None
     """The gradient of the output, where a caller keeps it throughout backward."""
     prefix: str = ""
@@ -288,6 +293,12 @@ class Recorder:
         """Gives ``tensor`` to whoever comes next: its end is no event here. Returns its id."""
         tensor.storage.recorder = _STATIC.recorder
         return tensor.storage.id
+
+    def end(self, tensor: Tensor) -> None:
+        """Gives back the memory of ``tensor``, whoever still has it (``untyped_storage().resize_(0)``)."""
+        if tensor.storage.recorder is self:
+            self.dropped(tensor.storage)
+            self.hand_over(tensor)
 
     def dropped(self, storage: Storage) -> None:
         if not self.closed:
@@ -386,7 +397,6 @@ class Recorder:
         if not any(edges):
             return None
         self.sequence += 1
-        storages = tuple(tensor.storage for tensor in saved)[::-1]  # a tuple dies back to front
         node = Node(self.sequence, edges, (), backward, outputs)
         if self.counts:
             node.work, node.read = work.backward, sum(_bytes(x) for x in saved)
@@ -394,12 +404,26 @@ class Recorder:
         if self.autocast is not None or dtypes.count(dtypes[0]) < len(dtypes):
             node.dtypes = dtypes
         if self.frame is not None:
-            return self.frame.node(node, storages)
-        for storage in storages:
+            return self.frame.node(node, saved)
+        node.saved = tuple(tensor.storage for tensor in saved)[::-1]  # a tuple dies back to front
+        for storage in node.saved:
             if storage.at < 0:
                 self.saved_outside.add(storage.id)
-        node.saved = storages
         return node
+
+    def keeps_apart(self, *held: list[Tensor]) -> None:
+        """The node that is made next saves tensors ``held``, too, and lets go of them by itself."""
+        if self.frame is not None:
+            for one in held:
+                self.frame.keeps_apart(one)
+
+    def saved_by(self, node: Node) -> tuple[Storage, ...]:
+        """What ``node`` saved, in the order in which it was named, for a reader before its backward function."""
+        if node.frame is None:
+            return node.saved[::-1]
+        node.frame.unpack(self, node)
+        saved, node.saved = node.saved, ()
+        return saved
 
     def output(
         self,

@@ -32,20 +32,24 @@ class Frame:
         """Nodes that saved something, in forward order."""
         self.again: list[tuple[Storage, ...]] | None = None
 
-    def node(self, node: Node, storages: tuple[Storage, ...]) -> Node:
+    def node(self, node: Node, saved: Sequence[Tensor]) -> Node:
         """Called for each node that the region makes, in forward and when recomputed."""
-        if not storages:
+        if not saved:
             return node
         if self.again is None:
             node.frame = self
             self.nodes.append(ref(node))
             return node
+        storages = tuple(x.storage for x in saved)  # variables of a C++ function die last to first
         if self.nodes[len(self.again)]() is None:
-            node.saved, storages = storages, ()
-        self.again.append(storages[::-1])  # variables of a C++ function die last to first
+            node.saved, storages = storages[::-1], ()
+        self.again.append(storages)
         if len(self.again) == len(self.nodes):
             raise _StopRecompute
         return node
+
+    def keeps_apart(self, held: list[Tensor]) -> None:
+        """No node of a region does."""
 
     def unpack(self, recorder: Recorder, node: Node) -> None:
         """Gives ``node`` its saved tensors, running the region again if nobody has."""

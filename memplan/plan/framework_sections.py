@@ -14,6 +14,9 @@ MegatronSharding = Literal["none", "no_shard", "optim", "optim_grads", "optim_gr
 """What Megatron-FSDP shards; ``none``: it does not run."""
 
 
+OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+
+
 class Megatron(FrameworkSection, Terse):
     """Choices that only Megatron-Core has; each is an argument of its own launch script."""
 
@@ -26,6 +29,8 @@ class Megatron(FrameworkSection, Terse):
             "fsdp_unit_size",
             "fsdp_meta_device",
             "optimizer_offload",
+            "offload_modules",
+            "offload_least",
         }
     )
 
@@ -108,6 +113,18 @@ class Megatron(FrameworkSection, Terse):
         le=1.0,
         description="fraction of the optimizer's states that the host keeps (HybridDeviceOptimizer)",
         json_schema_extra={"flag": "--optimizer-offload-fraction"},
+    )
+    offload_modules: tuple[OffloadModule, ...] | None = Field(
+        None,
+        min_length=1,
+        max_length=7,
+        description="modules of layers whose saved tensors go to the host (fine-grained activation offloading)",
+        json_schema_extra={"flag": "--offload-modules"},
+    )
+    offload_least: Elements = Field(
+        1 << 20,
+        description="elements of the smallest tensor that goes to the host with offload_modules",
+        json_schema_extra={"flag": "--min-offloaded-tensor-size"},
     )
     log_num_zeros_in_grad: bool = Field(False, description="count the zeros in gradients at every step")
     log_params_norm: bool = Field(False, description="compute the norm of parameters at every step")

@@ -58,8 +58,11 @@ class Sizes:
         return self.stub if kind == "stub" else self.report if kind == "report" else self.hidden
 
 
-def composed(plan: Schedule, chunks: tuple[Passes, ...], sizes: Sizes) -> Excursion:
-    """An iteration, event by event. What ``fold_iteration`` must equal."""
+def composed(
+    plan: Schedule, chunks: tuple[Passes, ...], sizes: Sizes, first: tuple[Passes, ...] | None = None
+) -> Excursion:
+    """An iteration, event by event. What ``fold_iteration`` must equal; with ``first`` passes of the first
+    micro-batch, if they are others."""
     total = ZERO
     at = "0/forward"
     inside = False
@@ -70,7 +73,8 @@ def composed(plan: Schedule, chunks: tuple[Passes, ...], sizes: Sizes) -> Excurs
                 total = total.then(change(size, CATEGORIES[tensor], f"{at}/pipeline/{NAMES.get(tensor, '')}"))
             inside = False
         elif what in PASSES:
-            passes = chunks[chunk].forward if what == "forward" else chunks[chunk].backward
+            own = first if first is not None and not number else chunks
+            passes = own[chunk].forward if what == "forward" else own[chunk].backward
             total = total.then(passes.within(str(number)))
             at, inside = f"{number}/{what}", True
     return total
@@ -352,7 +356,18 @@ class MegatronOrder:
     @cached_property
     def whole(self) -> Excursion:
         """Up to the return of the schedule: the reports of losses end with the step."""
-        return fold_iteration(self.schedule, tuple([chunk.passes for chunk in self.chunks]), self.sizes)
+        passes = tuple([chunk.passes for chunk in self.chunks])
+        if not self.first_differs:
+            return fold_iteration(self.schedule, passes, self.sizes)
+        short = reduced(self.schedule)
+        left_out = (self.schedule.microbatches - short.microbatches) * self.sizes.report * self.schedule.last
+        first = tuple([chunk.first_passes for chunk in self.chunks])
+        return change(left_out, CATEGORIES["report"]).then(composed(short, passes, self.sizes, first))
+
+    @cached_property
+    def first_differs(self) -> bool:
+        """The first micro-batch saves other tensors."""
+        return any(chunk.first_differs for chunk in self.chunks)
 
     @property
     def after_forward(self) -> int:
@@ -374,7 +389,7 @@ class MegatronOrder:
         return [Action("begin_all", 0, reports, "report"), *run] if reports else run
 
     def role(self, microbatch: int) -> Role:
-        return "steady"
+        return "first" if self.first_differs and not microbatch else "steady"
 
     def begun(self, chunk: int, tensor: str) -> Hold:
         return Hold(0, self.sizes.of(tensor), CATEGORIES[tensor])

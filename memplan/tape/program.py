@@ -48,6 +48,11 @@ class Span:
         return self._named(self.module.steady.forward_fold, "forward", len(self.names) - 1)
 
     @property
+    def first_forward(self) -> Excursion:
+        """Of the first micro-batch."""
+        return self._named(self.module.first.forward_fold, "forward", len(self.names) - 1)
+
+    @property
     def end(self) -> Excursion:
         """What every module drops once the model's forward has ended."""
         return self._named(self.module.steady.end_fold, "forward", len(self.names) - 1)
@@ -172,12 +177,21 @@ class Chunk:
     """Modules of an iteration's last micro-batch, where they are others (gradients reduced once)."""
     unrolled: tuple[Span, ...] = ()
     """The same modules as one, for replaying, where they refer to more of one another than inputs and outputs."""
+    first_differs: bool = False
+    """The first micro-batch saves other tensors in a schedule of several stages."""
     _excursions: dict[tuple[What, bool], Excursion] = field(default_factory=dict, repr=False)
 
     @cached_property
     def passes(self) -> Passes:
         """One micro-batch through the chunk, which adds to gradients."""
         return passes_of(self.spans)
+
+    @cached_property
+    def first_passes(self) -> Passes:
+        """The first micro-batch through the chunk, where it ``first_differs``."""
+        if not self.first_differs:
+            return self.passes
+        return Passes(compose([span.first_forward for span in self.spans]), first_backward(self.spans))
 
     @property
     def modules(self) -> list[tuple[Module, str]]:

@@ -223,6 +223,8 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.optimizer_offload": [
         {"optimizer_offload_fraction": 0.5, "precision_aware_optimizer": "true", "zero": 1, "dp": 4}
     ],
+    "megatron.offload_modules": [{"offload_modules": "qkv_linear", "min_offloaded_tensor_size": 1}],
+    "megatron.offload_least": [{"min_offloaded_tensor_size": 1, "offload_modules": "qkv_linear"}],
     "megatron.fsdp": [
         {"megatron_fsdp": strategy, "dp": 4} for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")
     ],

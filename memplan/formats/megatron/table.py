@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ...bash.values import Value
 from ...plan.errors import ABSENT, PlanError
+from ...plan.framework_sections import OffloadModule
 from ...plan.megatron_layout import stages, virtual_stages, written_out
 from ...plan.node import Node
 from ...plan.notes import VOCAB_UNUSED
@@ -632,6 +633,41 @@ def _offload(reader: Reader) -> None:
     reader.building.put("megatron.optimizer_offload", fraction, OFFLOAD, name)
 
 
+OFFLOADING = "--fine-grained-activation-offloading"
+
+
+def _offloading(reader: Reader) -> None:
+    """Modules whose saved tensors go to the host, each once."""
+    settings, building, name = reader.settings, reader.building, "--offload-modules"
+    if not settings.has(OFFLOADING):
+        for unused in (name, "--min-offloaded-tensor-size", *_OFFLOADING_PARTS):
+            building.because(unused, f"no effect without {OFFLOADING}")
+        return
+    modules = settings.words(name)
+    if not modules:
+        problem = f"is missing: {OFFLOADING} needs modules, of {', '.join(OFFLOAD_MODULES)}"
+        raise PlanError(name, ABSENT, problem, origin=settings.where(OFFLOADING))
+    for module in modules:
+        if module.value not in OFFLOAD_MODULES:
+            problem = f"is not modelled yet; {', '.join(OFFLOAD_MODULES)} are"
+            raise PlanError(name, module.value, problem, origin=module.origin, known=OFFLOAD_MODULES)
+    for part, plain in _OFFLOADING_PARTS.items():
+        given = settings.number(part)
+        if given is not None and given.value != plain:
+            raise PlanError(part, given.value, f"is not modelled yet; {plain} is", origin=given.origin)
+    once = {module.value: module for module in modules}
+    building.put("megatron.offload_modules", Node(list(once.values()), settings.where(name)), OFFLOADING, name)
+
+
+OFFLOAD_MODULES = get_args(OffloadModule)
+_OFFLOADING_PARTS = {"--delta-offload-bytes-across-pp-ranks": 0, "--activation-offload-fraction": 1}
+"""Arguments that share out what goes to the host, and the value that leaves it as it is."""
+
+
+def _has_offloading(plan: Plan) -> bool:
+    return plan.megatron.offload_modules is not None
+
+
 def _offloads(plan: Plan) -> bool:
     return plan.megatron.optimizer_offload > 0
 
@@ -665,6 +701,16 @@ TRAINING = (
     switch("--use-precision-aware-optimizer", "optimizer.precision_aware", "OPTIMIZER"),
     switch(OFFLOAD, "megatron.optimizer_offload", "OPTIMIZER", read=_offload, value=_offloads),
     Row("--optimizer-offload-fraction", "megatron.optimizer_offload", "OPTIMIZER", read=elsewhere, when=_offloads),
+    switch(OFFLOADING, "megatron.offload_modules", "RECOMPUTE", read=_offloading, value=_has_offloading),
+    Row(
+        "--offload-modules",
+        "megatron.offload_modules",
+        "RECOMPUTE",
+        read=elsewhere,
+        when=_has_offloading,
+        value=lambda plan: plan.megatron.offload_modules or (),
+    ),
+    Row("--min-offloaded-tensor-size", "megatron.offload_least", "RECOMPUTE", when=_has_offloading),
     Row("--main-params-dtype", "optimizer.main_parameters", "OPTIMIZER", "word", when=_precisely),
     Row("--exp-avg-dtype", "optimizer.exp_avg", "OPTIMIZER", "word", when=_precisely),
     Row("--exp-avg-sq-dtype", "optimizer.exp_avg_sq", "OPTIMIZER", "word", when=_precisely),

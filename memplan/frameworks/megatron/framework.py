@@ -404,6 +404,26 @@ def _check_offload(plan: ResolvedPlan) -> None:
         raise PlanError(field, plan.megatron.optimizer_offload, problem)
 
 
+def check_offloading(plan: ResolvedPlan) -> None:
+    """Activations on the host (``transformer_config.py``, ``arguments.py``): of GPT's layers of Transformer Engine."""
+    field, modules, recompute = "megatron.offload_modules", plan.megatron.offload_modules, plan.recompute
+    if modules is None:
+        return
+    again = recompute.modules or () if recompute.mode == "selective" else ()
+    reasons = {
+        "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
+        "must be left out: only GPT models have it": plan.model.family in ("bert", "t5"),
+        "must be left out with full recompute, beside which it is not modelled": recompute.mode == "full",
+        "must have core_attn beside attn_proj: core attention's backward reads its output": "attn_proj" in modules
+        and "core_attn" not in modules,
+        "must not have expert_fc1 or moe_act, whose layer is recomputed whole (recompute.modules moe)": "moe" in again
+        and not {"expert_fc1", "moe_act"}.isdisjoint(modules),
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError(field, list(modules), problem)
+
+
 def check_state_dtypes(plan: ResolvedPlan) -> None:
     """What FusedAdam keeps states in (``fused_adam.py``, ``__init__``)."""
     optimizer, te = plan.optimizer, tuple(int(part) for part in plan.megatron.transformer_engine.split(".")[:2])
@@ -534,6 +554,7 @@ RULES = (
     check_low_precision,
     check_experts,
     check_optimizer,
+    check_offloading,
     check_decoder,
     check_distributed,
     check_sharding,

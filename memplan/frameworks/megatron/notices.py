@@ -40,8 +40,16 @@ SHARDED = (
 )
 
 
+OFFLOADED = (
+    "activations that go to the host leave the GPU when the layer behind sends the same ones, as if copies just kept "
+    "up with layers; they are there again when backward asks for them, and take no time"
+)
+
+
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
-    return (*_code(plan), *((SHARDED,) if plan.megatron.fsdp != "none" else ()))
+    given = plan.megatron
+    further = {SHARDED: given.fsdp != "none", OFFLOADED: given.offload_modules is not None}
+    return (*_code(plan), *(said for said, applies in further.items() if applies))
 
 
 def _code(plan: ResolvedPlan) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...device.workspaces import cublas_workspaces
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import MEGATRON_CORE, check_covered
-from ...layers.megatron_core import bert, block, dispatch, ends, latent, local, mtp, t5, te_facts
+from ...layers.megatron_core import bert, block, dispatch, ends, latent, local, mtp, offload, t5, te_facts
 from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.precision import Low, Recipe
 from ...layers.megatron_core.shape import CoreShape, ExpertShape, Version
@@ -93,6 +93,8 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         cross_entropy="unfused" if megatron.cross_entropy_fusion == "none" else megatron.cross_entropy_fusion,
         fp32_residual=megatron.fp32_residual,
         recompute_modules=(recompute.modules or ()) if recompute.mode == "selective" else (),
+        offload=megatron.offload_modules or (),
+        offload_least=megatron.offload_least,
         attention_mask=megatron.attention_mask_in_dataloader,
         per_token_loss=megatron.per_token_loss,
         decoder=plan.batch.decoder_seq or 0,
@@ -348,10 +350,15 @@ def _job(shape: CoreShape, recompute: Recompute, options: Options) -> _Job:
     return _Job(shape, recompute, replace(options, consumes_gradients=True))
 
 
+Keeping = tuple[tuple[str, tuple[str, ...]], ...]
+"""Of entries of a chunk, modules whose saved tensors do not go to the host in the first micro-batch."""
+
+
 @lru_cache(maxsize=1 << 14)
-def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
+def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: bool = False) -> Chunk:
     """A chunk's modules: the batch, what its entries run, and the batch's end. Of GPT's only the first and the last
-    have a batch, and with it a mask."""
+    have a batch, and with it a mask. ``at_once``: every backward follows its forward, so that ``keeping`` is of all
+    micro-batches (``should_bulk_offload``)."""
     role = _role(entries)
     shape = replace(job.shape, attention_mask=False) if _makes_masks(job.shape, role) else job.shape
     receives, sends = "embedding" not in entries, "head" not in entries
@@ -366,13 +373,14 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
             drops_gradient=not (sends and at == len(groups) - 1),
         )
         if group[0].startswith("layer."):
-            shapes = tuple(layer_shape_of(layer_shape, int(name.removeprefix("layer."))) for name in group)
+            shapes = tuple(_layer_shape(layer_shape, name, keeping, at_once) for name in group)
             module = layers_module(shapes, own, recomputed=_recomputes(job.recompute, group, entries))
         elif group[0].startswith(DECODER):
             decoder = t5.decoder_shape(layer_shape)
             module = layers_module((decoder,), own)
         elif group[0] == "mtp":
-            module = mtp_module(end_shape, layer_shape, "embedding" in entries, own)
+            own_shape = _layer_shape(layer_shape, "mtp", keeping, at_once)
+            module = mtp_module(end_shape, own_shape, "embedding" in entries, own)
         else:
             module = end_module(group[0], end_shape, tied_here, own)
         label = group[0] if len(group) == 1 else f"{group[0]}–{group[-1].removeprefix('layer.')}"
@@ -384,14 +392,40 @@ def _chunk(job: _Job, entries: tuple[str, ...]) -> Chunk:
     batch = ends_of(shape).batch(shape, role)
     released, ended = ends.batch_released(batch, saved), ends.batch_ends(batch, saved)
     edges = [Span(released, ("batch",)), Span(batch, ("batch",)), *spans, Span(ended, ("batch",))]
-    return Chunk(tuple(edges))
+    return Chunk(tuple(edges), first_differs=bool(keeping) and not at_once)
+
+
+def _layer_shape(shape: CoreShape, name: str, keeping: Keeping = (), at_once: bool = False) -> CoreShape:
+    """``shape`` as the entry ``name`` has it, and with those modules whose saved tensors go to the host there."""
+    own = shape if name == "mtp" else layer_shape_of(shape, int(name.removeprefix("layer.")))
+    if not shape.offload:
+        return own
+    groups, kept = offload.groups_of(own, experts=own.experts is not None), dict(keeping).get(name, ())
+    if at_once:
+        return replace(own, offload=tuple(group for group in groups if group not in kept))
+    return replace(own, offload=groups, offload_kept=kept)
+
+
+def kept_first(shape: CoreShape, chunks: Sequence[Sequence[str]]) -> tuple[Keeping, ...]:
+    """The last group of every name in the chunk whose backward is first stays in the first micro-batch
+    (``post_warmup_callback``); of a name that this chunk has not, that in the next one."""
+    found: list[dict[str, tuple[str, ...]]] = [{} for _ in chunks]
+    left = set(shape.offload)
+    for at in reversed(range(len(chunks)) if left else ()):
+        for name in reversed([one for one in chunks[at] if one == "mtp" or one.startswith("layer.")]):
+            own = _layer_shape(shape, name).offload
+            mine = tuple(group for group in own if group in left)
+            left -= set(mine)
+            if mine:
+                found[at][name] = mine
+    return tuple(tuple(one.items()) for one in found)
 
 
 @lru_cache(maxsize=1024)
 def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
     layers = replace(shape, cross_entropy="unfused", per_token_loss=False)
-    return layers, replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
+    return layers, replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0, offload=())
 
 
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
@@ -468,7 +502,7 @@ class Stages:
         own = self.rules if stage == 0 else self._rules_behind
         tied = self.job.shape.spec.tied_embeddings and layout.pp > 1
         per_stage = layout.tp * layout.cp * layout.dp
-        held = _stage(self.job, entries)
+        held = _stage(self.job, entries, order.last and bool(self.job.shape.offload))
         if self.sharding is not None:
             return _sharded(held, order, per_stage, own, self.sharding, self.libraries)
         return _program(held, order, per_stage, own, tied, self.libraries)
@@ -559,8 +593,10 @@ class _Stage:
 
 
 @lru_cache(maxsize=1 << 14)
-def _stage(job: _Job, entries: tuple[tuple[str, ...], ...]) -> _Stage:
-    chunks = tuple(_chunk(job, chunk) for chunk in entries)
+def _stage(job: _Job, entries: tuple[tuple[str, ...], ...], last: bool) -> _Stage:
+    keeping = kept_first(module_shapes(job.shape)[0], entries)
+    at_once = [last and at == len(entries) - 1 for at in range(len(entries))]
+    chunks = tuple(map(_chunk, [job] * len(entries), entries, keeping, at_once))
     return _Stage(
         job,
         chunks,

@@ -120,6 +120,10 @@ class MegatronSearch(FrameworkSearch):
         if base.megatron.optimizer_offload:
             problem = "must be 0: layouts with states on the host are not searched yet; estimate --vary compares some"
             raise PlanError("megatron.optimizer_offload", base.megatron.optimizer_offload, problem)
+        if base.megatron.offload_modules is not None:
+            problem = "must be left out: layouts with activations on the host are not searched yet; estimate --vary "
+            problem += "compares some"
+            raise PlanError("megatron.offload_modules", list(base.megatron.offload_modules), problem)
         if not self.searched(base):
             problem = "must be the first ones: other layouts are not searched yet; estimate --vary compares some"
             raise PlanError("model.dense_layers", base.model.dense_layers, problem)

@@ -109,6 +109,9 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
     if given.megatron.optimizer_offload:
         problem = "must be 0: states on the host are not run yet"
         raise PlanError("megatron.optimizer_offload", given.megatron.optimizer_offload, problem)
+    if given.megatron.offload_modules is not None:
+        problem = "must be left out: activations on the host are not run yet"
+        raise PlanError("megatron.offload_modules", list(given.megatron.offload_modules), problem)
     if given.megatron.fsdp != "none":
         raise PlanError("megatron.fsdp", given.megatron.fsdp, "must be none: Megatron-FSDP is not run yet")
     if given.model.experts or given.model.latent_kv_rank or given.model.mtp_layers:

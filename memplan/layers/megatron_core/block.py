@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..recompute import recomputed_reentrant
-from . import latent, local, moe, t5, te, te_attention
+from . import latent, local, moe, offload, t5, te, te_attention
 from .discarded import Discard, without_output
 from .ends import keep_mask
 from .shape import CoreShape
@@ -65,19 +65,26 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
 
 def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """(s, b, h), or (s/t, b, h) with sequence parallelism, to the same. Callers hold ``hidden`` until it returns."""
+    offload.on_the_way(r, _layer, shape)
+    return offload.fetched_ahead(r, _layer(r, hidden, shape))
+
+
+def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     summed = _attention(r, hidden, shape)
     return _mlp(r, summed, shape)
 
 
 def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``_forward_attention``: its variables hold the norm's and the attention's output until it returns."""
-    normed, discard = _norm(r, hidden, INPUT_NORM, shape, apart=bool(shape.spec.latent_kv_rank))
+    with offload.group(r, hidden, "attn_norm", shape) as (hidden, commit):
+        normed, discard = _norm(r, hidden, INPUT_NORM, shape, apart=bool(shape.spec.latent_kv_rank))
     if shape.spec.latent_kv_rank:
         attended, bias = latent.attention(r, normed, shape)
     else:
         attended, bias = attention(r, normed, shape, "" if shape.implementation == "local" else f"{QKV}.layer_norm")
     discard(r, attended)
     summed = local.bias_dropout_add(r, attended, bias, hidden, PROJECTION, shape)
+    commit([hidden])
     if not shape.keys:
         return summed
     held = [attended]
@@ -103,7 +110,8 @@ def _cross_attention(r: Recorder, hidden: Tensor, held: list[Tensor], shape: Cor
 
 def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``_forward_mlp``: likewise."""
-    normed, discard = _norm(r, hidden, MLP_NORM, shape, apart=shape.experts is not None)
+    with offload.group(r, hidden, "mlp_norm", shape) as (hidden, commit):
+        normed, discard = _norm(r, hidden, MLP_NORM, shape, apart=shape.experts is not None)
     norm_name = "" if shape.implementation == "local" else f"{FC1}.layer_norm"
     bias: Tensor | None = None
     if shape.experts is not None:
@@ -113,7 +121,9 @@ def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     else:
         fed, bias = mlp(r, normed, shape, norm_name)
     discard(r, fed)
-    return local.bias_dropout_add(r, fed, bias, hidden, FC2, shape)
+    out = local.bias_dropout_add(r, fed, bias, hidden, FC2, shape)
+    commit([hidden])
+    return out
 
 
 def _norm(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, apart: bool) -> tuple[Tensor, Discard]:
@@ -154,7 +164,9 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = ""
     queries, keys and values has the norm in it."""
     has_bias = shape.spec.attention_output_bias
     _in_order(r, shape)
-    split = query_key_value(r, hidden, shape, norm_name)
+    with offload.group(r, hidden, "qkv_linear", shape) as (hidden, commit):
+        split = query_key_value(r, hidden, shape, norm_name)
+    commit([])
     q, k, v = split
     if shape.spec.positions == "rotary":
         q = rotary(r, q, "query", shape)
@@ -163,10 +175,15 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = ""
         context = recomputed_reentrant(r, lambda r, q, k, v: _core_attention(r, q, k, v, shape), (q, k, v))
         keep_mask(r, shape)
     else:
-        context = _core_attention(r, q, k, v, shape)
+        with offload.group(r, q, "core_attn", shape) as (q, commit):
+            context = _core_attention(r, q, k, v, shape)
+        commit([q, k, v])
     if shape.implementation == "local":
         return local.row_linear(r, context, PROJECTION, shape, bias=has_bias)
-    return te.row_linear(r, context, PROJECTION, shape, bias=has_bias, original=shape.saves_original)
+    with offload.group(r, context, "attn_proj", shape) as (context, commit):
+        out = te.row_linear(r, context, PROJECTION, shape, bias=has_bias, original=shape.saves_original)
+    commit([context])
+    return out
 
 
 def _core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:

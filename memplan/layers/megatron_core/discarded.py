@@ -20,7 +20,7 @@ def without_output(r: Recorder, inputs: Sequence[Tensor], region: Region) -> tup
     enabled, r.grad_enabled = r.grad_enabled, False
     outputs = region(r, *inputs)
     r.grad_enabled = enabled
-    parts = [(x.storage, x.shape, x.dtype) for x in inputs]
+    parts = [(x.shape, x.dtype) for x in inputs]
     held: list[tuple[list[Tensor], list[Leaf]]] = []
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -40,15 +40,15 @@ def without_output(r: Recorder, inputs: Sequence[Tensor], region: Region) -> tup
     def recompute(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         start = len(r.events)
         r.seam("recompute")
-        again = [r.leaf(Tensor(*part)) for part in parts]
+        assert node is not None
+        again = [r.leaf(Tensor(saved, *part)) for saved, part in zip(r.saved_by(node), parts, strict=True)]
         held.append((list(region(r, *(x for x, _ in again))), [leaf for _, leaf in again]))
         r.settle(start)
         return gradients
 
     def discard(r: Recorder, later: Tensor) -> None:
         for out in outputs:
-            r.dropped(out.storage)
-            r.hand_over(out)
+            r.end(out)
         later.node = r.node((later,), (), recompute, work=NOTHING)
 
     return outputs, discard

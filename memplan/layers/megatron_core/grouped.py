@@ -14,8 +14,8 @@ from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming
 from ..shapes import ITEMSIZE
 from ..work import Operator, Product
-from . import local, te, te_facts
-from .discarded import without_output
+from . import local, offload, te, te_facts
+from .discarded import Discard, without_output
 from .operands import members
 from .precision import up
 from .shape import CoreShape
@@ -58,15 +58,22 @@ def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tenso
     pads = total is not None
     if total is not None:
         x, weights = _with_rows(r, x, total, "expert_padded"), _with_rows(r, weights, total, "probabilities_padded")
-    inner = _linear(r, x, FC1, shape)
+    with offload.group(r, x, "expert_fc1", shape) as (x, commit):
+        inner = _linear(r, x, FC1, shape)
+    commit([x])
     scale = weights.view(*weights.shape, 1)
-    if "moe_act" not in shape.recompute_modules:
-        out = _biased(r, _linear(r, activated(r, inner, scale, shape), FC2, shape), weights, shape)
-    else:
-        (activation,), discard = without_output(r, (inner, scale), lambda r, x, y: (activated(r, x, y, shape),))
-        out = _linear(r, activation, FC2, shape, original=True)
+    recomputed = "moe_act" in shape.recompute_modules
+    discard: Discard | None = None
+    with offload.group(r, inner, "moe_act", shape) as (inner, commit):
+        if recomputed:
+            (activation,), discard = without_output(r, (inner, scale), lambda r, x, y: (activated(r, x, y, shape),))
+        else:
+            activation = activated(r, inner, scale, shape)
+    out = _linear(r, activation, FC2, shape, original=recomputed)
+    if discard is not None:
         discard(r, out)
-        out = _biased(r, out, weights, shape)
+    commit([inner])
+    out = _biased(r, out, weights, shape)
     return _with_rows(r, out, rows, "expert_unpadded") if pads else out
 
 

@@ -16,7 +16,7 @@ from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..module import hold_bytes
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
-from . import te, te_attention
+from . import offload, te, te_attention
 from .discarded import without_output
 from .ends import keep_mask
 from .shape import CoreShape
@@ -81,21 +81,28 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Te
     for name, size in weights(shape).items():
         r.parameter(f"{name}.weight", size, shape.dtype, low=shape.low)
     discard = None
-    compressed = _down(r, hidden, shape)
-    if "mla_up_proj" in shape.recompute_modules:
-        (q, k, v), discard = without_output(r, compressed, lambda r, x, y, z: _up(r, x, y, z, shape))
-    else:
-        q, k, v = _up(r, *compressed, shape)
+    with offload.group(r, hidden, "qkv_linear", shape) as (hidden, commit):
+        compressed = _down(r, hidden, shape)
+        if "mla_up_proj" in shape.recompute_modules:
+            (q, k, v), discard = without_output(r, compressed, lambda r, x, y, z: _up(r, x, y, z, shape))
+        else:
+            q, k, v = _up(r, *compressed, shape)
+    commit([hidden])
     if "core_attn" in shape.recompute_modules:
         context = recomputed_reentrant(r, lambda r, q, k, v: te_attention.core_attention(r, q, k, v, shape), (q, k, v))
         keep_mask(r, shape)
     else:
-        context = te_attention.core_attention(r, q, k, v, shape)
+        with offload.group(r, q, "core_attn", shape) as (q, commit):
+            context = te_attention.core_attention(r, q, k, v, shape)
+        commit([q, k, v])
     if discard is not None:
         discard(r, context)
     del compressed
-    original = shape.saves_original
-    return te.row_linear(r, context, PROJECTION, shape, bias=shape.spec.attention_output_bias, original=original)
+    original, bias = shape.saves_original, shape.spec.attention_output_bias
+    with offload.group(r, context, "attn_proj", shape) as (context, commit):
+        out = te.row_linear(r, context, PROJECTION, shape, bias=bias, original=original)
+    commit([context])
+    return out
 
 
 def _down(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:

@@ -123,6 +123,7 @@ class LowOperands(Operands):
         original = self.layer.original
         columns = r.grad_enabled and not original and not self.of_rows
         self.input = self.low.quantised(r, self.layer.like, self.layer.name, rows=True, columns=columns)
+        r.keeps_apart(self.input.rows, self.input.columns)
         return (x,) if original else ()
 
     def normed(self, r: Recorder, name: str) -> Tensor | None:
@@ -130,6 +131,7 @@ class LowOperands(Operands):
         columns = r.grad_enabled and not self.of_rows
         self.keeps_both = self.layer.gathers and self.low.recipe == "nvfp4"
         self.input = self.low.quantised(r, self.layer.like, name, rows=True, columns=columns)
+        r.keeps_apart(self.input.rows, self.input.columns)
         if self.low.recipe != "delayed":
             unquantised = r.empty(self.layer.like, self.layer.dtype, name)
             del unquantised
@@ -320,6 +322,7 @@ class LowMembers(Members):
     def fed(self, r: Recorder, x: Tensor) -> tuple[Tensor, ...]:
         columns = r.grad_enabled and not self.original
         self.input = self._quantised(r, self.like, self.name, rows=True, columns=columns)
+        r.keeps_apart(self.input.rows, self.input.columns)
         return (x,) if self.original else ()
 
     def multiplied(self) -> None:

@@ -117,6 +117,12 @@ class CoreShape:
     fp32_residual: bool = False
     recompute_modules: tuple[str, ...] = ()
     """Selective recompute: of ``core_attn``, ``layernorm``, ``mlp``, as ``--recompute-modules``."""
+    offload: tuple[str, ...] = ()
+    """Modules of a layer whose saved tensors go to the host (``--offload-modules``),"""
+    offload_kept: tuple[str, ...] = ()
+    """of which these keep them in the first micro-batch;"""
+    offload_least: int = 1 << 20
+    """tensors of fewer elements stay (``min_offloaded_tensor_size``)."""
     attention_mask: bool = True
     """An attention mask is made in the data loader and given to the layers."""
     per_token_loss: bool = False

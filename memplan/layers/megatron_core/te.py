@@ -136,6 +136,7 @@ def norm_column_linear(
     cleared = [] if normed is None else [normed]
     frees = not gathers or te_facts.frees_gathered_norm_shard(shape.te)
     kept = () if frees else tuple(cleared)
+    r.keeps_apart(cleared)
     del normed
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
