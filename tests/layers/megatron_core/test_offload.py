@@ -15,9 +15,9 @@ from memplan.tape.events import Drop, Hold
 
 S, B, H, HEADS = 128, 2, 256, 2
 FLAGS = {
-    "model": "gpt2-xl", "layers": 4, "hidden": H, "heads": HEADS, "vocab": 512, "seq": S, "mbs": B, "gbs": 16, "gpus": 2,
-    "pp": 2, "dp": 1, "framework": "megatron", "attention-backend": "flash", "attention-dropout": 0, "hidden-dropout": 0,
-    "embedding-dropout": 0,
+    "model": "gpt2-xl", "layers": 4, "hidden": H, "heads": HEADS, "vocab": 512, "seq": S, "mbs": B, "gbs": 16,
+    "gpus": 2, "pp": 2, "dp": 1, "framework": "megatron", "attention-backend": "flash", "attention-dropout": 0,
+    "hidden-dropout": 0, "embedding-dropout": 0,
 }  # fmt: skip
 MODULES = ("qkv_linear", "core_attn", "attn_proj")
 """All that a dense layer of Transformer Engine sends: its norms are in its linear layers."""
@@ -34,8 +34,8 @@ def layer(*modules: str, least: int = 1) -> Module:
 
 def test_saved() -> None:
     """Of attention's three modules stay: the norm's statistics (mean and deviation of s b rows in fp32). Those that go:
-    the layer's input and the norm's output (2 s b h each), queries, keys and values in one (6 s b h), the context (2 s b
-    h; batch first and back again: twice), its log-sum-exp (4 s b a) and the random state (512, of two integers)."""
+    the layer's input and the norm's output (2 s b h each), queries, keys and values in one (6 s b h), the context (2 s b h;
+    batch first and back again: twice), its log-sum-exp (4 s b a) and the random state (512, of two integers)."""
     unit = 2 * S * B * H
     kept = layer().steady.forward_fold.net
     sent = layer(*MODULES).steady.forward_fold.net
