@@ -33,9 +33,9 @@ def layer(*modules: str, least: int = 1) -> Module:
 
 
 def test_saved() -> None:
-    """Of attention's three modules stay: the norm's statistics (mean and deviation of s b rows in fp32). Those that go:
-    the layer's input and the norm's output (2 s b h each), queries, keys and values in one (6 s b h), the context (2 s b h;
-    batch first and back again: twice), its log-sum-exp (4 s b a) and the random state (512, of two integers)."""
+    """Of attention's three modules the norm's statistics stay (mean and deviation of s b rows in fp32). What goes is
+    the layer's input and the norm's output (2 s b h each), queries, keys and values in one (6 s b h), the context
+    (2 s b h), batch first and back again, its log-sum-exp (4 s b a) and the random state (512, of two integers)."""
     unit = 2 * S * B * H
     kept = layer().steady.forward_fold.net
     sent = layer(*MODULES).steady.forward_fold.net
