@@ -203,7 +203,7 @@ class _Reader:
 
 
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
-RUNS_PYTHON = re.compile(r"\.py\b|^trl$")
+RUNS_PYTHON = re.compile(r"\.py\b|^(?:trl|llamafactory-cli)$")
 """In a word of a command that may run a Python file."""
 
 

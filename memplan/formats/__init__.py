@@ -63,7 +63,7 @@ FORMATS = {
             "trainer",
             ".trainer.reader",
             example="arguments.json --model gpt2",
-            marks=("per_device_train_batch_size", "model_name_or_path", "output_dir"),
+            marks=("per_device_train_batch_size", "model_name_or_path", "output_dir", "finetuning_type", "cutoff_len"),
         ),
         Format(
             "accelerate",
@@ -79,7 +79,6 @@ FORMATS = {
 
 ELSEWHERE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Axolotl", ("base_model", "sequence_len", "sample_packing")),
-    ("LLaMA-Factory", ("finetuning_type", "cutoff_len")),
     ("torchtune", ("_component_",)),
 )
 """Tools whose configurations are not read, and keys of which a file has one at its top."""

@@ -181,7 +181,7 @@ def _script_of(words: Sequence[Value], is_mark: IsMark) -> int | None:
     if first is None:
         return None
     files = [n for n, word in enumerate(words[:first]) if _SCRIPT.fullmatch(text(word))]
-    modules = [n + 1 for n, word in enumerate(words[: first - 1]) if text(word) in ("-m", "trl")]
+    modules = [n + 1 for n, word in enumerate(words[: first - 1]) if text(word) in ("-m", "trl", "llamafactory-cli")]
     return next(iter(files[-1:] or modules[-1:]), None)
 
 

@@ -131,7 +131,6 @@ def test_launch_files_side_by_side(folder: Path, capsys: pytest.CaptureFixture[s
         (["--from=trainer", "args.json", "zero3.json"], "--from: is given 1x for 2 files"),
         (["missing.sh"], "a.json, which line 1 gives it, is not there or holds no arguments that are read"),
         (["axolotl.yaml"], "axolotl.yaml: is a configuration of Axolotl, which is not read"),
-        (["factory.yaml"], "factory.yaml: is a configuration of LLaMA-Factory, which is not read"),
         (["tune.yaml"], "tune.yaml: is a configuration of torchtune, which is not read"),
     ],
 )
@@ -141,7 +140,6 @@ def test_what_does_not_go_together(
     Path("other.json").write_text(json.dumps({"output_dir": "out", "bf16": False}))
     Path("missing.sh").write_text("accelerate launch train.py a.json\n")
     Path("axolotl.yaml").write_text("base_model: gpt2\nsequence_len: 128\n")
-    Path("factory.yaml").write_text("model_name_or_path: gpt2\nfinetuning_type: lora\n")
     Path("tune.yaml").write_text("model:\n  _component_: torchtune.models.llama3.llama3_8b\n")
     assert main(["estimate", *words]) == 2
     told = capsys.readouterr()

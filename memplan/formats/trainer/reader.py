@@ -29,6 +29,7 @@ from ..launch import Asked, Launch, guessed, left_out
 from ..recognised import is_script
 from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
+from . import llama_factory
 from .script import Started, started
 from .tables import NOTED, READ, REFUSED, WITHOUT_EFFECT
 
@@ -54,6 +55,9 @@ def launched(found: Started, asked: Asked) -> Launch:
         raise PlanError("", ABSENT, "must be a mapping of TrainingArguments", origin=written.origin)
     if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
         raise PlanError("", ABSENT, "is a plan, not TrainingArguments; leave out --from", origin=written.origin)
+    if llama_factory.is_it(written):
+        written = llama_factory.translated(written, is_whole=found.accelerate is None)
+        found = replace(found, arguments=written)
     _refuse(written)
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
@@ -322,17 +326,20 @@ def _optimizer(reader: Reader) -> None:
 
 
 def _recompute(reader: Reader) -> None:
-    """``activation_checkpointing`` of every layer, not reentrant; ``gradient_checkpointing`` is its name before 5.0."""
+    """``activation_checkpointing`` of every layer; ``gradient_checkpointing`` is its name before 5.0."""
     names = ("activation_checkpointing", "gradient_checkpointing")
     node = reader.settings.on(*names)
     if node is None:
         return
     settings = reader.settings.first(*(f"{name}_kwargs" for name in names))
-    for key, allowed in (("use_reentrant", (False,)), ("every_n_layers", (1,)), ("offload", (False,))):
-        value = settings[1].mapping.get(key) if settings is not None else None
+    details = settings[1].mapping if settings is not None else {}
+    for key, allowed in (("every_n_layers", (1,)), ("offload", (False,))):
+        value = details.get(key)
         if value is not None and value.plain() not in allowed:
             problem = f"must be {str(allowed[0]).lower()}: other recompute is not modelled"
             raise PlanError(key, _plain(value), problem, origin=value.origin)
+    if (reentrant := details.get("use_reentrant")) is not None and reentrant.value is not None:
+        reader.building.put("recompute.reentrant", reentrant, "use_reentrant")
     reader.building.put("recompute.mode", Node("full", node.origin), *names)
 
 
@@ -476,14 +483,14 @@ ROWS = (
         without_effect=_given_by("gbs", "accumulation"),
     ),
     Row("weight_decay", "optimizer.weight_decay", kind="any", default=0.0),
-    Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length")),
+    Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length", "model_max_length")),
     Row("model_name_or_path", "model", kind="any", without_effect=_given_by("model")),
     Row("attn_implementation", "attention", kind="any"),
     Row("packing", "attention", read=_packed),
     Row("activation_checkpointing", "recompute.mode", read=_recompute),
     Row("use_liger_kernel", "kernels.set", read=_liger),
 )
-"""With the defaults of ``TrainingArguments``; lengths are keys of scripts (and of TRL)."""
+"""With the defaults of ``TrainingArguments``; lengths are keys of scripts, of TRL, and of FastChat."""
 PRECISION = (Row("bf16", "precision.dtype", read=_precision),)
 OPTIMIZER = (Row("optim", "optimizer.name", read=_optimizer),)
 EVALUATION = (

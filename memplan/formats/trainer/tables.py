@@ -14,6 +14,7 @@ READ = frozenset(
         "weight_decay",
         "max_length",
         "max_seq_length",
+        "model_max_length",
         "block_size",
         "optim",
         "bf16",

@@ -154,7 +154,7 @@ def test_ligers_pieces_are_read_as_transformers_passes_them(tmp_path: Path) -> N
             "must be false unless fused_linear_cross_entropy is",
         ),
         ({"use_liger_kernel": True, "liger_kernel_config": {"layer_norm": True}}, "layer_norm = true: is not modelled"),
-        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, "offload = true"),
         ({"attn_implementation": "flex_attention"}, "attention = flex_attention: is not modelled"),
         ({"dtype": "int8", "bf16": True}, "float16 or auto"),
         ({"framework": "single"}, "leave out --from"),

@@ -1,0 +1,143 @@
+"""LLaMA-Factory's configuration as the Trainer's arguments and trl's, which it is a dialect of.
+
+Keys and defaults of ``src/llamafactory/hparams`` (``model_args.py``, ``finetuning_args.py``, ``data_args.py``) as of
+August 2026. Its ``SFTTrainer`` is the Trainer with the model's own loss (``train/sft/trainer.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from ...plan.errors import ABSENT, PlanError
+from ...plan.node import Node, Value
+
+MARKS = ("finetuning_type", "cutoff_len")
+"""Keys of which each of its files has one."""
+
+_RENAMED = MappingProxyType(
+    {
+        "cutoff_len": "max_length",
+        "lora_rank": "lora_r",
+        "additional_target": "lora_modules_to_save",
+        "enable_liger_kernel": "use_liger_kernel",
+        "neat_packing": "padding_free",
+    }
+)
+_OWN = frozenset(
+    """
+    stage finetuning_type lora_target lora_rank lora_alpha lora_dropout quantization_bit quantization_type
+    quantization_method double_quantization flash_attn disable_gradient_checkpointing use_reentrant_gc pure_bf16
+    gradient_checkpointing packing
+    """.split()  # noqa: SIM905 - as a list it would be a line a word
+)
+"""Keys that are looked at below; ``packing`` has no strategy here: samples are cut together, under one mask."""
+_WITHOUT_EFFECT = frozenset(
+    """
+    template dataset eval_dataset dataset_dir media_dir train_on_prompt mask_history buffer_size mix_strategy val_size
+    interleave_probs preprocessing_batch_size max_samples ignore_pad_token_for_loss tool_format default_system
+    enable_thinking tokenized_path data_shared_file_system plot_loss adapter_folder split_special_tokens
+    low_cpu_mem_usage infer_backend infer_dtype offload_folder use_kv_cache hf_hub_token ms_hub_token eval_num_beams
+    print_param_status create_new_adapter pissa_convert loraplus_lr_ratio loraplus_lr_embedding use_swanlab
+    predict_with_generate ray_run_name ray_storage_path ray_num_workers placement_strategy resources_per_worker
+    """.split()  # noqa: SIM905
+)
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "use_unsloth": "Unsloth's own layers are not modelled",
+        "use_unsloth_gc": "checkpoints that are kept on the host are not modelled",
+        "use_kt": "KTransformers' experts on the host are not modelled",
+        "use_galore": "GaLore is not modelled",
+        "use_apollo": "APOLLO is not modelled",
+        "use_badam": "BAdam is not modelled",
+        "use_adam_mini": "Adam-mini is not modelled",
+        "use_muon": "Muon is not modelled here",
+        "use_llama_pro": "further blocks are not modelled",
+        "shift_attn": "shifted short attention is not modelled",
+        "mixture_of_depths": "mixtures of depths are not modelled",
+        "upcast_layernorm": "norms in fp32 are not modelled; without it they stay as they were loaded",
+        "upcast_lmhead_output": "logits that a hook casts to fp32 are not modelled",
+        "resize_vocab": "say the resized vocabulary as --vocab, and leave this out",
+        "moe_aux_loss_coef": "the routers' loss is the model's own",
+        "fp8": "torchao's float8 is not modelled here",
+    }
+)
+"""Switches that change the estimate, and why one that is on is refused."""
+_KERNELS = MappingProxyType(
+    {"disabled": "eager", "fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "auto": None}
+)
+
+
+def is_it(written: Node) -> bool:
+    """Whether ``written`` is a file of LLaMA-Factory."""
+    return not {*MARKS}.isdisjoint(written.mapping)
+
+
+def translated(written: Node, *, is_whole: bool) -> Node:
+    """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
+    checkpoints, its default, are not modelled of sharded models, and are taken to be what they are without."""
+    for key, why in _REFUSED.items():
+        node = written.mapping.get(key)
+        if node is not None and node.value not in (None, False):
+            raise PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
+    kept = written.mapping.keys() - _OWN - _RENAMED.keys() - _WITHOUT_EFFECT - _REFUSED.keys()
+    items = {key: node for key, node in written.mapping.items() if key in kept}
+    items |= {_RENAMED[key]: node for key, node in written.mapping.items() if key in _RENAMED}
+    items.setdefault("max_length", Node(2048, written.origin))
+    for key, value, node in _method(written, is_whole=is_whole):
+        items[key] = Node(value, node.origin)
+    return Node(items, written.origin)
+
+
+def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node]]:
+    """What is trained, in which dtypes, and what is recomputed: keys, values, and what they follow from."""
+    own = written.mapping
+
+    def of(key: str, default: Value, *allowed: object) -> Node:
+        node = own.get(key, Node(default, written.origin))
+        if allowed and node.value not in allowed:
+            one_of = f"must be {' or '.join(map(str, allowed))}: others are not modelled"
+            raise PlanError(key, node.plain(), one_of, origin=node.origin)
+        return node
+
+    of("stage", "sft", "sft", "pt")
+    of("quantization_method", "bnb", "bnb", "bitsandbytes")
+    kind, bits = of("finetuning_type", "lora", "lora", "full"), of("quantization_bit", None, None, 4, 8)
+    if kind.value == "lora":
+        yield "use_peft", True, kind
+        yield "lora_r", of("lora_rank", 8).value, of("lora_rank", 8)
+        yield "lora_dropout", of("lora_dropout", 0.0).value, of("lora_dropout", 0.0)
+        target = of("lora_target", "all")
+        yield "lora_target_modules", _targets(target), target
+        if "lora_alpha" in own:
+            yield "lora_alpha", own["lora_alpha"].value, own["lora_alpha"]
+    if bits.value == 8:
+        yield "load_in_8bit", True, bits
+    elif bits.value == 4:
+        yield "load_in_4bit", True, bits
+        yield "bnb_4bit_quant_type", of("quantization_type", "nf4").value, bits
+        yield "use_bnb_nested_quant", of("double_quantization", True).value, bits
+    kernel = of("flash_attn", "auto", *_KERNELS)
+    if kernel.value != "auto":
+        yield "attn_implementation", _KERNELS[str(kernel.value)], kernel
+    pure = of("pure_bf16", False, False, True)
+    if pure.value or own.get("bf16", pure).value is True:
+        # whole models are trained in fp32 under autocast (``adapter.py``, ``init_adapter``), unless ZeRO-3 casts them
+        whole = kind.value == "full" and not pure.value and own.get("deepspeed") is None
+        yield "dtype", "float32" if whole else "bfloat16", kind
+    off = of("disable_gradient_checkpointing", False, False, True)
+    yield "gradient_checkpointing", not off.value, off
+    reentrant = of("use_reentrant_gc", True, False, True)
+    if not off.value and is_whole and "deepspeed" not in own:
+        yield "gradient_checkpointing_kwargs", {"use_reentrant": reentrant}, reentrant
+
+
+def _targets(node: Node) -> Value:
+    """peft's ``target_modules``."""
+    if node.value == "all":
+        return "all-linear"
+    names = node.value if isinstance(node.value, list) else str(node.value).split(",")
+    return [one if isinstance(one, Node) else Node(one.strip(), node.origin) for one in names]
+
+
+__all__ = ["MARKS", "is_it", "translated"]

@@ -1,0 +1,103 @@
+"""Configurations of LLaMA-Factory, as its examples write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memplan.cli import main
+
+EXAMPLE = """\
+model_name_or_path: Qwen/Qwen3-4B-Instruct-2507
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: identity,alpaca_en_demo
+template: qwen3_nothink
+cutoff_len: 1024
+overwrite_cache: true
+output_dir: saves/out
+plot_loss: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+bf16: true
+ddp_timeout: 180000000
+"""
+SAME = ["--model=qwen3-4b", "--trainer=transformers", "--gpu=h100", "--mbs=2", "--accumulation=8", "--seq=1024"]
+SAME += ["--dtype=bf16", "--autocast", "--recompute=full", "--use-reentrant", "--optimizer=adamw_torch_fused"]
+ADAPTERS = ["--autocast-parameters=bf16", "--lora-rank=8", "--lora-targets=all-linear", "--lora-dropout=0"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main(["estimate", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["stages"][0]
+    return {key: found[key] for key in ("static_bytes", "allocated_bytes", "reserved_bytes")}
+
+
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [
+        (("", ""), ADAPTERS),
+        (("finetuning_type: lora", "finetuning_type: full"), ["--autocast-parameters=fp32"]),
+        (
+            ("bf16: true", "quantization_bit: 4\nbf16: true"),
+            [*ADAPTERS, "--quantisation=nf4", "--double-quantisation"],
+        ),
+        (("lora_target: all", "lora_target: q_proj,v_proj"), [*ADAPTERS, "--lora-targets=q_proj,v_proj"]),
+        (("plot_loss: true", "flash_attn: fa2"), [*ADAPTERS, "--attention=flash_attention_2"]),
+        (("plot_loss: true", "disable_gradient_checkpointing: true"), [*ADAPTERS, "--recompute=none"]),
+        (("bf16: true", "pure_bf16: true"), [*ADAPTERS, "--no-autocast"]),
+    ],
+)
+def test_it_is_what_the_flags_say(
+    change: tuple[str, str],
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sft.yaml").write_text(EXAMPLE.replace(*change))
+    Path("train.sh").write_text("FORCE_TORCHRUN=1 llamafactory-cli train sft.yaml\n")
+    given = dict(flag.partition("=")[::2] for flag in [*SAME, *flags])
+    if given["--recompute"] == "none":
+        given.pop("--use-reentrant")
+    if "--no-autocast" in given:
+        given.pop("--autocast"), given.pop("--autocast-parameters")
+    said = answer(capsys, *(f"{flag}={value}" if value else flag for flag, value in given.items()))
+    assert answer(capsys, "sft.yaml", "--gpu=h100") == said
+    assert answer(capsys, "train.sh", "--gpu=h100") == said
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (("stage: sft", "stage: dpo"), "sft.yaml:3: stage = dpo: must be sft or pt: others are not modelled"),
+        (("finetuning_type: lora", "finetuning_type: oft"), "finetuning_type = oft: must be lora or full"),
+        (("plot_loss: true", "use_unsloth: true"), "sft.yaml:13: use_unsloth: must be left out: Unsloth's own layers"),
+        (("plot_loss: true", "use_galore: true"), "use_galore: must be left out: GaLore is not modelled"),
+        (("plot_loss: true", "quantization_bit: 3"), "quantization_bit = 3: must be None or 4 or 8"),
+        (("plot_loss: true", "flash_attn: fast"), "flash_attn = fast: must be disabled or fa2 or fa3 or sdpa or auto"),
+        (("cutoff_len: 1024", "cutoff_len: [1]"), "batch.seq = [1]: must be a whole number"),
+        (("per_device_train_batch_size: 2", "per_device_train_batchsize: 2"), "per_device_train_batchsize = 2"),
+    ],
+)
+def test_what_is_refused(
+    change: tuple[str, str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sft.yaml").write_text(EXAMPLE.replace(*change))
+    assert main(["estimate", "sft.yaml", "--gpu=h100"]) == 2
+    told = capsys.readouterr().err
+    assert line in told
+    assert told.count("\n") == 1
