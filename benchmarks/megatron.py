@@ -46,7 +46,7 @@ TRANSFORMER_ENGINE = "2.17.1"
 BERT_VOCABULARY = 30_522
 """Lines of ``vocab.txt``, that of bert-base-uncased and bert-large-uncased; the rows do not say."""
 
-KINDS: tuple[Family, ...] = ("bert", "t5")
+KINDS: tuple[Family, ...] = ("bert", "t5", "hybrid")
 """Models of their own, which begin the ids of rows."""
 
 GPUS = {"H100 80GB": "h100-80gb", "GB200": "gb200"}
@@ -54,6 +54,7 @@ GPUS = {"H100 80GB": "h100-80gb", "GB200": "gb200"}
 FAMILIES = {
     "BERT": r"^bert/",
     "T5": r"^t5/",
+    "hybrids": r"^hybrid/",
     "7B": r"gpt3_7b",
     "Megatron-FSDP": r"zp_z3",
     "local layers": r"gpt3_mcore_tp",
@@ -74,7 +75,8 @@ NOT_MODELLED = (
     ("fp8 over fp32", lambda row: "--fp8-format" in row["arguments"] and "--bf16" not in row["arguments"]),
     ("experts' exchange beside computation", lambda row: "--overlap-moe-expert-parallel-comm" in row["arguments"]),
     ("CUDA graphs", lambda row: "--cuda-graph-impl" in row["arguments"]),
-    ("hybrid", lambda row: row["id"].startswith(("hybrid/", "nemotron/"))),
+    ("elastic hybrids", lambda row: "--flextron" in row["arguments"]),
+    ("multi-token prediction of hybrids", lambda row: row["id"].startswith("nemotron/")),
 )
 """Why a row is not estimated, first match."""
 

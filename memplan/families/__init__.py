@@ -33,6 +33,7 @@ ROOMS = {
     "llama4": ".llama4",
     "olmoe": ".olmoe",
     "granitemoe": ".granitemoe",
+    "hybrid": ".hybrid",
 }
 """The module of each family; loaded when a plan names it."""
 

@@ -83,7 +83,9 @@ def array(name: str, arguments: Sequence[Argument]) -> Iterator[str]:
     """Lines of a shell array, an argument each."""
     yield f"{name}=("
     for argument in arguments:
-        yield f"    {shlex.join(argument)}"
+        name, *values = argument
+        taken_for_argument = len(values) == 1 and re.match(r"-\D|-$", values[0])
+        yield f"    {shlex.join([f'{name}={values[0]}'] if taken_for_argument else argument)}"
     yield ")"
 
 

@@ -21,13 +21,14 @@ from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, Source, build_plan
 from .files import Words, read_words, words_of, words_of_mapping
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
+from .megatron.hybrid import PATTERN
 from .megatron.table import Context, Family
 from .rows import Argument, Building, Table, arguments_of, nearest_argument
 from .settings import Given, NeededError, Settings, asks
 
 _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
 """Variables of the environment that go into a plan, but for those that change no memory."""
-_OTHER_MODELS = re.compile(r"ict|vlm|vit|vision|mamba|hybrid|retro|mimo|multimodal|prefix_lm|realm|biencoder")
+_OTHER_MODELS = re.compile(r"ict|vlm|vit|vision|retro|mimo|multimodal|prefix_lm|realm|biencoder")
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -129,15 +130,17 @@ def _one_microbatch(read: ReadPlan, derived: Origin) -> ReadPlan:
 
 
 def _family(words: Words, settings: Settings) -> Family:
-    """BERT, T5 or GPT, by the training script's name, or else by its decoder or its tokenizer."""
+    """BERT, T5, a hybrid or GPT, by the training script's name, or else by its decoder or its tokenizer."""
     script = words.training.script if words.training is not None else ""
     if "bert" in script:
         return "bert"
     if "t5" in script or (not script and settings.has("--decoder-num-layers")):
         return "t5"
+    if re.search(r"mamba|hybrid", script) or (not script and settings.has(PATTERN)):
+        return "hybrid"
     other = _OTHER_MODELS.search(script)
     if other is not None:
-        known = "pretrain_gpt.py, pretrain_bert.py and pretrain_t5.py"
+        known = "pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py and pretrain_hybrid.py"
         problem = f"starts {script}.py, whose model is not modelled yet; those of {known} are"
         raise PlanError("", ABSENT, problem, origin=words.origin)
     tokenizer = settings.loose_word("--tokenizer-type") or ""

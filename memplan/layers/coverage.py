@@ -37,6 +37,7 @@ PLAIN: Allowed = MappingProxyType(
         "experts": (0,),
         "latent_kv_rank": (0,),
         "mtp_layers": (0,),
+        "layer_pattern": ("",),
     }
 )
 """What only single families have."""
@@ -129,12 +130,22 @@ CORE_GPT: Allowed = MappingProxyType(
         ),
         "norm_place": ("pre",),
         "positions": ("learned", "rotary", "none"),
-        "activation": ("gelu", "gelu_new", "swiglu", "quick_geglu"),
+        "activation": ("gelu", "gelu_new", "relu2", "swiglu", "quick_geglu"),
         "causal": (True,),
         "embedding_norm": (False,),
         "final_norm": (True,),
         "token_types": (0,),
         "mlm_head": (False,),
+    }
+)
+
+CORE_HYBRID: Allowed = MappingProxyType(
+    {
+        **reads(CORE_GPT, "layer_pattern"),
+        "latent_kv_rank": (0,),
+        "mtp_layers": (0,),
+        "alternating_windows": (False,),
+        "attention_sinks": (False,),
     }
 )
 

@@ -35,6 +35,7 @@ MIXTURES = {
     "experts": "experts",
     "latent_kv_rank": "latent attention",
     "mtp_layers": "multi-token prediction",
+    "layer_pattern": "hybrids of Mamba-2, attention, MLP and experts",
 }
 """Parts of a model that not every framework has (``Supports.mixtures``), in words."""
 
@@ -106,15 +107,42 @@ def check_model(model: ModelSpec) -> None:
     if model.router_groups and (model.experts % model.router_groups or not model.router_group_top_k):
         problem = f"must divide the {model.experts} experts, and needs model.router_group_top_k"
         raise PlanError("model.router_groups", model.router_groups, problem)
+    check_pattern(model)
     if model.positions == "rotary" and model.head_dim % 2:
         raise PlanError("model.head_dim", model.head_dim, "must be even: rotary positions turn features in pairs")
+
+
+MAMBA = ("mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim")
+"""Sizes that Mamba-2 layers need."""
+
+
+def check_pattern(model: ModelSpec) -> None:
+    """Layers of a hybrid, and the sizes that they need."""
+    pattern = model.layer_pattern
+    if not pattern:
+        return
+    if len(pattern) != model.layers:
+        problem = f"must be {len(pattern)}, as many as model.layer_pattern has ({pattern}); cut or grow that"
+        raise PlanError("model.layers", model.layers, problem)
+    for field in MAMBA if "M" in pattern else ():
+        if not getattr(model, field):
+            raise PlanError(f"model.{field}", 0, "must be given with Mamba-2 layers (M of model.layer_pattern)")
+    if "M" in pattern and model.mamba_heads % model.mamba_groups:
+        problem = f"must divide the {model.mamba_heads} Mamba heads"
+        raise PlanError("model.mamba_groups", model.mamba_groups, problem)
+    if ("E" in pattern) is not bool(model.experts):
+        problem = "must be given with layers E" if not model.experts else "must be 0 without a layer E"
+        raise PlanError("model.experts", model.experts, f"{problem} in model.layer_pattern ({pattern})")
+    if model.dense_layers:
+        raise PlanError("model.dense_layers", list(model.dense_layers), "must be left out with model.layer_pattern")
 
 
 def check_mixture(plan: Plan) -> None:
     """Parts of the model that the framework has a recipe for."""
     for field, what in MIXTURES.items():
         if value := getattr(plan.model, field):
-            require(plan, f"model.{field}", value, "0", "mixtures", field, what)
+            none = "left out" if isinstance(value, str) else "0"
+            require(plan, f"model.{field}", value, none, "mixtures", field, what)
 
 
 def check_sizes(plan: Plan) -> None:

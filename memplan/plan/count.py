@@ -12,6 +12,9 @@ from .spec import ModelSpec
 def parameters(spec: ModelSpec) -> int:
     """Elements of every parameter of the model."""
     final_norm = norm(spec) if spec.final_norm else 0
+    if spec.layer_pattern:
+        blocks = sum(block(spec, kind) + norm(spec) for kind in spec.layer_pattern)
+        return embedding(spec) + blocks + final_norm + head(spec)
     experts = sum(map(spec.has_experts, range(spec.layers)))
     layers = (spec.layers - experts) * layer(spec) + experts * layer(spec, experts=True)
     return embedding(spec) + layers + final_norm + head(spec) + spec.mtp_layers * further(spec)
@@ -36,6 +39,18 @@ def further(spec: ModelSpec) -> int:
     and a norm."""
     layer_of = layer(spec, experts=spec.has_experts(spec.layers - 1))
     return 2 * spec.hidden * spec.hidden + layer_of + 3 * norm(spec)
+
+
+def block(spec: ModelSpec, kind: str) -> int:
+    """The one block of a hybrid's layer."""
+    return {"M": mamba, "*": attention, "-": mlp, "E": mixture}[kind](spec)
+
+
+def mamba(spec: ModelSpec) -> int:
+    """With d inner features, g groups of n states and a heads: projections ``h (2 d + 2 g n + a) + d h``, a convolution
+    of 4 tokens with a bias over ``d + 2 g n`` channels, three numbers of each head, and the weight of a norm."""
+    d, channels, a = spec.mamba_inner, spec.mamba_inner + 2 * spec.mamba_groups * spec.mamba_state_dim, spec.mamba_heads
+    return spec.hidden * (d + channels + a + d) + 5 * channels + 3 * a + d
 
 
 def attention(spec: ModelSpec) -> int:

@@ -138,7 +138,7 @@ class Megatron(FrameworkSection, Terse):
 class Experts(FrameworkSection, Terse):
     """How a model with experts is trained; Megatron-Core's arguments are called ``--moe-…``."""
 
-    unsaid: ClassVar[frozenset[str]] = frozenset({"router_padding", "flex_backend"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"router_padding", "flex_backend", "squared_relu_fusion"})
 
     imbalance: str = Field(
         "balanced",
@@ -187,6 +187,11 @@ class Experts(FrameworkSection, Terse):
         False,
         description="fp8, fp4: the router sends every expert as many rows as products want, which are else copied",
         json_schema_extra={"flag": "--moe-router-padding"},
+    )
+    squared_relu_fusion: bool = Field(
+        False,
+        description="squared ReLU of experts and the product with router's probabilities in one kernel",
+        json_schema_extra={"flag": "--moe-squared-relu-fusion"},
     )
     shared_expert_overlap: bool = Field(
         False,

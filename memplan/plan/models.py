@@ -130,6 +130,9 @@ def _with_derived_sizes(spec: Node, base: dict[str, Node], given: dict[str, Node
     def follows(name: str, rule: int | None) -> bool:
         return name not in given and (not base or size(base, name) == rule)
 
+    pattern = spec.mapping.get("layer_pattern")
+    if pattern is not None and isinstance(pattern.value, str) and "layers" not in given and pattern.value:
+        spec = spec.with_items({"layers": Node(len(pattern.value), pattern.origin)})
     hidden, heads = size(spec.mapping, "hidden"), size(spec.mapping, "heads")
     base_hidden, base_heads = size(base, "hidden"), size(base, "heads")
     derived: dict[str, Node] = {}

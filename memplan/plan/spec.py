@@ -15,7 +15,7 @@ from .section import OneOf, Terse
 Family = Annotated[str, OneOf(FAMILIES)]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rotary", "alibi", "none"]
-Activation = Literal["gelu", "gelu_new", "gelu_fast", "relu", "swiglu", "geglu", "quick_geglu"]
+Activation = Literal["gelu", "gelu_new", "gelu_fast", "relu", "relu2", "swiglu", "geglu", "quick_geglu"]
 Blocks = Literal["sequential", "parallel", "parallel_one_norm"]
 RouterScore = Literal["softmax", "sigmoid"]
 RouterBalancing = Literal["none", "sinkhorn", "aux_loss", "seq_aux_loss", "global_aux_loss"]
@@ -46,6 +46,7 @@ class ModelSpec(Terse):
             "latent_q_rank", "latent_kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim", "mtp_layers",
             "attention_sinks", "attention_chunk", "nope_interval", "qk_norm_over", "activation_clamp",
             "residual_scale", "logit_scale", "router_weighs_inputs",
+            "layer_pattern", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim",
         )
     )  # fmt: skip
 
@@ -81,8 +82,8 @@ class ModelSpec(Terse):
         1.0, gt=0.0, le=1.0, description="fraction of each head's features that rotary positions rotate"
     )
     activation: Activation = Field(
-        description="MLP activation; gelu_new and gelu_fast are the tanh form in Python; swiglu, geglu and quick_geglu "
-        "(x sigmoid(1.702 x), and 1 added to the other half) have a gate"
+        description="MLP activation; gelu_new and gelu_fast are the tanh form in Python; relu2 is the square of relu; "
+        "swiglu, geglu and quick_geglu (x sigmoid(1.702 x), and 1 added to the other half) have a gate"
     )
     activation_clamp: float | None = Field(
         None, gt=0.0, description="largest value that enters a gated activation (gpt-oss); default: no limit"
@@ -165,6 +166,17 @@ class ModelSpec(Terse):
         0, description="layers behind the last that predict further tokens (multi-token prediction)"
     )
 
+    layer_pattern: str = Field(
+        "",
+        pattern=r"^[M*E-]*$",
+        max_length=MOST_LAYERS,
+        description="kind of each layer of a hybrid, which has one block: M Mamba-2, * attention, - MLP, E experts",
+    )
+    mamba_heads: Rows = Field(0, description="heads of a Mamba-2 layer")
+    mamba_head_dim: Rows = Field(0, description="features of one Mamba-2 head")
+    mamba_groups: Rows = Field(0, description="groups of Mamba-2 heads that share their B and C")
+    mamba_state_dim: Rows = Field(0, description="size of a Mamba-2 head's state, for each of its features")
+
     embedding_dropout: Probability = Field(description="dropout after the embedding")
     attention_dropout: Probability = Field(description="dropout of the attention's probabilities")
     hidden_dropout: Probability = Field(description="dropout of each block's output")
@@ -199,7 +211,18 @@ class ModelSpec(Terse):
 
     def has_experts(self, layer: int) -> bool:
         """Whether ``layer``, numbered from 0, has experts in place of an MLP."""
+        if self.layer_pattern:
+            return self.kind_of(layer) == "E"
         return self.experts > 0 and layer not in self.dense_layers
+
+    def kind_of(self, layer: int) -> str:
+        """Its letter in ``layer_pattern``; empty where every layer has attention and an MLP or experts."""
+        return self.layer_pattern[layer : layer + 1]
+
+    @property
+    def mamba_inner(self) -> int:
+        """Features between the projections of a Mamba-2 layer."""
+        return self.mamba_heads * self.mamba_head_dim
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ from memplan.plan.plan import Plan
 
 from .plans import chosen, made, names, spec
 
-FAMILIES = ("gpt", "gpt2", "llama", "bert")
+FAMILIES = ("gpt", "gpt2", "llama", "bert", "hybrid")
 
 
 @st.composite
@@ -37,6 +37,15 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
                                    "final_norm": True, "tied_embeddings": draw(st.booleans()),
                                    "activation": draw(st.sampled_from(["gelu", "gelu_new"]))})  # fmt: skip
     bias = draw(st.booleans())
+    if family == "hybrid":
+        sizes |= {
+            "layer_pattern": (pattern := draw(st.text("M*-", min_size=1, max_size=12))),
+            "layers": len(pattern),
+            "mamba_heads": 8,
+            "mamba_head_dim": draw(st.sampled_from([32, 64])),
+            "mamba_groups": draw(st.sampled_from([4, 8])),
+            "mamba_state_dim": 128,
+        }
     return spec(
         "gpt2",
         **sizes,

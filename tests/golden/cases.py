@@ -309,6 +309,15 @@ def megatron() -> Iterator[str]:
         "--cp 2", "--cp 2 --cp-communication a2a --sequence-parallel", "--sequence-parallel --mbs 2", "--gbs 64 --mbs 2",
     ):  # fmt: skip
         yield f"{job} {flags}"
+    sizes = "--hidden 1024 --heads 16 --head-dim 64 --mamba-heads 32 --mamba-head-dim 64 --mamba-groups 8 --mamba-state-dim 128"
+    job = f"--model gpt2 --family hybrid {sizes} --seq 1024 --framework megatron --gpu h100-80gb --layer-pattern M-M*"
+    for flags in (
+        "--tp 2 --dp 4 --zero 1 --mbs 4",
+        "--tp 2 --cp 4",
+        "--pp 2 --gbs 8 --recompute full",
+        "--tp 4 --fp8 tensorwise",
+    ):
+        yield f"{job} {flags}"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4 --megatron-fsdp"
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         yield f"{job} {strategy}"

@@ -207,6 +207,7 @@ ROWS: Sequence[Row] = (
         "--moe-router-dtype", "model.router_dtype", "word", LEFT,
         when=lambda plan: mixed(plan) and plan.model.router_dtype is not None,
     ),
+    switch_of_experts("--use-fused-weighted-squared-relu", "experts.squared_relu_fusion"),
     of_experts(BALANCING, "model.router_balancing", "word", read=_balancing),
     of_experts(COEFFICIENT, "model.router_aux_loss", "number", read=elsewhere, when=_balanced),
     of_experts(

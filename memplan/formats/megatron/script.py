@@ -13,6 +13,7 @@ from ...plan.resolved import ResolvedPlan
 from ..exported import PLACE, Draft, Target
 from ..script import Arguments, Script, sizes_of
 from ..training_scripts import read_back
+from .hybrid import settled as settled_hybrid
 from .sharding import is_sharded
 from .table import ROWS, largest_chunk
 
@@ -25,7 +26,7 @@ YOURS = (
 )
 
 
-SCRIPTS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py"}
+SCRIPTS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py", "hybrid": "pretrain_hybrid.py"}
 """Those that train families of their own."""
 
 
@@ -90,7 +91,12 @@ def settled(plan: ResolvedPlan) -> dict[str, Any]:
         most = largest_chunk(plan)
         layers = most if recompute.layers is None else min(recompute.layers, most)
         recompute = recompute.model_copy(update={"layers": layers})
-    return {**names_settled(plan), "megatron": given.model_copy(update=megatron), "recompute": recompute}
+    return {
+        **names_settled(plan),
+        **settled_hybrid(plan),
+        "megatron": given.model_copy(update=megatron),
+        "recompute": recompute,
+    }
 
 
 TARGET = Target(

@@ -21,10 +21,10 @@ from ...plan.plan import Plan
 from ...values import dataclass
 from ..rows import NEEDED, OFF, Building, Reader, Row, elsewhere, positive, read_rows, switch
 from ..settings import Settings
-from . import experts, low_precision, sharding
+from . import experts, hybrid, low_precision, sharding
 from .vocabulary import tokens_of
 
-Family = Literal["gpt", "bert", "t5"]
+Family = Literal["gpt", "bert", "t5", "hybrid"]
 _MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
 
 
@@ -50,7 +50,7 @@ def plan_of(settings: Settings, context: Context) -> Building:
         problem = "is not modelled yet; flash-attention 2 is"
         raise PlanError("--flash-attention-version", version.value, problem, origin=version.origin)
     start(building, "megatron", context)
-    building.put("model.causal", context.family == "gpt")
+    building.put("model.causal", context.family in ("gpt", "hybrid"))
     building.put("model.mlm_head", context.family == "bert")
     read_rows(ROWS, Reader(settings, building, context))
     return building
@@ -147,6 +147,15 @@ def _quick_geglu(reader: Reader) -> None:
         reader.building.put("model.activation", Node("quick_geglu", reader.settings.where(name)), name)
 
 
+def _squared_relu(reader: Reader) -> None:
+    name = "--squared-relu"
+    if not reader.settings.has(name):
+        return
+    if reader.settings.has("--swiglu"):
+        raise PlanError(name, ABSENT, "must be left out with --swiglu", origin=reader.settings.where(name))
+    reader.building.put("model.activation", Node("relu2", reader.settings.where(name)), name)
+
+
 def _sinks(reader: Reader) -> None:
     name = "--softmax-type"
     kind = reader.settings.word(name)
@@ -230,7 +239,7 @@ DROPOUTS = (
     Row("--attention-dropout", "model.attention_dropout", "MODEL", "number", 0.1),
 )
 MODEL = (
-    Row("--num-layers", "model.layers", "MODEL", default=NEEDED, older=("--encoder-num-layers",)),
+    *hybrid.LAYERS,
     *SIZES,
     switch(
         "--group-query-attention",
@@ -285,6 +294,13 @@ MODEL = (
         "MODEL",
         read=_quick_geglu,
         value=lambda plan: plan.model.activation == "quick_geglu",
+    ),
+    switch(
+        "--squared-relu",
+        "model.activation",
+        "MODEL",
+        read=_squared_relu,
+        value=lambda plan: plan.model.activation == "relu2",
     ),
     Row(
         "--activation-func-clamp-value",
@@ -377,6 +393,9 @@ _COUNTED = tuple(f"--account-for-{end}-in-pipeline-split" for end in ("embedding
 def _chunks(reader: Reader) -> None:
     """Virtual stages of a rank: a number, or what a layout string or the layers of each make of them."""
     settings, put = reader.settings, reader.building.put
+    if (cut := hybrid.chunks(reader, (_VIRTUAL_LAYERS, _VIRTUAL, _LAYOUT, *_COUNTED))) is not None:
+        put("layout.vpp", cut, hybrid.PATTERN)
+        return
     given = [name for name in (_VIRTUAL_LAYERS, _VIRTUAL, _LAYOUT) if settings.has(name)]
     if len(given) > 1:
         problem = f"must be left out with {given[0]}: only one of them says how many virtual stages there are"
@@ -456,13 +475,13 @@ LAYOUT = (
         "layout.vpp",
         "PARALLEL",
         read=_chunks,
-        when=lambda plan: plan.pipeline.layout is None and _interleaved(plan),
+        when=lambda plan: plan.pipeline.layout is None and _interleaved(plan) and hybrid.is_plain(plan),
     ),
-    Row(_LAYOUT, "pipeline.layout", "PARALLEL", "word"),
-    Row("--decoder-first-pipeline-num-layers", "pipeline.first_layers", "PARALLEL"),
-    Row("--decoder-last-pipeline-num-layers", "pipeline.last_layers", "PARALLEL"),
-    switch(_COUNTED[0], "pipeline.count_embedding", "PARALLEL"),
-    switch(_COUNTED[1], "pipeline.count_loss", "PARALLEL"),
+    Row(_LAYOUT, "pipeline.layout", "PARALLEL", "word", when=hybrid.is_plain),
+    Row("--decoder-first-pipeline-num-layers", "pipeline.first_layers", "PARALLEL", when=hybrid.is_plain),
+    Row("--decoder-last-pipeline-num-layers", "pipeline.last_layers", "PARALLEL", when=hybrid.is_plain),
+    switch(_COUNTED[0], "pipeline.count_embedding", "PARALLEL", when=hybrid.is_plain),
+    switch(_COUNTED[1], "pipeline.count_loss", "PARALLEL", when=hybrid.is_plain),
     Row(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         "pipeline.group",
@@ -747,6 +766,9 @@ def _implementation(reader: Reader) -> None:
     """BERT's script reads ``--spec``, GPT's ``--transformer-impl`` unless a specification of layers is named."""
     settings, path = reader.settings, "megatron.transformer_impl"
     spec = settings.words("--spec") or []
+    if reader.context.family == "hybrid":
+        _hybrid_spec(reader, spec)
+        return
     local = bool(spec) and spec[0].value == "local"
     if reader.context.family == "bert" or local:
         chosen = Node("local" if local else "transformer_engine", settings.where("--spec"))
@@ -760,6 +782,17 @@ def _implementation(reader: Reader) -> None:
     if node.value == "inference_optimized":
         raise PlanError(name, node.value, "is not for training; transformer_engine and local are", origin=node.origin)
     reader.building.put(path, node, name)
+
+
+def _hybrid_spec(reader: Reader, spec: list[Node]) -> None:
+    """``hybrid_builder`` takes layers from ``--spec`` alone, and those that there are from Transformer Engine."""
+    if not spec or spec[-1].value not in hybrid.STACKS:
+        given = " ".join(str(one.value) for one in spec) or ABSENT
+        problem = (
+            f"must be {' '.join(hybrid.SPEC)}: hybrids need a specification of layers, and others are not modelled"
+        )
+        raise PlanError("--spec", given, problem, origin=reader.settings.where("--spec"))
+    reader.building.put("megatron.transformer_impl", Node("transformer_engine", spec[0].origin), "--spec")
 
 
 def _fused_where(name: str, path: str, condition: str, wanted: object, when: Callable[[Plan], bool]) -> Row:
@@ -809,7 +842,8 @@ LAYERS = (
         "megatron.transformer_impl",
         "LAYERS",
         read=_implementation,
-        when=lambda plan: _is_bert(plan) and plan.megatron.transformer_impl == "local",
+        when=lambda plan: hybrid.is_hybrid(plan) or (_is_bert(plan) and plan.megatron.transformer_impl == "local"),
+        value=lambda plan: hybrid.SPEC if hybrid.is_hybrid(plan) else "local",
     ),
     Row(
         "--transformer-impl",
@@ -881,4 +915,4 @@ LAYERS = (
     ),
 )
 
-ROWS = (*MODEL, *experts.ROWS, *LAYOUT, *BATCH, *TRAINING, *low_precision.ROWS, *LAYERS, *sharding.ROWS)
+ROWS = (*MODEL, *hybrid.ROWS, *experts.ROWS, *LAYOUT, *BATCH, *TRAINING, *low_precision.ROWS, *LAYERS, *sharding.ROWS)

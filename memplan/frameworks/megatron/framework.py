@@ -61,7 +61,7 @@ class Megatron(Framework):
     holds_workspaces = True
     supports = Supports(
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
-        mixtures=("experts", "latent_kv_rank", "mtp_layers"),
+        mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern"),
         zero=(0, 1),
         sequence_parallel=True,
         sections=("megatron", "experts"),
@@ -327,6 +327,20 @@ def check_kernels(plan: ResolvedPlan) -> None:
         raise PlanError("attention", plan.attention, f"must be {wanted} with {what}")
 
 
+def check_hybrid(plan: ResolvedPlan) -> None:
+    """A hybrid, as far as it is modelled; its stages follow from the pattern."""
+    model, megatron = plan.model, plan.megatron
+    if model.activation == "relu2" and model.mlp_bias and megatron.bias_gelu_fusion:
+        raise PlanError("megatron.bias_gelu_fusion", True, "must be false with relu2 and biases, which it does not add")
+    if not model.layer_pattern:
+        return
+    if megatron.fsdp != "none":
+        raise PlanError("megatron.fsdp", megatron.fsdp, "must be none with a hybrid: it is not modelled with it yet")
+    if megatron.offload_modules is not None:
+        problem = "must be left out with a hybrid: its activations on the host are not modelled yet"
+        raise PlanError("megatron.offload_modules", list(megatron.offload_modules), problem)
+
+
 def check_context_parallel(plan: ResolvedPlan) -> None:
     megatron, cp = plan.megatron, plan.layout.cp
     if megatron.transformer_impl == "local" and cp > 1:
@@ -556,6 +570,7 @@ RULES = (
     check_optimizer,
     check_offloading,
     check_decoder,
+    check_hybrid,
     check_distributed,
     check_sharding,
     check_kernels,

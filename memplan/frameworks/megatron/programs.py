@@ -83,7 +83,8 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         gradient_fusion=megatron.gradient_accumulation_fusion,
         bias_activation_fusion=megatron.bias_swiglu_fusion
         if spec.activation == "swiglu"
-        else megatron.bias_gelu_fusion,
+        else megatron.bias_gelu_fusion and spec.activation != "relu2",
+        weighted_fusion=plan.experts.squared_relu_fusion,
         bias_dropout_fusion=megatron.bias_dropout_fusion,
         rope_fusion=megatron.rope_fusion,
         rotary_interleaved=megatron.rotary_interleaved,
@@ -434,10 +435,12 @@ def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
         first, last = shape.sixteen_bit
         wide = layer < first or layer >= shape.layers - last
         shape = replace(shape, sixteen_bit=(0, 0), layers=0, low=None if wide else shape.low)
+    if shape.spec.layer_pattern:
+        shape = replace(shape, kind=shape.spec.kind_of(layer))
     if shape.experts is None or not shape.spec.has_experts(layer):
         return replace(shape, experts=None)
     if shape.experts.imbalances:
-        own = shape.experts.imbalances[layer - sum(dense < layer for dense in shape.spec.dense_layers)]
+        own = shape.experts.imbalances[sum(map(shape.spec.has_experts, range(layer)))]
         return replace(shape, experts=replace(shape.experts, imbalance=own, imbalances=()))
     return shape
 

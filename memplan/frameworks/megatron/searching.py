@@ -58,7 +58,9 @@ def module_sets(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
 
 
 def first_layers(spec: ModelSpec) -> int | None:
-    """Layers without experts that come before those with; ``None`` where some come behind."""
+    """Layers without experts that come before those with; ``None`` where some come behind, and of hybrids."""
+    if spec.layer_pattern:
+        return None
     dense = spec.dense_layers if spec.experts else ()
     return len(dense) if dense == tuple(range(len(dense))) else None
 
@@ -124,6 +126,9 @@ class MegatronSearch(FrameworkSearch):
             problem = "must be left out: layouts with activations on the host are not searched yet; estimate --vary "
             problem += "compares some"
             raise PlanError("megatron.offload_modules", list(base.megatron.offload_modules), problem)
+        if base.model.layer_pattern:
+            problem = "must be left out: layouts of hybrids are not searched yet; estimate --vary compares some"
+            raise PlanError("model.layer_pattern", base.model.layer_pattern, problem)
         if not self.searched(base):
             problem = "must be the first ones: other layouts are not searched yet; estimate --vary compares some"
             raise PlanError("model.dense_layers", base.model.dense_layers, problem)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import Options, Passes, joined, regrouped, run_again
+from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.rates import before
@@ -29,6 +30,9 @@ class MegatronTime(FrameworkTime):
 
     def entries(self, plan: ResolvedPlan) -> Entries:
         check_covered(plan.model, MEGATRON_CORE, plan.framework)
+        if plan.model.layer_pattern:
+            problem = "must be left out where time is asked for: steps of hybrids are not timed yet"
+            raise PlanError("model.layer_pattern", plan.model.layer_pattern, problem)
         whole, recent = core_shape(plan), not before(plan, NOT_OVERLAPPED)
         whole = replace(whole, asynchronous=recent, gradient_fusion=whole.gradient_fusion and recent)
         options = Options(counts="later", consumes_gradients=True, summed=plan.precision.gradients)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..recompute import recomputed_reentrant
-from . import latent, local, moe, offload, t5, te, te_attention
+from . import latent, local, mamba, moe, offload, t5, te, te_attention
 from .discarded import Discard, without_output
 from .ends import keep_mask
 from .shape import CoreShape
@@ -44,9 +44,21 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "quick_geglu of an MLP; that of experts is covered"
     if spec.activation_clamp is not None and spec.activation != "quick_geglu":
         yield "a clamp of another activation than quick_geglu"
+    if spec.layer_pattern:
+        yield from _uncovered_hybrid(shape)
     yield from _uncovered_attention(shape)
     yield from latent.uncovered(shape)
     yield from moe.uncovered(shape)
+
+
+def _uncovered_hybrid(shape: CoreShape) -> Iterator[str]:
+    if shape.implementation == "local":
+        yield "hybrids in local layers; those of Transformer Engine are covered"
+    if shape.spec.mtp_layers:
+        yield "multi-token prediction of hybrids"
+    if shape.spec.latent_kv_rank:
+        yield "latent attention in hybrids"
+    yield from mamba.uncovered(shape.spec, shape.t, shape.cp)
 
 
 def _uncovered_attention(shape: CoreShape) -> Iterator[str]:
@@ -59,6 +71,8 @@ def _uncovered_attention(shape: CoreShape) -> Iterator[str]:
 
 def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     """Shapes of the static stand-ins for weight gradients of a layer."""
+    if shape.kind == "M":
+        return mamba.weights(shape) if shape.gradient_fusion else frozenset()
     attention = latent.dummy_gradients(shape) if shape.spec.latent_kv_rank else frozenset()
     return local.dummy_gradients(shape) | attention | moe.dummy_gradients(shape)
 
@@ -70,8 +84,11 @@ def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 
 def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
-    summed = _attention(r, hidden, shape)
-    return _mlp(r, summed, shape)
+    """A hybrid's has one block (``hybrid_layer_specs.py``, ``hybrid_stack_spec``), and identities for others."""
+    if shape.kind == "M":
+        return mamba.layer(r, hidden, shape)
+    summed = hidden if shape.kind in ("-", "E") else _attention(r, hidden, shape)
+    return summed if shape.kind == "*" else _mlp(r, summed, shape)
 
 
 def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
@@ -322,6 +339,6 @@ def mlp(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = "") -> t
     else:
         if bias is not None:
             x = ops.add(r, x, bias, f"{FC1}_bias")
-        x = local.swiglu(r, x, FC1) if gated else local.gelu(r, x, FC1)
+        x = local.swiglu(r, x, FC1) if gated else local.ungated(r, x, FC1, shape)
     row_linear = local.row_linear if shape.implementation == "local" else te.row_linear
     return row_linear(r, x, FC2, shape, bias=has_bias)

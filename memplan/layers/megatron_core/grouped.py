@@ -100,12 +100,14 @@ def _with_rows(r: Recorder, x: Tensor, rows: int, name: str) -> Tensor:
 
 def activated(r: Recorder, x: Tensor, scale: Tensor, shape: CoreShape) -> Tensor:
     """``bias_act_func``: rows (…, f) times their probabilities (…, 1), in the dtype of ``x``. Fused SwiGLU
-    (``weighted_bias_swiglu_impl``, ``weighted_bias_quick_geglu_impl``) saves both inputs; else the product is in the
-    wider dtype, and cast back."""
+    (``weighted_bias_swiglu_impl``, ``weighted_bias_quick_geglu_impl``) and ReLU² (``weighted_squared_relu_impl``) save
+    both inputs; else the product is in the wider dtype, and cast back."""
     clamped = shape.spec.activation_clamp is not None
     if shape.spec.gated and shape.bias_activation_fusion:
-        return _weighted_swiglu(r, _clamped(r, x) if clamped else x, scale)
-    made = local.swiglu(r, x, FC1, clamped=clamped) if shape.spec.gated else local.gelu(r, x, FC1)
+        return _weighted(r, _clamped(r, x) if clamped else x, scale, x.shape[-1] // 2)
+    if shape.spec.activation == "relu2" and shape.weighted_fusion:
+        return _weighted(r, x, scale, x.shape[-1])
+    made = local.swiglu(r, x, FC1, clamped=clamped) if shape.spec.gated else local.ungated(r, x, FC1, shape)
     wide = ops.multiply(r, made, scale, "expert_weighted")
     del made
     return ops.cast(r, wide, x.dtype, "expert_weighted_cast")
@@ -120,13 +122,13 @@ def _clamped(r: Recorder, x: Tensor) -> Tensor:
     )
 
 
-def _weighted_swiglu(r: Recorder, x: Tensor, scale: Tensor) -> Tensor:
+def _weighted(r: Recorder, x: Tensor, scale: Tensor, width: int) -> Tensor:
     like, dtype, one, kind = x.shape, x.dtype, scale.shape, scale.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [r.empty(like, dtype, "grad_expert_swiglu"), r.empty(one, kind, "grad_expert_probabilities")]
 
-    return r.output((x, scale), (x, scale), backward, (*like[:-1], like[-1] // 2), dtype, "expert_swiglu")
+    return r.output((x, scale), (x, scale), backward, (*like[:-1], width), dtype, "expert_swiglu")
 
 
 def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bool = False) -> Tensor:

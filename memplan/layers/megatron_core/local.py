@@ -95,9 +95,11 @@ def _same_for_bias(shape: Shape, dtype: str, bias: Shape, name: str) -> Backward
     return backward
 
 
-def gelu(r: Recorder, x: Tensor, name: str) -> Tensor:
-    """``F.gelu``, or ``openai_gelu`` compiled (``transformer/utils.py``): saves its input."""
-    return ops.elementwise(r, f"{name}_gelu", (x,), (x,))
+def ungated(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """``F.gelu``, or ``openai_gelu`` (``transformer/utils.py``) and ``squared_relu`` (``activations.py``), which are
+    compiled: saves its input."""
+    kind = "squared_relu" if shape.spec.activation == "relu2" else "gelu"
+    return ops.elementwise(r, f"{name}_{kind}", (x,), (x,))
 
 
 def swiglu(r: Recorder, x: Tensor, name: str, *, clamped: bool = False) -> Tensor:
@@ -140,10 +142,14 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     spec, t, h = shape.spec, shape.t, shape.spec.hidden
     f = spec.ffn // t
     inner = 2 * f if spec.gated else f
+    has_mlp = shape.experts is None and shape.kind in ("", "-")
+    mlp = {(inner, h), (h, f)} if has_mlp else set[Shape]()
+    if shape.kind in ("-", "E"):
+        return frozenset(mlp)
     attention = {(spec.qkv_features // t, h), (h, spec.attention_features // t)} if not spec.latent_kv_rank else set()
     inner_width = spec.attention_features // t
     crossing = {(inner_width, h), (2 * inner_width, h)} if shape.keys else set()
-    return frozenset(attention | crossing | ({(inner, h), (h, f)} if shape.experts is None else set()))
+    return frozenset(attention | crossing | mlp)
 
 
 def _elements(shape: Shape) -> int:

@@ -140,8 +140,8 @@ def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     if shape.spec.gated and shape.bias_activation_fusion:
         inner = local.bias_swiglu(r, inner, None, f"{SHARED}.linear_fc1")
     else:
-        activation = local.swiglu if shape.spec.gated else local.gelu
-        inner = activation(r, inner, f"{SHARED}.linear_fc1")
+        name = f"{SHARED}.linear_fc1"
+        inner = local.swiglu(r, inner, name) if shape.spec.gated else local.ungated(r, inner, name, shape)
     out, _ = te.row_linear(r, inner, f"{SHARED}.linear_fc2", inner_shape, bias=False)
     if apart:
         out = _part(r, out, shape)

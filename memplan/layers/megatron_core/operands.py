@@ -34,6 +34,8 @@ class Linear(NamedTuple):
     """The product adds a bias, whose gradient is made here."""
     original: bool = False
     """The input is saved as it came."""
+    strided: bool = False
+    """The output's gradient comes transposed, and is copied (``grad_output_preprocess``)."""
 
     @property
     def weight(self) -> Shape:
@@ -70,7 +72,8 @@ class Operands:
         """The output's gradient, where ranks share it."""
         layer = self.layer
         name = f"grad_{layer.name}_gathered"
-        return [r.empty(layer.out, layer.dtype, name, COMMUNICATION)] if layer.scatters else []
+        copy = [r.empty(layer.out, layer.dtype, f"grad_{layer.name}_contiguous")] if layer.strided else []
+        return [r.empty(layer.out, layer.dtype, name, COMMUNICATION)] if layer.scatters else copy
 
     def again(self, r: Recorder) -> list[Tensor]:
         """The input for the weight's gradient, where ranks share it."""
@@ -192,7 +195,9 @@ class LowOperands(Operands):
         if layer.bias:
             self.bias = [r.empty(layer.weight[:1], layer.dtype, f"{name}_bias")]
         if not layer.scatters:
+            contiguous = super().gradient(r)
             self.grad = low.quantised(r, layer.out, name, rows=True, columns=True)
+            contiguous.clear()
             return []
         shard = (layer.out[0] // self.shape.t, *layer.out[1:])
         mine = low.quantised(r, shard, f"{name}_shard", rows=True, columns=not low.per_tensor)

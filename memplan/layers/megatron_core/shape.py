@@ -130,6 +130,10 @@ class CoreShape:
     """Of the GPU (H100 132, B200 148, GB200 152): flash attention's deterministic backward splits by it."""
     experts: ExpertShape | None = None
     """Of a layer that has them."""
+    weighted_fusion: bool = True
+    """Experts' activation and the product with a row's probability in one kernel, where the activation has a choice."""
+    kind: str = ""
+    """Of a hybrid's layer, its letter in ``layer_pattern``: it has one block. Else all."""
     decoder: int = 0
     """Tokens of the decoder's sequence, where there is an encoder, whose sequence has ``s``."""
     keys: int = 0

@@ -114,10 +114,19 @@ def _column_backward(r: Recorder, fed: Operands, shape: CoreShape) -> list[Tenso
 
 
 def norm_column_linear(
-    r: Recorder, x: Tensor, name: str, norm_name: str, n: int, shape: CoreShape, *, bias: bool, skip_bias: bool
+    r: Recorder,
+    x: Tensor,
+    name: str,
+    norm_name: str,
+    n: int,
+    shape: CoreShape,
+    *,
+    bias: bool,
+    skip_bias: bool,
+    strided: bool = False,
 ) -> Biased:
     """``TELayerNormColumnParallelLinear``: norm and linear in one node, which saves its input, the norm's
-    output (a shard with sequence parallelism) and statistics.
+    output (a shard with sequence parallelism) and statistics. ``strided``: its gradient comes transposed.
 
     In backward the norm's output ends with the weight's gradient; the gradient of the norm's output is held
     until the norm's own gradients are there.
@@ -128,7 +137,7 @@ def norm_column_linear(
     added = [] if skip_bias else own
     like, full, dtype = x.shape, _whole(x, shape), x.dtype
     gathers = shape.sequence_parallel
-    layer = Linear(name, dtype, like, full, (*full[:-1], n), gathers=gathers, bias=bool(added))
+    layer = Linear(name, dtype, like, full, (*full[:-1], n), gathers=gathers, bias=bool(added), strided=strided)
     fed = operands(shape, layer)
     scale_shapes = [scale.shape for scale in scales]
     statistics = _statistics(r, x, norm_name, shape)

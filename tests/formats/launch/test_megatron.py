@@ -160,7 +160,6 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
             "train.sh:2: --megatron-fsdp-main-params-dtype = bf16: is not modelled yet; fp32 is",
         ),
         ("--use-torch-fsdp2", "--use-torch-fsdp2: must be left out: parameters that are sharded over ranks"),
-        ("--hybrid-layer-pattern M-*", "--hybrid-layer-pattern: must be left out: hybrid models are not modelled yet"),
         ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type = a2a+p2p: is not modelled yet; p2p, a2a"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0", "recompute.layers = 0: must be at least 1"),
         ("--spec my.module spec", "--spec = my.module: names a specification of layers"),
@@ -304,7 +303,7 @@ def test_launchers() -> None:
 
 
 def test_only_trainings_that_are_modelled() -> None:
-    for name in ("pretrain_ict", "pretrain_mamba", "pretrain_vlm"):
+    for name in ("pretrain_ict", "pretrain_vlm"):
         assert f"starts {name}.py, whose model is not modelled yet" in (
             error_of(lambda name=name: launch(f"torchrun --nproc_per_node 8 {name}.py {SMALL}"))  # type: ignore[misc]
         )

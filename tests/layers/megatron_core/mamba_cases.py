@@ -1,0 +1,63 @@
+"""The Mamba mixer between its projections in settings that change its tensors, as a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan.layers.autograd import Recorder, Tensor
+from memplan.layers.megatron_core import mamba
+from memplan.layers.megatron_core.mamba import Sizes
+from memplan.layers.megatron_core.shape import CoreShape
+from memplan.layers.module import Run
+from memplan.plan.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """On one rank, of ``cp`` that share sequences."""
+
+    b: int = 2
+    s: int = 384
+    heads: int = 8
+    groups: int = 2
+    cp: int = 1
+    state: int = 96
+
+    def __str__(self) -> str:
+        default = Case()
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(default, name)]
+        return "-".join(["mamba", *changed])
+
+    @property
+    def shape(self) -> CoreShape:
+        spec = ModelSpec(
+            name="case", family="hybrid", layers=1, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=2048, vocab=1024,
+            positions_max=1024, norm="rmsnorm", positions="none", activation="relu2", embedding_dropout=0.0,
+            attention_dropout=0.0, hidden_dropout=0.0, layer_pattern="M", mamba_heads=self.heads, mamba_head_dim=64,
+            mamba_groups=self.groups, mamba_state_dim=self.state,
+        )  # fmt: skip
+        return CoreShape(spec, self.b, self.s // self.cp, 1, "bf16", 1024, cp=self.cp)
+
+    @property
+    def own(self) -> Sizes:
+        """As the projections have it."""
+        return mamba.own_sizes(self.shape)
+
+
+CASES = [
+    Case(),
+    Case(b=1),
+    Case(s=500),
+    Case(heads=12),
+    Case(b=1, heads=6, groups=1),
+    Case(cp=2),
+    Case(b=1, groups=4, cp=4),
+    Case(groups=1, cp=4),
+]
+"""One sequence and several; a last chunk that is not full; rows that do not begin at a multiple of 8 elements; groups
+that context-parallel ranks share and that they do not."""
+
+
+def run(r: Recorder, x: Tensor | None, shape: CoreShape) -> Run:
+    assert x is not None
+    return Run(mamba.between(r, x, shape))
