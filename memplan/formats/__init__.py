@@ -77,11 +77,34 @@ FORMATS = {
 }
 """By the names of ``--from`` and ``--to``."""
 
-ELSEWHERE: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Axolotl", ("base_model", "sequence_len", "sample_packing")),
-    ("torchtune", ("_component_",)),
+
+class Elsewhere(NamedTuple):
+    """A tool whose configurations are not read."""
+
+    name: str
+    marks: tuple[str, ...]
+    """As of ``Format``."""
+    flags: tuple[tuple[str, str], ...] = ()
+    """Keys, and the flags here that say the same."""
+
+
+ELSEWHERE = (
+    Elsewhere(
+        "Axolotl",
+        ("base_model", "sequence_len", "sample_packing"),
+        (
+            ("base_model", "--model"),
+            ("sequence_len", "--seq"),
+            ("micro_batch_size", "--mbs"),
+            ("gradient_accumulation_steps", "--accumulation"),
+            ("lora_r", "--lora-rank"),
+            ("load_in_4bit", "--quantisation nf4"),
+            ("gradient_checkpointing", "--recompute full"),
+            ("optimizer", "--optimizer"),
+        ),
+    ),
+    Elsewhere("torchtune", ("_component_",)),
 )
-"""Tools whose configurations are not read, and keys of which a file has one at its top."""
 
 READ = tuple(name for name, one in FORMATS.items() if one.reader)
 WRITTEN = tuple(name for name, one in FORMATS.items() if one.writer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import ABSENT, Origin, PlanError, one_line
 from ..plan.library import examples
 from ..plan.node import Node
 from ..plan.text import folder_of, is_there, path_of, text_at
@@ -37,7 +37,7 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
         return started_by(text, name, Asked(assignments=assignments).variables(), folder, holds_arguments(folder))
     if text.lstrip().startswith("--"):
         return "megatron"
-    known = [*(one.marks for one in FORMATS.values()), *(marks for _, marks in ELSEWHERE)]
+    known = [*(one.marks for one in FORMATS.values()), *(tool.marks for tool in ELSEWHERE)]
     if not any(mark in text for marks in known for mark in marks):
         return None
     return format_of(parse_yaml(text.expandtabs(2), name))
@@ -50,13 +50,22 @@ def format_of(written: Node) -> str | None:
         return "megatron"
     keys = written.mapping.keys()
     inner = {key for node in written.mapping.values() for key in node.mapping}
-    for tool, marks in ELSEWHERE:
-        if (keys | inner) & {*marks}:
-            problem = f"is a configuration of {tool}, which is not read: say the job in flags (memplan estimate --help)"
+    for tool in ELSEWHERE:
+        if (keys | inner) & {*tool.marks}:
+            said = [_said(flag, written.mapping[key]) for key, flag in tool.flags if key in keys]
+            same = f", such as {' '.join(filter(None, said))}" if any(said) else " (memplan estimate --help)"
+            problem = f"is a configuration of {tool.name}, which is not read: say the job in flags{same}"
             raise PlanError("", ABSENT, problem, origin=Origin(written.origin.source))
     if "_target_" not in keys and keys & {"model", "framework", "extends"}:
         return None
     return next((one.name for one in FORMATS.values() if keys & {*one.marks}), None)
+
+
+def _said(flag: str, node: Node) -> str:
+    """``flag`` as the value of another tool's key says it; nothing where that is off."""
+    if " " not in flag and not isinstance(node.value, (dict, list)):
+        return f"{flag} {one_line(str(node.value))}"
+    return flag if node.value not in (None, False, "false") and " " in flag else ""
 
 
 def holds_arguments(folder: Path) -> IsMark:
