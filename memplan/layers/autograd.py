@@ -121,7 +121,8 @@ class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
     __slots__ = (
-        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "outputs", "read", "saved", "sequence", "work",
+        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "outputs", "pool", "read", "saved", "sequence",
+        "work",
     )  # fmt: skip
 
     def __init__(
@@ -145,6 +146,8 @@ class Node:
         """What its backward function does, where that does not follow from tensors,"""
         self.read = 0
         """and bytes of the tensors that it saved."""
+        self.pool = 0
+        """The stream whose memory its backward function takes."""
         self.apart = False
         """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place."""
 
@@ -228,6 +231,8 @@ class Recorder:
     """The recompute region that is being run, if any, or the module whose saved tensors go to the host;"""
     sent: list[Group] = field(default_factory=list)
     """what has gone there, and is not back;"""
+    pool: int = 0
+    """The stream whose memory tensors take."""
     leaving: dict[str, Tensor] = field(default_factory=dict)
     """what is still being copied there."""
     kept: Storage | None = None
@@ -279,7 +284,7 @@ class Recorder:
         if self.counts:
             return Tensor(Storage(self, identity, size, category, -1), shape, dtype)
         storage = Storage(self, identity, size, category, len(self.events))
-        self.events.append(Hold(identity, size, category, name, shape, dtype))
+        self.events.append(Hold(identity, size, category, name, shape, dtype, self.pool))
         return Tensor(storage, shape, dtype)
 
     def outside(
@@ -398,6 +403,7 @@ class Recorder:
             return None
         self.sequence += 1
         node = Node(self.sequence, edges, (), backward, outputs)
+        node.pool = self.pool
         if self.counts:
             node.work, node.read = work.backward, sum(_bytes(x) for x in saved)
         dtypes = tuple([tensor.dtype for tensor in inputs])
@@ -467,7 +473,7 @@ class Recorder:
         waiting = _dependencies(root)
         buffers: dict[Node, Gradients] = {root: [gradient.pop()]}
         ready: list[tuple[int, int, Node]] = [(-root.sequence, 0, root)]
-        pushed = 0
+        pushed, pool = 0, self.pool
         del root
         while ready:
             node = heapq.heappop(ready)[2]
@@ -476,6 +482,7 @@ class Recorder:
                 self._accumulate(node.leaf, arrived)
                 del arrived, node
                 continue
+            self.pool = node.pool
             if node.frame is not None:
                 node.frame.unpack(self, node)
             given = [one and Tensor(_STATIC, one.shape, one.dtype) for one in arrived] if self.counts else ()
@@ -507,6 +514,7 @@ class Recorder:
                     heapq.heappush(ready, (-target.sequence, pushed, target))
                 del target, buffer
             del node, returned, produced, edge
+        self.pool = pool
 
     def _summed(self, returned: list[Tensor | Unsummed | None], node: Node) -> Gradients:
         """What a node returned, last first; ``returned`` is emptied."""

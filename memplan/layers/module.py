@@ -267,6 +267,8 @@ class Options:
     """What kernels do is recorded, of the first micro-batch or of a later one, and no other role,"""
     summed: str | None = None
     """with the dtype of static buffers that gradients are added to, if that is not the gradients' own."""
+    pool: int = 0
+    """The stream whose memory a module takes, where it is not the main one."""
     holds_input: bool = False
     """A module's caller holds its input until hooks behind its forward have run."""
 
@@ -292,6 +294,7 @@ def build(
             counts=bool(options.counts),
             closed=bool(options.counts),
             summed=options.summed,
+            pool=options.pool,
         )
 
     return recorded(name, recipe, interface, options, recorder, present)[0]

@@ -14,6 +14,8 @@ MegatronSharding = Literal["none", "no_shard", "optim", "optim_grads", "optim_gr
 """What Megatron-FSDP shards; ``none``: it does not run."""
 
 
+GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
+
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
 
 
@@ -31,6 +33,8 @@ class Megatron(FrameworkSection, Terse):
             "optimizer_offload",
             "offload_modules",
             "offload_least",
+            "cuda_graphs",
+            "cuda_graph_modules",
         }
     )
 
@@ -125,6 +129,17 @@ class Megatron(FrameworkSection, Terse):
         1 << 20,
         description="elements of the smallest tensor that goes to the host with offload_modules",
         json_schema_extra={"flag": "--min-offloaded-tensor-size"},
+    )
+    cuda_graphs: Literal["none", "transformer_engine", "full_iteration"] = Field(
+        "none",
+        description="CUDA graphs of layers (transformer_engine), or of an iteration's passes (full_iteration)",
+        json_schema_extra={"flag": "--cuda-graph-impl"},
+    )
+    cuda_graph_modules: tuple[GraphModule, ...] | None = Field(
+        None,
+        max_length=6,
+        description="parts of layers that CUDA graphs run; default: whole layers",
+        json_schema_extra={"flag": "--cuda-graph-modules"},
     )
     log_num_zeros_in_grad: bool = Field(False, description="count the zeros in gradients at every step")
     log_params_norm: bool = Field(False, description="compute the norm of parameters at every step")

@@ -21,7 +21,7 @@ from ...plan.plan import Plan
 from ...values import dataclass
 from ..rows import NEEDED, OFF, Building, Reader, Row, elsewhere, positive, read_rows, switch
 from ..settings import Settings
-from . import experts, hybrid, low_precision, sharding
+from . import experts, graphs, hybrid, low_precision, sharding
 from .vocabulary import tokens_of
 
 Family = Literal["gpt", "bert", "t5", "hybrid"]
@@ -915,4 +915,15 @@ LAYERS = (
     ),
 )
 
-ROWS = (*MODEL, *hybrid.ROWS, *experts.ROWS, *LAYOUT, *BATCH, *TRAINING, *low_precision.ROWS, *LAYERS, *sharding.ROWS)
+ROWS = (
+    *MODEL,
+    *hybrid.ROWS,
+    *experts.ROWS,
+    *LAYOUT,
+    *BATCH,
+    *TRAINING,
+    *low_precision.ROWS,
+    *LAYERS,
+    *graphs.ROWS,
+    *sharding.ROWS,
+)

@@ -426,7 +426,7 @@ def check_offloading(plan: ResolvedPlan) -> None:
     again = recompute.modules or () if recompute.mode == "selective" else ()
     reasons = {
         "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
-        "must be left out: only GPT models have it": plan.model.family in ("bert", "t5"),
+        "must be left out: only GPT's have it here": plan.model.family in ("bert", "t5") or bool(plan.model.layer_pattern),
         "must be left out with full recompute, beside which it is not modelled": recompute.mode == "full",
         "must have core_attn beside attn_proj: core attention's backward reads its output": "attn_proj" in modules
         and "core_attn" not in modules,
@@ -436,6 +436,37 @@ def check_offloading(plan: ResolvedPlan) -> None:
     for problem, applies in reasons.items():
         if applies:
             raise PlanError(field, list(modules), problem)
+
+
+def check_graphs(plan: ResolvedPlan) -> None:
+    """CUDA graphs (``transformer_config.py``, ``arguments.py``), of Transformer Engine's layers."""
+    megatron, modules, field = plan.megatron, plan.megatron.cuda_graph_modules, "megatron.cuda_graphs"
+    if megatron.cuda_graphs == "none" or (modules is not None and megatron.cuda_graphs == "full_iteration"):
+        if modules is not None:
+            problem = "must be left out without cuda_graphs: transformer_engine"
+            raise PlanError("megatron.cuda_graph_modules", list(modules), problem)
+        return
+    layers = megatron.cuda_graphs == "transformer_engine"
+    segments = "expandable_segments:True" in plan.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    whole = not modules or "moe" in modules
+    reasons = {
+        "must be none with local layers": megatron.transformer_impl == "local",
+        "must be none: graphs of other models than GPT are not modelled": plan.model.family in ("bert", "t5")
+        or bool(plan.model.layer_pattern),
+        "must be none with Megatron-FSDP, beside which graphs are not modelled yet": megatron.fsdp != "none",
+        "must be none with activations on the host, beside which graphs are not modelled yet": megatron.offload_modules
+        is not None,
+        "needs NCCL_GRAPH_REGISTER=0 beside expandable segments, as Megatron-Core does": layers
+        and segments
+        and plan.environment.get("NCCL_GRAPH_REGISTER") != "0",
+        "needs cuda_graph_modules without moe, or experts padded to a capacity (pad_to_capacity)": layers
+        and whole
+        and plan.model.experts > 0
+        and not plan.experts.pad_to_capacity,
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError(field, megatron.cuda_graphs, problem)
 
 
 def check_state_dtypes(plan: ResolvedPlan) -> None:
@@ -569,6 +600,7 @@ RULES = (
     check_experts,
     check_optimizer,
     check_offloading,
+    check_graphs,
     check_decoder,
     check_hybrid,
     check_distributed,

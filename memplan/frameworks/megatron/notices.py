@@ -46,9 +46,19 @@ OFFLOADED = (
 )
 
 
+GRAPHED = (
+    "allocated bytes are those of iterations before CUDA graphs are captured, with what graphs keep: later PyTorch "
+    "counts what lies in the graphs' pool as reserved alone"
+)
+
+
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     given = plan.megatron
-    further = {SHARDED: given.fsdp != "none", OFFLOADED: given.offload_modules is not None}
+    further = {
+        SHARDED: given.fsdp != "none",
+        OFFLOADED: given.offload_modules is not None,
+        GRAPHED: given.cuda_graphs != "none",
+    }
     return (*_code(plan), *(said for said, applies in further.items() if applies))
 
 

@@ -17,7 +17,7 @@ from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...device.workspaces import cublas_workspaces
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import MEGATRON_CORE, check_covered
-from ...layers.megatron_core import bert, block, dispatch, ends, latent, local, mtp, offload, t5, te_facts
+from ...layers.megatron_core import bert, block, dispatch, ends, graphs, latent, local, mtp, offload, t5, te_facts
 from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.precision import Low, Recipe
 from ...layers.megatron_core.shape import CoreShape, ExpertShape, Version
@@ -96,6 +96,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         recompute_modules=(recompute.modules or ()) if recompute.mode == "selective" else (),
         offload=megatron.offload_modules or (),
         offload_least=megatron.offload_least,
+        graphs=(megatron.cuda_graph_modules or ()) if megatron.cuda_graphs == "transformer_engine" else None,
         attention_mask=megatron.attention_mask_in_dataloader,
         per_token_loss=megatron.per_token_loss,
         decoder=plan.batch.decoder_seq or 0,
@@ -426,7 +427,9 @@ def kept_first(shape: CoreShape, chunks: Sequence[Sequence[str]]) -> tuple[Keepi
 def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
     layers = replace(shape, cross_entropy="unfused", per_token_loss=False)
-    return layers, replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0, offload=())
+    return layers, replace(
+        shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0, offload=(), graphs=None
+    )
 
 
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
@@ -508,7 +511,19 @@ class Stages:
         held = _stage(self.job, entries, order.last and bool(self.job.shape.offload))
         if self.sharding is not None:
             return _sharded(held, order, per_stage, own, self.sharding, self.libraries)
-        return _program(held, order, per_stage, own, tied, self.libraries)
+        made = _program(held, order, per_stage, own, tied, self.libraries)
+        return self._with_graphs(made, order, entries) if self.job.shape.graphs is not None else made
+
+    def _with_graphs(self, program: Program, order: Schedule, entries: tuple[tuple[str, ...], ...]) -> Program:
+        """With what CUDA graphs of layers keep; a layer of further tokens is one, too."""
+        layers = module_shapes(self.job.shape)[0]
+        of = [[_layer_shape(layers, name) for name in chunk if name.startswith(("layer.", "mtp"))] for chunk in entries]
+        graphed = [[one for one in chunk if any(graphs.runs(one, part) for part in graphs.blocks(one))] for chunk in of]
+        in_flight = graphs.layers_in_flight(order, [len(chunk) for chunk in graphed])
+        kinds = frozenset(one for chunk in graphed for one in chunk)
+        assert program.kept is not None
+        holds = [*program.kept.workspaces, *graphs.kept(kinds, in_flight, self.libraries.cublas)]
+        return replace(program, kept=replace(program.kept, workspaces=_numbered(holds)))
 
 
 def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
@@ -520,8 +535,9 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
     for reason in (*block.uncovered(shape), *mtp.uncovered(shape, recomputes_layers=full)):
         raise PlanError("framework", plan.framework, f"has no recipe for {reason}")
     capability = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
+    pool = graphs.POOL if plan.megatron.cuda_graphs == "full_iteration" else 0
     return Stages(
-        _job(shape, plan.recompute, replace(options, seams=plan.megatron.fsdp != "none")),
+        _job(shape, plan.recompute, replace(options, seams=plan.megatron.fsdp != "none", pool=pool)),
         layout,
         plan.pipeline,
         plan.microbatches,

@@ -129,6 +129,9 @@ class MegatronSearch(FrameworkSearch):
         if base.model.layer_pattern:
             problem = "must be left out: layouts of hybrids are not searched yet; estimate --vary compares some"
             raise PlanError("model.layer_pattern", base.model.layer_pattern, problem)
+        if base.megatron.cuda_graphs != "none":
+            problem = "must be none: layouts with CUDA graphs are not searched yet; estimate --vary compares some"
+            raise PlanError("megatron.cuda_graphs", base.megatron.cuda_graphs, problem)
         if not self.searched(base):
             problem = "must be the first ones: other layouts are not searched yet; estimate --vary compares some"
             raise PlanError("model.dense_layers", base.model.dense_layers, problem)

@@ -112,6 +112,8 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
     if given.megatron.offload_modules is not None:
         problem = "must be left out: activations on the host are not run yet"
         raise PlanError("megatron.offload_modules", list(given.megatron.offload_modules), problem)
+    if given.megatron.cuda_graphs != "none":
+        raise PlanError("megatron.cuda_graphs", given.megatron.cuda_graphs, "must be none: graphs are not run yet")
     if given.megatron.fsdp != "none":
         raise PlanError("megatron.fsdp", given.megatron.fsdp, "must be none: Megatron-FSDP is not run yet")
     if given.model.experts or given.model.latent_kv_rank or given.model.mtp_layers:

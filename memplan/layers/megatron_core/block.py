@@ -9,11 +9,12 @@ width on this rank (ffn / t; twice that before SwiGLU).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..recompute import recomputed_reentrant
-from . import latent, local, mamba, moe, offload, t5, te, te_attention
+from . import graphs, latent, local, mamba, moe, offload, t5, te, te_attention
 from .discarded import Discard, without_output
 from .ends import keep_mask
 from .shape import CoreShape
@@ -87,8 +88,13 @@ def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """A hybrid's has one block (``hybrid_layer_specs.py``, ``hybrid_stack_spec``), and identities for others."""
     if shape.kind == "M":
         return mamba.layer(r, hidden, shape)
-    summed = hidden if shape.kind in ("-", "E") else _attention(r, hidden, shape)
-    return summed if shape.kind == "*" else _mlp(r, summed, shape)
+    if shape.kind not in ("-", "E"):
+        with graphs.captured(r, shape, "attn"):
+            hidden = _attention(r, hidden, shape)
+    if shape.kind == "*":
+        return hidden
+    with graphs.captured(r, shape, "mlp" if shape.experts is None else "moe"):
+        return _mlp(r, hidden, shape)
 
 
 def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
@@ -127,7 +133,11 @@ def _cross_attention(r: Recorder, hidden: Tensor, held: list[Tensor], shape: Cor
 
 def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``_forward_mlp``: likewise."""
-    with offload.group(r, hidden, "mlp_norm", shape) as (hidden, commit):
+    routed = shape.experts is not None
+    with (
+        graphs.captured(r, shape, "moe_router") if routed else nullcontext(),
+        offload.group(r, hidden, "mlp_norm", shape) as (hidden, commit),
+    ):
         normed, discard = _norm(r, hidden, MLP_NORM, shape, apart=shape.experts is not None)
     norm_name = "" if shape.implementation == "local" else f"{FC1}.layer_norm"
     bias: Tensor | None = None

@@ -10,7 +10,7 @@ from .. import ops
 from ..autograd import Recorder, Shape, Tensor, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
-from . import dispatch, flex, grouped, local, router, te
+from . import dispatch, flex, graphs, grouped, local, router, te
 from .shape import CoreShape, ExpertShape
 
 SHARED = "mlp.shared_experts"
@@ -87,8 +87,9 @@ def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 def _forward(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``custom_forward``, whose variables hold what the router gave until it returns."""
-    shared = _shared(r, hidden, shape) if shape.spec.shared_expert_ffn else None
-    probabilities, chosen = router.route(r, hidden, shape)
+    with graphs.captured(r, shape, "moe_router"):
+        shared = _shared(r, hidden, shape) if shape.spec.shared_expert_ffn else None
+        probabilities, chosen = router.route(r, hidden, shape)
     assert shape.experts is not None
     way = flex if shape.experts.flex else dispatch
     out, held = way.dispatched(

@@ -1,0 +1,91 @@
+"""CUDA graphs: what they keep, by hand, and what lies in their pool."""
+
+import pytest
+
+from memplan.estimate import estimate
+from memplan.frameworks.megatron.programs import programs
+from memplan.layers.megatron_core.graphs import POOL, layers_in_flight
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+from memplan.schedules.megatron_schedule import schedule
+from memplan.tape.events import Hold
+from memplan.tape.program import static
+
+S, B, H = 128, 2, 256
+FLAGS = {
+    "model": "gpt2-xl", "layers": 8, "hidden": H, "heads": 2, "vocab": 512, "seq": S, "mbs": B, "gbs": 16, "gpus": 2,
+    "pp": 2, "dp": 1, "framework": "megatron", "attention-dropout": 0, "hidden-dropout": 0, "embedding-dropout": 0,
+}  # fmt: skip
+
+
+def plan(**flags: object) -> ResolvedPlan:
+    said = {name.replace("_", "-"): str(value) for name, value in flags.items()}
+    return resolve(read_plan(None, {name: str(value) for name, value in FLAGS.items()} | said).plan)
+
+
+@pytest.mark.parametrize(
+    ("modules", "mask"), [({}, 1), ({"cuda_graph_modules": "attn"}, 1), ({"cuda_graph_modules": "mlp"}, 0)]
+)
+def test_what_layers_graphs_keep(modules: dict[str, str], mask: int) -> None:
+    """On the first of two stages two micro-batches of 4 layers are in flight: 8 times the input (2 s b h) and, where
+    attention is captured, a mask of s s b bytes; the gradients of an output and of an input."""
+    with_graphs = programs(plan(cuda_graph_impl="transformer_engine", **modules), Options())[0]
+    without = programs(plan(), Options())[0]
+    hidden = 2 * S * B * H
+    assert static(with_graphs).net - static(without).net == 8 * (hidden + mask * S * S * B) + 2 * hidden
+
+
+def test_layers_in_flight() -> None:
+    """Interleaved with 4 chunks of 2 layers on the last of 2 stages: 6 passes ahead, and one more."""
+    assert layers_in_flight(schedule(1, 2, 16, 4, 2, True, False), [2, 2, 2, 2]) == 14
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({}, set()),
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "attn"}, {"attention"}),
+        ({"cuda_graph_impl": "transformer_engine"}, {"attention", "mlp"}),
+        ({"cuda_graph_impl": "full_iteration"}, {"attention", "mlp", "ends"}),
+    ],
+)
+def test_what_lies_in_the_pool(flags: dict[str, str], parts: set[str]) -> None:
+    """What attention, the MLP and the ends of the model make, in forward and backward."""
+    found = set()
+    for program in programs(plan(**flags), Options()):
+        for span in program.order.chunks[0].spans:
+            tapes, is_layer = span.module.steady, span.names[0].startswith("layer.")
+            for one in (*tapes.forward, *tapes.backward):
+                if isinstance(one, Hold) and one.stream == POOL:
+                    attends = "query" in one.name or "qkv" in one.name or "context" in one.name
+                    found.add(
+                        "ends" if not is_layer else "attention" if attends else "mlp" if "fc1" in one.name else ""
+                    )
+    assert found - {""} == parts
+
+
+def test_the_pool_is_nobody_elses() -> None:
+    """Memory of captured parts serves no other request: more is reserved for the same tensors."""
+    given = estimate(plan(gpu="h100-80gb", cuda_graph_impl="full_iteration")).stages[0]
+    without = estimate(plan(gpu="h100-80gb")).stages[0]
+    assert given.requested == without.requested
+    assert given.reserved >= without.reserved
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"cuda_graph_impl": "transformer_engine", "transformer_impl": "local"}, "local layers"),
+        ({"cuda_graph_modules": "attn"}, "without cuda_graphs"),
+        (
+            {"cuda_graph_impl": "transformer_engine", "env": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"},
+            "NCCL_GRAPH_REGISTER=0",
+        ),
+    ],
+)
+def test_refused(flags: dict[str, str], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        estimate(plan(**flags))
