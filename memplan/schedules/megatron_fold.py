@@ -9,6 +9,7 @@ found once per schedule and only multiplied with bytes here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from operator import add, mul
@@ -113,6 +114,19 @@ def most_in_flight(plan: Schedule) -> tuple[int, ...]:
         if k >= warmup:
             held[last - forward[k - warmup]] -= 1
     return tuple(most)
+
+
+def layers_in_flight(plan: Schedule, layers: Sequence[int]) -> int:
+    """Layers between their forward and their backward at once, at most, where each chunk has so many."""
+    short = reduced(plan)
+    forward, last = [chunk for _, chunk in table(short)], plan.chunks - 1
+    held = most = 0
+    for at, chunk in enumerate(forward):
+        held += layers[chunk]
+        most = max(most, held)
+        if at >= short.warmup:
+            held -= layers[last - forward[at - short.warmup]]
+    return most
 
 
 class _Moment(NamedTuple):

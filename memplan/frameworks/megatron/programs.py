@@ -29,7 +29,7 @@ from ...plan.errors import PlanError
 from ...plan.plan import Pipeline, Recompute
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
-from ...schedules.megatron_fold import MegatronOrder
+from ...schedules.megatron_fold import MegatronOrder, layers_in_flight
 from ...schedules.megatron_schedule import Schedule, schedule
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
@@ -519,7 +519,7 @@ class Stages:
         layers = module_shapes(self.job.shape)[0]
         of = [[_layer_shape(layers, name) for name in chunk if name.startswith(("layer.", "mtp"))] for chunk in entries]
         graphed = [[one for one in chunk if any(graphs.runs(one, part) for part in graphs.blocks(one))] for chunk in of]
-        in_flight = graphs.layers_in_flight(order, [len(chunk) for chunk in graphed])
+        in_flight = layers_in_flight(order, [len(chunk) for chunk in graphed])
         kinds = frozenset(one for chunk in graphed for one in chunk)
         assert program.kept is not None
         holds = [*program.kept.workspaces, *graphs.kept(kinds, in_flight, self.libraries.cublas)]

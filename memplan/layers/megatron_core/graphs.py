@@ -14,13 +14,10 @@ workspaces there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
-from ...schedules.megatron_fold import reduced
-from ...schedules.megatron_interleaved import table
-from ...schedules.megatron_schedule import Schedule
 from ...tape.events import Category, Hold
 from ..autograd import Recorder, Shape
 from ..module import hold_bytes
@@ -51,19 +48,6 @@ def runs(shape: CoreShape, part: str) -> bool:
 def blocks(shape: CoreShape) -> tuple[str, ...]:
     """Parts of a layer like this one."""
     return ("attn", "moe", "moe_router") if shape.experts is not None else ("attn", "mlp")
-
-
-def layers_in_flight(order: Schedule, layers: Sequence[int]) -> int:
-    """Layers between their forward and their backward at once, at most, where each chunk has so many."""
-    short = reduced(order)
-    forward, last = [chunk for _, chunk in table(short)], order.chunks - 1
-    held = most = 0
-    for at, chunk in enumerate(forward):
-        held += layers[chunk]
-        most = max(most, held)
-        if at >= short.warmup:
-            held -= layers[last - forward[at - short.warmup]]
-    return most
 
 
 @lru_cache(maxsize=1024)

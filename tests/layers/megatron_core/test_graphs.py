@@ -4,12 +4,13 @@ import pytest
 
 from memplan.estimate import estimate
 from memplan.frameworks.megatron.programs import programs
-from memplan.layers.megatron_core.graphs import POOL, layers_in_flight
+from memplan.layers.megatron_core.graphs import POOL
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
+from memplan.schedules.megatron_fold import layers_in_flight
 from memplan.schedules.megatron_schedule import schedule
 from memplan.tape.events import Hold
 from memplan.tape.program import static
