@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .plan.lora import adapter_parameters
+from .plan.lora import adapter_parameters, saved_parameters
 from .plan.resolved import ResolvedPlan
 from .plan.tuning_checks import is_tuned
 
@@ -18,13 +18,21 @@ def _of_lora(plan: ResolvedPlan) -> tuple[str, ...]:
     lora = plan.lora
     if lora.rank is None:
         return ()
-    count = adapter_parameters(plan)
-    given = {"biases": False, "DoRA": lora.dora, "rsLoRA": lora.rslora, "modules_to_save": False}
+    count, whole = adapter_parameters(plan), lora.modules_to_save
+    given = {"biases": False, "DoRA": lora.dora, "rsLoRA": lora.rslora, "modules_to_save": whole}
     *others, last = [name for name, used in given.items() if not used]
     return (
         f"{'DoRA' if lora.dora else 'LoRA'} by peft 0.21 on {', '.join(lora.targets or ())}: {count:,} trained "
         f"parameters in {lora.dtype}; no {', '.join(others)} or {last}",
         *([_OF_DORA] if lora.dora else []),
+        *([_saved(plan)] if whole else []),
+    )
+
+
+def _saved(plan: ResolvedPlan) -> str:
+    named = ", ".join(plan.lora.modules_to_save or ())
+    return (
+        f"{named}: {saved_parameters(plan):,} parameters are trained whole, in a copy; the frozen one stays beside it"
     )
 
 

@@ -34,6 +34,7 @@ _SAME = {
     "--lora-rank": ("lora-r", "lora"),
     "--lora-targets": ("lora-target-modules", "target-modules"),
     "--lora-alpha": ("alpha",),
+    "--modules-to-save": ("lora-modules-to-save",),
     "--use-dora": ("dora", "lora-use-dora"),
     "--use-rslora": ("rslora", "lora-use-rslora"),
     "--quantisation": ("bnb-4bit-quant-type",),
@@ -95,10 +96,6 @@ NOT_MODELLED: Mapping[str, str] = {
         ("--packing", "--padding-free", "--group-by-length"),
         "is no flag: rows are taken to be full, as packing fills them (--seq); padding-free rows take "
         "--attention flash_attention_2",
-    ),
-    **dict.fromkeys(
-        ("--modules-to-save", "--lora-modules-to-save"),
-        "modules that are trained whole beside adapters (modules_to_save) are not modelled",
     ),
     **dict.fromkeys(
         ("--load-in-8bit", "--8bit", "--int8"),

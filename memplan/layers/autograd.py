@@ -327,11 +327,19 @@ class Recorder:
         name = self.prefix + name
         leaf = self.parameters.get(name)
         if leaf is None:
+            if self.tuning is not None and name in self.tuning.saved:
+                self.original(name, shape, dtype)
             leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)
             leaf.trained = self.tuning is None or self.tuning.trains(name)
             leaf.expert, leaf.low = expert, low
             self.parameters[name] = leaf
         return Tensor(_STATIC, shape, dtype, leaf.node if leaf.trained else None)
+
+    def original(self, name: str, shape: Shape, dtype: str) -> None:
+        """The frozen parameter of which ``name`` is a trained copy."""
+        whole = f"{name.removesuffix('.weight')}.original.weight"
+        self.parameters[whole] = leaf = Leaf(whole, shape, dtype, True, False)
+        leaf.trained = False
 
     def quantised(self, name: str, shape: Shape, four_bit: Packed) -> None:
         """A frozen parameter in 4 bits, of which operators see temporaries alone."""

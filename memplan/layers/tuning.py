@@ -138,6 +138,8 @@ class Tuning:
     frozen: frozenset[str] = frozenset()
     """Those of them that are not, by the recipes' names."""
     adapters: Adapters | None = None
+    saved: frozenset[str] = frozenset()
+    """Parameters that are trained in a copy of their module, by the recipes' names (``modules_to_save``)."""
     four_bit: Packed | None = None
     """Linear layers are quantised, but for those of embedding and head."""
     fused: bool = False
@@ -153,7 +155,7 @@ class Tuning:
 
     def trains(self, name: str) -> bool:
         """Whether the parameter ``name`` is trained."""
-        return name.endswith(ADAPTERS) or (self.base and name not in self.frozen)
+        return name.endswith(ADAPTERS) or name in self.saved or (self.base and name not in self.frozen)
 
     def dtype_of(self, name: str) -> str | None:
         """The dtype of the parameter ``name``, where that is not the one of what it meets."""

@@ -48,6 +48,30 @@ def adapted(plan: Plan) -> frozenset[str]:
     return frozenset(found)
 
 
+def saved(plan: Plan) -> frozenset[str]:
+    """Tables of embedding and head that ``lora.modules_to_save`` names, as the recipes call them (peft
+    ``utils/other.py``, ``ModulesToSaveWrapper``)."""
+    names = family(plan.model.family).modules
+    known = {names.embedding[0]: "word.weight", names.head[-1]: "head.weight"} if names is not None else {}
+    found = set()
+    for module in plan.lora.modules_to_save or ():
+        matched = {table for name, table in known.items() if f".{name}".endswith(f".{module}")}
+        if not matched or plan.model.mlm_head or plan.model.head_bias:
+            last = [name.rpartition(".")[2] for name in known]
+            problem = f"is not modelled of {plan.model.name}; {' and '.join(last)} are, of heads without a bias"
+            raise PlanError("lora.modules_to_save", module, problem)
+        found |= matched
+    if found and plan.model.tied_embeddings:
+        problem = f"is not modelled of {plan.model.name}, whose head and embedding share one table"
+        raise PlanError("lora.modules_to_save", list(plan.lora.modules_to_save or ()), problem)
+    return frozenset(found)
+
+
+def saved_parameters(plan: Plan) -> int:
+    """Elements of the copies that are trained whole."""
+    return len(saved(plan)) * plan.model.vocab * plan.model.hidden
+
+
 def _check_experts(targets: Sequence[str], names: Mapping[str, str]) -> None:
     """Refuses targets that name experts, whose adapters peft puts on whole stacks of weights (``ParamWrapper``)."""
     experts = [name for part, name in names.items() if part in OF_EXPERTS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..families import family
 from .errors import ABSENT, PlanError
-from .lora import adapted
+from .lora import adapted, saved
 from .plan import Plan
 from .resolved import ResolvedPlan
 from .traced_spec import TracedSpec
@@ -70,6 +70,7 @@ def _check_lora(plan: ResolvedPlan) -> None:
         problem = f"must be {' or '.join(sorted(allowed))}: peft makes adapters in the model's dtype or casts them"
         raise PlanError("lora.dtype", lora.dtype, problem)
     adapted(plan)
+    saved(plan)
 
 
 def _check_quantisation(plan: ResolvedPlan) -> None:

@@ -12,7 +12,7 @@ class Lora(FrameworkSection, Terse):
     """Low-rank adapters as peft makes them: the model is frozen, and two small matrices beside a layer are trained."""
 
     shorthand = "rank"
-    unsaid: ClassVar[frozenset[str]] = frozenset({"dora", "alpha", "rslora"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"dora", "alpha", "rslora", "modules_to_save"})
 
     rank: int | None = Field(
         None,
@@ -45,6 +45,13 @@ class Lora(FrameworkSection, Terse):
         description="DoRA (use_dora): the norms of adapted weights are parameters, and are made anew in every forward "
         "pass",
         json_schema_extra={"flag": "--use-dora"},
+    )
+    modules_to_save: tuple[str, ...] | None = Field(
+        None,
+        max_length=64,
+        description="modules that are trained whole, in a copy beside the frozen one: the embedding and the head, by "
+        "their names in transformers (embed_tokens, lm_head)",
+        json_schema_extra={"flag": "--modules-to-save"},
     )
     alpha: float | None = Field(
         None,

@@ -203,6 +203,8 @@ class Tuned:
     adapters: str
     """Dtype of adapters."""
     dora: bool
+    saved: list[str]
+    """Modules that are trained whole."""
     embedding: bool
     """The embedding's tables and norm are frozen."""
     layers: int
@@ -231,6 +233,7 @@ def tuned_of(plan: ResolvedPlan) -> Tuned | None:
         dropout=lora.dropout,
         adapters=lora.dtype or "fp32",
         dora=lora.dora,
+        saved=list(lora.modules_to_save or ()),
         embedding=frozen.embedding,
         layers=frozen.layers,
         four_bit=_four_bit(plan),

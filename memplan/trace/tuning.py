@@ -209,6 +209,7 @@ def with_adapters(given: Tuned, model: Any) -> Any:
         target_modules=ALL_LINEAR if given.targets == [ALL_LINEAR] else given.targets,
         lora_dropout=given.dropout,
         use_dora=given.dora,
+        modules_to_save=given.saved or None,
         fan_in_fan_out=model.config.model_type == "gpt2",
     )
     with modules_of_fakes(), catch_warnings():

@@ -129,6 +129,8 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
             },
             "packed",
         ),
+        ({"model": "llama-3-8b", "lora_rank": 8, "modules_to_save": "norm"}, "embed_tokens and lm_head are"),
+        ({"model": "gpt2", "lora_rank": 8, "modules_to_save": "lm_head"}, "share one table"),
         ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8"}, "nf4 and fp4 are"),
         ({"model": "llama-3-8b", "lora_rank": 8, "double_quantisation": "true"}, "quantisation.kind is none"),
         ({"model": "falcon-7b", "lora_rank": 8, "quantisation": "nf4"}, "class of their own"),

@@ -48,9 +48,10 @@ class Adapted(Case):
     dropout: float = 0.1
     adapters: str = "fp32"
     dora: bool = False
+    saved: str = ""
 
     def __str__(self) -> str:
-        adapters = f"{self.targets}-{self.adapters}{'-dora' * self.dora}"
+        adapters = f"{self.targets}-{self.adapters}{'-dora' * self.dora}{self.saved}"
         return f"{self.model}-{self.dtype}-{self.attention}-recompute-{self.recompute}-{adapters}"
 
 
@@ -82,6 +83,8 @@ ADAPTED = (
     Adapted("llama", "bf16", "flash", "full", "q_proj,down_proj", 0.0, "fp32", dora=True),
     Adapted("opt", "bf16", "flash", "none", "all-linear", 0.1, "fp32", dora=True),
     Adapted("gpt2", "bf16", "eager", "none", "c_attn,c_proj", 0.0, "bf16", dora=True),
+    Adapted("llama", "bf16", "flash", "full", "q_proj,v_proj", 0.0, saved="embed_tokens,lm_head"),
+    Adapted("phi3", "bf16", "eager", "none", "qkv_proj", 0.1, saved="lm_head"),
 )
 PARTLY = (
     Partly("llama", "bf16", "flash", "none", True, 2),
@@ -101,8 +104,10 @@ def test_step_with_adapters(case: Adapted, shape: Shape, tmp_path: Path) -> None
         lora_dropout=str(case.dropout),
         lora_dtype=case.adapters,
         use_dora=str(case.dora).lower(),
+        **({"modules_to_save": case.saved} if case.saved else {}),
     )
-    tune = lora(RANK, tuple(case.targets.split(",")), case.dropout, case.adapters, use_dora=case.dora)
+    more = {"use_dora": case.dora, "modules_to_save": case.saved.split(",") if case.saved else None}
+    tune = lora(RANK, tuple(case.targets.split(",")), case.dropout, case.adapters, **more)
     compare(case, shape, flags, tune, tmp_path)
 
 

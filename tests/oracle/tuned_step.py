@@ -97,7 +97,11 @@ def lora(rank: int, targets: tuple[str, ...], dropout: float, adapter_dtype: str
         named = "all-linear" if targets == ("all-linear",) else list(targets)
         fan = model.config.model_type == "gpt2"
         settings = peft.LoraConfig(r=rank, target_modules=named, lora_dropout=dropout, fan_in_fan_out=fan, **more)
-        return peft.get_peft_model(model, settings, autocast_adapter_dtype=adapter_dtype == "fp32")
+        made = peft.get_peft_model(model, settings, autocast_adapter_dtype=adapter_dtype == "fp32")
+        for name, module in made.named_modules():
+            if name.endswith("modules_to_save.default"):  # the storage of a copied fake tensor is not followed
+                module.weight = torch.nn.Parameter(torch.empty_like(module.weight))
+        return made
 
     return tune
 

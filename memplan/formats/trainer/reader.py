@@ -446,6 +446,9 @@ def _evaluation(reader: Reader) -> None:
     )
 
 
+LORA_FIELDS = {"lora_target_modules": "targets", "lora_modules_to_save": "modules_to_save", "lora_alpha": "alpha"}
+
+
 def _adapters(reader: Reader) -> None:
     """trl's ``ModelConfig`` (``trainer/model_config.py``, ``trainer/utils.py``, ``get_peft_config``,
     ``get_quantization_config``): adapters and 4-bit weights, with its defaults."""
@@ -454,11 +457,9 @@ def _adapters(reader: Reader) -> None:
     if used is not None:
         put("lora.rank", arguments.node("lora_r") or Node(16, used.origin), "lora_r")
         put("lora.dropout", arguments.node("lora_dropout") or Node(0.05, used.origin), "lora_dropout")
-        targets = arguments.node("lora_target_modules")
-        if targets is not None:
-            put("lora.targets", targets, "lora_target_modules")
-        if (alpha := arguments.node("lora_alpha")) is not None:
-            put("lora.alpha", alpha, "lora_alpha")
+        for name, field in LORA_FIELDS.items():
+            if (given := arguments.node(name)) is not None:
+                put(f"lora.{field}", given, name)
         for name in ("dora", "rslora"):
             if (chosen := arguments.on(f"use_{name}")) is not None:
                 put(f"lora.{name}", chosen, f"use_{name}")

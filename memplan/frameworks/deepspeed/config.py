@@ -55,6 +55,9 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     if zero.stage == 3 and plan.loss.kind != "plain":
         problem = "must be plain at stage 3: a fused loss reads the head's weight outside its module, and how ZeRO-3 "
         raise PlanError("loss.kind", plan.loss.kind, problem + "gathers such a parameter is not modelled")
+    if zero.stage == 3 and plan.lora.modules_to_save:
+        problem = "must be left out at stage 3, whose hooks at peft's wrapper of whole modules are not modelled"
+        raise PlanError("lora.modules_to_save", list(plan.lora.modules_to_save), problem)
     if zero.stage == 3 and plan.lora.dora:
         problem = "must be false at stage 3: peft reads weights behind their layer's forward, where they are released"
         raise PlanError("lora.dora", True, problem)

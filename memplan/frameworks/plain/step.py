@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from ...layers.module import Parameter
@@ -19,6 +20,9 @@ SCALER = (
 
 FOUND_INF = Hold(10**9, rounded(4), Category.TEMPORARIES, "found_inf", (), "fp32")
 """From ``unscale_`` to ``update``; gradients are unscaled in place."""
+
+TakesStep = Callable[[Optimizer, Sequence[Parameter], str], list[Hold]]
+"""What the step over parameters of one dtype takes."""
 
 Groups = tuple[tuple[tuple[Parameter, ...], int], ...]
 """Parameters of each module of a device, and how many such modules follow one another."""
@@ -39,7 +43,16 @@ def tensors_of(groups: Groups) -> list[Parameter]:
 @lru_cache(maxsize=128)
 def optimizer_step(groups: Groups, optimizer: Optimizer, dtype: str) -> Stretch:
     """The step over all parameters, whatever the batch."""
-    return Stretch(drop_all(step_temporaries(optimizer, tensors_of(groups), dtype), 1))
+    return Stretch(drop_all(of_each_dtype(optimizer, tensors_of(groups), dtype, step_temporaries), 1))
+
+
+def of_each_dtype(optimizer: Optimizer, parameters: list[Parameter], dtype: str, step: TakesStep) -> list[Hold]:
+    """What the step over parameters of several dtypes takes, one dtype after another: tensors in variables of the loop
+    last until the next dtype's are there (``optim/adam.py``, ``_multi_tensor_adam``)."""
+    by_dtype: dict[str, list[Parameter]] = {}
+    for one in parameters:
+        by_dtype.setdefault(one.dtype or dtype, []).append(one)
+    return [hold for own, those in by_dtype.items() for hold in step(optimizer, those, own)]
 
 
 @lru_cache(maxsize=128)
@@ -48,4 +61,4 @@ def trainer_step(groups: Groups, optimizer: Optimizer, dtype: str, kernel_worksp
     parameters = tensors_of(groups)
     clipped = trainer.clipping(parameters, dtype, kernel_workspaces=kernel_workspaces)
     begin = 1 + sum(isinstance(event, Hold) for event in clipped)
-    return Stretch((*clipped, *drop_all(trainer.step_by_groups(optimizer, parameters, dtype), begin)))
+    return Stretch((*clipped, *drop_all(of_each_dtype(optimizer, parameters, dtype, trainer.step_by_groups), begin)))

@@ -16,7 +16,7 @@ from ...layers.module import Parameter, hold_bytes
 from ...layers.tuning import NESTED_CODE, Adapters, FourBit, Packed, Tuning
 from ...optimizers.states import EMBEDDINGS, State, optimizer_states
 from ...plan.errors import PlanError
-from ...plan.lora import adapted
+from ...plan.lora import adapted, saved
 from ...plan.plan import Optimizer
 from ...plan.releases import CODE_COPIED, GPTQ_CASTS, casts_back, release
 from ...plan.resolved import ResolvedPlan
@@ -53,6 +53,7 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
         if plan.frozen.embedding
         else frozenset(),
         adapters=adapters,
+        saved=saved(plan),
         four_bit=four_bit,
         fused=plan.kernels.lora == "unsloth",
         compute=quantisation.compute or plan.precision.dtype,
@@ -64,7 +65,7 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
 
 def frozen_layer(tuning: Tuning) -> Tuning:
     """That of a layer of which nothing is trained."""
-    return replace(tuning, base=False, adapters=None)
+    return replace(tuning, base=False, adapters=None, saved=frozenset())
 
 
 def trains_layers(plan: ResolvedPlan, tuning: Tuning | None) -> bool:
