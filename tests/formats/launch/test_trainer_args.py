@@ -226,9 +226,8 @@ def test_adapters_and_four_bits_of_trls_scripts(tmp_path: Path) -> None:
     assert (made.lora.rank, made.lora.dropout, made.lora.targets) == (16, 0.05, ("c_attn",))
     assert (made.quantisation.kind, made.quantisation.double) == ("nf4", True)
     assert plan(tmp_path, {**PEFT, "use_peft": False, "load_in_4bit": False, "lora_r": 8}).lora.rank is None
-    made = plan(
-        tmp_path, {**PEFT, "lora_alpha": 8, "lora_modules_to_save": ["lm_head"], "use_dora": True, "use_rslora": True}
-    )
+    more = {"lora_alpha": 8, "lora_modules_to_save": ["lm_head"], "use_dora": True, "use_rslora": True}
+    made = plan(tmp_path, {**PEFT, **more}, model="llama-3-8b")
     assert (made.lora.alpha, made.lora.dora, made.lora.rslora) == (8, True, True)
     assert made.lora.modules_to_save == ("lm_head",)
 
