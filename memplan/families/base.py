@@ -185,6 +185,8 @@ class Family:
     """Values of a spec's fields for which Megatron-LM's GPT of 2021 is the model."""
     megatron_core: Allowed | None = None
     """The same of Megatron-Core's GPT, which is made of options, or of its BERT."""
+    no_megatron_core: str = ""
+    """Why Megatron-Core has no such model."""
 
     # -- names and orders
 

@@ -60,6 +60,7 @@ GRANITE_MOE = replace(
     registered=(*MIXTRAL.registered[:-4], "attention_norm", "mlp_norm", "router", "experts"),
     since=SORTED_ONCE,
     not_followed=None,
+    no_megatron_core="Megatron-Core multiplies no block's output by a number (residual_scale)",
 )
 
 FAMILIES = {"granitemoe": GRANITE_MOE}

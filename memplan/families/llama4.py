@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..layers.coverage import CORE_GPT
 from .base import Config, Family, key
 from .llama import CONSTANTS, KEYS, SILU
 
@@ -38,9 +39,12 @@ LLAMA4_TEXT = Family(
         activation=SILU,
         activations=("silu", "swish"),
     ),
+    megatron_core=CORE_GPT,
 )
 
 FAMILIES = {
     "llama4_text": LLAMA4_TEXT,
-    "llama4": replace(LLAMA4_TEXT, name="llama4", config=Config(keys={}, constants={}, text_part="llama4_text")),
+    "llama4": replace(
+        LLAMA4_TEXT, name="llama4", megatron_core=None, config=Config(keys={}, constants={}, text_part="llama4_text")
+    ),
 }

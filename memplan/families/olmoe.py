@@ -35,7 +35,6 @@ OLMOE = replace(
     projecting=NORMED_FIRST,
     linear_layers=MIXTRAL.linear_layers,
     registered=MIXTRAL.registered,
-    megatron_core=None,
     since=SORTED_ONCE,
     not_followed=None,
 )

@@ -127,6 +127,10 @@ CORE_GPT: Allowed = MappingProxyType(
             "alternating_windows",
             "attention_sinks",
             "activation_clamp",
+            "qk_norm_over",
+            "attention_chunk",
+            "nope_interval",
+            "router_weighs_inputs",
         ),
         "norm_place": ("pre",),
         "positions": ("learned", "rotary", "none"),
@@ -208,6 +212,8 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
     """``PlanError`` that names the first field which no recipe of ``framework`` covers."""
     known = family(spec.family)
     allowed = recipes(known)
+    if allowed is None and recipes is MEGATRON_CORE and known.no_megatron_core:
+        raise PlanError("model.family", spec.family, f"cannot be trained in {framework}: {known.no_megatron_core}")
     if allowed is None:
         problem = f"has no recipe in framework {framework} yet; these have: {', '.join(covered(recipes))}"
         raise PlanError("model.family", spec.family, problem)

@@ -36,6 +36,45 @@ def elements(of: ResolvedPlan, *, experts: bool | None = None) -> int:
     return sum(p.elements for p in program.parameter_tensors() if experts is None or p.expert is experts)
 
 
+LLAMA4 = {"moe_grouped_gemm": True, "moe_dispatcher": "alltoall", "layers": 4}
+
+
+def test_llama_4_has_its_options_in_megatron_core() -> None:
+    """Three layers of four turn 40 queries and 8 keys of 128 features, fused; each head's reciprocal root is in fp32;
+    rows are multiplied before experts, in fp32; longer sequences than a chunk are refused."""
+    whole = plan("llama-4-scout", **LLAMA4, router_dtype="fp32")
+    assert elements(whole) == parameters(whole.model)
+    (program,) = programs(whole, Options())
+    layers = [span for span in program.order.chunks[0].spans if span.names[0].startswith("layer.")]
+    assert [span.names for span in layers] == [("layer.0", "layer.1", "layer.2"), ("layer.3",)]
+    turned, still = ([e for e in span.module.first.forward if isinstance(e, Hold)] for span in layers)
+    assert sum(hold.bytes for hold in turned) - sum(hold.bytes for hold in still) == 512 * 48 * 128 * 2
+    kept = {hold.name: hold.bytes for hold in still}
+    assert (kept["query_reciprocal_root"], kept["key_reciprocal_root"]) == (512 * 40 * 4, 512 * 8 * 4)
+    assert (kept["expert_input_weighted"], kept["expert_input"]) == (512 * 5120 * 4, 512 * 5120 * 2)
+    for flags, line in (
+        ({"seq": 16384}, "no attention in chunks of so many"),
+        ({"expert_top_k": 2}, "Megatron-Core refuses"),
+        ({"transformer_impl": "local"}, "in local layers"),
+    ):
+        with pytest.raises(PlanError, match=line):
+            programs(plan("llama-4-scout", **LLAMA4 | flags), Options())
+
+
+def test_olmoe_norms_all_heads_together_on_one_tensor_parallel_rank() -> None:
+    """Copies of queries and keys, 16 heads of 128 in bf16 each, enter norms whose weights have 2,048 numbers."""
+    whole = plan("olmoe-1b-7b")
+    assert elements(whole) == parameters(whole.model)
+    (program,) = programs(whole, Options())
+    module = program.order.chunks[0].spans[3].module
+    joined = [event.bytes for event in module.first.forward if isinstance(event, Hold) and event.name == "heads_joined"]
+    assert joined == [512 * 16 * 128 * 2] * 2
+    norms = [one.elements for one in module.parameters if "q_layernorm" in one.name or "k_layernorm" in one.name]
+    assert norms == [2048, 2048]
+    with pytest.raises(PlanError, match="whole on every rank"):
+        programs(plan("olmoe-1b-7b", tp=2, dp=1), Options())
+
+
 @pytest.mark.parametrize("mtp", [0, 1, 2])
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"])
 def test_one_rank_has_every_parameter(model: str, mtp: int) -> None:

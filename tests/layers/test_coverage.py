@@ -18,6 +18,7 @@ BASE = {
     "mixtral": "mixtral-8x7b", "qwen3_moe": "qwen3-30b-a3b",
     "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight-16b", "kimi_k2": "kimi-k2",
     "glm4_moe": "glm-4.5-air", "gpt_oss": "gpt-oss-20b", "olmoe": "olmoe-1b-7b", "granitemoe": "granite-3.0-1b-a400m",
+    "llama4_text": "llama-4-scout",
 }  # fmt: skip
 """A built-in spec of each family."""
 
@@ -70,6 +71,7 @@ OF_FAMILY = {
     "qwen3_moe": EXPERTS,
     **dict.fromkeys(("gpt_oss", "olmoe", "granitemoe"), ALL_EXPERTS),
     "glm4_moe": {**EXPERTS, "shared_expert_ffn": 64},
+    "llama4_text": {**EXPERTS, "expert_top_k": 1, "shared_expert_ffn": 64},
 }
 """Sizes that a family needs."""
 

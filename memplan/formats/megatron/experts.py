@@ -200,6 +200,7 @@ ROWS: Sequence[Row] = (
     ),
     switch_of_experts("--moe-router-pre-softmax", "model.router_score_first"),
     switch_of_experts("--moe-router-enable-expert-bias", "model.router_expert_bias"),
+    switch_of_experts("--moe-apply-probs-on-input", "model.router_weighs_inputs"),
     of_experts("--moe-router-num-groups", "model.router_groups", when=_grouped),
     of_experts("--moe-router-group-topk", "model.router_group_top_k", when=_grouped),
     of_experts("--moe-router-topk-scaling-factor", "model.router_scaling", "number", LEFT, when=_scaled),

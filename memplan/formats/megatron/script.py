@@ -73,7 +73,7 @@ def names_settled(plan: ResolvedPlan) -> dict[str, Any]:
 
 def settled(plan: ResolvedPlan) -> dict[str, Any]:
     """Fusions of what the model has not, and what Megatron-LM turns off by itself (``validate_args``); a block that is
-    recomputed whole is as many layers as the largest chunk has."""
+    recomputed whole is as many layers as the largest chunk has; chunks of attention are no shorter than sequences."""
     model, given, recompute, changes = plan.model, plan.megatron, plan.recompute, {}
     if model.gated or not model.mlp_bias:
         changes["bias_gelu_fusion"] = False
@@ -91,12 +91,11 @@ def settled(plan: ResolvedPlan) -> dict[str, Any]:
         most = largest_chunk(plan)
         layers = most if recompute.layers is None else min(recompute.layers, most)
         recompute = recompute.model_copy(update={"layers": layers})
-    return {
-        **names_settled(plan),
-        **settled_hybrid(plan),
-        "megatron": given.model_copy(update=megatron),
-        "recompute": recompute,
-    }
+    updates = names_settled(plan) | settled_hybrid(plan)
+    own = {"attention_chunk": None} | ({} if model.qk_norm else {"qk_norm_over": "head"})
+    if any(getattr(model, name) != value for name, value in own.items()):
+        updates["model"] = updates.get("model", model).model_copy(update=own)
+    return {**updates, "megatron": given.model_copy(update=megatron), "recompute": recompute}
 
 
 TARGET = Target(

@@ -18,6 +18,7 @@ from ...plan.megatron_layout import stages, virtual_stages, written_out
 from ...plan.node import Node
 from ...plan.notes import VOCAB_UNUSED
 from ...plan.plan import Plan
+from ...plan.spec import MOST_LAYERS
 from ...values import dataclass
 from ..rows import NEEDED, OFF, Building, Reader, Row, elsewhere, positive, read_rows, switch
 from ..settings import Settings
@@ -163,6 +164,31 @@ def _sinks(reader: Reader) -> None:
         raise PlanError(name, kind.value, "is not modelled yet; vanilla and learnable are", origin=kind.origin)
     if kind is not None:
         reader.building.put("model.attention_sinks", Node(kind.value == "learnable", kind.origin), name)
+
+
+def _without_weight(plan: Plan) -> bool:
+    return plan.model.qk_norm and plan.model.qk_norm_over == "head_without_weight"
+
+
+def _query_key_norm(reader: Reader) -> None:
+    """A norm of each head, or one without a weight, which comes first (``gpt_layer_specs.py``)."""
+    name, without = "--qk-layernorm", "--qk-l2-norm"
+    one = reader.settings.has(without)
+    node = Node(one or reader.settings.has(name), reader.settings.where(without if one else name))
+    reader.building.put("model.qk_norm", node, name)
+    if one:
+        reader.building.put("model.qk_norm_over", Node("head_without_weight", node.origin), without)
+
+
+def _no_rope(reader: Reader) -> None:
+    """Every n-th layer has no rotary positions (``transformer_config.py``, ``no_rope_freq``)."""
+    name = "--no-rope-freq"
+    node = reader.settings.word(name)
+    if node is None:
+        return
+    if not str(node.value).isdigit() or not 0 < int(str(node.value)) <= MOST_LAYERS:
+        raise PlanError(name, node.value, "must be a whole number above 0; a list is not read", origin=node.origin)
+    reader.building.put("model.nope_interval", Node(int(str(node.value)), node.origin), name)
 
 
 def _window(reader: Reader) -> None:
@@ -345,7 +371,22 @@ MODEL = (
         read=_attention_bias,
         value=lambda plan: plan.model.attention_bias and not plan.model.mlp_bias,
     ),
-    switch("--qk-layernorm", "model.qk_norm", "MODEL"),
+    switch(
+        "--qk-layernorm",
+        "model.qk_norm",
+        "MODEL",
+        read=_query_key_norm,
+        value=lambda plan: plan.model.qk_norm and not _without_weight(plan),
+    ),
+    switch("--qk-l2-norm", "model.qk_norm_over", "MODEL", read=elsewhere, value=_without_weight),
+    Row(
+        "--no-rope-freq",
+        "model.nope_interval",
+        "MODEL",
+        "word",
+        read=_no_rope,
+        when=lambda plan: plan.model.nope_interval > 0,
+    ),
     switch("--untie-embeddings-and-output-weights", "model.tied_embeddings", "MODEL", OFF),
     switch(
         "--bert-no-binary-head",

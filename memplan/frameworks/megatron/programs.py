@@ -440,6 +440,8 @@ def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
         shape = replace(shape, sixteen_bit=(0, 0), layers=0, low=None if wide else shape.low)
     if shape.spec.layer_pattern:
         shape = replace(shape, kind=shape.spec.kind_of(layer))
+    if interval := shape.spec.nope_interval:
+        shape = replace(shape, turns=(layer + 1) % interval != 0)
     if shape.experts is None or not shape.spec.has_experts(layer):
         return replace(shape, experts=None)
     if shape.experts.imbalances:

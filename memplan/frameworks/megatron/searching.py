@@ -58,11 +58,11 @@ def module_sets(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
 
 
 def first_layers(spec: ModelSpec) -> int | None:
-    """Layers without experts that come before those with; ``None`` where some come behind, and of hybrids."""
-    if spec.layer_pattern:
-        return None
+    """Layers without experts that come before those with; ``None`` where some come behind, or other kinds take
+    turns."""
     dense = spec.dense_layers if spec.experts else ()
-    return len(dense) if dense == tuple(range(len(dense))) else None
+    first = dense == tuple(range(len(dense))) and not (spec.layer_pattern or spec.nope_interval)
+    return len(dense) if first else None
 
 
 UNBOUNDED = 1 << 62
@@ -133,8 +133,10 @@ class MegatronSearch(FrameworkSearch):
             problem = "must be none: layouts with CUDA graphs are not searched yet; estimate --vary compares some"
             raise PlanError("megatron.cuda_graphs", base.megatron.cuda_graphs, problem)
         if not self.searched(base):
-            problem = "must be the first ones: other layouts are not searched yet; estimate --vary compares some"
-            raise PlanError("model.dense_layers", base.model.dense_layers, problem)
+            field = "nope_interval" if base.model.nope_interval else "dense_layers"
+            wanted = "0" if base.model.nope_interval else "the first ones"
+            problem = f"must be {wanted}: other layouts are not searched yet; estimate --vary compares some"
+            raise PlanError(f"model.{field}", getattr(base.model, field), problem)
         if base.optimizer.name == "muon":
             raise PlanError(
                 "optimizer.name", "muon", "must be adam, adamw or sgd: layouts with Muon are not searched yet"

@@ -47,6 +47,10 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "a clamp of another activation than quick_geglu"
     if spec.layer_pattern:
         yield from _uncovered_hybrid(shape)
+    if shape.implementation == "local" and (spec.qk_norm_over != "head" or spec.nope_interval):
+        yield "norms of queries and keys but of each head's, or layers without positions, in local layers"
+    if spec.nope_interval and (spec.positions != "rotary" or spec.latent_kv_rank):
+        yield "layers without positions where the others have no rotary ones of whole heads"
     yield from _uncovered_attention(shape)
     yield from latent.uncovered(shape)
     yield from moe.uncovered(shape)
@@ -64,6 +68,10 @@ def _uncovered_hybrid(shape: CoreShape) -> Iterator[str]:
 
 def _uncovered_attention(shape: CoreShape) -> Iterator[str]:
     spec, own = shape.spec, shape.attention == "local"
+    if spec.qk_norm and spec.qk_norm_over == "heads" and shape.t > 1:
+        yield "one norm over all heads with tensor parallelism: Megatron-Bridge has OLMoE's whole on every rank"
+    if spec.attention_chunk is not None and shape.s * shape.cp > spec.attention_chunk:
+        yield f"sequences above {spec.attention_chunk} tokens: Megatron-Core has no attention in chunks of so many"
     if spec.sliding_window is not None and (own or shape.cp > 1):
         yield f"sliding windows {'in local layers' if own else 'with context parallelism'}"
     if spec.attention_sinks and (shape.attention in ("local", "unfused") or shape.cp > 1 or spec.latent_kv_rank):
@@ -195,7 +203,7 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = ""
         split = query_key_value(r, hidden, shape, norm_name)
     commit([])
     q, k, v = split
-    if shape.spec.positions == "rotary":
+    if shape.spec.positions == "rotary" and shape.turns:
         q = rotary(r, q, "query", shape)
         k = rotary(r, k, "key", shape)
     if "core_attn" in shape.recompute_modules:
@@ -248,8 +256,15 @@ def query_key_value(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: st
 
 
 def _normed(r: Recorder, q: Tensor, k: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
-    """``q_layernorm`` and ``k_layernorm`` over the features of one head."""
+    """``q_layernorm`` and ``k_layernorm`` over the features of one head; of all heads together in Megatron-Bridge's
+    ``OLMoESelfAttention``, on copies (s, b, a d); without a weight for Llama 4 (``L2Norm``)."""
     names = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+    if shape.spec.qk_norm_over == "head_without_weight":
+        return _l2_normed(r, q, "query"), _l2_normed(r, k, "key")
+    if shape.spec.qk_norm_over == "heads":
+        joined = (ops.contiguous(r, x, (*x.shape[:2], x.shape[2] * x.shape[3]), "heads_joined") for x in (q, k))
+        first, second = (te.norm(r, x, name, shape) for x, name in zip(joined, names, strict=True))
+        return first.view(*q.shape), second.view(*k.shape)
     if shape.implementation != "local":
         return te.norm(r, q, names[0], shape), te.norm(r, k, names[1], shape)
     strided = not q.shape[2] > k.shape[2] > 1
@@ -258,6 +273,17 @@ def _normed(r: Recorder, q: Tensor, k: Tensor, shape: CoreShape) -> tuple[Tensor
     q = local.norm(r, q, names[0], shape, strided=strided, transposed=unchanged)
     k = local.norm(r, k, names[1], shape, strided=True, transposed=unchanged and q.shape == k.shape)
     return q, k
+
+
+def _l2_normed(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``torch_norm.py``, ``L2Norm``, compiled (``jit_fuser``): saves its input and each head's reciprocal root mean."""
+    like, dtype = x.shape, x.dtype
+    root = r.empty((*like[:-1], 1), "fp32", f"{name}_reciprocal_root")
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, f"grad_{name}_normed")]
+
+    return r.output((x,), (x, root), backward, like, dtype, f"{name}_normed")
 
 
 def _split(r: Recorder, x: Tensor, shapes: Sequence[Shape], shape: CoreShape) -> list[Tensor]:

@@ -46,8 +46,14 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
 
 
 def experts(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
-    """(N, h) and the probability of each row (N,) to (N, h)."""
+    """(N, h) and the probability of each row (N,) to (N, h). With ``moe_apply_probs_on_input`` rows are multiplied
+    by it in its dtype and cast back, and it is one from then on."""
     assert shape.experts is not None
+    if shape.spec.router_weighs_inputs:
+        wide = ops.multiply(r, x, weights.view(*weights.shape, 1), "expert_input_weighted")
+        x = ops.cast(r, wide, x.dtype, "expert_input")
+        del wide
+        weights = r.empty(weights.shape, weights.dtype, "probabilities_of_one")
     return _grouped(r, x, weights, shape) if shape.experts.grouped else _sequential(r, x, weights, shape)
 
 

@@ -28,6 +28,8 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
             "experts with tensor parallelism but no sequence parallelism, which Megatron-Core refuses in training "
             "(--sequence-parallel)"
         )
+    if spec.router_weighs_inputs and spec.expert_top_k > 1:
+        yield "scores that weigh what several experts of a token get, which Megatron-Core refuses (expert_top_k: 1)"
     if spec.mlp_bias and spec.shared_expert_ffn:
         yield "biases in shared experts, which Megatron-Core refuses"
     if spec.mlp_bias and experts.grouped and shape.bias_dropout_fusion:

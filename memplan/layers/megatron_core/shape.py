@@ -138,6 +138,8 @@ class CoreShape:
     """Of a hybrid's layer, its letter in ``layer_pattern``: it has one block. Else all."""
     decoder: int = 0
     """Tokens of the decoder's sequence, where there is an encoder, whose sequence has ``s``."""
+    turns: bool = True
+    """Rotary positions, where the model has them, are applied in this layer (``no_rope_freq``)."""
     keys: int = 0
     """Of a decoder's layer: tokens of the encoder, to which it attends, too."""
     core: Version = (0, 20)

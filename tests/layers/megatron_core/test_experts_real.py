@@ -39,10 +39,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 ACTIVATIONS = {"swiglu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "quick_geglu": quick_gelu}
 
 S, B, H, F, E = 32, 2, 64, 48, 8
+FP32 = {"router_dtype": "fp32"}
 ROUTED: dict[str, dict[str, Any]] = {
     "softmax of the chosen": {},
     "softmax first": {"router_score_first": True, "router_scaling": 2.0},
-    "fp32": {"router_dtype": "fp32"},
+    "fp32": FP32,
     "sigmoid": {"router_score": "sigmoid", "router_scaling": 2.0, "router_dtype": "fp32"},
     "sigmoid with a bias": {"router_score": "sigmoid", "router_expert_bias": True, "router_dtype": "fp32"},
     "groups": {"router_groups": 4, "router_group_top_k": 2, "router_score_first": True},
@@ -56,6 +57,7 @@ ROUTED: dict[str, dict[str, Any]] = {
     "shared experts": {"shared_expert_ffn": 96},
     "shared experts with a gate": {"shared_expert_ffn": 96, "shared_expert_gate": True},
     "deterministic": {"deterministic": True},
+    "scores of inputs": {"router_weighs_inputs": True, "expert_top_k": 1, "router_score": "sigmoid", **FP32},
     "quick_geglu, clamped": {"activation": "quick_geglu", "activation_clamp": 7.0},
 }  # fmt: skip
 
@@ -105,7 +107,7 @@ def config(spec: ModelSpec) -> Any:
         moe_router_load_balancing_type=spec.router_balancing, moe_aux_loss_coeff=spec.router_aux_loss,
         moe_z_loss_coeff=spec.router_z_loss or None,
         moe_shared_expert_intermediate_size=spec.shared_expert_ffn or None,
-        moe_shared_expert_gate=spec.shared_expert_gate,
+        moe_shared_expert_gate=spec.shared_expert_gate, moe_apply_probs_on_input=spec.router_weighs_inputs,
     )  # fmt: skip
 
 
