@@ -35,6 +35,8 @@ class Megatron(FrameworkSection, Terse):
             "offload_least",
             "cuda_graphs",
             "cuda_graph_modules",
+            "defer_embedding_wgrad",
+            "wgrad_deferral_limit",
         }
     )
 
@@ -140,6 +142,18 @@ class Megatron(FrameworkSection, Terse):
         max_length=6,
         description="parts of layers that CUDA graphs run; default: whole layers",
         json_schema_extra={"flag": "--cuda-graph-modules"},
+    )
+    defer_embedding_wgrad: bool = Field(
+        False,
+        description="the head's weight gradients are computed when all micro-batches have ended",
+        json_schema_extra={"flag": "--defer-embedding-wgrad-compute"},
+    )
+    wgrad_deferral_limit: int = Field(
+        0,
+        ge=0,
+        le=2**31,
+        description="micro-batches whose weight gradient of the head is deferred; 0: all",
+        json_schema_extra={"flag": "--wgrad-deferral-limit"},
     )
     log_num_zeros_in_grad: bool = Field(False, description="count the zeros in gradients at every step")
     log_params_norm: bool = Field(False, description="compute the norm of parameters at every step")

@@ -21,7 +21,10 @@ from ..values import dataclass
 from .megatron_interleaved import table
 from .megatron_schedule import KINDS, Kind, Schedule, trace
 
+DEFERRED = "deferred_gradient"
+
 CATEGORIES: dict[str, Category] = {
+    DEFERRED: Category.LOGITS,
     "input": Category.ACTIVATIONS,
     "output": Category.ACTIVATIONS,
     "stub": Category.ACTIVATIONS,
@@ -352,6 +355,9 @@ class MegatronOrder:
     chunks: tuple[Chunk, ...]
     hidden: int
     """Bytes of a hidden state between stages, rounded."""
+    deferred: tuple[int, int] = (0, 0)
+    """Micro-batches whose gradients of logits wait for their products with the head's input, beside the one at hand,
+    and bytes of both."""
     exchanged = EXCHANGED
 
     @property
@@ -370,6 +376,14 @@ class MegatronOrder:
     @cached_property
     def whole(self) -> Excursion:
         """Up to the return of the schedule: the reports of losses end with the step."""
+        count, size = self.deferred
+        if not count:
+            return self._passes
+        kept = change(count * size, CATEGORIES[DEFERRED])
+        return kept.then(self._passes).then(change(-count * size, CATEGORIES[DEFERRED]))
+
+    @property
+    def _passes(self) -> Excursion:
         passes = tuple([chunk.passes for chunk in self.chunks])
         if not self.first_differs:
             return fold_iteration(self.schedule, passes, self.sizes)
@@ -400,13 +414,17 @@ class MegatronOrder:
         short = reduced(plan, ENDING if plan.chunks == 1 else 1)
         reports = plan.microbatches - short.microbatches if plan.last else 0
         run = [action for action in trace(short) if action.what != "reduce"]
+        if self.deferred[0]:
+            run = [Action("begin_all", 0, self.deferred[0], DEFERRED), *run]
+            run.append(Action("end_all", 0, self.deferred[0], DEFERRED))
         return [Action("begin_all", 0, reports, "report"), *run] if reports else run
 
     def role(self, microbatch: int) -> Role:
         return "first" if self.first_differs and not microbatch else "steady"
 
     def begun(self, chunk: int, tensor: str) -> Hold:
-        return Hold(0, self.sizes.of(tensor), CATEGORIES[tensor])
+        size = self.deferred[1] if tensor == DEFERRED else self.sizes.of(tensor)
+        return Hold(0, size, CATEGORIES[tensor])
 
 
 @lru_cache(maxsize=4096)

@@ -255,7 +255,23 @@ def footprint(**flags: object) -> list[object]:
     return [folded.static, folded.peak_by, kept.step, kept.construction, kept.workspaces, tapes]
 
 
-@pytest.mark.parametrize("name", [name for name in Megatron.model_fields if name != "fp32_residual"])
+OTHER_PLANS = ("fp32_residual", "defer_embedding_wgrad", "wgrad_deferral_limit")
+"""Refused, or only with several stages."""
+
+
+@pytest.mark.parametrize(("limit", "waiting"), [(0, 7), (3, 3), (8, 7)])
+def test_deferred_weight_gradients_of_the_head(limit: int, waiting: int) -> None:
+    """Of 8 micro-batches the gradients of 7 logits (2 s b v) and the head's inputs (2 s b h) wait beside the last one;
+    with a limit as many as that."""
+    flags = {"pp": 2, "dp": 1, "gpu": "h100-80gb"}
+    deferred = {"defer_embedding_wgrad_compute": "true", "wgrad_deferral_limit": limit}
+    given, without = (estimate(plan(**flags, **more)).stages[1] for more in (deferred, {}))
+    assert given.requested - without.requested == waiting * 2 * 256 * (padded_vocab(plan()) + 256)
+    assert given.static == without.static
+    assert given.allocated - given.requested == without.allocated - without.requested
+
+
+@pytest.mark.parametrize("name", [name for name in Megatron.model_fields if name not in OTHER_PLANS])
 def test_every_choice_of_megatron_changes_memory_or_is_listed(name: str) -> None:
     path = f"megatron.{name}"
     default = Megatron.model_fields[name].default

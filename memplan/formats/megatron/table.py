@@ -941,6 +941,13 @@ LAYERS = (
         "--cross-entropy-loss-fusion", "megatron.cross_entropy_fusion", "LAYERS", read=_fused_loss, value=_fuses_loss
     ),
     Row("--cross-entropy-fusion-impl", "megatron.cross_entropy_fusion", "LAYERS", read=elsewhere, when=_fuses_loss),
+    switch("--defer-embedding-wgrad-compute", "megatron.defer_embedding_wgrad", "REDUCTION"),
+    Row(
+        "--wgrad-deferral-limit",
+        "megatron.wgrad_deferral_limit",
+        "REDUCTION",
+        when=lambda plan: plan.megatron.wgrad_deferral_limit > 0,
+    ),
     switch("--overlap-grad-reduce", "megatron.overlap_grad_reduce", "REDUCTION"),
     switch("--overlap-param-gather", "megatron.overlap_param_gather", "REDUCTION"),
     Row("--ddp-bucket-size", "megatron.bucket_size", "REDUCTION"),

@@ -470,6 +470,24 @@ def check_graphs(plan: ResolvedPlan) -> None:
             raise PlanError(field, megatron.cuda_graphs, problem)
 
 
+def check_deferral(plan: ResolvedPlan) -> None:
+    """What ``model_parallel_config.py`` asks of deferred weight gradients of the head."""
+    megatron, field = plan.megatron, "megatron.defer_embedding_wgrad"
+    if not megatron.defer_embedding_wgrad:
+        if megatron.wgrad_deferral_limit:
+            raise PlanError(
+                "megatron.wgrad_deferral_limit", megatron.wgrad_deferral_limit, f"must be 0 without {field}"
+            )
+        return
+    if plan.layout.pp == 1:
+        raise PlanError(field, True, "must be false without pipeline parallelism (pp > 1), as in Megatron-Core")
+    if not megatron.gradient_accumulation_fusion:
+        raise PlanError(field, True, "must be false without gradient_accumulation_fusion, as in Megatron-Core")
+    if megatron.fsdp != "none" or plan.model.mtp_layers:
+        problem = "must be false with Megatron-FSDP or multi-token prediction, beside which it is not modelled"
+        raise PlanError(field, True, problem)
+
+
 def check_state_dtypes(plan: ResolvedPlan) -> None:
     """What FusedAdam keeps states in (``fused_adam.py``, ``__init__``)."""
     optimizer, te = plan.optimizer, tuple(int(part) for part in plan.megatron.transformer_engine.split(".")[:2])
@@ -601,6 +619,7 @@ RULES = (
     check_experts,
     check_optimizer,
     check_offloading,
+    check_deferral,
     check_graphs,
     check_decoder,
     check_hybrid,

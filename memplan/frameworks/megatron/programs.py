@@ -97,6 +97,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         offload=megatron.offload_modules or (),
         offload_least=megatron.offload_least,
         graphs=(megatron.cuda_graph_modules or ()) if megatron.cuda_graphs == "transformer_engine" else None,
+        defers=megatron.defer_embedding_wgrad,
         attention_mask=megatron.attention_mask_in_dataloader,
         per_token_loss=megatron.per_token_loss,
         decoder=plan.batch.decoder_seq or 0,
@@ -426,10 +427,9 @@ def kept_first(shape: CoreShape, chunks: Sequence[Sequence[str]]) -> tuple[Keepi
 @lru_cache(maxsize=1024)
 def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
-    layers = replace(shape, cross_entropy="unfused", per_token_loss=False)
-    return layers, replace(
-        shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0, offload=(), graphs=None
-    )
+    layers = replace(shape, cross_entropy="unfused", per_token_loss=False, defers=False)
+    ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
+    return layers, replace(ends_shape, offload=(), graphs=None, defers=False)
 
 
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
@@ -489,6 +489,7 @@ class Stages:
     rules: Rules
     libraries: _Libraries
     sharding: Sharding | None = None
+    deferral_limit: int = 0
 
     @cached_property
     def _rules_behind(self) -> Rules:
@@ -514,7 +515,17 @@ class Stages:
         if self.sharding is not None:
             return _sharded(held, order, per_stage, own, self.sharding, self.libraries)
         made = _program(held, order, per_stage, own, tied, self.libraries)
+        if self.job.shape.defers and order.last:
+            made = self._deferring(made)
         return self._with_graphs(made, order, entries) if self.job.shape.graphs is not None else made
+
+    def _deferring(self, program: Program) -> Program:
+        """With gradients of logits, and inputs of the head, that wait for ``drain_embedding_wgrad_compute``."""
+        shape, limit, order = self.job.shape, self.deferral_limit, program.order
+        assert isinstance(order, MegatronOrder)
+        count = min(limit, self.microbatches - 1) if limit else self.microbatches - 1
+        size = hold_bytes((shape.s, shape.b, shape.vocab // shape.t), shape.dtype)
+        return replace(program, order=replace(order, deferred=(count, size + hold_bytes(shape.hidden, shape.dtype))))
 
     def _with_graphs(self, program: Program, order: Schedule, entries: tuple[tuple[str, ...], ...]) -> Program:
         """With what CUDA graphs of layers keep; a layer of further tokens is one, too."""
@@ -546,6 +557,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         rules(plan),
         _Libraries(capability, cublas_workspaces(plan)),
         sharding_of(plan),
+        plan.megatron.wgrad_deferral_limit,
     )
 
 
@@ -724,6 +736,11 @@ def _workspaces(
         holds += ends.rotary_table(shape) * chunks
     gathered = [local.memory_buffer(shape)] * has_layers + [ends.gather_buffer(shape)] * has_head
     gathered += [dispatch.gather_buffer(shape)]
+    drained = ends.gather_buffer(shape) if has_head and shape.defers else (0,)
+    if drained != (0,):  # two, in turn (``drain_embedding_wgrad_compute``)
+        holds += [
+            Hold(0, hold_bytes(drained, dtype), Category.COMMUNICATION_BUFFERS, "drain_buffer", drained, dtype)
+        ] * 2
     sizes = [hold_bytes(size, dtype) for size in gathered if size != (0,)]
     if sizes:
         holds.append(Hold(0, max(sizes), Category.COMMUNICATION_BUFFERS, "global_memory_buffer", (), dtype))

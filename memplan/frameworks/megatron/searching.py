@@ -129,6 +129,10 @@ class MegatronSearch(FrameworkSearch):
         if base.model.layer_pattern:
             problem = "must be left out: layouts of hybrids are not searched yet; estimate --vary compares some"
             raise PlanError("model.layer_pattern", base.model.layer_pattern, problem)
+        if base.megatron.defer_embedding_wgrad:
+            problem = "must be false: layouts that defer weight gradients are not searched yet; estimate --vary "
+            problem += "compares some"
+            raise PlanError("megatron.defer_embedding_wgrad", True, problem)
         if base.megatron.cuda_graphs != "none":
             problem = "must be none: layouts with CUDA graphs are not searched yet; estimate --vary compares some"
             raise PlanError("megatron.cuda_graphs", base.megatron.cuda_graphs, problem)

@@ -123,6 +123,8 @@ class CoreShape:
     """of which these keep them in the first micro-batch;"""
     offload_least: int = 1 << 20
     """tensors of fewer elements stay (``min_offloaded_tensor_size``)."""
+    defers: bool = False
+    """The head's weight gradients are computed behind the last micro-batch (``defer_embedding_wgrad_compute``)."""
     graphs: tuple[str, ...] | None = None
     """Parts of a layer that CUDA graphs run (``--cuda-graph-modules``), all of it where none are named;"""
     attention_mask: bool = True
