@@ -62,7 +62,8 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     result += own.assumptions(plan) or plain(plan)
     result += (*of_tuning(plan), *of_kernels(plan))
     result += _of_autocast(plan)
-    result += (*TRAINER, _loaded(plan)) if plan.trainer.loop == "transformers" else ()
+    result += (*TRAINER, _loaded(plan)) if plan.trainer.loop != "none" else ()
+    result += _of_pairs(plan)
     result += own.optimizer_assumptions(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))
@@ -108,6 +109,24 @@ FUSED_LOSSES = {
     "chunked": "torchtitan's ChunkedLossWrapper on the model's hidden states: forward runs head, loss and their "
     "backward chunk by chunk",
 }
+
+
+def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of trl's DPOTrainer."""
+    if not plan.trainer.pairs:
+        return ()
+    reference = "is the model itself, with its adapters off"
+    if plan.lora.rank is None:
+        reference = f"is a second model in {plan.precision.stored}, whole on every rank"
+    if plan.trainer.precompute_ref_log_probs:
+        reference = "ran before training (precompute_ref_log_probs), which takes less than a step"
+    return (
+        f"DPOTrainer of trl 1.16: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} tokens, run in "
+        "one batch; dropout is off; no MoE auxiliary loss, no weights of WPO",
+        "trl's fused head computes log-probabilities of labels in tiles of 4,096 tokens and 32,768 words; every token "
+        "but the first is taken to belong to a completion (of a prompt it takes none of the head's memory)",
+        f"the reference {reference}; predicted times are without its pass",
+    )
 
 
 TRAINER = (

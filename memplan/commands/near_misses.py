@@ -34,6 +34,7 @@ _SAME = {
     "--lora-rank": ("lora-r", "lora"),
     "--lora-targets": ("lora-target-modules", "target-modules"),
     "--lora-alpha": ("alpha",),
+    "--trainer=dpo": ("dpo",),
     "--modules-to-save": ("lora-modules-to-save",),
     "--use-dora": ("dora", "lora-use-dora"),
     "--use-rslora": ("rslora", "lora-use-rslora"),

@@ -17,6 +17,7 @@ from . import ends, ops
 from .autograd import ITEMSIZE, Gradients, Recorder, Tensor, Unsummed, size_of
 from .huggingface import LayerShape
 from .kernels import CROSS_ENTROPIES
+from .log_probabilities import of_labels, summed
 from .work import Kernel, Operator, Stream, linear
 
 LOGITS, GRADIENTS, TEMPORARIES = Category.LOGITS, Category.GRADIENTS, Category.TEMPORARIES
@@ -51,6 +52,8 @@ class HeadLoss:
     """Liger: compute capability 8.0 or higher, where 16-bit products are added in place."""
     logits_to_keep: int | None = None
     """Plain: logits, and labels, of the last tokens of each sequence only."""
+    outputs: tuple[str, ...] = ()
+    """Of labels' log-probabilities: what is computed beside them (``log_probabilities.OUTPUTS``)."""
     accumulates: bool = False
     """Chunked: several micro-batches before a step. The gradient of the head's weight, which is born in the
     forward pass of the first one, is there already in all others."""
@@ -58,9 +61,15 @@ class HeadLoss:
 
 PLAIN = HeadLoss()
 
+LOG_PROBABILITIES = "log-probabilities"
+"""The kind of trl's loss of labels' log-probabilities."""
+
 
 def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN) -> tuple[Tensor, list[Tensor]]:
     """Loss, and what the model returns beside it."""
+    if loss.kind == LOG_PROBABILITIES:
+        computed, others = of_labels(r, hidden, head_weight(r, shape), loss.outputs)
+        return summed(r, computed), [computed, *others]
     if loss.kind == "chunked":
         return chunked_head(r, hidden, shape, loss), []
     if loss.kind == "cut":

@@ -198,9 +198,9 @@ def check_batch(plan: ResolvedPlan) -> None:
     if batch.multiply_by_visible_gpus:
         what = "several GPUs in one process"
         require(plan, "batch.multiply_by_visible_gpus", True, "false", "several_gpus_of_a_process", what=what)
-    at_once = plan.sequences * layout.dp
+    at_once = plan.samples * layout.dp
     if batch.gbs % at_once:
-        visible = f" x {plan.hardware.gpus} visible GPUs" if plan.sequences > batch.mbs else ""
+        visible = f" x {plan.hardware.gpus} visible GPUs" if plan.samples > batch.mbs else ""
         problem = f"must be a multiple of mbs {batch.mbs}{visible} x dp {layout.dp} = {at_once}"
         raise PlanError("batch.gbs", batch.gbs, problem)
     if batch.accumulation not in (None, plan.microbatches):
@@ -405,6 +405,8 @@ def check_sections(plan: ResolvedPlan) -> None:
 def check_trainer(plan: ResolvedPlan) -> None:
     """The Trainer's loop is today's, and its evaluation belongs to it."""
     trainer = plan.trainer
+    if trainer.precompute_ref_log_probs and not trainer.pairs:
+        raise PlanError("trainer.precompute_ref_log_probs", True, "needs trainer.loop dpo (--trainer dpo)")
     if trainer.loop == "none":
         for name, value in trainer.changed():
             raise PlanError(f"trainer.{name}", value, "needs trainer.loop transformers (--trainer transformers)")

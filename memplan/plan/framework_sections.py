@@ -374,15 +374,22 @@ class Deepspeed(FrameworkSection):
     )
 
 
-class Trainer(FrameworkSection):
+class Trainer(FrameworkSection, Terse):
     """Hugging Face's Trainer, beside what it shares with a plain loop."""
 
     shorthand = "loop"
+    unsaid: ClassVar[frozenset[str]] = frozenset({"precompute_ref_log_probs"})
 
-    loop: Literal["none", "transformers"] = Field(
+    loop: Literal["none", "transformers", "dpo"] = Field(
         "none",
-        description="training loop: a plain loop (none), or transformers' Trainer",
+        description="training loop: a plain loop (none), transformers' Trainer, or trl's DPOTrainer (dpo), of whose "
+        "batches mbs and gbs count pairs",
         json_schema_extra={"flag": "--trainer"},
+    )
+    precompute_ref_log_probs: bool = Field(
+        False,
+        description="dpo: log-probabilities of the reference are computed before training, and no second model is kept",
+        json_schema_extra={"flag": "--precompute-ref-log-probs"},
     )
     evaluation_batches: Count | None = Field(
         None,
@@ -394,3 +401,8 @@ class Trainer(FrameworkSection):
         description="sequences per forward pass of evaluation on one rank; default: mbs",
         json_schema_extra={"flag": "--eval-mbs"},
     )
+
+    @property
+    def pairs(self) -> bool:
+        """A sample is a chosen and a rejected sequence."""
+        return self.loop == "dpo"

@@ -134,8 +134,8 @@ def release(plan: Plan, library: str) -> Version:
 
 
 def has_trl(plan: Plan) -> bool:
-    """trl's SFTTrainer runs the model."""
-    return "trl" in plan.versions
+    """trl's SFTTrainer or DPOTrainer runs the model."""
+    return "trl" in plan.versions or plan.trainer.pairs
 
 
 def reentrant(plan: Plan) -> bool:

@@ -47,9 +47,14 @@ class ResolvedPlan(Plan, defer_build=True):
         return self.attention != "eager"
 
     @property
-    def sequences(self) -> int:
-        """Sequences in one micro-batch of a rank; the Trainer's DataParallel default multiplies ``mbs``."""
+    def samples(self) -> int:
+        """Samples in one micro-batch of a rank; the Trainer's DataParallel default multiplies ``mbs``."""
         return self.batch.mbs * (self.hardware.gpus if self.batch.multiply_by_visible_gpus else 1)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in one micro-batch of a rank: two of each sample that is a pair."""
+        return self.samples * (2 if self.trainer.pairs else 1)
 
     @property
     def tokens(self) -> int:
@@ -59,7 +64,7 @@ class ResolvedPlan(Plan, defer_build=True):
     @property
     def microbatches(self) -> int:
         """Micro-batches of a rank in one iteration."""
-        return self.batch.gbs // (self.sequences * self.layout.dp)
+        return self.batch.gbs // (self.samples * self.layout.dp)
 
     @property
     def padded_vocab(self) -> int:

@@ -47,7 +47,7 @@ _TWO_MODELS = _OF_TRL.format("a reference model, pairs of sequences in one batch
 _REFUSED: Mapping[str, Mapping[str, str]] = {
     "trainer.loop": {
         "sft": "is trl's SFTTrainer: --trainer transformers --versions trl=1.9.0",
-        **dict.fromkeys(("dpo", "kto", "orpo", "cpo", "simpo", "bco"), _TWO_MODELS),
+        **dict.fromkeys(("kto", "orpo", "cpo", "simpo", "bco"), _TWO_MODELS),
         **dict.fromkeys(("reward", "prm"), _OF_TRL.format("a head with one score, pairs of sequences in one batch")),
         **dict.fromkeys(
             ("grpo", "ppo", "rloo", "onlinedpo", "gkd"),

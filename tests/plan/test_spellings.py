@@ -274,7 +274,7 @@ def test_every_model_has_its_repository() -> None:
     [
         ("optimizer", "galore_adamw_8bit", "projected to a low rank"),
         ("optimizer", "adamw_torch_4bit", "torchao"),
-        ("trainer", "DPO", "reference model"),
+        ("trainer", "KTO", "reference model"),
         ("trainer", "sft", "--versions trl="),
         ("trainer", "grpo", "generation"),
         ("quantisation", "int8", "8-bit weights"),

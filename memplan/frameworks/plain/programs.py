@@ -22,6 +22,7 @@ from ...layers.ends import Embedding
 from ...layers.fused_losses import PLAIN, HeadLoss
 from ...layers.huggingface import Layer, LayerShape, Shared
 from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_swiglu
+from ...layers.log_probabilities import OUTPUTS
 from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
 from ...layers.recompute import recomputed, recomputed_reentrant
 from ...layers.tuning import Tuning
@@ -36,11 +37,11 @@ from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Stretch, Tape
 from ...tape.program import Program, Span
-from . import trainer
+from . import preferences, trainer
 from .buffers import buffers, inputs
 from .rows import Kinds, LayerKind, Row, kinds_of, layer_row, layers, with_leaf
 from .step import FOUND_INF, SCALER, optimizer_step, registered, trainer_step
-from .tuned import check_tuned, shared_table, trained_only, trains_layers, tuned_states, tuning_of
+from .tuned import check_tuned, frozen_layer, shared_table, trained_only, trains_layers, tuned_states, tuning_of
 
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 """Ids of the tensors that a forward pass makes once for all layers."""
@@ -235,6 +236,8 @@ def _everything(embedding: Module) -> frozenset[int]:
 def layer_shape(plan: ResolvedPlan) -> LayerShape:
     """Sizes of one micro-batch."""
     spec = of_any_depth(plan.model)
+    if preferences.pairs(plan):
+        spec = spec.model_copy(update=preferences.NO_DROPOUT)
     in_fp32 = plan.quantisation.prepared and not casts_back(plan)
     dtype = "fp32" if in_fp32 else plan.precision.stored
     stored = plan.fsdp.parameters if plan.framework == "fsdp" and plan.fsdp.parameters != dtype else ""
@@ -259,7 +262,8 @@ def head_loss(plan: ResolvedPlan) -> HeadLoss:
     gpu = GPUS.get(plan.hardware.gpu or "")
     capability = gpu.compute_capability if gpu is not None else None
     return HeadLoss(
-        kind=loss.kind,
+        kind=fused_losses.LOG_PROBABILITIES if preferences.pairs(plan) else loss.kind,
+        outputs=OUTPUTS if preferences.pairs(plan) else (),
         chunks=loss.chunks,
         fp32_accumulators=loss.fp32_accumulators,
         liger=liger_version(loss),
@@ -317,6 +321,7 @@ def check(plan: ResolvedPlan) -> None:
     if plan.flash:
         check_flash(plan)
     check_tuned(plan)
+    preferences.check(plan)
 
 
 def check_release(plan: ResolvedPlan) -> None:
@@ -400,7 +405,10 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     last = [Span(returns(embedding, kept), ("return",)), Span(head, ("head",))]
     if plan.framework != "device-map":
         middle = layers(row, layer_names(plan.model.layers))
-        return (_program(plan, shape, 0, (*first, *middle, *normed, *last), options),)
+        whole: tuple[Span, ...] = (*first, *middle, *normed, *last)
+        if preferences.runs_reference(plan):
+            whole = preferences.with_reference(whole, reference(plan, shape, options, later), keeps_embedded(shape))
+        return (_program(plan, shape, 0, whole, options),)
     assert plan.device_map is not None
     hidden = (shape.b, shape.s, shape.spec.hidden)
     dtype = hidden_interface(shape, autocast=autocast, dtype=later).dtype
@@ -420,6 +428,18 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             spans += [*([Span(arrive(hidden, dtype, returning), ("arrive",))] if len(devices) > 1 else []), *last]
         result.append(_program(plan, shape, device, tuple(spans), options))
     return tuple(result)
+
+
+def reference(plan: ResolvedPlan, shape: LayerShape, options: Options, later: str) -> tuple[Span, ...]:
+    """The reference's modules, of which every layer but the first runs once: the model's own without adapters."""
+    tuning = options.tuning and replace(frozen_layer(options.tuning), fused=False)
+    options = replace(options, tuning=tuning, seams=False)
+    loss = HeadLoss(kind=fused_losses.LOG_PROBABILITIES)
+    embedding, norm, head = end_modules(shape, plan.code, options, loss, dtype=later)
+    layer = layer_module(shape, False, plan.code, options)
+    middle = [Span(layer, (name,)) for name in layer_names(min(plan.model.layers, preferences.MOST))]
+    normed = [Span(norm, ("final_norm",))] if norm is not None else []
+    return (Span(embedding, ("embedding",)), *middle, *normed, Span(head, ("head",)))
 
 
 def _with_embedded(embedding: Module, row: Row, kept: frozenset[int], leaf: bool) -> tuple[Module, Row, frozenset[int]]:
@@ -444,6 +464,11 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
     groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
     at_once = plan.microbatches if trainer.runs(plan) else 1
     extra = [*inputs(shape, stage) * at_once, *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
+    if preferences.pairs(plan):
+        extra += preferences.batch((shape.b, shape.s)) * at_once
+    if preferences.has_model(plan):
+        tensors = [one for span in spans for _ in span.names for one in span.module.parameters]
+        extra += preferences.reference_parameters(tensors, buffers(plan, stage), dtype)
     if is_tuned(plan):
         states, dtype = tuned_states(plan.optimizer, dtype), plan.lora.dtype or dtype
         groups = trained_only(groups)

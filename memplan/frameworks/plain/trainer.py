@@ -29,7 +29,7 @@ SCALARS = tuple(
 
 def runs(plan: ResolvedPlan) -> bool:
     """Whether the Trainer runs the model."""
-    return plan.trainer.loop == "transformers"
+    return plan.trainer.loop != "none"
 
 
 def converts_outputs(plan: ResolvedPlan) -> bool:

@@ -38,7 +38,8 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
     adapters = None
     if lora.rank is not None:
         assert lora.dtype is not None
-        adapters = Adapters(lora.rank, adapted(plan), lora.dropout, lora.dtype, lora.dora)
+        dropout = 0.0 if plan.trainer.pairs else lora.dropout
+        adapters = Adapters(lora.rank, adapted(plan), dropout, lora.dtype, lora.dora)
     four_bit: Packed | None = None
     if quantisation.kind == "gptq":
         four_bit = Gptq("fp16", quantisation.group, release(plan, "peft") >= GPTQ_CASTS)

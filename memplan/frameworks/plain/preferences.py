@@ -1,0 +1,155 @@
+"""trl's DPOTrainer: pairs of sequences in one batch, and a pass of the reference behind the policy's.
+
+trl 1.16, ``trainer/dpo_trainer.py`` (``_compute_loss``): the policy runs on the chosen and the rejected sequences of a
+batch together; then, without a graph and without recompute, the reference does, while the policy's activations wait
+for backward. The reference is a second model, or the same one with its adapters off; of log-probabilities that were
+computed before training there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from ...layers.module import Module, Parameter, Tapes, hold_bytes
+from ...plan.errors import PlanError
+from ...plan.resolved import ResolvedPlan
+from ...tape.events import INPUT, Category, Drop, Event, Hold, Tape
+from ...tape.program import Span
+
+NO_DROPOUT = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+"""``disable_dropout_in_model``, of adapters too."""
+
+MOST = 2
+"""Layers of the reference that run here: the first, whose input the model's frame may keep, and one of all others,
+which take the same one after the other."""
+
+
+def pairs(plan: ResolvedPlan) -> bool:
+    """Whether DPOTrainer runs the model."""
+    return plan.trainer.pairs
+
+
+def check(plan: ResolvedPlan) -> None:
+    """Refuses what is not modelled with pairs."""
+    if not pairs(plan):
+        return
+    model, loop = plan.model, plan.trainer.loop
+    if not model.causal or model.mlm_head or model.head_bias:
+        problem = f"must be none or transformers: {model.name} has no head for causal language modelling without a bias"
+        raise PlanError("trainer.loop", loop, problem)
+    if model.experts:
+        raise PlanError("trainer.loop", loop, "must be none or transformers with experts: their loss is not modelled")
+    if plan.device_map is not None:
+        raise PlanError("trainer.loop", loop, "must be none or transformers with a device map: not modelled")
+    if plan.lora.dora:
+        raise PlanError("lora.dora", True, f"must be false with trainer.loop {loop}: both together are not modelled")
+    if "trl" in plan.versions:
+        problem = f"must be left out with trainer.loop {loop}, which is trl 1.16's: others are not modelled"
+        raise PlanError("versions.trl", plan.versions["trl"], problem)
+    if plan.loss.kind != "plain":
+        problem = f"must be plain with trainer.loop {loop}, which has a loss of its own (trl's fused head)"
+        raise PlanError("loss.kind", plan.loss.kind, problem)
+    if plan.loss.logits_to_keep is not None:
+        problem = f"must be left out with trainer.loop {loop}, whose loss takes all tokens"
+        raise PlanError("loss.logits_to_keep", plan.loss.logits_to_keep, problem)
+    for field in ("evaluation_batches", "evaluation_mbs"):
+        if (value := getattr(plan.trainer, field)) is not None:
+            problem = f"must be left out with trainer.loop {loop}, which is modelled in training"
+            raise PlanError(f"trainer.{field}", value, problem)
+
+
+def batch(shape: tuple[int, int]) -> list[Hold]:
+    """What the collator makes beside token ids and labels."""
+    size = hold_bytes(shape, "int64")
+    return [Hold(0, size, Category.INPUTS, name, shape, "int64") for name in ("attention_mask", "completion_mask")]
+
+
+def has_model(plan: ResolvedPlan) -> bool:
+    """The reference is a model of its own."""
+    return pairs(plan) and plan.lora.rank is None and not plan.trainer.precompute_ref_log_probs
+
+
+def runs_reference(plan: ResolvedPlan) -> bool:
+    return pairs(plan) and not plan.trainer.precompute_ref_log_probs
+
+
+def reference_parameters(parameters: Sequence[Parameter], buffers: Sequence[Hold], dtype: str) -> list[Hold]:
+    """The second model, in the dtype of the first."""
+
+    def held(one: Parameter) -> Hold:
+        return Hold(0, one.bytes(dtype), Category.PARAMETERS, f"reference/{one.name}", one.shape, dtype)
+
+    return [*map(held, parameters), *buffers]
+
+
+def with_reference(spans: Sequence[Span], own: Sequence[Span], keeps_input: bool) -> tuple[Span, ...]:
+    """``spans``, of which the last is the head, with a pass of the reference's modules ``own`` behind its loss."""
+    *others, head = spans
+    return (*others, Span(_behind(head.module, tuple(own), keeps_input), head.names))
+
+
+@lru_cache(maxsize=64)
+def _behind(head: Module, own: tuple[Span, ...], keeps_input: bool) -> Module:
+    def tapes(one: Tapes) -> Tapes:
+        return replace(one, forward=_inserted(one.forward, passed(own, head.largest_id + 1, keeps_input)))
+
+    evaluation = _inserted(head.evaluation, passed(own, head.largest_id + 1, keeps_input))
+    return replace(head, first=tapes(head.first), steady=tapes(head.steady), evaluation=evaluation)
+
+
+def _inserted(tape: Tape, events: Tape) -> Tape:
+    """``events`` behind the last tensor of ``tape``, the loss, where its input has ended."""
+    at = 1 + max(place for place, event in enumerate(tape) if isinstance(event, Hold))
+    ended = [one for one in tape[at:] if isinstance(one, Drop) and one.tensor == INPUT]
+    return (*tape[:at], *ended, *events, *(one for one in tape[at:] if one not in ended))
+
+
+def passed(own: Sequence[Span], first: int, keeps_input: bool) -> Tape:
+    """The evaluation of modules one after the other, as one tape that leaves nothing behind; ids begin at ``first``.
+    What a module leaves besides its output ends with the model's frame, before the last module, the head."""
+    result: list[Event] = []
+    given: Hold | None = None
+    frame: list[Hold] = []
+    for place, span in enumerate(own):
+        if place == len(own) - 1:
+            result += [Drop(hold.tensor, hold.bytes, hold.category) for hold in frame]
+            frame = []
+        for _ in span.names[:1]:
+            events, left = _numbered(span.module.evaluation, first, given)
+            first += span.module.largest_id + 1
+            keeps = keeps_input and place == 1 and given is not None
+            if keeps and given is not None:
+                events = [one for one in events if not (isinstance(one, Drop) and one.tensor == given.tensor)]
+                frame.append(given)
+            result += events
+            outputs = left[-1:] if place else _hidden(left)
+            frame += [hold for hold in left if hold not in outputs]
+            given = outputs[0] if outputs else None
+    result += [Drop(hold.tensor, hold.bytes, hold.category) for hold in frame]
+    if given is not None:
+        result.append(Drop(given.tensor, given.bytes, given.category))
+    return tuple(result)
+
+
+def _hidden(left: Sequence[Hold]) -> list[Hold]:
+    """The embedding's output of three dimensions that is largest; the rest are positions and tables."""
+    return sorted(left, key=lambda hold: (len(hold.shape) == 3, hold.bytes))[-1:]
+
+
+def _numbered(tape: Tape, first: int, given: Hold | None) -> tuple[list[Event], list[Hold]]:
+    """The module's holds and drops with ids from ``first`` on, its input that of ``given``; and what it leaves."""
+    events: list[Event] = []
+    left: dict[int, Hold] = {}
+    for event in tape:
+        if isinstance(event, Hold):
+            hold = event._replace(tensor=first + event.tensor, name=f"reference/{event.name}")
+            left[hold.tensor] = hold
+            events.append(hold)
+        elif isinstance(event, Drop) and event.tensor == INPUT and given is not None:
+            events.append(Drop(given.tensor, given.bytes, given.category))
+        elif isinstance(event, Drop) and event.tensor > 0:
+            events.append(event._replace(tensor=first + event.tensor))
+            del left[first + event.tensor]
+    return events, list(left.values())

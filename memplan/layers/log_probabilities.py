@@ -1,0 +1,136 @@
+"""trl's fused head: log-probabilities of the labels, by tiles of tokens and vocabulary, without the logits.
+
+trl 1.16: ``trainer/utils.py`` (``add_fused_lm_head``), ``kernels/chunked_logprob.py`` (``ChunkedLogProbFunction``), in
+SFTTrainer and DPOTrainer from 1.15 on. Hidden states and labels of the tokens that have one are gathered by a mask;
+a tile of logits is a buffer of 4,096 x 32,768, made again in backward; gradients are summed in fp32, as large as the
+head's weight where that is trained, and cast at the end. What Triton's kernels and the sort behind ``index_put`` take
+inside is not counted. Shapes: b sequences, s tokens, n = b (s - 1), h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..tape.events import Category
+from . import ops
+from .autograd import Gradients, Recorder, Tensor, incoming
+from .work import Operator, linear
+
+TOKENS, VOCABULARY = 4096, 32_768
+"""Of a tile (``TOKEN_CHUNK_SIZE``, ``_CHUNKED_LOGPROB_CHUNK_SIZE``)."""
+
+STATISTICS = (
+    "running_max", "sum_exp", "x_sum_exp", "sq_sum_exp", "z_sum", "max_before_target", "target_logit",
+)  # fmt: skip
+
+OUTPUTS = ("entropy", "mean_logits", "is_top1")
+"""What is computed beside log-probabilities for metrics, in fp32, but for the last."""
+
+
+def of_labels(r: Recorder, hidden: Tensor, weight: Tensor, outputs: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
+    """Log-probabilities (b, s - 1), fp32, and ``outputs``."""
+    b, s, _ = hidden.shape
+    mask = r.empty((b, s - 1), "bool", "label_mask")
+    given = gathered(r, hidden, mask)
+    indices = r.empty((b * (s - 1), 2), "int64", "label_indices")
+    targets = r.empty((b * (s - 1),), "int64", "targets")
+    del indices
+    made = by_tiles(r, given, weight, targets, outputs)
+    del given, targets
+    scattered = [laid_out(r, x, mask) for x in made]
+    made.clear()
+    log_probabilities, *others = scattered
+    return log_probabilities, [*others, mask]
+
+
+def gathered(r: Recorder, hidden: Tensor, mask: Tensor) -> Tensor:
+    """``hidden[:, :-1][mask]``, (n, h)."""
+    b, s, h = whole = hidden.shape
+    dtype = hidden.dtype
+    sliced = r.node((hidden,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_hidden_sliced")])
+    view = Tensor(hidden.storage, (b, s - 1, h), dtype, sliced)
+    indices = r.empty((b * (s - 1), 2), "int64", "label_indices")
+    out = r.empty((b * (s - 1), h), dtype, "hidden_of_labels")
+    del indices
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        zeros = r.empty((b, s - 1, h), dtype, "grad_hidden_of_labels")
+        indices = r.empty((b * (s - 1), 2), "int64", "label_indices")
+        del indices
+        return [zeros]
+
+    return out.by(r.node((view,), (mask,), backward))
+
+
+def laid_out(r: Recorder, x: Tensor, mask: Tensor) -> Tensor:
+    """``x.new_zeros(mask.shape).masked_scatter(mask, x)``."""
+    zeros = r.empty(mask.shape, x.dtype, "zeros")
+    out = r.empty(mask.shape, x.dtype, f"scattered_{x.dtype}")
+    del zeros
+    like = (x.shape, x.dtype)
+    return out.by(r.node((x,), (mask,), lambda r, gradients: [r.empty(*like, "grad_log_probabilities")]))
+
+
+def by_tiles(r: Recorder, x: Tensor, weight: Tensor, targets: Tensor, outputs: Sequence[str]) -> list[Tensor]:
+    """``ChunkedLogProbFunction.apply``: (n,) each."""
+    (n, h), v = x.shape, weight.shape[0]
+    like, of_weight = (x.shape, x.dtype), (weight.shape, weight.dtype)
+    compute = r.autocast or x.dtype
+
+    def tiles(r: Recorder, *, held: bool) -> tuple[Tensor, list[Tensor]]:
+        """The buffer of a tile, and the last parts of hidden states and weight in the dtype of compute: ``held`` in a
+        variable until the next one is there, or ended with their product."""
+        tile = r.empty((min(n, TOKENS), VOCABULARY), compute, "tile_of_logits", Category.LOGITS)
+        rows = part = None
+        for token in range(0, n, TOKENS):
+            if like[1] != compute:
+                rows = r.empty((min(TOKENS, n - token), h), compute, "hidden_of_tile")
+            for word in range(0, v if of_weight[1] != compute else 0, VOCABULARY):
+                part = r.empty((min(VOCABULARY, v - word), h), compute, "weight_of_tile")
+                part = part if held else None
+        return tile, [one for one in (rows, part) if one is not None]
+
+    statistics = [r.empty((n,), "fp32", name) for name in STATISTICS]
+    buffers = tiles(r, held=False)
+    logarithm = r.empty((n,), "fp32", "log_sum_exp")
+    log_z = r.empty((n,), "fp32", "log_z")
+    del logarithm
+    made = [r.empty((n,), "fp32", "log_probabilities")]
+    if "entropy" in outputs:
+        mean = r.empty((n,), "fp32", "mean_of_logits")
+        made.append(r.empty((n,), "fp32", "entropy"))
+        del mean
+    if "mean_logits" in outputs:
+        made.append(r.empty((n,), "fp32", "mean_logits"))
+    if "is_top1" in outputs:
+        both = [r.empty((n,), "bool", name) for name in ("is_largest", "is_first")]
+        made.append(r.empty((n,), "bool", "is_top1"))
+        del both
+    needs_x, needs_weight = x.node is not None, weight.node is not None
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        of_x = r.empty(like[0], "fp32", "grad_head_input_fp32") if needs_x else None
+        of_w = r.empty(of_weight[0], "fp32", "grad_head_weight_fp32") if needs_weight else None
+        buffers = tiles(r, held=True)
+        cast_x = of_x and ops.cast(r, of_x, like[1], "grad_head_input")
+        cast_w = of_w and ops.cast(r, of_w, of_weight[1], "grad_head_weight")
+        del buffers, of_x, of_w
+        return [cast_x, cast_w]
+
+    product = linear(n, v, h, compute)
+    work = Operator(product.forward, (*(product.forward or ()), *(product.backward or ())))
+    kept = (x, weight, targets, log_z, made[1] if "entropy" in outputs else log_z)
+    node = r.node((x, weight), kept, backward, outputs=len(made), work=work)
+    del buffers, statistics, log_z
+    return [Tensor(one.storage, one.shape, one.dtype, node, slot) for slot, one in enumerate(made)]
+
+
+def summed(r: Recorder, log_probabilities: Tensor) -> Tensor:
+    """A loss of the sums of all rows, ``log_probabilities[:, -s:].sum(dim=1)``."""
+    whole, rows = log_probabilities.shape, log_probabilities.shape[:1]
+    node = r.node((log_probabilities,), (), lambda r, gradients: [r.empty(whole, "fp32", "grad_sliced")])
+    view = Tensor(log_probabilities.storage, whole, "fp32", node)
+    sums = r.empty(rows, "fp32", "log_probabilities_of_rows")
+    sums.node = r.node((view,), (), lambda r, gradients: [incoming(gradients).view(*whole)])
+    loss = r.empty((), "fp32", "loss")
+    return loss.by(r.node((sums,), (), lambda r, gradients: [r.empty(rows, "fp32", "grad_rows")]))

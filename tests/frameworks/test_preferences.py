@@ -1,0 +1,92 @@
+"""trl's DPOTrainer: its own loss on tiny real models (``tests/oracle/trl_step.py``), and what is counted by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from memplan.estimate import estimate, programs_of
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.tape.events import Category, Drop, Hold
+from memplan.tape.program import Program
+
+from ..oracle.trl_step import LENGTH, MODEL, PAIRS, RANK
+
+STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_dpo_steps.json").read_text())
+
+
+def plan(**flags: object) -> Any:
+    merged = {"model": "llama-3-8b", "trainer": "dpo", "gpu": "h100-80gb", "seq": "512", "mbs": "2", **flags}
+    return resolve(read_plan(None, {name.replace("_", "-"): str(value) for name, value in merged.items()}).plan)
+
+
+def peaks(program: Program) -> tuple[int, int]:
+    """Of forward and of backward, beyond what is held before."""
+    live, found = 0, [0, 0]
+    for backward in (0, 1):
+        for span in reversed(program.spans) if backward else program.spans:
+            tapes = span.module.first
+            for _ in span.names:
+                for event in tapes.backward if backward else tapes.forward:
+                    if isinstance(event, Hold | Drop):
+                        live += event.bytes if isinstance(event, Hold) else -event.bytes
+                        found[backward] = max(found[backward], live)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda one: "-".join(name for name, value in one.items() if value is True))
+def test_step_of_trls_trainer(step: dict[str, Any], tmp_path: Path) -> None:
+    """Within a thousandth: labels, sums of rows and metrics are a few hundred numbers each."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": tmp_path, "mbs": PAIRS, "seq": LENGTH, "attention": "eager"}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    flags |= {"precompute_ref_log_probs": "true"} if step["precomputed"] else {}
+    (program,) = programs_of(plan(**flags), Options())
+    assert peaks(program) == pytest.approx((step["forward"], step["backward"]), rel=1e-3)
+    kept = sum(one.bytes(one.dtype or "bf16") for one in program.parameter_tensors())
+    held = kept + sum(one.bytes for one in program.extra if one.category is not Category.INPUTS)
+    ids = 3 * 8 * 2 * PAIRS * LENGTH
+    assert held == pytest.approx(step["before"] - ids, rel=1e-3)
+
+
+def test_reference_is_a_second_model_but_with_adapters() -> None:
+    """8,030,261,248 parameters of two bytes, and nothing where adapters are turned off or it ran before."""
+    parameters = [
+        estimate(plan(**more)).stages[0].of(Category.PARAMETERS)
+        for more in ({}, {"precompute_ref_log_probs": "true"}, {"lora_rank": 8})
+    ]
+    assert parameters[0] - parameters[1] == pytest.approx(2 * 8_030_261_248, rel=1e-4)
+    assert parameters[2] == pytest.approx(parameters[1], rel=2e-3)
+
+
+def test_batches_are_of_pairs() -> None:
+    one = plan(gbs=8)
+    assert (one.sequences, one.microbatches, one.lora.dtype) == (4, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"model": "bert-large"}, "no head for causal"),
+        ({"model": "mixtral-8x7b"}, "with experts"),
+        ({"loss": "liger"}, "must be plain"),
+        ({"versions": "trl=0.20.0"}, "trl 1.16's"),
+        ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
+        ({"framework": "fsdp", "gpus": 2}, "must be left out with framework fsdp"),
+        ({"framework": "fsdp", "gpus": 2, "fsdp_version": 1, "lora_rank": 8}, "sharded reference"),
+        ({"framework": "deepspeed", "gpus": 2}, "single, ddp"),
+        ({"trainer": "transformers", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo"),
+        ({"trainer": "kto"}, "not modelled of trl's trainers"),
+    ],
+)
+def test_what_is_refused(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        programs_of(plan(**flags), Options())

@@ -1,0 +1,154 @@
+"""What trl's fused head and DPOTrainer hold, on real tensors of the CPU: written to JSON, since trl is no dependency.
+
+Run with trl 1.16 (and datasets) importable: ``python -m tests.oracle.trl_step``. Triton's kernels, which allocate
+nothing, take the place of the code for devices without them, and sums of products in fp32 that of copies (CUDA's
+``addmm`` with ``out_dtype``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+
+from .tracer import Follow, Trace
+
+HEADS = Path(__file__).parents[1] / "layers" / "trl_head_steps.json"
+STEPS = Path(__file__).parents[1] / "frameworks" / "trl_dpo_steps.json"
+
+OUTPUTS = ["log_probs", "entropy", "mean_logits", "is_top1"]
+BF16: dict[str, Any] = {"dtype": "bfloat16", "stored": "bfloat16", "autocast": False}
+FP32: dict[str, Any] = {"dtype": "float32", "stored": "float32", "autocast": True}
+CASES: list[dict[str, Any]] = [
+    {"b": 4, "s": 1201, "h": 16, "v": 40_000, **BF16, "trained": True, "outputs": OUTPUTS},
+    {"b": 2, "s": 301, "h": 16, "v": 70_000, **BF16, "trained": False, "outputs": OUTPUTS[:1]},
+    {"b": 2, "s": 301, "h": 16, "v": 40_000, **FP32, "trained": True, "outputs": OUTPUTS},
+]
+MODEL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 40_000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+PAIRS, LENGTH, RANK = 2, 96, 8
+
+
+def as_on_cuda() -> tuple[Any, Any]:
+    import trl.kernels.chunked_logprob as kernel
+    import trl.trainer.utils as utils
+
+    utils._use_triton = lambda device: True
+    kernel._forward_tile = kernel._backward_tile = lambda *given, **named: None
+    kernel._addmm_fp32 = lambda total, x, y: None
+    return utils, kernel
+
+
+def head(case: dict[str, Any]) -> dict[str, Any]:
+    """Signed bytes of the head's forward and backward on hidden states (b, s, h)."""
+    utils, _ = as_on_cuda()
+    b, s, h, v = (case[name] for name in "bshv")
+    hidden = torch.randn(b, s, h, dtype=getattr(torch, case["dtype"]), requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(v, h, dtype=getattr(torch, case["stored"])), case["trained"])
+
+    class Model:
+        config = SimpleNamespace(model_type="llama", get_text_config=lambda: SimpleNamespace(model_type="llama"))
+
+        def forward(self, *given: Any, **named: Any) -> Any: ...
+
+        def base_model(self, *given: Any, **named: Any) -> Any:
+            return SimpleNamespace(last_hidden_state=hidden.view(b, s, h))
+
+        def get_output_embeddings(self) -> Any:
+            return SimpleNamespace(weight=weight, bias=None)
+
+    model: Any = Model()
+    utils.add_fused_lm_head(model, outputs=tuple(case["outputs"]))
+    ids = torch.randint(0, v, (b, s))
+    trace = Trace()
+    follow = Follow(trace)
+    for tensor in (hidden, weight, ids):
+        follow.adopt(tensor, "given")
+    start = len(trace.changes)
+    with follow:
+        with torch.autocast("cpu", torch.bfloat16) if case["autocast"] else contextlib.nullcontext():
+            out = model.forward(ids, labels=ids, fused_lm_head=True)
+        loss = out.log_probs[:, -(s - 1) :].sum(dim=1).mean()
+        del out
+        gc.collect()
+        middle = len(trace.changes)
+        loss.backward()
+    kept = [[one.sign * one.bytes if one.shape else 0 for one in part] for part in
+            (trace.changes[start:middle], trace.changes[middle:])]  # fmt: skip
+    forward, backward = ([size for size in part if size] for part in kept)
+    return {"case": case, "forward": forward, "backward": backward}
+
+
+def step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any]:
+    """Peaks of forward with loss, and of backward, beyond what is held before, of ``DPOTrainer._compute_loss``."""
+    utils, _ = as_on_cuda()
+    import trl.trainer.dpo_trainer as trainer
+
+    config = transformers.LlamaConfig(**MODEL, attn_implementation="eager")
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    reference: Any = None
+    if recompute:
+        model.gradient_checkpointing_enable()
+    base = model
+    if adapters:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"])).train()
+        if recompute:
+            model.enable_input_require_grads()
+    elif not precomputed:
+        reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        reference.requires_grad_(False)
+        utils.add_fused_lm_head(reference)
+    utils.add_fused_lm_head(base, outputs=tuple(OUTPUTS))
+    same: Any = lambda x: x  # noqa: E731
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), gather_for_metrics=same, gather=same, unwrap_model=same
+    )  # fmt: skip
+    own = SimpleNamespace(
+        model=model, ref_model=reference, accelerator=accelerator, aux_loss_enabled=False, ld_alpha=None,
+        precompute_ref_logps=precomputed, args=SimpleNamespace(gradient_checkpointing_kwargs=None), beta=0.1,
+        f_divergence_type="reverse_kl", loss_types=["sigmoid"], loss_weights=[1.0], use_weighting=False,
+        label_smoothing=0.0, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
+    )  # fmt: skip
+    ids = torch.randint(0, config.vocab_size, (2 * PAIRS, LENGTH))
+    ones = torch.ones_like(ids)
+    inputs = {"input_ids": ids, "attention_mask": ones, "completion_mask": ones.clone()}
+    if precomputed:
+        inputs |= {"ref_chosen_logps": torch.zeros(PAIRS), "ref_rejected_logps": torch.zeros(PAIRS)}
+    trace = Trace()
+    follow = Follow(trace)
+    models = [one for one in (model, reference) if one is not None]
+    for tensor in (*(x for one in models for x in (*one.parameters(), *one.buffers())), *inputs.values()):
+        follow.adopt(tensor, "given")
+    before, start = trace.live, len(trace.changes)
+    with follow:
+        loss = trainer.DPOTrainer._compute_loss(own, model, inputs, False)
+        middle = len(trace.changes)
+        loss.backward()
+    live, peaks = 0, [0, 0]
+    for at, change in enumerate(trace.changes[start:], start):
+        live += change.sign * change.bytes
+        peaks[at >= middle] = max(peaks[at >= middle], live)
+    how = {"adapters": adapters, "precomputed": precomputed, "recompute": recompute}
+    return {**how, "before": before, "forward": peaks[0], "backward": peaks[1]}
+
+
+def main() -> None:
+    HEADS.write_text(json.dumps([head(case) for case in CASES]) + "\n")
+    both = (False, True)
+    steps = [step(adapters=a, precomputed=p, recompute=r) for a in both for p in both for r in both]
+    STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
