@@ -33,7 +33,7 @@ ROOMS = {
     "llama4": ".llama4",
     "olmoe": ".olmoe",
     "granitemoe": ".granitemoe",
-    "hybrid": ".hybrid",
+    **dict.fromkeys(("hybrid", "nemotron_h", "mamba2"), ".hybrid"),
 }
 """The module of each family; loaded when a plan names it."""
 

@@ -30,6 +30,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_new",
     "gelu_fast": "gelu_fast",
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "swiglu",
     "swish": "swiglu",
 }
@@ -52,8 +53,12 @@ def spec_of_config(config: Node, path: Path) -> Node:
         items["blocks"] = Node("parallel" if items["blocks"].value else "sequential", items["blocks"].origin)
     if family.activation is not None:
         items["activation"] = _activation(config, family.activation, family.activations, gated=family.gated_gelu)
+    if "mamba_heads" in items:
+        items |= _pattern(items)
     items = _with_derived_sizes(items, config)
-    if "experts" in items:
+    if "mamba_heads" in items:
+        items |= _mixture(items)
+    elif "experts" in items:
         items |= _mixture(items)
         items["dense_layers"] = _dense_layers(config, items)
     return Node(_with_rotary_fraction(items) if family.rotary_in_features else items, origin)
@@ -225,6 +230,35 @@ def _mixture(items: dict[str, Node]) -> dict[str, Node]:
     return found
 
 
+_KINDS = {
+    "M": "M", "*": "*", "-": "-", "E": "E", "mamba": "M", "linear_attention": "M", "attention": "*",
+    "full_attention": "*", "mlp": "-", "moe": "E",
+}  # fmt: skip
+"""Kinds of a hybrid's layers, in letters or words."""
+
+
+def _pattern(items: dict[str, Node]) -> dict[str, Node]:
+    """Kinds of layers, all of Mamba-2 where none are named; sizes of experts only where there are some."""
+    node = items.get("layer_pattern")
+    if node is None:
+        layers = items["layers"]
+        assert isinstance(layers.value, int)
+        return {"layer_pattern": Node("M" * layers.value, layers.origin)}
+    parts = [str(one.value) for one in node.value] if isinstance(node.value, list) else list(str(node.value))
+    for part in parts:
+        if part not in _KINDS:
+            known = ", ".join(dict.fromkeys(_KINDS))
+            raise PlanError(
+                "layer_types", part, f"is no kind of layer that is modelled; {known} are", origin=node.origin
+            )
+    pattern = "".join(map(_KINDS.__getitem__, parts))
+    found = {"layer_pattern": Node(pattern, node.origin), "layers": Node(len(pattern), node.origin)}
+    if "E" not in pattern:
+        for name in [name for name in items if name.startswith(("expert", "router_", "shared_expert"))]:
+            del items[name]
+    return found
+
+
 def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
     """Layers with an MLP in place of experts: the first ones (``first_k_dense_replace``), those of
     ``mlp_only_layers``, those that ``moe_layers`` leaves out, and those between every ``moe_layer_freq``-th,
@@ -281,7 +315,8 @@ def _whole(least: int, most: int) -> _Rule:
 
 _MAY_BE_NULL = (
     "sliding_window", "kv_heads", "attention_softcap", "logit_softcap", "latent_q_rank", "router_groups",
-    "router_group_top_k", "shared_experts", "router_aux_loss", "attention_chunk", "activation_clamp",
+    "router_group_top_k", "layers", "experts", "shared_experts", "router_aux_loss", "attention_chunk",
+    "activation_clamp",
 )  # fmt: skip
 _SIZE_RULE = _whole(1, LARGEST)
 _PROBABILITY_RULE: _Rule = (
@@ -311,6 +346,11 @@ _RULES: Mapping[str, _Rule] = {
         lambda value: isinstance(value, list) and all(type(one.value) is int for one in value),
     ),
     "nope_interval": _whole(1, MOST_LAYERS),
+    "layer_pattern": (
+        "the kinds of all layers, in letters or as a list",
+        lambda value: (isinstance(value, (str, list))) and 0 < len(value) <= MOST_LAYERS,
+    ),
+    **dict.fromkeys(("experts", "expert_ffn", "expert_top_k", "shared_expert_ffn"), _whole(0, LARGEST)),
     **dict.fromkeys(("attention_softcap", "logit_softcap", "activation_clamp"), _POSITIVE_RULE),
     **dict.fromkeys(("router_aux_loss", "router_z_loss"), _COEFFICIENT_RULE),
     **dict.fromkeys(("shared_experts", "first_dense", "latent_q_rank"), _whole(0, LARGEST)),

@@ -19,6 +19,7 @@ ABOUT_A_SPEC = {"model.published_parameters", "model.source"}
 VALUES: dict[str, tuple[str, object]] = {
     "model.name": ("mine", "mine"),
     "model.heads": ("6", 6),
+    "model.layer_pattern": ("M-" * 6, "M-" * 6),
     "model.hidden": ("1536", 1536),
     "hardware.gpu": ("h200", "h200"),
     "hardware.capacity": ("1GiB", 1 << 30),

@@ -69,6 +69,8 @@ def transformers_count(config: dict[str, Any]) -> int:
 UNKNOWN = {"kimi_k2", "llama4"}
 """Families whose configuration is in no release of transformers (their own code is that of another family), or has
 another's inside."""
+OF_HYBRIDS = {"nemotron_h", "mamba2"}
+"""Families with sizes of their own: ``test_hybrids_count_as_transformers_does``."""
 AS = {"kimi_k2": "deepseek_v3"}
 
 sizes = st.integers(1, 9)
@@ -82,7 +84,7 @@ GROUPED = {
 @st.composite
 def configurations(draw: st.DrawFn) -> dict[str, Any]:
     """A small configuration of a family that is known, some keys left to their defaults."""
-    family = draw(st.sampled_from(sorted(FAMILIES.keys() - UNKNOWN)))
+    family = draw(st.sampled_from(sorted(FAMILIES.keys() - UNKNOWN - OF_HYBRIDS)))
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3), (6, 6)]))
     head = 2 * draw(sizes)
     required = {
@@ -211,7 +213,34 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
     assert from_little == from_all
 
 
-@pytest.mark.parametrize("name", [name for name in model_specs() if load_spec(name).family != "gpt"])
+HYBRIDS = [name for name in model_specs() if load_spec(name).layer_pattern]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_count_as_transformers_does(name: str) -> None:
+    """Of their first layers, as far as those of every kind, as Nemotron-H; Mamba-2 alone as itself."""
+    spec = load_spec(name)
+    pattern = spec.layer_pattern[:12]
+    cut = spec.model_copy(update={"layers": len(pattern), "layer_pattern": pattern})
+    sizes = {"hidden_size": cut.hidden, "vocab_size": cut.vocab, "tie_word_embeddings": cut.tied_embeddings}
+    sizes |= {"n_groups": cut.mamba_groups, "num_hidden_layers": cut.layers}
+    if cut.family == "mamba2":
+        sizes |= {"num_heads": cut.mamba_heads, "head_dim": cut.mamba_head_dim, "state_size": cut.mamba_state_dim}
+    else:
+        sizes |= {
+            "hybrid_override_pattern": pattern, "intermediate_size": cut.ffn, "num_attention_heads": cut.heads,
+            "num_key_value_heads": cut.kv_heads, "head_dim": cut.head_dim, "mamba_num_heads": cut.mamba_heads,
+            "mamba_head_dim": cut.mamba_head_dim, "ssm_state_size": cut.mamba_state_dim,
+            "n_routed_experts": cut.experts, "moe_intermediate_size": cut.expert_ffn,
+            "moe_shared_expert_intermediate_size": cut.shared_expert_ffn, "num_experts_per_tok": cut.expert_top_k,
+        }  # fmt: skip
+    family = "mamba2" if cut.family == "mamba2" else "nemotron_h"
+    assert parameters(cut) == transformers_count({"model_type": family, **sizes})
+
+
+@pytest.mark.parametrize(
+    "name", [one for one in model_specs() if one not in HYBRIDS and load_spec(one).family != "gpt"]
+)
 def test_built_in_specs_count_as_transformers_does(name: str) -> None:
     spec = load_spec(name)
     if spec.experts:
@@ -252,7 +281,7 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon, "
         "mixtral, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, llama4_text, llama4, olmoe, "
-        "granitemoe"
+        "granitemoe, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)

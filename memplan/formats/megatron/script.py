@@ -41,7 +41,8 @@ def write(plan: ResolvedPlan) -> Draft:
         arguments.add("REDUCTION", "--ckpt-format", "fsdp_dtensor")
     parallel = not sharded and (plan.layout.tp > 1 or plan.layout.cp > 1)  # validate_args demands the variable of both
     environment = {**({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if parallel else {}), **plan.environment}
-    python = SCRIPTS.get(plan.model.family, "pretrain_gpt.py")
+    kind = "hybrid" if plan.model.layer_pattern else plan.model.family
+    python = SCRIPTS.get(kind, "pretrain_gpt.py")
     sizes = sizes_of(plan, "tp", "pp", "vpp", "cp", *(("ep",) if plan.layout.ep > 1 else ()), "dp")
     yours = "Not in a plan, and yours to replace: the tokenizer (here one of as many tokens), data, steps."
     script = Script(
