@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from ..bash.origin import ScriptError
 from ..bash.shell import Beside, read_script
-from ..bash.values import Reading, Value, is_known, origin_of, text
+from ..bash.values import Reading, Started, Value, is_known, origin_of, text
 from ..plan.errors import ABSENT, Origin, PlanError, refused
 from ..plan.node import Node, scalar
 from ..plan.text import is_there, read_text
@@ -73,6 +73,24 @@ _DEEPSPEED_MARKS = ("--deepspeed", "--zero-stage", "--deepspeed_config")
 """Arguments that Megatron-DeepSpeed has and Megatron-LM has not."""
 
 
+_TORCHTITAN = re.compile(r"(?:.*/)?run_train\.sh|torchtitan\.train|(?:.*/)?torchtitan/train\.py")
+
+
+def runs_torchtitan(word: str) -> bool:
+    """Whether ``word`` of a command is what runs torchtitan."""
+    return _TORCHTITAN.fullmatch(word) is not None
+
+
+def gpus_of(started: Started, at: int) -> str:
+    """How many GPUs the launcher in front of word ``at`` of a command says; empty where it says nothing."""
+    found = _product(
+        _number_of(started.words[:at], _NODES) or Node(1, started.origin),
+        _number_of(started.words[:at], _PER_NODE),
+        started.origin,
+    )
+    return str(found.value) if found is not None else ""
+
+
 def is_trainer(holds_arguments: IsMark) -> IsMark:
     """Whether a word is an argument by which a command that runs the Trainer is known, or a file that
     ``holds_arguments`` of it."""
@@ -87,6 +105,8 @@ def started_by(content: str, source: str, given: Mapping[str, str], folder: Path
     except ScriptError as error:
         raise refused(error) from None
     for started in reading.started:
+        if any(runs_torchtitan(text(word)) for word in started.words):
+            return "torchtitan"
         if (start := _script_of(started.words, is_megatron)) is not None:
             names = {text(word).partition("=")[0] for word in started.words[start:]}
             return "megatron-deepspeed" if names & {*_DEEPSPEED_MARKS} else "megatron"

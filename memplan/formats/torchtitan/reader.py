@@ -11,10 +11,13 @@ from ...plan.node import Node
 from ...plan.notes import Note
 from ...plan.plan import Plan
 from ...plan.read import ReadPlan, Source
+from ...plan.text import folder_of, path_of, text_at
 from ...values import dataclass
 from ..launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, left_out
+from ..recognised import is_script
 from ..rows import Building, Table
 from .keys import NO_TOML, Key, era_of, key_of, nearest_key, read_configuration
+from .script import started
 from .settings import Settings, assigned, flat
 from .stages import stages
 from .table import (
@@ -47,7 +50,10 @@ DIFFERENCES = (
 
 
 def read(place: str, asked: Asked) -> Launch:
-    """The plan in the configuration at ``place``."""
+    """The plan in the configuration at ``place``, or in the one that a script there starts torchtitan with."""
+    text, name = text_at(place)
+    if is_script(text, name):
+        place, asked = started(text, name, Path() if place == "-" else folder_of(path_of(place)), asked)
     return torchtitan_of(*read_configuration(place), asked)
 
 

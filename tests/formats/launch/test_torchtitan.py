@@ -224,3 +224,60 @@ def test_the_command(read: Read, capsys: pytest.CaptureFixture[str]) -> None:
     assert explained["compile.enable"]["table"] == "not-modelled"
     assert main((*command, "--set", "compile.enable=true")) == 2
     assert capsys.readouterr().err.startswith("--set: compile.enable = true: is not modelled: Inductor's")
+
+
+# -- scripts ------------------------------------------------------------------------------------------
+
+
+BY_TORCHRUN = """\
+#!/bin/bash
+NGPU=${NGPU:-"8"}
+CONFIG_FILE=${CONFIG_FILE:-"./train.toml"}
+torchrun --nproc_per_node=${NGPU} --rdzv_backend c10d -m torchtitan.train --job.config_file ${CONFIG_FILE} "$@"
+"""
+
+
+def quiet(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["estimate", *words, "--gpu=b200", "-q"])
+    told = capsys.readouterr()
+    return code, told.out + told.err
+
+
+def test_a_script_that_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.toml").write_text(RELEASE_0_2)
+    Path("run.sh").write_text("NGPU=8 CONFIG_FILE=./train.toml ./run_train.sh\n")
+    Path("torchrun.sh").write_text(BY_TORCHRUN)
+    Path("shorter.sh").write_text("CONFIG_FILE=train.toml ./run_train.sh --training.seq_len 1024\n")
+    said = quiet(capsys, "train.toml", "--gpus=8")
+    assert said[0] == 0
+    assert quiet(capsys, "run.sh") == said
+    assert quiet(capsys, "torchrun.sh") == said
+    assert quiet(capsys, "torchrun.sh", "--gpus=4") == quiet(capsys, "train.toml", "--gpus=4")
+    assert quiet(capsys, "torchrun.sh", "--set", "NGPU=4") == quiet(capsys, "train.toml", "--gpus=4")
+    shorter = quiet(capsys, "train.toml", "--gpus=8", "--set", "training.seq_len=1024")
+    assert quiet(capsys, "shorter.sh", "--gpus=8") == shorter
+    assert shorter != said
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("NGPU=8 CONFIG_FILE=none.toml ./run_train.sh", "none.toml: no such file"),
+        ("NGPU=8 CONFIG_FILE=$X ./run_train.sh", "run.sh:1: names no configuration that is known: CONFIG_FILE or"),
+        ("NGPU=8 ./run_train.sh --module llama3 --config llama3_8b", "run.sh:1: --module is Python, which is not run"),
+        ("NGPU=8 CONFIG_FILE=train.toml ./run_train.sh --training.seqlen 8", "did you mean training.seq_len?"),
+        ("NGPU=8 CONFIG_FILE=train.toml ./run_train.sh --training.seq_len $L", "--training.seq_len: is needed, and $L is not set"),
+    ],
+)
+def test_a_script_that_cannot_be_read(
+    script: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.toml").write_text(RELEASE_0_2)
+    Path("run.sh").write_text(f"{script}\n")
+    code, told = quiet(capsys, "run.sh")
+    assert (code, told.count("\n")) == (2, 1)
+    assert line in told
