@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -37,6 +38,8 @@ class Chunk:
     """Indices into the model's transformer layers, from 0."""
     head: bool
     """Final norm, output layer and loss."""
+    further: bool = False
+    """A layout string has the layers of multi-token prediction here."""
 
     @property
     def entries(self) -> tuple[str | int, ...]:
@@ -77,7 +80,19 @@ def stages(
             counts = _uneven(layers, pp, chunks, first_layers, last_layers)
         else:
             counts = _even(layers, pp, chunks, count_embedding, count_loss)
-    return _numbered(counts, pp)
+    held = _numbered(counts, pp)
+    return held if layout is None else _with_further(held, layout)
+
+
+def _with_further(held: Stages, layout: str) -> Stages:
+    """Layers of multi-token prediction (m) in the chunks where a layout string has them."""
+    parts, pp = written_out(layout).split("|"), len(held)
+    if "m" not in layout:
+        return held
+    return tuple(
+        tuple(replace(one, further="m" in parts[chunk * pp + stage]) for chunk, one in enumerate(own))
+        for stage, own in enumerate(held)
+    )
 
 
 def virtual_stages(
@@ -197,10 +212,11 @@ def _of_layout(
     if further := flat.count("m"):
         if "t" in flat[flat.index("m") :]:
             raise PlanError(LAYOUT, text, "must have its layers of multi-token prediction m behind all layers t")
-        if parts[-1].count("m") != further:
-            problem = (
-                "must have every m (multi-token prediction) in the last stage: a stage of its own is not modelled yet"
-            )
+        if further not in (parts[-1].count("m"), parts[-2].count("m") if len(parts) > 1 else 0):
+            problem = "must have every m (multi-token prediction) in the last stage, or every one in that before it"
+            raise PlanError(LAYOUT, text, problem)
+        if "m" not in parts[-1] and chunks > 1:
+            problem = "must have every m in the last stage: one before it is not modelled yet with virtual stages"
             raise PlanError(LAYOUT, text, problem)
     if flat.count("t") != layers:
         raise PlanError(LAYOUT, text, f"has {flat.count('t')} layers t; the model has {layers}")

@@ -57,8 +57,12 @@ class Sizes:
     """A hidden state of shape (s/cp[/t], b, h) in ``pipeline_dtype``, and its gradient."""
     stub: int = ROUND
     report: int = ROUND
+    sent: int = 0
+    """One that goes to the next stage, where that has another size; else 0."""
 
     def of(self, kind: str) -> int:
+        if self.sent and kind in ("output", "output_grad"):
+            return self.sent
         return self.stub if kind == "stub" else self.report if kind == "report" else self.hidden
 
 
@@ -355,6 +359,8 @@ class MegatronOrder:
     chunks: tuple[Chunk, ...]
     hidden: int
     """Bytes of a hidden state between stages, rounded."""
+    sent: int
+    """Of one that it sends: of another size behind multi-token prediction in a stage before the last."""
     deferred: tuple[int, int] = (0, 0)
     """Micro-batches whose gradients of logits wait for their products with the head's input, beside the one at hand,
     and bytes of both."""
@@ -371,7 +377,7 @@ class MegatronOrder:
     @property
     def sizes(self) -> Sizes:
         """Bytes of the tensors that the schedule exchanges, by kind."""
-        return Sizes(self.hidden)
+        return Sizes(self.hidden, sent=0 if self.sent == self.hidden else self.sent)
 
     @cached_property
     def whole(self) -> Excursion:
@@ -385,7 +391,7 @@ class MegatronOrder:
     @property
     def _passes(self) -> Excursion:
         passes = tuple([chunk.passes for chunk in self.chunks])
-        if not self.first_differs:
+        if not self.first_differs and not self.sizes.sent:
             return fold_iteration(self.schedule, passes, self.sizes)
         short = reduced(self.schedule)
         left_out = (self.schedule.microbatches - short.microbatches) * self.sizes.report * self.schedule.last

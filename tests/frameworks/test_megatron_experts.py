@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from memplan.device.measured import NOTHING
 from memplan.estimate import estimate
 from memplan.frameworks.megatron.programs import core_shape, expert_replicas, programs
-from memplan.layers.module import Options
+from memplan.frameworks.megatron.timing import MegatronTime
+from memplan.layers.module import Options, joined
 from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
+from memplan.schedules.megatron_fold import MegatronOrder
 from memplan.search.changes import stated
 from memplan.search.proposals import proposals
 from memplan.search.ways_out import ways_out
@@ -227,6 +229,31 @@ def test_ways_out_of_a_pipeline_name_expert_parallelism_and_cost_time(model: str
     assert all(way.slower is not None for way in ways)
 
 
+def test_multi_token_prediction_in_a_stage_before_the_last() -> None:
+    """Its stage has an embedding and the whole batch, and sends hidden states of both depths, (2 s, b, h) in bf16,
+    which the last stage receives; parameters are as many as with the head, and its time is that of its stage."""
+    flags = {"dp": 8, "ep": 8, "mtp_layers": 1, "layers": 3, "dense_layers": 0, "gpu": "b200", "gbs": 64}
+    apart = plan("deepseek-v2-lite", **flags, pp=3, pipeline_layout="Ettt|m|L")
+    beside = plan("deepseek-v2-lite", **flags, pp=2, pipeline_layout="Ettt|mL")
+    made, others = programs(apart, Options()), programs(beside, Options())
+    assert [program.entries for program in made[1:]] == [("mtp",), ("head",)]
+    total, whole = (sum(one.elements for p in each for one in p.parameter_tensors()) for each in (made, others))
+    assert total == whole
+    one = 512 * 2048 * 2
+    orders = [program.order for program in made]
+    assert all(isinstance(order, MegatronOrder) for order in orders)
+    assert [(order.hidden, order.sent) for order in orders] == [(one, one), (one, 2 * one), (2 * one, one)]
+    batch = [event for event in orders[1].chunks[0].spans[1].module.first.forward if isinstance(event, Hold)]
+    assert [one.name for one in batch] == ["attention_mask", "labels", "loss_mask", "position_ids", "tokens"]
+    for order, program in zip(orders, made, strict=True):
+        assert order.whole.peak <= fold_program(program).peak
+    spent, alone = (MegatronTime().entries(each) for each in (apart, beside))
+    assert joined(spent.further, spent.head) == alone.head
+    assert [stage[0].further for stage in MegatronTime().stages(apart)] == [False, True, False]
+    with pytest.raises(PlanError, match="not modelled yet with virtual stages"):
+        programs(plan("deepseek-v2-lite", **flags, pp=2, pipeline_layout="Et|t|tm|L"), Options())
+
+
 def test_layers_of_multi_token_prediction_in_a_layout_string() -> None:
     """The final norm is where the last layer is, also where the last stage has further layers and the loss alone."""
     flags = {"pp": 2, "dp": 1, "mtp_layers": 1, "layers": 3, "dense_layers": 0, "gradient_accumulation_fusion": True}
@@ -242,7 +269,7 @@ def test_layers_of_multi_token_prediction_in_a_layout_string() -> None:
     assert alone == (("embedding", "layer.0", "layer.1", "layer.2", "final_norm"), ("mtp", "head"))
     for layout, line in (
         ("Ett|tmmL", "has 2 layers m of multi-token prediction; the model has 1"),
-        ("Etttm|L", "a stage of its own is not modelled yet"),
+        ("Et|tm|t|L", "behind all layers t"),
         ("Ett|mtL", "behind all layers t"),
     ):
         with pytest.raises(PlanError, match=line):

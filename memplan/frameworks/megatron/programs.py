@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...device.workspaces import cublas_workspaces
-from ...layers.autograd import Recorder, Tensor
+from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core import bert, block, dispatch, ends, graphs, latent, local, mtp, offload, t5, te_facts
 from ...layers.megatron_core.ends import Role
@@ -592,18 +592,20 @@ def _named_entries(
         count_loss=pipeline.count_loss,
         layout=pipeline.layout,
     )
-    return tuple(tuple(_entries(chunk, layers, has_mtp) for chunk in stage) for stage in found)
+    apart = any(chunk.further for stage in found for chunk in stage)
+    return tuple(tuple(_entries(chunk, layers, has_mtp, apart) for chunk in stage) for stage in found)
 
 
-def _entries(chunk: megatron_layout.Chunk, layers: int, has_mtp: bool) -> tuple[str, ...]:
+def _entries(chunk: megatron_layout.Chunk, layers: int, has_mtp: bool, apart: bool) -> tuple[str, ...]:
     """The final norm is where the head is; before multi-token prediction, where the last layer is
-    (``has_final_layernorm_in_this_stage``)."""
+    (``has_final_layernorm_in_this_stage``). That is where the head is, or ``apart``, where a layout string says."""
     normed = layers - 1 in chunk.layers if has_mtp else chunk.head
     return (
         *(("embedding",) if chunk.embedding else ()),
         *(f"layer.{i}" for i in chunk.layers),
         *(("final_norm",) if normed else ()),
-        *((*(("mtp",) if has_mtp else ()), "head") if chunk.head else ()),
+        *(("mtp",) if has_mtp and (chunk.further if apart else chunk.head) else ()),
+        *(("head",) if chunk.head else ()),
     )
 
 
@@ -622,7 +624,9 @@ class _Stage:
     job: _Job
     chunks: tuple[Chunk, ...]
     names: tuple[str, ...]
-    exchanged: int
+    received: int
+    sent: int
+    """Bytes of hidden states from other stages and to others: behind multi-token prediction those of all depths."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -634,8 +638,17 @@ def _stage(job: _Job, entries: tuple[tuple[str, ...], ...], last: bool) -> _Stag
         job,
         chunks,
         tuple(name for chunk in entries for name in chunk),
-        hold_bytes(job.shape.hidden, _hidden_dtype(job.shape)),
+        *(hold_bytes(one, _hidden_dtype(job.shape)) for one in _between(job.shape, entries)),
     )
+
+
+def _between(shape: CoreShape, entries: tuple[tuple[str, ...], ...]) -> tuple[Shape, Shape]:
+    """What a stage receives and what it sends (``mtp_standalone``: shapes are exchanged, too)."""
+    names = {name for chunk in entries for name in chunk}
+    if not shape.spec.mtp_layers or ("mtp" in names) is ("head" in names):
+        return shape.hidden, shape.hidden
+    every = mtp.hidden_of_all(shape)
+    return (shape.hidden, every) if "mtp" in names else (every, shape.hidden)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -686,7 +699,7 @@ def _made(
         stage=order.stage,
         ranks=tuple(range(order.stage * per_stage, (order.stage + 1) * per_stage)),
         entries=stage.names,
-        order=MegatronOrder(order, chunks, stage.exchanged),
+        order=MegatronOrder(order, chunks, stage.received, stage.sent),
         initialisation=kept.construction.excursion.peak,
         kept=kept,
         saving=saved(kept, states),
@@ -695,7 +708,8 @@ def _made(
 
 
 def _role(entries: Sequence[str]) -> Role:
-    first, last = "embedding" in entries, "head" in entries
+    """A stage with multi-token prediction has all of the batch (``mtp_on_this_rank``)."""
+    first, last = "embedding" in entries or "mtp" in entries, "head" in entries or "mtp" in entries
     return "only" if first and last else "first" if first else "last" if last else "middle"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
-from ...layers.module import Options, Passes, joined, regrouped, run_again
+from ...layers.module import NO_PASSES, Options, Passes, joined, regrouped, run_again
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
@@ -50,10 +50,11 @@ class MegatronTime(FrameworkTime):
             end_module(name, replace(front, experts=None), False, options).work for name in ("embedding", "final_norm")
         )
         head = end_module("head", ends, False, options).work
-        if plan.model.mtp_layers:
-            head = joined(mtp_module(ends, shape, False, options).work, head)
+        further = mtp_module(ends, shape, False, options).work if plan.model.mtp_layers else NO_PASSES
+        if not any(chunk.further for stage in self.stages(plan) for chunk in stage):
+            head, further = joined(further, head), NO_PASSES
         dense = layer(replace(shape, experts=None)) if plan.model.experts and plan.model.dense_layers else ()
-        return Entries(embedding, *layer(shape), norm, head, *dense)
+        return Entries(embedding, *layer(shape), norm, head, *(dense or (NO_PASSES, NO_PASSES)), further)
 
     def grows(self, plan: ResolvedPlan) -> bool:
         """Experts take whole rows each, and drop whole ones."""

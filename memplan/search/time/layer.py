@@ -77,6 +77,8 @@ class EntryTimes:
     """A hidden state from one stage to the next, or its gradient back."""
     dense: LayerTimes = NO_TIME
     """A layer with an MLP where others have experts."""
+    further: LayerTimes = NO_TIME
+    """What predicts further tokens, in a stage before the last."""
 
 
 def entry_times(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> EntryTimes:
@@ -100,6 +102,7 @@ def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> En
         layer_times(entries.head, entries.head, rates, ranks, blocking),
         send_time(shape, rates, across_nodes) if staged else 0.0,
         layer_times(entries.dense, entries.dense_recomputed, rates, ranks, blocking),
+        layer_times(entries.further, entries.further, rates, ranks, blocking),
     )
 
 

@@ -26,11 +26,13 @@ class Entries(NamedTuple):
     """A layer whose forward pass backward runs again, whole or in part, if the plan recomputes any."""
     final_norm: Passes
     head: Passes
-    """Output layer and loss; before them what predicts further tokens."""
+    """Output layer and loss; before them what predicts further tokens, unless that is apart."""
     dense: Passes = NO_PASSES
     """A layer with an MLP where others have experts,"""
     dense_recomputed: Passes = NO_PASSES
     """and one whose forward pass backward runs again."""
+    further: Passes = NO_PASSES
+    """What predicts further tokens, in a stage before the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ class StageWork(NamedTuple):
     """Of the layers, those with an MLP where others have experts,"""
     dense_recomputed: int = 0
     """and of those that are recomputed."""
+    further: bool = False
+    """What predicts further tokens, where that is not with the head."""
 
 
 Work = tuple[tuple[StageWork, ...], ...]
@@ -148,7 +152,8 @@ def named(names: Sequence[str], plan: ResolvedPlan) -> StageWork:
     again = recomputed(plan, len(layers))
     dense = [bool(plan.model.experts) and not plan.model.has_experts(layer) for layer in layers]
     ends = ("embedding" in names, "final_norm" in names, "head" in names)
-    return StageWork(len(layers), again, *ends, sum(dense), sum(dense[:again]))
+    further = "mtp" in names and "head" not in names
+    return StageWork(len(layers), again, *ends, sum(dense), sum(dense[:again]), further)
 
 
 def recomputed(plan: ResolvedPlan, layers: int) -> int:
@@ -180,6 +185,7 @@ def elements(entries: Entries, work: tuple[StageWork, ...]) -> Elements:
             (chunk.embedding, entries.embedding),
             (chunk.final_norm, entries.final_norm),
             (chunk.head, entries.head),
+            (chunk.further, entries.further),
         )
         for parameter in entry.parameters * present
     }

@@ -66,6 +66,7 @@ class _Chunk:
         parts += [(times.embedding, 1)] if work.embedding else []
         parts += [(times.final_norm, 1)] if work.final_norm else []
         parts += [(times.head, 1)] if work.head else []
+        parts += [(times.further, 1)] if work.further else []
         self.forward = sum(n * part.forward for part, n in parts)
         dense, others = work.dense_recomputed, work.recomputed - work.dense_recomputed
         again = others * times.layer.recomputed_parallel + dense * times.dense.recomputed_parallel
@@ -277,6 +278,8 @@ def _chunk_seconds(times: EntryTimes, chunk: StageWork) -> float:
         total += times.final_norm.forward + times.final_norm.backward
     if chunk.head:
         total += times.head.forward + times.head.backward
+    if chunk.further:
+        total += times.further.forward + times.further.backward
     return total
 
 
