@@ -31,8 +31,11 @@ def _graphs(reader: Reader) -> None:
     if any(one.value == "full_iteration" for one in modules):
         node, modules = Node("full_iteration", modules[0].origin), []
     if node.value == "local":
-        problem = "is not modelled yet; transformer_engine and full_iteration are"
-        raise PlanError(IMPLEMENTATION, "local", problem, origin=node.origin)
+        said = f"{IMPLEMENTATION} local is not modelled yet and pushes memory up: graphs keep buffers of their own"
+        reader.building.note("argument-not-modelled", f"{said}; transformer_engine and full_iteration are modelled")
+        for name in (IMPLEMENTATION, *OLDER, *names):
+            reader.building.because(name, "not modelled yet: graphs of Megatron-Core's own")
+        return
     put("megatron.cuda_graphs", node, IMPLEMENTATION, *OLDER)
     for one in modules:
         if one.value not in (*KNOWN, "full"):
