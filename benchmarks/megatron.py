@@ -136,6 +136,12 @@ def ci(rows: Sequence[Row]) -> Table:
             "Megatron-FSDP's rows are 25 to 29 MiB high between iterations: since 30 May 2026 what no layer has stays "
             "gathered (25.6 MiB), and their golden values look older. Rows without --megatron-fsdp-main-grads-dtype "
             "are taken to be older than it (2 March 2026), with gradients in fp32: chosen with the rows in view.",
+            "Golden values are of different months, as the history of their files says: the row of memory_speed "
+            "of 14 January 2026 (PyTorch's container 25.11, Transformer Engine 2.11, which would change nothing "
+            "here), expert rows of 7 May (26.04), those on eight GB200 of 8 July (26.06). The container is not "
+            "what makes these three high: a Muon row on one node is of 26.06, too, and 1.3 % low, as its twins of "
+            "26.04. All three are alike in the first iteration, whose routers are untrained, with three "
+            "optimizers.",
             "Within the limit and not explained: 5 MiB more at the peak of Megatron-FSDP's dense rows. BERT's four "
             "rows are 1.5 to 1.7 % low at the peak, in both implementations alike, while GPT's layers and losses are "
             "exact.",

@@ -70,6 +70,10 @@ def table(rows: Sequence[Row]) -> Table:
             "every rank of experts between 0.9 and 1.1 of the mean.",
             "The recipe reduces gradients in bf16. In fp32, as Megatron-Bridge's bf16_mixed does, both rows would be "
             f"within the limit, {wide} GB; nothing says that the runs did so, and it is not assumed.",
+            "No other single setting of the recipe does: whole fp32 main parameters in place of 16-bit remainders "
+            "(store_param_remainders) would add 4.0 GB, 1 GB too few. mixed_precision.py hands "
+            "grad_reduce_in_fp32 false to the gradient buffers, which then have the parameters' dtype "
+            "(group_params_for_buffers of Megatron-Core at 24bad8e6).",
         ),
     )
 

@@ -41,14 +41,13 @@ MODELS = {
 
 PRECISIONS = {
     "BF16": {},
-    "FP8": {"fp8": "tensorwise"},
-    "FP8-CS": {"fp8": "tensorwise"},
-    "FP8-CS (FP8-MX)": {"fp8": "tensorwise"},
+    **{name: {"fp8": "tensorwise", "fp8_parameters": "true"} for name in ("FP8", "FP8-CS", "FP8-CS (FP8-MX)")},
     "FP8-MX": {"fp8": "mxfp8", "fp8_parameters": "true"},
     "MXFP8": {"fp8": "mxfp8", "fp8_parameters": "true"},
     "NVFP4": {"fp4": "nvfp4"},
 }
-"""Of linear layers' products (``training/mixed_precision.py``); of two in a row the first, as its tokens."""
+"""Of linear layers' products, and parameters in 8 bits, as every preset but NVFP4's has them (``fp8_param_gather`` of
+``training/mixed_precision.py``); of two in a row the first, as its tokens."""
 
 COMMON = {
     "framework": "megatron", "dtype": "bf16", "zero": 1, "gradients": "bf16", "overlap_grad_reduce": "true",
@@ -68,7 +67,7 @@ KEYS = ("release", "model", "system", "Precision")
 class Recipe:
     """What a release's recipe adds to a row."""
 
-    flags: Mapping[str, object]
+    flags: dict[str, object]
     missing: tuple[str, ...]
     """What it has that is not modelled."""
     source: str
@@ -107,7 +106,7 @@ def plan_of_row(row: Row) -> Plan:
         flags |= STATES
     if not row["model"].startswith("LLAMA"):
         flags["etp"] = 1
-    return plan_of(None, **flags, **recipe_of(row).flags)
+    return plan_of(None, **flags | recipe_of(row).flags)
 
 
 SIZES = {
