@@ -57,6 +57,11 @@ class Verdict(Enum):
     def fits(self) -> bool | None:
         return None if self is Verdict.UNKNOWN else self is not Verdict.DOES_NOT_FIT
 
+    @property
+    def is_short(self) -> bool:
+        """Something that needs less would run better, or at all."""
+        return self in (Verdict.RETRIES, Verdict.TIGHT, Verdict.DOES_NOT_FIT)
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -183,7 +188,7 @@ class Estimate:
     warnings: tuple[Notice, ...]
     assumptions: tuple[str, ...]
     ways_out: tuple[WayOut, ...] = ()
-    """Where it does not fit: the cheapest changes with which it does, or that come closest."""
+    """Where it does not fit, is tight or needs retries: the cheapest changes that end that, or come closest."""
 
     @property
     def judged(self) -> Judged:

@@ -11,11 +11,14 @@ import pytest
 from memplan.cli import main
 
 FOLDER = Path(__file__).parent / "questions"
-QUESTIONS = [
-    [part.strip() for part in line.split("|", 1)]
-    for line in (FOLDER / "questions.txt").read_text(encoding="utf-8").splitlines()
-    if not line.startswith("#")
-]
+SIXTY, LATER = (
+    [
+        [part.strip() for part in line.split("|", 1)]
+        for line in text.splitlines()
+        if "|" in line and not line.startswith("#")
+    ]
+    for text in (FOLDER / "questions.txt").read_text(encoding="utf-8").split("# ---")
+)
 UNANSWERED = {
     "--pp 16": "126 layers on 16 stages: Megatron-LM itself asks for --first-layers or the like",
     "phi-3-mini": "peft has no default targets for Phi 3, and asks for them",
@@ -24,11 +27,11 @@ UNANSWERED = {
 
 
 def test_there_are_sixty() -> None:
-    assert len(QUESTIONS) == 60
-    assert sum(want == "answered" for want, _ in QUESTIONS) == 56
+    assert len(SIXTY) == 60
+    assert sum(want == "answered" for want, _ in SIXTY) == 56
 
 
-@pytest.mark.parametrize(("want", "question"), QUESTIONS, ids=[question for _, question in QUESTIONS])
+@pytest.mark.parametrize(("want", "question"), SIXTY + LATER, ids=[question for _, question in SIXTY + LATER])
 def test_a_question(
     want: str, question: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import re
+import sys
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -73,7 +74,10 @@ def _run(words: list[str], flags: set[str] | None) -> int:
         parameters = command.commands[asked].params  # type: ignore[attr-defined]
         wrong = wrong_flags(words[1:], parameters, f"memplan {asked}")
         if wrong and flags is not None:  # flags that other tools call so, or all of which the nearest is looked for
-            return _run([spelled(word) for word in words], None)
+            known, left_out = spelled(words)
+            for flag in left_out:
+                print(f"memplan: {flag} changes no memory and is left out", file=sys.stderr)
+            return _run(known, None)
         if wrong:
             raise together(wrong)
     if asked != "estimate":

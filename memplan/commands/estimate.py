@@ -426,7 +426,7 @@ def estimated(read: ReadPlan, known: Measured, *, ways: bool = True) -> Estimate
     try:
         with without_collection():
             found = estimate(read.plan, known)
-            if ways and found.fits is False:
+            if ways and found.judged.verdict.is_short:
                 from ..search.ways_out import ways_out
 
                 found = replace(found, ways_out=ways_out(read.plan, found, known))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_LENGTHS = ("max-length", "model-max-length", "cutoff-len", "sequence-len", "block-size")
+"""Of trl, FastChat, LLaMA-Factory, Axolotl and transformers' examples."""
+
 _SAME = {
     "--model": ("model-name-or-path", "model-path", "hf-model"),
     "--mbs": ("micro-batch-size", "micro-batch", "per-device-train-batch-size", "local-batch-size"),
     "--gbs": ("global-batch-size", "global-batch", "train-batch-size", "total-batch-size"),
     "--accumulation": ("gradient-accumulation-steps", "gradient-accumulation", "grad-accum", "accumulation-steps"),
-    "--seq": ("seq-len", "seq-length", "sequence-length", "max-seq-len", "max-seq-length", "context-length"),
+    "--seq": ("seq-len", "seq-length", "sequence-length", "max-seq-len", "max-seq-length", "context-length", *_LENGTHS),
     "--tp": ("tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size", "tp-size"),
     "--pp": ("pipeline-parallel", "pipeline-parallel-size", "pipeline-model-parallel-size", "pp-size"),
     "--dp": ("data-parallel", "data-parallel-size", "dp-size"),
@@ -17,6 +20,9 @@ _SAME = {
     "--ep": ("expert-parallel", "expert-parallel-size", "expert-model-parallel-size"),
     "--vpp": ("virtual-pipeline", "virtual-pipeline-size"),
     "--zero": ("zero-stage",),
+    "--offload-optimizer": ("offload-optimizer-device",),
+    "--offload-param": ("offload-param-device",),
+    "--recompute": ("recompute-granularity",),
     "--kbit-preparation": ("prepared", "prepare-model-for-kbit-training"),
     "--sequence-parallel": ("use-sequence-parallel",),
     "--gpus": ("num-gpus", "ngpus", "n-gpus", "gpu-count", "world-size"),
@@ -59,7 +65,6 @@ _MEANT = {
     "--zero 3": ("zero3",),
     "--sequence-parallel": ("sp",),
     "--gpus": ("num-devices", "devices"),
-    "--gpus (of all nodes together)": ("nnodes", "nodes", "num-nodes", "num-machines", "nproc-per-node"),
     "--gpu": ("device", "accelerator"),
     "--capacity": ("gpu-memory", "memory", "vram", "max-memory"),
     "--hidden": ("dim",),
@@ -72,7 +77,8 @@ _MEANT = {
     "--dtype fp32": ("fp32", "float32"),
     "--autocast": ("amp", "use-amp"),
     "--recompute full": ("gradient-checkpointing", "activation-checkpointing", "checkpoint-activations"),
-    "--recompute": ("recompute-granularity", "recompute-activations"),
+    "--recompute selective": ("recompute-activations",),
+    "--framework megatron --zero 1": ("use-distributed-optimizer", "distributed-optimizer"),
     "--attention": ("attn",),
     "--attention flash": ("flash", "flash-attention", "flash-attn", "use-flash-attn", "use-flash-attention"),
     "--lora-rank": ("rank", "peft"),
@@ -110,16 +116,23 @@ NOT_MODELLED: Mapping[str, str] = {
         "compiled code is not modelled: what Inductor fuses and keeps is its own choice; without this flag the code is "
         "estimated as it stands",
     ),
-    **dict.fromkeys(
-        (
-            *("--learning-rate", "--lr", "--lr-scheduler-type", "--warmup-steps", "--weight-decay", "--seed"),
-            *("--epochs", "--num-train-epochs", "--max-steps", "--train-iters", "--max-grad-norm", "--logging-steps"),
-        ),
-        "changes neither memory nor the time of a step: leave it out",
-    ),
     "--versions": "other releases of transformers are not modelled yet",
 }
 """Flags of what memplan does not do yet, and what to say of it."""
+
+CHANGES_NOTHING = frozenset(
+    f"--{name}"
+    for name in (
+        *("learning-rate", "lr", "min-lr", "warmup-steps", "warmup-ratio", "logging-steps"),
+        *("lr-scheduler-type", "max-steps", "train-iters", "num-train-epochs", "epochs", "seed"),
+        *("dataset", "dataset-name", "output-dir"),
+    )
+)
+"""Flags of other tools that no tensor's size depends on: read, told and left out."""
+
+NODES = ("--nodes", "--nnodes", "--num-nodes", "--num-machines")
+PER_NODE = ("--gpus-per-node", "--nproc-per-node", "--gpus-per-machine", "--ntasks-per-node")
+"""What launchers call the number of nodes, and of GPUs of each: of both follows ``--gpus``."""
 
 MEANT: Mapping[str, str] = {f"--{name}": flags for flags, names in _MEANT.items() for name in names}
 """By the flag that was written."""

@@ -12,7 +12,7 @@ from typer.models import OptionInfo
 
 from ..plan.fields import Kind, PlanField, by_flag
 from ..plan.library import model_specs
-from ..plan.spellings import with_counted_gpus
+from ..plan.spellings import with_said_at_once
 from .output import beginning
 
 _PANELS = {
@@ -70,7 +70,7 @@ def with_plan_flags(command: Callable[..., int], words: Collection[str] | None =
             if flag in flags:
                 raise typer.BadParameter(f"--{flag} and --no-{flag} contradict each other; give one of them")
             flags[flag] = "false" if name.startswith(_MARK + _OFF) else _as_text(value)
-        return command(**values, flags=with_counted_gpus(flags))
+        return command(**values, flags=with_said_at_once(flags))
 
     signature = inspect.signature(command, eval_str=True)
     own = [one for one in signature.parameters.values() if one.name != "flags" and _may_be_among(words, one)]

@@ -198,6 +198,7 @@ def answered(
     from ..result import Notice
     from ..search.changes import methods_of
 
+    read = _with_own_batch(read)
     offers: tuple[Offer, ...] = ()
     if read.chosen_framework is not None:
         read, found, offers = _of_all(read, fixes, objective, top, quiet, known)
@@ -206,6 +207,24 @@ def answered(
     methods = methods_of(found.best[0]) if found.best else ()
     notes = tuple(Notice(note.code, note.message) for note in read.warnings)
     return Answer(found, methods, notes, tuple(read.assumptions), offers=offers, started=starts(flags, fixes))
+
+
+def _with_own_batch(read: ReadPlan) -> ReadPlan:
+    """``read`` with the global batch that its micro-batches make on its GPUs, as an estimate takes it, where it says
+    their size and no global batch."""
+    from ..plan.resolve import resolve
+
+    batch, replicates = read.plan.batch, "dp" in framework(read.plan.framework).supports.sizes
+    named = batch.gbs is not None or batch.accumulation is not None
+    if named or not replicates or "mbs" not in batch.model_fields_set:
+        return read
+    try:
+        gbs = resolve(read.plan).batch.gbs
+    except PlanError:
+        return read
+    told = Note("own-batch", f"no global batch was named: {gbs}, which the plan's micro-batches of {batch.mbs} make")
+    plan = read.plan.model_copy(update={"batch": batch.model_copy(update={"gbs": gbs})})
+    return replace(read, plan=plan, warnings=(*read.warnings, told))
 
 
 def _found(

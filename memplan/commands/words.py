@@ -6,6 +6,7 @@ call them, and all that is wrong with flags at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,12 +57,66 @@ def _continues(flag: str, argument: str) -> bool:
     return flag != "--vary" or "=" in argument
 
 
-def spelled(word: str) -> str:
-    """``--quantization`` as ``--quantisation``, ``--tensor-parallel`` as ``--tp``."""
-    from .near_misses import SAME
+def spelled(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``words`` with other tools' flags as memplan's own (``--tensor-parallel`` as ``--tp``), and those flags that
+    change nothing, which are left out."""
+    from .near_misses import CHANGES_NOTHING, SAME
 
-    flag, equals, value = word.partition("=")
-    return SAME.get(flag.replace("_", "-"), flag) + equals + value
+    end = words.index("--") if "--" in words else len(words)
+    made: list[str] = []
+    left_out: list[str] = []
+    given: dict[str, tuple[str, str]] = {}
+    rest = list(words[:end])
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-") if flag.startswith("--") else flag
+        if flag in CHANGES_NOTHING:
+            left_out.append(flag)
+            if not equals and rest and not rest[0].startswith("--"):
+                rest.pop(0)
+        else:
+            own = SAME.get(flag, word.partition("=")[0])
+            if flag.startswith("--"):
+                said = value if equals or not rest else rest[0]
+                before = given.setdefault(own.partition("=")[0], (flag, said))
+                if before[0] != flag and before[1] != said:
+                    problem = f"{said} says another thing than {before[0]} {before[1]}, which is the same field"
+                    raise PlanError("", ABSENT, problem, origin=Origin(flag))
+            made.append(own + equals + value)
+    return [*_with_nodes(made), *words[end:]], left_out
+
+
+def _with_nodes(words: Sequence[str]) -> list[str]:
+    """``--nodes 4 --gpus-per-node 8`` as ``--gpus 32 --gpus-per-node 8``."""
+    from .near_misses import NODES, PER_NODE
+
+    said: dict[str, tuple[str, str]] = {}
+    made: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        plain = flag.replace("_", "-")
+        kind = "nodes" if plain in NODES else "each" if plain in PER_NODE else ""
+        if kind and (equals or (rest and not rest[0].startswith("--"))):
+            said[kind] = flag, value if equals else rest.pop(0)
+        else:
+            made.append(word)
+    nodes, each = said.get("nodes"), said.get("each")
+    for flag, number in said.values():
+        if re.fullmatch("[1-9][0-9]{0,5}", number) is None:
+            raise PlanError("", ABSENT, f"{number} must be a whole number from 1 on", origin=Origin(flag))
+    if nodes is not None and each is None:
+        flag, count = nodes
+        problem = f"{count} says how many GPUs only with those of a node: --gpus-per-node 8, or --gpus {8 * int(count)}"
+        raise PlanError("", ABSENT, problem, origin=Origin(flag))
+    if each is None:
+        return made
+    known = any(word.partition("=")[0] == "--gpus" for word in made)
+    total = int(each[1]) * int(nodes[1] if nodes is not None else 1)
+    says_total = not known and (nodes is not None or each[0].replace("_", "-") != "--gpus-per-node")
+    return [*made, *(["--gpus", str(total)] if says_total else []), "--gpus-per-node", each[1]]
 
 
 def wrong_flags(words: Sequence[str], parameters: Iterable[Any], path: str) -> list[PlanError]:
@@ -120,4 +175,5 @@ def _meaning(flag: str) -> str:
     if flag in meanings:
         return f": {meanings[flag]}"
     field = by_flag().get(flag.removeprefix("--"))
-    return f": {field.description}" if field else ""
+    choices = f" ({', '.join(field.choices)})" if field and field.choices else ""
+    return f": {field.description}{choices}" if field else ""

@@ -282,8 +282,9 @@ compute units, from the data sheet."""
 
 ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "v100-16gb": ("v100",), "v100-32gb": ("v100",), "a100-40gb": ("a100", "a100-sxm", "a100-sxm-40gb"),
-        "a100-80gb": ("a100", "a100-sxm", "a100-sxm-80gb"),
+        "v100-16gb": ("v100", "v100-pcie-16gb"), "v100-32gb": ("v100", "v100-pcie-32gb"),
+        "a100-40gb": ("a100", "a100-sxm", "a100-sxm-40gb", "a100-pcie", "a100-pcie-40gb", "a100-40gb-pcie"),
+        "a100-80gb": ("a100", "a100-sxm", "a100-sxm-80gb", "a100-pcie", "a100-pcie-80gb", "a100-80gb-pcie"),
         "h100-80gb": ("h100", "h100-sxm", "h100-sxm5", "h100-sxm-80gb", "h100-sxm5-80gb", "h100-80gb-sxm5"),
         "h100-94gb": ("h100-nvl-94gb",), "h100-96gb": ("gh200", "gh200-96gb"), "h200": ("h200-141gb", "h200-sxm"),
         "b200": ("b200-180gb", "b200-192gb"), "gb200": ("gb200-192gb",),
@@ -295,7 +296,8 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rtx-3090": ("3090", "rtx-3090-24gb"), "rtx-pro-6000": ("rtx-6000-pro",), "rtx-a6000": ("a6000", "a6000-48gb"),
     }
 )  # fmt: skip
-"""Other names that people write, without the maker's; one that two GPUs share asks which."""
+"""Other names that people write, without the maker's; one that two GPUs share asks which. Cards of an SXM module's chip
+and memory, as A100's and V100's, go by its name; H100's card has fewer multiprocessors, and is another GPU."""
 
 
 def of_series(name: str) -> tuple[str, ...]:

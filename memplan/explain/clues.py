@@ -56,7 +56,8 @@ PHASES = (
         "loading",
         _pattern(
             r"_move_model_to_device|:from_pretrained|:_load_pretrained_model|:_load_state_dict|:load_checkpoint"
-            r"|:get_model\b|module\.py:(?:convert|_apply|to|cuda)\b|initialize_optimizer_states|:flatten_params"
+            r"|:get_model\b|\bload_(?:model|weights)\w*|module\.py:(?:convert|_apply|to|cuda)\b"
+            r"|\b(?:self|model|module)\.cuda\(|\bmodel\.to\(|initialize_optimizer_states|:flatten_params"
             r"|:setup_model_and_optimizer|:_configure_(?:zero_|fp16_|bf16_)?optimizer|:initialize\b|_init_param_handle"
             r"|:fully_shard\b"
         ),
@@ -99,7 +100,7 @@ ABOUT = (
     _about("dequantised weights", "dequantize", "dequantised"),
     _about(
         "weights that are moved to the GPU",
-        r"_move_model_to_device|\bt\.to\(|Params4bit|model\.to\(|super\(\)\.to\(device",
+        r"_move_model_to_device|\bt\.to\(|Params4bit|model\.to\(|super\(\)\.to\(device|\b(?:self|model|module)\.cuda\(",
         r"\bloading\b",
     ),
     _about(
@@ -115,7 +116,7 @@ ABOUT = (
     _about(
         "attention",
         r"attn_(?:weights|output)|attention_(?:probs|scores)|core_attention|dot_product|self_attn|attention\.py"
-        "|query_states|baddbmm|flash_attn",
+        "|query_states|baddbmm|flash_attn|attn_mask|_canonical_mask",
         "scores|probab|attention|context|query|key|value|qkv|mask",
     ),
     _about(

@@ -43,10 +43,19 @@ BY_ITSELF = "single"
 """What a plan means that says nothing of the kind."""
 
 
+STAND_FOR = {
+    "fsdp1": {"framework": "fsdp", "fsdp-version": "1"},
+    "torchtitan": {"framework": "fsdp", "fsdp-code": "torchtitan"},
+    **{f"zero{stage}": {"framework": "deepspeed", "zero": str(stage)} for stage in (1, 2, 3)},
+}
+"""Names of frameworks that say more than one flag, written plainly (``plan.spellings.plain``), as flags."""
+
 HINTS = {
-    "fsdp1": "that is fsdp with --fsdp-version 1",
-    "torchtitan": "that is fsdp with --fsdp-code torchtitan, or --from torchtitan FILE",
-    **dict.fromkeys(("zero", "zero1", "zero2", "zero3"), "that is deepspeed with --zero 1, 2 or 3"),
+    **{
+        name: f"that is {flags['framework']} with {' '.join(f'--{flag} {said}' for flag, said in [*flags.items()][1:])}"
+        for name, flags in STAND_FOR.items()
+    },
+    "zero": "that is deepspeed with --zero 1, 2 or 3",
     "accelerate": "it launches others: fsdp, deepspeed or ddp",
     **dict.fromkeys(
         ("huggingface", "hf", "transformers", "trainer", "trl", "axolotl"),
@@ -74,4 +83,4 @@ def frameworks() -> Iterator[Framework]:
     return map(framework, ROOMS)
 
 
-__all__ = ["BY_ITSELF", "HINTS", "IMPLIED_BY", "ROOMS", "Framework", "Supports", "framework", "frameworks"]
+__all__ = ["BY_ITSELF", "HINTS", "IMPLIED_BY", "ROOMS", "STAND_FOR", "Framework", "Supports", "framework", "frameworks"]

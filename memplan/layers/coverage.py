@@ -201,6 +201,12 @@ Recipes = Callable[[Family], Allowed | None]
 TRANSFORMERS: Recipes = attrgetter("covers")
 MEGATRON: Recipes = attrgetter("megatron")
 MEGATRON_CORE: Recipes = attrgetter("megatron_core")
+RUN_BY: dict[Recipes, str] = {
+    TRANSFORMERS: "single, ddp, fsdp, deepspeed and device-map",
+    MEGATRON: "megatron-deepspeed",
+    MEGATRON_CORE: "megatron",
+}
+"""The frameworks that run each kind of recipe, for people."""
 
 
 def covered(recipes: Recipes) -> tuple[str, ...]:
@@ -215,7 +221,10 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
     if allowed is None and recipes is MEGATRON_CORE and known.no_megatron_core:
         raise PlanError("model.family", spec.family, f"cannot be trained in {framework}: {known.no_megatron_core}")
     if allowed is None:
-        problem = f"has no recipe in framework {framework} yet; these have: {', '.join(covered(recipes))}"
+        elsewhere = [names for others, names in RUN_BY.items() if others(known) is not None]
+        also = f"it has one in {' and '.join(elsewhere)} (--framework)" if elsewhere else ""
+        others_have = f"these have: {', '.join(covered(recipes))}"
+        problem = f"has no recipe in framework {framework} yet; {also or others_have}"
         raise PlanError("model.family", spec.family, problem)
     for field, values in allowed.items():
         value = getattr(spec, field)

@@ -15,6 +15,10 @@ from .text import is_there, path_of, read_text
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 _ENDING = re.compile(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
 """What tells models of the same shape apart."""
+_PACKED = re.compile(r"(?i)-(?:unsloth-)?(?:bnb-4bit|awq|gptq)(?:-int[48])?$")
+"""And what tells a checkpoint of quantised weights."""
+MIRRORS = frozenset({"unsloth", "nousresearch"})
+"""Owners who keep others' checkpoints under their names, and in their shapes."""
 _SIZE = re.compile(r"-[0-9.]+[bm](?:-v[0-9.]+)?$")
 """How large a model is, and its release: a name without them means the only one of that name."""
 
@@ -22,9 +26,12 @@ _SIZE = re.compile(r"-[0-9.]+[bm](?:-v[0-9.]+)?$")
 def twin(name: str, node: Node) -> str | None:
     """The built-in model that is also called ``name``: in other letters, or by a repository that holds its shape.
 
-    A name that could be two models is refused at ``node``. A repository of an owner that is not listed is none: what
-    stands in it may have other sizes.
+    A name that could be two models is refused at ``node``. A repository of an owner that is not listed is none, but for
+    ``MIRRORS``: what stands in it may have other sizes.
     """
+    owner, _, repository = name.partition("/")
+    if owner.lower() in MIRRORS and not _PACKED.search(name):
+        name = repository
     called = {
         model: {model, *ids, *(one.rpartition("/")[2] for one in ids if "/" not in name)}
         for model, ids in hub_ids().items()
@@ -80,10 +87,12 @@ def cache_folder() -> Path:
 
 def refused(name: str, node: Node) -> PlanError:
     """Why the repository ``name`` is no model here, and how to have it."""
-    similar = twin(name.rpartition("/")[2], node)
+    tail = name.rpartition("/")[2]
+    similar = twin(_PACKED.sub("", tail), node)
     problem = f"is no file, no built-in model, and not in the local Hugging Face cache ({cache_folder()})"
     wanted = f"fetch its configuration with: hf download {name} config.json"
     hint = f"; {similar} is built in" if similar else ""
+    hint += ", in 4 bits with --quantisation nf4" if similar and _PACKED.search(tail) else ""
     return PlanError("model", name, f"{problem}; {wanted}{hint}", origin=node.origin)
 
 

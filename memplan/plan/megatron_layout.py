@@ -122,12 +122,19 @@ def _not_divisible(layers: int, pp: int, count_embedding: bool, count_loss: bool
     if count_embedding or count_loss:
         field = COUNT_EMBEDDING if count_embedding else COUNT_LOSS
         return PlanError(field, True, f"makes {total} layers{counted}, which layout.pp = {pp} must divide")
-    return PlanError(
-        "layout.pp",
-        pp,
-        f"must divide the {layers} layers, unless {FIRST}, {LAST}, {COUNT_EMBEDDING}, {COUNT_LOSS} or {LAYOUT} "
-        "says otherwise",
-    )
+    problem = f"must divide the {layers} layers, unless some stages have fewer, as with {_differing(layers, pp)}"
+    return PlanError("layout.pp", pp, f"{problem} (or --first-layers, --last-layers, --pipeline-layout)")
+
+
+def _differing(layers: int, pp: int) -> str:
+    """Flags with which ``pp`` stages run ``layers``: embedding and loss in place of a layer each, else a last stage
+    that has fewer."""
+    for flags, counted in (("--count-embedding --count-loss", 2), ("--count-loss", 1)):
+        if (layers + counted) % pp == 0:
+            return flags
+    each = -(-layers // pp)
+    last = layers - (pp - 1) * each
+    return f"--last-layers {last}" if last > 0 else f"--first-layers {layers - (pp - 1) * (layers // pp)}"
 
 
 Counts = list[list[int]]

@@ -11,7 +11,7 @@ from ..values import dataclass
 from .checks import check_mixture, listed
 from .errors import ABSENT, Origin, PlanError, together
 from .fields import MODEL, Kind, PlanField, by_flag
-from .hub import twin
+from .hub import is_repository, twin
 from .implied import with_implied
 from .library import examples, model_specs
 from .models import complete_model
@@ -61,7 +61,7 @@ class ReadPlan:
         """``error``, raised for the plan, with where its field came from, and why the plan has its framework where
         nobody named one."""
         error = error.located(self.origins)
-        if self.chosen_framework is None:
+        if self.chosen_framework is None or error.field == "model.family":  # which says where there is a recipe
             return error
         others = self._others()
         hint = f"; {listed(others)} takes it with --framework" if others else ""
@@ -87,17 +87,20 @@ def read_plan(source: str | None, flags: Flags | None = None, *, traced: bool = 
 
 
 def load_source(source: str | None) -> Source:
-    """The plan in ``source`` as written, and in the plans that it extends."""
+    """The plan in ``source`` as written, and in the plans that it extends. A model's name, configuration or folder is a
+    plan that says no more."""
     if source is None:
         return Source(Node({}, COMMAND_LINE), Path())
     if source == "-":
         text, name, folder = read_standard_input(), STANDARD_INPUT, Path()
+    elif _is_model(source):
+        return _of_model(source)
     else:
         path = _path_of(source)
         text, name, folder = read_text(path), _name_of(path), folder_of(path)
     written = parse_yaml(text, name)
-    if written.mapping and not written.mapping.keys() & {"model", "extends"}:
-        _refuse_a_model(written, source)
+    if written.mapping and written.mapping.keys() & {"model_type", "family"} and "model" not in written.mapping:
+        return _of_model(source)
     return _extended(Source(normalised(written), folder), 1)
 
 
@@ -158,26 +161,26 @@ def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
     return ReadPlan(plan, dict(node.origins()), (*chosen, *notes_of(plan)))
 
 
-def _refuse_a_model(written: Node, source: str) -> None:
-    """Says what to do with a model's configuration or spec that was given as a plan."""
-    for mark, what in (("model_type", "a Hugging Face configuration"), ("family", "a model spec")):
-        if mark in written.mapping:
-            problem = f"is {what}, not a plan; estimate it with --model {source}"
-            raise PlanError("", ABSENT, problem, origin=Origin(written.origin.source))
+def _of_model(source: str) -> Source:
+    return Source(Node({"model": Node({"base": Node(source, COMMAND_LINE)}, COMMAND_LINE)}, COMMAND_LINE), Path())
+
+
+def _is_model(source: str) -> bool:
+    """Whether ``source`` names a model, and neither a built-in example nor a file: a built-in one, one of the Hub's
+    cache, or a folder with a configuration."""
+    path = path_of(source)
+    if source in examples() or is_there(path):
+        return is_there(path / "config.json")
+    node = Node(source, COMMAND_LINE)
+    return source in model_specs() or is_repository(source) or twin(source, node) is not None
 
 
 def _path_of(source: str) -> Path:
     if source in examples():
         return examples()[source]
     path = path_of(source)
-    if is_there(path / "config.json"):
-        problem = f"is a model's folder, not a plan; estimate it with --model {source}"
-        raise PlanError("", ABSENT, problem, origin=Origin(source))
     if "/" in source or path.suffix or is_there(path):
         return path
-    if source in model_specs():
-        problem = f"is a model, not a plan; estimate it with --model {source}"
-        raise PlanError("plan", source, problem, origin=COMMAND_LINE)
     built_in = ", ".join(examples())
     problem = f"is neither a file nor a built-in example ({built_in})"
     raise PlanError("plan", source, problem, origin=COMMAND_LINE, known=examples())

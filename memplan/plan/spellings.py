@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from .errors import Origin, PlanError
+from .errors import ABSENT, Origin, PlanError
 from .fields import Kind, PlanField
 from .node import Node
 
@@ -112,6 +112,20 @@ def with_optimizer(plan: Node) -> Node:
 _SEVERAL_GPUS = re.compile(r"\s*([0-9]{1,6})\s*[xX×*]\s*(.+?)\s*|\s*(.*?)\s*[xX×*]\s*([0-9]{1,6})\s*")
 
 
+def with_said_at_once(flags: Flags) -> Flags:
+    """``flags`` where each says one thing: ``--gpu 8xh100`` is ``gpu`` and ``gpus``, ``--framework torchtitan`` a
+    framework and whose code runs on it."""
+    from ..frameworks import STAND_FOR
+
+    named = flags.get("framework")
+    stands_for = STAND_FOR.get(plain(named), {}) if isinstance(named, str) else {}
+    for name, value in stands_for.items():
+        said = flags.get(name, value) if name != "framework" else value
+        if said != value:
+            raise PlanError("", ABSENT, f"{said} is not the {value} of --framework {named}", origin=Origin(f"--{name}"))
+    return with_counted_gpus({**flags, **stands_for})
+
+
 def with_counted_gpus(flags: Flags) -> Flags:
     """``flags`` where ``gpu`` is a name alone: ``8xh100`` is ``gpu`` h100 and ``gpus`` 8."""
     named = flags.get("gpu")
@@ -131,8 +145,8 @@ def with_counted_gpus(flags: Flags) -> Flags:
 
 
 def plain(name: str) -> str:
-    """What stays of a name in which case, hyphens, underscores, dots and blanks do not matter."""
-    return re.sub(r"[-_.\s]", "", name.lower())
+    """What stays of a name in which case, hyphens, underscores, dots, colons and blanks do not matter."""
+    return re.sub(r"[-_.:\s]", "", name.lower())
 
 
 def meant(wanted: str, names: Iterable[tuple[str, Collection[str]]]) -> list[str]:

@@ -61,7 +61,11 @@ def _check_lora(plan: ResolvedPlan) -> None:
         return
     if lora.targets is None:
         names = dict.fromkeys(name.rpartition(".")[2] for name in family(plan.model.family).linear_layers.values())
-        problem = f"is missing: peft has no default for family {plan.model.family}; choose from {', '.join(names)}"
+        if not names:
+            problem = f"must be left out: adapters of family {plan.model.family} are not modelled"
+            raise PlanError("lora.rank", lora.rank, problem)
+        some = f"all-linear, or some of {','.join(names)}"
+        problem = f"is missing: peft has no default for family {plan.model.family}; say --lora-targets {some}"
         raise PlanError("lora.targets", ABSENT, problem)
     if not lora.targets:
         raise PlanError("lora.targets", [], "must name at least one linear layer")

@@ -16,7 +16,7 @@ MOMENTS = ("initialisation", "steady", "evaluation", "checkpoint", "first_iterat
 
 def to_json(estimate: Estimate) -> dict[str, Any]:
     """What ``memplan estimate --json`` prints."""
-    ways = {"ways_out": [way_out_to_json(way) for way in estimate.ways_out]} if estimate.fits is False else {}
+    ways = {"ways_out": [way_out_to_json(way) for way in estimate.ways_out]} if estimate.judged.verdict.is_short else {}
     return {"schema": SCHEMA, "memplan": __version__, **_estimate(estimate), **ways}
 
 

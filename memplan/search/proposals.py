@@ -10,6 +10,7 @@ from ..frameworks import framework
 from ..plan.loss_checks import FUSED
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
+from ..plan.tuning_checks import is_tuned
 from .candidates import Clock
 from .cuts import fields_of, fitting, smallest
 from .framework import Proposal
@@ -87,10 +88,12 @@ def _other_losses(plan: ResolvedPlan) -> Iterator[Proposal]:
 
 
 def _fine_tuning(plan: ResolvedPlan) -> Iterator[Proposal]:
-    """Adapters in place of training all, where the code is one that people fine-tune with and the framework has
-    them."""
+    """Adapters in place of training all, where the plan is of fine-tuning and the framework has them: parts are frozen
+    already, transformers' Trainer runs, or one GPU holds transformers' own code, on which few people pretrain."""
     own = framework(plan.framework)
     if not own.runs_transformers(plan) or "lora" not in own.supports.sections:
+        return
+    if not (is_tuned(plan) or plan.trainer.loop == "transformers" or plan.hardware.gpus == 1):
         return
     rank: dict[str, Any] = {"lora.rank": LORA_RANK}
     alone = f"adapters of rank {LORA_RANK} alone are trained"

@@ -70,7 +70,8 @@ class _Tried:
         """Smaller is cheaper."""
         hardware = HARDWARE * any(path.startswith("hardware.") and path != "hardware.capacity" for path in self._bought)
         beside = COSTS_BESIDE_TIME * sum(bool(one.costs) for one in self.proposed)
-        return (self.slower or 0.0) + beside + hardware, len(self.proposed), -self.after.requested
+        slower = self.slower or 0.0
+        return (max(slower, 0.0) if beside else slower) + beside + hardware, len(self.proposed), -self.after.requested
 
     @property
     def _bought(self) -> Iterator[str]:
@@ -91,9 +92,9 @@ class _Tried:
 
 
 def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, ...]:
-    """For a ``plan`` whose ``estimate`` does not fit: those that make it fit, the cheapest first; where none does, what
-    gains most."""
-    if estimate.capacity is None or estimate.fits is not False or isinstance(plan.model, TracedSpec):
+    """For a ``plan`` whose ``estimate`` does not fit, is tight or needs retries: those that make it fit, the cheapest
+    first; where none does, what gains most."""
+    if estimate.capacity is None or not estimate.judged.verdict.is_short or isinstance(plan.model, TracedSpec):
         return ()
     limit = estimate.capacity - estimate.headroom
     room = limit - least_context(estimate.plan, known)

@@ -19,7 +19,7 @@ from ..plan.node import Node, scalar
 from ..plan.notes import notes_of
 from ..plan.plan import Plan as _Plan
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan
-from ..plan.spellings import with_counted_gpus
+from ..plan.spellings import with_said_at_once
 from ..values import dataclass
 
 if TYPE_CHECKING:
@@ -158,8 +158,15 @@ def _mapping(plan: Mapping[str, object]) -> tuple[Node, Flags]:
         if not isinstance(name, str):
             raise PlanError("", ABSENT, f"{name!r} is no name of a field", origin=Origin("plan"))
     document = {name: _node(value, Origin(_argument(name))) for name, value in plan.items() if name in own}
-    flags = flags_of({name: value for name, value in plan.items() if name not in own})
-    return normalised(Node(document, Origin("plan"))), flags
+    flags, names = _named_flags({name: value for name, value in plan.items() if name not in own})
+    written = normalised(Node(document, Origin("plan")))
+    for flag, text in flags.items():
+        path = "model.base" if flag == "model" else by_flag()[flag].path
+        section, _, name = path.rpartition(".")
+        said = (written.mapping.get(section, Node({}, written.origin)) if section else written).mapping.get(name)
+        if said is not None and _text(said.plain()) != text:
+            raise _twice(names.get(flag, flag), text, path.removesuffix(".base"), said.plain())
+    return written, flags
 
 
 def _node(value: object, origin: Origin) -> Node:
@@ -174,21 +181,36 @@ def _node(value: object, origin: Origin) -> Node:
 
 def flags_of(fields: Mapping[str, object]) -> Flags:
     """``fields`` as the command line has them, in memplan's names or those of other tools."""
-    from ..commands.near_misses import NOT_MODELLED, SAME
+    return _named_flags(fields)[0]
+
+
+def _named_flags(fields: Mapping[str, object]) -> tuple[Flags, Mapping[str, str]]:
+    """``flags_of``, and by flag the name under which it was given."""
+    from ..commands.near_misses import CHANGES_NOTHING, NOT_MODELLED, SAME
 
     flags: dict[str, str | tuple[str, ...]] = {}
+    names: dict[str, str] = {}
     wrong: list[PlanError] = []
     for name, value in fields.items():
         written = f"--{name.replace('_', '-')}"
         flag = SAME.get(written, written)[2:]
         if flag not in by_flag():
-            problem = NOT_MODELLED.get(written) or f"is not a field of a plan{_hint(written)}"
-            wrong.append(PlanError(name, ABSENT, problem, origin=Origin("argument")))
+            if written not in CHANGES_NOTHING:
+                problem = NOT_MODELLED.get(written) or f"is not a field of a plan{_hint(written)}"
+                wrong.append(PlanError(name, ABSENT, problem, origin=Origin("argument")))
         elif value is not None:
-            flags[flag] = _text(value)
+            text = _text(value)
+            if flags.setdefault(flag, text) != text:
+                wrong.append(_twice(name, text, names[flag], flags[flag]))
+            names.setdefault(flag, name)
     if wrong:
         raise together(wrong)
-    return with_counted_gpus(flags)
+    return with_said_at_once(flags), names
+
+
+def _twice(name: str, value: object, other: str, before: object) -> PlanError:
+    """Of one field under two names, with two values."""
+    return PlanError(name, value, f"is the same field as {other}, which is {before}", origin=Origin("argument"))
 
 
 def _hint(flag: str) -> str:

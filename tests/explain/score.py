@@ -1,4 +1,5 @@
-"""How often the right tensor comes first: ``python -m tests.explain.score`` prints each of ``issues.jsonl``."""
+"""How often the right tensor comes first: ``python -m tests.explain.score`` prints each of ``issues.jsonl`` (chosen
+before the ranking was written) and of ``issues_later.jsonl`` (chosen before they were tried)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from memplan.commands.launched import LaunchFlags, read_given
 from memplan.explain import Explanation, explain
 from memplan.plan.plan import Plan
 
-ISSUES = Path(__file__).with_name("issues.jsonl")
+ISSUES, LATER = (Path(__file__).with_name(name) for name in ("issues.jsonl", "issues_later.jsonl"))
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def _written(text: str, suffix: str) -> str:
     return file.name
 
 
-def issues() -> list[Issue]:
-    return [Issue(**json.loads(line)) for line in ISSUES.read_text(encoding="utf-8").splitlines()]
+def issues(file: Path = ISSUES) -> list[Issue]:
+    return [Issue(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def answer(issue: Issue) -> tuple[str, Explanation]:
@@ -84,21 +85,18 @@ def is_right(issue: Issue, said: str) -> bool:
 
 
 def main() -> None:
-    right = {True: 0, False: 0}
-    for issue in issues():
-        said, _ = answer(issue)
-        good = is_right(issue, said)
-        right[issue.plan is not None] += good
-        print(
-            "ok  " if good else "MISS",
-            issue.issue.removeprefix("https://github.com/"),
-            "|",
-            issue.right,
-            "|",
-            said[:150],
-        )
-    planned = sum(issue.plan is not None for issue in issues())
-    print(f"with a configuration {right[True]} of {planned}, without {right[False]} of {len(issues()) - planned}")
+    for file in (ISSUES, LATER):
+        right = {True: 0, False: 0}
+        every = issues(file)
+        for issue in every:
+            said, _ = answer(issue)
+            good = is_right(issue, said)
+            right[issue.plan is not None] += good
+            name = issue.issue.removeprefix("https://github.com/")
+            print("ok  " if good else "MISS", name, "|", issue.right, "|", said[:150])
+        planned = sum(issue.plan is not None for issue in every)
+        without = len(every) - planned
+        print(f"{file.name}: with a configuration {right[True]} of {planned}, without {right[False]} of {without}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,25 @@
-"""Messages of public issues: chosen, with what is right by their frames and sizes, before the ranking was written."""
+"""Messages of public issues: chosen, with what is right by their frames and sizes, before the ranking was written; and
+those of a second list, before they were tried."""
 
 from __future__ import annotations
 
 import pytest
 
-from .score import Issue, answer, is_right, issues
+from .score import LATER, Issue, answer, is_right, issues
 
 MISSED = {
     "hiyouga/LlamaFactory/issues/1221": "the run had torch's AdamW under ZeRO, plans have DeepSpeed's own",
     "ZHZisZZ/dllm/issues/9": "no frames; the fp32 gradients of a shard have the size of the flat 16-bit parameters",
+    "pytorch/torchtitan/issues/2362": "no frames, no plan; 16,000 tokens are no power of two",
+    "facebookresearch/ParlAI/issues/4452": "no plan; the size is all of T5 11B in 16 bits",
+    "mgmalek/efficient_cross_entropy/issues/9": "no plan; 30,688 tokens are no round number",
 }
 """What is not right yet, and why."""
 
 
-@pytest.mark.parametrize("issue", issues(), ids=lambda issue: issue.issue.removeprefix("https://github.com/"))
+@pytest.mark.parametrize(
+    "issue", issues() + issues(LATER), ids=lambda issue: issue.issue.removeprefix("https://github.com/")
+)
 def test_what_asked_comes_first(issue: Issue) -> None:
     said, found = answer(issue)
     assert is_right(issue, said) is (issue.issue.removeprefix("https://github.com/") not in MISSED), said
@@ -28,3 +34,4 @@ def test_four_in_five_of_those_with_a_configuration() -> None:
     missed = [issue for issue in planned if issue in MISSED]
     assert len(issues()) == 30
     assert 1 - len(missed) / len(planned) >= 0.8
+    assert len(issues(LATER)) == 22

@@ -244,26 +244,22 @@ def test_what_is_no_file_is_said_to_be_none() -> None:
         ("nul\0byte.yaml", "cannot be read: embedded null byte"),
         ("x" * 5000 + "/", "cannot be read: file name too long"),
         ("lama-3-8b", "plan = lama-3-8b: is neither a file nor a built-in example"),
-        ("gpt2-xl", "command line: plan = gpt2-xl: is a model, not a plan; estimate it with --model gpt2-xl"),
     ):
         with pytest.raises(PlanError) as caught:
             read_plan(source)
         assert line in str(caught.value)
 
 
-def test_a_model_given_as_a_plan_is_told_apart() -> None:
+def test_a_model_is_a_plan_that_says_no_more() -> None:
+    """A name, a repository of the Hub that holds the same shape, a folder, a configuration, a spec."""
+    assert read_plan("gpt2-xl").plan.model.name == "gpt2-xl"
+    assert read_plan("meta-llama/Llama-3.1-8B").plan.model.name == "llama-3.1-8b"
     Path("m").mkdir()
     Path("m/config.json").write_text('{"model_type": "llama"}')
     Path("spec.yaml").write_text("name: x\nfamily: gpt2\n")
-    for source, line in (
-        ("m", "m: is a model's folder, not a plan; estimate it with --model m"),
-        (
-            "m/config.json",
-            "m/config.json: is a Hugging Face configuration, not a plan; estimate it with --model m/config.json",
-        ),
-        ("spec.yaml", "spec.yaml: is a model spec, not a plan; estimate it with --model spec.yaml"),
-    ):
-        assert error_of(lambda source=source: read_plan(source)) == line  # type: ignore[misc]
+    for source, line in (("m", "num_hidden_layers"), ("m/config.json", "num_hidden_layers"), ("spec.yaml", "layers")):
+        assert f"{line}: is missing" in error_of(lambda source=source: read_plan(source))  # type: ignore[misc]
+    assert "Foo: is no file, no built-in model" in error_of(lambda: read_plan("Qwen/Foo"))
 
 
 def test_text_that_is_not_utf_8_is_refused_with_its_line() -> None:
@@ -335,7 +331,7 @@ def test_any_text_gives_a_plan_or_one_line(text: str) -> None:
     [
         ("FSDP1", "that is fsdp"),
         ("torchtitan", "--fsdp-code torchtitan"),
-        ("zero3", "that is deepspeed with --zero 1, 2 or 3"),
+        ("zero3", "that is deepspeed with --zero 3"),
         ("huggingface", "--trainer transformers"),
         ("accelerate", "it launches others: fsdp, deepspeed or ddp"),
         ("ddpp", "did you mean ddp?"),

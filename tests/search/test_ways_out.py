@@ -55,14 +55,15 @@ def test_what_changes_training_says_so() -> None:
 
 
 def test_fine_tuning_on_a_small_card_has_adapters() -> None:
-    """Without the Trainer, too; Megatron has none."""
-    for flags in ({}, {"framework": "ddp", "gpus": "2"}):
+    """On one GPU without the Trainer, too; nobody is told to fine-tune who trains on more; Megatron has none."""
+    for flags in ({}, {"framework": "ddp", "gpus": "2", "trainer": "transformers", "autocast": "true"}):
         plan = read_plan(None, {"model": "llama-3-8b", "gpu": "rtx-4090", "seq": "2048", **flags}).plan
         ways = ways_out(plan, estimate(plan), NOTHING)
         assert any("QLoRA" in way.what and way.fits for way in ways)
         assert all("adapters of rank 16 alone" in way.costs for way in ways if "LoRA" in way.what)
-    plan = read_plan(None, {"model": "llama-3-8b", "gpu": "rtx-4090", "framework": "megatron"}).plan
-    assert not any("LoRA" in way.what for way in ways_out(plan, estimate(plan), NOTHING))
+    for flags in ({"framework": "megatron"}, {"framework": "fsdp", "gpus": "2"}):
+        plan = read_plan(None, {"model": "llama-3-8b", "gpu": "rtx-4090", "seq": "2048", **flags}).plan
+        assert not any("LoRA" in way.what for way in ways_out(plan, estimate(plan), NOTHING))
 
 
 def test_what_ddp_cannot_hold_is_for_frameworks_that_shard() -> None:
@@ -90,10 +91,18 @@ def test_where_none_is_enough_the_most_that_is_gained_is_named() -> None:
 
 
 def test_of_a_plan_that_fits_there_are_none() -> None:
-    plan = read_plan("llama-3-8b-8gpu", {"mbs": "1"}).plan
+    plan = read_plan("llama-3-8b-8gpu", {"mbs": "1", "recompute": "full"}).plan
     whole = estimate(plan)
     assert whole.fits
     assert ways_out(plan, whole, NOTHING) == ()
+
+
+def test_what_fits_with_retries_has_one_that_ends_them() -> None:
+    plan = read_plan("llama-3-8b-8gpu", {"mbs": "1"}).plan
+    whole = estimate(plan)
+    assert whole.fits
+    assert whole.judged.verdict is not Verdict.FITS
+    assert all(way.fits for way in ways_out(plan, whole, NOTHING))
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
