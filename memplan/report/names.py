@@ -178,7 +178,8 @@ def plan_text(plan: Plan) -> str:
 def _who(plan: Plan) -> list[str]:
     """The framework, and what of it makes another plan."""
     parts = [plan.framework, *framework(plan.framework).described(plan)]
-    return [*parts, "Trainer"] if plan.trainer.loop != "none" else parts
+    names = {"none": [], "transformers": ["Trainer"]}
+    return [*parts, *names.get(plan.trainer.loop, [f"trl {plan.trainer.loop}"])]
 
 
 def _tuning(plan: Plan) -> list[str]:

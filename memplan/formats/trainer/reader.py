@@ -32,6 +32,7 @@ from ..settings import Keys
 from . import llama_factory
 from .script import Started, started
 from .tables import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .trl import trainer_of, with_defaults
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -58,12 +59,16 @@ def launched(found: Started, asked: Asked) -> Launch:
     if llama_factory.is_it(written):
         written = llama_factory.translated(written, is_whole=found.accelerate is None)
         found = replace(found, arguments=written)
+    trainer = trainer_of(found.script, written, asked)
+    written = with_defaults(written, trainer)
     _refuse(written)
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
     unread = tuple(_unread(written, strict=asked.strict))
     if found.gpus is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.gpus)
+    if trainer:
+        building.put("trainer.loop", trainer)
     engine = _engine(found, reader.settings, asked)
     read_rows(ROWS, reader)
     sections = framework(engine).supports.sections if engine in FRAMEWORKS else ()
@@ -90,9 +95,14 @@ def _engine(found: Started, arguments: Arguments, asked: Asked) -> str:
 def _by_itself(found: Started, reader: Reader, asked: Asked) -> Launch:
     """One process for each GPU, with the Trainer's own loop; the model is whole in each."""
     building = reader.building
-    building.put("trainer.loop", "transformers")
     _framework(found, reader)
-    read_rows((*PRECISION, *OPTIMIZER, *EVALUATION), reader)
+    read_rows((*PRECISION, *OPTIMIZER), reader)
+    if "trainer.loop" in building.items:
+        read_rows(PAIRS, reader)
+        _no_evaluation(reader, "trl's trainers of pairs")
+    else:
+        building.put("trainer.loop", "transformers")
+        read_rows(EVALUATION, reader)
     return _launch(building)
 
 
@@ -494,6 +504,8 @@ ROWS = (
 """With the defaults of ``TrainingArguments``; lengths are keys of scripts, of TRL, and of FastChat."""
 PRECISION = (Row("bf16", "precision.dtype", read=_precision),)
 OPTIMIZER = (Row("optim", "optimizer.name", read=_optimizer),)
+PAIRS = (Row("precompute_ref_log_probs", "trainer.precompute_ref_log_probs", kind="switch"),)
+"""Of trl's DPOTrainer."""
 EVALUATION = (
     Row("per_device_eval_batch_size", "trainer.evaluation_mbs", read=_evaluation_batch),
     Row("eval_strategy", "trainer.evaluation_batches", read=_evaluation),

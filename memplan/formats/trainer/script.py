@@ -34,6 +34,8 @@ class Started:
     """What relative paths start from."""
     gpus: Node | None = None
     accelerate: Accelerated | None = None
+    script: str = ""
+    """Name of what is started."""
 
 
 def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
@@ -50,7 +52,9 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     found = _accelerate(training.launcher, training.origin, reading.ledger, folder, wrong)
     if wrong:
         raise with_unread(together(wrong), unread(reading))
-    return Started(arguments, folder, training.gpus or (found.processes if found is not None else None), found)
+    return Started(
+        arguments, folder, training.gpus or (found.processes if found is not None else None), found, training.script
+    )
 
 
 def _of_file(flags: dict[str, Node], loose: Sequence[Value], folder: Path) -> Mapping[str, Node]:

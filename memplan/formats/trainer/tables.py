@@ -41,6 +41,7 @@ READ = frozenset(
         "lora_r",
         "lora_dropout",
         "lora_alpha",
+        "precompute_ref_log_probs",
         "use_dora",
         "use_rslora",
         "lora_target_modules",

@@ -240,6 +240,32 @@ def test_frozen_shards_stay_as_loaded_and_uint8_is_not_cut(tmp_path: Path) -> No
     assert (made.fsdp.parameters, made.quantisation.storage) == ("fp32", "bf16")
 
 
+DPO = {"model_name_or_path": "meta-llama/Llama-3.1-8B", "per_device_train_batch_size": 2, "use_peft": True}
+
+
+def test_pairs_of_trls_dpo(tmp_path: Path) -> None:
+    """With the defaults of ``DPOConfig``: bf16, gradient checkpointing, 1,024 tokens."""
+    made = plan(tmp_path, {**DPO, "beta": 0.1, "loss_type": "ipo", "precompute_ref_log_probs": True})
+    assert (made.trainer.loop, made.trainer.precompute_ref_log_probs, made.batch.seq) == ("dpo", True, 1024)
+    assert (made.recompute.mode, made.precision.autocast) == ("full", True)
+    made = plan(tmp_path, {**DPO, "beta": 0.1, "fp16": True, "gradient_checkpointing": False}, trainer="dpo")
+    assert (made.recompute.mode, made.precision.dtype, made.sequences) == ("none", "fp16", 4)
+    with pytest.raises(PlanError, match="several of trl's trainers"):
+        plan(tmp_path, {**DPO, "beta": 0.1})
+    with pytest.raises(PlanError, match="at most per_device_train_batch_size"):
+        plan(tmp_path, {**DPO, "eval_strategy": "steps"}, trainer="dpo")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [("trl dpo", "dpo"), ("accelerate launch -m trl dpo", "dpo"), ("python scripts/sft.py", "transformers")],
+)
+def test_trls_commands(command: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(f"{command} --model_name_or_path gpt2 --bf16 --max_length 512\n")
+    source = read(str(tmp_path / "train.sh"), Asked()).source
+    assert resolve(build_plan(source, {"model": "gpt2"}).plan).trainer.loop == says
+
+
 def test_what_of_peft_is_not_modelled(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="not modelled"):
         plan(tmp_path, {**PEFT, "load_in_8bit": True})
