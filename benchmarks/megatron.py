@@ -54,7 +54,7 @@ GPUS = {"H100 80GB": "h100-80gb", "GB200": "gb200"}
 FAMILIES = {
     "BERT": r"^bert/",
     "T5": r"^t5/",
-    "hybrids": r"^hybrid/",
+    "hybrids": r"^(hybrid|nemotron)/",
     "7B": r"gpt3_7b",
     "Megatron-FSDP": r"zp_z3",
     "local layers": r"gpt3_mcore_tp",
@@ -75,7 +75,6 @@ NOT_MODELLED = (
     ("fp8 over fp32", lambda row: "--fp8-format" in row["arguments"] and "--bf16" not in row["arguments"]),
     ("experts' exchange beside computation", lambda row: "--overlap-moe-expert-parallel-comm" in row["arguments"]),
     ("elastic hybrids", lambda row: "--flextron" in row["arguments"]),
-    ("multi-token prediction of hybrids", lambda row: row["id"].startswith("nemotron/")),
 )
 """Why a row is not estimated, first match."""
 
@@ -97,8 +96,9 @@ MAIN_GRADIENTS = {"--megatron-fsdp-main-grads-dtype": "fp32"}
 
 def ci_plan(row: Row, torch: str = TORCH) -> ResolvedPlan:
     """The plan of one functional test, from its arguments and environment."""
-    family: Family = next((known for known in KINDS if row["id"].startswith(f"{known}/")), "gpt")
     arguments = row["arguments"]
+    family: Family = next((known for known in KINDS if row["id"].startswith(f"{known}/")), "gpt")
+    family = "hybrid" if "--hybrid-layer-pattern" in arguments else family
     read = plan_of_arguments(
         {**MAIN_GRADIENTS, **arguments} if SHARDED in arguments else arguments,
         row["environment"],
@@ -142,6 +142,9 @@ def ci(rows: Sequence[Row]) -> Table:
             "what makes these three high: a Muon row on one node is of 26.06, too, and 1.3 % low, as its twins of "
             "26.04. All three are alike in the first iteration, whose routers are untrained, with three "
             "optimizers.",
+            "Hybrids: one row is not estimated, of an elastic model (--flextron), whose router slices layers. In "
+            "the first iteration Triton's autotuner holds 256 MiB beside each Mamba kernel that it times, which no "
+            "estimate has: it ends before there are optimizer states.",
             "Within the limit and not explained: 5 MiB more at the peak of Megatron-FSDP's dense rows. BERT's four "
             "rows are 1.5 to 1.7 % low at the peak, in both implementations alike, while GPT's layers and losses are "
             "exact.",
@@ -184,11 +187,11 @@ def _without_the_choice(rows: Sequence[Row]) -> str:
 
 def _cause(row: Row, rows: Sequence[Row], key: str, size: int) -> str:
     """Whether the newer PyTorch, or a rerun of the same configuration, is nearer."""
-    if key == "allocated_bytes":
-        newer = estimated(ci_plan(row, "2.13")).stages[-1].static
-        if near(row[key], newer, *LIMITS[STATIC]):
-            error = (newer - row[key]) / MIB
-            return f"cuBLAS workspaces of PyTorch 2.12 or later: with 2.13 it is {error:+,.1f} MiB"
+    stage = estimated(ci_plan(row, "2.13")).stages[-1]
+    reading, newer = (STATIC, stage.static) if key == "allocated_bytes" else (PEAK, stage.allocated or 0)
+    if near(row[key], newer, *LIMITS[reading]):
+        error = (newer - row[key]) / MIB
+        return f"cuBLAS workspaces of PyTorch 2.12 or later: with 2.13 it is {error:+,.1f} MiB"
     if key == "peak_allocated_bytes" and row["arguments"].get("--cuda-graph-warmup-steps") == 0:
         return (
             "CUDA graphs are captured before the first iteration, so that attention's tensors and the rest are never "

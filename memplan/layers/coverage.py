@@ -147,7 +147,6 @@ CORE_HYBRID: Allowed = MappingProxyType(
     {
         **reads(CORE_GPT, "layer_pattern"),
         "latent_kv_rank": (0,),
-        "mtp_layers": (0,),
         "alternating_windows": (False,),
         "attention_sinks": (False,),
     }

@@ -120,10 +120,15 @@ def check_pattern(model: ModelSpec) -> None:
     """Layers of a hybrid, and the sizes that they need."""
     pattern = model.layer_pattern
     if not pattern:
+        if model.mtp_pattern:
+            raise PlanError("model.mtp_pattern", model.mtp_pattern, "must be left out without model.layer_pattern")
         return
     if len(pattern) != model.layers:
         problem = f"must be {len(pattern)}, as many as model.layer_pattern has ({pattern}); cut or grow that"
         raise PlanError("model.layers", model.layers, problem)
+    if bool(model.mtp_layers) is not bool(model.mtp_pattern):
+        problem = "and model.mtp_layers go together: kinds of the layers that predict further, and how many tokens"
+        raise PlanError("model.mtp_pattern", model.mtp_pattern or ABSENT, problem)
     for field in MAMBA if "M" in pattern else ():
         if not getattr(model, field):
             raise PlanError(f"model.{field}", 0, "must be given with Mamba-2 layers (M of model.layer_pattern)")

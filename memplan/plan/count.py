@@ -13,11 +13,10 @@ def parameters(spec: ModelSpec) -> int:
     """Elements of every parameter of the model."""
     final_norm = norm(spec) if spec.final_norm else 0
     if spec.layer_pattern:
-        blocks = sum(block(spec, kind) + norm(spec) for kind in spec.layer_pattern)
-        return embedding(spec) + blocks + final_norm + head(spec)
+        return embedding(spec) + blocks(spec, spec.layer_pattern) + final_norm + head(spec) + furthers(spec)
     experts = sum(map(spec.has_experts, range(spec.layers)))
     layers = (spec.layers - experts) * layer(spec) + experts * layer(spec, experts=True)
-    return embedding(spec) + layers + final_norm + head(spec) + spec.mtp_layers * further(spec)
+    return embedding(spec) + layers + final_norm + head(spec) + furthers(spec)
 
 
 def embedding(spec: ModelSpec) -> int:
@@ -37,8 +36,19 @@ def layer(spec: ModelSpec, *, experts: bool = False) -> int:
 def further(spec: ModelSpec) -> int:
     """One layer of multi-token prediction: two norms, a projection ``2 h h`` of hidden state and embedding, a layer,
     and a norm."""
-    layer_of = layer(spec, experts=spec.has_experts(spec.layers - 1))
+    pattern = spec.mtp_pattern
+    layer_of = blocks(spec, pattern) if pattern else layer(spec, experts=spec.has_experts(spec.layers - 1))
     return 2 * spec.hidden * spec.hidden + layer_of + 3 * norm(spec)
+
+
+def blocks(spec: ModelSpec, pattern: str) -> int:
+    """Layers of a hybrid, each with its norm."""
+    return sum(block(spec, kind) + norm(spec) for kind in pattern)
+
+
+def furthers(spec: ModelSpec) -> int:
+    """Layers of multi-token prediction, of which there may be one for all tokens."""
+    return (1 if spec.mtp_shared and spec.mtp_layers else spec.mtp_layers) * further(spec)
 
 
 def block(spec: ModelSpec, kind: str) -> int:

@@ -46,7 +46,8 @@ class ModelSpec(Terse):
             "latent_q_rank", "latent_kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim", "mtp_layers",
             "attention_sinks", "attention_chunk", "nope_interval", "qk_norm_over", "activation_clamp",
             "residual_scale", "logit_scale", "router_weighs_inputs",
-            "layer_pattern", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim",
+            "layer_pattern", "mtp_pattern", "mtp_shared",
+            "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim",
         )
     )  # fmt: skip
 
@@ -172,6 +173,13 @@ class ModelSpec(Terse):
         max_length=MOST_LAYERS,
         description="kind of each layer of a hybrid, which has one block: M Mamba-2, * attention, - MLP, E experts",
     )
+    mtp_pattern: str = Field(
+        "",
+        pattern=r"^[M*E-]*$",
+        max_length=16,
+        description="kinds of a hybrid's layers that predict one token further",
+    )
+    mtp_shared: bool = Field(False, description="one layer predicts all further tokens, one after the other")
     mamba_heads: Rows = Field(0, description="heads of a Mamba-2 layer")
     mamba_head_dim: Rows = Field(0, description="features of one Mamba-2 head")
     mamba_groups: Rows = Field(0, description="groups of Mamba-2 heads that share their B and C")

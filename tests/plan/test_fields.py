@@ -19,6 +19,7 @@ ABOUT_A_SPEC = {"model.published_parameters", "model.source"}
 VALUES: dict[str, tuple[str, object]] = {
     "model.name": ("mine", "mine"),
     "model.heads": ("6", 6),
+    "model.mtp_pattern": ("*E", "*E"),
     "model.layer_pattern": ("M-" * 6, "M-" * 6),
     "model.hidden": ("1536", 1536),
     "hardware.gpu": ("h200", "h200"),
@@ -32,6 +33,8 @@ VALUES: dict[str, tuple[str, object]] = {
     "pipeline.layout": ("Ettt|tttL", "Ettt|tttL"),
     "recompute.modules": ("core_attn,mlp", ("core_attn", "mlp")),
     "megatron.transformer_engine": ("2.11", "2.11"),
+    "megatron.offload_modules": ("attn_norm,moe_act", ("attn_norm", "moe_act")),
+    "megatron.cuda_graph_modules": ("attn,mlp", ("attn", "mlp")),
     "deepspeed.overlap_comm": ("true", True),
     "device_map": ("{0: 0-2}", {0: (0, 1, 2)}),
     "environment": ("A=b=c", {"A": "b=c"}),

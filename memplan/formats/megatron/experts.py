@@ -13,6 +13,7 @@ from ...plan.node import Node
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
 from ..rows import LEFT, Reader, Row, elsewhere, switch
+from . import hybrid
 
 NUMBER = "--num-experts"
 LATENT = "--multi-latent-attention"
@@ -184,6 +185,10 @@ def _shared(plan: Plan) -> bool:
     return plan.model.shared_expert_ffn > 0
 
 
+def _predicts(plan: Plan) -> bool:
+    return plan.model.mtp_layers > 0
+
+
 ROWS: Sequence[Row] = (
     Row(NUMBER, "model.experts", "EXPERTS", default=0, when=mixed),
     of_experts("--moe-router-topk", "model.expert_top_k", default=2, least=1),
@@ -233,5 +238,6 @@ ROWS: Sequence[Row] = (
     of_latent("--qk-pos-emb-head-dim", "model.rope_head_dim", 64, least=1),
     of_latent("--v-head-dim", "model.value_head_dim", 128, least=1),
     Row(LATENT, "model.head_dim", "", "switch", read=_head_dim),
-    Row("--mtp-num-layers", "model.mtp_layers", "LATENT", when=lambda plan: plan.model.mtp_layers > 0),
+    Row(hybrid.FURTHER, "model.mtp_layers", "LATENT", read=hybrid.further_layers, when=_predicts),
+    switch("--mtp-use-repeated-layer", "model.mtp_shared", "LATENT", when=_predicts),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from ...plan.spec import MOST_LAYERS
 from ..rows import NEEDED, Reader, Row, elsewhere
 
 PATTERN, OLDER = "--hybrid-layer-pattern", "--hybrid-override-pattern"
+FURTHER = "--mtp-num-layers"
 RATIOS = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio")
 SPEC = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")
 STACKS = (SPEC[1], "mamba_stack_spec")
@@ -46,10 +47,11 @@ def _pattern(reader: Reader) -> None:
     node = settings.word(names[0]) if names and names[0] in (PATTERN, OLDER) else _of_ratios(reader)
     name, text = (names or [PATTERN])[0], str(node.value)
     main, *further = text.split("/")
-    if any(further):
-        problem = "has layers of multi-token prediction behind a /, which are not modelled yet in hybrids"
-        raise PlanError(name, text, problem, origin=node.origin)
-    for letter in main:
+    further = [one for one in further if one] or _older_further(reader)
+    if len(set(further)) > 1:
+        problem = "has different layers behind each /, which Megatron-Core refuses"
+        raise PlanError(name, text[:100], problem, origin=node.origin)
+    for letter in main + "".join(further[:1]):
         if letter not in KINDS + "|":
             known = OTHERS.get(letter)
             why = f"{known} are not modelled yet" if known else "it is no kind of layer"
@@ -61,9 +63,28 @@ def _pattern(reader: Reader) -> None:
         raise PlanError(name, text[:100], f"must have 1 to {MOST_LAYERS} layers", origin=node.origin)
     building.put("model.layer_pattern", Node(pattern, node.origin), *(names or [PATTERN]))
     building.items["model.layers"] = Node(len(pattern), node.origin)
+    if further:
+        building.put("model.mtp_pattern", Node(further[0], node.origin), name)
+        building.put("model.mtp_layers", Node(len(further), node.origin), name)
     if len(segments) > 1:
         layout = "E" + "|".join("t" * len(segment) for segment in segments) + "L"
         building.put("pipeline.layout", Node(layout, node.origin), name)
+
+
+def _older_further(reader: Reader) -> list[str]:
+    """Layers of multi-token prediction in an argument of their own, as before 2026."""
+    settings, name = reader.settings, "--mtp-hybrid-override-pattern"
+    pattern, count = settings.word(name), settings.integer(FURTHER)
+    return [] if pattern is None or count is None else [str(pattern.value)] * int(str(count.value))
+
+
+def further_layers(reader: Reader) -> None:
+    """``--mtp-num-layers``; of a hybrid its pattern says how many."""
+    node = reader.settings.integer(FURTHER)
+    if reader.context.family == "hybrid":
+        reader.building.because(FURTHER, f"not read: {PATTERN} says how many")
+    elif node is not None:
+        reader.building.put("model.mtp_layers", node, FURTHER)
 
 
 def _of_ratios(reader: Reader) -> Node:
@@ -139,16 +160,17 @@ def _heads(reader: Reader) -> Node:
 
 
 def _written(plan: Plan) -> str:
-    """The pattern, cut where the plan's stages are."""
+    """The pattern, cut where the plan's stages are, and what predicts further tokens."""
     pattern, pipeline, layout = plan.model.layer_pattern, plan.pipeline, plan.layout
+    further = f"/{plan.model.mtp_pattern}" * plan.model.mtp_layers
     if layout.pp == 1:
-        return pattern
+        return pattern + further
     held = stages(
         plan.model.layers, layout.pp, layout.vpp, pipeline.first_layers, pipeline.last_layers,
         pipeline.count_embedding, pipeline.count_loss, pipeline.layout,
     )  # fmt: skip
     parts = [stage[chunk].layers for chunk in range(layout.vpp) for stage in held]
-    return "|".join("".join(pattern[layer] for layer in part) for part in parts)
+    return "|".join("".join(pattern[layer] for layer in part) for part in parts) + further
 
 
 def settled(plan: Plan) -> dict[str, Any]:

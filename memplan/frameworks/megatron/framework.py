@@ -427,6 +427,7 @@ def check_offloading(plan: ResolvedPlan) -> None:
     reasons = {
         "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
         "must be left out: only GPT's have it here": plan.model.family in ("bert", "t5")
+        or bool(plan.model.layer_pattern)
         or bool(plan.model.layer_pattern),
         "must be left out with full recompute, beside which it is not modelled": recompute.mode == "full",
         "must have core_attn beside attn_proj: core attention's backward reads its output": "attn_proj" in modules

@@ -400,7 +400,8 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
 
 def _layer_shape(shape: CoreShape, name: str, keeping: Keeping = (), at_once: bool = False) -> CoreShape:
     """``shape`` as the entry ``name`` has it, and with those modules whose saved tensors go to the host there."""
-    own = shape if name == "mtp" else layer_shape_of(shape, int(name.removeprefix("layer.")))
+    further = replace(shape, kind=shape.spec.mtp_pattern)
+    own = further if name == "mtp" else layer_shape_of(shape, int(name.removeprefix("layer.")))
     if not shape.offload:
         return own
     groups, kept = offload.groups_of(own, experts=own.experts is not None), dict(keeping).get(name, ())
@@ -759,7 +760,9 @@ def _workspaces(
     if sizes:
         holds.append(Hold(0, max(sizes), Category.COMMUNICATION_BUFFERS, "global_memory_buffer", (), dtype))
     weights = {size for kind in kinds for size in block.dummy_gradients(kind)}
-    weights |= {mtp.projection(shape)} if "mtp" in names and shape.gradient_fusion else set()
+    if "mtp" in names and shape.gradient_fusion:
+        further = replace(shape, kind=shape.spec.mtp_pattern)
+        weights |= {mtp.projection(shape), *(block.dummy_gradients(further) if further.kind else ())}
     head = ends.dummy_gradient(shape) if has_head else None
     weights |= {head} if head is not None else set()
     if shape.implementation == "transformer_engine":

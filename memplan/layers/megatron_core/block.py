@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
@@ -59,8 +60,6 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
 def _uncovered_hybrid(shape: CoreShape) -> Iterator[str]:
     if shape.implementation == "local":
         yield "hybrids in local layers; those of Transformer Engine are covered"
-    if shape.spec.mtp_layers:
-        yield "multi-token prediction of hybrids"
     if shape.spec.latent_kv_rank:
         yield "latent attention in hybrids"
     yield from mamba.uncovered(shape.spec, shape.t, shape.cp)
@@ -80,10 +79,17 @@ def _uncovered_attention(shape: CoreShape) -> Iterator[str]:
 
 def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     """Shapes of the static stand-ins for weight gradients of a layer."""
+    if len(shape.kind) > 1:
+        return frozenset().union(*map(dummy_gradients, kinds_of(shape)))
     if shape.kind == "M":
         return mamba.weights(shape) if shape.gradient_fusion else frozenset()
     attention = latent.dummy_gradients(shape) if shape.spec.latent_kv_rank else frozenset()
     return local.dummy_gradients(shape) | attention | moe.dummy_gradients(shape)
+
+
+def kinds_of(shape: CoreShape) -> tuple[CoreShape, ...]:
+    """The layers of a hybrid that predict one token further, each as it is."""
+    return tuple(replace(shape, kind=kind, experts=shape.experts if kind == "E" else None) for kind in shape.kind)
 
 
 def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
@@ -94,6 +100,13 @@ def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """A hybrid's has one block (``hybrid_layer_specs.py``, ``hybrid_stack_spec``), and identities for others."""
+    if len(shape.kind) > 1:
+        outer = r.prefix
+        for at, one in enumerate(kinds_of(shape)):
+            r.prefix = f"{outer}{at}."
+            hidden = _layer(r, hidden, one)
+        r.prefix = outer
+        return hidden
     if shape.kind == "M":
         return mamba.layer(r, hidden, shape)
     if shape.kind not in ("-", "E"):

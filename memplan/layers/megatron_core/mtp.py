@@ -52,7 +52,7 @@ def block(r: Recorder, hidden: Tensor, shape: CoreShape, layer_shape: CoreShape,
         rolled = [_rolled(r, "int64", name, shape) for name in ("tokens_rolled", "position_ids_rolled")]
         embedded = ends.embedding(r, shape, *rolled)
         rolled.clear()
-        r.prefix = f"mtp.{depth}."
+        r.prefix = f"mtp.{0 if shape.spec.mtp_shared else depth}."
         x = _projected(r, embedded, states[-1], shape)
         x = layer(r, x, layer_shape)
         x = te.norm(r, x, "final_layernorm", shape)

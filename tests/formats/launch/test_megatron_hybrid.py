@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from memplan.formats.training_scripts import plan_of_arguments
+from memplan.frameworks.megatron.programs import programs
+from memplan.layers.module import Options
+from memplan.plan.count import further, parameters
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
+from memplan.plan.resolve import resolve
 
 SPEC = "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
 PATTERN = "--hybrid-layer-pattern"
@@ -43,6 +47,21 @@ def test_bars_cut_it_into_stages() -> None:
     assert (even.layout.vpp, even.pipeline.layout) == (1, None)
 
 
+def test_layers_behind_a_slash_predict_further_tokens() -> None:
+    """One for both tokens, which is counted once; or one for each. Every parameter is in the program."""
+    more: dict[str, object] = {"num_experts": 4, "moe_ffn_hidden_size": 512, "moe_grouped_gemm": True}
+    shared = read("M*E/*E/*E", **more, mtp_use_repeated_layer=True, gpus=1, global_batch_size=4)
+    apart = read("M*E", **more, mtp_num_layers=2, mtp_hybrid_override_pattern="*E", gpus=1, global_batch_size=4)
+    assert (shared.model.mtp_pattern, shared.model.mtp_layers, shared.model.mtp_shared) == ("*E", 2, True)
+    assert apart.model == shared.model.model_copy(update={"mtp_shared": False})
+    assert parameters(apart.model) - parameters(shared.model) == further(shared.model)
+    for plan in (shared, apart):
+        (stage,) = programs(resolve(plan), Options())
+        chunk = stage.order.chunks[0]  # type: ignore[attr-defined]
+        held = sum(one.elements * len(span.names) for span in chunk.spans for one in span.module.parameters)
+        assert held == parameters(plan.model)
+
+
 @pytest.mark.parametrize(
     ("layers", "attention", "mlp", "pattern"),
     [
@@ -64,7 +83,8 @@ def test_ratios_of_older_releases(layers: int, attention: float, mlp: float, pat
         ("MG*", {}, "has 'G': gated delta nets are not modelled yet"),
         ("M+", {}, "has '+': latent attention are not modelled yet"),
         ("MX", {}, "has 'X': it is no kind of layer"),
-        ("M*/M*", {}, "has layers of multi-token prediction behind a /"),
+        ("M*/M*/M", {}, "has different layers behind each /"),
+        ("M*/MG", {}, "has 'G': gated delta nets are not modelled yet"),
         ("M|*|M", {"pipeline_model_parallel_size": 2}, "has 3 segments, which the 2 ranks of the pipeline must divide"),
         ("M*", {"num_virtual_stages_per_pipeline_rank": 2}, "must be left out with --hybrid-layer-pattern"),
         ("M*", {"spec": "[my.module spec]"}, "hybrids need a specification of layers"),
@@ -77,8 +97,6 @@ def test_ratios_of_older_releases(layers: int, attention: float, mlp: float, pat
     ],
 )
 def test_what_is_not_modelled_is_one_line(pattern: str | None, more: dict[str, object], problem: str) -> None:
-    from memplan.plan.resolve import resolve
-
     with pytest.raises(PlanError) as raised:
         resolve(read(pattern, **more))
     assert problem in str(raised.value)
