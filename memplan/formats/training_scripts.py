@@ -86,6 +86,11 @@ def launched(
 ) -> Launch:
     """``words`` as a plan; ``family`` and ``environment`` where the caller knows more than they say. ``name`` is the
     model's where no script's name is."""
+    told: tuple[Note, ...] = ()
+    if any(one.canonical == "--yaml-cfg" for one in words.given):
+        from .megatron.yaml_configuration import in_place_of
+
+        words, told = in_place_of(words, asked.strict)
     settings = Settings(words.given, words.ledger, words.origin)
     refused = _refusal(words) or _misspelt(words, asked.format) or _refused_argument(words)
     if refused is not None:
@@ -111,6 +116,7 @@ def launched(
     if variables:
         building.put("environment", Node(dict(variables), words.origin))
     notes = (
+        *told,
         *_argument_notes(words, asked.format, asked.strict),
         *_word_notes(words, asked.strict),
         *(Note(*note) for note in building.notes),

@@ -32,10 +32,8 @@ def read(place: str, asked: Asked) -> Launch:
         problem = "is missing: this is no run configuration of Megatron-Bridge (run_config.yaml)"
         raise PlanError("model", ABSENT, problem, origin=root.origin)
     provider = _provider(model)
-    arguments, notes = _arguments(root, asked.strict)
-    words = words_of_node(
-        Node({"arguments": Node(arguments, root.origin), **_environment(root)}, root.origin), FRAMEWORK
-    )
+    given, notes = arguments(root, asked.strict)
+    words = words_of_node(Node({"arguments": Node(given, root.origin), **_environment(root)}, root.origin), FRAMEWORK)
     folder = words.folder if place == "-" else folder_of(path_of(place))
     words = replace(words, folder=folder, unused=tuple(asked.variables()))
     launch = launched(words, replace(asked, format=FRAMEWORK), "gpt", name=provider)
@@ -60,7 +58,7 @@ def _environment(root: Node) -> dict[str, Node]:
     return {"environment": found} if found is not None and found.mapping else {}
 
 
-def _arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, ...]]:
+def arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, ...]]:
     """Megatron-LM's arguments, and what is left out."""
     sections = {name: root.mapping[name].mapping for name in table.SECTIONS if name in root.mapping}
     precision = _precision(root)
