@@ -16,7 +16,7 @@ from ...plan.notes import Note
 from ...plan.text import text_at
 from ...plan.yaml_nodes import parse_yaml
 from ..files import Words, words_of_node
-from ..megatron_bridge import reader
+from ..megatron_bridge.arguments import arguments
 from ..megatron_bridge.table import BY_ITSELF
 from ..settings import Settings
 
@@ -40,8 +40,8 @@ def in_place_of(words: Words, strict: bool) -> tuple[Words, tuple[Note, ...]]:
     if "language_model" not in root.mapping:
         problem = "has no section language_model: this is no configuration of Megatron-LM's --yaml-cfg"
         raise PlanError(ARGUMENT, place, problem, origin=root.origin)
-    arguments, notes = reader.arguments(Node(_sections(root), root.origin), strict)
-    found = words_of_node(Node({"arguments": Node(arguments, root.origin)}, root.origin), "megatron")
+    named, notes = arguments(Node(_sections(root), root.origin), strict)
+    found = words_of_node(Node({"arguments": Node(named, root.origin)}, root.origin), "megatron")
     return replace(words, given=found.given, loose=[]), notes
 
 

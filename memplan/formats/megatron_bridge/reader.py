@@ -6,21 +6,17 @@ dtypes and enumerations by name. Its fields become the arguments of Megatron-LM 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ...plan.errors import ABSENT, Origin, PlanError
+from ...plan.errors import ABSENT, PlanError
 from ...plan.node import Node
-from ...plan.notes import Note
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_nodes import parse_yaml
 from ..files import words_of_node
-from ..launch import Asked, Launch, left_out
-from ..rows import Argument, arguments_of
+from ..launch import Asked, Launch
 from ..training_scripts import launched
 from . import table
-
-FRAMEWORK = "megatron"
+from .arguments import FRAMEWORK, arguments
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -56,169 +52,3 @@ def _provider(model: Node) -> str:
 def _environment(root: Node) -> dict[str, Node]:
     found = root.mapping.get("env_vars")
     return {"environment": found} if found is not None and found.mapping else {}
-
-
-def arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, ...]]:
-    """Megatron-LM's arguments, and what is left out."""
-    sections = {name: root.mapping[name].mapping for name in table.SECTIONS if name in root.mapping}
-    precision = _precision(root)
-    overlap = _section(root, "comm_overlap")
-    known = arguments_of(FRAMEWORK)
-    given: dict[str, Node] = {}
-    notes: list[Note] = []
-    known_otherwise = table.BY_ITSELF | table.IGNORED | table.LOW_PRECISION.keys()
-    for section, fields in sections.items():
-        for field, node in {
-            **fields,
-            **{k: v for k, v in precision.items() if k in fields or section == "model"},
-        }.items():
-            if field.startswith("_") or field in known_otherwise:
-                continue
-            value = _value(node)
-            if (problem := _put(given, field, value, known)) is not None and section != "train":
-                path = f"{section}.{field}"
-                notes.append(left_out("argument-unknown", path, value.plain(), problem, node.origin, strict=strict))
-    for field, node in overlap.items():
-        if node.value is not None and not node.mapping:
-            _put(given, field, _value(node), known)
-    if _section(root, "peft"):
-        where = root.mapping["peft"].origin
-        raise PlanError("peft", ABSENT, "is not modelled yet: Megatron-Bridge's adapters; leave it null", origin=where)
-    if given.keys() & {"--fp8-format", "--fp4-format"}:
-        _check_low_precision({**sections.get("model", {}), **precision})
-    given.update(_model(root, {**sections.get("model", {})}, precision))
-    return given, tuple(notes)
-
-
-def _check_low_precision(fields: Mapping[str, Node]) -> None:
-    for field, (value, reason) in table.LOW_PRECISION.items():
-        node = fields.get(field)
-        if node is not None and node.value is value:
-            raise PlanError(f"model.{field}", value, f"is not modelled yet: {reason}", origin=node.origin)
-
-
-def _section(root: Node, name: str) -> Mapping[str, Node]:
-    found = root.mapping.get(name)
-    return found.mapping if found is not None else {}
-
-
-def _put(given: dict[str, Node], field: str, value: Node, known: Mapping[str, Argument]) -> str | None:
-    """Adds the argument that ``field`` is, unless it says nothing; else why it is left out."""
-    if field in table.TURNED_OFF:
-        if value.value is False:
-            given.update({name: Node(True, value.origin) for name in table.TURNED_OFF[field] if name in known})
-        return None
-    if value.value is None or value.value is False:
-        return None
-    name = table.RENAMED.get(field, f"--{field.replace('_', '-')}")
-    argument = known.get(name)
-    if argument is None:
-        return "has no argument of Megatron-LM, and is not read" if value.value else None
-    if isinstance(value.value, dict):
-        return "is an object, and is not read"
-    if value.value in ("", []):
-        return None
-    given[name] = (
-        Node(str(value.plain()), value.origin) if isinstance(value.value, list) and not argument.count else value
-    )
-    return None
-
-
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "uint8": "fp8"}
-
-
-def _value(node: Node) -> Node:
-    """``node``, or what an object that was written by its name says: a dtype, an enumeration's member, a tuple."""
-    target = node.mapping.get("_target_")
-    if target is None:
-        return node
-    path = str(target.value)
-    if path.startswith("torch.") and path.removeprefix("torch.") in _DTYPES:
-        return Node(_DTYPES[path.removeprefix("torch.")], node.origin)
-    if "_name_" in node.mapping:
-        return Node(str(node.mapping["_name_"].value), node.origin)
-    return node
-
-
-def _precision(root: Node) -> Mapping[str, Node]:
-    """``mixed_precision`` as fields, which the model's, the optimizer's and DDP's follow (``MixedPrecisionConfig``)."""
-    node = root.mapping.get("mixed_precision")
-    if node is None or node.value is None:
-        return {}
-    if node.mapping:
-        return {name: value for name, value in node.mapping.items() if not name.startswith("_")}
-    name = str(node.value).replace("-", "_")
-    dtype, _, rest = name.partition("_")
-    fields = table.SPECIAL_PRECISIONS.get(name)
-    if fields is None and dtype in ("bf16", "fp16"):
-        fields = table.PRECISIONS.get(rest)
-    if fields is None:
-        names = ", ".join(f"bf16_{one}" for one in table.PRECISIONS)
-        raise PlanError("mixed_precision", str(node.value), f"must be one of {names}", origin=node.origin)
-    dtype = dtype if dtype == "fp16" else "bf16"
-    every = {dtype: True, "grad_reduce_in_fp32": dtype == "bf16", **fields}
-    return {field: Node(value, node.origin) for field, value in every.items() if isinstance(value, (bool, int, str))}
-
-
-def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
-    """Arguments that several fields say together."""
-    yield from _dtype(root, model, precision)
-    yield from _activation(model)
-    groups, heads = model.get("num_query_groups"), model.get("num_attention_heads")
-    if groups is not None and groups.value is not None and (heads is None or groups.value != heads.value):
-        yield "--group-query-attention", Node(True, groups.origin)
-        yield "--num-query-groups", groups
-    data = _section(root, "dataset")
-    length = data.get("sequence_length") or data.get("seq_length") or model.get("seq_length")
-    if length is not None and length.value is not None:
-        yield "--seq-length", length
-        yield "--max-position-embeddings", length
-    yield from _vocabulary(model)
-    spec = model.get("transformer_layer_spec")
-    target = spec.mapping.get("_target_") if spec is not None else None
-    if spec is not None and target is not None and "local" in str(target.value).rpartition(".")[2]:
-        yield "--transformer-impl", Node("local", spec.origin)
-
-
-def _dtype(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
-    for name in ("bf16", "fp16"):
-        node = precision.get(name) or model.get(name)
-        if node is not None and node.value is True:
-            yield f"--{name}", node
-            reduced = precision.get("grad_reduce_in_fp32") or _section(root, "ddp").get("grad_reduce_in_fp32")
-            if reduced is not None and reduced.value is True:
-                yield "--accumulate-allreduce-grads-in-fp32", reduced
-            elif name == "bf16":
-                yield "--grad-reduce-in-bf16", Node(True, reduced.origin if reduced is not None else node.origin)
-            return
-
-
-def _activation(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
-    node, gate = model.get("activation_func"), model.get("gated_linear_unit")
-    target = node.mapping.get("_target_") if node is not None else None
-    name = str(target.value).rpartition(".")[2] if target is not None else "gelu"
-    gated = gate is not None and gate.value is True
-    where = node.origin if node is not None else Origin("")
-    names = table.ACTIVATIONS.get((name, gated))
-    if names is None:
-        shown = f"{name}{', gated' if gated else ''}"
-        known = "silu, gated; quick_gelu, gated; gelu; squared_relu"
-        raise PlanError("model.activation_func", shown, f"is not modelled yet; these are: {known}", origin=where)
-    for one in names:
-        yield one, Node(True, where)
-
-
-def _vocabulary(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
-    """``vocab_size`` as it is, or padded (``calculate_padded_vocab_size``)."""
-    size = model.get("vocab_size")
-    if size is None or not isinstance(size.value, int):
-        return
-    multiple = model.get("make_vocab_size_divisible_by")
-    pads = model.get("should_pad_vocab")
-    if pads is None or pads.value is not True:
-        yield "--padded-vocab-size", size
-        return
-    yield "--tokenizer-type", Node("NullTokenizer", size.origin)
-    yield "--vocab-size", size
-    if multiple is not None:
-        yield "--make-vocab-size-divisible-by", multiple
