@@ -24,7 +24,7 @@ from .clues import clues
 from .compared import Compared, alone, compared
 from .log import Reported, reports
 from .message import OutOfMemory
-from .requests import ranked, requests_of
+from .requests import NEAR, ranked, requests_of
 from .result import Candidate, Explanation
 from .sizes import guesses
 from .snapshot import read_snapshot, reported
@@ -69,6 +69,7 @@ def _with_plan(made: Explanation, plan: Plan, known: Measured) -> Explanation:
         causes=(
             *made.causes,
             *_other_code(made, best),
+            *_other_memory(made, best),
             *_other_gpu(resolved, made.reported.message),
             *_on_host(made.reported.message, estimated),
         ),
@@ -94,6 +95,18 @@ def _other_code(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
         "optimizer, "
         "attention, batch and sequence?",
     )
+
+
+def _other_memory(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
+    """Where the message has much more or less allocated than the plan has at that moment: the run is another one."""
+    said = made.reported.message.allocated
+    if said is None or not best:
+        return
+    least, most = best[0].allocated
+    nearest = min(max(said, least), most)
+    if abs(nearest - said) > NEAR * said:
+        text = f"the plan has {printed(nearest)} allocated then, the message says {printed(said)}"
+        yield Notice("other-memory", f"{text}: does the plan have the run's recompute, batch, sequence and optimizer?")
 
 
 def _other_gpu(plan: ResolvedPlan, message: OutOfMemory) -> Iterator[Notice]:

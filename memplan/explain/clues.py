@@ -49,7 +49,7 @@ PHASES = (
         "evaluation",
         _pattern(
             r":evaluation_loop|:prediction_(?:loop|step)|:evaluate(?:_and_print\w*)?\b|:validation_step|:nested_concat"
-            r"|:predict\b"
+            r"|:predict\b|:torch_pad_and_concatenate"
         ),
     ),
     (
@@ -59,7 +59,7 @@ PHASES = (
             r"|:get_model\b|\bload_(?:model|weights)\w*|module\.py:(?:convert|_apply|to|cuda)\b"
             r"|\b(?:self|model|module)\.cuda\(|\bmodel\.to\(|initialize_optimizer_states|:flatten_params"
             r"|:setup_model_and_optimizer|:_configure_(?:zero_|fp16_|bf16_)?optimizer|:initialize\b|_init_param_handle"
-            r"|:fully_shard\b"
+            r"|:fully_shard\b|:_setup_for_real_optimizer|:_create_fp(?:16|32)_\w+"
         ),
     ),
     (
@@ -72,11 +72,16 @@ PHASES = (
     (
         "step",
         _pattern(
-            r"optimizer\.step\(|:optimizer_step|torch/optim/|distrib_optimizer\.py:|exp_avg"
+            r"optimizer\.step\(|:_?optimizer_step|torch/optim/|distrib_optimizer\.py:|exp_avg"
             r"|(?:adam\w*|lamb|lion|sgd|adafactor)\.py:(?:step|_\w*adam\w*|update)"
         ),
     ),
-    ("forward", _pattern(r":forward(?:_step)?\b|\.forward\(|forward_call|:compute_loss|_exec_forward")),
+    (
+        "forward",
+        _pattern(
+            r":forward(?:_step)?\b|\.forward\(|forward_call|:compute_loss|_exec_forward|:\w+Loss\b|cross_entropy\b|loss_utils\.py:"
+        ),
+    ),
 )
 """Phases by what marks them, the telling ones first: backward runs forward frames again, evaluation has a forward."""
 
@@ -91,6 +96,9 @@ ABOUT = (
         "optimizer states",
         "exp_avg|init_state|initialize_optimizer_states|_init_group|momentum_buffer",
         "optimizer_states|exp_avg|momentum",
+    ),
+    _about(
+        "fp32 copies of the parameters", r"_create_fp32_partitions|fp32_(?:groups_flat|partition)", "main_parameters"
     ),
     _about(
         "gathered parameters",

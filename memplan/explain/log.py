@@ -119,6 +119,8 @@ _STAMP = re.compile(
 )
 _BOX = re.compile(r"^[│┃|╭╰╮╯─ ]{0,4}|[ ]{0,400}[│┃╮╯]$")
 _FRAME = re.compile(r'File "?([^",\n]{1,500}?)"?(?:, line |:)([0-9]{1,7}),? in (\S{1,200})')
+_OLD_NOTEBOOK = re.compile(r"(\S{1,400}\.py)() in ([A-Za-z_]\w{0,100})\(")
+"""A frame of IPython before 8, whose line's number stands at an arrow below."""
 _BOXED = re.compile(r"(\S{1,400}\.py):([0-9]{1,7}) in (\S{1,200})")
 _CODE = re.compile(r"(?:❱|-{2,4}>) ?[0-9]{1,7} ?[│|]? ?(.{1,400})")
 _STEPS = re.compile(
@@ -192,14 +194,14 @@ def _frames(lines: list[_Line]) -> list[Frame]:
     found: list[Frame] = []
     for at in range(begin, len(lines)):
         text = lines[at].text
-        match = _FRAME.search(text) or _BOXED.match(text.strip())
+        match = _FRAME.search(text) or _BOXED.match(text.strip()) or _OLD_NOTEBOOK.match(text.strip())
         if match is not None:
             code = (
                 lines[at + 1].text.strip() if at + 1 < len(lines) and _FRAME.search(lines[at + 1].text) is None else ""
             )
             plain = "" if BEGINS.search(code) else code
             function = match[3].partition("(")[0].rpartition(".")[2]  # a notebook has Class.method(self,
-            found.append(Frame(one_line(match[1]), int(match[2]), one_line(function), one_line(plain[:200])))
+            found.append(Frame(one_line(match[1]), int(match[2] or 0), one_line(function), one_line(plain[:200])))
         elif found and (code_of := _CODE.search(text)) is not None:
             last = found[-1]
             found[-1] = Frame(last.file, last.line, last.function, one_line(code_of[1].strip()[:200]))

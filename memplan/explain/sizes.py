@@ -70,6 +70,8 @@ def guesses(tried: Size, clues: Clues) -> tuple[Guess, ...]:
     }
     every = [_logits(tried, specs, clues, named=False), _scores(tried, specs), _matrices(tried, specs)]
     chosen = kinds.get(about, every[2:] if matrices else every)
+    if about and about not in kinds and not matrices:
+        chosen = every[2:] if about == "gathered parameters" else []  # flat tensors have any size
     return tuple([guess for kind in chosen for guess in list(kind)[: MOST if len(chosen) == 1 else 2]])
 
 
@@ -103,7 +105,7 @@ def _logits(tried: Size, specs: tuple[_Spec, ...], clues: Clues, *, named: bool)
                 ):
                     continue
                 split = f" / {parts}" if parts > 1 else ""
-                order = parts, -min(tokens & -tokens, 1 << 12), (width == 2) == clues.fp32, tokens
+                order = parts, -min(tokens & -tokens, 1 << 12), clues.fp32 and width == 2, tokens
                 factors = f"{tokens:,} tokens × {padded:,}{split} × {width} bytes"
                 found.append((order, factors, _models(specs, vocab)))
     for _, factors, models in sorted(found):

@@ -183,7 +183,7 @@ def _ways_out(told: Explanation) -> Iterator[RenderableType]:
     if told.estimate is None or told.reported.message.of_host:
         return
     yield from ways_table(told.estimate, unit_for(told.estimate.peak))
-    if told.estimate.fits:
+    if told.estimate.fits and not told.estimate.judged.verdict.is_short:
         yield Text()
         yield Text.assemble(
             ("The plan fits by its estimate", f"bold {GOOD}"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
 from ..plan.errors import ABSENT, Origin, PlanError, together
 from ..plan.fields import by_flag, plan_fields
@@ -61,6 +61,16 @@ class Plan(_Plan):
     with other fields: ``read_plan(plan, mbs=2)``."""
 
     model_config = ConfigDict(defer_build=True)
+
+    def __init__(self, **fields: object) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name, problem = ".".join(map(str, first["loc"])), first["msg"]
+            better = f"{problem[:1].lower()}{problem[1:]}; read_plan(model=…, gpus=8) takes names and fills in the rest"
+            raise PlanError(name, ABSENT, better, origin=Origin("Plan")) from None
+
     _asked: _Asked | None = PrivateAttr(None)
 
     @classmethod

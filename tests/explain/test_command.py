@@ -50,7 +50,7 @@ def test_json_has_the_figures_in_bytes(capsys: pytest.CaptureFixture[str]) -> No
     assert told["asked"][0]["request_bytes"] == 8 * 2048 * 62592 * 4
     assert told["asked"][0]["stages"] == [31]
     assert told["ways_out"][0]["fits"]
-    assert [cause["code"] for cause in told["causes"]] == ["fragmentation", "other-gpu"]
+    assert [cause["code"] for cause in told["causes"]] == ["fragmentation", "other-memory", "other-gpu"]
 
 
 def test_the_rank_that_failed_says_which_stage(capsys: pytest.CaptureFixture[str]) -> None:

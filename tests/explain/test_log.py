@@ -7,7 +7,8 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.explain.log import BEFORE, Reported, reports
+from memplan.explain.clues import clues
+from memplan.explain.log import BEFORE, Frame, Reported, reports
 
 MESSAGE = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU {gpu} has a total capacity of "
@@ -129,3 +130,27 @@ def test_what_no_process_has_is_not_known() -> None:
     (found,) = read(text + " Process 2954422 has 17179869184.00 GiB memory in use.")
     assert found.message.in_process is None
     assert found.message.others == ()
+
+
+def test_a_frame_of_an_old_notebook() -> None:
+    """IPython before 8: the file, the function with its arguments, and an arrow at the line."""
+    text = (
+        "/opt/transformers/trainer_pt_utils.py in torch_pad_and_concatenate(tensor1, tensor2, padding_index)\n"
+        "     87     if len(tensor1.shape) == 1:\n"
+        "---> 88         return torch.cat((tensor1, tensor2), dim=0)\n"
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 12.95 GiB (GPU 0; 39.56 GiB total capacity)\n"
+    )
+    ((frame,),) = (one.frames for one in reports([text.encode()]))
+    assert (frame.function, frame.code) == ("torch_pad_and_concatenate", "return torch.cat((tensor1, tensor2), dim=0)")
+    assert clues([frame]).phase == "evaluation"
+
+
+def test_phases_of_frames_without_a_pass_of_their_own() -> None:
+    """What transformers' losses, ZeRO-3's construction and LLaMA-Factory's loader are called."""
+    for file, function, phase in (
+        ("loss_utils.py", "fixed_cross_entropy", "forward"),
+        ("stage3.py", "_create_fp32_partitions", "loading"),
+        ("stage3.py", "_optimizer_step", "step"),
+        ("loader.py", "load_model", "loading"),
+    ):
+        assert clues([Frame(f"/opt/{file}", 1, function)]).phase == phase
