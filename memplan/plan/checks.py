@@ -123,11 +123,17 @@ def check_pattern(model: ModelSpec) -> None:
         if model.mtp_pattern:
             raise PlanError("model.mtp_pattern", model.mtp_pattern, "must be left out without model.layer_pattern")
         return
+    for field in ("layer_pattern", "mtp_pattern"):
+        if other := set(getattr(model, field)) - set("M*-E"):
+            problem = f"has {min(other)!r}: kinds of layers are M Mamba-2, * attention, - MLP and E experts"
+            raise PlanError(f"model.{field}", getattr(model, field), problem)
     if len(pattern) != model.layers:
         problem = f"must be {len(pattern)}, as many as model.layer_pattern has ({pattern}); cut or grow that"
         raise PlanError("model.layers", model.layers, problem)
     if bool(model.mtp_layers) is not bool(model.mtp_pattern):
-        problem = "and model.mtp_layers go together: kinds of the layers that predict further, and how many tokens"
+        problem = "is needed with model.mtp_layers: kinds of the layers that predict one token further, such as *E"
+        if model.mtp_pattern:
+            problem = "needs model.mtp_layers: how many further tokens are predicted"
         raise PlanError("model.mtp_pattern", model.mtp_pattern or ABSENT, problem)
     for field in MAMBA if "M" in pattern else ():
         if not getattr(model, field):

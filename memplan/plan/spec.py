@@ -169,13 +169,11 @@ class ModelSpec(Terse):
 
     layer_pattern: str = Field(
         "",
-        pattern=r"^[M*E-]*$",
         max_length=MOST_LAYERS,
         description="kind of each layer of a hybrid, which has one block: M Mamba-2, * attention, - MLP, E experts",
     )
     mtp_pattern: str = Field(
         "",
-        pattern=r"^[M*E-]*$",
         max_length=16,
         description="kinds of a hybrid's layers that predict one token further",
     )

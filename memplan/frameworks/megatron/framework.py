@@ -339,6 +339,20 @@ def check_hybrid(plan: ResolvedPlan) -> None:
     if megatron.offload_modules is not None:
         problem = "must be left out with a hybrid: its activations on the host are not modelled yet"
         raise PlanError("megatron.offload_modules", list(megatron.offload_modules), problem)
+    if "M" in model.layer_pattern + model.mtp_pattern:
+        _check_mamba(plan)
+
+
+def _check_mamba(plan: ResolvedPlan) -> None:
+    """How ranks share heads and groups (``MambaMixer`` and ``MambaContextParallel``, ``__init__``)."""
+    tp, cp, heads, groups = plan.layout.tp, plan.layout.cp, plan.model.mamba_heads, plan.model.mamba_groups
+    if heads % tp or groups % tp:
+        raise PlanError("layout.tp", tp, f"must divide the {heads} Mamba heads and their groups ({groups})")
+    if heads // tp % cp:
+        raise PlanError("layout.cp", cp, f"must divide the {heads // tp} Mamba heads of a rank")
+    if groups // tp % cp and cp % (groups // tp):
+        problem = f"must divide the {groups // tp} groups of Mamba heads of a rank, or be divided by them"
+        raise PlanError("layout.cp", cp, problem)
 
 
 def check_context_parallel(plan: ResolvedPlan) -> None:

@@ -7,11 +7,10 @@ from dataclasses import replace
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import NO_PASSES, Options, Passes, joined, regrouped, run_again
-from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.rates import before
-from ...search.time.shape import ITEMSIZE, Entries, Work, named
+from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, named
 from ...search.time.updates import Exchange, Replicas, beside
 from .programs import core_shape, end_module, layers_module, module_shapes, mtp_module, stage_entries
 from .states import bucket_size
@@ -30,9 +29,6 @@ class MegatronTime(FrameworkTime):
 
     def entries(self, plan: ResolvedPlan) -> Entries:
         check_covered(plan.model, MEGATRON_CORE, plan.framework)
-        if plan.model.layer_pattern:
-            problem = "must be left out where time is asked for: steps of hybrids are not timed yet"
-            raise PlanError("model.layer_pattern", plan.model.layer_pattern, problem)
         whole, recent = core_shape(plan), not before(plan, NOT_OVERLAPPED)
         whole = replace(whole, asynchronous=recent, gradient_fusion=whole.gradient_fusion and recent)
         options = Options(counts="later", consumes_gradients=True, summed=plan.precision.gradients)
@@ -50,9 +46,18 @@ class MegatronTime(FrameworkTime):
             end_module(name, replace(front, experts=None), False, options).work for name in ("embedding", "final_norm")
         )
         head = end_module("head", ends, False, options).work
-        further = mtp_module(ends, shape, False, options).work if plan.model.mtp_layers else NO_PASSES
+        within = replace(shape, kind=shape.spec.mtp_pattern)
+        further = mtp_module(ends, within, False, options).work if plan.model.mtp_layers else NO_PASSES
         if not any(chunk.further for stage in self.stages(plan) for chunk in stage):
             head, further = joined(further, head), NO_PASSES
+        if plan.model.layer_pattern:
+            kinds = tuple(
+                layer(replace(shape, kind=kind, experts=shape.experts if kind == "E" else None))
+                if kind in plan.model.layer_pattern
+                else (NO_PASSES, NO_PASSES)
+                for kind in KINDS
+            )
+            return Entries(embedding, NO_PASSES, NO_PASSES, norm, head, further=further, kinds=kinds)
         dense = layer(replace(shape, experts=None)) if plan.model.experts and plan.model.dense_layers else ()
         return Entries(embedding, *layer(shape), norm, head, *(dense or (NO_PASSES, NO_PASSES)), further)
 

@@ -62,7 +62,6 @@ def _uncovered_hybrid(shape: CoreShape) -> Iterator[str]:
         yield "hybrids in local layers; those of Transformer Engine are covered"
     if shape.spec.latent_kv_rank:
         yield "latent attention in hybrids"
-    yield from mamba.uncovered(shape.spec, shape.t, shape.cp)
 
 
 def _uncovered_attention(shape: CoreShape) -> Iterator[str]:

@@ -11,11 +11,10 @@ channels of the convolution, c chunks of 128 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 
 from ...tape.events import Category
 from ...values import dataclass
@@ -24,9 +23,6 @@ from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..work import Kernel, Operator, Product, Stream, exchanged
 from . import local, te
 from .shape import CoreShape
-
-if TYPE_CHECKING:
-    from ...plan.spec import ModelSpec
 
 COMMUNICATION = Category.COMMUNICATION_BUFFERS
 
@@ -111,17 +107,6 @@ def sizes_of(shape: CoreShape) -> Sizes:
 def own_sizes(shape: CoreShape) -> Sizes:
     """As the projections have it, of a part of the tokens of each sequence."""
     return replace(sizes_of(replace(shape, cp=1)), s=shape.s)
-
-
-def uncovered(spec: ModelSpec, t: int, cp: int) -> Iterator[str]:
-    """What ``MambaMixer`` and ``MambaContextParallel`` do not divide (``__init__``)."""
-    heads, groups = spec.mamba_heads, spec.mamba_groups
-    if heads % t or groups % t:
-        yield f"{heads} Mamba heads and {groups} groups on {t} tensor-parallel ranks, which must divide both"
-    elif heads // t % cp:
-        yield f"{heads // t} Mamba heads of a rank on {cp} context-parallel ranks, which must divide them"
-    elif groups // t % cp and cp % (groups // t):
-        yield f"{groups // t} Mamba groups of a rank on {cp} context-parallel ranks: one must divide the other"
 
 
 def weights(shape: CoreShape) -> frozenset[Shape]:

@@ -15,7 +15,7 @@ from . import kernels
 from .collectives import collective, group, send
 from .kernels import Ranks, Seconds
 from .rates import Efficiency, Rates, rates_of
-from .shape import Shape, shape_of
+from .shape import Shape, StageWork, shape_of
 
 HOST_OPERATOR = 7e-6
 """Seconds that PyTorch needs on the host for the simplest operator that autograd follows
@@ -79,6 +79,14 @@ class EntryTimes:
     """A layer with an MLP where others have experts."""
     further: LayerTimes = NO_TIME
     """What predicts further tokens, in a stage before the last."""
+    kinds: tuple[LayerTimes, ...] = ()
+    """A hybrid's layers of every kind, in place of ``layer``."""
+
+    def layers(self, work: StageWork) -> list[tuple[LayerTimes, int, int]]:
+        """Each kind of layer in ``work``, how many there are, and how many of them are recomputed."""
+        dense, again = work.dense, work.dense_recomputed
+        alike = [(self.layer, work.layers - dense, work.recomputed - again), (self.dense, dense, again)]
+        return alike + [(one, *counts) for one, counts in zip(self.kinds, work.kinds, strict=False)]
 
 
 def entry_times(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> EntryTimes:
@@ -103,6 +111,7 @@ def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> En
         send_time(shape, rates, across_nodes) if staged else 0.0,
         layer_times(entries.dense, entries.dense_recomputed, rates, ranks, blocking),
         layer_times(entries.further, entries.further, rates, ranks, blocking),
+        tuple(layer_times(*kind, rates, ranks, blocking) for kind in entries.kinds),
     )
 
 

@@ -16,6 +16,9 @@ from ...plan.spec import ModelSpec, of_any_depth
 from ...values import dataclass
 from .kernels import Ranks
 
+KINDS = "M*-E"
+"""Kinds of a hybrid's layers, as its pattern calls them."""
+
 
 class Entries(NamedTuple):
     """What the kernels of a model's modules do for one micro-batch on one rank."""
@@ -33,6 +36,8 @@ class Entries(NamedTuple):
     """and one whose forward pass backward runs again."""
     further: Passes = NO_PASSES
     """What predicts further tokens, in a stage before the last."""
+    kinds: tuple[tuple[Passes, Passes], ...] = ()
+    """A hybrid's layers of every kind (``KINDS``), plain and recomputed, in place of ``layer``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +109,12 @@ class Shapes:
 
     def _grown(self, b: int) -> Shape | None:
         two, four = self.of(2), self.of(4)
-        entries = [grown(one, other, b) for one, other in zip(two.entries, four.entries, strict=True)]
+        if two.entries.kinds:
+            return None
+        entries = [grown(one, other, b) for one, other in zip(two.entries[:-1], four.entries[:-1], strict=True)]
         if None in entries:
             return None
-        made = Entries(*(one for one in entries if one is not None))
+        made = Entries._make((*entries, ()))
         return replace(two, entries=made, tokens=two.tokens * b // 2)
 
 
@@ -135,6 +142,8 @@ class StageWork(NamedTuple):
     """and of those that are recomputed."""
     further: bool = False
     """What predicts further tokens, where that is not with the head."""
+    kinds: tuple[tuple[int, int], ...] = ()
+    """Of a hybrid's layers, how many are of each kind, and how many of these are recomputed."""
 
 
 Work = tuple[tuple[StageWork, ...], ...]
@@ -153,7 +162,9 @@ def named(names: Sequence[str], plan: ResolvedPlan) -> StageWork:
     dense = [bool(plan.model.experts) and not plan.model.has_experts(layer) for layer in layers]
     ends = ("embedding" in names, "final_norm" in names, "head" in names)
     further = "mtp" in names and "head" not in names
-    return StageWork(len(layers), again, *ends, sum(dense), sum(dense[:again]), further)
+    held = "".join(map(plan.model.kind_of, layers))
+    kinds = tuple((held.count(kind), held[:again].count(kind)) for kind in KINDS) if held else ()
+    return StageWork(len(layers), again, *ends, sum(dense), sum(dense[:again]), further, kinds)
 
 
 def recomputed(plan: ResolvedPlan, layers: int) -> int:
@@ -192,6 +203,8 @@ def elements(entries: Entries, work: tuple[StageWork, ...]) -> Elements:
     dense = sum(chunk.dense for chunk in work)
     parts = [(entries.layer.parameters, sum(chunk.layers for chunk in work) - dense)]
     parts += [(entries.dense.parameters, dense), (tuple(ends.values()), 1)]
+    for chunk in work:
+        parts += [(own.parameters, n) for (own, _), (n, _) in zip(entries.kinds, chunk.kinds, strict=False)]
     return Elements(*(sum(times * one for (_, times), one in zip(parts, of, strict=True)) for of in _sums(parts)))
 
 
@@ -208,6 +221,10 @@ def model_flops(plan: ResolvedPlan) -> float:
     many). A layer that predicts further tokens has a projection of two hidden states and a head of its own."""
     spec, batch = plan.model, plan.batch
     head, further = spec.vocab * spec.hidden, spec.mtp_layers
+    if spec.layer_pattern:
+        blocks = spec.layer_pattern + spec.mtp_pattern * further
+        own = sum(_block_flops(spec, kind, batch.seq) for kind in blocks)
+        return batch.gbs * batch.seq * (own + 6.0 * ((1 + further) * head + further * 2 * spec.hidden**2))
     layers = spec.layers + further
     dense = sum(not spec.has_experts(layer) for layer in range(spec.layers))
     widths = dense * spec.ffn + (layers - dense) * (spec.expert_top_k * spec.expert_ffn + spec.shared_expert_ffn)
@@ -215,6 +232,19 @@ def model_flops(plan: ResolvedPlan) -> float:
     weights = layers * _attention_weights(spec) + mlps + (1 + further) * head + further * 2 * spec.hidden**2
     scores = spec.heads * spec.head_dim + spec.attention_features
     return batch.gbs * batch.seq * (6.0 * weights + 6.0 * layers * scores * batch.seq)
+
+
+def _block_flops(spec: ModelSpec, kind: str, seq: int) -> float:
+    """The same of a token in a hybrid's layer; of a scan 7 forward for each inner feature and state, as Megatron-LM
+    counts them (``training.py``, ``mamba_layer_flops``)."""
+    h, d, up = spec.hidden, spec.mamba_inner, 3 if spec.gated else 2
+    if kind == "M":
+        projected = 2 * d + 2 * spec.mamba_groups * spec.mamba_state_dim + spec.mamba_heads
+        return 6.0 * h * (projected + d) + 21.0 * d * spec.mamba_state_dim
+    if kind == "*":
+        return 6.0 * (_attention_weights(spec) + 2 * spec.attention_features * seq)
+    width = spec.ffn if kind == "-" else spec.expert_top_k * spec.expert_ffn + spec.shared_expert_ffn
+    return 6.0 * h * (up * width + (spec.experts if kind == "E" else 0))
 
 
 def _attention_weights(spec: ModelSpec) -> int:
@@ -233,4 +263,7 @@ def recomputed_flops(plan: ResolvedPlan, entries: Entries, work: Sequence[Sequen
     layers, dense = sum(chunk.recomputed for chunk in chunks), sum(chunk.dense_recomputed for chunk in chunks)
     again = (layers - dense) * (entries.recomputed.flops - entries.layer.flops)
     again += dense * (entries.dense_recomputed.flops - entries.dense.flops)
+    for chunk in chunks:
+        kinds = zip(entries.kinds, chunk.kinds, strict=False)
+        again += sum(n * (second.flops - first.flops) for (first, second), (_, n) in kinds)
     return again * plan.microbatches * layout.tp * layout.cp * (layout.dp or 1)

@@ -62,15 +62,15 @@ class _Chunk:
     __slots__ = ("backward", "forward", "parallel", "recompute", "send")
 
     def __init__(self, times: EntryTimes, work: StageWork, sends: tuple[bool, bool], send: float) -> None:
-        parts = [(times.layer, work.layers - work.dense), (times.dense, work.dense)]
+        layers = times.layers(work)
+        parts = [(one, n) for one, n, _ in layers]
         parts += [(times.embedding, 1)] if work.embedding else []
         parts += [(times.final_norm, 1)] if work.final_norm else []
         parts += [(times.head, 1)] if work.head else []
         parts += [(times.further, 1)] if work.further else []
         self.forward = sum(n * part.forward for part, n in parts)
-        dense, others = work.dense_recomputed, work.recomputed - work.dense_recomputed
-        again = others * times.layer.recomputed_parallel + dense * times.dense.recomputed_parallel
-        repeated = others * times.layer.recompute + dense * times.dense.recompute
+        again = sum(n * one.recomputed_parallel for one, _, n in layers)
+        repeated = sum(n * one.recompute for one, _, n in layers)
         self.backward = sum(n * part.backward for part, n in parts) + repeated
         self.recompute = repeated - again
         self.parallel = sum(n * part.parallel for part, n in parts) + again

@@ -12,7 +12,7 @@ from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .collectives import Group, collective, group
 from .kernels import overlapped, streamed
-from .layer import EntryTimes
+from .layer import EntryTimes, LayerTimes
 from .rates import Rates
 from .shape import ITEMSIZE, Shape, StageWork, elements
 
@@ -115,18 +115,15 @@ class Exchange(NamedTuple):
     @property
     def forward(self) -> float:
         """Seconds of the layers' forward passes, once."""
-        times, dense = self.times, self._dense
-        return (self.layers - dense) * times.layer.forward + dense * times.dense.forward
+        return sum(n * one.forward for one, n, _ in self._kinds)
 
     @property
     def backward(self) -> float:
-        times, dense, again = self.times, self._dense, sum(chunk.dense_recomputed for chunk in self.work)
-        others = (self.layers - dense) * times.layer.backward + (self.recomputed - again) * times.layer.recompute
-        return others + dense * times.dense.backward + again * times.dense.recompute
+        return sum(n * one.backward + again * one.recompute for one, n, again in self._kinds)
 
     @property
-    def _dense(self) -> int:
-        return sum(chunk.dense for chunk in self.work)
+    def _kinds(self) -> list[tuple[LayerTimes, int, int]]:
+        return [kind for chunk in self.work for kind in self.times.layers(chunk)]
 
 
 def updates(

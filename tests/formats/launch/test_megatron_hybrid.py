@@ -93,6 +93,16 @@ def test_ratios_of_older_releases(layers: int, attention: float, mlp: float, pat
         ("M*", {"hybrid_override_pattern": "M*"}, "must be left out with --hybrid-layer-pattern"),
         ("M*E", {}, "must be given with layers E"),
         ("M*", {"mamba_num_heads": 30}, "must divide the 30 Mamba heads"),
+        (
+            "M*",
+            {"tensor_model_parallel_size": 8, "mamba_num_groups": 4},
+            "must divide the 32 Mamba heads and their groups",
+        ),
+        (
+            "M*",
+            {"context_parallel_size": 4, "mamba_num_heads": 6, "mamba_num_groups": 2},
+            "must divide the 6 Mamba heads",
+        ),
         ("M*", {"swiglu": True, "squared_relu": True}, "must be left out with --swiglu"),
     ],
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.layers.megatron_core import block, mamba
+from memplan.layers.megatron_core import block
 from memplan.layers.module import Interface, Options, Run, build, hold_bytes
 from memplan.plan.count import parameters
 
@@ -68,9 +68,3 @@ def test_what_a_layer_keeps_and_has() -> None:
     assert count == 512 * 1416 + convolution + numbers + 512 + 512 * 512 + norm
     ends = 2 * 1024 * 512 if not shape.spec.tied_embeddings else 1024 * 512
     assert parameters(shape.spec) == count + ends + norm
-
-
-def test_layers_of_ranks() -> None:
-    assert not list(mamba.uncovered(Case(heads=8, groups=4).shape.spec, 4, 2))
-    assert "5 tensor-parallel ranks" in next(mamba.uncovered(Case().shape.spec, 5, 1))
-    assert "16 context-parallel ranks" in next(mamba.uncovered(Case().shape.spec, 1, 16))
