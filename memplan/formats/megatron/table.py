@@ -700,7 +700,7 @@ def _offloading(reader: Reader) -> None:
     """Modules whose saved tensors go to the host, each once."""
     settings, building, name = reader.settings, reader.building, "--offload-modules"
     if not settings.has(OFFLOADING):
-        for unused in (name, "--min-offloaded-tensor-size", *_OFFLOADING_PARTS):
+        for unused in (name, *_OFFLOADING_PARTS):
             building.because(unused, f"no effect without {OFFLOADING}")
         return
     modules = settings.words(name)
@@ -770,7 +770,13 @@ TRAINING = (
         when=_has_offloading,
         value=lambda plan: plan.megatron.offload_modules or (),
     ),
-    Row("--min-offloaded-tensor-size", "megatron.offload_least", "RECOMPUTE", when=_has_offloading),
+    Row(
+        "--min-offloaded-tensor-size",
+        "megatron.offload_least",
+        "RECOMPUTE",
+        without_effect=lambda reader: "" if reader.settings.has(OFFLOADING) else f"no effect without {OFFLOADING}",
+        when=_has_offloading,
+    ),
     Row("--main-params-dtype", "optimizer.main_parameters", "OPTIMIZER", "word", when=_precisely),
     Row("--exp-avg-dtype", "optimizer.exp_avg", "OPTIMIZER", "word", when=_precisely),
     Row("--exp-avg-sq-dtype", "optimizer.exp_avg_sq", "OPTIMIZER", "word", when=_precisely),

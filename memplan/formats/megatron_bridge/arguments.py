@@ -85,6 +85,8 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp
 
 def _value(node: Node) -> Node:
     """``node``, or what an object that was written by its name says: a dtype, an enumeration's member, a tuple."""
+    if isinstance(node.value, list):
+        return Node([_value(one) for one in node.value], node.origin)
     target = node.mapping.get("_target_")
     if target is None:
         return node

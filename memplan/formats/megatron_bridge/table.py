@@ -65,7 +65,7 @@ _IGNORED = """
     yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int scatter_embedding_sequence_parallel hf_model_id
     hf_model_revision mtp_enabled restore_modelopt_state use_arbitrary_attention_mask
-    async_tensor_model_parallel_allreduce config_logger_dir mlp_chunks_for_prefill min_offloaded_tensor_size
+    async_tensor_model_parallel_allreduce config_logger_dir mlp_chunks_for_prefill
     generation_config use_transformer_engine_full_layer_spec use_transformer_engine_op_fuser
     align_param_gather num_buckets pad_buckets_for_high_nccl_busbw average_in_collective gradient_reduce_div_fusion
     fsdp_all_gather_in_start_param_sync preserve_fp32_weights keep_fp8_transpose_cache

@@ -252,3 +252,14 @@ def test_of_8_bits_what_is_not_modelled_is_refused(field: str, value: bool, tmp_
     with pytest.raises(PlanError, match=f"model.{field} = {str(value).lower()}: is not modelled yet"):
         read(tmp_path, content)
     assert not read(tmp_path, changed(**{field: value})).warnings
+
+
+def test_graphs_and_activations_on_the_host(tmp_path: Path) -> None:
+    """Parts that graphs run are written as members of an enumeration."""
+    member = {"_target_": "megatron.core.transformer.enums.CudaGraphModule", "_call_": True, "_args_": [1]}
+    graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": [{**member, "_name_": "attn"}]}
+    given = read(tmp_path, changed(**graphs), gpus="8").plan.megatron
+    assert (given.cuda_graphs, given.cuda_graph_modules) == ("transformer_engine", ("attn",))
+    offload = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    given = read(tmp_path, changed(**offload, min_offloaded_tensor_size=1000), gpus="8").plan.megatron
+    assert (given.offload_modules, given.offload_least) == (("core_attn",), 1000)
