@@ -37,6 +37,7 @@ class Megatron(FrameworkSection, Terse):
             "cuda_graph_modules",
             "defer_embedding_wgrad",
             "wgrad_deferral_limit",
+            "tp_comm_overlap",
         }
     )
 
@@ -142,6 +143,11 @@ class Megatron(FrameworkSection, Terse):
         max_length=6,
         description="parts of layers that CUDA graphs run; default: whole layers",
         json_schema_extra={"flag": "--cuda-graph-modules"},
+    )
+    tp_comm_overlap: bool = Field(
+        False,
+        description="tensor-parallel ranks exchange beside products, through user buffers outside of PyTorch",
+        json_schema_extra={"flag": "--tp-comm-overlap"},
     )
     defer_embedding_wgrad: bool = Field(
         False,

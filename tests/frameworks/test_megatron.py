@@ -255,8 +255,19 @@ def footprint(**flags: object) -> list[object]:
     return [folded.static, folded.peak_by, kept.step, kept.construction, kept.workspaces, tapes]
 
 
-OTHER_PLANS = ("fp32_residual", "defer_embedding_wgrad", "wgrad_deferral_limit")
+OTHER_PLANS = ("fp32_residual", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap")
 """Refused, or only with several stages."""
+
+
+@pytest.mark.parametrize(("low", "bytes_each"), [({}, 12 * 2), ({"fp8": "tensorwise"}, 8 * 1 + 4 * 2)])
+def test_user_buffers_lie_outside_of_pytorch(low: dict[str, object], bytes_each: int) -> None:
+    """Of s b h elements, one for each of 12 exchanges: 8 of them gather, in 8 bits with fp8, and 4 reduce."""
+    flags = {"tp": 2, "dp": 1, "sequence_parallel": "true", "gpu": "h100-80gb", **low}
+    given, without = (estimate(plan(**flags, **more)).stages[0] for more in ({"tp_comm_overlap": "true"}, {}))
+    assert given.requested == without.requested
+    assert given.device is not None
+    assert without.device is not None
+    assert given.device - without.device == 256 * 256 * bytes_each
 
 
 @pytest.mark.parametrize(("limit", "waiting"), [(0, 7), (3, 3), (8, 7)])

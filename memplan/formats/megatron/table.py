@@ -883,6 +883,10 @@ def _fuses_loss(plan: Plan) -> bool:
     return plan.megatron.cross_entropy_fusion != "none"
 
 
+def _without_ranks(reader: Reader) -> str:
+    return "no effect with one tensor-parallel rank" if reader.building.size("layout.tp") == 1 else ""
+
+
 LAYERS = (
     Row(
         "--spec",
@@ -947,6 +951,12 @@ LAYERS = (
         "--cross-entropy-loss-fusion", "megatron.cross_entropy_fusion", "LAYERS", read=_fused_loss, value=_fuses_loss
     ),
     Row("--cross-entropy-fusion-impl", "megatron.cross_entropy_fusion", "LAYERS", read=elsewhere, when=_fuses_loss),
+    switch(
+        "--tp-comm-overlap",
+        "megatron.tp_comm_overlap",
+        "REDUCTION",
+        without_effect=_without_ranks,
+    ),
     switch("--defer-embedding-wgrad-compute", "megatron.defer_embedding_wgrad", "REDUCTION"),
     Row(
         "--wgrad-deferral-limit",

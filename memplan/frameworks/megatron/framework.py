@@ -156,14 +156,20 @@ class Megatron(Framework):
         return communicators(plan, stage)
 
     def buffers_outside(self, plan: ResolvedPlan) -> tuple[Cause, ...]:
-        if not plan.model.experts or plan.experts.dispatcher != "flex":
+        sends = plan.model.experts and plan.experts.dispatcher == "flex"
+        if not (sends or plan.megatron.tp_comm_overlap):
             return ()
         from ...device.facts import Cause
-        from ...layers.megatron_core import flex
+        from ...layers.megatron_core import flex, user_buffers
         from .programs import core_shape
 
-        found = flex.outside(core_shape(plan))
-        return () if found is None else (Cause("other", found[0], found[1], found[1], flex.SOURCE),)
+        shape, causes = core_shape(plan), []
+        if (found := flex.outside(shape)) is not None:
+            causes.append(Cause("other", found[0], found[1], found[1], flex.SOURCE))
+        if plan.megatron.tp_comm_overlap:
+            size = user_buffers.outside(shape)
+            causes.append(Cause("other", "user buffers", size, size, user_buffers.SOURCE))
+        return tuple(causes)
 
     def vocab_multiple(self, plan: Plan) -> int:
         """``vocab_size_with_padding``: ``make_vocab_size_divisible_by`` times t."""
@@ -454,6 +460,15 @@ def check_offloading(plan: ResolvedPlan) -> None:
             raise PlanError(field, list(modules), problem)
 
 
+def check_user_buffers(plan: ResolvedPlan) -> None:
+    """What ``validate_args`` asks of tensor-parallel exchanges beside products."""
+    if plan.megatron.tp_comm_overlap and not (plan.layout.tp > 1 and plan.layout.sequence_parallel):
+        problem = "must be false without tensor and sequence parallelism (tp > 1, sequence_parallel)"
+        raise PlanError("megatron.tp_comm_overlap", True, problem)
+    if plan.megatron.tp_comm_overlap and plan.megatron.transformer_impl == "local":
+        raise PlanError("megatron.tp_comm_overlap", True, "must be false with local layers: Transformer Engine has it")
+
+
 def check_graphs(plan: ResolvedPlan) -> None:
     """CUDA graphs (``transformer_config.py``, ``arguments.py``), of Transformer Engine's layers."""
     megatron, modules, field = plan.megatron, plan.megatron.cuda_graph_modules, "megatron.cuda_graphs"
@@ -636,6 +651,7 @@ RULES = (
     check_offloading,
     check_deferral,
     check_graphs,
+    check_user_buffers,
     check_decoder,
     check_hybrid,
     check_distributed,
