@@ -8,6 +8,7 @@ from ...plan.errors import ABSENT, Origin, PlanError
 from ...plan.node import Node
 from ...plan.notes import Note
 from ..launch import left_out
+from ..megatron.hybrid import SPEC
 from ..rows import Argument, arguments_of
 from . import table
 
@@ -132,10 +133,24 @@ def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node])
         yield "--seq-length", length
         yield "--max-position-embeddings", length
     yield from _vocabulary(model)
+    yield from _hybrid(model)
     spec = model.get("transformer_layer_spec")
     target = spec.mapping.get("_target_") if spec is not None else None
     if spec is not None and target is not None and "local" in str(target.value).rpartition(".")[2]:
         yield "--transformer-impl", Node("local", spec.origin)
+
+
+def _hybrid(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
+    """A hybrid has the specification of layers that its provider makes, of Transformer Engine's."""
+    pattern, chunk = table.pattern_of(model), model.get("mamba_chunk_size")
+    if pattern is None:
+        return
+    from ...layers.megatron_core.mamba import CHUNK
+
+    if chunk is not None and chunk.value not in (None, CHUNK):
+        problem = f"must be {CHUNK}: scans of other chunks are not modelled"
+        raise PlanError("model.mamba_chunk_size", chunk.plain(), problem, origin=chunk.origin)
+    yield "--spec", Node([Node(word, pattern.origin) for word in SPEC], pattern.origin)
 
 
 def _dtype(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:

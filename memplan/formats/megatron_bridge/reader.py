@@ -14,6 +14,7 @@ from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_nodes import parse_yaml
 from ..files import words_of_node
 from ..launch import Asked, Launch
+from ..megatron.table import Family
 from ..training_scripts import launched
 from . import table
 from .arguments import FRAMEWORK, arguments
@@ -32,7 +33,8 @@ def read(place: str, asked: Asked) -> Launch:
     words = words_of_node(Node({"arguments": Node(given, root.origin), **_environment(root)}, root.origin), FRAMEWORK)
     folder = words.folder if place == "-" else folder_of(path_of(place))
     words = replace(words, folder=folder, unused=tuple(asked.variables()))
-    launch = launched(words, replace(asked, format=FRAMEWORK), "gpt", name=provider)
+    family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
+    launch = launched(words, replace(asked, format=FRAMEWORK), family, name=provider)
     return replace(launch, notes=(*notes, *launch.notes))
 
 
@@ -43,7 +45,8 @@ def _provider(model: Node) -> str:
     plain = named.lower().replace("modelprovider", "").replace("modelconfig", "")
     if target is not None and any(part in plain for part in (*table.OTHER_MODELS, *table.OTHERS_LAYERS)):
         problem = (
-            "is not modelled yet; GPT's providers (GPTModelProvider, MLAModelProvider and those of such models) are"
+            "is not modelled yet; GPT's providers (GPTModelProvider, MLAModelProvider and those of such models) and "
+            "HybridModelProvider are"
         )
         raise PlanError("model._target_", named, problem, origin=target.origin)
     return str(hub.value) if hub is not None and hub.value else named

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...plan.node import Node
+
 SECTIONS = ("model", "ddp", "optimizer", "train")
 """Sections whose fields are arguments; of others memory does not depend, or they are read by themselves."""
 
@@ -38,13 +40,15 @@ TURNED_OFF: Mapping[str, tuple[str, ...]] = {
     "gradient_accumulation_fusion": ("--no-gradient-accumulation-fusion",),
     "apply_rope_fusion": ("--no-rope-fusion",),
     "overlap_p2p_comm": ("--no-overlap-p2p-communication",),
+    "use_mamba_mem_eff_path": ("--disable-mamba-mem-eff-path",),
     "check_for_nan_in_grad": ("--no-check-for-nan-in-loss-and-grad",),
 }
 """Arguments that are given where the field is false."""
 
 _BY_ITSELF = """
     activation_func gated_linear_unit num_query_groups seq_length vocab_size should_pad_vocab
-    make_vocab_size_divisible_by grad_reduce_in_fp32 transformer_layer_spec bf16 fp16
+    make_vocab_size_divisible_by grad_reduce_in_fp32 transformer_layer_spec bf16 fp16 hybrid_stack_spec
+    mamba_stack_spec mamba_chunk_size
 """
 BY_ITSELF = frozenset(_BY_ITSELF.split())
 """Fields that ``reader`` reads."""
@@ -60,7 +64,7 @@ _IGNORED = """
     barrier_with_L1_time softmax_scale dsa_indexer_rotate_activation dsa_indexer_scoring_relu persist_layer_norm
     memory_efficient_layer_norm fused_single_qkv_rope tp_only_amax_red moe_router_topk_limited_devices
     cuda_graph_use_single_mempool cuda_graph_retain_backward_graph clone_scatter_output_in_embedding
-    inference_sampling_seed use_mamba_mem_eff_path hetereogenous_dist_checkpoint
+    inference_sampling_seed hetereogenous_dist_checkpoint
     original_max_position_embeddings beta_fast beta_slow parallel_output rope_scaling seq_len_interpolation_factor
     yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int scatter_embedding_sequence_parallel hf_model_id
@@ -139,6 +143,14 @@ LOW_PRECISION: Mapping[str, tuple[bool, str]] = {
 }
 """With fp8 or fp4: fields that must not have a value, and why. No argument of Megatron-LM says the first three."""
 
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
+
+def pattern_of(model: Mapping[str, Node]) -> Node | None:
+    """What a hybrid's layers are."""
+    return next((model[name] for name in PATTERNS if name in model and model[name].value), None)
+
+
 OTHER_MODELS = (
     "vl",
     "omni",
@@ -148,9 +160,6 @@ OTHER_MODELS = (
     "llava",
     "mimo",
     "t5",
-    "mamba",
-    "hybrid",
-    "nemotronh",
     "falconh1",
 )
 OTHERS_LAYERS = (

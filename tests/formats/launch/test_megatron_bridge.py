@@ -154,6 +154,44 @@ def without_name(plan: Plan) -> Plan:
     return plan.model_copy(update={"model": plan.model.model_copy(update={"name": ""})})
 
 
+HYBRID = {
+    "_target_": "megatron.bridge.models.hybrid.hybrid_provider.HybridModelProvider",
+    "activation_func": named("megatron.core.activations.squared_relu"),
+    "gated_linear_unit": False,
+    "hybrid_layer_pattern": "M-M*|M-M-",
+    "hybrid_attention_ratio": 0.0,
+    "is_hybrid_model": True,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 128,
+    "mamba_num_groups": 8,
+    "mamba_chunk_size": 128,
+    "hybrid_stack_spec": named("megatron.bridge.models.hybrid.hybrid_provider.get_default_hybrid_stack_spec"),
+    "use_mamba_mem_eff_path": True,
+    "position_embedding_type": "none",
+    "virtual_pipeline_model_parallel_size": None,
+}
+"""What a hybrid says in place of other fields."""
+
+
+def test_a_hybrid_is_the_plan_of_its_arguments(tmp_path: Path) -> None:
+    gone = ("--swiglu", "--num-layers", "--num-virtual-stages-per-pipeline-rank")
+    same = {name: value for name, value in ARGUMENTS.items() if name not in gone}
+    further = {
+        "--squared-relu": True, "--hybrid-layer-pattern": "M-M*|M-M-", "--mamba-num-heads": 128,
+        "--spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+        "--recompute-modules": ["core_attn", "mlp"], "--position-embedding-type": "none",
+    }  # fmt: skip
+    expected = plan_of_arguments({**same, **further}, gpus=16, family="hybrid", vocabulary=128256, flags={"gpus": "16"})
+    assert without_name(read(tmp_path, changed(**HYBRID)).plan) == without_name(expected.plan)
+    for field, value, problem in (
+        ("mamba_chunk_size", 256, "must be 128: scans of other chunks are not modelled"),
+        ("use_mamba_mem_eff_path", False, "other kernels and states of Mamba layers are not modelled yet"),
+    ):
+        with pytest.raises(PlanError, match=problem):
+            read(tmp_path, changed(**{**HYBRID, field: value}))
+
+
 def test_a_run_is_the_plan_of_the_same_arguments(tmp_path: Path) -> None:
     found = read(tmp_path, RUN)
     arguments = {**ARGUMENTS, "--recompute-modules": ["core_attn", "mlp"]}
