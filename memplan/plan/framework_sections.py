@@ -38,6 +38,7 @@ class Megatron(FrameworkSection, Terse):
             "defer_embedding_wgrad",
             "wgrad_deferral_limit",
             "tp_comm_overlap",
+            "pad_buckets",
         }
     )
 
@@ -143,6 +144,11 @@ class Megatron(FrameworkSection, Terse):
         max_length=6,
         description="parts of layers that CUDA graphs run; default: whole layers",
         json_schema_extra={"flag": "--cuda-graph-modules"},
+    )
+    pad_buckets: bool = Field(
+        False,
+        description="the distributed optimizer pads buckets to multiples of 65,536 elements, for NCCL's bandwidth",
+        json_schema_extra={"flag": "--pad-buckets"},
     )
     tp_comm_overlap: bool = Field(
         False,

@@ -474,12 +474,26 @@ def _interleaved(plan: Plan) -> bool:
     return plan.layout.vpp > 1
 
 
+_BATCH_SCHEDULE = "--step-batch-size-schedule"
+
+
+def _last_batch(steps: Node) -> Node:
+    """``"0:768 250B:1536"``: of a batch that grows in steps its last size, beside which there is no other."""
+    last = str(steps.value).replace('"', "").split()[-1:]
+    size = last[0].rpartition(":")[2] if last else ""
+    if not size.isdigit():
+        problem = "must be steps such as 0:768 250B:1536"
+        raise PlanError(_BATCH_SCHEDULE, steps.value, problem, origin=steps.origin)
+    return Node(int(size), steps.origin)
+
+
 def _gbs(reader: Reader) -> None:
     """Where nobody says, one micro-batch on every data-parallel rank."""
     settings, building, gpus = reader.settings, reader.building, reader.context.gpus
-    gbs = settings.integer("--global-batch-size")
+    steps = settings.word(_BATCH_SCHEDULE)
+    gbs = settings.integer("--global-batch-size") if steps is None else _last_batch(steps)
     if gbs is not None:
-        building.put("batch.gbs", gbs, "--global-batch-size")
+        building.put("batch.gbs", gbs, _BATCH_SCHEDULE if steps is not None else "--global-batch-size")
     elif gpus is not None:
         ranks = building.size("layout.tp") * building.size("layout.pp") * building.size("layout.cp")
         mbs = building.items["batch.mbs"]
@@ -951,6 +965,7 @@ LAYERS = (
         "--cross-entropy-loss-fusion", "megatron.cross_entropy_fusion", "LAYERS", read=_fused_loss, value=_fuses_loss
     ),
     Row("--cross-entropy-fusion-impl", "megatron.cross_entropy_fusion", "LAYERS", read=elsewhere, when=_fuses_loss),
+    switch("--ddp-pad-buckets-for-high-nccl-busbw", "megatron.pad_buckets", "REDUCTION"),
     switch(
         "--tp-comm-overlap",
         "megatron.tp_comm_overlap",

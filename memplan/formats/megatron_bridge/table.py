@@ -23,6 +23,7 @@ RENAMED: Mapping[str, str] = {
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
     "bucket_size": "--ddp-bucket-size",
+    "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
     "fp8": "--fp8-format",
     "fp8_param": "--fp8-param-gather",
     "fp4": "--fp4-format",
@@ -71,7 +72,7 @@ _IGNORED = """
     hf_model_revision mtp_enabled restore_modelopt_state use_arbitrary_attention_mask
     async_tensor_model_parallel_allreduce config_logger_dir mlp_chunks_for_prefill
     generation_config use_transformer_engine_full_layer_spec use_transformer_engine_op_fuser
-    align_param_gather num_buckets pad_buckets_for_high_nccl_busbw average_in_collective gradient_reduce_div_fusion
+    align_param_gather num_buckets average_in_collective gradient_reduce_div_fusion
     fsdp_all_gather_in_start_param_sync preserve_fp32_weights keep_fp8_transpose_cache
     store_param_remainders decoupled_weight_decay muon_split_qkv soap_shampoo_beta soap_use_kl_shampoo
     adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps pin_cpu_grads pin_cpu_params

@@ -37,8 +37,8 @@ from ...values import dataclass
 from .fsdp import Sharding, buckets_of
 from .fsdp import keep as keep_sharded
 from .fsdp_hooks import ahead, persistent, with_hooks
+from .states import BUCKET_ALIGNMENT, WIDE_ALIGNMENT, Rules, bucket_size, keep, saved
 from .states import Chunk as KeptChunk
-from .states import Rules, bucket_size, keep, saved
 
 if TYPE_CHECKING:
     from ...plan.resolved import ResolvedLayout
@@ -199,6 +199,7 @@ def rules(plan: ResolvedPlan) -> Rules:
         low=low_of(plan, _transformer_engine(megatron.transformer_engine)),
         expert_shards=max(1, expert_replicas(plan) // megatron.distributed_optimizer_instances),
         sharded=megatron.fsdp != "none",
+        alignment=WIDE_ALIGNMENT if megatron.pad_buckets else BUCKET_ALIGNMENT,
         offload=megatron.optimizer_offload,
     )
 

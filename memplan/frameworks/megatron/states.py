@@ -29,6 +29,7 @@ EMBEDDINGS = ("word.weight", "head.weight")
 """Of tokens, and the output layer."""
 
 BUCKET_ALIGNMENT = 128
+WIDE_ALIGNMENT = 1 << 16
 """Elements that, times the shards, a bucket's end is aligned to (their least common multiple)."""
 
 Chunk = tuple[tuple[tuple[Parameter, ...], int], ...]
@@ -65,6 +66,8 @@ class Rules:
     """Of the ranks that whole parameters are dealt out to, the one that is meant; by default the one that has most."""
     low: Low | None = None
     """Precision of linear layers' products, if that is not ``dtype``."""
+    alignment: int = BUCKET_ALIGNMENT
+    """Elements to a multiple of which buckets are padded, beside that of ``shards`` (``bucket_end_divisor``)."""
     offload: float = 0.0
     """Fraction of the optimizer's states that the host keeps."""
 
@@ -400,7 +403,7 @@ def _buckets(parameters: Sequence[Parameter], size: int | None, rules: Rules, ti
 
     def close() -> None:
         nonlocal at
-        end = _padded(at, lcm(rules.shards, BUCKET_ALIGNMENT)) if rules.in_buffers else at
+        end = _padded(at, lcm(rules.shards, rules.alignment)) if rules.in_buffers else at
         found.append(_Bucket(tuple(members), tuple(starts), end))
         members.clear()
         starts.clear()

@@ -345,3 +345,8 @@ def test_a_vocabulary_that_no_tokenizer_uses_is_said(tokenizer: str, told: bool,
     unused = [note.message for note in read.warnings if note.code == "vocab-size-unused"]
     assert bool(unused) is told
     assert all("--vocab-size 128256 is not used: GPT2BPETokenizer" in message for message in unused)
+
+
+def test_of_a_batch_that_grows_in_steps_the_last_is_estimated() -> None:
+    assert plan(small('--step-batch-size-schedule "0:16 250B:64"')).batch.gbs == 64
+    assert "must be steps such as" in error_of(lambda: launch(small("--step-batch-size-schedule 8:x")))
