@@ -149,5 +149,6 @@ def _begun(pieces: Iterator[bytes], name: str) -> tuple[bytes, Iterator[bytes]]:
     """The first piece, and all. ``PlanError`` where there is none."""
     first = next(pieces, b"")
     if not first:
-        raise PlanError("", ABSENT, "is empty", origin=Origin(name))
+        problem = "is empty; name a log, as memplan explain train.log, or write the message in quotes"
+        raise PlanError("", ABSENT, problem, origin=Origin(name))
     return first, chain([first], pieces)

@@ -179,6 +179,12 @@ def _path_of(source: str) -> Path:
     if source in examples():
         return examples()[source]
     path = path_of(source)
+    if path.suffix == ".py" and is_there(path):
+        problem = (
+            "is Python, which is not run: give what TrainingArguments.to_json_string() writes, or the job in flags, as "
+            "--model llama-3-8b --mbs 1 --seq 4096"
+        )
+        raise PlanError("", ABSENT, problem, origin=Origin(source))
     if "/" in source or path.suffix or is_there(path):
         return path
     built_in = ", ".join(examples())

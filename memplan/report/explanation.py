@@ -104,7 +104,7 @@ def explanation_report(told: Explanation) -> Iterator[RenderableType]:
     yield from _ways_out(told)
     if told.wanted:
         yield Text()
-        yield from (Text(f"For more: {one}.", FAINT) for one in told.wanted)
+        yield Text(f"For more: {'; '.join(told.wanted)}.", FAINT)
 
 
 def _facts(told: Explanation) -> str:
