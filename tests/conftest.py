@@ -17,6 +17,11 @@ os.environ["MEMPLAN_DATA"] = _EMPTY
 atexit.register(shutil.rmtree, _EMPTY, ignore_errors=True)
 
 LONGEST = (
+    "search/test_search.py",
+    "test_questions.py",
+    "validate/test_launch_together.py",
+    "validate/test_validate.py",
+    "validate/test_megatron.py",
     "trace/test_fits.py",
     "layers/test_against_transformers.py",
     "trace/test_ddp.py",
@@ -29,7 +34,7 @@ LONGEST = (
     "layers/megatron_core/test_local_layer.py",
     "commands/test_learned.py",
     "trace/test_tuning.py",
-    "validate/test_validate.py",
+    "trace/test_torchtitan.py",
     "trace/test_trainer.py",
     "test_docs.py",
     "trace/test_torchtitan_pipeline.py",

@@ -15,7 +15,7 @@ from memplan.tape.program import Passes
 from .test_megatron_fold import SIZE, Layers, chunks, schedules
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     schedules(200, 9),
     st.lists(st.tuples(SIZE, SIZE, SIZE), min_size=1, max_size=3),

@@ -77,7 +77,7 @@ def chunks(plan: Schedule, hidden: int, layers: Layers) -> tuple[Passes, ...]:
     return tuple(result)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     schedules(120),
     st.lists(st.tuples(SIZE, SIZE, SIZE), min_size=1, max_size=3),

@@ -84,7 +84,7 @@ def time_of(cut: StageLayers, ratios: Ratios) -> float:
 # -- the fastest -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 4), st.floats(0, 5), st.floats(0, 9), st.integers(0, 1))
 def test_the_fastest_cut_is_that_of_dynamic_programming(
     layers: int, pp: int, vpp: int, embedding: float, head: float, least: int

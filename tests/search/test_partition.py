@@ -36,7 +36,7 @@ def contiguous_problems(draw: st.DrawFn) -> tuple[int, int, dict[tuple[int, int,
     return stages, entries, costs, {place: min(size, 9.0) for place, size in seconds.items()}
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(contiguous_problems())
 def test_a_cut_is_as_good_as_the_best_of_all(problem: tuple) -> None:
     """Arbitrary costs: no order among stages, no growth with the number of entries."""
@@ -65,7 +65,7 @@ option_lists = st.lists(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(option_lists, st.integers(0, 10))
 def test_a_choice_is_as_good_as_the_best_of_all(stages: list[list[Option]], layers: int) -> None:
     choices = [

@@ -96,7 +96,7 @@ def test_what_the_search_says_is_what_the_estimate_says(name: str) -> None:
     """Bytes exactly, of the plan that is written; seconds but for rounding."""
     search = searched(space(name), 1 << 31)
     compared = 0
-    for candidate in candidates(search, 300):
+    for candidate in candidates(search, 100):
         suggestion = search.folded(candidate)
         if suggestion is None:
             continue
@@ -123,7 +123,7 @@ def test_estimates_of_a_few(name: str) -> None:
 def test_bounds_from_above_and_below(name: str) -> None:
     search = searched(space(name), UNLIMITED)
     random = Random(2)
-    for candidate in random.sample(search.candidates, 60):
+    for candidate in random.sample(search.candidates, 25):
         point, plan = candidate.point, resolve(search._plan(candidate))
         programs = megatron.programs(plan, Options())
         peaks = [fold_program(program).peak for program in programs]
@@ -174,7 +174,7 @@ def test_the_answer_is_that_of_evaluating_everything() -> None:
     every = everything(small)
     assert len(every) > 1000
     sizes = sorted(size for _, _, size in every)
-    for requestable in (*sizes[:: len(sizes) // 25], sizes[-1]):
+    for requestable in (*sizes[:: len(sizes) // 12], sizes[-1]):
         fits = min(one for one in every if one[2] <= requestable)
         (best,) = searched(small, requestable).fastest(1)
         assert best.requested <= requestable
@@ -196,7 +196,7 @@ def test_the_answer_of_models_with_experts() -> None:
     every = everything(small)
     assert len(every) > 100
     sizes = sorted(size for _, _, size in every)
-    for requestable in (*sizes[:: len(sizes) // 25], sizes[-1]):
+    for requestable in (*sizes[:: len(sizes) // 12], sizes[-1]):
         fits = min(one for one in every if one[2] <= requestable)
         (best,) = searched(small, requestable).fastest(1)
         assert best.requested <= requestable

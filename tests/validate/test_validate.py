@@ -24,7 +24,7 @@ GPT = "--model gpt2 --layers 2 --hidden 256 --heads 4 --ffn 1024 --vocab 4096 --
 TITAN = f"{LLAMA} --framework fsdp --fsdp-code torchtitan --gpus 4"
 CASES = {
     "pp2-tp2": f"{TITAN} --pp 2 --tp 2 --gbs 4",
-    "fsdp4": f"{LLAMA} --framework fsdp --gpus 4 --dtype fp32 --attention eager",
+    "fsdp2": f"{LLAMA} --framework fsdp --gpus 2 --dtype fp32 --attention eager",
     "ddp2": f"{GPT} --framework ddp --gpus 2",
     "zero1": f"{GPT} --framework ddp --zero 1 --gpus 2",
 }
