@@ -134,7 +134,7 @@ CASES = [
     if setting[1] == "eager" or not family_of(MODELS[model][0]).no_flash
     if setting[2] == "none" or not family_of(MODELS[model][0]).returns_weights
 ]
-"""Every model in every setting that its family has; shapes in turn, the others of ``IN_EVERY_SHAPE`` where asked for."""
+"""Every model in every setting that its family has; shapes in turn, those of ``IN_EVERY_SHAPE`` else by ``-m slow``."""
 
 
 @dataclass(frozen=True)
