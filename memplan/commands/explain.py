@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated
@@ -53,6 +54,7 @@ def explain(
     from ..explain import explained
     from ..explain.log import reports
     from ..explain.snapshot import is_snapshot
+    from ..report.progress import progress
 
     launch = flags_of_launch(placed(plan), from_, set_, strict=strict, vocab_size=vocab_size)
     planned = bool(plan or from_ or flags)
@@ -61,7 +63,7 @@ def explain(
     read = read_given(placed(plan), launch, flags) if planned else None
     known, _ = measured_of(no_records=no_records)
     pieces, name = _content(log)
-    first, pieces = _begun(pieces, name)
+    first, pieces = _begun(pieces, name, given=log is not None)
     if is_snapshot(first):
         return _snapshot(pieces, name, read, stage, known, console=None if json else console(no_color), quiet=quiet)
     if stage is not None:
@@ -70,7 +72,9 @@ def explain(
         problem = "is a binary file: neither a log nor a memory snapshot (torch.cuda.memory._dump_snapshot)"
         raise PlanError("", ABSENT, problem, origin=Origin(name))
     with _located(name, read):
-        told = explained(reports(pieces), read.plan if read is not None else None, known)
+        with progress(f"reading {name}") as says:
+            found = reports(_told(pieces, name, says))
+        told = explained(found, read.plan if read is not None else None, known)
     if json:
         from ..report.explanation import explanation_to_json
 
@@ -123,7 +127,8 @@ MARKS = ("memory", "allocate", "OutOfMemory", "ALLOC_FAILED", "illed", "oom", "S
 def _content(log: str | None) -> tuple[Iterator[bytes], str]:
     """What ``log`` stands for, piece by piece, and what errors call it."""
     if log is None or log == "-":
-        return pieces_of("-"), STANDARD_INPUT
+        nobody = log is None and sys.stdin is not None and sys.stdin.isatty()
+        return (iter(()) if nobody else pieces_of("-")), STANDARD_INPUT
     if not is_there(path_of(log)) and any(mark in log for mark in MARKS):
         return iter([log.encode("utf-8", "replace")]), "the message"
     return pieces_of(log), log
@@ -145,10 +150,26 @@ SNIFFED = 4096
 """Bytes of a file's beginning that tell what it is."""
 
 
-def _begun(pieces: Iterator[bytes], name: str) -> tuple[bytes, Iterator[bytes]]:
+USAGE = (
+    "name a log: memplan explain train.log [PLAN]; or give the message in quotes, or pipe a log: kubectl logs job | "
+    "memplan explain"
+)
+
+
+def _begun(pieces: Iterator[bytes], name: str, *, given: bool) -> tuple[bytes, Iterator[bytes]]:
     """The first piece, and all. ``PlanError`` where there is none."""
     first = next(pieces, b"")
     if not first:
-        problem = "is empty; name a log, as memplan explain train.log, or write the message in quotes"
-        raise PlanError("", ABSENT, problem, origin=Origin(name))
+        raise PlanError("", ABSENT, "is empty" if given else f"is empty; {USAGE}", origin=Origin(name))
     return first, chain([first], pieces)
+
+
+def _told(pieces: Iterator[bytes], name: str, says: Callable[[str, int, int], None]) -> Iterator[bytes]:
+    """``pieces``, and how far the log is read, in MB."""
+    path = path_of(name)
+    whole = path.stat().st_size if is_there(path) else 0
+    done = 0
+    for piece in pieces:
+        done += len(piece)
+        says(f"reading {name}, MB", done // 10**6, max(whole // 10**6, 1) if whole else 0)
+        yield piece

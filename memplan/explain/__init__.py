@@ -17,14 +17,14 @@ from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
-from ..result import Estimate, Notice
+from ..result import Estimate, Notice, WayOut
 from ..search.ways_out import ways_out
 from .causes import causes
 from .clues import clues
 from .compared import Compared, alone, compared
 from .log import Reported, reports
 from .message import OutOfMemory
-from .requests import NEAR, ranked, requests_of
+from .requests import is_then, ranked, requests_of
 from .result import Candidate, Explanation
 from .sizes import guesses
 from .snapshot import read_snapshot, reported
@@ -51,35 +51,81 @@ def explained(found: tuple[Reported, ...], plan: Plan | None, known: Measured = 
     ranks = tuple(sorted({one.rank for one in found if one.rank is not None}))
     made = Explanation(first, ranks, len(found), told, causes(first, told))
     if plan is None:
-        tried = first.message.tried
-        possible = guesses(tried, told) if tried is not None else ()
-        return replace(made, guesses=possible, wanted=_wanted(first, planned=False))
+        return replace(made, guesses=guesses(first.message, told), wanted=_wanted(first, planned=False))
     return _with_plan(made, plan, known)
 
 
 def _with_plan(made: Explanation, plan: Plan, known: Measured) -> Explanation:
     base = _on_gpu_of(plan, made.reported.message)
     estimated = estimate(base, known)
-    estimated = replace(estimated, ways_out=ways_out(base, estimated, known))
+    estimated = replace(estimated, ways_out=_ways_out(base, estimated, made, known))
     resolved = resolve(base)
     best, near = _candidates(made, resolved, estimated, known)
-    tried = made.reported.message.tried
     return replace(
         made,
         causes=(
+            *_far_apart(made, best),
             *made.causes,
             *_other_code(made, best),
-            *_other_memory(made, best),
+            *_other_moment(made, best),
             *_other_gpu(resolved, made.reported.message),
             *_on_host(made.reported.message, estimated),
         ),
         plan=resolved,
         candidates=tuple(best),
         nearest=tuple(near),
-        guesses=guesses(tried, made.clues) if tried is not None and not best else (),
+        guesses=() if best else guesses(made.reported.message, made.clues),
         estimate=estimated,
         wanted=_wanted(made.reported, planned=True),
     )
+
+
+def _ways_out(plan: Plan, estimated: Estimate, made: Explanation, known: Measured) -> tuple[WayOut, ...]:
+    """What ends it; also where the plan fits by its estimate, although the run died: then what needs as much less as
+    the run had and asked for beyond the plan, or at least what it asked for."""
+    message = made.reported.message
+    if message.of_host or made.clues.phase in ("checkpoint", "loading"):
+        return ()
+    if estimated.fits is not True or message.request is None:
+        return ways_out(plan, estimated, known)
+    had = message.in_process or message.reserved or message.allocated or 0
+    needs = max(stage.headline for stage in estimated.stages)
+    short = max(had + message.request - needs, message.request)
+    harder = plan.model_copy(update={"headroom": str(estimated.headroom + short)})
+    return ways_out(harder, estimate(harder, known), known)
+
+
+APART = 0.25
+"""Parts of what the message says is allocated by which a plan of the same run may be off at that moment."""
+
+
+def _far_apart(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
+    """Where the plan has much more or less allocated when the tensor is asked for than the message says."""
+    said = made.reported.message.allocated
+    if said is None or not best:
+        return
+    least, most = best[0].allocated
+    nearest = least if said < least else most if said > most else said
+    if abs(nearest - said) <= APART * said:
+        return
+    more = (
+        "has the plan another batch, sequence or model than the run, or less recompute, sharding, or quantisation?"
+        if nearest > said
+        else "has the run another batch, sequence or model, less recompute or sharding, or more on its GPU?"
+    )
+    so = "the size and the traceback name the tensor" if made.clues.about else "the tensor is a guess by its size"
+    yield Notice(
+        "far-apart",
+        f"the plan has {printed(nearest)} allocated at that moment, the message says {printed(said)}: the plan is not "
+        f"this run ({more}); {so}, and what else is in memory below is the plan's",
+    )
+
+
+def _other_moment(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
+    """Where the plan has the size, but not at the moment that the frames prove."""
+    if best and made.clues.phase and not is_then(best[0].phase, made.clues.phase):
+        where = f"in {made.clues.phase}, where the plan has nothing of this size; it has in {best[0].phase}"
+        yield Notice("another-moment", f"the traceback is {where}")
 
 
 def _other_code(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
@@ -95,18 +141,6 @@ def _other_code(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
         "optimizer, "
         "attention, batch and sequence?",
     )
-
-
-def _other_memory(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
-    """Where the message has much more or less allocated than the plan has at that moment: the run is another one."""
-    said = made.reported.message.allocated
-    if said is None or not best:
-        return
-    least, most = best[0].allocated
-    nearest = min(max(said, least), most)
-    if abs(nearest - said) > NEAR * said:
-        text = f"the plan has {printed(nearest)} allocated then, the message says {printed(said)}"
-        yield Notice("other-memory", f"{text}: does the plan have the run's recompute, batch, sequence and optimizer?")
 
 
 def _other_gpu(plan: ResolvedPlan, message: OutOfMemory) -> Iterator[Notice]:

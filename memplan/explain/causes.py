@@ -189,6 +189,17 @@ _MOMENTS = {
         "GPU; "
         "a smaller per_device_eval_batch_size, eval_accumulation_steps or prediction_loss_only ends it",
     ),
+    "checkpoint": (
+        "checkpoint",
+        "saving a checkpoint asked, not training: the whole model, or copies of parameters, were gathered on the GPU; "
+        "offload_to_cpu and rank0_only with a full state dict (FSDP), a sharded state dict, or "
+        "stage3_gather_16bit_weights_on_model_save false (DeepSpeed) need less; plans have no such moment",
+    ),
+    "initialisation": (
+        "initialisation",
+        "the job was still being built (flat copies of parameters, main parameters, optimizer states): nothing was "
+        "trained yet, and a smaller batch ends nothing; shard further, offload, or keep states in fewer bits",
+    ),
     "loading": (
         "loading",
         "the job was still loading or building the model: nothing was trained yet; load on the meta device or the "

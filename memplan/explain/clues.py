@@ -29,7 +29,8 @@ class Clues:
     """What a traceback says."""
 
     phase: str = ""
-    """``forward``, ``backward``, ``step``, ``evaluation`` or ``loading``; empty where nothing says it."""
+    """``forward``, ``backward``, ``step``, ``evaluation``, ``checkpoint``, ``initialisation`` or ``loading``; empty
+    where nothing says it."""
     about: tuple[About, ...] = ()
     """From the innermost frame outwards, each kind once."""
     fp32: bool = False
@@ -44,46 +45,86 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(text, re.IGNORECASE)
 
 
-PHASES = (
+MOMENTS = (
     (
         "evaluation",
         _pattern(
-            r":evaluation_loop|:prediction_(?:loop|step)|:evaluate(?:_and_print\w*)?\b|:validation_step|:nested_concat"
-            r"|:predict\b|:torch_pad_and_concatenate"
+            r":evaluation_loop|:prediction_(?:loop|step)|:evaluate(?:_and_print\w*)?\b|:validation_step|:predict\b"
+            r"|trainer_pt_utils\.py:|:nested_(?:concat|gather|numpify|detach)|:_?pad_across_processes"
+        ),
+    ),
+    (
+        "checkpoint",
+        _pattern(
+            r":(?:_save_to_)?state_dict\b|:_?save_(?:checkpoint|model|pretrained|state|16bit_model)\b|:undo_layout"
+            r"|:_?consolidat|_state_dict_utils\.py:|:_?summon_full_params|dist_checkpointing/\S*:save"
+            r"|serialization\.py:(?:save|_save)\b|Failed to clone\(\) tensor"
+        ),
+    ),
+    (
+        "initialisation",
+        _pattern(
+            r"initialize_optimizer_states|:flatten_params|:_init_(?:param_handle|flat_param|sharded_param)|:fully_shard\b"
+            r"|:setup_model_and_optimizer|:get_megatron_optimizer|:_build_model_and_main_param_groups|:initialize\b"
+            r"|:_configure_(?:zero_|fp16_|bf16_)?optimizer|:_prepare_(?:deepspeed|fsdp2?)\b|:_setup_for_real_optimizer"
+            r"|:_create_fp(?:16|32)_(?:partitions|sub_groups)|zero/stage\w*\.py:__init__|:_convert_to_deepspeed_param"
+            r"|(?:param_and_grad_buffer|distrib_optimizer)\.py:__init__"
         ),
     ),
     (
         "loading",
         _pattern(
-            r"_move_model_to_device|:from_pretrained|:_load_pretrained_model|:_load_state_dict|:load_checkpoint"
-            r"|:get_model\b|\bload_(?:model|weights)\w*|module\.py:(?:convert|_apply|to|cuda)\b"
-            r"|\b(?:self|model|module)\.cuda\(|\bmodel\.to\(|initialize_optimizer_states|:flatten_params"
-            r"|:setup_model_and_optimizer|:_configure_(?:zero_|fp16_|bf16_)?optimizer|:initialize\b|_init_param_handle"
-            r"|:fully_shard\b|:_setup_for_real_optimizer|:_create_fp(?:16|32)_\w+"
+            r"_move_model_to_device|:from_pretrained|:_load_pretrained_model|:_?load_state_dict|:load_checkpoint"
+            r"|:_load_state_dict|:get_model\b|module\.py:(?:convert|_apply|to|cuda)\b|:set_module_tensor_to_device"
         ),
     ),
     (
         "backward",
         _pattern(
-            r":backward(?:_step)?\b|\.backward\(|:allreduce_params|:finalize_model_grads|run_backward"
-            r"|:_(?:post|pre)_backward"
+            r":(?:_exec_|custom_)?backward(?:_step|_pass)?\b|\.backward\(|:allreduce_params|:finalize_model_grads|run_backward"
+            r"|:_(?:post|pre)_backward|zero/stage\w*\.py:\w*(?:reduce|ipg|partition_grad)|:foreach_reduce\b"
         ),
     ),
     (
         "step",
         _pattern(
-            r"optimizer\.step\(|:_?optimizer_step|torch/optim/|distrib_optimizer\.py:|exp_avg"
-            r"|(?:adam\w*|lamb|lion|sgd|adafactor)\.py:(?:step|_\w*adam\w*|update)"
+            r"optimizer\.step\(|:_?(?:exec_)?optimizer_step|torch/optim/(?!lr_scheduler)|distrib_optimizer\.py:|exp_avg"
+            r"|(?:zero/stage\w*|runtime/engine|optimizer\w*|adam\w*|lamb|lion|sgd|adafactor|muon)\.py:step"
+            r"|:_take_model_step|adam\w*\.py:(?:_\w*adam\w*|update)|:step_with_ready_grads"
         ),
     ),
     (
         "forward",
         _pattern(
-            r":forward(?:_step)?\b|\.forward\(|forward_call|:compute_loss|_exec_forward|:\w+Loss\b|cross_entropy\b|loss_utils\.py:"
+            r":forward(?:_step)?\b|\.forward\(|forward_call|:compute_loss|_exec_forward|:_(?:wrapped_)?call_impl\b"
+            r"|loss/loss_utils\.py:|torch/nn/functional\.py:|cross_entropy_loss\(|log_softmax\("
         ),
     ),
 )
-"""Phases by what marks them, the telling ones first: backward runs forward frames again, evaluation has a forward."""
+"""Moments by what marks them in a frame, the telling ones first.
+
+Evaluation has a forward pass, and saving a checkpoint gathers what a forward pass does, so the outer frame tells. Of
+DeepSpeed's ``runtime/zero/stage3.py`` initialisation is ``_setup_for_real_optimizer``, ``_create_fp32_partitions``,
+``initialize_optimizer_states`` (which calls the optimizer's step), and the step ``_optimizer_step``; transformers'
+``loss/loss_utils.py`` (``ForCausalLMLoss``, ``fixed_cross_entropy``) runs in forward alone; ``trainer_pt_utils.py``
+(``nested_concat``, ``torch_pad_and_concatenate``) keeps what evaluation predicts."""
+BEFORE_TRAINING = ("initialisation", "loading")
+
+
+def moment(texts: Sequence[str]) -> str:
+    """When the innermost of the frames ``texts`` was called, as far as they prove it; else empty.
+
+    Recompute runs forward frames again within backward; a closure of the optimizer's step runs forward and backward
+    within it; what is offloaded moves to the GPU within forward.
+    """
+    at = {name: [number for number, text in enumerate(texts) if one.search(text)] or [-1] for name, one in MOMENTS}
+    begun, forward = at["forward"][0], at["forward"][-1]
+    for told in (("evaluation",), ("checkpoint",), BEFORE_TRAINING, ("backward", "step")):
+        found = max(told, key=lambda name: at[name][-1])
+        last = at[found][-1]
+        if last >= 0 and not (told == BEFORE_TRAINING and 0 <= begun < last):
+            return "forward" if found == "step" and forward > last else found
+    return "forward" if forward >= 0 else ""
 
 
 def _about(name: str, frame: str, tensor: str) -> About:
@@ -97,9 +138,7 @@ ABOUT = (
         "exp_avg|init_state|initialize_optimizer_states|_init_group|momentum_buffer",
         "optimizer_states|exp_avg|momentum",
     ),
-    _about(
-        "fp32 copies of the parameters", r"_create_fp32_partitions|fp32_(?:groups_flat|partition)", "main_parameters"
-    ),
+    _about("main parameters", r"_create_fp32_partitions|fp32_partitioned_groups|main_param", "main_parameters"),
     _about(
         "gathered parameters",
         r"unshard|all_?gather|fetch_sub_module|partition_parameters\.py",
@@ -108,7 +147,7 @@ ABOUT = (
     _about("dequantised weights", "dequantize", "dequantised"),
     _about(
         "weights that are moved to the GPU",
-        r"_move_model_to_device|\bt\.to\(|Params4bit|model\.to\(|super\(\)\.to\(device|\b(?:self|model|module)\.cuda\(",
+        r"_move_model_to_device|\bt\.to\(|Params4bit|model\.to\(|super\(\)\.to\(device",
         r"\bloading\b",
     ),
     _about(
@@ -124,7 +163,7 @@ ABOUT = (
     _about(
         "attention",
         r"attn_(?:weights|output)|attention_(?:probs|scores)|core_attention|dot_product|self_attn|attention\.py"
-        "|query_states|baddbmm|flash_attn|attn_mask|_canonical_mask",
+        "|query_states|baddbmm|flash_attn",
         "scores|probab|attention|context|query|key|value|qkv|mask",
     ),
     _about(
@@ -142,8 +181,6 @@ _FP32 = _pattern(r"\.float\(\)|torch\.float32|float16_to_fp32")
 def clues(frames: Sequence[Frame]) -> Clues:
     """What ``frames`` say, from the outermost to the innermost."""
     texts = [str(frame) for frame in frames]
-    whole = "\n".join(texts)
-    phase = next((name for name, pattern in PHASES if pattern.search(whole)), "")
     about: dict[str, About] = {}
     told: Frame | None = None
     for frame, text in zip(reversed(frames), reversed(texts), strict=True):
@@ -152,4 +189,4 @@ def clues(frames: Sequence[Frame]) -> Clues:
                 about.setdefault(one.name, one)
                 told = told or frame
     fp32 = any(map(_FP32.search, texts[-2:]))
-    return Clues(phase, tuple(about.values()), fp32, told, tuple(frame.file for frame in reversed(frames)))
+    return Clues(moment(texts), tuple(about.values()), fp32, told, tuple(frame.file for frame in reversed(frames)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise, takewhile
 
 from ..plan.errors import one_line
 from ..values import dataclass
@@ -25,8 +26,10 @@ MOST_LINES = 4000
 _MARKS = (
     b"ut of memory", b"UT OF MEMORY", b"ried to allocate", b"OutOfMemoryError", b"CUDA calloc", b"ALLOC_FAILED",
     b"llocation failed for", b"cudaErrorMemoryAllocation", b"DefaultCPUAllocator", b"Killed", b"SIGKILL",
-    b"oom-kill", b"oom_kill", b": -9", b"ode = -9", b"ode -9", b"ode 137", b"ode: 137", b"tus 137", b"out-of-memory h",
+    b"oom-kill", b"oom_kill", b"out-of-memory h",
 )  # fmt: skip
+_CODES = {b" -9": (b"ode", b"ode =", b":"), b" 137": (b"ode", b"ode:", b"tus")}
+"""Exit codes, and what stands before them: each is searched for once, which takes most of the time of a large log."""
 _LONGEST_MARK = max(map(len, _MARKS))
 
 
@@ -41,6 +44,13 @@ class Frame:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.function}" + (f": {self.code}" if self.code else "")
+
+    @property
+    def place(self) -> str:
+        """``trainer.py:88 in evaluate``; of a line without a frame, the line itself."""
+        if not self.file:
+            return self.code
+        return f"{self.file.rpartition('/')[2]}:{self.line}" + (f" in {self.function}" if self.function else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +95,19 @@ def windows(pieces: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 
 
 def _next_mark(data: bytes, start: int, end: int | None = None) -> int:
-    found = [at for at in (data.find(mark, start, end if end is not None else len(data)) for mark in _MARKS) if at >= 0]
-    return min(found, default=-1)
+    end = end if end is not None else len(data)
+    found = [at for at in (data.find(mark, start, end) for mark in _MARKS) if at >= 0]
+    return min([*found, *_codes(data, start, min(found, default=end))], default=-1)
+
+
+def _codes(data: bytes, start: int, end: int) -> Iterator[int]:
+    """Where the first of each exit code stands."""
+    for code, before in _CODES.items():
+        at = data.find(code, start, end)
+        while at >= 0 and not data.endswith(before, 0, at):
+            at = data.find(code, at + 1, end)
+        if at >= 0:
+            yield at
 
 
 def reports(pieces: Iterable[bytes]) -> tuple[Reported, ...]:
@@ -119,10 +140,14 @@ _STAMP = re.compile(
 )
 _BOX = re.compile(r"^[│┃|╭╰╮╯─ ]{0,4}|[ ]{0,400}[│┃╮╯]$")
 _FRAME = re.compile(r'File "?([^",\n]{1,500}?)"?(?:, line |:)([0-9]{1,7}),? in (\S{1,200})')
-_OLD_NOTEBOOK = re.compile(r"(\S{1,400}\.py)() in ([A-Za-z_]\w{0,100})\(")
-"""A frame of IPython before 8, whose line's number stands at an arrow below."""
 _BOXED = re.compile(r"(\S{1,400}\.py):([0-9]{1,7}) in (\S{1,200})")
-_CODE = re.compile(r"(?:❱|-{2,4}>) ?[0-9]{1,7} ?[│|]? ?(.{1,400})")
+_NOTEBOOK = re.compile(
+    r"\[?((?:/|~|[A-Za-z]:)[^\]\s]{1,400}\.py|<ipython-input-[^>\s]{1,80}>)(?:\]\([^)\s]{0,200}\))?()"
+    r" in ([A-Za-z_<]\S{0,200})"
+)
+"""What older IPython and Colab print: the line's number follows, at the arrow."""
+_WARNED = re.compile(r"(\S{1,400}\.py):([0-9]{1,7}): \w{0,40}Warning: (.{1,300})")
+_CODE = re.compile(r"(?:❱|-{2,4}>) ?([0-9]{1,7}) ?[│|]? ?(.{1,400})")
 _STEPS = re.compile(
     r"\b([0-9]{1,9})/[0-9]{1,9} \[[0-9:?]{1,12}<|\biteration\s{1,9}([0-9]{1,9})/|\bstep: {0,3}([0-9]{1,9})\b"
 )
@@ -150,13 +175,16 @@ def _in_window(data: bytes, start: int, known: set[tuple[str, str]]) -> Iterator
         if len(known) > 4 * MOST_MESSAGES:
             return
         own = [one for one in lines[max(at - MOST_LINES, 0) : at + 1] if one.stream == line.stream]
-        following = [one.text for one in lines[at + 1 : at + 40] if one.stream == line.stream]
-        text = _whole(text, following)
+        behind = lines[at + 1 : at + 40]
+        following = [*takewhile(lambda one: not one.stream, behind), *(one for one in behind if one.stream)]
+        following = [one for one in following if one.stream in (line.stream, "")]
+        text = _whole(text, [one.text for one in following])
         message = parse(text, line.text if "ried to" not in text else "")
         if message.tried is None and message.who == "driver" and "memory" not in line.text:
             continue
         rank = int(line.stream) if line.stream.isdecimal() else None
-        yield Reported(message, rank, tuple(_frames(own)), _steps(own))
+        frames = _frames(own) or _code_before(own) or _frames(following[:MIXED])
+        yield Reported(message, rank, tuple(frames), _steps(own))
 
 
 def _whole(first: str, following: list[str]) -> str:
@@ -167,7 +195,29 @@ def _whole(first: str, following: list[str]) -> str:
         if not text.strip() or begun or text.lstrip().startswith(("File ", "Traceback")):
             break
         parts.append(text)
-    return " ".join(" ".join(parts).split())
+    joined = parts[0]
+    for before, text in pairwise(parts):
+        cut = before[-1:].isdigit() and text[:1] in _OF_NUMBERS
+        joined += text if cut else f" {text}"
+    return " ".join(joined.split())
+
+
+_OF_NUMBERS = frozenset("0123456789.")
+_PYTHON = re.compile(r"\s{0,40}(?:return |[A-Za-z_][\w.,\[\] ]{0,60} = )?[A-Za-z_][\w.]{0,80}\(")
+"""A call, as a line of code."""
+MIXED = 12
+"""Lines behind a message in which frames are looked for where none are before it: of several ranks that write at once,
+which fail alike."""
+
+
+def _code_before(lines: list[_Line]) -> list[Frame]:
+    """Where somebody pasted no frames: what the warning that holds the message says, or the lines of code before
+    it."""
+    warned = _WARNED.search(lines[-1].text)
+    if warned is not None:
+        return [Frame(one_line(warned[1]), int(warned[2]), "", one_line(warned[3]))]
+    code = takewhile(lambda one: _PYTHON.match(one.text), reversed(lines[-4:-1]))
+    return [Frame("", 0, "", one_line(one.text.strip()[:200])) for one in code][::-1]
 
 
 def _lines(data: bytes, start: int) -> Iterator[_Line]:
@@ -194,7 +244,7 @@ def _frames(lines: list[_Line]) -> list[Frame]:
     found: list[Frame] = []
     for at in range(begin, len(lines)):
         text = lines[at].text
-        match = _FRAME.search(text) or _BOXED.match(text.strip()) or _OLD_NOTEBOOK.match(text.strip())
+        match = _FRAME.search(text) or _BOXED.match(text.strip()) or _NOTEBOOK.match(text)
         if match is not None:
             code = (
                 lines[at + 1].text.strip() if at + 1 < len(lines) and _FRAME.search(lines[at + 1].text) is None else ""
@@ -204,7 +254,8 @@ def _frames(lines: list[_Line]) -> list[Frame]:
             found.append(Frame(one_line(match[1]), int(match[2] or 0), one_line(function), one_line(plain[:200])))
         elif found and (code_of := _CODE.search(text)) is not None:
             last = found[-1]
-            found[-1] = Frame(last.file, last.line, last.function, one_line(code_of[1].strip()[:200]))
+            line = last.line or int(code_of[1])
+            found[-1] = Frame(last.file, line, last.function, one_line(code_of[2].strip()[:200]))
     return found[-MOST_FRAMES:]
 
 

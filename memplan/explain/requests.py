@@ -1,8 +1,9 @@
 """Which request of a plan failed: all that have the size of the message, ranked.
 
 The exact size decides who is considered: PyTorch names the segment that it asked for, and most requests have another.
-Among equal ones the frames of the traceback decide (phase, kind of tensor, dtype, names in the line of code), then the
-rank's stage, then how near the plan's own memory at that moment is to what the message says.
+Of those the moment that the frames of the traceback prove leaves only its own; among these the frames decide (kind of
+tensor, dtype, names in the line of code), then the rank's stage, then how near the plan's own memory at that moment is
+to what the message says.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..result import Failure, StageEstimate
 from ..tape.events import Bytes, Category, Drop, Hold, rounded
 from ..tape.program import Program, static
 from ..values import dataclass
-from .clues import Clues
+from .clues import BEFORE_TRAINING, Clues
 from .log import Reported
 from .result import Candidate
 
@@ -70,7 +71,7 @@ class Collector:
 
     def note(self, request: Request) -> None:
         tensor = request.tensor
-        phase = tensor.phase or "loading"
+        phase = tensor.phase or "initialisation"
         key = phase, kind_of(tensor.module), tensor.name, request.size, tensor.dtype
         one = self.seen.get(key)
         if one is None:
@@ -173,7 +174,7 @@ def ranked(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Those of the message's size, the likeliest first; and where there is none, those nearest to it."""
     tried = reported.message.tried
-    if tried is None:
+    if tried is None or clues.phase == "checkpoint":  # of which plans have nothing
         return [], []
     failed = {(kind_of(failure.module), failure.tensor) for _, failure in failures if failure.tensor}
     found: dict[_Key, Candidate] = {}
@@ -187,7 +188,8 @@ def ranked(
             kept = found if exact else others
             before = kept.get(key)
             kept[key] = made if before is None else _joined(before, made)
-    best = sorted(found.values(), key=lambda one: (-one.score, -one.allocated[1]))
+    proven = [one for one in found.values() if is_then(one.phase, clues.phase)]
+    best = sorted(proven or found.values(), key=lambda one: (-one.score, -one.allocated[1]))
     near = sorted(others.values(), key=lambda one: (abs(one.tried - tried.middle), -one.score))
     return best[:MOST_CANDIDATES], [] if best else near[:3]
 
@@ -240,10 +242,19 @@ def _candidate(
 _Points = Iterator[tuple[int, str]]
 
 
+def is_then(phase: str, proven: str) -> bool:
+    """Whether ``phase`` may be the moment that frames have ``proven``. What is moved to the GPU while an engine is
+    built is initialisation to one and loading to another."""
+    return phase == proven or {phase, proven} <= set(BEFORE_TRAINING)
+
+
 def _by_phase(phase: str, clues: Clues) -> _Points:
     if clues.phase:
-        yield (3, f"the traceback is in {clues.phase}") if phase == clues.phase else (-3, "")
-    elif phase in ("evaluation", "loading"):
+        yield (
+            (3 if phase == clues.phase else 0 if is_then(phase, clues.phase) else -3),
+            (f"the traceback is in {clues.phase}" if phase == clues.phase else ""),
+        )
+    elif phase in ("evaluation", *BEFORE_TRAINING):
         yield -2, ""  # most jobs die in training
 
 
@@ -254,12 +265,18 @@ def _by_kind(text: str, clues: Clues) -> _Points:
             return
 
 
+_LOSS = re.compile(r"functional\.cross_entropy\(|_nn\.cross_entropy_loss\(|log_softmax\(")
+"""``torch.nn.functional.cross_entropy`` is a ``log_softmax`` and a sum over it: one tensor like the logits."""
+
+
 def _by_code(tensor: str, dtype: str, clues: Clues) -> _Points:
     if clues.fp32:
         yield (1, "the line casts to fp32") if dtype == "fp32" else (-1, "")
     code = clues.frame.code.lower() if clues.frame is not None else ""
     words = set(re.findall(r"[a-z]{3,30}", code))
     same = [word for word in re.split(r"[^a-z]+", tensor) if word in words]
+    if "log_prob" in tensor and _LOSS.search(code):
+        yield 1, "the line makes log-probabilities"
     if re.search(rf"\b{re.escape(tensor.lower())}\b", code):
         yield 3, "the line names it"
     elif same:

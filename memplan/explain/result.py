@@ -17,7 +17,8 @@ class Candidate:
 
     stages: tuple[int, ...]
     phase: str
-    """``forward``, ``backward``, ``step``, ``evaluation``, or ``loading`` for all before the first iteration."""
+    """``forward``, ``backward``, ``step``, ``evaluation``; ``initialisation`` for what is built before the first
+    iteration, ``loading`` for the model moved to the GPU as it is."""
     modules: tuple[str, ...]
     tensor: str
     category: str

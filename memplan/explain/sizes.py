@@ -5,23 +5,29 @@ scores of attention as sequences × heads × length² × bytes, matrices as thei
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 from ..plan.library import model_specs
 from ..values import dataclass
 from .clues import Clues
-from .message import Size
+from .message import OutOfMemory, Size
 
 SEGMENT = 2 << 20
 """Large requests are rounded to it (``kRoundLarge``)."""
 LEAST = 24 << 20
 """Bytes below which too much has any size."""
-ROUND_TOKENS = 1024
-"""Tokens of a batch are taken to be a multiple of this, where no frame says which model it is."""
-MOST_TOKENS = 1 << 17
-MOST = 4
+USUAL_TOKENS = tuple(
+    sorted(factor << power for factor, powers in ((1, range(9, 18)), (3, range(9, 16))) for power in powers)
+)
+"""Micro-batch × sequence as people choose them, from 512 to 131,072: powers of two, and three times such."""
+BYTES_A_PARAMETER = 1 / 16
+"""Half a byte on each of eight GPUs: a model with more parameters would not be in what the message says is
+allocated."""
+MOST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,37 +48,46 @@ class _Spec(NamedTuple):
     hidden: int
     ffn: int
     heads: int
+    layers: int
+
+    @property
+    def parameters(self) -> int:
+        """About as many: attention's four and the MLP's three matrices, embedding and head."""
+        return self.layers * self.hidden * (4 * self.hidden + 3 * self.ffn) + 2 * self.vocab * self.hidden
 
 
 @lru_cache(maxsize=1)
 def _specs() -> tuple[_Spec, ...]:
     """Sizes of the built-in models, read without checking: they are this package's own files."""
     found = []
+    fields = _Spec._fields[1:]
+    wanted = re.compile(rf"^({'|'.join(fields)}): *(\d+)", re.MULTILINE)
     for name, path in model_specs().items():
-        numbers = dict(re.findall(r"^(vocab|hidden|ffn|heads): *(\d+)", path.read_text(encoding="utf-8"), re.MULTILINE))
-        if len(numbers) == 4:
-            found.append(_Spec(name, *(int(numbers[key]) for key in ("vocab", "hidden", "ffn", "heads"))))
+        numbers = dict(wanted.findall(path.read_text(encoding="utf-8")))
+        if len(numbers) == len(fields):
+            found.append(_Spec(name, *(int(numbers[key]) for key in fields)))
     return tuple(found)
 
 
-def guesses(tried: Size, clues: Clues) -> tuple[Guess, ...]:
-    """What may have been asked for, the likeliest first."""
-    if tried.most < LEAST:
+def guesses(message: OutOfMemory, clues: Clues) -> tuple[Guess, ...]:
+    """What may have been asked for, the likeliest first; nothing where the frames are of something else, or many things
+    have this size as well."""
+    tried = message.tried
+    if tried is None or tried.most < LEAST:
         return ()
     about = next((one.name for one in clues.about), "")
+    allowed = (message.allocated or 1 << 60) / BYTES_A_PARAMETER
     named = _named(clues)
-    specs = named or _specs()
-    matrices = clues.phase in ("loading", "step") or about in ("dequantised weights", "the MLP")
-    kinds = {
-        "the logits": [_logits(tried, specs, clues, named=bool(named))],
-        "attention": [_scores(tried, specs)],
-        "weights that are moved to the GPU": [_matrices(tried, specs)],
-    }
-    every = [_logits(tried, specs, clues, named=False), _scores(tried, specs), _matrices(tried, specs)]
-    chosen = kinds.get(about, every[2:] if matrices else every)
-    if about and about not in kinds and not matrices:
-        chosen = every[2:] if about == "gathered parameters" else []  # flat tensors have any size
-    return tuple([guess for kind in chosen for guess in list(kind)[: MOST if len(chosen) == 1 else 2]])
+    specs = named or tuple(one for one in _specs() if one.parameters <= allowed)
+    if about == "the logits" or (not about and clues.phase in ("", "forward", "backward")):
+        found = _logits(tried, specs, clues, named=bool(named))
+    elif about == "attention":
+        found = _scores(tried, specs)
+    elif about in ("dequantised weights", "weights that are moved to the GPU") or clues.phase == "loading":
+        found = _matrices(tried, specs)
+    else:
+        return ()
+    return tuple(islice(found, MOST if about else 1))
 
 
 def _named(clues: Clues) -> tuple[_Spec, ...]:
@@ -89,27 +104,27 @@ def _fits(tried: Size, size: int) -> bool:
 
 
 def _logits(tried: Size, specs: tuple[_Spec, ...], clues: Clues, *, named: bool) -> Iterator[Guess]:
-    """Roundest numbers of tokens first; of a known model any number. Megatron pads vocabularies and cuts them."""
+    """Of a usual number of tokens, the vocabulary of most models first; of the model that a frame names any number,
+    the roundest. In fp32, which losses compute in, or in 16 bits and twice as many. Megatron pads vocabularies and
+    cuts them."""
     megatron = any("megatron" in file.lower() for file in clues.files)
+    known = Counter(spec.vocab for spec in specs)
     found: list[tuple[tuple[int, ...], str, str]] = []
-    for vocab in dict.fromkeys(spec.vocab for spec in specs):
+    for vocab, models in known.items():
         for parts in (1, 2, 4, 8) if megatron else (1,):
             padded = -(-vocab // (128 * parts)) * 128 * parts if megatron else vocab
-            for width in (4, 2):
-                row = padded // parts * width
-                tokens = _roundest(max((tried.least - SEGMENT) // row, 1), tried.most // row)
-                if (
-                    not 0 < tokens <= MOST_TOKENS
-                    or not _fits(tried, tokens * row)
-                    or (tokens % ROUND_TOKENS and not named)
-                ):
-                    continue
-                split = f" / {parts}" if parts > 1 else ""
-                order = parts, -min(tokens & -tokens, 1 << 12), clues.fp32 and width == 2, tokens
-                factors = f"{tokens:,} tokens × {padded:,}{split} × {width} bytes"
-                found.append((order, factors, _models(specs, vocab)))
-    for _, factors, models in sorted(found):
-        yield Guess("logits", factors, models)
+            row = padded // parts * 4
+            usual = [tokens for tokens in USUAL_TOKENS if _fits(tried, tokens * row)]
+            tokens = (
+                usual[0] if usual else named and _roundest(max((tried.least - SEGMENT) // row, 1), tried.most // row)
+            )
+            if not tokens or not _fits(tried, tokens * row):
+                continue
+            split = f" / {parts}" if parts > 1 else ""
+            factors = f"{tokens:,} tokens × {padded:,}{split} × 4 bytes, or {2 * tokens:,} × 2 bytes"
+            found.append(((parts, -models), factors, _models(specs, vocab)))
+    for _, factors, names in sorted(found):
+        yield Guess("logits", factors, names)
 
 
 def _roundest(least: int, most: int) -> int:

@@ -12,16 +12,25 @@ from rich.text import Text
 
 from .. import __version__
 from ..explain.message import OutOfMemory
+from ..explain.requests import is_then
 from ..explain.result import Candidate, Explanation
 from ..plan.plan import Plan
 from ..tape.events import Category
 from .json import way_out_to_json
 from .names import in_order, modules_text, numbers_text, percent, plan_text, size, stage_word, unit_for
-from .palette import BAD, CAUTION, COLOURS, FAINT, GOOD, SWATCH, label
+from .palette import BAD, CAUTION, COLOURS, FAINT, SWATCH, label
 from .printing import Breakable, WholeTable, entries, folded, left, plain_table, put, put_line, right
 from .ways_out import ways_table
 
 SCHEMA = 1
+_WHEN = {
+    "step": "the optimizer's step",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "checkpoint": "saving a checkpoint",
+}
+MOST_ALIKE = 3
+"""Tensors that are as likely as the first one that the first sentence names."""
 
 
 def verdict(told: Explanation) -> Text:
@@ -33,17 +42,30 @@ def verdict(told: Explanation) -> Text:
 
 
 def _what(told: Explanation) -> str:
+    """A tensor as a fact only where no other of the plan has the size then; else those that are as likely."""
     if told.candidates:
-        return _place(told, told.candidates[0])
+        first, *others = told.candidates
+        sure = told.clues.about or not any(cause.code == "far-apart" for cause in told.causes)
+        if not others and sure and is_then(first.phase, told.clues.phase or first.phase):
+            return _place(told, first)
+        alike = [one for one in told.candidates if one.score == first.score][:MOST_ALIKE]
+        places: dict[str, list[str]] = {}
+        for one in alike:
+            places.setdefault(_place(told, one).removeprefix(one.tensor), []).append(one.tensor)
+        likely = ", or ".join(f"{' or '.join(dict.fromkeys(names))}{place}" for place, names in places.items())
+        rest = len(told.candidates) - len(alike)
+        more = f" ({rest} more in the plan {'have' if rest > 1 else 'has'} its size)" if rest else ""
+        return f"most likely {likely}{more},"
     about = told.clues.about[0].name if told.clues.about else None
-    phase = f" in {told.clues.phase}" if told.clues.phase else ""
+    phase = f" in {_WHEN.get(told.clues.phase, told.clues.phase)}" if told.clues.phase else ""
     if about is not None:
         return f"what the traceback names, {about}{phase},"
     if told.reported.message.who != "pytorch":
         return {"nccl": "NCCL", "cublas": "cuBLAS or cuDNN", "host": "the host"}.get(
             told.reported.message.who, "the driver"
         )
-    return f"a request{phase}" if told.plan is None else "a request that the plan does not have"
+    without = told.plan is None or told.clues.phase == "checkpoint"
+    return f"a request{phase}" if without else f"a request{phase} that the plan does not have"
 
 
 def _place(told: Explanation, one: Candidate) -> str:
@@ -84,6 +106,10 @@ def explanation_report(told: Explanation) -> Iterator[RenderableType]:
         yield Text(plan_text(told.plan), FAINT)
     facts = _facts(told)
     yield from [Text(facts, FAINT)] if facts else []
+    apart = [cause for cause in told.causes if cause.code == "far-apart"]
+    if apart:
+        yield Text()
+        yield entries([(cause.code, cause.message) for cause in apart], CAUTION)
     if told.candidates:
         yield from _candidates(told)
         yield from _memory(told, told.candidates[0])
@@ -98,9 +124,10 @@ def explanation_report(told: Explanation) -> Iterator[RenderableType]:
         yield _table(told, told.nearest)
     if told.guesses:
         yield from _guesses(told)
-    if told.causes:
+    others = [(cause.code, cause.message) for cause in told.causes if cause not in apart]
+    if others:
         yield Text()
-        yield entries([(cause.code, cause.message) for cause in told.causes], CAUTION)
+        yield entries(others, CAUTION)
     yield from _ways_out(told)
     if told.wanted:
         yield Text()
@@ -118,9 +145,8 @@ def _facts(told: Explanation) -> str:
         ranks = f" from ranks {numbers_text(told.ranks)}" if told.ranks else ""
         parts.append(f"the first of {told.messages} messages{ranks}")
     parts += [f"behind {reported.steps:,} steps"] if reported.steps else []
-    if told.clues.frame is not None:
-        frame = told.clues.frame
-        parts.append(f"{frame.file.rpartition('/')[2]}:{frame.line} in {frame.function}")
+    frame = told.clues.frame or next(reversed(reported.frames), None)
+    parts += [frame.place] if frame is not None else []
     return " · ".join(parts)
 
 
@@ -172,7 +198,7 @@ def _memory(told: Explanation, one: Candidate) -> Iterator[RenderableType]:
 
 def _guesses(told: Explanation) -> Iterator[RenderableType]:
     yield Text()
-    yield Text("What has this size in known models", "bold")
+    yield Text("Likely by its size", "bold")
     table = plain_table(folded("tensor"), folded("factors"), folded("of"))
     for guess in told.guesses:
         table.add_row(guess.what, guess.factors, Text(guess.of, FAINT))
@@ -182,13 +208,14 @@ def _guesses(told: Explanation) -> Iterator[RenderableType]:
 def _ways_out(told: Explanation) -> Iterator[RenderableType]:
     if told.estimate is None or told.reported.message.of_host:
         return
-    yield from ways_table(told.estimate, unit_for(told.estimate.peak))
-    if told.estimate.fits and not told.estimate.judged.verdict.is_short:
+    if told.estimate.fits:
         yield Text()
         yield Text.assemble(
-            ("The plan fits by its estimate", f"bold {GOOD}"),
-            ": the run is not what the plan says, or memory went elsewhere (see above).",
+            ("The plan fits by its estimate", "bold"),
+            ", and the run died: the run is not what the plan says, or memory went elsewhere (see above).",
+            " What follows leaves as much more room as the run lacked." if told.estimate.ways_out else "",
         )
+    yield from ways_table(told.estimate, unit_for(told.estimate.peak))
 
 
 def explanation_to_json(told: Explanation) -> dict[str, Any]:

@@ -28,10 +28,14 @@ class Issue:
     right: str
     why: str
     script: str = ""
+    log: str = ""
+    """The log as it is in the issue, where it is no plain traceback; ``MESSAGE`` among it stands for the message."""
 
     @property
     def text(self) -> str:
         """A log with the traceback and the message."""
+        if self.log:
+            return self.log.replace("MESSAGE", self.message) if "MESSAGE" in self.log else self.log + self.message
         lines = ["Traceback (most recent call last):"] if self.frames else []
         for frame in self.frames:
             place, _, code = frame.partition(": ")
