@@ -75,7 +75,7 @@ MOMENTS = (
         "loading",
         _pattern(
             r"_move_model_to_device|:from_pretrained|:_load_pretrained_model|:_?load_state_dict|:load_checkpoint"
-            r"|:_load_state_dict|:get_model\b|module\.py:(?:convert|_apply|to|cuda)\b|:set_module_tensor_to_device"
+            r"|:_load_state_dict|:get_model\b|\bload_model(?:\b$|\()|\b(?:self|model|module)\.cuda\(|\bmodel\.to\(|module\.py:(?:convert|_apply|to|cuda)\b|:set_module_tensor_to_device"
         ),
     ),
     (
@@ -147,7 +147,7 @@ ABOUT = (
     _about("dequantised weights", "dequantize", "dequantised"),
     _about(
         "weights that are moved to the GPU",
-        r"_move_model_to_device|\bt\.to\(|Params4bit|model\.to\(|super\(\)\.to\(device",
+        r"_move_model_to_device|\bt\.to\(|Params4bit|model\.to\(|super\(\)\.to\(device|\b(?:self|model|module)\.cuda\(",
         r"\bloading\b",
     ),
     _about(
@@ -163,7 +163,7 @@ ABOUT = (
     _about(
         "attention",
         r"attn_(?:weights|output)|attention_(?:probs|scores)|core_attention|dot_product|self_attn|attention\.py"
-        "|query_states|baddbmm|flash_attn",
+        "|query_states|baddbmm|flash_attn|attn_mask|_canonical_mask",
         "scores|probab|attention|context|query|key|value|qkv|mask",
     ),
     _about(

@@ -64,6 +64,8 @@ def _specs() -> tuple[_Spec, ...]:
     wanted = re.compile(rf"^({'|'.join(fields)}): *(\d+)", re.MULTILINE)
     for name, path in model_specs().items():
         numbers = dict(wanted.findall(path.read_text(encoding="utf-8")))
+        if "hidden" in numbers:
+            numbers.setdefault("ffn", 4 * int(numbers["hidden"]))
         if len(numbers) == len(fields):
             found.append(_Spec(name, *(int(numbers[key]) for key in fields)))
     return tuple(found)
@@ -87,7 +89,7 @@ def guesses(message: OutOfMemory, clues: Clues) -> tuple[Guess, ...]:
         found = _matrices(tried, specs)
     else:
         return ()
-    return tuple(islice(found, MOST if about else 1))
+    return tuple(islice(found, MOST if about else 2))
 
 
 def _named(clues: Clues) -> tuple[_Spec, ...]:

