@@ -25,10 +25,12 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
         raise PlanError("model.family", spec.family, problem)
     config: dict[str, Any] = {"model_type": spec.family}
     for name, value in family.constants.items():
-        if getattr(spec, name) != value:
+        if getattr(spec, name) != value and not _of_experts_alone(spec, name):
             problem = f"must be {str(value).lower()}: a configuration of {spec.family} cannot say otherwise"
             raise PlanError(f"model.{name}", getattr(spec, name), problem)
     for name, key in family.keys.items():
+        if _of_experts_alone(spec, name):
+            continue
         turned = name == "rotary_fraction" and family.rotary_in_features
         _put(config, key.names[0], spec.rotary_features if turned else _written(spec, name))
     if family.activation is not None:
@@ -38,6 +40,11 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
             raise PlanError("model.activation", spec.activation, f"must be one that {spec.family} has")
         config[family.activation.names[0]] = known[0]
     return config
+
+
+def _of_experts_alone(spec: ModelSpec, name: str) -> bool:
+    """Whether a hybrid without experts has no use for the field ``name``."""
+    return bool(spec.layer_pattern) and not spec.experts and name.startswith(("router_", "expert", "shared_expert"))
 
 
 def _written(spec: ModelSpec, name: str) -> object:
