@@ -133,17 +133,15 @@ SETTINGS = tuple((*mode, recompute) for recompute in ("none", "full") for mode i
 IN_EVERY_SHAPE = tuple(name for name, (family, _) in MODELS.items() if name == family)
 
 CASES = [
-    case if in_turn else pytest.param(case, marks=pytest.mark.slow)
+    Case(model, *shape, *setting)
     for at_model, model in enumerate(MODELS)
     for at_setting, setting in enumerate(SETTINGS)
     for at_shape, shape in enumerate(SHAPES)
-    for case in (Case(model, *shape, *setting),)
-    for in_turn in ((at_model + at_setting + at_setting // 3) % 3 == at_shape,)
-    if model in IN_EVERY_SHAPE or in_turn
+    if model in IN_EVERY_SHAPE or (at_model + at_setting + at_setting // 3) % 3 == at_shape
     if setting[1] == "eager" or not family_of(MODELS[model][0]).no_flash
     if setting[2] == "none" or not family_of(MODELS[model][0]).returns_weights
 ]
-"""Every model in every setting that its family has; shapes in turn, those of ``IN_EVERY_SHAPE`` else by ``-m slow``."""
+"""Every model in every setting that its family has; shapes in turn but for ``IN_EVERY_SHAPE``."""
 
 
 @dataclass(frozen=True)
