@@ -209,7 +209,7 @@ V3 = replace(
     tables="whole",
 )
 
-KIMI_K2 = replace(V3, name="kimi_k2", covers=None)
+KIMI_K2 = replace(V3, name="kimi_k2", covers={})
 """Its class is in its repository, and none of transformers'."""
 
 FAMILIES = {"deepseek_v2": V2, "deepseek_v3": V3, "kimi_k2": KIMI_K2}
