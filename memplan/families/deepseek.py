@@ -81,10 +81,11 @@ def interleaved_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tup
     assert shared.sin is not None
     half = q.shape[-1] // 2
     tables = shared.cos.view(1, shared.cos.shape[1], half), shared.sin.view(1, shared.sin.shape[1], half)
-    q_even, q_odd = (ops.slice_last(r, q, half, f"query_{part}") for part in ("even", "odd"))
-    k_even, k_odd = (ops.slice_last(r, k, half, f"key_{part}") for part in ("even", "odd"))
-    q_out = rotary_of_halves(r, q_even, q_odd, tables, "query")
-    return q_out, rotary_of_halves(r, k_even, k_odd, tables, "key")
+    q_parts = [ops.slice_last(r, q, half, f"query_{part}") for part in ("even", "odd")]
+    k_parts = [ops.slice_last(r, k, half, f"key_{part}") for part in ("even", "odd")]
+    q_out = rotary_of_halves(r, *q_parts, tables, "query")
+    k_out = rotary_of_halves(r, *k_parts, tables, "key")
+    return q_out, k_out
 
 
 def complex_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared, *, copied: bool) -> tuple[Tensor, Tensor]:
@@ -124,7 +125,7 @@ def v3_mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:
 
 
 DEEPSEEK = {
-    **{name: KEYS[name] for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings")},
+    **{name: KEYS[name] for name in ("layers", "hidden", "heads", "ffn", "vocab", "tied_embeddings")},
     "attention_dropout": KEYS["attention_dropout"],
     "experts": key("n_routed_experts"),
     "expert_ffn": key("moe_intermediate_size"),
@@ -209,7 +210,6 @@ V3 = replace(
     tables="whole",
 )
 
-KIMI_K2 = replace(V3, name="kimi_k2", covers={})
-"""Its class is in its repository, and none of transformers'."""
+KIMI_K2 = replace(V3, name="kimi_k2")
 
 FAMILIES = {"deepseek_v2": V2, "deepseek_v3": V3, "kimi_k2": KIMI_K2}

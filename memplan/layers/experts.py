@@ -80,7 +80,7 @@ def grouped_sigmoid(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
     perhaps the only one. What the choice saves is for no backward."""
     logits = fp32_logits(r, hidden, spec)
     scores = ops.elementwise(r, "router_scores", (logits,), saves_output=True)
-    _choice: tuple[Tensor, ...] = (r.empty(scores.shape, "fp32", "scores_for_choice"),)
+    _choice = (r.empty(scores.shape, "fp32", "scores_for_choice"),)
     groups = (scores.shape[0], spec.router_groups or 1)
     two = r.empty((*groups, 2), "fp32", "best_of_group")
     of_two = saved(r, two.shape, "best_of_group_indices")
