@@ -63,27 +63,28 @@ def settings_of(model: str) -> list[tuple[str, str, str]]:
 
 
 def shape_of(at: int, setting: tuple[str, str, str]) -> list[tuple[int, int]]:
-    """A shape of each kind of attention in bf16, in turn; of the first families one in fp16."""
+    """Every shape in bf16, with the two kinds of attention in turn; of the first families one in fp16."""
     dtype, attention, recompute = setting
     turn = at + (recompute == "full")
     if dtype == "fp16" and at > 2:
         return []
     if dtype == "fp16":
         return [SHAPES[turn % 3]] if (attention == "flash") == bool(turn % 2) else []
-    return [SHAPES[(turn + (attention == "eager")) % 3]]
+    eager = [shape for number, shape in enumerate(SHAPES) if (number + turn) % 3]
+    return eager if attention == "eager" else [shape for shape in SHAPES if shape not in eager]
 
 
 CASES = [
     Case(model, *shape, *setting)
     for at, model in enumerate(name for name, (family, _) in MODELS.items() if name == family)
     for setting in settings_of(model)
-    for shape in shape_of(at, setting)
+    for shape in (SHAPES if family_of(MODELS[model][0]).no_flash and setting[0] == "bf16" else shape_of(at, setting))
 ] + [
     Case(model, *SHAPES[at % 3], *settings_of(model)[3 * at % len(settings_of(model))])
     for at, model in enumerate(MODELS)
     if model != MODELS[model][0]
 ]
-"""Every family with and without recompute, in shapes in turn; and its other models in one setting."""
+"""Every family in every shape, with and without recompute; and its other models in one setting."""
 
 
 def compared(case: Case, folder: Path, accumulates: bool = False, parameters: str = "fp32") -> Compared:
