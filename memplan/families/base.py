@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..plan.releases import LIBRARIES, Version
 from ..values import dataclass
@@ -139,10 +139,8 @@ class Family:
     """In which order queries, keys and values are made, if not as Llama's."""
     rotary: Callable[[Recorder, Tensor, Tensor, Shared], tuple[Tensor, Tensor]] | None = None
     """How queries and keys turn, if not as Llama's: they are laid out head by head then."""
-    tables: Literal["whole", "half", "complex"] = "whole"
-    """Rotary tables have an angle for each feature, for two, or are complex numbers."""
-    attention: Callable[[Recorder, Tensor, Shared, LayerShape], tuple[Tensor, Tensor | None]] | None = None
-    """What a layer like Llama's has in place of its attention."""
+    half_tables: bool = False
+    """Rotary tables have one angle for two features."""
     as_llama_since: Version = ()
     """Releases before have a rotary embedding in every layer, and repeat keys and values for the package's kernel."""
     multi_head: bool = False

@@ -96,11 +96,6 @@ MIXTURE: Allowed = MappingProxyType(
 )
 """Experts between a softmax over all of them and their sum, and no others."""
 
-SHARED: Allowed = MappingProxyType(
-    reads(MIXTURE, "router_score", "router_expert_bias", "router_groups", "router_scaling", "shared_expert_ffn")
-)
-"""And experts that take every token, by routers that know groups of experts."""
-
 MEGATRON_GPT: Allowed = MappingProxyType(
     {
         **PLAIN,

@@ -93,50 +93,32 @@ def flash_attention(
 
 
 def efficient_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention") -> Tensor:
-    """``_scaled_dot_product_efficient_attention`` on (b, a, s, d), with values as wide as they are: saves q, k, v,
-    output and log-sum-exp.
+    """``_scaled_dot_product_efficient_attention`` on (b, a, s, d) in fp32: saves q, k, v, output and log-sum-exp.
 
     The log-sum-exp is (b, a, s) fp32, s rounded up to 32, and there in training alone; two scalars hold the random
     state (on the host, unless a CUDA graph is captured; counted as others are). Backward makes the three gradients. For
     what it allocates inside see ``_inside``.
     """
-    q, k, v = ops.entering(r, "scaled_dot_product_attention", q, k, v, name=f"{name}_input")
-    b, a, s, d = q.shape
+    b, a, s, _ = q.shape
     dtype = q.dtype
-    out = r.empty(v.shape, dtype, name)
+    out = r.empty(q.shape, dtype, name)
     rows = -(-s // ROWS) * ROWS if r.grad_enabled else 0
     logsumexp = r.empty((b, a, rows), "fp32", f"{name}_logsumexp")
     seed, offset = (r.empty((), "int64", f"{name}_rng_{part}") for part in ("seed", "offset"))
-    shapes, whole, width = (q.shape, k.shape, v.shape), q.shape, v.shape[-1]
+    shapes, whole = (q.shape, k.shape, v.shape), q.shape
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
         if r.kernel_workspaces:
-            (_inside if dtype == "fp32" else _inside_16_bits)(r, whole, width)
+            _inside(r, whole)
         return made
 
-    work = attention((b, s, a, d), a, s, dtype, causal=True, values=width)
-    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, offset, seed), backward, work=work)
+    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, offset, seed), backward, work=_work(q, k, True))
     del offset, seed, logsumexp
     return out
 
 
-def _inside_16_bits(r: Recorder, shape: Sequence[int], width: int) -> None:
-    """The same, whose kernel sums output and gradient itself; of heads too wide for its registers the gradients of keys
-    and values have a workspace, too, for each part into which it splits the keys (``num_splits_key``)."""
-    b, a, s, d = shape
-    widest = max(d, width)
-    rows, columns = (64, 64) if widest <= 64 else (128, 128) if widest <= 128 else (128, 64)
-    delta = r.empty((b, a, s), "fp32", "delta", Category.WORKSPACES)
-    of_each = -(-s // rows) * -(-d // columns) * (rows * columns + 4)
-    if widest > 128:
-        splits = max(1, min(-(-s // columns), 200 // (b * a)))
-        of_each += splits * columns * sum(-(-size // rows) * rows for size in (d, width))
-    workspace = r.empty((b, a, of_each), "fp32", "gradient_tiles", Category.WORKSPACES)
-    del workspace, delta
-
-
-def _inside(r: Recorder, shape: Sequence[int], width: int) -> None:
+def _inside(r: Recorder, shape: Sequence[int]) -> None:
     """``_efficient_attention_backward`` (``attention_backward.cu``): the product of output and gradient, summed over d,
     then a workspace for the gradient of q, tile by tile, each with 4 words besides.
 

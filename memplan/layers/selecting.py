@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .autocast import promoted
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 
 
@@ -68,10 +67,10 @@ def added_rows(r: Recorder, x: Tensor, indices: Tensor, rows: Tensor, name: str)
 
 
 def sum_last(r: Recorder, x: Tensor, name: str) -> Tensor:
-    """``x.sum(-1, keepdim=True)``, in fp32 under autocast: saves nothing; the gradient is expanded, a view."""
+    """``x.sum(-1, keepdim=True)``: saves nothing; the gradient is expanded, a view."""
     shape = x.shape
     node = r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*shape)])
-    return r.empty((*shape[:-1], 1), "fp32" if r.autocast else x.dtype, name).by(node)
+    return r.empty((*shape[:-1], 1), x.dtype, name).by(node)
 
 
 def sum_of_rows(r: Recorder, x: Tensor, k: int, name: str) -> Tensor:
@@ -85,38 +84,17 @@ def sum_of_rows(r: Recorder, x: Tensor, k: int, name: str) -> Tensor:
 def divided_in_place(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
     """``x /= y`` with y broadcast: saves y and a copy of x as it was; the gradient of y takes four tensors."""
     before = r.empty(x.shape, x.dtype, f"{name}_before") if r.grad_enabled and y.node is not None else None
-    shape, small, dtype, wide = x.shape, y.shape, x.dtype, promoted(x.dtype, y.dtype)
+    shape, small, dtype = x.shape, y.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        quotient = r.empty(shape, wide, f"{name}_quotient")
-        again = r.empty(shape, wide, f"{name}_quotient_again")
+        quotient = r.empty(shape, dtype, f"{name}_quotient")
+        again = r.empty(shape, dtype, f"{name}_quotient_again")
         negated = r.empty(shape, dtype, f"{name}_negated")
-        whole = r.empty(shape, wide, f"grad_{name}_other")
+        whole = r.empty(shape, dtype, f"grad_{name}_other")
         del negated, again, quotient
-        grad_x = r.empty(shape, wide, f"grad_{name}_self")
+        grad_x = r.empty(shape, dtype, f"grad_{name}_self")
         return [grad_x, Unsummed(whole, small, f"grad_{name}_other_sum")]
 
     saved = (y, before) if before is not None else (y,)
     node = r.node((x, y), saved, backward)
     return Tensor(x.storage, shape, dtype, node)
-
-
-def written(r: Recorder, x: Tensor, parts: Sequence[Tensor], name: str) -> Tensor:
-    """``x[..., i:j].copy_(part)`` of each part, of a new tensor (``CopySlices``): backward copies the whole gradient,
-    and the slice's; what was there before has none."""
-    for at, part in enumerate(parts):
-        x = _written(r, x, part, f"{name}_{at}")
-    return x
-
-
-def _written(r: Recorder, x: Tensor, part: Tensor, name: str) -> Tensor:
-    whole, shape, dtype, needs = x.shape, part.shape, x.dtype, x.node is not None
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        result = r.empty(whole, dtype, f"grad_{name}_whole")
-        of_part = r.empty(shape, dtype, f"grad_{name}")
-        zeros = r.empty(shape, dtype, f"grad_{name}_before") if needs else None
-        del zeros
-        return [result if needs else None, of_part]
-
-    return Tensor(x.storage, whole, dtype, r.node((x, part), (), backward))
