@@ -27,6 +27,9 @@ TINY: dict[str, str] = {
     "falcon": "falcon-7b",
     "mixtral": "mixtral-8x7b",
     "qwen3_moe": "qwen3-30b-a3b",
+    "gpt_oss": "gpt-oss-20b",
+    "olmoe": "olmoe-1b-7b",
+    "granitemoe": "granite-3.0-1b-a400m",
 }
 """A built-in model of each family."""
 
