@@ -176,9 +176,9 @@ def _alike(dense: tuple[int, ...], layers: int, sizes: tuple[int, int, bool]) ->
 
 def _time_behind(dense: tuple[int, ...], layers: int, sizes: tuple[int, int, bool], ratios: Ratios) -> float:
     """Of the slowest stage, at least, with the first layers as ``dealt``; ``sizes``: stages, chunks of each, and if
-    ends may be alone. Infinite where it cannot be below ``best``. A stage that takes the time of t layers holds
-    floor(t - what it takes besides) of them; so the first t for which these add up to enough is a whole number and what
-    some stage takes besides, or where none holds less than it must."""
+    ends may be alone. A stage that takes the time of t layers holds floor(t - what it takes besides) of them; so the
+    first t for which these add up to enough is a whole number and what some stage takes besides, or where none holds
+    less than it must."""
     saved, embedding, head = ratios.dense - 1, ratios.embedding, ratios.head
     lowest, together, groups = -inf, float(layers), []
     for stages, first, begins, ends, least, top in _alike(dense, layers, sizes):
