@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from .tuning import Adapters, Layer
 
 
-def low_rank_product(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters, of: str = "") -> Tensor:
-    """``lora_B(lora_A(x))``."""
-    name, k = layer.name, x.shape[-1]
-    down = r.parameter(f"{name}.lora_A.weight", (adapters.rank, k), x.dtype)
-    low = ops.linear(r, x, down, name=f"{name}_lora_a{of}")
-    del x
-    return ops.linear(
-        r, low, r.parameter(f"{name}.lora_B.weight", (layer.n, adapters.rank), low.dtype), name=f"{name}_lora_b{of}"
-    )
+def low_rank(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters, of: str = "") -> Tensor:
+    """``lora_A(x)``."""
+    down = r.parameter(f"{layer.name}.lora_A.weight", (adapters.rank, x.shape[-1]), x.dtype)
+    return ops.linear(r, x, down, name=f"{layer.name}_lora_a{of}")
+
+
+def of_low_rank(r: Recorder, low: Tensor, layer: Layer, adapters: Adapters, of: str = "") -> Tensor:
+    """``lora_B(low)``."""
+    up = r.parameter(f"{layer.name}.lora_B.weight", (layer.n, adapters.rank), low.dtype)
+    return ops.linear(r, low, up, name=f"{layer.name}_lora_b{of}")
 
 
 def decomposed(r: Recorder, x: Tensor, result: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
@@ -36,7 +37,7 @@ def decomposed(r: Recorder, x: Tensor, result: Tensor, layer: Layer, adapters: A
     norm = _norm(r, weight, product, name)
     magnitude = r.parameter(f"{name}.lora_magnitude_vector.weight", (layer.n,), x.dtype)
     scale = ops.elementwise(r, f"{name}_magnitude_scale", (magnitude, norm), (norm,)).view(1, layer.n)
-    low = low_rank_product(r, x, layer, adapters)
+    low = of_low_rank(r, low_rank(r, x, layer, adapters), layer, adapters)
     low = ops.copied_gradient(r, low, f"{name}_lora_b") if layer.strided else low
     if adapters.dropout:
         result = ops.linear(r, x, weight, name=f"{name}_again")
@@ -60,7 +61,7 @@ def _product_of_matrices(r: Recorder, x: Tensor, layer: Layer, adapters: Adapter
     """``get_lora_weight``: (k, n), in the dtype of x."""
     k = x.shape[-1]
     unit = r.empty((k, k), adapters.dtype, f"{layer.name}_unit_matrix")
-    product = low_rank_product(r, unit, layer, adapters, "_of_unit")
+    product = of_low_rank(r, low_rank(r, unit, layer, adapters, "_of_unit"), layer, adapters, "_of_unit")
     del unit
     return ops.cast(r, product, x.dtype, f"{layer.name}_lora_weight")
 

@@ -172,7 +172,9 @@ def feed_forward(
         return ops.multiply(r, gate, policy.product(r, lambda r: linear(r, x, "up", spec.ffn, False)), "gated")
 
     product = gated()
-    return then(r, policy.product(r, lambda r: linear(r, product, "down", spec.hidden, False)))
+    out = then(r, policy.product(r, lambda r: linear(r, product, "down", spec.hidden, False)))
+    del product
+    return out
 
 
 def block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:

@@ -15,7 +15,7 @@ from ..tape.events import rounded
 from ..values import dataclass
 from . import ops, work
 from .autograd import ITEMSIZE, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
-from .dora import decomposed, low_rank_product
+from .dora import decomposed, low_rank, of_low_rank
 from .fused_lora import Functions, projected
 
 BLOCK = 64
@@ -266,7 +266,9 @@ def delta(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
 
 def unscaled(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
     """``lora_B(lora_A(dropout(x)))``."""
-    out = low_rank_product(r, ops.dropout(r, x, adapters.dropout, f"{layer.name}_lora_dropout"), layer, adapters)
+    low = low_rank(r, ops.dropout(r, x, adapters.dropout, f"{layer.name}_lora_dropout"), layer, adapters)
+    out = of_low_rank(r, low, layer, adapters)
+    del low
     return ops.copied_gradient(r, out, f"{layer.name}_lora_b") if layer.strided else out
 
 

@@ -179,11 +179,11 @@ def _rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """``_apply_rotary_pos_emb_bshd`` on (s, b, heads, p): neighbours are put apart first."""
     half = (*x.shape[:-1], x.shape[-1] // 2)
     even, odd = (ops.slice_last(r, x, half[-1], f"{name}_{part}") for part in ("even", "odd"))
-    x = ops.cat_last(r, even, odd, f"{name}_apart")
+    apart = ops.cat_last(r, even, odd, f"{name}_apart")
     del even, odd
     cos, sin = (_table(r, f"{name}_{part}", shape) for part in ("cos", "sin"))
-    plain = ops.elementwise(r, f"{name}_times_cos", (x,), (cos,))
-    first, second = ops.split(r, x, [half, half], f"{name}_chunk")
+    plain = ops.elementwise(r, f"{name}_times_cos", (apart,), (cos,))
+    first, second = ops.split(r, apart, [half, half], f"{name}_chunk")
     turned = ops.cat_last(r, ops.scale(r, second, f"{name}_negated"), first, f"{name}_rotated")
     del first, second
     turned = ops.elementwise(r, f"{name}_times_sin", (turned,), (sin,))

@@ -237,7 +237,8 @@ def _z_loss(r: Recorder, logits: Tensor) -> Tensor:
         return [product]
 
     out.node = r.node((logits,), (logits, out), backward)
-    return _number(r, ops.power(r, out, "z_square"), "z_loss")
+    square = ops.power(r, out, "z_square")
+    return _number(r, square, "z_loss")
 
 
 def _number(r: Recorder, x: Tensor, name: str) -> Tensor:
