@@ -5,7 +5,10 @@ and no elements. What makes its tape right is what makes PyTorch's memory what i
 
 * a storage lives while a Python variable, a saved tensor or a gradient in flight refers to it, so
   the storages here are ordinary objects and CPython's reference counting ends them at the same
-  line as in the real module;
+  line as in the real module. One thing is not relied upon, because it differs between Pythons: when
+  the arguments of a call die that the caller does not name. Python 3.10, and any Python whose frames
+  PyTorch's compiler evaluates, keep them until the call returns. Where a module ends an argument early,
+  its recipe is two functions, and the caller deletes the name between them;
 * a node saves exactly the tensors that ``tools/autograd/derivatives.yaml`` names for it;
 * backward runs ready nodes newest first, gradient accumulators before all (``engine.cpp``,
   ``CompareNodeTaskTime``); what a node returns for a broadcast input is summed to its shape

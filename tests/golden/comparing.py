@@ -41,7 +41,7 @@ def differences(before: Answer, now: Answer) -> list[str]:
         changed = list(_changed("", _figures(before), _figures(now)))
         lines += changed or ["figures differ, none of them in the summary"]
     if before.tapes != now.tapes:
-        lines.append("tapes differ (--detail shows them)")
+        lines.append("tapes differ")
     if before.texts != now.texts:
         same = "" if lines else "figures are equal, "
         lines += [f"{same}texts differ: {_texts(before, now)}"]
