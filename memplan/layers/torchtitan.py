@@ -171,10 +171,10 @@ def feed_forward(
         gate = silu(r, policy.product(r, lambda r: linear(r, x, "gate", spec.ffn, False)))
         return ops.multiply(r, gate, policy.product(r, lambda r: linear(r, x, "up", spec.ffn, False)), "gated")
 
-    product = gated()
-    out = then(r, policy.product(r, lambda r: linear(r, product, "down", spec.hidden, False)))
-    del product
-    return out
+    def down(product: Tensor) -> Tensor:
+        return then(r, policy.product(r, lambda r: linear(r, product, "down", spec.hidden, False)))
+
+    return down(gated())
 
 
 def block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
