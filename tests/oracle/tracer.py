@@ -114,6 +114,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self.seen[key]
         self.trace.add(change)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: no switch around each operator."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # half of all calls, which would go through its mode

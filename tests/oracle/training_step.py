@@ -36,6 +36,11 @@ class Step:
     """``step()`` and ``zero_grad()``; counters that PyTorch keeps on the host are left out."""
 
 
+_updates: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Change]] = {}
+"""What AdamW's second step did, by the parameters' shapes and dtypes: it depends on nothing else. Where it is known,
+both steps are left out, and the states are there from the start."""
+
+
 def traced_step(
     config: transformers.PreTrainedConfig,
     b: int,
@@ -61,11 +66,15 @@ def traced_step(
         parameters = list(model.parameters())
         for tensor in (*parameters, *model.buffers()):
             follow.adopt(tensor, "state")
-        optimizer = torch.optim.AdamW(parameters, foreach=True)
+        key = tuple((parameter.shape, parameter.dtype) for parameter in parameters)
+        optimizer, states = torch.optim.AdamW(parameters, foreach=True), []
         ids = torch.randint(0, config.vocab_size, (b, s))
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        update(optimizer, trace)
+        if key in _updates:
+            states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(2)]
+        else:
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            update(optimizer, trace)
         if accumulates:
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
@@ -79,11 +88,13 @@ def traced_step(
         with cuda_lists() if autocast else nullcontext():  # recompute enters autocast again
             loss.backward()
         end = len(trace.changes)
-        update(optimizer, trace)
-        del loss
+        if key not in _updates:
+            update(optimizer, trace)
+        del loss, states
+        _updates.setdefault(key, trace.changes[end:])
         count = sum(parameter.numel() for parameter in parameters)
         changes = trace.changes
-        steps.append(Step(count, before, changes[start:middle], changes[middle:end], changes[end:]))
+        steps.append(Step(count, before, changes[start:middle], changes[middle:end], _updates[key]))
         trace.changes = []
 
     with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}), _unpacked():

@@ -37,7 +37,6 @@ from .test_step import SCALARS, WITHOUT_RECIPE, model_flags
 
 LONGEST = 256
 CASES: dict[str, dict[str, str]] = {
-    "gpt2": {"attention": "flash"},
     "llama": {"recompute": "full", "attention": "flash"},
     "bert": {"dtype": "fp32", "attention": "eager"},
 }
@@ -118,14 +117,14 @@ def grown(plan: Plan, fit: Fit, layers: int) -> Program:
     ],
 )
 def test_one_fit_serves_every_optimizer(optimizer: dict[str, str]) -> None:
-    plan = plan_of("gpt2", 2, 100, **optimizer)
-    assert compared(traced(job_of_plan(plan)), program_of(plan, fit_of("gpt2"), Options())).furthest == 0
+    plan = plan_of("bert", 2, 100, **optimizer)
+    assert compared(traced(job_of_plan(plan)), program_of(plan, fit_of("bert"), Options())).furthest == 0
 
 
 def test_replayed_as_the_recipe() -> None:
     """Through the allocator, kernels' workspaces included."""
-    plan, options = plan_of("gpt2", 2, 200), Options(kernel_workspaces=True)
-    recipe, ours = programs_of(plan, options)[0], program_of(plan, fit_of("gpt2"), options)
+    plan, options = plan_of("bert", 2, 200), Options(kernel_workspaces=True)
+    recipe, ours = programs_of(plan, options)[0], program_of(plan, fit_of("bert"), options)
     (expected,), (found,) = (replay([one], AllocatorSettings(), ()) for one in (recipe, ours))
     assert sum(found.breakdown) == found.allocated
     assert found.breakdown[Category.WORKSPACES] == expected.breakdown[Category.WORKSPACES]
@@ -134,10 +133,10 @@ def test_replayed_as_the_recipe() -> None:
 
 
 def test_what_was_not_verified_is_refused() -> None:
-    fit = fit_of("gpt2")
+    fit = fit_of("bert")
     with pytest.raises(PlanError, match=r"batch\.seq = 512: is outside the verified range"):
-        program_of(plan_of("gpt2", 2, 512), fit, Options())
-    fsdp = plan_of("gpt2", 2, 64).model_copy(update={"framework": "fsdp"})
+        program_of(plan_of("bert", 2, 512), fit, Options())
+    fsdp = plan_of("bert", 2, 64).model_copy(update={"framework": "fsdp"})
     with pytest.raises(PlanError, match=r"framework = fsdp: must be single or ddp"):
         program_of(fsdp, fit, Options())
 
@@ -216,9 +215,9 @@ def test_structure_that_changes(tmp_path: Path) -> None:
 def test_ddp_as_the_recipe() -> None:
     """Buckets in the order in which gradients are ready, and buffers that are broadcast."""
     for flags in ({}, {"bucket-cap-mb": "0.05"}):
-        plan = plan_of("gpt2", 2, 64, framework="ddp", gpus="4", gbs="16", **flags)
+        plan = plan_of("bert", 2, 64, framework="ddp", gpus="4", gbs="16", **flags)
         (recipe,) = programs_of(plan, Options())
-        ours = program_of(plan, fit_of("gpt2"), Options())
+        ours = program_of(plan, fit_of("bert"), Options())
         expected, found = ([h.bytes for h in one.extra if h.name == "ddp_bucket"] for one in (recipe, ours))
         assert found == expected
         assert abs(fold_program(ours).peak - fold_program(recipe).peak) <= SCALARS

@@ -160,14 +160,12 @@ def test_tensor_and_pipeline_parallel(place: Path, read: Any) -> None:
     assert losses[2][-1] < losses[2][0]
 
 
-def test_one_rank_of_each_stage_alone(place: Path, read: Any) -> None:
+def test_one_rank_alone(place: Path, read: Any) -> None:
     """Losses of zeros mean nothing, and none are told."""
-    found, estimated = measured(read(layers="2", tp="2", pp="2", gpus="4"), 1, emulates=True)
+    found, estimated = measured(read(layers="2", tp="2", gpus="2"), 1, emulates=True)
     check(found, estimated)
     assert found.world == "emulated"
-    assert [rank.apart for rank in found.ranks] == [None, None]
-    assert [rank.rank for rank in found.ranks] == [0, 2]
-    assert [rank.losses for rank in found.ranks] == [(), ()]
+    assert [(rank.rank, rank.apart, rank.losses) for rank in found.ranks] == [(0, None, ())]
     assert any("zeros" in note for note in found.notes)
 
 
