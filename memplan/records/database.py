@@ -50,7 +50,8 @@ def connected(
     with errors_of(path):
         _make(path)
         # Not "rwc": a file that vanishes meanwhile is an error. What is read-only opens, and is refused when written.
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", patience, isolation_level=None, uri=True)
+        where = f"{path.absolute().as_uri()}?mode=rw"
+        connection = sqlite3.connect(where, timeout=patience, isolation_level=None, uri=True)
         connection.text_factory = _readable
     try:
         with errors_of(path):
