@@ -13,6 +13,7 @@ from memplan.families import family
 from memplan.frameworks import ROOMS as FRAMEWORKS
 from memplan.frameworks import framework
 from memplan.optimizers import algorithms
+from memplan.plan.library import learned_models
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/support.md"
@@ -77,6 +78,12 @@ def families() -> Iterator[list[str]]:
         ]
 
 
+def learned() -> Iterator[list[str]]:
+    for one in learned_models().values():
+        kind = one.configuration()["model_type"]
+        yield [f"`{one.name}`", f"`{kind}`", f"{one.parameters / 1e9:.2f} B", named(one.hub)]
+
+
 def tables() -> str:
     heads = {
         "framework": [
@@ -102,12 +109,14 @@ def tables() -> str:
             "4-bit",
             "LoRA's targets",
         ],
+        "learned": ["model", "`model_type`", "parameters", "on the Hub"],
     }
     return "\n".join(
         [
             *table("Frameworks", heads["framework"], frameworks()),
             *table("Optimizers, and what other tools call them", heads["optimizer"], optimizers()),
             *table("Model families", heads["family"], families()),
+            *table("Models without a recipe that ship as learned", heads["learned"], learned()),
         ]
     )
 

@@ -42,7 +42,7 @@ def _template(path: str | None, flags: Flags) -> str:
     from ..plan.template import plan_template
 
     flags = {"model": DEFAULT_MODEL, **flags}
-    read = read_plan(None, flags)
+    read = read_plan(None, flags, traced=True)
     plan = read.plan
     try:
         check(plan)

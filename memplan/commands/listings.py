@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .output import Json, NoColor, console, print_json, printing
+
+if TYPE_CHECKING:
+    from ..plan.library import LearnedModel
+
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "encoder_layers")
+_HIDDEN = ("hidden_size", "d_model", "dim")
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "encoder_attention_heads")
+"""What configurations of Hugging Face call them."""
 
 Part = Annotated[str, typer.Argument(metavar="NAME", help="Only those whose names hold this.")]
 
@@ -15,16 +23,19 @@ Part = Annotated[str, typer.Argument(metavar="NAME", help="Only those whose name
 def models(part: Part = "", json: Json = False, no_color: NoColor = False) -> int:
     """Models that are built in, with their sizes."""
     from ..plan.count import parameters
-    from ..plan.library import model_specs
+    from ..plan.library import learned_models, model_specs
     from ..plan.models import load_spec
 
-    specs = [load_spec(name) for name in _holding(part, model_specs())]
+    found = _holding(part, [*model_specs(), *learned_models()])
+    specs = [load_spec(name) for name in found if name in model_specs()]
+    learned = [learned_models()[name] for name in found if name in learned_models()]
     if json:
-        print_json([{**spec.model_dump(mode="json"), "parameters": parameters(spec)} for spec in specs])
+        known = [{**spec.model_dump(mode="json"), "parameters": parameters(spec)} for spec in specs]
+        print_json([*known, *map(_learned, learned)])
         return 0
     from ..report.names import elements
 
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             spec.name,
             elements(parameters(spec)),
@@ -36,9 +47,28 @@ def models(part: Part = "", json: Json = False, no_color: NoColor = False) -> in
         )
         for spec in specs
     ]
+    rows += [(one.name, elements(one.parameters), *_sizes(one)) for one in learned]
     headings = ("model", "parameters", "layers", "hidden", "heads", "vocab", "longest")
     _print_table(headings, rows, no_color)
     return 0
+
+
+def _learned(model: LearnedModel) -> dict[str, Any]:
+    """A model without a recipe, as JSON: its sizes are those of its configuration."""
+    config = model.configuration()
+    known = {"name": model.name, "family": config["model_type"], "source": model.source, "hub": model.hub}
+    return {**known, "learned": True, "parameters": model.parameters, "config": config}
+
+
+def _sizes(model: LearnedModel) -> Iterator[str]:
+    """Layers, hidden size, heads, vocabulary and longest sequence; empty where the configuration names none."""
+    from ..plan.traced_spec import LENGTHS
+
+    config = model.configuration()
+    keys = str(config.get("num_key_value_heads", ""))
+    for names in (_LAYERS, _HIDDEN, _HEADS, ("vocab_size",), LENGTHS):
+        found = next((str(config[name]) for name in names if type(config.get(name)) is int), "")
+        yield f"{found}/{keys}" if names is _HEADS and keys not in ("", found) else found
 
 
 def gpus(part: Part = "", json: Json = False, no_color: NoColor = False) -> int:

@@ -1,4 +1,5 @@
-"""What is built in: model specs and example plans, as files that anyone can read and copy."""
+"""What is built in, as files that anyone can read and copy: model specs, example plans, and configurations of models
+that were learnt from traces."""
 
 from __future__ import annotations
 
@@ -6,8 +7,34 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+LEARNED = _PACKAGE / "learned"
+"""A folder for each learned model: its configuration, and what was learnt of it."""
+
+
+class LearnedModel(NamedTuple):
+    """A model of an architecture without a recipe, which ships with what traces of it came to."""
+
+    name: str
+    hub: tuple[str, ...]
+    """Repositories on the Hugging Face Hub that hold it."""
+    parameters: int
+    """As published."""
+    source: str
+
+    @property
+    def config(self) -> Path:
+        """Its ``config.json``."""
+        return LEARNED / self.name / "config.json"
+
+    def configuration(self) -> dict[str, Any]:
+        """What stands in it."""
+        import json
+
+        found: dict[str, Any] = json.loads(self.config.read_text("utf-8"))
+        return found
 
 
 @cache
@@ -18,13 +45,28 @@ def model_specs() -> Mapping[str, Path]:
 
 
 @cache
+def learned_models() -> Mapping[str, LearnedModel]:
+    """Built-in models without a recipe, by name."""
+    import json
+
+    listed = json.loads((LEARNED / "models.json").read_text("utf-8"))
+    return MappingProxyType(
+        {name: LearnedModel(name, tuple(one["hub"]), one["parameters"], one["source"]) for name, one in listed.items()}
+    )
+
+
+@cache
 def hub_ids() -> Mapping[str, tuple[str, ...]]:
-    """Repositories on the Hugging Face Hub that hold each built-in model."""
+    """Repositories on the Hugging Face Hub that hold each built-in model, learned ones among them."""
+    return MappingProxyType({**_of_specs(), **{name: one.hub for name, one in learned_models().items()}})
+
+
+def _of_specs() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for name, path in model_specs().items():
         line = next((line for line in path.read_text("utf-8").splitlines() if line.startswith("hub:")), "hub:")
         found[name] = tuple(part for part in line[len("hub:") :].strip().split(", ") if part)
-    return MappingProxyType(found)
+    return found
 
 
 @cache

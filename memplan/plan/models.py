@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .errors import Origin, PlanError, one_line
 from .hub import cached_config, is_repository, namesakes, refused, twin
-from .library import model_specs
+from .library import learned_models, model_specs
 from .node import Node
 from .normalise import section_fields
 from .notes import Note
@@ -81,7 +81,7 @@ def _base(base: Node, folder: Path) -> Found:
     if not isinstance(name, str) or not name:
         problem = "must be the name of a model spec, or a path to a spec, a config.json or its folder"
         raise PlanError("model", base.plain(), problem, origin=base.origin)
-    if name in model_specs():
+    if name in model_specs() or name in learned_models():
         return _built_in(name)
     path = model_path(name, folder)
     same = None if is_there(path) else twin(name, base)
@@ -104,15 +104,23 @@ def _base(base: Node, folder: Path) -> Found:
 
 
 def model_path(name: str, folder: Path) -> Path:
-    """The file or folder that ``name`` means, from ``folder``; else its configuration in the Hub's local cache,
-    unless a built-in model has it."""
+    """The file or folder that ``name`` means, from ``folder``; else the configuration of the learned model that it
+    means; else its configuration in the Hub's local cache, unless a built-in model has it."""
     path = path_of(name, folder)
-    if is_there(path) or twin(name, Node(name, Origin("model"))) is not None:
+    if name in learned_models():
+        return learned_models()[name].config
+    if name in model_specs() or is_there(path):
         return path
-    return cached_config(name) or path
+    same = twin(name, Node(name, Origin("model")))
+    if same is None:
+        return cached_config(name) or path
+    return learned_models()[same].config if same in learned_models() else path
 
 
 def _built_in(name: str) -> Found:
+    """``PlanError`` of a learned model, at its configuration: there is no spec of it."""
+    if name in learned_models():
+        return read_spec(learned_models()[name].config)
     return read_spec(model_specs()[name], f"model spec {name}")
 
 

@@ -13,7 +13,7 @@ from .errors import ABSENT, Origin, PlanError, together
 from .fields import MODEL, Kind, PlanField, by_flag
 from .hub import is_repository, twin
 from .implied import with_implied
-from .library import examples, model_specs
+from .library import examples, learned_models, model_specs
 from .models import complete_model
 from .node import Node, scalar
 from .normalise import field_value, normalised
@@ -22,7 +22,7 @@ from .plan import Plan
 from .routing import with_routing
 from .spellings import with_optimizer
 from .text import STANDARD_INPUT, folder_of, is_there, path_of, read_standard_input, read_text
-from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, traced_spec
+from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, known_from_traces, traced_spec
 from .validation import validated_plan
 from .yaml_nodes import parse_yaml
 
@@ -120,7 +120,7 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
         except PlanError as error:
             try:
                 if not traced:
-                    raise
+                    raise known_from_traces(error, named) from None
                 only_traced = traced_spec(named, here, error)
             except PlanError as refused:
                 raise together([refused, *wrong, *_wrong_in(written.without("model"))]) from None
@@ -152,7 +152,7 @@ def _wrong_in(plan: Node) -> Iterator[PlanError]:
 def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
     """The plan of an architecture that only traces know."""
     stand_in = complete_model(Node({"base": Node(STAND_IN, COMMAND_LINE)}, COMMAND_LINE), Path()).spec
-    node, chosen = with_implied(written.with_items({"model": stand_in}))
+    node, chosen = with_implied(written.with_items({"model": stand_in}), learnt=True)
     plan = validated_plan(node)
     if plan.batch.seq is None and spec.positions_max == NO_LENGTH:
         problem = "is missing, and the model's configuration names no maximum sequence length"
@@ -222,7 +222,9 @@ def _with_model_from(plan: Node, folder: Path) -> Node:
     """``plan`` with a relative path to its model made to start from its own ``folder``."""
     model = plan.mapping.get("model")
     base = model.mapping.get("base") if model is not None else None
-    if model is None or base is None or not isinstance(base.value, str) or base.value in model_specs():
+    if model is None or base is None or not isinstance(base.value, str):
+        return plan
+    if base.value in model_specs() or base.value in learned_models():
         return plan
     place = folder.resolve() / base.value
     if not is_there(place) and twin(base.value, base) is not None:

@@ -10,6 +10,7 @@ from pydantic import Field, model_serializer
 
 from .errors import ABSENT, Origin, PlanError, one_line
 from .hub import config_name
+from .library import LEARNED, learned_models
 from .models import model_path
 from .node import Node
 from .spec import MOST_LAYERS, Activation, LayerCount, ModelSpec, Norm, Positions, Probability, Size
@@ -107,13 +108,28 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
         family=one_line(config["model_type"]),
         layers=layers if layers is not None and name is not None else 1,
         positions_max=size_in(config, LENGTHS, NO_LENGTH, path) or NO_LENGTH,
-        source=one_line(str(path)),
+        source=name_of_built_in(path) or one_line(str(path)),
         config=config,
         counted=name is not None,
         changed="layers" in items,
         reason=str(PlanError(error.field, error.value, error.problem)),
         digest=sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
     )
+
+
+def name_of_built_in(path: Path) -> str:
+    """The learned model of which ``path`` is the configuration; empty where it is of none."""
+    return path.parent.name if path.parent.parent == LEARNED and path.parent.name in learned_models() else ""
+
+
+def known_from_traces(error: PlanError, model: Node) -> PlanError:
+    """``error``, of the plan's ``model``, of which there is no recipe; of a learned one what to do with it."""
+    base = model.mapping.get("base")
+    name = name_of_built_in(Path(error.origin.source)) if error.origin is not None else ""
+    if not name or base is None:
+        return error
+    problem = "has no recipe, and is known from traces: memplan estimate and memplan trace alone take it"
+    return PlanError("model", base.plain(), problem, origin=base.origin)
 
 
 def _config_path(base: Node | None, folder: Path) -> Path | None:

@@ -1,4 +1,5 @@
-"""Fits on disk: one file each in the user's cache directory, written whole or not at all.
+"""Fits on disk: one file each in the user's cache directory, written whole or not at all; and those that ship with
+memplan, of the models that ``memplan/learned/models.json`` lists.
 
 A file says what it is of (settings, versions) and is believed only if that is what was asked for; whatever cannot be
 read is as good as absent, and written anew. ``MEMPLAN_CACHE`` names another directory than ``XDG_CACHE_HOME/memplan``.
@@ -22,6 +23,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.library import LEARNED
 from ..user_folders import user_folder
 from .fit import Fit
 
@@ -85,6 +87,25 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 
 def load(settings: Mapping[str, Any]) -> Fit | None:
+    """The user's own fit for this environment, else the built-in one, which says of which releases it is."""
+    return _of_user(settings) or built_in(settings)
+
+
+def built_in_path(name: str, settings: Mapping[str, Any]) -> Path:
+    """The file of the learned model ``name`` under ``settings``."""
+    return LEARNED / name / f"{_digest(settings)}{SUFFIX}"
+
+
+def built_in(settings: Mapping[str, Any]) -> Fit | None:
+    """The fit that ships with memplan, whichever tracer made it: tests compare them with what this one finds."""
+    for path in LEARNED.glob(f"*/{_digest(settings)}{SUFFIX}"):
+        data = _json(path)
+        if data is not None and data.get("format") == FORMAT and data.get("settings") == settings and _is_whole(data):
+            return Fit.from_json(data["fit"])
+    return None
+
+
+def _of_user(settings: Mapping[str, Any]) -> Fit | None:
     """The fit for this environment; where torch or transformers are not installed, the newest of this tracer's."""
     known = versions()
     exact = path_of(settings, known)
@@ -153,13 +174,18 @@ def _json(path: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def store(settings: Mapping[str, Any], fit: Fit) -> Path:
-    """Writes ``fit`` whole, over what was there; the last of several writers wins. ``PlanError`` where it cannot be."""
-    path = path_of(settings, versions())
+def written(settings: Mapping[str, Any], fit: Fit) -> bytes:
+    """What a file holds of ``fit``; the same for the same fit."""
     fitted = fit.to_json()
     data = {"format": FORMAT, "settings": settings, "versions": versions()._asdict(), "fit": fitted}
     data["sha256"] = _checksum(fitted)
-    content = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
+    return gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
+
+
+def store(settings: Mapping[str, Any], fit: Fit) -> Path:
+    """Writes ``fit`` whole, over what was there; the last of several writers wins. ``PlanError`` where it cannot be."""
+    path = path_of(settings, versions())
+    content = written(settings, fit)
     temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

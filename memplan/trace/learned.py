@@ -16,6 +16,7 @@ from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import Kind, PlanField, plan_fields
 from ..plan.models import load_spec
 from ..plan.plan import Batch, Optimizer, Plan
+from ..plan.releases import parsed
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.traced_spec import NO_LENGTH, STAND_IN, TracedSpec, layers_name
@@ -34,6 +35,8 @@ NAMES = frozenset({"_name_or_path", "transformers_version"})
 SECTIONS = ("precision", "recompute", "frozen")
 """Of a plan: with ``attention`` what its settings depend on; what is not modelled of the others was refused."""
 ALWAYS_TOLD = ("--dtype", "--attention")
+TRACED = ("transformers", "torch")
+"""Libraries whose code a trace runs; a fit says of which release."""
 
 Settings = dict[str, Any]
 
@@ -68,11 +71,22 @@ def fit_of(plan: ResolvedPlan) -> Fit:
     spec = plan.model
     assert isinstance(spec, TracedSpec)
     sections = (plan.precision, plan.recompute, plan.loss, plan.lora, plan.quantisation, plan.frozen, plan.trainer)
-    key = (spec.digest, plan.attention, plan.code, plan.framework, *sections)
+    versions = {name: version for name, version in plan.versions.items() if name not in TRACED}
+    key = (spec.digest, plan.attention, plan.code, plan.framework, *versions.items(), *sections)
     found = _FOUND.get(key)
     if found is None:
-        found = _FOUND[key] = _read(plan, spec)
+        found = _FOUND[key] = _read(plan.model_copy(update={"versions": versions}), spec)
+    _check_versions(plan, found)
     return found
+
+
+def _check_versions(plan: ResolvedPlan, fit: Fit) -> None:
+    """``PlanError`` where the plan names other releases than were traced."""
+    for name in TRACED:
+        named, made = plan.versions.get(name), str(getattr(fit, name)).partition("+")[0]
+        if named is not None and parsed(made)[: len(parsed(named))] != parsed(named):
+            problem = f"must be {made}, whose code was traced: this architecture has no recipe"
+            raise PlanError(f"versions.{name}", named, problem)
 
 
 _FOUND: dict[tuple[object, ...], Fit] = {}

@@ -19,11 +19,12 @@ from ..layers.module import Options
 from ..plan import traced_spec
 from ..plan.errors import ABSENT, LackingError, Origin, PlanError
 from ..plan.fields import by_flag
+from ..plan.models import model_path
 from ..plan.read import Flags, ReadPlan, read_plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.spec import MOST_LAYERS
-from ..plan.text import is_folder, is_there, path_of, read_text
+from ..plan.text import is_folder, is_there, read_text
 from ..tape.program import Program
 from ..values import dataclass
 from .framework import job_of_plan
@@ -145,7 +146,7 @@ def planned(source: str | None, flags: Flags, stage: int = 0, reads: ReadsPlan =
     try:
         read = reads(source, flags)
     except PlanError as error:
-        if path is None or source is not None or not _is_about(error, path):
+        if path is None or source is not None or not (traced_spec.name_of_built_in(path) or _is_about(error, path)):
             raise
         check_stage(stage, 1)
         return _without_recipe(path, flags, error)
@@ -178,7 +179,7 @@ def _config_path(flags: Flags) -> Path | None:
     given = flags.get("model")
     if not isinstance(given, str):
         return None
-    path = path_of(given)
+    path = model_path(given, Path())
     path = path / "config.json" if is_folder(path) else path
     return path if path.suffix == ".json" and is_there(path) else None
 
@@ -212,7 +213,7 @@ def _without_recipe(path: Path, flags: Flags, error: PlanError) -> Planned:
     except PlanError as wrong:
         raise read.located(wrong) from None
     reason = str(PlanError(error.field, error.value, error.problem))
-    return Planned(job, str(path), None, None, reason)
+    return Planned(job, traced_spec.name_of_built_in(path) or str(path), None, None, reason)
 
 
 def _config(path: Path, error: PlanError) -> dict[str, Any]:

@@ -1,0 +1,112 @@
+"""The fits that ship with memplan, of architectures without a recipe: learnt here from transformers' own code.
+
+python -m benchmarks.learned [MODEL …] [--again] [--check]
+
+A model is an entry of ``memplan/learned/models.json`` with its ``config.json`` beside it. What is there already is
+left alone, unless ``--again``; files of other settings than a plan asks for today are removed. ``--check`` learns
+nothing: it counts the parameters of each model as transformers makes it, and says whose fit another tracer made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from memplan.plan.errors import PlanError
+from memplan.plan.library import LEARNED, LearnedModel, learned_models
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+from memplan.trace import cache
+from memplan.trace.learned import fit_by_traces, job_of, kept_as, longest_of, settings_of
+
+VARIANTS: tuple[dict[str, str], ...] = ({}, {"recompute": "full"})
+"""Flags of the plans that are learnt of every model: bf16 and the flash kernel, without recompute and with it."""
+LONGEST = 131072
+"""Tokens of a sequence up to which a fit goes."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="all that are listed if left out")
+    parser.add_argument("--again", action="store_true", help="also what is there already")
+    parser.add_argument("--check", action="store_true", help="count parameters, learn nothing")
+    asked = parser.parse_args()
+    models = [learned_models()[name] for name in asked.models or learned_models()]
+    wrong = [line for one in models for line in (checked(one) if asked.check else learnt(one, again=asked.again))]
+    print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def learnt(model: LearnedModel, *, again: bool) -> Iterator[str]:
+    """Writes the fits of ``model``; what could not be learnt, in words."""
+    wanted = set()
+    for flags in VARIANTS:
+        words = " ".join([model.name, *flags.values()])
+        plan = plan_of(model, flags)
+        job = job_of(plan)
+        asked = [cache.built_in_path(model.name, settings_of(job, layers)) for layers in (None, plan.model.layers)]
+        there = [path for path in asked if path.is_file()]
+        if there and not again:
+            wanted.update(there)
+            continue
+        started = time.monotonic()
+        try:
+            fit, traces = fit_by_traces(job, plan, min(longest_of(plan), LONGEST), model.name)
+        except PlanError as error:
+            yield f"{words}: {error}"
+            continue
+        settings = kept_as(job, fit)
+        path = cache.built_in_path(model.name, settings)
+        path.write_bytes(cache.written(settings, fit))
+        wanted.add(path)
+        took = f"{traces} traces, {time.monotonic() - started:.0f} s, {path.stat().st_size:,} bytes"
+        domains = "; ".join(str(one.domain) for one in fit.pieces)
+        print(f"{words}: {took}: {domains}; {', '.join(map(str, fit.verified))} layers", flush=True)
+    for path in (LEARNED / model.name).glob(f"*{cache.SUFFIX}"):
+        if path not in wanted:
+            path.unlink()
+
+
+def plan_of(model: LearnedModel, flags: dict[str, str]) -> ResolvedPlan:
+    return resolve(read_plan(None, {"model": model.name, "framework": "single", **flags}, traced=True).plan)
+
+
+def checked(model: LearnedModel) -> Iterator[str]:
+    """What is not as it should be of ``model``, in words."""
+    counted = parameters_of(model.configuration())
+    if counted != model.parameters:
+        yield f"{model.name}: transformers makes {counted:,} parameters, published are {model.parameters:,}"
+    for path in (LEARNED / model.name).glob(f"*{cache.SUFFIX}"):
+        if made_by(path) != cache.tracer():
+            print(f"{model.name}: {path.name} is of another tracer; --again learns it anew")
+
+
+def made_by(path: Path) -> str:
+    """The digest of the tracer that made the fit at ``path``."""
+    found: str = json.loads(gzip.decompress(path.read_bytes()))["versions"]["tracer"]
+    return found
+
+
+def parameters_of(config: dict[str, Any]) -> int:
+    """Of the model that transformers makes of ``config``, with its head; no memory is taken."""
+    import torch
+    from transformers import AutoConfig
+
+    from memplan.trace.models import model_class
+
+    made = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = model_class(made)._from_config(made)
+    model.tie_weights()
+    return sum(one.numel() for one in model.parameters())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

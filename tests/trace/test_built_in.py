@@ -1,0 +1,180 @@
+"""Learned models that ship with memplan, beside traces of transformers' own code at points that none was learnt at,
+and as a user names them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memplan.cli import main
+from memplan.estimate import estimate, programs_of
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.library import LEARNED, learned_models
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+from memplan.tape.program import fold_program
+from memplan.trace import cache
+from memplan.trace import learned as lookup
+from memplan.trace.comparison import compared
+from memplan.trace.learned import fit_of, job_of
+from memplan.trace.step import traced_step
+
+LARGEST = 3 << 20
+"""Bytes of all that ships."""
+RELEASES = ("5.23.0", "2.13.0")
+"""Of transformers and torch, as ``pyproject.toml`` pins them."""
+BESIDE = {"olmo-2-7b"}
+"""Models that every run of the tests traces; the others do where all is run."""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    lookup.forget()
+
+
+def plan_of(model: str, **flags: str) -> ResolvedPlan:
+    return resolve(read_plan(None, {"model": model, "framework": "single", **flags}, traced=True).plan)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a wrong command prints."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize("name", learned_models())
+def test_parameters_are_those_published(name: str) -> None:
+    """Without recompute and with it, from fits of the releases that the tests run."""
+    for flags in ({}, {"recompute": "full"}):
+        plan = plan_of(name, **flags)
+        (stage,) = estimate(plan).stages
+        assert stage.parameters == learned_models()[name].parameters
+        fit = fit_of(plan)
+        assert (fit.transformers, fit.torch.partition("+")[0]) == RELEASES
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "name", [one if one in BESIDE else pytest.param(one, marks=pytest.mark.slow) for one in learned_models()]
+)
+def test_same_as_a_direct_trace(name: str, recompute: str) -> None:
+    """To the byte, at sizes that are no multiples of those that were learnt; with fewer layers where the fit says that
+    it holds for them."""
+    learnt = fit_of(plan_of(name, recompute=recompute))
+    layers = {"layers": "7"} if learnt.extends and learnt.layers else {}
+    points = [(b, 13 * 8 * k) for b in (4, 1) for k in (3, 60) if learnt.piece_at(b, 13 * 8 * k) is not None]
+    assert points
+    for b, s in points[:: 2 if name in BESIDE else 1]:
+        plan = plan_of(name, recompute=recompute, mbs=str(b), seq=str(s), gbs=str(2 * b), **layers)
+        (program,) = programs_of(plan, Options())
+        found = traced_step(job_of(plan), evaluates=True)
+        comparison = compared(found, program)
+        assert comparison.furthest == 0
+        for row in comparison.rows:
+            assert row.estimated is not None
+            assert (row.traced.net, row.traced.peak) == (row.estimated.net, row.estimated.peak), row
+        assert fold_program(program).peak == found.whole.peak
+
+
+def test_what_ships_is_what_is_listed() -> None:
+    """Each folder is a model's; no file is of settings that no plan asks for; all of it is small."""
+    folders = {path.name for path in LEARNED.iterdir() if path.is_dir()}
+    assert folders == set(learned_models())
+    asked = {
+        cache.built_in_path(name, settings)
+        for name in learned_models()
+        for recompute in ("none", "full")
+        for plan in (plan_of(name, recompute=recompute),)
+        for settings in (lookup.settings_of(job_of(plan), None), lookup.settings_of(job_of(plan), plan.model.layers))
+    }
+    there = set(LEARNED.glob(f"*/*{cache.SUFFIX}"))
+    assert there <= asked
+    assert len(there) == 2 * len(folders)
+    assert sum(path.stat().st_size for path in LEARNED.rglob("*") if path.is_file()) < LARGEST
+
+
+def test_fits_of_the_user_go_first() -> None:
+    """As they are of the releases that are installed."""
+    plan = plan_of("olmo-2-7b")
+    shipped = fit_of(plan)
+    job = job_of(plan)
+    own = type(shipped)(shipped.torch, "5.99.0", *[getattr(shipped, name) for name in NAMES])
+    cache.store(lookup.kept_as(job, own), own)
+    lookup.forget()
+    assert fit_of(plan).transformers == "5.99.0"
+
+
+NAMES = ("layers", "verified", "pieces", "refused", "buckets")
+
+
+# -- as a user names them ---------------------------------------------------------------------------
+
+
+def peak_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> int:
+    assert main([*arguments, "--json"]) in (0, 1)
+    peak = json.loads(capsys.readouterr().out)["peak_bytes"]
+    assert isinstance(peak, int)
+    return peak
+
+
+def test_all_names_mean_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    expected = peak_of(capsys, "estimate", "--model", "olmo-2-7b")
+    for name in ("OLMo-2-7B", "allenai/OLMo-2-1124-7B", "OLMo-2-1124-7B-Instruct"):
+        assert peak_of(capsys, "estimate", "--model", name) == expected
+    assert peak_of(capsys, "estimate", "olmo-2-7b") == expected
+    path = tmp_path / "there" / "p.yaml"
+    path.parent.mkdir()
+    assert main(["init", str(path), "--model", "olmo-2-7b", "--seq", "1024"]) == 0
+    shorter = peak_of(capsys, "estimate", str(path))
+    assert shorter == peak_of(capsys, "estimate", "--model", "olmo-2-7b", "--seq", "1024") < expected
+    above = tmp_path / "above.yaml"
+    above.write_text("extends: there/p.yaml\nbatch: {seq: 4096}\n", encoding="utf-8")
+    assert peak_of(capsys, "estimate", str(above)) == expected
+    assert peak_of(capsys, "estimate", str(path), "--layers", "8") < shorter
+
+
+def test_several_gpus_are_ddp(capsys: pytest.CaptureFixture[str]) -> None:
+    """FSDP, which other models have by default there, does not take them."""
+    assert main(["estimate", "--model", "olmo-2-7b", "--gpus", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["framework"] == "ddp"
+
+
+@pytest.mark.parametrize("framework", ["fsdp", "deepspeed", "megatron", "device-map"])
+def test_other_frameworks_are_refused(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("estimate", "--model", "olmo-2-7b", "--framework", framework, "--gpus", "2")
+    assert f"framework = {framework}: must be single or ddp: under others" in error_of(capsys, *words)
+
+
+def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = error_of(capsys, "estimate", "--model", "olmo-2-7b", "--dtype", "fp32")
+    assert (
+        "nothing was learnt of it for fp32, eager attention: `memplan trace --learn --model olmo-2-7b --dtype" in line
+    )
+    line = error_of(capsys, "suggest-partition", "--model", "olmo-2-7b", "--gpus", "8", "--gpu", "h100", "--gbs", "64")
+    assert (
+        "model = olmo-2-7b: has no recipe, and is known from traces: memplan estimate and memplan trace alone" in line
+    )
+
+
+def test_other_releases_are_refused() -> None:
+    plan = plan_of("olmo-2-7b")
+    fit_of(plan.model_copy(update={"versions": {"transformers": "5.23", "torch": "2.13.0"}}))
+    for library, version in (("transformers", "4.57.1"), ("transformers", "5.2"), ("torch", "2.7")):
+        with pytest.raises(PlanError, match=rf"versions\.{library} = {version}: must be .*, whose code was traced"):
+            fit_of(plan.model_copy(update={"versions": {library: version}}))
+
+
+def test_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "olmo-2-7b"]) == 0
+    assert "olmo-2-7b       7.30 B       32     4096      32   100352      4096" in capsys.readouterr().out
+    assert main(["models", "olmo-2-7b", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert (one["learned"], one["parameters"], one["family"]) == (True, 7_298_617_344, "olmo2")
