@@ -58,8 +58,6 @@ SETTINGS = (
     Setting("fp16, eager", "fp16", ("eager",)),
     Setting("autocast", "bf16", ("eager", "flash"), autocast=True),
 )
-LAYERS_ALONE = ("gpt_oss", "olmoe", "granitemoe")
-"""Families whose layers are proven, and whose whole steps are not yet."""
 SAME_RECIPE = {"gpt": "gpt2"}
 """Families of specs that run another family's code in transformers, which has no configuration of their own."""
 Shape = tuple[Any, ...]
@@ -208,8 +206,6 @@ def _families(models: Iterable[str]) -> str:
 
 def is_planned(family: str, setting: Setting, attention: str, recompute: str) -> bool:
     """Whether memplan has an estimate."""
-    if family in LAYERS_ALONE:
-        return False
     from tests.trace.test_step import model_flags
 
     flags = {

@@ -36,6 +36,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "rsqrt": Policy.FP32,
         "softmax": Policy.FP32_OUTPUT,
         "log_softmax": Policy.FP32_OUTPUT,
+        "sum": Policy.FP32_OUTPUT,
     }
 )
 """Of the operators that recipes use, those that autocast knows."""
@@ -46,6 +47,11 @@ def cast_to(r: Recorder, operator: str) -> str | None:
     if r.autocast is None:
         return None
     return {Policy.LOWER: r.autocast, Policy.FP32: "fp32"}.get(POLICIES[operator])
+
+
+def set_by_autocast(r: Recorder, operator: str) -> str | None:
+    """The dtype that autocast asks ``operator`` for where its caller asks for none."""
+    return "fp32" if r.autocast is not None and POLICIES[operator] is Policy.FP32_OUTPUT else None
 
 
 def cached_name(x: Tensor, dtype: str) -> str | None:

@@ -52,6 +52,13 @@ class Parameter:
             n *= dim
         return n
 
+    @property
+    def decays(self) -> bool:
+        """Whether its weights decay where a script leaves biases and norms out: transformers'
+        ``Trainer.get_decay_parameter_names`` tells by name, for biases of experts are matrices and attention's sinks a
+        vector."""
+        return not any(word in self.name for word in ("bias", "norm"))
+
     def bytes(self, dtype: str) -> int:
         """Bytes of a tensor of this shape, rounded."""
         return rounded(self.elements * ITEMSIZE[dtype])

@@ -13,7 +13,7 @@ from math import prod
 
 from ..tape.events import Category
 from . import work
-from .autocast import cached_name, cast_to, promoted
+from .autocast import cached_name, cast_to, promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
 
 TEMPORARIES = Category.TEMPORARIES
@@ -246,8 +246,7 @@ def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: 
 def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = None) -> Tensor:
     """Saves its result. ``_softmax`` may convert (half to float) within the kernel."""
     taken = x
-    if dtype is None and r.autocast is not None:
-        dtype = "fp32"
+    if dtype is None and (dtype := set_by_autocast(r, "softmax")):
         taken = x if x.dtype == "fp16" else cast(r, x, dtype, f"{name}_input_fp32")
     out = r.empty(x.shape, dtype or x.dtype, name)
     shape, back = x.shape, taken.dtype

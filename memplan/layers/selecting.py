@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .autocast import set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 
 
@@ -67,18 +68,24 @@ def added_rows(r: Recorder, x: Tensor, indices: Tensor, rows: Tensor, name: str)
 
 
 def sum_last(r: Recorder, x: Tensor, name: str) -> Tensor:
-    """``x.sum(-1, keepdim=True)``: saves nothing; the gradient is expanded, a view."""
-    shape = x.shape
-    node = r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*shape)])
-    return r.empty((*shape[:-1], 1), x.dtype, name).by(node)
+    """``x.sum(-1, keepdim=True)``: saves nothing; the gradient is expanded, a view, or copied into another dtype."""
+    shape, dtype = x.shape, x.dtype
+    summed = set_by_autocast(r, "sum") or dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [incoming(gradients).view(*shape) if summed == dtype else r.empty(shape, dtype, f"grad_{name}_whole")]
+
+    return r.empty((*shape[:-1], 1), summed, name).by(r.node((x,), (), backward))
 
 
 def sum_of_rows(r: Recorder, x: Tensor, k: int, name: str) -> Tensor:
-    """``x.view(n, k, h).sum(1)`` of (n k, h): the expanded gradient is copied to be seen as rows again."""
+    """``x.view(n, k, h).sum(1)`` of (n k, h): the expanded gradient is copied, to be seen as rows again or into the
+    rows' own dtype."""
     rows, h = x.shape
+    summed = set_by_autocast(r, "sum") or x.dtype
     like, dtype = x.shape, x.dtype
     node = r.node((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}_rows")])
-    return r.empty((rows // k, h), dtype, name).by(node)
+    return r.empty((rows // k, h), summed, name).by(node)
 
 
 def divided_in_place(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:

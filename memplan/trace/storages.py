@@ -180,11 +180,6 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             followed.finalizer.detach()
         self._followed.clear()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled: PyTorch need not switch its compiler off around every operator."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):  # half of all calls: not worth the way to its mode
             return args[0].fake_device

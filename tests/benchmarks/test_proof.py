@@ -19,7 +19,7 @@ def test_every_family_is_proven_in_fp32_bf16_and_autocast() -> None:
     """In three shapes, with recompute and without, wherever there is an estimate."""
     found = proof.proofs()
     for family in covered(TRANSFORMERS):
-        if family in (*proof.SAME_RECIPE, *proof.LAYERS_ALONE):
+        if family in proof.SAME_RECIPE:
             continue
         for setting in proof.SETTINGS:
             if setting.dtype != "fp16":
@@ -32,7 +32,7 @@ def test_every_family_is_proven_under_fully_shard() -> None:
     families = {family for family, _, _ in found}
     assert families == set(covered(TRANSFORMERS)) - set(proof.SAME_RECIPE) - {"bert"}, "fsdp has no recipe of BERT"
     assert all(len(found["llama", "", recompute]) >= proof.ENOUGH for recompute in ("none", "full"))
-    for family in families - {*proof.LAYERS_ALONE}:
+    for family in families:
         shapes = set().union(*(found.get((family, "", recompute), set()) for recompute in ("none", "full")))
         assert len(shapes) >= proof.ENOUGH, family
 

@@ -104,9 +104,9 @@ OTHERS = (
     Case("falcon", oracle.Sharding(reduce_dtype="bf16"), attention="eager"),
     Case("mixtral", oracle.Sharding(shards=6, original="bf16", synced=TWICE)),
     Case("qwen3_moe-unnormed-tied-dense", oracle.Sharding(shards=3), recompute="full"),
-    Case("gpt_oss-small", oracle.Sharding(shards=3), recompute="full", attention="eager"),
-    Case("olmoe-small", oracle.Sharding()),
-    Case("granitemoe-small", oracle.Sharding(shards=3), attention="eager"),
+    Case("gpt_oss", oracle.Sharding(shards=3), recompute="full", attention="eager"),
+    Case("olmoe", oracle.Sharding()),
+    Case("granitemoe", oracle.Sharding(shards=3), attention="eager"),
 )
 FAMILIES = tuple(name for name, (family, _) in MODELS.items() if name == family and family != "bert")
 PRECISIONS = (

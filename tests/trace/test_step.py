@@ -42,6 +42,9 @@ FAMILIES = {
     "falcon": "falcon-7b",
     "mixtral": "mixtral-8x7b",
     "qwen3_moe": "qwen3-30b-a3b",
+    "olmoe": "olmoe-1b-7b",
+    "gpt_oss": "gpt-oss-20b",
+    "granitemoe": "granite-3.0-3b-a800m",
 }
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""
@@ -81,16 +84,10 @@ EVERYWHERE = ("gpt2", "bert", "llama", "qwen3_moe")
 CASES = [
     (family, setting)
     for at, family in enumerate(FAMILIES)
-    for turn, setting in enumerate(SETTINGS)
+    for turn, (setting, flags) in enumerate(SETTINGS.items())
     if family in EVERYWHERE or turn % 2 == at % 2
-    if (family, setting)
-    not in {
-        ("gemma2", "flash"),
-        ("gptj", "flash"),
-        ("falcon", "flash"),
-        ("falcon", "recomputed"),
-        ("gptj", "recomputed"),
-    }
+    if flags["attention"] == "eager" or not family_of(family).no_flash
+    if "recompute" not in flags or not family_of(family).returns_weights
 ]
 
 

@@ -103,14 +103,14 @@ def touched(parts: Sequence[Group], dp: int) -> list[int]:
 
 
 def groups(parameters: Sequence[Parameter], kind: str, dp: int, *, round_robin: bool = False) -> tuple[Group, ...]:
-    """One group, or matrices (weight decay) and the rest; ids are places in ``parameters``."""
+    """One group, or weights that decay and the rest; ids are places in ``parameters``."""
     ids = [id for id, one in enumerate(parameters) if one.trained]
     if kind == "one":
         split = {"all": list(ids)}
     else:
         split = {
-            "decay": [id for id in ids if len(parameters[id].shape) > 1],
-            "no_decay": [id for id in ids if len(parameters[id].shape) <= 1],
+            "decay": [id for id in ids if parameters[id].decays],
+            "no_decay": [id for id in ids if not parameters[id].decays],
         }
     return tuple(
         Group(name, tuple(order), tuple(parameters[id].elements for id in order), dp)

@@ -63,13 +63,13 @@ def clipping(parameters: Sequence[Parameter], dtype: str, *, kernel_workspaces: 
 
 
 def step_by_groups(optimizer: Optimizer, parameters: Sequence[Parameter], dtype: str) -> list[Hold]:
-    """What the step of two groups takes at its peak, matrices that decay and the rest, one after the other
+    """What the step of two groups takes at its peak, weights that decay and the rest, one after the other
     (``get_decay_parameter_names``); transformers' Adafactor is one loop over both."""
     if optimizer.implementation == "transformers":
         return step_temporaries(optimizer, parameters, dtype)
     taken = []
     for decays in (True, False):
-        group = [parameter for parameter in parameters if (len(parameter.shape) > 1) == decays]
+        group = [parameter for parameter in parameters if parameter.decays == decays]
         taken.append(step_temporaries(_of_group(optimizer, decays), group, dtype))
     return max(taken, key=lambda holds: sum(hold.bytes for hold in holds))
 
