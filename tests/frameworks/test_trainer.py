@@ -76,15 +76,16 @@ def test_kernels_of_clipping_take_a_number_for_every_chunk_of_the_largest() -> N
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_step_of_two_groups_is_pytorchs(name: str, decay: float) -> None:
-    """Temporaries of matrices have ended when those of the rest appear."""
-    shapes: list[tuple[int, ...]] = [(64, 48), (48,), (100, 48), (7,)]
+    """Temporaries of weights that decay have ended when those of the rest appear; names tell, not shapes."""
+    shapes = {"up.weight": (64, 48), "up.bias": (48,), "experts.down_bias": (100, 48), "sinks": (7,)}
     peaks: list[int] = []
 
     def body(trace: Trace, follow: Follow) -> None:
-        parameters = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
+        made = {name: torch.nn.Parameter(torch.empty(shape)) for name, shape in shapes.items()}
+        parameters = list(made.values())
         groups = [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [made["up.weight"], made["sinks"]], "weight_decay": decay},
+            {"params": [made["up.bias"], made["experts.down_bias"]], "weight_decay": 0.0},
         ]
         kind: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
         optimizer = kind(groups, lr=0.1, foreach=True)
@@ -101,7 +102,7 @@ def test_step_of_two_groups_is_pytorchs(name: str, decay: float) -> None:
 
     run(body)
     optimizer = Optimizer.model_validate({"name": name, "implementation": "foreach", "weight_decay": decay})
-    parameters = [Parameter(str(at), shape) for at, shape in enumerate(shapes)]
+    parameters = [Parameter(*one) for one in shapes.items()]
     assert sum(hold.bytes for hold in trainer.step_by_groups(optimizer, parameters, "fp32")) == peaks[0]
 
 
