@@ -26,6 +26,9 @@ Row = Mapping[str, Any]
 NAME = "nvidia_throughput.jsonl"
 RECIPES = Path(__file__).with_name("nvidia_recipes.jsonl")
 
+FURTHER = {"mtp_layers": 2, "mtp_pattern": "*E", "mtp_shared": "true"}
+"""Of Nemotron 3's recipes: one pair of layers predicts two further tokens, one after the other."""
+
 MODELS = {
     "LLAMA3_8B": {"model": "llama-3-8b"},
     "LLAMA3_70B": {"model": "llama-3-70b"},
@@ -36,8 +39,12 @@ MODELS = {
     "Qwen3_30B_a3B": {"model": "qwen3-30b-a3b"},
     "Qwen3_235B_a22B": {"model": "qwen3-235b-a22b"},
     "GPT OSS 120B": {"model": "gpt-oss-120b", "bias_dropout_fusion": "false"},
+    "Nemotron_3_Nano": {"model": "nemotron-3-nano-30b-a3b"},
+    "Nemotron_3_5_Lightning": {"model": "nemotron-3-nano-30b-a3b", **FURTHER},
+    "Nemotron_3_Super": {"model": "nemotron-3-super-120b-a12b", **FURTHER},
+    "Nemotron_3_Ultra": {"model": "nemotron-3-ultra-550b-a55b", **FURTHER},
 }
-"""Of a table, as plans name them; Nemotron 3 has state-space layers, which have no recipe."""
+"""Of a table, as plans name them."""
 
 PRECISIONS = {
     "BF16": {},
@@ -86,8 +93,6 @@ def recipe_of(row: Row) -> Recipe:
 
 def plan_of_row(row: Row) -> Plan:
     """The plan of a row. ``PlanError`` for what is not modelled."""
-    if row["model"] not in MODELS:
-        raise PlanError("model", row["model"], "has no recipe: state-space layers are not modelled")
     if not row["task"].startswith("Pre-Training"):
         raise PlanError("model", row["task"], "is not read: fine-tuning under Megatron-Bridge has no plan")
     gpu = gpu_of(row)

@@ -43,11 +43,14 @@ NEMOTRON_H = replace(
             "mamba_state_dim": key("ssm_state_size"),
             "experts": key("n_routed_experts", default=8),
             "expert_ffn": key("moe_intermediate_size", default=7688),
+            "expert_latent": key("moe_latent_size", default=None),
             "expert_top_k": key("num_experts_per_tok", default=2),
             "shared_expert_ffn": key("moe_shared_expert_intermediate_size", default=7688),
             "router_scaling": key("routed_scaling_factor", default=1.0),
             "router_groups": key("n_group", default=1),
             "router_group_top_k": key("topk_group", default=1),
+            "mtp_layers": key("num_nextn_predict_layers", default=0),
+            "mtp_pattern": key("mtp_hybrid_override_pattern", "mtp_layers_block_type", default=None),
         },
         constants={
             **CONSTANTS,
@@ -63,8 +66,6 @@ NEMOTRON_H = replace(
             "attention_bias": False,
             "mlp_bias": False,
             "mamba_proj_bias": False,
-            "moe_latent_size": None,
-            "num_nextn_predict_layers": 0,
         },
     ),
 )

@@ -102,6 +102,8 @@ def check_model(model: ModelSpec) -> None:
     for field in ("expert_top_k", "expert_ffn") if model.experts else ():
         if not getattr(model, field):
             raise PlanError(f"model.{field}", 0, f"must be given with {model.experts} experts")
+    if model.expert_latent and not model.experts:
+        raise PlanError("model.expert_latent", model.expert_latent, "must be left out: the model has no experts")
     if model.expert_top_k > model.experts:
         raise PlanError("model.expert_top_k", model.expert_top_k, f"must be at most the {model.experts} experts")
     if model.router_groups and (model.experts % model.router_groups or not model.router_group_top_k):

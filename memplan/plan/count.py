@@ -90,11 +90,13 @@ def latent(spec: ModelSpec) -> int:
 
 
 def mixture(spec: ModelSpec) -> int:
-    """Router ``E h``, ``E`` experts, and shared experts with their gate; biases as in an MLP."""
-    h, e, f, shared = spec.hidden, spec.experts, spec.expert_ffn, spec.shared_expert_ffn
-    up = 2 if spec.gated else 1
+    """Router ``E h``, ``E`` experts of rows of ``l`` features, projections to these and back, and shared experts with
+    their gate; biases as in an MLP."""
+    h, e, f, shared, latent = spec.hidden, spec.experts, spec.expert_ffn, spec.shared_expert_ffn, spec.expert_latent
+    up, rows = 2 if spec.gated else 1, spec.expert_hidden
     biases = e * (up * f + h + 1) if spec.mlp_bias else 0
-    return e * h + (up + 1) * h * (e * f + shared) + biases + (h if spec.shared_expert_gate else 0)
+    matrices = (up + 1) * (rows * e * f + h * shared) + 2 * h * latent
+    return e * h + matrices + biases + (h if spec.shared_expert_gate else 0)
 
 
 def mlp(spec: ModelSpec) -> int:

@@ -244,6 +244,25 @@ def _pattern(items: dict[str, Node]) -> dict[str, Node]:
         layers = items["layers"]
         assert isinstance(layers.value, int)
         return {"layer_pattern": Node("M" * layers.value, layers.origin)}
+    pattern = _kinds(node)
+    found = {"layer_pattern": Node(pattern, node.origin), "layers": Node(len(pattern), node.origin)}
+    if "E" not in pattern:
+        for name in [name for name in items if name.startswith(("expert", "router_", "shared_expert"))]:
+            del items[name]
+    return found | _further_layers(items)
+
+
+def _further_layers(items: dict[str, Node]) -> dict[str, Node]:
+    """Those that predict further tokens, one for all of them (Megatron-Bridge, ``nemotron_h_bridge.py``)."""
+    count, kinds = items.pop("mtp_layers", None), items.pop("mtp_pattern", None)
+    if count is None or kinds is None or kinds.value is None or not count.value:
+        return {}
+    shared = Node(True, count.origin)
+    return {"mtp_layers": count, "mtp_pattern": Node(_kinds(kinds), kinds.origin), "mtp_shared": shared}
+
+
+def _kinds(node: Node) -> str:
+    """Letters of a hybrid's layers."""
     parts = [str(one.value) for one in node.value] if isinstance(node.value, list) else list(str(node.value))
     for part in parts:
         if part not in _KINDS:
@@ -251,12 +270,7 @@ def _pattern(items: dict[str, Node]) -> dict[str, Node]:
             raise PlanError(
                 "layer_types", part, f"is no kind of layer that is modelled; {known} are", origin=node.origin
             )
-    pattern = "".join(map(_KINDS.__getitem__, parts))
-    found = {"layer_pattern": Node(pattern, node.origin), "layers": Node(len(pattern), node.origin)}
-    if "E" not in pattern:
-        for name in [name for name in items if name.startswith(("expert", "router_", "shared_expert"))]:
-            del items[name]
-    return found
+    return "".join(map(_KINDS.__getitem__, parts))
 
 
 def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
@@ -309,6 +323,10 @@ def _value(config: Node, spec_field: str, key: Key) -> Node:
 _Rule = tuple[str, Callable[[object], bool]]
 
 
+def _is_pattern(value: object) -> bool:
+    return isinstance(value, (str, list)) and 0 < len(value) <= MOST_LAYERS
+
+
 def _whole(least: int, most: int) -> _Rule:
     return f"a whole number from {least} to {most:,}", lambda value: type(value) is int and least <= value <= most
 
@@ -348,8 +366,10 @@ _RULES: Mapping[str, _Rule] = {
     "nope_interval": _whole(1, MOST_LAYERS),
     "layer_pattern": (
         "the kinds of all layers, in letters or as a list",
-        lambda value: (isinstance(value, (str, list))) and 0 < len(value) <= MOST_LAYERS,
+        _is_pattern,
     ),
+    "mtp_layers": _whole(0, 16),
+    "mtp_pattern": ("the kinds of these layers, in letters or as a list", _is_pattern),
     **dict.fromkeys(("experts", "expert_ffn", "expert_top_k", "shared_expert_ffn"), _whole(0, LARGEST)),
     **dict.fromkeys(("attention_softcap", "logit_softcap", "activation_clamp"), _POSITIVE_RULE),
     **dict.fromkeys(("router_aux_loss", "router_z_loss"), _COEFFICIENT_RULE),

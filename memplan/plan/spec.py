@@ -40,7 +40,7 @@ class ModelSpec(Terse):
 
     unsaid: ClassVar[frozenset[str]] = frozenset(
         (
-            "experts", "expert_top_k", "expert_ffn", "dense_layers", "shared_expert_ffn", "shared_expert_gate",
+            "experts", "expert_top_k", "expert_ffn", "expert_latent", "dense_layers", "shared_expert_ffn", "shared_expert_gate",
             "router_score", "router_score_first", "router_expert_bias", "router_groups", "router_group_top_k",
             "router_scaling", "router_dtype", "router_balancing", "router_aux_loss", "router_z_loss",
             "latent_q_rank", "latent_kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim", "mtp_layers",
@@ -129,6 +129,9 @@ class ModelSpec(Terse):
     experts: Rows = Field(0, description="routed experts of a layer that has them; 0: dense layers")
     expert_top_k: Rows = Field(0, description="experts to which the router sends each token")
     expert_ffn: Rows = Field(0, description="width of an expert's inner layer")
+    expert_latent: Rows = Field(
+        0, description="features that tokens are projected to on their way to experts (Nemotron 3 Super); 0: all"
+    )
     dense_layers: tuple[int, ...] = Field(
         (), max_length=MOST_LAYERS, description="layers, numbered from 0, with an MLP in place of experts, as 0,1,2"
     )
@@ -209,6 +212,11 @@ class ModelSpec(Terse):
     def gated(self) -> bool:
         """The MLP's activation has a gate: two up projections."""
         return self.activation in ("swiglu", "geglu", "quick_geglu")
+
+    @property
+    def expert_hidden(self) -> int:
+        """Features of a row that an expert gets and gives."""
+        return self.expert_latent or self.hidden
 
     @property
     def attention_features(self) -> int:

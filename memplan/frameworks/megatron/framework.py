@@ -482,8 +482,8 @@ def check_graphs(plan: ResolvedPlan) -> None:
     whole = not modules or "moe" in modules
     reasons = {
         "must be none with local layers": megatron.transformer_impl == "local",
-        "must be none: graphs of other models than GPT are not modelled": plan.model.family in ("bert", "t5")
-        or bool(plan.model.layer_pattern),
+        "must be none: graphs of other models than GPT and hybrids are not modelled": plan.model.family
+        in ("bert", "t5"),
         "must be none with Megatron-FSDP, beside which graphs are not modelled yet": megatron.fsdp != "none",
         "must be none with activations on the host, beside which graphs are not modelled yet": megatron.offload_modules
         is not None,

@@ -401,7 +401,8 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
 
 def _layer_shape(shape: CoreShape, name: str, keeping: Keeping = (), at_once: bool = False) -> CoreShape:
     """``shape`` as the entry ``name`` has it, and with those modules whose saved tensors go to the host there."""
-    further = replace(shape, kind=shape.spec.mtp_pattern)
+    stack = shape.spec.mtp_pattern
+    further = replace(shape, kind=stack, graphs=None) if stack else shape
     own = further if name == "mtp" else layer_shape_of(shape, int(name.removeprefix("layer.")))
     if not shape.offload:
         return own
@@ -533,11 +534,13 @@ class Stages:
         """With what CUDA graphs of layers keep; a layer of further tokens is one, too."""
         layers = module_shapes(self.job.shape)[0]
         of = [[_layer_shape(layers, name) for name in chunk if name.startswith(("layer.", "mtp"))] for chunk in entries]
-        graphed = [[one for one in chunk if any(graphs.runs(one, part) for part in graphs.blocks(one))] for chunk in of]
-        in_flight = layers_in_flight(order, [len(chunk) for chunk in graphed])
+        graphed = [[one for one in chunk if graphs.graphed(one)] for chunk in of]
+        masked = [sum(map(graphs.attends, chunk)) for chunk in graphed]
+        with_mask = layers_in_flight(order, masked)
+        without = layers_in_flight(order, [len(chunk) - some for chunk, some in zip(graphed, masked, strict=True)])
         kinds = frozenset(one for chunk in graphed for one in chunk)
         assert program.kept is not None
-        holds = [*program.kept.workspaces, *graphs.kept(kinds, in_flight, self.libraries.cublas)]
+        holds = [*program.kept.workspaces, *graphs.kept(kinds, with_mask, without, self.libraries.cublas)]
         return replace(program, kept=replace(program.kept, workspaces=_numbered(holds)))
 
 

@@ -107,7 +107,8 @@ def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
         r.prefix = outer
         return hidden
     if shape.kind == "M":
-        return mamba.layer(r, hidden, shape)
+        with graphs.captured(r, shape, "mamba"):
+            return mamba.layer(r, hidden, shape)
     if shape.kind not in ("-", "E"):
         with graphs.captured(r, shape, "attn"):
             hidden = _attention(r, hidden, shape)

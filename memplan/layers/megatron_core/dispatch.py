@@ -241,7 +241,7 @@ def gather_buffer(shape: CoreShape) -> Shape:
     experts = shape.experts
     if experts is None or experts.dispatcher != "allgather" or experts.ep * experts.etp == 1:
         return (0,)
-    return (shape.routed.own * experts.ep * experts.etp, shape.spec.hidden)
+    return (shape.routed.own * experts.ep * experts.etp, shape.spec.expert_hidden)
 
 
 def _all_gathered(

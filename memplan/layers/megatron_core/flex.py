@@ -236,7 +236,7 @@ def _padded(size: int) -> int:
 
 def outside(shape: CoreShape) -> tuple[str, int] | None:
     """Name and bytes of the buffer that the dispatcher holds outside of PyTorch."""
-    experts, h = shape.experts, shape.spec.hidden
+    experts, h = shape.experts, shape.spec.expert_hidden
     if experts is None or not experts.flex:
         return None
     if experts.dispatcher == "deepep":

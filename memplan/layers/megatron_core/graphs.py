@@ -6,10 +6,13 @@ another stream. Passes of all micro-batches are captured in the schedule's order
 captured parts of layers hold at once.
 
 What stays of layers' graphs besides: a set of inputs for every layer and micro-batch that is between its forward and
-its backward, taken over by later ones (``_get_sample_arguments``), in bf16, and where attention is captured a mask (b,
-1, s, s); a set of the outputs' gradients for each kind of layer; the last gradient of an input. Captures run on a
-stream of their own, and trial runs before them on another: matrix products that go through PyTorch's cuBLAS have
-workspaces there.
+its backward, taken over by later ones of layers with the same inputs (``_get_sample_arguments``), in bf16, and where
+attention is captured a mask (b, 1, s, s); a set of the outputs' gradients for each kind of layer; the last gradient of
+an input. Captures run on a stream of their own, and trial runs before them on another: matrix products that go through
+PyTorch's cuBLAS have workspaces there.
+
+Every layer of a hybrid has one block and is captured alone; the layers that predict further tokens are one
+``HybridStack``, which no graph runs (``_layer_is_graphable``).
 """
 
 from __future__ import annotations
@@ -45,37 +48,57 @@ def runs(shape: CoreShape, part: str) -> bool:
     return shape.graphs is not None and (not shape.graphs or part in shape.graphs)
 
 
+_OF_KIND = {"M": ("mamba",), "*": ("attn",), "-": ("mlp",), "E": ("moe", "moe_router")}
+
+
 def blocks(shape: CoreShape) -> tuple[str, ...]:
     """Parts of a layer like this one."""
+    if shape.kind:
+        return _OF_KIND.get(shape.kind, ())
     return ("attn", "moe", "moe_router") if shape.experts is not None else ("attn", "mlp")
 
 
+def graphed(shape: CoreShape) -> bool:
+    """A graph runs the layer, or parts of it."""
+    return any(runs(shape, part) for part in blocks(shape))
+
+
+def attends(shape: CoreShape) -> bool:
+    """A graph runs the layer's attention, and so has a mask among its inputs."""
+    return "attn" in blocks(shape) and runs(shape, "attn")
+
+
 @lru_cache(maxsize=1024)
-def kept(kinds: frozenset[CoreShape], in_flight: int, cublas: tuple[Hold, ...]) -> tuple[Hold, ...]:
-    """Static tensors of graphs of layers of these kinds."""
-    graphed = sorted((one for one in kinds if any(runs(one, part) for part in blocks(one))), key=str)
-    if not in_flight or not graphed:
+def kept(
+    kinds: frozenset[CoreShape], with_mask: int, without_mask: int, cublas: tuple[Hold, ...]
+) -> tuple[Hold, ...]:
+    """Static tensors of graphs of layers of these kinds, of which so many with and without attention are between
+    their forward and their backward at once."""
+    every = sorted(kinds, key=str)
+    if not every:
         return ()
-    shape = graphed[0]
-    attends = runs(shape, "attn")
-    inputs: list[tuple[str, Shape, str]] = [("input", shape.hidden, "bf16")]
-    if attends:
-        inputs.append(("mask", (shape.b, 1, shape.s, shape.s * shape.cp), "bool"))
-    found = [_hold(f"graph_{name}", size, dtype) for name, size, dtype in inputs] * in_flight
-    for size, dtype in {outputs(one) for one in graphed}:
+    shape = every[0]
+    hidden = _hold("graph_input", shape.hidden, "bf16")
+    mask = _hold("graph_mask", (shape.b, 1, shape.s, shape.s * shape.cp), "bool")
+    found = [hidden, mask] * with_mask + [hidden] * without_mask
+    for size, dtype in {outputs(one) for one in every}:
         found += [_hold("graph_output_gradient", one, dtype) for one in size]
     found.append(_hold("graph_input_gradient", shape.hidden, shape.dtype))
-    return (*found, *cublas * (STREAMS if attends and shape.attention == "unfused" else 0))
+    unfused = any(attends(one) and one.attention == "unfused" for one in every)
+    return (*found, *cublas * (STREAMS if unfused else 0))
 
 
 def outputs(shape: CoreShape) -> tuple[tuple[Shape, ...], str]:
     """Shapes of a layer's outputs that have a gradient: of one whose experts run outside, the residual, the input of
-    the experts, its probabilities, and the output of shared experts (``MoECudaGraphPartialCaptureSignal``)."""
+    the experts, its probabilities, and the output of shared experts (``MoECudaGraphPartialCaptureSignal``). The input
+    is projected, if it is, within ``moe_preprocess``."""
     experts = shape.experts is not None and runs(shape, "moe_router") and not runs(shape, "moe")
     if not experts:
         return (shape.hidden,), shape.dtype
     s, b, _ = shape.hidden
-    return (*[shape.hidden] * (2 + bool(shape.spec.shared_expert_ffn)), (s * b, shape.spec.experts)), shape.dtype
+    taken = (s, b, shape.spec.expert_hidden) if runs(shape, "moe_preprocess") else shape.hidden
+    wide = [shape.hidden] * (1 + bool(shape.spec.shared_expert_ffn))
+    return (taken, *wide, (s * b, shape.spec.experts)), shape.dtype
 
 
 def _hold(name: str, size: Shape, dtype: str) -> Hold:

@@ -1,7 +1,7 @@
 """``megatron/core/transformer/moe/experts.py``: the experts of a rank, in one grouped product (``TEGroupedMLP``, over
 Transformer Engine's ``pytorch/module/grouped_linear.py``) or one after the other (``SequentialMLP``).
 
-Shapes: N rows of all experts of this rank, e of them here, h hidden, f an expert's inner width on this rank (twice that
+Shapes: N rows of all experts of this rank, e of them here, h features of a row, f an expert's inner width on this rank (twice that
 before SwiGLU).
 """
 
@@ -25,7 +25,7 @@ FC1, FC2 = "linear_fc1", "linear_fc2"
 
 def parameters(shape: CoreShape) -> Iterator[tuple[str, Shape]]:
     """Names and shapes of what a rank's experts have, in the order in which they register."""
-    experts, inner, h = shape.experts, shape.spec.expert_ffn // shape.expert_ranks, shape.spec.hidden
+    experts, inner, h = shape.experts, shape.spec.expert_ffn // shape.expert_ranks, shape.spec.expert_hidden
     assert experts is not None
     first = inner * (2 if shape.spec.gated else 1)
     weights = ((FC1, (first, h)), (FC2, (h, inner)))

@@ -14,6 +14,8 @@ from . import dispatch, flex, graphs, grouped, local, router, te
 from .shape import CoreShape, ExpertShape
 
 SHARED = "mlp.shared_experts"
+DOWN, UP = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"
+"""Projections of tokens on their way to experts, and back (``moe_latent_size``)."""
 
 
 def uncovered(shape: CoreShape) -> Iterator[str]:
@@ -42,6 +44,10 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "bias_gelu_fusion in experts, which Megatron-Core refuses"
     if shape.bias_activation_fusion and spec.mlp_bias and spec.activation != "quick_geglu":
         yield "bias_swiglu_fusion of experts with biases, which Megatron-Core refuses"
+    if spec.expert_latent and experts.shared_overlap:
+        yield "shared experts beside the exchange of projected tokens, which Megatron-Core refuses in training"
+    if spec.expert_latent and spec.mlp_bias:
+        yield "biases of projections on the way to experts"
     if experts.shared_overlap and experts.dispatcher != "alltoall":
         yield "shared experts beside the exchange of a dispatcher other than alltoall"
     if experts.dispatcher != "alltoall" and experts.capacity_factor is not None:
@@ -67,12 +73,14 @@ def _uncovered_flex(shape: CoreShape, experts: ExpertShape) -> Iterator[str]:
 
 
 def parameters(r: Recorder, shape: CoreShape) -> None:
-    """In the order in which modules register: router, experts, shared experts."""
+    """In the order in which modules register: router, projections, experts, shared experts."""
     spec, experts = shape.spec, shape.experts
     assert experts is not None
     r.parameter(router.WEIGHT, (spec.experts, spec.hidden), shape.dtype)
     if spec.mlp_bias:
         r.parameter("mlp.router.bias", (spec.experts,), shape.dtype)
+    for name, size in latent_sizes(shape).items():
+        r.parameter(f"{name}.weight", size, shape.dtype, low=shape.low)
     for name, size in grouped.parameters(shape):
         r.parameter(name, size, shape.dtype, expert=experts.apart, low=shape.low if ".weight" in name else None)
     if spec.shared_expert_gate:
@@ -92,13 +100,34 @@ def _forward(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     with graphs.captured(r, shape, "moe_router"):
         shared = _shared(r, hidden, shape) if shape.spec.shared_expert_ffn else None
         probabilities, chosen = router.route(r, hidden, shape)
+    with graphs.captured(r, shape, "moe_preprocess"):
+        sent = _projected(r, hidden, DOWN, shape)
     assert shape.experts is not None
     way = flex if shape.experts.flex else dispatch
     out, held = way.dispatched(
-        r, hidden, probabilities, chosen, lambda r, x, weights: grouped.experts(r, x, weights, shape), shape
+        r, sent, probabilities, chosen, lambda r, x, weights: grouped.experts(r, x, weights, shape), shape
     )
+    del sent
+    out = _projected(r, out, UP, shape)
     out = out if shared is None else ops.add(r, out, shared, "experts_and_shared")
     held.clear()
+    return out
+
+
+def latent_sizes(shape: CoreShape) -> dict[str, Shape]:
+    """Weights of the projections on the way to experts and back, which every tensor-parallel rank has whole."""
+    h, latent = shape.spec.hidden, shape.spec.expert_latent
+    return {DOWN: (latent, h), UP: (h, latent)} if latent else {}
+
+
+def _projected(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """``fc1_latent_proj`` (``MoELayer.preprocess``) or ``fc2_latent_proj`` (``postprocess``): Transformer Engine's
+    linear layer without collectives (``parallel_mode="duplicated"``)."""
+    sizes = latent_sizes(shape)
+    if not sizes:
+        return x
+    alone = replace(shape, t=1, sequence_parallel=False)
+    out, _ = te.column_linear(r, x, name, sizes[name][0], alone, bias=False, skip_bias=False)
     return out
 
 
@@ -118,7 +147,8 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     """Shapes of the static stand-ins for weight gradients of a layer's experts and shared experts."""
     if shape.experts is None or not shape.gradient_fusion:
         return frozenset()
-    return grouped.dummy_gradients(shape) | (set(shared_sizes(shape)) if shape.spec.shared_expert_ffn else set())
+    shared = shared_sizes(shape) if shape.spec.shared_expert_ffn else ()
+    return grouped.dummy_gradients(shape) | {*shared, *latent_sizes(shape).values()}
 
 
 def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:

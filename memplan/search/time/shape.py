@@ -227,8 +227,7 @@ def model_flops(plan: ResolvedPlan) -> float:
         return batch.gbs * batch.seq * (own + 6.0 * ((1 + further) * head + further * 2 * spec.hidden**2))
     layers = spec.layers + further
     dense = sum(not spec.has_experts(layer) for layer in range(spec.layers))
-    widths = dense * spec.ffn + (layers - dense) * (spec.expert_top_k * spec.expert_ffn + spec.shared_expert_ffn)
-    mlps = (3 if spec.gated else 2) * spec.hidden * widths + (layers - dense) * spec.experts * spec.hidden
+    mlps = dense * (3 if spec.gated else 2) * spec.hidden * spec.ffn + (layers - dense) * _mixture_weights(spec)
     weights = layers * _attention_weights(spec) + mlps + (1 + further) * head + further * 2 * spec.hidden**2
     scores = spec.heads * spec.head_dim + spec.attention_features
     return batch.gbs * batch.seq * (6.0 * weights + 6.0 * layers * scores * batch.seq)
@@ -243,8 +242,14 @@ def _block_flops(spec: ModelSpec, kind: str, seq: int) -> float:
         return 6.0 * h * (projected + d) + 21.0 * d * spec.mamba_state_dim
     if kind == "*":
         return 6.0 * (_attention_weights(spec) + 2 * spec.attention_features * seq)
-    width = spec.ffn if kind == "-" else spec.expert_top_k * spec.expert_ffn + spec.shared_expert_ffn
-    return 6.0 * h * (up * width + (spec.experts if kind == "E" else 0))
+    return 6.0 * (up * h * spec.ffn if kind == "-" else _mixture_weights(spec))
+
+
+def _mixture_weights(spec: ModelSpec) -> int:
+    """Of a token's way through a router, its experts, projections to these and back, and shared experts."""
+    h, latent, up = spec.hidden, spec.expert_latent, 3 if spec.gated else 2
+    chosen = up * spec.expert_hidden * spec.expert_top_k * spec.expert_ffn
+    return h * spec.experts + 2 * h * latent + chosen + up * h * spec.shared_expert_ffn
 
 
 def _attention_weights(spec: ModelSpec) -> int:

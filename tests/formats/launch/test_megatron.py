@@ -145,7 +145,7 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ("--fp16 --bf16", "--fp16: must be left out with --bf16"),
         ("--num-experts 8 --moe-layer-freq [1,2]", "--moe-layer-freq = [1,2]: must be a whole number, or a list of 2 zeros and ones"),
         ("--num-experts 8 --moe-router-load-balancing-type aux_loss seq_aux_loss", "is not modelled yet with several kinds of losses"),
-        ("--num-experts 8 --moe-latent-size 64", "--moe-latent-size: must be left out: this part of mixtures of experts"),
+        ("--num-experts 8 --moe-paged-stash", "--moe-paged-stash: must be left out: this part of mixtures of experts"),
         ("--optimizer soap", "--optimizer = soap: is not modelled yet; adam, sgd and muon are"),
         ("--position-embedding-type mrope", "--position-embedding-type = mrope: is not modelled yet; learned_absolute, rope"),
         ("--recompute-granularity full", "--recompute-method: is missing"),
