@@ -50,7 +50,9 @@ class Pass:
     large: Runs
     """The others; held units count both."""
     handed: int
-    """Slot of what the next in line gets: output or gradient of the input; 0 where there is none."""
+    """Slot of what the next in line gets: output or gradient of the input; 0 where there is none,"""
+    stream: int
+    """and the stream that it was made on."""
     left: tuple[Operation, ...]
     """Of the micro-batch's tensors, what is live behind the pass, by slot; begun in this pass or an earlier one."""
     inherited: tuple[int, ...]
@@ -252,7 +254,8 @@ class Passes:
         self._left.update(live)
         changed = tuple([(category, size) for category, size in enumerate(by) if size])
         spent = tuple([slot for slot in inherited if slot not in live])
-        return Pass(tuple(operations), small, large, handed, left, tuple(inherited), spent, net, changed)
+        stream = live[handed].stream if handed in live else 0
+        return Pass(tuple(operations), small, large, handed, stream, left, tuple(inherited), spent, net, changed)
 
 
 def _tapes(module: Module, role: Role) -> Tapes:
@@ -349,7 +352,7 @@ def _part(operations: Sequence[Operation]) -> Pass:
     for _, units, size, category, _ in operations:
         by[category] += size if units > 0 else -size
     changed = tuple([(category, size) for category, size in enumerate(by) if size])
-    return Pass(tuple(operations), small, large, 0, (), (), (), net, changed)
+    return Pass(tuple(operations), small, large, 0, 0, (), (), (), net, changed)
 
 
 MOST_TOGETHER = 4

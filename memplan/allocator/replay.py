@@ -294,7 +294,9 @@ class Run:
         self.taken: dict[tuple[str, int], int] = {}
         """and those that were so in an earlier iteration."""
         self.handed = NO_BLOCK
-        """Block of what the last pass hands on."""
+        """Block of what the last pass hands on,"""
+        self.stream = 0
+        """and its stream."""
         self.keep(self.construct(workspaces))
 
     def construct(self, workspaces: Iterable[Hold]) -> Iterable[Event]:
@@ -377,7 +379,10 @@ class Run:
                 (self.begin_all if what == "begin_all" else self.end_all)(chunk, tensor, number)
             else:
                 known = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
-                block = self.handed if tensor in numbered else self.receive(tensor, chunk, number, known)
+                if tensor in numbered:
+                    block, known = self.handed, (*known[:2], self.stream)
+                else:
+                    block = self.receive(tensor, chunk, number, known)
                 if what == "begin":
                     between[tensor, chunk, number] = block, *known
                 else:  # outputs are merged, and the result is dropped
@@ -429,7 +434,7 @@ class Run:
         """A pass, or what hooks do besides."""
         chunk, role = self.chunks[number], self.program.order.role(microbatch)
         events, frame = chunk.run(self.rank, what, microbatch, role)
-        self.handed = frame[events.handed]
+        self.handed, self.stream = frame[events.handed], events.stream
         if self.exchanged.passes:
             for tensor, (slot, _, size, category, stream) in chunk.made.get((what, role), ()):
                 self.between[tensor, number, microbatch] = frame[slot], size, category, stream

@@ -222,7 +222,7 @@ def _mixture(items: dict[str, Node]) -> dict[str, Node]:
         width = items["expert_ffn"].value
         assert isinstance(width, int)
         found["shared_expert_ffn"] = Node(width * shared.value if isinstance(shared.value, int) else 0, shared.origin)
-    for name in ("router_groups", "router_group_top_k", "latent_q_rank", "router_aux_loss"):
+    for name in ("router_groups", "router_group_top_k", "latent_q_rank", "router_aux_loss", "expert_latent"):
         if name in items and items[name].value is None:
             found[name] = Node(0, items[name].origin)
     if "router_groups" in items and items["router_groups"].value == 1:

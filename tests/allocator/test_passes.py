@@ -66,7 +66,7 @@ def test_parts_keep_small_and_large_tensors_of_a_slot_apart() -> None:
     small, large = 1, 4 * MIB
     order = [(5, large), (5, -large), (5, small), (6, large), (5, -small), (5, large), (6, -large), (5, -large)]
     operations = tuple(Operation(slot, units, abs(units) << 9, 0, 0) for slot, units in order)
-    parts = parts_of(Pass(operations, (), (), 0, (), (), (), 0, ()), 512)
+    parts = parts_of(Pass(operations, (), (), 0, 0, (), (), (), 0, ()), 512)
     assert [one for part in parts for one in part.operations] == list(operations)
     for part in parts:
         kinds = {(one.slot, abs(one.units) == small) for one in part.operations}

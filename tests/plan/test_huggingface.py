@@ -233,6 +233,7 @@ def test_hybrids_count_as_transformers_does(name: str) -> None:
             "mamba_head_dim": cut.mamba_head_dim, "ssm_state_size": cut.mamba_state_dim,
             "n_routed_experts": cut.experts, "moe_intermediate_size": cut.expert_ffn,
             "moe_shared_expert_intermediate_size": cut.shared_expert_ffn, "num_experts_per_tok": cut.expert_top_k,
+            "moe_latent_size": cut.expert_latent or None,
         }  # fmt: skip
     family = "mamba2" if cut.family == "mamba2" else "nemotron_h"
     assert parameters(cut) == transformers_count({"model_type": family, **sizes})

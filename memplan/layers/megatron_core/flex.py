@@ -15,7 +15,7 @@ from math import ceil, comb
 
 from .. import ops
 from ..autograd import Gradients, Recorder, Tensor, size_of
-from ..work import Exchange, Operator
+from ..work import Exchange, Operator, Stream
 from . import dispatch
 from .shape import CoreShape
 
@@ -180,10 +180,15 @@ def _combined(r: Recorder, x: Tensor, handle: list[Tensor], shape: CoreShape) ->
 
 def _exchange(x: Tensor, shape: CoreShape) -> Operator:
     """A token crosses the network once for each node, and links once for each rank
-    (``csrc/kernels/legacy/internode.cu``, ``csrc/hybrid_ep``)."""
+    (``csrc/kernels/legacy/internode.cu``, ``csrc/hybrid_ep``). HybridEP copies between its buffer and rows by expert in
+    a kernel of its own (``executor.cu``, ``dispatch_postprocess``, ``combine_preprocess``)."""
+    assert shape.experts is not None
     size = arriving(shape) * size_of(x.shape[1:], x.dtype)
     sent = Exchange("all-to-all", size, "ep", choices=(shape.spec.expert_top_k, shape.spec.experts))
-    return Operator((sent,), (sent,))
+    if shape.experts.dispatcher == "deepep":
+        return Operator((sent,), (sent,))
+    sorts = Stream(size + size_of(x.shape, x.dtype))
+    return Operator((sent, sorts), (sorts, sent))
 
 
 # -- outside of PyTorch --------------------------------------------------------------------------------

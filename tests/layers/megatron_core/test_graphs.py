@@ -2,6 +2,8 @@
 
 import pytest
 
+from memplan.allocator.passes import passes
+from memplan.allocator.caching import AllocatorSettings
 from memplan.estimate import estimate
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.megatron_core.graphs import POOL
@@ -39,6 +41,42 @@ def test_what_layers_graphs_keep(modules: dict[str, str], mask: int) -> None:
     assert static(with_graphs).net - static(without).net == 8 * (hidden + mask * S * S * B) + 2 * hidden
 
 
+HYBRID = {
+    "model": "nemotron-3-nano-30b-a3b", "layer_pattern": "MME*E", "hidden": H, "experts": 8, "expert_top_k": 2, "pp": 1,
+    "gpus": 2, "ep": 2, "dp": 2, "vocab": 512, "heads": 4, "kv_heads": 2, "head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("modules", "inputs", "masks"), [("mamba", 2, 0), ("attn", 1, 1), ("attn,mamba,moe_router,moe_preprocess", 5, 1)]
+)
+@pytest.mark.parametrize("latent", [0, 64])
+def test_what_graphs_of_a_hybrid_keep(modules: str, inputs: int, masks: int, latent: int) -> None:
+    """Each layer is captured alone, and one micro-batch without a pipeline. Layers with experts, of which the router is
+    captured, end with the experts' input (its projection, if there is one), the shared experts' output, the residual
+    and the probabilities (s b, E) in bf16."""
+    names = {name: value for name, value in HYBRID.items() if name != "layers"} | {"expert_latent": latent}
+    given = plan(layers=5, cuda_graph_impl="transformer_engine", cuda_graph_modules=modules, **names)
+    with_graphs, without = (static(programs(one, Options())[0]).net for one in (given, plan(layers=5, **names)))
+    hidden = 2 * S * B * H
+    ends = 2 * hidden + (2 * S * B * (latent or H) + 2 * hidden + 2 * S * B * 8 if inputs == 5 else 0)
+    assert with_graphs - without == inputs * hidden + masks * S * S * B + ends
+
+
+def test_layers_that_predict_further_tokens_are_in_no_graph_of_a_hybrid() -> None:
+    """They are one stack of layers, which no graph runs."""
+    given = plan(
+        layers=5, cuda_graph_impl="transformer_engine", cuda_graph_modules="mamba", mtp_layers=1, mtp_pattern="M",
+        **HYBRID,
+    )  # fmt: skip
+    pooled = {
+        span.names[0]: any(isinstance(one, Hold) and one.stream == POOL for one in span.module.steady.forward)
+        for span in programs(given, Options())[0].order.chunks[0].spans
+    }
+    assert pooled["layer.0"]
+    assert not pooled["mtp"]
+
+
 def test_layers_in_flight() -> None:
     """Interleaved with 4 chunks of 2 layers on the last of 2 stages: 6 passes ahead, and one more."""
     assert layers_in_flight(schedule(1, 2, 16, 4, 2, True, False), [2, 2, 2, 2]) == 14
@@ -74,6 +112,15 @@ def test_the_pool_is_nobody_elses() -> None:
     without = estimate(plan(gpu="h100-80gb")).stages[0]
     assert given.requested == without.requested
     assert given.reserved >= without.reserved
+
+
+def test_an_output_from_the_pool_goes_back_into_it() -> None:
+    """What a captured layer hands to the next stage, and what the schedule lets go of, is a block of the pool."""
+    given = plan(pp=2, cuda_graph_impl="transformer_engine", cuda_graph_modules="mlp")
+    order = programs(given, Options())[0].order
+    of = passes(order.chunks[0], AllocatorSettings())
+    assert of.of("forward", "steady").stream == POOL
+    assert of.of("backward", "steady").stream == 0, "no gradient leaves the first stage"
 
 
 @pytest.mark.parametrize(
