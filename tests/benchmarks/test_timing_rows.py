@@ -57,24 +57,31 @@ def test_steps_of_llm_foundry(gpu: str, limit: float, worst: float) -> None:
 
 @needs_measured
 def test_nvidias_published_throughput() -> None:
-    """All rows that are modelled; those with experts in 16 bits, of which two are within a fifth (docs/timing.md)."""
+    """All rows that are modelled; those with experts in 16 bits, of which two are within a fifth, and hybrids, whose
+    scan's kernels take longer than their bytes and FLOPs (docs/timing.md)."""
     rows = read_rows(MEASURED / nvidia.NAME)
     tables = timing.throughput(rows)
     timed = {row.id: row for table in tables for row in table.rows}
-    assert len(timed) >= 37
+    assert len(timed) >= 44
     experts = [one for name, one in timed.items() if "BF16" in name]
     assert len(experts) == 6
     assert sum(abs(one.error) < 0.2 for one in experts) >= 2
     assert all(abs(one.error) < 0.45 for one in experts)
-    every = timing.Table("", "", tuple(timed.values()))
-    assert every.median_error < 0.16
+    every, others = (
+        timing.Table("", "", tuple(one for name, one in timed.items() if hybrids or "Nemotron" not in name))
+        for hybrids in (True, False)
+    )
+    assert others.median_error < 0.16
     assert every.rank_correlation > 0.92
+    of_hybrids = [one.error for name, one in timed.items() if "Nemotron" in name]
+    assert len(of_hybrids) == 6
+    assert all(-0.37 < error < 0 for error in of_hybrids)
 
 
 @needs_measured
 def test_every_row_has_a_recipe_with_its_source() -> None:
     for row in read_rows(MEASURED / nvidia.NAME):
-        if row["model"] in nvidia.MODELS and row["task"].startswith("Pre-Training"):
+        if row["model"] in nvidia.MODELS and not row["task"].startswith("LoRA"):
             assert nvidia.recipe_of(row).source
 
 

@@ -234,6 +234,22 @@ def test_every_iteration_leaves_nothing_behind_and_the_replay_agrees() -> None:
         assert 0 <= replayed.allocated - folded.peak < 16 * 2**20
 
 
+def test_every_layer_of_a_hybrid_is_a_unit() -> None:
+    """``TransformerLayer``, ``MoETransformerLayer`` and ``MambaLayer`` are (``mcore_fsdp_adapter.py``); experts have a
+    bucket of their own. Every iteration leaves nothing behind."""
+    sizes = {"mamba_heads": 8, "mamba_head_dim": 64, "mamba_groups": 2, "mamba_state_dim": 16}
+    mixture = {"experts": 4, "expert_top_k": 2, "expert_ffn": 64, "ep": 2, "etp": 1}
+    made = program(family="hybrid", layers=4, layer_pattern="MM*E", positions="none", **sizes, **mixture)
+    found = buckets_of(tuple(made.order.chunks[0].spans), replace(FULL, ranks=4))
+    units = [(one.unit, one.experts) for one in found if one.unit is not None]
+    first = min(unit for unit, _ in units)
+    assert units == [*((first + at, False) for at in range(4)), (first + 3, True)]
+    passes = made.order.chunks[0].passes
+    assert passes.forward.net + passes.backward.net == 0
+    (replayed,) = replay((made,), AllocatorSettings(), ())
+    assert abs(replayed.static - fold_program(made).static) < 8 * 2**20
+
+
 def test_sharded_parameters_need_less_the_less_is_gathered_ahead() -> None:
     sizes = [fold_program(program(layers=8, megatron_fsdp_unit_size=size)).peak for size in (100, 3_000_000, 10**9)]
     assert sizes == sorted(sizes)

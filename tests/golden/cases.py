@@ -322,6 +322,9 @@ def megatron() -> Iterator[str]:
     job = "--model nemotron-3-nano-30b-a3b --layer-pattern MEM*E --framework megatron --gpu h100-80gb --seq 8192"
     yield f"{job} --dp 8 --ep 8 --zero 1 --moe-squared-relu-fusion"
     yield f"{job} --tp 2 --dp 4 --ep 4 --zero 1"
+    graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn,mamba,moe_router,moe_preprocess"
+    yield f"{job} --dp 8 --ep 8 --zero 1 --expert-latent 1024 {graphs}"
+    yield f"{job} --dp 8 --ep 8 --zero 1 --megatron-fsdp optim_grads_params"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4 --megatron-fsdp"
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         yield f"{job} {strategy}"

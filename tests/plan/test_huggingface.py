@@ -239,6 +239,22 @@ def test_hybrids_count_as_transformers_does(name: str) -> None:
     assert parameters(cut) == transformers_count({"model_type": family, **sizes})
 
 
+def test_layers_that_predict_further_tokens_are_read(tmp_path: Path) -> None:
+    """As Nemotron 3 Super's ``config.json`` has them, and as transformers writes them."""
+    sizes = {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "ME*E", "hidden_size": 256, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 128,
+        "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128,
+    }  # fmt: skip
+    for further in ({"mtp_hybrid_override_pattern": "*E"}, {"mtp_layers_block_type": ["full_attention", "moe"]}):
+        spec = spec_of({**sizes, "moe_latent_size": 64, "num_nextn_predict_layers": 1, **further}, tmp_path)
+        assert (spec.expert_latent, spec.mtp_layers, spec.mtp_pattern, spec.mtp_shared) == (64, 1, "*E", True)
+    without = {"moe_latent_size": None, "num_nextn_predict_layers": 0, "mtp_hybrid_override_pattern": "*E"}
+    spec = spec_of({**sizes, **without}, tmp_path)
+    assert (spec.expert_latent, spec.mtp_layers, spec.mtp_pattern) == (0, 0, "")
+
+
 @pytest.mark.parametrize(
     "name", [one for one in model_specs() if one not in HYBRIDS and load_spec(one).family != "gpt"]
 )

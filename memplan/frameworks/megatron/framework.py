@@ -340,8 +340,6 @@ def check_hybrid(plan: ResolvedPlan) -> None:
         raise PlanError("megatron.bias_gelu_fusion", True, "must be false with relu2 and biases, which it does not add")
     if not model.layer_pattern:
         return
-    if megatron.fsdp != "none":
-        raise PlanError("megatron.fsdp", megatron.fsdp, "must be none with a hybrid: it is not modelled with it yet")
     if megatron.offload_modules is not None:
         problem = "must be left out with a hybrid: its activations on the host are not modelled yet"
         raise PlanError("megatron.offload_modules", list(megatron.offload_modules), problem)

@@ -12,9 +12,11 @@ from memplan.formats.training_scripts import plan_of_arguments
 from memplan.frameworks.megatron.programs import core_shape, layer_shape_of, layers_module, module_shapes
 from memplan.layers.megatron_core import flex
 from memplan.layers.module import Options
+from memplan.layers.work import Exchange, Stream
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from memplan.search.time.shape import shape_of
 from memplan.tape.events import Drop, Hold
 
 T, H, E, K, EP = 512, 2048, 128, 8, 8
@@ -104,3 +106,18 @@ def test_megatrons_arguments() -> None:
     changed = {**arguments, "--moe-flex-dispatcher-backend": "ncclep"}
     with pytest.raises(PlanError, match="ncclep: is not modelled yet; deepep and hybridep are"):
         plan_of_arguments(changed, {}, gpus=8, family="gpt", vocabulary=1000, flags={})
+
+
+def test_hybrid_ep_copies_rows_out_of_its_buffer() -> None:
+    """A kernel that reads the N tokens that arrived and writes k T rows, or the other way, beside each exchange."""
+    flags = {
+        "model": "qwen3-30b-a3b", "framework": "megatron", "gpus": "8", "ep": "8", "seq": "512", "gpu": "h100-80gb",
+        "moe-dispatcher": "flex", "moe-flex-backend": "hybridep",
+    }  # fmt: skip
+    whole = resolve(read_plan(None, flags).plan)
+    n = flex.arriving(layer_shape_of(module_shapes(core_shape(whole))[0], 0))
+    work = shape_of(whole).entries.layer
+    for of in (work.forward, work.backward):
+        sent = [(kernel, times) for kernel, times in of if isinstance(kernel, Exchange) and kernel.axis == "ep"]
+        assert sum(times for _, times in sent) == 2
+        assert sum(times for kernel, times in of if kernel == Stream((n + T * K) * H * 2)) == 2

@@ -23,6 +23,7 @@ def plan(model: str = "nemotron-3-nano-30b-a3b", pattern: str = "MEM*E", **more:
     [
         ("nemotron-h-8b", "M-M*-", {"tp": "2", "gpus": "2", "sequence-parallel": "true"}),
         ("nemotron-3-nano-30b-a3b", "MEM*E", {"gpus": "8", "ep": "8"}),
+        ("nemotron-3-super-120b-a12b", "ME", {"gpus": "8", "ep": "8"}),
         ("mamba2-2.7b", "MM", {"gpus": "1"}),
     ],
 )
