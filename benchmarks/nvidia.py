@@ -93,7 +93,9 @@ def recipe_of(row: Row) -> Recipe:
 def plan_of_row(row: Row) -> Plan:
     """The plan of a row. ``PlanError`` for what is not modelled."""
     if row["model"] == "Nemotron_3_Ultra":
-        problem = "is not modelled: Megatron-FSDP beside multi-token prediction, and activations of a hybrid on the host"
+        problem = (
+            "is not modelled: Megatron-FSDP beside multi-token prediction, and activations of a hybrid on the host"
+        )
         raise PlanError("model", row["model"], problem)
     if row["task"].startswith("LoRA"):
         raise PlanError("model", row["task"], "is not read: adapters under Megatron-Bridge have no plan")

@@ -181,6 +181,10 @@ def _flex_backend(reader: Reader) -> None:
         reader.building.put("experts.flex_backend", node, name)
 
 
+def _projected(plan: Plan) -> bool:
+    return plan.model.expert_latent > 0
+
+
 def _shared(plan: Plan) -> bool:
     return plan.model.shared_expert_ffn > 0
 
@@ -193,7 +197,7 @@ ROWS: Sequence[Row] = (
     Row(NUMBER, "model.experts", "EXPERTS", default=0, when=mixed),
     of_experts("--moe-router-topk", "model.expert_top_k", default=2, least=1),
     of_experts("--moe-ffn-hidden-size", "model.expert_ffn", default=_of("model.ffn"), least=1),
-    of_experts("--moe-latent-size", "model.expert_latent", default=LEFT, when=lambda plan: plan.model.expert_latent > 0),
+    of_experts("--moe-latent-size", "model.expert_latent", default=LEFT, when=_projected),
     of_experts(
         FREQUENCY, "model.dense_layers", "word", read=_frequency, value=_pattern,
         when=lambda plan: mixed(plan) and bool(plan.model.dense_layers),

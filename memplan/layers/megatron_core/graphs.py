@@ -69,9 +69,7 @@ def attends(shape: CoreShape) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def kept(
-    kinds: frozenset[CoreShape], with_mask: int, without_mask: int, cublas: tuple[Hold, ...]
-) -> tuple[Hold, ...]:
+def kept(kinds: frozenset[CoreShape], with_mask: int, without_mask: int, cublas: tuple[Hold, ...]) -> tuple[Hold, ...]:
     """Static tensors of graphs of layers of these kinds, of which so many with and without attention are between
     their forward and their backward at once."""
     every = sorted(kinds, key=str)

@@ -1,8 +1,8 @@
 """``megatron/core/transformer/moe/experts.py``: the experts of a rank, in one grouped product (``TEGroupedMLP``, over
 Transformer Engine's ``pytorch/module/grouped_linear.py``) or one after the other (``SequentialMLP``).
 
-Shapes: N rows of all experts of this rank, e of them here, h features of a row, f an expert's inner width on this rank (twice that
-before SwiGLU).
+Shapes: N rows of all experts of this rank, e of them here, h features of a row, f an expert's inner width on this rank
+(twice that before SwiGLU).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 import pytest
 
-from memplan.allocator.passes import passes
 from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.passes import passes
 from memplan.estimate import estimate
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.megatron_core.graphs import POOL
