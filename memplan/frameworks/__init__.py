@@ -36,11 +36,9 @@ IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ),
     ("deepspeed", (("layout.zero", "deepspeed"),)),
     ("fsdp", (("hardware.gpus", "layout.dp"),)),
-    ("ddp", (("hardware.gpus", "layout.dp"),)),
 )
 """Which framework a plan means that names none: the first of which, of each group of fields or sections, one is given
-(a size if it is more than one, a stage of ZeRO if it is not 0, a word whatever it is). Of a model without a recipe the
-first that takes it (``FrameworkRunning.learns``)."""
+(a size if it is more than one, a stage of ZeRO if it is not 0, a word whatever it is)."""
 BY_ITSELF = "single"
 """What a plan means that says nothing of the kind."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..frameworks import BY_ITSELF, IMPLIED_BY, framework
+from ..frameworks import BY_ITSELF, IMPLIED_BY
 from .errors import Origin
 from .node import Node
 from .notes import FRAMEWORK_CHOSEN, Note
@@ -10,30 +10,24 @@ from .notes import FRAMEWORK_CHOSEN, Note
 _ORIGIN = Origin("what else the plan says")
 
 
-def with_implied(plan: Node, *, learnt: bool = False) -> tuple[Node, tuple[Note, ...]]:
-    """``plan`` with a framework and a dtype, and what to tell where they were chosen here. ``learnt``: its model has no
-    recipe, so that a framework which takes such models goes before one that does not."""
-    plan, chosen = with_framework(plan, learnt=learnt)
+def with_implied(plan: Node) -> tuple[Node, tuple[Note, ...]]:
+    """``plan`` with a framework and a dtype, and what to tell where they were chosen here."""
+    plan, framework = with_framework(plan)
     plan, dtype = with_dtype(plan)
-    return plan, (*chosen, *dtype)
+    return plan, (*framework, *dtype)
 
 
-def with_framework(plan: Node, *, learnt: bool = False) -> tuple[Node, tuple[Note, ...]]:
+def with_framework(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     """``plan`` with a framework, and what to tell where that was chosen here; none is told for one process on one
     GPU."""
     if "framework" in plan.mapping:
         return plan, ()
-    found = []
     for name, groups in IMPLIED_BY:
         reasons = [next((said for path in paths if (said := _said(plan, path))), "") for paths in groups]
         if all(reasons):
-            found.append((name, " and ".join(reasons)))
-    if not found:
-        return plan.with_items({"framework": Node(BY_ITSELF, _ORIGIN)}), ()
-    taking = [one for one in found if framework(one[0]).running.learns] if learnt else []
-    name, why = (taking or found)[0]
-    note = Note(FRAMEWORK_CHOSEN, f"no framework was named: {name}, because of {why}")
-    return plan.with_items({"framework": Node(name, _ORIGIN)}), (note,)
+            note = Note(FRAMEWORK_CHOSEN, f"no framework was named: {name}, because of {' and '.join(reasons)}")
+            return plan.with_items({"framework": Node(name, _ORIGIN)}), (note,)
+    return plan.with_items({"framework": Node(BY_ITSELF, _ORIGIN)}), ()
 
 
 def with_dtype(plan: Node) -> tuple[Node, tuple[Note, ...]]:

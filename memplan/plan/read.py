@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..frameworks import ROOMS
+from ..frameworks import ROOMS, framework
 from ..values import dataclass
 from .checks import check_mixture, listed
 from .errors import ABSENT, Origin, PlanError, together
@@ -75,7 +75,9 @@ class ReadPlan:
         for name in ROOMS:
             if name != self.plan.framework:
                 with suppress(PlanError):
-                    resolve(self.plan.model_copy(update={"framework": name}))
+                    plan = resolve(self.plan.model_copy(update={"framework": name}))
+                    if isinstance(plan.model, TracedSpec):
+                        framework(name).running.check_learnt(plan)
                     found.append(name)
         return found
 
@@ -152,7 +154,7 @@ def _wrong_in(plan: Node) -> Iterator[PlanError]:
 def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
     """The plan of an architecture that only traces know."""
     stand_in = complete_model(Node({"base": Node(STAND_IN, COMMAND_LINE)}, COMMAND_LINE), Path()).spec
-    node, chosen = with_implied(written.with_items({"model": stand_in}), learnt=True)
+    node, chosen = with_implied(written.with_items({"model": stand_in}))
     plan = validated_plan(node)
     if plan.batch.seq is None and spec.positions_max == NO_LENGTH:
         problem = "is missing, and the model's configuration names no maximum sequence length"

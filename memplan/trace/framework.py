@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..frameworks import framework, frameworks
+from ..plan.checks import listed
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolved import ResolvedPlan
@@ -62,7 +63,7 @@ class FrameworkRunning:
 
     def check_learnt(self, plan: ResolvedPlan) -> None:
         """Refuses what is not modelled of such an architecture, whatever was learnt of it."""
-        named = " or ".join(one.name for one in frameworks() if one.running.learns)
+        named = listed([one.name for one in frameworks() if one.running.learns])
         raise PlanError("framework", plan.framework, f"must be {named}: under others this architecture has no recipe")
 
     def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:

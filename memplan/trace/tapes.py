@@ -165,10 +165,10 @@ def _alone(kind: Kind, known: int, sizes: Sizes) -> Tape:
 class _RowTapes(Tapes):
     """Of the whole model."""
 
-    def __init__(self, row: _Row, known: int) -> None:
+    def __init__(self, row: Row, known: int) -> None:
         _set(self, row=row, known=known, output=0, grad_input=0, end=())
 
-    row: _Row
+    row: Row
     known: int
 
     @cached_property
@@ -183,12 +183,12 @@ class _RowTapes(Tapes):
 @lru_cache(maxsize=16)
 def whole(piece: Piece, row: tuple[Places, ...], b: int, s: int, kernel_workspaces: bool) -> tuple[Span, ...]:
     """All of a model's modules as one, in which every tensor has a number of its own."""
-    made = _Row(piece, row, b, s, kernel_workspaces)
+    made = Row(piece, row, b, s, kernel_workspaces)
     model = Module("model", _RowTapes(made, FIRST), _RowTapes(made, FURTHER), (), ())
     return (Span(model, ("model",)),)
 
 
-class _Row:
+class Row:
     """Numbers of tensors of a model whose modules stand in a row: those of forward, then those of a backward pass."""
 
     def __init__(self, piece: Piece, row: tuple[Places, ...], b: int, s: int, kernel_workspaces: bool) -> None:
@@ -219,27 +219,44 @@ class _Row:
                 result.append(result[-1] + born)
         return result
 
+    @property
+    def last_number(self) -> int:
+        """No tensor has a higher one; behind each module's own are those of its kernels' workspaces."""
+        return max(starts[-1] for starts in self.starts.values()) + MOST_WORKSPACES
+
+    def number_of(self, at: int, tensor: int) -> int:
+        """Of a tensor that the module at ``at`` makes in its first backward, where it is called ``tensor``."""
+        own = sum(isinstance(one, Born) for one in self.kinds[at].passes[FORWARD])
+        return self.starts[FIRST][at] + tensor - own - 1
+
     def events(self, known: int) -> Iterator[Event]:
         places = range(len(self.kinds))
-        inside = self.starts[known][-1]
         for at in places if known == FORWARD else reversed(places):
-            number = self.starts[known][at]
-            workspaces = _Workspaces(self.sizes) if self.kernel_workspaces else None
-            for change in self.kinds[at].passes[known]:
-                if isinstance(change, Gone):
-                    yield self._drop(change, at, known)
-                    continue
-                yield hold(change, number, self.sizes)
-                number += 1
-                if workspaces is not None:
-                    taken = workspaces.behind(change)
-                    yield from (one._replace(tensor=inside + i) for i, one in enumerate(taken))
-                    yield from (Drop(inside + i, one.bytes, one.category) for i, one in enumerate(taken))
+            yield from self.of(at, known)
+
+    def of(self, at: int, known: int) -> Iterator[Event]:
+        """Events of one module."""
+        inside, number = self.starts[known][-1], self.starts[known][at]
+        workspaces = _Workspaces(self.sizes) if self.kernel_workspaces else None
+        for change in self.kinds[at].passes[known]:
+            if isinstance(change, Gone):
+                yield self._drop(change, at, known)
+                continue
+            yield hold(change, number, self.sizes)
+            number += 1
+            if workspaces is not None:
+                taken = workspaces.behind(change)
+                yield from (one._replace(tensor=inside + i) for i, one in enumerate(taken))
+                yield from (Drop(inside + i, one.bytes, one.category) for i, one in enumerate(taken))
 
     def _drop(self, change: Gone, at: int, known: int) -> Drop:
         place = place_of(change, at, len(self.kinds))
         tensor = self.starts[FORWARD if change.forward else known][place] + change.number
         return Drop(tensor, self.sizes.rounded[change.size], Category(change.category))
+
+
+MOST_WORKSPACES = 4
+"""That one kernel takes."""
 
 
 class _Workspaces:

@@ -150,7 +150,7 @@ def test_several_gpus_are_ddp(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("framework", ["fsdp", "deepspeed", "megatron", "device-map"])
 def test_other_frameworks_are_refused(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("estimate", "--model", "olmo-2-7b", "--framework", framework, "--gpus", "2")
-    assert f"framework = {framework}: must be single or ddp: under others" in error_of(capsys, *words)
+    assert f"framework = {framework}: must be single, ddp or fsdp: under others" in error_of(capsys, *words)
 
 
 def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

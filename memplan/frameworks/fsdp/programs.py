@@ -35,6 +35,11 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
         known = [name for name in covered(TRANSFORMERS) if family(name).shards]
         problem = f"has no recipe in framework fsdp yet; models with one: {', '.join(known)}"
         raise PlanError("model.family", plan.model.family, problem)
+    check_settings(plan, given)
+
+
+def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
+    """Refuses settings, whatever the model is."""
     dp, layout = plan.layout.dp, plan.layout
     if layout.tp > 1 and not given.gradient_sync:
         problem = "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch"

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...layers.module import Options
 from ...plan.errors import PlanError
 from ...plan.plan import Plan
 from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import first_frozen, is_tuned
+from ...tape.program import Program
+from ...trace.fit import Fit
 from ...trace.framework import FrameworkRunning
 from ...trace.job import MOST_MICROBATCHES, Job, Sharded, Stages, Torchtitan, check_optimizer, check_stage
+from ...trace.learned import assumptions, fit_of
+from ..plain import trainer
+from .learned import program_of
+from .notices import FSDP
 from .programs import recompute_of
-from .stages import partition
+from .stages import check_no_pipeline, partition
 
 LOSSES = ("plain", "vocab-parallel")
 NO_OFFLOAD = "must be false: torchtitan's code runs without offload here"
 
 
 class FsdpRunning(FrameworkRunning):
+    learns = True
+
     def check(self, plan: ResolvedPlan) -> None:
         if plan.fsdp.version == "1":
             raise PlanError("fsdp.version", "1", "must be 2: FSDP1 is modelled in estimates alone")
@@ -25,6 +34,33 @@ class FsdpRunning(FrameworkRunning):
             size = getattr(plan.layout, name)
             if size != 1:
                 raise PlanError(f"layout.{name}", size, "must be 1: only data parallelism is traced")
+
+    def check_learnt(self, plan: ResolvedPlan) -> None:
+        given, problem = plan.fsdp, "not modelled for an architecture without a recipe"
+        if given.version == "1":
+            raise PlanError("fsdp.version", "1", f"must be 2: FSDP1 is {problem}")
+        if given.code != "transformers":
+            raise PlanError("fsdp.code", given.code, "must be transformers: this architecture has no recipe")
+        if not given.gradient_sync and plan.microbatches > 1:
+            raise PlanError("fsdp.gradient_sync", False, f"must be true: gradients reduced once are {problem}")
+        if trainer.runs(plan):
+            problem = "must be none: the Trainer's own tensors were not traced"
+            raise PlanError("trainer.loop", plan.trainer.loop, problem)
+        if is_tuned(plan):
+            field, value = first_frozen(plan)
+            raise PlanError(field, value, f"must be left out: frozen parts are {problem} under fsdp")
+        check_no_pipeline(plan, given)
+
+    def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
+        self.check_learnt(plan)
+        return program_of(plan, fit, options)
+
+    def learnt_programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        self.check_learnt(plan)
+        return (self.learnt_program(plan, fit_of(plan), options),)
+
+    def learnt_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        return (*FSDP, *assumptions(plan))
 
     def runs_transformers(self, plan: Plan) -> bool:
         return plan.fsdp.code == "transformers"

@@ -36,17 +36,18 @@ def program_of(
     (``PlainRunning.learnt_front``, ``learnt_buckets``)."""
     b, s = plan.batch.mbs, plan.batch.seq
     assert s is not None
-    piece = _piece(plan, fit, b, s)
-    row = _row(plan, fit, piece)
-    dtype = _dtype(plan, piece)
+    piece = piece_of(plan, fit, b, s)
+    row = row_of(plan, fit, piece)
+    dtype = plan.precision.stored
+    check_dtype(piece, dtype)
     made = spans(piece, row, b, s)
     groups = tuple((span.module.parameters, len(span.names)) for span in made if span.module.parameters)
     parameters, kept = full("parameter", Category.PARAMETERS, dtype), plan.optimizer.embeddings_32bit
     states = (parameters, *optimizer_states(plan.optimizer, dtype, embeddings_32bit=kept))
     if not all(one.trained for own, _ in groups for one in own):
         states, groups = tuned_states(plan.optimizer, dtype), trained_only(groups)
-    buffers = _buffers(piece, row)
-    extra = [*_inputs(piece, b, s), *buffers, *quantisation_maps(plan.optimizer)]
+    buffers = buffers_of(piece, row)
+    extra = [*inputs_of(piece, b, s), *buffers, *quantisation_maps(plan.optimizer)]
     broadcast = front_of(plan, buffers)
     ready = _ready(piece, row, plan.precision.stored) if fit.buckets else None
     unrolled = (*broadcast, *whole(piece, row, b, s, options.kernel_workspaces))
@@ -63,7 +64,8 @@ def program_of(
     )
 
 
-def _piece(plan: ResolvedPlan, fit: Fit, b: int, s: int) -> Piece:
+def piece_of(plan: ResolvedPlan, fit: Fit, b: int, s: int) -> Piece:
+    """That of ``fit`` at the plan's sizes; ``PlanError`` where it holds for others alone."""
     piece = fit.piece_at(b, s)
     if piece is None:
         holds = "; ".join(str(one.domain) for one in fit.pieces)
@@ -74,7 +76,8 @@ def _piece(plan: ResolvedPlan, fit: Fit, b: int, s: int) -> Piece:
     return piece
 
 
-def _row(plan: ResolvedPlan, fit: Fit, piece: Piece) -> tuple[Places, ...]:
+def row_of(plan: ResolvedPlan, fit: Fit, piece: Piece) -> tuple[Places, ...]:
+    """The entries of ``piece`` with as many layers as the plan has."""
     spec = plan.model
     wanted = spec.layers if isinstance(spec, TracedSpec) and spec.counted else fit.layers
     if wanted == fit.layers and not (fit.extends and wanted):
@@ -91,12 +94,12 @@ def _grown(piece: Piece, layers: int) -> tuple[Places, ...]:
     return piece.grown(layers)
 
 
-def _dtype(plan: ResolvedPlan, piece: Piece) -> str:
+def check_dtype(piece: Piece, dtype: str) -> None:
+    """``PlanError`` unless all parameters were traced in ``dtype``."""
     found = _dtypes(piece)
-    if found != {plan.precision.stored}:
+    if found != {dtype}:
         problem = f"must be the dtype of all parameters; the model keeps some as {', '.join(sorted(found))}"
-        raise PlanError("precision.dtype", plan.precision.stored, problem)
-    return plan.precision.stored
+        raise PlanError("precision.dtype", dtype, problem)
 
 
 @lru_cache(maxsize=1024)
@@ -104,14 +107,15 @@ def _dtypes(piece: Piece) -> frozenset[str]:
     return frozenset(one.dtype or "" for kind in piece.kinds for one in kind.parameters)
 
 
-def _inputs(piece: Piece, b: int, s: int) -> list[Hold]:
+def inputs_of(piece: Piece, b: int, s: int) -> list[Hold]:
+    """A micro-batch's, kept throughout."""
     return [
         Hold(0, rounded(piece.polynomials[one.size](b, s)), Category.INPUTS, one.operator, (), one.dtype)
         for one in piece.inputs
     ]
 
 
-def _buffers(piece: Piece, row: tuple[Places, ...]) -> list[Hold]:
+def buffers_of(piece: Piece, row: tuple[Places, ...]) -> list[Hold]:
     return [
         Hold(0, rounded(size), Category.BUFFERS, "buffer", (), dtype)
         for kind, names in row

@@ -1,0 +1,191 @@
+"""``fully_shard`` around an architecture that was learnt from traces of one device: its hooks go in around each traced
+layer, whose own events they leave as they are.
+
+That holds where a layer is handed tensors in the dtype of compute alone: ``fully_shard`` casts others
+(``FSDPState._cast_forward_inputs``), which no trace of one device shows. They are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from ...layers.module import Module, Options, Tapes
+from ...plan.errors import PlanError
+from ...plan.resolved import ResolvedPlan
+from ...schedules.one_chunk import OneChunk
+from ...tape.events import Event, Hook, Seam, Stretch, Tape, renamed
+from ...tape.program import Chunk, Program, Span
+from ...trace.fit import LAYER, Fit, Gone, Piece, Places
+from ...trace.recording import EMBEDDING, FINAL_NORM, HEAD
+from ...trace.rows import place_of
+from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, TracedModule, spans
+from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
+from .hooks import Around, Hooks, Role, pass_through
+from .modules import MODEL, Model, compact_ids, lowest_of, owned, sharded, with_parameters
+from .programs import check_settings, sharding_of
+from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
+
+FLOATS = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""What a trace calls dtypes that ``fully_shard`` casts."""
+
+
+def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
+    """What ``fit`` comes to on every rank of ``plan``."""
+    given = plan.fsdp
+    check_settings(plan, given)
+    b, s = plan.batch.mbs, plan.batch.seq
+    assert s is not None
+    piece = piece_of(plan, fit, b, s)
+    row = row_of(plan, fit, piece)
+    check_dtype(piece, plan.precision.dtype)
+    _check(plan, piece, row)
+    sharding, model = sharding_of(plan, given), model_of(plan, piece, row)
+    hooked = sharded(model.spans, model.units, model.end, sharding)
+    unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, model, sharding)
+    tensors = [one for span in model.spans for one in span.module.parameters]
+    return Program(
+        stage=0,
+        ranks=tuple(range(plan.layout.dp)),
+        entries=tuple(dict.fromkeys(name for one in row for name in one.names)),
+        order=OneChunk((Chunk(hooked, unrolled=unrolled),), plan.microbatches),
+        states=() if sharding.offload else sharded_states(plan.optimizer, sharding),
+        extra=(*inputs_of(piece, b, s), *model.buffers),
+        step=Stretch() if sharding.offload else sharded_step(tuple(tensors), plan.optimizer, sharding),
+        late_states=True,
+        elements=sum(shard(one, sharding.shards).elements for one in tensors),
+        host=host_bytes(tensors, plan.optimizer, sharding),
+    )
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+def _check(plan: ResolvedPlan, piece: Piece, row: tuple[Places, ...]) -> None:
+    named = [name for _, names in row for name in names]
+    if not {name for name in named if not name.startswith(LAYER)} <= {EMBEDDING, FINAL_NORM, HEAD}:
+        _refuse(plan, "it has more than one list of layers")
+    if plan.fsdp.parameters != plan.precision.dtype and any(
+        dtype == plan.precision.dtype for kind in piece.kinds for _, dtype in kind.buffers
+    ):
+        _refuse(plan, f"it has buffers in {plan.precision.dtype}, which are in the dtype of the shards there")
+    cast = _cast(piece, row, plan.precision.dtype)
+    if cast:
+        _refuse(plan, f"its layers are handed tensors in {cast}, which fully_shard casts; no trace has that yet")
+
+
+def _refuse(plan: ResolvedPlan, why: str) -> None:
+    problem = f"must be single or ddp: {why} (model_type {plan.model.family})"
+    raise PlanError("framework", plan.framework, problem)
+
+
+@lru_cache(maxsize=1024)
+def _cast(piece: Piece, row: tuple[Places, ...], compute: str) -> str:
+    """The dtype other than ``compute`` of a tensor that outlives the unit which makes it, if there is one."""
+    places = [(kind, name) for kind, names in row for name in names]
+    for at, (kind, name) in enumerate(places):
+        for change in (one for changes in piece.kinds[kind].passes for one in changes if isinstance(one, Gone)):
+            place = place_of(change, at, len(places))
+            maker, made = places[place][1], piece.kinds[places[place][0]].passes[FORWARD]
+            if not change.forward or place == at or not (maker.startswith(LAYER) or name.startswith(LAYER)):
+                continue
+            dtype = FLOATS.get([one for one in made if not isinstance(one, Gone)][change.number].dtype, compute)
+            if dtype != compute:
+                return dtype
+    return ""
+
+
+# -- the model --------------------------------------------------------------------------------------
+
+
+def model_of(plan: ResolvedPlan, piece: Piece, row: tuple[Places, ...]) -> Model:
+    """Every layer is a unit, and so is the model (``programs.transformers_model``)."""
+    given, b, s = plan.fsdp, plan.batch.mbs, plan.batch.seq
+    assert s is not None
+    made = _seamed(piece, row, b, s)
+    names = [span.names[0] for span in made]
+    layers = [at for at, name in enumerate(names) if name.startswith(LAYER)]
+    reshard = given.reshard_to or given.reshard_after_forward
+    units = [Unit(MODEL, (), 0, len(names) - 1, given.reshard_root, False)]
+    units += [Unit(names[at], (), at, at, reshard, True) for at in layers]
+    return Model(made, with_parameters(made, units, ()), names[-1], tuple(buffers_of(piece, row)))
+
+
+@lru_cache(maxsize=4096)
+def _seamed(piece: Piece, row: tuple[Places, ...], b: int, s: int) -> tuple[Span, ...]:
+    """One span for each module, with seams around its passes."""
+    return tuple(Span(_with_seams(one.module), (name,)) for one in spans(piece, row, b, s) for name in one.names)
+
+
+@lru_cache(maxsize=4096)
+def _with_seams(module: TracedModule) -> Module:
+    def tapes(inner: Tapes) -> Tapes:
+        return Tapes(
+            _around(inner.forward, Hook.BEFORE_FORWARD, Hook.AFTER_FORWARD),
+            _around(inner.backward, Hook.BEFORE_BACKWARD, Hook.AFTER_BACKWARD),
+            0,
+            0,
+        )
+
+    evaluation = _around(module.evaluation, Hook.BEFORE_FORWARD, Hook.AFTER_FORWARD)
+    return Module(module.name, tapes(module.first), tapes(module.steady), evaluation, module.parameters)
+
+
+def _around(tape: Tape, before: Hook, after: Hook) -> Tape:
+    return (Seam("traced", before), *tape, Seam("traced", after))
+
+
+# -- one row, for the allocator's replay ------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def _unrolled(
+    piece: Piece, row: tuple[Places, ...], b: int, s: int, workspaces: bool, model: Model, sharding: Sharding
+) -> tuple[Span, ...]:
+    """All modules as one, in which every tensor has a number of its own, with the hooks' events."""
+    made = _HookedRow(Row(piece, row, b, s, workspaces), model, sharding)
+    whole = Module("model", made.tapes(FIRST), made.tapes(FURTHER), (), ())
+    return (Span(whole, ("model",)),)
+
+
+class _HookedRow:
+    """Events of a row and of hooks. What hooks hold of one module has numbers behind the row's own. Every micro-batch
+    reduces its gradients, so that those of each are made as the first one's are."""
+
+    def __init__(self, row: Row, model: Model, sharding: Sharding) -> None:
+        self.row = row
+        own = owned(model.spans, model.units, sharding)
+        lowest, last = lowest_of(own.modules), own.place(model.end)
+        roles = (Role.FIRST, Role.STEADY)
+        passes = [
+            pass_through(Hooks(model.units, sharding, own.gradients, role), len(own.modules), last, lowest)
+            for role in roles
+        ]
+        self.arounds: dict[int, list[Around]] = {FIRST: [], FURTHER: []}
+        self.gradients: list[dict[int, int]] = []
+        """By module, of gradients: the number in the row, and that in the hooks."""
+        number = row.last_number
+        for at, ((module, _), ids) in enumerate(zip(own.modules, own.renamed, strict=True)):
+            around = passes[0][at], passes[1][at]
+            known = {}
+            for id, _ in compact_ids(module, ids, around):
+                number += 1
+                known[id] = number
+            for key, one in zip(self.arounds, around, strict=True):
+                self.arounds[key].append(Around(*(renamed(tape, known) for tape in one)))
+            self.gradients.append({row.number_of(at, old): known.get(new, new) for old, new in ids})
+
+    def tapes(self, known: int) -> Tapes:
+        return Tapes(tuple(self._forward(known)), tuple(self._backward(known)), 0, 0)
+
+    def _forward(self, known: int) -> Iterator[Event]:
+        for at, around in enumerate(self.arounds[known]):
+            yield from around.before_forward
+            yield from self.row.of(at, FORWARD)
+            yield from around.after_forward
+
+    def _backward(self, known: int) -> Iterator[Event]:
+        for at, around in reversed([*enumerate(self.arounds[known])]):
+            yield from around.before_backward
+            yield from renamed(tuple(self.row.of(at, FIRST)), self.gradients[at])
+            yield from around.after_backward
