@@ -81,7 +81,7 @@ def test_learnt_then_estimated(
     assert f"--model {path} --layers 3` traces it" in error_of(capsys, "estimate", *job, "--layers", "3"), "two alone"
     assert "nothing was learnt of it for fp32, eager attention" in error_of(capsys, "estimate", *job, "--dtype", "fp32")
     assert "batch.seq = 80: is outside the verified range" in error_of(capsys, "estimate", *job, "--seq", "80")
-    assert "framework = fsdp: must be single or ddp" in error_of(
+    assert "framework = fsdp: must be single or ddp: its layers are handed tensors in fp32, which" in error_of(
         capsys, "estimate", *job, "--framework", "fsdp", "--gpus", "2"
     )
     assert main(["estimate", *job, "--vary", "mbs=1,2,4", "--vary", "optimizer=adamw,adam8bit", "--json"]) == 0
@@ -218,7 +218,12 @@ def test_no_longest_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--framework", "fsdp", "--dp", "8"], "framework = fsdp: must be single or ddp"),
+        (["--framework", "deepspeed", "--dp", "8"], "framework = deepspeed: must be single, ddp or fsdp"),
+        (["--framework", "fsdp", "--dp", "8", "--fsdp-version", "1"], "fsdp.version = 1: must be 2: FSDP1 is not"),
+        (
+            ["--framework", "fsdp", "--dp", "8", "--no-gradient-sync", "--gbs", "64"],
+            "fsdp.gradient_sync = false: must be true: gradients reduced once are not modelled",
+        ),
         (
             ["--framework", "ddp", "--dp", "2", "--zero", "1"],
             "layout.zero = 1: must be 0: not modelled for an architecture without a recipe\n",

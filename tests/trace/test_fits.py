@@ -136,9 +136,9 @@ def test_what_was_not_verified_is_refused() -> None:
     fit = fit_of("bert")
     with pytest.raises(PlanError, match=r"batch\.seq = 512: is outside the verified range"):
         program_of(plan_of("bert", 2, 512), fit, Options())
-    fsdp = plan_of("bert", 2, 64).model_copy(update={"framework": "fsdp"})
-    with pytest.raises(PlanError, match=r"framework = fsdp: must be single or ddp"):
-        program_of(fsdp, fit, Options())
+    sharded = plan_of("bert", 2, 64).model_copy(update={"framework": "deepspeed"})
+    with pytest.raises(PlanError, match=r"framework = deepspeed: must be single, ddp or fsdp"):
+        program_of(sharded, fit, Options())
 
 
 # -- without a recipe -------------------------------------------------------------------------------

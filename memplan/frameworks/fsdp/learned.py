@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Tapes
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
@@ -66,12 +67,25 @@ def _check(plan: ResolvedPlan, piece: Piece, row: tuple[Places, ...]) -> None:
     if not {name for name in named if not name.startswith(LAYER)} <= {EMBEDDING, FINAL_NORM, HEAD}:
         _refuse(plan, "it has more than one list of layers")
     if plan.fsdp.parameters != plan.precision.dtype and any(
-        dtype == plan.precision.dtype for kind in piece.kinds for _, dtype in kind.buffers
+        bytes > ITEMSIZE[dtype] for bytes, dtype in _follow(plan, piece)
     ):
         _refuse(plan, f"it has buffers in {plan.precision.dtype}, which are in the dtype of the shards there")
     cast = _cast(piece, row, plan.precision.dtype)
     if cast:
         _refuse(plan, f"its layers are handed tensors in {cast}, which fully_shard casts; no trace has that yet")
+
+
+def _follow(plan: ResolvedPlan, piece: Piece) -> list[tuple[int, str]]:
+    """Buffers that are in the dtype of parameters, bytes and dtype: in that of the shards here."""
+    return [one for kind in piece.kinds for one in kind.buffers if one[1] == plan.precision.dtype]
+
+
+def assumptions_of(plan: ResolvedPlan, fit: Fit) -> tuple[str, ...]:
+    """What is taken for granted of the fit's layers under ``fully_shard``."""
+    if plan.fsdp.parameters == plan.precision.dtype or not any(_follow(plan, piece) for piece in fit.pieces):
+        return ()
+    dtype = plan.fsdp.parameters
+    return (f"a buffer of one element is a number in {dtype}, which casts no tensor; its own copy is not counted",)
 
 
 def _refuse(plan: ResolvedPlan, why: str) -> None:

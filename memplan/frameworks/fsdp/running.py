@@ -15,7 +15,7 @@ from ...trace.framework import FrameworkRunning
 from ...trace.job import MOST_MICROBATCHES, Job, Sharded, Stages, Torchtitan, check_optimizer, check_stage
 from ...trace.learned import assumptions, fit_of
 from ..plain import trainer
-from .learned import program_of
+from .learned import assumptions_of, program_of
 from .notices import FSDP
 from .programs import recompute_of
 from .stages import check_no_pipeline, partition
@@ -60,7 +60,7 @@ class FsdpRunning(FrameworkRunning):
         return (self.learnt_program(plan, fit_of(plan), options),)
 
     def learnt_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
-        return (*FSDP, *assumptions(plan))
+        return (*FSDP, *assumptions(plan), *assumptions_of(plan, fit_of(plan)))
 
     def runs_transformers(self, plan: Plan) -> bool:
         return plan.fsdp.code == "transformers"
