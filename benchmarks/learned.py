@@ -18,16 +18,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from memplan.frameworks.fsdp.learned import ENDS, cast_of
 from memplan.plan.errors import PlanError
 from memplan.plan.library import LEARNED, LearnedModel, learned_models
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.trace import cache
-from memplan.trace.learned import fit_by_traces, job_of, kept_as, longest_of, settings_of
+from memplan.trace.fit import LAYER
+from memplan.trace.learned import fit_by_traces, fit_of, forget, job_of, kept_as, longest_of, settings_of
 
 VARIANTS: tuple[dict[str, str], ...] = ({}, {"recompute": "full"})
 """Flags of the plans that are learnt of every model: bf16 and the flash kernel, without recompute and with it."""
+SHARDED = {"framework": "fsdp", "dp": "2"}
+"""And besides, where ``fully_shard`` casts what layers are handed."""
 LONGEST = 131072
 """Tokens of a sequence up to which a fit goes."""
 
@@ -47,7 +51,7 @@ def main() -> int:
 def learnt(model: LearnedModel, *, again: bool) -> Iterator[str]:
     """Writes the fits of ``model``; what could not be learnt, in words."""
     wanted = set()
-    for flags in VARIANTS:
+    for flags in (*VARIANTS, *({**SHARDED, **one} for one in VARIANTS if is_cast(model, one))):
         words = " ".join([model.name, *flags.values()])
         plan = plan_of(model, flags)
         job = job_of(plan)
@@ -76,6 +80,15 @@ def learnt(model: LearnedModel, *, again: bool) -> Iterator[str]:
 
 def plan_of(model: LearnedModel, flags: dict[str, str]) -> ResolvedPlan:
     return resolve(read_plan(None, {"model": model.name, "framework": "single", **flags}, traced=True).plan)
+
+
+def is_cast(model: LearnedModel, flags: dict[str, str]) -> bool:
+    """Whether layers of ``model`` are handed tensors that ``fully_shard`` casts, by what was learnt without it."""
+    forget()
+    plan = plan_of(model, flags)
+    piece = fit_of(plan).pieces[0]
+    one_list = {name for _, names in piece.row for name in names if not name.startswith(LAYER)} <= ENDS
+    return one_list and bool(cast_of(piece, piece.row, plan.precision.dtype))
 
 
 def checked(model: LearnedModel) -> Iterator[str]:

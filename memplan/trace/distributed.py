@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, 
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from ..tape.events import Category
 from .job import Job, Replicated, Sharded
@@ -224,6 +224,8 @@ def _real_meshes() -> Iterator[None]:
 
 def shard(job: Job, model: torch.nn.Module, mesh: DeviceMesh | None) -> None:
     """Every layer is a unit, and so is the model; in place."""
+    if job.casts:
+        _cast_inputs(model, DTYPES[job.dtype])
     if job.fsdp is None:
         return
     given = job.fsdp
@@ -239,6 +241,18 @@ def shard(job: Job, model: torch.nn.Module, mesh: DeviceMesh | None) -> None:
         fully_shard(model, **how, reshard_after_forward=True)
     else:
         fully_shard(model, **how)
+
+
+def _cast_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """As ``FSDPState._cast_forward_inputs`` does before a layer's forward, and before it is recomputed."""
+
+    def cast(_: torch.nn.Module, *given: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, given)
+
+    for path in outline_of(model).blocks:
+        layers: Any = model.get_submodule(path)
+        for layer in layers:
+            layer.register_forward_pre_hook(cast, with_kwargs=True)
 
 
 BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS

@@ -197,6 +197,8 @@ class Fit:
     """Why it holds nowhere else."""
     buckets: bool = True
     """Gradients are ready entry by entry, from the last to the first."""
+    casts: bool = False
+    """Layers cast what they are handed (``Job.casts``); part of the settings."""
 
     @property
     def extends(self) -> bool:

@@ -27,6 +27,8 @@ class FrameworkRunning:
     """Of one whose plans do not run: why torch's code has nothing of the kind either."""
     learns = False
     """Architectures without a recipe are estimated under it, from traces."""
+    casts = False
+    """Its layers cast what they are handed to the dtype of compute."""
 
     @property
     def own_code(self) -> OwnCode | None:

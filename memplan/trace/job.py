@@ -308,6 +308,8 @@ class Job:
     """Of an optimizer with 8-bit states: those of embeddings have 32."""
     trainer: int | None = None
     """Micro-batches whose inputs are on the device at once where transformers' Trainer runs the model."""
+    casts: bool = False
+    """Every layer casts what it is handed to ``dtype``, as ``fully_shard`` does, though nothing is sharded."""
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ Settings = dict[str, Any]
 
 
 def job_of(plan: ResolvedPlan) -> Job:
-    """The step of one rank by itself; ``PlanError`` where the plan asks for what is not traced."""
+    """The step of one device; ``PlanError`` where the plan asks for what is not traced."""
     assert isinstance(plan.model, TracedSpec)
     update = {
         "model": load_spec(STAND_IN),
@@ -50,12 +51,15 @@ def job_of(plan: ResolvedPlan) -> Job:
         "optimizer": Optimizer(name="adamw", implementation="foreach", weight_decay=0.01),
     }
     config = {name: value for name, value in plan.model.config.items() if name not in NAMES}
-    return job_of_plan(plan.model_copy(update=update), config)
+    job = job_of_plan(plan.model_copy(update=update), config)
+    return replace(job, casts=framework(plan.framework).running.casts)
 
 
 def settings_of(job: Job, layers: int | None) -> Settings:
     """What tells one fit from another; ``layers`` where it is of so many alone."""
     data = {name: value for name, value in job.to_json().items() if name not in OPTIONAL}
+    if not job.casts:
+        del data["casts"]
     name = layers_name(job.config)
     data["config"] = {key: value for key, value in job.config.items() if key != name}
     return {**data, "layers": layers if name is not None else None}
@@ -100,16 +104,21 @@ def forget() -> None:
 
 def _read(plan: ResolvedPlan, spec: TracedSpec) -> Fit:
     job = job_of(plan)
-    asked = [settings_of(job, None), settings_of(job, spec.layers)]
+    asked = [settings_of(one, layers) for one in _jobs(job) for layers in (None, spec.layers)]
     for settings in asked:
         fit = cache.load(settings)
         if fit is not None:
-            return fit
+            return replace(fit, casts="casts" in settings)
     made = next(filter(None, map(cache.others, asked)), "")
     why = f"; what was learnt of it was of {made}" if made else ""
     learn = " ".join(["memplan trace --learn --model", shlex.quote(spec.source), *advised(plan)])
     problem = f"{spec.reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs torch)"
     raise PlanError("", ABSENT, problem, origin=Origin(spec.source))
+
+
+def _jobs(job: Job) -> tuple[Job, ...]:
+    """Whose fits serve ``job``, the best first: where layers need cast nothing, casting changes nothing."""
+    return (job, replace(job, casts=False)) if job.casts else (job,)
 
 
 def _told(plan: ResolvedPlan) -> str:
@@ -131,7 +140,7 @@ def advised(plan: ResolvedPlan) -> tuple[str, ...]:
 def _differing(plan: ResolvedPlan) -> tuple[str, ...]:
     """Flags, as ``--dtype=fp32`` or ``--autocast``, of the fields that tell the plan's fit from the default's: of all
     that are not the default those without which it would be another."""
-    asked = settings_of(job_of(plan), None)
+    asked = settings_of(replace(job_of(plan), casts=False), None)
     fields = [field for field in plan_fields().values() if field.section in SECTIONS or field.path == "attention"]
     given = [field for field in fields if field.flag and _value(plan, field) not in (None, field.default)]
     needed = list(given)

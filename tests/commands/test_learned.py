@@ -81,8 +81,9 @@ def test_learnt_then_estimated(
     assert f"--model {path} --layers 3` traces it" in error_of(capsys, "estimate", *job, "--layers", "3"), "two alone"
     assert "nothing was learnt of it for fp32, eager attention" in error_of(capsys, "estimate", *job, "--dtype", "fp32")
     assert "batch.seq = 80: is outside the verified range" in error_of(capsys, "estimate", *job, "--seq", "80")
-    assert "framework = fsdp: must be single or ddp: its layers are handed tensors in fp32, which" in error_of(
-        capsys, "estimate", *job, "--framework", "fsdp", "--gpus", "2"
+    assert (
+        "framework = fsdp: must be single or ddp: its layers are handed tensors in fp32, which fully_shard"
+        in error_of(capsys, "estimate", *job, "--framework", "fsdp", "--gpus", "2")
     )
     assert main(["estimate", *job, "--vary", "mbs=1,2,4", "--vary", "optimizer=adamw,adam8bit", "--json"]) == 0
     variants = json.loads(capsys.readouterr().out)["variants"]

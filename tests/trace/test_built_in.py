@@ -34,8 +34,10 @@ RELEASES = ("5.23.0", "2.13.0")
 """Of transformers and torch, as ``pyproject.toml`` pins them."""
 BESIDE = {"olmo-2-7b"}
 """Models that every run of the tests traces; the others do where all is run."""
-NOT_SHARDED = {"t5-base", *(one for one in learned_models() if one.startswith("olmo-2-"))}
-"""Models that ``fully_shard`` casts tensors of, or that have two lists of layers."""
+TWO_LISTS = {one.name for one in learned_models().values() if one.configuration()["model_type"] in ("t5", "bart")}
+"""Encoders and decoders, which FSDP is not known of."""
+SHARDED_BESIDE = {"granite-3.1-2b", "olmo-2-1b"}
+"""Models that every run traces under FSDP: of the second it casts what layers are handed."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_parameters_are_those_published(name: str) -> None:
     """Without recompute and with it, from fits of the releases that the tests run."""
     for flags in ({}, {"recompute": "full"}):
-        plan = plan_of(name, **flags)
+        plan = plan_of(name, seq="384", **flags)
         (stage,) = estimate(plan).stages
         assert stage.parameters == learned_models()[name].parameters
         fit = fit_of(plan)
@@ -95,16 +97,16 @@ def test_same_as_a_direct_trace(name: str, recompute: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        one if one == "granite-3.1-2b" else pytest.param(one, marks=pytest.mark.slow)
+        one if one in SHARDED_BESIDE else pytest.param(one, marks=pytest.mark.slow)
         for one in learned_models()
-        if one not in NOT_SHARDED
+        if one not in TWO_LISTS
     ],
 )
 def test_same_as_a_direct_trace_under_fsdp(name: str) -> None:
     """PyTorch's own ``fully_shard`` around transformers' model, traced on one of four ranks, beside its hooks around
     the layers of a fit: all that passes do, but for the loss and its gradient, and 512 bytes of a number."""
     layers = {"layers": "7"} if fit_of(plan_of(name)).extends else {}
-    for recompute, b in (("none", 2), ("full", 1))[: 1 if name == "granite-3.1-2b" else 2]:
+    for recompute, b in (("none", 2), ("full", 1))[: 1 if name in SHARDED_BESIDE else 2]:
         sizes = {"mbs": str(b), "seq": "416", "gbs": str(8 * b), "recompute": recompute, **layers}
         plan = resolve(read_plan(None, {"model": name, "framework": "fsdp", "dp": "4", **sizes}, traced=True).plan)
         job = job_of_plan(plan.model_copy(update={"model": load_spec(STAND_IN)}), plan.model.config)  # type: ignore[attr-defined]
@@ -125,12 +127,13 @@ def test_what_ships_is_what_is_listed() -> None:
         cache.built_in_path(name, settings)
         for name in learned_models()
         for recompute in ("none", "full")
-        for plan in (plan_of(name, recompute=recompute),)
+        for framework in ("single", "fsdp")
+        for plan in (plan_of(name, recompute=recompute, framework=framework),)
         for settings in (lookup.settings_of(job_of(plan), None), lookup.settings_of(job_of(plan), plan.model.layers))
     }
     there = set(LEARNED.glob(f"*/*{cache.SUFFIX}"))
     assert there <= asked
-    assert len(there) == 2 * len(folders)
+    assert len(there) == 2 * len(folders) + 2 * sum(name.startswith("olmo-2-") for name in folders)
     assert sum(path.stat().st_size for path in LEARNED.rglob("*") if path.is_file()) < LARGEST
 
 
@@ -175,15 +178,15 @@ def test_all_names_mean_the_same(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_several_gpus_are_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
-    """As other models; of one that is not known there what takes it is told."""
+    """As other models are; of one that is not known there what takes it is told."""
     assert main(["estimate", "--model", "granite-3.1-2b", "--gpus", "8", "--gpu", "a100-80gb", "--json"]) == 0
     estimated = json.loads(capsys.readouterr().out)
     assert estimated["plan"]["framework"] == "fsdp"
     (stage,) = estimated["stages"]
     assert sum(stage["breakdown"].values()) == stage["allocated_bytes"]
     assert stage["device_bytes"] > stage["reserved_bytes"] >= stage["allocated_bytes"] >= stage["requested_bytes"]
-    line = error_of(capsys, "estimate", "--model", "olmo-2-7b", "--gpus", "8")
-    assert "its layers are handed tensors in fp32, which fully_shard casts; no trace has that yet" in line
+    line = error_of(capsys, "estimate", "--model", "t5-base", "--gpus", "8")
+    assert "framework = fsdp: must be single or ddp: it has more than one list of layers (model_type t5)" in line
     assert line.endswith("(no framework was named: fsdp, because of gpus 8; ddp takes it with --framework)\n")
 
 

@@ -1,12 +1,13 @@
 """``fully_shard`` around an architecture that was learnt from traces of one device: its hooks go in around each traced
 layer, whose own events they leave as they are.
 
-That holds where a layer is handed tensors in the dtype of compute alone: ``fully_shard`` casts others
-(``FSDPState._cast_forward_inputs``), which no trace of one device shows. They are refused.
+``fully_shard`` casts what a layer is handed in another dtype than that of compute, before the layer is gathered
+(``FSDPState._cast_forward_inputs``). A fit whose traces did so has it; another one serves where nothing is cast.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -15,9 +16,10 @@ from ...layers.module import Module, Options, Tapes
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import OneChunk
-from ...tape.events import Event, Hook, Seam, Stretch, Tape, renamed
+from ...tape.events import Event, Hold, Hook, Seam, Stretch, Tape, renamed
 from ...tape.program import Chunk, Program, Span
 from ...trace.fit import LAYER, Fit, Gone, Piece, Places
+from ...trace.learned import advised
 from ...trace.recording import EMBEDDING, FINAL_NORM, HEAD
 from ...trace.rows import place_of
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, TracedModule, spans
@@ -29,6 +31,9 @@ from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_st
 
 FLOATS = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """What a trace calls dtypes that ``fully_shard`` casts."""
+ENDS = frozenset({EMBEDDING, FINAL_NORM, HEAD})
+"""Entries besides layers, of a model with one list of them."""
+COPY, NARROW = "aten._to_copy.default", ("bfloat16", "float16")
 
 
 def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
@@ -40,7 +45,7 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
     check_dtype(piece, plan.precision.dtype)
-    _check(plan, piece, row)
+    _check(plan, fit, piece, row)
     sharding, model = sharding_of(plan, given), model_of(plan, piece, row)
     hooked = sharded(model.spans, model.units, model.end, sharding)
     unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, model, sharding)
@@ -62,17 +67,19 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
 # -- what is refused --------------------------------------------------------------------------------
 
 
-def _check(plan: ResolvedPlan, piece: Piece, row: tuple[Places, ...]) -> None:
+def _check(plan: ResolvedPlan, fit: Fit, piece: Piece, row: tuple[Places, ...]) -> None:
     named = [name for _, names in row for name in names]
-    if not {name for name in named if not name.startswith(LAYER)} <= {EMBEDDING, FINAL_NORM, HEAD}:
+    if not {name for name in named if not name.startswith(LAYER)} <= ENDS:
         _refuse(plan, "it has more than one list of layers")
     if plan.fsdp.parameters != plan.precision.dtype and any(
         bytes > ITEMSIZE[dtype] for bytes, dtype in _follow(plan, piece)
     ):
         _refuse(plan, f"it has buffers in {plan.precision.dtype}, which are in the dtype of the shards there")
-    cast = _cast(piece, row, plan.precision.dtype)
+    cast = "" if fit.casts else cast_of(piece, row, plan.precision.dtype)
     if cast:
-        _refuse(plan, f"its layers are handed tensors in {cast}, which fully_shard casts; no trace has that yet")
+        learn = " ".join(["memplan trace --learn --model", shlex.quote(plan.model.source), *advised(plan)])
+        why = f"its layers are handed tensors in {cast}, which fully_shard casts, and what was learnt has not"
+        _refuse(plan, f"{why} (`{learn} --framework fsdp --dp 2` learns it)")
 
 
 def _follow(plan: ResolvedPlan, piece: Piece) -> list[tuple[int, str]]:
@@ -94,7 +101,7 @@ def _refuse(plan: ResolvedPlan, why: str) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _cast(piece: Piece, row: tuple[Places, ...], compute: str) -> str:
+def cast_of(piece: Piece, row: tuple[Places, ...], compute: str) -> str:
     """The dtype other than ``compute`` of a tensor that outlives the unit which makes it, if there is one."""
     places = [(kind, name) for kind, names in row for name in names]
     for at, (kind, name) in enumerate(places):
@@ -134,19 +141,26 @@ def _seamed(piece: Piece, row: tuple[Places, ...], b: int, s: int) -> tuple[Span
 @lru_cache(maxsize=4096)
 def _with_seams(module: TracedModule) -> Module:
     def tapes(inner: Tapes) -> Tapes:
-        return Tapes(
-            _around(inner.forward, Hook.BEFORE_FORWARD, Hook.AFTER_FORWARD),
-            _around(inner.backward, Hook.BEFORE_BACKWARD, Hook.AFTER_BACKWARD),
-            0,
-            0,
-        )
+        backward = (Seam("traced", Hook.BEFORE_BACKWARD), *inner.backward, Seam("traced", Hook.AFTER_BACKWARD))
+        return Tapes(forward(inner.forward), backward, 0, 0)
 
-    evaluation = _around(module.evaluation, Hook.BEFORE_FORWARD, Hook.AFTER_FORWARD)
+    def forward(tape: Tape) -> Tape:
+        cast, rest = _behind_casts(tape)
+        return (*cast, Seam("traced", Hook.BEFORE_FORWARD), *rest, Seam("traced", Hook.AFTER_FORWARD))
+
+    evaluation = forward(module.evaluation)
     return Module(module.name, tapes(module.first), tapes(module.steady), evaluation, module.parameters)
 
 
-def _around(tape: Tape, before: Hook, after: Hook) -> Tape:
-    return (Seam("traced", before), *tape, Seam("traced", after))
+def _behind_casts(tape: Tape) -> tuple[Tape, Tape]:
+    """The copies in 16 bits that a forward pass begins with, which come before its parameters are gathered; the rest.
+    What is in 16 bits already is not copied."""
+    number = next((at for at, one in enumerate(tape) if not (isinstance(one, Hold) and _is_cast(one))), len(tape))
+    return tape[:number], tape[number:]
+
+
+def _is_cast(hold: Hold) -> bool:
+    return hold.name == COPY and hold.dtype in NARROW
 
 
 # -- one row, for the allocator's replay ------------------------------------------------------------
@@ -194,8 +208,8 @@ class _HookedRow:
 
     def _forward(self, known: int) -> Iterator[Event]:
         for at, around in enumerate(self.arounds[known]):
-            yield from around.before_forward
-            yield from self.row.of(at, FORWARD)
+            cast, rest = _behind_casts(tuple(self.row.of(at, FORWARD)))
+            yield from (*cast, *around.before_forward, *rest)
             yield from around.after_forward
 
     def _backward(self, known: int) -> Iterator[Event]:

@@ -26,6 +26,7 @@ NO_OFFLOAD = "must be false: torchtitan's code runs without offload here"
 
 class FsdpRunning(FrameworkRunning):
     learns = True
+    casts = True
 
     def check(self, plan: ResolvedPlan) -> None:
         if plan.fsdp.version == "1":
