@@ -63,7 +63,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     result += (*of_tuning(plan), *of_kernels(plan))
     result += _of_autocast(plan)
     result += (*TRAINER, _loaded(plan)) if plan.trainer.loop != "none" else ()
-    result += _of_pairs(plan)
+    result += _of_pairs(plan) + _of_groups(plan)
     result += own.optimizer_assumptions(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))
@@ -126,6 +126,25 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
         "trl's fused head computes log-probabilities of labels in tiles of 4,096 tokens and 32,768 words; every token "
         "but the first is taken to belong to a completion (of a prompt it takes none of the head's memory)",
         f"the reference {reference}; predicted times are without its pass",
+    )
+
+
+def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of trl's GRPOTrainer."""
+    trainer = plan.trainer
+    if not trainer.groups:
+        return ()
+    reference = "no reference model (beta 0)"
+    if trainer.keeps_reference:
+        reference = "the reference is the model itself, with its adapters off"
+        if plan.lora.rank is None:
+            reference = f"the reference is a second model in {plan.precision.stored}, whole on every rank"
+    return (
+        f"GRPOTrainer of trl 1.16: mbs and gbs count completions; every sequence of a batch has {plan.batch.seq} "
+        f"tokens, its last {trainer.completion_length} generated; {reference}; loss dapo, grpo, bnpo or dr_grpo with "
+        "ratios of tokens; no MoE auxiliary loss",
+        f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); what "
+        "it takes while it runs is not estimated, and predicted times are of training alone",
     )
 
 

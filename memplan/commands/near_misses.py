@@ -41,6 +41,8 @@ _SAME = {
     "--lora-targets": ("lora-target-modules", "target-modules"),
     "--lora-alpha": ("alpha",),
     "--trainer=dpo": ("dpo",),
+    "--trainer=grpo": ("grpo",),
+    "--completion-length": ("max-completion-length", "response-length", "max-response-length"),
     "--modules-to-save": ("lora-modules-to-save",),
     "--use-dora": ("dora", "lora-use-dora"),
     "--use-rslora": ("rslora", "lora-use-rslora"),

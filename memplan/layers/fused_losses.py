@@ -17,7 +17,7 @@ from . import ends, ops
 from .autograd import ITEMSIZE, Gradients, Recorder, Tensor, Unsummed, size_of
 from .huggingface import LayerShape
 from .kernels import CROSS_ENTROPIES
-from .log_probabilities import of_labels, summed
+from .log_probabilities import clipped, of_labels, summed
 from .work import Kernel, Operator, Stream, linear
 
 LOGITS, GRADIENTS, TEMPORARIES = Category.LOGITS, Category.GRADIENTS, Category.TEMPORARIES
@@ -51,7 +51,8 @@ class HeadLoss:
     fused_addmm: bool = True
     """Liger: compute capability 8.0 or higher, where 16-bit products are added in place."""
     logits_to_keep: int | None = None
-    """Plain: logits, and labels, of the last tokens of each sequence only."""
+    """Plain: logits, and labels, of the last tokens of each sequence only. Labels' log-probabilities: of
+    completions."""
     outputs: tuple[str, ...] = ()
     """Of labels' log-probabilities: what is computed beside them (``log_probabilities.OUTPUTS``)."""
     accumulates: bool = False
@@ -64,12 +65,19 @@ PLAIN = HeadLoss()
 LOG_PROBABILITIES = "log-probabilities"
 """The kind of trl's loss of labels' log-probabilities."""
 
+JOINED = ("input_ids", "attention_mask", "labels")
+"""What GRPOTrainer makes of prompts and completions, until its loss is computed."""
+
 
 def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN) -> tuple[Tensor, list[Tensor]]:
     """Loss, and what the model returns beside it."""
     if loss.kind == LOG_PROBABILITIES:
-        computed, others = of_labels(r, hidden, head_weight(r, shape), loss.outputs)
-        return summed(r, computed), [computed, *others]
+        weight, kept = head_weight(r, shape), loss.logits_to_keep
+        joined = [r.empty((shape.b, shape.s), "int64", name) for name in JOINED] if kept else []
+        computed, others = of_labels(r, hidden, weight, loss.outputs, kept)
+        given = (summed(r, computed), [computed, *others]) if kept is None else (clipped(r, computed, kept), [])
+        del joined
+        return given
     if loss.kind == "chunked":
         return chunked_head(r, hidden, shape, loss), []
     if loss.kind == "cut":

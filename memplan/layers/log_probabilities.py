@@ -4,7 +4,8 @@ trl 1.16: ``trainer/utils.py`` (``add_fused_lm_head``), ``kernels/chunked_logpro
 SFTTrainer and DPOTrainer from 1.15 on. Hidden states and labels of the tokens that have one are gathered by a mask;
 a tile of logits is a buffer of 4,096 x 32,768, made again in backward; gradients are summed in fp32, as large as the
 head's weight where that is trained, and cast at the end. What Triton's kernels and the sort behind ``index_put`` take
-inside is not counted. Shapes: b sequences, s tokens, n = b (s - 1), h hidden, v vocabulary.
+inside is not counted. Shapes: b sequences, s tokens, n = b (s - 1) labels, or those of
+completions, h hidden, v vocabulary.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ OUTPUTS = ("entropy", "mean_logits", "is_top1")
 """What is computed beside log-probabilities for metrics, in fp32, but for the last."""
 
 
-def of_labels(r: Recorder, hidden: Tensor, weight: Tensor, outputs: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
-    """Log-probabilities (b, s - 1), fp32, and ``outputs``."""
+def of_labels(
+    r: Recorder, hidden: Tensor, weight: Tensor, outputs: Sequence[str], kept: int | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Log-probabilities (b, s - 1), fp32, and ``outputs``, of the last ``kept`` tokens of each sequence, or all."""
     b, s, _ = hidden.shape
+    n = b * (kept or s - 1)
     mask = r.empty((b, s - 1), "bool", "label_mask")
-    given = gathered(r, hidden, mask)
-    indices = r.empty((b * (s - 1), 2), "int64", "label_indices")
-    targets = r.empty((b * (s - 1),), "int64", "targets")
+    given = gathered(r, hidden, mask, n)
+    indices = r.empty((n, 2), "int64", "label_indices")
+    targets = r.empty((n,), "int64", "targets")
     del indices
     made = by_tiles(r, given, weight, targets, outputs)
     del given, targets
@@ -43,19 +47,19 @@ def of_labels(r: Recorder, hidden: Tensor, weight: Tensor, outputs: Sequence[str
     return log_probabilities, [*others, mask]
 
 
-def gathered(r: Recorder, hidden: Tensor, mask: Tensor) -> Tensor:
+def gathered(r: Recorder, hidden: Tensor, mask: Tensor, n: int) -> Tensor:
     """``hidden[:, :-1][mask]``, (n, h)."""
     b, s, h = whole = hidden.shape
     dtype = hidden.dtype
     sliced = r.node((hidden,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_hidden_sliced")])
     view = Tensor(hidden.storage, (b, s - 1, h), dtype, sliced)
-    indices = r.empty((b * (s - 1), 2), "int64", "label_indices")
-    out = r.empty((b * (s - 1), h), dtype, "hidden_of_labels")
+    indices = r.empty((n, 2), "int64", "label_indices")
+    out = r.empty((n, h), dtype, "hidden_of_labels")
     del indices
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         zeros = r.empty((b, s - 1, h), dtype, "grad_hidden_of_labels")
-        indices = r.empty((b * (s - 1), 2), "int64", "label_indices")
+        indices = r.empty((n, 2), "int64", "label_indices")
         del indices
         return [zeros]
 
@@ -134,3 +138,31 @@ def summed(r: Recorder, log_probabilities: Tensor) -> Tensor:
     sums.node = r.node((view,), (), lambda r, gradients: [incoming(gradients).view(*whole)])
     loss = r.empty((), "fp32", "loss")
     return loss.by(r.node((sums,), (), lambda r, gradients: [r.empty(rows, "fp32", "grad_rows")]))
+
+
+def clipped(r: Recorder, log_probabilities: Tensor, kept: int) -> Tensor:
+    """GRPO's loss of the last ``kept`` tokens (``GRPOTrainer._compute_loss``: dapo, grpo, bnpo or dr_grpo, ratios of
+    tokens, no KL term), (b, kept) each: what its variables hold, and what backward needs."""
+    whole = log_probabilities.shape
+    like = (whole[0], kept)
+
+    def made(name: str, *inputs: Tensor, saved: tuple[Tensor, ...] = (), passes: bool = False) -> Tensor:
+        def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+            return [incoming(gradients) if passes else r.empty(like, "fp32", f"grad_{name}") for _ in inputs]
+
+        return r.empty(like, "fp32", name).by(r.node(inputs, saved, backward))
+
+    sliced = r.node((log_probabilities,), (), lambda r, gradients: [r.empty(whole, "fp32", "grad_sliced")])
+    view = Tensor(log_probabilities.storage, like, "fp32", sliced)
+    taken = made("completion_log_probabilities", view, passes=True)
+    log_ratio = made("log_ratio", taken, passes=True)
+    ratio = r.empty(like, "fp32", "ratio")
+    ratio.node = r.node((log_ratio,), (ratio,), lambda r, gradients: [r.empty(like, "fp32", "grad_ratio")])
+    bounded = made("clipped_ratio", ratio, saved=(ratio,))
+    weighted = made("ratio_advantages", ratio), made("clipped_ratio_advantages", bounded)
+    least = made("least_advantages", *weighted, saved=weighted)
+    per_token = made("loss_of_tokens", least)
+    del least
+    masked = made("masked_loss", per_token)
+    loss = r.empty((), "fp32", "loss")
+    return loss.by(r.node((masked,), (), lambda r, gradients: [incoming(gradients).view(*like)]))

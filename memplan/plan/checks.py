@@ -420,6 +420,7 @@ def check_trainer(plan: ResolvedPlan) -> None:
     trainer = plan.trainer
     if trainer.precompute_ref_log_probs and not trainer.pairs:
         raise PlanError("trainer.precompute_ref_log_probs", True, "needs trainer.loop dpo (--trainer dpo)")
+    _check_groups(plan)
     if trainer.loop == "none":
         for name, value in trainer.changed():
             raise PlanError(f"trainer.{name}", value, "needs trainer.loop transformers (--trainer transformers)")
@@ -429,6 +430,26 @@ def check_trainer(plan: ResolvedPlan) -> None:
     if trainer.evaluation_batches is not None and plan.loss.kind not in ("plain", "liger"):
         problem = f"must be left out with loss {plan.loss.kind}, which has no logits to keep"
         raise PlanError("trainer.evaluation_batches", trainer.evaluation_batches, problem)
+
+
+def _check_groups(plan: ResolvedPlan) -> None:
+    """What trl's GRPOTrainer has to be told, and no other takes."""
+    trainer = plan.trainer
+    if not trainer.groups:
+        for name in ("completion_length", "generation_memory", "keeps_reference"):
+            if value := getattr(trainer, name):
+                raise PlanError(f"trainer.{name}", value, "needs trainer.loop grpo (--trainer grpo)")
+        return
+    unsaid = {"completion_length": "tokens of the longest completion", "generation_memory": "vLLM's share; 0 elsewhere"}
+    missing = [
+        f"--{name.replace('_', '-')} ({what})" for name, what in unsaid.items() if getattr(trainer, name) is None
+    ]
+    if missing:
+        raise PlanError("trainer.loop", trainer.loop, f"needs {' and '.join(missing)}")
+    assert trainer.completion_length is not None
+    if trainer.completion_length >= plan.batch.seq:
+        problem = f"must be less than the sequence length {plan.batch.seq} (--seq), which counts the prompt, too"
+        raise PlanError("trainer.completion_length", trainer.completion_length, problem)
 
 
 def check_environment(plan: ResolvedPlan) -> None:

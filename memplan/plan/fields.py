@@ -39,6 +39,7 @@ class Kind(Enum):
 
 _KIND_OF_PATH = {
     "hardware.capacity": Kind.SIZE,
+    "trainer.generation_memory": Kind.SIZE,
     "pipeline.partition": Kind.PARTITION,
     "device_map": Kind.DEVICE_MAP,
     "environment": Kind.VARIABLES,

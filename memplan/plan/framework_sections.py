@@ -390,18 +390,38 @@ class Trainer(FrameworkSection, Terse):
     """Hugging Face's Trainer, beside what it shares with a plain loop."""
 
     shorthand = "loop"
-    unsaid: ClassVar[frozenset[str]] = frozenset({"precompute_ref_log_probs"})
+    unsaid: ClassVar[frozenset[str]] = frozenset(
+        {"precompute_ref_log_probs", "completion_length", "generation_memory", "keeps_reference"}
+    )
 
-    loop: Literal["none", "transformers", "dpo"] = Field(
+    loop: Literal["none", "transformers", "dpo", "grpo"] = Field(
         "none",
         description="training loop: a plain loop (none), transformers' Trainer, or trl's DPOTrainer (dpo), of whose "
-        "batches mbs and gbs count pairs",
+        "batches mbs and gbs count pairs, or GRPOTrainer (grpo), of whose they count completions",
         json_schema_extra={"flag": "--trainer"},
     )
     precompute_ref_log_probs: bool = Field(
         False,
         description="dpo: log-probabilities of the reference are computed before training, and no second model is kept",
         json_schema_extra={"flag": "--precompute-ref-log-probs"},
+    )
+    completion_length: Count | None = Field(
+        None,
+        description="grpo: tokens of seq that the model generates, the longest completion (max_completion_length)",
+        json_schema_extra={"flag": "--completion-length"},
+    )
+    generation_memory: int | None = Field(
+        None,
+        ge=0,
+        le=2**50,
+        description="grpo: what generation holds of each GPU while the model trains, such as vLLM's share of it in the "
+        "same process; 0 where other GPUs generate, or generation gives all back",
+        json_schema_extra={"flag": "--generation-memory"},
+    )
+    keeps_reference: bool = Field(
+        False,
+        description="grpo: a reference model is kept for the KL term (beta above 0); adapters are the difference to it",
+        json_schema_extra={"flag": "--keeps-reference"},
     )
     evaluation_batches: Count | None = Field(
         None,
@@ -418,3 +438,8 @@ class Trainer(FrameworkSection, Terse):
     def pairs(self) -> bool:
         """A sample is a chosen and a rejected sequence."""
         return self.loop == "dpo"
+
+    @property
+    def groups(self) -> bool:
+        """A sample is a prompt with one of its group of completions."""
+        return self.loop == "grpo"

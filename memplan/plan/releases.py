@@ -134,8 +134,8 @@ def release(plan: Plan, library: str) -> Version:
 
 
 def has_trl(plan: Plan) -> bool:
-    """trl's SFTTrainer or DPOTrainer runs the model."""
-    return "trl" in plan.versions or plan.trainer.pairs
+    """One of trl's trainers runs the model."""
+    return "trl" in plan.versions or plan.trainer.pairs or plan.trainer.groups
 
 
 def reentrant(plan: Plan) -> bool:

@@ -50,7 +50,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("kto", "orpo", "cpo", "simpo", "bco"), _TWO_MODELS),
         **dict.fromkeys(("reward", "prm"), _OF_TRL.format("a head with one score, pairs of sequences in one batch")),
         **dict.fromkeys(
-            ("grpo", "ppo", "rloo", "onlinedpo", "gkd"),
+            ("ppo", "rloo", "onlinedpo", "gkd"),
             _OF_TRL.format("generation between steps, and log-probabilities of what was generated"),
         ),
     },

@@ -1,4 +1,5 @@
-"""trl's DPOTrainer: its own loss on tiny real models (``tests/oracle/trl_step.py``), and what is counted by hand."""
+"""trl's DPOTrainer and GRPOTrainer: their own losses on tiny real models (``tests/oracle/trl_step.py``), and
+what is counted by hand."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from memplan.plan.resolve import resolve
 from memplan.tape.events import Category, Drop, Hold
 from memplan.tape.program import Program
 
-from ..oracle.trl_step import LENGTH, MODEL, PAIRS, RANK
+from ..oracle.trl_step import COMPLETION, LENGTH, MODEL, PAIRS, RANK, SAMPLES
 
 STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_dpo_steps.json").read_text())
+GROUPED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_grpo_steps.json").read_text())
 
 
 def plan(**flags: object) -> Any:
@@ -57,6 +59,38 @@ def test_step_of_trls_trainer(step: dict[str, Any], tmp_path: Path) -> None:
     assert held == pytest.approx(step["before"] - ids, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "step", GROUPED_STEPS, ids=lambda one: "-".join(k for k, value in one.items() if value is True)
+)
+def test_step_of_trls_grpo_trainer(step: dict[str, Any], tmp_path: Path) -> None:
+    """Forward to the byte; backward but for a few numbers of the loss."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": tmp_path, "mbs": SAMPLES, "seq": LENGTH, "attention": "eager"}
+    flags |= {"trainer": "grpo", "completion_length": COMPLETION, "generation_memory": 0}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    (program,) = programs_of(plan(**flags), Options())
+    forward, backward = peaks(program)
+    assert (forward, backward) == (step["forward"], pytest.approx(step["backward"], rel=2e-4))
+
+
+def test_generation_and_a_reference_are_kept_beside() -> None:
+    """8,030,261,248 parameters of two bytes; an engine's 20 GiB."""
+    given: dict[str, object] = {"trainer": "grpo", "completion_length": 256, "generation_memory": 0}
+    without, reference, adapters, engine = (
+        estimate(plan(**given | more)).stages[0].static
+        for more in (
+            {},
+            {"keeps_reference": "true"},
+            {"keeps_reference": "true", "lora_rank": 8},
+            {"generation_memory": "20GiB"},
+        )
+    )
+    assert reference - without == pytest.approx(2 * 8_030_261_248, rel=1e-4)
+    assert adapters < without
+    assert engine - without == 20 << 30
+
+
 def test_reference_is_a_second_model_but_with_adapters() -> None:
     """8,030,261,248 parameters of two bytes, and nothing where adapters are turned off or it ran before."""
     parameters = [
@@ -81,10 +115,19 @@ def test_batches_are_of_pairs() -> None:
         ({"versions": "trl=0.20.0"}, "trl 1.16's"),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
         ({"framework": "fsdp", "gpus": 2}, "must be left out with framework fsdp"),
-        ({"framework": "fsdp", "gpus": 2, "fsdp_version": 1, "lora_rank": 8}, "sharded reference"),
+        ({"framework": "fsdp", "gpus": 2, "fsdp_version": 1, "lora_rank": 8}, "trl's losses"),
         ({"framework": "deepspeed", "gpus": 2}, "single, ddp"),
         ({"trainer": "transformers", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo"),
         ({"trainer": "kto"}, "not modelled of trl's trainers"),
+        ({"trainer": "grpo"}, r"needs --completion-length \(tokens .* and --generation-memory"),
+        ({"trainer": "grpo", "completion_length": 256}, "needs --generation-memory"),
+        (
+            {"trainer": "grpo", "completion_length": 512, "generation_memory": 0},
+            "must be less than the sequence length",
+        ),
+        ({"trainer": "grpo", "completion_length": 256, "generation_memory": 40}, "needs a unit: 40GiB"),
+        ({"completion_length": 256}, "needs trainer.loop grpo"),
+        ({"trainer": "ppo"}, "generation between steps"),
     ],
 )
 def test_what_is_refused(flags: dict[str, object], says: str) -> None:

@@ -1,4 +1,5 @@
-"""What trl's fused head and DPOTrainer hold, on real tensors of the CPU: written to JSON, since trl is no dependency.
+"""What trl's fused head, DPOTrainer and GRPOTrainer hold, on real tensors of the CPU: written to JSON, since trl
+is no dependency.
 
 Run with trl 1.16 (and datasets) importable: ``python -m tests.oracle.trl_step``. Triton's kernels, which allocate
 nothing, take the place of the code for devices without them, and sums of products in fp32 that of copies (CUDA's
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from .tracer import Follow, Trace
 
 HEADS = Path(__file__).parents[1] / "layers" / "trl_head_steps.json"
 STEPS = Path(__file__).parents[1] / "frameworks" / "trl_dpo_steps.json"
+GROUPED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_grpo_steps.json"
 
 OUTPUTS = ["log_probs", "entropy", "mean_logits", "is_top1"]
 BF16: dict[str, Any] = {"dtype": "bfloat16", "stored": "bfloat16", "autocast": False}
@@ -36,6 +40,7 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 40_000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
 PAIRS, LENGTH, RANK = 2, 96, 8
+SAMPLES, COMPLETION = 4, 72
 
 
 def as_on_cuda() -> tuple[Any, Any]:
@@ -88,24 +93,30 @@ def head(case: dict[str, Any]) -> dict[str, Any]:
     return {"case": case, "forward": forward, "backward": backward}
 
 
-def step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any]:
-    """Peaks of forward with loss, and of backward, beyond what is held before, of ``DPOTrainer._compute_loss``."""
-    utils, _ = as_on_cuda()
-    import trl.trainer.dpo_trainer as trainer
-
+def policy(*, adapters: bool, recompute: bool) -> tuple[Any, Any]:
+    """The model, with adapters around it if asked for, and the model inside."""
     config = transformers.LlamaConfig(**MODEL, attn_implementation="eager")
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    reference: Any = None
+    base = model
     if recompute:
         model.gradient_checkpointing_enable()
-    base = model
     if adapters:
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"])).train()
         if recompute:
             model.enable_input_require_grads()
-    elif not precomputed:
+    return model, base
+
+
+def step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any]:
+    """Peaks of forward with loss, and of backward, beyond what is held before, of ``DPOTrainer._compute_loss``."""
+    utils, _ = as_on_cuda()
+    import trl.trainer.dpo_trainer as trainer
+
+    model, base = policy(adapters=adapters, recompute=recompute)
+    config, reference = base.config, None
+    if not adapters and not precomputed:
         reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         reference.requires_grad_(False)
         utils.add_fused_lm_head(reference)
@@ -125,22 +136,61 @@ def step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any
     inputs = {"input_ids": ids, "attention_mask": ones, "completion_mask": ones.clone()}
     if precomputed:
         inputs |= {"ref_chosen_logps": torch.zeros(PAIRS), "ref_rejected_logps": torch.zeros(PAIRS)}
+    models = [one for one in (model, reference) if one is not None]
+    how = {"adapters": adapters, "precomputed": precomputed, "recompute": recompute}
+    return how | peaks(models, inputs, lambda: trainer.DPOTrainer._compute_loss(own, model, inputs, False))
+
+
+def peaks(models: list[Any], inputs: dict[str, torch.Tensor], loss_of: Callable[[], torch.Tensor]) -> dict[str, int]:
+    """What is held before, and how much more forward with the loss, and backward, hold at most."""
     trace = Trace()
     follow = Follow(trace)
-    models = [one for one in (model, reference) if one is not None]
     for tensor in (*(x for one in models for x in (*one.parameters(), *one.buffers())), *inputs.values()):
         follow.adopt(tensor, "given")
     before, start = trace.live, len(trace.changes)
     with follow:
-        loss = trainer.DPOTrainer._compute_loss(own, model, inputs, False)
+        loss = loss_of()
         middle = len(trace.changes)
         loss.backward()
-    live, peaks = 0, [0, 0]
+    live, found = 0, [0, 0]
     for at, change in enumerate(trace.changes[start:], start):
         live += change.sign * change.bytes
-        peaks[at >= middle] = max(peaks[at >= middle], live)
-    how = {"adapters": adapters, "precomputed": precomputed, "recompute": recompute}
-    return {**how, "before": before, "forward": peaks[0], "backward": peaks[1]}
+        found[at >= middle] = max(found[at >= middle], live)
+    return {"before": before, "forward": found[0], "backward": found[1]}
+
+
+def grouped_step(*, adapters: bool, recompute: bool) -> dict[str, Any]:
+    """The same of ``GRPOTrainer._compute_loss`` with its defaults: a whole completion of every sample counts."""
+    utils, _ = as_on_cuda()
+    import trl.trainer.grpo_trainer as trainer
+
+    model, base = policy(adapters=adapters, recompute=recompute)
+    utils.add_fused_lm_head(base, outputs=("log_probs", "entropy"))
+    same: Any = lambda x, **named: x  # noqa: E731
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), gather=same, reduce=same, num_processes=1, autocast=contextlib.nullcontext
+    )
+    own = SimpleNamespace(
+        model=model, accelerator=accelerator, aux_loss_enabled=False, top_entropy_quantile=1.0, beta=0.0,
+        off_policy_mask_threshold=None, importance_sampling_level="token", loss_type="dapo", epsilon_low=0.2,
+        epsilon_high=0.2, use_vllm=False, vllm_importance_sampling_correction=True, _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1, _metrics=defaultdict(lambda: defaultdict(list)),
+        args=SimpleNamespace(delta=None, steps_per_generation=1),
+    )  # fmt: skip
+    own._get_per_token_logps_and_entropies = MethodType(
+        inspect.unwrap(trainer.GRPOTrainer._get_per_token_logps_and_entropies), own
+    )
+    prompt = LENGTH - COMPLETION
+    inputs = {
+        "prompt_ids": torch.randint(0, MODEL["vocab_size"], (SAMPLES, prompt)),
+        "prompt_mask": torch.ones(SAMPLES, prompt, dtype=torch.int64),
+        "completion_ids": torch.randint(0, MODEL["vocab_size"], (SAMPLES, COMPLETION)),
+        "completion_mask": torch.ones(SAMPLES, COMPLETION, dtype=torch.int64),
+        "advantages": torch.randn(SAMPLES),
+        "num_items_in_batch": torch.tensor(SAMPLES * COMPLETION),
+    }
+    how = {"adapters": adapters, "recompute": recompute}
+    return how | peaks([model], inputs, lambda: trainer.GRPOTrainer._compute_loss(own, model, inputs))
 
 
 def main() -> None:
@@ -148,6 +198,8 @@ def main() -> None:
     both = (False, True)
     steps = [step(adapters=a, precomputed=p, recompute=r) for a in both for p in both for r in both]
     STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+    steps = [grouped_step(adapters=a, recompute=r) for a in both for r in both]
+    GROUPED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "model.hidden": ("1536", 1536),
     "hardware.gpu": ("h200", "h200"),
     "hardware.capacity": ("1GiB", 1 << 30),
+    "trainer.generation_memory": ("1GiB", 1 << 30),
     "loss.cutoffs": ("10,20", (10, 20)),
     "loss.div_value": ("2.5", 2.5),
     "loss.liger": ("0.8.2", "0.8.2"),

@@ -97,9 +97,9 @@ def _by_itself(found: Started, reader: Reader, asked: Asked) -> Launch:
     building = reader.building
     _framework(found, reader)
     read_rows((*PRECISION, *OPTIMIZER), reader)
-    if "trainer.loop" in building.items:
-        read_rows(PAIRS, reader)
-        _no_evaluation(reader, "trl's trainers of pairs")
+    if (loop := building.items.get("trainer.loop")) is not None:
+        read_rows(GROUPS if loop.value == "grpo" else PAIRS, reader)
+        _no_evaluation(reader, "trl's trainers")
     else:
         building.put("trainer.loop", "transformers")
         read_rows(EVALUATION, reader)
@@ -425,6 +425,32 @@ def _evaluates(arguments: Arguments) -> bool:
     return while_training or arguments.on("do_eval") is not None
 
 
+def _prompt(reader: Reader) -> None:
+    """Releases before 1.0 cut prompts: with the completion, that is a sequence."""
+    prompt, completion = (reader.settings.node(name) for name in ("max_prompt_length", "max_completion_length"))
+    lengths = [node.value for node in (prompt, completion) if node is not None and isinstance(node.value, int)]
+    if len(lengths) == 2:
+        reader.building.put("batch.seq", sum(lengths), "max_prompt_length")
+
+
+def _reference(reader: Reader) -> None:
+    """A KL term has a reference."""
+    node = reader.settings.node("beta")
+    if node is not None and node.value:
+        reader.building.put("trainer.keeps_reference", Node(True, node.origin), "beta")
+
+
+def _engine_beside(reader: Reader) -> None:
+    """transformers' own generation gives back what it takes, and a server has GPUs of its own; what vLLM in the same
+    process keeps is asked for."""
+    arguments: Arguments = reader.settings
+    mode = arguments.node("vllm_mode")
+    if arguments.on("use_vllm") is None or (mode is not None and mode.value == "server"):
+        reader.building.put("trainer.generation_memory", 0, "use_vllm")
+    reader.building.because("vllm_mode", "says where generation runs")
+    reader.building.because("vllm_enable_sleep_mode", "what generation keeps is --generation-memory")
+
+
 def _evaluation_batch(reader: Reader) -> None:
     """Counts only where there is an evaluation."""
     name = "per_device_eval_batch_size"
@@ -506,6 +532,13 @@ PRECISION = (Row("bf16", "precision.dtype", read=_precision),)
 OPTIMIZER = (Row("optim", "optimizer.name", read=_optimizer),)
 PAIRS = (Row("precompute_ref_log_probs", "trainer.precompute_ref_log_probs", kind="switch"),)
 """Of trl's DPOTrainer."""
+GROUPS = (
+    Row("max_completion_length", "trainer.completion_length"),
+    Row("max_prompt_length", "batch.seq", read=_prompt),
+    Row("beta", "trainer.keeps_reference", read=_reference),
+    Row("use_vllm", "trainer.generation_memory", read=_engine_beside),
+)
+"""Of trl's GRPOTrainer."""
 EVALUATION = (
     Row("per_device_eval_batch_size", "trainer.evaluation_mbs", read=_evaluation_batch),
     Row("eval_strategy", "trainer.evaluation_batches", read=_evaluation),

@@ -1,6 +1,7 @@
 """Which of trl's trainers a script or its arguments are of, and what its configuration says by default.
 
-trl 1.16: ``scripts/`` (``trl dpo``, ``dpo.py``), ``trainer/dpo_config.py`` (``DPOConfig``).
+trl 1.16: ``scripts/`` (``trl dpo``, ``dpo.py``), ``trainer/dpo_config.py`` (``DPOConfig``), ``trainer/grpo_config.py``
+(``GRPOConfig``).
 """
 
 from __future__ import annotations
@@ -40,8 +41,29 @@ OF_DPO = frozenset(
 )
 """Keys of ``DPOConfig`` and of its script that change numbers of one for each sequence, or nothing."""
 
+OF_GRPO = frozenset(
+    """
+    num_generations num_generations_eval shuffle_dataset pad_to_multiple_of generation_batch_size steps_per_generation
+    temperature top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty cache_implementation
+    vllm_model_impl vllm_structured_outputs_regex vllm_guided_decoding_regex vllm_server_base_url vllm_server_host
+    vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
+    vllm_tensor_parallel_size num_iterations epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos
+    vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level reward_weights
+    multi_objective_aggregation scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha
+    ref_model_sync_steps top_entropy_quantile max_tool_calling_iterations vllm_importance_sampling_correction
+    vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl log_completions log_multimodal
+    num_completions_to_print log_unique_prompts log_completions_hub_repo reward_model_name_or_path reward_funcs
+    router_aux_loss_coef dataset_train_split dataset_test_split dataset_streaming dataset_num_proc
+    """.split()  # noqa: SIM905 - one a line would be a page
+)
+"""Keys of ``GRPOConfig`` and of its script of generation, or that change a few numbers for each token, or nothing."""
+
 ALONE = ("precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "discopop_tau", "rpo_alpha", "sync_ref_model")
 """Keys of ``DPOConfig`` that no other trainer has."""
+
+ALONE_OF_GRPO = ("steps_per_generation", "importance_sampling_level", "num_generations_eval", "top_entropy_quantile")
+"""Keys of ``GRPOConfig`` that only trainers made after it have, which are refused by their scripts."""
 
 
 def trainer_of(script: str, written: Node, asked: Asked) -> str:
@@ -53,19 +75,23 @@ def trainer_of(script: str, written: Node, asked: Asked) -> str:
         return SCRIPTS.get(script, "")
     if any(key in written.mapping for key in ALONE):
         return "dpo"
+    if any(key in written.mapping for key in ALONE_OF_GRPO):
+        return "grpo"
     if (node := written.mapping.get("beta")) is not None:
-        problem = "belongs to several of trl's trainers: say which one (--trainer dpo)"
+        problem = "belongs to several of trl's trainers: say which one (--trainer dpo or grpo)"
         raise PlanError("beta", node.plain(), problem, origin=node.origin)
     return ""
 
 
 def with_defaults(written: Node, trainer: str) -> Node:
-    """The arguments with those that ``DPOConfig`` has by default, and without what changes no memory. Other trainers
-    are refused by name later."""
+    """The arguments with those that ``DPOConfig`` or ``GRPOConfig`` has by default, and without what changes no memory.
+    Other trainers are refused by name later."""
     if not trainer:
         return written
-    given = {key: node for key, node in written.mapping.items() if key not in OF_DPO}
-    own = {"gradient_checkpointing": True, "max_length": 1024, "bf16": "fp16" not in given}
+    without = OF_GRPO if trainer == "grpo" else OF_DPO
+    given = {key: node for key, node in written.mapping.items() if key not in without}
+    own: dict[str, bool | int] = {"gradient_checkpointing": True, "bf16": "fp16" not in given}
+    own |= {"max_completion_length": 256} if trainer == "grpo" else {"max_length": 1024}
     older = {"activation_checkpointing": "gradient_checkpointing"}
     known = {older.get(key, key) for key, node in given.items() if node.value is not None}
     unsaid = {key: Node(value, written.origin) for key, value in own.items() if key not in known}

@@ -1,9 +1,13 @@
-"""trl's DPOTrainer: pairs of sequences in one batch, and a pass of the reference behind the policy's.
+"""trl's DPOTrainer and GRPOTrainer, whose losses are of labels' log-probabilities.
 
 trl 1.16, ``trainer/dpo_trainer.py`` (``_compute_loss``): the policy runs on the chosen and the rejected sequences of a
 batch together; then, without a graph and without recompute, the reference does, while the policy's activations wait
 for backward. The reference is a second model, or the same one with its adapters off; of log-probabilities that were
 computed before training there is none.
+
+``trainer/grpo_trainer.py`` (``_compute_loss``): completions were generated and, for a KL term, scored by the reference
+between steps; in a step the policy alone runs, and a reference that is a second model waits beside it, as does what
+generation keeps of the GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from ...layers.log_probabilities import OUTPUTS
 from ...layers.module import Module, Parameter, Tapes, hold_bytes
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
-from ...tape.events import INPUT, Category, Drop, Event, Hold, Tape
+from ...tape.events import INPUT, Category, Drop, Event, Hold, Tape, rounded
 from ...tape.program import Span
 
 NO_DROPOUT = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -31,9 +36,19 @@ def pairs(plan: ResolvedPlan) -> bool:
     return plan.trainer.pairs
 
 
+def scores(plan: ResolvedPlan) -> bool:
+    """Whether the loss is of labels' log-probabilities."""
+    return plan.trainer.pairs or plan.trainer.groups
+
+
+def outputs(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What trl's head computes beside log-probabilities."""
+    return OUTPUTS if plan.trainer.pairs else OUTPUTS[:1] if plan.trainer.groups else ()
+
+
 def check(plan: ResolvedPlan) -> None:
-    """Refuses what is not modelled with pairs."""
-    if not pairs(plan):
+    """Refuses what is not modelled with a loss of log-probabilities."""
+    if not scores(plan):
         return
     model, loop = plan.model, plan.trainer.loop
     if not model.causal or model.mlm_head or model.head_bias:
@@ -68,7 +83,14 @@ def batch(shape: tuple[int, int]) -> list[Hold]:
 
 def has_model(plan: ResolvedPlan) -> bool:
     """The reference is a model of its own."""
-    return pairs(plan) and plan.lora.rank is None and not plan.trainer.precompute_ref_log_probs
+    kept = plan.trainer.keeps_reference if plan.trainer.groups else runs_reference(plan)
+    return kept and plan.lora.rank is None
+
+
+def generation(plan: ResolvedPlan) -> list[Hold]:
+    """What its engine holds while the model trains."""
+    size = plan.trainer.generation_memory or 0
+    return [Hold(0, rounded(size), Category.BUFFERS, "generation", (), "")] if size else []
 
 
 def runs_reference(plan: ResolvedPlan) -> bool:

@@ -22,7 +22,6 @@ from ...layers.ends import Embedding
 from ...layers.fused_losses import PLAIN, HeadLoss
 from ...layers.huggingface import Layer, LayerShape, Shared
 from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_swiglu
-from ...layers.log_probabilities import OUTPUTS
 from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
 from ...layers.recompute import recomputed, recomputed_reentrant
 from ...layers.tuning import Tuning
@@ -262,13 +261,13 @@ def head_loss(plan: ResolvedPlan) -> HeadLoss:
     gpu = GPUS.get(plan.hardware.gpu or "")
     capability = gpu.compute_capability if gpu is not None else None
     return HeadLoss(
-        kind=fused_losses.LOG_PROBABILITIES if preferences.pairs(plan) else loss.kind,
-        outputs=OUTPUTS if preferences.pairs(plan) else (),
+        kind=fused_losses.LOG_PROBABILITIES if preferences.scores(plan) else loss.kind,
+        outputs=preferences.outputs(plan),
         chunks=loss.chunks,
         fp32_accumulators=loss.fp32_accumulators,
         liger=liger_version(loss),
         fused_addmm=capability is None or capability >= (8, 0),
-        logits_to_keep=loss.logits_to_keep,
+        logits_to_keep=plan.trainer.completion_length or loss.logits_to_keep,
         accumulates=loss.kind == "chunked" and plan.microbatches > 1,
     )
 
@@ -469,6 +468,7 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
     if preferences.has_model(plan):
         tensors = [one for span in spans for _ in span.names for one in span.module.parameters]
         extra += preferences.reference_parameters(tensors, buffers(plan, stage), dtype)
+    extra += preferences.generation(plan)
     if is_tuned(plan):
         states, dtype = tuned_states(plan.optimizer, dtype), plan.lora.dtype or dtype
         groups = trained_only(groups)

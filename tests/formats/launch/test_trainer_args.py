@@ -256,6 +256,22 @@ def test_pairs_of_trls_dpo(tmp_path: Path) -> None:
         plan(tmp_path, {**DPO, "eval_strategy": "steps"}, trainer="dpo")
 
 
+GRPO = {"model_name_or_path": "Qwen/Qwen2.5-7B", "per_device_train_batch_size": 8, "num_generations": 8}
+
+
+def test_groups_of_trls_grpo(tmp_path: Path) -> None:
+    """With the defaults of ``GRPOConfig``: bf16, gradient checkpointing, completions of 256 tokens, no reference."""
+    made = plan(tmp_path, {**GRPO, "temperature": 0.7}, trainer="grpo")
+    trainer = made.trainer
+    assert (trainer.completion_length, trainer.generation_memory, trainer.keeps_reference) == (256, 0, False)
+    assert (made.recompute.mode, made.precision.autocast, made.sequences) == ("full", True, 8)
+    given = {**GRPO, "steps_per_generation": 4, "max_prompt_length": 256, "max_completion_length": 512, "beta": 0.04}
+    made = plan(tmp_path, {**given, "use_vllm": True, "vllm_mode": "server"})
+    assert (made.trainer.loop, made.batch.seq, made.trainer.keeps_reference) == ("grpo", 768, True)
+    with pytest.raises(PlanError, match="needs --generation-memory"):
+        plan(tmp_path, {**GRPO, "use_vllm": True, "vllm_mode": "colocate"}, trainer="grpo")
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [("trl dpo", "dpo"), ("accelerate launch -m trl dpo", "dpo"), ("python scripts/sft.py", "transformers")],
