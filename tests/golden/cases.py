@@ -140,9 +140,9 @@ def tuned() -> Iterator[str]:
         yield f"{job} --lora-rank 16 --lora-targets all-linear --lora-dropout 0.1"
         yield f"{job} --lora-rank 16 --lora-targets all-linear --quantisation nf4 --double-quantisation --recompute full"
         yield f"{job} --lora-rank 16 --lora-targets all-linear --lora-dropout 0.1 --recompute full --autocast"
+        yield f"{job} --freeze-embedding --freeze-layers 2"
     for loop in ("dpo", "grpo --completion-length 192 --generation-memory 10GiB --keeps-reference"):
         yield f"--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --gpu a100-80gb --mbs 2 --trainer {loop}"
-        yield f"{job} --freeze-embedding --freeze-layers 2"
     job = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --lora-rank 8"
     yield f"{job} --lora-targets q_proj,v_proj --lora-dtype bf16"
     yield f"{job} --quantisation fp4 --compute-dtype fp32 --kbit-preparation"
