@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..plan.releases import LIBRARIES, Version
 from ..values import dataclass
@@ -139,8 +139,10 @@ class Family:
     """In which order queries, keys and values are made, if not as Llama's."""
     rotary: Callable[[Recorder, Tensor, Tensor, Shared], tuple[Tensor, Tensor]] | None = None
     """How queries and keys turn, if not as Llama's: they are laid out head by head then."""
-    half_tables: bool = False
-    """Rotary tables have one angle for two features."""
+    tables: Literal["whole", "half", "complex"] = "whole"
+    """Rotary tables have an angle for each feature, for two, or are complex numbers."""
+    attention: Callable[[Recorder, Tensor, Shared, LayerShape], tuple[Tensor, Tensor | None]] | None = None
+    """What a layer like Llama's has in place of its attention."""
     as_llama_since: Version = ()
     """Releases before have a rotary embedding in every layer, and repeat keys and values for the package's kernel."""
     multi_head: bool = False
@@ -185,6 +187,8 @@ class Family:
     """Values of a spec's fields for which Megatron-LM's GPT of 2021 is the model."""
     megatron_core: Allowed | None = None
     """The same of Megatron-Core's GPT, which is made of options, or of its BERT."""
+    no_transformers: str = ""
+    """Why transformers has no such model."""
     no_megatron_core: str = ""
     """Why Megatron-Core has no such model."""
 

@@ -9,7 +9,7 @@ from ..layers import experts, ops, selecting
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import MIXTURE, reads
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
-from ..layers.huggingface import LayerShape, Shared, eager_rms_norm
+from ..layers.huggingface import LayerShape, Shared, eager_rms_norm, rotary_of_halves
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from .base import Config, key
@@ -23,25 +23,17 @@ def norm(r: Recorder, x: Tensor, name: str) -> Tensor:
 
 def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """``apply_rotary_pos_emb``: both halves of a head by the same angles."""
-    q_out = rotary_one(r, q, shared, "query")
-    k_out = rotary_one(r, k, shared, "key")
+
+    def turned(x: Tensor, name: str) -> Tensor:
+        assert shared.cos is not None
+        assert shared.sin is not None
+        half = (*x.shape[:-1], x.shape[-1] // 2)
+        first, second = ops.split(r, x, [half, half], name)
+        return rotary_of_halves(r, first, second, (shared.cos, shared.sin), name)
+
+    q_out = turned(q, "query")
+    k_out = turned(k, "key")
     return q_out, k_out
-
-
-def rotary_one(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
-    """``_apply_rotary_emb``."""
-    cos, sin = shared.cos, shared.sin
-    assert cos is not None
-    assert sin is not None
-    half = (*x.shape[:-1], x.shape[-1] // 2)
-    first, second = ops.split(r, x, [half, half], name)
-
-    def turned(x: Tensor, y: Tensor, part: str, *, negated: bool) -> Tensor:
-        kept = ops.multiply(r, x, cos, f"{name}_{part}_cos")
-        return ops.add(r, kept, ops.multiply(r, y, sin, f"{name}_{part}_sin"), f"{name}_{part}", negated=negated)
-
-    out = turned(first, second, "first", negated=True)
-    return ops.cat_last(r, out, turned(second, first, "second", negated=False), f"{name}_rotary")
 
 
 def router(r: Recorder, hidden: Tensor, spec: ModelSpec) -> experts.Routed:
@@ -134,7 +126,7 @@ GPT_OSS = replace(
     embedding=embedding,
     norm=norm,
     rotary=rotary,
-    half_tables=True,
+    tables="half",
     mixture=mixture,
     kernels=(),
     no_flash="its attention sinks are not in PyTorch's flash kernel, and transformers refuses sdpa for the family",

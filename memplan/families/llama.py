@@ -176,7 +176,7 @@ def llama_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) 
     spec = shape.spec
     residual = hidden
     hidden = rms_norm(r, hidden, "attention_norm")
-    hidden, _ = llama_attention(r, hidden, shared, shape)
+    hidden, _ = (family(spec.family).attention or llama_attention)(r, hidden, shared, shape)
     hidden = ops.add(r, residual, block_output(r, hidden, spec, "attention_output"), "residual_attention")
     residual = hidden
     hidden = rms_norm(r, hidden, "mlp_norm")

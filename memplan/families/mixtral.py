@@ -23,6 +23,14 @@ MIXTURE_SUBMODULES = {
 """Of layers with experts, and with an MLP, whose submodules run where there is one."""
 
 
+SHARED_LAYERS = {
+    **{name: LLAMA_FAMILY.linear_layers[name] for name in ("gate", "up", "down")},
+    **{f"shared_{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+}
+"""Of dense layers, and of experts that take every token."""
+SHARED_REGISTERED = ("experts", "router", *SHARED_LAYERS, "attention_norm", "mlp_norm")
+
+
 def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:
     """``MixtralSparseMoeBlock.forward``."""
     if shape.transformers < STACKED_EXPERTS:

@@ -97,6 +97,11 @@ MIXTURE: Allowed = MappingProxyType(
 )
 """Experts between a softmax over all of them and their sum, and no others."""
 
+SHARED: Allowed = MappingProxyType(
+    reads(MIXTURE, "router_score", "router_expert_bias", "router_groups", "router_scaling", "shared_expert_ffn")
+)
+"""And experts that take every token, by routers that know groups of experts."""
+
 MEGATRON_GPT: Allowed = MappingProxyType(
     {
         **PLAIN,
@@ -221,6 +226,8 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
     allowed = recipes(known)
     if allowed is None and recipes is MEGATRON_CORE and known.no_megatron_core:
         raise PlanError("model.family", spec.family, f"cannot be trained in {framework}: {known.no_megatron_core}")
+    if allowed is None and recipes is TRANSFORMERS and known.no_transformers:
+        raise PlanError("model.family", spec.family, f"cannot be trained in {framework}: {known.no_transformers}")
     if allowed is None:
         elsewhere = [names for others, names in RUN_BY.items() if others(known) is not None]
         also = f"it has one in {' and '.join(elsewhere)} (--framework)" if elsewhere else ""

@@ -93,10 +93,10 @@ def allowed_pairs(r: Recorder, shape: LayerShape, *, window: bool) -> Tensor:
     return allowed
 
 
-def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
+def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
     """``LlamaRotaryEmbedding.forward``: cos and sin (1, s, d), made in fp32, scaled and cast; d features turn.
 
-    gpt-oss has one angle for two features, (1, s, d / 2).
+    gpt-oss has one angle for two features, (1, s, d / 2); DeepSeek V2 complex numbers, of two fp32 each.
     """
     s, d = shape.s, shape.table
 
@@ -107,9 +107,15 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
         return ops.scale(r, x, f"{name}_fp32")
 
     position_ids: Tensor | None = r.empty((1, s, 1), "fp32", "position_ids_fp32")
-    frequencies = r.empty((1, s, shape.spec.rotary_features // 2), "fp32", "rotary_frequencies")
+    frequencies = r.empty((1, s, shape.turned // 2), "fp32", "rotary_frequencies")
     if shape.transformers >= MULTIPLIED_ANGLES:
         position_ids = None
+    if shape.tables == "complex":
+        ones = r.empty(frequencies.shape, "fp32", "rotary_ones")
+        table = r.empty((1, s, d), "fp32", "rotary_unscaled")
+        del ones
+        table = r.empty((1, s, d), "fp32", "rotary")
+        return table, None
     angles = frequencies if frequencies.shape[-1] == d else r.empty((1, s, d), "fp32", "rotary_angles")
     if shape.older:
         cos, sin = unscaled("cos"), unscaled("sin")

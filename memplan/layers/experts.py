@@ -13,7 +13,7 @@ from ..plan.spec import ModelSpec
 from . import ops, selecting, work
 from .autograd import Gradients, Recorder, Tensor
 from .huggingface import LayerShape, activation, linear, softmax_fp32
-from .shapes import ITEMSIZE
+from .shapes import ITEMSIZE, Shape
 
 MODULE = "mixture"
 """Router and experts."""
@@ -61,6 +61,81 @@ def cast_weights(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
     return logits, weights, indices
 
 
+def grouped_softmax(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
+    """``DeepseekV2TopkRouter.forward``: in fp32; scores of experts outside the best groups are nought."""
+    logits = fp32_logits(r, hidden, spec)
+    scores = softmax_fp32(r, logits, "router")
+    if spec.router_groups:
+        groups = (scores.shape[0], spec.router_groups)
+        _best = r.empty(groups, "fp32", "group_scores"), saved(r, groups, "group_scores_indices")
+        masks, _variables = outside_groups(r, scores.shape, spec)
+        scores = ops.elementwise(r, "router_scores", (scores,), (masks.pop(),))
+    weights, indices = selecting.top_k(r, scores, spec.expert_top_k, "chosen")
+    weights = ops.scale(r, weights, "chosen_scaled")
+    return logits, weights, indices
+
+
+def grouped_sigmoid(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
+    """``DeepseekV3TopkRouter.forward``: in fp32; chosen by scores and a bias without gradient, from the best groups,
+    perhaps the only one. What the choice saves is for no backward."""
+    logits = fp32_logits(r, hidden, spec)
+    scores = ops.elementwise(r, "router_scores", (logits,), saves_output=True)
+    _choice: tuple[Tensor, ...] = (r.empty(scores.shape, "fp32", "scores_for_choice"),)
+    groups = (scores.shape[0], spec.router_groups or 1)
+    two = r.empty((*groups, 2), "fp32", "best_of_group")
+    of_two = saved(r, two.shape, "best_of_group_indices")
+    _best = r.empty(groups, "fp32", "group_scores"), of_two
+    del two, of_two
+    masks, _variables = outside_groups(r, scores.shape, spec)
+    within = [r.empty(scores.shape, "fp32", "scores_within_groups")]
+    within += masks if keeps(r) else []
+    masks.clear()
+    _choice = tuple(within)
+    del within
+    top = r.empty((groups[0], spec.expert_top_k), "fp32", "chosen_values")
+    indices = r.empty(top.shape, "int64", "chosen_indices")
+    del top
+    weights = selecting.gathered(r, scores, indices, "chosen")
+    total = ops.add_constant(r, selecting.sum_last(r, weights, "chosen_sum"), "chosen_sum_eps")
+    weights = selecting.divided_in_place(r, weights, total, "chosen_normed")
+    weights = ops.scale(r, weights, "chosen_scaled")
+    return logits, weights, indices
+
+
+def fp32_logits(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
+    """``F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))``."""
+    wide = ops.cast(r, ops.alias(r, hidden), "fp32", "router_input_fp32")
+    weight = r.parameter("router.weight", (spec.experts, spec.hidden), hidden.dtype)
+    weight = ops.cast(r, weight, "fp32", "router_weight_fp32")
+    return ops.linear(r, wide, weight, name="router_logits")
+
+
+def keeps(r: Recorder) -> bool:
+    """Nodes keep what they save while their outputs live, though no backward will ask for it; not so in the forward
+    pass of a layer that will be recomputed."""
+    return r.grad_enabled and (r.frame is None or r.frame.again is not None)
+
+
+def saved(r: Recorder, shape: Shape, name: str) -> Tensor | None:
+    """Indices that such a node saves."""
+    made = r.empty(shape, "int64", name)
+    return made if keeps(r) else None
+
+
+def outside_groups(r: Recorder, shape: Shape, spec: ModelSpec) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Where experts are not of the best groups, one mask (n, E) of bool; and what stays in variables."""
+    n, groups = shape[0], spec.router_groups or 1
+    values = r.empty((n, spec.router_group_top_k or 1), "fp32", "chosen_groups_values")
+    chosen = r.empty(values.shape, "int64", "chosen_groups")
+    del values
+    of_groups = r.empty((n, groups), "fp32", "group_mask")
+    of_experts = r.empty(shape, "fp32", "score_mask") if groups > 1 else of_groups
+    inside = r.empty(shape, "bool", "inside_groups")
+    outside = r.empty(shape, "bool", "outside_groups")
+    del inside
+    return [outside], (of_experts, of_groups, chosen)
+
+
 def normed(r: Recorder, weights: Tensor) -> Tensor:
     """``weights /= weights.sum(-1, keepdim=True)``."""
     return selecting.divided_in_place(r, weights, selecting.sum_last(r, weights, "chosen_sum"), "chosen_normed")
@@ -85,9 +160,10 @@ def looped(r: Recorder, x: Tensor, shape: LayerShape, names: Sequence[str]) -> M
     for expert, rows in enumerate(balanced(shape)):
         places = r.empty((2, rows), "int64", "rows_of_expert")
         state = selecting.picked(r, hidden, places, (rows, spec.hidden), "rows")
+        own = [f"experts.{expert}.{name}" for name in names]
         made = ops.multiply(
             r,
-            one_expert(r, state, spec, [f"experts.{expert}.{name}" for name in names]),
+            one_expert(r, state, spec, own, spec.expert_ffn),
             selecting.picked(r, weights, places, (rows, 1), "row_weights"),
             "rows_weighted",
         )
@@ -97,11 +173,11 @@ def looped(r: Recorder, x: Tensor, shape: LayerShape, names: Sequence[str]) -> M
     return out, logits
 
 
-def one_expert(r: Recorder, x: Tensor, spec: ModelSpec, names: Sequence[str]) -> Tensor:
+def one_expert(r: Recorder, x: Tensor, spec: ModelSpec, names: Sequence[str], width: int) -> Tensor:
     """``w2(act_fn(w1(x)) * w3(x))``."""
     gate, up, down = names
-    inner = activation(r, linear(r, x, gate, spec.expert_ffn, False), spec)
-    inner = ops.multiply(r, inner, linear(r, x, up, spec.expert_ffn, False), "gated")
+    inner = activation(r, linear(r, x, gate, width, False), spec)
+    inner = ops.multiply(r, inner, linear(r, x, up, width, False), "gated")
     return linear(r, inner, down, spec.hidden, False)
 
 
@@ -136,6 +212,20 @@ def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     half = (*x.shape[:-1], x.shape[-1] // 2)
     gate, up = ops.split(r, x, [half, half], "gate_up")
     return ops.multiply(r, activation(r, gate, spec), up, "gated")
+
+
+def with_shared(r: Recorder, hidden: Tensor, shape: LayerShape, router: Router) -> Mixed:
+    """``DeepseekV3MoE.forward``: and experts that take every token."""
+    spec = shape.spec
+    (hidden,) = r.entered(MODULE, hidden)
+    residuals, rows = hidden, (shape.b * shape.s, spec.hidden)
+    _logits, weights, indices = router(r, hidden.alias(*rows), spec)
+    hidden = ops.alias(r, hidden)
+    hidden = hidden.alias(*rows)
+    hidden = grouped_mm(r, hidden, indices, weights, shape, gated).view(*residuals.shape)
+    names = ("shared_gate", "shared_up", "shared_down")
+    hidden = ops.add(r, hidden, one_expert(r, residuals, spec, names, spec.shared_expert_ffn), "experts_and_shared")
+    return r.left(MODULE, hidden), None
 
 
 def parameters(

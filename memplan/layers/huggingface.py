@@ -58,7 +58,17 @@ class LayerShape:
     @property
     def table(self) -> int:
         """Features of a row of the tables of rotary positions."""
-        return self.spec.rotary_features // (2 if family(self.spec.family).half_tables else 1)
+        return self.turned // (2 if self.tables == "half" else 1)
+
+    @property
+    def tables(self) -> str:
+        """Their kind (``Family.tables``)."""
+        return family(self.spec.family).tables
+
+    @property
+    def turned(self) -> int:
+        """Features of a head that rotary positions turn."""
+        return self.spec.rope_head_dim or self.spec.rotary_features
 
     @property
     def older(self) -> bool:
@@ -242,7 +252,8 @@ def eager_attention(
     Most families take the softmax in fp32, some in the scores' dtype.
     """
     spec = shape.spec
-    b, a, s, d = q.tensor.shape
+    b, a, s, _ = q.tensor.shape
+    d = v.tensor.shape[-1]
     if spec.heads > spec.kv_heads:
         k, v = repeated(r, k, a, "key"), repeated(r, v, a, "value")
     scores = (b, a, s, s)
@@ -372,3 +383,15 @@ def halves(r: Recorder, x: Tensor, n: int, name: str) -> tuple[Tensor, Tensor]:
     d = x.shape[-1]
     first = ops.alias(r, x) if n == d else ops.slice_last(r, x, n, f"{name}_turned")
     return first, ops.slice_last(r, x, d - n, f"{name}_passed")
+
+
+def rotary_of_halves(r: Recorder, first: Tensor, second: Tensor, tables: tuple[Tensor, Tensor], name: str) -> Tensor:
+    """Two halves of a head's features by the same angles, (…, d / 2) each."""
+    cos, sin = tables
+
+    def turned(x: Tensor, y: Tensor, part: str, *, negated: bool) -> Tensor:
+        kept = ops.multiply(r, x, cos, f"{name}_{part}_cos")
+        return ops.add(r, kept, ops.multiply(r, y, sin, f"{name}_{part}_sin"), f"{name}_{part}", negated=negated)
+
+    out = turned(first, second, "first", negated=True)
+    return ops.cat_last(r, out, turned(second, first, "second", negated=False), f"{name}_rotary")

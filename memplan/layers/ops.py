@@ -234,12 +234,11 @@ def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: 
     """
     whole, dtype = x.shape, x.dtype
 
-    node = r.node(
-        (x,),
-        (x,) if keeps else (),
-        lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_cat")],
-        outputs=len(shapes),
-    )
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradients.reverse()  # they end from the first on, a list's items from the last
+        return [r.empty(whole, dtype, f"grad_{name}_cat")]
+
+    node = r.node((x,), (x,) if keeps else (), backward, outputs=len(shapes))
     return [Tensor(x.storage, shape, dtype, node, slot) for slot, shape in enumerate(shapes)]
 
 

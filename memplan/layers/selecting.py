@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .autocast import set_by_autocast
+from .autocast import promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 
 
@@ -91,17 +91,40 @@ def sum_of_rows(r: Recorder, x: Tensor, k: int, name: str) -> Tensor:
 def divided_in_place(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
     """``x /= y`` with y broadcast: saves y and a copy of x as it was; the gradient of y takes four tensors."""
     before = r.empty(x.shape, x.dtype, f"{name}_before") if r.grad_enabled and y.node is not None else None
-    shape, small, dtype = x.shape, y.shape, x.dtype
+    shape, small, dtype, wide = x.shape, y.shape, x.dtype, promoted(x.dtype, y.dtype)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        quotient = r.empty(shape, dtype, f"{name}_quotient")
-        again = r.empty(shape, dtype, f"{name}_quotient_again")
+        quotient = r.empty(shape, wide, f"{name}_quotient")
+        again = r.empty(shape, wide, f"{name}_quotient_again")
         negated = r.empty(shape, dtype, f"{name}_negated")
-        whole = r.empty(shape, dtype, f"grad_{name}_other")
+        whole = r.empty(shape, wide, f"grad_{name}_other")
         del negated, again, quotient
-        grad_x = r.empty(shape, dtype, f"grad_{name}_self")
+        grad_x = r.empty(shape, wide, f"grad_{name}_self")
         return [grad_x, Unsummed(whole, small, f"grad_{name}_other_sum")]
 
     saved = (y, before) if before is not None else (y,)
     node = r.node((x, y), saved, backward)
     return Tensor(x.storage, shape, dtype, node)
+
+
+def written(r: Recorder, x: Tensor, parts: Sequence[Tensor], name: str) -> Tensor:
+    """``x[..., i:j].copy_(part)`` of each part, of a new tensor (``CopySlices``)."""
+    for at, part in enumerate(parts):
+        x = _written(r, x, part, f"{name}_{at}")
+    return x
+
+
+def _written(r: Recorder, x: Tensor, part: Tensor, name: str) -> Tensor:
+    """Backward copies the whole gradient, then the slice's, which ``CopyBackwards`` casts to the dtype of ``part``; of
+    what was there before it is nought."""
+    whole, shape, dtype, of, needs = x.shape, part.shape, x.dtype, part.dtype, x.node is not None
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        result = r.empty(whole, dtype, f"grad_{name}_whole")
+        made = r.empty(shape, dtype, f"grad_{name}")
+        zeros = r.empty(shape, dtype, f"grad_{name}_before") if needs else None
+        made = made if of == dtype else r.empty(shape, of, f"grad_{name}_cast")
+        del zeros
+        return [result if needs else None, made]
+
+    return Tensor(x.storage, whole, dtype, r.node((x, part), (), backward))

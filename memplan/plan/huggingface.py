@@ -212,6 +212,10 @@ def _refuse_experts(config: Node) -> None:
             raise PlanError(name, node.value, problem, origin=node.origin)
 
 
+GREEDY = "greedy"
+"""DeepSeek V2's choice of experts (``topk_method``) that knows no groups, whatever their number."""
+
+
 def _mixture(items: dict[str, Node]) -> dict[str, Node]:
     """What follows from others: shared experts are as wide as routed ones, one group is none, and scores that are
     normalised over the chosen experts are those of a softmax over them alone."""
@@ -225,7 +229,12 @@ def _mixture(items: dict[str, Node]) -> dict[str, Node]:
     for name in ("router_groups", "router_group_top_k", "latent_q_rank", "router_aux_loss", "expert_latent"):
         if name in items and items[name].value is None:
             found[name] = Node(0, items[name].origin)
-    if "router_groups" in items and items["router_groups"].value == 1:
+    method = items.pop("router_method", None)
+    if method is not None and method.value != GREEDY and items["router_groups"].value in (None, 1):
+        problem = f"needs groups of experts, n_group above 1; without groups it is {GREEDY}"
+        raise PlanError("topk_method", method.plain(), problem, origin=method.origin)
+    one = "router_groups" in items and items["router_groups"].value == 1
+    if one or (method is not None and method.value == GREEDY):
         found["router_groups"] = found["router_group_top_k"] = Node(0, items["router_groups"].origin)
     return found
 
@@ -310,7 +319,7 @@ def _value(config: Node, spec_field: str, key: Key) -> Node:
     if node is None:
         if key.default is REQUIRED:
             raise PlanError(name, ABSENT, f"is missing (the model's {spec_field})", origin=config.origin)
-        assert key.default is None or isinstance(key.default, (bool, int, float))
+        assert key.default is None or isinstance(key.default, (bool, int, float, str))
         return Node(key.default, config.origin)
     if node.value is None and (key.default is None or spec_field in _MAY_BE_NULL):
         return node
@@ -375,6 +384,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("router_aux_loss", "router_z_loss"), _COEFFICIENT_RULE),
     **dict.fromkeys(("shared_experts", "first_dense", "latent_q_rank"), _whole(0, LARGEST)),
     "router_scaling": _POSITIVE_RULE,
+    "router_method": (f"{GREEDY} or group_limited_greedy", lambda value: value in (GREEDY, "group_limited_greedy")),
     **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), _PROBABILITY_RULE),
     **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks"), _SWITCH_RULE),
     **dict.fromkeys(("qk_norm", "router_normalises"), _SWITCH_RULE),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..families import family
 from .errors import PlanError
 from .plan import Plan
+from .spec import ModelSpec
 
 ALL_LINEAR = "all-linear"
 """Every linear layer but the head (peft ``tuners_utils.py``, ``_maybe_include_all_linear_layers``)."""
@@ -15,8 +16,20 @@ NOT_ADAPTED = ("lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out",
 """What targets may name in peft and is not modelled: embeddings and heads."""
 
 
-OF_EXPERTS = ("gate", "up", "gate_up", "down")
+OF_EXPERTS = ("gate", "up", "gate_up", "down", "shared_gate", "shared_up", "shared_down")
 """Linear layers of a feed-forward network, which experts have in place of a dense layer."""
+
+
+def linear_layers(spec: ModelSpec) -> dict[str, str]:
+    """Those of the family that the model has, and the ends of their names."""
+    sizes, known = linear_sizes(spec), family(spec.family).linear_layers
+    return {part: name for part, name in known.items() if part in sizes or part in OF_EXPERTS}
+
+
+def last_names(spec: ModelSpec) -> dict[str, None]:
+    """What targets may be called: adapters of experts are refused."""
+    names = linear_layers(spec).items()
+    return dict.fromkeys(name.rpartition(".")[2] for part, name in names if not spec.experts or part not in OF_EXPERTS)
 
 
 def adapted(plan: Plan) -> frozenset[str]:
@@ -27,18 +40,19 @@ def adapted(plan: Plan) -> frozenset[str]:
     """
     if plan.lora.rank is None:
         return frozenset()
-    names = family(plan.model.family).linear_layers
+    names = linear_layers(plan.model)
     found: set[str] = set()
     targets = plan.lora.targets or ()
     if ALL_LINEAR in targets and len(targets) > 1:
         raise PlanError("lora.targets", list(targets), f"must be {ALL_LINEAR} alone, or names of linear layers")
     if plan.model.experts:
-        _check_experts(targets, names)
+        _check_experts(targets, plan.model)
     for target in targets:
         matched = {part for part, name in names.items() if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
         if not matched:
-            last = dict.fromkeys(name.rpartition(".")[2] for name in names.values())
-            named = f"its linear layers are {', '.join(last)}; {ALL_LINEAR} names them all"
+            last = last_names(plan.model)
+            named = f"its linear layers are {', '.join(last)}"
+            named += "" if plan.model.experts else f"; {ALL_LINEAR} names them all"
             if target in NOT_ADAPTED:
                 problem = f"must be a linear layer of a block: adapters on embedding and head are not modelled; {named}"
                 raise PlanError("lora.targets", target, problem)
@@ -72,31 +86,41 @@ def saved_parameters(plan: Plan) -> int:
     return len(saved(plan)) * plan.model.vocab * plan.model.hidden
 
 
-def _check_experts(targets: Sequence[str], names: Mapping[str, str]) -> None:
+def _check_experts(targets: Sequence[str], spec: ModelSpec) -> None:
     """Refuses targets that name experts, whose adapters peft puts on whole stacks of weights (``ParamWrapper``)."""
-    experts = [name for part, name in names.items() if part in OF_EXPERTS]
+    experts = [name for part, name in linear_layers(spec).items() if part in OF_EXPERTS]
     for target in targets:
         if target == ALL_LINEAR or any(f".{name}".endswith(f".{target}") for name in experts):
-            attention = dict.fromkeys(name.rpartition(".")[2] for part, name in names.items() if part not in OF_EXPERTS)
-            problem = f"must be among {', '.join(attention)} in a model with experts, whose adapters are not modelled"
-            raise PlanError("lora.targets", target, problem)
+            problem = f"must be among {', '.join(last_names(spec))} in a model with experts, whose adapters are not "
+            raise PlanError("lora.targets", target, problem + "modelled")
 
 
-def adapter_parameters(plan: Plan) -> int:
-    """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs; of DoRA n more."""
-    spec, rank = plan.model, plan.lora.rank or 0
-    h, f, heads = spec.hidden, spec.ffn, spec.head_dim
+def linear_sizes(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
+    """Inputs and outputs of linear layers that adapters may be on; of latent attention, those that the model has."""
+    h, f, a, d = spec.hidden, spec.ffn, spec.heads, spec.head_dim
     sizes = {
         "qkv": (h, spec.qkv_features),
-        "query": (h, spec.heads * heads),
-        "key": (h, spec.kv_heads * heads),
-        "value": (h, spec.kv_heads * heads),
-        "attention_output": (spec.heads * heads, h),
+        "query": (h, a * d),
+        "key": (h, spec.kv_heads * d),
+        "value": (h, spec.kv_heads * d),
+        "attention_output": (spec.attention_features, h),
         "gate": (h, f),
         "up": (h, f),
         "gate_up": (h, 2 * f),
         "down": (f, h),
         "transform": (h, h),
     }
-    counts = {name: rank * (k + n) + n * plan.lora.dora for name, (k, n) in sizes.items()}
+    if q := spec.latent_q_rank:
+        sizes |= {"query_down": (h, q), "query_up": (q, a * d)}
+        del sizes["query"]
+    if kv := spec.latent_kv_rank:
+        up = a * (spec.nope_head_dim + spec.value_head_dim)
+        sizes |= {"key_value_down": (h, kv + spec.rope_head_dim), "key_value_up": (kv, up)}
+    return sizes
+
+
+def adapter_parameters(plan: Plan) -> int:
+    """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs; of DoRA n more."""
+    spec, rank = plan.model, plan.lora.rank or 0
+    counts = {name: rank * (k + n) + n * plan.lora.dora for name, (k, n) in linear_sizes(spec).items()}
     return sum(counts[name] * (1 if name == "transform" else spec.layers) for name in adapted(plan))

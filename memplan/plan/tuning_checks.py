@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..families import family
 from .errors import ABSENT, PlanError
-from .lora import adapted, saved
+from .lora import adapted, last_names, saved
 from .plan import Plan
 from .resolved import ResolvedPlan
 from .traced_spec import TracedSpec
@@ -60,11 +60,11 @@ def _check_lora(plan: ResolvedPlan) -> None:
             raise PlanError(f"lora.{name}", value, "needs lora.rank, as --lora-rank 16")
         return
     if lora.targets is None:
-        names = dict.fromkeys(name.rpartition(".")[2] for name in family(plan.model.family).linear_layers.values())
+        names = last_names(plan.model)
         if not names:
             problem = f"must be left out: adapters of family {plan.model.family} are not modelled"
             raise PlanError("lora.rank", lora.rank, problem)
-        some = f"all-linear, or some of {','.join(names)}"
+        some = f"{'' if plan.model.experts else 'all-linear, or '}some of {','.join(names)}"
         problem = f"is missing: peft has no default for family {plan.model.family}; say --lora-targets {some}"
         raise PlanError("lora.targets", ABSENT, problem)
     if not lora.targets:

@@ -68,6 +68,7 @@ _TURNED: Mapping[str, Callable[[ModelSpec], object]] = {
     "router_normalises": lambda spec: not spec.router_score_first,
     "expert_layers": lambda spec: [i for i in range(spec.layers) if spec.has_experts(i)],
     "shared_experts": lambda spec: spec.shared_expert_ffn // spec.expert_ffn,
+    "router_method": lambda spec: "group_limited_greedy" if spec.router_groups else "greedy",
     "router_groups": lambda spec: spec.router_groups or 1,
     "router_group_top_k": lambda spec: spec.router_group_top_k or 1,
     "latent_q_rank": lambda spec: spec.latent_q_rank or None,

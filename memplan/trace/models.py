@@ -33,6 +33,8 @@ def made(job: Job, *, on_meta: bool = False) -> torch.nn.Module:
     attention = "sdpa" if job.attention == "flash" else "eager"
     with initialization.no_init_weights(), parameters_on_meta() if on_meta else nullcontext():
         model = model_class(config)._from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
+    for buffer in _kept_in_fp32(model):
+        buffer.data = buffer.data.float()
     model.tie_weights()
     model.config.use_cache = False
     model.train()
@@ -41,6 +43,13 @@ def made(job: Job, *, on_meta: bool = False) -> torch.nn.Module:
         enable()
     assert isinstance(model, transformers.PreTrainedModel)
     return model
+
+
+def _kept_in_fp32(model: Any) -> Iterator[torch.Tensor]:
+    """Buffers that ``from_pretrained`` keeps in fp32 whatever the dtype (``modeling_utils.py``,
+    ``_keep_in_fp32_modules_strict``)."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    return (one for name, one in model.named_buffers() if any(part in name for part in kept))
 
 
 def config_of(job: Job) -> Any:

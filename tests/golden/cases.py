@@ -18,6 +18,7 @@ SPECS = (
 HUGGING_FACE = (
     "gpt2", "bert-large", "bloom-176b", "llama-3-8b", "mistral-7b", "qwen3-8b", "qwen2.5-7b", "phi-3-mini",
     "gemma-2-9b", "opt-6.7b", "gpt-neox-20b", "gpt-j-6b", "falcon-7b", "mixtral-8x7b", "qwen3-30b-a3b",
+    "deepseek-v2", "moonlight-16b",
 )  # fmt: skip
 """A model of each family that transformers runs."""
 OPTIMIZERS = ("sgd", "sgd --momentum 0.9", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit", "muon")

@@ -59,6 +59,11 @@ MIXTRAL = {**LLAMA, "num_local_experts": 4, "sliding_window": None}
 QWEN3_MOE: dict[str, Any] = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
 OLMOE = {**QWEN3_MOE, "num_key_value_heads": 3, "head_dim": 32, "norm_topk_prob": False}
 GRANITE_MOE = {**MIXTRAL, "logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 8.0, **TIED}
+DEEPSEEK: dict[str, Any] = {**BERT, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 448}
+DEEPSEEK |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80, "n_shared_experts": 2}
+DEEPSEEK |= {"kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24, "q_lora_rank": None}
+DEEPSEEK |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 56, "topk_method": "group_limited_greedy"}
 GPT_OSS = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 40}
 FALCON = {**BERT, "ffn_hidden_size": 320, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -100,6 +105,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", GRANITE_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "falcon-dropout-untied": ("falcon", FALCON | {"hidden_dropout": 0.1, "tie_word_embeddings": False}),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK | GROUPS),
+    "deepseek_v2-lite": ("deepseek_v2", DEEPSEEK),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK | GROUPS),
+    "deepseek_v3-moonlight-dropout": ("deepseek_v3", DEEPSEEK | {"attention_dropout": 0.1}),
 }
 SHAPES = ((1, 64), (2, 128), (3, 37))
 MODES = (("fp32", "eager"), ("bf16", "eager"), ("bf16", "flash"))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from memplan.layers import ops
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.fused_attention import efficient_attention, third_inside
 from memplan.layers.module import Interface, Options, Run, Tapes, build
@@ -61,6 +62,22 @@ def test_inside() -> None:
         "delta": (2, 3, 100),
         "grad_q_tiles": (2, 3, 2, 128 * 64 + 4),
     }
+
+
+def test_inside_of_values_of_another_size() -> None:
+    """DeepSeek's 128 heads of 192 with values of 128 in bf16, 300 tokens: 3 tiles of 128 rows by 3 of 64 columns, each
+    with 4 words besides; 200 // 128 = 1 part of 64 keys, whose gradients have 256 columns, and values' 128."""
+
+    def attended(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(efficient_attention(r, x, x, ops.slice_last(r, x, 128, "value")))
+
+    tapes = build("attention", attended, Interface((1, 128, 300, 192), "bf16"), Options(kernel_workspaces=True)).first
+    made = {e.name: e.shape for e in tapes.backward if _is_inside(e)}
+    assert made == {"delta": (1, 128, 300), "gradient_tiles": (1, 128, 3 * 3 * (128 * 64 + 4) + 64 * (256 + 128))}
+    held = {e.name: e.shape for e in (*tapes.forward, *tapes.backward) if isinstance(e, Hold)}
+    assert held["attention"] == held["grad_v"] == (1, 128, 300, 128)
+    assert held["grad_q"] == held["grad_k"] == (1, 128, 300, 192)
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 300), st.integers(1, 48).map(lambda one: 4 * one))

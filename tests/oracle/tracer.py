@@ -5,8 +5,8 @@ first appears as the output of an operator, at its size rounded up to 512 B, unt
 autograd let it go. Tensors are on the CPU; five of its behaviours are replaced by CUDA's:
 
 * dropout is ``native_dropout``, whose mask has one byte an element;
-* scaled-dot-product attention is the flash-attention operator, which takes fewer key heads as they are; in fp32 the
-  memory-efficient one, which does not;
+* scaled-dot-product attention is the flash-attention operator, which takes fewer key heads as they are; in fp32, and
+  where values have heads of another size, the memory-efficient one, which does not;
 * layer norm of 16-bit tensors gives its statistics in fp32;
 * zeros that backward of an indexing fills are filled in place;
 * grouped products take fp16 and fp32, too.
@@ -162,7 +162,7 @@ def cuda_behaviour() -> Iterator[None]:
     ) -> torch.Tensor:
         assert attn_mask is None, "no mask here"
         query, key, value = cast_by_autocast(query, key, value)
-        if query.dtype is torch.float32:
+        if query.dtype is torch.float32 or query.shape[-1] != value.shape[-1]:
             trains = torch.is_grad_enabled() and query.requires_grad
             efficient = torch.ops.aten._scaled_dot_product_efficient_attention
             return efficient(query, key, value, None, trains, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]

@@ -27,6 +27,8 @@ from ..oracle.training_step import traced_step as witnessed_step
 
 SMALL = {"layers": "3", "mbs": "2", "seq": "64", "framework": "single"}
 SIZES = {"hidden": "64", "heads": "4", "kv-heads": "4", "head-dim": "16", "ffn": "160", "vocab": "1003"}
+LATENT = {"head-dim": "48", "nope-head-dim": "32", "rope-head-dim": "16", "value-head-dim": "24"}
+LATENT |= {"latent-kv-rank": "40", "shared-expert-ffn": "96"}
 FAMILIES = {
     "gpt2": "gpt2",
     "bert": "bert-large",
@@ -45,6 +47,8 @@ FAMILIES = {
     "olmoe": "olmoe-1b-7b",
     "gpt_oss": "gpt-oss-20b",
     "granitemoe": "granite-3.0-3b-a800m",
+    "deepseek_v2": "deepseek-v2-lite",
+    "deepseek_v3": "moonlight-16b",
 }
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""
@@ -60,6 +64,8 @@ def model_flags(family: str) -> dict[str, str]:
     sizes = SIZES | ({"kv-heads": "1"} if family == "falcon" else {})
     if family_of(family).mixture is not None:
         sizes |= {"experts": "4", "expert-top-k": "2", "expert-ffn": "48"}
+    if family.startswith("deepseek"):
+        sizes |= LATENT
     return {"model": FAMILIES[family], **sizes}
 
 

@@ -22,7 +22,9 @@ with warnings.catch_warnings():
     pytest.importorskip("peft", reason="peft is not installed (the extra dev has it)")
 
 ATTENTION = {"lora-targets": "q_proj,k_proj,v_proj,o_proj"}
-"""Of models with experts, whose adapters are refused."""
+"""Of models with experts, whose adapters are refused,"""
+LATENT = {"lora-targets": "q_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"}
+"""and of latent attention."""
 ALL = {"lora-rank": "8", "lora-targets": "all-linear"}
 REPLICATED = {"framework": "ddp", "gpus": "4", "gbs": "16"}
 SETTINGS: dict[str, dict[str, str]] = {
@@ -53,10 +55,14 @@ def cases(settings: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
     ]
 
 
+def targets_of(family: str) -> dict[str, str]:
+    flags = model_flags(family)
+    return LATENT if "latent-kv-rank" in flags else ATTENTION if "experts" in flags else {}
+
+
 @pytest.mark.parametrize(("family", "setting"), cases(SETTINGS))
 def test_adapters(family: str, setting: str) -> None:
-    targets = ATTENTION if "experts" in model_flags(family) else {}
-    assert_equal(*of(**(model_flags(family) | SETTINGS[setting] | targets)))
+    assert_equal(*of(**(model_flags(family) | SETTINGS[setting] | targets_of(family))))
 
 
 @pytest.mark.parametrize(("family", "setting"), cases(FROZEN))

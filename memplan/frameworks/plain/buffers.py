@@ -30,6 +30,11 @@ def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:
         for _ in range(count):
             result.append(Hold(0, hold_bytes((n, n), "uint8"), kept, "causal_mask", (1, 1, n, n), "uint8"))
             result.append(Hold(0, rounded(4), kept, "masked_bias", (), "fp32"))
+    if spec.router_expert_bias:
+        placed = plan.device_map[stage] if plan.device_map is not None else range(spec.layers)
+        size = (spec.experts,)
+        bias = Hold(0, hold_bytes(size, "fp32"), kept, "e_score_correction_bias", size, "fp32")
+        result += [bias] * sum(map(spec.has_experts, placed))
     if family(spec.family).tables_in_layers:
         count = len(plan.device_map[stage]) if plan.device_map is not None else spec.layers
         table = (spec.positions_max, spec.rotary_features)
@@ -38,7 +43,7 @@ def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:
     if stage:
         return result
     if spec.positions == "rotary":
-        pairs = (spec.rotary_features // 2,)
+        pairs = ((spec.rope_head_dim or spec.rotary_features) // 2,)
         older = release(plan, "transformers") < family(spec.family).as_llama_since
         names = ["inv_freq"] * spec.layers if older else ["inv_freq", "original_inv_freq"]
         result += [Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in names]

@@ -66,8 +66,8 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
 
     return Shared(
         outside((shape.b, 1, s, s), dtype, mask) if spec.causal and not shape.flash else None,
-        outside(table, dtype, COS) if tables else None,
-        outside(table, dtype, SIN) if tables else None,
+        outside(table, "fp32" if shape.tables == "complex" else dtype, COS) if tables else None,
+        outside(table, dtype, SIN) if tables and shape.tables != "complex" else None,
         outside((shape.b if known.positions_of_each else 1, s), "int64", POSITIONS)
         if known.takes_positions(r)
         else None,
