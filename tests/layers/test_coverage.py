@@ -151,6 +151,14 @@ def test_families_whose_layers_return_their_weights(family: str) -> None:
     assert f"must be none for family {family}" in str(folded(family, "single", recompute="full"))
 
 
+def test_kimi_k2_is_a_deepseek_v3_to_transformers() -> None:
+    assert "its repository's own code asserts that it is not training" in str(folded("kimi_k2", "single"))
+    flags = {"model": "kimi-k2", "layers": "2", "framework": "single", "attention": "eager"}
+    assert len(fold(resolve(read_plan(None, {**flags, "family": "deepseek_v3"}).plan))) == 1
+    refusal = folded("deepseek_v3", "single", kv_heads=2)
+    assert "model.kv_heads = 2: must equal the 4 attention heads for family deepseek_v3" in str(refusal)
+
+
 def test_a_refusal_names_the_field_and_what_is_allowed() -> None:
     refusal = folded("llama", "single", activation="gelu")
     assert isinstance(refusal, str)

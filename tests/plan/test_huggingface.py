@@ -194,6 +194,18 @@ def test_counts_as_transformers_does(config: dict[str, Any], tmp_path: Path) -> 
     assert parameters(spec_of(config, tmp_path)) == transformers_count(config)
 
 
+def test_deepseek_v2_chooses_from_groups_only_where_it_says_so(tmp_path: Path) -> None:
+    """``DeepseekV2TopkRouter.forward`` looks at ``topk_method``, not at the number of groups."""
+    config = config_of_spec(load_spec("deepseek-v2")) | {"model_type": "deepseek_v2"}
+    assert config["topk_method"] == "group_limited_greedy"
+    assert spec_of(config, tmp_path).router_groups == 8
+    assert spec_of(config | {"topk_method": "greedy"}, tmp_path).router_groups == 0
+    with pytest.raises(PlanError, match=r"topk_method = group_limited_greedy: needs groups of experts"):
+        spec_of(config | {"n_group": 1}, tmp_path)
+    with pytest.raises(PlanError, match=r"topk_method = noaux_tc: must be greedy or group_limited_greedy"):
+        spec_of(config | {"topk_method": "noaux_tc"}, tmp_path)
+
+
 NO_MODEL = {"deepseek_v2", "glm4_moe"}
 """Families whose class has defaults that make no model: experts of a token are None, heads do not divide hidden."""
 

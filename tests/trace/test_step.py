@@ -69,6 +69,13 @@ def model_flags(family: str) -> dict[str, str]:
     return {"model": FAMILIES[family], **sizes}
 
 
+def targets_of(family: str) -> dict[str, str]:
+    """Adapters are refused of experts, and those of attention taken."""
+    if family.startswith("deepseek"):
+        return {"lora-targets": "q_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"}
+    return {"lora-targets": "q_proj,k_proj,v_proj,o_proj"} if family_of(family).mixture is not None else {}
+
+
 def sizes(events: Iterable[Event]) -> list[int]:
     return [e.bytes if isinstance(e, Hold) else -e.bytes for e in events if isinstance(e, Hold | Drop)]
 

@@ -11,7 +11,7 @@ from memplan.trace.job import Job
 from memplan.trace.step import traced_step
 
 from .equality import assert_equal
-from .test_step import FAMILIES, SCALARS, model_flags, of
+from .test_step import FAMILIES, SCALARS, model_flags, of, targets_of
 
 SETTINGS: dict[str, dict[str, str]] = {
     "accumulating": {"dtype": "bf16", "attention": "eager", "gbs": "8"},
@@ -34,7 +34,8 @@ CASES = [
 def test_trace_equals_estimate(family: str, setting: str) -> None:
     flags = SETTINGS[setting]
     scaled = rounded(4) if flags["dtype"] == "fp16" else 0
-    job, program = of(**(model_flags(family) | flags), trainer="transformers")
+    targets = targets_of(family) if "lora-rank" in flags else {}
+    job, program = of(**(model_flags(family) | flags | targets), trainer="transformers")
     assert Job.from_json(job.to_json()) == job
     assert_equal(job, program, scalars=SCALARS + scaled)
 

@@ -15,16 +15,12 @@ from memplan.trace.job import Job
 from memplan.trace.step import traced_step
 
 from .equality import assert_equal
-from .test_step import FAMILIES, model_flags, of
+from .test_step import FAMILIES, model_flags, of, targets_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("peft", reason="peft is not installed (the extra dev has it)")
 
-ATTENTION = {"lora-targets": "q_proj,k_proj,v_proj,o_proj"}
-"""Of models with experts, whose adapters are refused,"""
-LATENT = {"lora-targets": "q_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"}
-"""and of latent attention."""
 ALL = {"lora-rank": "8", "lora-targets": "all-linear"}
 REPLICATED = {"framework": "ddp", "gpus": "4", "gbs": "16"}
 SETTINGS: dict[str, dict[str, str]] = {
@@ -53,11 +49,6 @@ def cases(settings: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
         if "freeze-embedding" not in flags or not family_of(family).returns_weights
         if "recompute" not in flags or not family_of(family).returns_weights
     ]
-
-
-def targets_of(family: str) -> dict[str, str]:
-    flags = model_flags(family)
-    return LATENT if "latent-kv-rank" in flags else ATTENTION if "experts" in flags else {}
 
 
 @pytest.mark.parametrize(("family", "setting"), cases(SETTINGS))
