@@ -54,8 +54,8 @@ def test_llama_3_8b_has_as_many_adapters_as_reported() -> None:
 
 
 def test_adapters_on_latent_attention() -> None:
-    """DeepSeek V2 Lite, rank 8, in each of 3 layers: queries from 2048 to 16 heads of 192, keys and values from rank 512
-    to 16 heads of 128 + 128, the output from 16 heads of 128 to 2048. V2's queries are made by way of a rank of 1536."""
+    """DeepSeek V2 Lite, rank 8, in 3 layers: queries from 2048 to 16 heads of 192, keys and values from a rank of 512
+    to 16 heads of 128 + 128, the output from 16 heads of 128 to 2048. V2 makes queries by way of a rank of 1536."""
     one = plan(model="deepseek-v2-lite", lora_rank=8, lora_targets="q_proj,kv_b_proj,o_proj")
     assert sum(trained(one)) == adapter_parameters(one) == 3 * 8 * (2048 + 3072 + 512 + 4096 + 2048 + 2048)
     one = plan(model="deepseek-v2", lora_rank=8, lora_targets="q_a_proj,q_b_proj,kv_a_proj_with_mqa")
