@@ -410,6 +410,9 @@ def check_sections(plan: ResolvedPlan) -> None:
     """Sections that only other frameworks read are left out."""
     if plan.device_map is not None:
         require(plan, "device_map", ABSENT, "left out", "sections", "device_map", "layers placed by hand")
+    loop, loops = plan.trainer.loop, framework(plan.framework).supports.loops
+    if loop != "none":
+        require(plan, "trainer.loop", loop, listed(("none", *loops), "or"), "loops", loop)
     for name in _framework_sections():
         for field, value in getattr(plan, name).changed():
             require(plan, f"{name}.{field}", value, "left out", "sections", name)

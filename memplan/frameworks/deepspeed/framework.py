@@ -32,6 +32,7 @@ class Deepspeed(Framework):
     configuration = "deepspeed"
     measured_code = "deepspeed"
     supports = Supports(
+        loops=(),
         mixtures=("experts",),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),

@@ -76,9 +76,6 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
     if plan.quantisation.storage not in (None, plan.precision.dtype):
         problem = f"must be {plan.precision.dtype} with fsdp.version 1: flat parameters are of one dtype"
         raise PlanError("quantisation.storage", plan.quantisation.storage, problem)
-    if plan.trainer.pairs or plan.trainer.groups:
-        problem = "must be none or transformers with fsdp.version 1: trl's losses are not modelled under it"
-        raise PlanError("trainer.loop", plan.trainer.loop, problem)
     if plan.lora.modules_to_save:
         problem = "must be left out with fsdp.version 1, where each is a unit of its own: not modelled"
         raise PlanError("lora.modules_to_save", list(plan.lora.modules_to_save), problem)

@@ -60,6 +60,7 @@ class Megatron(Framework):
     measured_code = "megatron"
     holds_workspaces = True
     supports = Supports(
+        loops=(),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern"),
         zero=(0, 1),

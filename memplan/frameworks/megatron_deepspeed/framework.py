@@ -31,6 +31,7 @@ class MegatronDeepspeed(Framework):
     measured_code = "megatron-deepspeed"
     holds_workspaces = True
     supports = Supports(
+        loops=(),
         mixtures=(),
         sizes=frozenset({"tp", "pp", "dp"}),
         zero=(0, 1),

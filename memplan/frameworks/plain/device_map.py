@@ -24,7 +24,9 @@ class DeviceMap(Framework):
     name = "device-map"
     stage_word = "device"
     configuration = "device-map"
-    supports = Supports(several_gpus_of_a_process=True, sections=(*PYTORCH_SECTIONS, "device_map"))
+    supports = Supports(
+        several_gpus_of_a_process=True, sections=(*PYTORCH_SECTIONS, "device_map"), loops=("transformers",)
+    )
 
     def default_gpus(self, plan: Plan) -> int:
         """As many as the map has devices."""

@@ -56,8 +56,6 @@ def check(plan: ResolvedPlan) -> None:
         raise PlanError("trainer.loop", loop, problem)
     if model.experts:
         raise PlanError("trainer.loop", loop, "must be none or transformers with experts: their loss is not modelled")
-    if plan.device_map is not None:
-        raise PlanError("trainer.loop", loop, "must be none or transformers with a device map: not modelled")
     if plan.lora.dora:
         raise PlanError("lora.dora", True, f"must be false with trainer.loop {loop}: both together are not modelled")
     if "trl" in plan.versions:
