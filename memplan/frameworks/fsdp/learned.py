@@ -18,7 +18,7 @@ from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import OneChunk
 from ...tape.events import Event, Hold, Hook, Seam, Stretch, Tape, renamed
 from ...tape.program import Chunk, Program, Span
-from ...trace.fit import LAYER, Fit, Gone, Piece, Places
+from ...trace.fit import LAYER, Born, Fit, Gone, Piece, Places
 from ...trace.learned import advised
 from ...trace.recording import EMBEDDING, FINAL_NORM, HEAD
 from ...trace.rows import place_of
@@ -102,15 +102,21 @@ def _refuse(plan: ResolvedPlan, why: str) -> None:
 
 @lru_cache(maxsize=1024)
 def cast_of(piece: Piece, row: tuple[Places, ...], compute: str) -> str:
-    """The dtype other than ``compute`` of a tensor that outlives the unit which makes it, if there is one."""
+    """The dtype other than ``compute`` of a tensor of forward that is there while another unit than its own runs, if
+    there is one: a layer may be handed it."""
     places = [(kind, name) for kind, names in row for name in names]
-    for at, (kind, name) in enumerate(places):
-        for change in (one for changes in piece.kinds[kind].passes for one in changes if isinstance(one, Gone)):
+    last = max((at for at, (_, name) in enumerate(places) if name.startswith(LAYER)), default=-1)
+    for at, (kind, _) in enumerate(places):
+        ended = [one for one in piece.kinds[kind].passes[FORWARD] if isinstance(one, Gone)]
+        ended += [one for one in piece.kinds[kind].passes[FIRST] if isinstance(one, Gone) and one.forward]
+        for change in ended:
             place = place_of(change, at, len(places))
-            maker, made = places[place][1], piece.kinds[places[place][0]].passes[FORWARD]
-            if not change.forward or place == at or not (maker.startswith(LAYER) or name.startswith(LAYER)):
+            low, high = sorted((place, at))
+            between = any(name.startswith(LAYER) for _, name in places[low : high + 1])
+            if low == high or place > last or not between:  # what is made behind the last layer is handed to none
                 continue
-            dtype = FLOATS.get([one for one in made if not isinstance(one, Gone)][change.number].dtype, compute)
+            made = [one for one in piece.kinds[places[place][0]].passes[FORWARD] if isinstance(one, Born)]
+            dtype = FLOATS.get(made[change.number].dtype, compute)
             if dtype != compute:
                 return dtype
     return ""
