@@ -92,10 +92,13 @@ def estimate(plan: Plan, known: Measured = NOTHING, stage: int | None = None) ->
 
 
 def evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """``programs``, or those with the Trainer's own batch size of evaluation."""
+    """``programs``, or those with evaluation's own batch size."""
     mbs, batch = plan.trainer.evaluation_mbs, plan.batch
     if mbs is None or mbs == batch.mbs:
         return programs
+    if fold_evaluation(programs[0]) is None:
+        problem = "must be left out: evaluation in pipelines of torch.distributed is not modelled"
+        raise PlanError("trainer.evaluation_mbs", mbs, problem)
     visible = plan.hardware.gpus if batch.multiply_by_visible_gpus else 1
     changed = {"mbs": mbs, "gbs": mbs * (visible or 1) * plan.layout.dp, "accumulation": None}
     return programs_of(plan.model_copy(update={"batch": batch.model_copy(update=changed)}), Options())

@@ -131,6 +131,21 @@ def test_evaluation_decides_where_the_plan_includes_it() -> None:
     assert estimated(**flags | {"gpu": "a100-80gb"}, **{"eval-mbs": "128"}).fits
 
 
+@pytest.mark.parametrize(
+    "layout", [{"framework": "fsdp"}, {"framework": "deepspeed", "zero": "3"}, {"framework": "megatron", "tp": "2"}]
+)
+def test_evaluation_has_its_own_batch_in_every_framework(layout: dict[str, str]) -> None:
+    """A batch of 8 takes in evaluation what it takes there as training's own."""
+    flags = SMALL | {"gpus": "2", "gpu": "h100-80gb", "seq": "256", "gbs": "16"} | layout
+
+    def evaluation(**more: str) -> int:
+        found = estimated(**flags, **more).stages[0].moments["evaluation"]
+        assert found is not None
+        return found
+
+    assert evaluation(mbs="8") == evaluation(mbs="1", **{"eval-mbs": "8"}) > evaluation(mbs="1")
+
+
 def test_without_a_gpu_nothing_is_known() -> None:
     found = estimated(**SMALL)
     assert (found.judged, found.fits, found.stages[0].device_range) == (Judged(), None, None)

@@ -32,6 +32,19 @@ COMMANDS = {
 }
 """Every command, and the module beside this one that has it. One that is not asked for is not imported."""
 
+_MEANT = {
+    **dict.fromkeys(("suggest", "search", "partition", "tune", "optimize", "optimise", "auto"), "suggest-partition"),
+    **dict.fromkeys(("est", "plan", "fit", "fits", "check", "memory", "calc", "run", "predict"), "estimate"),
+    **dict.fromkeys(("oom", "why", "debug", "diagnose"), "explain"),
+    **dict.fromkeys(("measure", "verify", "profile"), "validate"),
+    **dict.fromkeys(("list", "list-models", "model"), "models"),
+    **dict.fromkeys(("list-gpus", "gpu", "hardware"), "gpus"),
+    **dict.fromkeys(("convert", "write"), "export"),
+    **dict.fromkeys(("new", "template", "create"), "init"),
+    "compare": "estimate … --compare",
+}
+"""Commands that people try, and which they may mean."""
+
 _EXAMPLES = """Examples: memplan estimate bigscience-104b-250k ·
 memplan estimate --model llama-3-8b --gpu h200 --mbs 2 ·
 memplan estimate plan.yaml --vary optimizer=adamw,adam8bit mbs=1,2 ·
@@ -69,6 +82,9 @@ def _complete(words: list[str]) -> int:
 def _run(words: list[str], flags: set[str] | None) -> int:
     """The command that ``words`` begin with, with no other flags of fields than ``flags``."""
     asked = words[0] if words else ""
+    if asked in _MEANT:
+        problem = f"no such command; did you mean memplan {_MEANT[asked]}?"
+        raise PlanError("", ABSENT, problem, origin=Origin(f"memplan {asked}"))
     command = typer.main.get_command(_app(asked, flags))
     if asked in COMMANDS and not {"-h", "--help"} & {*words}:
         parameters = command.commands[asked].params  # type: ignore[attr-defined]

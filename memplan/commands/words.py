@@ -60,7 +60,7 @@ def _continues(flag: str, argument: str) -> bool:
 def spelled(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """``words`` with other tools' flags as memplan's own (``--tensor-parallel`` as ``--tp``), and those flags that
     change nothing, which are left out."""
-    from .near_misses import CHANGES_NOTHING, SAME
+    from ..plan.near_misses import CHANGES_NOTHING, SAME
 
     end = words.index("--") if "--" in words else len(words)
     made: list[str] = []
@@ -89,7 +89,7 @@ def spelled(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _with_nodes(words: Sequence[str]) -> list[str]:
     """``--nodes 4 --gpus-per-node 8`` as ``--gpus 32 --gpus-per-node 8``."""
-    from .near_misses import NODES, PER_NODE
+    from ..plan.near_misses import NODES, PER_NODE
 
     said: dict[str, tuple[str, str]] = {}
     made: list[str] = []
@@ -132,7 +132,7 @@ def _wrong(words: Iterator[str], takes: Mapping[str, bool], path: str) -> Iterat
     while word is not None:
         flag, equals, _ = word.partition("=")
         following = next(words, None)
-        if flag.startswith("--") and flag not in takes:
+        if flag not in takes and (flag.startswith("--") or _is_short_of_none(flag, takes)):
             yield _unknown(flag, guesses, path)
         elif takes.get(flag) and not equals:
             if following is None or following.partition("=")[0] in takes:
@@ -142,13 +142,26 @@ def _wrong(words: Iterator[str], takes: Mapping[str, bool], path: str) -> Iterat
         word = following
 
 
+def _is_short_of_none(flag: str, takes: Mapping[str, bool]) -> bool:
+    """Whether ``flag`` is written with one hyphen (``-tp``, ``-m``), and is no short flags of the command in one."""
+    letters = flag[1:]
+    return _ONE_HYPHEN.fullmatch(flag) is not None and not all(f"-{letter}" in takes for letter in letters)
+
+
+_ONE_HYPHEN = re.compile(r"-[A-Za-z][A-Za-z-]*")
+
+
 def likely(flag: str, known: Iterable[str]) -> str | None:
     """What was probably meant by ``flag``, which is none of ``known``: one of them, or what other tools call one."""
-    from .near_misses import MEANT, SAME
+    from ..plan.near_misses import MEANT, SAME, SHORT
 
-    elsewhere = {**MEANT, **SAME}
-    name = flag.replace("_", "-").removeprefix("--")
-    called = nearest(name, [other[2:] for other in elsewhere], cutoff=0.85)
+    elsewhere, known = {**SHORT, **MEANT, **SAME}, tuple(known)
+    if flag in elsewhere:
+        return elsewhere[flag]
+    name = flag.replace("_", "-").lstrip("-")
+    if f"--{name}" in known:
+        return f"--{name}"
+    called = nearest(name, [other[2:] for other in elsewhere if other.startswith("--")], cutoff=0.85)
     if called is not None:
         return " or ".join(dict.fromkeys(elsewhere[f"--{one}"] for one in called.split(" or ")))
     found = nearest(name, [other[2:] for other in known if other.startswith("--")])
@@ -156,7 +169,7 @@ def likely(flag: str, known: Iterable[str]) -> str | None:
 
 
 def _unknown(flag: str, guesses: Guesses, path: str) -> PlanError:
-    from .near_misses import NOT_MODELLED
+    from ..plan.near_misses import NOT_MODELLED
 
     problem = NOT_MODELLED.get(flag)
     if problem is None:

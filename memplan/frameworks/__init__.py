@@ -46,7 +46,11 @@ BY_ITSELF = "single"
 STAND_FOR = {
     "fsdp1": {"framework": "fsdp", "fsdp-version": "1"},
     "torchtitan": {"framework": "fsdp", "fsdp-code": "torchtitan"},
-    **{f"zero{stage}": {"framework": "deepspeed", "zero": str(stage)} for stage in (1, 2, 3)},
+    **{
+        f"{engine}zero{stage}": {"framework": "deepspeed", "zero": str(stage)}
+        for stage in (1, 2, 3)
+        for engine in ("", "deepspeed")
+    },
 }
 """Names of frameworks that say more than one flag, written plainly (``plan.spellings.plain``), as flags."""
 
@@ -61,7 +65,13 @@ HINTS = {
         ("huggingface", "hf", "transformers", "trainer", "trl", "axolotl"),
         "it runs on others: single, ddp, fsdp or deepspeed, with --trainer transformers for its Trainer",
     ),
-    **dict.fromkeys(("megatronlm", "megatroncore", "mcore", "nemo", "megatronbridge"), "its models run on megatron"),
+    **dict.fromkeys(("nemo", "megatronbridge"), "its models run on megatron"),
+    **dict.fromkeys(
+        ("unsloth", "colossalai", "nanotron", "jax", "maxtext", "torchxla", "keras", "tensorflow", "vllm", "mlx"),
+        "its own code is not modelled",
+    ),
+    "torchtune": "it runs on others: single or fsdp",
+    **dict.fromkeys(("llamafactory", "peft"), "it runs on others, with --trainer transformers for the Trainer"),
     **dict.fromkeys(("pytorch", "torch"), "on one GPU that is single, on several ddp or fsdp"),
     **dict.fromkeys(
         ("composer", "llmfoundry", "lightning", "pytorchlightning"), "it runs on others: ddp, fsdp or deepspeed"

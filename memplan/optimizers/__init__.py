@@ -44,8 +44,28 @@ NOT_MODELLED: Mapping[str, str] = {
 """What other optimizers do that no object here does, by the beginning of their names, written plainly."""
 
 
+ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("cpuadam", "deepspeedcpuadam"), "is AdamW on the host: --optimizer adamw --offload-optimizer cpu in deepspeed"
+    ),
+    **dict.fromkeys(
+        ("none", "no", "inference"),
+        "is not modelled: training without an optimizer, or inference; sgd without momentum keeps no state",
+    ),
+    **dict.fromkeys(
+        ("zerooptimizer", "zeroredundancyoptimizer"), "is ZeRO-1 around an optimizer: --framework ddp --zero 1"
+    ),
+    **dict.fromkeys(
+        ("distributedoptimizer", "distopt", "distadam"), "is Megatron's ZeRO-1: --framework megatron --zero 1"
+    ),
+}
+"""What says more than an optimizer, written plainly."""
+
+
 def not_modelled(name: str) -> str:
     """Why the optimizer called ``name``, written plainly, is refused; empty where nobody knows it."""
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
     found = next((why for begin, why in NOT_MODELLED.items() if name.startswith(begin)), "")
     return f"is not modelled: {found}; {', '.join(ROOMS)} are" if found else ""
 
@@ -66,3 +86,8 @@ def trainer_names() -> Mapping[str, Mapping[str, object]]:
     """Values of the Trainer's ``optim``, and the fields of a plan's ``optimizer`` that each stands for; bitsandbytes'
     block size is that of 0.43 and later."""
     return {name: fields for one in algorithms() for name, fields in one.trainer.items()}
+
+
+def class_names() -> Mapping[str, Mapping[str, object]]:
+    """Classes of other libraries whose names are not the optimizers', and the fields that each stands for."""
+    return {name: fields for one in algorithms() for name, fields in one.classes.items()}

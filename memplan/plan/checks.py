@@ -414,7 +414,7 @@ def check_sections(plan: ResolvedPlan) -> None:
     if loop != "none":
         require(plan, "trainer.loop", loop, listed(("none", *loops), "or"), "loops", loop)
     for name in _framework_sections():
-        for field, value in getattr(plan, name).changed():
+        for field, value in getattr(plan, name).changed_here():
             require(plan, f"{name}.{field}", value, "left out", "sections", name)
 
 
@@ -425,7 +425,7 @@ def check_trainer(plan: ResolvedPlan) -> None:
         raise PlanError("trainer.precompute_ref_log_probs", True, "needs trainer.loop dpo (--trainer dpo)")
     _check_groups(plan)
     if trainer.loop == "none":
-        for name, value in trainer.changed():
+        for name, value in trainer.changed_here():
             raise PlanError(f"trainer.{name}", value, "needs trainer.loop transformers (--trainer transformers)")
         return
     if plan.code != "current":

@@ -79,4 +79,10 @@ class Section(BaseModel):
 
 
 class FrameworkSection(Section):
-    """A section that only frameworks read which name it (``Supports.sections``)."""
+    """A section that only frameworks read which name it (``Supports.sections``), but for fields of ``everywhere``."""
+
+    everywhere: ClassVar[frozenset[str]] = frozenset()
+
+    def changed_here(self) -> Iterator[tuple[str, Any]]:
+        """``changed``, without what every framework reads."""
+        return ((name, value) for name, value in self.changed() if name not in self.everywhere)

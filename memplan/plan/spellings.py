@@ -7,29 +7,38 @@ knows stays as it is, and validation refuses it.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from .errors import ABSENT, Origin, PlanError
 from .fields import Kind, PlanField
-from .node import Node
+from .node import Node, scalar
 
 _DTYPES = {
-    **dict.fromkeys(("bfloat16", "bfloat"), "bf16"),
-    **dict.fromkeys(("float16", "half", "f16"), "fp16"),
-    **dict.fromkeys(("float32", "float", "f32"), "fp32"),
+    **dict.fromkeys(("bfloat16", "bfloat", "bf16true"), "bf16"),
+    **dict.fromkeys(("float16", "half", "f16", "16true"), "fp16"),
+    **dict.fromkeys(("float32", "float", "f32", "32", "32true"), "fp32"),
 }
-"""PyTorch's names, without ``torch.``."""
+"""PyTorch's names, without ``torch.``, and Lightning's."""
+_MIXED = (
+    "is fp32 parameters with compute in {0}: --dtype {0} --autocast in single and ddp; fsdp, deepspeed and megatron "
+    "keep fp32 main parameters by themselves, with --dtype {0}"
+)
 
 _ATTENTION = {
-    **dict.fromkeys(("flash-attention", "flash-attn"), "flash"),
-    "fa2": "flash_attention_2",
-    "fa3": "flash_attention_3",
+    **dict.fromkeys(("flash-attention", "flash-attn", "fa"), "flash"),
+    **dict.fromkeys(("fa2", "flash2", "flash-attn-2"), "flash_attention_2"),
+    **dict.fromkeys(("fa3", "flash3", "flash-attn-3"), "flash_attention_3"),
+    "flex": "flex_attention",
     "sdpa": None,
 }
 """transformers' ``attn_implementation``. ``sdpa`` takes the best kernel there is, as a plan does that names none."""
 
-_FRAMEWORKS = dict.fromkeys(("fsdp2", "fully-shard", "fully-sharded-data-parallel"), "fsdp")
+_FRAMEWORKS = {
+    **dict.fromkeys(("fsdp2", "fully-shard", "fully-sharded-data-parallel"), "fsdp"),
+    **dict.fromkeys(("megatron-lm", "megatron-core", "mcore"), "megatron"),
+    "distributed-data-parallel": "ddp",
+}
 
 _QUANTISED = dict.fromkeys(("4bit", "int4", "bnb4bit", "bnb", "bitsandbytes", "qlora"), "nf4")
 """``load_in_4bit``, with the type that everybody takes."""
@@ -44,7 +53,48 @@ _ELSEWHERE: Mapping[str, Mapping[str, str | None]] = {
 _OF_TRL = "is not modelled of trl's trainers: {}; what SFTTrainer runs is --trainer transformers --versions trl=1.9.0"
 _TWO_MODELS = _OF_TRL.format("a reference model, pairs of sequences in one batch, log-probabilities of their tokens")
 
+_SERVING = "is a kernel of inference servers, which training does not run; training takes {}"
+_KERNELS = "eager, flash, sdpa, flash_attention_2, flash_attention_3 or flex_attention"
+
 _REFUSED: Mapping[str, Mapping[str, str]] = {
+    "precision.dtype": {
+        **dict.fromkeys(("bf16mixed", "mixedbf16"), _MIXED.format("bf16")),
+        **dict.fromkeys(("16mixed", "fp16mixed", "mixed", "mixed16", "amp"), _MIXED.format("fp16")),
+        "16": "could be fp16 or bf16; name one",
+        "tf32": "is how products of fp32 tensors are computed, and changes no tensor: --dtype fp32",
+        **dict.fromkeys(
+            ("fp8", "float8", "e4m3", "fp8e4m3", "float8e4m3fn", "mxfp8"),
+            "is of the products of linear layers, beside --dtype bf16: --fp8 delayed, tensorwise, rowwise, blockwise or "
+            "mxfp8",
+        ),
+        **dict.fromkeys(("fp4", "nvfp4", "mxfp4"), "is of products of linear layers: --dtype bf16 --fp4 nvfp4"),
+        **dict.fromkeys(
+            ("int8", "8bit", "int4", "4bit", "nf4"),
+            "is of frozen weights under adapters: --quantisation nf4 --lora-rank 16 has them in 4 bits; 8 are not "
+            "modelled",
+        ),
+        "auto": "must be one of fp32, fp16, bf16: in what dtype the model is loaded",
+    },
+    "recompute.mode": {
+        **dict.fromkeys(
+            ("true", "yes", "on", "1"),
+            "must be none, selective or full: gradient checkpointing of whole layers is full, Megatron-LM's "
+            "--recompute-activations selective",
+        ),
+        **dict.fromkeys(
+            ("block", "uniform"), "is a method of full recompute: --recompute full --recompute-method uniform"
+        ),
+    },
+    "attention": {
+        **dict.fromkeys(
+            ("paged", "pagedattention", "vllm", "flashinfer", "tensorrt", "trtllm", "sdpapaged", "flashdecoding"),
+            _SERVING.format(_KERNELS),
+        ),
+        **dict.fromkeys(
+            ("xformers", "memoryefficient", "memefficient", "sage", "sageattention", "cudnn", "math", "ring", "linear"),
+            f"is not modelled: must be {_KERNELS}; megatron's own choice of kernels is --attention-backend",
+        ),
+    },
     "trainer.loop": {
         "sft": "is trl's SFTTrainer: --trainer transformers --versions trl=1.9.0",
         **dict.fromkeys(("kto", "orpo", "cpo", "simpo", "bco"), _TWO_MODELS),
@@ -64,9 +114,8 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
 }
 """What other tools have and is refused by name, written plainly, by path of a field."""
 
-Flags: TypeAlias = "Mapping[str, str | tuple[str, ...]]"
-
 _MAKERS = re.compile(r"(?i)nvidia|geforce|tesla|amd|instinct")
+_STAGE = re.compile(r"(?i)(?:zero|stage|zero[-_ ]?stage)[-_ ]?([0-3])")
 _THOUSANDS = re.compile(r"([1-9][0-9]{0,5})\s*([kKmM])")
 _LENGTHS = frozenset({"batch.seq", "model.positions_max"})
 
@@ -76,72 +125,69 @@ def respelled(field: PlanField, node: Node) -> Node:
     if not isinstance(node.value, str):
         return node
     if field.path == "hardware.gpu":
-        return _renamed(node, _gpu(node))
+        return _renamed(node, gpu_called(str(node.value), node.origin))
     if field.kind is Kind.CHOICE:
         return _choice(field, node)
+    if field.path == "layout.zero" and (stage := _STAGE.fullmatch(node.value)):
+        return Node(int(stage[1]), node.origin, node.text)
     if field.path in _LENGTHS and (match := _THOUSANDS.fullmatch(node.value)):
         return Node(int(match[1]) << (10 if match[2] in "kK" else 20), node.origin, node.text)
     return node
 
 
 def with_optimizer(plan: Node) -> Node:
-    """``plan`` with the Trainer's name of an optimizer (``adamw_torch_fused``) as the fields that it stands for."""
+    """``plan`` with the Trainer's name of an optimizer (``adamw_torch_fused``), or its call in Python
+    (``torch.optim.AdamW(fused=True)``), as the fields that it stands for."""
     section = plan.mapping.get("optimizer")
     name = section.mapping.get("name") if section is not None else None
     if section is None or name is None or not isinstance(name.value, str):
         return plan
-    from ..optimizers import ROOMS, not_modelled, trainer_names
+    from ..optimizers import ROOMS, class_names, not_modelled, trainer_names
 
     if name.value in ROOMS:
         return plan
-    called: dict[str, Mapping[str, Any]] = {plain(name): fields for name, fields in trainer_names().items()}
-    found = called.get(plain(name.value))
+    call = _CALL.fullmatch(name.value)
+    written = call[1] if call is not None else name.value
+    given = {**{one: {"name": one} for one in ROOMS}, **trainer_names(), **class_names()}
+    called: dict[str, Mapping[str, Any]] = {plain(name): fields for name, fields in given.items()}
+    found = called.get(plain(written))
     if found is None:
-        why = not_modelled(plain(name.value))
+        why = not_modelled(plain(written))
         if why:
             raise PlanError("optimizer.name", name.value, why, origin=name.origin)
         return plan
-    fields = {key: Node(value, name.origin) for key, value in found.items()}
+    settings = dict(_settings_of(call[2], name)) if call is not None and call[2] else {}
+    fields = {key: Node(value, name.origin) for key, value in {**settings, **found}.items()}
     for key, node in section.mapping.items():
         if key != "name" and key in fields and fields[key].value != node.value:
-            problem = f"is {found[key]} with optimizer {name.value}; name the optimizer {found['name']} to choose it"
+            own = fields[key].value
+            problem = f"is {own} with optimizer {name.value}; name the optimizer {found['name']} to choose it"
             raise PlanError(f"optimizer.{key}", node.plain(), problem, origin=node.origin)
     return plan.with_items({"optimizer": Node({**section.mapping, **fields}, section.origin)})
 
 
-_SEVERAL_GPUS = re.compile(r"\s*([0-9]{1,6})\s*[xX×*]\s*(.+?)\s*|\s*(.*?)\s*[xX×*]\s*([0-9]{1,6})\s*")
+_CALL = re.compile(r"\s*(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)\s*(?:\((.*)\))?\s*")
+_IMPLEMENTED = {("fused", "True"): "fused", ("foreach", "True"): "foreach", ("foreach", "False"): "for-loop"}
+_NO_SIZE = frozenset(
+    {"params", "lr", "betas", "eps", "fused", "foreach", "capturable", "differentiable", "adam_w_mode", "maximize"}
+)
+"""Arguments of an optimizer that no tensor's size depends on, or that ``_IMPLEMENTED`` reads."""
 
 
-def with_said_at_once(flags: Flags) -> Flags:
-    """``flags`` where each says one thing: ``--gpu 8xh100`` is ``gpu`` and ``gpus``, ``--framework torchtitan`` a
-    framework and whose code runs on it."""
-    from ..frameworks import STAND_FOR
-
-    named = flags.get("framework")
-    stands_for = STAND_FOR.get(plain(named), {}) if isinstance(named, str) else {}
-    for name, value in stands_for.items():
-        said = flags.get(name, value) if name != "framework" else value
-        if said != value:
-            raise PlanError("", ABSENT, f"{said} is not the {value} of --framework {named}", origin=Origin(f"--{name}"))
-    return with_counted_gpus({**flags, **stands_for})
-
-
-def with_counted_gpus(flags: Flags) -> Flags:
-    """``flags`` where ``gpu`` is a name alone: ``8xh100`` is ``gpu`` h100 and ``gpus`` 8."""
-    named = flags.get("gpu")
-    match = _SEVERAL_GPUS.fullmatch(named) if isinstance(named, str) else None
-    if match is None or not isinstance(named, str):
-        return flags
-    from ..device.gpus import GPUS
-
-    origin = Origin("--gpu")
-    name, count = match[2] or match[3], match[1] or match[4]
-    if _gpu(Node(named, origin)) in GPUS or _gpu(Node(name, origin)) not in GPUS:
-        return flags
-    said = flags.get("gpus", count)
-    if said != count:
-        raise PlanError("hardware.gpus", said, f"is not the {count} of --gpu {named}", origin=Origin("--gpus"))
-    return {**flags, "gpu": name, "gpus": count}
+def _settings_of(arguments: str, node: Node) -> Iterator[tuple[str, object]]:
+    """Fields of a plan's ``optimizer`` that the keyword arguments of its call set."""
+    for argument in re.split(r",(?![^(\[]*[)\]])", arguments):
+        name, equals, value = (part.strip() for part in argument.partition("="))
+        if not equals:
+            continue
+        if (name, value) in _IMPLEMENTED:
+            yield "implementation", _IMPLEMENTED[name, value]
+        elif name in ("weight_decay", "momentum"):
+            yield name, scalar(value, node.origin).value
+        elif name not in _NO_SIZE and value not in ("False", "None"):
+            known = ", ".join(sorted({"weight_decay", "momentum", *_NO_SIZE}))
+            problem = f"{name} is not modelled; of an optimizer's arguments {known} are read"
+            raise PlanError("optimizer.name", node.value, problem, origin=node.origin)
 
 
 def plain(name: str) -> str:
@@ -176,14 +222,14 @@ def _renamed(node: Node, name: str | None) -> Node:
     return Node(name, node.origin, node.text)
 
 
-def _gpu(node: Node) -> str:
+def gpu_called(name: str, origin: Origin) -> str:
+    """The GPU that is also called ``name``; ``name`` where none is. One that could be two is refused."""
     from ..device.gpus import ALSO_CALLED, GPUS
 
-    name = str(node.value)
     if name in GPUS:
         return name
     bare = _MAKERS.sub("", name)
     found = meant(bare, ((gpu.name, (_MAKERS.sub("", gpu.title), *ALSO_CALLED[gpu.name])) for gpu in GPUS.values()))
     if len(found) > 1:
-        raise PlanError("hardware.gpu", name, f"could be {' or '.join(found)}; name one", origin=node.origin)
+        raise PlanError("hardware.gpu", name, f"could be {' or '.join(found)}; name one", origin=origin)
     return found[0] if found else name

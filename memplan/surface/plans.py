@@ -19,7 +19,7 @@ from ..plan.node import Node, scalar
 from ..plan.notes import notes_of
 from ..plan.plan import Plan as _Plan
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan
-from ..plan.spellings import with_said_at_once
+from ..plan.said_at_once import with_said_at_once
 from ..values import dataclass
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def flags_of(fields: Mapping[str, object]) -> Flags:
 
 def _named_flags(fields: Mapping[str, object]) -> tuple[Flags, Mapping[str, str]]:
     """``flags_of``, and by flag the name under which it was given."""
-    from ..commands.near_misses import CHANGES_NOTHING, NOT_MODELLED, SAME
+    from ..plan.near_misses import CHANGES_NOTHING, NOT_MODELLED, SAME
 
     flags: dict[str, str | tuple[str, ...]] = {}
     names: dict[str, str] = {}

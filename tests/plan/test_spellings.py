@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.commands.near_misses import MEANT, SAME
+from memplan.plan.near_misses import MEANT, SAME
 from memplan.device.gpus import ALSO_CALLED, GPUS
 from memplan.frameworks import IMPLIED_BY, ROOMS
 from memplan.optimizers import ROOMS as ROOMS_OF_OPTIMIZERS

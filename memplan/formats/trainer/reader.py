@@ -99,7 +99,7 @@ def _by_itself(found: Started, reader: Reader, asked: Asked) -> Launch:
     read_rows((*PRECISION, *OPTIMIZER), reader)
     if (loop := building.items.get("trainer.loop")) is not None:
         read_rows(GROUPS if loop.value == "grpo" else PAIRS, reader)
-        _no_evaluation(reader, "trl's trainers")
+        _no_evaluation(reader)
     else:
         building.put("trainer.loop", "transformers")
         read_rows(EVALUATION, reader)
@@ -132,7 +132,7 @@ def _sharded(found: Started, reader: Reader, asked: Asked) -> Launch:
     if "quantisation.kind" in building.items and "quantisation.storage" not in building.items:
         building.put("quantisation.storage", Node("uint8", arguments.where("load_in_4bit")))
     read_rows(OPTIMIZER, reader)
-    _no_evaluation(reader, "FSDP")
+    read_rows(EVALUATION_OF_LOSS, reader)
     return _launch(building)
 
 
@@ -176,7 +176,7 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
             # Accelerate makes it DeepSpeed's own under offload (map_pytorch_optim_to_deepspeed); beside PyTorch's fused
             # kernel it takes as much memory otherwise.
             del building.items["optimizer.implementation"]
-    _no_evaluation(reader, "DeepSpeed")
+    read_rows(EVALUATION_OF_LOSS, reader)
     return ds_config_in(config, asked, building)
 
 
@@ -186,8 +186,8 @@ def _offloads(config: Node) -> bool:
     return device is not None and device.value not in (None, "none")
 
 
-def _no_evaluation(reader: Reader, engine: str) -> None:
-    """Evaluation is not modelled there: one of no more sequences than training has takes less, and others are
+def _no_evaluation(reader: Reader) -> None:
+    """Evaluation of trl's trainers is not modelled: one of no more sequences than training has takes less, and others are
     refused."""
     arguments: Arguments = reader.settings
     if not _evaluates(arguments):
@@ -196,8 +196,9 @@ def _no_evaluation(reader: Reader, engine: str) -> None:
     trained = reader.building.items["batch.mbs"].value
     if isinstance(size.value, int) and isinstance(trained, int) and size.value > trained:
         problem = (
-            f"must be at most per_device_train_batch_size, {trained}, under {engine}, whose larger evaluations are not "
-            "modelled yet; without eval_strategy the estimate is of training alone"
+            f"must be at most per_device_train_batch_size, {trained}, in trl's trainers, whose larger "
+            f"evaluations are not modelled: with per_device_eval_batch_size {trained}, or without eval_strategy, the "
+            "estimate is of training"
         )
         raise PlanError("per_device_eval_batch_size", size.value, problem, origin=size.origin)
 
@@ -482,6 +483,17 @@ def _evaluation(reader: Reader) -> None:
     )
 
 
+def _loss_alone(reader: Reader) -> None:
+    """Without ``compute_metrics``, which no file shows, the Trainer keeps the loss (``prediction_loss_only``)."""
+    arguments: Arguments = reader.settings
+    if _evaluates(arguments) and arguments.on("prediction_loss_only") is None:
+        reader.building.note(
+            "evaluation-logits",
+            "evaluation is taken to compute no metrics; with compute_metrics the logits of every batch stay on the "
+            "device until its end, which is not modelled here",
+        )
+
+
 LORA_FIELDS = {"lora_target_modules": "targets", "lora_modules_to_save": "modules_to_save", "lora_alpha": "alpha"}
 
 
@@ -544,3 +556,8 @@ EVALUATION = (
     Row("eval_strategy", "trainer.evaluation_batches", read=_evaluation),
 )
 """Of the Trainer's own loop."""
+EVALUATION_OF_LOSS = (
+    Row("per_device_eval_batch_size", "trainer.evaluation_mbs", read=_evaluation_batch),
+    Row("eval_strategy", "trainer.evaluation_mbs", read=_loss_alone),
+)
+"""Under FSDP and DeepSpeed, where logits that evaluation keeps are not modelled."""

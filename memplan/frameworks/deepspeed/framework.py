@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FUSED = ("liger", "cut")
 """Losses that read the head's weight by themselves."""
 
+OWN_IS_DEFAULT = "left out, it is DeepSpeed's own FusedAdam: --optimizer adamw"
 OWN_ADAM = "DeepSpeed has its own FusedAdam; foreach and for-loop are PyTorch's (torch_adam)"
 
 
@@ -45,6 +46,8 @@ class Deepspeed(Framework):
         implementations_refused={
             ("adam", "fused"): OWN_ADAM,
             ("adamw", "fused"): OWN_ADAM,
+            ("adam", "apex"): OWN_IS_DEFAULT,
+            ("adamw", "apex"): OWN_IS_DEFAULT,
         },
         default_implementations={"adam": None, "adamw": None, "lion": None},
         optimizer_fields=frozenset({"momentum", "weight_decay", "block_size", "embeddings_32bit"}),

@@ -179,7 +179,7 @@ class Fsdp(Framework):
 
 def _check_version_2(plan: ResolvedPlan) -> None:
     """What is modelled under FSDP1 alone, or of transformers' models."""
-    for field, value in plan.trainer.changed():
+    for field, value in plan.trainer.changed_here():
         problem = "must be left out with framework fsdp, but for FSDP1 (--fsdp-version 1)"
         raise PlanError(f"trainer.{field}", value, problem)
     if plan.kernels.lora == "unsloth" or plan.quantisation.kind == "gptq":

@@ -9,7 +9,17 @@ _LENGTHS = ("max-length", "model-max-length", "cutoff-len", "sequence-len", "blo
 
 _SAME = {
     "--model": ("model-name-or-path", "model-path", "hf-model"),
-    "--mbs": ("micro-batch-size", "micro-batch", "per-device-train-batch-size", "local-batch-size"),
+    "--mbs": (
+        *(
+            "micro-batch-size",
+            "micro-batch",
+            "per-device-train-batch-size",
+            "local-batch-size",
+            "per-device-batch-size",
+        ),
+        *("per-gpu-batch-size", "train-micro-batch-size-per-gpu", "batch-size-per-gpu", "batch-size-per-device"),
+    ),
+    "--eval-mbs": ("per-device-eval-batch-size", "eval-batch-size", "evaluation-batch-size", "evaluation-batch"),
     "--gbs": ("global-batch-size", "global-batch", "train-batch-size", "total-batch-size"),
     "--accumulation": ("gradient-accumulation-steps", "gradient-accumulation", "grad-accum", "accumulation-steps"),
     "--seq": ("seq-len", "seq-length", "sequence-length", "max-seq-len", "max-seq-length", "context-length", *_LENGTHS),
@@ -35,7 +45,7 @@ _SAME = {
     "--experts": ("num-experts",),
     "--expert-top-k": ("moe-router-topk",),
     "--optimizer": ("optim", "optimiser"),
-    "--dtype": ("torch-dtype", "params-dtype"),
+    "--dtype": ("torch-dtype", "params-dtype", "precision"),
     "--attention": ("attn-implementation", "attention-implementation"),
     "--lora-rank": ("lora-r", "lora"),
     "--lora-targets": ("lora-target-modules", "target-modules"),
@@ -73,7 +83,7 @@ _MEANT = {
     "--vocab": ("vocabulary", "vocab-size"),
     "--experts": ("moe",),
     "--expert-top-k": ("top-k",),
-    "--dtype": ("precision", "mixed-precision"),
+    "--autocast --dtype": ("mixed-precision",),
     "--dtype bf16": ("bf16", "bfloat16"),
     "--dtype fp16": ("fp16", "half"),
     "--dtype fp32": ("fp32", "float32"),
@@ -81,12 +91,14 @@ _MEANT = {
     "--recompute full": ("gradient-checkpointing", "activation-checkpointing", "checkpoint-activations"),
     "--recompute selective": ("recompute-activations",),
     "--framework megatron --zero 1": ("use-distributed-optimizer", "distributed-optimizer"),
-    "--attention": ("attn",),
+    "--attention": ("attn", "attn-impl", "attention-backend-name"),
+    "--attention sdpa": ("sdpa", "use-sdpa"),
     "--attention flash": ("flash", "flash-attention", "flash-attn", "use-flash-attn", "use-flash-attention"),
     "--lora-rank": ("rank", "peft"),
     "--quantisation nf4": ("4bit", "nf4"),
     "--quantisation nf4 --lora-rank 16": ("qlora",),
-    "--fsdp-offload or --offload-optimizer": ("cpu-offload", "offload"),
+    "--fsdp-offload (fsdp) or --offload-optimizer cpu (deepspeed)": ("cpu-offload", "offload", "offload-to-cpu"),
+    "--trainer dpo": ("rlhf",),
     "--framework fsdp": ("fsdp", "fsdp2", "fully-shard"),
     "--framework ddp": ("ddp",),
     "--framework megatron": ("megatron",),
@@ -114,13 +126,40 @@ NOT_MODELLED: Mapping[str, str] = {
         ("--lora-bias", "--bias"), "biases that are trained beside adapters are not modelled; peft's default is none"
     ),
     **dict.fromkeys(
+        ("--image-size", "--num-frames", "--vision"), "vision towers are not modelled: models of text alone are"
+    ),
+    **dict.fromkeys(
         ("--torch-compile", "--compile"),
         "compiled code is not modelled: what Inductor fuses and keeps is its own choice; without this flag the code is "
         "estimated as it stands",
     ),
-    "--versions": "other releases of transformers are not modelled yet",
+    **dict.fromkeys(
+        ("--sharding-strategy", "--fsdp-sharding-strategy"),
+        "is --framework fsdp: FULL_SHARD as it is, SHARD_GRAD_OP with --no-reshard-after-forward, HYBRID_SHARD with "
+        "--fsdp-replicas N; NO_SHARD is --framework ddp",
+    ),
+    **dict.fromkeys(
+        ("--ulysses", "--ulysses-size", "--ulysses-degree", "--sequence-parallel-size", "--sp-size", "--ring-degree"),
+        "DeepSpeed-Ulysses and the like are not modelled; megatron's --cp N, with --cp-communication a2a, exchanges "
+        "as Ulysses does",
+    ),
+    **dict.fromkeys(
+        ("--inference", "--serve", "--serving", "--generate", "--kv-cache", "--max-new-tokens"),
+        "inference is not modelled: memplan plans training",
+    ),
+    **dict.fromkeys(
+        ("--params", "--parameters", "--num-params", "--model-size", "--n-params"),
+        "a number of parameters alone says too little: name a --model (memplan models), with --layers, --hidden, "
+        "--heads and others over its own",
+    ),
 }
 """Flags of what memplan does not do yet, and what to say of it."""
+
+SHORT: Mapping[str, str] = {
+    "-m": "--model", "-g": "--gpu", "-n": "--gpus", "-b": "--mbs", "-s": "--seq", "-d": "--dtype", "-f": "--framework",
+    "-l": "--layers", "-z": "--zero", "-j": "--json", "-c": "--compare", "-bs": "--mbs", "-opt": "--optimizer",
+}  # fmt: skip
+"""What may be meant by one letter."""
 
 CHANGES_NOTHING = frozenset(
     f"--{name}"
