@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -251,8 +251,14 @@ class LeaveError(Exception):
 
 _DIRECTIVE = re.compile(r"#SBATCH[ \t]+(.*)")
 _OPTION = re.compile(
-    r"(--nodes|-N|--ntasks-per-node|--ntasks|-n|--gpus-per-node|--gres)[= \t]*(?:gpu:)?(?:[a-z]\w*:)?(\d+)\b"
+    r"(--nodes|-N|--ntasks-per-node|--ntasks|-n|--gpus-per-node|--gpus|-G|--gres)[= \t]*"
+    r"(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)\b"
 )
+_KIND = re.compile(
+    r"(?:--gpus-per-node|--gpus-per-task|--gpus|-G|--gres)[= \t]*(?:gpu:)?([A-Za-z][\w.-]*)(?::\d+)?(?![\w:.-])"
+    r"|(?:--constraint|-C)[= \t]*[\"']?([\w.&|-]+)"
+)
+"""The kind of GPU: ``--gres=gpu:h100:8``, ``--gpus-per-node=a100:4``, ``-C a100``."""
 _VARIABLES = {
     "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     "-N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -261,18 +267,34 @@ _VARIABLES = {
     "-n": ("SLURM_NTASKS", "SLURM_NPROCS"),
     "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
     "--gres": ("SLURM_GPUS_ON_NODE",),
+    "--gpus": ("SLURM_GPUS",),
+    "-G": ("SLURM_GPUS",),
 }
 
 
 def slurm_variables(script: str, source: str) -> dict[str, Value]:
     """Variables of the job that the directives of ``script`` ask for."""
     found: dict[str, Value] = {}
+    for directive, origin in _directives(script, source):
+        for option in _OPTION.finditer(directive):
+            found.update(dict.fromkeys(_VARIABLES[option[1]], (Piece(option[2], origin),)))
+    return found
+
+
+def slurm_kinds(script: str, source: str) -> list[Piece]:
+    """What the directives of ``script`` say of the kind of GPU, or of nodes: ``h100``."""
+    return [
+        Piece(word, origin)
+        for directive, origin in _directives(script, source)
+        for option in _KIND.finditer(directive)
+        for word in re.split(r"[&|]", option[1] or option[2])
+        if word and word != "gpu"
+    ]
+
+
+def _directives(script: str, source: str) -> Iterator[tuple[str, Origin]]:
     lines = enumerate(script.split("\n"), 1) if "#SBATCH" in script else ()
     for number, line in lines:
         directive = _DIRECTIVE.match(line)
-        if directive is None:
-            continue
-        origin = Origin(source, number)
-        for option in _OPTION.finditer(directive[1].partition("#")[0]):
-            found.update(dict.fromkeys(_VARIABLES[option[1]], (Piece(option[2], origin),)))
-    return found
+        if directive is not None:
+            yield directive[1].partition("#")[0], Origin(source, number)

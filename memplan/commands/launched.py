@@ -175,6 +175,10 @@ def read_launched(place: Place, launch_flags: LaunchFlags, flags: Flags, vary: S
     else:
         assert place is not None
         launch, places = reader(names[0])(place, asked), (place,)
+    if launch_flags.takes_settings:
+        from ..formats.slurm import with_gpu_of_job
+
+        launch = with_gpu_of_job(launch, places, asked)
     if not launch_flags.recognised:
         return launch
     told = [f"{one} is a launch file of {name} (--from names another)" for one, name in zip(places, names, strict=True)]

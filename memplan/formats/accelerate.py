@@ -77,6 +77,8 @@ class Accelerated:
     """Where it shards so: by names without ``fsdp_``."""
     deepspeed: Node | None
     """Where DeepSpeed runs: as a ``ds_config.json``."""
+    kind: Node
+    """``distributed_type``."""
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -148,6 +150,7 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
         written.mapping.get("mixed_precision"),
         sharding_keys(fsdp) if "fsdp" in sections else None,
         ds_config(deepspeed, folder) if "deepspeed" in sections else None,
+        kind,
     )
 
 

@@ -163,6 +163,7 @@ def training_in(reading: Reading, source: str, marks: IsMark = is_megatron) -> T
     gpus = _product(nodes, per_node, started.origin)
     if gpus is None and per_node is None:
         gpus = _processes(launcher, nodes if said else None, reading.job, started.origin)
+        gpus = gpus or _gpus_of_job(reading.job, started.origin)
     environment = {**started.environment, **_passed(launcher)}
     script = _name_of(started.words[start])
     words = started.words[start + 1 :]
@@ -188,6 +189,12 @@ def _processes(launcher: Sequence[Value], nodes: Node | None, job: Mapping[str, 
         return _of_job(job, "SLURM_NTASKS")
     nodes = nodes or _of_job(job, "SLURM_NNODES")
     return _product(nodes, tasks or _of_job(job, "SLURM_NTASKS_PER_NODE"), origin)
+
+
+def _gpus_of_job(job: Mapping[str, Value], origin: Origin) -> Node | None:
+    """GPUs that a job of Slurm asks for: in all, or on each node."""
+    nodes = _of_job(job, "SLURM_NNODES") or Node(1, origin)
+    return _of_job(job, "SLURM_GPUS") or _product(nodes, _of_job(job, "SLURM_GPUS_ON_NODE"), origin)
 
 
 def _of_job(job: Mapping[str, Value], name: str) -> Node | None:

@@ -97,11 +97,11 @@ class AdamW(Adam):
     trainer: ClassVar[FieldsByName] = {
         "adamw_torch": {"name": "adamw", "implementation": "foreach"},
         "adamw_torch_fused": {"name": "adamw", "implementation": "fused"},
-        "adamw_apex_fused": {"name": "adamw", "implementation": "apex"},
         "paged_adamw_32bit": {"name": "adamw", "implementation": "bitsandbytes", "paged": True},
     }
     classes: ClassVar[FieldsByName] = {
         "FusedAdam": {"name": "adamw", "implementation": "apex"},
+        "adamw_apex_fused": {"name": "adamw", "implementation": "apex"},
         "PagedAdamW32bit": {"name": "adamw", "implementation": "bitsandbytes", "paged": True},
     }
     deepspeed = DeepspeedType("AdamW", kernel="fused_adam", torch_switch="torch_adam", tested=True)

@@ -80,9 +80,9 @@ class Algorithm(ABC):
     trainer: ClassVar[FieldsByName] = {}
     """Values of the Trainer's ``optim``, and the fields of a plan that each stands for."""
     classes: ClassVar[FieldsByName] = {}
-    """Other libraries' classes, called otherwise, and the fields of a plan that each stands for. apex's ``FusedAdam``
-    (``apex/optimizers/fused_adam.py``) and DeepSpeed's (``ops/adam/fused_adam.py``) decay weights as AdamW unless
-    ``adam_w_mode`` is off."""
+    """Other libraries' classes, called otherwise, and older names of the Trainer, and the fields of a plan that each
+    stands for. apex's ``FusedAdam`` (``apex/optimizers/fused_adam.py``) and DeepSpeed's (``ops/adam/fused_adam.py``)
+    decay weights as AdamW unless ``adam_w_mode`` is off."""
     deepspeed: ClassVar[DeepspeedType | None] = None
     """``None``: the training script makes it."""
     megatron: ClassVar[str | None] = None

@@ -11,6 +11,7 @@ from ..values import dataclass
 from .checks import check_mixture, listed
 from .errors import ABSENT, Origin, PlanError, together
 from .fields import MODEL, Kind, PlanField, by_flag
+from .flat import nested, with_counted_gpus
 from .hub import is_repository, twin
 from .implied import with_implied
 from .library import examples, learned_models, model_specs
@@ -40,6 +41,7 @@ class Source:
 
     plan: Node
     folder: Path
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,16 @@ def load_source(source: str | None) -> Source:
     written = parse_yaml(text, name)
     if written.mapping and written.mapping.keys() & {"model_type", "family"} and "model" not in written.mapping:
         return _of_model(source)
-    return _extended(Source(normalised(written), folder), 1)
+    return _extended(_written(written, folder), 1)
+
+
+def _written(plan: Node, folder: Path) -> Source:
+    """What stands in a file, with flat keys in their sections."""
+    notes: tuple[Note, ...] = ()
+    if isinstance(plan.value, dict):
+        plan, notes = nested(plan)
+        plan = with_counted_gpus(plan)
+    return Source(normalised(plan), folder, notes)
 
 
 def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, traced: bool = False) -> ReadPlan:
@@ -140,7 +151,7 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
         except PlanError as error:
             with suppress(PlanError):
                 return _without_recipe(written, traced_spec(named, here, error.located(origins)))
-    return ReadPlan(plan, origins, (*chosen, *warnings, *notes_of(plan)))
+    return ReadPlan(plan, origins, (*source.notes, *chosen, *warnings, *notes_of(plan)))
 
 
 def _wrong_in(plan: Node) -> Iterator[PlanError]:
@@ -215,9 +226,9 @@ def _extended(source: Source, depth: int) -> Source:
         text = read_text(path)
     except PlanError as error:
         raise PlanError("extends", name, error.problem, origin=extends.origin, known=examples()) from None
-    base = _extended(Source(normalised(parse_yaml(text, _name_of(path))), folder_of(path)), depth + 1)
-    base = Source(_with_model_from(base.plan, base.folder), base.folder)
-    return Source(_over(base.plan, source.plan.without("extends")), source.folder)
+    base = _extended(_written(parse_yaml(text, _name_of(path)), folder_of(path)), depth + 1)
+    below = _with_model_from(base.plan, base.folder)
+    return Source(_over(below, source.plan.without("extends")), source.folder, (*base.notes, *source.notes))
 
 
 def _with_model_from(plan: Node, folder: Path) -> Node:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from .errors import ABSENT, Origin, PlanError
+from .errors import PlanError
 from .fields import Kind, PlanField
 from .node import Node, scalar
 
@@ -64,7 +64,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "tf32": "is how products of fp32 tensors are computed, and changes no tensor: --dtype fp32",
         **dict.fromkeys(
             ("fp8", "float8", "e4m3", "fp8e4m3", "float8e4m3fn", "mxfp8"),
-            "is of the products of linear layers, beside --dtype bf16: --fp8 delayed, tensorwise, rowwise, blockwise or "
+            "is of products of linear layers, beside --dtype bf16: --fp8 delayed, tensorwise, rowwise, blockwise or "
             "mxfp8",
         ),
         **dict.fromkeys(("fp4", "nvfp4", "mxfp4"), "is of products of linear layers: --dtype bf16 --fp4 nvfp4"),
@@ -125,7 +125,9 @@ def respelled(field: PlanField, node: Node) -> Node:
     if not isinstance(node.value, str):
         return node
     if field.path == "hardware.gpu":
-        return _renamed(node, gpu_called(str(node.value), node.origin))
+        return _renamed(node, _gpu(node))
+    if field.path in _CHECKED:
+        _CHECKED[field.path](node)
     if field.kind is Kind.CHOICE:
         return _choice(field, node)
     if field.path == "layout.zero" and (stage := _STAGE.fullmatch(node.value)):
@@ -222,14 +224,43 @@ def _renamed(node: Node, name: str | None) -> Node:
     return Node(name, node.origin, node.text)
 
 
-def gpu_called(name: str, origin: Origin) -> str:
-    """The GPU that is also called ``name``; ``name`` where none is. One that could be two is refused."""
+def gpus_called(name: str) -> list[str]:
+    """GPUs that are also called ``name``."""
     from ..device.gpus import ALSO_CALLED, GPUS
 
     if name in GPUS:
-        return name
+        return [name]
     bare = _MAKERS.sub("", name)
-    found = meant(bare, ((gpu.name, (_MAKERS.sub("", gpu.title), *ALSO_CALLED[gpu.name])) for gpu in GPUS.values()))
+    return meant(bare, ((gpu.name, (_MAKERS.sub("", gpu.title), *ALSO_CALLED[gpu.name])) for gpu in GPUS.values()))
+
+
+def _gpu(node: Node) -> str:
+    name = str(node.value)
+    found = gpus_called(name)
     if len(found) > 1:
-        raise PlanError("hardware.gpu", name, f"could be {' or '.join(found)}; name one", origin=origin)
+        raise PlanError("hardware.gpu", name, f"could be {' or '.join(found)}; name one", origin=node.origin)
     return found[0] if found else name
+
+
+def _check_gpus(node: Node) -> None:
+    """Refuses a GPU's name in the place of their number."""
+    name = str(node.value)
+    if gpus_called(name):
+        problem = f"must be a whole number; the GPU's name is --gpu {name}, and both at once --gpu 8x{name}"
+        raise PlanError("hardware.gpus", name, problem, origin=node.origin)
+
+
+def _check_sequences(node: Node) -> None:
+    """Refuses a global batch in tokens, ``4M``, with how many sequences that is."""
+    match = _TOKENS.fullmatch(str(node.value))
+    if match is None or not (match[2] or match[3]):
+        return
+    tokens = float(match[1]) * (1 << {"": 0, "k": 10, "m": 20}[match[2].lower()])
+    each = " or ".join(f"{max(round(tokens / seq), 1):,} of {seq:,}" for seq in (4096, 8192))
+    problem = f"must be a whole number of sequences: tokens divided by seq, {each} tokens"
+    raise PlanError("batch.gbs", node.value, problem, origin=node.origin)
+
+
+_TOKENS = re.compile(r"(?i)\s*([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([km]?)\s*(tok(?:en)?s?)?\s*")
+_CHECKED = {"hardware.gpus": _check_gpus, "batch.gbs": _check_sequences}
+"""Fields whose values may be of another field, or in another unit."""

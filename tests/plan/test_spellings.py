@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.plan.near_misses import MEANT, SAME
 from memplan.device.gpus import ALSO_CALLED, GPUS
 from memplan.frameworks import IMPLIED_BY, ROOMS
 from memplan.optimizers import ROOMS as ROOMS_OF_OPTIMIZERS
@@ -17,6 +16,7 @@ from memplan.optimizers import trainer_names
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import Kind, by_flag, plan_fields
 from memplan.plan.library import hub_ids, model_specs
+from memplan.plan.near_misses import MEANT, SAME
 from memplan.plan.notes import FRAMEWORK_CHOSEN
 from memplan.plan.plan import Plan
 from memplan.plan.read import ReadPlan, read_plan

@@ -16,7 +16,7 @@ from typing import Any
 from ...frameworks import ROOMS as FRAMEWORKS
 from ...frameworks import framework
 from ...optimizers import trainer_names
-from ...plan.errors import ABSENT, Guesses, PlanError, nearest
+from ...plan.errors import ABSENT, Guesses, PlanError, nearest, shown
 from ...plan.node import Node
 from ...plan.normalise import normalised
 from ...plan.notes import Note
@@ -85,11 +85,17 @@ def _engine(found: Started, arguments: Arguments, asked: Asked) -> str:
     named = asked.flags.get("framework")
     if isinstance(named, str):
         return named
-    if arguments.asks("deepspeed"):
-        return "deepspeed"
-    if arguments.asks("fsdp"):
-        return "fsdp"
-    return found.accelerate.framework if found.accelerate is not None else ""
+    launcher = found.accelerate
+    said = [(name, name, node) for name in ("deepspeed", "fsdp") if (node := arguments.asked(name)) is not None]
+    if launcher is not None and (launcher.fsdp is not None or launcher.deepspeed is not None):
+        said.append((launcher.framework, "distributed_type", launcher.kind))
+    for name, key, node in said[1:]:
+        other, before, first = said[0]
+        if name != other:
+            where = f"{before} = {shown(first.plain())} at {first.origin} asks for {other}"
+            problem = f"asks for {name}, and {where}; leave one out, or choose with --framework"
+            raise PlanError(key, node.plain(), problem, origin=node.origin)
+    return said[0][0] if said else launcher.framework if launcher is not None else ""
 
 
 def _by_itself(found: Started, reader: Reader, asked: Asked) -> Launch:
@@ -217,10 +223,14 @@ class Arguments(Keys):
         node = self.given.get(name)
         return node if node is not None and node.value is not None else None
 
-    def asks(self, name: str) -> bool:
-        """Whether ``name`` turns something on: it is given, and no empty text, list or false."""
+    def asked(self, name: str) -> Node | None:
+        """The value of ``name`` if it turns something on: it is given, and no empty text, list or false."""
         node = self.node(name)
-        return node is not None and node.value not in (False, "", []) and node.value != {}
+        return node if node is not None and node.value not in (False, "", []) and node.value != {} else None
+
+    def asks(self, name: str) -> bool:
+        """Whether ``name`` turns something on."""
+        return self.asked(name) is not None
 
     def on(self, *names: str) -> Node | None:
         """The first of ``names`` that is true."""

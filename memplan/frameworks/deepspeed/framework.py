@@ -25,7 +25,6 @@ FUSED = ("liger", "cut")
 """Losses that read the head's weight by themselves."""
 
 OWN_IS_DEFAULT = "left out, it is DeepSpeed's own FusedAdam: --optimizer adamw"
-OWN_ADAM = "DeepSpeed has its own FusedAdam; foreach and for-loop are PyTorch's (torch_adam)"
 
 
 class Deepspeed(Framework):
@@ -44,8 +43,6 @@ class Deepspeed(Framework):
         },
         implementations=("foreach", "for-loop", "fused", "transformers"),
         implementations_refused={
-            ("adam", "fused"): OWN_ADAM,
-            ("adamw", "fused"): OWN_ADAM,
             ("adam", "apex"): OWN_IS_DEFAULT,
             ("adamw", "apex"): OWN_IS_DEFAULT,
         },

@@ -191,10 +191,11 @@ def states_of_parameter(optimizer: Optimizer, parameter: Parameter) -> Iterator[
 
 
 def is_fused_adam(optimizer: Optimizer) -> bool:
-    """DeepSpeed's FusedAdam or apex', for which alone ``_configure_fp16_optimizer`` makes parameters flat."""
+    """DeepSpeed's FusedAdam, for which (and apex') alone ``_configure_fp16_optimizer`` makes parameters flat; PyTorch's
+    fused AdamW, which a script may pass, is another class."""
     made = optimizer.algorithm.deepspeed
     own = made is not None and made.kernel == "fused_adam"
-    return own and optimizer.implementation in (None, "fused", "apex")
+    return own and optimizer.implementation is None
 
 
 def replicated(model: Model, groups: Sequence[Group], optimizer: Optimizer, dtype: str) -> Placed:

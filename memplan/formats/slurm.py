@@ -1,0 +1,37 @@
+"""The GPU that a job of Slurm asks for, in the ``#SBATCH`` lines of its script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..bash.values import slurm_kinds
+from ..plan.errors import PlanError
+from ..plan.node import Node
+from ..plan.spellings import gpus_called
+from ..plan.text import text_at
+from .launch import Asked, Launch
+
+_GPU = "hardware.gpu"
+
+
+def with_gpu_of_job(launch: Launch, places: Iterable[str], asked: Asked) -> Launch:
+    """``launch`` with the GPU that one of the scripts at ``places`` asks for (``--gres=gpu:h100:8``,
+    ``--constraint=h100``), where neither a flag nor the file itself names one. A name of two GPUs is refused with
+    both."""
+    hardware = launch.source.plan.mapping.get("hardware", Node({}, launch.source.plan.origin))
+    if {"gpu", "capacity"} & (asked.names | hardware.mapping.keys()):
+        return launch
+    for place in places:
+        text, name = text_at(place)
+        for kind in slurm_kinds(text, name):
+            found = gpus_called(kind.text)
+            if len(found) > 1:
+                problem = f"could be {' or '.join(found)}; say which with --gpu"
+                raise PlanError(_GPU, kind.text, problem, origin=kind.origin)
+            if found:
+                named = hardware.with_items({"gpu": Node(found[0], kind.origin)})
+                source = replace(launch.source, plan=launch.source.plan.with_items({"hardware": named}))
+                told = f"the GPU is {found[0]}, the {kind.text} of {kind.origin} (--gpu names another)"
+                return replace(launch, source=source, assumptions=(*launch.assumptions, told))
+    return launch

@@ -1,0 +1,125 @@
+"""Keys at the top of a plan's file that belong into a section: ``tp: 4`` is ``layout: {tp: 4}``.
+
+They are called as flags are (``mbs``), or as other tools call a flag (``micro_batch_size``). What may only be meant is
+refused, with the key that says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .errors import ABSENT, PlanError, together
+from .fields import by_flag, plan_fields, sections
+from .node import Node
+from .notes import Note
+from .said_at_once import gpus_named
+
+_DOCUMENT = frozenset({"$schema", "extends"})
+
+
+def nested(plan: Node) -> tuple[Node, tuple[Note, ...]]:
+    """``plan`` with every flat key in its section, and what is told of those that change nothing."""
+    own = {path.partition(".")[0] for path in plan_fields()} | _DOCUMENT
+    flat = {key: node for key, node in plan.mapping.items() if key not in own}
+    if not flat:
+        return plan, ()
+    items = {key: node for key, node in plan.mapping.items() if key in own}
+    notes: list[Note] = []
+    wrong: list[PlanError] = []
+    for key, node in flat.items():
+        told = f"{key} ({node.origin}) changes no memory and is left out"
+        try:
+            path = _path(key, node)
+            if path:
+                _put(items, path, key, node)
+        except PlanError as error:
+            wrong.append(error)
+            continue
+        if path is None:
+            items[key] = node
+        elif not path:
+            notes.append(Note("changes-nothing", told))
+    if wrong:
+        raise together([*wrong, *_strange(items, own)])
+    return Node(items, plan.origin), tuple(notes)
+
+
+def with_counted_gpus(plan: Node) -> Node:
+    """``plan`` where ``hardware: {gpu: 8xh100}`` is a name and a number."""
+    hardware = plan.mapping.get("hardware")
+    named = hardware.mapping.get("gpu") if hardware is not None else None
+    found = gpus_named(named.value) if named is not None and isinstance(named.value, str) else None
+    if hardware is None or named is None or found is None:
+        return plan
+    name, count, each = found
+    said = {"gpus": count} if each is None else {"gpus": count, "gpus_per_node": each}
+    for field, value in said.items():
+        node = hardware.mapping.get(field)
+        if node is not None and node.value != value:
+            problem = f"is not the {value} of hardware.gpu = {named.value}"
+            raise PlanError(f"hardware.{field}", node.plain(), problem, origin=node.origin)
+    numbers = {field: Node(value, named.origin) for field, value in said.items()}
+    return plan.with_items({"hardware": hardware.with_items({"gpu": Node(name, named.origin), **numbers})})
+
+
+def _path(key: str, node: Node) -> str | None:
+    """The field that ``key`` is; empty where it changes nothing, ``None`` where nobody knows it."""
+    from .near_misses import CHANGES_NOTHING, MEANT, NOT_MODELLED, SAME
+
+    flag = f"--{key.replace('_', '-')}"
+    if flag in CHANGES_NOTHING:
+        return ""
+    said, _, value = SAME.get(flag, flag).partition("=")
+    field = by_flag().get(said[2:])
+    if field is not None and (not value or node.value is True):
+        return field.path if not value else f"{field.path}={value}"
+    meant = MEANT.get(flag, SAME.get(flag))
+    if meant is not None:
+        raise PlanError(key, node.plain(), f"is not a field; write {_in_a_plan(meant)}", origin=node.origin)
+    if flag in NOT_MODELLED:
+        raise PlanError(key, node.plain(), NOT_MODELLED[flag], origin=node.origin)
+    return None
+
+
+def _put(items: dict[str, Node], path: str, key: str, node: Node) -> None:
+    """Sets the field at ``path``, unless its section says another thing."""
+    path, equals, value = path.partition("=")
+    node = Node(value, node.origin) if equals else node
+    if path == "model":
+        section, name = "model", "base"
+    else:
+        section, _, name = path.rpartition(".")
+    if not section:
+        items[name] = node
+        return
+    before = items.get(section, Node({}, node.origin))
+    if not isinstance(before.value, dict):
+        short = "base" if section == "model" else getattr(sections()[section], "shorthand", None)
+        before = Node({short: before} if short is not None and before.value is not None else {}, before.origin)
+    said = before.mapping.get(name)
+    if said is not None and said.plain() != node.plain():
+        problem = f"is the same field as {path}, which is {said.plain()} at {said.origin}; give one"
+        raise PlanError(key, node.plain(), problem, origin=node.origin)
+    items[section] = before.with_items({name: node})
+
+
+def _in_a_plan(flags: str) -> str:
+    """``--dtype bf16`` as a plan has it: ``precision: {dtype: bf16}``."""
+    words = flags.split()
+    made: list[str] = []
+    while words:
+        word = words.pop(0)
+        field = by_flag().get(word[2:]) if word.startswith("--") else None
+        if field is None:
+            return flags
+        value = words.pop(0) if words and not words[0].startswith("--") else "…"
+        made.append(f"{field.section}: {{{field.name}: {value}}}" if field.section else f"{field.name}: {value}")
+    return ", ".join(made)
+
+
+def _strange(items: dict[str, Node], own: set[str]) -> Iterator[PlanError]:
+    """Keys that nobody knows."""
+    for key, node in items.items():
+        if key not in own:
+            known = {*own, *(flag.replace("-", "_") for flag in by_flag())}
+            yield PlanError(key, ABSENT, "is not a field of a plan", origin=node.origin, known=known)
