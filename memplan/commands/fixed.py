@@ -9,6 +9,7 @@ from ..plan.errors import ABSENT, Origin, PlanError, nearest
 from ..plan.fields import Kind, PlanField, by_flag, plan_fields
 from ..plan.plan import Plan
 from ..plan.read import Flags
+from ..plan.spellings import OPEN
 
 AXES = frozenset(
     {
@@ -85,6 +86,11 @@ def with_fixes(flags: Flags, fixes: Mapping[str, str | None]) -> Flags:
             problem = f"{name}={value} contradicts --{name} {flags[name]}; give one of them"
             raise PlanError("", ABSENT, problem, origin=_ORIGIN)
     return {**flags, **{name: value for name, value in fixes.items() if value is not None}}
+
+
+def without_open(flags: Flags) -> Flags:
+    """``flags`` without those that leave to the search what it chooses: ``--mbs auto``."""
+    return {name: value for name, value in flags.items() if value not in OPEN or by_flag()[name].path not in AXES}
 
 
 def starts(flags: Flags, fixes: Mapping[str, str | None]) -> tuple[str, ...]:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..formats import FORMATS, READ, reader
+from ..formats import ALSO_CALLED, ELSEWHERE, FORMATS, READ, reader
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
+from ..plan.said_at_once import gpus_named
+from ..plan.spellings import gpus_called
 from ..values import dataclass
 
 if TYPE_CHECKING:
@@ -105,8 +107,8 @@ def flags_of_launch(
     """The flags for the files at ``place``, which say by themselves whose they are where no ``--from`` does. Without a
     launch file none of the others means anything."""
     variables, given = variables or (), place if isinstance(place, tuple) else () if place is None else (place,)
-    if formats:
-        named = (formats,) if isinstance(formats, str) else formats
+    named = [_called(name) for name in ((formats,) if isinstance(formats, str) else formats or ())]
+    if named and not {*named} <= {one.name.lower() for one in ELSEWHERE}:
         return LaunchFlags(_of_each(named, given), variables, strict, vocab_size)
     found: list[str] = []
     for one in given:
@@ -117,7 +119,9 @@ def flags_of_launch(
     if found and len(found) == len(given):
         return LaunchFlags(tuple(found), variables, strict, vocab_size, recognised=True)
     if len(given) > 1:
+        gpus = [one for one in given if gpus_called(one) or gpus_named(one)]
         problem = "are no launch files of one job; --compare puts plans side by side"
+        problem += f", and a GPU is --gpu {gpus[0]}" if gpus else ""
         raise PlanError("", ABSENT, f"{' and '.join(given)} {problem}", origin=Origin("command line"))
     others = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}
     others["--vocab-size"] = vocab_size is not None
@@ -126,6 +130,12 @@ def flags_of_launch(
             other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
             raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
     return LaunchFlags((), variables, strict, vocab_size)
+
+
+def _called(name: str) -> str:
+    """A format as ``FORMATS`` calls it."""
+    plain = name.lower().replace("_", "-")
+    return ALSO_CALLED.get(plain, plain)
 
 
 def _of_each(formats: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..values import dataclass
 from .files import check_files, write_whole
-from .fixed import fixed_values, fixes_of, located, starts, with_fixes
+from .fixed import fixed_values, fixes_of, located, starts, with_fixes, without_open
 from .launched import From, LaunchFlags, Place, Set, Strict, VocabSize, flags_of_launch, placed, read_given
 from .output import (
     OUTPUT,
@@ -136,7 +136,7 @@ def suggest_partition(
     files = _Files(write, file_of(csv), plot, html, force)
     files.check()
     launch_flags = flags_of_launch(placed(plan), from_, set_, strict=strict, vocab_size=vocab_size)
-    fixes = fixes_of(fix or ())
+    fixes, flags = fixes_of(fix or ()), without_open(flags)
     read = _read(placed(plan), launch_flags, with_fixes(flags, fixes), fixes)
     known, problem = measured_of(no_records=no_records)
     read = warned(read, problem)
@@ -198,7 +198,7 @@ def answered(
     from ..result import Notice
     from ..search.changes import methods_of
 
-    read = _with_own_batch(read)
+    read = _with_own_gpus(_with_own_batch(read))
     offers: tuple[Offer, ...] = ()
     if read.chosen_framework is not None:
         read, found, offers = _of_all(read, fixes, objective, top, quiet, known)
@@ -225,6 +225,15 @@ def _with_own_batch(read: ReadPlan) -> ReadPlan:
     told = Note("own-batch", f"no global batch was named: {gbs}, which the plan's micro-batches of {batch.mbs} make")
     plan = read.plan.model_copy(update={"batch": batch.model_copy(update={"gbs": gbs})})
     return replace(read, plan=plan, warnings=(*read.warnings, told))
+
+
+def _with_own_gpus(read: ReadPlan) -> ReadPlan:
+    """``read``, which says so where it is on one GPU because it says nothing else."""
+    plan = read.plan
+    if plan.hardware.gpus is not None or plan.layout.model_fields_set or plan.device_map is not None:
+        return read
+    told = Note("one-gpu", "no number of GPUs was named: one is searched; --gpus 8 names another")
+    return replace(read, warnings=(*read.warnings, told))
 
 
 def _found(
@@ -264,6 +273,8 @@ def _of_all(
     where the rest has nothing.
     """
     from ..search.result import Offer
+
+    _check_needed(read.plan)
 
     def offered(name: str) -> Offer:
         plan = read.plan.model_copy(update={"framework": name})

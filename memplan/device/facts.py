@@ -200,7 +200,7 @@ _CONTEXTS = (
         torch_version=(2, 1),
     ),
     _context(
-        ("h100-80gb", "h100-94gb", "h100-96gb", "h200"),
+        ("h100-80gb", "h100-94gb", "h100-96gb", "gh200-144gb", "h200"),
         518 * _MIB,
         _CAPTURES,
         f"{_BARE}; driver 590.48, alike on the 80 GB H100 and the H200: two processes with 2566 and 1542 MiB in "

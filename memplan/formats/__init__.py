@@ -83,9 +83,16 @@ class Elsewhere(NamedTuple):
 
     name: str
     marks: tuple[str, ...]
-    """As of ``Format``."""
+    """As of ``Format``, at the top or one level below."""
     flags: tuple[tuple[str, str], ...] = ()
-    """Keys, and the flags here that say the same."""
+    """Keys, dotted where they are below the top, and the flags here that say the same; one with a value of its own
+    stands for a key that is on."""
+    before: str = ""
+    """Flags that every file of it comes to."""
+    shortened: str = ""
+    """What is cut off the front of a value, as a regular expression."""
+    instead: str = ""
+    """What to give in its place, where that is no flags."""
 
 
 ELSEWHERE = (
@@ -98,13 +105,69 @@ ELSEWHERE = (
             ("micro_batch_size", "--mbs"),
             ("gradient_accumulation_steps", "--accumulation"),
             ("lora_r", "--lora-rank"),
+            ("lora_target_linear", "--lora-targets all-linear"),
+            ("lora_target_modules", "--lora-targets"),
+            ("lora_dropout", "--lora-dropout"),
             ("load_in_4bit", "--quantisation nf4"),
+            ("bf16", "--dtype bf16 --autocast --autocast-parameters bf16"),
+            ("flash_attention", "--attention flash_attention_2"),
             ("gradient_checkpointing", "--recompute full"),
+            ("liger_fused_linear_cross_entropy", "--loss liger"),
             ("optimizer", "--optimizer"),
         ),
+        before="--trainer transformers",
     ),
-    Elsewhere("torchtune", ("_component_",)),
+    Elsewhere(
+        "torchtune",
+        ("_component_",),
+        (
+            ("model._component_", "--model"),
+            ("tokenizer.max_seq_len", "--seq"),
+            ("dataset.max_seq_len", "--seq"),
+            ("batch_size", "--mbs"),
+            ("gradient_accumulation_steps", "--accumulation"),
+            ("dtype", "--dtype"),
+            ("model.lora_rank", "--lora-rank"),
+            ("optimizer._component_", "--optimizer"),
+            ("enable_activation_checkpointing", "--recompute full"),
+        ),
+        shortened=r"(?:[\w]+\.)+(?:q?lora_)?",
+    ),
+    Elsewhere(
+        "NeMo",
+        ("mcore_gpt", "encoder_seq_length", "megatron_amp_O2"),
+        (
+            ("model.tensor_model_parallel_size", "--tp"),
+            ("model.pipeline_model_parallel_size", "--pp"),
+            ("model.context_parallel_size", "--cp"),
+            ("model.micro_batch_size", "--mbs"),
+            ("model.global_batch_size", "--gbs"),
+            ("model.encoder_seq_length", "--seq"),
+            ("model.num_layers", "--layers"),
+            ("model.hidden_size", "--hidden"),
+            ("model.ffn_hidden_size", "--ffn"),
+            ("model.num_attention_heads", "--heads"),
+            ("model.num_query_groups", "--kv-heads"),
+            ("model.sequence_parallel", "--sequence-parallel "),
+            ("model.activations_checkpoint_granularity", "--recompute"),
+        ),
+        before="--framework megatron --model NAME --gpus N",
+    ),
+    Elsewhere(
+        "a checkpoint's weights",
+        ("weight_map",),
+        instead="give the config.json beside it, or name the model (--model)",
+    ),
 )
+
+ALSO_CALLED = {
+    **dict.fromkeys(("hf", "huggingface", "transformers", "trl", "llama-factory", "llamafactory", "sft"), "trainer"),
+    **dict.fromkeys(("megatron-lm", "megatron-core", "mcore"), "megatron"),
+    **dict.fromkeys(("titan", "fsdp2"), "torchtitan"),
+    **dict.fromkeys(("ds", "ds-config", "zero"), "deepspeed"),
+    "bridge": "megatron-bridge",
+}
+"""Other names of formats."""
 
 READ = tuple(name for name, one in FORMATS.items() if one.reader)
 WRITTEN = tuple(name for name, one in FORMATS.items() if one.writer)

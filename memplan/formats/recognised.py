@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from ..plan.library import examples
 from ..plan.node import Node
 from ..plan.text import folder_of, is_there, path_of, text_at
 from ..plan.yaml_nodes import parse_yaml
-from . import ELSEWHERE, FORMATS
+from . import ELSEWHERE, FORMATS, Elsewhere
 from .launchers import MAPPINGS, IsMark, started_by
 
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
@@ -52,20 +53,40 @@ def format_of(written: Node) -> str | None:
     inner = {key for node in written.mapping.values() for key in node.mapping}
     for tool in ELSEWHERE:
         if (keys | inner) & {*tool.marks}:
-            said = [_said(flag, written.mapping[key]) for key, flag in tool.flags if key in keys]
-            same = f", such as {' '.join(filter(None, said))}" if any(said) else " (memplan estimate --help)"
-            problem = f"is a configuration of {tool.name}, which is not read: say the job in flags{same}"
-            raise PlanError("", ABSENT, problem, origin=Origin(written.origin.source))
+            raise PlanError("", ABSENT, _elsewhere(tool, written), origin=Origin(written.origin.source))
     if "_target_" not in keys and keys & {"model", "framework", "extends"}:
         return None
     return next((one.name for one in FORMATS.values() if keys & {*one.marks}), None)
 
 
-def _said(flag: str, node: Node) -> str:
+def _elsewhere(tool: Elsewhere, written: Node) -> str:
+    """What to give in place of a file of ``tool``."""
+    if tool.instead:
+        return f"is {tool.name}, and no configuration: {tool.instead}"
+    given = {flag: node for key, flag in tool.flags if (node := _at(written, key)) is not None}
+    said = [text for flag, node in given.items() if (text := _said(flag, node, tool.shortened))]
+    same = f", such as {' '.join([tool.before, *said]).strip()}" if said else " (memplan estimate --help)"
+    return f"is a configuration of {tool.name}, which is not read: say the job in flags{same}"
+
+
+def _at(written: Node, path: str) -> Node | None:
+    node: Node | None = written
+    for key in path.split("."):
+        node = node.mapping.get(key) if node is not None else None
+    return node
+
+
+def _said(flag: str, node: Node, shortened: str) -> str:
     """``flag`` as the value of another tool's key says it; nothing where that is off."""
-    if " " not in flag and not isinstance(node.value, (dict, list)):
-        return f"{flag} {one_line(str(node.value))}"
-    return flag if node.value not in (None, False, "false") and " " in flag else ""
+    if node.value in (None, False, "false", []):
+        return ""
+    if " " in flag:
+        return flag.strip()
+    items = node.value if isinstance(node.value, list) else [node]
+    if isinstance(node.value, dict) or any(isinstance(item.value, (dict, list)) for item in items):
+        return ""
+    text = ",".join(re.sub(f"^{shortened}", "", str(item.value)) if shortened else str(item.value) for item in items)
+    return f"{flag} {one_line(text)}"
 
 
 def holds_arguments(folder: Path) -> IsMark:

@@ -20,6 +20,8 @@ ROOMS = {
 """The module of each framework's object, ``FRAMEWORK``; loaded when a plan names it."""
 
 
+OF_SIZE_ALONE = ("hardware.gpus", "layout.dp")
+"""Fields that any framework takes: those by which a plan means one only if that has a recipe of its model."""
 IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("fsdp", (("fsdp",),)),
     ("ddp", (("ddp",),)),
@@ -35,10 +37,12 @@ IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
         ),
     ),
     ("deepspeed", (("layout.zero", "deepspeed"),)),
-    ("fsdp", (("hardware.gpus", "layout.dp"),)),
+    ("fsdp", (OF_SIZE_ALONE,)),
 )
 """Which framework a plan means that names none: the first of which, of each group of fields or sections, one is given
 (a size if it is more than one, a stage of ZeRO if it is not 0, a word whatever it is)."""
+RECIPES = {"megatron": "megatron_core", "megatron-deepspeed": "megatron"}
+"""The attribute of a family that is not ``None`` where a framework has a recipe of its layers; ``covers`` in others."""
 BY_ITSELF = "single"
 """What a plan means that says nothing of the kind."""
 
@@ -93,4 +97,16 @@ def frameworks() -> Iterator[Framework]:
     return map(framework, ROOMS)
 
 
-__all__ = ["BY_ITSELF", "HINTS", "IMPLIED_BY", "ROOMS", "STAND_FOR", "Framework", "Supports", "framework", "frameworks"]
+__all__ = [
+    "BY_ITSELF",
+    "HINTS",
+    "IMPLIED_BY",
+    "OF_SIZE_ALONE",
+    "RECIPES",
+    "ROOMS",
+    "STAND_FOR",
+    "Framework",
+    "Supports",
+    "framework",
+    "frameworks",
+]

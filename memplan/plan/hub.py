@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from .errors import PlanError
+from .errors import ABSENT, Origin, PlanError, one_line
 from .library import hub_ids
 from .node import Node
 from .spellings import meant
@@ -56,6 +56,22 @@ def namesakes(name: str) -> tuple[str, ...]:
 
 def _word(name: str) -> str:
     return re.split(r"[^a-z]", name.lower(), maxsplit=1)[0]
+
+
+_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+?)(?:/.*)?/?")
+
+
+def without_address(name: str) -> str:
+    """The repository whose page on the Hub ``name`` is the address of; else ``name``."""
+    page = _PAGE.fullmatch(name)
+    return page[1] if page is not None else name
+
+
+def check_no_address(name: str, node: Node) -> None:
+    """Refuses the address of anything else: nothing is fetched."""
+    if re.match(r"[a-z][a-z0-9+]{1,9}://", name):
+        problem = "is an address, and memplan never uses the network: fetch it first (curl -O), and name the file"
+        raise PlanError("", ABSENT, problem, origin=Origin(one_line(name)) if node.origin.line is None else node.origin)
 
 
 def cached_config(name: str) -> Path | None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from ..frameworks import BY_ITSELF, IMPLIED_BY
+from ..families import ROOMS as FAMILIES
+from ..families import family
+from ..frameworks import BY_ITSELF, IMPLIED_BY, OF_SIZE_ALONE, RECIPES, framework
 from .errors import Origin
+from .fields import sections
 from .node import Node
 from .notes import FRAMEWORK_CHOSEN, Note
+from .section import FrameworkSection
 
-_ORIGIN = Origin("what else the plan says")
+IMPLIED = Origin("what else the plan says")
+"""Where a field came from that nobody named."""
 
 
 def with_implied(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     """``plan`` with a framework and a dtype, and what to tell where they were chosen here."""
-    plan, framework = with_framework(plan)
+    plan, chosen = with_framework(plan)
     plan, dtype = with_dtype(plan)
-    return plan, (*framework, *dtype)
+    return plan, (*chosen, *dtype)
 
 
 def with_framework(plan: Node) -> tuple[Node, tuple[Note, ...]]:
@@ -22,12 +27,49 @@ def with_framework(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     GPU."""
     if "framework" in plan.mapping:
         return plan, ()
+    name, because = _meant(plan)
+    note = Note(FRAMEWORK_CHOSEN, f"no framework was named: {name}, {because}")
+    return plan.with_items({"framework": Node(name, IMPLIED)}), (note,) if because else ()
+
+
+def _meant(plan: Node) -> tuple[str, str]:
+    """The framework, and why, which is empty for one process on one GPU."""
     for name, groups in IMPLIED_BY:
         reasons = [next((said for path in paths if (said := _said(plan, path))), "") for paths in groups]
         if all(reasons):
-            note = Note(FRAMEWORK_CHOSEN, f"no framework was named: {name}, because of {' and '.join(reasons)}")
-            return plan.with_items({"framework": Node(name, _ORIGIN)}), (note,)
-    return plan.with_items({"framework": Node(BY_ITSELF, _ORIGIN)}), ()
+            alone = _alone(plan, name) if groups == (OF_SIZE_ALONE,) else None
+            return alone or (name, f"because of {' and '.join(reasons)}")
+    return _alone(plan, BY_ITSELF) or (BY_ITSELF, "")
+
+
+def _alone(plan: Node, name: str) -> tuple[str, str] | None:
+    """The one framework that has a recipe of the model, where ``name`` has none."""
+    model = plan.mapping.get("model")
+    named = model.mapping.get("family") if model is not None else None
+    if named is None or named.value not in FAMILIES:
+        return None
+    own = str(named.value)
+    if has_recipe(own, name):
+        return None
+    others = [one for one in RECIPES if has_recipe(own, one)]
+    if len(others) != 1 or not _reads(others[0], plan):
+        return None
+    return others[0], f"which alone has a recipe of {own}"
+
+
+def has_recipe(own: str, name: str) -> bool:
+    """Whether the framework ``name`` has a recipe of the layers of the family ``own``."""
+    return getattr(family(own), RECIPES.get(name, "covers")) is not None
+
+
+def _reads(name: str, plan: Node) -> bool:
+    """Whether the framework ``name`` reads all that ``plan`` has sections of."""
+    supports, precision = framework(name).supports, plan.mapping.get("precision")
+    apart = {one for one, kind in sections().items() if issubclass(kind, FrameworkSection)}
+    autocast = precision.mapping.get("autocast") if precision is not None else None
+    if autocast is not None and autocast.value is True and not supports.autocast:
+        return False
+    return not {one for one in apart if one in plan.mapping and plan.mapping[one].mapping} - {*supports.sections}
 
 
 def with_dtype(plan: Node) -> tuple[Node, tuple[Note, ...]]:
@@ -41,7 +83,7 @@ def with_dtype(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     gpu = GPUS.get(named.value)
     if gpu is None or gpu.has_bf16:
         return plan, ()
-    before = precision if precision is not None else Node({}, _ORIGIN)
+    before = precision if precision is not None else Node({}, IMPLIED)
     note = Note("dtype-chosen", f"no dtype was named: fp16, because the tensor cores of {gpu.name} take no bf16")
     return plan.with_items({"precision": before.with_items({"dtype": Node("fp16", named.origin)})}), (note,)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import Origin, PlanError, one_line
-from .hub import cached_config, is_repository, namesakes, refused, twin
+from .errors import ABSENT, Origin, PlanError, one_line
+from .hub import cached_config, check_no_address, is_repository, namesakes, refused, twin, without_address
 from .library import learned_models, model_specs
 from .node import Node
 from .normalise import section_fields
@@ -17,6 +17,11 @@ from .yaml_nodes import parse_yaml
 
 _CHANGES_NOTHING = frozenset({"name", "embedding_dropout", "attention_dropout", "hidden_dropout", "source"})
 """Fields of a spec that leave its parameter count as it is."""
+
+
+WEIGHTS = frozenset({".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".onnx"})
+"""Endings of files that hold a model's weights."""
+HOLDS_WEIGHTS = "is of a model's weights, which are not read: give its config.json, or name the model (--model)"
 
 
 class Found(NamedTuple):
@@ -53,9 +58,13 @@ def read_spec(path: Path, name: str | None = None) -> Found:
     """
     if is_folder(path):
         path = path / "config.json"
+    if path.suffix.lower() in WEIGHTS and is_there(path):
+        raise PlanError("", ABSENT, HOLDS_WEIGHTS, origin=Origin(name or str(path)))
     source = parse_yaml(read_text(path, "model"), name or str(path))
     if not isinstance(source.value, dict):
         raise PlanError("model", source.plain(), "a model spec is a mapping of fields", origin=source.origin)
+    if "weight_map" in source.mapping:
+        raise PlanError("", ABSENT, HOLDS_WEIGHTS, origin=source.origin)
     is_configuration = path.suffix == ".json" or "model_type" in source.mapping
     if is_configuration and not {"family", "norm"} <= source.mapping.keys():
         from .huggingface import spec_of_config, warnings_of_config
@@ -81,6 +90,8 @@ def _base(base: Node, folder: Path) -> Found:
     if not isinstance(name, str) or not name:
         problem = "must be the name of a model spec, or a path to a spec, a config.json or its folder"
         raise PlanError("model", base.plain(), problem, origin=base.origin)
+    name = without_address(name)
+    check_no_address(name, base)
     if name in model_specs() or name in learned_models():
         return _built_in(name)
     path = model_path(name, folder)

@@ -16,8 +16,8 @@ FRAMEWORK_CHOSEN = "framework-chosen"
 """Code of the note on a plan that names no framework."""
 
 
-SEQ_DEFAULT, VOCAB_UNUSED = "seq-default", "vocab-size-unused"
-FIRST = (FRAMEWORK_CHOSEN, SEQ_DEFAULT, VOCAB_UNUSED)
+SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED = "seq-default", "seq-beyond", "vocab-size-unused"
+FIRST = (FRAMEWORK_CHOSEN, SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED)
 """Codes of notes that decide the answer and may surprise: reports begin with them."""
 
 
@@ -57,7 +57,11 @@ def _environment(plan: Plan) -> Iterator[Note]:
 
 
 def _sequence(plan: Plan) -> Iterator[Note]:
-    """A default that is shorter than the model's longest sequence."""
-    longest = plan.model.positions_max
+    """A default that is shorter than the model's longest sequence, or a sequence that is longer than it. A table of
+    positions that ends there is refused elsewhere; rotary ones go on."""
+    longest, seq = plan.model.positions_max, plan.batch.seq
+    if seq is not None and seq > longest:
+        told = f"seq {seq} is beyond the {longest} tokens of {plan.model.name}'s positions"
+        yield Note(SEQ_BEYOND, f"{told}: it runs so, and takes this memory; what it learns there is another question")
     if plan.batch.seq is None and longest > DEFAULT_SEQ:
         yield Note(SEQ_DEFAULT, f"seq is {DEFAULT_SEQ}, since none was given; the model goes to {longest} tokens")

@@ -12,10 +12,10 @@ from .checks import check_mixture, listed
 from .errors import ABSENT, Origin, PlanError, together
 from .fields import MODEL, Kind, PlanField, by_flag
 from .flat import nested, with_counted_gpus
-from .hub import is_repository, twin
+from .hub import check_no_address, is_repository, twin, without_address
 from .implied import with_implied
 from .library import examples, learned_models, model_specs
-from .models import complete_model
+from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model
 from .node import Node, scalar
 from .normalise import field_value, normalised
 from .notes import FRAMEWORK_CHOSEN, Note, notes_of
@@ -95,6 +95,8 @@ def load_source(source: str | None) -> Source:
     plan that says no more."""
     if source is None:
         return Source(Node({}, COMMAND_LINE), Path())
+    source = without_address(source)
+    check_no_address(source, Node(source, COMMAND_LINE))
     if source == "-":
         text, name, folder = read_standard_input(), STANDARD_INPUT, Path()
     elif _is_model(source):
@@ -198,6 +200,8 @@ def _path_of(source: str) -> Path:
             "--model llama-3-8b --mbs 1 --seq 4096"
         )
         raise PlanError("", ABSENT, problem, origin=Origin(source))
+    if path.suffix.lower() in WEIGHTS and is_there(path):
+        raise PlanError("", ABSENT, HOLDS_WEIGHTS, origin=Origin(source))
     if "/" in source or path.suffix or is_there(path):
         return path
     built_in = ", ".join(examples())

@@ -143,8 +143,9 @@ def _capacity(hardware: Hardware) -> int | None:
 
     gpu = GPUS.get(hardware.gpu)
     if gpu is None:
-        known = ", ".join(of_series(hardware.gpu) or GPUS)
-        problem = f"is not a known GPU: {known}; of another one give the memory instead: --capacity 24GiB"
+        series = ", ".join(of_series(hardware.gpu))
+        known = f": of its series are {series}" if series else f" (`memplan gpus` lists {len(GPUS)})"
+        problem = f"is not a known GPU{known}; of another one give the memory instead: --capacity 24GiB"
         raise PlanError("hardware.gpu", hardware.gpu, problem, known=alike(hardware.gpu))
     return gpu.process_bytes if hardware.capacity is None else hardware.capacity
 

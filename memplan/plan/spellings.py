@@ -115,6 +115,8 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
 """What other tools have and is refused by name, written plainly, by path of a field."""
 
 _MAKERS = re.compile(r"(?i)nvidia|geforce|tesla|amd|instinct")
+OPEN = frozenset({"auto", "?", "max", "any"})
+"""What people write for a number that somebody else should find."""
 _STAGE = re.compile(r"(?i)(?:zero|stage|zero[-_ ]?stage)[-_ ]?([0-3])")
 _THOUSANDS = re.compile(r"([1-9][0-9]{0,5})\s*([kKmM])")
 _LENGTHS = frozenset({"batch.seq", "model.positions_max"})
@@ -126,6 +128,8 @@ def respelled(field: PlanField, node: Node) -> Node:
         return node
     if field.path == "hardware.gpu":
         return _renamed(node, _gpu(node))
+    if field.kind is Kind.INTEGER and node.value.lower() in OPEN:
+        raise PlanError(field.path, node.value, _left_open(field), origin=node.origin)
     if field.path in _CHECKED:
         _CHECKED[field.path](node)
     if field.kind is Kind.CHOICE:
@@ -135,6 +139,12 @@ def respelled(field: PlanField, node: Node) -> Node:
     if field.path in _LENGTHS and (match := _THOUSANDS.fullmatch(node.value)):
         return Node(int(match[1]) << (10 if match[2] in "kK" else 20), node.origin, node.text)
     return node
+
+
+def _left_open(field: PlanField) -> str:
+    if field.path == "hardware.gpus":
+        return "must be a whole number; suggest-partition --objective gpus --gpus N finds the fewest of N that do"
+    return "must be a whole number; suggest-partition finds what fits, where it is left out"
 
 
 def with_optimizer(plan: Node) -> Node:

@@ -148,6 +148,8 @@ def _config(path: Path, error: PlanError) -> dict[str, Any]:
         raise error from None
     if not isinstance(config, dict):
         raise error
+    if "weight_map" in config:
+        raise error
     if not isinstance(config.get("model_type"), str):
         raise PlanError("model_type", ABSENT, "is missing: transformers needs it", origin=Origin(str(path)))
     return config

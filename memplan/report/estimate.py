@@ -51,11 +51,15 @@ def verdict(estimate: Estimate) -> Text:
     if judged.verdict is Verdict.DOES_NOT_FIT:
         return Text.assemble(("Does not fit", f"bold {BAD}"), f": {_too_much(estimate, told, told_of, need, free)}")
     if judged.verdict is Verdict.UNKNOWN:
-        retries = f"; {_retries(judged)}" if judged.retries else ""
-        needs = f"would take {need.removeprefix('at least ')}" if retries else f"needs {need}"
+        if judged.retries or free <= 0:
+            needs = f"would take {need.removeprefix('at least ')} of {_limit(estimate)}"
+            retries = f"; {_retries(judged)}" if judged.retries else ""
+            return Text.assemble(
+                ("May fit, with retries", f"bold {CAUTION}"), f": {told_of} {needs}{retries}; {_unknown(told)}"
+            )
         return Text.assemble(
-            ("May fit, with retries" if retries else "May fit", f"bold {CAUTION}"),
-            f": {told_of} {needs} of {_limit(estimate)}{retries}; CUDA context and NCCL on this GPU are not known",
+            (f"Fits if what else is there takes at most {size(free)}", f"bold {CAUTION}"),
+            f": {told_of} needs {need} of {_limit(estimate)}; {_unknown(told)}",
         )
     if judged.verdict is Verdict.RETRIES:
         return Text.assemble(
@@ -72,6 +76,13 @@ def verdict(estimate: Estimate) -> Text:
         return Text.assemble(("Tight", f"bold {CAUTION}"), f": {told_of} {needs}")
     left_over = f"{size(free)} free" if free >= 0 else _retries(judged)
     return Text.assemble(("Fits", f"bold {GOOD}"), f": {told_of} needs {most}{need} of {_limit(estimate)}; {left_over}")
+
+
+def _unknown(stage: StageEstimate) -> str:
+    """What of a device nobody has published."""
+    parts = {"CUDA context": stage.beyond.cuda_context, "NCCL": stage.beyond.nccl}
+    names = [name for name, known in parts.items() if known is None]
+    return f"{' and '.join(names)} on this GPU {'are' if names[1:] else 'is'} not known"
 
 
 def _retries(judged: Judged) -> str:

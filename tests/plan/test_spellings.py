@@ -44,7 +44,10 @@ def plan(**flags: str) -> Plan:
         ("a10g", "a10g"),
         ("A10", "a10"),
         ("Tesla T4", "t4"),
-        ("gh200", "h100-96gb"),
+        ("gh200-96gb", "h100-96gb"),
+        ("GH200 144GB", "gh200-144gb"),
+        ("2080ti", "rtx-2080-ti"),
+        ("RTX 3090 Ti", "rtx-3090-ti"),
         ("rtx_a6000", "rtx-a6000"),
     ],
 )
@@ -52,7 +55,14 @@ def test_gpus(written: str, gpu: str) -> None:
     assert plan(gpu=written).hardware.gpu == gpu
 
 
-@pytest.mark.parametrize(("written", "both"), [("a100", "a100-40gb or a100-80gb"), ("V100", "v100-16gb or v100-32gb")])
+@pytest.mark.parametrize(
+    ("written", "both"),
+    [
+        ("a100", "a100-40gb or a100-80gb"),
+        ("V100", "v100-16gb or v100-32gb"),
+        ("GH200", "h100-96gb or gh200-144gb"),
+    ],
+)
 def test_a_name_of_two_gpus_asks_which(written: str, both: str) -> None:
     with pytest.raises(PlanError, match=f"could be {both}; name one"):
         plan(gpu=written)

@@ -132,6 +132,7 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
         "h100-80gb": _speed(_HOPPER, 989.4, 494.7, 66.9, 3350, 64, link=450, link_gpus=8, network=_DGX_H),
         "h100-94gb": _speed(_H100, 835.5, 417.5, 60, 3900, 64, link=300, link_gpus=2),
         "h100-96gb": _speed(_GH200, 989.4, 494.7, 67, 4000, 450, link=450, link_gpus=8, network=_TETON),
+        "gh200-144gb": _speed(_GH200, 989.4, 494.7, 67, 4900, 450, link=450, link_gpus=8, network=_TETON),
         "h200": _speed(_H200, 989.4, 494.7, 67, 4800, 64, link=450, link_gpus=8, network=_DGX_H),
         "b200": _speed(_BLACKWELL, 2250, 1100, 75, 7700, 64, link=900, link_gpus=8, network=_DGX_B),
         "gb200": _speed(_GB200, 2500, 1250, 80, 8000, 225, link=900, link_gpus=72, network=_NVL72),
