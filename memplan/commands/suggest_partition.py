@@ -11,6 +11,7 @@ import typer
 
 from ..frameworks import ROOMS, framework
 from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line, together
+from ..plan.implied import IMPLIED
 from ..plan.notes import FRAMEWORK_CHOSEN, Note
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
@@ -230,7 +231,8 @@ def _with_own_batch(read: ReadPlan) -> ReadPlan:
 def _with_own_gpus(read: ReadPlan) -> ReadPlan:
     """``read``, which says so where it is on one GPU because it says nothing else."""
     plan = read.plan
-    if plan.hardware.gpus is not None or plan.layout.model_fields_set or plan.device_map is not None:
+    named = plan.hardware.gpus is not None or plan.layout.model_fields_set or plan.device_map is not None
+    if named or read.origins.get("framework") != IMPLIED:
         return read
     told = Note("one-gpu", "no number of GPUs was named: one is searched; --gpus 8 names another")
     return replace(read, warnings=(*read.warnings, told))

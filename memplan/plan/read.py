@@ -13,7 +13,7 @@ from .errors import ABSENT, Origin, PlanError, together
 from .fields import MODEL, Kind, PlanField, by_flag
 from .flat import nested, with_counted_gpus
 from .hub import check_no_address, is_repository, twin, without_address
-from .implied import with_implied
+from .implied import has_recipe, with_implied
 from .library import examples, learned_models, model_specs
 from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model
 from .node import Node, scalar
@@ -75,7 +75,7 @@ class ReadPlan:
 
         found: list[str] = []
         for name in ROOMS:
-            if name != self.plan.framework:
+            if name != self.plan.framework and has_recipe(self.plan.model.family, name):
                 with suppress(PlanError):
                     plan = resolve(self.plan.model_copy(update={"framework": name}))
                     if isinstance(plan.model, TracedSpec):
