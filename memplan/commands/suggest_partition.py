@@ -245,14 +245,19 @@ def _found(
     top: int,
     quiet: bool,
     known: Measured,
+    where: str = "",
 ) -> Found:
+    """``where``: what is told of it while it is searched."""
     from ..search.answer import suggest
 
     _check_needed(read.plan)
     fixed = fixed_values(read.plan, fixes)
     try:
         with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
-            found = suggest(read.plan, fixed, objective, top, report, known)
+            said = f" ({where})" if where else ""
+            found = suggest(
+                read.plan, fixed, objective, top, lambda what, done, of: report(what + said, done, of), known
+            )
         if not found.best and found.closest is None:
             raise _no_layout(found)
         return found
@@ -278,14 +283,15 @@ def _of_all(
 
     _check_needed(read.plan)
 
-    def offered(name: str) -> Offer:
+    def offered(name: str, at: int) -> Offer:
         plan = read.plan.model_copy(update={"framework": name})
+        where = f"{name}, framework {at} of {len(ROOMS)}"
         try:
-            return Offer(name, _found(replace(read, plan=plan), fixes, objective, top, quiet, known))
+            return Offer(name, _found(replace(read, plan=plan), fixes, objective, top, quiet, known, where))
         except PlanError as error:
             return Offer(name, None, error)
 
-    offers = tuple(offered(name) for name in ROOMS)
+    offers = tuple(offered(name, at) for at, name in enumerate(ROOMS, 1))
     searched = [offer for offer in offers if offer.found is not None]
     parallel = [one for one in searched if not framework(one.framework).supports.several_gpus_of_a_process]
     if not parallel:

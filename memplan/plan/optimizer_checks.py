@@ -84,9 +84,9 @@ def _check_bitsandbytes(optimizer: Optimizer) -> None:
     if optimizer.paged and optimizer.implementation != "bitsandbytes":
         problem = f"must be false: {optimizer.name} is not bitsandbytes'; set --optimizer-implementation bitsandbytes"
         raise PlanError("optimizer.paged", True, problem)
-    others = " and ".join(one.name for one in algorithms() if one.eight_bit)
-    problem = f"must be left out: {optimizer.name} has no 8-bit states, unlike {others}"
-    if optimizer.block_size is not None:
-        raise PlanError("optimizer.block_size", optimizer.block_size, problem)
-    if not optimizer.embeddings_32bit:
-        raise PlanError("optimizer.embeddings_32bit", False, problem)
+    for field in ("block_size", "embeddings_32bit"):
+        value = getattr(optimizer, field)
+        if value != Optimizer.model_fields[field].default:
+            others = " and ".join(one.name for one in algorithms() if one.eight_bit)
+            problem = f"must be left out: {optimizer.name} has no 8-bit states, unlike {others}"
+            raise PlanError(f"optimizer.{field}", value, problem)

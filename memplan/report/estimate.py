@@ -5,17 +5,16 @@ then what PyTorch cannot see), and what was assumed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..allocator.timeline import Timeline
 from ..plan.notes import FIRST, FRAMEWORK_CHOSEN
 from ..result import Estimate, Failure, Judged, Notice, StageEstimate, Verdict
 from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
-from .out_of_memory import out_of_memory
 from .palette import (
     BAD,
     CAUTION,
@@ -32,6 +31,9 @@ from .palette import (
 from .printing import WholeTable, entries, left, plain_table, put, put_line, right, written_lines
 from .sparkline import timeline_lines
 from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of, who
+
+if TYPE_CHECKING:
+    from ..allocator.timeline import Timeline
 
 
 def verdict(estimate: Estimate) -> Text:
@@ -128,8 +130,12 @@ def first_failure(estimate: Estimate) -> tuple[str, str] | None:
     when += "" if failure.microbatch is None else f" of micro-batch {failure.microbatch}"
     when += f", iteration {failure.iteration}" if failure.iteration > SETTLED else ""
     what = f"{_place(failure)} asks for {size(failure.request)}"
-    said = "" if failure.moment == "evaluation" else out_of_memory(estimate, stage, failure)
-    return f"Out of memory on {who(estimate, stage)} in {when}: {what}", said
+    told = f"Out of memory on {who(estimate, stage)} in {when}: {what}"
+    if failure.moment == "evaluation":
+        return told, ""
+    from .out_of_memory import out_of_memory
+
+    return told, out_of_memory(estimate, stage, failure)
 
 
 def _failed(estimate: Estimate) -> Iterator[RenderableType]:
