@@ -4,7 +4,9 @@ PyTorch's message is made in ``c10/cuda/CUDACachingAllocator.cpp``: up to 1.4 ``
 GiB already allocated; 54.94 MiB free; 233.05 MiB cached)``, where the cache is what is not allocated; from 1.5 to 2.0
 ``reserved in total by PyTorch``; from 2.1 on sentences (``reportProcessMemoryInfo``), with the memory of every process
 on the GPU, what private pools of CUDA graphs hold, and what is reserved but unallocated. What it tried to allocate is
-the segment that it asked the driver for (``get_allocation_size``), not the tensor.
+the segment that it asked the driver for (``get_allocation_size``), not the tensor. ``backend:cudaMallocAsync`` has a
+message of its own (``CUDAMallocAsyncAllocator.cpp``): ``Allocation on device 0 would exceed allowed memory``, then a line
+for each size.
 """
 
 from __future__ import annotations
@@ -98,17 +100,23 @@ def _field(*patterns: str) -> re.Pattern[str]:
 
 
 _FIELDS = {
-    "tried": _field(rf"tried to allocate {_SIZE}", r"Allocation failed for size::([0-9]{1,15})(\b)"),
-    "capacity": _field(rf"{_SIZE} total capacity", rf"total capaci?ty of {_SIZE}"),
-    "free": _field(rf"{_SIZE} free;", rf"of which {_SIZE} is free", rf"{_SIZE} free\)"),
-    "allocated": _field(rf"{_SIZE} already allocated", rf"{_SIZE} is allocated by PyTorch"),
+    "tried": _field(
+        rf"tried to allocate {_SIZE}", r"Allocation failed for size::([0-9]{1,15})(\b)", rf"\bRequested ?: {_SIZE}"
+    ),
+    "capacity": _field(rf"{_SIZE} total capacity", rf"total capaci?ty of {_SIZE}", rf"\bDevice limit ?: {_SIZE}"),
+    "free": _field(
+        rf"{_SIZE} free;", rf"of which {_SIZE} is free", rf"{_SIZE} free\)", rf"Free \(according to CUDA\) ?: {_SIZE}"
+    ),
+    "allocated": _field(
+        rf"{_SIZE} already allocated", rf"{_SIZE} is allocated by PyTorch", rf"Currently allocated ?: {_SIZE}"
+    ),
     "reserved": _field(rf"{_SIZE} reserved in total"),
     "unallocated": _field(rf"{_SIZE} is reserved by PyTorch but unallocated", rf"{_SIZE} cached"),
     "in_process": _field(rf"this process has {_SIZE} memory in use"),
     "allowed": _field(rf"{_SIZE} allowed"),
     "private": _field(rf"with {_SIZE} allocated in private pools"),
 }
-_GPU = re.compile(r"\b(?:GPU|XPU|NPU) ?([0-9]{1,4})(?:;| has a total)")
+_GPU = re.compile(r"\b(?:(?:GPU|XPU|NPU) ?(?=[0-9]{1,4}(?:;| has a total))|Allocation on device )([0-9]{1,4})")
 _OTHER = re.compile(rf"\bProcess ([0-9]{{1,10}}) has {_SIZE} memory in use")
 
 LONGEST = 4096
@@ -192,6 +200,8 @@ _WHO = (
 
 
 def _who(text: str) -> str:
+    if "would exceed allowed memory" in text:
+        return "pytorch"
     if "ried to allocate" in text and "DefaultCPU" not in text and "not enough memory: you" not in text:
         return "pytorch"
     return next((who for who, pattern in _WHO if pattern.search(text)), "driver")

@@ -50,8 +50,19 @@ def twin(name: str, node: Node) -> str | None:
 
 
 def namesakes(name: str) -> tuple[str, ...]:
-    """Built-in models of the family that ``name`` begins with."""
-    return tuple(model for model in hub_ids() if _word(model) == _word(name.rpartition("/")[2]))
+    """Built-in models of the family that ``name`` begins with, and of its version where it says one."""
+    own = name.rpartition("/")[2]
+    alike = [model for model in hub_ids() if _word(model) == _word(own)]
+    version = _version(own)
+    if version is None or any(f"-{version}b" in model for model in alike):  # of a size whose letter is missing
+        return tuple(alike)
+    return tuple(model for model in alike if _version(model) == version)
+
+
+def _version(name: str) -> str | None:
+    """The number behind a family's name, unless it is a size: ``3`` of ``gemma-3-4b``."""
+    found = re.match(r"(?i)[a-z]+-?([0-9]+(?:\.[0-9]+)?)(?![0-9.]*[bm])", name)
+    return found[1] if found is not None else None
 
 
 def _word(name: str) -> str:
