@@ -5,8 +5,8 @@ GiB already allocated; 54.94 MiB free; 233.05 MiB cached)``, where the cache is 
 ``reserved in total by PyTorch``; from 2.1 on sentences (``reportProcessMemoryInfo``), with the memory of every process
 on the GPU, what private pools of CUDA graphs hold, and what is reserved but unallocated. What it tried to allocate is
 the segment that it asked the driver for (``get_allocation_size``), not the tensor. ``backend:cudaMallocAsync`` has a
-message of its own (``CUDAMallocAsyncAllocator.cpp``): ``Allocation on device 0 would exceed allowed memory``, then a line
-for each size.
+message of its own (``CUDAMallocAsyncAllocator.cpp``): ``Allocation on device 0 would exceed allowed``
+``memory``, then a line for each size.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def test_what_the_asynchronous_allocator_says() -> None:
     """``PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync``; without a fraction its limit is the largest number."""
     message = parse(
         "OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory) Currently allocated : "
-        "21.50 GiB Requested : 1.25 GiB Device limit : 23.65 GiB Free (according to CUDA): 20.12 MiB PyTorch limit (set "
-        "by user-supplied memory fraction) : 17179869184.00 GiB"
+        "21.50 GiB Requested : 1.25 GiB Device limit : 23.65 GiB Free (according to CUDA): 20.12 MiB PyTorch limit "
+        "(set by user-supplied memory fraction) : 17179869184.00 GiB"
     )
     assert (message.who, message.gpu, message.request) == ("pytorch", 0, 5 << 28)
     assert (message.allocated, message.free) == (43 << 29, round(20.12 * (1 << 20)))
