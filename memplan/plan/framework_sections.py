@@ -390,14 +390,10 @@ class Trainer(FrameworkSection, Terse):
     """Hugging Face's Trainer, beside what it shares with a plain loop."""
 
     shorthand = "loop"
-<<<<<<< HEAD
     unsaid: ClassVar[frozenset[str]] = frozenset(
         {"precompute_ref_log_probs", "completion_length", "generation_memory", "keeps_reference"}
     )
-=======
-    unsaid: ClassVar[frozenset[str]] = frozenset({"precompute_ref_log_probs"})
     everywhere: ClassVar[frozenset[str]] = frozenset({"evaluation_mbs"})
->>>>>>> bd1d24a (More of what people write is read: 8xH100 of --gpus, stages of ZeRO in words, calls of optimizers; evaluation has its own batch in every framework)
 
     loop: Literal["none", "transformers", "dpo", "grpo"] = Field(
         "none",

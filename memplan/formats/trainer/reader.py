@@ -193,8 +193,8 @@ def _offloads(config: Node) -> bool:
 
 
 def _no_evaluation(reader: Reader) -> None:
-    """Evaluation of trl's trainers is not modelled: one of no more sequences than training has takes less, and others are
-    refused."""
+    """Evaluation of trl's trainers is not modelled: one of no more sequences than training has takes less, and others
+    are refused."""
     arguments: Arguments = reader.settings
     if not _evaluates(arguments):
         return
