@@ -19,7 +19,7 @@ from ..values import dataclass
 # -- tables ----------------------------------------------------------------------------------------------
 
 _FOLDER = Path(__file__).parent / "arguments"
-_HEADING = re.compile(r"\[(modelled|irrelevant|not-modelled)\](?: (.*))?")
+_HEADING = re.compile(r"\[(modelled|irrelevant|refused|not-modelled)\](?: (.*))?")
 _LINE = re.compile(r"((?:--\S+)(?: --\S+)*)(?: (int|float|str)([*+]|\d+)?)?(?: \{(.*)\})?(?: =(.*))?")
 
 
@@ -28,6 +28,8 @@ class Table(Enum):
 
     MODELLED = "modelled"
     IRRELEVANT = "irrelevant"
+    REFUSED = "refused"
+    """Megatron stops, or what it starts is no training."""
     NOT_MODELLED = "not-modelled"
 
 

@@ -184,6 +184,8 @@ def _refused_argument(words: Words) -> PlanError | None:
     """An error for the first argument under which nothing would be estimated as it is."""
     for given in {given.canonical: given for given in words.given}.values():
         argument = given.argument
+        if argument is not None and argument.table is Table.REFUSED:
+            return PlanError(given.name, ABSENT, argument.why, origin=given.origin)
         if argument is None or argument.table is not Table.NOT_MODELLED or _is_default(given, argument):
             continue
         direction, _, problem = argument.why.partition(": ")

@@ -39,6 +39,9 @@ class Megatron(FrameworkSection, Terse):
             "wgrad_deferral_limit",
             "tp_comm_overlap",
             "pad_buckets",
+            "buckets",
+            "clone_scattered_embedding",
+            "evaluation_mbs",
         }
     )
 
@@ -84,6 +87,21 @@ class Megatron(FrameworkSection, Terse):
     overlap_param_gather: bool = Field(False, description="gather parameters bucket by bucket during forward")
     bucket_size: int | None = Field(
         None, ge=1, le=2**40, description="parameters in a bucket; default: max(40,000,000, 1,000,000 x dp x cp)"
+    )
+    buckets: int | None = Field(
+        None,
+        ge=1,
+        le=2**20,
+        description="buckets of a rank's gradients, in place of bucket_size",
+        json_schema_extra={"flag": "--num-buckets"},
+    )
+    clone_scattered_embedding: bool = Field(
+        True, description="copy this rank's tokens of the embedding under sequence parallelism, so that all can end"
+    )
+    evaluation_mbs: Count | None = Field(
+        None,
+        description="micro-batch size of evaluation; default: that of training",
+        json_schema_extra={"flag": "--eval-micro-batch-size"},
     )
     fsdp: MegatronSharding = Field(
         "none",
@@ -179,7 +197,9 @@ class Megatron(FrameworkSection, Terse):
 class Experts(FrameworkSection, Terse):
     """How a model with experts is trained; Megatron-Core's arguments are called ``--moe-…``."""
 
-    unsaid: ClassVar[frozenset[str]] = frozenset({"router_padding", "flex_backend", "squared_relu_fusion"})
+    unsaid: ClassVar[frozenset[str]] = frozenset(
+        {"router_padding", "flex_backend", "squared_relu_fusion", "input_jitter"}
+    )
 
     imbalance: str = Field(
         "balanced",
@@ -187,6 +207,9 @@ class Experts(FrameworkSection, Terse):
         description="tokens of the most loaded rank: balanced, a factor of the mean, the worst that routing allows, or "
         "a record of every expert's tokens in each layer (CSV or JSON)",
         json_schema_extra={"flag": "--experts-imbalance"},
+    )
+    input_jitter: bool = Field(
+        False, description="multiply the router's input by noise", json_schema_extra={"flag": "--moe-input-jitter"}
     )
     dispatcher: Literal["allgather", "alltoall", "flex"] = Field(
         "alltoall", description="how tokens reach experts", json_schema_extra={"flag": "--moe-dispatcher"}

@@ -147,6 +147,15 @@ def test_where_buckets_end_changes_only_padding(bucket: int) -> None:
     assert held(one.construction, grads) <= held(many.construction, grads) <= held(one.construction, grads) + padding
 
 
+def test_a_number_of_buckets_is_a_size() -> None:
+    """``resolve_ddp_bucket_size``: 2,100 elements in 10 buckets end behind 210 or more each, and are padded there."""
+    rules = replace(PLAIN, distributed=True, shards=4)
+    parameters = chunk_of((10, 10), (5,), times=20)
+    made = [keep(parameters, one, False) for one in (replace(rules, buckets=10), replace(rules, bucket=210), rules)]
+    cut, same, whole = (held(one.construction, Category.GRADIENTS) for one in made)
+    assert cut == same > whole
+
+
 def test_muon_keeps_one_state_of_matrices_and_deals_whole_parameters_out() -> None:
     """Embedding and norms have Adam's two states. Two ranks get parameters from small to large, to and fro: the norm
     and the embedding go to the first, both matrices to the second."""

@@ -143,6 +143,14 @@ def _score(reader: Reader) -> None:
     reader.building.put("model.router_score", node, name)
 
 
+def _jitter(reader: Reader) -> None:
+    """How much is no matter of memory or time."""
+    name = "--moe-input-jitter-eps"
+    node = reader.settings.number(name)
+    if node is not None:
+        reader.building.put("experts.input_jitter", Node(True, node.origin), name)
+
+
 def _scaled(plan: Plan) -> bool:
     return mixed(plan) and plan.model.router_scaling is not None
 
@@ -209,6 +217,10 @@ ROWS: Sequence[Row] = (
         when=lambda plan: mixed(plan) and plan.model.router_score != "softmax",
     ),
     switch_of_experts("--moe-router-pre-softmax", "model.router_score_first"),
+    of_experts(
+        "--moe-input-jitter-eps", "experts.input_jitter", "number", read=_jitter,
+        value=lambda plan: 0.01, when=lambda plan: plan.experts.input_jitter,
+    ),
     switch_of_experts("--moe-router-enable-expert-bias", "model.router_expert_bias"),
     switch_of_experts("--moe-apply-probs-on-input", "model.router_weighs_inputs"),
     of_experts("--moe-router-num-groups", "model.router_groups", when=_grouped),

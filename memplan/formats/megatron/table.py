@@ -562,6 +562,12 @@ LAYOUT = (
 BATCH = (
     Row("--micro-batch-size", "batch.mbs", "BATCH", default=NEEDED),
     Row("--global-batch-size", "batch.gbs", "BATCH", read=_gbs),
+    Row(
+        "--eval-micro-batch-size",
+        "megatron.evaluation_mbs",
+        "BATCH",
+        when=lambda plan: plan.megatron.evaluation_mbs is not None,
+    ),
     Row("--seq-length", "batch.seq", "BATCH", default=NEEDED, older=("--encoder-seq-length",)),
     Row(
         "--decoder-seq-length",
@@ -959,6 +965,7 @@ LAYERS = (
         when=lambda plan: not plan.megatron.query_key_layer_scaling,
     ),
     switch("--fp32-residual-connection", "megatron.fp32_residual", "LAYERS"),
+    switch("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", "LAYERS", OFF),
     switch("--calculate-per-token-loss", "megatron.per_token_loss", "LAYERS"),
     switch("--no-create-attention-mask-in-dataloader", "megatron.attention_mask_in_dataloader", "LAYERS", OFF),
     switch(
@@ -982,6 +989,7 @@ LAYERS = (
     switch("--overlap-grad-reduce", "megatron.overlap_grad_reduce", "REDUCTION"),
     switch("--overlap-param-gather", "megatron.overlap_param_gather", "REDUCTION"),
     Row("--ddp-bucket-size", "megatron.bucket_size", "REDUCTION"),
+    Row("--ddp-num-buckets", "megatron.buckets", "REDUCTION", when=lambda plan: plan.megatron.buckets is not None),
     switch("--log-num-zeros-in-grad", "megatron.log_num_zeros_in_grad", "REDUCTION"),
     switch("--log-params-norm", "megatron.log_params_norm", "REDUCTION"),
     switch(

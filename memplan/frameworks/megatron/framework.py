@@ -198,6 +198,9 @@ class Megatron(Framework):
     def saving(self, plan: ResolvedPlan) -> str:
         return SAVING if plan.optimizer.precision_aware else super().saving(plan)
 
+    def evaluation_mbs(self, plan: ResolvedPlan) -> int | None:
+        return plan.megatron.evaluation_mbs
+
     def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         from . import programs
 
@@ -468,6 +471,17 @@ def check_user_buffers(plan: ResolvedPlan) -> None:
         raise PlanError("megatron.tp_comm_overlap", True, "must be false with local layers: Transformer Engine has it")
 
 
+def check_buckets(plan: ResolvedPlan) -> None:
+    """``DistributedDataParallelConfig.__post_init__``; Megatron-FSDP has buckets of its own."""
+    megatron = plan.megatron
+    if megatron.buckets is None:
+        return
+    if megatron.bucket_size is not None:
+        raise PlanError("megatron.buckets", megatron.buckets, "must be left out with megatron.bucket_size")
+    if megatron.fsdp != "none":
+        raise PlanError("megatron.buckets", megatron.buckets, "must be left out with Megatron-FSDP (megatron.fsdp)")
+
+
 def check_graphs(plan: ResolvedPlan) -> None:
     """CUDA graphs (``transformer_config.py``, ``arguments.py``), of Transformer Engine's layers."""
     megatron, modules, field = plan.megatron, plan.megatron.cuda_graph_modules, "megatron.cuda_graphs"
@@ -649,6 +663,7 @@ RULES = (
     check_optimizer,
     check_offloading,
     check_deferral,
+    check_buckets,
     check_graphs,
     check_user_buffers,
     check_decoder,

@@ -99,6 +99,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         graphs=(megatron.cuda_graph_modules or ()) if megatron.cuda_graphs == "transformer_engine" else None,
         defers=megatron.defer_embedding_wgrad,
         attention_mask=megatron.attention_mask_in_dataloader,
+        clones_embedding=megatron.clone_scattered_embedding,
         per_token_loss=megatron.per_token_loss,
         decoder=plan.batch.decoder_seq or 0,
     )
@@ -162,6 +163,7 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
         imbalances=tuple(factors) if len(factors) > 1 else (),
         apart=layout.ep > 1 or etp != layout.tp,
         router_pads=given.router_padding,
+        jitters=given.input_jitter,
     )
 
 
@@ -189,6 +191,7 @@ def rules(plan: ResolvedPlan) -> Rules:
         distributed=layout.zero == 1,
         shards=ranks // megatron.distributed_optimizer_instances,
         bucket=size if megatron.overlap_grad_reduce else None,
+        buckets=megatron.buckets if megatron.overlap_grad_reduce else None,
         optimizer=optimizer.name,
         precision_aware=optimizer.precision_aware,
         main_parameters=optimizer.main_parameters,
@@ -496,7 +499,7 @@ class Stages:
 
     @cached_property
     def _rules_behind(self) -> Rules:
-        return replace(self.rules, bucket=None)
+        return replace(self.rules, bucket=None, buckets=None)
 
     def program(self, stage: int, entries: tuple[tuple[str, ...], ...]) -> Program:
         """``entries``: names of what each chunk of ``stage`` holds."""

@@ -68,6 +68,8 @@ class Rules:
     """Precision of linear layers' products, if that is not ``dtype``."""
     alignment: int = BUCKET_ALIGNMENT
     """Elements to a multiple of which buckets are padded, beside that of ``shards`` (``bucket_end_divisor``)."""
+    buckets: int | None = None
+    """How many buckets gradients are cut into, in place of ``bucket``."""
     offload: float = 0.0
     """Fraction of the optimizer's states that the host keeps."""
 
@@ -168,11 +170,14 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
         originals.append([hold for hold, kept in made if not kept])
         construction += [hold for hold, _ in made]
     optimizers = _optimizers(tensors, rules)
+    bucket = rules.bucket
+    if rules.buckets is not None:  # ``resolve_ddp_bucket_size``
+        bucket = sum(parameter.elements for chunk in tensors for parameter in chunk) // rules.buckets
     pieces: list[list[Piece]] = [[] for _ in optimizers]
     for at, chunk in enumerate(tensors):
         for own, (experts, shared) in zip(pieces, optimizers, strict=True):
             for members in _alike([parameter for parameter in chunk if parameter.expert is experts]):
-                buckets = _buckets(members, rules.bucket if at == 0 else None, shared, tied_across_stages)
+                buckets = _buckets(members, bucket if at == 0 else None, shared, tied_across_stages)
                 elements = sum(bucket.end for bucket in buckets)
                 dtype, size = _stored(members[0], elements, rules)
                 if rules.in_buffers and size:

@@ -101,7 +101,8 @@ class MegatronTime(FrameworkTime):
             reduced, gathered = reduced + others[0], gathered + others[1]
         if given.overlap_grad_reduce:
             size = given.bucket_size or bucket_size(replicas.ranks)
-            reduced = beside(replicas.rates, reduced, rank.backward, size / rank.trained)
+            last = 1 / given.buckets if given.buckets is not None else size / rank.trained
+            reduced = beside(replicas.rates, reduced, rank.backward, last)
         if given.overlap_param_gather:
             gathered = beside(replicas.rates, gathered, rank.forward, 0.0)
         return reduced + gathered

@@ -191,7 +191,7 @@ def embedding(
         hidden = ops.cast(r, hidden, "fp32", "embedding_fp32")
     if shape.sequence_parallel:
         hidden = hidden if scattered else _first_slice(r, hidden, shape)
-        hidden = cloned(r, hidden, "embedding_cloned")
+        hidden = cloned(r, hidden, "embedding_cloned") if shape.clones_embedding else hidden
     hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
     del words, places, kinds
     return hidden

@@ -20,6 +20,8 @@ WEIGHT = "mlp.router.weight"
 def route(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
     """Probabilities (T, E) and the booleans (T, E) of the experts that tokens go to."""
     spec = shape.spec
+    if shape.experts is not None and shape.experts.jitters:
+        hidden = _jittered(r, hidden)
     logits = gating(r, hidden, shape)
     logits = logits.view(shape.routed.own, spec.experts)
     if spec.router_z_loss and r.grad_enabled:
@@ -33,6 +35,20 @@ def route(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
     if r.grad_enabled and spec.router_aux_loss and spec.router_balancing.endswith("aux_loss"):
         probabilities = _with_loss(r, probabilities, _balancing_loss(r, logits, shape))
     return probabilities, chosen
+
+
+def _jittered(r: Recorder, x: Tensor) -> Tensor:
+    """``apply_input_jitter``: times numbers that ``torch.distributions.Uniform.rsample`` makes (``low + rand * (high -
+    low)``), which backward reads."""
+    like, dtype = x.shape, x.dtype
+    made = [r.empty(like, dtype, "router_noise_random"), r.empty(like, dtype, "router_noise_scaled")]
+    noise = r.empty(like, dtype, "router_noise")
+    made.clear()
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_router_jittered")]
+
+    return r.output((x,), (noise,), backward, like, dtype, "router_jittered")
 
 
 def gating(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:

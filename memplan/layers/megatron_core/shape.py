@@ -52,6 +52,8 @@ class ExpertShape:
         """``MoEFlexTokenDispatcher`` over the library that the dispatcher is named after."""
         return self.dispatcher in ("deepep", "hybridep")
 
+    jitters: bool = False
+    """The router's input is multiplied by noise (``moe_input_jitter_eps``)."""
     router_pads: bool = False
     """The router sends every expert a multiple of the rows that quantised products want
     (``moe_router_padding_for_quantization``)."""
@@ -129,6 +131,8 @@ class CoreShape:
     """Parts of a layer that CUDA graphs run (``--cuda-graph-modules``), all of it where none are named;"""
     attention_mask: bool = True
     """An attention mask is made in the data loader and given to the layers."""
+    clones_embedding: bool = True
+    """This rank's tokens of the embedding are copied under sequence parallelism."""
     per_token_loss: bool = False
     multiprocessors: int = 132
     """Of the GPU (H100 132, B200 148, GB200 152): flash attention's deterministic backward splits by it."""

@@ -122,6 +122,9 @@ def test_bert() -> None:
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", "recompute.mode", "none"),
         ("--mtp-num-layers 0", "model.layers", 2),
         ("--ddp-bucket-size 1000", "megatron.bucket_size", 1000),
+        ("--ddp-num-buckets 8", "megatron.buckets", 8),
+        ("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", False),
+        ("--eval-micro-batch-size 4", "megatron.evaluation_mbs", 4),
         ("--make-vocab-size-divisible-by 64", "megatron.vocab_multiple", 64),
         ("--deterministic-mode", "megatron.deterministic", True),
     ],
@@ -145,10 +148,11 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ("--fp16 --bf16", "--fp16: must be left out with --bf16"),
         ("--num-experts 8 --moe-layer-freq [1,2]", "--moe-layer-freq = [1,2]: must be a whole number, or a list of 2 zeros and ones"),
         ("--num-experts 8 --moe-router-load-balancing-type aux_loss seq_aux_loss", "is not modelled yet with several kinds of losses"),
-        ("--num-experts 8 --moe-paged-stash", "--moe-paged-stash: must be left out: this part of mixtures of experts"),
+        ("--num-experts 8 --moe-expert-rank-capacity-factor 2", "-factor: must be left out: this part of mixtures of experts"),
         ("--optimizer soap", "--optimizer = soap: is not modelled yet; adam, sgd and muon are"),
         ("--position-embedding-type mrope", "--position-embedding-type = mrope: is not modelled yet; learned_absolute, rope"),
         ("--recompute-granularity full", "--recompute-method: is missing"),
+        ("--skip-train", "--skip-train: must be left out: nothing is trained with it"),
         ("--batch-size 4", "--batch-size: was renamed long ago, and Megatron stops"),
         ("--use-torch-fsdp2", "train.sh:2: --use-torch-fsdp2: must be left out: parameters that are sharded over ranks"),
         (
@@ -208,11 +212,11 @@ def test_misspelt_arguments_that_change_memory_are_errors() -> None:
 
 
 def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
-    read = launch(small("--log-intervall 8 --my-fork x y --delay-wgrad-compute"))
+    read = launch(small("--log-intervall 8 --my-fork x y --optimizer-cuda-graph"))
     assert [(note.code, note.message.split(" (")[0]) for note in read.notes] == [
         ("argument-unknown", "--log-intervall 8"),
         ("argument-unknown", "--my-fork x y"),
-        ("argument-not-modelled", "--delay-wgrad-compute"),
+        ("argument-not-modelled", "--optimizer-cuda-graph"),
     ]
     assert "did you mean --log-interval?" in read.notes[0].message
     assert "pushes memory up" in read.notes[2].message
@@ -222,7 +226,7 @@ def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
     assert not launch(small("--softmax-type vanilla --cuda-graph-impl none")).notes, "its default does nothing"
     off = "--softmax-type = off-by-one: is not modelled yet; vanilla and learnable are"
     assert off in error_of(lambda: launch(small("--softmax-type off-by-one")))
-    for wrong in ("--my-fork 8", "--delay-wgrad-compute"):
+    for wrong in ("--my-fork 8", "--optimizer-cuda-graph"):
         assert "(--strict)" in error_of(lambda wrong=wrong: launch(small(wrong), strict=True))  # type: ignore[misc]
 
 
@@ -316,7 +320,7 @@ def test_a_mapping_of_arguments_as_benchmarks_have_it() -> None:
     arguments = {
         "--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--seq-length": 1024,
         "--max-position-embeddings": 1024, "--micro-batch-size": 4, "--global-batch-size": 32, "--bf16": True,
-        "--delay-wgrad-compute": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
+        "--optimizer-cuda-graph": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
     }  # fmt: skip
     read = plan_of_arguments(arguments, {"CUDA_DEVICE_MAX_CONNECTIONS": 1}, gpus=8, vocabulary=50257)
     assert (read.plan.model.vocab, read.plan.hardware.gpus, read.plan.recompute.modules) == (50257, 8, ("mlp",))

@@ -1,0 +1,73 @@
+"""Small choices of Megatron-Core that an argument makes, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memplan.estimate import estimate
+from memplan.frameworks.megatron.programs import core_shape, layer_shape_of, layers_module, module_shapes, programs
+from memplan.layers.module import Options
+from memplan.plan.plan import Plan
+from memplan.tape.events import Drop, Event, Hold
+
+from .test_megatron import plan, refusal
+
+S, H = 256, 256
+
+
+def kept(tape: Iterable[Event]) -> list[tuple[str, int]]:
+    """Names and bytes of what ``tape`` leaves."""
+    holds: dict[int, Hold] = {}
+    for event in tape:
+        if isinstance(event, Hold):
+            holds[event.tensor] = event
+        elif isinstance(event, Drop):
+            holds.pop(event.tensor, None)
+    return [(one.name, one.bytes) for one in holds.values()]
+
+
+def embedded(**flags: object) -> list[tuple[str, int]]:
+    """What the embedding's forward pass leaves on one of two tensor-parallel ranks."""
+    given = plan(tp=2, sequence_parallel="true", positions="learned", embedding_dropout=0, **flags)
+    spans = programs(given, Options())[0].order.chunks[0].spans
+    (module,) = (span.module for span in spans if span.names == ("embedding",))
+    return kept(module.steady.forward)
+
+
+def test_without_a_copy_the_whole_embedding_stays() -> None:
+    """Half of the tokens are copied, 2 s h / 2 bytes; a view of them keeps all."""
+    assert ("embedding_cloned", 2 * S * H // 2) in embedded()
+    without = embedded(clone_scattered_embedding="false")
+    assert not any(name == "embedding_cloned" for name, _ in without)
+    assert max(size for _, size in without) == 2 * S * H
+
+
+MIXTURE = {"experts": 4, "expert_top_k": 2, "expert_ffn": 64, "router_dtype": "fp32", "moe_dispatcher": "alltoall"}
+
+
+def of_layer(**flags: object) -> list[tuple[str, int]]:
+    shape = layer_shape_of(module_shapes(core_shape(plan(dp=2, ep=2, **MIXTURE, **flags)))[0], 0)
+    return kept(layers_module((shape,), Options()).first.forward)
+
+
+def test_noise_of_a_router_is_kept_beside_its_product() -> None:
+    """2 s h bytes each: the product is the gating layer's input, the noise a factor of it."""
+    found = dict(of_layer(moe_input_jitter="true"))
+    assert found["router_noise"] == found["router_jittered"] == 2 * S * H
+    assert not any("jittered" in name or "noise" in name for name, _ in of_layer())
+
+
+def evaluated(given: Plan) -> int:
+    moment = estimate(given).stages[0].moments["evaluation"]
+    assert moment is not None
+    return moment
+
+
+def test_an_evaluation_has_batches_of_its_own() -> None:
+    """It needs what one of a training with such batches does: states are the same."""
+    assert evaluated(plan(eval_micro_batch_size=4)) == evaluated(plan(mbs=4)) > evaluated(plan())
+
+
+def test_a_number_of_buckets_and_their_size_exclude_one_another() -> None:
+    assert "must be left out with megatron.bucket_size" in refusal(num_buckets=4, bucket_size=100)
+    assert "with Megatron-FSDP" in refusal(num_buckets=4, megatron_fsdp="optim", dp=2)
