@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from memplan.estimate import estimate
-from memplan.formats.megatron.table import Family
+from memplan.formats.megatron.context import Family
 from memplan.formats.training_scripts import plan_of_arguments
 from memplan.frameworks.megatron import programs
 from memplan.layers.module import Options

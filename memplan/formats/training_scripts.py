@@ -21,8 +21,8 @@ from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, Source, build_plan
 from .files import Words, read_words, words_of, words_of_mapping
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
+from .megatron.context import Context, Family
 from .megatron.hybrid import PATTERN
-from .megatron.table import Context, Family
 from .rows import Argument, Building, Table, arguments_of, nearest_argument
 from .settings import Given, NeededError, Settings, asks
 

@@ -148,10 +148,10 @@ def test_where_buckets_end_changes_only_padding(bucket: int) -> None:
 
 
 def test_a_number_of_buckets_is_a_size() -> None:
-    """``resolve_ddp_bucket_size``: 2,100 elements in 10 buckets end behind 210 or more each, and are padded there."""
+    """``resolve_ddp_bucket_size``: 2,100 elements in 20 buckets end behind 105 or more each, and are padded there."""
     rules = replace(PLAIN, distributed=True, shards=4)
     parameters = chunk_of((10, 10), (5,), times=20)
-    made = [keep(parameters, one, False) for one in (replace(rules, buckets=10), replace(rules, bucket=210), rules)]
+    made = [keep(parameters, one, False) for one in (replace(rules, buckets=20), replace(rules, bucket=105), rules)]
     cut, same, whole = (held(one.construction, Category.GRADIENTS) for one in made)
     assert cut == same > whole
 

@@ -15,7 +15,8 @@ from ..script import Arguments, Script, sizes_of
 from ..training_scripts import read_back
 from .hybrid import settled as settled_hybrid
 from .sharding import is_sharded
-from .table import ROWS, largest_chunk
+from .table import ROWS
+from .training import largest_chunk
 
 YOURS = (
     ("--mock-data",),

@@ -14,7 +14,7 @@ from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_nodes import parse_yaml
 from ..files import words_of_node
 from ..launch import Asked, Launch
-from ..megatron.table import Family
+from ..megatron.context import Family
 from ..training_scripts import launched
 from . import table
 from .arguments import FRAMEWORK, arguments

@@ -17,7 +17,10 @@ from ...plan.node import Node
 from ...plan.plan import Plan
 from ...plan.text import read_text
 from ...plan.yaml_nodes import parse_yaml
-from ..megatron.table import DROPOUTS, PARALLEL, SIZES, Context, its_optimizer, put_dtype, start
+from ..megatron.context import Context, start
+from ..megatron.layout import PARALLEL
+from ..megatron.model import DROPOUTS, SIZES
+from ..megatron.training import its_optimizer, put_dtype
 from ..megatron.vocabulary import tokens_of
 from ..rows import NEEDED, Building, Reader, Row, elsewhere, positive, read_rows, switch
 from ..settings import Settings

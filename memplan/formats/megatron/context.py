@@ -1,0 +1,38 @@
+"""What is known of a training beside Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from ...bash.values import Value
+from ...plan.node import Node
+from ...values import dataclass
+from ..rows import Building
+
+Family = Literal["gpt", "bert", "t5", "hybrid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Facts beside the arguments: the model's kind and name, and values that flags or launchers give."""
+
+    family: Family
+    name: str
+    folder: Path
+    gpus: Node | None = None
+    gpus_per_node: Node | None = None
+    vocabulary: Node | None = None
+    files: Mapping[str, Value] | None = None
+    """Files that the script writes, by name."""
+
+
+def start(building: Building, framework: str, context: Context) -> None:
+    """Puts the values that launchers, flags and the script's name give."""
+    building.put("framework", framework)
+    building.put("model.name", context.name)
+    building.put("model.family", context.family)
+    for path, node in (("hardware.gpus", context.gpus), ("hardware.gpus_per_node", context.gpus_per_node)):
+        if node is not None:
+            building.put(path, node)

@@ -1,0 +1,211 @@
+"""Megatron-LM's arguments of ranks and batches (``_add_distributed_args``; ``validate_args``)."""
+
+from __future__ import annotations
+
+from ...plan.errors import ABSENT, PlanError
+from ...plan.megatron_layout import virtual_stages, written_out
+from ...plan.node import Node
+from ...plan.plan import Plan
+from ..rows import NEEDED, OFF, Reader, Row, elsewhere, positive, switch
+from . import hybrid
+
+
+def _sequence_parallel(reader: Reader) -> None:
+    name = "--sequence-parallel"
+    on = reader.settings.has(name) and reader.building.size("layout.tp") != 1
+    reader.building.put("layout.sequence_parallel", Node(on, reader.settings.where(name)), name)
+
+
+def _without_context(reader: Reader) -> str:
+    return "no effect with one context-parallel rank" if reader.building.size("layout.cp") == 1 else ""
+
+
+def _context_communication(reader: Reader) -> None:
+    name = "--cp-comm-type"
+    kinds = reader.settings.words(name)
+    if kinds is None:
+        return
+    different = {kind.value for kind in kinds}
+    if len(different) != 1 or not different <= {"p2p", "a2a", "all_gather"}:
+        shown = " ".join(str(kind.value) for kind in kinds)
+        problem = "is not modelled yet; p2p, a2a or all_gather, the same for every layer, is"
+        raise PlanError(name, shown, problem, origin=reader.settings.where(name))
+    reader.building.put("megatron.cp_communication", kinds[0], name)
+
+
+_LAYOUT = "--pipeline-model-parallel-layout"
+_VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+_VIRTUAL_LAYERS = "--num-layers-per-virtual-pipeline-stage"
+_COUNTED = tuple(f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss"))
+
+
+def _chunks(reader: Reader) -> None:
+    """Virtual stages of a rank: a number, or what a layout string or the layers of each make of them."""
+    settings, put = reader.settings, reader.building.put
+    if (cut := hybrid.chunks(reader, (_VIRTUAL_LAYERS, _VIRTUAL, _LAYOUT, *_COUNTED))) is not None:
+        put("layout.vpp", cut, hybrid.PATTERN)
+        return
+    given = [name for name in (_VIRTUAL_LAYERS, _VIRTUAL, _LAYOUT) if settings.has(name)]
+    if len(given) > 1:
+        problem = f"must be left out with {given[0]}: only one of them says how many virtual stages there are"
+        raise PlanError(given[1], ABSENT, problem, origin=settings.where(given[1]))
+    if not given:
+        put("layout.vpp", 1)
+        return
+    (name,) = given
+    node = settings.word(name) if name == _LAYOUT else settings.integer(name)
+    try:
+        chunks = _counted_chunks(reader, name, node)
+    except PlanError as error:
+        raise PlanError(name, node.value, error.problem, origin=node.origin) from None
+    put("layout.vpp", Node(chunks, node.origin), name)
+
+
+def _counted_chunks(reader: Reader, name: str, node: Node) -> int:
+    pp = reader.building.size("layout.pp")
+    if name == _VIRTUAL and isinstance(node.value, int):
+        return positive("", node)
+    if isinstance(node.value, int):
+        layers = positive("--num-layers", reader.building.items["model.layers"])
+        return virtual_stages(layers, pp, node.value, *map(reader.settings.has, _COUNTED))
+    count = written_out(str(node.value)).count("|") + 1
+    if count % pp:
+        raise PlanError("", count, f"has {count} stages, which the {pp} ranks of the pipeline must divide")
+    return count // pp
+
+
+def _without_chunks(reader: Reader) -> str:
+    return "no effect without virtual stages" if reader.building.items["layout.vpp"].value == 1 else ""
+
+
+def _interleaved(plan: Plan) -> bool:
+    return plan.layout.vpp > 1
+
+
+_BATCH_SCHEDULE = "--step-batch-size-schedule"
+
+
+def _last_batch(steps: Node) -> Node:
+    """``"0:768 250B:1536"``: of a batch that grows in steps its last size, beside which there is no other."""
+    last = str(steps.value).replace('"', "").split()[-1:]
+    size = last[0].rpartition(":")[2] if last else ""
+    if not size.isdigit():
+        problem = "must be steps such as 0:768 250B:1536"
+        raise PlanError(_BATCH_SCHEDULE, steps.value, problem, origin=steps.origin)
+    return Node(int(size), steps.origin)
+
+
+def _decoder(reader: Reader) -> None:
+    """The decoder's sequence. It has as many layers as the encoder (``validate_args``; ``pretrain_t5.py``,
+    ``model_provider``)."""
+    settings, building, is_t5 = reader.settings, reader.building, reader.context.family == "t5"
+    layers, name = settings.integer(DECODER_LAYERS), "--decoder-seq-length"
+    if not is_t5:
+        building.because(DECODER_LAYERS, "no effect: the model has no decoder of its own")
+        building.because(name, "no effect: the model has no decoder of its own")
+        return
+    building.because(DECODER_LAYERS, "not read: the decoder has as many layers as the encoder")
+    encoder = building.size("model.layers")
+    if layers is not None and layers.value != encoder:
+        said = f"--decoder-num-layers {layers.value} is not used: pretrain_t5.py builds as many as the encoder has"
+        building.note("decoder-layers-unused", f"{said}, {encoder}")
+    seq = settings.integer(name)
+    if seq is None:
+        raise PlanError(name, ABSENT, "is missing: the training cannot start without it", origin=settings.origin)
+    building.put("batch.decoder_seq", seq, name)
+
+
+DECODER_LAYERS = "--decoder-num-layers"
+
+
+def _gbs(reader: Reader) -> None:
+    """Where nobody says, one micro-batch on every data-parallel rank."""
+    settings, building, gpus = reader.settings, reader.building, reader.context.gpus
+    steps = settings.word(_BATCH_SCHEDULE)
+    gbs = settings.integer("--global-batch-size") if steps is None else _last_batch(steps)
+    if gbs is not None:
+        building.put("batch.gbs", gbs, _BATCH_SCHEDULE if steps is not None else "--global-batch-size")
+    elif gpus is not None:
+        ranks = building.size("layout.tp") * building.size("layout.pp") * building.size("layout.cp")
+        mbs = building.items["batch.mbs"]
+        dp = max(positive("--gpus", gpus) // ranks, 1)
+        building.put("batch.gbs", Node(positive("--micro-batch-size", mbs) * dp, mbs.origin))
+
+
+PARALLEL = (
+    Row("--tensor-model-parallel-size", "layout.tp", "PARALLEL", default=1, least=1),
+    Row("--pipeline-model-parallel-size", "layout.pp", "PARALLEL", default=1, least=1),
+)
+LAYOUT = (
+    *PARALLEL,
+    Row("--context-parallel-size", "layout.cp", "PARALLEL", default=1, least=1, when=lambda plan: plan.layout.cp > 1),
+    Row(
+        "--cp-comm-type",
+        "megatron.cp_communication",
+        "PARALLEL",
+        read=_context_communication,
+        without_effect=_without_context,
+        when=lambda plan: plan.layout.cp > 1,
+    ),
+    Row(
+        "--expert-model-parallel-size",
+        "layout.ep",
+        "PARALLEL",
+        default=1,
+        least=1,
+        when=lambda plan: plan.layout.ep > 1,
+    ),
+    switch("--sequence-parallel", "layout.sequence_parallel", "PARALLEL", read=_sequence_parallel),
+    Row(
+        _VIRTUAL,
+        "layout.vpp",
+        "PARALLEL",
+        read=_chunks,
+        when=lambda plan: plan.pipeline.layout is None and _interleaved(plan) and hybrid.is_plain(plan),
+    ),
+    Row(_LAYOUT, "pipeline.layout", "PARALLEL", "word", when=hybrid.is_plain),
+    Row("--decoder-first-pipeline-num-layers", "pipeline.first_layers", "PARALLEL", when=hybrid.is_plain),
+    Row("--decoder-last-pipeline-num-layers", "pipeline.last_layers", "PARALLEL", when=hybrid.is_plain),
+    switch(_COUNTED[0], "pipeline.count_embedding", "PARALLEL", when=hybrid.is_plain),
+    switch(_COUNTED[1], "pipeline.count_loss", "PARALLEL", when=hybrid.is_plain),
+    Row(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "pipeline.group",
+        "PARALLEL",
+        without_effect=_without_chunks,
+        when=_interleaved,
+    ),
+    switch(
+        "--no-overlap-p2p-communication",
+        "pipeline.overlap_p2p",
+        "PARALLEL",
+        OFF,
+        without_effect=_without_chunks,
+        when=_interleaved,
+    ),
+    switch(
+        "--overlap-p2p-communication-warmup-flush",
+        "pipeline.overlap_p2p_warmup",
+        "PARALLEL",
+        without_effect=_without_chunks,
+    ),
+)
+BATCH = (
+    Row("--micro-batch-size", "batch.mbs", "BATCH", default=NEEDED),
+    Row("--global-batch-size", "batch.gbs", "BATCH", read=_gbs),
+    Row(
+        "--eval-micro-batch-size",
+        "megatron.evaluation_mbs",
+        "BATCH",
+        when=lambda plan: plan.megatron.evaluation_mbs is not None,
+    ),
+    Row("--seq-length", "batch.seq", "BATCH", default=NEEDED, older=("--encoder-seq-length",)),
+    Row(
+        "--decoder-seq-length",
+        "batch.decoder_seq",
+        "BATCH",
+        read=_decoder,
+        when=lambda plan: plan.batch.decoder_seq is not None,
+    ),
+    Row(DECODER_LAYERS, "model.layers", "BATCH", read=elsewhere, when=lambda plan: plan.batch.decoder_seq is not None),
+)

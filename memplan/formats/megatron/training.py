@@ -1,0 +1,260 @@
+"""Megatron-LM's arguments of precision, optimizer, recompute and offloading."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from ...plan.errors import ABSENT, PlanError
+from ...plan.framework_sections import OffloadModule
+from ...plan.megatron_layout import stages
+from ...plan.node import Node
+from ...plan.plan import Plan
+from ..rows import Building, Reader, Row, elsewhere, switch
+from . import sharding
+
+_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
+
+
+def _precision(reader: Reader) -> None:
+    """bf16 accumulates in fp32 unless it is told to reduce in bf16 or to keep its main gradients in it. Megatron-FSDP
+    has an argument of its own."""
+    settings = reader.settings
+    if settings.has("--fp16") and settings.has("--bf16"):
+        raise PlanError("--fp16", ABSENT, "must be left out with --bf16", origin=settings.where("--fp16"))
+    dtype = put_dtype(reader)
+    if sharding.runs(reader):
+        sharding.put_dtypes(reader, dtype)
+        return
+    accumulates = settings.has("--accumulate-allreduce-grads-in-fp32")
+    reduces = dtype == "bf16" and settings.has("--grad-reduce-in-bf16")
+    main = settings.word("--main-grads-dtype")
+    in_fp32 = accumulates or (dtype == "bf16" and (main is None or main.value == "fp32"))
+    names = ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16", "--main-grads-dtype")
+    gradients = "fp32" if in_fp32 and not reduces else dtype
+    where = settings.where(*reversed(names[:2]), names[2])
+    reader.building.put("precision.gradients", Node(gradients, where), *names)
+
+
+def put_dtype(reader: Reader) -> str:
+    """Puts the dtype of the parameters, and returns it."""
+    names = ("--fp16", "--bf16")
+    dtype = next((name[2:] for name in names if reader.settings.has(name)), "fp32")
+    reader.building.put("precision.dtype", Node(dtype, reader.settings.where(*names)), *names)
+    return dtype
+
+
+def _reduces_in_bf16(plan: Plan) -> bool:
+    return not sharding.is_sharded(plan) and plan.precision.dtype == plan.precision.gradients == "bf16"
+
+
+def _accumulates_in_fp32(plan: Plan) -> bool:
+    return not sharding.is_sharded(plan) and plan.precision.dtype != "fp32" and plan.precision.gradients == "fp32"
+
+
+def _optimizer(reader: Reader) -> None:
+    name = "--optimizer"
+    kind = reader.settings.word(name) or Node("adam", reader.settings.origin)
+    kind = Node("muon", kind.origin) if kind.value == "dist_muon" else kind
+    if kind.value not in ("adam", "sgd", "muon"):
+        raise PlanError(name, kind.value, "is not modelled yet; adam, sgd and muon are", origin=kind.origin)
+    reader.building.put("optimizer.name", kind, name)
+
+
+def its_optimizer(plan: Plan) -> Any:
+    """Adam is AdamW there (``OptimizerConfig.decoupled_weight_decay``)."""
+    return plan.optimizer.algorithm.megatron
+
+
+def _recompute(reader: Reader) -> None:
+    settings, building = reader.settings, reader.building
+    name = "--recompute-granularity"
+    mode = settings.word(name)
+    if settings.has("--recompute-activations"):
+        name, mode = "--recompute-activations", Node("selective", settings.where("--recompute-activations"))
+    if mode is None:
+        for unused in ("--recompute-method", "--recompute-num-layers", "--recompute-modules"):
+            building.because(unused, "no effect without --recompute-granularity")
+        return
+    building.put("recompute.mode", mode, name)
+    if mode.value == "selective":
+        modules = settings.words("--recompute-modules")
+        if modules is not None:
+            kept = Node(_recomputed(building, modules), settings.where("--recompute-modules"))
+            building.put("recompute.modules", kept, "--recompute-modules")
+        return
+    method = settings.word("--recompute-method")
+    if method is None:
+        problem = "is missing: full recompute needs it, uniform or block"
+        raise PlanError("--recompute-method", ABSENT, problem, origin=mode.origin)
+    layers = settings.integer("--recompute-num-layers")
+    if method.value == "block" and layers is not None and layers.value == 0:
+        building.put("recompute.mode", Node("none", layers.origin), name, "--recompute-num-layers")
+        building.because("--recompute-method", "block of 0 layers: none is recomputed")
+        return
+    building.put("recompute.method", method, "--recompute-method")
+    if layers is not None:
+        building.put("recompute.layers", layers, "--recompute-num-layers")
+
+
+def _recomputed(building: Building, modules: list[Node]) -> list[Node]:
+    """Modules that are recomputed, each once; those of layers that the model has not are not there."""
+    absent = {
+        **dict.fromkeys(("moe", "moe_act", "shared_experts"), not building.items["model.experts"].value),
+        "mla_up_proj": "model.latent_kv_rank" not in building.items,
+    }
+    kept: dict[object, Node] = {}
+    for module in modules:
+        if absent.get(str(module.value)):
+            building.because("--recompute-modules", f"{module.value}: not in a layer of this model")
+        elif module.value in _MODULES:
+            kept[module.value] = module
+        else:
+            problem = f"is not modelled yet; {', '.join(_MODULES)} are"
+            raise PlanError("--recompute-modules", module.value, problem, origin=module.origin, known=_MODULES)
+    return list(kept.values())
+
+
+def _in_full(plan: Plan) -> bool:
+    return plan.recompute.mode == "full"
+
+
+def largest_chunk(plan: Plan) -> int:
+    """Layers of the virtual stage of Megatron-Core that has most."""
+    pipeline, layout = plan.pipeline, plan.layout
+    found = stages(
+        plan.model.layers,
+        layout.pp,
+        layout.vpp,
+        pipeline.first_layers,
+        pipeline.last_layers,
+        pipeline.count_embedding,
+        pipeline.count_loss,
+        pipeline.layout,
+    )
+    return max(len(chunk.layers) for stage in found for chunk in stage)
+
+
+OFFLOAD = "--optimizer-cpu-offload"
+
+
+def _offload(reader: Reader) -> None:
+    settings, name = reader.settings, "--optimizer-offload-fraction"
+    if not settings.has(OFFLOAD):
+        reader.building.because(name, f"no effect without {OFFLOAD}")
+        return
+    fraction = settings.number(name) or Node(1.0, settings.where(OFFLOAD))
+    reader.building.put("megatron.optimizer_offload", fraction, OFFLOAD, name)
+
+
+OFFLOADING = "--fine-grained-activation-offloading"
+
+
+def _offloading(reader: Reader) -> None:
+    """Modules whose saved tensors go to the host, each once."""
+    settings, building, name = reader.settings, reader.building, "--offload-modules"
+    if not settings.has(OFFLOADING):
+        for unused in (name, *_OFFLOADING_PARTS):
+            building.because(unused, f"no effect without {OFFLOADING}")
+        return
+    modules = settings.words(name)
+    if not modules:
+        problem = f"is missing: {OFFLOADING} needs modules, of {', '.join(OFFLOAD_MODULES)}"
+        raise PlanError(name, ABSENT, problem, origin=settings.where(OFFLOADING))
+    for module in modules:
+        if module.value not in OFFLOAD_MODULES:
+            problem = f"is not modelled yet; {', '.join(OFFLOAD_MODULES)} are"
+            raise PlanError(name, module.value, problem, origin=module.origin, known=OFFLOAD_MODULES)
+    for part, plain in _OFFLOADING_PARTS.items():
+        given = settings.number(part)
+        if given is not None and given.value != plain:
+            raise PlanError(part, given.value, f"is not modelled yet; {plain} is", origin=given.origin)
+    once = {module.value: module for module in modules}
+    building.put("megatron.offload_modules", Node(list(once.values()), settings.where(name)), OFFLOADING, name)
+
+
+OFFLOAD_MODULES = get_args(OffloadModule)
+_OFFLOADING_PARTS = {"--delta-offload-bytes-across-pp-ranks": 0, "--activation-offload-fraction": 1}
+"""Arguments that share out what goes to the host, and the value that leaves it as it is."""
+
+
+def _has_offloading(plan: Plan) -> bool:
+    return plan.megatron.offload_modules is not None
+
+
+def _offloads(plan: Plan) -> bool:
+    return plan.megatron.optimizer_offload > 0
+
+
+def _precisely(plan: Plan) -> bool:
+    return plan.optimizer.precision_aware
+
+
+TRAINING = (
+    switch(
+        "--fp16", "precision.dtype", "PRECISION", read=_precision, value=lambda plan: plan.precision.dtype == "fp16"
+    ),
+    switch("--bf16", "precision.dtype", "PRECISION", read=elsewhere, value=lambda plan: plan.precision.dtype == "bf16"),
+    switch("--grad-reduce-in-bf16", "precision.gradients", "PRECISION", read=elsewhere, value=_reduces_in_bf16),
+    switch(
+        "--accumulate-allreduce-grads-in-fp32",
+        "precision.gradients",
+        "PRECISION",
+        read=elsewhere,
+        value=_accumulates_in_fp32,
+    ),
+    Row("--optimizer", "optimizer.name", "OPTIMIZER", read=_optimizer, value=its_optimizer),
+    Row("--clip-grad", "megatron.clip_grad", "OPTIMIZER", "number"),
+    switch("--use-distributed-optimizer", "layout.zero", "OPTIMIZER", {True: 1, False: 0}),
+    Row(
+        "--num-distributed-optimizer-instances",
+        "megatron.distributed_optimizer_instances",
+        "OPTIMIZER",
+        when=lambda plan: plan.megatron.distributed_optimizer_instances > 1,
+    ),
+    switch("--use-precision-aware-optimizer", "optimizer.precision_aware", "OPTIMIZER"),
+    switch(OFFLOAD, "megatron.optimizer_offload", "OPTIMIZER", read=_offload, value=_offloads),
+    Row("--optimizer-offload-fraction", "megatron.optimizer_offload", "OPTIMIZER", read=elsewhere, when=_offloads),
+    switch(OFFLOADING, "megatron.offload_modules", "RECOMPUTE", read=_offloading, value=_has_offloading),
+    Row(
+        "--offload-modules",
+        "megatron.offload_modules",
+        "RECOMPUTE",
+        read=elsewhere,
+        when=_has_offloading,
+        value=lambda plan: plan.megatron.offload_modules or (),
+    ),
+    Row(
+        "--min-offloaded-tensor-size",
+        "megatron.offload_least",
+        "RECOMPUTE",
+        without_effect=lambda reader: "" if reader.settings.has(OFFLOADING) else f"no effect without {OFFLOADING}",
+        when=_has_offloading,
+    ),
+    Row("--main-params-dtype", "optimizer.main_parameters", "OPTIMIZER", "word", when=_precisely),
+    Row("--exp-avg-dtype", "optimizer.exp_avg", "OPTIMIZER", "word", when=_precisely),
+    Row("--exp-avg-sq-dtype", "optimizer.exp_avg_sq", "OPTIMIZER", "word", when=_precisely),
+    Row(
+        "--recompute-granularity",
+        "recompute.mode",
+        "RECOMPUTE",
+        read=_recompute,
+        when=lambda plan: plan.recompute.mode != "none",
+    ),
+    Row(
+        "--recompute-modules",
+        "recompute.modules",
+        "RECOMPUTE",
+        read=elsewhere,
+        when=lambda plan: plan.recompute.mode == "selective",
+        value=lambda plan: plan.recompute.modules or (),
+    ),
+    Row("--recompute-method", "recompute.method", "RECOMPUTE", read=elsewhere, when=_in_full),
+    Row(
+        "--recompute-num-layers",
+        "recompute.layers",
+        "RECOMPUTE",
+        read=elsewhere,
+        when=_in_full,
+        value=lambda plan: plan.recompute.layers or largest_chunk(plan),
+    ),
+)
