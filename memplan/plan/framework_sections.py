@@ -198,7 +198,7 @@ class Experts(FrameworkSection, Terse):
     """How a model with experts is trained; Megatron-Core's arguments are called ``--moe-…``."""
 
     unsaid: ClassVar[frozenset[str]] = frozenset(
-        {"router_padding", "flex_backend", "squared_relu_fusion", "input_jitter"}
+        {"router_padding", "flex_backend", "squared_relu_fusion", "input_jitter", "router_fusion"}
     )
 
     imbalance: str = Field(
@@ -207,6 +207,11 @@ class Experts(FrameworkSection, Terse):
         description="tokens of the most loaded rank: balanced, a factor of the mean, the worst that routing allows, or "
         "a record of every expert's tokens in each layer (CSV or JSON)",
         json_schema_extra={"flag": "--experts-imbalance"},
+    )
+    router_fusion: bool = Field(
+        False,
+        description="scores and choice of experts in one kernel of Transformer Engine",
+        json_schema_extra={"flag": "--moe-router-fusion"},
     )
     input_jitter: bool = Field(
         False, description="multiply the router's input by noise", json_schema_extra={"flag": "--moe-input-jitter"}

@@ -57,6 +57,17 @@ def test_noise_of_a_router_is_kept_beside_its_product() -> None:
     assert not any("jittered" in name or "noise" in name for name, _ in of_layer())
 
 
+def test_a_fused_router_keeps_scores_in_fp32_and_the_map() -> None:
+    """(s b, E) each; its balancing loss scores of its own, which the scores that it returns do not outlive."""
+    found = dict(of_layer(moe_router_fusion="true", router_aux_loss=0.01))
+    assert (found["router_scores"], found["routing_map"]) == (4 * S * 4, S * 4)
+    assert found["aux_scores_inner"] == 4 * S * 4
+    assert "aux_scores" not in found
+    assert "router_indices" not in found
+    assert "router_indices" in dict(of_layer())
+    assert "fp64" in refusal(dp=2, ep=2, moe_router_fusion="true", **{**MIXTURE, "router_dtype": "fp64"})
+
+
 def evaluated(given: Plan) -> int:
     moment = estimate(given).stages[0].moments["evaluation"]
     assert moment is not None

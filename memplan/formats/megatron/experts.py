@@ -231,6 +231,7 @@ ROWS: Sequence[Row] = (
         when=lambda plan: mixed(plan) and plan.model.router_dtype is not None,
     ),
     switch_of_experts("--use-fused-weighted-squared-relu", "experts.squared_relu_fusion"),
+    switch_of_experts("--moe-router-fusion", "experts.router_fusion"),
     of_experts(BALANCING, "model.router_balancing", "word", read=_balancing),
     of_experts(COEFFICIENT, "model.router_aux_loss", "number", read=elsewhere, when=_balanced),
     of_experts(

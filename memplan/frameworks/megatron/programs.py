@@ -164,6 +164,7 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
         apart=layout.ep > 1 or etp != layout.tp,
         router_pads=given.router_padding,
         jitters=given.input_jitter,
+        router_fusion=given.router_fusion,
     )
 
 

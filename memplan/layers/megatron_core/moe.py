@@ -44,6 +44,10 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "bias_gelu_fusion in experts, which Megatron-Core refuses"
     if shape.bias_activation_fusion and spec.mlp_bias and spec.activation != "quick_geglu":
         yield "bias_swiglu_fusion of experts with biases, which Megatron-Core refuses"
+    if experts.router_fusion and spec.router_dtype == "fp64":
+        yield "a fused router in fp64, which Transformer Engine refuses"
+    if experts.router_fusion and shape.te < (2, 7):
+        yield "a fused router before Transformer Engine 2.7"
     if spec.expert_latent and experts.shared_overlap:
         yield "shared experts beside the exchange of projected tokens, which Megatron-Core refuses in training"
     if spec.expert_latent and spec.mlp_bias:

@@ -28,12 +28,16 @@ def route(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
         logits = _with_loss(r, logits, _z_loss(r, logits))
     if spec.router_balancing == "sinkhorn":
         probabilities, chosen = _sinkhorn(r, logits, shape)
+    elif shape.experts is not None and shape.experts.router_fusion:
+        probabilities, chosen = _fused_top_k(r, logits)
     else:
         probabilities, chosen = _top_k(r, logits, shape)
     if shape.experts is not None and shape.experts.capacity_factor is not None:
         probabilities, chosen = _dropped(r, probabilities, chosen, shape)
     if r.grad_enabled and spec.router_aux_loss and spec.router_balancing.endswith("aux_loss"):
-        probabilities = _with_loss(r, probabilities, _balancing_loss(r, logits, shape))
+        fused = shape.experts is not None and shape.experts.router_fusion
+        loss = (_fused_balancing_loss if fused else _balancing_loss)(r, logits, shape)
+        probabilities = _with_loss(r, probabilities, loss)
     return probabilities, chosen
 
 
@@ -110,6 +114,41 @@ def _top_k(r: Recorder, logits: Tensor, shape: CoreShape) -> tuple[Tensor, Tenso
     assert probs.shape == few
     spread = _placed if shape.deterministic else _spread
     return spread(r, probs, indices, logits.shape), _map(r, logits)
+
+
+def _fused_top_k(r: Recorder, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Transformer Engine's ``FusedTopkScoreFunction`` (``pytorch/router.py``, ``csrc/extensions/router.cpp``):
+    probabilities in the logits' dtype; saves the map and the scores of all experts in fp32."""
+    like, dtype = logits.shape, logits.dtype
+    probabilities = r.empty(like, dtype, "router_probabilities_spread")
+    chosen, scores = r.empty(like, "bool", "routing_map"), r.empty(like, "fp32", "router_scores")
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_router_logits")]
+
+    return probabilities.by(r.node((logits,), (chosen, scores), backward)), chosen
+
+
+def _fused_balancing_loss(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
+    """``FusedComputeScoresForMoEAuxLoss``, which saves scores in fp32 beside those that it returns, and
+    ``FusedAuxLoss``, which saves two numbers and the tokens of each expert."""
+    like, dtype = logits.shape, logits.dtype
+    scores = r.empty(like, "fp32", "aux_scores")
+    chosen, inner = r.empty(like, "bool", "routing_map"), r.empty(like, "fp32", "aux_scores_inner")
+
+    def of_logits(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, "grad_aux_logits")]
+
+    scores.node = r.node((logits,), (inner,), of_logits)
+    experts = like[1] * (shape.b if shape.spec.router_balancing == "seq_aux_loss" else 1)
+    tokens = r.empty((experts,), "int64", "tokens_per_expert")
+    loss, numbers = r.empty((), "fp32", "aux_loss"), r.empty((2,), "fp32", "aux_numbers")
+    del chosen
+
+    def of_scores(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, "fp32", "grad_aux_scores")]
+
+    return loss.by(r.node((scores,), (numbers, tokens), of_scores))
 
 
 def _chosen_scores(r: Recorder, scores: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,8 @@ class ExpertShape:
 
     jitters: bool = False
     """The router's input is multiplied by noise (``moe_input_jitter_eps``)."""
+    router_fusion: bool = False
+    """Scores and the choice of experts in one kernel of Transformer Engine (``moe_router_fusion``)."""
     router_pads: bool = False
     """The router sends every expert a multiple of the rows that quantised products want
     (``moe_router_padding_for_quantization``)."""
