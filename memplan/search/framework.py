@@ -66,7 +66,7 @@ class FrameworkSearch:
         """Values of every size of the layout on so many GPUs."""
         model, tried = plan.model, self.sizes(plan)
         within_node = min(gpus, plan.hardware.gpus_per_node)
-        divided = [getattr(model, name) for name in framework(plan.framework).supports.tp_divides]
+        divided = [getattr(model, name) for name in (*framework(plan.framework).supports.tp_divides, "kv_heads")]
         axes = {
             "tp": [t for t in divisors(gpus) if t <= within_node and not any(size % t for size in divided)],
             "cp": [1 << bit for bit in range(gpus.bit_length()) if 1 << bit <= min(gpus, MOST_CONTEXT)],

@@ -174,7 +174,7 @@ def test_estimates_are_deterministic() -> None:
         ({"distributed_optimizer_instances": 2}, "must be 1 without the distributed optimizer"),
         ({"te_version": "1.2"}, "megatron.transformer_engine"),
         ({"ep": 2}, "layout.ep = 2: must be 1: llama-3-8b has no experts"),
-        ({"kv_heads": 2, "tp": 4}, "layout.tp = 4: must divide the 2 key/value heads"),
+        ({"heads": 12, "kv_heads": 3, "tp": 2}, "layout.tp = 2: must divide the 3 key/value heads"),
         ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16 or fp16 with Transformer Engine"),
         ({"fp32_residual": "true"}, "has no recipe for fp32 residual connections"),
         (

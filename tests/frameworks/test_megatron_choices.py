@@ -42,6 +42,34 @@ def test_without_a_copy_the_whole_embedding_stays() -> None:
     assert max(size for _, size in without) == 2 * S * H
 
 
+def test_ranks_that_share_a_key_value_head() -> None:
+    """4 ranks, 2 groups of 8 queries of 16 features: what all ranks make is gathered, 2 s (16 + 2 x 2) 16 bytes. Of it
+    nothing is kept, as queries and keys are rotated and the value is copied: as much as with a head for each rank."""
+    made = []
+    for groups in (2, 4):
+        given = plan(tp=4, sequence_parallel="true", kv_heads=groups, gpu="h100-80gb")
+        shape = layer_shape_of(module_shapes(core_shape(given))[0], 0)
+        made.append(layers_module((shape,), Options()))
+    shared, own = made
+    gathered = 2 * S * (16 + 2 * 2) * 16
+    forward, backward = (
+        {one.name: one.bytes for one in tape if isinstance(one, Hold)}
+        for tape in (shared.first.forward, shared.first.backward)
+    )
+    assert forward["qkv_received"] == forward["qkv_gathered"] == gathered
+    assert kept(shared.first.forward) == kept(own.first.forward)
+    assert backward["grad_query_of_group"] == 2 * S * 8 * 16, "zeros for all queries of the group"
+    assert backward["grad_qkv_gathered"] == backward["grad_qkv_turned"] == gathered
+    assert backward["grad_qkv_scattered"] == gathered // 4
+    weights = {one.name: one.shape for one in shared.parameters}
+    assert weights["self_attention.linear_qkv.weight"] == ((16 + 2 * 2) * 16 // 4, H)
+
+
+def test_ranks_and_key_value_heads_that_do_not_fit() -> None:
+    assert "must divide the 3 key/value heads, or be a multiple" in refusal(tp=2, heads=12, kv_heads=3, head_dim=16)
+    assert "norms of queries and keys" in refusal(tp=4, kv_heads=2, qk_norm="true")
+
+
 MIXTURE = {"experts": 4, "expert_top_k": 2, "expert_ffn": 64, "router_dtype": "fp32", "moe_dispatcher": "alltoall"}
 
 

@@ -62,6 +62,7 @@ class Megatron(Framework):
     supports = Supports(
         loops=(),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
+        tp_divides=("heads", "ffn", "hidden"),
         mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern"),
         zero=(0, 1),
         sequence_parallel=True,
@@ -363,11 +364,19 @@ def _check_mamba(plan: ResolvedPlan) -> None:
         raise PlanError("layout.cp", cp, problem)
 
 
+def check_groups(plan: ResolvedPlan) -> None:
+    """Tensor-parallel ranks share key/value heads out, or several have one (``transformer_config.py``)."""
+    groups, tp = plan.model.kv_heads, plan.layout.tp
+    if groups % tp and tp % groups:
+        problem = f"must divide the {groups} key/value heads, or be a multiple of them"
+        raise PlanError("layout.tp", tp, problem)
+
+
 def check_context_parallel(plan: ResolvedPlan) -> None:
     megatron, cp = plan.megatron, plan.layout.cp
     if megatron.transformer_impl == "local" and cp > 1:
         raise PlanError("layout.cp", cp, "must be 1 with transformer_impl local")
-    heads = min(plan.model.heads, plan.model.kv_heads) // plan.layout.tp
+    heads = max(min(plan.model.heads, plan.model.kv_heads) // plan.layout.tp, 1)
     if megatron.cp_communication == "a2a" and heads % cp:
         problem = (
             f"must divide the {heads} key/value heads of a rank, because a2a distributes heads; p2p has no such limit"
@@ -663,6 +672,7 @@ RULES = (
     check_optimizer,
     check_offloading,
     check_deferral,
+    check_groups,
     check_buckets,
     check_graphs,
     check_user_buffers,

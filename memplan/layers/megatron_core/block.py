@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+from ...tape.events import Category
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..recompute import recomputed_reentrant
+from ..work import exchanged
 from . import graphs, latent, local, mamba, moe, offload, t5, te, te_attention
 from .discarded import Discard, without_output
 from .ends import keep_mask
@@ -28,8 +30,8 @@ FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 def uncovered(shape: CoreShape) -> Iterator[str]:
     """What these recipes do not cover of ``shape``: reasons, as sentences without a full stop."""
     spec = shape.spec
-    if spec.kv_heads < shape.t and not spec.latent_kv_rank:
-        yield "fewer key/value heads than tensor-parallel ranks: queries, keys and values are gathered first"
+    if spec.kv_heads < shape.t and not spec.latent_kv_rank and (shape.implementation == "local" or spec.qk_norm):
+        yield "fewer key/value heads than tensor-parallel ranks in local layers, or with norms of queries and keys"
     if spec.rotary_fraction < 1.0 and (spec.positions != "rotary" or spec.latent_kv_rank):
         yield "a rotary fraction without rotary positions of whole heads"
     if spec.norm_place == "post":
@@ -260,12 +262,52 @@ def query_key_value(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: st
     s, b, a, g, d = shape.s, shape.b, spec.heads // t, spec.kv_heads // t, spec.head_dim
     n = spec.qkv_features // t
     mixed, _ = column_linear(r, hidden, QKV, norm_name, n, shape, bias=spec.attention_bias, skip_bias=False)
+    if spec.kv_heads < t:
+        return _of_one_group(r, mixed, shape)
     q, k, v = _split(r, mixed, [(s, b, a, d), (s, b, g, d), (s, b, g, d)], shape)
     if a > g:
         q = _regrouped(r, q, shape, copies=g > 1)
     if spec.qk_norm:
         q, k = _normed(r, q, k, shape)
     return q, k, v
+
+
+def _of_one_group(r: Recorder, mixed: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:
+    """With fewer groups than ranks a rank has a part of one: all parts are gathered, and of its group's queries it
+    takes its own, beside the key and the value that several ranks share. All are views of what was gathered."""
+    spec = shape.spec
+    s, b, own, d = shape.s, shape.b, spec.heads // spec.kv_heads, spec.head_dim
+    whole = _gathered_last(r, mixed, shape)
+    del mixed
+    group = _cut(r, whole, (s, b, (own + 2) * d), "qkv_gathered")
+    q, k, v = _split(r, group, [(s, b, own, d), (s, b, 1, d), (s, b, 1, d)], shape)
+    return _cut(r, q, (s, b, spec.heads // shape.t, d), "query_of_group"), k, v
+
+
+def _gathered_last(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
+    """``all_gather_last_dim_from_tensor_parallel_region`` (``tensor_parallel/mappings.py``): parts that were received
+    one behind the other are put side by side; the gradient is put the other way, and reduce-scattered."""
+    like, dtype, t = x.shape, x.dtype, shape.t
+    whole = (*like[:-1], t * like[-1])
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        turned = r.empty((t * like[0] * like[1], like[2]), dtype, "grad_qkv_turned", Category.COMMUNICATION_BUFFERS)
+        mine = r.empty(like, dtype, "grad_qkv_scattered", Category.COMMUNICATION_BUFFERS)
+        del turned
+        return [mine]
+
+    received = r.empty((t * like[0], *like[1:]), dtype, "qkv_received", Category.COMMUNICATION_BUFFERS)
+    joined = r.empty(whole, dtype, "qkv_gathered")
+    del received
+    done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter")
+    return joined.by(r.node((x,), (), backward, work=done))
+
+
+def _cut(r: Recorder, x: Tensor, size: Shape, name: str) -> Tensor:
+    """A slice, whose gradient fills zeros as large as ``x``."""
+    like, dtype = x.shape, x.dtype
+    node = r.node((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")])
+    return Tensor(x.storage, size, dtype, node)
 
 
 def _normed(r: Recorder, q: Tensor, k: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
