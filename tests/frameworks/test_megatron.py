@@ -242,6 +242,10 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.log_num_zeros_in_grad": [{"log_num_zeros_in_grad": "true"}],
     "megatron.vocab_multiple": [{"vocab_multiple": 384}],
     "megatron.transformer_impl": [{"transformer_impl": "local"}],
+    "megatron.buckets": [{"num_buckets": 9, "overlap_grad_reduce": "true", "zero": 1, "dp": 2}],
+    "megatron.clone_scattered_embedding": [
+        {"clone_scattered_embedding": "false", "tp": 2, "dp": 1, "sequence_parallel": "true"}
+    ],
 }
 """Where a field's other value does something: with these beside it."""
 
@@ -256,8 +260,8 @@ def footprint(**flags: object) -> list[object]:
     return [folded.static, folded.peak_by, kept.step, kept.construction, kept.workspaces, tapes]
 
 
-OTHER_PLANS = ("fp32_residual", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap")
-"""Refused, or only with several stages."""
+OTHER_PLANS = ("fp32_residual", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap", "evaluation_mbs")
+"""Refused, or only with several stages, or of an evaluation."""
 
 
 @pytest.mark.parametrize(("low", "bytes_each"), [({}, 12 * 2), ({"fp8": "tensorwise"}, 8 * 1 + 4 * 2)])
