@@ -68,6 +68,8 @@ _VARIABLE = 20
 """Steps of a variable that is exported to a command."""
 
 _SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|ksh)")
+_READS = re.compile(rf"{_SHELL.pattern}|sbatch")
+"""Commands that run the script on their standard input."""
 _UPDATE = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.+))\s*", re.ASCII | re.DOTALL)
 
 
@@ -363,8 +365,13 @@ class Shell:
             self._calls -= 1
 
     def start(self, words: list[Value], command: Simple) -> None:
-        """Keeps a command that runs a Python file; follows one that is given to another shell."""
+        """Keeps a command that runs a Python file; follows one that is given to another shell, or to ``sbatch``."""
         self._budget.spend(_WORD * len(words))
+        if _READS.fullmatch(text(words[0])) and all(text(word).startswith("-") for word in words[1:]):
+            given = self.written.input_of(command.redirects)
+            if given is not None and "c" not in "".join(text(word)[1:2] for word in words[1:]):
+                self._launch([], given, command.origin)
+                return
         for position, word in enumerate(words[:-2]):
             if _SHELL.fullmatch(text(word)):
                 flags = position + 1

@@ -147,6 +147,15 @@ def test_guards_that_exit_are_passed() -> None:
     assert words(script) == ["python", "a.py", "--ok"]
 
 
+@pytest.mark.parametrize("reader", ["sbatch", "sbatch --exclusive", "bash", "bash -x"])
+def test_a_script_on_standard_input_is_followed(reader: str) -> None:
+    """What the script knows is filled in; ``\\$`` is left to the one that is started."""
+    script = (
+        f"N=8\nCMD='python a.py --x 1'\n{reader} <<EOF\n#!/bin/bash\nY=2\nsrun -n $N bash -c \"$CMD --y \\$Y\"\nEOF"
+    )
+    assert words(script)[-6:] == ["python", "a.py", "--x", "1", "--y", "2"]
+
+
 def test_shells_in_shells() -> None:
     script = "export CMD='python a.py --x'\nsrun -N 2 bash -c '$CMD --y \"$1\"' 2>&1 | tee log"
     assert words(script)[-4:] == ["python", "a.py", "--x", "--y"] or words(script)[-1] == "$1"
