@@ -115,10 +115,6 @@ class Framework:
     configuration: str | None = None
     """The format (``memplan.formats``) that says its plans; ``None`` where that is Python alone."""
 
-    def evaluation_mbs(self, plan: ResolvedPlan) -> int | None:
-        """Micro-batch size of evaluation, where it is not that of training."""
-        return plan.trainer.evaluation_mbs
-
     def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         """One program for every stage."""
         raise NotImplementedError

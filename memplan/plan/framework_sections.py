@@ -41,7 +41,6 @@ class Megatron(FrameworkSection, Terse):
             "pad_buckets",
             "buckets",
             "clone_scattered_embedding",
-            "evaluation_mbs",
         }
     )
 
@@ -97,11 +96,6 @@ class Megatron(FrameworkSection, Terse):
     )
     clone_scattered_embedding: bool = Field(
         True, description="copy this rank's tokens of the embedding under sequence parallelism, so that all can end"
-    )
-    evaluation_mbs: Count | None = Field(
-        None,
-        description="micro-batch size of evaluation; default: that of training",
-        json_schema_extra={"flag": "--eval-micro-batch-size"},
     )
     fsdp: MegatronSharding = Field(
         "none",

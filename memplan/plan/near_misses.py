@@ -44,6 +44,7 @@ _SAME = {
     "--ffn": ("ffn-hidden-size", "intermediate-size"),
     "--experts": ("num-experts",),
     "--expert-top-k": ("moe-router-topk",),
+    "--eval-mbs": ("eval-micro-batch-size",),
     "--optimizer": ("optim", "optimiser"),
     "--dtype": ("torch-dtype", "params-dtype", "precision"),
     "--attention": ("attn-implementation", "attention-implementation"),

@@ -260,7 +260,7 @@ def footprint(**flags: object) -> list[object]:
     return [folded.static, folded.peak_by, kept.step, kept.construction, kept.workspaces, tapes]
 
 
-OTHER_PLANS = ("fp32_residual", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap", "evaluation_mbs")
+OTHER_PLANS = ("fp32_residual", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap")
 """Refused, or only with several stages, or of an evaluation."""
 
 

@@ -104,7 +104,7 @@ def evaluated(given: Plan) -> int:
 
 def test_an_evaluation_has_batches_of_its_own() -> None:
     """It needs what one of a training with such batches does: states are the same."""
-    assert evaluated(plan(eval_micro_batch_size=4)) == evaluated(plan(mbs=4)) > evaluated(plan())
+    assert evaluated(plan(eval_mbs=4)) == evaluated(plan(mbs=4)) > evaluated(plan())
 
 
 def test_a_number_of_buckets_and_their_size_exclude_one_another() -> None:

@@ -195,9 +195,9 @@ BATCH = (
     Row("--global-batch-size", "batch.gbs", "BATCH", read=_gbs),
     Row(
         "--eval-micro-batch-size",
-        "megatron.evaluation_mbs",
+        "trainer.evaluation_mbs",
         "BATCH",
-        when=lambda plan: plan.megatron.evaluation_mbs is not None,
+        when=lambda plan: plan.trainer.evaluation_mbs is not None,
     ),
     Row("--seq-length", "batch.seq", "BATCH", default=NEEDED, older=("--encoder-seq-length",)),
     Row(

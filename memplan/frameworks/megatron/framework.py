@@ -199,9 +199,6 @@ class Megatron(Framework):
     def saving(self, plan: ResolvedPlan) -> str:
         return SAVING if plan.optimizer.precision_aware else super().saving(plan)
 
-    def evaluation_mbs(self, plan: ResolvedPlan) -> int | None:
-        return plan.megatron.evaluation_mbs
-
     def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         from . import programs
 

@@ -124,7 +124,7 @@ def test_bert() -> None:
         ("--ddp-bucket-size 1000", "megatron.bucket_size", 1000),
         ("--ddp-num-buckets 8", "megatron.buckets", 8),
         ("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", False),
-        ("--eval-micro-batch-size 4", "megatron.evaluation_mbs", 4),
+        ("--eval-micro-batch-size 4", "trainer.evaluation_mbs", 4),
         ("--make-vocab-size-divisible-by 64", "megatron.vocab_multiple", 64),
         ("--deterministic-mode", "megatron.deterministic", True),
     ],
