@@ -13,7 +13,7 @@ from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from .base import Config, key
 from .llama import CONSTANTS, KEYS, SILU
-from .mixtral import MIXTRAL
+from .mixtral import MIXTRAL, NO_LEAF
 
 SCALES = dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), True)
 
@@ -59,6 +59,7 @@ GRANITE_MOE = replace(
     kernels=(),
     registered=(*MIXTRAL.registered[:-4], "attention_norm", "mlp_norm", "router", "experts"),
     since=SORTED_ONCE,
+    no_zero3=NO_LEAF,
     not_followed=None,
     no_megatron_core="Megatron-Core multiplies no block's output by a number (residual_scale)",
 )

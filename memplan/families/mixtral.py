@@ -23,6 +23,12 @@ MIXTURE_SUBMODULES = {
 """Of layers with experts, and with an MLP, whose submodules run where there is one."""
 
 
+NO_LEAF = (
+    "DeepSpeed takes its block of experts for no leaf module (zero/leaf_module_config.py), so that router and experts "
+    "are gathered apart, which is not modelled"
+)
+"""Why ZeRO-3 is not modelled of mixtures that are neither Mixtral's nor Qwen's."""
+
 SHARED_LAYERS = {
     **{name: LLAMA_FAMILY.linear_layers[name] for name in ("gate", "up", "down")},
     **{f"shared_{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},

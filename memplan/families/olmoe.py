@@ -9,7 +9,7 @@ from ..layers.coverage import MIXTURE, reads
 from ..plan.releases import SORTED_ONCE
 from .base import Config, key
 from .llama import CONSTANTS, KEYS, NORMED_FIRST, SILU
-from .mixtral import MIXTRAL
+from .mixtral import MIXTRAL, NO_LEAF
 from .qwen3_moe import QWEN3_MOE
 
 OLMOE = replace(
@@ -36,6 +36,7 @@ OLMOE = replace(
     linear_layers=MIXTRAL.linear_layers,
     registered=MIXTRAL.registered,
     since=SORTED_ONCE,
+    no_zero3=NO_LEAF,
     not_followed=None,
 )
 

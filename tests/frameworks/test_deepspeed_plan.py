@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.estimate import estimate
+from memplan.families import families
 from memplan.frameworks.deepspeed import engine as deepspeed
 from memplan.frameworks.deepspeed.config import Zero, zero_of
 from memplan.frameworks.deepspeed.programs import fullest_rank, program_of_rank, programs
@@ -207,3 +208,12 @@ def test_where_gradients_are_summed_apart(stage: str, sums: int) -> None:
     (layer, *_) = [span.module for span in made.spans if "layer.0" in span.names]
     names = [event.name for event in layer.first.backward if isinstance(event, Hold)]
     assert names.count("gradient_sum") == sums
+
+
+def test_only_mixtures_that_deepspeed_takes_as_a_leaf_run_under_zero_3() -> None:
+    """``DEFAULT_LEAF_MODULE_CLASSES`` (0.19.8): blocks of Mixtral, Qwen 2 and Qwen 3."""
+    taken = [one for one in families() if one.covers and not one.no_zero3 and one.submodules]
+    leaves = {one.name for one in taken if one.submodules and one.submodules["layer"].leaf}
+    assert leaves == {"mixtral", "qwen3_moe"}
+    with pytest.raises(PlanError, match=r"olmoe: is not modelled at stage 3: DeepSpeed takes its block of experts"):
+        estimated(model="olmoe-1b-7b", framework="deepspeed", zero="3", gpus="8")
