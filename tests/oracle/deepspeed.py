@@ -69,6 +69,23 @@ GROUPED = {name: value for name, value in OF_LLAMA.items() if name != "tie_word_
 PLAIN = {name: value for name, value in GROUPED.items() if name != "num_key_value_heads"}
 UNNAMED = {name: value for name, value in PLAIN.items() if name != "intermediate_size"}
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+DEEPSEEK = {
+    **OF_LLAMA,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 56,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_group": 2,
+    "topk_group": 1,
+    "topk_method": "group_limited_greedy",
+}
 SIZES |= {
     "qwen2": OF_LLAMA,
     "phi3": {**OF_LLAMA, "pad_token_id": 0, "eos_token_id": 0},
@@ -87,6 +104,7 @@ SIZES |= {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
 }
 """Architectures, all with 1000 tokens."""
 
@@ -179,6 +197,8 @@ CASES: dict[str, Case] = {
     "z3-qwen3_moe": Case(3, family="qwen3_moe", groups="decay"),
     "z2-mixtral": Case(2, family="mixtral", zero=SMALL),
     "z1-qwen3_moe": Case(1, family="qwen3_moe", zero=SMALL),
+    "z2-deepseek_v3": Case(2, family="deepseek_v3", zero=SMALL, microbatches=2),
+    "z1-deepseek_v2": Case(1, family="deepseek_v2", zero=SMALL),
     "z0": Case(0),
     "z0-fused": Case(0, fused=True),
     "z3-adapters": Case(3, zero=SMALL_3, lora="q_proj,v_proj"),

@@ -33,7 +33,7 @@ class Deepspeed(Framework):
     measured_code = "deepspeed"
     supports = Supports(
         loops=(),
-        mixtures=("experts",),
+        mixtures=("experts", "latent_kv_rank"),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),
         sections=("deepspeed", "lora", "quantisation"),
