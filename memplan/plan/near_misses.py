@@ -43,6 +43,8 @@ _SAME = {
     "--ffn": ("ffn-hidden-size", "intermediate-size"),
     "--experts": ("num-experts",),
     "--expert-top-k": ("moe-router-topk",),
+    "--expert-ffn": ("moe-ffn-hidden-size", "moe-intermediate-size"),
+    "--expert-latent": ("moe-latent-size",),
     "--eval-mbs": (
         "per-device-eval-batch-size",
         "eval-batch-size",

@@ -19,6 +19,11 @@ from .text import is_folder, is_there, read_text
 STAND_IN = "llama-2-7b"
 """Takes its place while the rest of a plan is read."""
 LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_source_positions")
+BEHIND_PADDING = frozenset(
+    {"roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "data2vec-text", "mpnet", "xmod"}
+)
+"""Whose positions begin behind the padding token's (transformers, ``create_position_ids_from_input_ids``): of 514
+embeddings, 512 are of tokens."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 NO_LENGTH = 2**31
 """Longest sequence where the configuration names none, and the longest that it can name."""
@@ -107,7 +112,7 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
         name=one_line(config_name(path).lower())[:100] or "model",
         family=one_line(config["model_type"]),
         layers=layers if layers is not None and name is not None else 1,
-        positions_max=size_in(config, LENGTHS, NO_LENGTH, path) or NO_LENGTH,
+        positions_max=_positions(config, path),
         source=name_of_built_in(path) or one_line(str(path)),
         config=config,
         counted=name is not None,
@@ -115,6 +120,15 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
         reason=str(PlanError(error.field, error.value, error.problem)),
         digest=sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
     )
+
+
+def _positions(config: dict[str, Any], path: Path) -> int:
+    """The longest sequence."""
+    found = size_in(config, LENGTHS, NO_LENGTH, path) or NO_LENGTH
+    padding = config.get("pad_token_id", 1)
+    if config["model_type"] in BEHIND_PADDING and type(padding) is int and 0 <= padding < found - 1:
+        return found - padding - 1
+    return found
 
 
 def name_of_built_in(path: Path) -> str:

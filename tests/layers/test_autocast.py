@@ -246,7 +246,7 @@ def test_buckets_of_ddp_are_fp32() -> None:
     ("flags", "says"),
     [
         ({"dtype": "fp32"}, "precision.autocast"),
-        ({"framework": "fsdp", "gpus": 2}, "but for FSDP1"),
+        ({"framework": "fsdp", "gpus": 2}, "FSDP1 takes it"),
         ({"framework": "deepspeed", "gpus": 2}, "have it"),
         ({"loss": "cut"}, "only loss plain"),
         ({"loss": "liger"}, "--autocast-parameters bf16 is"),

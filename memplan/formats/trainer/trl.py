@@ -59,11 +59,14 @@ OF_GRPO = frozenset(
 )
 """Keys of ``GRPOConfig`` and of its script of generation, or that change a few numbers for each token, or nothing."""
 
-ALONE = ("precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "discopop_tau", "rpo_alpha", "sync_ref_model")
+ALONE = ("precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "discopop_tau", "rpo_alpha")
 """Keys of ``DPOConfig`` that no other trainer has."""
 
 ALONE_OF_GRPO = ("steps_per_generation", "importance_sampling_level", "num_generations_eval", "top_entropy_quantile")
 """Keys of ``GRPOConfig`` that only trainers made after it have, which are refused by their scripts."""
+
+OF_SEVERAL = ("beta", "num_generations", "max_completion_length", "use_vllm", "vllm_mode", "sync_ref_model")
+"""Keys that several of trl's trainers have, and transformers' has not."""
 
 
 def trainer_of(script: str, written: Node, asked: Asked) -> str:
@@ -77,9 +80,10 @@ def trainer_of(script: str, written: Node, asked: Asked) -> str:
         return "dpo"
     if any(key in written.mapping for key in ALONE_OF_GRPO):
         return "grpo"
-    if (node := written.mapping.get("beta")) is not None:
-        problem = "belongs to several of trl's trainers: say which one (--trainer dpo or grpo)"
-        raise PlanError("beta", node.plain(), problem, origin=node.origin)
+    for key in OF_SEVERAL:
+        if (node := written.mapping.get(key)) is not None:
+            problem = "belongs to several of trl's trainers: say which one (--trainer dpo or grpo)"
+            raise PlanError(key, node.plain(), problem, origin=node.origin)
     return ""
 
 

@@ -180,11 +180,11 @@ class Fsdp(Framework):
 def _check_version_2(plan: ResolvedPlan) -> None:
     """What is modelled under FSDP1 alone, or of transformers' models."""
     for field, value in plan.trainer.changed_here():
-        problem = "must be left out with framework fsdp, but for FSDP1 (--fsdp-version 1)"
+        problem = "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)"
         raise PlanError(f"trainer.{field}", value, problem)
     if plan.kernels.lora == "unsloth" or plan.quantisation.kind == "gptq":
         field, value = ("kernels.lora", "unsloth") if plan.kernels.lora == "unsloth" else ("quantisation.kind", "gptq")
-        problem = "must be left out with framework fsdp, but for FSDP1 (--fsdp-version 1)"
+        problem = "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)"
         raise PlanError(field, value, problem)
     if plan.fsdp.code == "torchtitan":
         for field, value in plan.kernels.changed():
@@ -192,7 +192,7 @@ def _check_version_2(plan: ResolvedPlan) -> None:
         if plan.loss.kind in OF_TRANSFORMERS:
             problem = "must be plain or vocab-parallel: of torchtitan's jobs no other loss is modelled"
             raise PlanError("loss.kind", plan.loss.kind, problem)
-    problem = "must be false with framework fsdp, but for FSDP1 (--fsdp-version 1)"
+    problem = "must be false under FSDP2; FSDP1 takes it (--fsdp-version 1)"
     if plan.precision.autocast:
         raise PlanError("precision.autocast", True, problem)
     if plan.recompute.reentrant:

@@ -59,7 +59,7 @@ def check(plan: ResolvedPlan) -> None:
     if plan.lora.dora:
         raise PlanError("lora.dora", True, f"must be false with trainer.loop {loop}: both together are not modelled")
     if "trl" in plan.versions:
-        problem = f"must be left out with trainer.loop {loop}, which is trl 1.16's: others are not modelled"
+        problem = f"must be left out with trainer.loop {loop}, which always follows trl 1.16's code"
         raise PlanError("versions.trl", plan.versions["trl"], problem)
     if plan.loss.kind != "plain":
         problem = f"must be plain with trainer.loop {loop}, which has a loss of its own (trl's fused head)"

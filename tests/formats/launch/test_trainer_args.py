@@ -273,6 +273,11 @@ def test_groups_of_trls_grpo(tmp_path: Path) -> None:
     given = {**GRPO, "steps_per_generation": 4, "max_prompt_length": 256, "max_completion_length": 512, "beta": 0.04}
     made = plan(tmp_path, {**given, "use_vllm": True, "vllm_mode": "server"})
     assert (made.trainer.loop, made.batch.seq, made.trainer.keeps_reference) == ("grpo", 768, True)
+    given = {**GRPO, "steps_per_generation": 4, "sync_ref_model": True, "beta": 0.04}
+    assert plan(tmp_path, given).trainer.loop == "grpo"
+    for key in ("num_generations", "max_completion_length", "use_vllm"):
+        with pytest.raises(PlanError, match=f"{key} = .* several of trl's trainers"):
+            plan(tmp_path, {"model_name_or_path": "gpt2", key: 4})
     with pytest.raises(PlanError, match="needs --generation-memory"):
         plan(tmp_path, {**GRPO, "use_vllm": True, "vllm_mode": "colocate"}, trainer="grpo")
 
