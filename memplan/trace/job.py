@@ -72,6 +72,8 @@ _TURNED: Mapping[str, Callable[[ModelSpec], object]] = {
     "router_groups": lambda spec: spec.router_groups or 1,
     "router_group_top_k": lambda spec: spec.router_group_top_k or 1,
     "latent_q_rank": lambda spec: spec.latent_q_rank or None,
+    "expert_latent": lambda spec: spec.expert_latent or None,
+    "mtp_pattern": lambda spec: spec.mtp_pattern or None,
 }
 """Settings of a configuration that are not the spec's own value, by the names of families."""
 

@@ -44,7 +44,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["--from"], "--from: needs a value: the framework whose launch file PLAN is, megatron, megatron-bridge, megatron-deepspeed, deepspeed, torchtitan, trainer or accelerate"),
         (["--from", "torchtitan"], "--from: needs a file, as memplan estimate --from torchtitan llama3_8b.toml --gpus 64"),
         (["--from", "torchtitan", "x"], "x: no such file"),
-        (["--from", "nemo", "x"], "--from: nemo must be megatron, megatron-bridge, megatron-deepspeed, deepspeed, torchtitan, trainer or accelerate"),
+        (["--from", "fairseq", "x"], "--from: fairseq must be megatron, megatron-bridge, megatron-deepspeed, deepspeed, torchtitan, trainer or accelerate"),
         (["--from", "megatron", "nothere.sh"], "nothere.sh: no such file"),
         (["--from", "megatron", "train.sh", "--set", "X"], "--set: X must be NAME=value"),
         (["--from", "megatron", "train.sh", "--vocab-size", "0"], "--vocab-size: 0 must be at least 1"),

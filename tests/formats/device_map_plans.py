@@ -30,6 +30,8 @@ TINY: dict[str, str] = {
     "gpt_oss": "gpt-oss-20b",
     "olmoe": "olmoe-1b-7b",
     "granitemoe": "granite-3.0-1b-a400m",
+    "deepseek_v2": "deepseek-v2-lite",
+    "deepseek_v3": "deepseek-v3",
 }
 """A built-in model of each family."""
 
@@ -39,6 +41,9 @@ def tiny(family: str, layers: int, **changes: Any) -> dict[str, Any]:
     kv_heads = 4 if family not in ("llama", "mistral", "qwen3", "qwen2", "gemma2", "falcon") else 2
     kv_heads = 1 if family == "falcon" else kv_heads
     sizes = {"hidden": 64, "heads": 4, "kv_heads": kv_heads, "head_dim": 16, "ffn": 176, "vocab": 1003}
+    if family.startswith("deepseek"):
+        sizes |= {"head_dim": 48, "nope_head_dim": 32, "rope_head_dim": 16, "value_head_dim": 24}
+        sizes |= {"latent_kv_rank": 40, "shared_expert_ffn": 96, "expert_ffn": 96, "experts": 16}
     return spec(TINY[family], **{"layers": layers, **sizes, "positions_max": 128, **changes})
 
 

@@ -120,7 +120,7 @@ def zero_of(case: Case) -> Zero:
 
 def optimizer_of(case: Case) -> Optimizer:
     chosen: dict[str, dict[str, Any]] = {
-        "adamw": {"name": "adamw", "implementation": "fused" if case.fused else "foreach"},
+        "adamw": {"name": "adamw", "implementation": None if case.fused else "foreach"},
         "momentum": {"name": "sgd", "implementation": "foreach", "momentum": 0.9, "weight_decay": 0.1},
         "adafactor": {"name": "adafactor", "implementation": "foreach"},
         "adafactor-transformers": {"name": "adafactor", "implementation": "transformers"},

@@ -84,7 +84,7 @@ def test_a_plan_gives_what_the_framework_does_of_itself() -> None:
         ({"zero": "2", "gradients": "fp32", "grad-accum-dtype": "bf16"}, "must be fp32, as precision.gradients"),
         ({"zero": "2", "grad-accum-dtype": "fp16"}, "--grad-accum-dtype: deepspeed.gradient_accumulation_dtype = fp16"),
         ({"zero": "2", "gradients": "fp16"}, "--gradients: precision.gradients = fp16: must be bf16 or fp32"),
-        ({"zero": "3", "optimizer-implementation": "fused"}, "must be foreach or for-loop for adamw"),
+        ({"zero": "3", "optimizer-implementation": "apex"}, "left out, it is DeepSpeed's own FusedAdam"),
         ({"zero": "3", "optimizer": "muon"}, "DeepSpeed's own Muon takes whole matrices out of ZeRO's buckets"),
         ({"zero": "0", "optimizer": "adam8bit"}, "is not supported at stage 0, where parameters are not flat"),
         ({"zero": "2", "optimizer": "adafactor", "offload-optimizer": "cpu"}, "must be adam, adamw, lion or sgd with"),

@@ -24,7 +24,7 @@ def plan(**flags: object) -> Plan:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"model": "bloom-176b", "tp": 1}, "has no recipe in framework single"),
+        ({"model": "bloom-176b", "framework": "single"}, "has no recipe in framework single"),
         ({"recompute": "selective"}, "whole layers"),
         ({"recompute": "full", "recompute_layers": 2}, "uniform with layers 1"),
         ({"dtype": "fp32", "attention": "flash"}, "fp16 and bf16 only"),
