@@ -142,7 +142,7 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
     return (
         f"GRPOTrainer of trl 1.16: mbs and gbs count completions; every sequence of a batch has {plan.batch.seq} "
         f"tokens, its last {trainer.completion_length} generated; {reference}; loss dapo, grpo, bnpo or dr_grpo with "
-        "ratios of tokens; no MoE auxiliary loss",
+        "ratios of tokens; no MoE auxiliary loss; the KL term's few numbers for each token are not counted",
         f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); what "
         "it takes while it runs is not estimated, and predicted times are of training alone",
     )

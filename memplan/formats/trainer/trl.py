@@ -63,7 +63,7 @@ ALONE = ("precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "discopop_
 """Keys of ``DPOConfig`` that no other trainer has."""
 
 ALONE_OF_GRPO = ("steps_per_generation", "importance_sampling_level", "num_generations_eval", "top_entropy_quantile")
-"""Keys of ``GRPOConfig`` that only trainers made after it have, which are refused by their scripts."""
+"""Keys of ``GRPOConfig`` that DPO's has not. RLOO's shares a few, and is told by its script."""
 
 OF_SEVERAL = ("beta", "num_generations", "max_completion_length", "use_vllm", "vllm_mode", "sync_ref_model")
 """Keys that several of trl's trainers have, and transformers' has not."""
