@@ -43,6 +43,10 @@ def parse_events(text: str, source: str, line: bool) -> Node:
         raise PlanError("", ABSENT, "is not valid Unicode text", origin=Origin(source)) from None
 
 
+def _is_argument(key: str) -> bool:
+    return key.startswith("--")
+
+
 class _Builder:
     """One pass over the events of one document."""
 
@@ -93,16 +97,21 @@ class _Builder:
         return items
 
     def _pairs(self, events: Iterator[Any], depth: int) -> dict[str, Node]:
+        """The fields of a mapping. Of a command line's arguments the last one counts, as for argparse, and those of
+        another mapping may be merged."""
         pairs: dict[str, Node] = {}
         for event in events:
             if isinstance(event, yaml.MappingEndEvent):
                 break
             key = self._key(event)
-            if key in pairs:
+            if key in pairs and not _is_argument(key):
                 raise self._refused(event, f"gives {key} twice (first on line {pairs[key].origin.line}); keep one")
-            if key == "<<":
-                raise self._refused(event, "uses a merge key (<<); write the fields out, or use `extends: PLAN`")
             node = self._node(next(events), events, depth + 1)
+            if key == "<<":
+                if not isinstance(node.value, dict) or not all(map(_is_argument, node.value)):
+                    raise self._refused(event, "uses a merge key (<<); write the fields out, or use `extends: PLAN`")
+                pairs = {**node.value, **pairs}
+                continue
             pairs[key] = Node(node.value, self._origin(event), node.text)
         return pairs
 

@@ -63,6 +63,16 @@ def test_mappings() -> None:
     assert pairs("--num-layers: 2\n\n--bf16: true\n")[1][2] == 3
 
 
+def test_of_arguments_in_a_mapping_the_last_one_counts() -> None:
+    """Megatron-LM's functional tests repeat arguments and merge them (``yq``'s ``explode``); argparse takes the last."""
+    assert pairs("--num-layers: 2\n--bf16: true\n--num-layers: 3\n", "a.yaml") == [
+        ("--num-layers", ("3",), 3),
+        ("--bf16", (), 2),
+    ]
+    content = "BASE: &BASE\n  --num-layers: 2\n  --lr: 1\nMODEL_ARGS:\n  <<: *BASE\n  --lr: 2\n"
+    assert pairs(content, "a.yaml") == [("--num-layers", ("2",), 2), ("--lr", ("2",), 6)]
+
+
 def test_environment_of_a_mapping() -> None:
     content = f"ENV_VARS: {{CUBLAS_WORKSPACE_CONFIG: ':16:8', SKIP: 1}}\nMODEL_ARGS: {json.dumps(dict(zip(SMALL.split()[::2], SMALL.split()[1::2], strict=True)))}"
     assert plan(content).environment == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
