@@ -45,6 +45,10 @@ def test_the_maps_of_2020_forget_layer_20(device_map: str, tmp_path: Path) -> No
         ("{0: 0-48}", "device_map.0: names layer 48, and the model has layers 0 to 47"),
         ("{0: [-1, 0-47]}", "device_map.0: names layer -1, and the model has layers 0 to 47"),
         ("{0: 0-23, 1: 24-47}\nhardware: {gpus: 1}", "device_map: names 2 devices, and hardware.gpus is 1"),
+        (
+            "{0: 0-47}\nhardware: {gpus: 16}",
+            "hardware.gpus = 16: must be at most hardware.gpus_per_node (8): a device map is one process on one node",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(device_map: str, line: str, tmp_path: Path) -> None:

@@ -97,7 +97,10 @@ def equal_shares(layers: int, devices: int) -> dict[int, tuple[int, ...]]:
 
 def check_map(plan: ResolvedPlan) -> None:
     """Refuses a map that forgets or repeats a layer, skips a device or names what is not there."""
-    placed, gpus = plan.device_map or {}, plan.hardware.gpus
+    placed, gpus, node = plan.device_map or {}, plan.hardware.gpus, plan.hardware.gpus_per_node
+    if gpus > node:
+        wanted = f"must be at most hardware.gpus_per_node ({node}): a device map is one process on one node"
+        raise PlanError("hardware.gpus", gpus, wanted)
     if sorted(placed) != list(range(len(placed))) or not placed:
         wanted = "must name devices 0, 1, 2, … without a gap"
         raise PlanError("device_map", list(placed), wanted)
