@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from .surface.answers import Explanation as Explanation
     from .surface.answers import Record as Record
     from .surface.answers import Suggestion as Suggestion
-    from .surface.calls import estimate as estimate
-    from .surface.calls import explain as explain
-    from .surface.calls import suggest as suggest
-    from .surface.calls import validate as validate
+    from .surface.answers import estimate as estimate
+    from .surface.answers import explain as explain
+    from .surface.answers import suggest as suggest
+    from .surface.answers import validate as validate
     from .surface.plans import Plan as Plan
     from .surface.plans import read_plan as read_plan
 
@@ -40,11 +40,11 @@ _PLACES = {
     "PlanError": "plan.errors",
     "Record": "surface.answers",
     "Suggestion": "surface.answers",
-    "estimate": "surface.calls",
-    "explain": "surface.calls",
+    "estimate": "surface.answers",
+    "explain": "surface.answers",
     "read_plan": "surface.plans",
-    "suggest": "surface.calls",
-    "validate": "surface.calls",
+    "suggest": "surface.answers",
+    "validate": "surface.answers",
 }
 """Each name of the surface, and the module that has it."""
 

@@ -15,8 +15,9 @@ from .allocator.replay import Replayed, replay
 from .assumptions import assumptions
 from .caches import begin_plan
 from .device.facts import Cause
-from .device.measured import NOTHING, Measured
-from .device.outside_pytorch import (
+from .device.measured import (
+    NOTHING,
+    Measured,
     all_known,
     beyond,
     causes,

@@ -8,10 +8,8 @@ from typing import Any
 from memplan.plan.errors import PlanError
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
-from memplan.records.differences import differences
-from memplan.records.estimated import Stage
-from memplan.records.readings import RankReading
-from memplan.records.record import Record, from_json
+from memplan.records.readings import RankReading, Stage
+from memplan.records.record import Record, differences, from_json
 from memplan.search.time import step_time
 
 from .readings import Reading

@@ -21,7 +21,7 @@ from copy import copy
 from functools import cached_property
 
 from ..layers.module import Parameter
-from ..optimizers.states import State
+from ..optimizers.base import State
 from ..tape.events import Bytes, Category, Drop, Event, Hold
 from ..tape.program import SLOT, Action, Chunk, Exchanged, Program, Role, What, drop_all
 from ..values import dataclass

@@ -70,7 +70,7 @@ def runs(
             print_text(f"{export}: run {record.id}, to share\n")
         return 0
     if html is not None:
-        from ..report.html.runs import run_page
+        from ..report.html.page import run_page
 
         write_whole(html, run_page(record), force=force)
     if json:
@@ -155,7 +155,7 @@ def _list(gpu: str | None, model: str | None, json: bool, no_color: bool, html: 
         with open_database() as database:
             rows, ids = list(database.records(gpu, model)), database.ids()
     if html is not None:
-        from ..report.html.runs import runs_page
+        from ..report.html.page import runs_page
 
         write_whole(html, runs_page(rows, ids), force=force)
     if json:

@@ -219,7 +219,7 @@ def validate(
 
         write_record(made, record, force=overwrite)
     if html is not None:
-        from ..report.html.runs import run_page
+        from ..report.html.page import run_page
 
         write_whole(html, run_page(made), force=overwrite)
     return 0 if made.verdict == "agrees" else DIFFERS
@@ -235,7 +235,7 @@ def _stages(text: str) -> tuple[int, ...]:
 
 
 def _announce(asked: Prepared) -> None:
-    from ..validate.announced import announced
+    from ..validate.run import announced
 
     line = announced(asked)
     if line:
@@ -323,7 +323,7 @@ def _silent(made: Record | None) -> int:
     """Of a process that joined a run as another rank than the first, which does not hear how this one failed."""
     if made is None or not made.run.failures:
         return 0
-    from ..records.differences import differences
+    from ..records.record import differences
     from ..report.runs import verdict_words
 
     tell(f"memplan: {verdict_words(made, differences(made.estimate, made.run))}")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..frameworks.communicators import Communicator
+from ..frameworks.base import Communicator
 from .facts import NO_ENVIRONMENT, Version
 
 SOURCE = (

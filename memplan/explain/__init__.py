@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from ..allocator.memory import printed
 from ..device.gpus import GPUS
-from ..device.measured import NOTHING, Measured
-from ..device.outside_pytorch import held_workspaces
+from ..device.measured import NOTHING, Measured, held_workspaces
 from ..estimate import allocator_settings, estimate, evaluation_programs, programs_of
 from ..layers.module import Options
 from ..layers.shapes import ITEMSIZE
@@ -20,13 +19,12 @@ from ..plan.resolved import ResolvedPlan
 from ..result import Estimate, Notice, WayOut
 from ..search.ways_out import ways_out
 from .causes import causes
-from .clues import clues
+from .clues import clues, guesses
 from .compared import Compared, alone, compared
 from .log import Reported, reports
 from .message import OutOfMemory
 from .requests import is_then, ranked, requests_of
 from .result import Candidate, Explanation
-from .sizes import guesses
 from .snapshot import read_snapshot, reported
 from .written import MOST_STAGES, snapshot_of
 

@@ -6,9 +6,8 @@ from ..plan.resolved import ResolvedPlan
 from ..result import Estimate, Notice
 from ..tape.events import Bytes
 from ..values import dataclass
-from .clues import Clues
+from .clues import Clues, Guess
 from .log import Reported
-from .sizes import Guess
 
 
 @dataclass(frozen=True, slots=True)

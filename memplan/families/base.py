@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..layers.ends import Embedding
     from ..layers.experts import Mixed
     from ..layers.huggingface import Layer, LayerShape, Shared
-    from ..plan.node import Scalar
+    from ..plan.errors import Scalar
     from .llama import Projecting
 
 REQUIRED = object()

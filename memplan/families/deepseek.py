@@ -19,7 +19,7 @@ from ..layers.huggingface import (
     rms_norm,
     rotary_of_halves,
 )
-from ..plan.node import Scalar
+from ..plan.errors import Scalar
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from .base import NO_BIASES, Config, Family, key

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..layers.coverage import CORE_HYBRID
-from ..plan.node import Scalar
+from ..plan.errors import Scalar
 from .base import NO_BIASES, Config, Family, key
 
 HYBRID = Family("hybrid", megatron_core=CORE_HYBRID, shards=False)

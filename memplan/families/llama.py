@@ -22,7 +22,7 @@ from ..layers.huggingface import (
 )
 from ..layers.tuning import Layer as Linear
 from ..layers.tuning import fused
-from ..plan.node import Scalar
+from ..plan.errors import Scalar
 from ..plan.releases import ATTENTION_FUNCTIONS, SUMMED_POSITIONS
 from ..plan.spec import ModelSpec
 from . import family

@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..frameworks import framework as framework_of
-from ..plan.errors import ABSENT, Guesses, PlanError, nearest
-from ..plan.node import Node
+from ..plan.errors import ABSENT, Guesses, Node, PlanError, nearest
 from ..plan.normalise import normalised
 from ..plan.notes import Note
 from ..plan.read import Source

@@ -10,10 +10,9 @@ import json
 from pathlib import Path
 
 from ..families import family
-from ..plan.errors import ABSENT, PlanError
+from ..plan.errors import ABSENT, Node, PlanError
 from ..plan.fields import plan_fields, sections
 from ..plan.module_names import modules
-from ..plan.node import Node
 from ..plan.plan import Plan
 from ..plan.read import COMMAND_LINE, Flags, Source, build_plan
 from ..plan.resolved import ResolvedPlan

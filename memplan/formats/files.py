@@ -11,8 +11,7 @@ from ..bash.budget import Budget
 from ..bash.origin import ScriptError
 from ..bash.shell import read_script
 from ..bash.values import Cause, Ledger, Piece, Unknown, Value, cleaned
-from ..plan.errors import ABSENT, Origin, PlanError, refused
-from ..plan.node import Node
+from ..plan.errors import ABSENT, Node, Origin, PlanError, refused
 from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input, read_text
 from ..plan.yaml_nodes import parse_yaml
 from ..values import dataclass

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import field
 
-from ..plan.errors import ABSENT, Origin, PlanError, one_line
-from ..plan.node import Node
+from ..plan.errors import ABSENT, Node, Origin, PlanError, one_line
 from ..plan.notes import Note, limited
 from ..plan.read import Flags, ReadPlan, Source, build_plan
 from ..values import dataclass

@@ -15,8 +15,7 @@ from typing import TypeAlias
 from ..bash.origin import ScriptError
 from ..bash.shell import Beside, read_script
 from ..bash.values import Reading, Started, Value, is_known, origin_of, text
-from ..plan.errors import ABSENT, Origin, PlanError, refused
-from ..plan.node import Node, scalar
+from ..plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar
 from ..plan.text import is_there, read_text
 from ..values import dataclass
 

@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..plan.errors import ABSENT, Origin, PlanError, one_line
+from ..plan.errors import ABSENT, Node, Origin, PlanError, one_line
 from ..plan.library import examples
-from ..plan.node import Node
 from ..plan.text import folder_of, is_there, path_of, text_at
 from ..plan.yaml_nodes import parse_yaml
 from . import ELSEWHERE, FORMATS, Elsewhere

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, Protocol
 
-from ..plan.errors import ABSENT, Origin, PlanError, nearest, shown
-from ..plan.node import Node, Scalar
+from ..plan.errors import ABSENT, Node, Origin, PlanError, Scalar, nearest, shown
 from ..plan.plan import Plan
 from ..values import dataclass
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 
 from ..bash.values import Cause, Ledger, Piece, Unknown, Value, is_known, origin_of, text
-from ..plan.errors import ABSENT, Origin, PlanError
-from ..plan.node import Node
+from ..plan.errors import ABSENT, Node, Origin, PlanError
 from ..values import dataclass
 from .rows import Argument, Kind, Row, Table
 

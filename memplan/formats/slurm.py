@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..bash.values import slurm_kinds
-from ..plan.errors import PlanError
-from ..plan.node import Node
+from ..plan.errors import Node, PlanError
 from ..plan.spellings import gpus_called
 from ..plan.text import text_at
 from .launch import Asked, Launch

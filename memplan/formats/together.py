@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..plan.errors import ABSENT, Origin, PlanError
-from ..plan.node import Node
+from ..plan.errors import ABSENT, Node, Origin, PlanError
 from ..plan.text import folder_of, path_of, text_at
 from ..plan.yaml_nodes import parse_yaml
 from ..values import dataclass

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from ..bash.values import Cause, is_known, origin_of, text
 from ..plan.environment import is_irrelevant
-from ..plan.errors import ABSENT, Guesses, Origin, PlanError, is_slip, one_line, together
-from ..plan.node import Node
+from ..plan.errors import ABSENT, Guesses, Node, Origin, PlanError, is_slip, one_line, together
 from ..plan.notes import Note
 from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, Source, build_plan

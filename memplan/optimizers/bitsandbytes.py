@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..layers.module import Parameter
 from ..tape.events import Category, Hold, rounded
-from .base import Algorithm
-from .states import EMBEDDINGS, State, full
+from .base import EMBEDDINGS, Algorithm, State, full
 
 if TYPE_CHECKING:
     from ..plan.plan import Optimizer

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ..tape.events import Category
-from .base import Algorithm, DeepspeedType, FieldsByName
+from .base import Algorithm, DeepspeedType, FieldsByName, State, full
 from .bitsandbytes import EightBit, states_in_fp32
-from .states import State, full
 
 if TYPE_CHECKING:
     from ..plan.plan import Optimizer

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .errors import ABSENT, PlanError, together
+from .errors import ABSENT, Node, PlanError, together
 from .fields import by_flag, plan_fields, sections
-from .node import Node
 from .notes import Note
 from .said_at_once import gpus_named
 

@@ -6,9 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from .errors import ABSENT, Origin, PlanError, one_line
+from .errors import ABSENT, Node, Origin, PlanError, one_line
 from .library import hub_ids
-from .node import Node
 from .spellings import meant
 from .text import is_there, path_of, read_text
 

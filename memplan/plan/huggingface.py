@@ -12,9 +12,8 @@ from pathlib import Path
 from ..families import families
 from ..families import family as family_of
 from ..families.base import REQUIRED, Config, Key
-from .errors import ABSENT, PlanError, one_line, shown
+from .errors import ABSENT, Node, PlanError, one_line, shown
 from .hub import config_name
-from .node import Node
 from .notes import Note
 from .spec import MOST_LAYERS
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from ..families import ROOMS as FAMILIES
 from ..families import family
 from ..frameworks import BY_ITSELF, IMPLIED_BY, OF_SIZE_ALONE, RECIPES, framework
-from .errors import Origin
+from .errors import Node, Origin
 from .fields import sections
-from .node import Node
 from .notes import FRAMEWORK_CHOSEN, Note
 from .section import FrameworkSection
 

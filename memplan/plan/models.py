@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import ABSENT, Origin, PlanError, one_line
+from .errors import ABSENT, Node, Origin, PlanError, one_line
 from .hub import cached_config, check_no_address, is_repository, namesakes, refused, twin, without_address
 from .library import learned_models, model_specs
-from .node import Node
 from .normalise import section_fields
 from .notes import Note
 from .spec import ModelSpec

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from ..families import families
 from ..families.base import ModuleNames
-from .errors import ABSENT, PlanError
-from .node import Node
+from .errors import ABSENT, Node, PlanError
 
 WITHOUT_MEMORY = frozenset({"transformer.drop", "gpt_neox.emb_dropout"})
 """Dropouts, which maps of ``infer_auto_device_map`` also name."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 
-from .errors import ABSENT, PlanError
+from .errors import ABSENT, Node, PlanError, scalar
 from .fields import Kind, PlanField, plan_fields, sections
-from .node import Node, scalar
 from .sizes import check_unit, parse_size
 from .spec import MOST_LAYERS
 from .spellings import respelled

@@ -9,14 +9,13 @@ from pathlib import Path
 from ..frameworks import ROOMS, framework
 from ..values import dataclass
 from .checks import check_mixture, listed
-from .errors import ABSENT, Origin, PlanError, together
+from .errors import ABSENT, Node, Origin, PlanError, scalar, together
 from .fields import MODEL, Kind, PlanField, by_flag
 from .flat import nested, with_counted_gpus
 from .hub import check_no_address, is_repository, twin, without_address
 from .implied import has_recipe, with_implied
 from .library import examples, learned_models, model_specs
 from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model
-from .node import Node, scalar
 from .normalise import field_value, normalised
 from .notes import FRAMEWORK_CHOSEN, Note, notes_of
 from .plan import Plan

@@ -10,9 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from .errors import PlanError
+from .errors import Node, PlanError, scalar
 from .fields import Kind, PlanField
-from .node import Node, scalar
 
 _DTYPES = {
     **dict.fromkeys(("bfloat16", "bfloat", "bf16true"), "bf16"),

@@ -8,11 +8,10 @@ from typing import Any
 
 from pydantic import Field, model_serializer
 
-from .errors import ABSENT, Origin, PlanError, one_line
+from .errors import ABSENT, Node, Origin, PlanError, one_line
 from .hub import config_name
 from .library import LEARNED, learned_models
 from .models import model_path
-from .node import Node
 from .spec import MOST_LAYERS, Activation, LayerCount, ModelSpec, Norm, Positions, Probability, Size
 from .text import is_folder, is_there, read_text
 

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ..frameworks import HINTS
-from .errors import ABSENT, PlanError, together
+from .errors import ABSENT, Node, PlanError, together
 from .fields import Kind, PlanField, plan_fields, sections
-from .node import Node
 from .plan import Plan
 from .sizes import ALLOWED
 from .spec import ModelSpec

@@ -13,8 +13,7 @@ import yaml
 
 from ..bash.budget import Budget
 from ..bash.origin import ScriptError
-from .errors import ABSENT, Origin, PlanError, refused
-from .node import VALUE, Node, scalar
+from .errors import ABSENT, VALUE, Node, Origin, PlanError, refused, scalar
 
 DEEPEST = 32
 """Nesting that a document may have."""

@@ -10,8 +10,7 @@ import re
 
 from ..bash.budget import Budget
 from ..bash.origin import ScriptError
-from .errors import Origin, refused
-from .node import VALUE, Node, scalar
+from .errors import VALUE, Node, Origin, refused, scalar
 
 _LINE = re.compile(
     r"(?P<section>  )?(?P<key>[A-Za-z0-9_]+):"

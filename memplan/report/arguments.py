@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from .palette import CAUTION, FAINT
-from .printing import Breakable, plain_table, put, put_line
+from .printing import CAUTION, FAINT, Breakable, plain_table, put, put_line
 
 if TYPE_CHECKING:
     from ..formats.launch import Explained, Launch

@@ -14,8 +14,21 @@ from ..result import Estimate, Notice, StageEstimate, Verdict
 from ..tape.events import Category
 from ..values import dataclass
 from .names import UNKNOWN, Unit, plan_text, span, stage_word, unit_for
-from .palette import BAD, CAUTION, FAINT, GOOD, label, shares
-from .printing import entries, folded, left, plain_table, put, right, written_lines
+from .printing import (
+    BAD,
+    CAUTION,
+    FAINT,
+    GOOD,
+    entries,
+    folded,
+    label,
+    left,
+    plain_table,
+    put,
+    right,
+    shares,
+    written_lines,
+)
 from .stages import free_on, limit_of, reading_of, rows_of
 
 

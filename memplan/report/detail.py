@@ -14,8 +14,7 @@ from ..result import ModuleTape
 from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Hold, Seam
 from ..values import dataclass
 from .names import MIBS, MINUS, exact, kind_of, modules_text, size
-from .palette import COLOURS, FAINT, label
-from .printing import GAP, Breakable, folded, put, right
+from .printing import COLOURS, FAINT, GAP, Breakable, folded, label, put, right
 
 
 @dataclass(frozen=True, slots=True)

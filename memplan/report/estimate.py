@@ -15,22 +15,28 @@ from rich.text import Text
 from ..plan.notes import FIRST, FRAMEWORK_CHOSEN
 from ..result import Estimate, Failure, Judged, Notice, StageEstimate, Verdict
 from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
-from .palette import (
+from .printing import (
     BAD,
     CAUTION,
     FAINT,
     GOOD,
     SWATCH,
     Share,
+    WholeTable,
     allocated_shares,
     beyond_shares,
+    entries,
     label,
+    left,
+    plain_table,
+    put,
+    put_line,
+    right,
     span_of,
     unknown_beyond,
+    written_lines,
 )
-from .printing import WholeTable, entries, left, plain_table, put, put_line, right, written_lines
-from .sparkline import timeline_lines
-from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, unit_of, who
+from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, timeline_lines, unit_of, who
 
 if TYPE_CHECKING:
     from ..allocator.timeline import Timeline

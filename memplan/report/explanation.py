@@ -18,8 +18,23 @@ from ..plan.plan import Plan
 from ..tape.events import Category
 from .json import way_out_to_json
 from .names import in_order, modules_text, numbers_text, percent, plan_text, size, stage_word, unit_for
-from .palette import BAD, CAUTION, COLOURS, FAINT, SWATCH, label
-from .printing import Breakable, WholeTable, entries, folded, left, plain_table, put, put_line, right
+from .printing import (
+    BAD,
+    CAUTION,
+    COLOURS,
+    FAINT,
+    SWATCH,
+    Breakable,
+    WholeTable,
+    entries,
+    folded,
+    label,
+    left,
+    plain_table,
+    put,
+    put_line,
+    right,
+)
 from .ways_out import ways_table
 
 SCHEMA = 1

@@ -16,7 +16,7 @@ from ..result import Estimate
 from ..search.result import Found, Suggestion
 from ..tape.events import Category
 from .names import GIB, stage_word
-from .palette import COLOURS, shares
+from .printing import COLOURS, shares
 from .stages import limit_of, reading_of
 from .suggestion_words import TimeUnit, difference_pieces, layout_pieces, time_unit
 

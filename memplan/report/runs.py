@@ -13,15 +13,27 @@ from .. import __version__
 from ..device.measured import CONTEXT, NCCL, WORKSPACES, code_of
 from ..plan.errors import one_line
 from ..records.database import Unreadable, shortest
-from ..records.differences import Difference, differences, judged, worst
 from ..records.learned import facts_of
 from ..records.readings import Failure, Place, RankReading
-from ..records.record import SCHEMA, Record
+from ..records.record import SCHEMA, Difference, Record, differences, judged, worst
 from ..trace.job import MOST_MICROBATCHES
 from ..validate.native import own_code
 from .names import MEANING, MINUS, Unit, exact, size, unit_for
-from .palette import BAD, CAUTION, FAINT, GOOD, label
-from .printing import Breakable, Pieces, folded, left, plain_table, put, put_line, right
+from .printing import (
+    BAD,
+    CAUTION,
+    FAINT,
+    GOOD,
+    Breakable,
+    Pieces,
+    folded,
+    label,
+    left,
+    plain_table,
+    put,
+    put_line,
+    right,
+)
 from .stages import measured
 
 DEGREES = ("tp", "pp", "dp", "cp", "ep", "vpp")

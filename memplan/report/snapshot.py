@@ -15,8 +15,20 @@ from ..explain.result import Explanation
 from ..tape.events import Category
 from .explanation import SCHEMA, explanation_report, explanation_to_json
 from .names import exact, percent, size, unit_for
-from .palette import COLOURS, FAINT, SWATCH, label
-from .printing import Breakable, WholeTable, folded, left, plain_table, put, put_line, right
+from .printing import (
+    COLOURS,
+    FAINT,
+    SWATCH,
+    Breakable,
+    WholeTable,
+    folded,
+    label,
+    left,
+    plain_table,
+    put,
+    put_line,
+    right,
+)
 
 
 def verdict(told: Compared, failed: Explanation | None) -> Text:

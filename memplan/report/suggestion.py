@@ -21,12 +21,17 @@ from ..search.time.stand_in import STAND_IN
 from ..values import dataclass
 from .estimate import first_notes, verdict
 from .names import DASH, Unit, elements, size, stage_word, unit_for
-from .palette import BAD, CAUTION, FAINT, FILLED, GOOD, bar, shares
 from .printing import (
+    BAD,
+    CAUTION,
     DOT,
+    FAINT,
+    FILLED,
     GAP,
+    GOOD,
     Breakable,
     Pieces,
+    bar,
     entries,
     folded,
     left,
@@ -34,6 +39,7 @@ from .printing import (
     put,
     put_line,
     right,
+    shares,
     written_lines,
 )
 from .stages import free_on, in_colour, limit_of, measured, peak_reading, rows_of, stage_tables, unit_of

@@ -21,8 +21,7 @@ from ..trace.recording import Traced
 from ..trace.run import Planned
 from .json import SCHEMA
 from .names import MIBS, elements, exact, modules_text, numbers_text, percent, plan_text, size
-from .palette import CAUTION, FAINT, GOOD, label
-from .printing import folded, left, plain_table, put, put_line, right
+from .printing import CAUTION, FAINT, GOOD, folded, label, left, plain_table, put, put_line, right
 
 CLOSE = 4096
 """Bytes: scalars, not layers."""

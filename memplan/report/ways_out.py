@@ -10,8 +10,7 @@ from rich.text import Text
 from ..frameworks import framework
 from ..result import Estimate, WayOut
 from .names import Unit
-from .palette import BAD, FAINT, GOOD
-from .printing import folded, left, plain_table, right
+from .printing import BAD, FAINT, GOOD, folded, left, plain_table, right
 from .suggestion_words import change_percent
 
 

@@ -9,8 +9,7 @@ from time import perf_counter
 from typing import Literal
 
 from ..caches import begin_search
-from ..device.measured import NOTHING, Measured
-from ..device.outside_pytorch import least_context
+from ..device.measured import NOTHING, Measured, least_context
 from ..frameworks import framework
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import plan_fields

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
-from ..device.measured import NOTHING, Measured
-from ..device.outside_pytorch import causes, outside_range
+from ..device.measured import NOTHING, Measured, causes, outside_range
 from ..estimate import estimate, judged_stage
 from ..plan.errors import PlanError
 from ..plan.plan import Plan

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from ..device.measured import Measured
-from ..device.outside_pytorch import least_context
+from ..device.measured import Measured, least_context
 from ..estimate import most_of_stage
 from ..plan.errors import PlanError
 from ..plan.plan import Plan

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
-from ..plan.errors import ABSENT, Origin, PlanError, together
+from ..plan.errors import ABSENT, Node, Origin, PlanError, scalar, together
 from ..plan.fields import by_flag, plan_fields
-from ..plan.node import Node, scalar
 from ..plan.notes import notes_of
 from ..plan.plan import Plan as _Plan
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan

@@ -33,7 +33,7 @@ from .events import (
 
 if TYPE_CHECKING:
     from ..layers.module import Module, Parameter, Tapes
-    from ..optimizers.states import State
+    from ..optimizers.base import State
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def table_of(rows: Sequence[Row], console: Console) -> RenderableType:
     """The rows with their bars."""
     from rich.table import Table
 
-    from ..report.palette import Share, bar
+    from ..report.printing import Share, bar
 
     table = Table.grid(padding=(0, 2))
     for row in rows:

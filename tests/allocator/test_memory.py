@@ -12,8 +12,7 @@ from memplan.allocator.caching import AllocatorSettings, CachingAllocator
 from memplan.allocator.limited import LimitedRank
 from memplan.allocator.memory import DeviceMemory, OutOfMemoryError
 from memplan.allocator.replay import Run, replay
-from memplan.device.measured import NOTHING
-from memplan.device.outside_pytorch import held_workspaces
+from memplan.device.measured import NOTHING, held_workspaces
 from memplan.estimate import programs_of
 from memplan.layers.module import Options
 from memplan.plan.read import read_plan

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import nvidia, timing
 from benchmarks.measured import read_rows
-from memplan.search.time.accuracy import PUBLISHED_ERRORS, published_error
+from memplan.search.time.rates import PUBLISHED_ERRORS, published_error
 
 MEASURED = timing.MEASURED
 needs_measured = pytest.mark.skipif(not MEASURED.is_dir(), reason=f"no measured runs in {MEASURED}")

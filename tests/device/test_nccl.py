@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.device.nccl import Nccl, Span, fabric, version_of
-from memplan.frameworks.communicators import Communicator, world
+from memplan.frameworks.base import Communicator, world
 
 MIB = 1 << 20
 AMPERE, HOPPER, BLACKWELL, ADA = (8, 0), (9, 0), (10, 0), (8, 9)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.explain.clues import clues
+from memplan.explain.clues import clues, guesses
 from memplan.explain.log import Frame
 from memplan.explain.message import parse
-from memplan.explain.sizes import guesses
 
 MOMENTS = {
     "initialisation": [

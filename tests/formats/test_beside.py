@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.formats.exported import as_text, model_flags
+from memplan.plan.errors import Node
 from memplan.plan.fields import plan_fields
 from memplan.plan.library import model_specs
 from memplan.plan.models import load_spec
-from memplan.plan.node import Node
 from memplan.plan.read import COMMAND_LINE, Source, build_plan
 from memplan.plan.spec import ModelSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.frameworks import framework
-from memplan.frameworks.communicators import Communicator
+from memplan.frameworks.base import Communicator
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
-from memplan.device.workspaces import cublas_workspaces
+from memplan.device.measured import cublas_workspaces
 from memplan.estimate import check, estimate
 from memplan.frameworks.fsdp import programs as fsdp
 from memplan.frameworks.fsdp.programs import programs

@@ -16,7 +16,7 @@ from memplan.frameworks import ROOMS, Framework, Supports, framework, frameworks
 from memplan.frameworks.plain import programs as plain
 from memplan.frameworks.plain.timing import PlainTime
 from memplan.layers.module import Module, Options, Tapes
-from memplan.optimizers.states import State, full
+from memplan.optimizers.base import State, full
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import plan_fields
 from memplan.plan.plan import Plan

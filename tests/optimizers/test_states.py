@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memplan.layers.module import Parameter
+from memplan.optimizers.base import optimizer_states
 from memplan.optimizers.bitsandbytes import managed_bytes, quantisation_maps
-from memplan.optimizers.states import optimizer_states
 from memplan.plan.plan import Optimizer, OptimizerName
 
 MODEL = [

@@ -122,7 +122,7 @@ CHOICES = [field for field in plan_fields().values() if field.kind is Kind.CHOIC
 
 @given(st.sampled_from(CHOICES), st.data())
 def test_case_and_hyphens_of_a_choice_do_not_matter(field: Any, data: st.DataObject) -> None:
-    from memplan.plan.node import scalar
+    from memplan.plan.errors import scalar
     from memplan.plan.normalise import field_value
     from memplan.plan.read import COMMAND_LINE
 

@@ -17,9 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.plan.errors import PlanError
-from memplan.records.differences import differences, judged, verdict_of, worst
 from memplan.records.readings import Failure, Moment, Place, RankReading, Run, Versions
-from memplan.records.record import LARGEST, MOST_PARTS, Record, from_json, from_text, read_record, to_json, to_text
+from memplan.records.record import (
+    LARGEST,
+    MOST_PARTS,
+    Record,
+    differences,
+    from_json,
+    from_text,
+    judged,
+    read_record,
+    to_json,
+    to_text,
+    verdict_of,
+    worst,
+)
 from memplan.records.sharing import shareable, shared_text
 
 from .made import MIB, SINGLE, TWO_STAGES, estimate_json, record_of, run_of

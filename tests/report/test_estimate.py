@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from memplan.report.estimate import print_estimate, verdict
-from memplan.report.palette import BEYOND_COLOURS, COLOURS, FILLED, LIMIT, Share, bar, shares
+from memplan.report.printing import BEYOND_COLOURS, COLOURS, FILLED, LIMIT, Share, bar, shares
 from memplan.result import Estimate
 from memplan.tape.events import Category
 

@@ -23,7 +23,7 @@ from memplan.report.estimate import verdict
 from memplan.report.html import markup, page
 from memplan.report.html.estimate import estimate_page
 from memplan.report.html.markup import Markup, tag
-from memplan.report.html.runs import run_page, runs_page
+from memplan.report.html.page import run_page, runs_page
 from memplan.report.html.suggestion import suggestion_page
 from memplan.report.html.timelines import MOST
 from memplan.report.suggestion import Answer

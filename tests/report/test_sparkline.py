@@ -12,7 +12,7 @@ from memplan.plan.read import read_plan
 from memplan.report.estimate import print_estimate
 from memplan.report.names import size
 from memplan.report.printing import put
-from memplan.report.sparkline import LEVELS, timeline_lines
+from memplan.report.stages import LEVELS, timeline_lines
 from tests.report.printing import printed
 
 GPT2 = {"model": "gpt2", "framework": "single", "seq": "256", "gbs": "2"}

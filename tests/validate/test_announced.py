@@ -9,9 +9,8 @@ import pytest
 from memplan.plan.read import read_plan
 from memplan.validate import devices as validate_devices
 from memplan.validate import run
-from memplan.validate.announced import announced, duration, iterations
 from memplan.validate.devices import Device
-from memplan.validate.run import Prepared, Where, prepared
+from memplan.validate.run import Prepared, Where, announced, duration, iterations, prepared
 
 GPT = "model=gpt2 seq=1024 dtype=bf16 framework=single"
 TITAN = "model=llama-3-8b layers=8 seq=512 framework=fsdp fsdp-code=torchtitan pp=4 gpus=8 gbs=8"

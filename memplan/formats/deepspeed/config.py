@@ -13,9 +13,8 @@ from typing import Any
 
 from ...optimizers import algorithm, algorithms
 from ...optimizers.base import Algorithm, DeepspeedType
-from ...plan.errors import ABSENT, Origin, PlanError, nearest
+from ...plan.errors import ABSENT, Node, Origin, PlanError, Value, nearest
 from ...plan.framework_sections import Deepspeed
-from ...plan.node import Node, Value
 from ...plan.plan import Plan
 from ...values import dataclass
 from ..launch import guessed

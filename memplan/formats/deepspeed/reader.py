@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
-from ...plan.errors import ABSENT, Guesses, Origin, PlanError, nearest
+from ...plan.errors import ABSENT, Guesses, Node, Origin, PlanError, nearest
 from ...plan.fields import by_flag
-from ...plan.node import Node
 from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import ReadPlan, Source, build_plan

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...bash.values import Value
-from ...plan.node import Node
+from ...plan.errors import Node
 from ...values import dataclass
 from ..rows import Building
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from ...plan.errors import PlanError
-from ...plan.node import Node
+from ...plan.errors import Node, PlanError
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
 from ..rows import LEFT, Reader, Row, elsewhere, switch

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
-from ...plan.errors import PlanError
+from ...plan.errors import Node, PlanError
 from ...plan.framework_sections import GraphModule
-from ...plan.node import Node
 from ...plan.plan import Plan
 from ..rows import Reader, Row, elsewhere
 

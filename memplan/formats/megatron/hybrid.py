@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...plan.errors import ABSENT, PlanError
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.megatron_layout import layout_text, stages
-from ...plan.node import Node
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
 from ..rows import NEEDED, Reader, Row, elsewhere

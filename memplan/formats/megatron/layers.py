@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...plan.errors import ABSENT, PlanError
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ..rows import OFF, Reader, Row, elsewhere, switch
 from . import hybrid

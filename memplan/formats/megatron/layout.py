@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ...plan.errors import ABSENT, PlanError
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.megatron_layout import virtual_stages, written_out
-from ...plan.node import Node
 from ...plan.plan import Plan
 from ..rows import NEEDED, OFF, Reader, Row, elsewhere, positive, switch
 from . import hybrid

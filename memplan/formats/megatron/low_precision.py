@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...plan.errors import ABSENT, PlanError
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ..rows import Reader, Row, elsewhere, switch
 

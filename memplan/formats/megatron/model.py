@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...plan.errors import ABSENT, PlanError
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.notes import VOCAB_UNUSED
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS

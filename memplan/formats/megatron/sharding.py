@@ -3,8 +3,7 @@ of ``training.py``."""
 
 from __future__ import annotations
 
-from ...plan.errors import ABSENT, PlanError
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ..rows import Reader, Row, elsewhere, switch
 

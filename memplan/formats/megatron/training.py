@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from ...plan.errors import ABSENT, PlanError
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.framework_sections import OffloadModule
 from ...plan.megatron_layout import stages
-from ...plan.node import Node
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, switch
 from . import sharding

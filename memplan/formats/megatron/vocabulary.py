@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ...bash.budget import MOST_STEPS, Budget
 from ...bash.origin import ScriptError
-from ...plan.errors import ABSENT, Origin, PlanError, refused
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Node, Origin, PlanError, refused
 from ...plan.text import is_folder, is_there, read_bytes
 from ..settings import Settings
 from .tokenizer_json import NoTokenizerError, tokens_in

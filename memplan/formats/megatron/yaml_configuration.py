@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ...plan.errors import PlanError
-from ...plan.node import Node
+from ...plan.errors import Node, PlanError
 from ...plan.notes import Note
 from ...plan.text import text_at
 from ...plan.yaml_nodes import parse_yaml

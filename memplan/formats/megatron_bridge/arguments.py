@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ...plan.errors import ABSENT, Origin, PlanError
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Node, Origin, PlanError
 from ...plan.notes import Note
 from ..launch import left_out
 from ..megatron.hybrid import SPEC

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...plan.errors import ABSENT, PlanError
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_nodes import parse_yaml
 from ..files import words_of_node

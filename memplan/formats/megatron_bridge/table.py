@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...plan.node import Node
+from ...plan.errors import Node
 
 SECTIONS = ("model", "ddp", "optimizer", "train")
 """Sections whose fields are arguments; of others memory does not depend, or they are read by themselves."""

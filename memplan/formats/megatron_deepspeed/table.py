@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...bash.values import Ledger, Value, origin_of, text
-from ...plan.errors import ABSENT, Origin, PlanError
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Node, Origin, PlanError
 from ...plan.plan import Plan
 from ...plan.text import read_text
 from ...plan.yaml_nodes import parse_yaml

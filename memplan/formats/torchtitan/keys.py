@@ -18,8 +18,7 @@ from typing import Any
 
 from ...bash.budget import Budget
 from ...bash.origin import ScriptError
-from ...plan.errors import ABSENT, Origin, PlanError, nearest, refused
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, refused
 from ...plan.text import text_at
 from ...plan.yaml_nodes import parse_yaml
 from ...values import dataclass

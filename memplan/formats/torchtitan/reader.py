@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...frameworks import framework
-from ...plan.errors import ABSENT, Guesses, Origin, PlanError, is_slip, one_line, shown, together
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Guesses, Node, Origin, PlanError, is_slip, one_line, shown, together
 from ...plan.notes import Note
 from ...plan.plan import Plan
 from ...plan.read import ReadPlan, Source

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...plan.errors import ABSENT, Origin, PlanError, shown
-from ...plan.node import Node, Scalar, scalar
+from ...plan.errors import ABSENT, Node, Origin, PlanError, Scalar, scalar, shown
 from ...values import dataclass
 from ..rows import Kind, Row
 from ..settings import Keys, typed

@@ -15,8 +15,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...plan.errors import ABSENT, PlanError
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Node, PlanError
 from ...schedules.partition import weighted
 from .settings import Settings
 

@@ -10,9 +10,8 @@ from collections.abc import Collection
 from typing import Any
 
 from ...frameworks import framework
-from ...plan.errors import ABSENT, PlanError
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.models import load_spec
-from ...plan.node import Node
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
 from .keys import NO_FSDP2

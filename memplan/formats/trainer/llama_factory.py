@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ...plan.errors import ABSENT, PlanError
-from ...plan.node import Node, Value
+from ...plan.errors import ABSENT, Node, PlanError, Value
 
 MARKS = ("finetuning_type", "cutoff_len")
 """Keys of which each of its files has one."""

@@ -16,8 +16,7 @@ from typing import Any
 from ...frameworks import ROOMS as FRAMEWORKS
 from ...frameworks import framework
 from ...optimizers import trainer_names
-from ...plan.errors import ABSENT, Guesses, PlanError, nearest, shown
-from ...plan.node import Node
+from ...plan.errors import ABSENT, Guesses, Node, PlanError, nearest, shown
 from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import Source
@@ -30,8 +29,7 @@ from ..recognised import is_script
 from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
 from . import llama_factory
-from .script import Started, started
-from .tables import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .script import NOTED, READ, REFUSED, WITHOUT_EFFECT, Started, started
 from .trl import trainer_of, with_defaults
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ...plan.errors import PlanError
-from ...plan.node import Node
+from ...plan.errors import Node, PlanError
 from ..launch import Asked
 
 SCRIPTS: Mapping[str, str] = MappingProxyType(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
-    from ..communicators import Communicator
+    from ..base import Communicator
 
 
 class Ddp(Framework):
@@ -29,7 +29,7 @@ class Ddp(Framework):
 
     def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
         """One process group for all: buckets are all-reduced, parameters broadcast when the model is wrapped."""
-        from ..communicators import world
+        from ..base import world
 
         return (world(plan.hardware.gpus)._replace(gathers=True, few_bytes=False),) if plan.hardware.gpus > 1 else ()
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...layers.edges import TIED_GRADIENT
 from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
 from ...optimizers import algorithms
-from ...optimizers.states import State, full, optimizer_states
+from ...optimizers.base import State, full, optimizer_states
 from ...optimizers.steps import step_temporaries
 from ...plan.errors import PlanError
 from ...plan.plan import Optimizer

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
-    from ..communicators import Communicator
+    from ..base import Communicator
 
 FUSED = ("liger", "cut")
 """Losses that read the head's weight by themselves."""
@@ -73,7 +73,7 @@ class Deepspeed(Framework):
     def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
         """ZeRO's collectives, the norm and the loss run in a copy of the default group (``groups.py``,
         ``_clone_world_group``); barriers, if there are any, in the default group itself."""
-        from ..communicators import world
+        from ..base import world
 
         ranks = plan.hardware.gpus
         zero = world(ranks)._replace(name="data parallel", gathers=True, few_bytes=False)

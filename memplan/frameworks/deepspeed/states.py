@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
-from ...optimizers.states import optimizer_states
+from ...optimizers.base import optimizer_states
 from ...plan.plan import Optimizer
 from ...tape.events import Category, Hold, rounded
 from ...values import dataclass

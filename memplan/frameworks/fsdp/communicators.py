@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...plan.resolved import ResolvedPlan
-from ..communicators import Communicator, world
+from ..base import Communicator, world
 
 
 def communicators(plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:

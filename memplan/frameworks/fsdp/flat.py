@@ -27,7 +27,7 @@ from functools import lru_cache
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter
 from ...layers.tuning import ADAPTERS
-from ...optimizers.states import State, optimizer_states
+from ...optimizers.base import State, optimizer_states
 from ...optimizers.steps import step_temporaries
 from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
-    from ..communicators import Communicator
+    from ..base import Communicator
 
 SAVING = (
     "saving or loading a checkpoint gathers a unit at a time in the dtype of its shards (FULL_STATE_DICT, Accelerate's "

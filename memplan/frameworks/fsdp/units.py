@@ -15,7 +15,7 @@ from itertools import compress
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
-from ...optimizers.states import State, full, optimizer_states
+from ...optimizers.base import State, full, optimizer_states
 from ...optimizers.steps import step_temporaries
 from ...plan.plan import Optimizer
 from ...tape.events import Category, Stretch, rounded

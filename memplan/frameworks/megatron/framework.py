@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
-    from ..communicators import Communicator
+    from ..base import Communicator
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables that ``--deterministic-mode`` sets unless somebody else has (``megatron/training/determinism.py``)."""

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...device.gpus import GPUS, MULTIPROCESSORS
-from ...device.workspaces import cublas_workspaces
+from ...device.measured import cublas_workspaces
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core import bert, block, dispatch, ends, graphs, latent, local, mtp, offload, t5, te_facts

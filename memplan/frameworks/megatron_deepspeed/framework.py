@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
-    from ..communicators import Communicator
+    from ..base import Communicator
 
 
 LONGEST_LIST = 12

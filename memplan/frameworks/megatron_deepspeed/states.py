@@ -23,8 +23,8 @@ from itertools import chain
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
+from ...optimizers.base import State, full, optimizer_states
 from ...optimizers.bitsandbytes import quantisation_maps
-from ...optimizers.states import State, full, optimizer_states
 from ...optimizers.steps import step_temporaries
 from ...plan.errors import PlanError
 from ...plan.plan import Optimizer, Precision

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from ...layers.module import Options, Parameter
+from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import quantisation_maps
-from ...optimizers.states import full, optimizer_states
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...plan.traced_spec import TracedSpec

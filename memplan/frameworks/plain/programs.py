@@ -25,8 +25,8 @@ from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_
 from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
 from ...layers.recompute import recomputed, recomputed_reentrant
 from ...layers.tuning import Tuning
+from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import quantisation_maps
-from ...optimizers.states import full, optimizer_states
 from ...plan.errors import PlanError
 from ...plan.loss_checks import liger_version
 from ...plan.releases import MASKS, casts_back, parsed, release, shown

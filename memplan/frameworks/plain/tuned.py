@@ -14,7 +14,7 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.gptq import Gptq
 from ...layers.module import Parameter, hold_bytes
 from ...layers.tuning import NESTED_CODE, Adapters, FourBit, Packed, Tuning
-from ...optimizers.states import EMBEDDINGS, State, optimizer_states
+from ...optimizers.base import EMBEDDINGS, State, optimizer_states
 from ...plan.errors import PlanError
 from ...plan.lora import adapted, saved
 from ...plan.plan import Optimizer

@@ -11,8 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..palette import BAD, CAUTION, FAINT, GOOD
-from ..printing import Breakable, Pieces
+from ..printing import BAD, CAUTION, FAINT, GOOD, Breakable, Pieces
 from .markup import Child, Markup, table, tag
 
 CLASSES = {GOOD: "good", BAD: "bad", CAUTION: "caution", FAINT: "faint", "bold": "strong"}

@@ -12,7 +12,7 @@ from ...plan.section import FrameworkSection
 from ...result import Estimate, Notice, StageEstimate, Verdict
 from ..estimate import MOMENTS, READINGS
 from ..names import MEANING, elements, modules_text, percent, ranks_text, size, stage_word
-from ..palette import Share, allocated_shares, beyond_shares, shares, unknown_beyond
+from ..printing import Share, allocated_shares, beyond_shares, shares, unknown_beyond
 from ..stages import free_on, limit_of, reading_of, unit_of, who
 from .markup import Child, Markup, details, join, section, table, tag
 

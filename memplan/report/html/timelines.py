@@ -9,7 +9,7 @@ from ...allocator.timeline import Live, Tensor, Timeline
 from ...result import Estimate
 from ...tape.events import Category
 from ..names import in_order, kind_of, modules_text, numbers_text
-from ..palette import COLOURS, label
+from ..printing import COLOURS, label
 from ..stages import limit_of, who
 
 MOST = 12_000

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from memplan.formats.torchtitan.keys import Era, era_of, key_of, keys, parse_toml
 from memplan.formats.torchtitan.settings import Settings
 from memplan.formats.torchtitan.stages import stages
-from memplan.plan.errors import Origin, PlanError
-from memplan.plan.node import Node
+from memplan.plan.errors import Node, Origin, PlanError
 
 from ...plan.outcomes import error_of
 

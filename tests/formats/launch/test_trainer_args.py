@@ -13,8 +13,7 @@ from transformers.training_args import OptimizerNames
 from memplan.formats.launch import Asked, Launch, launched_plan
 from memplan.formats.rows import LEFT
 from memplan.formats.trainer.reader import EVALUATION, OPTIMIZER, PRECISION, ROWS, launched, read
-from memplan.formats.trainer.script import Started
-from memplan.formats.trainer.tables import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from memplan.formats.trainer.script import NOTED, READ, REFUSED, WITHOUT_EFFECT, Started
 from memplan.optimizers import trainer_names
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from memplan.search.time import best_published, published_error
-from memplan.search.time.accuracy import BEST_MFU, BEST_MFU_OF_EXPERTS, PUBLISHED_ERRORS
 from memplan.search.time.hardware import SPEEDS
+from memplan.search.time.rates import BEST_MFU, BEST_MFU_OF_EXPERTS, PUBLISHED_ERRORS
 
 
 def test_every_figure_is_of_a_gpu_whose_speed_is_known() -> None:
