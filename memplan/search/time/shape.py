@@ -11,6 +11,7 @@ from ...frameworks import framework
 from ...layers.module import NO_PASSES, Parameter, Passes, grown
 from ...layers.shapes import ITEMSIZE as ITEMSIZE
 from ...plan.errors import PlanError
+from ...plan.lora import saved
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec, of_any_depth
 from ...values import dataclass
@@ -218,7 +219,8 @@ def _sums(parts: Sequence[tuple[Sequence[Parameter], int]]) -> Iterator[list[int
 def model_flops(plan: ResolvedPlan) -> float:
     """FLOPs of a step's products, forward and backward: 6 for each weight of a matrix and token that goes through it,
     and 6 for each layer and score, and feature of a key or value (arXiv 2205.05198, appendix A, where both have as
-    many). A layer that predicts further tokens has a projection of two hidden states and a head of its own."""
+    many). A layer that predicts further tokens has a projection of two hidden states and a head of its own. A weight
+    that adapters leave frozen has no gradient, so 4; the adapters' own products, below 1 %, are left out."""
     spec, batch = plan.model, plan.batch
     head, further = spec.vocab * spec.hidden, spec.mtp_layers
     if spec.layer_pattern:
@@ -230,7 +232,8 @@ def model_flops(plan: ResolvedPlan) -> float:
     mlps = dense * (3 if spec.gated else 2) * spec.hidden * spec.ffn + (layers - dense) * _mixture_weights(spec)
     weights = layers * _attention_weights(spec) + mlps + (1 + further) * head + further * 2 * spec.hidden**2
     scores = spec.heads * spec.head_dim + spec.attention_features
-    return batch.gbs * batch.seq * (6.0 * weights + 6.0 * layers * scores * batch.seq)
+    frozen = 0 if plan.lora.rank is None else weights - head * ("head.weight" in saved(plan))
+    return batch.gbs * batch.seq * (6.0 * weights - 2.0 * frozen + 6.0 * layers * scores * batch.seq)
 
 
 def _block_flops(spec: ModelSpec, kind: str, seq: int) -> float:

@@ -22,6 +22,7 @@ from memplan.search.time import (
     work_of,
 )
 from memplan.search.time.rates import default
+from memplan.search.time.shape import model_flops
 
 from .plans import EVERY_FRAMEWORK, megatron_22b, plan
 
@@ -164,6 +165,17 @@ def test_adapters_leave_out_the_gradients_of_weights() -> None:
     assert adapters.optimizer < 0.01 * whole.optimizer
     packed = step_time(plan(**flags, lora_rank=8, quantisation="nf4"))
     assert packed.compute > adapters.compute
+
+
+def test_a_frozen_weight_counts_for_four_operations() -> None:
+    """Llama 3 8B has 7.504 B elements in matrices (32 layers of 218.1 M, and the head's 525.3 M) and 32 layers of 2 x
+    4,096 features of scores: of a token of 2,048, 6 x 7.504 B + 6 x 32 x 8,192 x 2,048 operations, and 4 x 7.504 B of
+    weights that adapters leave frozen."""
+    flags = {"framework": "ddp", "gpus": 2, "gpu": "h100-80gb", "mbs": 1, "seq": 2048}
+    whole, adapted = (model_flops(plan("llama-3-8b", **flags, **own)) for own in ({}, {"lora_rank": 16}))
+    weights, scores = 32 * (4096 * (6144 + 4096) + 3 * 4096 * 14336) + 4096 * 128256, 32 * 8192 * 2048
+    assert whole == 2 * 2048 * 6 * (weights + scores)
+    assert adapted == 2 * 2048 * (4 * weights + 6 * scores)
 
 
 def test_autocast_casts_weights() -> None:
