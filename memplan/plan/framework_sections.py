@@ -41,6 +41,8 @@ class Megatron(FrameworkSection, Terse):
             "pad_buckets",
             "buckets",
             "clone_scattered_embedding",
+            "logits_dtype",
+            "mlp_chunks",
         }
     )
 
@@ -75,6 +77,16 @@ class Megatron(FrameworkSection, Terse):
         "none",
         description="fused vocabulary-parallel cross entropy: none, Megatron's own (native) or Transformer Engine's "
         "(te)",
+    )
+    logits_dtype: Literal["bf16", "fp32"] | None = Field(
+        None, description="dtype in which the head's product returns logits; default: that of the hidden state"
+    )
+    mlp_chunks: int = Field(
+        1,
+        ge=1,
+        le=2**20,
+        description="parts of the sequence that an MLP takes one after the other",
+        json_schema_extra={"flag": "--mlp-chunks"},
     )
     per_token_loss: bool = Field(False, description="sum the loss over tokens and divide at the end")
     attention_mask_in_dataloader: bool = Field(True, description="the data loader creates an attention mask")

@@ -44,7 +44,7 @@ class ModelSpec(Terse):
             "shared_expert_gate", "router_score", "router_score_first", "router_expert_bias", "router_groups",
             "router_group_top_k", "router_scaling", "router_dtype", "router_balancing", "router_aux_loss",
             "router_z_loss", "latent_q_rank", "latent_kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim",
-            "mtp_layers", "attention_sinks", "attention_chunk", "nope_interval", "qk_norm_over", "activation_clamp",
+            "mtp_layers", "attention_sinks", "attention_gate", "attention_chunk", "nope_interval", "qk_norm_over", "activation_clamp",
             "residual_scale", "logit_scale", "router_weighs_inputs", "layer_pattern", "mtp_pattern", "mtp_shared",
             "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim",
         )
@@ -98,6 +98,9 @@ class ModelSpec(Terse):
     )
     attention_sinks: bool = Field(
         False, description="a learned number of each head that joins its softmax and takes no value (gpt-oss)"
+    )
+    attention_gate: bool = Field(
+        False, description="the output of attention is multiplied by a sigmoid, of as many features (Qwen3-Next)"
     )
     causal: bool = Field(True, description="causal attention; false for an encoder")
     sliding_window: Size | None = Field(None, description="attention window in tokens; default: no limit")
@@ -199,8 +202,8 @@ class ModelSpec(Terse):
 
     @property
     def qkv_features(self) -> int:
-        """Output features of the fused query/key/value projection: ``(a + 2 a_kv) d``."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Output features of the fused query/key/value projection: ``(a + 2 a_kv) d``, and a d of a gate."""
+        return (self.heads * (1 + self.attention_gate) + 2 * self.kv_heads) * self.head_dim
 
     @property
     def rotary_features(self) -> int:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memplan.estimate import estimate
-from memplan.frameworks.megatron.programs import core_shape, layer_shape_of, layers_module, module_shapes, programs
-from memplan.layers.module import Options
+from memplan.frameworks.megatron.programs import (
+    core_shape,
+    layer_shape_of,
+    layers_module,
+    module_shapes,
+    padded_vocab,
+    programs,
+)
+from memplan.layers.module import Module, Options
 from memplan.plan.plan import Plan
-from memplan.tape.events import Drop, Event, Hold
+from memplan.tape.events import Category, Drop, Event, Hold
 
 from .test_megatron import plan, refusal
 
@@ -110,3 +117,51 @@ def test_an_evaluation_has_batches_of_its_own() -> None:
 def test_a_number_of_buckets_and_their_size_exclude_one_another() -> None:
     assert "must be left out with megatron.bucket_size" in refusal(num_buckets=4, bucket_size=100)
     assert "with Megatron-FSDP" in refusal(num_buckets=4, megatron_fsdp="optim", dp=2)
+
+
+def head_of(**flags: object) -> Module:
+    given = plan(gpu="h100-80gb", tied_embeddings="false", **flags)
+    spans = programs(given, Options())[0].order.chunks[0].spans
+    (module,) = (span.module for span in spans if span.names == ("head",))
+    return module
+
+
+def largest(tape: Iterable[Event], category: Category) -> int:
+    held, most, holds = 0, 0, {}
+    for event in tape:
+        if isinstance(event, Hold) and event.category is category:
+            holds[event.tensor] = event.bytes
+            held += event.bytes
+        elif isinstance(event, Drop):
+            held -= holds.pop(event.tensor, 0)
+        most = max(most, held)
+    return most
+
+
+def test_logits_in_fp32_are_their_own_softmax() -> None:
+    """Of n logits 2 n bytes and a copy of 4 n; in fp32 4 n alone. Backward casts the gradient, 2 n, beside the saved
+    softmax of 4 n, in either (autograd's cast, or that of ``LinearWithGradAccumulationAndAsyncCommunication``)."""
+    n = S * padded_vocab(plan())
+    usual, wide = head_of(), head_of(logits_dtype="fp32")
+    assert largest(usual.first.forward, Category.LOGITS) == 6 * n
+    assert largest(wide.first.forward, Category.LOGITS) == 4 * n
+    made = {one.name: one.bytes for one in wide.first.backward if isinstance(one, Hold)}
+    assert made["grad_logits_cast"] == 2 * n
+    assert "grad_logits" not in made
+    assert kept(head_of(logits_dtype="bf16").first.forward) == kept(usual.first.forward)
+
+
+def test_an_mlp_in_chunks() -> None:
+    """Two halves of the tokens keep what the whole keeps; outputs are put together in 2 s h bytes more, and backward has
+    gradients of 2 s f / 2 bytes."""
+    whole, halves = (
+        layers_module(
+            (layer_shape_of(module_shapes(core_shape(plan(mlp_chunks=parts, gpu="h100-80gb")))[0], 0),), Options()
+        )
+        for parts in (1, 2)
+    )
+    assert sum(size for _, size in kept(halves.first.forward)) == sum(size for _, size in kept(whole.first.forward))
+    made = [one for one in halves.first.forward if isinstance(one, Hold)]
+    assert [one.bytes for one in made if one.name == "mlp_chunks_joined"] == [2 * S * H]
+    assert [p.shape for p in halves.parameters] == [p.shape for p in whole.parameters]
+    assert "experts" in refusal(dp=2, ep=2, mlp_chunks=2, **MIXTURE)

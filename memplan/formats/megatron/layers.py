@@ -147,6 +147,19 @@ LAYERS = (
     ),
     switch("--fp32-residual-connection", "megatron.fp32_residual", "LAYERS"),
     switch("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", "LAYERS", OFF),
+    Row(
+        "--output-logit-dtype",
+        "megatron.logits_dtype",
+        "LAYERS",
+        "word",
+        when=lambda plan: plan.megatron.logits_dtype is not None,
+    ),
+    Row(
+        "--mlp-chunks-for-training",
+        "megatron.mlp_chunks",
+        "LAYERS",
+        when=lambda plan: plan.megatron.mlp_chunks > 1,
+    ),
     switch("--calculate-per-token-loss", "megatron.per_token_loss", "LAYERS"),
     switch("--no-create-attention-mask-in-dataloader", "megatron.attention_mask_in_dataloader", "LAYERS", OFF),
     switch(

@@ -263,6 +263,7 @@ MODEL = (
         value=lambda plan: "learnable",
         when=lambda plan: plan.model.attention_sinks,
     ),
+    switch("--attention-output-gate", "model.attention_gate", "MODEL"),
     Row(
         "--window-size",
         "model.sliding_window",

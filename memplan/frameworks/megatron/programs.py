@@ -101,6 +101,8 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         attention_mask=megatron.attention_mask_in_dataloader,
         clones_embedding=megatron.clone_scattered_embedding,
         per_token_loss=megatron.per_token_loss,
+        logits=megatron.logits_dtype,
+        mlp_chunks=megatron.mlp_chunks,
         decoder=plan.batch.decoder_seq or 0,
     )
     shape = replace(shape, experts=expert_shape(plan), core=_version(plan.experts.megatron_core), low=low_of(plan, te))
@@ -434,9 +436,9 @@ def kept_first(shape: CoreShape, chunks: Sequence[Sequence[str]]) -> tuple[Keepi
 @lru_cache(maxsize=1024)
 def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
-    layers = replace(shape, cross_entropy="unfused", per_token_loss=False, defers=False)
+    layers = replace(shape, cross_entropy="unfused", per_token_loss=False, logits=None, defers=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
-    return layers, replace(ends_shape, offload=(), graphs=None, defers=False)
+    return layers, replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1)
 
 
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:

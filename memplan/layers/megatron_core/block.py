@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ...tape.events import Category
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
 from . import graphs, latent, local, mamba, moe, offload, t5, te, te_attention
@@ -30,6 +30,12 @@ FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 def uncovered(shape: CoreShape) -> Iterator[str]:
     """What these recipes do not cover of ``shape``: reasons, as sentences without a full stop."""
     spec = shape.spec
+    if spec.attention_gate and (spec.kv_heads < shape.t or spec.latent_kv_rank or shape.keys):
+        yield "a gate of attention's output with latent or cross attention, or fewer key/value heads than ranks"
+    if shape.mlp_chunks > 1 and (shape.implementation == "local" or shape.experts is not None):
+        yield "MLPs in chunks with experts, or in local layers"
+    if shape.mlp_chunks > 1 and ("mlp" in shape.recompute_modules or shape.spec.layer_pattern):
+        yield "MLPs in chunks with recompute of MLPs, or in hybrids"
     if spec.kv_heads < shape.t and not spec.latent_kv_rank and (shape.implementation == "local" or spec.qk_norm):
         yield "fewer key/value heads than tensor-parallel ranks in local layers, or with norms of queries and keys"
     if spec.rotary_fraction < 1.0 and (spec.positions != "rotary" or spec.latent_kv_rank):
@@ -168,12 +174,27 @@ def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
         fed = moe.layer(r, normed, shape)
     elif "mlp" in shape.recompute_modules:
         fed = recomputed_reentrant(r, lambda r, x: mlp(r, x, shape, norm_name)[0], (normed,))
+    elif shape.mlp_chunks > 1:
+        fed, bias = _in_chunks(r, normed, shape, norm_name)
     else:
         fed, bias = mlp(r, normed, shape, norm_name)
     discard(r, fed)
     out = local.bias_dropout_add(r, fed, bias, hidden, FC2, shape)
     commit([hidden])
     return out
+
+
+def _in_chunks(r: Recorder, x: Tensor, shape: CoreShape, norm_name: str) -> tuple[Tensor, Tensor | None]:
+    """``_forward_mlp_run``: parts of the sequence, each through the MLP, whose outputs are put together."""
+    s, *rest = x.shape
+    rows = -(-s // min(shape.mlp_chunks, s))
+    parts: list[Shape] = [(min(rows, s - at), *rest) for at in range(0, s, rows)]
+    outputs = [mlp(r, part, shape, norm_name) for part in ops.split(r, x, parts, "mlp_chunk")]
+    shapes = [out.shape for out, _ in outputs]
+    node = r.node(
+        [out for out, _ in outputs], (), lambda r, gradients: [incoming(gradients).view(*one) for one in shapes]
+    )
+    return r.empty((s, *shapes[0][1:]), x.dtype, "mlp_chunks_joined").by(node), outputs[0][1]
 
 
 def _norm(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, apart: bool) -> tuple[Tensor, Discard]:
@@ -217,7 +238,7 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = ""
     with offload.group(r, hidden, "qkv_linear", shape) as (hidden, commit):
         split = query_key_value(r, hidden, shape, norm_name)
     commit([])
-    q, k, v = split
+    q, k, v, *gate = split
     if shape.spec.positions == "rotary" and shape.turns:
         q = rotary(r, q, "query", shape)
         k = rotary(r, k, "key", shape)
@@ -228,12 +249,19 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = ""
         with offload.group(r, q, "core_attn", shape) as (q, commit):
             context = _core_attention(r, q, k, v, shape)
         commit([q, k, v])
+    if gate:
+        context = _gated(r, context, gate.pop())
     if shape.implementation == "local":
         return local.row_linear(r, context, PROJECTION, shape, bias=has_bias)
     with offload.group(r, context, "attn_proj", shape) as (context, commit):
         out = te.row_linear(r, context, PROJECTION, shape, bias=has_bias, original=shape.saves_original)
     commit([context])
     return out
+
+
+def _gated(r: Recorder, x: Tensor, gate: Tensor) -> Tensor:
+    """``_apply_output_gate``, compiled (``jit_fuser``): ``x * sigmoid(gate)``, whose factors are saved."""
+    return ops.elementwise(r, "attention_gated", (x, gate), (x, gate))
 
 
 def _core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -252,8 +280,8 @@ def _in_order(r: Recorder, shape: CoreShape) -> None:
         r.parameter(f"{PROJECTION}.bias", (spec.hidden,), shape.dtype)
 
 
-def query_key_value(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """``get_query_key_value_tensors``: q (s, b, a/t, d), k and v (s, b, g/t, d).
+def query_key_value(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str) -> tuple[Tensor, ...]:
+    """``get_query_key_value_tensors``: q (s, b, a/t, d), k and v (s, b, g/t, d), and a gate like q where there is one.
 
     All are views of one tensor, group by group the group's queries, its key and its value; only with several
     groups of several queries the queries are copied, as no view has that shape.
@@ -264,12 +292,14 @@ def query_key_value(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: st
     mixed, _ = column_linear(r, hidden, QKV, norm_name, n, shape, bias=spec.attention_bias, skip_bias=False)
     if spec.kv_heads < t:
         return _of_one_group(r, mixed, shape)
-    q, k, v = _split(r, mixed, [(s, b, a, d), (s, b, g, d), (s, b, g, d)], shape)
+    q, *gate, k, v = _split(r, mixed, [(s, b, a, d)] * (1 + spec.attention_gate) + [(s, b, g, d)] * 2, shape)
     if a > g:
         q = _regrouped(r, q, shape, copies=g > 1)
     if spec.qk_norm:
         q, k = _normed(r, q, k, shape)
-    return q, k, v
+    if a > g > 1 and gate:
+        gate = [ops.contiguous(r, gate.pop(), (s, b, a, d), "gate")]
+    return q, k, v, *gate
 
 
 def _of_one_group(r: Recorder, mixed: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:

@@ -354,9 +354,11 @@ def output_layer(
     Sequence parallelism gathers the input into a buffer that is never freed (``gather_buffer``), forward and
     backward; the shard is what is saved. A bias is added out of place. Under gradient accumulation fusion
     the weight's gradient goes into ``main_grad``, and autograd gets a static dummy (``dummy_gradient``). The
-    gradient of a weight tied to this stage's embedding waits for the embedding's.
+    gradient of a weight tied to this stage's embedding waits for the embedding's. Logits of another dtype
+    (``_linear_forward``) have a gradient of it, which is cast first.
     """
     s, b, v, h, dtype = shape.s, shape.b, shape.vocab // shape.t, shape.spec.hidden, hidden.dtype
+    wide = shape.logits or dtype
     name = WORD if shape.spec.tied_embeddings else "head.weight"
     parameters = [r.parameter(name, (v, h), shape.dtype)]
     if bias:
@@ -365,6 +367,7 @@ def output_layer(
     shard = hidden.shape
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        cast = [r.empty((s, b, v), dtype, "grad_logits_cast", LOGITS)] if wide != dtype else []
         grad_input = r.empty((s, b, h), dtype, "grad_head_input")
         received = r.empty(shard, dtype, "grad_head_input_scattered") if scattered else grad_input
         grad_weight = None
@@ -373,11 +376,12 @@ def output_layer(
             r.events.append(Hold(TIED_GRADIENT, size, Category.GRADIENTS, "grad_head_weight", (v, h), dtype))
         elif not fused:
             grad_weight = r.empty((v, h), dtype, "grad_head_weight")
+        cast.clear()
         return [received, grad_weight, *([r.empty((v,), dtype, "grad_head_bias")] if bias else [])]
 
     work = shape.ranks.column(s * b, v, h, dtype, shape.added(r.summed))
     node = r.node((hidden, *parameters), (hidden,), backward, work=work)
-    logits = r.empty((s, b, v), dtype, "logits", LOGITS)
+    logits = r.empty((s, b, v), wide, "logits", LOGITS)
     if bias:
         logits = r.empty((s, b, v), dtype, "logits_biased", LOGITS)
     return logits.by(node)

@@ -136,6 +136,10 @@ class CoreShape:
     clones_embedding: bool = True
     """This rank's tokens of the embedding are copied under sequence parallelism."""
     per_token_loss: bool = False
+    logits: str | None = None
+    """Dtype of logits, where it is not that of the hidden state (``logit_dtype``)."""
+    mlp_chunks: int = 1
+    """Parts of the sequence that an MLP takes one after the other (``mlp_chunks_for_training``)."""
     multiprocessors: int = 132
     """Of the GPU (H100 132, B200 148, GB200 152): flash attention's deterministic backward splits by it."""
     experts: ExpertShape | None = None

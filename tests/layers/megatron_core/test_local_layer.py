@@ -93,6 +93,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qk-norm": ({"qk_norm": True}, {}),
     "qk-norm-groups": ({"qk_norm": True, "kv_heads": 2}, {}),
     "qk-norm-groups-rotary": ({"qk_norm": True, "kv_heads": 2, "positions": "rotary"}, {}),
+    "gate": ({"attention_gate": True}, {}),
+    "gate-groups": (LLAMA | {"attention_gate": True, "kv_heads": 2}, {}),
+    "gate-qk-norm": ({"attention_gate": True, "qk_norm": True, "kv_heads": 2}, {"t": 2, "sequence_parallel": True}),
+    "gate-one-group": ({"attention_gate": True, "kv_heads": 1}, {}),
     "recompute-core-attention": ({}, {"recompute_modules": ("core_attn",)}),
     "recompute-core-attention-groups": ({"kv_heads": 2}, {"recompute_modules": ("core_attn",)}),
     "recompute-core-attention-one-group": ({"kv_heads": 1}, {"recompute_modules": ("core_attn",)}),
@@ -156,6 +160,7 @@ def config_of(shape: CoreShape) -> dict[str, Any]:
         "gradient_accumulation_fusion": shape.gradient_fusion,
         "rotary_interleaved": shape.rotary_interleaved,
         "qk_layernorm": spec.qk_norm,
+        "attention_output_gate": spec.attention_gate,
         "normalization": "LayerNorm" if spec.norm == "layernorm" else "RMSNorm",
     }
 
