@@ -244,7 +244,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.transformer_impl": [{"transformer_impl": "local"}],
     "megatron.buckets": [{"num_buckets": 9, "overlap_grad_reduce": "true", "zero": 1, "dp": 2}],
     "megatron.logits_dtype": [{"logits_dtype": "fp32"}],
-    "megatron.mlp_chunks": [{"mlp_chunks": 2, "gpu": "h100-80gb"}],
+    "megatron.mlp_chunks": [{"mlp_chunks": 2}],
     "megatron.clone_scattered_embedding": [
         {"clone_scattered_embedding": "false", "tp": 2, "dp": 1, "sequence_parallel": "true"}
     ],

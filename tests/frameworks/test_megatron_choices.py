@@ -151,15 +151,14 @@ def test_logits_in_fp32_are_their_own_softmax() -> None:
     assert kept(head_of(logits_dtype="bf16").first.forward) == kept(usual.first.forward)
 
 
+def mlp_in(parts: int) -> Module:
+    shape = layer_shape_of(module_shapes(core_shape(plan(mlp_chunks=parts, gpu="h100-80gb")))[0], 0)
+    return layers_module((shape,), Options())
+
+
 def test_an_mlp_in_chunks() -> None:
-    """Two halves of the tokens keep what the whole keeps; outputs are put together in 2 s h bytes more, and backward has
-    gradients of 2 s f / 2 bytes."""
-    whole, halves = (
-        layers_module(
-            (layer_shape_of(module_shapes(core_shape(plan(mlp_chunks=parts, gpu="h100-80gb")))[0], 0),), Options()
-        )
-        for parts in (1, 2)
-    )
+    """Two halves of the tokens keep what the whole keeps; outputs are put together in 2 s h bytes."""
+    whole, halves = mlp_in(1), mlp_in(2)
     assert sum(size for _, size in kept(halves.first.forward)) == sum(size for _, size in kept(whole.first.forward))
     made = [one for one in halves.first.forward if isinstance(one, Hold)]
     assert [one.bytes for one in made if one.name == "mlp_chunks_joined"] == [2 * S * H]
