@@ -45,8 +45,8 @@ class ModelSpec(Terse):
             "router_group_top_k", "router_scaling", "router_dtype", "router_balancing", "router_aux_loss",
             "router_z_loss", "latent_q_rank", "latent_kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim",
             "mtp_layers", "attention_sinks", "attention_chunk", "nope_interval", "qk_norm_over", "activation_clamp",
-            "attention_gate", "residual_scale", "logit_scale", "router_weighs_inputs", "layer_pattern", "mtp_pattern", "mtp_shared",
-            "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim",
+            "attention_gate", "residual_scale", "logit_scale", "router_weighs_inputs", "layer_pattern", "mtp_pattern",
+            "mtp_shared", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim",
         )
     )  # fmt: skip
 
