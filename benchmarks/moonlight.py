@@ -23,7 +23,7 @@ NOISE = 0.05 * GB
 """Of the difference between two rows; a reading is good to 0.015."""
 
 
-def plan_of(row: Row, imbalance: str = "balanced", gradients: str = "bf16") -> memplan.Plan:
+def plan_of(row: Row, imbalance: str = "balanced") -> memplan.Plan:
     """The plan of one row."""
     parallel = row["parallel"]
     plan: dict[str, Any] = {
@@ -34,8 +34,9 @@ def plan_of(row: Row, imbalance: str = "balanced", gradients: str = "bf16") -> m
         "layout": {"tp": parallel["tp"], "ep": parallel["ep"], "etp": 1, "dp": parallel["dp"], "zero": 1,
                    "sequence_parallel": True},
         "batch": {"mbs": row["micro_batch_size"], "gbs": row["global_batch_size"], "seq": row["sequence_length"]},
-        "precision": {"dtype": "bf16", "gradients": gradients},
-        "optimizer": {"name": "adamw", "precision_aware": True, "exp_avg": "bf16", "exp_avg_sq": "bf16"},
+        "precision": {"dtype": "bf16", "gradients": "bf16"},
+        "optimizer": {"name": "adamw", "precision_aware": True, "exp_avg": "bf16", "exp_avg_sq": "bf16",
+                      "fp8_recipe": "tensorwise"},
         "megatron": {"transformer_engine": "2.17.1", "cross_entropy_fusion": "te", "rope_fusion": False,
                      "overlap_grad_reduce": True, "overlap_param_gather": True, "attention_mask_in_dataloader": False},
         "experts": {"dispatcher": "alltoall", "grouped_gemm": True, "permute_fusion": True,
@@ -47,9 +48,9 @@ def plan_of(row: Row, imbalance: str = "balanced", gradients: str = "bf16") -> m
     return memplan.read_plan(plan)
 
 
-def peak(row: Row, imbalance: str = "balanced", gradients: str = "bf16") -> int:
+def peak(row: Row, imbalance: str = "balanced") -> int:
     """Bytes that are allocated at most."""
-    found = memplan.estimate(plan_of(row, imbalance, gradients)).to_dict()["stages"][-1]["allocated_bytes"]
+    found = memplan.estimate(plan_of(row, imbalance)).to_dict()["stages"][-1]["allocated_bytes"]
     assert isinstance(found, int)
     return found
 
@@ -57,7 +58,6 @@ def peak(row: Row, imbalance: str = "balanced", gradients: str = "bf16") -> int:
 def table(rows: Sequence[Row]) -> Table:
     """Each row's peak, where routing is between balanced and 1.1, and what recompute saves."""
     compared = tuple(_compared(rows))
-    wide = " and ".join(f"{peak(row, gradients='fp32') / GB:.2f}" for row in rows)
     return Table(
         "megatron_bridge_moonlight.jsonl",
         "peak allocated by Moonlight-16B under Megatron-Bridge, and the difference that recomputed modules make",
@@ -68,12 +68,12 @@ def table(rows: Sequence[Row]) -> Table:
         (
             "Routing is not the cause: an untrained Moonlight, simulated layer by layer on the same mock tokens, sends "
             "every rank of experts between 0.9 and 1.1 of the mean.",
-            "The recipe reduces gradients in bf16. In fp32, as Megatron-Bridge's bf16_mixed does, both rows would be "
-            f"within the limit, {wide} GB; nothing says that the runs did so, and it is not assumed.",
-            "No other single setting of the recipe does: whole fp32 main parameters in place of 16-bit remainders "
-            "(store_param_remainders) would add 4.0 GB, 1 GB too few. mixed_precision.py hands "
-            "grad_reduce_in_fp32 false to the gradient buffers, which then have the parameters' dtype "
-            "(group_params_for_buffers of Megatron-Core at 24bad8e6).",
+            "MixedPrecisionConfig.setup copies its fp8_recipe, tensorwise by default, into the optimizer's settings, "
+            "though no product is in 8 bits (mixed_precision.py). OptimizerConfig's "
+            "use_precision_aware_optimizer_no_fp8_or_ds_fp8 is then false, so that Megatron-Core keeps whole fp32 main "
+            "parameters and, in the step, fp32 copies of the gradients. With mla_up_proj recomputed the step is the "
+            "peak, which routing does not change.",
+            "Queries have no rank of their own, and are normed in their projection (mla_qk_norm_config.py).",
         ),
     )
 
@@ -85,7 +85,7 @@ def _compared(rows: Sequence[Row]) -> Iterator[Comparison]:
         least, most = peak(row), peak(row, "1.1")
         estimates.append(least)
         within = (1 - LIMIT) * least <= measured <= (1 + LIMIT) * most
-        cause = "" if within else "about 5 GB in every row alike: not explained"
+        cause = "" if within else "about 0.7 GB in every row alike: not explained"
         yield Comparison(row["id"], PEAK, measured, least, within, cause)
     first, *others = zip(rows, estimates, strict=True)
     for row, estimate in others:

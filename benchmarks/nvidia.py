@@ -61,8 +61,11 @@ COMMON = {
 }  # fmt: skip
 """Of every recipe (``set_common_perf_overrides``, ``_benchmark_common``)."""
 
-STATES = {"precision_aware_optimizer": "true", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-"""Of DeepSeek V3's (``recipes/deepseek/deepseek_v3.py``)."""
+STATES = {
+    "precision_aware_optimizer": "true", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16",
+    "optimizer_fp8_recipe": "tensorwise",
+}  # fmt: skip
+"""Of DeepSeek V3's (``recipes/deepseek/deepseek_v3.py``; the recipe is ``MixedPrecisionConfig``'s default)."""
 
 
 KEYS = ("release", "model", "system", "Precision")

@@ -11,7 +11,7 @@ from .resolved import ResolvedPlan
 
 FIELDS = (
     *("momentum", "weight_decay", "paged", "block_size", "embeddings_32bit"),
-    *("precision_aware", "main_parameters", "exp_avg", "exp_avg_sq"),
+    *("precision_aware", "main_parameters", "exp_avg", "exp_avg_sq", "fp8_recipe"),
 )
 """Fields that some frameworks have, or some optimizers."""
 

@@ -198,6 +198,12 @@ class Optimizer(Section):
         description="dtype of the second moment (precision-aware)",
         json_schema_extra={"flag": "--exp-avg-sq-dtype"},
     )
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = Field(
+        None,
+        description="precision-aware: fp8 recipe that the optimizer is told of (Megatron-Bridge: tensorwise even in "
+        "bf16); but with delayed, fp32 main parameters and gradients are Megatron's own; default: precision.fp8's",
+        json_schema_extra={"flag": "--optimizer-fp8-recipe"},
+    )
 
     @property
     def algorithm(self) -> "Algorithm":

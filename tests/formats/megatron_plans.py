@@ -126,6 +126,7 @@ def plans(draw: st.DrawFn) -> Plan:
         "main_parameters": st.sampled_from(["fp32", "fp16"]),
         "exp_avg": STATES,
         "exp_avg_sq": STATES,
+        "fp8_recipe": st.sampled_from(["delayed", "tensorwise", "blockwise", "mxfp8"]),
     }
     flags = dict.fromkeys(SWITCHES, st.booleans())
     megatron = draw(

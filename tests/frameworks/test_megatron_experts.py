@@ -23,7 +23,7 @@ from memplan.schedules.megatron_fold import MegatronOrder
 from memplan.search.changes import stated
 from memplan.search.proposals import proposals
 from memplan.search.ways_out import ways_out
-from memplan.tape.events import Category, Hold
+from memplan.tape.events import Category, Hold, Stretch
 from memplan.tape.program import fold_program
 
 
@@ -82,7 +82,17 @@ def test_olmoe_norms_all_heads_together_on_one_tensor_parallel_rank() -> None:
 def test_one_rank_has_every_parameter(model: str, mtp: int) -> None:
     """The count of a spec is transformers' own (``test_huggingface``); further layers are counted by hand there."""
     whole = plan(model, mtp_layers=mtp, dense_layers=0)
-    assert elements(whole) == parameters(whole.model)
+    norms = 2048 * (2 + mtp) if model == "deepseek-v2-lite" else 0  # queries without a rank are normed since 0.20
+    assert elements(whole) - norms == parameters(whole.model)
+    assert elements(plan(model, mtp_layers=mtp, dense_layers=0, megatron_core="0.19")) == parameters(whole.model)
+
+
+def test_queries_without_a_rank_keep_what_their_norm_made() -> None:
+    """Two layers of 512 tokens of 2,048 features in bf16 more, each with a reciprocal root in fp32."""
+    newer, older = (plan("deepseek-v2-lite", megatron_core=core) for core in ("0.20", "0.19"))
+    kept = [programs(one, Options())[0].order.chunks[0].spans for one in (newer, older)]
+    more = [sum(Stretch(span.module.first.forward).excursion.net * len(span.names) for span in spans) for spans in kept]
+    assert more[0] - more[1] == 2 * (512 * 2048 * 2 + 512 * 4)
 
 
 def test_what_experts_run_with_alone_is_their_default() -> None:

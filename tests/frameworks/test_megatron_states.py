@@ -89,6 +89,17 @@ def test_a_precision_aware_optimizer_keeps_what_it_says() -> None:
     assert not kept.carried
 
 
+@pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "mxfp8"])
+def test_a_recipe_that_the_optimizer_is_told_of_takes_main_parameters_out_of_it(recipe: str | None) -> None:
+    """But with delayed scaling: 4 bytes an element for main parameters, and as many for the step's fp32 gradients."""
+    rules = replace(PLAIN, distributed=True, precision_aware=True, gradients="bf16", fp8_recipe=recipe)
+    kept, n = keep(chunk_of((1024, 128)), rules, False), 1024 * 128 // PLAIN.shards
+    outside = recipe in ("tensorwise", "mxfp8")
+    assert held(kept.construction, Category.MAIN_PARAMETERS) == 4 * n * outside
+    assert held(kept.states, Category.MAIN_PARAMETERS) == 2 * n * (not outside)
+    assert held(kept.carried, Category.GRADIENTS) == 4 * n * outside
+
+
 def test_a_checkpoint_casts_what_is_no_fp32() -> None:
     """Two moments in bf16 for 131,072 elements: 8 bytes each as fp32. The lower halves of main parameters stay as they
     are; main parameters in fp16 are a third copy."""

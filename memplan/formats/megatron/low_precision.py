@@ -16,6 +16,8 @@ ENDS, START, END = "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", 
 PADDING, PADDING_OLD = "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8"
 REUSED = "--reuse-grad-buf-for-mxfp8-param-ag"
 
+AWARE = "--use-precision-aware-optimizer"
+
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 REFUSED = {
@@ -56,6 +58,17 @@ def _recipe(reader: Reader) -> None:
     put("precision.fp8", node, FP8, RECIPE)
     kind = settings.word(FP8)
     put("precision.fp8_format", kind, FP8)
+
+
+def _told(reader: Reader) -> None:
+    """Without products in 8 bits the optimizer alone is told (``OptimizerConfig.fp8_recipe``)."""
+    node = reader.settings.word(RECIPE)
+    if node is not None and not reader.settings.has(FP8):
+        reader.building.put("optimizer.fp8_recipe", node, RECIPE)
+
+
+def _told_nobody(reader: Reader) -> str:
+    return "" if reader.settings.has(AWARE) else without_fp8(reader)
 
 
 def _fp4(reader: Reader) -> None:
@@ -108,7 +121,11 @@ def _stores_mxfp8(plan: Plan) -> bool:
 
 ROWS: Sequence[Row] = (
     Row(FP8, "precision.fp8_format", "PRECISION", "word", read=_recipe, without_effect=without_fp8, when=in_fp8),
-    Row(RECIPE, "precision.fp8", "PRECISION", "word", read=elsewhere, without_effect=without_fp8, when=in_fp8),
+    Row(
+        RECIPE, "precision.fp8", "PRECISION", "word", read=_told, without_effect=_told_nobody,
+        value=lambda plan: plan.precision.fp8 or plan.optimizer.fp8_recipe,
+        when=lambda plan: in_fp8(plan) or plan.optimizer.fp8_recipe is not None,
+    ),
     Row(
         FP4, "precision.fp4", "PRECISION", "word", read=_fp4, when=in_fp4, value=lambda plan: "e2m1"
     ),

@@ -104,7 +104,8 @@ def _precision(root: Node) -> Mapping[str, Node]:
     if node is None or node.value is None:
         return {}
     if node.mapping:
-        return {name: value for name, value in node.mapping.items() if not name.startswith("_")}
+        told = {"fp8_recipe": Node(table.FP8_RECIPE, node.origin)}
+        return {**told, **{name: value for name, value in node.mapping.items() if not name.startswith("_")}}
     name = str(node.value).replace("-", "_")
     dtype, _, rest = name.partition("_")
     fields = table.SPECIAL_PRECISIONS.get(name)
@@ -114,7 +115,7 @@ def _precision(root: Node) -> Mapping[str, Node]:
         names = ", ".join(f"bf16_{one}" for one in table.PRECISIONS)
         raise PlanError("mixed_precision", str(node.value), f"must be one of {names}", origin=node.origin)
     dtype = dtype if dtype == "fp16" else "bf16"
-    every = {dtype: True, "grad_reduce_in_fp32": dtype == "bf16", **fields}
+    every = {dtype: True, "fp8_recipe": table.FP8_RECIPE, "grad_reduce_in_fp32": dtype == "bf16", **fields}
     return {field: Node(value, node.origin) for field, value in every.items() if isinstance(value, (bool, int, str))}
 
 

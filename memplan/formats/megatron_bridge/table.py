@@ -117,6 +117,9 @@ PRECISIONS: Mapping[str, Mapping[str, object]] = {
 }
 """What the names of ``mixed_precision`` mean behind ``bf16_`` or ``fp16_``."""
 
+FP8_RECIPE = "tensorwise"
+"""What ``MixedPrecisionConfig`` tells the optimizer, too, where no product is in 8 bits (``fp8_recipe``'s default)."""
+
 SPECIAL_PRECISIONS: Mapping[str, Mapping[str, object]] = {
     "nemotron_h_bf16_with_fp8_current_scaling_mixed": {
         **PRECISIONS["with_fp8_current_scaling_mixed"],

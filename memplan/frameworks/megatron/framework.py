@@ -81,7 +81,7 @@ class Megatron(Framework):
         optimizers=("sgd", "adam", "adamw", "muon"),
         implementations=("apex",),
         default_implementations={"sgd": "apex", "adam": "apex", "adamw": "apex", "muon": None},
-        optimizer_fields=frozenset({"precision_aware", "main_parameters", "exp_avg", "exp_avg_sq"}),
+        optimizer_fields=frozenset({"precision_aware", "main_parameters", "exp_avg", "exp_avg_sq", "fp8_recipe"}),
         losses=("vocab-parallel",),
         losses_refused=dict.fromkeys(
             ("plain", "liger", "cut", "chunked"), "megatron.cross_entropy_fusion names a fused kernel"
@@ -427,6 +427,9 @@ def check_optimizer(plan: ResolvedPlan) -> None:
         if getattr(optimizer, name) != "fp32":
             problem = "must be fp32 unless optimizer.precision_aware is true"
             raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
+    if optimizer.fp8_recipe is not None:
+        problem = "must be left out unless optimizer.precision_aware is true: another optimizer does not ask for it"
+        raise PlanError("optimizer.fp8_recipe", optimizer.fp8_recipe, problem)
 
 
 def _check_offload(plan: ResolvedPlan) -> None:

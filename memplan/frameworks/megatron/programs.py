@@ -203,6 +203,7 @@ def rules(plan: ResolvedPlan) -> Rules:
         counts_zeros=megatron.log_num_zeros_in_grad,
         te=_transformer_engine(megatron.transformer_engine),
         low=low_of(plan, _transformer_engine(megatron.transformer_engine)),
+        fp8_recipe=optimizer.fp8_recipe or plan.precision.fp8,
         expert_shards=max(1, expert_replicas(plan) // megatron.distributed_optimizer_instances),
         sharded=megatron.fsdp != "none",
         alignment=WIDE_ALIGNMENT if megatron.pad_buckets else BUCKET_ALIGNMENT,

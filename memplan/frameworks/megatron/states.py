@@ -66,6 +66,8 @@ class Rules:
     """Of the ranks that whole parameters are dealt out to, the one that is meant; by default the one that has most."""
     low: Low | None = None
     """Precision of linear layers' products, if that is not ``dtype``."""
+    fp8_recipe: str | None = None
+    """Of products in 8 bits, or what the optimizer is told in its place (``OptimizerConfig.fp8_recipe``)."""
     alignment: int = BUCKET_ALIGNMENT
     """Elements to a multiple of which buckets are padded, beside that of ``shards`` (``bucket_end_divisor``)."""
     buckets: int | None = None
@@ -77,8 +79,8 @@ class Rules:
     def main_inside(self) -> bool:
         """FusedAdam keeps the main parameters: not those in fp32 beside products in 8 bits, but with delayed scaling
         (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``)."""
-        outside = self.low is not None and self.low.recipe in ("tensorwise", "blockwise", "mxfp8")
-        return self.precision_aware and not (outside and self.main_parameters == "fp32")
+        outside = self.fp8_recipe not in (None, "delayed") and self.main_parameters == "fp32"
+        return self.precision_aware and not outside
 
     @property
     def mixed(self) -> bool:

@@ -32,6 +32,10 @@ TABLE_ROWS = 4096
 """``original_max_position_embeddings``: rows of the cosines and sines that a layer begins with, those of a rank's
 context-parallel chunks (``get_pos_emb_on_this_cp_rank``)."""
 
+NORMED_QUERIES_SINCE = (0, 20)
+"""Megatron-Core whose queries without a rank of their own are normed in the projection, a second time after the
+layer's norm (``mla_qk_norm_config.py``, ``_resolve_mla_qk_layernorm``, since commit 4464d1c1)."""
+
 
 def uncovered(shape: CoreShape) -> Iterator[str]:
     """What this recipe does not cover of ``shape``."""
@@ -133,7 +137,8 @@ def _up(r: Recorder, queries: Tensor, keys: Tensor, rotated: Tensor, shape: Core
     sizes = weights(shape)
     a, n, p, v = spec.heads // shape.t, spec.nope_head_dim, spec.rope_head_dim, spec.value_head_dim
     q_name = Q_UP if spec.latent_q_rank else Q
-    q = _projected(r, queries, q_name, sizes[q_name][0], shape, normed=spec.qk_norm and bool(spec.latent_q_rank))
+    q_normed = spec.qk_norm and (bool(spec.latent_q_rank) or shape.core >= NORMED_QUERIES_SINCE)
+    q = _projected(r, queries, q_name, sizes[q_name][0], shape, normed=q_normed)
     contiguous = ops.contiguous(r, keys, keys.shape, "kv_compressed_contiguous")
     kv = _projected(r, contiguous, KV_UP, sizes[KV_UP][0], shape, normed=spec.qk_norm)
     del contiguous

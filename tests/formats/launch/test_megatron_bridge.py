@@ -127,6 +127,7 @@ ARGUMENTS: dict[str, object] = {
     "--accumulate-allreduce-grads-in-fp32": True,
     "--use-distributed-optimizer": True,
     "--use-precision-aware-optimizer": True,
+    "--fp8-recipe": "tensorwise",
     "--exp-avg-dtype": "bf16",
     "--exp-avg-sq-dtype": "bf16",
     "--overlap-grad-reduce": True,
@@ -199,6 +200,7 @@ def test_a_run_is_the_plan_of_the_same_arguments(tmp_path: Path) -> None:
     assert without_name(found.plan) == without_name(expected.plan)
     assert found.plan.model.name == "meta-llama/Meta-Llama-3-8B"
     assert not found.warnings
+    assert found.plan.optimizer.fp8_recipe == "tensorwise"  # without a product in 8 bits, too
 
 
 def test_every_name_is_an_argument() -> None:
