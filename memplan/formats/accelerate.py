@@ -140,6 +140,8 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
     processes = written.mapping.get("num_processes")
     if processes is not None and (type(processes.value) is not int or processes.value < 1):
         raise PlanError("num_processes", processes.plain(), "must be a whole number from 1 on", origin=processes.origin)
+    if processes is not None and "distributed_type" in written.mapping and framework == "single":
+        processes = Node(1, processes.origin)  # simple_launcher
     sections = framework_of(framework).supports.sections
     fsdp = written.mapping.get("fsdp_config", Node({}, written.origin))
     deepspeed = written.mapping.get("deepspeed_config", Node({}, kind.origin))

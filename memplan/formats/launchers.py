@@ -201,13 +201,17 @@ def _of_job(job: Mapping[str, Value], name: str) -> Node | None:
     return scalar(text(value), value[0].origin) if value else None
 
 
+RUNNERS = ("-m", "trl", "llamafactory-cli")
+"""Words before the name of what trains, where that is no file."""
+
+
 def _script_of(words: Sequence[Value], is_mark: IsMark) -> int | None:
     """Position of the training script: the last Python file or module before the first word that ``is_mark``."""
     first = next((n for n, word in enumerate(words) if is_mark(text(word))), None)
     if first is None:
         return None
     files = [n for n, word in enumerate(words[:first]) if _SCRIPT.fullmatch(text(word))]
-    modules = [n + 1 for n, word in enumerate(words[: first - 1]) if text(word) in ("-m", "trl", "llamafactory-cli")]
+    modules = [n + 1 for n, word in enumerate(words[: first - 1]) if text(word) in RUNNERS]
     return next(iter(files[-1:] or modules[-1:]), None)
 
 

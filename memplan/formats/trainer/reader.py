@@ -29,8 +29,9 @@ from ..recognised import is_script
 from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
 from . import llama_factory
-from .script import NOTED, READ, REFUSED, WITHOUT_EFFECT, Started, started
-from .trl import trainer_of, with_defaults
+from .arguments import EVALUATION_OF_LOSS, Arguments
+from .script import NOTED, READ, REFUSED, WITHOUT_EFFECT, Started, started, with_launcher
+from .trl import loop_of
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -44,7 +45,7 @@ def started_at(place: str, asked: Asked) -> Started:
     folder = Path() if place == "-" else folder_of(path_of(place))
     if is_script(text, name):
         return started(text, name, folder, asked)
-    return Started(parse_yaml(text.expandtabs(2), name), folder)
+    return with_launcher(Started(parse_yaml(text.expandtabs(2), name), folder))
 
 
 def launched(found: Started, asked: Asked) -> Launch:
@@ -57,21 +58,21 @@ def launched(found: Started, asked: Asked) -> Launch:
     if llama_factory.is_it(written):
         written = llama_factory.translated(written, is_whole=found.accelerate is None)
         found = replace(found, arguments=written)
-    trainer = trainer_of(found.script, written, asked)
-    written = with_defaults(written, trainer)
+    loop = loop_of(found.script, written, asked)
+    written = loop.with_defaults(written)
     _refuse(written)
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
     unread = tuple(_unread(written, strict=asked.strict))
     if found.gpus is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.gpus)
-    if trainer:
-        building.put("trainer.loop", trainer)
+    if loop.own_loss:
+        building.put("trainer.loop", loop.name)
     engine = _engine(found, reader.settings, asked)
     read_rows(ROWS, reader)
     sections = framework(engine).supports.sections if engine in FRAMEWORKS else ()
     run_by = next((run for section, run in _RUN_BY.items() if section in sections), _by_itself)
-    launch = run_by(found, reader, asked)
+    launch = run_by(replace(found, loop=loop), reader, asked)
     return replace(launch, notes=(*unread, *(Note(*note) for note in building.notes), *launch.notes))
 
 
@@ -101,12 +102,8 @@ def _by_itself(found: Started, reader: Reader, asked: Asked) -> Launch:
     building = reader.building
     _framework(found, reader)
     read_rows((*PRECISION, *OPTIMIZER), reader)
-    if (loop := building.items.get("trainer.loop")) is not None:
-        read_rows(GROUPS if loop.value == "grpo" else PAIRS, reader)
-        _no_evaluation(reader)
-    else:
-        building.put("trainer.loop", "transformers")
-        read_rows(EVALUATION, reader)
+    building.put("trainer.loop", found.loop.name)
+    read_rows(found.loop.rows, reader)
     return _launch(building)
 
 
@@ -190,50 +187,11 @@ def _offloads(config: Node) -> bool:
     return device is not None and device.value not in (None, "none")
 
 
-def _no_evaluation(reader: Reader) -> None:
-    """Evaluation of trl's trainers is not modelled: one of no more sequences than training has takes less, and others
-    are refused."""
-    arguments: Arguments = reader.settings
-    if not _evaluates(arguments):
-        return
-    size = arguments.node("per_device_eval_batch_size") or Node(8, arguments.where("eval_strategy"))
-    trained = reader.building.items["batch.mbs"].value
-    if isinstance(size.value, int) and isinstance(trained, int) and size.value > trained:
-        problem = (
-            f"must be at most per_device_train_batch_size, {trained}, in trl's trainers, whose larger "
-            f"evaluations are not modelled: with per_device_eval_batch_size {trained}, or without eval_strategy, the "
-            "estimate is of training"
-        )
-        raise PlanError("per_device_eval_batch_size", size.value, problem, origin=size.origin)
-
-
 _RUN_BY: Mapping[str, Callable[[Started, Reader, Asked], Launch]] = {"fsdp": _sharded, "deepspeed": _by_deepspeed}
 """By the section of a plan that the framework reads; the Trainer's own loop for one that reads neither."""
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
-
-
-class Arguments(Keys):
-    """The Trainer's arguments; ``null`` counts as left out."""
-
-    def node(self, name: str) -> Node | None:
-        node = self.given.get(name)
-        return node if node is not None and node.value is not None else None
-
-    def asked(self, name: str) -> Node | None:
-        """The value of ``name`` if it turns something on: it is given, and no empty text, list or false."""
-        node = self.node(name)
-        return node if node is not None and node.value not in (False, "", []) and node.value != {} else None
-
-    def asks(self, name: str) -> bool:
-        """Whether ``name`` turns something on."""
-        return self.asked(name) is not None
-
-    def on(self, *names: str) -> Node | None:
-        """The first of ``names`` that is true."""
-        switches = (self.value(Row(name, "", kind="switch")) for name in names)
-        return next((node for node in switches if node is not None and node.value is True), None)
 
 
 def _refuse(written: Node) -> None:
@@ -427,81 +385,6 @@ def _packed(reader: Reader) -> None:
     )
 
 
-def _evaluates(arguments: Arguments) -> bool:
-    """Whether the file asks for an evaluation; by default the Trainer makes none."""
-    strategy = arguments.first("eval_strategy", "evaluation_strategy")
-    while_training = strategy is not None and strategy[1].value not in ("no", False)
-    return while_training or arguments.on("do_eval") is not None
-
-
-def _prompt(reader: Reader) -> None:
-    """Releases before 1.0 cut prompts: with the completion, that is a sequence."""
-    prompt, completion = (reader.settings.node(name) for name in ("max_prompt_length", "max_completion_length"))
-    lengths = [node.value for node in (prompt, completion) if node is not None and isinstance(node.value, int)]
-    if len(lengths) == 2:
-        reader.building.put("batch.seq", sum(lengths), "max_prompt_length")
-
-
-def _reference(reader: Reader) -> None:
-    """A KL term has a reference."""
-    node = reader.settings.node("beta")
-    if node is not None and node.value:
-        reader.building.put("trainer.keeps_reference", Node(True, node.origin), "beta")
-
-
-def _engine_beside(reader: Reader) -> None:
-    """transformers' own generation gives back what it takes, and a server has GPUs of its own; what vLLM in the same
-    process keeps is asked for."""
-    arguments: Arguments = reader.settings
-    mode = arguments.node("vllm_mode")
-    if arguments.on("use_vllm") is None or (mode is not None and mode.value == "server"):
-        reader.building.put("trainer.generation_memory", 0, "use_vllm")
-    reader.building.because("vllm_mode", "says where generation runs")
-    reader.building.because("vllm_enable_sleep_mode", "what generation keeps is --generation-memory")
-
-
-def _evaluation_batch(reader: Reader) -> None:
-    """Counts only where there is an evaluation."""
-    name = "per_device_eval_batch_size"
-    node = reader.settings.node(name)
-    if _evaluates(reader.settings):
-        reader.building.put("trainer.evaluation_mbs", 8 if node is None else node, name)
-    elif node is not None and node.value != 8:
-        reader.building.note(
-            "evaluation-off",
-            f"{name} is given, but neither eval_strategy nor do_eval: no evaluation is part of the estimate",
-        )
-
-
-def _evaluation(reader: Reader) -> None:
-    """Logits are kept for ``compute_metrics`` alone, which no file shows."""
-    arguments: Arguments = reader.settings
-    if not _evaluates(arguments):
-        return
-    loss_only, steps = arguments.on("prediction_loss_only"), arguments.node("eval_accumulation_steps")
-    if loss_only is not None or "eval-batches" in reader.context:
-        return
-    if steps is not None:
-        reader.building.put("trainer.evaluation_batches", steps, "eval_accumulation_steps")
-        return
-    reader.building.note(
-        "evaluation-logits",
-        "evaluation is taken to compute no metrics; with compute_metrics the logits of every batch stay on the device "
-        "until its end: give their number as --eval-batches, or eval_accumulation_steps",
-    )
-
-
-def _loss_alone(reader: Reader) -> None:
-    """Without ``compute_metrics``, which no file shows, the Trainer keeps the loss (``prediction_loss_only``)."""
-    arguments: Arguments = reader.settings
-    if _evaluates(arguments) and arguments.on("prediction_loss_only") is None:
-        reader.building.note(
-            "evaluation-logits",
-            "evaluation is taken to compute no metrics; with compute_metrics the logits of every batch stay on the "
-            "device until its end, which is not modelled here",
-        )
-
-
 LORA_FIELDS = {"lora_target_modules": "targets", "lora_modules_to_save": "modules_to_save", "lora_alpha": "alpha"}
 
 
@@ -550,22 +433,3 @@ ROWS = (
 """With the defaults of ``TrainingArguments``; lengths are keys of scripts, of TRL, and of FastChat."""
 PRECISION = (Row("bf16", "precision.dtype", read=_precision),)
 OPTIMIZER = (Row("optim", "optimizer.name", read=_optimizer),)
-PAIRS = (Row("precompute_ref_log_probs", "trainer.precompute_ref_log_probs", kind="switch"),)
-"""Of trl's DPOTrainer."""
-GROUPS = (
-    Row("max_completion_length", "trainer.completion_length"),
-    Row("max_prompt_length", "batch.seq", read=_prompt),
-    Row("beta", "trainer.keeps_reference", read=_reference),
-    Row("use_vllm", "trainer.generation_memory", read=_engine_beside),
-)
-"""Of trl's GRPOTrainer."""
-EVALUATION = (
-    Row("per_device_eval_batch_size", "trainer.evaluation_mbs", read=_evaluation_batch),
-    Row("eval_strategy", "trainer.evaluation_batches", read=_evaluation),
-)
-"""Of the Trainer's own loop."""
-EVALUATION_OF_LOSS = (
-    Row("per_device_eval_batch_size", "trainer.evaluation_mbs", read=_evaluation_batch),
-    Row("eval_strategy", "trainer.evaluation_mbs", read=_loss_alone),
-)
-"""Under FSDP and DeepSpeed, where logits that evaluation keeps are not modelled."""

@@ -9,7 +9,8 @@ data arguments: which are read, refused, told, or without effect.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,12 +19,14 @@ from ...bash.shell import read_script
 from ...bash.values import Ledger, Value, is_known, origin_of, text
 from ...plan.errors import Node, Origin, PlanError, refused, scalar, together
 from ...values import dataclass
-from ..accelerate import Accelerated, accelerated, file_named
+from ..accelerate import Accelerated, file_named
+from ..accelerate_flags import configured, split_off
 from ..launch import Asked
-from ..launchers import MAPPINGS, beside, is_trainer, training_in, unread
-from ..recognised import found_from, holds_arguments
+from ..launchers import MAPPINGS, RUNNERS, beside, is_trainer, training_in, unread
+from ..recognised import holds_arguments
 from ..settings import Given, needed, taken_apart
 from ..training_scripts import with_unread
+from .trl import TRAINER, Loop
 
 READ = frozenset(
     {
@@ -147,6 +150,7 @@ class Started:
     accelerate: Accelerated | None = None
     script: str = ""
     """Name of what is started."""
+    loop: Loop = TRAINER
 
 
 def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
@@ -158,14 +162,25 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
         raise refused(error) from None
     given, loose = taken_apart(training.words, {}, training.origin)
     wrong: list[PlanError] = []
-    flags = dict(_entries(given, reading.ledger, wrong))
+    read = READ if asked.names & {"gpus", "dp"} else READ | {"num_processes"}
+    flags = dict(_entries(given, reading.ledger, wrong, read))
     arguments = Node({**_of_file(flags, loose, folder), **flags}, training.origin)
-    found = _accelerate(training.launcher, training.origin, reading.ledger, folder, wrong)
+    front = _of_launcher(training.launcher, training.origin)
+    launcher = None if front is None else dict(_entries(front, reading.ledger, wrong, read))
     if wrong:
         raise with_unread(together(wrong), unread(reading))
-    return Started(
-        arguments, folder, training.gpus or (found.processes if found is not None else None), found, training.script
-    )
+    by_trl = any(text(word).rpartition("/")[2] == "trl" for word in training.launcher)
+    return with_launcher(Started(arguments, folder, training.gpus, script=training.script), launcher, by_trl=by_trl)
+
+
+def with_launcher(found: Started, launcher: Mapping[str, Node] | None = None, *, by_trl: bool = True) -> Started:
+    """``found`` with what ``launcher``'s flags of Accelerate say and, with ``by_trl``, those among the arguments, which
+    trl passes on."""
+    arguments, passed = split_off(found.arguments) if by_trl else (found.arguments, {})
+    if launcher is None and not passed:
+        return found
+    accelerate = configured({**(launcher or {}), **passed}, arguments, found.folder)
+    return replace(found, arguments=arguments, gpus=found.gpus or accelerate.processes, accelerate=accelerate)
 
 
 def _of_file(flags: dict[str, Node], loose: Sequence[Value], folder: Path) -> Mapping[str, Node]:
@@ -181,13 +196,15 @@ def _of_file(flags: dict[str, Node], loose: Sequence[Value], folder: Path) -> Ma
     return file_named(named, folder, "config", "the Trainer's arguments").mapping
 
 
-def _entries(given: Sequence[Given], ledger: Ledger, wrong: list[PlanError]) -> Iterator[tuple[str, Node]]:
-    """Keys and values; those that are read and not known are asked for in ``wrong``."""
+def _entries(
+    given: Sequence[Given], ledger: Ledger, wrong: list[PlanError], read: Collection[str]
+) -> Iterator[tuple[str, Node]]:
+    """Keys and values; those of ``read`` that are not known are asked for in ``wrong``."""
     for one in given:
         name = one.name.removeprefix("--").replace("-", "_")
         unknown = next((value for value in one.values if not is_known(value)), None)
         if unknown is not None:
-            if name in READ:
+            if name in read:
                 where = origin_of(unknown, one.origin)
                 wrong.append(needed(one.name, ledger.shown(unknown), ledger.unknowns(unknown)[0], where))
             continue
@@ -195,44 +212,13 @@ def _entries(given: Sequence[Given], ledger: Ledger, wrong: list[PlanError]) -> 
         yield name, values[0] if len(values) == 1 else Node(values or True, one.origin)
 
 
-_PARTS = {
-    "use_fsdp": ("distributed_type", "FSDP"),
-    "use_deepspeed": ("distributed_type", "DEEPSPEED"),
-    "multi_gpu": ("distributed_type", "MULTI_GPU"),
-}
-_OF_DEEPSPEED = (
-    "zero_stage",
-    "offload_",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "deepspeed_config_file",
-)
-
-
-def _accelerate(
-    launcher: Sequence[Value], origin: Origin, ledger: Ledger, folder: Path, wrong: list[PlanError]
-) -> Accelerated | None:
-    """The configuration with which ``accelerate launch`` starts: its file, and its flags over it."""
+def _of_launcher(launcher: Sequence[Value], origin: Origin) -> list[Given] | None:
+    """Flags of ``accelerate launch``, if that starts the training; the last word may be the command that it runs."""
     words = [text(word) for word in launcher]
-    at = next((n for n, word in enumerate(words) if word.rpartition("/")[2] == "accelerate"), None)
+    at = next((n for n, word in enumerate(words) if word.rpartition("/")[2] in _ACCELERATE), None)
     if at is None:
         return None
-    given, _ = taken_apart(launcher[at + 1 :], {}, origin)
-    flags = dict(_entries(given, ledger, wrong))
-    file = flags.pop("config_file", None)
-    written = Node({}, origin)
-    if file is not None:
-        written = file_named(file, folder, "--config_file", "Accelerate's configuration")
-        folder = found_from(str(file.value), folder).parent
-    items = dict(written.mapping)
-    for name, node in flags.items():
-        section = (
-            "fsdp_config" if name.startswith("fsdp_") else "deepspeed_config" if name.startswith(_OF_DEEPSPEED) else ""
-        )
-        if name in _PARTS and node.value is True:
-            items[_PARTS[name][0]] = Node(_PARTS[name][1], node.origin)
-        elif section:
-            items[section] = items.get(section, Node({}, node.origin)).with_items({name: node})
-        elif name in ("num_processes", "mixed_precision", "dynamo_backend"):
-            items[name] = node
-    return accelerated(Node(items, written.origin), folder)
+    return taken_apart(launcher[at + 1 : len(words) - (words[-1] in RUNNERS)], {}, origin)[0]
+
+
+_ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch")

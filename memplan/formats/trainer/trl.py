@@ -1,101 +1,199 @@
-"""Which of trl's trainers a script or its arguments are of, and what its configuration says by default.
+"""trl's trainers, a room each: by what a script or its arguments are known to be of it, what its configuration says by
+default, which of its keys change memory, and which change none.
 
-trl 1.16: ``scripts/`` (``trl dpo``, ``dpo.py``), ``trainer/dpo_config.py`` (``DPOConfig``), ``trainer/grpo_config.py``
-(``GRPOConfig``).
+trl 1.16: ``scripts/`` (``trl dpo``, ``dpo.py``), ``trainer/base_config.py``, ``trainer/sft_config.py`` (``SFTConfig``),
+``trainer/dpo_config.py`` (``DPOConfig``), ``trainer/grpo_config.py`` (``GRPOConfig``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import field
 
 from ...plan.errors import Node, PlanError
+from ...values import dataclass
 from ..launch import Asked
+from ..rows import Reader, Row
+from .arguments import EVALUATION, Arguments, no_evaluation
 
-SCRIPTS: Mapping[str, str] = MappingProxyType(
-    {
-        "dpo": "dpo",
-        "kto": "kto",
-        "orpo": "orpo",
-        "cpo": "cpo",
-        "reward": "reward",
-        "reward_modeling": "reward",
-        "prm": "prm",
-        "grpo": "grpo",
-        "rloo": "rloo",
-        "ppo": "ppo",
-        "dpo_online": "online-dpo",
-        "gkd": "gkd",
-    }
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A training loop around the Trainer's arguments."""
+
+    name: str
+    """``trainer.loop`` of a plan."""
+    scripts: tuple[str, ...] = ()
+    """trl's commands and scripts that start it."""
+    alone: tuple[str, ...] = ()
+    """Keys that no other loop has."""
+    without_effect: frozenset[str] = frozenset()
+    """Keys that change no memory, beside those of ``TrainingArguments``."""
+    defaults: Mapping[str, bool | int] = field(default_factory=dict)
+    """Where they are others than those of ``TrainingArguments``."""
+    rows: tuple[Row, ...] = ()
+    own_loss: bool = True
+    """The loss is not the model's, so that engines have to know the loop, too."""
+
+    def with_defaults(self, written: Node) -> Node:
+        """The arguments ``written`` with the defaults that they do not say, and without what changes no memory."""
+        given = {key: node for key, node in written.mapping.items() if key not in self.without_effect}
+        known = {key for key, node in given.items() if node.value is not None}
+        known |= {"gradient_checkpointing"} if "activation_checkpointing" in known else set()
+        known |= {"bf16"} if "fp16" in known and given["fp16"].value else set()
+        unsaid = {key: Node(value, written.origin) for key, value in self.defaults.items() if key not in known}
+        return Node({**unsaid, **given}, written.origin)
+
+
+# -- GRPO ------------------------------------------------------------------------------------------------
+
+
+def _prompt(reader: Reader) -> None:
+    """Releases before 1.0 cut prompts: with the completion, that is a sequence."""
+    prompt, completion = (reader.settings.node(name) for name in ("max_prompt_length", "max_completion_length"))
+    lengths = [node.value for node in (prompt, completion) if node is not None and isinstance(node.value, int)]
+    if len(lengths) == 2:
+        reader.building.put("batch.seq", sum(lengths), "max_prompt_length")
+
+
+def _reference(reader: Reader) -> None:
+    """A KL term has a reference."""
+    node = reader.settings.node("beta")
+    if node is not None and node.value:
+        reader.building.put("trainer.keeps_reference", Node(True, node.origin), "beta")
+
+
+def _engine_beside(reader: Reader) -> None:
+    """transformers' own generation gives back what it takes, and a server has GPUs of its own; what vLLM in the same
+    process keeps is asked for."""
+    arguments: Arguments = reader.settings
+    mode = arguments.node("vllm_mode")
+    if arguments.on("use_vllm") is None or (mode is not None and mode.value == "server"):
+        reader.building.put("trainer.generation_memory", 0, "use_vllm")
+    reader.building.because("vllm_mode", "says where generation runs")
+    reader.building.because("vllm_enable_sleep_mode", "what generation keeps is --generation-memory")
+
+
+def _no_liger(reader: Reader) -> None:
+    """``DPOTrainer`` and ``GRPOTrainer`` take Liger's losses then (``use_liger_kernel``)."""
+    arguments: Arguments = reader.settings
+    if (node := arguments.on("use_liger_kernel")) is not None:
+        problem = "must be false: Liger's losses of pairs and groups are not modelled; trl's own head makes no logits"
+        raise PlanError("use_liger_kernel", True, problem, origin=node.origin)
+
+
+_NO_LIGER = Row("use_liger_kernel", "", read=_no_liger)
+
+# -- the loops -------------------------------------------------------------------------------------------
+
+_DATA = "dataset_train_split dataset_test_split dataset_streaming dataset_num_proc router_aux_loss_coef "
+_OF_ALL: Mapping[str, bool | int] = {"gradient_checkpointing": True, "bf16": True}
+"""``_BaseConfig``: bf16 unless fp16 is asked for."""
+
+TRAINER = Loop("transformers", rows=EVALUATION, own_loss=False)
+"""transformers' own."""
+
+_SFT = Loop(
+    "transformers",
+    scripts=("sft",),
+    without_effect=frozenset(
+        (
+            _DATA
+            + """
+            dataset_text_field dataset_kwargs eos_token pad_token shuffle_dataset truncation_mode pad_to_multiple_of
+            completion_only_loss assistant_only_loss
+            """
+        ).split()
+    ),
+    defaults={**_OF_ALL, "max_length": 1024},
+    rows=EVALUATION,
+    own_loss=False,
 )
-"""Trainers by the names of trl's commands and scripts; ``sft`` has the Trainer's own loss."""
 
-OF_DPO = frozenset(
-    """
-    beta loss_type loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef label_smoothing use_weighting
-    discopop_tau sync_ref_model ref_model_mixup_alpha ref_model_sync_steps truncation_mode pad_token pad_to_multiple_of
-    dataset_num_proc disable_dropout max_prompt_length max_completion_length precompute_ref_batch_size rpo_alpha
-    router_aux_loss_coef dataset_train_split dataset_test_split dataset_streaming
-    """.split()  # noqa: SIM905 - one a line would be a page
+_DPO = Loop(
+    "dpo",
+    scripts=("dpo",),
+    alone=("precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "discopop_tau", "rpo_alpha"),
+    without_effect=frozenset(
+        (
+            _DATA
+            + """
+            beta loss_type loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef label_smoothing
+            use_weighting discopop_tau sync_ref_model ref_model_mixup_alpha ref_model_sync_steps truncation_mode
+            pad_token pad_to_multiple_of disable_dropout max_prompt_length max_completion_length
+            precompute_ref_batch_size rpo_alpha
+            """
+        ).split()
+    ),
+    defaults={**_OF_ALL, "max_length": 1024},
+    rows=(
+        _NO_LIGER,
+        Row("precompute_ref_log_probs", "trainer.precompute_ref_log_probs", kind="switch"),
+        Row("eval_strategy", "", read=no_evaluation),
+    ),
 )
-"""Keys of ``DPOConfig`` and of its script that change numbers of one for each sequence, or nothing."""
 
-OF_GRPO = frozenset(
-    """
-    num_generations num_generations_eval shuffle_dataset pad_to_multiple_of generation_batch_size steps_per_generation
-    temperature top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty cache_implementation
-    vllm_model_impl vllm_structured_outputs_regex vllm_guided_decoding_regex vllm_server_base_url vllm_server_host
-    vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
-    vllm_tensor_parallel_size num_iterations epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos
-    vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level reward_weights
-    multi_objective_aggregation scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha
-    ref_model_sync_steps top_entropy_quantile max_tool_calling_iterations vllm_importance_sampling_correction
-    vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-    vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl log_completions log_multimodal
-    num_completions_to_print log_unique_prompts log_completions_hub_repo reward_model_name_or_path reward_funcs
-    router_aux_loss_coef dataset_train_split dataset_test_split dataset_streaming dataset_num_proc
-    """.split()  # noqa: SIM905 - one a line would be a page
+_GRPO = Loop(
+    "grpo",
+    scripts=("grpo",),
+    alone=("steps_per_generation", "importance_sampling_level", "num_generations_eval", "top_entropy_quantile"),
+    without_effect=frozenset(
+        (
+            _DATA
+            + """
+            num_generations num_generations_eval shuffle_dataset pad_to_multiple_of generation_batch_size
+            steps_per_generation temperature top_p top_k min_p generation_kwargs chat_template_kwargs
+            repetition_penalty cache_implementation vllm_model_impl vllm_structured_outputs_regex
+            vllm_guided_decoding_regex vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+            vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size num_iterations
+            epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos
+            vespo_k_neg vespo_lambda_neg importance_sampling_level reward_weights multi_objective_aggregation
+            scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha
+            ref_model_sync_steps top_entropy_quantile max_tool_calling_iterations vllm_importance_sampling_correction
+            vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+            vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl log_completions
+            log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo
+            reward_model_name_or_path reward_funcs
+            """
+        ).split()
+    ),
+    defaults={**_OF_ALL, "max_completion_length": 256},
+    rows=(
+        _NO_LIGER,
+        Row("max_completion_length", "trainer.completion_length"),
+        Row("max_prompt_length", "batch.seq", read=_prompt),
+        Row("beta", "trainer.keeps_reference", read=_reference),
+        Row("use_vllm", "trainer.generation_memory", read=_engine_beside),
+        Row("eval_strategy", "", read=no_evaluation),
+    ),
 )
-"""Keys of ``GRPOConfig`` and of its script of generation, or that change a few numbers for each token, or nothing."""
+"""RLOO's configuration shares a few of its keys, and is told by its script."""
 
-ALONE = ("precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "discopop_tau", "rpo_alpha")
-"""Keys of ``DPOConfig`` that no other trainer has."""
+_NOT_MODELLED = {
+    "reward_modeling": "reward",
+    "dpo_online": "online-dpo",
+    **{name: name for name in ("kto", "orpo", "cpo", "reward", "prm", "rloo", "ppo", "gkd")},
+}
+"""trl's other trainers by their commands and scripts; a plan refuses them by name."""
 
-ALONE_OF_GRPO = ("steps_per_generation", "importance_sampling_level", "num_generations_eval", "top_entropy_quantile")
-"""Keys of ``GRPOConfig`` that DPO's has not. RLOO's shares a few, and is told by its script."""
+LOOPS = (_SFT, _DPO, _GRPO, *(Loop(name, scripts=(script,)) for script, name in _NOT_MODELLED.items()))
 
 OF_SEVERAL = ("beta", "num_generations", "max_completion_length", "use_vllm", "vllm_mode", "sync_ref_model")
 """Keys that several of trl's trainers have, and transformers' has not."""
 
 
-def trainer_of(script: str, written: Node, asked: Asked) -> str:
-    """trl's trainer, as a plan's ``trainer.loop``; empty for transformers' own, or trl's SFTTrainer."""
+def loop_of(script: str, written: Node, asked: Asked) -> Loop:
+    """The loop that ``script`` starts with the arguments ``written``."""
     named = asked.flags.get("trainer")
     if isinstance(named, str):
-        return named if named in SCRIPTS.values() else ""
-    if script in SCRIPTS or script.startswith("sft"):
-        return SCRIPTS.get(script, "")
-    if any(key in written.mapping for key in ALONE):
-        return "dpo"
-    if any(key in written.mapping for key in ALONE_OF_GRPO):
-        return "grpo"
+        return next((one for one in LOOPS if one.own_loss and one.name == named), TRAINER)
+    found = next((one for one in LOOPS if script in one.scripts), None)
+    if found is not None or script.startswith("sft"):
+        return found or TRAINER
+    if (found := next((one for one in LOOPS if written.mapping.keys() & {*one.alone}), None)) is not None:
+        return found
     for key in OF_SEVERAL:
         if (node := written.mapping.get(key)) is not None:
             problem = "belongs to several of trl's trainers: say which one (--trainer dpo or grpo)"
             raise PlanError(key, node.plain(), problem, origin=node.origin)
-    return ""
-
-
-def with_defaults(written: Node, trainer: str) -> Node:
-    """The arguments with those that ``DPOConfig`` or ``GRPOConfig`` has by default, and without what changes no memory.
-    Other trainers are refused by name later."""
-    if not trainer:
-        return written
-    without = OF_GRPO if trainer == "grpo" else OF_DPO
-    given = {key: node for key, node in written.mapping.items() if key not in without}
-    own: dict[str, bool | int] = {"gradient_checkpointing": True, "bf16": "fp16" not in given}
-    own |= {"max_completion_length": 256} if trainer == "grpo" else {"max_length": 1024}
-    older = {"activation_checkpointing": "gradient_checkpointing"}
-    known = {older.get(key, key) for key, node in given.items() if node.value is not None}
-    unsaid = {key: Node(value, written.origin) for key, value in own.items() if key not in known}
-    return Node({**unsaid, **given}, written.origin)
+    return TRAINER

@@ -10,9 +10,11 @@ import pytest
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from memplan.formats.accelerate_flags import OF_TRL
 from memplan.formats.launch import Asked, Launch, launched_plan
 from memplan.formats.rows import LEFT
-from memplan.formats.trainer.reader import EVALUATION, OPTIMIZER, PRECISION, ROWS, launched, read
+from memplan.formats.trainer.arguments import EVALUATION
+from memplan.formats.trainer.reader import OPTIMIZER, PRECISION, ROWS, launched, read
 from memplan.formats.trainer.script import NOTED, READ, REFUSED, WITHOUT_EFFECT, Started
 from memplan.optimizers import trainer_names
 from memplan.plan.errors import PlanError
@@ -289,6 +291,48 @@ def test_trls_commands(command: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(f"{command} --model_name_or_path gpt2 --bf16 --max_length 512\n")
     source = read(str(tmp_path / "train.sh"), Asked()).source
     assert resolve(build_plan(source, {"model": "gpt2"}).plan).trainer.loop == says
+
+
+@pytest.mark.parametrize(
+    ("command", "framework", "gpus"),
+    [
+        ("trl dpo --num_processes 8", "ddp", 8),
+        ("accelerate launch --num_processes 4 trl dpo", "ddp", 4),
+        ("accelerate launch --num_processes 4 --mixed_precision bf16 llamafactory-cli train", "ddp", 4),
+        ("trl sft --num_machines 2 --num_processes 16 --main_process_port 1", "ddp", 16),
+        ("trl sft --accelerate_config zero3", "deepspeed", 8),
+        ("trl sft --accelerate_config fsdp2 --num_processes 4", "fsdp", 4),
+        ("trl dpo --accelerate_config single_gpu", "single", 1),
+        ("trl sft --config_file accelerate.yaml", "fsdp", 2),
+        ("trl sft --config sft.yaml --num_processes 6", "deepspeed", 6),
+    ],
+)
+def test_the_launchers_flags_behind_a_command_of_trl(command: str, framework: str, gpus: int, tmp_path: Path) -> None:
+    """trl passes on what its parser does not know, of the file of ``--config``, too."""
+    (tmp_path / "accelerate.yaml").write_text("{distributed_type: FSDP, num_processes: 2, fsdp_config: {}}")
+    (tmp_path / "sft.yaml").write_text("{model_name_or_path: gpt2, accelerate_config: zero1}")
+    (tmp_path / "train.sh").write_text(f"{command} --model_name_or_path gpt2 --max_length 512\n")
+    found = read(str(tmp_path / "train.sh"), Asked())
+    assert [note.code for note in found.notes if "unknown" in note.code] == []
+    made = resolve(build_plan(found.source, {"model": "gpt2"}).plan)
+    assert (made.framework, made.hardware.gpus) == (framework, gpus)
+    with pytest.raises(PlanError, match="none of trl's configurations: single_gpu"):
+        plan(tmp_path, {"model_name_or_path": "gpt2", "accelerate_config": "zero4"})
+
+
+def test_processes_that_nobody_knows_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text("trl sft --num_processes $N --model_name_or_path gpt2 --max_length 512\n")
+    with pytest.raises(PlanError, match="--set N="):
+        read(str(tmp_path / "train.sh"), Asked())
+    assert read(str(tmp_path / "train.sh"), Asked(flags={"gpus": "8"})).source
+
+
+def test_every_launcher_configuration_of_trl_is_one_that_is_read(tmp_path: Path) -> None:
+    """Processes, bf16 and sharding as in ``trl/accelerate_configs``; one that runs alone is bf16, too."""
+    for name in OF_TRL:
+        made = plan(tmp_path, {"model_name_or_path": "gpt2", "accelerate_config": name, "bf16": True, "max_length": 64})
+        assert made.hardware.gpus == (1 if name == "single_gpu" else 8)
+        assert made.layout.zero == (int(name[-1]) if name.startswith("zero") else 0)
 
 
 def test_what_of_peft_is_not_modelled(tmp_path: Path) -> None:
