@@ -4,18 +4,16 @@ python -m benchmarks.learned [MODEL …] [--again] [--check]
 
 A model is an entry of ``memplan/learned/models.json`` with its ``config.json`` beside it. What is there already is
 left alone, unless ``--again``; files of other settings than a plan asks for today are removed. ``--check`` learns
-nothing: it counts the parameters of each model as transformers makes it, and says whose fit another tracer made.
+nothing: it counts the parameters of each model as transformers makes it. Whether a fit still is what the code does, the
+tests say, whoever made it: ``pytest -m slow tests/trace/test_built_in.py`` traces each beside its fit.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from memplan.frameworks.fsdp.learned import ENDS, cast_of
@@ -96,15 +94,6 @@ def checked(model: LearnedModel) -> Iterator[str]:
     counted = parameters_of(model.configuration())
     if counted != model.parameters:
         yield f"{model.name}: transformers makes {counted:,} parameters, published are {model.parameters:,}"
-    for path in (LEARNED / model.name).glob(f"*{cache.SUFFIX}"):
-        if made_by(path) != cache.tracer():
-            print(f"{model.name}: {path.name} is of another tracer; --again learns it anew")
-
-
-def made_by(path: Path) -> str:
-    """The digest of the tracer that made the fit at ``path``."""
-    found: str = json.loads(gzip.decompress(path.read_bytes()))["versions"]["tracer"]
-    return found
 
 
 def parameters_of(config: dict[str, Any]) -> int:

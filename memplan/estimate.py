@@ -31,6 +31,7 @@ from .frameworks import framework
 from .layers.module import Options
 from .notices import warnings
 from .optimizers.bitsandbytes import managed_bytes
+from .plan.environment import OF_ALLOCATOR
 from .plan.errors import PlanError
 from .plan.plan import Plan
 from .plan.resolve import resolve
@@ -282,7 +283,7 @@ def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
 
 def allocator_settings(plan: ResolvedPlan) -> AllocatorSettings:
     """The allocator as the plan's environment configures it."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in OF_ALLOCATOR:
         value = plan.environment.get(name)
         if value is not None:
             try:

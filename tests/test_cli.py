@@ -344,3 +344,14 @@ def test_any_arguments_give_a_result_or_one_line(
         assert captured.err.count("\n") == 1
     else:
         assert captured.err == ""
+
+
+def test_the_shells_allocator_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the machine on which memplan runs, and changes no figure unless the plan has it."""
+    plain = run("estimate", "--model", "gpt2", "--gpu", "h100")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    code, out, err = run("estimate", "--model", "gpt2", "--gpu", "h100")
+    assert (code, out) == plain[:2]
+    assert "expandable_segments:True of this shell is not in the plan: --env PYTORCH_CUDA_ALLOC_CONF=" in err
+    assert run("estimate", "--model", "gpt2", "--gpu", "h100", "-q")[2] == ""
+    assert run("estimate", "--model", "gpt2", "--env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")[2] == ""

@@ -50,6 +50,7 @@ from .output import (
     print_json,
     print_text,
     printing,
+    tell_of_shell,
     without_collection,
 )
 from .recorded import NoRecords, measured_of, warned
@@ -244,6 +245,8 @@ def estimate(
     form: Form = "json" if json else "csv" if csv == PRINTED else "text"
     if not compare and not vary:
         read = read_given(place, launch_flags, flags, traced=True)
+        if form == "text" and not quiet:
+            tell_of_shell(read.plan)
         return (
             _detail(read, detail, no_color, verbose)
             if detail is not None

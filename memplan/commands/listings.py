@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,9 +12,13 @@ from .output import Json, NoColor, console, print_json, printing
 if TYPE_CHECKING:
     from ..plan.library import LearnedModel
 
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "encoder_layers")
-_HIDDEN = ("hidden_size", "d_model", "dim")
-_HEADS = ("num_attention_heads", "num_heads", "n_heads", "encoder_attention_heads")
+_CALLED = {
+    "layers": ("num_hidden_layers", "num_layers", "n_layers", "encoder_layers"),
+    "hidden": ("hidden_size", "d_model", "dim"),
+    "heads": ("num_attention_heads", "num_heads", "n_heads", "encoder_attention_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "vocab": ("vocab_size",),
+}
 """What configurations of Hugging Face call them."""
 
 Part = Annotated[str, typer.Argument(metavar="NAME", help="Only those whose names hold this.")]
@@ -30,7 +34,7 @@ def models(part: Part = "", json: Json = False, no_color: NoColor = False) -> in
     specs = [load_spec(name) for name in found if name in model_specs()]
     learned = [learned_models()[name] for name in found if name in learned_models()]
     if json:
-        known = [{**spec.model_dump(mode="json"), "parameters": parameters(spec)} for spec in specs]
+        known = [{**spec.model_dump(mode="json"), "parameters": parameters(spec), "learned": False} for spec in specs]
         print_json([*known, *map(_learned, learned)])
         return 0
     from ..report.names import elements
@@ -44,31 +48,40 @@ def models(part: Part = "", json: Json = False, no_color: NoColor = False) -> in
             str(spec.heads) if spec.heads == spec.kv_heads else f"{spec.heads}/{spec.kv_heads}",
             str(spec.vocab),
             str(spec.positions_max),
+            "",
         )
         for spec in specs
     ]
-    rows += [(one.name, elements(one.parameters), *_sizes(one)) for one in learned]
-    headings = ("model", "parameters", "layers", "hidden", "heads", "vocab", "longest")
-    _print_table(headings, rows, no_color)
+    for one in learned:
+        sizes = _sizes(one)
+        heads = dict.fromkeys(str(sizes[name]) for name in ("heads", "kv_heads") if name in sizes)
+        others = [str(sizes.get(name, "")) for name in ("layers", "hidden", "vocab", "positions_max")]
+        rows.append((one.name, elements(one.parameters), *others[:2], "/".join(heads), *others[2:], "*"))
+    headings = ("model", "params", "layers", "hidden", "heads", "vocab", "longest", "")
+    under = "* without a recipe, learned from traces: memplan estimate with framework single, ddp or fsdp"
+    _print_table(headings, rows, no_color, under if learned else "")
     return 0
 
 
 def _learned(model: LearnedModel) -> dict[str, Any]:
-    """A model without a recipe, as JSON: its sizes are those of its configuration."""
+    """A model without a recipe, as JSON: of what others say the sizes that its configuration names."""
     config = model.configuration()
-    known = {"name": model.name, "family": config["model_type"], "source": model.source, "hub": model.hub}
-    return {**known, "learned": True, "parameters": model.parameters, "config": config}
+    known = {"name": model.name, "family": config["model_type"], **_sizes(model)}
+    published = {"published_parameters": model.parameters, "source": model.source, "parameters": model.parameters}
+    return {**known, **published, "learned": True, "hub": model.hub, "config": config}
 
 
-def _sizes(model: LearnedModel) -> Iterator[str]:
-    """Layers, hidden size, heads, vocabulary and longest sequence; empty where the configuration names none."""
+def _sizes(model: LearnedModel) -> dict[str, int]:
+    """Sizes by their names in a spec; none that the configuration does not name."""
     from ..plan.traced_spec import LENGTHS
 
     config = model.configuration()
-    keys = str(config.get("num_key_value_heads", ""))
-    for names in (_LAYERS, _HIDDEN, _HEADS, ("vocab_size",), LENGTHS):
-        found = next((str(config[name]) for name in names if type(config.get(name)) is int), "")
-        yield f"{found}/{keys}" if names is _HEADS and keys not in ("", found) else found
+    named = {**_CALLED, "positions_max": LENGTHS}
+    found = {
+        size: next((config[name] for name in names if type(config.get(name)) is int), None)
+        for size, names in named.items()
+    }
+    return {size: value for size, value in found.items() if value is not None}
 
 
 def gpus(part: Part = "", json: Json = False, no_color: NoColor = False) -> int:
@@ -118,14 +131,14 @@ def _holding(part: str, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], no_color: bool) -> None:
-    """The first column is of names, the others of figures."""
-    from rich.box import SIMPLE_HEAD
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], no_color: bool, under: str = "") -> None:
+    """The first column is of names, the others of figures; ``under`` it a line."""
+    from ..report.printing import left, plain_table, put, right
 
-    from ..report.printing import WholeTable, left, put, right
-
-    table = WholeTable(left(headings[0]), *map(right, headings[1:]), box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = plain_table(left(headings[0]), *map(right, headings[1:]))
     for row in rows:
         table.add_row(*row)
     with printing():
         put(console(no_color), table)
+        if under:
+            put(console(no_color), under)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ from ..streams import silence
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ..plan.plan import Plan
 
 
 def beginning(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -131,6 +135,19 @@ def print_file(text: str) -> None:
     """``text`` as a file would have it; on a terminal without control characters, which that would obey."""
     with printing():
         print(lines(text) if sys.stdout.isatty() else text, end="")
+
+
+def tell_of_shell(plan: Plan) -> None:
+    """A word on standard error of this shell's settings of PyTorch's allocator, which are no part of ``plan``."""
+    from ..plan.environment import OF_ALLOCATOR
+    from ..plan.errors import one_line
+
+    if any(name in plan.environment for name in OF_ALLOCATOR):
+        return
+    for name in OF_ALLOCATOR:
+        if os.environ.get(name):
+            given = one_line(f"{name}={os.environ[name]}")
+            print(f"memplan: {given} of this shell is not in the plan: --env {shlex.quote(given)}", file=sys.stderr)
 
 
 def console(no_color: bool) -> Console:

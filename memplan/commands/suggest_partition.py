@@ -35,6 +35,7 @@ from .output import (
     print_json,
     print_text,
     printing,
+    tell_of_shell,
     without_collection,
 )
 from .recorded import NoRecords, measured_of, warned
@@ -139,6 +140,8 @@ def suggest_partition(
     launch_flags = flags_of_launch(placed(plan), from_, set_, strict=strict, vocab_size=vocab_size)
     fixes, flags = fixes_of(fix or ()), without_open(flags)
     read = _read(placed(plan), launch_flags, with_fixes(flags, fixes), fixes)
+    if not (json or csv == PRINTED or quiet):
+        tell_of_shell(read.plan)
     known, problem = measured_of(no_records=no_records)
     read = warned(read, problem)
     with without_collection():
@@ -232,7 +235,7 @@ def _with_own_gpus(read: ReadPlan) -> ReadPlan:
     """``read``, which says so where it is on one GPU because it says nothing else."""
     plan = read.plan
     named = plan.hardware.gpus is not None or plan.layout.model_fields_set or plan.device_map is not None
-    if named or read.origins.get("framework") != IMPLIED:
+    if named or (read.origins.get("framework") != IMPLIED and read.chosen_framework is None):
         return read
     told = Note("one-gpu", "no number of GPUs was named: one is searched; --gpus 8 names another")
     return replace(read, warnings=(*read.warnings, told))

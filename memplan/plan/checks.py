@@ -13,7 +13,7 @@ from ..frameworks import Framework, framework, frameworks
 from .environment import REFUSED
 from .errors import ABSENT, PlanError
 from .plan import Plan
-from .releases import LIBRARIES, needed, parsed, shown
+from .releases import LIBRARIES, TRL_SCORES, needed, parsed, shown
 from .resolved import ResolvedPlan
 from .section import MOST_CHUNKS, FrameworkSection
 from .spec import ModelSpec
@@ -283,7 +283,7 @@ def _check_autocast(plan: ResolvedPlan) -> None:
         problem = f"must be false with loss {plan.loss.kind}: only loss plain is modelled under autocast"
         raise PlanError(field, True, problem)
     in_fp32 = precision.stored == "fp32" and plan.fsdp.version != "1"
-    if plan.loss.kind == "liger" and (in_fp32 or plan.quantisation.prepared):
+    if plan.loss.kind == "liger" and not plan.trainer.scores and (in_fp32 or plan.quantisation.prepared):
         problem = "must be false with loss liger and fp32 weights, which its products are not modelled with; "
         raise PlanError(field, True, f"{problem}--autocast-parameters {precision.dtype} is")
     if plan.loss.logits_to_keep is not None:
@@ -326,8 +326,13 @@ def check_versions(plan: Plan) -> None:
             problem = f"must be left out with framework {plan.framework}, whose model's code is its own"
             raise PlanError(f"versions.{name}", version, problem)
         library = LIBRARIES[name]
-        if not library.oldest <= parsed(version)[:2] <= library.newest:
-            problem = f"must be {shown(library.oldest)} to {shown(library.newest)}: the releases that are followed"
+        oldest, newest = library.oldest, library.newest
+        if name == "trl" and plan.trainer.scores:
+            oldest = newest = TRL_SCORES
+        if not oldest <= parsed(version)[:2] <= newest:
+            span = shown(newest) if oldest == newest else f"{shown(oldest)} to {shown(newest)}"
+            by = f" of trl's {plan.trainer.loop}" if name == "trl" and plan.trainer.scores else ""
+            problem = f"must be {span}: the releases that are followed{by}"
             raise PlanError(f"versions.{name}", version, problem)
     if plan.torch is not None and plan.versions.get("torch") not in (None, plan.torch):
         raise PlanError("versions.torch", plan.versions["torch"], f"must be {plan.torch}, which torch says")

@@ -10,9 +10,11 @@ from ..frameworks import framework
 if TYPE_CHECKING:
     from .plan import Plan
 
+OF_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Which blocks requests get; the first goes before the second."""
+
 READ = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
+    *OF_ALLOCATOR,
     "CUBLAS_WORKSPACE_CONFIG",
     "CUBLASLT_WORKSPACE_SIZE",
     "TORCH_CUBLASLT_UNIFIED_WORKSPACE",

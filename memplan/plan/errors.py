@@ -33,6 +33,10 @@ class _Absent:
 ABSENT: Final = _Absent()
 
 
+SIZES = frozenset({"hardware.capacity", "trainer.generation_memory"})
+"""Fields that are sizes of memory, in bytes."""
+
+
 class PlanError(ValueError):
     """The plan cannot be used as it is.
 
@@ -86,7 +90,9 @@ class PlanError(ValueError):
         suggestion = self.suggestion
         subject = self.field
         if subject and self.value is not ABSENT:
-            subject = f"{subject} = {shown(self.value)}"
+            size = self.value if subject in SIZES and isinstance(self.value, int) else 0
+            value = f"{size / 2**30:g}GiB" if size >= 2**20 else shown(self.value)
+            subject = f"{subject} = {value}"
         problem = f"{self.problem}; did you mean {suggestion}?" if suggestion else self.problem
         parts = [str(self.origin) if self.origin else "", subject, problem]
         return one_line(": ".join(part for part in parts if part))

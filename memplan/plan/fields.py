@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ..values import dataclass
+from .errors import SIZES
 from .plan import Plan
 from .section import OneOf
 
@@ -38,8 +39,7 @@ class Kind(Enum):
 
 
 _KIND_OF_PATH = {
-    "hardware.capacity": Kind.SIZE,
-    "trainer.generation_memory": Kind.SIZE,
+    **dict.fromkeys(SIZES, Kind.SIZE),
     "pipeline.partition": Kind.PARTITION,
     "device_map": Kind.DEVICE_MAP,
     "environment": Kind.VARIABLES,

@@ -478,3 +478,8 @@ class Trainer(FrameworkSection, Terse):
     def groups(self) -> bool:
         """A sample is a prompt with one of its group of completions."""
         return self.loop == "grpo"
+
+    @property
+    def scores(self) -> bool:
+        """The loss is of labels' log-probabilities."""
+        return self.pairs or self.groups

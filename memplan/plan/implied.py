@@ -26,22 +26,23 @@ def with_framework(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     GPU."""
     if "framework" in plan.mapping:
         return plan, ()
-    name, because = _meant(plan)
+    name, because, origin = _meant(plan)
     note = Note(FRAMEWORK_CHOSEN, f"no framework was named: {name}, {because}")
-    return plan.with_items({"framework": Node(name, IMPLIED)}), (note,) if because else ()
+    return plan.with_items({"framework": Node(name, origin)}), (note,) if because else ()
 
 
-def _meant(plan: Node) -> tuple[str, str]:
-    """The framework, and why, which is empty for one process on one GPU."""
+def _meant(plan: Node) -> tuple[str, str, Origin]:
+    """The framework, why, which is empty for one process on one GPU, and where what decides it was written."""
     for name, groups in IMPLIED_BY:
-        reasons = [next((said for path in paths if (said := _said(plan, path))), "") for paths in groups]
-        if all(reasons):
+        reasons = [next((said for path in paths if (said := _said(plan, path)) is not None), None) for paths in groups]
+        found = [one for one in reasons if one is not None]
+        if len(found) == len(groups):
             alone = _alone(plan, name) if groups == (OF_SIZE_ALONE,) else None
-            return alone or (name, f"because of {' and '.join(reasons)}")
-    return _alone(plan, BY_ITSELF) or (BY_ITSELF, "")
+            return alone or (name, f"because of {' and '.join(text for text, _ in found)}", found[0][1])
+    return _alone(plan, BY_ITSELF) or (BY_ITSELF, "", IMPLIED)
 
 
-def _alone(plan: Node, name: str) -> tuple[str, str] | None:
+def _alone(plan: Node, name: str) -> tuple[str, str, Origin] | None:
     """The one framework that has a recipe of the model, where ``name`` has none."""
     model = plan.mapping.get("model")
     named = model.mapping.get("family") if model is not None else None
@@ -53,7 +54,7 @@ def _alone(plan: Node, name: str) -> tuple[str, str] | None:
     others = [one for one in RECIPES if has_recipe(own, one)]
     if len(others) != 1 or not _reads(others[0], plan):
         return None
-    return others[0], f"which alone has a recipe of {own}"
+    return others[0], f"which alone has a recipe of {own}", IMPLIED
 
 
 def has_recipe(own: str, name: str) -> bool:
@@ -87,16 +88,17 @@ def with_dtype(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     return plan.with_items({"precision": before.with_items({"dtype": Node("fp16", named.origin)})}), (note,)
 
 
-def _said(plan: Node, path: str) -> str:
-    """``gpus 8``, ``fp8 delayed``, or the name of a section that says something; empty where none is given."""
+def _said(plan: Node, path: str) -> tuple[str, Origin] | None:
+    """``gpus 8``, ``fp8 delayed``, or the name of a section that says something, and where; nothing where none is
+    given."""
     section, _, name = path.partition(".")
     node = plan.mapping.get(section)
     if node is None:
-        return ""
+        return None
     if not name:
-        return section if node.mapping else ""
+        return (section, node.origin) if node.mapping else None
     size = node.mapping.get(name)
-    if size is not None and isinstance(size.value, str):
-        return f"{name} {size.value}"
     least = 1 if name == "zero" else 2
-    return f"{name} {size.value}" if size is not None and type(size.value) is int and size.value >= least else ""
+    if size is None or not (isinstance(size.value, str) or (type(size.value) is int and size.value >= least)):
+        return None
+    return f"{name} {size.value}", size.origin

@@ -116,6 +116,9 @@ TRL_16_BIT_ADAPTERS: Version = (0, 26)
 before, they are prepared, and with bf16 head and embeddings are cast back (``trainer/utils.py``,
 ``peft_module_casting_to_bf16``)."""
 
+TRL_SCORES: Version = (1, 16)
+"""The release whose DPOTrainer and GRPOTrainer are followed."""
+
 # -- bitsandbytes
 
 CODE_COPIED: Version = (0, 46)
@@ -135,7 +138,7 @@ def release(plan: Plan, library: str) -> Version:
 
 def has_trl(plan: Plan) -> bool:
     """One of trl's trainers runs the model."""
-    return "trl" in plan.versions or plan.trainer.pairs or plan.trainer.groups
+    return "trl" in plan.versions or plan.trainer.scores
 
 
 def reentrant(plan: Plan) -> bool:

@@ -15,6 +15,7 @@ from ..frameworks import framework
 from ..layers.module import Options
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import Kind, PlanField, plan_fields
+from ..plan.library import learned_models
 from ..plan.models import load_spec
 from ..plan.plan import Batch, Optimizer, Plan
 from ..plan.releases import parsed
@@ -38,6 +39,9 @@ SECTIONS = ("precision", "recompute", "frozen")
 ALWAYS_TOLD = ("--dtype", "--attention")
 TRACED = ("transformers", "torch")
 """Libraries whose code a trace runs; a fit says of which release."""
+
+SHIPS_IN = "bf16 with flash attention, with --recompute full or without"
+"""What fits that ship are of (``VARIANTS`` in ``benchmarks/learned.py``)."""
 
 Settings = dict[str, Any]
 
@@ -112,7 +116,11 @@ def _read(plan: ResolvedPlan, spec: TracedSpec) -> Fit:
     made = next(filter(None, map(cache.others, asked)), "")
     why = f"; what was learnt of it was of {made}" if made else ""
     learn = " ".join(["memplan trace --learn --model", shlex.quote(spec.source), *advised(plan)])
-    problem = f"{spec.reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs torch)"
+    if spec.source in learned_models():
+        problem = f"ships learned in {SHIPS_IN}; in {_told(plan)}{why}: `{learn}` (needs torch)"
+    else:
+        reason = spec.reason.partition("; known are")[0]
+        problem = f"{reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs torch)"
     raise PlanError("", ABSENT, problem, origin=Origin(spec.source))
 
 

@@ -112,7 +112,7 @@ def test_batches_are_of_pairs() -> None:
         ({"model": "bert-large"}, "no head for causal"),
         ({"model": "mixtral-8x7b"}, "with experts"),
         ({"loss": "liger"}, "must be plain"),
-        ({"versions": "trl=0.20.0"}, "trl 1.16's"),
+        ({"versions": "trl=0.20.0"}, "must be 1.16: the releases that are followed of trl's dpo"),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
         ({"framework": "fsdp", "gpus": 2}, "none or transformers with framework fsdp; single and ddp have it"),
         (

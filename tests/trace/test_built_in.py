@@ -207,13 +207,10 @@ def test_other_frameworks_are_refused(framework: str, capsys: pytest.CaptureFixt
 
 def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = error_of(capsys, "estimate", "--model", "olmo-2-7b", "--dtype", "fp32")
-    assert (
-        "nothing was learnt of it for fp32, eager attention: `memplan trace --learn --model olmo-2-7b --dtype" in line
-    )
+    assert line.startswith("olmo-2-7b: ships learned in bf16 with flash attention, with --recompute full or without;")
+    assert "in fp32, eager attention: `memplan trace --learn --model olmo-2-7b --dtype" in line
     line = error_of(capsys, "suggest-partition", "--model", "olmo-2-7b", "--gpus", "8", "--gpu", "h100", "--gbs", "64")
-    assert (
-        "model = olmo-2-7b: has no recipe, and is known from traces: memplan estimate and memplan trace alone" in line
-    )
+    assert "known from traces, which memplan estimate takes with framework single, ddp or fsdp, and" in line
 
 
 def test_other_releases_are_refused() -> None:
@@ -226,7 +223,13 @@ def test_other_releases_are_refused() -> None:
 
 def test_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "olmo-2-7b"]) == 0
-    assert "olmo-2-7b       7.30 B       32     4096      32   100352      4096" in capsys.readouterr().out
+    assert "olmo-2-7b  7.30 B      32    4096     32  100352     4096  *" in capsys.readouterr().out
     assert main(["models", "olmo-2-7b", "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)
     assert (one["learned"], one["parameters"], one["family"]) == (True, 7_298_617_344, "olmo2")
+    assert main(["models", "llama-2-7b", "--json"]) == 0
+    (other,) = json.loads(capsys.readouterr().out)
+    assert not other["learned"]
+    sizes = ("layers", "hidden", "heads", "kv_heads", "vocab", "positions_max", "published_parameters", "source")
+    assert [one[name] for name in sizes[:6]] == [32, 4096, 32, 32, 100352, 4096]
+    assert {*sizes} <= {*other}

@@ -127,8 +127,9 @@ class MegatronSearch(FrameworkSearch):
             problem += "compares some"
             raise PlanError("megatron.offload_modules", list(base.megatron.offload_modules), problem)
         if base.model.layer_pattern:
-            problem = "must be left out: layouts of hybrids are not searched yet; estimate --vary compares some"
-            raise PlanError("model.layer_pattern", base.model.layer_pattern, problem)
+            problem = "is a hybrid, whose layouts are not searched yet; memplan estimate compares some: --framework "
+            problem += "megatron --vary tp=1,2,4,8 --vary mbs=1,2"
+            raise PlanError("model", base.model.name, problem)
         if base.megatron.defer_embedding_wgrad:
             problem = "must be false: layouts that defer weight gradients are not searched yet; estimate --vary "
             problem += "compares some"

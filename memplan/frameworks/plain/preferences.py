@@ -38,7 +38,7 @@ def pairs(plan: ResolvedPlan) -> bool:
 
 def scores(plan: ResolvedPlan) -> bool:
     """Whether the loss is of labels' log-probabilities."""
-    return plan.trainer.pairs or plan.trainer.groups
+    return plan.trainer.scores
 
 
 def outputs(plan: ResolvedPlan) -> tuple[str, ...]:
@@ -58,9 +58,6 @@ def check(plan: ResolvedPlan) -> None:
         raise PlanError("trainer.loop", loop, "must be none or transformers with experts: their loss is not modelled")
     if plan.lora.dora:
         raise PlanError("lora.dora", True, f"must be false with trainer.loop {loop}: both together are not modelled")
-    if "trl" in plan.versions:
-        problem = f"must be left out with trainer.loop {loop}, which always follows trl 1.16's code"
-        raise PlanError("versions.trl", plan.versions["trl"], problem)
     if plan.loss.kind != "plain":
         problem = f"must be plain with trainer.loop {loop}, which has a loss of its own (trl's fused head)"
         raise PlanError("loss.kind", plan.loss.kind, problem)
