@@ -42,6 +42,8 @@ class Megatron(FrameworkSection, Terse):
             "buckets",
             "clone_scattered_embedding",
             "logits_dtype",
+            "largest_logit",
+            "gather_in_step",
             "mlp_chunks",
         }
     )
@@ -77,6 +79,16 @@ class Megatron(FrameworkSection, Terse):
         "none",
         description="fused vocabulary-parallel cross entropy: none, Megatron's own (native) or Transformer Engine's "
         "(te)",
+    )
+    largest_logit: bool = Field(
+        False,
+        description="attention returns each head's largest score, which is logged",
+        json_schema_extra={"flag": "--log-max-attention-logit"},
+    )
+    gather_in_step: bool = Field(
+        False,
+        description="the first virtual stage's parameters are gathered beside the optimizer's step of the others",
+        json_schema_extra={"flag": "--overlap-param-gather-with-optimizer-step"},
     )
     logits_dtype: Literal["bf16", "fp32"] | None = Field(
         None, description="dtype in which the head's product returns logits; default: that of the hidden state"

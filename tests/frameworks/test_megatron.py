@@ -243,6 +243,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.vocab_multiple": [{"vocab_multiple": 384}],
     "megatron.transformer_impl": [{"transformer_impl": "local"}],
     "megatron.buckets": [{"num_buckets": 9, "overlap_grad_reduce": "true", "zero": 1, "dp": 2}],
+    "megatron.largest_logit": [{"log_max_attention_logit": "true"}],
     "megatron.logits_dtype": [{"logits_dtype": "fp32"}],
     "megatron.mlp_chunks": [{"mlp_chunks": 2}],
     "megatron.clone_scattered_embedding": [
@@ -262,7 +263,7 @@ def footprint(**flags: object) -> list[object]:
     return [folded.static, folded.peak_by, kept.step, kept.construction, kept.workspaces, tapes]
 
 
-OTHER_PLANS = ("fp32_residual", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap")
+OTHER_PLANS = ("fp32_residual", "gather_in_step", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap")
 """Refused, or only with several stages, or of an evaluation."""
 
 

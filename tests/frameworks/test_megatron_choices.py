@@ -12,6 +12,7 @@ from memplan.frameworks.megatron.programs import (
     module_shapes,
     padded_vocab,
     programs,
+    rules,
 )
 from memplan.layers.module import Module, Options
 from memplan.plan.plan import Plan
@@ -164,3 +165,30 @@ def test_an_mlp_in_chunks() -> None:
     assert [one.bytes for one in made if one.name == "mlp_chunks_joined"] == [2 * S * H]
     assert [p.shape for p in halves.parameters] == [p.shape for p in whole.parameters]
     assert "experts" in refusal(dp=2, ep=2, mlp_chunks=2, **MIXTURE)
+
+
+def test_each_heads_largest_score_is_returned_by_cudnn() -> None:
+    """4 b a s bytes beside the statistics, which end with the kernel; flash attention has no such scores."""
+    flags = {"log_max_attention_logit": "true", "gpu": "a100-80gb"}
+    made = [one for one in of_layers(**flags).first.forward if isinstance(one, Hold)]
+    assert [one.bytes for one in made if one.name == "softmax_largest"] == [4 * plan().model.heads * S]
+    assert "softmax_statistics" not in {
+        one.name for one in of_layers(gpu="a100-80gb").first.forward if isinstance(one, Hold)
+    }
+    assert "without cuDNN" in refusal(log_max_attention_logit="true", attention_backend="unfused", gpu="h100-80gb")
+
+
+def of_layers(**flags: object) -> Module:
+    return layers_module((layer_shape_of(module_shapes(core_shape(plan(**flags)))[0], 0),), Options())
+
+
+def test_parameters_gathered_in_the_step_are_in_one_bucket() -> None:
+    """Of the first virtual stage, too, which else has several, each padded (``disable_bucketing``)."""
+    flags = {"pp": 2, "vpp": 2, "layers": 4, "dp": 2, "zero": 1, "overlap_grad_reduce": "true"}
+    flags |= {"overlap_param_gather": "true", "bucket_size": 1000}
+    given, without = (rules(plan(**flags, **more)) for more in ({STEP: "true"}, {}))
+    assert (given.bucket, without.bucket) == (None, 1000)
+    assert "needs virtual stages" in refusal(**{STEP: "true"})
+
+
+STEP = "overlap_param_gather_with_optimizer_step"

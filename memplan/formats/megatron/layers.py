@@ -147,6 +147,7 @@ LAYERS = (
     ),
     switch("--fp32-residual-connection", "megatron.fp32_residual", "LAYERS"),
     switch("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", "LAYERS", OFF),
+    switch("--log-max-attention-logit", "megatron.largest_logit", "LAYERS"),
     Row(
         "--output-logit-dtype",
         "megatron.logits_dtype",
@@ -184,6 +185,7 @@ LAYERS = (
     switch("--overlap-param-gather", "megatron.overlap_param_gather", "REDUCTION"),
     Row("--ddp-bucket-size", "megatron.bucket_size", "REDUCTION"),
     Row("--ddp-num-buckets", "megatron.buckets", "REDUCTION", when=lambda plan: plan.megatron.buckets is not None),
+    switch("--overlap-param-gather-with-optimizer-step", "megatron.gather_in_step", "REDUCTION"),
     switch("--log-num-zeros-in-grad", "megatron.log_num_zeros_in_grad", "REDUCTION"),
     switch("--log-params-norm", "megatron.log_params_norm", "REDUCTION"),
     switch(

@@ -172,6 +172,16 @@ def _vocabulary(reader: Reader) -> None:
     building.put("megatron.vocab_multiple", multiple, "--make-vocab-size-divisible-by", "--no-pad-vocab-size")
 
 
+def _checkpoint_args(reader: Reader) -> None:
+    """``load_args_from_checkpoint``: what the script says of sizes stays, while numbers of key/value heads, of experts
+    and kinds of layers are the checkpoint's, whatever it says."""
+    name = "--use-checkpoint-args"
+    if reader.settings.has(name):
+        said = f"{name}: what is estimated is the model of the arguments; the checkpoint, whose key/value heads, "
+        reader.building.note("checkpoint-args", f"{said}experts and kinds of layers replace theirs, is not read")
+        reader.building.because(name, "the checkpoint is not read: its model is taken to be that of the arguments")
+
+
 SIZES = (
     Row("--hidden-size", "model.hidden", "MODEL", default=NEEDED, least=1),
     Row("--ffn-hidden-size", "model.ffn", "MODEL", default=_ffn),
@@ -185,6 +195,7 @@ DROPOUTS = (
 )
 MODEL = (
     *hybrid.LAYERS,
+    Row("--use-checkpoint-args", "model.layers", read=_checkpoint_args),
     *SIZES,
     switch(
         "--group-query-attention",

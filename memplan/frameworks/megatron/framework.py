@@ -481,8 +481,11 @@ def check_user_buffers(plan: ResolvedPlan) -> None:
 
 
 def check_buckets(plan: ResolvedPlan) -> None:
-    """``DistributedDataParallelConfig.__post_init__``; Megatron-FSDP has buckets of its own."""
+    """``DistributedDataParallelConfig.__post_init__``, ``validate_args``; Megatron-FSDP has buckets of its own."""
     megatron = plan.megatron
+    if megatron.gather_in_step and not (plan.layout.vpp > 1 and plan.layout.zero and megatron.overlap_param_gather):
+        problem = "needs virtual stages, the distributed optimizer and overlap_param_gather"
+        raise PlanError("megatron.gather_in_step", True, problem)
     if megatron.buckets is None:
         return
     if megatron.bucket_size is not None:

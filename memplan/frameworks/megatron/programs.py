@@ -102,6 +102,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         clones_embedding=megatron.clone_scattered_embedding,
         per_token_loss=megatron.per_token_loss,
         logits=megatron.logits_dtype,
+        largest_logit=megatron.largest_logit,
         mlp_chunks=megatron.mlp_chunks,
         decoder=plan.batch.decoder_seq or 0,
     )
@@ -126,6 +127,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         dropout=spec.attention_dropout,
         deterministic=shape.deterministic_attention,
         sinks=spec.attention_sinks,
+        flash_installed=not megatron.largest_logit,
     )
     return replace(shape, attention=attention, multiprocessors=MULTIPROCESSORS.get(plan.hardware.gpu or "", 132))
 
@@ -188,13 +190,14 @@ def rules(plan: ResolvedPlan) -> Rules:
     layout, megatron, optimizer = plan.layout, plan.megatron, plan.optimizer
     ranks = layout.dp * layout.cp
     size = megatron.bucket_size if megatron.bucket_size is not None else bucket_size(ranks)
+    cut = megatron.overlap_grad_reduce and not megatron.gather_in_step  # ``disable_bucketing`` (``dist_utils.py``)
     return Rules(
         dtype=plan.precision.dtype,
         gradients=plan.precision.gradients,
         distributed=layout.zero == 1,
         shards=ranks // megatron.distributed_optimizer_instances,
-        bucket=size if megatron.overlap_grad_reduce else None,
-        buckets=megatron.buckets if megatron.overlap_grad_reduce else None,
+        bucket=size if cut else None,
+        buckets=megatron.buckets if cut else None,
         optimizer=optimizer.name,
         precision_aware=optimizer.precision_aware,
         main_parameters=optimizer.main_parameters,
@@ -439,7 +442,7 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
     layers = replace(shape, cross_entropy="unfused", per_token_loss=False, logits=None, defers=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
-    return layers, replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1)
+    return layers, replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
 
 
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:

@@ -36,6 +36,8 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "MLPs in chunks with experts, or in local layers"
     if shape.mlp_chunks > 1 and ("mlp" in shape.recompute_modules or shape.spec.layer_pattern):
         yield "MLPs in chunks with recompute of MLPs, or in hybrids"
+    if shape.largest_logit and (shape.attention != "fused" or shape.cp > 1 or shape.low is not None):
+        yield "the largest score of each head without cuDNN's attention, with context parallelism or low precision"
     if spec.kv_heads < shape.t and not spec.latent_kv_rank and (shape.implementation == "local" or spec.qk_norm):
         yield "fewer key/value heads than tensor-parallel ranks in local layers, or with norms of queries and keys"
     if spec.rotary_fraction < 1.0 and (spec.positions != "rotary" or spec.latent_kv_rank):

@@ -136,6 +136,8 @@ class CoreShape:
     clones_embedding: bool = True
     """This rank's tokens of the embedding are copied under sequence parallelism."""
     per_token_loss: bool = False
+    largest_logit: bool = False
+    """Attention returns each head's largest score, too (``log_max_attention_logit``)."""
     logits: str | None = None
     """Dtype of logits, where it is not that of the hidden state (``logit_dtype``)."""
     mlp_chunks: int = 1

@@ -224,6 +224,7 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
     out = r.empty((s, b, a, d_v), dtype, "context")
     rng_state = r.empty((2,), "int64", "rng_state")
     statistics = r.empty((b, a, s, 1), "fp32", "softmax_statistics")
+    largest = [r.empty((b, a, s, 1), "fp32", "softmax_largest")] if shape.largest_logit else []
     workspaces = te_facts.backward_workspaces(b, s, a, d, shape, grouped=False)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -241,6 +242,7 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
     done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal, values=v.shape[-1])
     saved = (q, k, v, out, *lengths, statistics, rng_state, *sinks)
     out.node = r.node((q, k, v, *sinks), saved, backward, work=done)
+    largest.clear()  # of which a number of each head stays until the step, 512 B that are not counted
     return out.view(s, b, a * d_v)
 
 

@@ -124,6 +124,7 @@ def test_bert() -> None:
         ("--ddp-bucket-size 1000", "megatron.bucket_size", 1000),
         ("--ddp-num-buckets 8", "megatron.buckets", 8),
         ("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", False),
+        ("--log-max-attention-logit", "megatron.largest_logit", True),
         ("--attention-output-gate", "model.attention_gate", True),
         ("--output-logit-dtype fp32", "megatron.logits_dtype", "fp32"),
         ("--mlp-chunks-for-training 4", "megatron.mlp_chunks", 4),
