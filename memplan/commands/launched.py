@@ -12,8 +12,7 @@ from ..formats import ALSO_CALLED, ELSEWHERE, FORMATS, READ, reader
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
-from ..plan.said_at_once import gpus_named
-from ..plan.spellings import gpus_called
+from ..plan.spellings import gpus_called, gpus_named
 from ..values import dataclass
 
 if TYPE_CHECKING:

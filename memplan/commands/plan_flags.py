@@ -12,7 +12,7 @@ from typer.models import OptionInfo
 
 from ..plan.fields import Kind, PlanField, by_flag
 from ..plan.library import model_specs
-from ..plan.said_at_once import with_said_at_once
+from ..plan.spellings import with_said_at_once
 from .output import beginning
 
 _PANELS = {

@@ -377,7 +377,7 @@ def _page(answer: Answer, files: _Files, known: Measured) -> list[str]:
 def page_of(answer: Answer, known: Measured) -> bytes:
     """The page of ``--html``."""
     from ..estimate import estimate, timelines
-    from ..report.html.suggestion import suggestion_page
+    from ..report.html.estimate import suggestion_page
 
     return suggestion_page(
         answer, lambda one: estimate(one.plan, known, one.fullest), lambda own: tuple(timelines(own, known=known))

@@ -14,8 +14,7 @@ from dataclasses import field, replace
 
 from ..allocator.blocks import LARGEST_SMALL, UNIT_BITS
 from ..allocator.caching import AllocatorSettings
-from ..allocator.recorded import Request, record
-from ..allocator.timeline import Tensor
+from ..allocator.timeline import Request, Tensor, record
 from ..layers.module import Parameter
 from ..result import Failure, StageEstimate
 from ..tape.events import Bytes, Category, Drop, Hold, rounded

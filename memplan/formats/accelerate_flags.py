@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..plan.errors import Node, PlanError
-from ..plan.yaml_nodes import parse_yaml
+from ..plan.yaml_events import parse_yaml
 from .accelerate import READ, WITHOUT_EFFECT, Accelerated, accelerated, file_named
 from .recognised import found_from
 

@@ -13,7 +13,7 @@ from ..bash.shell import read_script
 from ..bash.values import Cause, Ledger, Piece, Unknown, Value, cleaned
 from ..plan.errors import ABSENT, Node, Origin, PlanError, refused
 from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input, read_text
-from ..plan.yaml_nodes import parse_yaml
+from ..plan.yaml_events import parse_yaml
 from ..values import dataclass
 from .launchers import Training, beside, training_in, unread
 from .rows import Argument, arguments_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..plan.errors import ABSENT, Node, Origin, PlanError, one_line
 from ..plan.library import examples
 from ..plan.text import folder_of, is_there, path_of, text_at
-from ..plan.yaml_nodes import parse_yaml
+from ..plan.yaml_events import parse_yaml
 from . import ELSEWHERE, FORMATS, Elsewhere
 from .launchers import MAPPINGS, IsMark, started_by
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..plan.errors import ABSENT, Node, Origin, PlanError
 from ..plan.text import folder_of, path_of, text_at
-from ..plan.yaml_nodes import parse_yaml
+from ..plan.yaml_events import parse_yaml
 from ..values import dataclass
 from . import accelerate
 from .accelerate import Accelerated, accelerated

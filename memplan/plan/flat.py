@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from .errors import ABSENT, Node, PlanError, together
 from .fields import by_flag, plan_fields, sections
 from .notes import Note
-from .said_at_once import gpus_named
+from .spellings import gpus_named
 
 _DOCUMENT = frozenset({"$schema", "extends"})
 

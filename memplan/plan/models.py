@@ -12,7 +12,7 @@ from .normalise import section_fields
 from .notes import Note
 from .spec import ModelSpec
 from .text import is_folder, is_there, path_of, read_text
-from .yaml_nodes import parse_yaml
+from .yaml_events import parse_yaml
 
 _CHANGES_NOTHING = frozenset({"name", "embedding_dropout", "attention_dropout", "hidden_dropout", "source"})
 """Fields of a spec that leave its parameter count as it is."""

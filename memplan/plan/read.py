@@ -24,7 +24,7 @@ from .spellings import with_optimizer
 from .text import STANDARD_INPUT, folder_of, is_there, path_of, read_standard_input, read_text
 from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, known_from_traces, traced_spec
 from .validation import validated_plan
-from .yaml_nodes import parse_yaml
+from .yaml_events import parse_yaml
 
 COMMAND_LINE = Origin("command line")
 MOST_EXTENDED = 8

@@ -15,7 +15,7 @@ from .read import Source, build_plan
 from .resolve import resolve
 from .spec import ModelSpec
 from .template import comment_of, quoted
-from .yaml_nodes import parse_yaml
+from .yaml_events import parse_yaml
 
 DERIVED = ("head_dim", "kv_heads", "ffn")
 """Sizes of a model that follow from others where a plan does not name them (``models.complete_model``)."""

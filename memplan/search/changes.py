@@ -2,6 +2,8 @@
 
 Each change is of one thing, with the bytes that it gains and the seconds that it loses. Cuts are those that a
 framework's own methods make: ``estimate --partition METHOD`` gives the same bytes.
+
+Single changes of a plan that may make it need less: what to try, before anything is folded.
 """
 
 from __future__ import annotations
@@ -10,22 +12,178 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..device.gpus import GPUS
 from ..device.measured import NOTHING, Measured
 from ..estimate import estimate, fold, judged_stage
 from ..frameworks import framework
 from ..plan.errors import PlanError
+from ..plan.loss_checks import FUSED
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
+from ..plan.resolved import ResolvedPlan
+from ..plan.tuning_checks import is_tuned
 from ..values import dataclass
 from .candidates import Clock, chunks_of
-from .cuts import fields_of, smallest
+from .cuts import fields_of, fitting, smallest
 from .framework import Proposal
-from .point import changed
-from .proposals import point_of, proposals
+from .point import UNCUT_FIELDS, Point, Recomputing, changed
 from .result import Change, Suggestion
 from .search import Report
 from .space import space_of
-from .time import ranking_time, work_of
+from .time import is_timed, ranking_time, work_of
+
+OTHER_NUMBERS = "other numbers in training"
+"""What a change costs that keeps states in fewer bits, or approximates."""
+LORA_RANK = 16
+"""The rank of the adapters that are proposed."""
+
+
+def point_of(plan: ResolvedPlan) -> Point:
+    """Where a resolved plan lies in a space of layouts."""
+    layout, recompute = plan.layout, plan.recompute
+    done = Recomputing(recompute.mode, recompute.method, recompute.layers, recompute.modules or ())
+    experts = (layout.ep, layout.etp or layout.tp) if plan.model.experts else (1, 1)
+    dense = layout.tp, layout.cp, layout.pp, layout.vpp, layout.dp or 1
+    return Point(*dense, *experts, layout.zero, plan.batch.mbs, done)
+
+
+def proposals(given: Suggestion, limit: int) -> Iterator[Proposal]:
+    """What to try."""
+    plan = resolve(given.plan)
+    search = framework(plan.framework).search
+    yield from _smaller_batches(plan)
+    yield from _more_recompute(plan)
+    yield from _more_sharding(plan)
+    yield from search.elsewhere(plan)
+    yield from _other_cuts(plan, limit)
+    for group in search.extras(plan):
+        for extra in group:
+            yield Proposal(extra.label, dict(extra.fields), "" if extra.keeps_numerics else OTHER_NUMBERS)
+    yield from _other_losses(plan)
+    yield from _fine_tuning(plan)
+    if plan.attention == "eager" and search.flash_attention:
+        yield Proposal("flash attention", {"attention": "flash"})
+    if "PYTORCH_CUDA_ALLOC_CONF" not in plan.environment and search.expandable_segments:
+        environment = {**plan.environment, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        yield Proposal("expandable segments", {"environment": environment})
+    yield from _larger_gpus(plan, given.needs)
+
+
+def _smaller_batches(plan: ResolvedPlan) -> Iterator[Proposal]:
+    mbs = plan.batch.mbs
+    smaller = {mbs // 2, 1} if mbs > 1 else set()
+    for size in sorted(smaller - {0}, reverse=True):
+        yield Proposal(
+            f"micro-batch {mbs} → {size}",
+            {"batch.mbs": size, "batch.gbs": plan.batch.gbs, "batch.accumulation": None},
+        )
+    evaluated = plan.trainer.evaluation_mbs or 0
+    for size in sorted({evaluated // 2, evaluated // 4, 1} if evaluated > 1 else set(), reverse=True):
+        if size:
+            yield Proposal(f"evaluation batch {evaluated} → {size}", {"trainer.evaluation_mbs": size})
+
+
+def _more_recompute(plan: ResolvedPlan) -> Iterator[Proposal]:
+    mode = plan.recompute.mode
+    if mode == "none":
+        yield from framework(plan.framework).search.more_recompute(plan)
+    if mode != "full":
+        fields = {"recompute.mode": "full", "recompute.method": "uniform", "recompute.layers": None}
+        yield Proposal("full recompute", {**fields, "recompute.modules": None})
+
+
+def _other_losses(plan: ResolvedPlan) -> Iterator[Proposal]:
+    """Losses that never hold all logits, where the framework has them and the plan has none; Liger's is an extra."""
+    if plan.loss.kind == "plain" and not plan.loss.logits_to_keep:
+        for kind, what in (("chunked", "loss in chunks"), ("cut", "Apple's cut cross entropy")):
+            if kind in FUSED and kind in framework(plan.framework).supports.losses:
+                yield Proposal(what, {"loss.kind": kind})
+
+
+def _fine_tuning(plan: ResolvedPlan) -> Iterator[Proposal]:
+    """Adapters in place of training all, where the plan is of fine-tuning and the framework has them: parts are frozen
+    already, transformers' Trainer runs, or one GPU holds transformers' own code, on which few people pretrain."""
+    own = framework(plan.framework)
+    if not own.runs_transformers(plan) or "lora" not in own.supports.sections:
+        return
+    if not (is_tuned(plan) or plan.trainer.loop == "transformers" or plan.hardware.gpus == 1):
+        return
+    rank: dict[str, Any] = {"lora.rank": LORA_RANK}
+    alone = f"adapters of rank {LORA_RANK} alone are trained"
+    if plan.lora.rank is None:
+        yield Proposal("LoRA", rank, alone)
+    if plan.quantisation.kind == "none":
+        quantised = {"quantisation.kind": "nf4"}
+        what, fields = ("QLoRA", {**rank, **quantised}) if plan.lora.rank is None else ("QLoRA", quantised)
+        yield Proposal(what, fields, f"{alone}, on weights of 4 bits")
+
+
+def _more_sharding(plan: ResolvedPlan) -> Iterator[Proposal]:
+    layout, own = plan.layout, framework(plan.framework)
+    dp = layout.dp or 1
+    for zero in range(layout.zero + 1, max(own.supports.zero) + 1):
+        if dp * layout.cp > 1:
+            yield Proposal(own.zero_words(zero), {"layout.zero": zero})
+    shards_sequence = own.search.chooses_cut and own.supports.sequence_parallel
+    for name in ("tp", "pp", "cp") if own.search.chooses_cut else ():
+        size = 2 * getattr(layout, name)
+        if dp % 2 == 0 and name in own.supports.sizes:
+            fields = {f"layout.{name}": size, "layout.dp": None, **UNCUT_FIELDS}
+            if name == "tp" and shards_sequence:
+                fields["layout.sequence_parallel"] = True
+            yield Proposal(f"{name} {size // 2} → {size}", {**fields, "hardware.gpus": plan.hardware.gpus})
+    yield from _experts(plan)
+    if layout.tp > 1 and not layout.sequence_parallel and shards_sequence:
+        yield Proposal("sequence parallelism", {"layout.sequence_parallel": True})
+    if plan.hardware.gpus is not None and "dp" in own.supports.sizes:
+        gpus = 2 * plan.hardware.gpus
+        fields = {"hardware.gpus": gpus, "layout.dp": None, "batch.gbs": plan.batch.gbs, "batch.accumulation": None}
+        yield Proposal(f"{gpus:,} GPUs", fields, "twice the GPUs")
+
+
+def _experts(plan: ResolvedPlan) -> Iterator[Proposal]:
+    """Experts on more ranks, and no more tokens for any than the mean, where some may get more."""
+    ep, given = plan.layout.ep, plan.experts
+    if plan.model.experts and plan.model.experts % (2 * ep) == 0:
+        yield Proposal(f"ep {ep} → {2 * ep}", {"layout.ep": 2 * ep})
+    if plan.model.experts and given.imbalance != "balanced" and given.capacity_factor is None:
+        yield Proposal(
+            "a capacity of 1 (tokens beyond it are dropped)", {"experts.capacity_factor": 1.0}, OTHER_NUMBERS
+        )
+
+
+def _other_cuts(plan: ResolvedPlan, limit: int) -> Iterator[Proposal]:
+    search = framework(plan.framework).search
+    if not search.chooses_cut or plan.layout.pp == 1 or not search.searched(plan):
+        return
+    point = point_of(plan)
+    space = space_of(plan, plan, {})
+    ratios = Clock(space).ratios(point)
+    for what, cut in (
+        ("the fastest cut that fits", fitting(plan, ratios, limit)),
+        ("the cut that needs least", smallest(plan, ratios)),
+    ):
+        if cut is not None:
+            yield Proposal(what, dict(fields_of(plan.framework, cut)))
+
+
+def _larger_gpus(plan: ResolvedPlan, needs: int) -> Iterator[Proposal]:
+    """The smallest GPU of a data centre on which the plan may fit, where the capacity is the table's."""
+    name = plan.hardware.gpu
+    if name is None or plan.hardware.capacity != GPUS[name].process_bytes:
+        return
+    runs_cuda = GPUS[name].compute_capability is not None
+    larger = [
+        gpu
+        for gpu in GPUS.values()
+        if gpu.process_bytes >= needs
+        and not gpu.name.startswith("rtx")
+        and (gpu.compute_capability is not None) == runs_cuda
+        and is_timed(gpu.name) == is_timed(name)
+    ]
+    if larger:
+        gpu = min(larger, key=lambda gpu: gpu.process_bytes)
+        yield Proposal(gpu.name, {"hardware.gpu": gpu.name, "hardware.capacity": None}, "another GPU")
 
 
 def stated(base: Plan) -> Suggestion:

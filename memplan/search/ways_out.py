@@ -18,10 +18,9 @@ from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.traced_spec import TracedSpec
 from ..result import Estimate, StageEstimate, WayOut
-from .changes import stated
+from .changes import proposals, stated
 from .framework import Proposal
 from .point import changed
-from .proposals import proposals
 from .result import Suggestion
 
 WAYS = 3

@@ -18,7 +18,7 @@ from ..plan.fields import by_flag, plan_fields
 from ..plan.notes import notes_of
 from ..plan.plan import Plan as _Plan
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan
-from ..plan.said_at_once import with_said_at_once
+from ..plan.spellings import with_said_at_once
 from ..values import dataclass
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _source(plan: _Plan) -> Source:
     """A plan that was made by itself, as written."""
     from ..plan.normalise import normalised
     from ..plan.write import plan_yaml
-    from ..plan.yaml_nodes import parse_yaml
+    from ..plan.yaml_events import parse_yaml
 
     return Source(normalised(parse_yaml(plan_yaml(plan), "the plan", line=False)), Path())
 

@@ -21,7 +21,7 @@ from ..plan.errors import ABSENT, LackingError, Origin, PlanError, one_line
 from ..report.names import MIB, size
 from ..result import Estimate
 from ..values import dataclass
-from .processes import PROC
+from .guards import PROC
 
 IDLE = 64 * MIB
 """Bytes in use above which a GPU counts as busy. Idle ones without a display show 0 MiB (H100 and H200, driver 590) and

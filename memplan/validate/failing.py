@@ -16,7 +16,7 @@ from ..records.readings import Failure
 from ..report.names import MIB, size
 from ..tape.events import Hold
 from ..values import dataclass
-from .processes import LONGEST_DEATH
+from .guards import LONGEST_DEATH
 from .run_files import KEEPER_LOG, LAUNCHER_LOG, Progress, RankFiles, end_of, last_said, ranks_in, read_json
 
 # -- out of memory ---------------------------------------------------------------------------------------

@@ -32,8 +32,19 @@ from ..records.readings import Failure, RankReading
 from ..values import dataclass
 from .cluster import Way
 from .failing import failures_of, hung, late, launcher_failed, silent_ranks, unable_to_die
-from .guards import KILL, SETTINGS, TERMINATE, SharedMemory, shared_now
-from .processes import LONGEST_DEATH, MARKER, end_all, is_alive, marked, send
+from .guards import (
+    KILL,
+    LONGEST_DEATH,
+    MARKER,
+    SETTINGS,
+    TERMINATE,
+    SharedMemory,
+    end_all,
+    is_alive,
+    marked,
+    send,
+    shared_now,
+)
 from .run_files import KEEPER_LOG, TASK, Progress, Watch, ranks_in, workers_in, write_json, write_whole
 
 PREFIX = "memplan-run-"

@@ -38,7 +38,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolved import ResolvedPlan
 from memplan.plan.spec import ModelSpec
 from memplan.plan.tuning_sections import Lora
-from memplan.plan.yaml_nodes import parse_yaml
+from memplan.plan.yaml_events import parse_yaml
 from memplan.tape.events import Category, Drop, Hold, Tape
 from memplan.tape.program import fold_program
 

@@ -20,8 +20,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.schedules.megatron_fold import MegatronOrder
-from memplan.search.changes import stated
-from memplan.search.proposals import proposals
+from memplan.search.changes import proposals, stated
 from memplan.search.ways_out import ways_out
 from memplan.tape.events import Category, Hold, Stretch
 from memplan.tape.program import fold_program

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memplan.formats.deepspeed.config import Configuration, configuration_of
 from memplan.formats.rows import Building
 from memplan.plan.errors import Node, PlanError
-from memplan.plan.yaml_nodes import parse_yaml
+from memplan.plan.yaml_events import parse_yaml
 
 from .outcomes import error_of
 

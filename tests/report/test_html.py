@@ -21,10 +21,9 @@ from memplan.plan.read import read_plan
 from memplan.records.readings import Failure
 from memplan.report.estimate import verdict
 from memplan.report.html import markup, page
-from memplan.report.html.estimate import estimate_page
+from memplan.report.html.estimate import estimate_page, suggestion_page
 from memplan.report.html.markup import Markup, tag
 from memplan.report.html.page import run_page, runs_page
-from memplan.report.html.suggestion import suggestion_page
 from memplan.report.html.timelines import MOST
 from memplan.report.suggestion import Answer
 from memplan.result import Estimate

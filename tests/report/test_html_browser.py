@@ -9,7 +9,7 @@ import pytest
 
 from memplan.cli import main
 from memplan.estimate import estimate, timelines
-from memplan.report.html.suggestion import suggestion_page
+from memplan.report.html.estimate import suggestion_page
 from tests.browser import Page, browser, program
 from tests.report.test_suggestion import answer
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from memplan.validate.guards import MARKER, all_processes, is_alive
 from memplan.validate.launch import PREFIX
-from memplan.validate.processes import MARKER, all_processes, is_alive
 
 SHARED = Path("/dev/shm")
 

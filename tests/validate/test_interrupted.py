@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from memplan.validate.guards import MARKER
 from memplan.validate.launch import interrupts
-from memplan.validate.processes import MARKER
 
 from .leftovers import anything_left, processes_of, soon
 

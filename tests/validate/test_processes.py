@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.validate.processes import MARKER, all_processes, descendants, end_all, is_alive, marked, send
+from memplan.validate.guards import MARKER, all_processes, descendants, end_all, is_alive, marked, send
 
 from .leftovers import soon
 

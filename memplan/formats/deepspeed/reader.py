@@ -12,7 +12,7 @@ from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import ReadPlan, Source, build_plan
 from ...plan.text import text_at
-from ...plan.yaml_nodes import parse_yaml
+from ...plan.yaml_events import parse_yaml
 from ..launch import Asked, Launch, data_parallel, guessed, left_out, with_sizes
 from ..rows import Building, positive
 from .config import AUTO, NOT_MODELLED, Configuration, configuration_of, integer

@@ -10,8 +10,7 @@ from typing import Any
 from ...plan.plan import Plan
 from ...plan.read import Flags
 from ...plan.resolved import ResolvedPlan
-from ..exported import PLACE, Draft, Target
-from ..script import Arguments, Script, sizes_of
+from ..exported import PLACE, Arguments, Draft, Script, Target, sizes_of
 from ..training_scripts import read_back
 from .hybrid import settled as settled_hybrid
 from .sharding import is_sharded

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ...plan.errors import Node, PlanError
 from ...plan.notes import Note
 from ...plan.text import text_at
-from ...plan.yaml_nodes import parse_yaml
+from ...plan.yaml_events import parse_yaml
 from ..files import Words, words_of_node
 from ..megatron_bridge.arguments import arguments
 from ..megatron_bridge.table import BY_ITSELF

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.text import folder_of, path_of, text_at
-from ...plan.yaml_nodes import parse_yaml
+from ...plan.yaml_events import parse_yaml
 from ..files import words_of_node
 from ..launch import Asked, Launch
 from ..megatron.context import Family

@@ -14,10 +14,9 @@ from ...frameworks import framework
 from ...plan.plan import Plan
 from ...plan.read import Flags
 from ...plan.resolved import ResolvedPlan
-from ..exported import PLACE, Draft, Target
+from ..exported import PLACE, Arguments, Draft, Script, Target, heredoc, sizes_of
 from ..megatron.script import names_settled
 from ..megatron.vocabulary import GPT2_TOKENS
-from ..script import Arguments, Script, heredoc, sizes_of
 from ..training_scripts import read_back
 from .pipe_methods import cut_today, has_no_weights, method_of, python_of
 from .table import ROWS, config_of

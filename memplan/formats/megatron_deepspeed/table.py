@@ -15,7 +15,7 @@ from ...bash.values import Ledger, Value, origin_of, text
 from ...plan.errors import ABSENT, Node, Origin, PlanError
 from ...plan.plan import Plan
 from ...plan.text import read_text
-from ...plan.yaml_nodes import parse_yaml
+from ...plan.yaml_events import parse_yaml
 from ..megatron.context import Context, start
 from ..megatron.layout import PARALLEL
 from ..megatron.model import DROPOUTS, SIZES

@@ -18,9 +18,8 @@ from ...plan.models import load_spec
 from ...plan.plan import Plan
 from ...plan.read import Flags
 from ...plan.resolved import ResolvedPlan
-from ..exported import PLACE, Draft, Target, model_flags
+from ..exported import PLACE, Draft, Target, comment, head, model_flags, sizes_of
 from ..launch import Asked, launched_plan
-from ..script import comment, head, sizes_of
 from .keys import RELEASES, configuration_of
 from .reader import torchtitan_of
 from .settings import VERSION

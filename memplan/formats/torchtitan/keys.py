@@ -20,7 +20,7 @@ from ...bash.budget import Budget
 from ...bash.origin import ScriptError
 from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, refused
 from ...plan.text import text_at
-from ...plan.yaml_nodes import parse_yaml
+from ...plan.yaml_events import parse_yaml
 from ...values import dataclass
 from ..rows import Table
 

@@ -21,7 +21,7 @@ from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import Source
 from ...plan.text import folder_of, path_of, text_at
-from ...plan.yaml_nodes import parse_yaml
+from ...plan.yaml_events import parse_yaml
 from ..accelerate import ds_file, file_named, shard, sharding_keys, with_precision
 from ..deepspeed.reader import ds_config_in
 from ..launch import Asked, Launch, guessed, left_out

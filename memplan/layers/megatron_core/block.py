@@ -18,8 +18,8 @@ from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
 from . import graphs, latent, local, mamba, moe, offload, t5, te, te_attention
-from .discarded import Discard, without_output
 from .ends import keep_mask
+from .grouped import Discard, without_output
 from .shape import CoreShape
 
 INPUT_NORM, CROSS_NORM, MLP_NORM = "input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"

@@ -17,8 +17,8 @@ from ..module import hold_bytes
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
 from . import offload, te, te_attention
-from .discarded import without_output
 from .ends import keep_mask
+from .grouped import without_output
 from .shape import CoreShape
 
 NAME = "self_attention"

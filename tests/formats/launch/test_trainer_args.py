@@ -21,7 +21,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import ReadPlan, build_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.yaml_nodes import parse_yaml
+from memplan.plan.yaml_events import parse_yaml
 
 
 def launch(folder: Path, arguments: object, strict: bool = False, **flags: str) -> Launch:
