@@ -132,12 +132,11 @@ def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) 
 
 def _fastest_behind(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool) -> StageLayers:
     """The same where the first layers take another time, of every way in which these lie on the first stages."""
-    best: tuple[float, tuple[int, ...]] = inf, ()
-    for dense in dealt(ratios.first, pp):
-        time = _time_behind(dense, layers, (pp, vpp, alone), ratios)
-        if time < best[0]:
-            best = time, dense
-    time, dense = best
+    time, dense = inf, ()
+    for ways, stages in _ways(ratios.first, layers, (pp, vpp, alone)):
+        less = _time_behind(stages, layers, pp, ratios, time)
+        if less < time:
+            time, dense = less, ways
     if time == inf:
         problem = f"leaves the {ratios.first} layers without experts no place on the first stages"
         raise PlanError("layout.pp", pp, problem)
@@ -160,35 +159,38 @@ Alike = tuple[int, int, int, int, int, int]
 most."""
 
 
-@lru_cache(maxsize=1 << 12)
-def _alike(dense: tuple[int, ...], layers: int, sizes: tuple[int, int, bool]) -> tuple[Alike, ...]:
-    """Stages by what decides how much they hold; none where these cannot hold ``layers``."""
-    least, tops = held_with(dense, *sizes, layers)
-    if sum(tops) < layers or sum(least) > layers or any(map(int.__gt__, least, tops)):
-        return ()
-    last = sizes[0] - 1
-    kinds = Counter(
-        (dense_of(dense, at), int(at == 0), int(at == last), *held)
-        for at, held in enumerate(zip(least, tops, strict=True))
-    )
-    return tuple((stages, *kind) for kind, stages in kinds.items())
+@lru_cache(maxsize=1 << 10)
+def _ways(first: int, layers: int, sizes: tuple[int, int, bool]) -> list[tuple[tuple[int, ...], tuple[Alike, ...]]]:
+    """Every way in which the first layers are ``dealt`` and stages can hold ``layers``, with the stages by what decides
+    how much they hold; ``sizes``: stages, chunks of each, and if ends may be alone."""
+    found, last = [], sizes[0] - 1
+    for dense in dealt(first, sizes[0]):
+        least, tops = held_with(dense, *sizes, layers)
+        if sum(tops) < layers or sum(least) > layers or any(map(int.__gt__, least, tops)):
+            continue
+        kinds = Counter(
+            (dense_of(dense, at), int(at == 0), int(at == last), *held)
+            for at, held in enumerate(zip(least, tops, strict=True))
+        )
+        found.append((dense, tuple((stages, *kind) for kind, stages in kinds.items())))
+    return found
 
 
-def _time_behind(dense: tuple[int, ...], layers: int, sizes: tuple[int, int, bool], ratios: Ratios) -> float:
-    """Of the slowest stage, at least, with the first layers as ``dealt``; ``sizes``: stages, chunks of each, and if
-    ends may be alone. A stage that takes the time of t layers holds floor(t - what it takes besides) of them; so the
-    first t for which these add up to enough is a whole number and what some stage takes besides, or where none holds
-    less than it must."""
+def _time_behind(alike: tuple[Alike, ...], layers: int, pp: int, ratios: Ratios, bound: float) -> float:
+    """Of the slowest stage, at least, with the first layers as ``dealt``; infinite where it is not below ``bound``. A
+    stage that takes the time of t layers holds floor(t - what it takes besides) of them; so the first t for which these
+    add up to enough is a whole number and what some stage takes besides, or where none holds less than it must."""
     saved, embedding, head = ratios.dense - 1, ratios.embedding, ratios.head
     lowest, together, groups = -inf, float(layers), []
-    for stages, first, begins, ends, least, top in _alike(dense, layers, sizes):
+    for stages, first, begins, ends, least, top in alike:
         offset = saved * first + begins * embedding + ends * head
-        lowest = max(lowest, least + offset)
+        if least + offset > lowest:
+            lowest = least + offset
         together += stages * offset
         groups.append((stages, offset, top))
-    if not groups:
+    start = max(lowest, together / pp) - 1e-9
+    if start >= bound:
         return inf
-    start = max(lowest, together / sizes[0]) - 1e-9
     steps: list[float] = sorted({one + ceil(start - one) for one in (lowest, *(offset for _, offset, _ in groups))})
     while True:
         for time in steps:
@@ -304,10 +306,10 @@ Ways = Sequence[tuple[float, tuple[int, ...]]]
 
 def fastest_ways(layers: int, sizes: tuple[int, int, bool], ratios: Ratios) -> Ways:
     """Every way, the fastest first."""
-    ways = dealt(ratios.first, sizes[0])
-    return (
-        sorted((_time_behind(one, layers, sizes, ratios) - 1e-6, one) for one in ways) if ratios.first else [(0.0, ())]
-    )
+    if not ratios.first:
+        return [(0.0, ())]
+    ways = _ways(ratios.first, layers, sizes)
+    return sorted((_time_behind(stages, layers, sizes[0], ratios, inf) - 1e-6, dense) for dense, stages in ways)
 
 
 def best_of(
