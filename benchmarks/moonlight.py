@@ -73,6 +73,7 @@ def table(rows: Sequence[Row]) -> Table:
             "use_precision_aware_optimizer_no_fp8_or_ds_fp8 is then false, so that Megatron-Core keeps whole fp32 main "
             "parameters and, in the step, fp32 copies of the gradients. With mla_up_proj recomputed the step is the "
             "peak, which routing does not change.",
+            "Of 0.72 GB that the step's peak lacks no cause is known.",
             "Queries have no rank of their own, and are normed in their projection (mla_qk_norm_config.py).",
         ),
     )

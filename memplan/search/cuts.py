@@ -132,7 +132,8 @@ def fastest(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool = True) 
 
 def _fastest_behind(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool) -> StageLayers:
     """The same where the first layers take another time, of every way in which these lie on the first stages."""
-    time, dense = inf, ()
+    time: float = inf
+    dense: tuple[int, ...] = ()
     for ways, stages in _ways(ratios.first, layers, (pp, vpp, alone)):
         less = _time_behind(stages, layers, pp, ratios, time)
         if less < time:

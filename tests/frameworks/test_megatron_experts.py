@@ -94,6 +94,20 @@ def test_queries_without_a_rank_keep_what_their_norm_made() -> None:
     assert more[0] - more[1] == 2 * (512 * 2048 * 2 + 512 * 4)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_dispatchers_remember_where_tokens_go_until_they_run_again(fused: bool) -> None:
+    """One layer of two has 64 experts for 512 tokens with 6 each: probabilities in bf16, a byte for each expert, and
+    the map of 129 int32 a token or 3,072 indices, which end where the next iteration begins."""
+    (program,) = programs(plan("deepseek-v2-lite", moe_dispatcher="alltoall", moe_permute_fusion=fused), Options())
+    kept = program.kept
+    assert kept is not None
+    order = 512 * 129 * 4 if fused else 512 * 6 * 8
+    assert kept.carried.excursion.net == order
+    named = {hold.name: hold.bytes for hold in kept.workspaces if isinstance(hold, Hold)}
+    assert (named["dispatcher_probabilities"], named["dispatcher_routing_map"]) == (512 * 64 * 2, 512 * 64)
+    assert kept.between.net - kept.during.net == order
+
+
 def test_what_experts_run_with_alone_is_their_default() -> None:
     """The sequence is cut with tensor parallelism, and experts with biases have no bias_dropout_fusion."""
     assert plan(tp=2, dp=4).layout.sequence_parallel

@@ -683,7 +683,28 @@ def _parameters(chunk: Chunk) -> KeptChunk:
 def _kept(stage: _Stage, states: Rules, tied: bool, libraries: _Libraries) -> Kept:
     chunks = tuple(_parameters(chunk) for chunk in stage.chunks)
     workspaces = _workspaces(stage.job.shape, stage.names, len(stage.chunks), libraries, copies_of(chunks))
-    return replace(keep(chunks, states, tied), workspaces=_numbered(workspaces))
+    return _with_static(keep(chunks, states, tied), workspaces, stage)
+
+
+def _with_static(kept: Kept, holds: Sequence[Hold], stage: _Stage) -> Kept:
+    """With what the first iteration leaves, and dispatchers of experts from one iteration to the next: while these run
+    again, backward holds the order of tokens anyway."""
+    shape, every, orders = stage.job.shape, [*holds], list[Hold]()
+    layers = [layer_shape_of(shape, int(name[6:])) for name in stage.names if name.startswith("layer.")]
+    if "mtp" in stage.names:
+        layers += [next((one for one in layers if one.experts), shape)] * shape.spec.mtp_layers
+    for layer in layers:
+        stays, order = dispatch.remembered(layer)
+        every += stays
+        orders += order
+    numbered = _numbered([*every, *orders])
+    workspaces, carried = numbered[: len(every)], numbered[len(every) :]
+    return replace(
+        kept,
+        workspaces=Stretch(workspaces),
+        step=Stretch([*carried, *kept.step]),
+        carried=Stretch([*kept.carried, *carried]),
+    )
 
 
 def _program(
@@ -701,7 +722,7 @@ def _sharded(
     kept = keep_sharded(buckets, states, sharding, ahead(buckets, sharding, dtype))
     copies = copies_of((_parameters(chunk),))
     holds = [*_workspaces(stage.job.shape, stage.names, 1, libraries, copies), *persistent(buckets, sharding, dtype)]
-    kept = replace(kept, workspaces=_numbered(holds))
+    kept = _with_static(kept, holds, stage)
     recomputed = stage.job.recompute.mode == "full"
     spans = with_hooks(chunk.spans, buckets, sharding, dtype, recomputed)
     return _made(stage, (replace(chunk, spans=spans),), order, per_stage, states, kept)

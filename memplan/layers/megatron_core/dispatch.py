@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
-from ...tape.events import Category
+from ...tape.events import Category, Hold
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..module import hold_bytes
 from ..work import Exchange, Operator, exchanged
 from .shape import CoreShape
 
@@ -56,6 +57,22 @@ def _all_to_all(
         held.append(out)
     del out
     return unpermuted(r, back, order, rows.own, shape).view(*own), held
+
+
+def remembered(shape: CoreShape) -> tuple[list[Hold], list[Hold]]:
+    """Attributes of a layer's ``MoEAlltoAllTokenDispatcher`` until its next forward (``dispatch_preprocess``):
+    probabilities and which tokens go where; and what restores their order, which backward needs, too."""
+    experts = shape.experts
+    if experts is None or experts.dispatcher != "alltoall":
+        return [], []
+    every = (shape.routed.own, shape.spec.experts)
+    order = ((every[0], 2 * every[1] + 1), "int32") if experts.permute_fusion else ((shape.routed.sent,), "int64")
+    parts = (every, shape.spec.router_dtype or shape.dtype), (every, "bool"), order
+    probabilities, chosen, restores = (
+        Hold(0, hold_bytes(size, dtype), Category.BUFFERS, f"dispatcher_{name}", size, dtype)
+        for name, (size, dtype) in zip(("probabilities", "routing_map", "order"), parts, strict=True)
+    )
+    return [probabilities, chosen], [restores]
 
 
 def _count_rows(r: Recorder, shape: CoreShape) -> None:
