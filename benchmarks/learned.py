@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from memplan.frameworks.fsdp.learned import ENDS, cast_of
@@ -49,7 +50,7 @@ def main() -> int:
 def learnt(model: LearnedModel, *, again: bool) -> Iterator[str]:
     """Writes the fits of ``model``; what could not be learnt, in words."""
     wanted = set()
-    for flags in (*VARIANTS, *({**SHARDED, **one} for one in VARIANTS if is_cast(model, one))):
+    for flags in chain(VARIANTS, ({**SHARDED, **one} for one in VARIANTS if is_cast(model, one))):
         words = " ".join([model.name, *flags.values()])
         plan = plan_of(model, flags)
         job = job_of(plan)
@@ -63,7 +64,7 @@ def learnt(model: LearnedModel, *, again: bool) -> Iterator[str]:
             fit, traces = fit_by_traces(job, plan, min(longest_of(plan), LONGEST), model.name)
         except PlanError as error:
             yield f"{words}: {error}"
-            continue
+            return
         settings = kept_as(job, fit)
         path = cache.built_in_path(model.name, settings)
         path.write_bytes(cache.written(settings, fit))

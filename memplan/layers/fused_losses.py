@@ -60,6 +60,12 @@ class HeadLoss:
     forward pass of the first one, is there already in all others."""
 
 
+    @property
+    def reads_weight(self) -> bool:
+        """The model's own forward reads the head's weight, whose module does not run."""
+        return self.kind == LOG_PROBABILITIES
+
+
 PLAIN = HeadLoss()
 
 LOG_PROBABILITIES = "log-probabilities"

@@ -33,6 +33,7 @@ from memplan.layers.module import Options, Parameter
 from memplan.layers.tuning import Adapters, Tuning
 from memplan.plan.errors import PlanError
 from memplan.plan.models import load_spec
+from memplan.plan.framework_sections import Trainer
 from memplan.plan.plan import Batch, Hardware, Layout, Loss, Optimizer, Plan, Precision, Recompute
 from memplan.plan.read import read_plan
 from memplan.plan.resolved import ResolvedPlan
@@ -42,7 +43,7 @@ from memplan.plan.yaml_events import parse_yaml
 from memplan.tape.events import Category, Drop, Hold, Tape
 from memplan.tape.program import fold_program
 
-from ..oracle.deepspeed import AVAILABLE, CASES, SIZES, Case, measure, summary
+from ..oracle.deepspeed import AVAILABLE, CASES, COMPLETION, SIZES, Case, measure, summary
 from ..oracle.deepspeed import RANK as ADAPTER_RANK
 
 GOLDEN: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parent / "deepspeed_0_19_8.json").read_text())[
@@ -131,20 +132,29 @@ def optimizer_of(case: Case) -> Optimizer:
     return Optimizer(**chosen[case.optimizer])
 
 
+TRAINERS = {
+    "": Trainer(),
+    "dpo": Trainer(loop="dpo"),
+    "grpo": Trainer(loop="grpo", completion_length=COMPLETION, generation_memory=0),
+}
+
+
 def plan_of(case: Case) -> ResolvedPlan:
     dtype: Any = case.dtype
+    mbs = 1 if case.trainer == "dpo" else 2
     plan = Plan(
         model=spec_of(case.family),
         framework="deepspeed",
         hardware=Hardware(gpus=case.ranks),
         layout=Layout(dp=case.ranks, zero=case.stage),
-        batch=Batch(mbs=2, gbs=2 * case.ranks * case.microbatches, seq=32),
+        batch=Batch(mbs=mbs, gbs=mbs * case.ranks * case.microbatches, seq=32),
         precision=Precision(dtype=dtype, gradients=dtype),
         optimizer=optimizer_of(case),
         recompute=Recompute(mode="full" if case.recompute else "none"),
         attention="eager",
         loss=Loss(kind="plain"),
         lora=Lora(rank=ADAPTER_RANK, targets=tuple(case.lora.split(",")), dtype="fp32") if case.lora else Lora(),
+        trainer=TRAINERS[case.trainer],
     )
     return ResolvedPlan.model_construct(**dict(plan))
 
@@ -197,7 +207,23 @@ def ours(name: str, rank: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-RANKS = [(name, rank) for name, case in CASES.items() for rank in range(case.ranks)]
+RANKS = [(name, rank) for name, case in CASES.items() if not case.trainer for rank in range(case.ranks)]
+OF_TRL = [(name, rank) for name, case in CASES.items() if case.trainer for rank in range(case.ranks)]
+
+
+@pytest.mark.parametrize(("name", "rank"), OF_TRL)
+def test_passes_of_trls_trainers(name: str, rank: int) -> None:
+    """Net and peak of forward, with the reference's behind it, and of backward: of stages below 3 the reference's
+    layers run fewer times."""
+    case = CASES[name]
+    spans = deepspeed.program_of_rank(plan_of(case), OPTIONS, zero_of(case), rank).spans
+    for microbatch in range(case.microbatches):
+        tapes = [span.module.first if microbatch == 0 else span.module.steady for span in spans]
+        passes = {"forward": [one.forward for one in tapes], "backward": [one.backward for one in reversed(tapes)]}
+        for phase, parts in passes.items():
+            found = summary(changes(*parts))
+            measured = GOLDEN[name][rank]["phases"][f"{microbatch}/{phase}"]
+            assert (found["net"], found["peak"]) == (measured["net"], measured["peak"]), phase
 
 
 @pytest.mark.parametrize(("name", "rank"), [case for case in RANKS if case[0] != "z3-offload"])

@@ -124,6 +124,9 @@ EVERY_LINEAR = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 RANK = 4
 """Of adapters."""
 
+COMPLETION = 24
+"""Tokens of GRPO's completions."""
+
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
@@ -147,6 +150,8 @@ class Case:
     """One of ``OPTIMIZERS``."""
     lora: str = ""
     """Linear layers with peft's adapters, by their names."""
+    trainer: str = ""
+    """``dpo`` or ``grpo``: whose loss of trl's it is (needs trl 1.16); with one pair, or two completions."""
 
 
 CASES: dict[str, Case] = {
@@ -209,6 +214,13 @@ CASES: dict[str, Case] = {
     "z2-adapters-recompute": Case(2, zero=SMALL, microbatches=2, recompute=True, lora="q_proj,v_proj"),
     "z1-adapters": Case(1, zero=SMALL, lora="q_proj,v_proj"),
     "z0-adapters": Case(0, lora="q_proj,v_proj"),
+    "z3-dpo": Case(3, zero=SMALL_3, trainer="dpo"),
+    "z3-dpo-default": Case(3, recompute=True, microbatches=2, trainer="dpo"),
+    "z3-dpo-adapters": Case(3, zero=SMALL_3, lora="q_proj,v_proj", trainer="dpo"),
+    "z3-dpo-adapters-recompute": Case(3, zero=SMALL_3, recompute=True, lora=EVERY_LINEAR, trainer="dpo"),
+    "z2-dpo": Case(2, zero=SMALL, trainer="dpo"),
+    "z2-dpo-adapters": Case(2, zero=SMALL, lora="q_proj,v_proj", trainer="dpo"),
+    "z3-grpo": Case(3, zero=SMALL_3, recompute=True, trainer="grpo"),
 }
 
 
@@ -347,6 +359,15 @@ def run_rank(case: Case) -> dict[str, Any]:
         chosen: dict[str, Any] = {"model_parameters": parameters}
         if not case.fused:
             chosen = {"optimizer": optimizer_of(case.optimizer, parameters)}
+        own = model.get_base_model() if case.lora else model
+
+        def loss_of(engine: Any) -> Any:
+            return engine(input_ids=ids, labels=ids).loss
+
+        if case.trainer:
+            loss_of, kept = trl_loss(case, model, own, ids)
+            for tensor in kept:
+                follow.adopt(tensor, "state")
         given = len(trace.changes)
         engine, *_ = deepspeed.initialize(model=model, config=configuration(case), **chosen)
         built = len(trace.changes)
@@ -356,9 +377,7 @@ def run_rank(case: Case) -> dict[str, Any]:
                 last = iteration == 3
                 if last:
                     mark(f"{microbatch}/forward")
-                out = engine(input_ids=ids, labels=ids)
-                loss = out.loss
-                del out
+                loss = loss_of(engine)
                 if last:
                     mark(f"{microbatch}/backward")
                 engine.backward(loss)
@@ -384,6 +403,34 @@ def run_rank(case: Case) -> dict[str, Any]:
         "phases": phases,
         "optimizer": type(engine.optimizer).__name__,
     }
+
+
+def trl_loss(case: Case, model: Any, own: Any, ids: Any) -> tuple[Any, list[Any]]:
+    """What trl computes with an engine, and tensors that are kept for it: the reference is an engine, too."""
+    import torch
+    import transformers
+
+    from . import trl_step
+
+    utils, _ = trl_step.as_on_cuda()
+    models: Any = import_module("trl.models.utils")
+    config = configuration(case)
+    alive = transformers.integrations.HfDeepSpeedConfig(config)
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
+    ones = torch.ones_like(ids)
+    reference = None
+    if case.trainer == "grpo":
+        utils.add_fused_lm_head(own, outputs=("log_probs", "entropy"))
+        loss, inputs = trl_step.grouped(model, *ids.shape, COMPLETION)
+        return lambda engine, alive=alive: loss(engine, inputs), [*inputs.values()]
+    if not case.lora:
+        reference = type(own)(own.config).to(own.dtype).eval()
+        utils.add_fused_lm_head(reference)
+        reference = models.prepare_deepspeed(reference, SimpleNamespace(state=state))
+    utils.add_fused_lm_head(own, outputs=tuple(trl_step.OUTPUTS))
+    loss = trl_step.paired(model, reference, precomputed=False)
+    inputs = {"input_ids": ids, "attention_mask": ones, "completion_mask": ones.clone()}
+    return lambda engine, alive=alive: loss(engine, inputs), [*inputs.values()]
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -112,8 +112,6 @@ def policy(*, adapters: bool, recompute: bool) -> tuple[Any, Any]:
 def step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any]:
     """Peaks of forward with loss, and of backward, beyond what is held before, of ``DPOTrainer._compute_loss``."""
     utils, _ = as_on_cuda()
-    import trl.trainer.dpo_trainer as trainer
-
     model, base = policy(adapters=adapters, recompute=recompute)
     config, reference = base.config, None
     if not adapters and not precomputed:
@@ -121,6 +119,21 @@ def step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any
         reference.requires_grad_(False)
         utils.add_fused_lm_head(reference)
     utils.add_fused_lm_head(base, outputs=tuple(OUTPUTS))
+    loss = paired(model, reference, precomputed=precomputed)
+    ids = torch.randint(0, config.vocab_size, (2 * PAIRS, LENGTH))
+    ones = torch.ones_like(ids)
+    inputs = {"input_ids": ids, "attention_mask": ones, "completion_mask": ones.clone()}
+    if precomputed:
+        inputs |= {"ref_chosen_logps": torch.zeros(PAIRS), "ref_rejected_logps": torch.zeros(PAIRS)}
+    models = [one for one in (model, reference) if one is not None]
+    how = {"adapters": adapters, "precomputed": precomputed, "recompute": recompute}
+    return how | peaks(models, inputs, lambda: loss(model, inputs))
+
+
+def paired(model: Any, reference: Any, *, precomputed: bool) -> Callable[[Any, Any], Any]:
+    """``DPOTrainer._compute_loss`` of a model, which an engine may be around."""
+    import trl.trainer.dpo_trainer as trainer
+
     same: Any = lambda x: x  # noqa: E731
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), gather_for_metrics=same, gather=same, unwrap_model=same
@@ -131,14 +144,7 @@ def step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any
         f_divergence_type="reverse_kl", loss_types=["sigmoid"], loss_weights=[1.0], use_weighting=False,
         label_smoothing=0.0, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
     )  # fmt: skip
-    ids = torch.randint(0, config.vocab_size, (2 * PAIRS, LENGTH))
-    ones = torch.ones_like(ids)
-    inputs = {"input_ids": ids, "attention_mask": ones, "completion_mask": ones.clone()}
-    if precomputed:
-        inputs |= {"ref_chosen_logps": torch.zeros(PAIRS), "ref_rejected_logps": torch.zeros(PAIRS)}
-    models = [one for one in (model, reference) if one is not None]
-    how = {"adapters": adapters, "precomputed": precomputed, "recompute": recompute}
-    return how | peaks(models, inputs, lambda: trainer.DPOTrainer._compute_loss(own, model, inputs, False))
+    return lambda outer, inputs: trainer.DPOTrainer._compute_loss(own, outer, inputs, False)
 
 
 def peaks(models: list[Any], inputs: dict[str, torch.Tensor], loss_of: Callable[[], torch.Tensor]) -> dict[str, int]:
@@ -162,10 +168,18 @@ def peaks(models: list[Any], inputs: dict[str, torch.Tensor], loss_of: Callable[
 def grouped_step(*, adapters: bool, recompute: bool) -> dict[str, Any]:
     """The same of ``GRPOTrainer._compute_loss`` with its defaults: a whole completion of every sample counts."""
     utils, _ = as_on_cuda()
-    import trl.trainer.grpo_trainer as trainer
-
     model, base = policy(adapters=adapters, recompute=recompute)
     utils.add_fused_lm_head(base, outputs=("log_probs", "entropy"))
+    loss, inputs = grouped(model, SAMPLES, LENGTH, COMPLETION)
+    how = {"adapters": adapters, "recompute": recompute}
+    return how | peaks([model], inputs, lambda: loss(model, inputs))
+
+
+def grouped(model: Any, samples: int, length: int, completion: int) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:
+    """``GRPOTrainer._compute_loss`` of a model, which an engine may be around, and a batch for it."""
+    import trl.trainer.grpo_trainer as trainer
+
+    vocab = model.config.vocab_size
     same: Any = lambda x, **named: x  # noqa: E731
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), gather=same, reduce=same, num_processes=1, autocast=contextlib.nullcontext
@@ -180,17 +194,16 @@ def grouped_step(*, adapters: bool, recompute: bool) -> dict[str, Any]:
     own._get_per_token_logps_and_entropies = MethodType(
         inspect.unwrap(trainer.GRPOTrainer._get_per_token_logps_and_entropies), own
     )
-    prompt = LENGTH - COMPLETION
+    prompt = length - completion
     inputs = {
-        "prompt_ids": torch.randint(0, MODEL["vocab_size"], (SAMPLES, prompt)),
-        "prompt_mask": torch.ones(SAMPLES, prompt, dtype=torch.int64),
-        "completion_ids": torch.randint(0, MODEL["vocab_size"], (SAMPLES, COMPLETION)),
-        "completion_mask": torch.ones(SAMPLES, COMPLETION, dtype=torch.int64),
-        "advantages": torch.randn(SAMPLES),
-        "num_items_in_batch": torch.tensor(SAMPLES * COMPLETION),
+        "prompt_ids": torch.randint(0, vocab, (samples, prompt)),
+        "prompt_mask": torch.ones(samples, prompt, dtype=torch.int64),
+        "completion_ids": torch.randint(0, vocab, (samples, completion)),
+        "completion_mask": torch.ones(samples, completion, dtype=torch.int64),
+        "advantages": torch.randn(samples),
+        "num_items_in_batch": torch.tensor(samples * completion),
     }
-    how = {"adapters": adapters, "recompute": recompute}
-    return how | peaks([model], inputs, lambda: trainer.GRPOTrainer._compute_loss(own, model, inputs))
+    return lambda outer, inputs: trainer.GRPOTrainer._compute_loss(own, outer, inputs), inputs
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from ...plan.errors import PlanError
 from ...plan.framework_sections import Deepspeed
 from ...plan.plan import Optimizer
 from ...plan.resolved import ResolvedPlan
+from ..plain import preferences
 from ..plain.programs import check_flash, check_release
 from ..plain.tuned import check_tuned
 
@@ -52,6 +53,7 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     if plan.flash:
         check_flash(plan)
     check_tuned(plan)
+    preferences.check(plan)
     if zero.stage == 3 and plan.loss.kind != "plain":
         problem = "must be plain at stage 3: a fused loss reads the head's weight outside its module, and how ZeRO-3 "
         raise PlanError("loss.kind", plan.loss.kind, problem + "gathers such a parameter is not modelled")

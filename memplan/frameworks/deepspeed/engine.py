@@ -32,11 +32,11 @@ from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Program, Span, fold_program
 from ...values import dataclass
-from ..plain import hooked
+from ..plain import hooked, preferences, trainer
 from ..plain.buffers import buffers, inputs
 from ..plain.hooked import Model
-from ..plain.programs import head_loss, layer_shape
-from ..plain.tuned import shared_table, stored, tuning_of
+from ..plain.programs import head_loss, keeps_embedded, layer_shape
+from ..plain.tuned import frozen_layer, shared_table, stored, tuning_of
 from . import states as zero_states
 from . import step as zero_step
 from .buckets import ReducingBucket, ScatteringBucket
@@ -78,11 +78,19 @@ class Setting:
 
 def setting_of(plan: ResolvedPlan, zero: Zero) -> Setting:
     """That of a resolved plan."""
-    shape = layer_shape(plan)
-    microbatches = plan.batch.gbs // (shape.b * plan.layout.dp)
     recompute = plan.recompute.mode == "full"
-    how = (plan.optimizer, recompute, microbatches, cast_tuning(plan), head_loss(plan))
-    return Setting(zero, plan.layout.dp, shape.dtype, *how)
+    how = (plan.optimizer, recompute, plan.microbatches, cast_tuning(plan), head_loss(plan))
+    if preferences.runs_reference(plan) and not preferences.has_model(plan):
+        zero = untraced(zero)
+    return Setting(zero, plan.layout.dp, layer_shape(plan).dtype, *how)
+
+
+def untraced(zero: Zero) -> Zero:
+    """ZeRO-3 where no trace of a pass ever holds: forward with and without adapters come in turns, and each finds that
+    the other's modules were others (``trace_prologue``). Nothing is gathered ahead, but for what the first modules
+    have of it and give back, and all of a module is released behind it, persistent or not (``release_sub_module``)."""
+    nothing = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    return zero.model_copy(update={**nothing, "stage3_param_persistence_threshold": -1})
 
 
 def cast_tuning(plan: ResolvedPlan) -> Tuning | None:
@@ -131,16 +139,46 @@ def _of_candidates(plan: ResolvedPlan, options: Options, zero: Zero, rank: int |
     shape, setting = layer_shape(plan), setting_of(plan, zero)
     options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
     options = replace(options, tuning=setting.tuning)
+    given = [*inputs(shape, 0), *(preferences.batch((shape.b, shape.s)) if preferences.pairs(plan) else ())]
     beside = (
-        *inputs(shape, 0),
+        *given * (plan.microbatches if trainer.runs(plan) else 1),
         *buffers(plan, 0),
         *quantisation_maps(plan.optimizer),
         *scales_of(setting, shape, plan),
+        *(trainer.SCALARS if trainer.runs(plan) else ()),
+        *reference_of(setting, shape, plan).device,
+        *preferences.generation(plan),
     )
+    own = _reference(setting, shape, plan, options)
     building = _initialisation(setting, shape, plan)
     numbers = _candidates(setting, shape, plan) if rank is None else [rank]
     ranks = {number: _rank(setting, shape, plan.model.layers, options, number) for number in numbers}
-    return {number: replace(_program(one, setting, beside), initialisation=building) for number, one in ranks.items()}
+    keeps = keeps_embedded(shape)
+    made = {number: _program(one, setting, beside, own, keeps) for number, one in ranks.items()}
+    return {number: replace(one, initialisation=building) for number, one in made.items()}
+
+
+def reference_of(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> Placed:
+    """The second model of trl, in an engine without an optimizer (``models/utils.py``, ``prepare_deepspeed``): at stage
+    3 in shards, else whole on every rank (stage 0)."""
+    if not preferences.has_model(plan):
+        return Placed(())
+    model = model_of(shape, plan.model.layers, Options(), setting.zero.stage, False)
+    return zero_states.without_optimizer(model, setting.zero, setting.dp, buffers(plan, 0))
+
+
+def _reference(setting: Setting, shape: LayerShape, plan: ResolvedPlan, options: Options) -> tuple[Span, ...]:
+    """Its modules, or the model's own without adapters, with the hooks of a pass without a graph: layers that are
+    nowhere gathered count once."""
+    if not preferences.runs_reference(plan):
+        return ()
+    zero, tuning, loss = setting.zero, setting.tuning, HeadLoss(kind=setting.loss.kind)
+    layers = plan.model.layers if zero.stage == 3 else min(plan.model.layers, preferences.MOST)
+    options = replace(options, tuning=tuning and frozen_layer(tuning))
+    model = model_of(shape, layers, options, zero.stage, False, loss)
+    tapes = zip(model.instances, insert_into_evaluation(model, zero, setting.dp), strict=True)
+    spans = (Span(replace(one.hooked.module, evaluation=tape), (one.name,)) for one, tape in tapes)
+    return tuple(span for span in spans if span.names != ("return",))
 
 
 def _initialisation(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> int | None:
@@ -153,8 +191,11 @@ def _initialisation(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> 
     return zero_states.initialisation_peak(model, groups_of(setting, model), besides, plan.hardware.capacity)
 
 
-def _program(rank: Rank, setting: Setting, beside: tuple[Hold, ...]) -> Program:
+def _program(
+    rank: Rank, setting: Setting, beside: tuple[Hold, ...], own: tuple[Span, ...], keeps_input: bool
+) -> Program:
     spans = tuple(Span(module, (name,)) for module, name in zip(rank.modules, rank.names, strict=True))
+    spans = preferences.with_reference(spans, own, keeps_input) if own else spans
     return Program(
         stage=0,
         ranks=tuple(range(setting.dp)),
@@ -172,7 +213,8 @@ def host_bytes(plan: ResolvedPlan, zero: Zero) -> tuple[int, int]:
     shape, setting = layer_shape(plan), setting_of(plan, zero)
     model = model_of(shape, plan.model.layers, setting.options, zero.stage, False)
     placed = placed_of(setting, model, groups_of(setting, model))
-    return placed.on("host"), placed.on("nvme")
+    every = placed, reference_of(setting, shape, plan)
+    return sum(one.on("host") for one in every), sum(one.on("nvme") for one in every)
 
 
 def model_of(

@@ -32,11 +32,11 @@ class Deepspeed(Framework):
     configuration = "deepspeed"
     measured_code = "deepspeed"
     supports = Supports(
-        loops=(),
+        loops=("dpo", "grpo"),
         mixtures=("experts", "latent_kv_rank"),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),
-        sections=("deepspeed", "lora", "quantisation"),
+        sections=("deepspeed", "lora", "quantisation", "trainer"),
         optimizers=("sgd", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit"),
         optimizers_refused={
             "muon": "DeepSpeed's own Muon takes whole matrices out of ZeRO's buckets, which is not modelled"

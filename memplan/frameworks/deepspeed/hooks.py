@@ -98,7 +98,7 @@ def modules(model: Model, first: Inserted, steady: Inserted, evaluation: Sequenc
 def coordinator_of(model: Model, zero: Zero, dp: int, role: Role) -> Coordinator:
     """The coordinator with a complete trace of one pass."""
     count = len(model.instances)
-    steps = [step for at in range(count) for step in _steps(model, at, role, backward=False)]
+    steps = [*_root(model), *(step for at in range(count) for step in _steps(model, at, role, backward=False))]
     if role != "evaluation":
         steps += [step for at in reversed(range(count)) for step in _steps(model, at, role, backward=True)]
     return Coordinator(zero, dp, sharded(model, zero), tuple(steps))
@@ -122,13 +122,37 @@ BACKWARD = (Hook.BEFORE_BACKWARD, Hook.AFTER_BACKWARD)
 EMPTY = Step(NO_MODULE, ())
 """A submodule without parameters."""
 
+ROOT = -2
+"""Number of the model itself."""
+
 
 def _steps(model: Model, at: int, role: Role, *, backward: bool) -> list[Step]:
     seams = (seam for _, seam in cut(_tape(model, at, role, backward=backward)) if seam is not None)
-    return [EMPTY if seam.name == NO_PARAMETERS else _step(model, at, seam) for seam in seams if seam.hook in BEFORE]
+    seams = (seam for seam in seams if seam.hook in BEFORE and not _passes(model, at, seam))
+    return [EMPTY if seam.name == NO_PARAMETERS else _step(model, at, seam) for seam in seams]
+
+
+def _is_outside(model: Model, at: int, seam: Seam) -> bool:
+    """The product with the weight that the model's own forward reads."""
+    return bool(at) and seam.name == model.outside != NO_PARAMETERS
+
+
+def _passes(model: Model, at: int, seam: Seam) -> bool:
+    """No hook runs there: the weight has been gathered with the model's own forward, which it is registered with
+    (``ZeROOrderedDict.__getitem__``, ``register_external_parameter``), and ends with that."""
+    return _is_outside(model, at, seam) and seam.hook in (Hook.BEFORE_FORWARD, Hook.AFTER_BACKWARD)
+
+
+def _root(model: Model) -> list[Step]:
+    """The model's own step, where it has a parameter."""
+    if not model.outside:
+        return []
+    return [Step(ROOT, (model.id_of(model.instances[-1], model.outside),))]
 
 
 def _step(model: Model, at: int, seam: Seam) -> Step:
+    if _is_outside(model, at, seam):
+        return _root(model)[0]
     return Step(*model.reads(at, seam.name), seam.name == model.instances[at].hooked.leaf)
 
 
@@ -166,7 +190,10 @@ class _Hooks:
                 return self._gradient(at, seam, taken)
             return self._hook(at, seam, self.coordinator, backward) if self.coordinator is not None else ()
 
-        made = insert(_tape(self.model, at, self.role, backward=backward), events, taken)
+        begun: Sequence[Event] = ()
+        if self.coordinator is not None and self.model.outside and not (at or backward):
+            begun = self._events(self.coordinator.fetch())
+        made = (*begun, *insert(_tape(self.model, at, self.role, backward=backward), events, taken))
         return self._without_whole(at, made) if self.whole[at] else made
 
     def _without_whole(self, at: int, tape: Tape) -> Tape:
@@ -192,6 +219,8 @@ class _Hooks:
 
     def _hook(self, at: int, seam: Seam, coordinator: Coordinator, backward: bool) -> Sequence[Event]:
         during: Pass = "backward" if seam.hook in BACKWARD else "recompute" if backward else "forward"
+        if _passes(self.model, at, seam):
+            return ()
         if seam.name == NO_PARAMETERS:
             return self._events(coordinator.fetch(during))
         step = _step(self.model, at, seam)
@@ -202,7 +231,8 @@ class _Hooks:
                 names = self.model.instances[at].hooked.reads[seam.name]
                 self.whole[at] = {name for name, id in zip(names, step.parameters, strict=True) if id not in released}
             return self._events(changes)
-        if seam.hook is Hook.BEFORE_BACKWARD and seam.name in self.model.instances[at].hooked.unhooked:
+        unhooked = seam.name in self.model.instances[at].hooked.unhooked or step.module == ROOT
+        if seam.hook is Hook.BEFORE_BACKWARD and unhooked:
             self.unhooked.append(step)
         return self._events(coordinator.fetch(during))
 

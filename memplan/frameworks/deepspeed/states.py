@@ -312,6 +312,18 @@ def sharded_states(
     return Placed(tuple(device), tuple(map(exact, host)), tuple(map(exact, nvme)))
 
 
+def without_optimizer(model: Model, zero: Zero, dp: int, buffers: Sequence[Hold]) -> Placed:
+    """A model that is not trained: each parameter by itself, cut at stage 3 (``DeepSpeedZeRoOffload``)."""
+    kept, dtype, sizes = Category.PARAMETERS, model.dtype, [one.elements for one in model.parameters]
+    if zero.stage < 3:
+        return Placed((*(flat("reference", kept, size, dtype) for size in sizes), *buffers))
+    shards = tuple(flat("reference_shard", kept, shard(size, dp), dtype) for size in sizes)
+    persistent = [shard(one.elements, dp) * dp for one in sharded(model, zero) if one.persists and dp > 1]
+    whole = (flat("persistent", Category.GATHERED_PARAMETERS, size, dtype) for size in persistent)
+    there, on_host, on_nvme = (shards if zero.offload_param == where else () for where in ("none", "cpu", "nvme"))
+    return Placed((*there, *whole, *buffers), tuple(map(exact, on_host)), tuple(map(exact, on_nvme)))
+
+
 def parameters_away(zero: Zero, groups: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Elements on the host, one flat tensor per parameter group, and on NVMe, by sub-group
     (``_create_param_groups_fp16_flat_cpu_memory``); ``groups``: shards of each sub-group."""

@@ -375,6 +375,8 @@ class Model:
     ids: dict[str, int]
     tied: bool
     dtype: str
+    outside: str = ""
+    """The head's weight, where the model's own forward reads it and no submodule's."""
 
     def id_of(self, instance: Instance, name: str) -> int:
         return self.ids[instance.qualified(name, self.tied)]
@@ -415,7 +417,8 @@ def model_of(
     tied = shape.spec.tied_embeddings
     order = _registered(instances, shape.spec.family, tied)
     ids = {name: id for id, name in enumerate(order)}
-    return Model(instances, tuple(order.values()), ids, tied, shape.dtype)
+    outside = loss.reads_weight and (TIED if tied else "head.weight")
+    return Model(instances, tuple(order.values()), ids, tied, shape.dtype, outside or "")
 
 
 def with_adapters(own: Submodules, targets: frozenset[str]) -> Submodules:

@@ -20,7 +20,7 @@ from ...layers.log_probabilities import OUTPUTS
 from ...layers.module import Module, Parameter, Tapes, hold_bytes
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
-from ...tape.events import INPUT, Category, Drop, Event, Hold, Tape, rounded
+from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, rounded
 from ...tape.program import Span
 
 NO_DROPOUT = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -129,13 +129,14 @@ def passed(own: Sequence[Span], first: int, keeps_input: bool) -> Tape:
     result: list[Event] = []
     given: Hold | None = None
     frame: list[Hold] = []
+    gathered: dict[int, int] = {}
     for place, span in enumerate(own):
         if place == len(own) - 1:
             result += [Drop(hold.tensor, hold.bytes, hold.category) for hold in frame]
             frame = []
         for _ in span.names[:1]:
-            events, left = _numbered(span.module.evaluation, first, given)
-            first += span.module.largest_id + 1
+            events, left = _numbered(span.module.evaluation, first, given, gathered)
+            first += span.module.largest_id + 1 + len(events)
             keeps = keeps_input and place == 1 and given is not None
             if keeps and given is not None:
                 events = [one for one in events if not (isinstance(one, Drop) and one.tensor == given.tensor)]
@@ -155,12 +156,22 @@ def _hidden(left: Sequence[Hold]) -> list[Hold]:
     return sorted(left, key=lambda hold: (len(hold.shape) == 3, hold.bytes))[-1:]
 
 
-def _numbered(tape: Tape, first: int, given: Hold | None) -> tuple[list[Event], list[Hold]]:
-    """The module's holds and drops with ids from ``first`` on, its input that of ``given``; and what it leaves."""
+def _numbered(
+    tape: Tape, first: int, given: Hold | None, gathered: dict[int, int]
+) -> tuple[list[Event], list[Hold]]:
+    """The module's holds and drops with ids from ``first`` on, its input that of ``given``; and what it leaves. Hooks'
+    own, which other modules may end, are ``gathered`` under new ids."""
     events: list[Event] = []
     left: dict[int, Hold] = {}
+    beyond = first + max((event.tensor for event in tape if isinstance(event, Hold)), default=0)
     for event in tape:
-        if isinstance(event, Hold):
+        if isinstance(event, Hold) and event.tensor <= Scope.CALLER.id():
+            beyond += 1
+            gathered[event.tensor] = beyond
+            events.append(event._replace(tensor=beyond, name=f"reference/{event.name}"))
+        elif isinstance(event, Drop) and event.tensor in gathered:
+            events.append(event._replace(tensor=gathered.pop(event.tensor)))
+        elif isinstance(event, Hold):
             hold = event._replace(tensor=first + event.tensor, name=f"reference/{event.name}")
             left[hold.tensor] = hold
             events.append(hold)
