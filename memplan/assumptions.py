@@ -117,7 +117,7 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
         return ()
     reference = "is the model itself, with its adapters off"
     if plan.lora.rank is None:
-        reference = f"is a second model in {plan.precision.stored}, whole on every rank"
+        reference = f"is a second model in {plan.precision.stored}, {framework(plan.framework).reference(plan)}"
     if plan.trainer.precompute_ref_log_probs:
         reference = "ran before training (precompute_ref_log_probs), which takes less than a step"
     return (
@@ -138,7 +138,8 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
     if trainer.keeps_reference:
         reference = "the reference is the model itself, with its adapters off"
         if plan.lora.rank is None:
-            reference = f"the reference is a second model in {plan.precision.stored}, whole on every rank"
+            where = framework(plan.framework).reference(plan)
+            reference = f"the reference is a second model in {plan.precision.stored}, {where}"
     return (
         f"GRPOTrainer of trl 1.16: mbs and gbs count completions; every sequence of a batch has {plan.batch.seq} "
         f"tokens, its last {trainer.completion_length} generated; {reference}; loss dapo, grpo, bnpo or dr_grpo with "

@@ -296,6 +296,10 @@ class Framework:
         """Choices that make this another plan, in a few words each, beside the framework's name."""
         return []
 
+    def reference(self, plan: ResolvedPlan) -> str:
+        """Where the second model of a trainer of trl's is, in words."""
+        return "whole on every rank"
+
     def sharded(self, plan: ResolvedPlan) -> str:
         """What replicas share out among them, in a few words."""
         return SHARDED[plan.layout.zero] if (plan.layout.dp or 1) > 1 else SHARDED[0]

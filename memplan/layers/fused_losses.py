@@ -59,7 +59,6 @@ class HeadLoss:
     """Chunked: several micro-batches before a step. The gradient of the head's weight, which is born in the
     forward pass of the first one, is there already in all others."""
 
-
     @property
     def reads_weight(self) -> bool:
         """The model's own forward reads the head's weight, whose module does not run."""

@@ -32,8 +32,8 @@ from memplan.layers.huggingface import LayerShape
 from memplan.layers.module import Options, Parameter
 from memplan.layers.tuning import Adapters, Tuning
 from memplan.plan.errors import PlanError
-from memplan.plan.models import load_spec
 from memplan.plan.framework_sections import Trainer
+from memplan.plan.models import load_spec
 from memplan.plan.plan import Batch, Hardware, Layout, Loss, Optimizer, Plan, Precision, Recompute
 from memplan.plan.read import read_plan
 from memplan.plan.resolved import ResolvedPlan

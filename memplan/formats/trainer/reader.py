@@ -133,7 +133,7 @@ def _sharded(found: Started, reader: Reader, asked: Asked) -> Launch:
     if "quantisation.kind" in building.items and "quantisation.storage" not in building.items:
         building.put("quantisation.storage", Node("uint8", arguments.where("load_in_4bit")))
     read_rows(OPTIMIZER, reader)
-    read_rows(EVALUATION_OF_LOSS, reader)
+    read_rows(found.loop.rows if found.loop.own_loss else EVALUATION_OF_LOSS, reader)
     return _launch(building)
 
 
@@ -177,7 +177,7 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
             # Accelerate makes it DeepSpeed's own under offload (map_pytorch_optim_to_deepspeed); beside PyTorch's fused
             # kernel it takes as much memory otherwise.
             del building.items["optimizer.implementation"]
-    read_rows(EVALUATION_OF_LOSS, reader)
+    read_rows(found.loop.rows if found.loop.own_loss else EVALUATION_OF_LOSS, reader)
     return ds_config_in(config, asked, building)
 
 

@@ -187,7 +187,7 @@ def _initialisation(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> 
     if zero.stage not in (1, 2) or setting.bf16_wrapper or zero.offload_optimizer != "none":
         return None
     model = model_of(shape, plan.model.layers, setting.options, zero.stage, setting.recompute)
-    besides = sum(hold.bytes for hold in buffers(plan, 0))
+    besides = sum(hold.bytes for hold in (*buffers(plan, 0), *reference_of(setting, shape, plan).device))
     return zero_states.initialisation_peak(model, groups_of(setting, model), besides, plan.hardware.capacity)
 
 

@@ -89,6 +89,9 @@ class Deepspeed(Framework):
 
         return assumptions(plan)
 
+    def reference(self, plan: ResolvedPlan) -> str:
+        return "partitioned by an engine of its own" if plan.layout.zero == 3 else super().reference(plan)
+
     def described(self, plan: Plan) -> list[str]:
         places = {"optimizer": plan.deepspeed.offload_optimizer, "parameters": plan.deepspeed.offload_param}
         return [f"{what} on {place}" for what, place in places.items() if place != "none"]

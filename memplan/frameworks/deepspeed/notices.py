@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from ...plan.resolved import ResolvedPlan
 from ...result import Notice
 from ...tape.program import Program, ranks_on_node
+from ..plain import preferences
 from .states import is_fused_adam
 from .traffic import traffic
 
@@ -28,6 +29,10 @@ PARTITIONED = (
 SHARDED = (
     "the model is created under zero.Init; the parameter coordinator's trace is complete, as from the third step on",
     "side streams (gathers and reductions) run in the main stream's order",
+)
+UNTRACED = (
+    "passes with and without adapters come in turns, so that the parameter coordinator's trace never holds: parameters "
+    "are gathered when they are needed and released at once, persistent ones too"
 )
 BUILT = (
     "while DeepSpeed builds the engine, the device holds the unsharded model in its training dtype "
@@ -69,7 +74,8 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.layout.zero in (1, 2):
         result.append(PARTITIONED)
     if plan.layout.zero == 3:
-        result += SHARDED
+        alone = preferences.runs_reference(plan) and not preferences.has_model(plan)
+        result += (UNTRACED if alone else SHARDED[0], *SHARDED[1:])
     result.append(BUILT if builds_as_measured(plan) else BUILDING)
     if plan.precision.dtype == "fp16":
         result.append(OVERFLOW)

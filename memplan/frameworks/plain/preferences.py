@@ -156,9 +156,7 @@ def _hidden(left: Sequence[Hold]) -> list[Hold]:
     return sorted(left, key=lambda hold: (len(hold.shape) == 3, hold.bytes))[-1:]
 
 
-def _numbered(
-    tape: Tape, first: int, given: Hold | None, gathered: dict[int, int]
-) -> tuple[list[Event], list[Hold]]:
+def _numbered(tape: Tape, first: int, given: Hold | None, gathered: dict[int, int]) -> tuple[list[Event], list[Hold]]:
     """The module's holds and drops with ids from ``first`` on, its input that of ``given``; and what it leaves. Hooks'
     own, which other modules may end, are ``gathered`` under new ids."""
     events: list[Event] = []
