@@ -144,6 +144,8 @@ def tuned() -> Iterator[str]:
         yield f"{job} --freeze-embedding --freeze-layers 2"
     for loop in ("dpo", "grpo --completion-length 192 --generation-memory 10GiB --keeps-reference"):
         yield f"--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --gpu a100-80gb --mbs 2 --trainer {loop}"
+        yield f"--model llama-3-8b --layers 3 --seq 512 --framework deepspeed --zero 3 --gpus 8 --trainer {loop}"
+    yield "--model llama-3-8b --layers 3 --framework deepspeed --zero 3 --gpus 8 --trainer dpo --lora-rank 8 --recompute full"
     job = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --lora-rank 8"
     yield f"{job} --lora-targets q_proj,v_proj --lora-dtype bf16"
     yield f"{job} --quantisation fp4 --compute-dtype fp32 --kbit-preparation"
