@@ -153,7 +153,7 @@ def _experts(plan: ResolvedPlan) -> Iterator[Proposal]:
 
 
 def _other_cuts(plan: ResolvedPlan, limit: int) -> Iterator[Proposal]:
-    search = framework(plan.framework).search
+    search = framework(plan.framework).search.of(plan)
     if not search.chooses_cut or plan.layout.pp == 1 or not search.searched(plan):
         return
     point = point_of(plan)
@@ -271,7 +271,7 @@ def _ways(suggestion: Suggestion) -> Iterator[Proposal]:
     least = _least(suggestion)
     if least is not None:
         yield Proposal(LEAST, least)
-    yield from framework(suggestion.plan.framework).search.other_cuts()
+    yield from framework(suggestion.plan.framework).search.of(suggestion.plan).other_cuts()
 
 
 def _least(suggestion: Suggestion) -> Mapping[str, Any] | None:

@@ -110,6 +110,10 @@ class FrameworkSearch:
 
     # -- cuts ----------------------------------------------------------------------------------------------
 
+    def of(self, plan: Plan) -> FrameworkSearch:
+        """The same for the model of ``plan``."""
+        return self
+
     def cut_fields(self, cut: StageLayers) -> Fields:
         """The fields of a plan that say what its stages hold."""
         return ()

@@ -76,8 +76,8 @@ class Space:
 
     @property
     def search(self) -> FrameworkSearch:
-        """The framework, as a search sees it."""
-        return self.framework.search
+        """The framework, as a search of this model sees it."""
+        return self.framework.search.of(self.base)
 
     def placed(self, cut: StageLayers) -> StageLayers:
         """``cut`` with the final norm where the model has it."""

@@ -64,6 +64,11 @@ SPACES |= {
         **LLAMA, "framework": "megatron", "gpu": "b200", "gpus": "4", "gbs": "8", "fp8": "mxfp8",
         "first-16bit-layers": "1", "last-16bit-layers": "1",
     },
+    "megatron, hybrid": {
+        **LLAMA, "framework": "megatron", "gpu": "h100-80gb", "model": "nemotron-h-8b", "gpus": "4", "gbs": "8",
+        "layers": "6", "layer-pattern": "M-M*M-", "mamba-heads": "8", "mamba-groups": "4", "mamba-state-dim": "64",
+        "kv-heads": "2",
+    },
     "megatron, further tokens": {**_EXPERTS, "model": "mixtral-8x7b", "gpus": "4", "gbs": "8", "mtp-layers": "1"},
 }  # fmt: skip
 UNLIMITED = 1 << 46
@@ -119,7 +124,12 @@ def test_estimates_of_a_few(name: str) -> None:
         assert suggestion.device == whole.stages[suggestion.fullest].headline or suggestion.device == whole.peak
 
 
-@pytest.mark.parametrize("name", [name for name in SPACES if name.startswith("megatron") and "deepspeed" not in name])
+CUT = [
+    name for name in SPACES if name.startswith("megatron") and name not in ("megatron-deepspeed", "megatron, hybrid")
+]
+
+
+@pytest.mark.parametrize("name", CUT)
 def test_bounds_from_above_and_below(name: str) -> None:
     search = searched(space(name), UNLIMITED)
     random = Random(2)
@@ -146,7 +156,7 @@ def everything(space: Space) -> list[tuple[bool, float, int]]:
     """Of every layout with every cut and every number of recomputed layers, where layers are recomputed: whether it
     changes the numbers of training, its seconds, and what its fullest stage requests."""
     blocks = Recomputing("full") in space.recompute
-    is_cut = space.base.framework == "megatron"
+    is_cut = space.search.chooses_cut
     layers = space.base.model.layers
     found = []
     for point in space:
@@ -206,7 +216,7 @@ def test_the_answer_of_models_with_experts() -> None:
     assert closest.requested == sizes[0]
 
 
-@pytest.mark.parametrize("name", ["ddp", "deepspeed", "fsdp", "fsdp, nodes", "single"])
+@pytest.mark.parametrize("name", ["ddp", "deepspeed", "fsdp", "fsdp, nodes", "megatron, hybrid", "single"])
 def test_the_answer_of_other_frameworks(name: str) -> None:
     """No cuts, and recompute of all layers or none."""
     whole = space(name)

@@ -37,7 +37,7 @@ from ...search.cuts import (
     stage_seconds,
 )
 from ...search.framework import FrameworkSearch, Proposal
-from ...search.lower_bounds import LayerNeeds, States
+from ...search.lower_bounds import LayerNeeds, LowerBounds, States
 from ...search.point import NO_RECOMPUTE, UNCUT_FIELDS, Extra, Point, Recomputing, updated
 from ...search.space import Space
 from ...search.time import work_of
@@ -78,15 +78,20 @@ class MegatronSearch(FrameworkSearch):
     stops_early = True
 
     def searched(self, base: Plan) -> bool:
-        """Cuts are of layers that are alike, but for the first ones."""
-        return first_layers(base.model) is not None and base.megatron.fsdp == "none"
+        """Cuts are of layers that are alike, but for the first ones; those of hybrids nobody chooses."""
+        known = first_layers(base.model) is not None or bool(base.model.layer_pattern)
+        return known and base.megatron.fsdp == "none"
+
+    def of(self, plan: Plan) -> FrameworkSearch:
+        return HYBRIDS if plan.model.layer_pattern else self
 
     # -- axes and points -----------------------------------------------------------------------------------
 
     def sizes(self, plan: ResolvedPlan) -> frozenset[str]:
-        """Context-parallel sizes with a recipe alone (``te_context``); of models with latent attention, whose search
-        is the largest, for long sequences or where the plan has one."""
-        long = plan.batch.seq > LONG_SEQUENCE or plan.layout.cp > 1 or not plan.model.latent_kv_rank
+        """Context-parallel sizes with a recipe alone (``te_context``); of models with latent attention and of hybrids,
+        whose searches are the largest, for long sequences or where the plan has one."""
+        large = plan.model.latent_kv_rank or plan.model.layer_pattern
+        long = plan.batch.seq > LONG_SEQUENCE or plan.layout.cp > 1 or not large
         divides = plan.attention == "flash" and long
         return super().sizes(plan) - (frozenset() if divides else {"cp"})
 
@@ -126,10 +131,6 @@ class MegatronSearch(FrameworkSearch):
             problem = "must be left out: layouts with activations on the host are not searched yet; estimate --vary "
             problem += "compares some"
             raise PlanError("megatron.offload_modules", list(base.megatron.offload_modules), problem)
-        if base.model.layer_pattern:
-            problem = "is a hybrid, whose layouts are not searched yet; memplan estimate compares some: --framework "
-            problem += "megatron --vary tp=1,2,4,8 --vary mbs=1,2"
-            raise PlanError("model", base.model.name, problem)
         if base.megatron.defer_embedding_wgrad:
             problem = "must be false: layouts that defer weight gradients are not searched yet; estimate --vary "
             problem += "compares some"
@@ -229,6 +230,8 @@ class MegatronSearch(FrameworkSearch):
     # -- cuts ----------------------------------------------------------------------------------------------
 
     def cut_fields(self, cut: StageLayers) -> Fields:
+        if not cut:
+            return ()
         counts = {chunk.layers for stage in cut for chunk in stage}
         chosen = None if len(counts) == 1 else layout_text([[chunk.layers for chunk in stage] for stage in cut])
         none = dict.fromkeys(("first_layers", "last_layers", "layout"), None) | {"count_embedding": False}
@@ -303,6 +306,27 @@ class MegatronSearch(FrameworkSearch):
             ]
             for stage in range(pp)
         ]
+
+
+class HybridSearch(MegatronSearch):
+    """A hybrid's stages have equally many layers, or those that its pattern says, whatever their kinds: nobody chooses
+    cuts. Of a layout that is too large the first stage that shows it is folded alone (``fullest``)."""
+
+    chooses_cut = False
+
+    def other_cuts(self) -> Iterator[Proposal]:
+        return iter(())
+
+    def lower_bounds(self, space: Space) -> LowerBounds:
+        return _Unknown(space)
+
+
+class _Unknown(LowerBounds):
+    def __call__(self, point: Point) -> int:
+        return 0
+
+
+HYBRIDS = HybridSearch()
 
 
 class Peaks:
