@@ -33,6 +33,10 @@ MODELS = {
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
+PADDED_VOCABULARY = 32_001
+"""Of Mistral and Mixtral, whose tokenizer has no token to pad with: fms-hf-tuning adds one, and a row to the embedding
+and to the head (``tuning/sft_trainer.py``, ``tokenizer_and_embedding_resize``)."""
+
 UNGROUPED = 14_336
 """Inputs of the widest layer: the card of TheBloke's Mixtral says that its weights have no groups."""
 
@@ -69,6 +73,7 @@ def plan_of(row: Mapping[str, Any]) -> Plan:
     versions = [f"{name}={row['versions'][name]}" for name in FOLLOWED if name in row["versions"]]
     flags |= {
         "model": next(spec for name, spec in MODELS.items() if name in row["model"]),
+        "vocab": PADDED_VOCABULARY,
         "framework": "single" if gpus == 1 else "fsdp",
         "trainer": "transformers",
         "gpu": "a100-80gb",

@@ -17,6 +17,7 @@ from ..layers.huggingface import (
     attention,
     eager_rms_norm,
     linear,
+    repeated,
     rms_norm,
     rotary,
 )
@@ -141,7 +142,12 @@ def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSha
     q, k, v = projected(r, hidden, shape)
     q, k = turned(r, q, k, shared, shape)
     seen = family(spec.family).rotary is None
-    out, weights = attention(r, Heads(q, seen), Heads(k, seen), Heads(v, True), shared, shape)
+    keys, values = Heads(k, seen), Heads(v, True)
+    if shape.older:  # its variables are bound anew, ``key_states = repeat_kv(key_states, …)``
+        del k, v
+        keys = repeated(r, keys, spec.heads, "key")
+        values = repeated(r, values, spec.heads, "value")
+    out, weights = attention(r, Heads(q, seen), keys, values, shared, shape)
     out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias)
     return out, weights
 

@@ -254,8 +254,7 @@ def eager_attention(
     spec = shape.spec
     b, a, s, _ = q.tensor.shape
     d = v.tensor.shape[-1]
-    if spec.heads > spec.kv_heads:
-        k, v = repeated(r, k, a, "key"), repeated(r, v, a, "value")
+    k, v = repeated(r, k, a, "key"), repeated(r, v, a, "value")
     scores = (b, a, s, s)
     weights = ops.scale(r, product(r, q, k, ("query", "key"), scores, "scores"), "scores_scaled")
     if spec.attention_softcap is not None:
@@ -296,8 +295,11 @@ def sunk(r: Recorder, weights: Tensor, dtype: str) -> tuple[tuple[Tensor, ...], 
 
 
 def repeated(r: Recorder, x: Heads, a: int, name: str) -> Heads:
-    """``repeat_kv``: ``expand`` then ``reshape``, which is a copy unless there is one head only."""
+    """``repeat_kv``: ``expand`` then ``reshape``, which is a copy unless there is one head only; nothing where there are
+    as many as ``a``."""
     b, heads, s, d = x.tensor.shape
+    if heads == a:
+        return x
     one = heads == 1
     return Heads(ops.expanded(r, x.tensor, (b, a, s, d), f"{name}_repeated", copies=not one), one, one)
 
