@@ -16,19 +16,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import fms  # noqa: E402
 from benchmarks.comparison import Table, mib  # noqa: E402
 from benchmarks.markdown import document  # noqa: E402
-from benchmarks.measured import READERS, table_of  # noqa: E402
+from benchmarks.measured import READERS, read_rows, table_of  # noqa: E402
 from benchmarks.stories import STORIES  # noqa: E402
 
 MEASURED = ROOT.parent / "shared" / "measured"
 
 
 def tables(folder: Path) -> list[Table]:
-    """A table for every file that is there, and for both stories."""
+    """A table for every file that is there, for what devices showed of one, and for both stories."""
     known = [folder / name for name in READERS]
     others = sorted(path for path in folder.glob("*.jsonl") if path.name not in READERS)
-    return [*(table_of(path) for path in (*known, *others) if path.exists()), *(story() for story in STORIES)]
+    files = [table_of(path) for path in (*known, *others) if path.exists()]
+    readings = [fms.devices(read_rows(path)) for path in known if path.name == fms.NAME and path.exists()]
+    return [*files, *readings, *(story() for story in STORIES)]
 
 
 def lines(table: Table) -> list[str]:

@@ -95,7 +95,8 @@ def judge(
             failures.sort(key=lambda one: IN_ORDER.index(one.moment))
             return Judged(Verdict.DOES_NOT_FIT, found.retries, failures=tuple(failures))
         verdict = Verdict.RETRIES if found.retries else Verdict.FITS
-        return Judged(verdict, found.retries, found.retries_in_iteration, found.partial)
+        kept = found.reserved if found.retries and not found.retries_in_iteration else 0
+        return Judged(verdict, found.retries, found.retries_in_iteration, found.partial, reserved=kept)
 
     found = within(least)
     if tells_tight and found.failures and least < most:

@@ -98,6 +98,9 @@ class Judged:
     """An iteration has more micro-batches than were replayed, and may have more retries."""
     failures: tuple[Failure, ...] = ()
     """The first request that fails in each moment that does not fit."""
+    reserved: int = 0
+    """Bytes that the allocator keeps behind a step once it has given cached memory back: what a device shows from then
+    on. 0 where it never does, or does in every iteration."""
 
 
 def worst(judged: Iterable[Judged]) -> Judged:

@@ -35,6 +35,8 @@ class Within:
     """and, at most, in one of the iterations that come again and again after that."""
     partial: bool = False
     """An iteration has more micro-batches than were replayed, so that there may be more retries."""
+    reserved: int = 0
+    """Bytes, behind the last step that was replayed; 0 where a request failed."""
 
 
 PART = 512
@@ -217,7 +219,7 @@ def replay_within(
             retries.append(memory.retries - before)
             again = left.setdefault(rank.layout(), len(retries))
             if again < len(retries):
-                return Within(None, first, max(retries[again:]), partial)
+                return Within(None, first, max(retries[again:]), partial, rank.reserved)
     except _FailedError as failed:
         return Within(failed.failure, memory.retries)
-    return Within(None, first, retries[-1] if retries else 0, partial)
+    return Within(None, first, retries[-1] if retries else 0, partial, rank.reserved)

@@ -295,8 +295,7 @@ def sunk(r: Recorder, weights: Tensor, dtype: str) -> tuple[tuple[Tensor, ...], 
 
 
 def repeated(r: Recorder, x: Heads, a: int, name: str) -> Heads:
-    """``repeat_kv``: ``expand`` then ``reshape``, which is a copy unless there is one head only; nothing where there are
-    as many as ``a``."""
+    """``repeat_kv``: ``expand`` then ``reshape``, a copy unless there is one head only; nothing to ``a`` heads."""
     b, heads, s, d = x.tensor.shape
     if heads == a:
         return x
