@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations_with_replacement, pairwise, product
 from math import inf
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,11 +29,13 @@ sizes = st.one_of(st.integers(0, 6).map(float), st.just(inf))
 
 @st.composite
 def contiguous_problems(draw: st.DrawFn) -> tuple[int, int, dict[tuple[int, int, int], float], dict]:
+    """Costs come from a drawn seed: a draw for each of some 200 places takes longer than what is tested."""
     stages, entries = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     places = [(k, low, high) for k in range(stages) for low in range(entries + 1) for high in range(low, entries + 1)]
-    costs, seconds = (
-        dict(zip(places, draw(st.lists(sizes, min_size=n, max_size=n)), strict=True)) for n in [len(places)] * 2
-    )
+    values = Random(draw(st.integers(0, 1 << 32)))
+    endless = draw(st.sampled_from((0, 1, 3, 6)))  # every cut is too large if most are
+    some = [*map(float, range(7)), *[inf] * endless]
+    costs, seconds = (dict(zip(places, values.choices(some, k=len(places)), strict=True)) for _ in range(2))
     return stages, entries, costs, {place: min(size, 9.0) for place, size in seconds.items()}
 
 
