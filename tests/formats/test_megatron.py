@@ -33,6 +33,15 @@ def of(name: str = "llama-3-405b-1024gpu", **flags: str) -> Exported:
     return round_trip(read_plan(name, {key.replace("_", "-"): value for key, value in flags.items()}).plan, TARGET)
 
 
+def test_ends_counted_of_a_hybrid_in_one_stage() -> None:
+    """Stages of a hybrid are those of its pattern: where there is one, counting its ends says nothing."""
+    flags = {"framework": "megatron", "gpus": "8", "tp": "8", "mbs": "1", "gbs": "1", "seq": "512"}
+    plan = read_plan(None, {**flags, "model": "nemotron-h-8b"}).plan
+    pipeline = plan.pipeline.model_copy(update={"count_embedding": True, "count_loss": True})
+    done = round_trip(plan.model_copy(update={"pipeline": pipeline}), TARGET)
+    assert "--account-for" not in done.text
+
+
 def test_the_example() -> None:
     done = of()
     modelled = {name for name, one in arguments_of("megatron").items() if one.table is Table.MODELLED}

@@ -174,17 +174,20 @@ def _written(plan: Plan) -> str:
 
 def settled(plan: Plan) -> dict[str, Any]:
     """Stages as the pattern cuts them."""
-    if not is_hybrid(plan) or plan.layout.pp == 1:
+    if not is_hybrid(plan):
         return {}
-    counts = [
-        [len(chunk.layers) for chunk in stage]
-        for stage in stages(
-            plan.model.layers, plan.layout.pp, plan.layout.vpp, plan.pipeline.first_layers, plan.pipeline.last_layers,
-            plan.pipeline.count_embedding, plan.pipeline.count_loss, plan.pipeline.layout,
-        )
-    ]  # fmt: skip
-    cut = {"layout": layout_text(counts), "first_layers": None, "last_layers": None}
-    return {"pipeline": plan.pipeline.model_copy(update={**cut, "count_embedding": False, "count_loss": False})}
+    cut: dict[str, Any] = {"first_layers": None, "last_layers": None, "count_embedding": False, "count_loss": False}
+    if plan.layout.pp > 1:
+        counts = [
+            [len(chunk.layers) for chunk in stage]
+            for stage in stages(
+                plan.model.layers, plan.layout.pp, plan.layout.vpp, plan.pipeline.first_layers,
+                plan.pipeline.last_layers, plan.pipeline.count_embedding, plan.pipeline.count_loss,
+                plan.pipeline.layout,
+            )
+        ]  # fmt: skip
+        cut["layout"] = layout_text(counts)
+    return {"pipeline": plan.pipeline.model_copy(update=cut)}
 
 
 def _of(name: str, path: str, default: Any) -> Row:
