@@ -272,7 +272,6 @@ QWEN2 = replace(
         activations=("silu", "swish"),
         refused={"use_sliding_window": False},
     ),
-    megatron_core=None,
 )
 
 QWEN3 = replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
-from ..layers.coverage import LLAMA, reads
+from ..layers.coverage import CORE_GPT, LLAMA, reads
 from ..layers.huggingface import (
     Heads,
     LayerShape,
@@ -107,6 +107,7 @@ PHI3 = Family(
     covers={**reads(LLAMA, "rotary_fraction", "hidden_dropout"), "qk_norm": (False,)},
     layer=phi3_layer,
     embedding=llama_embedding,
+    megatron_core=CORE_GPT,
     modules=LLAMA_FAMILY.modules,
     linear_layers={
         "qkv": "self_attn.qkv_proj",

@@ -49,6 +49,17 @@ def test_the_vocabulary_is_padded_to_a_multiple_that_tensor_parallelism_divides(
     assert padded_vocab(plan(vocab=128_256, tp=4, vocab_multiple=256)) == 129_024
 
 
+@pytest.mark.parametrize(
+    ("model", "parameters"), [("qwen2.5-7b", 7_615_616_512), ("qwen3-8b", 8_190_735_360), ("phi-4", 14_659_507_200)]
+)
+def test_models_of_llamas_kind_have_the_parameters_that_the_hub_counts(model: str, parameters: int) -> None:
+    """Biases of queries, keys and values, norms of queries and keys, fused projections; vocabularies are multiples of
+    128. The counts are those of the safetensors files of Qwen/Qwen2.5-7B, Qwen/Qwen3-8B and microsoft/phi-4."""
+    read = read_plan(None, {"model": model, "framework": "megatron", "seq": "512"})
+    (program,) = programs(resolve(read.plan), Options())
+    assert sum(one.elements for one in program.parameter_tensors()) == parameters
+
+
 def test_between_iterations_a_stage_keeps_its_states_and_the_last_hidden_state() -> None:
     """18 bytes a parameter without the distributed optimizer, and b s h 2 = 128 KiB of input and of its gradient
     on the stage that receives one. Norms are 512 B tensors of 256 and 512 B: the rounding is listed exactly."""

@@ -294,6 +294,8 @@ def torchtitan() -> Iterator[str]:
 
 
 def megatron() -> Iterator[str]:
+    for model in ("qwen2.5-7b", "phi-4"):
+        yield f"--model {model} --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4 --zero 1"
     for model, seq in (("llama-3-8b", 2048), ("gpt2-large", 1024), ("bert-5.1b", 512), ("gpt3-175b", 2048)):
         job = f"--model {model} --layers 4 --seq {seq} --dtype bf16 --framework megatron --gpu h100-80gb"
         yield f"{job} --tp 1 --dp 2"
