@@ -277,7 +277,7 @@ def _ways(suggestion: Suggestion) -> Iterator[Proposal]:
 def _least(suggestion: Suggestion) -> Mapping[str, Any] | None:
     """The cut whose fullest stage needs least, if it is another one."""
     resolved = resolve(suggestion.plan)
-    if not framework(resolved.framework).search.chooses_cut:
+    if not framework(resolved.framework).search.of(resolved).chooses_cut:
         return None
     ratios = Clock(space_of(suggestion.plan, resolved, {})).ratios(suggestion.point)
     cut = smallest(resolved, ratios)
