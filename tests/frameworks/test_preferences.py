@@ -24,6 +24,9 @@ STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_dpo_steps
 GROUPED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_grpo_steps.json").read_text())
 
 
+GROUPED: dict[str, object] = {"trainer": "grpo", "completion_length": 256, "generation_memory": 0}
+
+
 def plan(**flags: object) -> Any:
     merged = {"model": "llama-3-8b", "trainer": "dpo", "gpu": "h100-80gb", "seq": "512", "mbs": "2", **flags}
     return resolve(read_plan(None, {name.replace("_", "-"): str(value) for name, value in merged.items()}).plan)
@@ -91,6 +94,28 @@ def test_generation_and_a_reference_are_kept_beside() -> None:
     assert engine - without == 20 << 30
 
 
+AHEAD: dict[str, object] = {"trainer": "dpo", "precompute_ref_log_probs": "true"}
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+@pytest.mark.parametrize("loop", [{**GROUPED, "generation_memory": "1GiB"}, AHEAD], ids=["grpo", "dpo"])
+def test_sharded_head_makes_what_it_does_alone(version: str, loop: dict[str, object]) -> None:
+    """Hooks gather around a pass of the policy; the tensors of its head are those of one GPU, and generation's share
+    and a batch's masks are held as there."""
+    skipped = (Category.GATHERED_PARAMETERS, Category.COMMUNICATION_BUFFERS, Category.GRADIENTS)
+
+    def made(**more: object) -> tuple[list[int], list[int]]:
+        (program,) = programs_of(plan(layers=2, **loop, **more), Options())
+        tapes = program.spans[-1].module.first
+        own = (event for tape in (tapes.forward, tapes.backward) for event in tape if isinstance(event, Hold))
+        kept = [one.bytes for one in program.extra if one.name in ("generation", "completion_mask")]
+        return sorted(one.bytes for one in own if one.category not in skipped), kept
+
+    sharded = made(framework="fsdp", gpus=4, fsdp_version=version)
+    assert sharded == made()
+    assert sharded[1]
+
+
 def test_reference_is_a_second_model_but_with_adapters() -> None:
     """8,030,261,248 parameters of two bytes, and nothing where adapters are turned off or it ran before."""
     parameters = [
@@ -114,10 +139,15 @@ def test_batches_are_of_pairs() -> None:
         ({"loss": "liger"}, "must be plain"),
         ({"versions": "trl=0.20.0"}, "must be 1.16: the releases that are followed of trl's dpo"),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
-        ({"framework": "fsdp", "gpus": 2}, "none or transformers with framework fsdp; single, ddp and deepspeed have"),
+        ({"framework": "fsdp", "gpus": 2}, "needs --precompute-ref-log-probs with framework fsdp"),
+        (
+            {"framework": "fsdp", "gpus": 2, **GROUPED, "keeps_reference": "true"},
+            "must be false without adapters in framework fsdp",
+        ),
+        ({"framework": "fsdp", "gpus": 2, "fsdp_code": "torchtitan", **GROUPED}, "torchtitan"),
         (
             {"framework": "fsdp", "gpus": 2, "fsdp_version": 1, "lora_rank": 8},
-            "none or transformers with framework fsdp",
+            "needs --precompute-ref-log-probs",
         ),
         ({"framework": "deepspeed", "gpus": 2, "zero": 1, "trainer": "transformers"}, "none, dpo or grpo with"),
         ({"trainer": "transformers", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo"),

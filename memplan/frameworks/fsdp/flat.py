@@ -39,8 +39,8 @@ from ...schedules.one_chunk import one_chunk
 from ...tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Event, Hold, Scope, Stretch, Tape, rounded
 from ...tape.program import Program, Span, drop_all
 from ...values import dataclass
+from ..plain import preferences, trainer
 from ..plain import programs as plain
-from ..plain import trainer
 from ..plain.buffers import buffers, inputs
 from ..plain.tuned import shared_table, stored
 from .hooks import GATHERING, REDUCING, Around, pass_through
@@ -354,7 +354,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         for one in tensors
         if one.trained and (is_adapter(one.name) or one.name in dict(flats))
     )
-    extra = [*inputs(plain.layer_shape(plan), 0), *buffers(plan, 0)]
+    shape = plain.layer_shape(plan)
+    extra = [*inputs(shape, 0), *buffers(plan, 0), *preferences.beside(plan, (shape.b, shape.s))]
     if is_tuned(plan):
         extra += shared_table(plan)
     if trainer.runs(plan):

@@ -34,7 +34,7 @@ class Fsdp(Framework):
     name = "fsdp"
     configuration = "torchtitan"
     supports = Supports(
-        loops=("transformers",),
+        loops=("transformers", "dpo", "grpo"),
         sizes=frozenset({"tp", "pp", "dp", "vpp"}),
         shards_as_zero={3: "fsdp shards so without a stage of ZeRO (beside tp or pp with --fsdp-code torchtitan)"},
         sequence_parallel=True,
@@ -104,6 +104,12 @@ class Fsdp(Framework):
         if plan.lora.dora and plan.quantisation.kind != "none":
             problem = "must be false with sharded 4-bit weights, which FSDP hands to peft as they are packed"
             raise PlanError("lora.dora", True, problem)
+        if plan.trainer.scores:
+            _check_loss_of_trl(plan)
+        elif plan.fsdp.version == "2":
+            for field, value in plan.trainer.changed_here():
+                problem = "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)"
+                raise PlanError(f"trainer.{field}", value, problem)
         if plan.fsdp.version == "2":
             _check_version_2(plan)
         if plan.layout.tp == 1 and plan.loss.kind == "vocab-parallel":
@@ -177,11 +183,21 @@ class Fsdp(Framework):
         return FsdpTime()
 
 
+def _check_loss_of_trl(plan: ResolvedPlan) -> None:
+    """The policy's own step alone: the hooks of a reference's pass are not modelled."""
+    trainer, loop = plan.trainer, plan.trainer.loop
+    if plan.fsdp.code == "torchtitan":
+        raise PlanError("trainer.loop", loop, "must be none with fsdp.code torchtitan, which has a loop of its own")
+    if trainer.pairs and not trainer.precompute_ref_log_probs:
+        problem = "needs --precompute-ref-log-probs with framework fsdp, where the reference's pass is not modelled "
+        raise PlanError("trainer.loop", loop, f"{problem}(it is under deepspeed)")
+    if trainer.keeps_reference and plan.lora.rank is None:
+        problem = "must be false without adapters in framework fsdp, where a second model is not modelled"
+        raise PlanError("trainer.keeps_reference", True, problem)
+
+
 def _check_version_2(plan: ResolvedPlan) -> None:
     """What is modelled under FSDP1 alone, or of transformers' models."""
-    for field, value in plan.trainer.changed_here():
-        problem = "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)"
-        raise PlanError(f"trainer.{field}", value, problem)
     if plan.kernels.lora == "unsloth" or plan.quantisation.kind == "gptq":
         field, value = ("kernels.lora", "unsloth") if plan.kernels.lora == "unsloth" else ("quantisation.kind", "gptq")
         problem = "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)"

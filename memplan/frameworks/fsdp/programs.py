@@ -19,6 +19,7 @@ from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import Stretch
 from ...tape.program import Program, Span
+from ..plain import preferences
 from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
 from ..plain.tuned import shared_table
@@ -209,6 +210,7 @@ def _program(
     shape = plain.layer_shape(plan)
     tensors = tuple(one for span in spans for _ in span.names for one in span.module.parameters)
     extra = [*inputs(shape, 0), *model.buffers, *(shared_table(plan) if sharding.adapters else ())]
+    extra += preferences.beside(plan, (shape.b, shape.s))
     return Program(
         stage=0,
         ranks=tuple(range(ranks * sharding.tensor)),

@@ -76,6 +76,11 @@ def batch(shape: tuple[int, int]) -> list[Hold]:
     return [Hold(0, size, Category.INPUTS, name, shape, "int64") for name in ("attention_mask", "completion_mask")]
 
 
+def beside(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
+    """What is held besides, but for a second model."""
+    return [*(batch(shape) * plan.microbatches if pairs(plan) else ()), *generation(plan)]
+
+
 def has_model(plan: ResolvedPlan) -> bool:
     """The reference is a model of its own."""
     kept = plan.trainer.keeps_reference if plan.trainer.groups else runs_reference(plan)
