@@ -3,12 +3,34 @@ A layer of multi-token prediction, which checkpoints have behind the last, is no
 
 from __future__ import annotations
 
-from ..layers.coverage import CORE_GPT
-from .base import Config, Family, key
-from .llama import CONSTANTS, KEYS_BUT_BIASES, SILU
+from dataclasses import replace
 
-GLM4_MOE = Family(
-    "glm4_moe",
+from ..layers import ops
+from ..layers.autograd import Recorder, Tensor
+from ..layers.coverage import SHARED, reads
+from ..layers.huggingface import Shared, halves
+from .base import Config, key
+from .deepseek import V3
+from .llama import ATTENTION, CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, NORMED_LAST, SILU
+from .mixtral import SHARED_LAYERS, SHARED_REGISTERED
+from .phi3 import turned
+
+
+def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+    """``apply_rotary_pos_emb``: as many features of each head turned as the tables have; the rest is appended when both
+    are."""
+    assert shared.cos is not None
+    q_rot, q_pass = halves(r, q, shared.cos.shape[-1], "query")
+    k_rot, k_pass = halves(r, k, shared.cos.shape[-1], "key")
+    q_turned, k_turned = turned(r, q_rot, shared, "query"), turned(r, k_rot, shared, "key")
+    q_out = ops.cat_last(r, q_turned, q_pass, "query_rotary")
+    del q_turned
+    return q_out, ops.cat_last(r, k_turned, k_pass, "key_rotary")
+
+
+GLM4_MOE = replace(
+    LLAMA_FAMILY,
+    name="glm4_moe",
     config=Config(
         keys={
             **KEYS_BUT_BIASES,
@@ -39,7 +61,21 @@ GLM4_MOE = Family(
         activations=("silu", "swish"),
         refused={"norm_topk_prob": True},
     ),
-    megatron_core=CORE_GPT,
+    covers={
+        **reads(SHARED, "rotary_fraction"),
+        "router_score": ("sigmoid",),
+        "router_expert_bias": (True,),
+        "attention_output_bias": (False,),
+    },
+    rotary=rotary,
+    projecting=NORMED_LAST,
+    mixture=V3.mixture,
+    kernels=(),
+    linear_layers={**{n: p for n, p in LLAMA_FAMILY.linear_layers.items() if n in ATTENTION}, **SHARED_LAYERS},
+    registered=(*ATTENTION, *SHARED_REGISTERED),
+    since=V3.since,
+    no_zero3=V3.no_zero3,
+    submodules={},
 )
 """The balancing loss is weighed as in its report, arXiv 2508.06471, section 2.4."""
 

@@ -30,22 +30,21 @@ def heads_of(r: Recorder, x: Tensor, name: str, shape: LayerShape) -> Tensor:
     return x.view(b, heads, s, d)
 
 
+def turned(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
+    """``x * cos + rotate_half(x) * sin``."""
+    assert shared.cos is not None
+    assert shared.sin is not None
+    kept = ops.multiply(r, x, shared.cos, f"{name}_cos")
+    half = ops.multiply(r, rotate_half(r, x, name), shared.sin, f"{name}_sin")
+    return ops.add(r, kept, half, f"{name}_turned")
+
+
 def phi3_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared, n: int) -> tuple[Tensor, Tensor]:
     """``apply_rotary_pos_emb``: the first ``n`` features of each head turned, and the rest, perhaps none, appended."""
-
-    def turned(x: Tensor, passed: Tensor, name: str) -> Tensor:
-        assert shared.cos is not None
-        assert shared.sin is not None
-        kept = ops.multiply(r, x, shared.cos, f"{name}_cos")
-        half = ops.multiply(r, rotate_half(r, x, name), shared.sin, f"{name}_sin")
-        total = ops.add(r, kept, half, f"{name}_turned")
-        del kept, half
-        return ops.cat_last(r, total, passed, f"{name}_rotary")
-
     q_rot, q_pass = halves(r, q, n, "query")
     k_rot, k_pass = halves(r, k, n, "key")
-    q_out = turned(q_rot, q_pass, "query")
-    k_out = turned(k_rot, k_pass, "key")
+    q_out = ops.cat_last(r, turned(r, q_rot, shared, "query"), q_pass, "query_rotary")
+    k_out = ops.cat_last(r, turned(r, k_rot, shared, "key"), k_pass, "key_rotary")
     return q_out, k_out
 
 

@@ -108,6 +108,7 @@ OTHERS = (
     Case("olmoe", oracle.Sharding()),
     Case("granitemoe", oracle.Sharding(shards=3), attention="eager"),
     Case("deepseek_v2-lite", oracle.Sharding(shards=3, original="bf16", synced=TWICE)),
+    Case("glm4_moe", oracle.Sharding(shards=6, original="bf16", synced=TWICE)),
     Case("deepseek_v3", oracle.Sharding(shards=6), recompute="full"),
 )
 FAMILIES = tuple(name for name, (family, _) in MODELS.items() if name == family and family != "bert")

@@ -64,6 +64,8 @@ DEEPSEEK |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_
 DEEPSEEK |= {"kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24, "q_lora_rank": None}
 DEEPSEEK |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 56, "topk_method": "group_limited_greedy"}
+GLM4_MOE: dict[str, Any] = {**LLAMA, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3}
+GLM4_MOE |= {"moe_intermediate_size": 80, "n_shared_experts": 2, "first_k_dense_replace": 1, "use_qk_norm": True}
 GPT_OSS = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 40}
 FALCON = {**BERT, "ffn_hidden_size": 320, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -108,6 +110,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", DEEPSEEK | GROUPS),
     "deepseek_v2-lite": ("deepseek_v2", DEEPSEEK),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK | GROUPS),
+    "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "glm4_moe-air-groups": (
+        "glm4_moe",
+        GLM4_MOE | {"use_qk_norm": False, "attention_bias": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
+    ),
     "deepseek_v3-moonlight-dropout": ("deepseek_v3", DEEPSEEK | {"attention_dropout": 0.1}),
 }
 SHAPES = ((1, 64), (2, 128), (3, 37))

@@ -49,6 +49,7 @@ FAMILIES = {
     "granitemoe": "granite-3.0-3b-a800m",
     "deepseek_v2": "deepseek-v2-lite",
     "deepseek_v3": "moonlight-16b",
+    "glm4_moe": "glm-4.5-air",
 }
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""
@@ -66,6 +67,8 @@ def model_flags(family: str) -> dict[str, str]:
         sizes |= {"experts": "4", "expert-top-k": "2", "expert-ffn": "48"}
     if family.startswith("deepseek"):
         sizes |= LATENT
+    if family == "glm4_moe":
+        sizes |= {"shared-expert-ffn": "48"}
     return {"model": FAMILIES[family], **sizes}
 
 
