@@ -358,3 +358,9 @@ def test_a_vocabulary_that_no_tokenizer_uses_is_said(tokenizer: str, told: bool,
 def test_of_a_batch_that_grows_in_steps_the_last_is_estimated() -> None:
     assert plan(small('--step-batch-size-schedule "0:16 250B:64"')).batch.gbs == 64
     assert "must be steps such as" in error_of(lambda: launch(small("--step-batch-size-schedule 8:x")))
+
+
+def test_arguments_of_a_checkpoint_are_said_not_to_be_read() -> None:
+    """``load_args_from_checkpoint``: some of the checkpoint's replace those of the script."""
+    (note,) = launch(small("--use-checkpoint-args --load ckpt")).notes
+    assert (note.code, "is not read" in note.message) == ("checkpoint-args", True)
