@@ -18,6 +18,7 @@ from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...frameworks import framework
 from ...plan.errors import ABSENT, PlanError
 from ...plan.resolved import ResolvedPlan
+from ...plan.spec import ModelSpec
 from ...values import dataclass
 from .attention import Fused, kernels_of
 from .hardware import EIGHT, FOUR, GIGA, LOW_PRECISION, SPEEDS, Figure
@@ -28,8 +29,14 @@ PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
 """Median of the absolute relative errors of dense steps in 16 bits, by GPU."""
 
 
-def published_error(gpu: str) -> float:
+ERROR_OF_EXPERTS = 0.207
+"""The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
+
+
+def published_error(gpu: str, spec: ModelSpec) -> float:
     """Median relative error of a step's time on ``gpu``; the largest published one where no step on it was compared."""
+    if spec.experts or spec.layer_pattern:
+        return ERROR_OF_EXPERTS
     return PUBLISHED_ERRORS.get(gpu, max(PUBLISHED_ERRORS.values()))
 
 
@@ -54,9 +61,9 @@ BEST_MFU_OF_EXPERTS: Mapping[str, Figure] = MappingProxyType(
 
 
 def best_published(gpu: str, dtype: str, mfu: float, *, experts: bool = False) -> Figure | None:
-    """The highest published MFU of ``gpu``, of models with ``experts`` or without, where ``mfu`` in ``dtype`` is above
-    it."""
-    best = (BEST_MFU_OF_EXPERTS if experts else BEST_MFU).get(gpu) if dtype in ("bf16", "fp16") else None
+    """The highest published MFU of ``gpu``, where ``mfu`` in ``dtype`` is above it: of models with ``experts``, if one
+    is known, or of those without."""
+    best = {**BEST_MFU, **(BEST_MFU_OF_EXPERTS if experts else {})}.get(gpu) if dtype in ("bf16", "fp16") else None
     return best if best is not None and mfu > best.value else None
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
+from memplan.plan.models import load_spec
 from memplan.search.time import best_published, published_error
 from memplan.search.time.hardware import SPEEDS
-from memplan.search.time.rates import BEST_MFU, BEST_MFU_OF_EXPERTS, PUBLISHED_ERRORS
+from memplan.search.time.rates import BEST_MFU, BEST_MFU_OF_EXPERTS, ERROR_OF_EXPERTS, PUBLISHED_ERRORS
 
 
 def test_every_figure_is_of_a_gpu_whose_speed_is_known() -> None:
@@ -11,7 +14,13 @@ def test_every_figure_is_of_a_gpu_whose_speed_is_known() -> None:
 
 
 def test_a_gpu_that_nobody_compared_has_the_largest_error() -> None:
-    assert published_error("l4") == max(PUBLISHED_ERRORS.values()) > published_error("a100-80gb")
+    dense = load_spec("llama-3-8b")
+    assert published_error("l4", dense) == max(PUBLISHED_ERRORS.values()) > published_error("a100-80gb", dense)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "nemotron-h-8b"])
+def test_experts_and_hybrids_have_an_error_of_their_own(name: str) -> None:
+    assert published_error("a100-80gb", load_spec(name)) == ERROR_OF_EXPERTS > max(PUBLISHED_ERRORS.values())
 
 
 def test_the_best_published_is_cited_above_it_alone() -> None:
@@ -22,4 +31,4 @@ def test_the_best_published_is_cited_above_it_alone() -> None:
     assert best_published("l4", "bf16", 0.9) is None
     experts = BEST_MFU_OF_EXPERTS["h100-80gb"]
     assert best_published("h100-80gb", "bf16", experts.value + 0.01, experts=True) == experts
-    assert best_published("b200", "bf16", 0.9, experts=True) is None
+    assert best_published("b200", "bf16", 0.9, experts=True) == BEST_MFU["b200"]
