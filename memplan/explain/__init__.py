@@ -111,7 +111,8 @@ def _far_apart(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
         if nearest > said
         else "has the run another batch, sequence or model, less recompute or sharding, or more on its GPU?"
     )
-    so = "the size and the traceback name the tensor" if made.clues.about else "the tensor is a guess by its size"
+    named = made.clues.about and is_then(best[0].phase, made.clues.phase or best[0].phase)
+    so = "the size and the traceback name the tensor" if named else "the tensor is a guess by its size"
     yield Notice(
         "far-apart",
         f"the plan has {printed(nearest)} allocated at that moment, the message says {printed(said)}: the plan is not "

@@ -58,6 +58,11 @@ def verdict(told: Explanation) -> Text:
 
 def _what(told: Explanation) -> str:
     """A tensor as a fact only where no other of the plan has the size then; else those that are as likely."""
+    about = told.clues.about[0].name if told.clues.about else None
+    phase = f" in {_WHEN.get(told.clues.phase, told.clues.phase)}" if told.clues.phase else ""
+    elsewhere = any(cause.code == "another-moment" for cause in told.causes)
+    if elsewhere and about is not None:
+        return f"what the traceback names, {about}{phase}, which the plan does not have in this size,"
     if told.candidates:
         first, *others = told.candidates
         sure = told.clues.about or not any(cause.code == "far-apart" for cause in told.causes)
@@ -71,8 +76,6 @@ def _what(told: Explanation) -> str:
         rest = len(told.candidates) - len(alike)
         more = f" ({rest} more in the plan {'have' if rest > 1 else 'has'} its size)" if rest else ""
         return f"most likely {likely}{more},"
-    about = told.clues.about[0].name if told.clues.about else None
-    phase = f" in {_WHEN.get(told.clues.phase, told.clues.phase)}" if told.clues.phase else ""
     if about is not None:
         return f"what the traceback names, {about}{phase},"
     if told.reported.message.who != "pytorch":

@@ -164,3 +164,24 @@ def test_nothing_given_says_how_to_use_it(capsys: pytest.CaptureFixture[str], mo
     code, _, err = explained(capsys)
     assert (code, err.count("\n")) == (2, 1)
     assert "memplan explain train.log" in err
+
+
+def test_what_the_traceback_proves_goes_before_the_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensors of the message's size in other moments do not make the first sentence: frames of trl before it fused its
+    head (``selective_log_softmax``), 1,024 x 151,936 x 4 bytes = 593.5 MiB."""
+    log = tmp_path / "run.log"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        '  File "/opt/trl/trainer/grpo_trainer.py", line 1480, in compute_loss\n'
+        "    return self._compute_loss(model, inputs)\n"
+        '  File "/opt/trl/trainer/utils.py", line 1448, in selective_log_softmax\n'
+        "    row_logps = F.log_softmax(row_logits, dim=-1)\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 594.00 MiB. GPU 0 has a total capacity of 19.60 "
+        "GiB of which 200.00 MiB is free. Including non-PyTorch memory, this process has 19.20 GiB memory in use. Of "
+        "the allocated memory 18.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated.\n"
+    )
+    flags = "--model qwen3-0.6b --grpo --completion-length 1024 --seq 1536 --generation-memory 0 --mbs 8 --autocast"
+    main(["explain", str(log), *flags.split()])
+    first = " ".join(capsys.readouterr().out.split())
+    assert first.startswith("Out of memory: what the traceback names, the logits in the forward pass, which the plan")
+    assert "the size and the traceback name the tensor" not in first
