@@ -42,6 +42,8 @@ _MEANT = {
     **dict.fromkeys(("convert", "write"), "export"),
     **dict.fromkeys(("new", "template", "create"), "init"),
     "compare": "estimate … --compare",
+    "version": "--version",
+    "help": "--help, or memplan estimate --help",
 }
 """Commands that people try, and which they may mean."""
 

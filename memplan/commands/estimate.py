@@ -32,6 +32,7 @@ from .launched import (
     placed,
     read_given,
     read_launched,
+    with_gpu_said,
 )
 from .output import (
     OUTPUT,
@@ -224,6 +225,7 @@ def estimate(
 
     Exit code 0: it fits. 1: it does not (of several, any). 2: the plan is wrong.
     """
+    plan, flags = with_gpu_said(plan, flags)
     place = placed(plan)
     launch_flags = flags_of_launch(place, from_, set_, strict=strict, vocab_size=vocab_size, explain=explain_args)
     if explain_args:

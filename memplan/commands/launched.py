@@ -12,7 +12,7 @@ from ..formats import ALSO_CALLED, ELSEWHERE, FORMATS, READ, reader
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
-from ..plan.spellings import gpus_called, gpus_named
+from ..plan.spellings import gpus_called, gpus_named, with_said_at_once
 from ..values import dataclass
 
 if TYPE_CHECKING:
@@ -87,6 +87,14 @@ Place = str | tuple[str, ...] | None
 def placed(given: Sequence[str] | None) -> Place:
     """The words of PLAN on a command line."""
     return None if not given else given[0] if len(given) == 1 else tuple(given)
+
+
+def with_gpu_said(given: list[str] | None, flags: Flags) -> tuple[list[str] | None, Flags]:
+    """PLAN and the flags of ``estimate llama-3-8b 8xh100``, whose second word is a GPU."""
+    gpus = [one for one in given or () if gpus_called(one) or gpus_named(one)]
+    if given is None or len(given) != 2 or len(gpus) != 1 or "gpu" in flags:
+        return given, flags
+    return [one for one in given if one not in gpus], with_said_at_once({**flags, "gpu": gpus[0]})
 
 
 def name_of(place: Place) -> str | None:

@@ -18,7 +18,18 @@ from ..report.progress import progress
 from ..values import dataclass
 from .files import check_files, write_whole
 from .fixed import fixed_values, fixes_of, located, starts, with_fixes, without_open
-from .launched import From, LaunchFlags, Place, Set, Strict, VocabSize, flags_of_launch, placed, read_given
+from .launched import (
+    From,
+    LaunchFlags,
+    Place,
+    Set,
+    Strict,
+    VocabSize,
+    flags_of_launch,
+    placed,
+    read_given,
+    with_gpu_said,
+)
 from .output import (
     OUTPUT,
     PRINTED,
@@ -137,6 +148,7 @@ def suggest_partition(
     check_search(top, objective)
     files = _Files(write, file_of(csv), plot, html, force)
     files.check()
+    plan, flags = with_gpu_said(plan, flags)
     launch_flags = flags_of_launch(placed(plan), from_, set_, strict=strict, vocab_size=vocab_size)
     fixes, flags = fixes_of(fix or ()), without_open(flags)
     read = _read(placed(plan), launch_flags, with_fixes(flags, fixes), fixes)

@@ -52,6 +52,7 @@ ELSEWHERE: Mapping[str, str] = {
         ("none", "no", "inference"),
         "is not modelled: training without an optimizer, or inference; sgd without momentum keeps no state",
     ),
+    **dict.fromkeys(("momentum", "sgd+momentum", "sgdmomentum", "sgdwithmomentum"), "is sgd with --momentum 0.9"),
     **dict.fromkeys(
         ("zerooptimizer", "zeroredundancyoptimizer"), "is ZeRO-1 around an optimizer: --framework ddp --zero 1"
     ),

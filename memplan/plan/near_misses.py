@@ -61,6 +61,8 @@ _SAME = {
     "--trainer=dpo": ("dpo",),
     "--trainer=grpo": ("grpo",),
     "--completion-length": ("max-completion-length", "response-length", "max-response-length"),
+    "--capacity": ("gpu-memory", "vram", "gpu-mem"),
+    "--fsdp-replicas": ("dp-replicate", "data-parallel-replicate-degree"),
     "--modules-to-save": ("lora-modules-to-save",),
     "--use-dora": ("dora", "lora-use-dora"),
     "--use-rslora": ("rslora", "lora-use-rslora"),
@@ -86,7 +88,9 @@ _MEANT = {
     "--sequence-parallel": ("sp",),
     "--gpus": ("num-devices", "devices"),
     "--gpu": ("device", "accelerator"),
-    "--capacity": ("gpu-memory", "memory", "vram", "max-memory"),
+    "--capacity": ("memory", "max-memory"),
+    "--gpus (all that shard or replicate)": ("dp-shard", "data-parallel-shard-degree", "fsdp-size"),
+    "--fsdp-replicas": ("hsdp", "hybrid-shard"),
     "--hidden": ("dim",),
     "--vocab": ("vocabulary", "vocab-size"),
     "--experts": ("moe",),
@@ -150,6 +154,10 @@ NOT_MODELLED: Mapping[str, str] = {
         ("--ulysses", "--ulysses-size", "--ulysses-degree", "--sequence-parallel-size", "--sp-size", "--ring-degree"),
         "DeepSpeed-Ulysses and the like are not modelled; megatron's --cp N, with --cp-communication a2a, exchanges "
         "as Ulysses does",
+    ),
+    **dict.fromkeys(
+        ("--tokens", "--num-tokens", "--batch-tokens"),
+        "is no flag: tokens of a sequence are --seq, sequences of a step are --gbs",
     ),
     **dict.fromkeys(
         ("--inference", "--serve", "--serving", "--generate", "--kv-cache", "--max-new-tokens"),
