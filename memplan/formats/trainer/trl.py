@@ -34,6 +34,8 @@ class Loop:
     rows: tuple[Row, ...] = ()
     own_loss: bool = True
     """The loss is not the model's, so that engines have to know the loop, too."""
+    note: tuple[str, str] | None = None
+    """What an estimate of it leaves out: code and sentence."""
 
     def with_defaults(self, written: Node) -> Node:
         """The arguments ``written`` with the defaults that they do not say, and without what changes no memory."""
@@ -108,6 +110,11 @@ _SFT = Loop(
     defaults={**_OF_ALL, "max_length": 1024},
     rows=EVALUATION,
     own_loss=False,
+    note=(
+        "sft-logits",
+        "trl 1.15 and later compute SFT's loss in tiles of 4,096 tokens and 32,768 words; this estimate holds whole "
+        "logits, as transformers' own loss does, which is more for all but short batches",
+    ),
 )
 
 _DPO = Loop(

@@ -314,6 +314,7 @@ def test_the_launchers_flags_behind_a_command_of_trl(command: str, framework: st
     (tmp_path / "train.sh").write_text(f"{command} --model_name_or_path gpt2 --max_length 512\n")
     found = read(str(tmp_path / "train.sh"), Asked())
     assert [note.code for note in found.notes if "unknown" in note.code] == []
+    assert any(note.code == "sft-logits" for note in found.notes) == ("sft" in command)
     made = resolve(build_plan(found.source, {"model": "gpt2"}).plan)
     assert (made.framework, made.hardware.gpus) == (framework, gpus)
     with pytest.raises(PlanError, match="none of trl's configurations: single_gpu"):
