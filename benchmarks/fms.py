@@ -136,7 +136,7 @@ def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
         f"{NAME}, device",
         "device (nvidia-smi, sampled each second, less its first sample; mean of the GPUs), the largest of a run; rows "
         f"of less than {FULL:,} MiB, above which the allocator was full",
-        "foundation-model-stack/fms-acceleration, scripts/benchmarks/benchmark.py, get_peak_mem_usage_by_device_id",
+        "foundation-model-stack/fms-acceleration, benchmark.py of scripts/benchmarks, get_peak_mem_usage_by_device_id",
         "the estimate's range",
         tuple(found),
         (),

@@ -57,6 +57,11 @@ class ResolvedPlan(Plan, defer_build=True):
         return self.samples * (2 if self.trainer.pairs else 1)
 
     @property
+    def tokens_of_step(self) -> int:
+        """Tokens in one step of all ranks, those of both sequences of a pair."""
+        return self.batch.gbs * (2 if self.trainer.pairs else 1) * self.batch.seq
+
+    @property
     def tokens(self) -> int:
         """Tokens in one micro-batch of a rank, before context parallelism splits them."""
         return self.sequences * self.batch.seq

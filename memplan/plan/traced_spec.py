@@ -141,8 +141,8 @@ def known_from_traces(error: PlanError, model: Node) -> PlanError:
     name = name_of_built_in(Path(error.origin.source)) if error.origin is not None else ""
     if not name or base is None:
         return error
-    problem = "has no recipe, and is known from traces, which memplan estimate takes with framework single, ddp or fsdp"
-    problem += ", and memplan trace; models with a recipe go anywhere (`memplan models`)"
+    problem = "has no recipe, and is known from traces, which memplan estimate takes with framework single, most with "
+    problem += "ddp and fsdp, and memplan trace; models with a recipe go anywhere (`memplan models`)"
     return PlanError("model", base.plain(), problem, origin=base.origin)
 
 

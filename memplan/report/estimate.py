@@ -114,7 +114,8 @@ def _too_much(estimate: Estimate, stage: StageEstimate, who: str, need: str, fre
     moment, failure = next(iter(failures.items()))
     what = f" — {_place(failure)}" if failure.tensor else ""
     known = stage.moments.get(moment)
-    needed = f"at least {size(failure.allocated + failure.request)}" if known is None else size(known)
+    beside = sum(one.least for one in stage.outside)
+    needed = f"at least {size(beside + failure.allocated + failure.request)}" if known is None else size(known)
     return f"{moment} on {who} needs {needed} of {_limit(estimate)}{what}"
 
 

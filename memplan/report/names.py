@@ -125,7 +125,8 @@ def modules_text(modules: Sequence[str]) -> str:
             continue
         runs = list(_runs(int(name.rpartition(".")[2]) for name in members))
         several = len(runs) > 1 or runs[0][0] != runs[0][1]
-        parts.append(f"{kind}{'s' * several} " + ", ".join(_shortened(runs)))
+        plural = "s" * (several and not kind.endswith("s"))
+        parts.append(f"{kind}{plural} " + ", ".join(_shortened(runs)))
     return ", ".join(parts)
 
 

@@ -263,7 +263,12 @@ class Answer:
         if stated is None:
             return list(self.notes)
         estimate = stated.estimate
-        return [*_too_fast(stated), *self.notes, *(estimate.warnings if estimate is not None else ())]
+        return [
+            *_too_fast(stated),
+            *_untimed(stated),
+            *self.notes,
+            *(estimate.warnings if estimate is not None else ()),
+        ]
 
 
 def _too_fast(stated: Suggestion) -> Iterator[Notice]:
@@ -279,6 +284,15 @@ def _too_fast(stated: Suggestion) -> Iterator[Notice]:
             f"an MFU of {100 * stated.step.mfu:.0f} % is above the best published one that was found for "
             f"{plan.hardware.gpu} in 16 bits, {100 * best.value:.0f} % ({best.source}): expect a slower step",
         )
+
+
+def _untimed(stated: Suggestion) -> Iterator[Notice]:
+    """What trl's loops run beside the model's own passes."""
+    trainer = stated.plan.trainer
+    if stated.step is None or not (trainer.groups or (trainer.pairs and not trainer.precompute_ref_log_probs)):
+        return
+    left_out = "generation and any forward pass of a reference" if trainer.groups else "the reference's forward pass"
+    yield Notice("not-timed", f"the step's time leaves out {left_out}: expect a slower step")
 
 
 def print_suggestion(answer: Answer, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:

@@ -32,6 +32,7 @@ TINY: dict[str, str] = {
     "granitemoe": "granite-3.0-1b-a400m",
     "deepseek_v2": "deepseek-v2-lite",
     "deepseek_v3": "deepseek-v3",
+    "glm4_moe": "glm-4.5-air",
 }
 """A built-in model of each family."""
 

@@ -19,6 +19,7 @@ from .fabricated import PLAN
         (("layer.0", "layer.1", "layer.5"), "layers 0–1, 5"),
         (("lambda", "lambda", "layer.0"), "2 × lambda, layer 0"),
         (("layer.0", "layer.0"), "layers 0, 0"),
+        (("model.decoder.layers.0", "model.decoder.layers.1"), "model.decoder.layers 0–1"),
         ((), ""),
     ],
 )

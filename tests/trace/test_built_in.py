@@ -210,7 +210,7 @@ def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith("olmo-2-7b: ships learned in bf16 with flash attention, with --recompute full or without;")
     assert "in fp32, eager attention: `memplan trace --learn --model olmo-2-7b --dtype" in line
     line = error_of(capsys, "suggest-partition", "--model", "olmo-2-7b", "--gpus", "8", "--gpu", "h100", "--gbs", "64")
-    assert "known from traces, which memplan estimate takes with framework single, ddp or fsdp, and" in line
+    assert "known from traces, which memplan estimate takes with framework single, most with ddp and fsdp, and" in line
 
 
 def test_other_releases_are_refused() -> None:

@@ -221,19 +221,19 @@ def model_flops(plan: ResolvedPlan) -> float:
     and 6 for each layer and score, and feature of a key or value (arXiv 2205.05198, appendix A, where both have as
     many). A layer that predicts further tokens has a projection of two hidden states and a head of its own. A weight
     that adapters leave frozen has no gradient, so 4; the adapters' own products, below 1 %, are left out."""
-    spec, batch = plan.model, plan.batch
+    spec, seq = plan.model, plan.batch.seq
     head, further = spec.vocab * spec.hidden, spec.mtp_layers
     if spec.layer_pattern:
         blocks = spec.layer_pattern + spec.mtp_pattern * further
-        own = sum(_block_flops(spec, kind, batch.seq) for kind in blocks)
-        return batch.gbs * batch.seq * (own + 6.0 * ((1 + further) * head + further * 2 * spec.hidden**2))
+        own = sum(_block_flops(spec, kind, seq) for kind in blocks)
+        return plan.tokens_of_step * (own + 6.0 * ((1 + further) * head + further * 2 * spec.hidden**2))
     layers = spec.layers + further
     dense = sum(not spec.has_experts(layer) for layer in range(spec.layers))
     mlps = dense * (3 if spec.gated else 2) * spec.hidden * spec.ffn + (layers - dense) * _mixture_weights(spec)
     weights = layers * _attention_weights(spec) + mlps + (1 + further) * head + further * 2 * spec.hidden**2
     scores = spec.heads * spec.head_dim + spec.attention_features
     frozen = 0 if plan.lora.rank is None else weights - head * ("head.weight" in saved(plan))
-    return batch.gbs * batch.seq * (6.0 * weights - 2.0 * frozen + 6.0 * layers * scores * batch.seq)
+    return plan.tokens_of_step * (6.0 * weights - 2.0 * frozen + 6.0 * layers * scores * seq)
 
 
 def _block_flops(spec: ModelSpec, kind: str, seq: int) -> float:

@@ -157,8 +157,7 @@ def _with_rates(
     peak: float,
     notes: tuple[str, ...],
 ) -> StepTime:
-    batch, gpus = plan.batch, plan.hardware.gpus or 1
-    tokens = batch.gbs * batch.seq
+    gpus, tokens = plan.hardware.gpus or 1, plan.tokens_of_step
     model = model_flops(plan)
     again = recomputed_flops(plan, entries, work)
     reachable = found.total * gpus * peak

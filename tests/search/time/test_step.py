@@ -178,6 +178,15 @@ def test_a_frozen_weight_counts_for_four_operations() -> None:
     assert adapted == 2 * 2048 * (4 * weights + 6 * scores)
 
 
+def test_a_pair_is_two_sequences() -> None:
+    """DPO's 8 pairs have the tokens of 16 sequences: as many operations, and as many a second."""
+    flags = {"model": "qwen2.5-1.5b", "framework": "ddp", "gpus": 2, "gpu": "a100-80gb", "seq": 1024}
+    pairs = plan(**flags, mbs=4, gbs=8, trainer="dpo", precompute_ref_log_probs="true")
+    sequences = plan(**flags, mbs=8, gbs=16)
+    assert model_flops(pairs) == model_flops(sequences)
+    assert step_time(pairs).tokens_per_second * step_time(pairs).total == 16 * 1024
+
+
 def test_autocast_casts_weights() -> None:
     flags = {"model": "gpt2-xl", "gpu": "a100-80gb", "dtype": "bf16"}
     assert step_time(plan(**flags, autocast="true")).compute > 1.05 * step_time(plan(**flags)).compute
