@@ -32,6 +32,7 @@ ROOMS = {
     "llama4_text": ".llama4",
     "llama4": ".llama4",
     "olmoe": ".olmoe",
+    "granite": ".granite",
     "granitemoe": ".granitemoe",
     **dict.fromkeys(("hybrid", "nemotron_h", "mamba2"), ".hybrid"),
 }

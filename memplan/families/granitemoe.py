@@ -12,10 +12,9 @@ from ..layers.huggingface import LayerShape
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from .base import Config, key
+from .granite import NO_MEGATRON_CORE, SCALES
 from .llama import CONSTANTS, KEYS, SILU
 from .mixtral import MIXTRAL, NO_LEAF
-
-SCALES = dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), True)
 
 
 def router(r: Recorder, hidden: Tensor, spec: ModelSpec) -> experts.Routed:
@@ -61,7 +60,7 @@ GRANITE_MOE = replace(
     since=SORTED_ONCE,
     no_zero3=NO_LEAF,
     not_followed=None,
-    no_megatron_core="Megatron-Core multiplies no block's output by a number (residual_scale)",
+    no_megatron_core=NO_MEGATRON_CORE,
 )
 
 FAMILIES = {"granitemoe": GRANITE_MOE}

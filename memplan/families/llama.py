@@ -192,12 +192,15 @@ def llama_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) 
     return hidden
 
 
-def llama_embedding(r: Recorder, shape: LayerShape, *, packed: bool = True) -> Embedded:
-    """``LlamaModel.forward`` up to the first layer. ``packed``: its mask looks for packed rows."""
+def llama_embedding(r: Recorder, shape: LayerShape, *, packed: bool = True, scales_first: bool = False) -> Embedded:
+    """``LlamaModel.forward`` up to the first layer. ``packed``: its mask looks for packed rows.
+    ``scales_first``: before there are positions."""
     inputs_embeds = r.embedded(word_embeddings(r, shape))
+    if scales_first:
+        inputs_embeds = ops.scale(r, inputs_embeds, "embedding_scaled")
     position_ids = positions(r, shape.s, summed=shape.transformers >= SUMMED_POSITIONS)
     mask = causal_mask(r, shape, packed=packed)
-    if shape.spec.embedding_scale:
+    if shape.spec.embedding_scale and not scales_first:
         inputs_embeds = ops.scale(r, inputs_embeds, "embedding_scaled")
     if shape.older:
         return Embedded(inputs_embeds, Shared(mask, position_ids=position_ids))

@@ -58,7 +58,8 @@ TIED = {"tie_word_embeddings": True}
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "sliding_window": None}
 QWEN3_MOE: dict[str, Any] = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
 OLMOE = {**QWEN3_MOE, "num_key_value_heads": 3, "head_dim": 32, "norm_topk_prob": False}
-GRANITE_MOE = {**MIXTRAL, "logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 8.0, **TIED}
+SCALES = {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 8.0}
+GRANITE_MOE = {**MIXTRAL, **SCALES, **TIED}
 DEEPSEEK: dict[str, Any] = {**BERT, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 448}
 DEEPSEEK |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80, "n_shared_experts": 2}
 DEEPSEEK |= {"kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24, "q_lora_rank": None}
@@ -104,6 +105,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         QWEN3_MOE | {"mlp_only_layers": [1], "attention_dropout": 0.1, **TIED},
     ),
     "olmoe": ("olmoe", OLMOE),
+    "granite": ("granite", LLAMA | SCALES | {"head_dim": 32}),
+    "granite-dropout-biased": (
+        "granite",
+        LLAMA | SCALES | TIED | {"head_dim": 32, "attention_dropout": 0.1, "attention_bias": True, "mlp_bias": True},
+    ),
     "granitemoe": ("granitemoe", GRANITE_MOE),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "falcon-dropout-untied": ("falcon", FALCON | {"hidden_dropout": 0.1, "tie_word_embeddings": False}),

@@ -17,7 +17,8 @@ BASE = {
     "opt": "opt-6.7b", "gpt_neox": "gpt-neox-20b", "gptj": "gpt-j-6b", "falcon": "falcon-7b",
     "mixtral": "mixtral-8x7b", "qwen3_moe": "qwen3-30b-a3b",
     "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight-16b", "kimi_k2": "kimi-k2",
-    "glm4_moe": "glm-4.5-air", "gpt_oss": "gpt-oss-20b", "olmoe": "olmoe-1b-7b", "granitemoe": "granite-3.0-1b-a400m",
+    "glm4_moe": "glm-4.5-air", "gpt_oss": "gpt-oss-20b", "olmoe": "olmoe-1b-7b", "granite": "granite-3.1-2b",
+    "granitemoe": "granite-3.0-1b-a400m",
     "llama4_text": "llama-4-scout", "hybrid": "mamba2-hybrid-8b", "nemotron_h": "nemotron-h-8b",
     "mamba2": "mamba2-1.3b",
 }  # fmt: skip

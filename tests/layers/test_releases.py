@@ -28,12 +28,17 @@ LLAMA: dict[str, Any] = {
 }
 
 
-MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+SIZES = {
+    "llama": LLAMA,
+    "mixtral": LLAMA
+    | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "granite": {**LLAMA, "model_type": "granite", "hidden_size": 288, "embedding_multiplier": 8.0},
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama, or a Mixtral, in bf16 in one setting."""
+    """A small model in bf16 in one setting."""
 
     transformers: str
     b: int
@@ -42,18 +47,22 @@ class Case:
     autocast: bool = False
     lora: bool = False
     peft: str = "0.13.2"
-    experts: bool = False
+    model: str = "llama"
 
     def __str__(self) -> str:
-        words = [*["mixtral"] * self.experts, self.transformers, f"b{self.b}", self.recompute, self.attention]
+        words = [
+            *[self.model] * (self.model != "llama"),
+            self.transformers,
+            f"b{self.b}",
+            self.recompute,
+            self.attention,
+        ]
         return "-".join([*words, *["autocast"] * self.autocast, *[f"peft-{self.peft}"] * self.lora])
 
     def settings(self) -> dict[str, Any]:
         """Before 4.48 sdpa's callers have no variables for keys and values once these are repeated."""
-        if self.experts:
-            return MIXTRAL
         early = self.transformers < "4.48" and self.attention == "flash"
-        return LLAMA | {"num_key_value_heads": 6} if early else LLAMA
+        return SIZES[self.model] | ({"num_key_value_heads": 6} if early else {})
 
     def flags(self) -> dict[str, str]:
         flags = {
@@ -77,8 +86,14 @@ CASES = (
     *(Case("4.48.1", 2, "full", "flash_attention_2", autocast, lora=True) for autocast in (False, True)),
     Case("4.48.1", 1, "none", "flash_attention_2", lora=True),
     Case("4.57.1", 2, "full", "flash_attention_2", autocast=True, lora=True),
-    *(Case("4.48.1", b, recompute, experts=True) for b, recompute in ((1, "none"), (2, "full"))),
-    Case("4.48.1", 2, "full", "flash_attention_2", autocast=True, lora=True, experts=True),
+    *(Case("4.48.1", b, recompute, model="mixtral") for b, recompute in ((1, "none"), (2, "full"))),
+    Case("4.48.1", 2, "full", "flash_attention_2", autocast=True, lora=True, model="mixtral"),
+    *(
+        Case(release, b, recompute, model="granite")
+        for release in RELEASES
+        for b, recompute in ((1, "none"), (2, "full"))
+    ),
+    Case("4.48.1", 2, "full", "flash_attention_2", autocast=True, lora=True, model="granite"),
 )
 
 

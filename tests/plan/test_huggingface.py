@@ -160,6 +160,11 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "use_qk_norm": st.booleans(),
         },
         "olmoe": {"num_experts": sizes, "norm_topk_prob": st.booleans(), "tie_word_embeddings": st.booleans()},
+        "granite": {
+            "attention_bias": st.booleans(),
+            "mlp_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+        },
         "granitemoe": {"num_local_experts": sizes, "tie_word_embeddings": st.booleans()},
         "phi3": {"tie_word_embeddings": st.booleans()},
         "gemma2": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
@@ -310,7 +315,7 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon, "
         "mixtral, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, llama4_text, llama4, olmoe, "
-        "granitemoe, nemotron_h, mamba2"
+        "granite, granitemoe, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)

@@ -38,7 +38,7 @@ NOT_SHARDED = {"ernie-4.5-0.3b"}
 """Models that FSDP casts tensors of, which was not learnt."""
 TWO_LISTS = {one.name for one in learned_models().values() if one.configuration()["model_type"] in ("t5", "bart")}
 """Encoders and decoders, which FSDP is not known of."""
-SHARDED_BESIDE = {"granite-3.1-2b", "olmo-2-1b"}
+SHARDED_BESIDE = {"smollm3-3b", "olmo-2-1b"}
 """Models that every run traces under FSDP: of the second it casts what layers are handed."""
 
 
@@ -188,7 +188,7 @@ def test_all_names_mean_the_same(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_several_gpus_are_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
     """As other models are; of one that is not known there what takes it is told."""
-    assert main(["estimate", "--model", "granite-3.1-2b", "--gpus", "8", "--gpu", "a100-80gb", "--json"]) == 0
+    assert main(["estimate", "--model", "smollm3-3b", "--gpus", "8", "--gpu", "a100-80gb", "--json"]) == 0
     estimated = json.loads(capsys.readouterr().out)
     assert estimated["plan"]["framework"] == "fsdp"
     (stage,) = estimated["stages"]

@@ -46,6 +46,7 @@ FAMILIES = {
     "qwen3_moe": "qwen3-30b-a3b",
     "olmoe": "olmoe-1b-7b",
     "gpt_oss": "gpt-oss-20b",
+    "granite": "granite-3.1-2b",
     "granitemoe": "granite-3.0-3b-a800m",
     "deepseek_v2": "deepseek-v2-lite",
     "deepseek_v3": "moonlight-16b",
