@@ -237,6 +237,7 @@ def mpt_plan(row: Row) -> Plan:
     flags: dict[str, object] = {
         "fsdp_reduce": "bf16" if pure else "fp32",
         "recompute": "full" if row["Activation Checkpointing"] == "True" else "none",
+        "fsdp_backward_prefetch": "post",
         "reshard_after_forward": str(row["Sharding Strategy"] == "FULL_SHARD").lower(),
         "torch": "1.13" if pure else "2.1",
     }

@@ -320,6 +320,12 @@ class Fsdp(FrameworkSection):
         description="1: FullyShardedDataParallel, with flat parameters, as Accelerate wraps a model; 2: fully_shard",
         json_schema_extra={"flag": "--fsdp-version"},
     )
+    backward_prefetch: Literal["pre", "post"] = Field(
+        "pre",
+        description="FSDP1: backward gathers the next unit before it computes gradients, or behind them, so that "
+        "nothing runs beside (BACKWARD_POST, Composer's default)",
+        json_schema_extra={"flag": "--fsdp-backward-prefetch"},
+    )
     replicas: Degree = Field(
         1,
         description="number of groups of ranks that hold the same shards (HSDP)",

@@ -48,7 +48,7 @@ from .modules import MODEL, Ids, hooked, left_gradients, lowest_of, with_seams
 
 BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS
 
-FIELDS = ("code", "version", "reshard_after_forward", "parameters", "reduce")
+FIELDS = ("code", "version", "backward_prefetch", "reshard_after_forward", "parameters", "reduce")
 """Of the section ``fsdp``, what FSDP1 has here."""
 
 
@@ -340,11 +340,12 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     inner = plan.model_copy(update={"framework": "single", "precision": precision, "lora": lora})
     (single,) = plain.programs(inner, with_seams(options))
     reentrant = bool(plan.recompute.reentrant)
+    ahead = not reentrant and given.backward_prefetch == "pre"
     units = units_of(single.spans, compute, given.reshard_after_forward, reentrant, ignored)
     names = [name for span in single.spans for name in span.names]
     trained = plan.lora.dtype if plan.lora.rank is not None and not plan.precision.autocast else shards
     assert trained is not None
-    spans = with_hooks(single.spans, units, names[-1], plan.layout.dp, compute, plan.precision.autocast, not reentrant)
+    spans = with_hooks(single.spans, units, names[-1], plan.layout.dp, compute, plan.precision.autocast, ahead)
     tensors = tuple(one for span in single.spans for _ in span.names for one in span.module.parameters)
     ranks = 1 if ignored else plan.layout.dp
     flats = tuple(sorted({unit.holder: unit for unit in units if not is_adapter(unit.holder)}.items()))

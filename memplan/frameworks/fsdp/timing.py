@@ -6,11 +6,27 @@ from itertools import pairwise
 
 from ...layers.module import Options, joined
 from ...plan.resolved import ResolvedPlan
+from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, recomputed
 from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus, sharded
 from ..plain.timing import PlainTime
 from .stages import partition
 from .torchtitan import Checkpointing, recipes
+
+
+FULLY_SHARD = (2, 4)
+"""PyTorch that has ``fully_shard`` with a tensor for each parameter."""
+
+
+def is_flat(plan: ResolvedPlan) -> bool:
+    """Whether ``FullyShardedDataParallel`` runs, with flat parameters, as it must before ``FULLY_SHARD``."""
+    return plan.fsdp.version == "1" or before(plan, FULLY_SHARD)
+
+
+def gathers_ahead(plan: ResolvedPlan) -> bool:
+    """Whether backward gathers a unit while the one behind it computes: not under reentrant recompute, whose forward
+    leaves no hook that asks for it."""
+    return plan.fsdp.backward_prefetch == "pre" and not (is_flat(plan) and plan.recompute.reentrant)
 
 
 class FsdpTime(PlainTime):
@@ -51,6 +67,8 @@ class FsdpTime(PlainTime):
             given.replicas,
             regathers=bool(given.reshard_after_forward),
             reduces_once=not given.gradient_sync,
+            flat=is_flat(replicas.plan),
+            ahead=gathers_ahead(replicas.plan),
         )
 
     def main_bytes(self, plan: ResolvedPlan) -> int:

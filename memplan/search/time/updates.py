@@ -150,7 +150,14 @@ def beside(rates: Rates, communication: float, work: float, tail: float) -> floa
 
 
 def sharded(
-    replicas: Replicas, rank: Exchange, groups: int = 1, *, regathers: bool = True, reduces_once: bool = False
+    replicas: Replicas,
+    rank: Exchange,
+    groups: int = 1,
+    *,
+    regathers: bool = True,
+    reduces_once: bool = False,
+    flat: bool = False,
+    ahead: bool = True,
 ) -> float:
     """FSDP and ZeRO-3: each layer is gathered while the one before it runs, and its gradients are scattered while the
     next backward runs. What is longer than a layer's pass is exposed, and so are the first gather and last scatter;
@@ -159,35 +166,45 @@ def sharded(
     ``AllGatherCoalescedHandle.wait`` and ``__add_grad_to_ipg_bucket``).
 
     Gradients are summed across ``groups`` of shards, for the last micro-batch alone if it ``reduces_once``; backward
-    ``regathers`` a layer."""
+    ``regathers`` a layer, not ``ahead`` of its turn where nothing asks for it before: then nothing runs beside.
+
+    Parameters of FSDP1 are views of a ``flat`` one, which is gathered in place. Their gradients come together as one
+    (``SplitWithSizesBackward``), which is cast if it is reduced in another dtype, and divided before it is reduced
+    (``_runtime_utils.py``, ``_reduce_grad``)."""
     plan, rates, shape, times = replicas.plan, replicas.rates, replicas.shape, rank.times
     owners, trained = replicas.own.owners(replicas), rank.trained / rank.held
     shards = group(owners, plan.layout.tp, rates.node)
     layers = rank.layers or 1
     layer = elements(shape.entries, (StageWork(1),))[0]
     ends = max(0.0, rank.held - layers * layer)
+    element, gradient = shape.element, replicas.gradient
+    copied = 0 if flat else 2 * element
+    brought = element + gradient
+    if flat:
+        brought = 2 * element + 2 * gradient + (element + gradient if gradient != element else 0)
 
     def gathered(count: float) -> float:
-        return collective(rates, "all-gather", count * shape.element, shards)
+        return collective(rates, "all-gather", count * element, shards)
 
     def scattered(count: float) -> float:
-        size = count * trained * replicas.gradient
+        size = count * trained * gradient
         between = group(groups, plan.layout.tp * owners, rates.node)
         return collective(rates, "reduce-scatter", size, shards) + collective(
             rates, "all-reduce", size / owners, between
         )
 
     def unflattened(count: float) -> float:
-        return streamed(rates, count * 2 * shape.element)
+        return streamed(rates, count * copied)
 
     def flattened(count: float) -> float:
-        return streamed(rates, count * trained * (shape.element + replicas.gradient))
+        return streamed(rates, count * trained * brought)
 
     again = gathered(layer) if regathers else 0.0
     recomputed = times.layer.recompute * min(1.0, rank.recomputed / layers)
     aside = overlapped(rates, gathered(layer), times.layer.forward)
     forward = layers * (aside + unflattened(layer)) + gathered(ends) + unflattened(ends)
-    aside = overlapped(rates, again + scattered(layer), times.layer.backward + recomputed)
+    aside = overlapped(rates, (again if ahead else 0.0) + scattered(layer), times.layer.backward + recomputed)
+    aside += 0.0 if ahead else again
     backward = layers * (aside + flattened(layer) + (unflattened(layer) if regathers else 0.0))
     backward += scattered(ends) + flattened(ends)
     if plan.layout.pp > 1:
