@@ -272,7 +272,7 @@ def finetuning(rows: Sequence[Row]) -> Table:
         b, gpus, s = row["micro_batch_size"], row["gpus"], row["sequence_length"]
         flags: dict[str, object] = {"framework": "single", "trainer": "transformers"}
         if gpus > 1:
-            flags = {"framework": "fsdp", "gpus": gpus, "fsdp_parameters": "bf16", "fsdp_reduce": "bf16"}
+            flags = {"framework": "fsdp", "gpus": gpus, "fsdp_version": 1, "use_reentrant": "true"}
         job = {"model": "mistral-7b-v0.3", "vocab": 32_000, "gpu": "a100-80gb", "dtype": "bf16", "recompute": "full"}
         plan = resolve(plan_of(None, mbs=b, gbs=b * gpus, seq=s, capacity="900GiB", **job, **flags))
         again = plan.model.layers * matmul(rates_of(plan), b * s, plan.model.hidden, plan.model.ffn)

@@ -255,12 +255,18 @@ def _flat(building: Building, settings: Keys, dtype: Node | None, version: Node)
     building.put("fsdp.version", Node("1", version.origin))
     if dtype is not None:
         building.put("precision.autocast", Node(True, dtype.origin))
-    ahead = settings.node("backward_prefetch")
-    if ahead is None or str(ahead.value).upper() != "BACKWARD_PRE":
-        building.note(
-            "backward-prefetch",
-            "fsdp_backward_prefetch is taken to be BACKWARD_PRE, which gathers one unit ahead in backward",
-        )
+    ahead = settings.node("backward_prefetch") or Node("NO_PREFETCH", settings.origin)
+    name = str(ahead.value).upper()
+    if name.isdigit() and 0 < int(name) <= len(BACKWARD_PREFETCH):
+        name = list(BACKWARD_PREFETCH)[int(name) - 1]
+    if name not in BACKWARD_PREFETCH:
+        problem = f"must be one of {', '.join(BACKWARD_PREFETCH)}"
+        raise PlanError("fsdp_backward_prefetch", ahead.plain(), problem, origin=ahead.origin)
+    building.put("fsdp.backward_prefetch", Node(BACKWARD_PREFETCH[name], ahead.origin))
+
+
+BACKWARD_PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "none"}
+"""In Accelerate's order, by whose numbers they go too (``FSDP_BACKWARD_PREFETCH`` of ``utils/constants.py``)."""
 
 
 # -- DeepSpeed ------------------------------------------------------------------------------------------

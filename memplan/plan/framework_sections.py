@@ -320,10 +320,10 @@ class Fsdp(FrameworkSection):
         description="1: FullyShardedDataParallel, with flat parameters, as Accelerate wraps a model; 2: fully_shard",
         json_schema_extra={"flag": "--fsdp-version"},
     )
-    backward_prefetch: Literal["pre", "post"] = Field(
+    backward_prefetch: Literal["pre", "post", "none"] = Field(
         "pre",
-        description="FSDP1: backward gathers the next unit before it computes gradients, or behind them, so that "
-        "nothing runs beside (BACKWARD_POST, Composer's default)",
+        description="FSDP1: in backward the next unit is gathered before gradients are computed, behind them "
+        "(BACKWARD_POST, Composer's default), or when it runs (Accelerate's default): only the first hides it",
         json_schema_extra={"flag": "--fsdp-backward-prefetch"},
     )
     replicas: Degree = Field(

@@ -17,6 +17,7 @@ from memplan.frameworks.fsdp.modules import MODEL
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
 from memplan.result import StageEstimate
 from memplan.tape.events import Category, Drop, Hold
 
@@ -50,6 +51,22 @@ def plan(**flags: str) -> Plan:
 def stage(**flags: str) -> StageEstimate:
     (only,) = estimate(plan(**flags)).stages
     return only
+
+
+@pytest.mark.parametrize("prefetch", ["post", "none"])
+def test_nothing_is_gathered_ahead_unless_asked_for(prefetch: str) -> None:
+    """Beside the layer that runs, ``pre`` holds the one before it: at the peak of an optimizer without states."""
+    flags = {"optimizer": "sgd", "momentum": "0", "vocab": "1024", "use_reentrant": "false", "mbs": "1", "gbs": "2"}
+    ahead, behind = stage(**flags), stage(**flags, fsdp_backward_prefetch=prefetch)
+    assert (ahead.peak.module, behind.peak.module) == ("layer.1", "layer.0")
+    assert ahead.breakdown.gathered_parameters - behind.breakdown.gathered_parameters == 2 * LAYER
+
+
+def test_fully_shard_has_no_other_order() -> None:
+    flags = {"model": "gpt2", "framework": "fsdp", "gpus": "2", "fsdp-backward-prefetch": "post"}
+    resolve(read_plan(None, {**flags, "torch": "2.1"}).plan)
+    with pytest.raises(PlanError, match="must be pre under FSDP2, which PyTorch has from 2.4 on"):
+        resolve(read_plan(None, flags).plan)
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,12 @@ def _check_version_2(plan: ResolvedPlan) -> None:
         raise PlanError("precision.autocast", True, problem)
     if plan.recompute.reentrant:
         raise PlanError("recompute.reentrant", True, f"{problem}; --no-use-reentrant leaves it out")
+    if plan.fsdp.backward_prefetch != "pre":
+        from .timing import is_flat
+
+        if not is_flat(plan):
+            problem = "must be pre under FSDP2, which PyTorch has from 2.4 on; FSDP1 takes it (--fsdp-version 1)"
+            raise PlanError("fsdp.backward_prefetch", plan.fsdp.backward_prefetch, problem)
 
 
 FRAMEWORK = Fsdp()

@@ -68,6 +68,21 @@ def test_accelerates_own_default_is_fsdp_1(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [("BACKWARD_PRE", "pre"), ("backward_post", "post"), (2, "post"), ("3", "none"), (None, "none")]
+)
+def test_what_fsdp_1_gathers_ahead_in_backward(tmp_path: Path, given: object, meant: str) -> None:
+    """By name or number; nothing where nobody asks for it."""
+    section = {"fsdp_version": 1} if given is None else {"fsdp_version": 1, "fsdp_backward_prefetch": given}
+    assert read(tmp_path, {**FSDP, "fsdp_config": section}, model="gpt2").fsdp.backward_prefetch == meant
+
+
+def test_no_other_word_for_it(tmp_path: Path) -> None:
+    section = {"fsdp_version": 1, "fsdp_backward_prefetch": "SOMETIMES"}
+    with pytest.raises(PlanError, match="must be one of BACKWARD_PRE, BACKWARD_POST, NO_PREFETCH"):
+        read(tmp_path, {**FSDP, "fsdp_config": section}, model="gpt2")
+
+
 def test_deepspeed_of_accelerate(tmp_path: Path) -> None:
     """8 ranks x 2 sequences x 4 micro-batches."""
     found = read(tmp_path, ZERO, model="gpt2", mbs="2")

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplan.frameworks.fsdp.timing import is_flat
 from memplan.plan.errors import PlanError
 from memplan.search.time import Replicas, StageWork, entry_times, rates_of, shape_of, work_of
 from memplan.search.time.collectives import Group, collective, group, send
-from memplan.search.time.kernels import overlapped
+from memplan.search.time.kernels import PERSISTENT, overlapped
 from memplan.search.time.shape import elements
 from memplan.search.time.updates import Exchange, sharded
 
@@ -109,3 +110,24 @@ def test_sharded_parameters_are_copied() -> None:
     layers = 32 * elements(shape.entries, (StageWork(1),))[0]
     found = sharded(Replicas(job, shape, rates), Exchange(work, times, held, trained, 2))
     assert found == pytest.approx(2 * (layers * (4 + 4 + 6) + (held - layers) * (4 + 6)) / rates.memory, rel=0.02)
+
+
+def test_flat_parameters_are_gathered_in_place_and_their_gradients_divided() -> None:
+    """FSDP1, as above: nothing is copied that was gathered. Gradients are read and written in 16 bits where they come
+    together, cast to fp32, and read and written when they are divided: 4 + 6 + 8 bytes. Behind the gradients a layer
+    is gathered alone: 8 ranks take 7 / 8 of its bytes through links, which ``pre`` hides but for its channels."""
+    job = plan(model="llama-3-8b", framework="fsdp", gpu="h100-80gb", gpus=8, mbs=1, gbs=16, seq=4096, torch="2.1")
+    rates = replace(rates_of(job), link=float("inf"), collective=0.0, hop=0.0)
+    shape, times = shape_of(job), entry_times(job)
+    (work,) = work_of(job)
+    held, trained, _ = elements(shape.entries, work)
+    rank = Exchange(work, times, held, trained, 2)
+    assert is_flat(job)
+    found = sharded(Replicas(job, shape, rates), rank, flat=True)
+    assert found == pytest.approx(2 * held * (4 + 6 + 8) / rates.memory, rel=0.02)
+    rates = rates_of(job)
+    layer = elements(shape.entries, (StageWork(1),))[0]
+    ahead, behind = (sharded(Replicas(job, shape, rates), rank, flat=True, ahead=one) for one in (True, False))
+    alone = collective(rates, "all-gather", 2 * layer, group(8, 1, 8))
+    assert alone == pytest.approx(7 / 8 * 2 * layer / rates.link, rel=0.1)
+    assert behind - ahead == pytest.approx(2 * 32 * alone * (1 - PERSISTENT))
