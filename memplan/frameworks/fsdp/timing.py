@@ -13,7 +13,6 @@ from ..plain.timing import PlainTime
 from .stages import partition
 from .torchtitan import Checkpointing, recipes
 
-
 FULLY_SHARD = (2, 4)
 """PyTorch that has ``fully_shard`` with a tensor for each parameter."""
 
