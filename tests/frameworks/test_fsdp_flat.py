@@ -59,7 +59,7 @@ def test_nothing_is_gathered_ahead_unless_asked_for(prefetch: str) -> None:
     flags = {"optimizer": "sgd", "momentum": "0", "vocab": "1024", "use_reentrant": "false", "mbs": "1", "gbs": "2"}
     ahead, behind = stage(**flags), stage(**flags, fsdp_backward_prefetch=prefetch)
     assert (ahead.peak.module, behind.peak.module) == ("layer.1", "layer.0")
-    assert ahead.breakdown.gathered_parameters - behind.breakdown.gathered_parameters == 2 * LAYER
+    assert ahead.of(Category.GATHERED_PARAMETERS) - behind.of(Category.GATHERED_PARAMETERS) == 2 * LAYER
 
 
 def test_fully_shard_has_no_other_order() -> None:
