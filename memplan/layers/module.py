@@ -13,7 +13,7 @@ from ..values import dataclass
 from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
 from .kernels import Kernels
 from .tuning import Packed, Tuning
-from .work import Attention, Exchange, Kernel, Product
+from .work import Attention, Exchange, Kernel, Product, Scan
 
 if TYPE_CHECKING:
     from .megatron_core.precision import Low
@@ -112,7 +112,7 @@ class Passes:
     def flops(self) -> float:
         """Of products and attention."""
         kernels = (*self.forward, *self.backward)
-        return sum(times * one.flops for one, times in kernels if isinstance(one, Product | Attention))
+        return sum(times * one.flops for one, times in kernels if isinstance(one, Product | Attention | Scan))
 
 
 NO_PASSES = Passes()

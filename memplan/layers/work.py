@@ -72,7 +72,21 @@ class Attention(NamedTuple):
         return self.launches > 1
 
 
-Alone = Stream | Product | Attention
+class Scan(NamedTuple):
+    """A kernel of a state-space scan, whose own code multiplies and moves bytes slower than libraries do."""
+
+    kernel: Stream | Product
+
+    @property
+    def flops(self) -> float:
+        return self.kernel.flops if isinstance(self.kernel, Product) else 0.0
+
+    @property
+    def launches(self) -> int:
+        return 1 if isinstance(self.kernel, Product) else self.kernel.launches
+
+
+Alone = Stream | Product | Attention | Scan
 """What a GPU does by itself."""
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]

@@ -20,7 +20,7 @@ from ...tape.events import Category
 from ...values import dataclass
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
-from ..work import Kernel, Operator, Product, Stream, exchanged
+from ..work import Kernel, Operator, Product, Scan, Stream, exchanged
 from . import local, te
 from .shape import CoreShape
 
@@ -415,8 +415,8 @@ def _work(at: Sizes, dtype: str) -> Operator:
     of_states = Product(p, n, CHUNK, heads, e, 4)
     passing = Stream(states + states * e // 4)
     by_states, by_tokens = Product(CHUNK, p, n, heads, e), Product(CHUNK, p, CHUNK, heads, e)
-    again: list[Kernel] = [convolution, steps, scores, of_states, passing]
-    back: list[Kernel] = [
+    again: list[Stream | Product] = [steps, scores, of_states, passing]
+    back: list[Stream | Product] = [
         Stream(5 * inner),
         of_states,
         Stream(3 * states),
@@ -426,6 +426,8 @@ def _work(at: Sizes, dtype: str) -> Operator:
         Product(CHUNK, CHUNK, p, 2 * heads, e, 4),
         Product(CHUNK, n, CHUNK, 2 * groups, e),
         Stream(8 * size_of(at.steps, "fp32"), 8),
-        Stream(4 * size_of((at.b, at.s, at.m), dtype)),
     ]
-    return Operator((*again, by_states, by_tokens, Stream(3 * inner)), (*again, *back))
+    forward: list[Kernel] = [Scan(one) for one in (*again, by_states, by_tokens, Stream(3 * inner))]
+    backward: list[Kernel] = [Scan(one) for one in (*again, *back)]
+    channels = Stream(4 * size_of((at.b, at.s, at.m), dtype))
+    return Operator((convolution, *forward), (convolution, *backward, channels))

@@ -90,7 +90,7 @@ def _all_to_all(rates: Rates, size: float, of: Group, choices: tuple[int, int]) 
     """Every rank sends each other one its part of ``size`` bytes, all at once (``ncclSend`` and ``ncclRecv`` grouped,
     with the Simple protocol): over links to those of its node, meanwhile to others through its own network adapter."""
     linked = _linked(rates, of)
-    inside = (of.local - 1) / of.ranks * size / (rates.link if linked else rates.host)
+    inside = (of.local - 1) / of.ranks * size / (rates.exchange if linked else rates.host)
     latency = _SIMPLE.link if linked else _SIMPLE.host
     if of.nodes == 1:
         base = rates.collective if linked and rates.collective is not None else (_SIMPLE.base + latency) * _MICRO

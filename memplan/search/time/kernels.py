@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from ...layers.work import Alone, Attention, Axis, Exchange, Kernel, Product
+from ...layers.work import Alone, Attention, Axis, Exchange, Kernel, Product, Scan
 from . import attention
 from .collectives import Group, collective, group, send
 from .rates import Rates
@@ -41,6 +41,11 @@ SKINNY = (*TILES, (256, 16, 4096), (16, 256, 4096))
 
 MOST_SPLITS = 8
 """Parts of the inner dimension that a product with few tiles is cut into; their fp32 sums are written and read."""
+
+SCAN = 1.31
+"""How much longer a state-space scan takes than its products and bytes say: the median of 77 scans of 8,192 tokens and
+more on B200, 1.26 to 1.46 in the middle four fifths (aiconfigurator's sweep of ``mamba_chunk_scan_combined``,
+TensorRT-LLM 1.3.0rc15, forward, FlashInfer's kernel; mamba_ssm's in Triton, and backward, were not swept)."""
 
 ALIGNMENT = 16
 """Bytes that rows are multiples of where tensor cores multiply."""
@@ -131,6 +136,8 @@ def seconds(work: Sequence[tuple[Kernel, int]], rates: Rates, ranks: Ranks) -> S
 
 def alone(kernel: Alone, rates: Rates) -> float:
     """Seconds of what a GPU does by itself."""
+    if isinstance(kernel, Scan):
+        return SCAN * alone(kernel.kernel, rates)
     if isinstance(kernel, Product):
         m, n, k, times, element, written, rows = kernel
         return max(matmul(rates, m, n, k, times, element, written or None), times * LAUNCH if rows else 0.0)

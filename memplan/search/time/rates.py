@@ -29,7 +29,7 @@ PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
 """Median of the absolute relative errors of dense steps in 16 bits, by GPU."""
 
 
-ERROR_OF_EXPERTS = 0.207
+ERROR_OF_EXPERTS = 0.180
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
@@ -74,6 +74,20 @@ class Fraction(NamedTuple):
     source: str
 
 
+class Low(NamedTuple):
+    """Parts of the peaks in fewer bits that their products sustain."""
+
+    whole: float
+    """8 bits, a scale for each tensor."""
+    blocks: float
+    """8 bits, a scale for each block."""
+    four: float
+
+    def of(self, size: float, *, blocks: bool) -> float:
+        """Of elements of so many bytes."""
+        return self.four if size == FOUR else self.blocks if blocks else self.whole
+
+
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """Parts of the published peaks that are sustained; ``sources`` say where each is from."""
@@ -97,6 +111,10 @@ class Efficiency:
     """Seconds that a collective over links takes besides its steps; ``None``: as NCCL's own model has it."""
     hop: float | None = None
     """Seconds of each of its steps, without the bytes."""
+    exchange: float | None = None
+    """Of the links' bandwidth, by NCCL's all-to-alls; ``None``: as ``link``."""
+    low: Low | None = None
+    """``None``: as ``matrix``."""
     sources: tuple[str, ...] = ()
 
 
@@ -116,6 +134,11 @@ _SIMUMAX = (
     f"{_B200} (median of a sweep of 514 products, as parts of what tiles and waves leave; the best case in the MAMF "
     "table is 0.776)"
 )
+_SWEEPS = (
+    "https://github.com/ai-dynamo/aiconfigurator/tree/main/aic-core/src/aiconfigurator_core/systems/data (NVIDIA's "
+    "own sweeps of TensorRT-LLM 1.3.0rc20's linear layers on random numbers)"
+)
+_SWEPT = f"{_SWEEPS}, the median of products with 4,096 rows and more, as parts of what tiles and waves leave"
 _ASSUMED = "no product measured on this GPU was found: the median of those that were"
 
 _MATRIX: Mapping[str, Fraction] = MappingProxyType(
@@ -128,10 +151,28 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
         "h100-96gb": Fraction(828.6 / 989, _MAMF),
         "h200": Fraction(720 / 989.5, _SEMIANALYSIS),
         "b200": Fraction(0.504, _SIMUMAX),
-        "gb200": Fraction(1822 / 2500, _MAMF),
+        "gb200": Fraction(0.683, _SWEPT),
+        "b300": Fraction(0.730, _SWEPT),
+        "gb300": Fraction(0.787, _SWEPT),
+        "l40s": Fraction(0.669, _SWEPT),
         "mi300x": Fraction(620 / 1307.4, _SEMIANALYSIS),
     }
 )
+
+_LOW: Mapping[str, Low] = MappingProxyType(
+    {
+        "h100-80gb": Low(0.725, 0.751, 0.0),
+        "h200": Low(0.690, 0.687, 0.0),
+        "b200": Low(0.590, 0.669, 0.468),
+        "gb200": Low(0.549, 0.641, 0.465),
+        "b300": Low(0.630, 0.740, 0.300),
+        "gb300": Low(0.648, 0.739, 0.334),
+        "l40s": Low(0.655, 0.334, 0.0),
+    }
+)
+"""The same sweeps, and those of SGLang 0.5.14 beside them (but of B300, where it repeats GB300's): the faster kernels.
+A layer's time is that of its product and of its input's quantisation, whose bytes are taken off: 5 for each element
+with a scale for the whole tensor, which is looked for first, otherwise those that are read and written."""
 
 _PARANUMAL = "https://www.paranumal.com/single-post/2018/02/08/rough-n-ready-roofline-nvidia-v100-edition"
 _DISSECTED = "https://arxiv.org/abs/2402.13499"
@@ -163,6 +204,9 @@ _LINK: Mapping[int, Fraction] = MappingProxyType(
     }
 )
 """By the major number of the compute capability: bus bandwidth of NCCL's rings."""
+
+_EXCHANGE: Mapping[int, float] = MappingProxyType({8: 203 / 300, 9: 317 / 450, 10: 563 / 900})
+"""Of 512 MiB among 8 GPUs: 2,313, 1,480 and 834 microseconds (A100, H100, B200: nccl_perf of the same folders)."""
 
 _BLACKWELL = (0.28, 23.1e-6, 9.2e-6)
 """B200, from the same file: ``ce_fusion``; ``fixed_latency_us`` and ``latency_us`` of ``all_gather``."""
@@ -196,7 +240,19 @@ def default(
     )
     loss, base, hop = _BLACKWELL if gpu == "b200" else (None, None, None)
     return Efficiency(
-        matrix.value, memory.value, forward, backward, link.value, _NETWORK, _HOST, loss, base, hop, sources
+        matrix.value,
+        memory.value,
+        forward,
+        backward,
+        link.value,
+        _NETWORK,
+        _HOST,
+        loss,
+        base,
+        hop,
+        _EXCHANGE.get(major),
+        _LOW.get(gpu),
+        sources,
     )
 
 
@@ -227,6 +283,8 @@ class Rates:
     persistent: bool
     """Hopper and later: kernels of products start one block on every multiprocessor and no more."""
     link: float
+    exchange: float
+    """Of links, in an all-to-all."""
     link_gpus: int
     """GPUs that the links join; others are reached through host or network."""
     host: float
@@ -239,6 +297,9 @@ class Rates:
     hop: float | None
     """Seconds of a collective over links, and of each of its steps, where they were measured."""
 
+
+IN_BLOCKS = ("blockwise", "mxfp8", "nvfp4")
+"""Recipes with a scale for each block: NVFP4's layers in 8 bits too."""
 
 FLASH2 = (2, 2)
 """PyTorch whose fused attention is FlashAttention-2 (https://pytorch.org/blog/pytorch2-2/)."""
@@ -258,18 +319,23 @@ def rates_of(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> Rates:
     if gpu is None:
         raise PlanError("hardware.gpu", ABSENT, "is missing: the time of a step depends on the GPU (--gpu h100-80gb)")
     fused, older = framework(plan.framework).time.fused_attention, before(plan, FLASH2)
-    dtype, low = plan.quantisation.compute or plan.precision.dtype, None
-    if plan.precision.low is not None:
-        low = FOUR if plan.precision.fp4 else EIGHT
+    dtype = plan.quantisation.compute or plan.precision.dtype
     network = None if plan.hardware.network is None else plan.hardware.network * GIGA
-    return _rates(gpu, dtype, low, plan.hardware.gpus_per_node, network, (fused, older), efficiency)
+    return _rates(gpu, dtype, _low_of(plan), plan.hardware.gpus_per_node, network, (fused, older), efficiency)
+
+
+def _low_of(plan: ResolvedPlan) -> tuple[float, bool] | None:
+    """Bytes of an element of linear layers' products in fewer than 16 bits, and whether each block has a scale."""
+    if plan.precision.low is None:
+        return None
+    return FOUR if plan.precision.fp4 else EIGHT, plan.precision.low in IN_BLOCKS
 
 
 @lru_cache(maxsize=1024)
 def _rates(
     gpu: str,
     dtype: str,
-    low: float | None,
+    low: tuple[float, bool] | None,
     node: int,
     network: float | None,
     attention: tuple[bool, bool],
@@ -294,14 +360,19 @@ def _rates(
         network = speed.network.value
     memory = _published(gpu, speed.memory, "memory bandwidth")
     faster = LOW_PRECISION.get(gpu, {})
-    if low is not None and low not in faster:
-        kind = "fp8" if low == EIGHT else "fp4"
+    if low is not None and low[0] not in faster:
+        kind = "fp8" if low[0] == EIGHT else "fp4"
         raise PlanError("hardware.gpu", gpu, f"has no published rate of {kind}, and so no time")
     return Rates(
-        peak=peak if low is None else faster[low].value,
+        peak=peak if low is None else faster[low[0]].value,
         matrix=peak * parts.matrix,
         ordinary=fp32 * parts.matrix,
-        low=() if low is None else tuple((size, one.value * parts.matrix) for size, one in faster.items()),
+        low=()
+        if low is None
+        else tuple(
+            (size, one.value * (parts.low.of(size, blocks=low[1]) if parts.low else parts.matrix))
+            for size, one in faster.items()
+        ),
         attention_forward=parts.attention_forward.of(peak),
         attention_backward=parts.attention_backward.of(peak),
         memory=memory * parts.memory,
@@ -309,6 +380,7 @@ def _rates(
         overlapped_epilogue=capability is None or capability >= (10, 0),
         persistent=major >= 9,
         link=0.0 if speed.link is None else speed.link.value * parts.link,
+        exchange=0.0 if speed.link is None else speed.link.value * (parts.exchange or parts.link),
         link_gpus=speed.link_gpus,
         host=_published(gpu, speed.host, "bandwidth to the host") * parts.host,
         network=None if network is None else network * parts.network,
@@ -335,6 +407,9 @@ def assumptions(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> tup
         notes.append(f"network: {system} (hardware.network says otherwise)")
     fused, older = framework(plan.framework).time.fused_attention, before(plan, FLASH2)
     parts = efficiency or default(gpu, GPUS[gpu].compute_capability, fused_kernels=fused, older=older)
-    if plan.precision.low is not None:
-        notes.append(f"products in {plan.precision.low} reach the part of their peak that those in 16 bits reach")
+    if (low := _low_of(plan)) is not None:
+        reached = "the part of their peak that those in 16 bits reach"
+        if parts.low is not None:
+            reached = f"{parts.low.of(low[0], blocks=low[1]):.0%} of their peak: {_SWEEPS}"
+        notes.append(f"products in {plan.precision.low} reach {reached}")
     return (*notes, *parts.sources)

@@ -85,7 +85,7 @@ def test_all_to_all_of_a_node_and_of_several() -> None:
     rates = rates_of(plan(model="llama-3-8b", framework="megatron", gpu="h100-80gb", gpus=32, mbs=1, gbs=32, seq=4096))
     size = 1 << 30
     inside = collective(rates, "all-to-all", size, group(8, 1, 8))
-    assert inside == pytest.approx(7 / 8 * size / rates.link + 11.8e-6)
+    assert inside == pytest.approx(7 / 8 * size / rates.exchange + 11.8e-6)
     outside = collective(rates, "all-to-all", size, group(32, 1, 8))
     assert outside == pytest.approx(24 / 32 * size / (0.96 * 50e9) + 22.4e-6)
 
