@@ -11,6 +11,7 @@ from .base import Family
 ROOMS = {
     "gpt2": ".gpt2",
     "gpt": ".gpt2",
+    "gpt_bigcode": ".gpt_bigcode",
     "bert": ".bert",
     "t5": ".t5",
     "bloom": ".bloom",

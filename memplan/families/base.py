@@ -142,7 +142,7 @@ class Family:
     tables: Literal["whole", "half", "complex"] = "whole"
     """Rotary tables have an angle for each feature, for two, or are complex numbers."""
     attention: Callable[[Recorder, Tensor, Shared, LayerShape], tuple[Tensor, Tensor | None]] | None = None
-    """What a layer like Llama's has in place of its attention."""
+    """What a layer like Llama's or GPT-2's has in place of its attention."""
     as_llama_since: Version = ()
     """Releases before have a rotary embedding in every layer, and repeat keys and values for the package's kernel."""
     multi_head: bool = False
@@ -161,6 +161,11 @@ class Family:
     """Every layer has a rotary table of its own, of all positions."""
     keeps_embedding: bool = False
     """The model has the embedding's output in a variable while its layers run."""
+    alone_before: Version = ()
+    """Releases before take the loss of shifted logits in these' own dtype, and have classes of attention of their own,
+    of which the package's kernel alone is followed."""
+    mask_buffer: bool = False
+    """The model has a causal mask of all positions as a buffer."""
     scale_in_embedding: bool = False
     """The embedding multiplies its output itself, by a buffer; else the model does."""
     returns_weights: bool = False

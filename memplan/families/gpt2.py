@@ -13,6 +13,7 @@ from ..layers.coverage import CORE_GPT, GPT2, MEGATRON_GPT
 from ..layers.ends import Embedded, causal_mask, positions, word_embeddings
 from ..layers.huggingface import Heads, LayerShape, Shared, activation, attention, batched, layer_norm, linear, product
 from ..plan.spec import ModelSpec
+from . import family
 from .base import HEAD, NORM, Config, Family, ModuleNames, Submodules, key
 
 
@@ -30,9 +31,10 @@ def gpt2_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShap
 
 
 def gpt2_mlp(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
-    hidden = linear(r, hidden, "up", spec.ffn, spec.mlp_bias, conv1d=True)
+    conv1d = family(spec.family).conv1d
+    hidden = linear(r, hidden, "up", spec.ffn, spec.mlp_bias, conv1d=conv1d)
     hidden = activation(r, hidden, spec)
-    hidden = linear(r, hidden, "down", spec.hidden, spec.mlp_bias, conv1d=True)
+    hidden = linear(r, hidden, "down", spec.hidden, spec.mlp_bias, conv1d=conv1d)
     hidden = ops.dropout(r, hidden, spec.hidden_dropout, "mlp_dropout")
     return hidden  # noqa: RET504
 
@@ -41,7 +43,7 @@ def gpt2_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -
     """``GPT2Block.forward``."""
     residual = hidden
     hidden = layer_norm(r, hidden, "attention_norm")
-    attended, _ = gpt2_attention(r, hidden, shared, shape)
+    attended, _ = (family(shape.spec.family).attention or gpt2_attention)(r, hidden, shared, shape)
     hidden = ops.add(r, attended, residual, "residual_attention")
     residual = hidden
     hidden = layer_norm(r, hidden, "mlp_norm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field
 
+from ..families import family
 from ..plan.releases import LOSS_FUNCTION, MASKS, MULTIPLIED_ANGLES, PADDED_LABELS, SCALED_ANGLES
 from ..tape.events import Category
 from ..values import dataclass
@@ -172,7 +173,8 @@ def head(
         logits = ops.elementwise(r, "logits_divided", (logits,), category=Category.LOGITS)
     if not spec.causal:
         return cross_entropy(r, logits, token_ids(r, shape)), logits
-    upcast = ops.cast(r, logits, "fp32", "logits_fp32", Category.LOGITS)
+    alone = shape.transformers < family(spec.family).alone_before
+    upcast = logits if alone else ops.cast(r, logits, "fp32", "logits_fp32", Category.LOGITS)
     if shape.transformers < LOSS_FUNCTION:
         logits = upcast
     entropy = of_kernel or cross_entropy

@@ -106,6 +106,7 @@ OTHERS = (
     Case("qwen3_moe-unnormed-tied-dense", oracle.Sharding(shards=3), recompute="full"),
     Case("gpt_oss", oracle.Sharding(shards=3), recompute="full", attention="eager"),
     Case("olmoe", oracle.Sharding()),
+    Case("gpt_bigcode", oracle.Sharding(shards=3)),
     Case("granite", oracle.Sharding(shards=3)),
     Case("granitemoe", oracle.Sharding(shards=3), attention="eager"),
     Case("deepseek_v2-lite", oracle.Sharding(shards=3, original="bf16", synced=TWICE)),

@@ -73,6 +73,8 @@ FALCON = {**BERT, "ffn_hidden_size": 320, "bos_token_id": 0, "eos_token_id": 0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
     "gpt2-untied": ("gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
+    "gpt_bigcode": ("gpt_bigcode", GPT2),
+    "gpt_bigcode-untied-fast": ("gpt_bigcode", GPT2 | {"tie_word_embeddings": False, "attn_pdrop": 0.0}),
     "bert": ("bert", BERT),
     "llama": ("llama", LLAMA),
     "llama-mha-biased": ("llama", LLAMA | {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True}),

@@ -12,6 +12,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 
 BASE = {
+    "gpt_bigcode": "santacoder",
     "gpt2": "gpt2", "gpt": "bigscience-104b", "bert": "bert-large", "llama": "llama-3-8b", "mistral": "mistral-7b",
     "qwen3": "qwen3-8b", "bloom": "bloom-176b", "qwen2": "qwen2.5-7b", "phi3": "phi-3-mini", "gemma2": "gemma-2-9b",
     "opt": "opt-6.7b", "gpt_neox": "gpt-neox-20b", "gptj": "gpt-j-6b", "falcon": "falcon-7b",
@@ -71,6 +72,7 @@ MIXER = {"mamba_heads": 8, "mamba_head_dim": 16, "mamba_groups": 2, "mamba_state
 OF_FAMILY = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), LATENT),
     "falcon": {"kv_heads": 1},
+    "gpt_bigcode": {"kv_heads": 1},
     "mixtral": EXPERTS,
     "qwen3_moe": EXPERTS,
     **dict.fromkeys(("gpt_oss", "olmoe", "granitemoe"), ALL_EXPERTS),

@@ -32,6 +32,10 @@ SIZES = {
     "llama": LLAMA,
     "mixtral": LLAMA
     | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "gpt_bigcode": {
+        **{name: value for name, value in LLAMA.items() if name.startswith(("vocab", "max", "num_hidden", "hidden"))},
+        **{"model_type": "gpt_bigcode", "num_attention_heads": 4, "n_inner": 448, "tie_word_embeddings": False},
+    },
     "granite": {**LLAMA, "model_type": "granite", "hidden_size": 288, "embedding_multiplier": 8.0},
 }
 
@@ -59,6 +63,10 @@ class Case:
         ]
         return "-".join([*words, *["autocast"] * self.autocast, *[f"peft-{self.peft}"] * self.lora])
 
+    @property
+    def targets(self) -> list[str]:
+        return ["c_attn"] if self.model == "gpt_bigcode" else ["q_proj", "v_proj", "o_proj"]
+
     def settings(self) -> dict[str, Any]:
         """Before 4.48 sdpa's callers have no variables for keys and values once these are repeated."""
         early = self.transformers < "4.48" and self.attention == "flash"
@@ -76,7 +84,7 @@ class Case:
         if self.autocast:
             flags |= {"autocast": "true", "autocast-parameters": "bf16"}
         if self.lora:
-            flags |= {"lora-rank": str(RANK), "lora-targets": "q_proj,v_proj,o_proj", "lora-dropout": "0.1"}
+            flags |= {"lora-rank": str(RANK), "lora-targets": ",".join(self.targets), "lora-dropout": "0.1"}
         return flags
 
 
@@ -94,6 +102,12 @@ CASES = (
         for b, recompute in ((1, "none"), (2, "full"))
     ),
     Case("4.48.1", 2, "full", "flash_attention_2", autocast=True, lora=True, model="granite"),
+    *(
+        Case(release, b, recompute, "flash_attention_2", model="gpt_bigcode")
+        for release in RELEASES[:2]
+        for b, recompute in ((1, "none"), (2, "full"))
+    ),
+    Case("4.45.2", 2, "full", "flash_attention_2", autocast=True, lora=True, model="gpt_bigcode"),
 )
 
 
@@ -135,6 +149,7 @@ def record() -> None:
                 recompute=case.recompute == "full",
                 autocast=case.autocast,
                 rank=RANK if case.lora else None,
+                targets=case.targets,
             )
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(step, separators=(',', ':'))}" for name, step in steps.items())
     RECORDED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")

@@ -27,11 +27,12 @@ def traced_release_step(
     recompute: bool,
     autocast: bool,
     rank: int | None,
+    targets: list[str],
 ) -> dict[str, Any]:
     """Traces a model in bf16 on ids (b, s) with AdamW (foreach): parameters, bytes held before, and the signed bytes of
     forward and backward. ``package``: attention takes queries, keys and values as they are, as flash-attn does, else
     transformers' sdpa. ``recompute``: as ``gradient_checkpointing_enable`` does by itself. ``rank``: of LoRA's adapters
-    on queries, values and outputs, whose dropout is 0.1."""
+    on ``targets``, whose dropout is 0.1."""
     steps: list[dict[str, Any]] = []
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
@@ -44,7 +45,7 @@ def traced_release_step(
                     func = module._gradient_checkpointing_func
                     func.keywords["preserve_rng_state"] = False
         if rank is not None:
-            model = _adapted(model, rank, recompute)
+            model = _adapted(model, rank, targets, recompute)
         parameters = list(model.parameters())
         trained = [one for one in parameters if one.requires_grad]
         for tensor in (*parameters, *model.buffers()):
@@ -86,7 +87,7 @@ def traced_release_step(
         patch.object(torch.nn.Module, "_apply", _apply),
         _unpacked(),
         patch.object(torch.nn.functional, "one_hot", _one_hot),
-        _balanced(b * s * settings.get("num_experts_per_tok", 0) // settings.get("num_local_experts", 1)),
+        _balanced(b * s, settings),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -104,8 +105,11 @@ def _one_hot(x: torch.Tensor, num_classes: int) -> torch.Tensor:
     return torch.zeros(*x.shape, num_classes, dtype=torch.int64).scatter_(-1, x.unsqueeze(-1), 1)
 
 
-def _balanced(rows: int) -> AbstractContextManager[Any]:
-    """Every expert has as many ``rows``, which fake tensors cannot say: indices are two views of one tensor."""
+def _balanced(tokens: int, settings: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Every expert has as many rows, which fake tensors cannot say: indices are two views of one tensor."""
+    if "num_local_experts" not in settings:
+        return nullcontext()
+    rows = tokens * settings["num_experts_per_tok"] // settings["num_local_experts"]
     where = torch.where
 
     def chosen(condition: torch.Tensor, *others: Any) -> Any:
@@ -139,12 +143,36 @@ def _model(settings: dict[str, Any], package: bool) -> Any:
                 module._parameters[name] = torch.nn.Parameter(parameter.detach().to(torch.bfloat16))
     model.config.use_cache = False
     if package:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
+        try:
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        except ImportError:
+            return _by_class(model).train()
+        if hasattr(transformers.models.gpt_bigcode.modeling_gpt_bigcode, "GPTBigCodeFlashAttention2"):
+            _by_class(model)
         functions: Any = ALL_ATTENTION_FUNCTIONS
         functions["flash_attention_2"] = _as_they_are
         model.config._attn_implementation = "flash_attention_2"
     return model.train()
+
+
+def _by_class(model: Any) -> Any:
+    """Its attention in the family's own class, which hands (b, s, a, d) over."""
+    from transformers.models.gpt_bigcode import modeling_gpt_bigcode as code
+
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any
+    ) -> torch.Tensor:
+        heads = [one.transpose(1, 2) for one in (query, key, value)]
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    if isinstance(model, code.GPTBigCodeForCausalLM):
+        code._flash_attention_forward = forward
+        model.transformer._use_flash_attention_2, model.transformer._use_sdpa = True, False
+        for block in model.transformer.h:
+            block.attn.__class__ = code.GPTBigCodeFlashAttention2
+            block.attn._flash_attn_uses_top_left_mask = False
+    return model
 
 
 def _as_they_are(
@@ -155,12 +183,12 @@ def _as_they_are(
     return out.transpose(1, 2), None
 
 
-def _adapted(model: Any, rank: int, recompute: bool) -> Any:
+def _adapted(model: Any, rank: int, targets: list[str], recompute: bool) -> Any:
     import peft
 
     if recompute:
         model.enable_input_require_grads()
-    settings = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj"], lora_dropout=0.1)
+    settings = peft.LoraConfig(r=rank, target_modules=targets, lora_dropout=0.1)
     return peft.get_peft_model(model, settings)
 
 

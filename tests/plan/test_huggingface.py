@@ -88,7 +88,10 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3), (6, 6)]))
     head = 2 * draw(sizes)
     required = {
-        "gpt2": {"n_layer": draw(st.integers(1, 3)), "n_embd": heads * head, "n_head": heads},
+        **{
+            family: {"n_layer": draw(st.integers(1, 3)), "n_embd": heads * head, "n_head": heads}
+            for family in ("gpt2", "gpt_bigcode")
+        },
         "bloom": {"n_layer": draw(st.integers(1, 3)), "hidden_size": heads * head, "n_head": heads},
         "gptj": {"n_layer": draw(st.integers(1, 3)), "n_embd": heads * head, "n_head": heads, "rotary_dim": 2},
         "falcon": {
@@ -112,7 +115,10 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         },
     )
     optional: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-        "gpt2": {"n_inner": st.none() | sizes, "n_positions": sizes, "tie_word_embeddings": st.booleans()},
+        **{
+            family: {"n_inner": st.none() | sizes, "n_positions": sizes, "tie_word_embeddings": st.booleans()}
+            for family in ("gpt2", "gpt_bigcode")
+        },
         "bert": {"max_position_embeddings": sizes, "type_vocab_size": sizes},
         "bloom": {"tie_word_embeddings": st.booleans()},
         "llama": {
@@ -284,7 +290,15 @@ def test_built_in_specs_count_as_transformers_does(name: str) -> None:
         return
     common = {"model_type": spec.family, "vocab_size": spec.vocab, "tie_word_embeddings": spec.tied_embeddings}
     sizes = {
-        "gpt2": {"n_layer": spec.layers, "n_embd": spec.hidden, "n_head": spec.heads},
+        **{
+            family: {
+                "n_layer": spec.layers,
+                "n_embd": spec.hidden,
+                "n_head": spec.heads,
+                "n_positions": spec.positions_max,
+            }
+            for family in ("gpt2", "gpt_bigcode")
+        },
         "bloom": {"n_layer": spec.layers, "hidden_size": spec.hidden, "n_head": spec.heads},
         "gptj": {"n_layer": spec.layers, "n_embd": spec.hidden, "n_head": spec.heads},
         "opt": {
@@ -313,7 +327,8 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
     line = refusal({"model_type": "mamba", "hidden_size": 8}, tmp_path)
     assert line == (
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
-        "known are gpt2, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon, "
+        "known are gpt2, "
+        "gpt_bigcode, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon, "
         "mixtral, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, llama4_text, llama4, olmoe, "
         "granite, granitemoe, nemotron_h, mamba2"
     )

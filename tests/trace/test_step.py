@@ -31,6 +31,7 @@ LATENT = {"head-dim": "48", "nope-head-dim": "32", "rope-head-dim": "16", "value
 LATENT |= {"latent-kv-rank": "40", "shared-expert-ffn": "96"}
 FAMILIES = {
     "gpt2": "gpt2",
+    "gpt_bigcode": "santacoder",
     "bert": "bert-large",
     "llama": "llama-2-7b",
     "mistral": "mistral-7b",
@@ -63,7 +64,7 @@ def of(**flags: str) -> tuple[Job, Program]:
 
 
 def model_flags(family: str) -> dict[str, str]:
-    sizes = SIZES | ({"kv-heads": "1"} if family == "falcon" else {})
+    sizes = SIZES | ({"kv-heads": "1"} if family in ("falcon", "gpt_bigcode") else {})
     if family_of(family).mixture is not None:
         sizes |= {"experts": "4", "expert-top-k": "2", "expert-ffn": "48"}
     if family.startswith("deepseek"):

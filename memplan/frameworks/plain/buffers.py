@@ -49,6 +49,9 @@ def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:
         result += [Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in names]
     if family(spec.family).scale_in_embedding:
         result.append(Hold(0, rounded(4), kept, "embedding_scale", (), "fp32"))
+    if family(spec.family).mask_buffer:
+        n = spec.positions_max
+        result.append(Hold(0, hold_bytes((n, n), "bool"), kept, "bias", (n, n), "bool"))
     if spec.token_types:
         n = spec.positions_max
         result += [

@@ -336,6 +336,9 @@ def check_release(plan: ResolvedPlan) -> None:
             f"must be before {shown(known.not_followed[0])}, or {shown(known.not_followed[1])} or later for family "
         )
         raise PlanError("versions.transformers", named, f"{problem}{known.name}: layers between are not modelled")
+    if parsed(named) < known.alone_before and plan.attention != "flash_attention_2":
+        problem = f"must be flash_attention_2 with transformers {named}: the family's other attention is not modelled"
+        raise PlanError("attention", plan.attention, problem)
     if parsed(named) < MASKS and not plan.flash:
         problem = f"must be flash or flash_attention_2 with transformers {named}: masks of releases before "
         raise PlanError("attention", "eager", f"{problem}{shown(MASKS)} are not modelled")
