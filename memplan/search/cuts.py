@@ -190,18 +190,26 @@ def _time_behind(alike: tuple[Alike, ...], layers: int, pp: int, ratios: Ratios,
         together += stages * offset
         groups.append((stages, offset, top))
     start = max(lowest, together / pp) - 1e-9
-    if start >= bound:
+    if start >= bound or (bound < inf and _held(groups, bound) < layers):
         return inf
     steps: list[float] = sorted({one + ceil(start - one) for one in (lowest, *(offset for _, offset, _ in groups))})
     while True:
         for time in steps:
-            held = 0
-            for stages, offset, top in groups:
-                most = int(time - offset + 1e-9)
-                held += stages * (top if top < most else most)
-            if held >= layers:
+            if time >= bound:
+                return inf
+            if _held(groups, time) >= layers:
                 return time
         steps = [time + 1 for time in steps]
+
+
+def _held(groups: Sequence[tuple[int, float, int]], time: float) -> int:
+    """Layers of stages that take so much ``time``; ``groups``: how many stages, what they take besides, and the most
+    that they hold."""
+    held = 0
+    for stages, offset, top in groups:
+        most = int(time - offset + 1e-9)
+        held += stages * (top if top < most else most)
+    return held
 
 
 @lru_cache(maxsize=1 << 10)
