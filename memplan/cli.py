@@ -43,9 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.enable()
 
 
+FEW = 100_000, 50, 50
+"""Objects, and rounds, after which garbage is looked for: a search makes millions that stay, and hardly a circle."""
+
+
 def _alone(arguments: list[str]) -> int:
     """As ``_ended``; the process is asked to end by signals, and ignores them once it does."""
     atexit.register(gc.freeze)  # at its end no garbage is looked for: everything is freed
+    gc.set_threshold(*FEW)
     if arguments == ["--version"]:  # is over before the handlers would be there
         return _ended(arguments)
     from .interrupts import Interrupts
