@@ -249,11 +249,35 @@ class Candidates:
         self.refused: Counter[str] = Counter()
         """Points that are left out, by the rule."""
         self._grouped: dict[tuple[int, bool], list[list[Kept]]] = {}
+        self._uncut: dict[tuple[int, int], PlanError | None] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
         for layout, sizes in self.space.layouts(self.refused):
+            error = None if self.chooses_cut else self._without_cut(layout, sizes[0])
             for recompute in self.space.recompute:
-                yield from self._chain(layout, sizes, recompute)
+                if error is None:
+                    yield from self._chain(layout, sizes, recompute)
+                    continue
+                points = len(sizes) * sum(map(len, self._groups(layout.dp * layout.cp, layout.pp)))
+                self.considered += points
+                self._refuse(error, points)
+
+    def _without_cut(self, layout: Sizes, mbs: int) -> PlanError | None:
+        """Why the layers cannot lie on so many stages and chunks, which is the same for every point that has them."""
+        key = layout.pp, layout.vpp
+        groups = self._groups(layout.dp * layout.cp, layout.pp)
+        if key not in self._uncut and groups:
+            zero, extras = groups[0][0]
+            try:
+                plan = resolve(self.space.plan(Point(*layout, zero, mbs, self.space.recompute[0], extras)))
+            except PlanError:
+                return None  # refused for something else: another point tells
+            try:
+                self.space.search.check_cut(plan)
+                self._uncut[key] = None
+            except PlanError as error:
+                self._uncut[key] = error
+        return self._uncut.get(key)
 
     def _chain(self, layout: Sizes, sizes: Sequence[int], recompute: Recomputing) -> Iterator[Candidate]:
         """``layout`` with every micro-batch, and everything beside that."""

@@ -114,6 +114,10 @@ class FrameworkSearch:
         """The same for the model of ``plan``."""
         return self
 
+    def check_cut(self, plan: ResolvedPlan) -> None:
+        """``PlanError`` where nobody chooses cuts and the stages of a resolved plan cannot hold its layers, whatever
+        its other sizes."""
+
     def cut_fields(self, cut: StageLayers) -> Fields:
         """The fields of a plan that say what its stages hold."""
         return ()

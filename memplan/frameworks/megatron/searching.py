@@ -314,6 +314,9 @@ class HybridSearch(MegatronSearch):
 
     chooses_cut = False
 
+    def check_cut(self, plan: ResolvedPlan) -> None:
+        programs.stage_entries(plan)
+
     def other_cuts(self) -> Iterator[Proposal]:
         return iter(())
 
