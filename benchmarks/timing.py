@@ -263,21 +263,27 @@ def foundry(rows: Sequence[Row]) -> list[Table]:
     return [Table("llm_foundry_throughput.jsonl", gpu, tuple(timed)) for gpu, timed in by_gpu.items()]
 
 
-def finetuning(rows: Sequence[Row]) -> Table:
-    """Plain full fine-tuning; its recompute is reentrant, so that the last product of a layer runs again, too."""
-    timed = []
+def finetuning(rows: Sequence[Row]) -> list[Table]:
+    """Plain runs of Mistral 7B, full and with LoRA; their recompute is reentrant, so that the last product of a layer
+    runs again, too."""
+    timed: dict[str, list[Timed]] = {"a100-80gb": [], "a100-80gb with adapters": []}
+    adapters = {"lora_rank": 16, "lora_targets": "q_proj,k_proj,v_proj,o_proj", "lora_dropout": 0.1}
     for row in rows:
-        if row["framework_config"] != "none" or row["peft_method"] or not row.get("train_tokens_per_second"):
+        plain = row["framework_config"] == "none" and "Mistral" in row["model"]
+        if not plain or not row.get("train_tokens_per_second"):
             continue
         b, gpus, s = row["micro_batch_size"], row["gpus"], row["sequence_length"]
         flags: dict[str, object] = {"framework": "single", "trainer": "transformers"}
         if gpus > 1:
             flags = {"framework": "fsdp", "gpus": gpus, "fsdp_version": 1, "use_reentrant": "true"}
+        if row["peft_method"]:
+            flags |= adapters
         job = {"model": "mistral-7b-v0.3", "vocab": 32_000, "gpu": "a100-80gb", "dtype": "bf16", "recompute": "full"}
         plan = resolve(plan_of(None, mbs=b, gbs=b * gpus, seq=s, capacity="900GiB", **job, **flags))
         again = plan.model.layers * matmul(rates_of(plan), b * s, plan.model.hidden, plan.model.ffn)
-        timed.append(Timed(row["id"], b * s / row["train_tokens_per_second"], step_time(plan).total + again))
-    return Table("fms_a100_finetuning.jsonl", "a100-80gb", tuple(timed))
+        name = "a100-80gb with adapters" if row["peft_method"] else "a100-80gb"
+        timed[name].append(Timed(row["id"], b * s / row["train_tokens_per_second"], step_time(plan).total + again))
+    return [Table("fms_a100_finetuning.jsonl", name, tuple(of)) for name, of in timed.items()]
 
 
 def throughput(rows: Sequence[Row]) -> list[Table]:

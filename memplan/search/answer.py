@@ -48,7 +48,7 @@ def suggest(
     if objective == "time":
         check_timed(resolved.hardware.gpu)
     space = _space(base, resolved, fixed)
-    error = published_error(resolved.hardware.gpu or "", resolved.model)
+    error = published_error(resolved)
     within = min(EQUALLY_FAST, error)
     if objective == "gpus":
         search, best = _fewest_gpus(space, fixed, limit, beyond, top, report, known)

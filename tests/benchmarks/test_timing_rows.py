@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import nvidia, timing
 from benchmarks.measured import read_rows
-from memplan.search.time.rates import ERROR_OF_EXPERTS, PUBLISHED_ERRORS
+from memplan.search.time.rates import ERROR_OF_ADAPTERS, ERROR_OF_EXPERTS, PUBLISHED_ERRORS
 
 MEASURED = timing.MEASURED
 needs_measured = pytest.mark.skipif(not MEASURED.is_dir(), reason=f"no measured runs in {MEASURED}")
@@ -31,13 +31,21 @@ def test_published_steps(name: str, limit: float) -> None:
         ("bigscience_a100.jsonl", timing.bigscience, 0.045, 0.07),
         ("megatron_b200.jsonl", timing.b200, 0.1, 0.2),
         ("torchtitan_h100.jsonl", timing.torchtitan, 0.16, 0.16),
-        ("fms_a100_finetuning.jsonl", timing.finetuning, 0.03, 0.04),
     ],
 )
 def test_measured_steps(name: str, read: Callable[[Sequence[Any]], timing.Table], limit: float, worst: float) -> None:
     table = read(read_rows(MEASURED / name))
     assert table.median_error < limit
     assert max(abs(row.error) for row in table.rows) < worst
+
+
+@needs_measured
+def test_full_fine_tuning_and_adapters() -> None:
+    full, adapters = timing.finetuning(read_rows(MEASURED / "fms_a100_finetuning.jsonl"))
+    assert [len(full.rows), len(adapters.rows)] == [4, 4]
+    assert full.worst_error < 0.04
+    assert adapters.median_error == pytest.approx(ERROR_OF_ADAPTERS, abs=0.002)
+    assert adapters.worst_error < 0.09
 
 
 RETRIED = ("30b-s8192", "13b-s2048-gpus8-mbs4", "13b-s512-gpus8", "760m-s1024-gpus8-mbs48", "70b-s2048-gpus64-mbs2")

@@ -2,10 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.plan.models import load_spec
 from memplan.search.time import best_published, published_error
 from memplan.search.time.hardware import SPEEDS
-from memplan.search.time.rates import BEST_MFU, BEST_MFU_OF_EXPERTS, ERROR_OF_EXPERTS, PUBLISHED_ERRORS
+from memplan.search.time.rates import (
+    BEST_MFU,
+    BEST_MFU_OF_EXPERTS,
+    ERROR_OF_ADAPTERS,
+    ERROR_OF_EXPERTS,
+    PUBLISHED_ERRORS,
+)
+
+from .plans import plan
 
 
 def test_every_figure_is_of_a_gpu_whose_speed_is_known() -> None:
@@ -13,14 +20,26 @@ def test_every_figure_is_of_a_gpu_whose_speed_is_known() -> None:
     assert all("https://" in best.source and 0 < best.value < 1 for best in BEST_MFU.values())
 
 
+def of(gpu: str, **flags: object) -> float:
+    return published_error(plan(**{"model": "llama-3-8b", "framework": "fsdp", "gpu": gpu, "gpus": 8, **flags}))
+
+
 def test_a_gpu_that_nobody_compared_has_the_largest_error() -> None:
-    dense = load_spec("llama-3-8b")
-    assert published_error("l4", dense) == max(PUBLISHED_ERRORS.values()) > published_error("a100-80gb", dense)
+    assert of("l4") == max(PUBLISHED_ERRORS.values()) > of("a100-80gb")
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "nemotron-h-8b"])
 def test_experts_and_hybrids_have_an_error_of_their_own(name: str) -> None:
-    assert published_error("a100-80gb", load_spec(name)) == ERROR_OF_EXPERTS > max(PUBLISHED_ERRORS.values())
+    found = of("a100-80gb", model=name, framework="megatron")
+    assert found == ERROR_OF_EXPERTS > max(PUBLISHED_ERRORS.values())
+
+
+def test_adapters_and_trls_loops_have_no_more_than_was_compared() -> None:
+    """Four runs with LoRA on A100; none of DPO."""
+    assert of("a100-80gb", lora_rank=16) == ERROR_OF_ADAPTERS > of("a100-80gb")
+    assert of("h100-80gb", lora_rank=16) == of("h100-80gb") > ERROR_OF_ADAPTERS
+    dpo = of("a100-80gb", trainer="dpo", precompute_ref_log_probs="true")
+    assert dpo == max(PUBLISHED_ERRORS.values())
 
 
 def test_the_best_published_is_cited_above_it_alone() -> None:
