@@ -77,7 +77,7 @@ def _exported(read: ReadPlan, to: str | None) -> Exported:
     if name is None:
         names = {one.configuration: one.name for one in frameworks()}
         known = ", ".join(names[format] for format in WRITTEN)
-        problem = f"has no configuration of its own, but Python; these have: {known}"
+        problem = f"has no configuration of its own, but Python; these have: {known} (--framework or --to)"
         raise read.located(PlanError("framework", read.plan.framework, problem))
     if name not in WRITTEN:
         guess = nearest(name, WRITTEN)

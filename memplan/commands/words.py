@@ -169,9 +169,12 @@ def likely(flag: str, known: Iterable[str]) -> str | None:
 
 
 def _unknown(flag: str, guesses: Guesses, path: str) -> PlanError:
-    from ..plan.near_misses import NOT_MODELLED
+    from ..formats.own_settings import own_setting
+    from ..plan.near_misses import MEANT, NOT_MODELLED, SAME
 
     problem = NOT_MODELLED.get(flag)
+    if problem is None and flag not in MEANT and flag not in SAME:
+        problem = own_setting(flag)
     if problem is None:
         guess = guesses.of(flag)
         hint = f"did you mean {guess}?" if guess else "--help lists them"

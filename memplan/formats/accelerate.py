@@ -131,16 +131,15 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
         problem = "must be NO: compiled code saves other tensors, and is not modelled"
         raise PlanError("dynamo_backend", backend.plain(), problem, origin=backend.origin)
     kind = written.mapping.get("distributed_type", Node("NO", written.origin))
-    framework = _DISTRIBUTED.get(str(kind.value).removeprefix("DistributedType."))
-    if kind.value is False or kind.value is None:
-        framework = "single"
+    named = "NO" if kind.value in (False, None) else str(kind.value).removeprefix("DistributedType.")
+    framework = _DISTRIBUTED.get(named)
     if framework is None:
         problem = f"must be one of {', '.join(_DISTRIBUTED)}"
         raise PlanError("distributed_type", kind.plain(), problem, origin=kind.origin)
     processes = written.mapping.get("num_processes")
     if processes is not None and (type(processes.value) is not int or processes.value < 1):
         raise PlanError("num_processes", processes.plain(), "must be a whole number from 1 on", origin=processes.origin)
-    if processes is not None and "distributed_type" in written.mapping and framework == "single":
+    if processes is not None and "distributed_type" in written.mapping and named == "NO":
         processes = Node(1, processes.origin)  # simple_launcher
     sections = framework_of(framework).supports.sections
     fsdp = written.mapping.get("fsdp_config", Node({}, written.origin))

@@ -21,19 +21,15 @@ from .printing import (
     FAINT,
     GOOD,
     SWATCH,
-    Share,
     WholeTable,
-    allocated_shares,
-    beyond_shares,
     entries,
     label,
+    ledger,
     left,
     plain_table,
     put,
     put_line,
     right,
-    span_of,
-    unknown_beyond,
     written_lines,
 )
 from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, timeline_lines, unit_of, who
@@ -230,34 +226,21 @@ def _ledger(stage: StageEstimate, unit: Unit, *, coloured: bool) -> Table:
     table = WholeTable.grid(left(), right(), right(), padding=(0, 2, 0, 0))
     table.add_row(Text("  for", FAINT), Text(unit.name, FAINT), Text("%", FAINT))
 
-    def add(parts: Sequence[Share]) -> None:
-        for part in parts:
-            if unit.prints(part.size):
-                swatch = (SWATCH, part.colour) if coloured else " "
-                name = Text.assemble(swatch, f" {part.label}", (_span(span_of(stage, part.key), unit), FAINT))
-                table.add_row(name, unit.figure(part.size), percent(part.size, stage.headline))
-
-    def total(name: str, size: int | None, span: tuple[int, int] | None = None) -> None:
-        if size is not None:
-            table.add_row(
-                f"= {name}{_span(span, unit)}", unit.figure(size), percent(size, stage.headline), style="bold"
-            )
-
-    cache, others = beyond_shares(stage)
-    add(allocated_shares(stage))
-    total("requested" if stage.allocated is None else "allocated", sum(stage.breakdown))
-    if stage.reserved is not None:
-        add(cache)
-        total("reserved", stage.reserved)
-    if stage.device is not None:
-        add(others)
-        for name in unknown_beyond(stage):
-            table.add_row(f"  {name}", UNKNOWN)
-        total("device", stage.device, stage.device_range)
+    for entry in ledger(stage):
+        if entry.size is None:
+            table.add_row(f"  {entry.label}", UNKNOWN)
+            continue
+        figures = unit.figure(entry.size), percent(entry.size, stage.headline)
+        span = span_words(entry.span, unit)
+        if not entry.colour:
+            table.add_row(f"{entry.label}{span}", *figures, style="bold")
+        elif unit.prints(entry.size):
+            swatch = (SWATCH, entry.colour) if coloured else " "
+            table.add_row(Text.assemble(swatch, f" {entry.label}", (span, FAINT)), *figures)
     return table
 
 
-def _span(span: tuple[int, int] | None, unit: Unit) -> str:
+def span_words(span: tuple[int, int] | None, unit: Unit) -> str:
     """``, 0.47 to 1.04``, where that is not one figure."""
     least, most = map(unit.figure, span or (0, 0))
     return f", {least} to {most}" if least != most else ""

@@ -110,6 +110,34 @@ def shares(stage: StageEstimate) -> tuple[Share, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of a stage's ledger: a share, a reading that is complete (``colour`` is empty), or what nobody knows."""
+
+    label: str
+    size: int | None
+    span: tuple[int, int] | None = None
+    colour: str = ""
+
+
+def ledger(stage: StageEstimate) -> Iterator[Entry]:
+    """Every share of the stage's memory, with a line behind those that complete a reading."""
+    cache, others = beyond_shares(stage)
+    yield from _entries(stage, allocated_shares(stage))
+    yield Entry("= requested" if stage.allocated is None else "= allocated", sum(stage.breakdown))
+    if stage.reserved is not None:
+        yield from _entries(stage, cache)
+        yield Entry("= reserved", stage.reserved)
+    if stage.device is not None:
+        yield from _entries(stage, others)
+        yield from (Entry(name, None) for name in unknown_beyond(stage))
+        yield Entry("= device", stage.device, stage.device_range)
+
+
+def _entries(stage: StageEstimate, parts: Iterable[Share]) -> Iterator[Entry]:
+    return (Entry(part.label, part.size, span_of(stage, part.key), part.colour) for part in parts)
+
+
 FILLED, EMPTY, LIMIT = "■", "·", "│"
 SWATCH = "■"
 
@@ -146,7 +174,9 @@ _PLAIN = str.maketrans("–−—×·■│→≤…▁▂▃▄▅▆▇█", "
 
 
 NARROW = 60
-"""Columns below which a table's lines grow longer than the terminal, which breaks them, before a figure is cut."""
+"""Columns below which a table's lines grow longer than the terminal, which breaks them, before a word is broken."""
+SHORTEST = 8
+"""Characters down to which a column of words goes on other terminals, before a figure is cut."""
 WIDEST = 10_000
 """Columns of a line at most."""
 
@@ -291,18 +321,22 @@ class WholeTable(Table):
     """A table that is wider than a narrow terminal where that would cut a cell that stays on one line."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if options.max_width < NARROW:
-            options = options.update(width=max(options.max_width, self._least(console, options)))
+        options = options.update(width=max(options.max_width, self._least(console, options)))
         return super().__rich_console__(console, options)
 
     def _least(self, console: Console, options: ConsoleOptions) -> int:
-        """Columns that it takes: of what wraps the longest word, all of what does not."""
-        wide = options.update(width=WIDEST)
+        """Columns that it takes: of what wraps a part of the longest word, all of what does not."""
+        wide, shortest = options.update(width=WIDEST), WIDEST if options.max_width < NARROW else SHORTEST
         _, after, _, before = self.padding
         least = 0
         for column in self.columns:
             sizes = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
-            least += max(size.maximum if column.no_wrap else size.minimum for size in sizes) + before + after + 1
+            least += (
+                max(size.maximum if column.no_wrap else min(size.minimum, shortest) for size in sizes)
+                + before
+                + after
+                + 1
+            )
         return least
 
 

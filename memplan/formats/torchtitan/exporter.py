@@ -52,7 +52,12 @@ def _refuse(plan: ResolvedPlan) -> None:
     """Refuses a plan that torchtitan would read as another one, with the reason."""
     given, optimizer = plan.fsdp, plan.optimizer
     if given.code != "torchtitan":
-        raise PlanError("fsdp.code", given.code, "must be torchtitan: its jobs train its own models")
+        raise PlanError(
+            "fsdp.code",
+            given.code,
+            "must be torchtitan (--fsdp-code): its jobs train its own models; "
+            "--to deepspeed or --to megatron writes other frameworks' files",
+        )
     if optimizer.algorithm.torchtitan is None:
         raise PlanError("optimizer.name", optimizer.name, "must be adam or adamw: torchtitan has no other by name")
     for path, dtype in (

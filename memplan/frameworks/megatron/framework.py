@@ -425,10 +425,10 @@ def check_optimizer(plan: ResolvedPlan) -> None:
         return
     for name in ("main_parameters", "exp_avg", "exp_avg_sq"):
         if getattr(optimizer, name) != "fp32":
-            problem = "must be fp32 unless optimizer.precision_aware is true"
+            problem = "must be fp32 without optimizer.precision_aware (--precision-aware-optimizer)"
             raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
     if optimizer.fp8_recipe is not None:
-        problem = "must be left out unless optimizer.precision_aware is true: another optimizer does not ask for it"
+        problem = "needs optimizer.precision_aware (--precision-aware-optimizer), the one optimizer that asks for it"
         raise PlanError("optimizer.fp8_recipe", optimizer.fp8_recipe, problem)
 
 

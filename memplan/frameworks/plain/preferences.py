@@ -19,6 +19,7 @@ from functools import lru_cache
 from ...layers.log_probabilities import OUTPUTS
 from ...layers.module import Module, Parameter, Tapes, hold_bytes
 from ...plan.errors import PlanError
+from ...plan.kernels import LOSSES
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, rounded
 from ...tape.program import Span
@@ -60,6 +61,8 @@ def check(plan: ResolvedPlan) -> None:
         raise PlanError("lora.dora", True, f"must be false with trainer.loop {loop}: both together are not modelled")
     if plan.loss.kind != "plain":
         problem = f"must be plain with trainer.loop {loop}, which has a loss of its own (trl's fused head)"
+        if LOSSES.get(plan.kernels.set) == plan.loss.kind:
+            problem += f"; kernels {plan.kernels.set} brings {plan.loss.kind}: add --loss plain"
         raise PlanError("loss.kind", plan.loss.kind, problem)
     if plan.loss.logits_to_keep is not None:
         problem = f"must be left out with trainer.loop {loop}, whose loss takes all tokens"

@@ -10,9 +10,9 @@ from ...plan.fields import sections
 from ...plan.plan import Plan
 from ...plan.section import FrameworkSection
 from ...result import Estimate, Notice, StageEstimate, Verdict
-from ..estimate import MOMENTS, READINGS
+from ..estimate import MOMENTS, READINGS, span_words
 from ..names import MEANING, elements, modules_text, percent, ranks_text, size, stage_word
-from ..printing import Share, allocated_shares, beyond_shares, shares, unknown_beyond
+from ..printing import Share, ledger, shares
 from ..stages import free_on, limit_of, reading_of, unit_of, who
 from .markup import Child, Markup, details, join, section, table, tag
 
@@ -118,26 +118,17 @@ _MEANS = {
 def breakdown(estimate: Estimate, stage: StageEstimate) -> Markup:
     """The categories of a stage's headline; they sum to each reading."""
     unit, rows = unit_of(estimate), []
-
-    def add(parts: Sequence[Share]) -> None:
-        for part in parts:
-            name = tag("span", tag("i", style=f"background:{part.colour}", class_="swatch"), part.label)
-            rows.append([name, unit.figure(part.size), percent(part.size, stage.headline)])
-
-    def total(name: str, count: int | None) -> None:
-        if count is not None:
-            rows.append([tag("b", f"= {name}"), tag("b", unit.figure(count)), tag("b", percent(count, stage.headline))])
-
-    cache, others = beyond_shares(stage)
-    add(allocated_shares(stage))
-    total("requested" if stage.allocated is None else "allocated", sum(stage.breakdown))
-    if stage.reserved is not None:
-        add(cache)
-        total("reserved", stage.reserved)
-    if stage.device is not None:
-        add(others)
-        rows.extend([name, "?", ""] for name in unknown_beyond(stage))
-        total("device", stage.device)
+    for entry in ledger(stage):
+        span = span_words(entry.span, unit)
+        if entry.size is None:
+            rows.append([entry.label, "?", ""])
+            continue
+        figures = unit.figure(entry.size), percent(entry.size, stage.headline)
+        if entry.colour:
+            swatch = tag("i", style=f"background:{entry.colour}", class_="swatch")
+            rows.append([tag("span", swatch, entry.label, span), *figures])
+        else:
+            rows.append([tag("b", word) for word in (f"{entry.label}{span}", *figures)])
     return table(["for", unit.name, "%"], rows, (None, "figure", "figure"))
 
 
