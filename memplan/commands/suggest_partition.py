@@ -297,25 +297,30 @@ def _of_all(
     from ..search.result import Offer
 
     _check_needed(read.plan)
+    named = replace(read, warnings=tuple(note for note in read.warnings if note.code != FRAMEWORK_CHOSEN))
 
     def offered(name: str, at: int) -> Offer:
         plan = read.plan.model_copy(update={"framework": name})
         where = f"{name}, framework {at} of {len(ROOMS)}"
         try:
-            return Offer(name, _found(replace(read, plan=plan), fixes, objective, top, quiet, known, where))
+            return Offer(name, _found(replace(named, plan=plan), fixes, objective, top, quiet, known, where))
         except PlanError as error:
             return Offer(name, None, error)
 
     offers = tuple(offered(name, at) for at, name in enumerate(ROOMS, 1))
     searched = [offer for offer in offers if offer.found is not None]
     parallel = [one for one in searched if not framework(one.framework).supports.several_gpus_of_a_process]
-    if not parallel:
-        raise next(offer.refused for offer in offers if offer.framework == read.plan.framework and offer.refused)
+    refused = next((one.refused for one in offers if one.framework == read.plan.framework), None)
+    if not parallel and refused is not None:
+        raise read.located(refused)
     fitting = [one for one in parallel if one.found is not None and one.found.best]
     best = min(fitting or searched, key=lambda offer: offer.rank)
     assert best.found is not None
     others = " and ".join(filter(None, [", ".join(one.framework for one in searched[:-1]), searched[-1].framework]))
-    told = Note(FRAMEWORK_CHOSEN, f"no framework was named: {others} were searched, and {best.framework} is the best")
+    said = f"no framework was named: {others} were searched, and {best.framework} is the best"
+    if refused is not None:
+        said += f"; {read.plan.framework} {refused.problem}"
+    told = Note(FRAMEWORK_CHOSEN, said)
     notes = tuple(told if note.code == FRAMEWORK_CHOSEN else note for note in read.warnings)
     plan = read.plan.model_copy(update={"framework": best.framework})
     return replace(read, plan=plan, warnings=notes), best.found, offers

@@ -173,7 +173,7 @@ def _unknown(flag: str, guesses: Guesses, path: str) -> PlanError:
     from ..plan.near_misses import MEANT, NOT_MODELLED, SAME
 
     problem = NOT_MODELLED.get(flag)
-    if problem is None and flag not in MEANT and flag not in SAME:
+    if problem is None and not {flag, flag.replace("_", "-")} & {*MEANT, *SAME}:
         problem = own_setting(flag)
     if problem is None:
         guess = guesses.of(flag)
