@@ -156,9 +156,9 @@ def likely(flag: str, known: Iterable[str]) -> str | None:
     from ..plan.near_misses import MEANT, SAME, SHORT
 
     elsewhere, known = {**SHORT, **MEANT, **SAME}, tuple(known)
-    if flag in elsewhere:
-        return elsewhere[flag]
     name = flag.replace("_", "-").lstrip("-")
+    if flag in elsewhere or f"--{name}" in elsewhere:
+        return elsewhere.get(flag) or elsewhere[f"--{name}"]
     if f"--{name}" in known:
         return f"--{name}"
     called = nearest(name, [other[2:] for other in elsewhere if other.startswith("--")], cutoff=0.85)

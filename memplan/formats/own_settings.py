@@ -10,6 +10,7 @@ from importlib import import_module
 
 from ..plan.fields import Kind, plan_fields
 from .rows import Row, Table, arguments_of
+from .trainer.script import WITHOUT_EFFECT
 
 _TABLES = {
     "Megatron-LM": (".megatron.table", "megatron"),
@@ -27,14 +28,16 @@ def own_setting(flag: str) -> str | None:
     for owner, (module, parser) in _TABLES.items():
         rows = [row for row in import_module(module, __package__).ROWS if row.path and name in map(_plain, row.names)]
         if rows:
-            return f"is {owner}'s; here it is {' and '.join(dict.fromkeys(_flags(rows)))}"
+            return f"is {_of(owner)}; here it is {' and '.join(dict.fromkeys(_flags(rows)))}"
         argument = arguments_of(parser).get(f"--{name}") if parser is not None else None
         if argument is not None and argument.table is Table.IRRELEVANT:
-            return f"is {owner}'s, and changes no memory ({argument.why}): leave it out"
+            return f"is {_of(owner)}, and changes no memory ({argument.why}): leave it out"
         if argument is not None and argument.table is not Table.MODELLED:
-            return f"is {owner}'s, and not modelled: {argument.why}"
+            return f"is {_of(owner)}, and not modelled: {argument.why}"
         if argument is not None:
-            return f"is {owner}'s, which is read in a launch script: memplan estimate --from {parser} train.sh"
+            return f"is {_of(owner)}, which is read in a launch script: memplan estimate --from {parser} train.sh"
+    if name.replace("-", "_") in WITHOUT_EFFECT:
+        return f"is {_of('TrainingArguments')}, and changes no memory: leave it out"
     return None
 
 
@@ -50,6 +53,10 @@ def _flags(rows: Iterable[Row]) -> Iterator[str]:
             yield f"{field.flag} {row.words[True]}"
         else:
             yield f"{field.flag} ({', '.join(field.choices)})" if field.choices else field.flag
+
+
+def _of(owner: str) -> str:
+    return f"{owner}'" if owner.endswith("s") else f"{owner}'s"
 
 
 def _plain(name: str) -> str:
