@@ -428,6 +428,7 @@ ROWS = (
     Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length", "model_max_length")),
     Row("model_name_or_path", "model", kind="any", without_effect=_given_by("model")),
     Row("attn_implementation", "attention", kind="any"),
+    Row("use_flash_attention_2", "attention", kind="switch", words={True: "flash_attention_2", False: "sdpa"}),
     Row("packing", "attention", read=_packed),
     Row("activation_checkpointing", "recompute.mode", read=_recompute),
     Row("use_liger_kernel", "kernels.set", read=_liger),

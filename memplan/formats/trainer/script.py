@@ -52,6 +52,7 @@ READ = frozenset(
         "activation_checkpointing",
         "activation_checkpointing_kwargs",
         "attn_implementation",
+        "use_flash_attention_2",
         "torch_dtype",
         "dtype",
         "eval_accumulation_steps",
@@ -132,6 +133,7 @@ WITHOUT_EFFECT = frozenset(
     cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache validation_split_percentage
     keep_linebreaks streaming use_cpu_amp fp16_backend half_precision_backend fp16_opt_level torchdynamo mp_parameters
     eval_packing lora_task_type
+    dataset_num_proc dataset_mixer dataset_splits chat_template
     past_index ray_scope no_cuda use_mps_device jit_mode_eval auto_find_batch_size_ratio chat_template_path
     """.split()  # noqa: SIM905 - a list this long would be a hundred lines
 )

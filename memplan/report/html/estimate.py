@@ -104,20 +104,25 @@ def suggestion_page(
         converted(suggestion_report(replace(answer, found=replace(found, front=())), wide_console(), verbose=True))
     )
     first, rest = parts[0], parts[1:]
+    assumed = rest.index(_ASSUMED) if _ASSUMED in rest else len(rest)
     shown: list[Markup] = [tag("h1", found.base.model.name), tag("div", first, class_="verdict")]
     if layouts:
         data["front"] = {"points": [_point(at, kind, one, found) for at, (kind, one, _) in enumerate(layouts)]}
         shown.append(_front(layouts, found))
-    shown += [tag("div", *rest, class_="report")]
+    shown += [tag("div", *rest[:assumed], class_="report")]
     if stated is not None:
         title = "The recommended layout" if found.best else "The closest layout"
         shown += [
             section(title, tag("p", plan_text(stated.plan), class_="faint")),
             *memory_parts(stated),
-            plan_part(stated.plan),
         ]
+    shown.append(tag("div", *rest[assumed:], class_="report"))  # long, and seldom asked for
+    if stated is not None:
+        shown.append(plan_part(stated.plan))
     return page(f"{found.base.model.name}: layouts", *shown, data=data)
 
+
+_ASSUMED = tag("h2", "Assumed")
 
 Layout = tuple[str, Suggestion, Estimate]
 

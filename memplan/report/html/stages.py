@@ -129,7 +129,7 @@ def breakdown(estimate: Estimate, stage: StageEstimate) -> Markup:
             rows.append([tag("span", swatch, entry.label, span), *figures])
         else:
             rows.append([tag("b", word) for word in (f"{entry.label}{span}", *figures)])
-    return table(["for", unit.name, "%"], rows, (None, "figure", "figure"))
+    return table(["for", unit.name, "%"], rows, ("wraps", "figure", "figure"))
 
 
 def every_reading(estimate: Estimate) -> Markup:
