@@ -56,8 +56,8 @@ def plan_of(row: Mapping[str, Any]) -> Plan:
     framework, gpus = row["framework_config"], row["gpus"]
     flags: dict[str, object] = {}
     if row["peft_method"]:
-        targets = [name for name in row["target_modules"].split() if name != "c_attn"]  # GPT-2's, which is not there
-        flags |= {"lora-rank": int(float(row["lora_rank"])), "lora-targets": ",".join(targets)}
+        targets = ",".join(row["target_modules"].split())
+        flags |= {"lora-rank": int(float(row["lora_rank"])), "lora-targets": targets}
         flags["lora-dropout"] = float(row["lora_dropout"])
     if "bnb" in framework:
         flags |= {"quantisation": "nf4", "double-quantisation": "true"}

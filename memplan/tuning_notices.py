@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .plan.lora import adapter_parameters, saved_parameters
+from .plan.lora import adapter_parameters, left_out, saved_parameters
 from .plan.resolved import ResolvedPlan
 from .plan.tuning_checks import is_tuned
 
@@ -21,9 +21,12 @@ def _of_lora(plan: ResolvedPlan) -> tuple[str, ...]:
     count, whole = adapter_parameters(plan), lora.modules_to_save
     given = {"biases": False, "DoRA": lora.dora, "rsLoRA": lora.rslora, "modules_to_save": whole}
     *others, last = [name for name, used in given.items() if not used]
+    nothing = left_out(plan)
+    targets = [one for one in lora.targets or () if one not in nothing]
     return (
-        f"{'DoRA' if lora.dora else 'LoRA'} by peft 0.21 on {', '.join(lora.targets or ())}: {count:,} trained "
+        f"{'DoRA' if lora.dora else 'LoRA'} by peft 0.21 on {', '.join(targets)}: {count:,} trained "
         f"parameters in {lora.dtype}; no {', '.join(others)} or {last}",
+        *([f"nothing in {plan.model.name} is called {' or '.join(nothing)}: peft goes on without"] if nothing else []),
         *([_OF_DORA] if lora.dora else []),
         *([_saved(plan)] if whole else []),
     )

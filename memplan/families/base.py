@@ -173,6 +173,8 @@ class Family:
     leaves more than its output behind, which is not modelled."""
     kernels: tuple[str, ...] = ()
     """Whose kernels its layers can have."""
+    loss_alone: tuple[str, ...] = ()
+    """Sets of kernels that change nothing but its loss."""
     conv1d: bool = False
     """Linear layers are transformers' ``Conv1D``, whose weights are transposed."""
     since: Version = LIBRARIES["transformers"].newest

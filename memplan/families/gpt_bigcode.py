@@ -74,6 +74,7 @@ GPT_BIGCODE = replace(
     softmax_in_dtype=False,
     casts_probabilities=False,
     conv1d=False,
+    loss_alone=("fms",),
     takes_positions=lambda r: False,
     mask_buffer=True,
     since=(4, 45),

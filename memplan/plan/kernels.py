@@ -33,7 +33,8 @@ NAMES = ("norm", "rope", "mlp", "lora")
 
 def of_set(plan: Plan) -> Kernels:
     """The section with every piece of the set named; LoRA's functions are for 4-bit weights alone."""
-    given, pieces = plan.kernels, PIECES[plan.kernels.set]
+    given = plan.kernels
+    pieces = {} if given.set in family(plan.model.family).loss_alone else PIECES[given.set]
     quantised = plan.quantisation.kind != "none"
     update = {name: piece for name, piece in pieces.items() if getattr(given, name) is None}
     return given.model_copy(update={name: piece for name, piece in update.items() if name != "lora" or quantised})

@@ -49,17 +49,26 @@ def adapted(plan: Plan) -> frozenset[str]:
         _check_experts(targets, plan.model)
     for target in targets:
         matched = {part for part, name in names.items() if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
-        if not matched:
-            last = last_names(plan.model)
-            named = f"its linear layers are {', '.join(last)}"
-            named += "" if plan.model.experts else f"; {ALL_LINEAR} names them all"
-            if target in NOT_ADAPTED:
-                problem = f"must be a linear layer of a block: adapters on embedding and head are not modelled; {named}"
-                raise PlanError("lora.targets", target, problem)
-            problem = f"matches nothing in {plan.model.name}; {named}"
-            raise PlanError("lora.targets", target, problem, known=(*last, ALL_LINEAR))
         found |= matched
+        if target in NOT_ADAPTED and not matched:
+            problem = f"must be a linear layer of a block: embedding and head are not modelled; {_named(plan)}"
+            raise PlanError("lora.targets", target, problem)
+    if targets and not found:
+        wrong, problem = ", ".join(targets), f"matches nothing in {plan.model.name}; {_named(plan)}"
+        raise PlanError("lora.targets", wrong, problem, known=(*last_names(plan.model), ALL_LINEAR))
     return frozenset(found)
+
+
+def _named(plan: Plan) -> str:
+    named = f"its linear layers are {', '.join(last_names(plan.model))}"
+    return named if plan.model.experts else f"{named}; {ALL_LINEAR} names them all"
+
+
+def left_out(plan: Plan) -> list[str]:
+    """Targets beside others that match nothing, which peft leaves out (``tuners_utils.py``, ``inject_adapter``)."""
+    names = linear_layers(plan.model).values()
+    targets = plan.lora.targets or () if plan.lora.rank is not None else ()
+    return [one for one in targets if one != ALL_LINEAR and not any(f".{name}".endswith(f".{one}") for name in names)]
 
 
 def saved(plan: Plan) -> frozenset[str]:

@@ -49,11 +49,11 @@ def check_loss(plan: ResolvedPlan) -> None:
 
 def _check_over_logits(plan: ResolvedPlan) -> None:
     """Liger's is in the place of the loss of every causal model; fms-acceleration patches some families alone."""
-    kind, spec = plan.loss.kind, plan.model
+    kind, spec, known = plan.loss.kind, plan.model, family(plan.model.family)
     if not spec.causal or spec.mlm_head:
         problem = f"must be plain: {spec.name} has no head for causal language modelling"
         raise PlanError("loss.kind", kind, problem)
-    if kind == "unsloth" and kind not in family(spec.family).kernels:
+    if kind == "unsloth" and kind not in known.kernels and "fms" not in known.loss_alone:
         problem = (
             f"must be plain, or one of Liger's, for family {spec.family}: its loss is not among fms-acceleration's"
         )
