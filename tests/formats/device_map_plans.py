@@ -33,6 +33,8 @@ TINY: dict[str, str] = {
     "deepseek_v2": "deepseek-v2-lite",
     "deepseek_v3": "deepseek-v3",
     "glm4_moe": "glm-4.5-air",
+    "granite": "granite-3.0-2b",
+    "gpt_bigcode": "santacoder",
 }
 """A built-in model of each family."""
 
@@ -40,7 +42,7 @@ TINY: dict[str, str] = {
 def tiny(family: str, layers: int, **changes: Any) -> dict[str, Any]:
     """A small model of ``family``."""
     kv_heads = 4 if family not in ("llama", "mistral", "qwen3", "qwen2", "gemma2", "falcon") else 2
-    kv_heads = 1 if family == "falcon" else kv_heads
+    kv_heads = 1 if family in ("falcon", "gpt_bigcode") else kv_heads
     sizes = {"hidden": 64, "heads": 4, "kv_heads": kv_heads, "head_dim": 16, "ffn": 176, "vocab": 1003}
     if family.startswith("deepseek"):
         sizes |= {"head_dim": 48, "nope_head_dim": 32, "rope_head_dim": 16, "value_head_dim": 24}
