@@ -77,14 +77,15 @@ GPT_BIGCODE = replace(
     loss_alone=("fms",),
     takes_positions=lambda r: False,
     mask_buffer=True,
+    no_zero3="DeepSpeed's engine gathers in another order than is modelled for GPT-2",
+    modules=ModuleNames(
+        ("transformer.wte", "transformer.wpe", "transformer.bias"), "transformer.h", ("transformer.ln_f",), ("lm_head",)
+    ),
     since=(4, 45),
     alone_before=ALONE_BEFORE,
     not_followed=((4, 49), ALONE_BEFORE),
     megatron=None,
     megatron_core=None,
-    no_zero3="the order of its submodules was not compared with DeepSpeed's",
-    submodules=None,
-    modules=ModuleNames(("transformer.wte", "transformer.wpe"), "transformer.h", ("transformer.ln_f",), ("lm_head",)),
 )
 
 FAMILIES = {"gpt_bigcode": GPT_BIGCODE}
