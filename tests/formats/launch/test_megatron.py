@@ -157,6 +157,7 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ("--position-embedding-type mrope", "--position-embedding-type = mrope: is not modelled yet; learned_absolute, rope"),
         ("--recompute-granularity full", "--recompute-method: is missing"),
         ("--skip-train", "--skip-train: must be left out: nothing is trained with it"),
+        ("--logits-load-dir teacher", "--logits-load-dir: must be left out: logits of a teacher"),
         ("--batch-size 4", "--batch-size: was renamed long ago, and Megatron stops"),
         ("--use-torch-fsdp2", "train.sh:2: --use-torch-fsdp2: must be left out: parameters that are sharded over ranks"),
         (
