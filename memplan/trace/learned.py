@@ -11,8 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..frameworks import framework
+from ..frameworks import framework, frameworks
 from ..layers.module import Options
+from ..plan.checks import listed
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import Kind, PlanField, plan_fields
 from ..plan.library import learned_models
@@ -86,6 +87,28 @@ def fit_of(plan: ResolvedPlan) -> Fit:
         found = _FOUND[key] = _read(plan.model_copy(update={"versions": versions}), spec)
     _check_versions(plan, found)
     return found
+
+
+def takers(plan: ResolvedPlan) -> list[str]:
+    """Frameworks under which the plan's architecture is known: all that learn, but for those that what was learnt of it
+    does not serve."""
+    found = []
+    for one in frameworks():
+        if one.running.learns:
+            there = plan.model_copy(update={"framework": one.name})
+            try:
+                lacks = one.running.lacks(there, fit_of(there))
+            except PlanError:
+                lacks = ""
+            found += [] if lacks else [one.name]
+    return found
+
+
+def check_framework(plan: ResolvedPlan, lacks: str) -> None:
+    """``PlanError`` with what takes the plan's architecture where its own framework lacks something."""
+    if lacks:
+        problem = f"must be {listed(takers(plan))}: {lacks} (model_type {plan.model.family})"
+        raise PlanError("framework", plan.framework, problem)
 
 
 def _check_versions(plan: ResolvedPlan, fit: Fit) -> None:

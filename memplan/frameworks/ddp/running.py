@@ -10,6 +10,7 @@ from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Hold, rounded
 from ...tape.program import Span, drop_all
+from ...trace.fit import Fit
 from ...trace.job import Replicated
 from ..plain.running import PlainRunning
 from .programs import fullest_rank
@@ -56,11 +57,11 @@ class DdpRunning(PlainRunning):
         flat = tuple(sum(sizes) for sizes in by_dtype.values() if len(sizes) > 1)
         return _through(flat) if flat else ()
 
-    def learnt_buckets(self, plan: ResolvedPlan, ready: tuple[int, ...] | None) -> tuple[Hold, ...]:
+    def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:
+        return "" if fit.buckets else "its gradients are not ready layer by layer, so that buckets are unknown"
+
+    def learnt_buckets(self, plan: ResolvedPlan, ready: tuple[int, ...]) -> tuple[Hold, ...]:
         """DDP's second copy of gradients, in the order in which they are ready."""
-        if ready is None:
-            problem = "gradients of this architecture are not ready layer by layer, so the buckets are unknown"
-            raise PlanError("framework", plan.framework, f"must be single: {problem}")
         sizes = bucket_sizes(ready, *limits(plan.ddp))
         return tuple(Hold(0, rounded(size), Category.COMMUNICATION_BUFFERS, "ddp_bucket") for size in sizes)
 

@@ -77,6 +77,12 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
         check_recompute(plan.model)
     if known.no_zero3 and zero.stage == 3:
         raise PlanError("model.family", known.name, f"is not modelled at stage 3: {known.no_zero3}")
+    check_settings(plan, zero)
+
+
+def check_settings(plan: ResolvedPlan, zero: Zero) -> None:
+    """What holds of any model."""
+    check_zero(zero)
     if plan.recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
     check_client_optimizer(plan.optimizer, zero)

@@ -70,6 +70,11 @@ class Setting:
         return self.zero.gradient_accumulation_dtype or self.dtype
 
     @property
+    def builds_as_measured(self) -> bool:
+        """How much is there while the engine is built is known (``notices.BUILDING``)."""
+        return self.zero.stage in (1, 2) and not self.bf16_wrapper and self.zero.offload_optimizer == "none"
+
+    @property
     def bf16_wrapper(self) -> bool:
         zero = self.zero
         fp32_sums = self.dtype == "bf16" and self.accumulates == "fp32"
@@ -151,10 +156,10 @@ def _of_candidates(plan: ResolvedPlan, options: Options, zero: Zero, rank: int |
     )
     own = _reference(setting, shape, plan, options)
     building = _initialisation(setting, shape, plan)
-    numbers = _candidates(setting, shape, plan) if rank is None else [rank]
+    numbers = _candidates(setting, shape, plan.model.layers) if rank is None else [rank]
     ranks = {number: _rank(setting, shape, plan.model.layers, options, number) for number in numbers}
     keeps = keeps_embedded(shape)
-    made = {number: _program(one, setting, beside, own, keeps) for number, one in ranks.items()}
+    made = {number: program_of(one, setting, beside, own, keeps) for number, one in ranks.items()}
     return {number: replace(one, initialisation=building) for number, one in made.items()}
 
 
@@ -183,16 +188,15 @@ def _reference(setting: Setting, shape: LayerShape, plan: ResolvedPlan, options:
 
 def _initialisation(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> int | None:
     """Peak bytes while the engine is built; ``None`` where it is not known (``notices.BUILDING``)."""
-    zero = setting.zero
-    if zero.stage not in (1, 2) or setting.bf16_wrapper or zero.offload_optimizer != "none":
+    if not setting.builds_as_measured:
         return None
-    model = model_of(shape, plan.model.layers, setting.options, zero.stage, setting.recompute)
+    model = model_of(shape, plan.model.layers, setting.options, setting.zero.stage, setting.recompute)
     besides = sum(hold.bytes for hold in (*buffers(plan, 0), *reference_of(setting, shape, plan).device))
     return zero_states.initialisation_peak(model, groups_of(setting, model), besides, plan.hardware.capacity)
 
 
-def _program(
-    rank: Rank, setting: Setting, beside: tuple[Hold, ...], own: tuple[Span, ...], keeps_input: bool
+def program_of(
+    rank: Rank, setting: Setting, beside: Sequence[Hold], own: tuple[Span, ...] = (), keeps_input: bool = False
 ) -> Program:
     spans = tuple(Span(module, (name,)) for module, name in zip(rank.modules, rank.names, strict=True))
     spans = preferences.with_reference(spans, own, keeps_input) if own else spans
@@ -231,12 +235,13 @@ def _rank(setting: Setting, shape: LayerShape, layers: int, options: Options, ra
     return rank_of(setting, model, groups_of(setting, model), rank)
 
 
-def _candidates(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> list[int]:
+def _candidates(setting: Setting, shape: LayerShape, layers: int) -> list[int]:
+    return candidates(setting, model_of(shape, layers, setting.options, setting.zero.stage, setting.recompute))
+
+
+def candidates(setting: Setting, model: Model) -> list[int]:
     """Ranks of which one needs most: at stages 1 and 2 what a rank keeps, and from when on, differ."""
-    if setting.zero.stage not in (1, 2):
-        return [0]
-    model = model_of(shape, plan.model.layers, setting.options, setting.zero.stage, setting.recompute)
-    return foremost(touched(groups_of(setting, model), setting.dp))
+    return foremost(touched(groups_of(setting, model), setting.dp)) if setting.zero.stage in (1, 2) else [0]
 
 
 def rank_of(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -> Rank:

@@ -23,10 +23,14 @@ from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import first_frozen, is_tuned
 from ...records.readings import World
 from ...tape.program import Program
+from ...trace.fit import Fit
 from ...trace.framework import OtherRunning, job_of_plan
 from ...trace.job import Job
+from ...trace.learned import assumptions
 from ...validate.native import Native, OwnCode, Runner
 from ...values import dataclass
+from ..plain import trainer
+from . import learned, notices
 from .programs import fullest_rank, program_of_rank
 
 FRAMEWORK = "deepspeed"
@@ -225,6 +229,29 @@ class DeepspeedCode(OwnCode):
 
 
 class DeepspeedRunning(OtherRunning):
+    learns = True
+
+    def check_learnt(self, plan: ResolvedPlan) -> None:
+        problem = "not modelled for an architecture without a recipe"
+        if plan.layout.zero == 3:
+            raise PlanError(
+                "layout.zero", 3, f"must be at most 2: what ZeRO-3 gathers around each linear layer is {problem}"
+            )
+        if trainer.runs(plan):
+            raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
+        if is_tuned(plan):
+            field, value = first_frozen(plan)
+            raise PlanError(field, value, f"must be left out: frozen parts are {problem} under deepspeed")
+
+    def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:
+        return learned.lacks(plan, fit)
+
+    def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
+        return learned.learnt_program(plan, fit, options)
+
+    def learnt_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        return (*notices.assumptions(plan), *assumptions(plan))
+
     @property
     def own_code(self) -> OwnCode:
         return DeepspeedCode()

@@ -13,7 +13,6 @@ from functools import lru_cache
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Tapes
-from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import OneChunk
 from ...tape.events import Event, Hold, Hook, Seam, Stretch, Tape, renamed
@@ -45,7 +44,6 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
     check_dtype(piece, plan.precision.dtype)
-    _check(plan, fit, piece, row)
     sharding, model = sharding_of(plan, given), model_of(plan, piece, row)
     hooked = sharded(model.spans, model.units, model.end, sharding)
     unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, model, sharding)
@@ -67,19 +65,22 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
 # -- what is refused --------------------------------------------------------------------------------
 
 
-def _check(plan: ResolvedPlan, fit: Fit, piece: Piece, row: tuple[Places, ...]) -> None:
-    named = [name for _, names in row for name in names]
-    if not {name for name in named if not name.startswith(LAYER)} <= ENDS:
-        _refuse(plan, "it has more than one list of layers")
+def lacks(plan: ResolvedPlan, fit: Fit) -> str:
+    """Why ``fully_shard`` around what was learnt is not known; nothing where it is."""
+    piece = fit.piece_at(plan.batch.mbs, plan.batch.seq or 1) or fit.pieces[0]
+    named = {name for _, names in piece.row for name in names if not name.startswith(LAYER)}
+    if not named <= ENDS:
+        return "it has more than one list of layers"
     if plan.fsdp.parameters != plan.precision.dtype and any(
         bytes > ITEMSIZE[dtype] for bytes, dtype in _follow(plan, piece)
     ):
-        _refuse(plan, f"it has buffers in {plan.precision.dtype}, which are in the dtype of the shards there")
-    cast = "" if fit.casts else cast_of(piece, row, plan.precision.dtype)
-    if cast:
-        learn = " ".join(["memplan trace --learn --model", shlex.quote(plan.model.source), *advised(plan)])
-        why = f"its layers are handed tensors in {cast}, which fully_shard casts, and what was learnt has not"
-        _refuse(plan, f"{why} (`{learn} --framework fsdp --dp 2` learns it)")
+        return f"it has buffers in {plan.precision.dtype}, which are in the dtype of the shards there"
+    cast = "" if fit.casts else cast_of(piece, piece.row, plan.precision.dtype)
+    if not cast:
+        return ""
+    learn = " ".join(["memplan trace --learn --model", shlex.quote(plan.model.source), *advised(plan)])
+    why = f"its layers are handed tensors in {cast}, which fully_shard casts, and what was learnt has not"
+    return f"{why} (`{learn} --framework fsdp --dp 2` learns it)"
 
 
 def _follow(plan: ResolvedPlan, piece: Piece) -> list[tuple[int, str]]:
@@ -93,11 +94,6 @@ def assumptions_of(plan: ResolvedPlan, fit: Fit) -> tuple[str, ...]:
         return ()
     dtype = plan.fsdp.parameters
     return (f"a buffer of one element is a number in {dtype}, which casts no tensor; its own copy is not counted",)
-
-
-def _refuse(plan: ResolvedPlan, why: str) -> None:
-    problem = f"must be single or ddp: {why} (model_type {plan.model.family})"
-    raise PlanError("framework", plan.framework, problem)
 
 
 @lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ from ...trace.framework import FrameworkRunning
 from ...trace.job import MOST_MICROBATCHES, Job, Sharded, Stages, Torchtitan, check_optimizer, check_stage
 from ...trace.learned import assumptions, fit_of
 from ..plain import trainer
-from .learned import assumptions_of, program_of
+from .learned import assumptions_of, lacks, program_of
 from .notices import FSDP
 from .programs import recompute_of
 from .stages import check_no_pipeline, partition
@@ -45,20 +45,17 @@ class FsdpRunning(FrameworkRunning):
         if not given.gradient_sync and plan.microbatches > 1:
             raise PlanError("fsdp.gradient_sync", False, f"must be true: gradients reduced once are {problem}")
         if trainer.runs(plan):
-            problem = "must be none: the Trainer's own tensors were not traced"
-            raise PlanError("trainer.loop", plan.trainer.loop, problem)
+            raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
         if is_tuned(plan):
             field, value = first_frozen(plan)
             raise PlanError(field, value, f"must be left out: frozen parts are {problem} under fsdp")
         check_no_pipeline(plan, given)
 
-    def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
-        self.check_learnt(plan)
-        return program_of(plan, fit, options)
+    def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:
+        return lacks(plan, fit)
 
-    def learnt_programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
-        self.check_learnt(plan)
-        return (self.learnt_program(plan, fit_of(plan), options),)
+    def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
+        return program_of(plan, fit, options)
 
     def learnt_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         return (*FSDP, *assumptions(plan), *assumptions_of(plan, fit_of(plan)))

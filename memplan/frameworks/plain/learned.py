@@ -30,7 +30,7 @@ def program_of(
     fit: Fit,
     options: Options,
     front_of: Callable[[ResolvedPlan, Sequence[Hold]], tuple[Span, ...]],
-    buckets_of: Callable[[ResolvedPlan, tuple[int, ...] | None], tuple[Hold, ...]],
+    buckets_of: Callable[[ResolvedPlan, tuple[int, ...]], tuple[Hold, ...]],
 ) -> Program:
     """What ``fit`` comes to under ``plan``, with what its framework puts in front of the model and keeps of gradients
     (``PlainRunning.learnt_front``, ``learnt_buckets``)."""
@@ -49,7 +49,7 @@ def program_of(
     buffers = buffers_of(piece, row)
     extra = [*inputs_of(piece, b, s), *buffers, *quantisation_maps(plan.optimizer)]
     broadcast = front_of(plan, buffers)
-    ready = _ready(piece, row, plan.precision.stored) if fit.buckets else None
+    ready = _ready(piece, row, plan.precision.stored)
     unrolled = (*broadcast, *whole(piece, row, b, s, options.kernel_workspaces))
     chunk = Chunk((*broadcast, *made), unrolled=unrolled)
     return Program(

@@ -11,7 +11,7 @@ from ...tape.events import Hold
 from ...tape.program import Program, Span
 from ...trace.fit import Fit
 from ...trace.framework import FrameworkRunning, OtherRunning
-from ...trace.learned import assumptions, fit_of
+from ...trace.learned import assumptions
 from . import trainer
 from .learned import program_of
 
@@ -21,20 +21,13 @@ class PlainRunning(FrameworkRunning):
 
     def check_learnt(self, plan: ResolvedPlan) -> None:
         if trainer.runs(plan):
-            raise PlanError(
-                "trainer.loop", plan.trainer.loop, "must be none: the Trainer's own tensors were not traced"
-            )
+            raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
         if plan.layout.zero:
             problem = "must be 0: not modelled for an architecture without a recipe"
             raise PlanError("layout.zero", plan.layout.zero, problem)
 
     def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
-        self.check_learnt(plan)
         return program_of(plan, fit, options, self.learnt_front, self.learnt_buckets)
-
-    def learnt_programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
-        self.check_learnt(plan)
-        return (self.learnt_program(plan, fit_of(plan), options),)
 
     def learnt_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         return assumptions(plan)
@@ -43,9 +36,9 @@ class PlainRunning(FrameworkRunning):
         """What runs in front of every forward pass of the model with ``buffers``."""
         return ()
 
-    def learnt_buckets(self, plan: ResolvedPlan, ready: tuple[int, ...] | None) -> tuple[Hold, ...]:
+    def learnt_buckets(self, plan: ResolvedPlan, ready: tuple[int, ...]) -> tuple[Hold, ...]:
         """What is kept of gradients besides: ``ready`` are their bytes in the order in which they are ready, not
-        rounded; ``None`` where that is not known."""
+        rounded."""
         return ()
 
 

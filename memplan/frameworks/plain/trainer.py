@@ -26,6 +26,9 @@ SCALARS = tuple(
 )
 """Numbers in variables of ``_run_epoch``."""
 
+NOT_TRACED = "must be none: the Trainer's own tensors were not traced"
+"""Why it does not run an architecture that traces alone know."""
+
 
 def runs(plan: ResolvedPlan) -> bool:
     """Whether the Trainer runs the model."""
