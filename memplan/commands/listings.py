@@ -58,7 +58,7 @@ def models(part: Part = "", json: Json = False, no_color: NoColor = False) -> in
         others = [str(sizes.get(name, "")) for name in ("layers", "hidden", "vocab", "positions_max")]
         rows.append((one.name, elements(one.parameters), *others[:2], "/".join(heads), *others[2:], "*"))
     headings = ("model", "params", "layers", "hidden", "heads", "vocab", "longest", "")
-    under = "* without a recipe, learned from traces: memplan estimate with framework single, most with ddp and fsdp"
+    under = "* without a recipe, learned from traces: framework single, most with ddp, deepspeed and fsdp"
     _print_table(headings, rows, no_color, under if learned else "")
     return 0
 

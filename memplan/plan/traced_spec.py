@@ -142,7 +142,7 @@ def known_from_traces(error: PlanError, model: Node) -> PlanError:
     if not name or base is None:
         return error
     problem = "has no recipe, and is known from traces, which memplan estimate takes with framework single, most with "
-    problem += "ddp and fsdp, and memplan trace; models with a recipe go anywhere (`memplan models`)"
+    problem += "ddp, deepspeed and fsdp, and memplan trace; models with a recipe go anywhere (`memplan models`)"
     return PlanError("model", base.plain(), problem, origin=base.origin)
 
 

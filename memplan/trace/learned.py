@@ -98,7 +98,7 @@ def takers(plan: ResolvedPlan) -> list[str]:
             there = plan.model_copy(update={"framework": one.name})
             try:
                 lacks = one.running.lacks(there, fit_of(there))
-            except PlanError:
+            except PlanError:  # nothing was learnt yet
                 lacks = ""
             found += [] if lacks else [one.name]
     return found

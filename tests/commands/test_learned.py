@@ -82,7 +82,7 @@ def test_learnt_then_estimated(
     assert "nothing was learnt of it for fp32, eager attention" in error_of(capsys, "estimate", *job, "--dtype", "fp32")
     assert "batch.seq = 80: is outside the verified range" in error_of(capsys, "estimate", *job, "--seq", "80")
     assert (
-        "framework = fsdp: must be single or ddp: its layers are handed tensors in fp32, which fully_shard"
+        "framework = fsdp: must be single, ddp or deepspeed: its layers are handed tensors in fp32, which fully_shard"
         in error_of(capsys, "estimate", *job, "--framework", "fsdp", "--gpus", "2")
     )
     assert main(["estimate", *job, "--vary", "mbs=1,2,4", "--vary", "optimizer=adamw,adam8bit", "--json"]) == 0
@@ -219,12 +219,13 @@ def test_no_longest_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--framework", "deepspeed", "--dp", "8"], "framework = deepspeed: must be single, ddp or fsdp"),
+        (["--framework", "megatron", "--dp", "8"], "framework = megatron: must be single, ddp, deepspeed or fsdp"),
         (["--framework", "fsdp", "--dp", "8", "--fsdp-version", "1"], "fsdp.version = 1: must be 2: FSDP1 is not"),
         (
             ["--framework", "fsdp", "--dp", "8", "--no-gradient-sync", "--gbs", "64"],
             "fsdp.gradient_sync = false: must be true: gradients reduced once are not modelled",
         ),
+        (["--framework", "deepspeed", "--dp", "8", "--zero", "3"], "layout.zero = 3: must be at most 2: what stage 3"),
         (
             ["--framework", "ddp", "--dp", "2", "--zero", "1"],
             "layout.zero = 1: must be 0: not modelled for an architecture without a recipe\n",

@@ -195,14 +195,20 @@ def test_several_gpus_are_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(stage["breakdown"].values()) == stage["allocated_bytes"]
     assert stage["device_bytes"] > stage["reserved_bytes"] >= stage["allocated_bytes"] >= stage["requested_bytes"]
     line = error_of(capsys, "estimate", "--model", "t5-base", "--gpus", "8")
-    assert "framework = fsdp: must be single or ddp: it has more than one list of layers (model_type t5)" in line
+    assert "framework = fsdp: must be single: it has more than one list of layers (model_type t5)" in line
     assert line.endswith("(no framework was named: fsdp, because of gpus 8)\n")
 
 
-@pytest.mark.parametrize("framework", ["deepspeed", "megatron", "device-map"])
+@pytest.mark.parametrize("framework", ["megatron", "device-map"])
 def test_other_frameworks_are_refused(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("estimate", "--model", "olmo-2-7b", "--framework", framework, "--gpus", "2")
-    assert f"framework = {framework}: must be single, ddp or fsdp: under others" in error_of(capsys, *words)
+    assert f"framework = {framework}: must be single, ddp, deepspeed or fsdp: under others" in error_of(capsys, *words)
+
+
+def test_refusals_name_what_takes_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    for framework in ("ddp", "fsdp", "deepspeed"):
+        words = ("estimate", "--model", "bart-base", "--framework", framework, "--gpus", "2")
+        assert f"framework = {framework}: must be single: " in error_of(capsys, *words)
 
 
 def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +216,10 @@ def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith("olmo-2-7b: ships learned in bf16 with flash attention, with --recompute full or without;")
     assert "in fp32, eager attention: `memplan trace --learn --model olmo-2-7b --dtype" in line
     line = error_of(capsys, "suggest-partition", "--model", "olmo-2-7b", "--gpus", "8", "--gpu", "h100", "--gbs", "64")
-    assert "known from traces, which memplan estimate takes with framework single, most with ddp and fsdp, and" in line
+    assert (
+        "known from traces, which memplan estimate takes with framework single, most with ddp, deepspeed and fsdp, and"
+        in line
+    )
 
 
 def test_other_releases_are_refused() -> None:

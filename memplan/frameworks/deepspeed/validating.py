@@ -234,9 +234,7 @@ class DeepspeedRunning(OtherRunning):
     def check_learnt(self, plan: ResolvedPlan) -> None:
         problem = "not modelled for an architecture without a recipe"
         if plan.layout.zero == 3:
-            raise PlanError(
-                "layout.zero", 3, f"must be at most 2: what ZeRO-3 gathers around each linear layer is {problem}"
-            )
+            raise PlanError("layout.zero", 3, f"must be at most 2: what stage 3 gathers in each layer is {problem}")
         if trainer.runs(plan):
             raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
         if is_tuned(plan):
