@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..frameworks import framework, frameworks
+from ..plan.checks import listed
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolved import ResolvedPlan
@@ -64,9 +65,8 @@ class FrameworkRunning:
 
     def check_learnt(self, plan: ResolvedPlan) -> None:
         """Refuses what is not modelled of such an architecture, whatever was learnt of it."""
-        from .learned import check_framework
-
-        check_framework(plan, "under others this architecture has no recipe")
+        named = listed([one.name for one in frameworks() if one.running.learns])
+        raise PlanError("framework", plan.framework, f"must be {named}: under others this architecture has no recipe")
 
     def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:
         """Why what was learnt does not serve this framework, whatever else the plan says; nothing where it does."""
@@ -77,13 +77,9 @@ class FrameworkRunning:
         raise NotImplementedError
 
     def learnt_programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
-        """The one program of a plan of a ``TracedSpec``; ``PlanError`` where nothing was learnt of it, or not this."""
-        from .learned import check_framework, fit_of
-
+        """The one program of a plan of a ``TracedSpec`` (``learned.learnt_programs`` where it ``learns``)."""
         self.check_learnt(plan)
-        fit = fit_of(plan)
-        check_framework(plan, self.lacks(plan, fit))
-        return (self.learnt_program(plan, fit, options),)
+        return ()
 
     def learnt_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         """What is taken for granted of the plan's traces."""

@@ -23,7 +23,7 @@ from ..plan.releases import parsed
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.traced_spec import NO_LENGTH, STAND_IN, TracedSpec, layers_name
-from ..tape.program import fold_program
+from ..tape.program import Program, fold_program
 from ..values import dataclass
 from . import cache
 from .fit import Born, Fit
@@ -87,6 +87,15 @@ def fit_of(plan: ResolvedPlan) -> Fit:
         found = _FOUND[key] = _read(plan.model_copy(update={"versions": versions}), spec)
     _check_versions(plan, found)
     return found
+
+
+def learnt_programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+    """The one program of a plan of a ``TracedSpec``; ``PlanError`` where nothing was learnt of it, or not this."""
+    running = framework(plan.framework).running
+    running.check_learnt(plan)
+    fit = fit_of(plan)
+    check_framework(plan, running.lacks(plan, fit))
+    return (running.learnt_program(plan, fit, options),)
 
 
 def takers(plan: ResolvedPlan) -> list[str]:

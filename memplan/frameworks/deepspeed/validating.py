@@ -26,7 +26,7 @@ from ...tape.program import Program
 from ...trace.fit import Fit
 from ...trace.framework import OtherRunning, job_of_plan
 from ...trace.job import Job
-from ...trace.learned import assumptions
+from ...trace.learned import assumptions, learnt_programs
 from ...validate.native import Native, OwnCode, Runner
 from ...values import dataclass
 from ..plain import trainer
@@ -246,6 +246,9 @@ class DeepspeedRunning(OtherRunning):
 
     def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         return learned.learnt_program(plan, fit, options)
+
+    def learnt_programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        return learnt_programs(plan, options)
 
     def learnt_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         return (*notices.assumptions(plan), *assumptions(plan))

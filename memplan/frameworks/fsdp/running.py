@@ -13,7 +13,7 @@ from ...tape.program import Program
 from ...trace.fit import Fit
 from ...trace.framework import FrameworkRunning
 from ...trace.job import MOST_MICROBATCHES, Job, Sharded, Stages, Torchtitan, check_optimizer, check_stage
-from ...trace.learned import assumptions, fit_of
+from ...trace.learned import assumptions, fit_of, learnt_programs
 from ..plain import trainer
 from .learned import assumptions_of, lacks, program_of
 from .notices import FSDP
@@ -56,6 +56,9 @@ class FsdpRunning(FrameworkRunning):
 
     def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         return program_of(plan, fit, options)
+
+    def learnt_programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        return learnt_programs(plan, options)
 
     def learnt_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         return (*FSDP, *assumptions(plan), *assumptions_of(plan, fit_of(plan)))

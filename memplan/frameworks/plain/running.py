@@ -11,7 +11,7 @@ from ...tape.events import Hold
 from ...tape.program import Program, Span
 from ...trace.fit import Fit
 from ...trace.framework import FrameworkRunning, OtherRunning
-from ...trace.learned import assumptions
+from ...trace.learned import assumptions, learnt_programs
 from . import trainer
 from .learned import program_of
 
@@ -28,6 +28,9 @@ class PlainRunning(FrameworkRunning):
 
     def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         return program_of(plan, fit, options, self.learnt_front, self.learnt_buckets)
+
+    def learnt_programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+        return learnt_programs(plan, options)
 
     def learnt_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         return assumptions(plan)
