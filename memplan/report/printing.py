@@ -175,8 +175,8 @@ _PLAIN = str.maketrans("–−—×·■│→≤…▁▂▃▄▅▆▇█", "
 
 NARROW = 60
 """Columns below which a table's lines grow longer than the terminal, which breaks them, before a word is broken."""
-SHORTEST = 8
-"""Characters down to which a column of words goes on other terminals, before a figure is cut."""
+SHORTEST = 4
+"""Characters down to which a column of words goes on terminals of that width and more, before a line grows longer."""
 WIDEST = 10_000
 """Columns of a line at most."""
 
@@ -327,16 +327,10 @@ class WholeTable(Table):
     def _least(self, console: Console, options: ConsoleOptions) -> int:
         """Columns that it takes: of what wraps a part of the longest word, all of what does not."""
         wide, shortest = options.update(width=WIDEST), WIDEST if options.max_width < NARROW else SHORTEST
-        _, after, _, before = self.padding
-        least = 0
+        least = GAP * (len(self.columns) - 1)
         for column in self.columns:
             sizes = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
-            least += (
-                max(size.maximum if column.no_wrap else min(size.minimum, shortest) for size in sizes)
-                + before
-                + after
-                + 1
-            )
+            least += max(size.maximum if column.no_wrap else min(size.minimum, shortest) for size in sizes)
         return least
 
 
