@@ -326,8 +326,9 @@ class WholeTable(Table):
 
     def _least(self, console: Console, options: ConsoleOptions) -> int:
         """Columns that it takes: of what wraps a part of the longest word, all of what does not."""
-        wide, shortest = options.update(width=WIDEST), WIDEST if options.max_width < NARROW else SHORTEST
-        least = GAP * (len(self.columns) - 1)
+        wide, narrow = options.update(width=WIDEST), options.max_width < NARROW
+        shortest = WIDEST if narrow else SHORTEST
+        least = GAP * (len(self.columns) - (0 if narrow else 1))
         for column in self.columns:
             sizes = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
             least += max(size.maximum if column.no_wrap else min(size.minimum, shortest) for size in sizes)
