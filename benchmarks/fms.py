@@ -90,6 +90,7 @@ def plan_of(row: Mapping[str, Any]) -> Plan:
         "gbs": row["micro_batch_size"] * gpus,
         "seq": row["sequence_length"],
         "versions": ",".join(versions),
+        "torch": row["versions"]["torch"],
     }
     return read_plan(None, {name: str(value) for name, value in flags.items()}).plan
 
@@ -150,10 +151,9 @@ def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
             "all libraries at the start, as those before CUDA 12.2 do.",
             "Where a run gave cached memory back (verdict fits-with-retries) the reading is what the allocator keeps "
             "afterwards: what it held before lasts for less than a second.",
-            "With Unsloth's cross entropy the reading is higher by one more block of fp32 logits, to 6 MiB on 4, 8 "
-            "and 16 sequences of 4.45, and with transformers' own under adapters lower by one: not explained. A row "
+            "Logits of all tokens but the last are two slices before torch 2.9, each with a gradient of its own: a row "
             "more of the vocabulary makes these logits 2,000.06 MiB of four sequences, those without the last token "
-            "1,999.57: a block of the one kind cannot serve the other.",
+            "1,999.57, and a block of the one kind cannot serve the other.",
             "Under FSDP1 the reading is 2 to 12 GiB above what the allocator reserves: NCCL, and not explained.",
         ),
     )

@@ -190,7 +190,7 @@ def head(
 
 def shifted_loss(r: Recorder, logits: Tensor, shape: LayerShape, entropy: CrossEntropy) -> Tensor:
     """The loss of transformers before 4.49, which shifts a copy of the upcast logits."""
-    shifted = all_but_last(r, logits, "logits", Category.LOGITS)
+    shifted = all_but_last(r, logits, shape, "logits", Category.LOGITS)
     labels = shifted_labels(r, shape)
     loss = entropy(r, shifted, labels)
     del shifted, labels
@@ -202,12 +202,12 @@ def shifted_labels(r: Recorder, shape: LayerShape) -> Tensor:
     return r.empty((shape.b, shape.s - 1), "int64", "labels_shifted") if shape.b > 1 else token_ids(r, shape)
 
 
-def all_but_last(r: Recorder, x: Tensor, name: str, category: Category) -> Tensor:
+def all_but_last(r: Recorder, x: Tensor, shape: LayerShape, name: str, category: Category) -> Tensor:
     """``x[..., :-1, :].contiguous()``: a copy, but of one sequence; the gradient is laid into zeros."""
     b, s, v = whole = x.shape
     dtype = x.dtype
     sliced = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_sliced", category)])
-    view = Tensor(x.storage, (b, s - 1, v), dtype, sliced)
+    view = ops.sliced_whole(r, Tensor(x.storage, (b, s - 1, v), dtype, sliced), shape.slices_whole, name, category)
     if b == 1:
         return view
     copied = r.empty(view.shape, dtype, f"{name}_shifted", category)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..plan.releases import LOGITS_TO_KEEP
 from ..tape.events import Category
 from ..values import dataclass
 from . import ends, ops
@@ -91,6 +92,8 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
         if loss.liger < LOGITS_IN_16_BITS:
             return shifted_liger_head(r, hidden, shape), []
         return liger_head(r, hidden, shape, loss), []
+    if shape.slices_whole and shape.transformers >= LOGITS_TO_KEEP and shape.spec.causal:
+        hidden = ops.sliced_whole(r, hidden, 3 if loss.logits_to_keep is None else 2, "hidden")
     if loss.logits_to_keep is not None:
         hidden, shape = last_tokens(r, hidden, shape, loss.logits_to_keep)
     kernel = CROSS_ENTROPIES.get(loss.kind) if r.grad_enabled else None
@@ -165,7 +168,7 @@ def shifted_liger_head(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor
     all tokens but the last of each sequence, and logits of a chunk in fp32 (``lce_forward``)."""
     b, s, h = hidden.shape
     n, dtype = b * (s - 1), r.autocast or shape.dtype
-    shifted = ends.all_but_last(r, hidden, "hidden", TEMPORARIES)
+    shifted = ends.all_but_last(r, hidden, shape, "hidden", TEMPORARIES)
     labels = ends.shifted_labels(r, shape)
     weight = head_weight(r, shape)
     v, trained = weight.shape[0], weight.node is not None

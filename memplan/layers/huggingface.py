@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..families import family
-from ..plan.releases import ATTENTION_FUNCTIONS, GROUPED_SDPA, LIBRARIES, STRIDED_SDPA, Version
+from ..plan.releases import ATTENTION_FUNCTIONS, CLAMPED_SLICES, GROUPED_SDPA, LIBRARIES, STRIDED_SDPA, Version
 from ..plan.spec import ModelSpec
 from ..values import dataclass
 from . import ops, selecting
@@ -47,6 +47,13 @@ class LayerShape:
     """The package is flash-attn 3."""
     mixture: bool = False
     """The layer has experts in place of an MLP."""
+    torch: Version = CLAMPED_SLICES
+    """The PyTorch that runs it."""
+
+    @property
+    def slices_whole(self) -> bool:
+        """``x[..., :]`` is a slice of all of a dimension, and no alias, with a backward of its own."""
+        return self.torch < CLAMPED_SLICES
 
     def of_layer(self, number: int) -> LayerShape:
         """Of the layer ``number``, from 0."""

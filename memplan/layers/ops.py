@@ -379,6 +379,17 @@ def alias(r: Recorder, x: Tensor) -> Tensor:
     return Tensor(x.storage, x.shape, x.dtype, r.node((x,), (), lambda r, gradients: gradients))
 
 
+def sliced_whole(r: Recorder, x: Tensor, times: int, name: str, category: Category = TEMPORARIES) -> Tensor:
+    """``x[..., :]`` before torch 2.9: each ``:`` is a slice of all of a dimension, whose backward copies the gradient
+    into zeros of the same size (``applySlice`` of ``ATen/TensorIndexing.h`` compares a dimension with the open end,
+    2^63 - 1, which it never equals)."""
+    shape, dtype = x.shape, x.dtype
+    for _ in range(times):
+        node = r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}_whole", category)])
+        x = Tensor(x.storage, shape, dtype, node)
+    return x
+
+
 def slice_last(r: Recorder, x: Tensor, width: int, name: str) -> Tensor:
     """A view of part of the last dimension; ``slice_backward`` fills a tensor of the whole size."""
     whole, dtype = x.shape, x.dtype

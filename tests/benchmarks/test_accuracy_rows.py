@@ -68,7 +68,8 @@ def test_every_fine_tuning_run_of_mistral_is_within_a_thousandth() -> None:
 
 def test_devices_show_as_much_above_what_is_reserved_whatever_the_micro_batch() -> None:
     """LoRA with Liger's loss on one GPU, 4, 8 and 16 sequences: 18 GiB more from the first to the last, and the same
-    CUDA context. Where cached memory was given back the reading is what is kept then: 1.7 GiB, not 9 less."""
+    CUDA context; so with Unsloth's, whose gradient goes through two slices before torch 2.9, and with transformers' own.
+    Where cached memory was given back the reading is what is kept then: 1.8 GiB, not 9 less."""
     path = accuracy.MEASURED / fms.NAME
     if not path.exists():
         pytest.skip(f"no measured runs: {path.parent.name}/{path.name} is not beside the repository")
@@ -76,10 +77,11 @@ def test_devices_show_as_much_above_what_is_reserved_whatever_the_micro_batch() 
         row.id: int(row.cause.split("; ")[1].split()[0].replace(",", ""))
         for row in fms.devices(measured.read_rows(path)).rows
     }
-    liger = [size for name, size in above.items() if "v0.1-lora-foak-fast-kernels-liger-gpus1" in name]
-    assert len(liger) == 3
-    assert max(liger) - min(liger) <= 4
-    assert 1_600 < above["fms/a100_80gb/Mistral-7B-v0.1-full-foak-fast-kernels-gpus1-mbs8"] < 1_800
+    for runs, of in [("_liger/Mistral-7B-v0.1-lora-foak-fast-kernels", 6), ("80gb/Mistral-7B-v0.1-lora-none-gpus1", 2)]:
+        sizes = [size for name, size in above.items() if runs in name and "gpus1" in name]
+        assert len(sizes) == of
+        assert max(sizes) - min(sizes) <= 4
+    assert 1_600 < above["fms/a100_80gb/Mistral-7B-v0.1-full-foak-fast-kernels-gpus1-mbs8"] < 1_900
 
 
 def test_torchtitan_is_within_4_percent_and_its_compiled_row_is_listed() -> None:

@@ -29,7 +29,7 @@ from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.errors import PlanError
 from ...plan.loss_checks import liger_version
-from ...plan.releases import MASKS, casts_back, parsed, release, shown
+from ...plan.releases import CLAMPED_SLICES, MASKS, casts_back, parsed, release, shown
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
 from ...plan.tuning_checks import is_tuned
@@ -252,6 +252,7 @@ def layer_shape(plan: ResolvedPlan) -> LayerShape:
         bool(plan.recompute.reentrant),
         plan.precision.dtype if plan.flash and plan.attention != "flash" else "",
         plan.attention == "flash_attention_3",
+        torch=parsed(plan.torch) if plan.torch is not None else CLAMPED_SLICES,
     )
 
 
