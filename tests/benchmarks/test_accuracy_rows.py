@@ -68,8 +68,8 @@ def test_every_fine_tuning_run_of_mistral_is_within_a_thousandth() -> None:
 
 def test_devices_show_as_much_above_what_is_reserved_whatever_the_micro_batch() -> None:
     """LoRA with Liger's loss on one GPU, 4, 8 and 16 sequences: 18 GiB more from the first to the last, and the same
-    CUDA context; so with Unsloth's, whose gradient goes through two slices before torch 2.9, and with transformers' own.
-    Where cached memory was given back the reading is what is kept then: 1.8 GiB, not 9 less."""
+    CUDA context; so with Unsloth's, whose gradient goes through two slices before torch 2.9, and with transformers'
+    own. Where cached memory was given back the reading is what is kept then: 1.8 GiB, not 9 less."""
     path = accuracy.MEASURED / fms.NAME
     if not path.exists():
         pytest.skip(f"no measured runs: {path.parent.name}/{path.name} is not beside the repository")
