@@ -161,6 +161,8 @@ class Family:
     """Every layer has a rotary table of its own, of all positions."""
     keeps_embedding: bool = False
     """The model has the embedding's output in a variable while its layers run."""
+    logits_to_keep: Version = (4, 45)
+    """The first release that is followed whose head takes ``hidden_states[:, -logits_to_keep:, :]``, 0 being all."""
     alone_before: Version = ()
     """Releases before take the loss of shifted logits in these' own dtype, and have classes of attention of their own,
     of which the package's kernel alone is followed."""

@@ -82,6 +82,7 @@ GPT_BIGCODE = replace(
         ("transformer.wte", "transformer.wpe", "transformer.bias"), "transformer.h", ("transformer.ln_f",), ("lm_head",)
     ),
     since=(4, 45),
+    logits_to_keep=ALONE_BEFORE,
     alone_before=ALONE_BEFORE,
     not_followed=((4, 49), ALONE_BEFORE),
     megatron=None,

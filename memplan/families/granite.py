@@ -23,6 +23,7 @@ GRANITE = replace(
         activations=("silu", "swish"),
     ),
     covers={**reads(LLAMA, *SCALES), **dict.fromkeys(SCALES, (True,))},
+    logits_to_keep=(4, 48),
     embedding=partial(llama_embedding, scales_first=True),
     megatron_core=None,
     kernels=("unsloth",),

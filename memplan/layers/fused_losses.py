@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..plan.releases import LOGITS_TO_KEEP
+from ..families import family
 from ..tape.events import Category
 from ..values import dataclass
 from . import ends, ops
@@ -92,7 +92,7 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
         if loss.liger < LOGITS_IN_16_BITS:
             return shifted_liger_head(r, hidden, shape), []
         return liger_head(r, hidden, shape, loss), []
-    if shape.slices_whole and shape.transformers >= LOGITS_TO_KEEP and shape.spec.causal:
+    if shape.slices_whole and shape.transformers >= family(shape.spec.family).logits_to_keep and shape.spec.causal:
         hidden = ops.sliced_whole(r, hidden, 3 if loss.logits_to_keep is None else 2, "hidden")
     if loss.logits_to_keep is not None:
         hidden, shape = last_tokens(r, hidden, shape, loss.logits_to_keep)

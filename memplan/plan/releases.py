@@ -100,9 +100,6 @@ SORTED_ONCE: Version = (5, 23)
 NOT_REENTRANT: Version = (5, 0)
 """``gradient_checkpointing_enable`` asks for ``use_reentrant=False`` (``modeling_utils.py``); before, for ``True``."""
 
-LOGITS_TO_KEEP: Version = (4, 45)
-"""The head takes ``hidden_states[:, -num_logits_to_keep:, :]``, of 0 tokens all."""
-
 # -- torch
 
 CLAMPED_SLICES: Version = (2, 9)

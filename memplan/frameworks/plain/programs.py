@@ -252,7 +252,7 @@ def layer_shape(plan: ResolvedPlan) -> LayerShape:
         bool(plan.recompute.reentrant),
         plan.precision.dtype if plan.flash and plan.attention != "flash" else "",
         plan.attention == "flash_attention_3",
-        torch=parsed(plan.torch) if plan.torch is not None else CLAMPED_SLICES,
+        torch=parsed(plan.torch) if plan.torch is not None and plan.code != "2020" else CLAMPED_SLICES,
     )
 
 
