@@ -94,6 +94,7 @@ EVERY: dict[str, tuple[Operator, Sequence[Kernel], Sequence[Kernel]]] = {
     "mean_last": (lambda r, x: ops.mean_last(r, x(A, B)), moved(N + SMALL), moved(N + SMALL)),
     "rsqrt": (lambda r, x: ops.rsqrt(r, x(A, B)), moved(2 * N), [Stream(7 * N, 3)]),
     "alias": (lambda r, x: ops.alias(r, x(A, B)), (), ()),
+    "sliced_whole": (lambda r, x: ops.sliced_whole(r, x(A, B), 2, "whole"), (), moved(2 * N) * 2),
     "slice_last": (lambda r, x: ops.slice_last(r, x(A, B), B // 2, "half"), (), moved(1.5 * N)),
     "cat_last": (lambda r, x: ops.cat_last(r, x(A, B), x(A, B), "both"), moved(4 * N), ()),
     "expanded": (
