@@ -93,6 +93,9 @@ class Submodules:
     leaf: str = ""
     """A submodule of several parameters that ZeRO-3 takes as one (``zero/leaf_module_config.py``,
     ``DEFAULT_LEAF_MODULE_CLASSES``): it gathers all of them at once, and reduces their gradients behind it."""
+    parts: tuple[str, ...] = ()
+    """Submodules that have several operators, and their hooks at the ends of what a recipe calls so
+    (``Recorder.entered``)."""
     not_recomputed: str = ""
     """The submodule before which one fewer runs when the layer is recomputed: the layer itself."""
 

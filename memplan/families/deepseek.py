@@ -24,7 +24,7 @@ from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from .base import NO_BIASES, Config, Family, key
 from .llama import CONSTANTS, KEYS, LLAMA_FAMILY, SILU
-from .mixtral import NO_LEAF, SHARED_LAYERS, SHARED_REGISTERED
+from .mixtral import NO_LEAF_SHARED, SHARED_LAYERS, SHARED_REGISTERED
 
 
 def queries(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
@@ -183,8 +183,7 @@ V2 = replace(
     lora_targets=None,
     registered=(*IN_ORDER, "attention_output", *SHARED_REGISTERED),
     since=SORTED_ONCE,
-    no_zero3=NO_LEAF,
-    submodules={},
+    submodules=NO_LEAF_SHARED,
 )
 
 V3 = replace(

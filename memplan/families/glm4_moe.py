@@ -74,8 +74,7 @@ GLM4_MOE = replace(
     linear_layers={**{n: p for n, p in LLAMA_FAMILY.linear_layers.items() if n in ATTENTION}, **SHARED_LAYERS},
     registered=(*ATTENTION, *SHARED_REGISTERED),
     since=V3.since,
-    no_zero3=V3.no_zero3,
-    submodules={},
+    submodules=V3.submodules,
 )
 """The balancing loss is weighed as in its report, arXiv 2508.06471, section 2.4."""
 

@@ -58,7 +58,7 @@ GRANITE_MOE = replace(
     kernels=(),
     registered=(*MIXTRAL.registered[:-4], "attention_norm", "mlp_norm", "router", "experts"),
     since=SORTED_ONCE,
-    no_zero3=NO_LEAF,
+    submodules=NO_LEAF,
     not_followed=None,
     no_megatron_core=NO_MEGATRON_CORE,
 )

@@ -23,17 +23,33 @@ MIXTURE_SUBMODULES = {
 """Of layers with experts, and with an MLP, whose submodules run where there is one."""
 
 
-NO_LEAF = (
-    "DeepSpeed takes its block of experts for no leaf module (zero/leaf_module_config.py), so that router and experts "
-    "are gathered apart, which is not modelled"
-)
-"""Why ZeRO-3 is not modelled of mixtures that are neither Mixtral's nor Qwen's."""
+NO_LEAF = {
+    **SUBMODULES,
+    "layer": replace(
+        SUBMODULES["layer"],
+        before_forward={**SUBMODULES["layer"].before_forward, experts.ROUTER: 1},
+        before_backward={**SUBMODULES["layer"].before_backward, experts.EXPERTS: 2},
+        parts=(experts.ROUTER, experts.EXPERTS, experts.ACTIVATION),
+    ),
+}
+"""Where DeepSpeed takes the block of experts for no leaf module (``zero/leaf_module_config.py``)."""
 
 SHARED_LAYERS = {
     **{name: LLAMA_FAMILY.linear_layers[name] for name in ("gate", "up", "down")},
     **{f"shared_{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }
 """Of dense layers, and of experts that take every token."""
+NO_LEAF_SHARED = {
+    **NO_LEAF,
+    "layer": replace(
+        NO_LEAF["layer"],
+        before_forward={**NO_LEAF["layer"].before_forward, "query_down": 1, "shared_gate": 1},
+        after_forward={"gate": 1, "shared_gate": 1},
+        before_backward={**SUBMODULES["layer"].before_backward, "shared_down": 3},
+        after_backward={"up": 1, "shared_up": 1},
+    ),
+}
+"""With them, which run last, and queries that may have a rank of their own."""
 SHARED_REGISTERED = ("experts", "router", *SHARED_LAYERS, "attention_norm", "mlp_norm")
 
 

@@ -36,7 +36,7 @@ OLMOE = replace(
     linear_layers=MIXTRAL.linear_layers,
     registered=MIXTRAL.registered,
     since=SORTED_ONCE,
-    no_zero3=NO_LEAF,
+    submodules=NO_LEAF,
     not_followed=None,
 )
 

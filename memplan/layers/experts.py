@@ -18,6 +18,9 @@ from .shapes import ITEMSIZE, Shape
 MODULE = "mixture"
 """Router and experts."""
 
+ROUTER, EXPERTS, ACTIVATION = "router", "experts", "experts.activation"
+"""Modules of which it is made; and the one in the experts, which has no parameters."""
+
 GATE_UP, DOWN = "experts.gate_up", "experts.down"
 
 Routed = tuple[Tensor, Tensor, Tensor]
@@ -200,18 +203,33 @@ def mixture(
     (x,) = r.entered(MODULE, x)
     hidden = ops.alias(r, x)
     hidden = hidden.alias(shape.b * shape.s, shape.spec.hidden)
-    logits, weights, indices = router(r, hidden, shape.spec)
-    out = grouped_mm(r, hidden, indices, weights, shape, gate or gated)
+    logits, weights, indices = routed(r, hidden, shape.spec, router)
+    out = by_experts(r, hidden, indices, weights, shape, gate or gated)
     given = weights if returns else None
     del logits, weights, indices
     return r.left(MODULE, out.view(*x.shape)), given
+
+
+def routed(r: Recorder, hidden: Tensor, spec: ModelSpec, router: Router) -> Routed:
+    """What ``router`` gives; of its logits there is no gradient."""
+    (hidden,) = r.entered(ROUTER, hidden)
+    logits, weights, indices = router(r, hidden, spec)
+    return logits, r.left(ROUTER, weights), indices
+
+
+def by_experts(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, shape: LayerShape, gate: Gate) -> Tensor:
+    """The experts' output, whose hooks run once their function's variables have ended."""
+    hidden, weights = r.entered(EXPERTS, hidden, weights)
+    return r.left(EXPERTS, grouped_mm(r, hidden, indices, weights, shape, gate))
 
 
 def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     """``_default_apply_gate``: ``act_fn(gate) * up`` of two halves."""
     half = (*x.shape[:-1], x.shape[-1] // 2)
     gate, up = ops.split(r, x, [half, half], "gate_up")
-    return ops.multiply(r, activation(r, gate, spec), up, "gated")
+    (gate,) = r.entered(ACTIVATION, gate)
+    inner = r.left(ACTIVATION, activation(r, gate, spec))
+    return ops.multiply(r, inner, up, "gated")
 
 
 def with_shared(r: Recorder, hidden: Tensor, shape: LayerShape, router: Router) -> Mixed:
@@ -219,10 +237,10 @@ def with_shared(r: Recorder, hidden: Tensor, shape: LayerShape, router: Router) 
     spec = shape.spec
     (hidden,) = r.entered(MODULE, hidden)
     residuals, rows = hidden, (shape.b * shape.s, spec.hidden)
-    _logits, weights, indices = router(r, hidden.alias(*rows), spec)
+    _logits, weights, indices = routed(r, hidden.alias(*rows), spec, router)
     hidden = ops.alias(r, hidden)
     hidden = hidden.alias(*rows)
-    hidden = grouped_mm(r, hidden, indices, weights, shape, gated).view(*residuals.shape)
+    hidden = by_experts(r, hidden, indices, weights, shape, gated).view(*residuals.shape)
     names = ("shared_gate", "shared_up", "shared_down")
     hidden = ops.add(r, hidden, one_expert(r, residuals, spec, names, spec.shared_expert_ffn), "experts_and_shared")
     return r.left(MODULE, hidden), None

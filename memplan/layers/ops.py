@@ -167,7 +167,8 @@ def linear(
     """``x @ weight (+ bias)`` of shape (…, n) from (…, k); weight (n, k) or (k, n).
 
     With bias ``addmm`` (gradients: mat1 = x, mat2 = weight; the engine sums that of self = bias), without
-    ``mm`` (mat2 = weight before self = x). Saves x and the weight, each only if the other needs a gradient.
+    ``mm`` (mat2 = weight before self = x). Saves x and the weight, each only if the other needs a gradient;
+    ZeRO-3's own function its input always.
     The gradient of x is a product of matrices, of which x of more dimensions has a view.
     ``conv1d``: transformers' ``Conv1D``, which calls ``addmm`` itself. ``parallel``: what it does beside collectives.
     """
@@ -200,7 +201,8 @@ def linear(
         return [grad_x, grad_w]
 
     inputs = (x, weight) if bias is None else (x, weight, bias)
-    saves = [saved for saved, needed in ((x, needs_weight), (weight, needs_x)) if needed]
+    keeps_x = needs_weight or (needs_x and not r.views_products)
+    saves = [saved for saved, needed in ((x, keeps_x), (weight, needs_x)) if needed]
     saves = saves if has_bias else saves[::-1]
     tokens = prod(x.shape[:-1])
     if parallel is None:

@@ -240,7 +240,15 @@ def test_forward_is_the_engines_event_by_event(name: str, rank: int) -> None:
             assert [found[key] for key in same] == [measured[phase][key] for key in same], phase
 
 
-RELEASED = {"z3-mixtral": dict.fromkeys(("+180224", "-180224", "+90112", "-90112"), 3)}
+def released(layers: int, *sizes: int) -> dict[str, int]:
+    return dict.fromkeys((f"{sign}{size}" for sign in "+-" for size in sizes), layers)
+
+
+RELEASED = {
+    "z3-mixtral": released(3, 180224, 90112),
+    **dict.fromkeys(("z3-olmoe", "z3-granitemoe"), released(3, 49152, 24576)),
+    **dict.fromkeys(("z3-deepseek_v2", "z3-deepseek_v3", "z3-glm4_moe"), released(2, 49152, 24576)),
+}
 """Experts' weights of a layer that are released behind its forward while nodes have them: their end, and their
 beginning as saved tensors, are no events of the engine's."""
 
@@ -263,13 +271,15 @@ KNOWN: dict[str, dict[str, int]] = {
     "z1-opt": {"+256000": 1, "-256000": 1},
     "z1-falcon": {"+256000": 1, "-256000": 1, "+24576": 6, "-24576": 6},
     "z3-adapters-default": {"+8192": 3, "-8192": 3},
+    "z3-deepseek_v3-recompute": {"+8192": 3, "-8192": 3},
+    "z3-deepseek_v2-recompute": {"+8192": 3, "-8192": 3, **released(-2, 49152, 24576)},
 }
 """What the engine holds besides. Recompute: the output of the last linear, whose Python function returns before early
-stop ends it. BERT and OPT: the keys' gradient, a transposed view, which that function copies for each of its products.
-A tied embedding: the sum of its two gradients, which is in place where nobody follows storages; so are zeros that
-Falcon's gradients are put into."""
+stop ends it; without DeepSeek's experts, ``RELEASED`` again before shared ones run. BERT and OPT: the keys' gradient, a
+transposed view, which that function copies for each of its products. A tied embedding: the sum of its two gradients,
+which is in place where nobody follows storages; so are zeros that Falcon's gradients are put into."""
 
-GROUPED = ("z3-adapters", "z3-adapters-all", "z3-adapters-recompute")
+GROUPED = ("z3-adapters", "z3-adapters-all", "z3-adapters-recompute", "z3-deepseek_v3-adapters")
 """Small buckets: a few of what is gathered ahead come in other groups, as many bytes in all."""
 
 TIMED = {("z3-opt", 1), ("z3-opt-recompute", 0)}

@@ -106,6 +106,9 @@ SIZES |= {
         "mlp_only_layers": [1],
     },
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
+    "glm4_moe": {**DEEPSEEK, "num_key_value_heads": 2, "head_dim": 16},
+    "olmoe": {**OF_LLAMA, "intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {**OF_LLAMA, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 """Architectures, all with 1000 tokens."""
 
@@ -202,6 +205,15 @@ CASES: dict[str, Case] = {
     "z3-mixtral": Case(3, family="mixtral", zero=SMALL_3),
     "z3-mixtral-recompute": Case(3, family="mixtral", zero=SMALL_3, microbatches=2, recompute=True),
     "z3-qwen3_moe": Case(3, family="qwen3_moe", groups="decay"),
+    "z3-olmoe": Case(3, family="olmoe", zero=SMALL_3),
+    "z3-olmoe-recompute": Case(3, family="olmoe", zero=SMALL_3, microbatches=2, recompute=True),
+    "z3-granitemoe": Case(3, family="granitemoe", zero=SMALL_3),
+    "z3-deepseek_v3": Case(3, family="deepseek_v3", zero=SMALL_3),
+    "z3-deepseek_v3-recompute": Case(3, family="deepseek_v3", microbatches=2, recompute=True),
+    "z3-deepseek_v2": Case(3, family="deepseek_v2", zero=SMALL_3),
+    "z3-deepseek_v2-recompute": Case(3, family="deepseek_v2", zero=SMALL_3, recompute=True),
+    "z3-deepseek_v3-adapters": Case(3, family="deepseek_v3", zero=SMALL_3, lora="q_b_proj,o_proj"),
+    "z3-glm4_moe": Case(3, family="glm4_moe", zero=SMALL_3),
     "z2-mixtral": Case(2, family="mixtral", zero=SMALL),
     "z1-qwen3_moe": Case(1, family="qwen3_moe", zero=SMALL),
     "z2-deepseek_v3": Case(2, family="deepseek_v3", zero=SMALL, microbatches=2),

@@ -176,8 +176,9 @@ class _Hooks:
         """Gradients that outlive their module: shared ids by their own."""
         self.gradients: list[set[int]] = [set() for _ in model.instances]
         self.unhooked: list[Step] = []
-        self.whole: list[set[str]] = [set() for _ in model.instances]
-        """Weights of a leaf that are not released behind its forward: what nodes have saved of them is no copy."""
+        self.whole: dict[tuple[int, bool], set[str]] = {}
+        """Weights of parts that are not released behind their forward, by instance and whether that runs again: what
+        nodes have saved of them is no copy."""
         self.waits: Drop | None = None
         """A tied parameter's gradient from the head, until the embedding's arrives."""
 
@@ -194,12 +195,16 @@ class _Hooks:
         if self.coordinator is not None and self.model.outside and not (at or backward):
             begun = self._events(self.coordinator.fetch())
         made = (*begun, *insert(_tape(self.model, at, self.role, backward=backward), events, taken))
-        return self._without_whole(at, made) if self.whole[at] else made
+        return self._without_whole(at, made)
 
     def _without_whole(self, at: int, tape: Tape) -> Tape:
-        forward = _tape(self.model, at, self.role, backward=False)
-        names = {f"{name}{SAVED}" for name in self.whole[at]}
-        gone = {event.tensor for event in forward if isinstance(event, Hold) and event.name in names}
+        gone: set[int] = set()
+        for again in (False, True):
+            names = {f"{name}{SAVED}" for name in self.whole.get((at, again), ())}
+            events = _tape(self.model, at, self.role, backward=again) if names else ()
+            gone |= {event.tensor for event in events if isinstance(event, Hold) and event.name in names}
+        if not gone:
+            return tape
         return tuple(event for event in tape if isinstance(event, Seam) or event.tensor not in gone)
 
     def leftovers(self) -> Sequence[Event]:
@@ -226,10 +231,11 @@ class _Hooks:
         step = _step(self.model, at, seam)
         if seam.hook not in BEFORE:
             changes = coordinator.release(step, during)
-            if step.leaf and during == "forward":
-                released = {id for id in step.parameters if coordinator.is_released(id)}
-                names = self.model.instances[at].hooked.reads[seam.name]
-                self.whole[at] = {name for name, id in zip(names, step.parameters, strict=True) if id not in released}
+            hooked = self.model.instances[at].hooked
+            if during != "backward" and seam.name in (hooked.leaf, *hooked.parts):
+                named = zip(hooked.reads[seam.name], step.parameters, strict=True)
+                kept = {name for name, id in named if not coordinator.is_released(id)}
+                self.whole.setdefault((at, backward), set()).update(kept)
             return self._events(changes)
         unhooked = seam.name in self.model.instances[at].hooked.unhooked or step.module == ROOT
         if seam.hook is Hook.BEFORE_BACKWARD and unhooked:

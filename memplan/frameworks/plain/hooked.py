@@ -78,7 +78,7 @@ class HookedRecorder(Recorder):
     outputs: Mapping[str, str] = field(default_factory=dict)
     """Names of outputs that come later than the next tensor, by the name of the submodule's weight."""
     remaining: dict[str, int] = field(default_factory=dict)
-    """Gradients that each submodule still waits for."""
+    """Gradients that each submodule still waits for: of its parameters, or of a part's inputs."""
     bias_first: bool = False
     """A ``Linear``'s bias gets its gradient before its weight does (``addmm(bias, input, weight)``; the weight's goes
     through a transpose): not so under ZeRO-3's own linear function."""
@@ -92,12 +92,12 @@ class HookedRecorder(Recorder):
     """A 4-bit weight that the next node's product is of."""
     registered: tuple[str, ...] = ()
     """Modules of a layer in the order of their parameters."""
-    inside: bool = False
-    """Of the leaf module, whose own submodules have no hooks."""
+    inside: list[str] = field(default_factory=list)
+    """Parts that are running, the innermost last: the hooks are theirs, not their operators'."""
     delayed: list[tuple[Leaf, Gradients]] = field(default_factory=list)
-    """Gradients of its parameters, which wait for its backward to end."""
-    products: list[tuple[Node, Leaf]] = field(default_factory=list)
-    """Its nodes that have saved a weight, and whose that is."""
+    """Gradients of a leaf module's parameters, which wait for its backward to end."""
+    products: list[tuple[Node, int, Leaf]] = field(default_factory=list)
+    """Nodes of a part that have saved a weight, which of those made again, and whose that is."""
 
     def before(self, module: str, hook: Hook = Hook.BEFORE_FORWARD) -> None:
         """``module`` begins, behind those without parameters that run directly before it."""
@@ -116,24 +116,31 @@ class HookedRecorder(Recorder):
         for _ in range(count):
             self.seam(NO_PARAMETERS, hook)
 
-    # -- a leaf module ------------------------------------------------------------------------------
+    # -- leaf modules, and others of several operators ------------------------------------------------
 
     def is_leaf(self, module: str) -> bool:
         """ZeRO-3 takes it as one."""
         return module == self.submodules.leaf and not self.bias_first
 
+    def is_part(self, module: str) -> bool:
+        """Its hooks run where it begins and ends as a whole."""
+        return self.is_leaf(module) or (module in self.submodules.parts and not self.bias_first)
+
     def entered(self, module: str, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if not self.is_leaf(module):
+        if not self.is_part(module):
             return inputs
         self.before(module)
-        self.inside = True
-        self.modules[module] = ()
+        self.inside.append(module)
+        self.modules.setdefault(module, ())
+        self.remaining[module] = sum(x.node is not None for x in inputs)
 
         def ended(r: Recorder, gradients: Gradients) -> Gradients:
-            for leaf, arrived in sorted(self.delayed, key=lambda one: place(one[0].name, self.registered)):
-                Recorder._accumulate(self, leaf, arrived)
-            self.delayed.clear()
-            self.behind(module, Hook.AFTER_BACKWARD)
+            self.remaining[module] -= 1
+            if not self.remaining[module]:
+                for leaf, arrived in sorted(self.delayed, key=lambda one: place(one[0].name, self.registered)):
+                    Recorder._accumulate(self, leaf, arrived)
+                self.delayed.clear()
+                self.behind(module, Hook.AFTER_BACKWARD)
             return gradients
 
         return tuple(Tensor(x.storage, x.shape, x.dtype, self._linked((x,), (), ended, 1, NOTHING)) for x in inputs)
@@ -141,15 +148,19 @@ class HookedRecorder(Recorder):
     def left(self, module: str, output: Tensor) -> Tensor:
         """A weight that a product has saved outlives its parameter's release, unless the product itself makes it again
         (``LinearFunctionForZeroStage3``)."""
-        if not self.is_leaf(module):
+        if not self.is_part(module):
             return output
-        self.inside = False
+        self.inside.pop()
         self.behind(module)
-        for node, leaf in self.products:
+        for node, at, leaf in self.products if self.modules[module] else ():
             kept = super().empty(leaf.shape, leaf.dtype, f"{leaf.name}{SAVED}", Category.GATHERED_PARAMETERS)
-            node.saved = (*node.saved, kept.storage)
+            if self.frame is not None and self.frame.again is not None:
+                self.frame.again[at] = (*self.frame.again[at], kept.storage)
+            else:
+                node.saved = (*node.saved, kept.storage)
             del kept
-        self.products.clear()
+        if self.modules[module]:
+            self.products.clear()
 
         def begun(r: Recorder, gradients: Gradients) -> Gradients:
             self.before(module, Hook.BEFORE_BACKWARD)
@@ -166,23 +177,18 @@ class HookedRecorder(Recorder):
         outputs: int,
         work: Operator,
     ) -> Node | None:
-        """A node of the leaf module's parameters ``names``."""
-        node = super().node(inputs, self._with_input(names[0], inputs, saved), backward, outputs, work)
+        """A node of parameters ``names`` of a part."""
+        node = super().node(inputs, saved, backward, outputs, work)
         if node is not None and node.frame is None:
+            at = len(self.frame.again) - 1 if self.frame and self.frame.again else 0
             owners = (self.parameters[name] for name in names)
-            self.products += [(node, leaf) for leaf in owners if len(leaf.shape) > MATRIX]
+            self.products += [(node, at, leaf) for leaf in owners if len(leaf.shape) > MATRIX]
         return node
-
-    def _with_input(self, module: str, inputs: Sequence[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        """ZeRO-3's own linear function saves its input, frozen weight or not."""
-        if len(self.parameters[module].shape) != MATRIX or self.bias_first:
-            return saved
-        return (*saved, *(x for x in inputs if not self._parameter(x) and all(x is not one for one in saved)))
 
     def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None) -> Tensor:
         if self.inside:
-            leaf = self.submodules.leaf
-            self.modules[leaf] = tuple(dict.fromkeys((*self.modules[leaf], name)))
+            part = self.inside[-1]
+            self.modules[part] = tuple(dict.fromkeys((*self.modules[part], name)))
         elif len(shape) == 1 and name.endswith(".weight"):
             self.before(name)
         made = super().parameter(name, shape, dtype, expert=expert, low=low)
@@ -217,7 +223,7 @@ class HookedRecorder(Recorder):
         is_matrix = len(self.parameters[module].shape) > 1
         if is_matrix:
             self.before(module)
-        node = self._hooked(module, inputs, self._with_input(module, inputs, saved), backward, outputs, work)
+        node = self._hooked(module, inputs, saved, backward, outputs, work)
         if not is_matrix and len(names) > 1:
             self.behind(module)
         else:
@@ -312,6 +318,8 @@ class HookedRecorder(Recorder):
             self.held_back = (leaf, [arrived.pop()])
             return
         super()._accumulate(leaf, arrived)
+        if self.is_part(module):
+            return
         left = self.remaining.get(module, len(self.modules[module])) - 1
         self.remaining[module] = left
         if not left and module not in self.without_input:
@@ -351,7 +359,9 @@ class HookedModule:
     parameters: tuple[Parameter, ...]
     """All that it reads, a tied one too."""
     leaf: str = ""
-    """The submodule that is a leaf."""
+    """The submodule that is a leaf,"""
+    parts: tuple[str, ...] = ()
+    """and others of several operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +483,8 @@ def _hooked(
     own = (Parameter(leaf.name, leaf.shape, None, leaf.trained, leaf.four_bit) for leaf in seen.parameters.values())
     compute = options.tuning.compute if options.tuning is not None else ""
     read = tuple(packed(one, compute) for one in own)
-    return HookedModule(module, dict(seen.modules), frozenset(seen.without_input), read, seen.submodules.leaf)
+    parts = seen.submodules.leaf, seen.submodules.parts
+    return HookedModule(module, dict(seen.modules), frozenset(seen.without_input), read, *parts)
 
 
 @lru_cache(maxsize=256)
