@@ -81,6 +81,10 @@ def _complete(words: list[str]) -> int:
     return 0
 
 
+_TRUTHS = {"True", "true", "False", "false"}
+"""What others write behind a switch."""
+
+
 def _run(words: list[str], flags: set[str] | None) -> int:
     """The command that ``words`` begin with, with no other flags of fields than ``flags``."""
     asked = words[0] if words else ""
@@ -91,8 +95,10 @@ def _run(words: list[str], flags: set[str] | None) -> int:
     if asked in COMMANDS and not {"-h", "--help"} & {*words}:
         parameters = command.commands[asked].params  # type: ignore[attr-defined]
         wrong = wrong_flags(words[1:], parameters, f"memplan {asked}")
-        if wrong and flags is not None:  # flags that other tools call so, or all of which the nearest is looked for
-            known, left_out = spelled(words)
+        if (
+            wrong or _TRUTHS & {*words}
+        ) and flags is not None:  # flags that other tools call so, or all of which the nearest is looked for
+            known, left_out = spelled(words, {str(one.origin) for one in wrong})
             for flag in left_out:
                 print(f"memplan: {flag} changes no memory and is left out", file=sys.stderr)
             return _run(known, None)

@@ -129,6 +129,8 @@ def flags_of_launch(
         gpus = [one for one in given if gpus_called(one) or gpus_named(one)]
         problem = "are no launch files of one job; --compare puts plans side by side"
         problem += f", and a GPU is --gpu {gpus[0]}" if gpus else ""
+        locks = [one for one in given if one.endswith((".txt", ".lock"))]
+        problem += f", and installed releases are --versions {locks[0]}" if locks else ""
         raise PlanError("", ABSENT, f"{' and '.join(given)} {problem}", origin=Origin("command line"))
     others = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}
     others["--vocab-size"] = vocab_size is not None

@@ -7,7 +7,7 @@ call them, and all that is wrong with flags at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..plan.errors import ABSENT, Guesses, Origin, PlanError, nearest
@@ -57,9 +57,11 @@ def _continues(flag: str, argument: str) -> bool:
     return flag != "--vary" or "=" in argument
 
 
-def spelled(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], list[str]]:
     """``words`` with other tools' flags as memplan's own (``--tensor-parallel`` as ``--tp``), and those flags that
-    change nothing, which are left out."""
+    change nothing, which are left out. ``unknown``: those that the command has not."""
+    from ..formats.own_settings import without_effect
+    from ..plan.fields import by_flag
     from ..plan.near_misses import CHANGES_NOTHING, SAME
 
     end = words.index("--") if "--" in words else len(words)
@@ -71,20 +73,41 @@ def spelled(words: Sequence[str]) -> tuple[list[str], list[str]]:
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
         flag = flag.replace("_", "-") if flag.startswith("--") else flag
-        if flag in CHANGES_NOTHING:
+        many = (
+            1 + bool(rest and not rest[0].startswith("--"))
+            if flag in CHANGES_NOTHING
+            else without_effect(flag, rest)
+            if word.partition("=")[0] in unknown and flag not in SAME
+            else None
+        )
+        if many is not None:
             left_out.append(flag)
-            if not equals and rest and not rest[0].startswith("--"):
-                rest.pop(0)
+            del rest[: 0 if equals else many - 1]
         else:
-            own = SAME.get(flag, word.partition("=")[0])
+            own = SAME.get(flag, flag if flag[2:] in by_flag() else word.partition("=")[0])
             if flag.startswith("--"):
                 said = value if equals or not rest else rest[0]
                 before = given.setdefault(own.partition("=")[0], (flag, said))
                 if before[0] != flag and before[1] != said:
                     problem = f"{said} says another thing than {before[0]} {before[1]}, which is the same field"
                     raise PlanError("", ABSENT, problem, origin=Origin(flag))
-            made.append(own + equals + value)
+            if _is_switch(own) and (value if equals else next(iter(rest), "")).lower() in ("true", "false"):
+                value = value if equals else rest.pop(0)
+                if value.lower() == "true":
+                    made.append(own)
+                elif "=" not in own:
+                    made.append(own.replace("--", "--no-", 1))
+            else:
+                made.append(own + equals + value)
     return [*_with_nodes(made), *words[end:]], left_out
+
+
+def _is_switch(flag: str) -> bool:
+    """Whether ``flag`` takes no value here, where others write one: ``--load_in_4bit True``, ``--autocast True``."""
+    from ..plan.fields import Kind, by_flag
+
+    field = by_flag().get(flag[2:])
+    return "=" in flag or (field is not None and field.kind is Kind.SWITCH)
 
 
 def _with_nodes(words: Sequence[str]) -> list[str]:

@@ -192,6 +192,24 @@ _GPUS = (
     _gpu("b300", "NVIDIA B300 SXM6 AC", 275_040, (10, 3), f"{_SYSTEMS}/b300_sxm.yaml"),
     _gpu("gb300", "NVIDIA GB300", 284_208, (10, 3), f"{_SYSTEMS}/gb300.yaml"),
     _gpu("l40s", "NVIDIA L40S", 46_068, (8, 9), _CAPTURES, _MODAL, usable=44.39, note="usable: total less reserved"),
+    _gpu(
+        "l40",
+        "NVIDIA L40",
+        46_068,
+        (8, 9),
+        "QwenLM/Qwen3-VL/issues/2097",
+        usable=44.40,
+        note="the chip and the memory of l40s, which nvidia-smi counts alike",
+    ),
+    _gpu(
+        "a40",
+        "NVIDIA A40",
+        46_068,
+        (8, 6),
+        "https://www.nvidia.com/en-us/data-center/a40/",
+        usable=44.40,
+        note="48 GB with ECC, counted as on an l40, whose usable memory is taken; no reading of nvidia-smi was found",
+    ),
     _gpu("a10", "NVIDIA A10", 23_028, (8, 6), _MODAL),
     _gpu(
         "a10g",
@@ -212,6 +230,14 @@ _GPUS = (
     _gpu("l4", "NVIDIA L4", 23_034, (8, 9), _MODAL, "NVIDIA/TensorRT-LLM/issues/2398"),
     _gpu("t4", "Tesla T4", 15_360, (7, 5), _MODAL, "mbzuai-oryx/GeoPixel/issues/5", usable=14.58),
     _gpu("mi300x", "AMD Instinct MI300X", 196_592, None, "ROCm/legacy-rocm-build/issues/4750", note="rocm-smi"),
+    _gpu(
+        "mi250x",
+        "AMD Instinct MI250X",
+        65_520,
+        None,
+        "ROCm/legacy-rocm-build/issues/4563",
+        note="one of its two dies, which is a GPU of its own to PyTorch; rocminfo",
+    ),
     _gpu(
         "mi325x",
         "AMD Instinct MI325X",
@@ -248,6 +274,7 @@ _GPUS = (
         usable=23.52,
         note="usable: 23.64 GiB with older drivers",
     ),
+    _gpu("rtx-4080", "NVIDIA GeForce RTX 4080", 16_376, (8, 9), _CAPTURES, "ultralytics/ultralytics/issues/20123"),
     _gpu(
         "rtx-3090",
         "NVIDIA GeForce RTX 3090",
@@ -294,7 +321,13 @@ _GPUS = (
         note="with ECC; without 49,140 MiB",
     ),
     _gpu(
-        "rtx-a6000", "NVIDIA RTX A6000", 49_140, (8, 6), "NVlabs/sionna/blob/main/tutorials/phy/Discover_Sionna.ipynb"
+        "rtx-a6000",
+        "NVIDIA RTX A6000",
+        49_140,
+        (8, 6),
+        "NVlabs/sionna/blob/main/tutorials/phy/Discover_Sionna.ipynb",
+        "ultralytics/ultralytics/issues/19084",
+        usable=48_670 / 1024,
     ),
 )
 
@@ -309,6 +342,7 @@ MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
         "t4": 40, "mi300x": 304, "rtx-5090": 170, "rtx-4090": 128, "rtx-3090": 82, "rtx-pro-6000": 188, "rtx-a6000": 84,
         "gh200-144gb": 132, "a30": 56, "rtx-3090-ti": 84, "rtx-3060": 28, "rtx-2080-ti": 68,
         "h800": 132, "h20": 78, "a800-80gb": 108, "rtx-6000-ada": 142, "mi325x": 304, "mi355x": 256,
+        "l40": 142, "a40": 84, "rtx-4080": 76, "mi250x": 110,
     }
 )  # fmt: skip
 """Streaming multiprocessors, of SXM modules where a GPU has them, from NVIDIA's architecture white papers; AMD:
@@ -330,7 +364,9 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "h800": ("h800-80gb", "h800-sxm"), "h20": ("h20-96gb",), "a800-80gb": ("a800", "a800-sxm4-80gb"),
         "mi325x": ("mi325x-256gb",), "mi355x": ("mi355x-288gb",), "rtx-6000-ada": ("rtx6000-ada", "6000-ada"),
         "rtx-5090": ("5090", "rtx-5090-32gb"), "rtx-4090": ("4090", "rtx-4090-24gb"),
-        "rtx-3090": ("3090", "rtx-3090-24gb"), "rtx-pro-6000": ("rtx-6000-pro",), "rtx-a6000": ("a6000", "a6000-48gb"),
+        "rtx-3090": ("3090", "rtx-3090-24gb"), "l40": ("l40-48gb",), "a40": ("a40-48gb",), "mi250x": ("mi250",),
+        "rtx-4080": ("4080", "4080-super", "rtx-4080-super", "rtx-4080-16gb"),
+        "rtx-pro-6000": ("rtx-6000-pro",), "rtx-a6000": ("a6000", "a6000-48gb"),
     }
 )  # fmt: skip
 """Other names that people write, without the maker's; one that two GPUs share asks which. Cards of an SXM module's chip

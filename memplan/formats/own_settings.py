@@ -5,12 +5,14 @@ Found in the tables by which files are read, so that a launch script and its fla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
+from itertools import takewhile
+from pathlib import Path
 
 from ..plan.fields import Kind, plan_fields
 from .rows import Row, Table, arguments_of
-from .trainer.script import WITHOUT_EFFECT
+from .trainer.script import REFUSED, WITHOUT_EFFECT
 
 _TABLES = {
     "Megatron-LM": (".megatron.table", "megatron"),
@@ -23,21 +25,33 @@ _TABLES = {
 
 
 def own_setting(flag: str) -> str | None:
-    """What to write for ``flag``, or why to leave it out, where it is a setting of one of the formats."""
+    """What to write for ``flag``, where it is a setting of one of the formats."""
     name = _plain(flag)
     for owner, (module, parser) in _TABLES.items():
         rows = [row for row in import_module(module, __package__).ROWS if row.path and name in map(_plain, row.names)]
         if rows:
             return f"is {_of(owner)}; here it is {' and '.join(dict.fromkeys(_flags(rows)))}"
         argument = arguments_of(parser).get(f"--{name}") if parser is not None else None
-        if argument is not None and argument.table is Table.IRRELEVANT:
-            return f"is {_of(owner)}, and changes no memory ({argument.why}): leave it out"
         if argument is not None and argument.table is not Table.MODELLED:
             return f"is {_of(owner)}, and not modelled: {argument.why}"
         if argument is not None:
             return f"is {_of(owner)}, which is read in a launch script: memplan estimate --from {parser} train.sh"
+    refused = REFUSED.get(name.replace("-", "_"))
+    return f"is {_of('TrainingArguments')}, and refused: {refused[1]}" if refused is not None else None
+
+
+def without_effect(flag: str, following: Sequence[str]) -> int | None:
+    """How many words ``flag`` is, with those of ``following`` that are its values, where it is a setting of one of the
+    formats that changes no memory. A switch of ``TrainingArguments`` may be given its value: a word is taken for one
+    that is no file, which would be the plan."""
+    name = _plain(flag)
+    values = list(takewhile(lambda word: not word.startswith("--"), following))
+    for _, parser in _TABLES.values():
+        argument = arguments_of(parser).get(f"--{name}") if parser is not None else None
+        if argument is not None and argument.table is Table.IRRELEVANT:
+            return 1 + min(len(values), 0 if argument.is_switch else len(values) if argument.count else 1)
     if name.replace("-", "_") in WITHOUT_EFFECT:
-        return f"is {_of('TrainingArguments')}, and changes no memory: leave it out"
+        return 1 + bool(values and not Path(values[0]).is_file())
     return None
 
 

@@ -99,9 +99,9 @@ def check_model(model: ModelSpec) -> None:
     if model.latent_kv_rank and model.head_dim != model.nope_head_dim + model.rope_head_dim:
         problem = f"must be nope_head_dim + rope_head_dim = {model.nope_head_dim} + {model.rope_head_dim}"
         raise PlanError("model.head_dim", model.head_dim, problem)
-    for field in ("expert_top_k", "expert_ffn") if model.experts else ():
-        if not getattr(model, field):
-            raise PlanError(f"model.{field}", 0, f"must be given with {model.experts} experts")
+    missing = [f"--{field.replace('_', '-')}" for field in ("expert_top_k", "expert_ffn") if not getattr(model, field)]
+    if model.experts and missing:
+        raise PlanError("model.experts", model.experts, f"needs {' and '.join(missing)}, which the model does not say")
     if model.expert_latent and not model.experts:
         raise PlanError("model.expert_latent", model.expert_latent, "must be left out: the model has no experts")
     if model.expert_top_k > model.experts:

@@ -73,18 +73,25 @@ _SAME = {
     "--quant-storage": ("bnb-4bit-quant-storage", "bnb-4bit-quant-storage-dtype"),
     "--kernels=liger": ("liger", "use-liger-kernel", "use-liger"),
     "--vocab-multiple": ("make-vocab-size-divisible-by",),
+    "--activation=swiglu": ("swiglu",),
+    "--rotary-fraction": ("rotary-percent", "partial-rotary-factor"),
+    "--positions-max": ("max-position-embeddings", "max-positions"),
+    "--no-tied-embeddings": ("untie-embeddings-and-output-weights", "untie-embeddings"),
+    "--tied-embeddings": ("tie-word-embeddings", "tie-embeddings"),
+    "--norm": ("normalization", "normalisation"),
 }
 """What other tools call a flag of memplan, where it cannot be anything else: read as that flag."""
 
 _MEANT = {
     "--model": ("config",),
-    "--mbs": ("batch-size", "bs", "micro-bs"),
-    "--seq": ("context",),
+    "--mbs": ("batch-size", "bs", "bsz", "batch", "micro-bs"),
+    "--seq": ("context", "ctx", "ctx-len", "context-size", "max-tokens", "tokens-per-sequence"),
     "--pp": ("stages",),
     "--vpp": ("interleave",),
     "--zero 1": ("zero1",),
     "--zero 2": ("zero2",),
-    "--zero 3": ("zero3",),
+    "--zero 3": ("zero3", "zero3-init"),
+    "--zero": ("deepspeed-stage",),
     "--sequence-parallel": ("sp",),
     "--gpus": ("num-devices", "devices"),
     "--gpu": ("device", "accelerator"),
@@ -92,6 +99,13 @@ _MEANT = {
     "--gpus (all that shard or replicate)": ("dp-shard", "data-parallel-shard-degree", "fsdp-size"),
     "--fsdp-replicas": ("hsdp", "hybrid-shard"),
     "--hidden": ("dim",),
+    "--activation": ("hidden-act", "act", "hidden-activation"),
+    "--heads": ("attention-heads",),
+    "--hidden-dropout": ("dropout",),
+    "--latent-kv-rank": ("mla", "multi-latent-attention"),
+    "--optimizer adam8bit": ("adam-8bit", "8bit-adam", "use-8bit-optimizer", "use-8bit-adam", "8bit-optimizer"),
+    "--offload-modules (megatron)": ("activation-offloading", "offload-activations", "cpu-offloading"),
+    "--seq (prompt and completion)": ("prompt-length", "max-prompt-length"),
     "--vocab": ("vocabulary", "vocab-size"),
     "--experts": ("moe",),
     "--expert-top-k": ("top-k",),
@@ -101,14 +115,15 @@ _MEANT = {
     "--dtype fp32": ("fp32", "float32"),
     "--autocast": ("amp", "use-amp"),
     "--recompute full": ("gradient-checkpointing", "activation-checkpointing", "checkpoint-activations"),
-    "--recompute selective": ("recompute-activations",),
+    "--recompute selective": ("recompute-activations", "selective-recompute"),
+    "--recompute none": ("no-recompute", "no-gradient-checkpointing", "no-activation-checkpointing"),
     "--framework megatron --zero 1": ("use-distributed-optimizer", "distributed-optimizer"),
     "--attention": ("attn", "attn-impl", "attention-backend-name"),
     "--attention sdpa": ("sdpa", "use-sdpa"),
     "--attention flash": ("flash", "flash-attention", "flash-attn", "use-flash-attn", "use-flash-attention"),
-    "--lora-rank": ("rank", "peft"),
+    "--lora-rank": ("rank", "peft", "use-lora"),
     "--quantisation nf4": ("4bit", "nf4"),
-    "--quantisation nf4 --lora-rank 16": ("qlora",),
+    "--quantisation nf4 --lora-rank 16": ("qlora", "q-lora"),
     "--fsdp-offload (fsdp) or --offload-optimizer cpu (deepspeed)": ("cpu-offload", "offload", "offload-to-cpu"),
     "--trainer dpo": ("rlhf",),
     "--framework fsdp": ("fsdp", "fsdp2", "fully-shard"),
@@ -126,7 +141,7 @@ NOT_MODELLED: Mapping[str, str] = {
     "--unsloth": "Unsloth's own runs are not modelled: its layers and its offloaded checkpoints are code of its own; "
     "--kernels fms is fms-acceleration's set of its kernels",
     **dict.fromkeys(
-        ("--packing", "--padding-free", "--group-by-length"),
+        ("--packing", "--pack", "--padding-free", "--group-by-length"),
         "is no flag: rows are taken to be full, as packing fills them (--seq); padding-free rows take "
         "--attention flash_attention_2",
     ),
@@ -151,9 +166,12 @@ NOT_MODELLED: Mapping[str, str] = {
         "--fsdp-replicas N; NO_SHARD is --framework ddp",
     ),
     **dict.fromkeys(
-        ("--ulysses", "--ulysses-size", "--ulysses-degree", "--sequence-parallel-size", "--sp-size", "--ring-degree"),
-        "DeepSpeed-Ulysses and the like are not modelled; megatron's --cp N, with --cp-communication a2a, exchanges "
-        "as Ulysses does",
+        (
+            *("--ulysses", "--ulysses-size", "--ulysses-degree", "--sequence-parallel-size", "--sp-size"),
+            *("--ring-attention", "--ring-degree"),
+        ),
+        "DeepSpeed-Ulysses, ring attention and the like are not modelled; megatron's --cp N exchanges as a ring, with "
+        "--cp-communication a2a as Ulysses does",
     ),
     **dict.fromkeys(
         ("--tokens", "--num-tokens", "--batch-tokens"),
@@ -182,7 +200,7 @@ CHANGES_NOTHING = frozenset(
     for name in (
         *("learning-rate", "lr", "min-lr", "warmup-steps", "warmup-ratio", "logging-steps"),
         *("lr-scheduler-type", "max-steps", "train-iters", "num-train-epochs", "epochs", "seed"),
-        *("dataset", "dataset-name", "output-dir"),
+        *("dataset", "dataset-name", "output-dir", "rope-theta", "rotary-base", "rope-scaling", "rope-base"),
     )
 )
 """Flags of other tools that no tensor's size depends on: read, told and left out."""

@@ -109,7 +109,7 @@ def _fine_tuning(plan: ResolvedPlan) -> Iterator[Proposal]:
     if not (is_tuned(plan) or plan.trainer.loop == "transformers" or plan.hardware.gpus == 1):
         return
     rank: dict[str, Any] = {"lora.rank": LORA_RANK}
-    alone = f"adapters of rank {LORA_RANK} alone are trained"
+    alone = f"adapters of rank {plan.lora.rank or LORA_RANK} alone are trained"
     if plan.lora.rank is None:
         yield Proposal("LoRA", rank, alone)
     if plan.quantisation.kind == "none":
