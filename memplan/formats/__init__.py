@@ -63,7 +63,16 @@ FORMATS = {
             "trainer",
             ".trainer.reader",
             example="arguments.json --model gpt2",
-            marks=("per_device_train_batch_size", "model_name_or_path", "output_dir", "finetuning_type", "cutoff_len"),
+            marks=(
+                "per_device_train_batch_size",
+                "model_name_or_path",
+                "output_dir",
+                "finetuning_type",
+                "cutoff_len",
+                "base_model",
+                "sequence_len",
+                "sample_packing",
+            ),
         ),
         Format(
             "accelerate",
@@ -96,27 +105,6 @@ class Elsewhere(NamedTuple):
 
 
 ELSEWHERE = (
-    Elsewhere(
-        "Axolotl",
-        ("base_model", "sequence_len", "sample_packing"),
-        (
-            ("base_model", "--model"),
-            ("sequence_len", "--seq"),
-            ("micro_batch_size", "--mbs"),
-            ("gradient_accumulation_steps", "--accumulation"),
-            ("lora_r", "--lora-rank"),
-            ("lora_target_linear", "--lora-targets all-linear"),
-            ("lora_target_modules", "--lora-targets"),
-            ("lora_dropout", "--lora-dropout"),
-            ("load_in_4bit", "--quantisation nf4"),
-            ("bf16", "--dtype bf16 --autocast --autocast-parameters bf16"),
-            ("flash_attention", "--attention flash_attention_2"),
-            ("gradient_checkpointing", "--recompute full"),
-            ("liger_fused_linear_cross_entropy", "--loss liger"),
-            ("optimizer", "--optimizer"),
-        ),
-        before="--trainer transformers",
-    ),
     Elsewhere(
         "torchtune",
         ("_component_",),

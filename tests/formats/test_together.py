@@ -130,10 +130,6 @@ def test_launch_files_side_by_side(folder: Path, capsys: pytest.CaptureFixture[s
         (["args.json", "gpt2-xl-4gpu"], "args.json and gpt2-xl-4gpu are no launch files of one job; --compare puts"),
         (["--from=trainer", "args.json", "zero3.json"], "--from: is given 1x for 2 files"),
         (["missing.sh"], "a.json, which line 1 gives it, is not there or holds no arguments that are read"),
-        (
-            ["axolotl.yaml"],
-            "Axolotl, which is not read: say the job in flags, such as --trainer transformers --model gpt2",
-        ),
         (["tune.yaml"], "torchtune, which is not read: say the job in flags, such as --model llama3_8b"),
     ],
 )
@@ -142,7 +138,6 @@ def test_what_does_not_go_together(
 ) -> None:
     Path("other.json").write_text(json.dumps({"output_dir": "out", "bf16": False}))
     Path("missing.sh").write_text("accelerate launch train.py a.json\n")
-    Path("axolotl.yaml").write_text("base_model: gpt2\nsequence_len: 128\n")
     Path("tune.yaml").write_text("model:\n  _component_: torchtune.models.llama3.llama3_8b\n")
     assert main(["estimate", *words]) == 2
     told = capsys.readouterr()

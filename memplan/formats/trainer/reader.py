@@ -28,7 +28,7 @@ from ..launch import Asked, Launch, guessed, left_out
 from ..recognised import is_script
 from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
-from . import llama_factory
+from . import axolotl, llama_factory
 from .arguments import EVALUATION_OF_LOSS, Arguments
 from .script import NOTED, READ, REFUSED, WITHOUT_EFFECT, Started, started, with_launcher
 from .trl import loop_of
@@ -55,8 +55,9 @@ def launched(found: Started, asked: Asked) -> Launch:
         raise PlanError("", ABSENT, "must be a mapping of TrainingArguments", origin=written.origin)
     if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
         raise PlanError("", ABSENT, "is a plan, not TrainingArguments; leave out --from", origin=written.origin)
-    if llama_factory.is_it(written):
-        written = llama_factory.translated(written, is_whole=found.accelerate is None)
+    dialect = next((one for one in (llama_factory, axolotl) if one.is_it(written)), None)
+    if dialect is not None:
+        written = dialect.translated(written, is_whole=found.accelerate is None)
         found = replace(found, arguments=written)
     loop = loop_of(found.script, written, asked)
     written = loop.with_defaults(written)

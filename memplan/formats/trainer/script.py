@@ -106,6 +106,10 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "ddp_static_graph": ((None, False), "DDP is taken to have no static graph"),
         "bf16_full_eval": ((None, False), "evaluation outside of training casts the model, and is not modelled"),
         "fp16_full_eval": ((None, False), "evaluation outside of training casts the model, and is not modelled"),
+        **dict.fromkeys(
+            ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
+            ((None, False), "Axolotl may run adapters by kernels of its own, which save less; peft's layers are taken"),
+        ),
         "batch_eval_metrics": ((None, False), "logits are not kept then; leave out --eval-batches"),
         "eval_do_concat_batches": ((None, True), "logits are taken to be concatenated, batch by batch"),
     }

@@ -1,0 +1,128 @@
+"""Configurations of Axolotl, as its examples write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import memplan
+from memplan.cli import main
+
+QLORA = """
+base_model: NousResearch/Llama-3.2-1B
+load_in_4bit: true
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+sequence_len: 2048
+sample_packing: true
+micro_batch_size: 1
+gradient_accumulation_steps: 4
+optimizer: adamw_bnb_8bit
+bf16: auto
+gradient_checkpointing: true
+attn_implementation: flash_attention_2
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+num_epochs: 1
+learning_rate: 2e-4
+"""
+FULL = """
+base_model: NousResearch/Llama-3.2-1B
+sequence_len: 1024
+micro_batch_size: 2
+gradient_accumulation_steps: 1
+flash_attention: true
+plugins:
+  - axolotl.integrations.liger.LigerPlugin
+liger_rope: true
+liger_rms_norm: true
+liger_glu_activation: true
+liger_fused_linear_cross_entropy: true
+"""
+SHARDED = """
+base_model: NousResearch/Llama-3.2-1B
+sequence_len: 1024
+micro_batch_size: 1
+gradient_accumulation_steps: 2
+bf16: true
+flash_attention: true
+fsdp_version: 2
+fsdp_config:
+  reshard_after_forward: true
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def told(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    Path("config.yml").write_text(text)
+    assert main(["estimate", "config.yml"]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    return line
+
+
+def test_qlora_is_what_its_builder_makes_of_it(folder: Path) -> None:
+    """``core/builders`` and ``loaders``: the Trainer under autocast, adapters of peft, NF4 quantised twice, reentrant
+    checkpoints; said here in the Trainer's and trl's arguments."""
+    Path("qlora.yml").write_text(QLORA)
+    ours = memplan.estimate("qlora.yml")
+    said = {
+        **{"model_name_or_path": "NousResearch/Llama-3.2-1B", "dtype": "bfloat16", "bf16": True, "max_length": 2048},
+        **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "optim": "adamw_bnb_8bit"},
+        **{"use_peft": True, "lora_r": 32, "lora_dropout": 0.05, "lora_target_modules": "all-linear"},
+        **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True},
+        **{"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        **{"attn_implementation": "flash_attention_2"},
+    }
+    Path("said.json").write_text(json.dumps(said))
+    theirs = memplan.estimate("said.json")
+    assert ours.plan.quantisation.double
+    assert ours.plan.lora.rank == 32
+    assert ours.plan.lora.alpha == 16
+    assert ours.stages[0].allocated == theirs.stages[0].allocated
+
+
+def test_full_training_with_pieces_of_liger(folder: Path) -> None:
+    """bf16 is ``auto`` where it is left out, and so is the fused AdamW."""
+    Path("full.yml").write_text(FULL)
+    plan = memplan.estimate("full.yml").plan
+    assert (plan.precision.dtype, plan.precision.autocast) == ("bf16", True)
+    assert (plan.kernels.set, plan.loss.kind) == ("liger", "liger")
+    assert plan.batch.mbs == 2
+    assert plan.optimizer.implementation == "fused"
+
+
+def test_a_sharded_model(folder: Path) -> None:
+    Path("sharded.yml").write_text(SHARDED)
+    plan = memplan.estimate("sharded.yml", gpus=4).plan
+    assert (plan.framework, plan.layout.dp) == ("fsdp", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (QLORA + "rl: dpo\n", "rl: must be left out: preference"),
+        (QLORA.replace("adapter: qlora", "adapter: llama-adapter"), "adapter = llama-adapter: must be lora or qlora"),
+        (QLORA + "context_parallel_size: 2\n", "context_parallel_size = 2: must be 1"),
+        (QLORA.replace("gradient_checkpointing: true", "gradient_checkpointing: offload"), "must be true or false"),
+        (FULL.replace("flash_attention: true", "sdp_attention: true"), "keeps norms, embeddings and head in fp32"),
+        (FULL.replace("liger_rope: true", "cut_cross_entropy: true"), "cut cross entropy is not modelled"),
+        (QLORA.replace("load_in_4bit", "load_in_8bit"), "8-bit weights are not modelled"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(
+    text: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert line in told(text, capsys)
