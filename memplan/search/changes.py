@@ -27,7 +27,7 @@ from .candidates import Clock, chunks_of
 from .cuts import fields_of, fitting, smallest
 from .framework import Proposal
 from .point import UNCUT_FIELDS, Point, Recomputing, changed
-from .result import Change, Suggestion
+from .result import UNTIMED, Change, Suggestion
 from .search import Report
 from .space import space_of
 from .time import is_timed, ranking_time, work_of
@@ -190,6 +190,8 @@ def stated(base: Plan) -> Suggestion:
     """A plan as it is, before the allocator is replayed. ``PlanError`` where it cannot run."""
     plan = resolve(base)
     requested, stage = framework(plan.framework).search.fullest(plan)
+    if not plan.model.has_sizes:  # of what traces tell, nothing says how long it takes
+        return Suggestion(point_of(plan), (), base, requested, stage, UNTIMED)
     step = ranking_time(plan)
     return Suggestion(point_of(plan), chunks_of(work_of(plan)), base, requested, stage, step.total, step=step)
 

@@ -15,6 +15,9 @@ from .cuts import StageLayers
 from .point import Point
 from .time import StepTime, is_timed
 
+UNTIMED = 0.0
+"""Seconds of a layout whose work is not known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
@@ -40,7 +43,8 @@ class Suggestion:
     @property
     def timed(self) -> bool:
         """Whether ``seconds`` are those of the plan's own model and GPU, and so worth telling."""
-        return is_timed(self.plan.hardware.gpu) and framework(self.plan.framework).search.searched(self.plan)
+        known = self.seconds != UNTIMED and is_timed(self.plan.hardware.gpu)
+        return known and framework(self.plan.framework).search.searched(self.plan)
 
     @property
     def needs(self) -> int:

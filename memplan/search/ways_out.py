@@ -16,7 +16,6 @@ from ..estimate import most_of_stage
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
-from ..plan.traced_spec import TracedSpec
 from ..result import Estimate, StageEstimate, WayOut
 from .changes import proposals, stated
 from .framework import Proposal
@@ -92,7 +91,7 @@ class _Tried:
 def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, ...]:
     """For a ``plan`` whose ``estimate`` does not fit, is tight or needs retries: those that make it fit, the cheapest
     first; where none does, what gains most."""
-    if estimate.capacity is None or not estimate.judged.verdict.is_short or isinstance(plan.model, TracedSpec):
+    if estimate.capacity is None or not estimate.judged.verdict.is_short:
         return ()
     limit = estimate.capacity - estimate.headroom
     room = limit - least_context(estimate.plan, known)

@@ -26,13 +26,18 @@ TOO_LARGE: dict[str, tuple[str | None, dict[str, str]]] = {
         {"model": "gpt2-large", "gpu": "a100-40gb", "trainer": "transformers", "eval-mbs": "256", "seq": "1024"},
     ),
     "deepspeed": (None, {"model": "llama-3-8b", "framework": "deepspeed", "gpus": "4", "gpu": "a100-40gb"}),
+    "no recipe": (None, {"model": "smollm3-3b", "gpu": "rtx-4090", "seq": "2048"}),
+    "no recipe, sharded": (
+        None,
+        {"model": "olmo-2-7b", "framework": "fsdp", "gpus": "4", "gpu": "a100-40gb", "mbs": "2"},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_what_is_named_fits(name: str) -> None:
     """Each is what the estimate of the changed plan says, which needs no retry."""
-    plan = read_plan(*TOO_LARGE[name]).plan
+    plan = read_plan(*TOO_LARGE[name], traced=True).plan
     whole = estimate(plan)
     assert whole.fits is False
     ways = ways_out(plan, whole, NOTHING)
