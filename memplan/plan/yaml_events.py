@@ -74,6 +74,7 @@ def _simple(text: str, source: str, numbered: bool) -> Node | None:
 
 DEEPEST = 32
 """Nesting that a document may have."""
+_TOO_DEEP = f"is nested more than {DEEPEST} deep"
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -90,6 +91,8 @@ def parse_events(text: str, source: str, line: bool) -> Node:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = Origin(source, min(mark.line, text.rstrip("\n").count("\n")) + 1 if mark and line else None)
+        if "nesting depth" in str(error.problem):  # libyaml's own limit, from PyYAML 6.0.4 on
+            raise PlanError("", ABSENT, _TOO_DEEP, origin=where) from None
         raise PlanError("", ABSENT, f"is not valid YAML: {error.problem or error.context}", origin=where) from None
     except yaml.reader.ReaderError as error:
         at = text.count("\n", 0, error.position) + 1 if isinstance(error.position, int) else None
@@ -131,7 +134,7 @@ class _Builder:
         if event.tag is not None and event.tag != "!":
             raise self._refused(event, f"has the YAML tag {event.tag}; only plain values are read")
         if depth > DEEPEST:
-            raise self._refused(event, f"is nested more than {DEEPEST} deep")
+            raise self._refused(event, _TOO_DEEP)
         before = self._size
         self._count(event, 1)
         if isinstance(event, yaml.ScalarEvent):
