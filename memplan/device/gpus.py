@@ -135,6 +135,15 @@ _GPUS = (
         usable=79.11,
     ),
     _gpu(
+        "h100-pcie",
+        "NVIDIA H100 PCIe",
+        81_559,
+        (9, 0),
+        "https://www.nvidia.com/en-us/data-center/h100/",
+        usable=79.11,
+        note="the memory of h100-80gb, as which it is counted; no reading of the card was found",
+    ),
+    _gpu(
         "h800",
         "NVIDIA H800",
         81_559,
@@ -342,7 +351,7 @@ MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
         "t4": 40, "mi300x": 304, "rtx-5090": 170, "rtx-4090": 128, "rtx-3090": 82, "rtx-pro-6000": 188, "rtx-a6000": 84,
         "gh200-144gb": 132, "a30": 56, "rtx-3090-ti": 84, "rtx-3060": 28, "rtx-2080-ti": 68,
         "h800": 132, "h20": 78, "a800-80gb": 108, "rtx-6000-ada": 142, "mi325x": 304, "mi355x": 256,
-        "l40": 142, "a40": 84, "rtx-4080": 76, "mi250x": 110,
+        "l40": 142, "a40": 84, "rtx-4080": 76, "mi250x": 110, "h100-pcie": 114,
     }
 )  # fmt: skip
 """Streaming multiprocessors, of SXM modules where a GPU has them, from NVIDIA's architecture white papers; AMD:
@@ -354,6 +363,7 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a100-40gb": ("a100", "a100-sxm", "a100-sxm-40gb", "a100-pcie", "a100-pcie-40gb", "a100-40gb-pcie"),
         "a100-80gb": ("a100", "a100-sxm", "a100-sxm-80gb", "a100-pcie", "a100-pcie-80gb", "a100-80gb-pcie"),
         "h100-80gb": ("h100", "h100-sxm", "h100-sxm5", "h100-sxm-80gb", "h100-sxm5-80gb", "h100-80gb-sxm5"),
+        "h100-pcie": ("h100-pcie-80gb", "h100-80gb-pcie"),
         "h100-94gb": ("h100-nvl-94gb",), "h100-96gb": ("gh200", "gh200-96gb", "gh200-480gb"),
         "gh200-144gb": ("gh200", "gh200-144g", "gh200-141gb"), "a30": ("a30-24gb",),
         "rtx-3090-ti": ("3090-ti", "rtx-3090-ti-24gb"), "rtx-3060": ("3060", "rtx-3060-12gb", "3060-12gb"),

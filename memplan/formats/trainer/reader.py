@@ -208,10 +208,14 @@ def _plain(node: Node) -> object:
     return ABSENT if isinstance(node.value, (dict, list)) else node.plain()
 
 
+MEANT = {"use_lora": "use_peft", "q_lora": "load_in_4bit"}
+"""Of FastChat's and Qwen's scripts, which have arguments of their own: what says the same."""
+
+
 def _unread(written: Node, *, strict: bool) -> Iterator[Note]:
     """Keys that nobody knows, or that change a detail which is not modelled."""
     known = (*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT)
-    guesses = Guesses(lambda key: nearest(key, known))
+    guesses = Guesses(lambda key: MEANT.get(key) or nearest(key, known))
     for key, node in written.mapping.items():
         if key in NOTED:
             harmless, assumed = NOTED[key]
