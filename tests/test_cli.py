@@ -259,7 +259,7 @@ def test_the_help_fits_two_screens(run: Run, monkeypatch: pytest.MonkeyPatch, co
     ("words", "offered"),
     [
         ("memplan sug", {"suggest-partition"}),
-        ("memplan estimate --gpu h100", {"h100-80gb", "h100-94gb", "h100-96gb"}),
+        ("memplan estimate --gpu h100", {"h100-80gb", "h100-94gb", "h100-96gb", "h100-pcie"}),
         ("memplan estimate --model smollm2-1", {"smollm2-1.7b", "smollm2-135m"}),
         ("memplan estimate --framework meg", {"megatron", "megatron-deepspeed"}),
         ("memplan estimate bigscience", {"bigscience-104b-250k"}),
