@@ -80,7 +80,13 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def _fused(plan: ResolvedPlan) -> str:
-    if framework(plan.framework).attention_words(plan) == "memory-efficient":
+    words = framework(plan.framework).attention_words(plan)
+    if words == "math":
+        return (
+            "in fp32 scaled_dot_product_attention runs operator by operator and keeps scores: PyTorch's flash kernel "
+            "takes no fp32, the memory-efficient one neither fewer heads of keys than of queries nor broken words"
+        )
+    if words == "memory-efficient":
         return (
             "in fp32 scaled_dot_product_attention runs the memory-efficient kernel; the kernel's temporary "
             "tensors in backward are counted as on sm80 and later"

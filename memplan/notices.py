@@ -8,6 +8,7 @@ from .frameworks import framework
 from .layers.module import hold_bytes
 from .optimizers.bitsandbytes import managed_bytes
 from .plan.loss_checks import FUSED
+from .plan.releases import sdpa_kernel
 from .plan.resolved import ResolvedPlan
 from .plan.traced_spec import TracedSpec
 from .result import Notice
@@ -34,20 +35,20 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, .
 
 
 def _scores(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-    """Scores of eager attention in fp32, where one layer's take a quarter of a gibibyte or more."""
-    b, s, fp32 = plan.batch.mbs, plan.batch.seq, plan.precision.dtype == "fp32" or plan.quantisation.prepared
-    if isinstance(plan.model, TracedSpec):
-        return
-    if plan.attention != "eager" or not fp32 or plan.code == "2020" or framework(plan.framework).own_layers:
+    """Scores of attention in fp32, where one layer's take a quarter of a gibibyte or more."""
+    b, s, own = plan.batch.mbs, plan.batch.seq, framework(plan.framework)
+    if isinstance(plan.model, TracedSpec) or own.own_layers or plan.code == "2020" or sdpa_kernel(plan) == "flash":
         return
     size = hold_bytes((b, plan.model.heads, s, s), "fp32")
-    if 4 * size < GIB:
+    if 4 * size < GIB or own.attention_words(plan) not in ("math", "eager"):
         return
+    if plan.attention == "eager":
+        why = "attention is eager, an upper bound of transformers' default, sdpa"
+    else:
+        why = "transformers' default, sdpa, keeps scores: no fused kernel of PyTorch takes such heads in fp32"
     yield Notice(
         "scores-kept",
-        f"attention is eager, because PyTorch's flash kernel needs a 16-bit dtype: each score tensor of a layer has "
-        f"{size:,} bytes ({size / GIB:.2f} GiB). transformers' default, sdpa, would run the memory-efficient kernel, "
-        "which keeps no scores and is not modelled: for sdpa these figures are an upper bound",
+        f"{why}: each score tensor of a layer has {size:,} bytes ({size / GIB:.2f} GiB); a 16-bit dtype keeps none",
     )
 
 

@@ -15,9 +15,9 @@ def bert_self_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: Laye
     spec, b, s, a, d = shape.spec, shape.b, shape.s, shape.spec.heads, shape.spec.head_dim
 
     def project(name: str) -> Tensor:
-        strided = not shape.flash and name == "key" and b > 1
+        strided = not shape.fused and name == "key" and b > 1
         x = linear(r, hidden, name, a * d, spec.attention_bias, strided=strided)
-        if not shape.flash and name != "key":
+        if not shape.fused and name != "key":
             x = ops.copied_gradient(r, x, name)
         return x.view(b, a, s, d)
 

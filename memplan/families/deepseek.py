@@ -49,7 +49,7 @@ def latent_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSh
     last: Tensor | None = None  # V2 has it in a variable of its own
     if shared.sin is None:
         last = rms_norm(r, low, "key_value_norm")
-        q_rot, k_rot = complex_rotary(r, q_rot, k_rot, shared, copied=shape.flash or q_rot.dtype == "fp32")
+        q_rot, k_rot = complex_rotary(r, q_rot, k_rot, shared, copied=shape.fused or q_rot.dtype == "fp32")
     else:
         low = rms_norm(r, low, "key_value_norm")
         q_rot, k_rot = interleaved_rotary(r, q_rot, k_rot, shared)

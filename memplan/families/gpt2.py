@@ -22,7 +22,7 @@ def gpt2_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShap
     qkv = linear(r, hidden, "qkv", spec.qkv_features, spec.attention_bias, conv1d=True)
     q, k, v = ops.split(r, qkv, [(b, a, s, d)] * 3, "qkv")
     del qkv
-    if not shape.flash:
+    if not shape.fused:
         q, v = ops.copied_gradient(r, q, "query"), ops.copied_gradient(r, v, "value")
     out, weights = attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)
     out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias, conv1d=True)

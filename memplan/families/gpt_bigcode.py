@@ -30,7 +30,7 @@ def bigcode_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerS
         del kv
     else:
         q, k, v = ops.split(r, qkv, [(b, a, s, d), (b, 1, s, d), (b, 1, s, d)], "qkv")
-    if not shape.flash:
+    if not shape.fused:
         q = ops.copied_gradient(r, q, "query")
     del qkv
     out, weights = attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)

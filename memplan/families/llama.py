@@ -70,7 +70,7 @@ SUBMODULES = {
 
 def head_by_head(shape: LayerShape) -> dict[str, bool]:
     """Which gradients attention hands back in a layout that a view of all heads has to copy."""
-    queries, others = (not shape.flash or copied for copied in (shape.lays_out_queries, shape.lays_out))
+    queries, others = (not shape.fused or copied for copied in (shape.lays_out_queries, shape.lays_out))
     return {"query": queries, "key": others, "value": others}
 
 

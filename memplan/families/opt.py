@@ -15,11 +15,11 @@ def opt_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape
     spec, b, s, a, d = shape.spec, shape.b, shape.s, shape.spec.heads, shape.spec.head_dim
 
     def copied(x: Tensor, name: str, when: bool) -> Tensor:
-        return ops.copied_gradient(r, x, name) if when and not shape.flash else x
+        return ops.copied_gradient(r, x, name) if when and not shape.fused else x
 
     q = ops.scale(r, linear(r, hidden, "query", a * d, spec.attention_bias), "query_scaled")
     q = copied(q, "query", a > 1).view(b, a, s, d)
-    strided = b > 1 and not shape.flash
+    strided = b > 1 and not shape.fused
     k = linear(r, hidden, "key", a * d, spec.attention_bias, strided=strided).view(b, a, s, d)
     v = copied(linear(r, hidden, "value", a * d, spec.attention_bias), "value", a > 1).view(b, a, s, d)
     out, weights = attention(r, Heads(q, True), Heads(k, True), Heads(v, True), shared, shape)

@@ -25,7 +25,7 @@ def heads_of(r: Recorder, x: Tensor, name: str, shape: LayerShape) -> Tensor:
     """``x.view(b, s, a, d).transpose(1, 2)``."""
     b, s, d = shape.b, shape.s, shape.spec.head_dim
     heads = x.shape[-1] // d
-    if heads > 1 and (name != "value" or not shape.flash):
+    if heads > 1 and (name != "value" or not shape.fused):
         x = ops.copied_gradient(r, x, name)
     return x.view(b, heads, s, d)
 

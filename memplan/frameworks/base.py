@@ -277,8 +277,9 @@ class Framework:
         return plan.optimizer.algorithm.assumptions(plan.optimizer)
 
     def attention_words(self, plan: Plan) -> str:
-        """The attention as users call it."""
-        return str(plan.attention)
+        """The attention as users call it; of sdpa, the kernel."""
+        sdpa = plan.attention == "flash" and self.runs_transformers(plan) and plan.model.has_sizes
+        return plan.sdpa_kernel if sdpa else str(plan.attention)
 
     def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         """What an estimate takes for granted of the framework's code and of its layers; empty: as in plain PyTorch."""

@@ -14,10 +14,6 @@ from . import ops
 from .autograd import Gradients, Recorder, Tensor
 from .work import Operator, attention
 
-HEAD_MULTIPLE = 4
-"""Features of an fp32 head of the memory-efficient kernel: rows are of whole words of 16 bytes
-(``check_head_dim_size_mem_efficient``)."""
-
 ROWS = 32
 """What the log-sum-exp's rows are rounded up to (``kAlignLSE``)."""
 
@@ -93,7 +89,9 @@ def flash_attention(
     return out
 
 
-def efficient_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention") -> Tensor:
+def efficient_attention(
+    r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention", *, causal: bool = True
+) -> Tensor:
     """``_scaled_dot_product_efficient_attention`` on (b, a, s, d), with values of a width of their own: saves q, k, v,
     output and log-sum-exp. cuDNN's, which PyTorch prefers on Hopper and Blackwell for heads of 192 with values of 128
     (``check_cudnn_tensor_shapes``), saves tensors of the same sizes.
@@ -117,7 +115,7 @@ def efficient_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str 
             (_inside if dtype == "fp32" else _inside_16_bits)(r, whole, width)
         return made
 
-    work = attention((b, s, a, d), a, s, dtype, causal=True, values=width)
+    work = attention((b, s, a, d), a, s, dtype, causal=causal, values=width)
     out.node = r.node((q, k, v), (k, q, v, logsumexp, out, offset, seed), backward, work=work)
     del offset, seed, logsumexp
     return out

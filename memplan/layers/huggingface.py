@@ -15,10 +15,11 @@ from dataclasses import replace
 from ..families import family
 from ..plan.releases import ATTENTION_FUNCTIONS, CLAMPED_SLICES, GROUPED_SDPA, LIBRARIES, STRIDED_SDPA, Version
 from ..plan.spec import ModelSpec
+from ..tape.events import Category
 from ..values import dataclass
 from . import ops, selecting
 from .autograd import Recorder, Shape, Tensor
-from .fused_attention import flash_attention, second_inside, third_inside
+from .fused_attention import efficient_attention, flash_attention, second_inside, third_inside
 from .tuning import Layer as Linear
 from .tuning import plain_linear, tuned_linear
 
@@ -49,6 +50,8 @@ class LayerShape:
     """The layer has experts in place of an MLP."""
     torch: Version = CLAMPED_SLICES
     """The PyTorch that runs it."""
+    kernel: str = "flash"
+    """What sdpa runs (``releases.sdpa_kernel``)."""
 
     @property
     def slices_whole(self) -> bool:
@@ -81,6 +84,16 @@ class LayerShape:
     def older(self) -> bool:
         """The layer is one of before its family's was written as Llama's."""
         return self.transformers < family(self.spec.family).as_llama_since
+
+    @property
+    def plain(self) -> bool:
+        """sdpa runs operator by operator."""
+        return self.flash and self.kernel == "math"
+
+    @property
+    def fused(self) -> bool:
+        """One kernel runs attention."""
+        return self.flash and not self.plain
 
     @property
     def repeats(self) -> bool:
@@ -326,12 +339,62 @@ def attention(
         return eager_attention(r, q, k, v, shared, shape)
     b, a, s, d = q.tensor.shape
     q, k, v = given(r, q, k, v, shape)
+    causal = shape.spec.causal
+    if shape.plain:
+        return plain_attention(r, q, k, v, shape), None
+    if shape.kernel == "memory-efficient":
+        return efficient_attention(r, q.tensor, k.tensor, v.tensor, causal=causal).view(b, s, a * d), None
     inside = third_inside if shape.third else second_inside
-    out = flash_attention(r, q.tensor, k.tensor, v.tensor, causal=shape.spec.causal, inside=inside)
+    out = flash_attention(r, q.tensor, k.tensor, v.tensor, causal=causal, inside=inside)
     if q.transposed:
         return out.view(b, s, a * d), None
     out = ops.contiguous(r, out, (b, s, a * d), "attention_contiguous")
     return out, None
+
+
+def plain_attention(r: Recorder, q: Heads, k: Heads, v: Heads, shape: LayerShape) -> Tensor:
+    """``_scaled_dot_product_attention_math`` (``aten/src/ATen/native/transformers/attention.cpp``), giving (b, s, a d):
+    queries and keys are scaled, each by the root; fewer heads of keys are repeated; scores are masked in place."""
+    b, a, s, d = q.tensor.shape
+    query = Heads(ops.scale(r, q.tensor, "query_scaled"), q.transposed)
+    mask = _mask_of_zeros(r, s) if shape.spec.causal else None
+    fewer = k.tensor.shape[1] < a
+    if fewer:
+        k, v = (
+            Heads(ops.expanded(r, x.tensor, (b, a, s, d), f"{name}_repeated", copies=True), False)
+            for x, name in ((k, "key"), (v, "value"))
+        )
+    weights = product(
+        r, query, Heads(ops.scale(r, k.tensor, "key_scaled"), k.transposed), ("query", "key"), (b, a, s, s), "scores"
+    )
+    weights = _safe_softmax(r, weights)
+    weights = ops.dropout(r, weights, shape.spec.attention_dropout, "attention_dropout")
+    out = product(r, Heads(weights, False), v, ("", "value"), (b, a, s, d), "context")
+    del k, v, query, mask, weights
+    if b > 1:
+        out = ops.copied_gradient(r, out, "context")
+    return ops.contiguous(r, out, (b, s, a * d), "context_contiguous")
+
+
+def _mask_of_zeros(r: Recorder, s: int) -> Tensor:
+    """Zeros, and −∞ for what comes later, (s, s) fp32 (``convert_boolean_attn_mask``)."""
+    every = r.empty((s, s), "bool", "pairs")
+    earlier = r.empty((s, s), "bool", "pairs_before")
+    del every
+    zero, lowest = (r.empty((), "fp32", name) for name in ("zero", "lowest"))
+    mask = r.empty((s, s), "fp32", "causal_mask")
+    del lowest, zero, earlier
+    return mask
+
+
+def _safe_softmax(r: Recorder, scores: Tensor) -> Tensor:
+    """``_safe_softmax``: a softmax, and zeros for rows that see nothing, which are looked for."""
+    out = ops.softmax(r, scores, "probabilities")
+    if r.kernel_workspaces:
+        kinds = (("softmax", "fp32"), ("rows_masked", "bool"))
+        made = [r.empty(out.shape, dtype, name, Category.WORKSPACES) for name, dtype in kinds]
+        del made
+    return out
 
 
 def given(r: Recorder, q: Heads, k: Heads, v: Heads, shape: LayerShape) -> tuple[Heads, Heads, Heads]:

@@ -13,6 +13,7 @@ from ..frameworks import ROOMS as FRAMEWORKS
 from ..optimizers import ROOMS as OPTIMIZERS
 from ..optimizers import algorithm
 from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Megatron, Trainer
+from .releases import sdpa_kernel
 from .section import Count, Degree, Dtype, OneOf, Section, Stages, Terse
 from .spec import MOST_LAYERS, LayerCount, ModelSpec
 from .tuning_sections import Frozen, Kernels, Lora, Quantisation
@@ -379,3 +380,8 @@ class Plan(Section, Terse):
         description="version of PyTorch; default: 2.13, or the version of older code",
     )
     headroom: str = Field("0", description="memory kept free: bytes, 2GiB, or 5%")
+
+    @property
+    def sdpa_kernel(self) -> str:
+        """As ``releases.sdpa_kernel``."""
+        return sdpa_kernel(self)

@@ -7,7 +7,7 @@ its first release stands here under a name, with file and function; recipes comp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..values import dataclass
 
@@ -159,6 +159,22 @@ def casts_back(plan: Plan) -> bool:
     to train in bf16."""
     told = plan.precision.autocast and plan.precision.dtype == "bf16"
     return told and has_trl(plan) and release(plan, "trl") < TRL_16_BIT_ADAPTERS
+
+
+def sdpa_kernel(plan: Plan) -> Literal["flash", "memory-efficient", "math"]:
+    """What ``scaled_dot_product_attention`` runs without a mask (``sdp_utils.cpp``). The flash kernel takes 16 bits
+    (``check_tensor_dtype``); in fp32 the memory-efficient one takes neither fewer heads of keys than of queries
+    (``check_batch_size_and_num_heads_dense``) nor rows of broken words (``check_head_dim_size_mem_efficient``), and
+    what is left is ``_scaled_dot_product_attention_math``, operator by operator."""
+    spec = plan.model
+    if plan.precision.dtype != "fp32" and (not plan.quantisation.prepared or plan.precision.autocast):
+        return "flash"
+    fewer = spec.heads > spec.kv_heads and release(plan, "transformers") >= GROUPED_SDPA
+    return "math" if fewer or spec.head_dim % FP32_HEAD_MULTIPLE else "memory-efficient"
+
+
+FP32_HEAD_MULTIPLE = 4
+"""Features of an fp32 head of the memory-efficient kernel: rows are of whole words of 16 bytes."""
 
 
 def needed(name: str, version: Version) -> Mapping[str, Version]:

@@ -215,11 +215,14 @@ def _named(plan: Plan, own: Framework) -> AttentionImplementation | None:
 
 
 def _attention(plan: Plan) -> AttentionImplementation:
-    """PyTorch's flash kernel, but for code that is older than it, for families without it, and for fp32, which it does
-    not take. From a sliding window on, where sdpa has a mask and leaves that kernel, ``flash_attention_2``."""
+    """PyTorch's fused kernels, but for code that is older than they, for families without them, and in fp32 for
+    frameworks with layers of their own. From a sliding window on, where sdpa has a mask and leaves those kernels,
+    ``flash_attention_2``, which takes no fp32."""
+    in_fp32, runs = plan.precision.dtype == "fp32", framework(plan.framework).runs_transformers(plan)
     prepared = plan.quantisation.prepared and not plan.precision.autocast
-    if plan.code == "2020" or plan.precision.dtype == "fp32" or prepared or family(plan.model.family).no_flash:
+    if plan.code == "2020" or (in_fp32 and not runs) or prepared or family(plan.model.family).no_flash:
         return "eager"
     window, seq = plan.model.sliding_window, plan.batch.seq or min(plan.model.positions_max, DEFAULT_SEQ)
-    masked = window is not None and seq >= window and framework(plan.framework).runs_transformers(plan)
-    return "flash_attention_2" if masked else "flash"
+    if not runs or window is None or seq < window:
+        return "flash"
+    return "eager" if in_fp32 else "flash_attention_2"

@@ -79,7 +79,7 @@ def test_learnt_then_estimated(
     assert 0 <= stage["static_bytes"] - workspaces - traced["between steps"] < 2**20, "blocks that were not split"
 
     assert f"--model {path} --layers 3` traces it" in error_of(capsys, "estimate", *job, "--layers", "3"), "two alone"
-    assert "nothing was learnt of it for fp32, eager attention" in error_of(capsys, "estimate", *job, "--dtype", "fp32")
+    assert "nothing was learnt of it for fp32, flash attention" in error_of(capsys, "estimate", *job, "--dtype", "fp32")
     assert "batch.seq = 80: is outside the verified range" in error_of(capsys, "estimate", *job, "--seq", "80")
     assert (
         "framework = fsdp: must be single, ddp or deepspeed: its layers are handed tensors in fp32, which fully_shard"

@@ -27,7 +27,7 @@ def plan(**flags: object) -> Plan:
         ({"model": "bloom-176b", "framework": "single"}, "has no recipe in framework single"),
         ({"recompute": "selective"}, "whole layers"),
         ({"recompute": "full", "recompute_layers": 2}, "uniform with layers 1"),
-        ({"dtype": "fp32", "attention": "flash"}, "fp16 and bf16 only"),
+        ({"dtype": "fp32", "attention": "flash_attention_2"}, "fp16 and bf16 only"),
         ({"model": "mistral-7b", "attention": "flash", "seq": 8192}, "sliding window of 4096"),
         ({"model": "mistral-7b", "attention": "flash", "seq": 4096}, "sliding window of 4096"),
         ({"dtype": "bf16", "gradients": "fp32"}, "precision.gradients"),

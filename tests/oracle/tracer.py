@@ -137,6 +137,15 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+class AddsInPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The mask's sum, which is in place where no mode sees operators (``areAnyTensorSubclassLike``)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor:
+            return torch.ops.aten.add_.Tensor(*args)
+        return func(*args, **kwargs or {})
+
+
 @contextmanager
 def cuda_behaviour() -> Iterator[None]:
     """Dropout and scaled-dot-product attention as CUDA runs them."""
@@ -162,6 +171,11 @@ def cuda_behaviour() -> Iterator[None]:
     ) -> torch.Tensor:
         assert attn_mask is None, "no mask here"
         query, key, value = cast_by_autocast(query, key, value)
+        if query.dtype is torch.float32 and (query.shape[-3] != key.shape[-3] or query.shape[-1] % 4):
+            math: Any = torch.ops.aten._scaled_dot_product_attention_math
+            with AddsInPlace():
+                out = math(query, key, value, None, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)
+            return out[0]  # type: ignore[no-any-return]
         if query.dtype is torch.float32 or query.shape[-1] != value.shape[-1]:
             trains = torch.is_grad_enabled() and query.requires_grad
             efficient = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -107,7 +107,6 @@ def test_verbose_shows_every_stage_reading_and_assumption() -> None:
 
 def test_what_is_not_known_is_a_question_mark() -> None:
     assert "MiB           448.4          ?         ?       ?" in shown(single())
-    assert "upper bound" in shown(single())
 
 
 def test_a_pipe_gets_no_colours_bars_or_blanks_at_the_end() -> None:

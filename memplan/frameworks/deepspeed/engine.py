@@ -142,7 +142,7 @@ def _of_candidates(plan: ResolvedPlan, options: Options, zero: Zero, rank: int |
     """Programs by rank: of all that may need most, or of ``rank`` alone."""
     check(plan, zero)
     shape, setting = layer_shape(plan), setting_of(plan, zero)
-    options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.flash)
+    options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.fused)
     options = replace(options, tuning=setting.tuning)
     given = [*inputs(shape, 0), *(preferences.batch((shape.b, shape.s)) if preferences.pairs(plan) else ())]
     beside = (

@@ -127,8 +127,8 @@ class Fsdp(Framework):
 
     def attention_words(self, plan: Plan) -> str:
         """PyTorch's fused attention has another kernel for fp32."""
-        fused = plan.attention == "flash" and plan.precision.dtype == "fp32"
-        return "memory-efficient" if fused else super().attention_words(plan)
+        own, fused = self.runs_transformers(plan), plan.attention == "flash" and plan.precision.dtype == "fp32"
+        return "memory-efficient" if fused and not own else super().attention_words(plan)
 
     def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
         from .communicators import communicators

@@ -17,10 +17,10 @@ from typing import Literal
 
 from ...layers import torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
-from ...layers.fused_attention import HEAD_MULTIPLE
 from ...layers.huggingface import LayerShape
 from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
 from ...plan.errors import PlanError
+from ...plan.releases import FP32_HEAD_MULTIPLE
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Drop, Hold, Tape, ahead, behind
 from ...tape.program import Span
@@ -184,8 +184,8 @@ def check(plan: ResolvedPlan) -> None:
         raise PlanError("attention", plan.attention, "must be flash: torchtitan's Llama always runs a fused kernel")
     if plan.precision.dtype != "fp32":
         plain.check_flash(plan)
-    elif spec.head_dim % HEAD_MULTIPLE:
-        problem = f"must be a multiple of {HEAD_MULTIPLE} in fp32: PyTorch's fused kernels run no other head size"
+    elif spec.head_dim % FP32_HEAD_MULTIPLE:
+        problem = f"must be a multiple of {FP32_HEAD_MULTIPLE} in fp32: PyTorch's fused kernels run no other head size"
         raise PlanError("model.head_dim", spec.head_dim, problem)
 
 

@@ -29,7 +29,7 @@ from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.errors import PlanError
 from ...plan.loss_checks import liger_version
-from ...plan.releases import CLAMPED_SLICES, MASKS, casts_back, parsed, release, shown
+from ...plan.releases import CLAMPED_SLICES, MASKS, casts_back, parsed, release, sdpa_kernel, shown
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
 from ...plan.tuning_checks import is_tuned
@@ -253,6 +253,7 @@ def layer_shape(plan: ResolvedPlan) -> LayerShape:
         plan.precision.dtype if plan.flash and plan.attention != "flash" else "",
         plan.attention == "flash_attention_3",
         torch=parsed(plan.torch) if plan.torch is not None and plan.code != "2020" else CLAMPED_SLICES,
+        kernel=sdpa_kernel(plan),
     )
 
 
@@ -350,8 +351,10 @@ def check_flash(plan: ResolvedPlan) -> None:
     package's takes windows (``window_size``), and casts what it is given to 16 bits."""
     spec, seq, named = plan.model, plan.batch.seq, plan.attention
     check_kernel(spec)
-    if plan.precision.dtype == "fp32":
-        raise PlanError("attention", named, "must be eager with dtype fp32: the flash kernel takes fp16 and bf16 only")
+    if plan.precision.dtype == "fp32" and named != "flash":
+        raise PlanError(
+            "attention", named, "must be sdpa or eager with dtype fp32: the package takes fp16 and bf16 only"
+        )
     if spec.head_dim > 256:
         problem = f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}"
         raise PlanError("attention", named, problem)
@@ -359,7 +362,7 @@ def check_flash(plan: ResolvedPlan) -> None:
         return
     if plan.quantisation.prepared and not plan.precision.autocast:
         problem = "must be eager or flash_attention_2 with quantisation.prepared and without autocast: hidden states "
-        raise PlanError("attention", named, problem + "are fp32, and sdpa's flash kernel needs 16 bits")
+        raise PlanError("attention", named, problem + "are fp32, and what sdpa runs of them is not modelled")
     if spec.sliding_window is not None and seq >= spec.sliding_window:
         problem = (
             f"must be flash_attention_2 or eager for sequences of {seq}: from the sliding window of "
