@@ -144,17 +144,22 @@ def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
         (
             f"Full fine-tuning on one GPU: {sum(bool(one.within) for one in alone)} of {len(alone)} within. The "
             "estimate is the middle of a range by what CUDA and NCCL take.",
-            "Of runs with transformers 4.45 and Liger's loss the reading is 519 to 571 MiB above what the allocator "
-            "reserves, whatever the micro-batch: the bare context, and less of kernels than a model's forward pass on "
-            "an H100 added (164 MiB, the least that is assumed). Of runs with transformers 4.48, which ran in another "
-            "container, it is about 1,150 MiB more throughout: not explained. Their driver may load all kernels of "
-            "all libraries at the start, as those before CUDA 12.2 do.",
+            "LoRA without quantisation on one GPU shows 519 to 521 MiB above what the allocator reserves in one "
+            "container (transformers 4.45), and 1,690 MiB in another (4.48), whatever the micro-batch: kernels that "
+            "load when they are first used, and all kernels of PyTorch and the libraries that it links, which are "
+            "1,110 MiB in torch 2.4.1's wheels. Which of the two a job gets depends on who initialises CUDA first "
+            "(torch before 2.5), so the range has both.",
             "Where a run gave cached memory back (verdict fits-with-retries) the reading is what the allocator keeps "
             "afterwards: what it held before lasts for less than a second.",
             "Logits of all tokens but the last are two slices before torch 2.9, each with a gradient of its own: a row "
             "more of the vocabulary makes these logits 2,000.06 MiB of four sequences, those without the last token "
             "1,999.57, and a block of the one kind cannot serve the other.",
-            "Under FSDP1 the reading is 2 to 12 GiB above what the allocator reserves: NCCL, and not explained.",
+            "Under FSDP1 what wrapping takes on each rank stays in the allocator's cache, and a gathered layer's block "
+            "is not free again when the next layer is gathered. With both, what is left of 16-bit weights no longer "
+            "depends on the micro-batch. 4-bit weights still lack 1.3 GiB (two GPUs) and 2 GiB (four) of Mistral with "
+            "NF4, 2.1 and 3.9 GiB with GPTQ, and 2 to 9 GiB of Mixtral, whatever the micro-batch: not explained. "
+            "The reading is the mean of all GPUs, and 1.35 GiB of two and 2.0 of four are what the mean would be if "
+            "every rank but the first kept 2.7 GiB more.",
         ),
     )
 

@@ -283,8 +283,8 @@ class Run:
         self.program = program
         self.exchanged = program.order.exchanged
         self.chunks = [_Chunk(chunk, rank.settings, self.exchanged) for chunk in program.order.chunks]
-        self.static: dict[int, int] = {}
-        """Blocks of static tensors, by the ids of their tapes."""
+        self.static: dict[int, tuple[int, int]] = {}
+        """Blocks and streams of static tensors, by the ids of their tapes."""
         self.between: dict[Key, Block] = {}
         """Tensors between passes."""
         self.begun: dict[tuple[int, str], tuple[int, int, int]] = {}
@@ -317,11 +317,13 @@ class Run:
         """Static tensors begin and end; those called ``SLOT`` lie in slots."""
         for event in tape:
             if isinstance(event, Hold):
-                block = self.static[event.tensor] = self.rank.hold(event.bytes, event.category)
+                block = self.rank.hold(event.bytes, event.category, event.stream)
+                self.static[event.tensor] = block, event.stream
                 if event.name == SLOT:
                     self.chunks[0].slots.append(block)
             elif isinstance(event, Drop):
-                self.rank.drop(self.static.pop(event.tensor), event.bytes, event.category)
+                block, stream = self.static.pop(event.tensor)
+                self.rank.drop(block, event.bytes, event.category, stream)
 
     def result(self, actions: Sequence[Action], done: int) -> Replayed:
         """``actions`` of an iteration; so many of the first one's have been ``done``."""
@@ -467,7 +469,7 @@ def construction(program: Program, *, named: bool = False) -> Iterator[Event]:
     early = [state for state in program.states if not _is_late(program, state)]
     tensors = program.parameter_tensors()
     grouped = sorted(tensors, key=lambda parameter: len(parameter.shape) <= 1)  # Megatron's groups: matrices first
-    yield from drop_all(program.originals, 1)
+    yield from program.before
     for state in early:
         if state.category is not Category.OPTIMIZER_STATES:
             yield from _holds((state,), tensors if state.category is Category.PARAMETERS else grouped, named)

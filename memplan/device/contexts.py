@@ -27,6 +27,17 @@ _FORWARD_SOURCE = (
     "12126): its kernels, and the handles of cuBLAS"
 )
 _ALL_KERNELS = 461 * _MIB
+_LAZY_BY_ITSELF = (2, 5)
+"""From this PyTorch on wheels are of CUDA 12.4, which loads kernels when they are first used whoever initialises CUDA.
+Before (up to CUDA 12.1) ``torch/cuda/__init__.py`` asks for that in ``_lazy_init``, which is too late where another
+library, or ``torch.cuda.is_available()``, initialised the driver."""
+_LIBRARIES = {(7, 0): 755, (7, 5): 616, (8, 0): 1110, (8, 6): 748, (8, 9): 720, (9, 0): 1478}
+"""MiB of all kernels for a compute capability, uncompressed, in PyTorch 2.4.1 and the libraries that it links: the
+cubins in ``libtorch_cuda.so``, ``libcublas.so.12`` and ``libcublasLt.so.12`` of 12.1.3.1, and ``libnccl.so.2`` of
+2.20.5 (of the nearest lower capability of the same generation where a library has none of its own)."""
+_LIBRARIES_SOURCE = (
+    "all kernels of libtorch_cuda, cuBLAS, cuBLASLt and NCCL: sizes of the cubins in torch 2.4.1's wheels"
+)
 _OLD_KERNELS = (795 * _MIB, 1341 * _MIB)
 """Of PyTorch before 1.13: what the readings of a V100 and of A100s with all kernels are above their bare contexts."""
 _ALL_SOURCE = (
@@ -45,8 +56,11 @@ def context_causes(
         return ()
     if eager:
         return bare, Cause("cuda_context", "libraries' kernels and handles", 0, _FORWARD, _FORWARD_SOURCE)
-    source = f"at least {_FORWARD_SOURCE}; at most {_ALL_SOURCE}, too"
-    return bare, Cause("cuda_context", "kernels and handles", _FORWARD, _FORWARD + _ALL_KERNELS, source)
+    most, source = _FORWARD + _ALL_KERNELS, f"at most {_FORWARD_SOURCE}, and {_ALL_SOURCE}, too"
+    libraries = _LIBRARIES.get(GPUS[gpu].compute_capability or (0, 0), 0) * _MIB
+    if torch_version < _LAZY_BY_ITSELF and libraries:
+        most, source = _FORWARD + libraries, f"at most {_FORWARD_SOURCE}, and {_LIBRARIES_SOURCE}, too"
+    return bare, Cause("cuda_context", "kernels and handles", 0, most, source)
 
 
 def _read(gpu: str, environment: Mapping[str, str], torch_version: Version) -> Cause | None:

@@ -364,8 +364,9 @@ class Program:
     """Held only while optimizer states are made."""
     late_extra: tuple[Hold, ...] = ()
     """Kept besides from the first step on."""
-    originals: tuple[Hold, ...] = ()
-    """Parameter tensors that flat ones have replaced; only the allocator remembers them."""
+    before: Tape = ()
+    """What came and went before anything that is kept: parameter tensors that flat ones have replaced. Only the
+    allocator remembers it."""
     gradients_kept: int = 0
     """Bytes of the gradients that ``late_step`` still reads; the others end before it."""
     late_states: bool = False

@@ -21,8 +21,8 @@ def span(gpu: str, *arguments: object) -> tuple[int, int]:
 @pytest.mark.parametrize("release", [(1, 10), (2, 4), (2, 13)])
 def test_every_gpu_has_a_range_with_sources(gpu: str, release: tuple[int, int]) -> None:
     least, most = span(gpu, {}, release)
-    assert 300 < least < most < 2200
-    assert most - least < 1024
+    assert 150 < least < most < 2500
+    assert most - least < (2048 if release == (2, 4) else 1024)
     assert all(one.source and one.name and one.part == "cuda_context" for one in context_causes(gpu, {}, release))
 
 
@@ -51,6 +51,9 @@ def test_published_readings_are_stacks_and_what_else_contexts_hold(gpu: str, thr
 
 def test_fine_tuning_on_an_a100_with_torch_2_4() -> None:
     """Of the runs of foundation-model-stack's benchmark, the one that kept least beside its allocated 69,077.6 MiB
-    showed 70,035: context and kernels are no more than 957 MiB, and their least is."""
+    showed 70,035: context and kernels are no more than 957 MiB, and their least is. Beside what the allocator reserves,
+    LoRA without quantisation showed 519 to 521 MiB in one container and 1,690 in another, whatever the micro-batch."""
     least, most = span("a100-80gb", {}, (2, 4))
-    assert least < 957 < most
+    assert least < 519 < 957 < 1690 < most
+    _, lazy = span("a100-80gb", {}, (2, 5))
+    assert 957 < lazy < 1690

@@ -45,6 +45,7 @@ from ..plain.buffers import buffers, inputs
 from ..plain.tuned import shared_table, stored
 from .hooks import GATHERING, REDUCING, Around, pass_through
 from .modules import MODEL, Ids, hooked, left_gradients, lowest_of, with_seams
+from .wrapping import wrapping
 
 BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS
 
@@ -102,6 +103,8 @@ class Flat:
     reshard: bool = True
     holder: str = ""
     """Its first parameter, which stands for the flat one where each parameter's states are counted."""
+    parts: tuple[int, ...] = ()
+    """Bytes of each parameter."""
     kept: tuple[int, int] = (0, 0)
     """Bytes of input and of the output's gradient, which a frozen unit's hook keeps."""
 
@@ -147,9 +150,9 @@ def units_of(spans: Sequence[Span], dtype: str, reshard: bool, keeps: bool, igno
 
 
 def _unit(name: str, first: int, last: int, parameters: Sequence[Parameter], dtype: str, reshard: bool) -> Flat:
-    whole = sum(packed_bytes(one, dtype) for one in parameters)
+    parts = tuple([packed_bytes(one, dtype) for one in parameters])
     trained = sum(one.elements for one in parameters if one.trained)
-    return Flat(name, first, last, whole, trained, reshard, parameters[0].name)
+    return Flat(name, first, last, sum(parts), trained, reshard, parameters[0].name, parts)
 
 
 def _kept(module: Module) -> tuple[int, int]:
@@ -373,9 +376,25 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             evaluated=trainer.kept_logits(plan, plain.layer_shape(plan)),
             saving=_saved(units_of(single.spans, shards, True, False, ignored), trained, plan.layout.dp),
             late_states=True,
+            before=_wrapped(units, plan.layout.dp, _at_once(units, ahead), mixed=plan.precision.autocast),
             elements=sum(-(-one.elements // plan.layout.dp) for one in tensors),
         ),
     )
+
+
+def _at_once(units: Sequence[Flat], ahead: bool) -> int:
+    """How many layers are gathered at the same time: the one that runs, the one before it ``ahead``, and a frozen one
+    that waits for the next hook."""
+    if not ahead:
+        return 1
+    return 2 if all(unit.trained for unit in units) else 3
+
+
+def _wrapped(units: Sequence[Flat], ranks: int, gathered: int, *, mixed: bool) -> Tape:
+    """What comes and goes until every unit is flat; so many layers are ``gathered`` at once."""
+    root, *others = units
+    casts = [-(-unit.trained // ranks) * ITEMSIZE["fp32"] if mixed else 0 for unit in (*others, root)]
+    return wrapping([(unit.parts, cast) for unit, cast in zip((*others, root), casts, strict=True)], ranks, gathered)
 
 
 def _saved(units: Sequence[Flat], trained: str, ranks: int) -> int:
