@@ -93,10 +93,10 @@ FSDP = {"model": "llama-3-8b", "framework": "fsdp", "gpus": "8", "gpu": "a100-80
 
 def test_cache_is_given_back_before_a_plan_fails() -> None:
     """FSDP's streams keep 8 GiB of cache beside 75 allocated: more than there is, and nobody needs it. Segments that do
-    not grow fall into pieces with every iteration, until the second finds none of 3.9 GiB."""
+    not grow fall into pieces with every iteration, until the fifth finds none of 3.9 GiB."""
     found = estimated(**FSDP)
     ((_, failure),) = found.failures
-    assert (failure.module, failure.tensor, failure.iteration) == ("head", "grad_logits", 2)
+    assert (failure.module, failure.tensor, failure.iteration) == ("head", "grad_logits", 5)
     assert found.stages[0].allocated is not None
     assert found.stages[0].allocated + failure.request < 80 * GIB
     found = estimated(**FSDP, env="PYTORCH_ALLOC_CONF=expandable_segments:True")
