@@ -107,7 +107,7 @@ def test_cache_is_given_back_before_a_plan_fails() -> None:
     assert (found.judged.verdict, found.fits, found.failures) == (Verdict.RETRIES, True, ())
     assert found.judged.retries_in_iteration > 0
     assert found.judged.reserved == 0
-    assert verdict(found).plain.startswith("Fits with retries: each GPU would take 84.57 GiB of 78.00 GiB")
+    assert verdict(found).plain.startswith("Fits with retries: each GPU would take 84.49 GiB of 78.00 GiB")
     assert verdict(found).plain.endswith("gives cached memory back 3 times in every iteration")
 
 
