@@ -15,8 +15,13 @@ FLAGS :=
 demo: $(VENV)/.installed
 	@$(BIN)/memplan estimate $(JOB) $(FLAGS) || test $$? -eq 1
 
-test: lint types
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# mypy runs beside the tests; what it says comes behind theirs, and either of the two can fail the whole.
+test: lint
+	@$(BIN)/python -m mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder; tested=$$?; \
+	wait $$types; typed=$$?; \
+	echo "mypy:"; cat $(VENV)/types.txt; \
+	test $$tested -eq 0 && test $$typed -eq 0
 
 # Every recorded answer; `make golden ONLY=deepspeed` checks those with this text in their command.
 golden: $(VENV)/.installed

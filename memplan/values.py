@@ -9,6 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+
+class HashedOnce:
+    """Base of frozen values that keep their hash: of many fields, and looked up in caches again and again."""
+
+    __slots__ = ("_hash",)
+
+
 if TYPE_CHECKING:
     from dataclasses import dataclass
 else:
@@ -112,7 +119,18 @@ else:
         ], {}
 
     def _hash(cls):
-        return ["def __hash__(self):", f" return hash({_compared(cls, 'self')})"], {}
+        value = f"hash({_compared(cls, 'self')})"
+        if not issubclass(cls, HashedOnce):
+            return ["def __hash__(self):", f" return {value}"], {}
+        return [
+            "def __hash__(self):",
+            " try:",
+            "  return self._hash",
+            " except AttributeError:",
+            f"  found = {value}",
+            "  _set(self, '_hash', found)",
+            "  return found",
+        ], {"_set": object.__setattr__}
 
     @recursive_repr()
     def _repr(self):
@@ -133,4 +151,4 @@ else:
             object.__setattr__(self, field.name, value)
 
 
-__all__ = ["dataclass"]
+__all__ = ["HashedOnce", "dataclass"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memplan.values import dataclass
+from memplan.values import HashedOnce, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +126,24 @@ def test_no_method_is_compiled_before_it_is_called() -> None:
     assert before is not Late.__init__
     assert Late.__init__.__code__.co_varnames[:2] == ("self", "x")
     assert not hasattr(Late(1), "__dict__")
+
+
+@dataclass(frozen=True, slots=True)
+class Remembering(HashedOnce):
+    """Keeps its hash."""
+
+    x: Any
+    y: int = 2
+
+
+def test_a_hash_that_is_kept_is_that_of_the_fields_and_no_part_of_the_value() -> None:
+    """It is not copied to what ``replace`` makes, nor written by ``pickle``: hashes of texts differ from process to
+    process."""
+    one = Remembering("a")
+    assert hash(one) == hash(Remembering("a")) == hash(("a", 2))
+    assert hash(one) == hash(one)
+    assert one == Remembering("a")
+    assert hash(replace(one, y=3)) == hash(("a", 3))
+    assert not hasattr(pickle.loads(pickle.dumps(one)), "_hash")
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(Remembering([]))

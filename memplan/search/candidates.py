@@ -32,7 +32,7 @@ from .time import (
     Shape,
     StageWork,
     on_timed_gpu,
-    ranking_time,
+    ranking_seconds,
     rates_of,
     step_seconds,
     work_of,
@@ -68,6 +68,7 @@ class Clock:
         overlapped_sends = space.framework.time.overlapped_sends
         self._overlapped_sends = cache(lambda vpp: overlapped_sends(space.resolved, vpp))
         self._groups: dict[tuple[int, Recomputing], tuple[StageLayers, Groups]] = {}
+        self._whole = cache(self._whole_step)
 
     def family(self, point: Point) -> _Family:
         """Times of a layer and of both ends, and of sends between stages."""
@@ -108,7 +109,7 @@ class Clock:
     def fastest(self, point: Point) -> tuple[StageLayers, float]:
         """The cut whose slowest stage takes least, and at least its seconds."""
         if not self.chooses_cut:
-            return (), ranking_time(resolve(self.space.plan(point))).total
+            return (), self._whole(point)
         family = self.family(point)
         if self.space.cut is None:
             cut = fastest(self.space.base.model.layers, point.pp, point.vpp, family.ratios, self.alone)
@@ -116,6 +117,10 @@ class Clock:
         else:
             cut = self._given(point)
         return cut, self._passes(family, point, cut, 0.0)
+
+    def _whole_step(self, point: Point) -> float:
+        """Seconds of a step whose cut nobody chooses."""
+        return ranking_seconds(resolve(self.space.plan(point)))
 
     def _given(self, point: Point) -> StageLayers:
         """The cut that the plan has, which all points share."""
@@ -127,7 +132,7 @@ class Clock:
     def seconds(self, point: Point, cut: StageLayers) -> float:
         """Of the whole step."""
         if not self.chooses_cut:
-            return ranking_time(resolve(self.space.plan(point))).total
+            return self._whole(point)
         family, count = self.family(point), self.space.microbatches(point)
         replicas = Replicas(self._states(point), family.shape, family.rates)
         once = max(

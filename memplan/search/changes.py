@@ -30,7 +30,7 @@ from .point import UNCUT_FIELDS, Point, Recomputing, changed
 from .result import UNTIMED, Change, Suggestion
 from .search import Report
 from .space import space_of
-from .time import is_timed, ranking_time, work_of
+from .time import is_timed, ranking_seconds, ranking_time, work_of
 
 OTHER_NUMBERS = "other numbers in training"
 """What a change costs that keeps states in fewer bits, or approximates."""
@@ -290,6 +290,6 @@ def _measured(name: str, plan: Plan, fields: Mapping[str, Any]) -> Method:
     try:
         resolved = resolve(changed(plan, fields))
         peaks = [folded.peak for folded in fold(resolved)]
-        return Method(name, max(peaks), peaks.index(max(peaks)), ranking_time(resolved).total)
+        return Method(name, max(peaks), peaks.index(max(peaks)), ranking_seconds(resolved))
     except PlanError as error:
         return Method(name, None, None, None, f"{error.field}: {error.problem}")

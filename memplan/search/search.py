@@ -31,7 +31,7 @@ from .lower_bounds import Needs, fewest_recomputed, most_layers
 from .point import NO_RECOMPUTE, Point, Recomputing
 from .result import Counts, Suggestion
 from .space import Space
-from .time import ranking_time
+from .time import ranking_seconds, ranking_time
 
 Report = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
@@ -96,7 +96,7 @@ class Search:
         if cut is None:
             return candidate
         plan = self._plan(candidate._replace(cut=cut))
-        return candidate._replace(cut=cut, seconds=ranking_time(resolve(plan)).total)
+        return candidate._replace(cut=cut, seconds=ranking_seconds(resolve(plan)))
 
     def _plan(self, candidate: Candidate) -> Plan:
         """As a user would write it, defaults left out."""

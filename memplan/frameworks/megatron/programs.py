@@ -105,8 +105,10 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         largest_logit=megatron.largest_logit,
         mlp_chunks=megatron.mlp_chunks,
         decoder=plan.batch.decoder_seq or 0,
+        experts=expert_shape(plan),
+        core=_version(plan.experts.megatron_core),
+        low=low_of(plan, te),
     )
-    shape = replace(shape, experts=expert_shape(plan), core=_version(plan.experts.megatron_core), low=low_of(plan, te))
     if plan.precision.first_16bit_layers or plan.precision.last_16bit_layers:
         ends_16bit = plan.precision.first_16bit_layers, plan.precision.last_16bit_layers
         shape = replace(shape, sixteen_bit=ends_16bit, layers=spec.layers)
@@ -364,6 +366,11 @@ def _job(shape: CoreShape, recompute: Recompute, options: Options) -> _Job:
     return _Job(shape, recompute, replace(options, consumes_gradients=True))
 
 
+@lru_cache(maxsize=1024)
+def _placed(options: Options, keeps_input: bool, drops_gradient: bool) -> Options:
+    return replace(options, keeps_input=keeps_input, drops_gradient=drops_gradient)
+
+
 Keeping = tuple[tuple[str, tuple[str, ...]], ...]
 """Of entries of a chunk, modules whose saved tensors do not go to the host in the first micro-batch."""
 
@@ -381,11 +388,7 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     layer_shape, end_shape = module_shapes(shape)
     spans: list[Span] = []
     for at, group in enumerate(groups):
-        own = replace(
-            job.options,
-            keeps_input=receives and at == 0,
-            drops_gradient=not (sends and at == len(groups) - 1),
-        )
+        own = _placed(job.options, receives and at == 0, not (sends and at == len(groups) - 1))
         if group[0].startswith("layer."):
             shapes = tuple(_layer_shape(layer_shape, name, keeping, at_once) for name in group)
             module = layers_module(shapes, own, recomputed=_recomputes(job.recompute, group, entries))
@@ -446,21 +449,31 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
 
 
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
-    """``shape`` as ``layer``, numbered from 0, has it: with experts or without, in 8 bits or in 16."""
-    if shape.layers:
-        first, last = shape.sixteen_bit
-        wide = layer < first or layer >= shape.layers - last
-        shape = replace(shape, sixteen_bit=(0, 0), layers=0, low=None if wide else shape.low)
-    if shape.spec.layer_pattern:
-        shape = replace(shape, kind=shape.spec.kind_of(layer))
-    if interval := shape.spec.nope_interval:
-        shape = replace(shape, turns=(layer + 1) % interval != 0)
-    if shape.experts is None or not shape.spec.has_experts(layer):
-        return replace(shape, experts=None)
-    if shape.experts.imbalances:
-        own = shape.experts.imbalances[sum(map(shape.spec.has_experts, range(layer)))]
-        return replace(shape, experts=replace(shape.experts, imbalance=own, imbalances=()))
-    return shape
+    """``shape`` as ``layer``, numbered from 0, has it: with experts or without, in 8 bits or in 16. One object for
+    layers that are alike."""
+    spec, experts, turns = shape.spec, shape.experts, shape.turns
+    first, last = shape.sixteen_bit
+    wide = layer < first or layer >= shape.layers - last
+    if interval := spec.nope_interval:
+        turns = (layer + 1) % interval != 0
+    imbalance = None
+    if experts is not None and not spec.has_experts(layer):
+        experts = None
+    elif experts is not None and experts.imbalances:
+        imbalance = experts.imbalances[sum(map(spec.has_experts, range(layer)))]
+    return _alike(shape, bool(shape.layers) and wide, spec.kind_of(layer), turns, experts is not None, imbalance)
+
+
+@lru_cache(maxsize=1 << 12)
+def _alike(
+    shape: CoreShape, wide: bool, kind: str, turns: bool, has_experts: bool, imbalance: float | None
+) -> CoreShape:
+    """``shape`` as all layers have it that agree in this."""
+    experts = shape.experts if has_experts else None
+    if experts is not None and imbalance is not None:
+        experts = replace(experts, imbalance=imbalance, imbalances=())
+    low = None if wide else shape.low
+    return replace(shape, sixteen_bit=(0, 0), layers=0, low=low, kind=kind or shape.kind, turns=turns, experts=experts)
 
 
 def _makes_masks(shape: CoreShape, role: Role) -> bool:
@@ -693,8 +706,9 @@ def _with_static(kept: Kept, holds: Sequence[Hold], stage: _Stage) -> Kept:
     layers = [layer_shape_of(shape, int(name[6:])) for name in stage.names if name.startswith("layer.")]
     if "mtp" in stage.names:
         layers += [next((one for one in layers if one.experts), shape)] * shape.spec.mtp_layers
+    remembered = {layer: dispatch.remembered(layer) for layer in set(layers)}
     for layer in layers:
-        stays, order = dispatch.remembered(layer)
+        stays, order = remembered[layer]
         every += stays
         orders += order
     numbered = _numbered([*every, *orders])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
@@ -24,42 +25,49 @@ NOT_OVERLAPPED = (1, 11)
 yet beside its weight gradient, and the latter was added to the buffer by a kernel of its own."""
 
 
+@lru_cache(maxsize=4096)
+def _entries(whole: CoreShape, gradients: str | None, recent: bool, full: bool, apart: bool) -> Entries:
+    """Of all plans whose layers are of one shape and are recomputed in ``full`` or not; ``apart``: what predicts
+    further tokens is not where the head is."""
+    whole = replace(whole, asynchronous=recent, gradient_fusion=whole.gradient_fusion and recent)
+    options = Options(counts="later", consumes_gradients=True, summed=gradients)
+    (shape, ends), spec = module_shapes(whole), whole.spec
+    front = replace(shape, recompute_modules=())  # also of the ends before the head
+
+    def layer(shape: CoreShape) -> tuple[Passes, Passes]:
+        few, times = shape.fewest_experts
+        plain = layers_module((replace(few, recompute_modules=()),), options).work
+        again = run_again(plain) if full else layers_module((few,), options).work
+        return regrouped(plain, times), regrouped(again, times)
+
+    embedding, norm = (
+        end_module(name, replace(front, experts=None), False, options).work for name in ("embedding", "final_norm")
+    )
+    head = end_module("head", ends, False, options).work
+    within = replace(shape, kind=spec.mtp_pattern)
+    further = mtp_module(ends, within, False, options).work if spec.mtp_layers else NO_PASSES
+    if not apart:
+        head, further = joined(further, head), NO_PASSES
+    if spec.layer_pattern:
+        kinds = tuple(
+            layer(replace(shape, kind=kind, experts=shape.experts if kind == "E" else None))
+            if kind in spec.layer_pattern
+            else (NO_PASSES, NO_PASSES)
+            for kind in KINDS
+        )
+        return Entries(embedding, NO_PASSES, NO_PASSES, norm, head, further=further, kinds=kinds)
+    dense = layer(replace(shape, experts=None)) if spec.experts and spec.dense_layers else ()
+    return Entries(embedding, *layer(shape), norm, head, *(dense or (NO_PASSES, NO_PASSES)), further)
+
+
 class MegatronTime(FrameworkTime):
     fused_attention = True
 
     def entries(self, plan: ResolvedPlan) -> Entries:
         check_covered(plan.model, MEGATRON_CORE, plan.framework)
-        whole, recent = core_shape(plan), not before(plan, NOT_OVERLAPPED)
-        whole = replace(whole, asynchronous=recent, gradient_fusion=whole.gradient_fusion and recent)
-        options = Options(counts="later", consumes_gradients=True, summed=plan.precision.gradients)
-        shape, ends = module_shapes(whole)
-        front = replace(shape, recompute_modules=())  # also of the ends before the head
-        full = plan.recompute.mode == "full"
-
-        def layer(shape: CoreShape) -> tuple[Passes, Passes]:
-            few, times = shape.fewest_experts
-            plain = layers_module((replace(few, recompute_modules=()),), options).work
-            again = run_again(plain) if full else layers_module((few,), options).work
-            return regrouped(plain, times), regrouped(again, times)
-
-        embedding, norm = (
-            end_module(name, replace(front, experts=None), False, options).work for name in ("embedding", "final_norm")
-        )
-        head = end_module("head", ends, False, options).work
-        within = replace(shape, kind=shape.spec.mtp_pattern)
-        further = mtp_module(ends, within, False, options).work if plan.model.mtp_layers else NO_PASSES
-        if not any(chunk.further for stage in self.stages(plan) for chunk in stage):
-            head, further = joined(further, head), NO_PASSES
-        if plan.model.layer_pattern:
-            kinds = tuple(
-                layer(replace(shape, kind=kind, experts=shape.experts if kind == "E" else None))
-                if kind in plan.model.layer_pattern
-                else (NO_PASSES, NO_PASSES)
-                for kind in KINDS
-            )
-            return Entries(embedding, NO_PASSES, NO_PASSES, norm, head, further=further, kinds=kinds)
-        dense = layer(replace(shape, experts=None)) if plan.model.experts and plan.model.dense_layers else ()
-        return Entries(embedding, *layer(shape), norm, head, *(dense or (NO_PASSES, NO_PASSES)), further)
+        apart = plan.model.mtp_layers > 0 and any(chunk.further for stage in self.stages(plan) for chunk in stage)
+        recent, full = not before(plan, NOT_OVERLAPPED), plan.recompute.mode == "full"
+        return _entries(core_shape(plan), plan.precision.gradients, recent, full, apart)
 
     def grows(self, plan: ResolvedPlan) -> bool:
         """Experts take whole rows each, and drop whole ones."""

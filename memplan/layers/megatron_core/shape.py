@@ -7,7 +7,7 @@ from math import ceil
 from typing import Literal
 
 from ...plan.spec import ModelSpec
-from ...values import dataclass
+from ...values import HashedOnce, dataclass
 from ..shapes import ITEMSIZE
 from ..work import Ranks
 from .precision import Low, up
@@ -76,7 +76,7 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True)
-class CoreShape:
+class CoreShape(HashedOnce):
     """One micro-batch of one architecture on one tensor- and context-parallel rank.
 
     Everything that a recipe reads is here, so that equal shapes share one recorded module.

@@ -14,7 +14,7 @@ from ...values import dataclass
 from . import kernels
 from .collectives import collective, group, send
 from .kernels import Ranks, Seconds
-from .rates import Efficiency, Rates, rates_of
+from .rates import Rates, rates_of
 from .shape import Shape, StageWork, shape_of
 
 HOST_OPERATOR = 7e-6
@@ -89,13 +89,13 @@ class EntryTimes:
         return alike + [(one, *counts) for one, counts in zip(self.kinds, work.kinds, strict=False)]
 
 
-def entry_times(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> EntryTimes:
-    """Of a resolved plan. Plans that agree in what their layers do, in GPU and links share one value, however many
-    stages, replicas and layers they have."""
-    layout, rates = plan.layout, rates_of(plan, efficiency)
+def entry_times(plan: ResolvedPlan, shape: Shape | None = None, rates: Rates | None = None) -> EntryTimes:
+    """Of a resolved plan, whose ``shape`` and ``rates`` may be known. Plans that agree in what their layers do, in GPU
+    and links share one value, however many stages, replicas and layers they have."""
+    layout, rates = plan.layout, rates or rates_of(plan)
     across = layout.pp > 1 and layout.tp * layout.cp * layout.pp * (layout.dp or 1) > rates.node
     staged = layout.pp > 1 or not framework(plan.framework).time.pipelined
-    return times_of(shape_of(plan), rates, staged, across)
+    return times_of(shape or shape_of(plan), rates, staged, across)
 
 
 @lru_cache(maxsize=1 << 14)

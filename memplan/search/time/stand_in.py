@@ -6,7 +6,7 @@ from ...device.gpus import MULTIPROCESSORS
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from .hardware import SPEEDS
-from .step import StepTime, step_time
+from .step import StepTime, step_time, step_total
 
 STAND_IN = "a100-80gb"
 
@@ -34,3 +34,8 @@ def on_timed_gpu(plan: ResolvedPlan) -> ResolvedPlan:
 def ranking_time(plan: ResolvedPlan) -> StepTime:
     """``step_time`` of a resolved plan, on a GPU that has times."""
     return step_time(on_timed_gpu(plan))
+
+
+def ranking_seconds(plan: ResolvedPlan) -> float:
+    """The total of that alone."""
+    return step_total(on_timed_gpu(plan))

@@ -26,8 +26,8 @@ from ...frameworks import framework
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .layer import EntryTimes, entry_times
-from .rates import Efficiency, assumptions, rates_of
-from .shape import Entries, StageWork, model_flops, recomputed_flops, shape_of, work_of
+from .rates import Efficiency, Rates, assumptions, rates_of
+from .shape import Entries, Shape, StageWork, Work, model_flops, recomputed_flops, shape_of, work_of
 from .updates import Replicas, Updates, updates
 
 
@@ -130,14 +130,26 @@ def assemble(
 
 def step_time(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> StepTime:
     """One step of a resolved plan. ``PlanError`` where no GPU is named, or something of it is not timed."""
-    shape, rates, times, work = shape_of(plan), rates_of(plan, efficiency), entry_times(plan, efficiency), work_of(plan)
+    shape, rates, work = shape_of(plan), rates_of(plan, efficiency), work_of(plan)
+    found = _assembled(plan, shape, rates, work)
+    return _with_rates(found, plan, shape.entries, work, rates.peak, assumptions(plan, efficiency))
+
+
+def step_total(plan: ResolvedPlan) -> float:
+    """``step_time(plan).total`` alone."""
+    return _assembled(plan, shape_of(plan), rates_of(plan), work_of(plan)).total
+
+
+def _assembled(plan: ResolvedPlan, shape: Shape, rates: Rates, work: Work) -> StepTime:
+    """The step without what is derived from its parts."""
+    times = entry_times(plan, shape, rates)
     replicas, microbatches = Replicas(plan, shape, rates), plan.microbatches
     staged = len(work) > 1
     once = max(
         (updates(replicas, stage, times, microbatches, staged) for stage in dict.fromkeys(work)),
         key=lambda one: one.total,
     )
-    found = assemble(
+    return assemble(
         times,
         work,
         microbatches,
@@ -146,7 +158,6 @@ def step_time(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> StepT
         pipelined=framework(plan.framework).time.pipelined,
         once=once,
     )
-    return _with_rates(found, plan, shape.entries, work, rates.peak, assumptions(plan, efficiency))
 
 
 def _with_rates(

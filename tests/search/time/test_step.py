@@ -23,6 +23,7 @@ from memplan.search.time import (
 )
 from memplan.search.time.rates import default
 from memplan.search.time.shape import model_flops
+from memplan.search.time.step import step_total
 
 from .plans import EVERY_FRAMEWORK, megatron_22b, plan
 
@@ -43,7 +44,9 @@ times = st.builds(EntryTimes, entry, entry, entry, entry, seconds)
 
 @pytest.mark.parametrize("framework", EVERY_FRAMEWORK)
 def test_the_parts_add_up(framework: str) -> None:
-    time = step_time(plan(**EVERY_FRAMEWORK[framework]))
+    given = plan(**EVERY_FRAMEWORK[framework])
+    time = step_time(given)
+    assert step_total(given) == time.total
     assert sum(getattr(time, part) for part in PARTS) == pytest.approx(time.total)
     assert all(getattr(time, part) >= -1e-12 for part in PARTS)
     assert 0 < time.mfu <= time.hfu < 1
