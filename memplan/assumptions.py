@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from .frameworks import framework
 from .plan.releases import release
 from .plan.resolved import ResolvedPlan
@@ -63,7 +65,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     result += (*of_tuning(plan), *of_kernels(plan))
     result += _of_autocast(plan)
     result += (*TRAINER, _loaded(plan)) if plan.trainer.loop != "none" else ()
-    result += _of_pairs(plan) + _of_groups(plan)
+    result += _OF_LOOP.get(plan.trainer.loop, _nothing)(plan)
     result += own.optimizer_assumptions(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))
@@ -119,8 +121,6 @@ FUSED_LOSSES = {
 
 def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's DPOTrainer."""
-    if not plan.trainer.pairs:
-        return ()
     reference = "is the model itself, with its adapters off"
     if plan.lora.rank is None:
         reference = f"is a second model in {plan.precision.stored}, {framework(plan.framework).reference(plan)}"
@@ -138,8 +138,6 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
 def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's GRPOTrainer."""
     trainer = plan.trainer
-    if not trainer.groups:
-        return ()
     reference = "no reference model (beta 0)"
     if trainer.keeps_reference:
         reference = "the reference is the model itself, with its adapters off"
@@ -153,6 +151,14 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
         f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); what "
         "it takes while it runs is not estimated, and predicted times are of training alone",
     )
+
+
+def _nothing(plan: ResolvedPlan) -> tuple[str, ...]:
+    return ()
+
+
+_OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {"dpo": _of_pairs, "grpo": _of_groups}
+"""By ``trainer.loop``."""
 
 
 TRAINER = (

@@ -144,7 +144,7 @@ def release(plan: Plan, library: str) -> Version:
 
 def has_trl(plan: Plan) -> bool:
     """One of trl's trainers runs the model."""
-    return "trl" in plan.versions or plan.trainer.scores
+    return "trl" in plan.versions or plan.trainer.kind.own_loss
 
 
 def reentrant(plan: Plan) -> bool:

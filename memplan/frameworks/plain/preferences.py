@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from ...layers.log_probabilities import OUTPUTS
 from ...layers.module import Module, Parameter, Tapes, hold_bytes
 from ...plan.errors import PlanError
 from ...plan.kernels import LOSSES
@@ -32,24 +31,9 @@ MOST = 2
 which take the same one after the other."""
 
 
-def pairs(plan: ResolvedPlan) -> bool:
-    """Whether DPOTrainer runs the model."""
-    return plan.trainer.pairs
-
-
-def scores(plan: ResolvedPlan) -> bool:
-    """Whether the loss is of labels' log-probabilities."""
-    return plan.trainer.scores
-
-
-def outputs(plan: ResolvedPlan) -> tuple[str, ...]:
-    """What trl's head computes beside log-probabilities."""
-    return OUTPUTS if plan.trainer.pairs else OUTPUTS[:1] if plan.trainer.groups else ()
-
-
 def check(plan: ResolvedPlan) -> None:
     """Refuses what is not modelled with a loss of log-probabilities."""
-    if not scores(plan):
+    if not plan.trainer.kind.own_loss:
         return
     model, loop = plan.model, plan.trainer.loop
     if not model.causal or model.mlm_head or model.head_bias:
@@ -73,31 +57,26 @@ def check(plan: ResolvedPlan) -> None:
             raise PlanError(f"trainer.{field}", value, problem)
 
 
-def batch(shape: tuple[int, int]) -> list[Hold]:
+def batch(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
     """What the collator makes beside token ids and labels."""
     size = hold_bytes(shape, "int64")
-    return [Hold(0, size, Category.INPUTS, name, shape, "int64") for name in ("attention_mask", "completion_mask")]
+    return [Hold(0, size, Category.INPUTS, name, shape, "int64") for name in plan.trainer.kind.masks]
 
 
 def beside(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
     """What is held besides, but for a second model."""
-    return [*(batch(shape) * plan.microbatches if pairs(plan) else ()), *generation(plan)]
+    return [*batch(plan, shape) * plan.microbatches, *generation(plan)]
 
 
 def has_model(plan: ResolvedPlan) -> bool:
     """The reference is a model of its own."""
-    kept = plan.trainer.keeps_reference if plan.trainer.groups else runs_reference(plan)
-    return kept and plan.lora.rank is None
+    return plan.trainer.has_reference and plan.lora.rank is None
 
 
 def generation(plan: ResolvedPlan) -> list[Hold]:
     """What its engine holds while the model trains."""
     size = plan.trainer.generation_memory or 0
     return [Hold(0, rounded(size), Category.BUFFERS, "generation", (), "")] if size else []
-
-
-def runs_reference(plan: ResolvedPlan) -> bool:
-    return pairs(plan) and not plan.trainer.precompute_ref_log_probs
 
 
 def reference_parameters(parameters: Sequence[Parameter], buffers: Sequence[Hold], dtype: str) -> list[Hold]:
