@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from .frameworks import framework
+from .plan.lora import saved
 from .plan.releases import release
 from .plan.resolved import ResolvedPlan
 from .plan.traced_spec import TracedSpec
@@ -153,11 +154,31 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
     )
 
 
+def _of_scores(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of trl's RewardTrainer."""
+    head = "is trained"
+    if plan.lora.rank is not None:
+        head = "is frozen (--modules-to-save score trains a copy, as peft does for task type SEQ_CLS)"
+        if saved(plan):
+            head = "has a copy that is trained"
+    return (
+        f"RewardTrainer of trl 1.16: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} tokens "
+        "without padding, run in one batch; dropout is off where a module does it; metrics of a number each are not "
+        "counted",
+        f"the model is transformers' for sequence classification with one label, whose head of {plan.model.hidden:,} "
+        f"numbers takes the place of the vocabulary's and {head}",
+    )
+
+
 def _nothing(plan: ResolvedPlan) -> tuple[str, ...]:
     return ()
 
 
-_OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {"dpo": _of_pairs, "grpo": _of_groups}
+_OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {
+    "dpo": _of_pairs,
+    "grpo": _of_groups,
+    "reward": _of_scores,
+}
 """By ``trainer.loop``."""
 
 

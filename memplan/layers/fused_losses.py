@@ -14,7 +14,7 @@ from dataclasses import replace
 from ..families import family
 from ..tape.events import Category
 from ..values import dataclass
-from . import ends, ops
+from . import ends, ops, scores
 from .autograd import ITEMSIZE, Gradients, Recorder, Tensor, Unsummed, size_of
 from .huggingface import LayerShape
 from .kernels import CROSS_ENTROPIES
@@ -69,7 +69,10 @@ class HeadLoss:
 PLAIN = HeadLoss()
 
 LOG_PROBABILITIES = "log-probabilities"
-"""The kind of trl's loss of labels' log-probabilities."""
+"""The kind of trl's loss of labels' log-probabilities,"""
+
+SCORES = "scores"
+"""and of scores of whole sequences."""
 
 JOINED = ("input_ids", "attention_mask", "labels")
 """What GRPOTrainer makes of prompts and completions, until its loss is computed."""
@@ -81,9 +84,12 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
         weight, kept = head_weight(r, shape), loss.logits_to_keep
         joined = [r.empty((shape.b, shape.s), "int64", name) for name in JOINED] if kept else []
         computed, others = of_labels(r, hidden, weight, loss.outputs, kept)
-        given = (summed(r, computed), [computed, *others]) if kept is None else (clipped(r, computed, kept), [])
+        result = (summed(r, computed), [computed, *others]) if kept is None else (clipped(r, computed, kept), [])
         del joined
-        return given
+        return result
+    if loss.kind == SCORES:
+        computed, given = scores.head(r, hidden, shape)
+        return computed, [given]
     if loss.kind == "chunked":
         return chunked_head(r, hidden, shape, loss), []
     if loss.kind == "cut":

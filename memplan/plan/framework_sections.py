@@ -448,10 +448,11 @@ class Trainer(FrameworkSection, Terse):
     )
     everywhere: ClassVar[frozenset[str]] = frozenset({"evaluation_mbs"})
 
-    loop: Literal["none", "transformers", "dpo", "grpo"] = Field(
+    loop: Literal["none", "transformers", "dpo", "grpo", "reward"] = Field(
         "none",
         description="training loop: a plain loop (none), transformers' Trainer, or trl's DPOTrainer (dpo), of whose "
-        "batches mbs and gbs count pairs, or GRPOTrainer (grpo), of whose they count completions",
+        "batches mbs and gbs count pairs, GRPOTrainer (grpo), of whose they count completions, or RewardTrainer "
+        "(reward), of whose they count pairs",
         json_schema_extra={"flag": "--trainer"},
     )
     precompute_ref_log_probs: bool = Field(

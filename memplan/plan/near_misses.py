@@ -60,6 +60,7 @@ _SAME = {
     "--lora-alpha": ("alpha",),
     "--trainer=dpo": ("dpo",),
     "--trainer=grpo": ("grpo",),
+    "--trainer=reward": ("reward", "reward-model"),
     "--completion-length": ("max-completion-length", "response-length", "max-response-length"),
     "--capacity": ("gpu-memory", "vram", "gpu-mem"),
     "--fsdp-replicas": ("dp-replicate", "data-parallel-replicate-degree"),

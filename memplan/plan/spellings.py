@@ -99,7 +99,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
     "trainer.loop": {
         "sft": "is trl's SFTTrainer: --trainer transformers --versions trl=1.9.0",
         **dict.fromkeys(("kto", "orpo", "cpo", "simpo", "bco"), _TWO_MODELS),
-        **dict.fromkeys(("reward", "prm"), _OF_TRL.format("a head with one score, pairs of sequences in one batch")),
+        **dict.fromkeys(("prm",), _OF_TRL.format("a head with scores of steps")),
         **dict.fromkeys(
             ("ppo", "rloo", "onlinedpo", "gkd"),
             _OF_TRL.format("generation between steps, and log-probabilities of what was generated"),

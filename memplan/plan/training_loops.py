@@ -1,7 +1,8 @@
 """Training loops of transformers and trl, an object each: what a sample is, what the loss is of, when a reference runs,
 and which fields of a plan belong to it alone.
 
-trl 1.16: ``trainer/dpo_trainer.py``, ``trainer/grpo_trainer.py``. ``formats/trainer/trl.py`` reads their arguments.
+trl 1.16: ``trainer/dpo_trainer.py``, ``trainer/grpo_trainer.py``, ``trainer/reward_trainer.py``.
+``formats/trainer/trl.py`` reads their arguments.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class TrainingLoop:
 
     name: str
     """``trainer.loop`` of a plan."""
-    loss_of: Literal["model", "log-probabilities"] = "model"
-    """The model's own loss of logits, or one that the loop takes of labels' log-probabilities."""
+    loss_of: Literal["model", "log-probabilities", "scores"] = "model"
+    """The model's own loss of logits, or one that the loop takes of labels' log-probabilities or of scores."""
     beside: tuple[str, ...] = ()
     """What trl's head computes beside these, of ``layers.log_probabilities.OUTPUTS``."""
     sequences: int = 1
@@ -69,8 +70,16 @@ GRPO = TrainingLoop(
     needed={"completion_length": "tokens of the longest completion", "generation_memory": "vLLM's share; 0 elsewhere"},
     untimed="generation and any forward pass of a reference",
 )
+REWARD = TrainingLoop(
+    "reward",
+    loss_of="scores",
+    sequences=2,
+    drops_out=False,
+    inputs=("input_ids",),
+    masks=("attention_mask",),
+)
 
 TRAINING_LOOPS: Mapping[str, TrainingLoop] = MappingProxyType(
-    {one.name: one for one in (NONE, TRANSFORMERS, DPO, GRPO)}
+    {one.name: one for one in (NONE, TRANSFORMERS, DPO, GRPO, REWARD)}
 )
 """By ``trainer.loop``."""

@@ -2,7 +2,8 @@
 default, which of its keys change memory, and which change none.
 
 trl 1.16: ``scripts/`` (``trl dpo``, ``dpo.py``), ``trainer/base_config.py``, ``trainer/sft_config.py`` (``SFTConfig``),
-``trainer/dpo_config.py`` (``DPOConfig``), ``trainer/grpo_config.py`` (``GRPOConfig``).
+``trainer/dpo_config.py`` (``DPOConfig``), ``trainer/grpo_config.py`` (``GRPOConfig``),
+``trainer/reward_config.py`` (``RewardConfig``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from ...plan.errors import Node, PlanError
+from ...plan.lora import SCORE
 from ...values import dataclass
 from ..launch import Asked
 from ..rows import Reader, Row
@@ -83,6 +85,33 @@ def _no_liger(reader: Reader) -> None:
         problem = "must be false: Liger's losses of pairs and groups are not modelled; trl's own head makes no logits"
         raise PlanError("use_liger_kernel", True, problem, origin=node.origin)
 
+
+def _liger_of_scores(reader: Reader) -> None:
+    """``RewardTrainer``'s model has no loss that Liger's could replace."""
+    if (node := reader.settings.on("use_liger_kernel")) is not None:
+        reader.building.put("loss.kind", Node("plain", node.origin), "use_liger_kernel")
+
+
+def _saved_head(reader: Reader) -> None:
+    """For sequence classification peft trains a copy of the head (``PeftModelForSequenceClassification``); for any
+    other task, as ``ModelConfig`` has it by default, the head is frozen as it was made."""
+    arguments: Arguments = reader.settings
+    task, given = arguments.node("lora_task_type"), arguments.node("lora_modules_to_save")
+    if arguments.on("use_peft") is None or "modules-to-save" in reader.context:
+        return
+    if task is not None and str(task.value).rpartition(".")[2] == "SEQ_CLS":
+        modules = [] if given is None else given.value if isinstance(given.value, list) else [given]
+        if SCORE not in [one.value for one in modules]:
+            both = [*modules, Node(SCORE, task.origin)]
+            reader.building.put("lora.modules_to_save", Node(both, task.origin), "lora_task_type")
+    elif given is None:
+        reader.building.note("head-frozen", HEAD_FROZEN)
+
+
+HEAD_FROZEN = (
+    "without lora_task_type SEQ_CLS (or lora_modules_to_save score) peft freezes the head, which no checkpoint has: "
+    "scores stay random products"
+)
 
 _NO_LIGER = Row("use_liger_kernel", "", read=_no_liger)
 
@@ -176,14 +205,28 @@ _GRPO = Loop(
 )
 """RLOO's configuration shares a few of its keys, and is told by its script."""
 
+_REWARD = Loop(
+    "reward",
+    scripts=("reward", "reward_modeling"),
+    alone=("center_rewards_coefficient",),
+    without_effect=frozenset(
+        (_DATA + "pad_token pad_to_multiple_of center_rewards_coefficient disable_dropout").split()
+    ),
+    defaults={**_OF_ALL, "max_length": 1024},
+    rows=(
+        Row("use_liger_kernel", "loss.kind", read=_liger_of_scores),
+        Row("lora_task_type", "lora.modules_to_save", read=_saved_head),
+        Row("eval_strategy", "", read=no_evaluation),
+    ),
+)
+
 _NOT_MODELLED = {
-    "reward_modeling": "reward",
     "dpo_online": "online-dpo",
-    **{name: name for name in ("kto", "orpo", "cpo", "reward", "prm", "rloo", "ppo", "gkd")},
+    **{name: name for name in ("kto", "orpo", "cpo", "prm", "rloo", "ppo", "gkd")},
 }
 """trl's other trainers by their commands and scripts; a plan refuses them by name."""
 
-LOOPS = (_SFT, _DPO, _GRPO, *(Loop(name, scripts=(script,)) for script, name in _NOT_MODELLED.items()))
+LOOPS = (_SFT, _DPO, _GRPO, _REWARD, *(Loop(name, scripts=(script,)) for script, name in _NOT_MODELLED.items()))
 
 OF_SEVERAL = ("beta", "num_generations", "max_completion_length", "use_vllm", "vllm_mode", "sync_ref_model")
 """Keys that several of trl's trainers have, and transformers' has not."""
@@ -201,6 +244,6 @@ def loop_of(script: str, written: Node, asked: Asked) -> Loop:
         return found
     for key in OF_SEVERAL:
         if (node := written.mapping.get(key)) is not None:
-            problem = "belongs to several of trl's trainers: say which one (--trainer dpo or grpo)"
+            problem = "belongs to several of trl's trainers: say which one (--trainer dpo, grpo or reward)"
             raise PlanError(key, node.plain(), problem, origin=node.origin)
     return TRAINER

@@ -236,7 +236,7 @@ def layer_shape(plan: ResolvedPlan) -> LayerShape:
     """Sizes of one micro-batch."""
     spec = of_any_depth(plan.model)
     if not plan.trainer.kind.drops_out:
-        spec = spec.model_copy(update=preferences.NO_DROPOUT)
+        spec = preferences.without_dropout(spec)
     in_fp32 = plan.quantisation.prepared and not casts_back(plan)
     dtype = "fp32" if in_fp32 else plan.precision.stored
     stored = plan.fsdp.parameters if plan.framework == "fsdp" and plan.fsdp.parameters != dtype else ""
@@ -263,7 +263,7 @@ def head_loss(plan: ResolvedPlan) -> HeadLoss:
     gpu = GPUS.get(plan.hardware.gpu or "")
     capability = gpu.compute_capability if gpu is not None else None
     return HeadLoss(
-        kind=fused_losses.LOG_PROBABILITIES if plan.trainer.kind.own_loss else loss.kind,
+        kind=plan.trainer.kind.loss_of if plan.trainer.kind.own_loss else loss.kind,
         outputs=plan.trainer.kind.beside,
         chunks=loss.chunks,
         fp32_accumulators=loss.fp32_accumulators,
@@ -469,7 +469,8 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
     )
     groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
     at_once = plan.microbatches if trainer.runs(plan) else 1
-    extra = [*inputs(shape, stage) * at_once, *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
+    given = inputs(shape, stage, plan.trainer.kind.inputs)
+    extra = [*given * at_once, *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
     extra += preferences.batch(plan, (shape.b, shape.s)) * at_once
     if preferences.has_model(plan):
         tensors = [one for span in spans for _ in span.names for one in span.module.parameters]
