@@ -136,6 +136,15 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
     )
 
 
+def _of_tokens(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of trl's SFTTrainer."""
+    return (
+        "SFTTrainer of trl 1.16, loss_type nll: its fused head computes log-probabilities of labels in tiles of 4,096 "
+        "tokens and 32,768 words, and never logits (before trl 1.15 it held them: --trainer transformers --versions "
+        "trl=1.9.0); every token but the first has a label; no MoE auxiliary loss",
+    )
+
+
 def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's GRPOTrainer."""
     trainer = plan.trainer
@@ -175,6 +184,7 @@ def _nothing(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 _OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {
+    "sft": _of_tokens,
     "dpo": _of_pairs,
     "grpo": _of_groups,
     "reward": _of_scores,

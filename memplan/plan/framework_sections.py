@@ -448,9 +448,10 @@ class Trainer(FrameworkSection, Terse):
     )
     everywhere: ClassVar[frozenset[str]] = frozenset({"evaluation_mbs"})
 
-    loop: Literal["none", "transformers", "dpo", "grpo", "reward"] = Field(
+    loop: Literal["none", "transformers", "sft", "dpo", "grpo", "reward"] = Field(
         "none",
-        description="training loop: a plain loop (none), transformers' Trainer, or trl's DPOTrainer (dpo), of whose "
+        description="training loop: a plain loop (none), transformers' Trainer, or trl's SFTTrainer (sft), DPOTrainer "
+        "(dpo), of whose "
         "batches mbs and gbs count pairs, GRPOTrainer (grpo), of whose they count completions, or RewardTrainer "
         "(reward), of whose they count pairs",
         json_schema_extra={"flag": "--trainer"},

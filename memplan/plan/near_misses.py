@@ -58,6 +58,7 @@ _SAME = {
     "--lora-rank": ("lora-r", "lora"),
     "--lora-targets": ("lora-target-modules", "target-modules"),
     "--lora-alpha": ("alpha",),
+    "--trainer=sft": ("sft",),
     "--trainer=dpo": ("dpo",),
     "--trainer=grpo": ("grpo",),
     "--trainer=reward": ("reward", "reward-model"),

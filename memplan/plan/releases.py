@@ -122,8 +122,11 @@ TRL_16_BIT_ADAPTERS: Version = (0, 26)
 before, they are prepared, and with bf16 head and embeddings are cast back (``trainer/utils.py``,
 ``peft_module_casting_to_bf16``)."""
 
+TRL_TILES: Version = (1, 15)
+"""SFTTrainer and DPOTrainer make no logits (``trainer/utils.py``, ``add_fused_lm_head``)."""
+
 TRL_SCORES: Version = (1, 16)
-"""The release whose DPOTrainer and GRPOTrainer are followed."""
+"""The release whose SFTTrainer, DPOTrainer, GRPOTrainer and RewardTrainer are followed."""
 
 # -- bitsandbytes
 

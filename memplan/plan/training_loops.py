@@ -1,8 +1,8 @@
 """Training loops of transformers and trl, an object each: what a sample is, what the loss is of, when a reference runs,
 and which fields of a plan belong to it alone.
 
-trl 1.16: ``trainer/dpo_trainer.py``, ``trainer/grpo_trainer.py``, ``trainer/reward_trainer.py``.
-``formats/trainer/trl.py`` reads their arguments.
+trl 1.16: ``trainer/sft_trainer.py``, ``trainer/dpo_trainer.py``, ``trainer/grpo_trainer.py``,
+``trainer/reward_trainer.py``. ``formats/trainer/trl.py`` reads their arguments.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class TrainingLoop:
     """The model's own loss of logits, or one that the loop takes of labels' log-probabilities or of scores."""
     beside: tuple[str, ...] = ()
     """What trl's head computes beside these, of ``layers.log_probabilities.OUTPUTS``."""
+    reduced: Literal["rows", "clipped", "tokens"] = "rows"
+    """What becomes of log-probabilities: sums of rows, GRPO's clipped ratios, or the mean of tokens."""
     sequences: int = 1
     """Of a sample: both of a pair run in one batch."""
     drops_out: bool = True
@@ -39,6 +41,8 @@ class TrainingLoop:
     """Of ``trainer``, which no other loop has."""
     needed: Mapping[str, str] = field(default_factory=dict)
     """Those that have to be said, and what they are."""
+    evaluates: bool = False
+    """Evaluation of a batch size of its own is modelled."""
     untimed: str = ""
     """What it runs that no step's time counts."""
 
@@ -49,7 +53,15 @@ class TrainingLoop:
 
 
 NONE = TrainingLoop("none")
-TRANSFORMERS = TrainingLoop("transformers")
+TRANSFORMERS = TrainingLoop("transformers", evaluates=True)
+SFT = TrainingLoop(
+    "sft",
+    loss_of="log-probabilities",
+    beside=("entropy", "is_top1"),
+    reduced="tokens",
+    masks=("attention_mask",),
+    evaluates=True,
+)
 DPO = TrainingLoop(
     "dpo",
     loss_of="log-probabilities",
@@ -65,6 +77,7 @@ GRPO = TrainingLoop(
     "grpo",
     loss_of="log-probabilities",
     beside=("entropy",),
+    reduced="clipped",
     reference="between-steps",
     fields=("completion_length", "generation_memory", "keeps_reference"),
     needed={"completion_length": "tokens of the longest completion", "generation_memory": "vLLM's share; 0 elsewhere"},
@@ -80,6 +93,6 @@ REWARD = TrainingLoop(
 )
 
 TRAINING_LOOPS: Mapping[str, TrainingLoop] = MappingProxyType(
-    {one.name: one for one in (NONE, TRANSFORMERS, DPO, GRPO, REWARD)}
+    {one.name: one for one in (NONE, TRANSFORMERS, SFT, DPO, GRPO, REWARD)}
 )
 """By ``trainer.loop``."""

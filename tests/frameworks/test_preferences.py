@@ -28,6 +28,7 @@ STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_dpo_steps
 GROUPED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_grpo_steps.json").read_text())
 
 
+AVERAGED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_sft_steps.json").read_text())
 SCORED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_reward_steps.json").read_text())
 
 
@@ -128,6 +129,35 @@ def test_a_head_of_one_score() -> None:
         resolve(resolved.model_copy(update={"trainer": Trainer(loop="dpo")}))
 
 
+@pytest.mark.parametrize(
+    "step", AVERAGED_STEPS, ids=lambda one: "-".join(k for k, value in one.items() if value is True)
+)
+def test_step_of_trls_sft_trainer(step: dict[str, Any], tmp_path: Path) -> None:
+    """Forward to the byte, and what is held before; backward but for a few numbers."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": tmp_path, "mbs": SAMPLES, "seq": LENGTH, "attention": "eager"}
+    flags |= {"trainer": "sft"}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    (program,) = programs_of(plan(**flags), Options())
+    forward, backward = peaks(program)
+    assert (forward, backward) == (step["forward"], pytest.approx(step["backward"], rel=2e-4))
+    kept = sum(one.bytes(one.dtype or "bf16") for one in program.parameter_tensors())
+    numbers = {one.name for one in SCALARS}
+    assert kept + sum(one.bytes for one in program.extra if one.name not in numbers) == step["before"]
+
+
+def test_evaluation_of_sft_makes_no_logits() -> None:
+    """64 sequences of 512 tokens would have 64 x 512 x 128,256 fp32 logits, 15.7 GiB; a tile of 4,096 x 32,768 has
+    256 MiB, and one hidden state of all tokens 256 MiB."""
+    trained, evaluated = (
+        estimate(plan(trainer="sft", **given)).stages[0].moments["evaluation"] for given in ({}, {"eval_mbs": 64})
+    )
+    assert trained is not None
+    assert evaluated is not None
+    assert 0 < evaluated - trained < 8 << 30
+
+
 def test_generation_and_a_reference_are_kept_beside() -> None:
     """8,030,261,248 parameters of two bytes; an engine's 20 GiB."""
     given: dict[str, object] = {"trainer": "grpo", "completion_length": 256, "generation_memory": 0}
@@ -200,7 +230,10 @@ def test_batches_are_of_pairs() -> None:
             {"framework": "fsdp", "gpus": 2, "fsdp_version": 1, "lora_rank": 8},
             "needs --precompute-ref-log-probs",
         ),
-        ({"framework": "deepspeed", "gpus": 2, "zero": 1, "trainer": "transformers"}, "none, dpo, grpo or reward with"),
+        (
+            {"framework": "deepspeed", "gpus": 2, "zero": 1, "trainer": "transformers"},
+            "none, sft, dpo, grpo or reward with",
+        ),
         ({"trainer": "transformers", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo"),
         ({"trainer": "kto"}, "not modelled of trl's trainers"),
         ({"trainer": "grpo"}, r"needs --completion-length \(tokens .* and --generation-memory"),

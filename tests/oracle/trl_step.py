@@ -25,6 +25,7 @@ from .tracer import Follow, Trace
 
 HEADS = Path(__file__).parents[1] / "layers" / "trl_head_steps.json"
 STEPS = Path(__file__).parents[1] / "frameworks" / "trl_dpo_steps.json"
+AVERAGED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_sft_steps.json"
 SCORED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_reward_steps.json"
 GROUPED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_grpo_steps.json"
 
@@ -232,6 +233,35 @@ def grouped(model: Any, samples: int, length: int, completion: int) -> tuple[Cal
     return lambda outer, inputs: trainer.GRPOTrainer._compute_loss(own, outer, inputs), inputs
 
 
+def averaged_step(*, adapters: bool, recompute: bool) -> dict[str, Any]:
+    """The same of ``SFTTrainer.compute_loss`` with its defaults: every token but the first has a label."""
+    utils, _ = as_on_cuda()
+    model, base = policy(adapters=adapters, recompute=recompute)
+    utils.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    loss, inputs = averaged(model, SAMPLES, LENGTH)
+    how = {"adapters": adapters, "recompute": recompute}
+    return how | peaks([model], inputs, lambda: loss(model, inputs))
+
+
+def averaged(model: Any, samples: int, length: int) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:
+    """``SFTTrainer.compute_loss`` of a model, which an engine may be around, and a batch for it."""
+    import trl.trainer.sft_trainer as trainer
+
+    same: Any = lambda x: x  # noqa: E731
+    own = SimpleNamespace(
+        model=model, aux_loss_enabled=False, compute_loss_func=None, label_smoother=None, get_tp_size=lambda: 1,
+        accelerator=SimpleNamespace(gather_for_metrics=same, parallelism_config=None, num_processes=1),
+        args=SimpleNamespace(loss_type="nll", average_tokens_across_devices=True), _total_train_tokens=0, _tp_size=1,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )  # fmt: skip
+    ids = torch.randint(0, model.config.vocab_size, (samples, length))
+    inputs = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    count = torch.tensor(samples * (length - 1))
+    return lambda outer, inputs: trainer.SFTTrainer.compute_loss(
+        own, outer, dict(inputs), num_items_in_batch=count
+    ), inputs
+
+
 def scored_step(*, adapters: bool, recompute: bool, config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The same of ``RewardTrainer.compute_loss`` with its defaults."""
     model = scorer(config, dtype, adapters=adapters, recompute=recompute)
@@ -281,6 +311,8 @@ def main() -> None:
     STEPS.write_text(json.dumps(steps, indent=1) + "\n")
     steps = [grouped_step(adapters=a, recompute=r) for a in both for r in both]
     GROUPED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+    steps = [averaged_step(adapters=a, recompute=r) for a in both for r in both]
+    AVERAGED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
     steps = [scored_step(adapters=a, recompute=r, config=LLAMA, dtype="bfloat16") for a in both for r in both]
     steps += [scored_step(adapters=False, recompute=False, config=one, dtype="float32") for one in SCORERS]
     SCORED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")

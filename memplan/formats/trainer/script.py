@@ -41,6 +41,7 @@ READ = frozenset(
         "max_completion_length",
         "max_prompt_length",
         "beta",
+        "loss_type",
         "use_vllm",
         "vllm_mode",
         "vllm_enable_sleep_mode",

@@ -8,15 +8,17 @@ trl 1.16: ``scripts/`` (``trl dpo``, ``dpo.py``), ``trainer/base_config.py``, ``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import field
 
 from ...plan.errors import Node, PlanError
 from ...plan.lora import SCORE
+from ...plan.releases import TRL_TILES, parsed
 from ...values import dataclass
 from ..launch import Asked
 from ..rows import Reader, Row
-from .arguments import EVALUATION, Arguments, no_evaluation
+from .arguments import EVALUATION, EVALUATION_OF_LOSS, Arguments, no_evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,6 @@ class Loop:
     rows: tuple[Row, ...] = ()
     own_loss: bool = True
     """The loss is not the model's, so that engines have to know the loop, too."""
-    note: tuple[str, str] | None = None
-    """What an estimate of it leaves out: code and sentence."""
 
     def with_defaults(self, written: Node) -> Node:
         """The arguments ``written`` with the defaults that they do not say, and without what changes no memory."""
@@ -86,10 +86,18 @@ def _no_liger(reader: Reader) -> None:
         raise PlanError("use_liger_kernel", True, problem, origin=node.origin)
 
 
-def _liger_of_scores(reader: Reader) -> None:
-    """``RewardTrainer``'s model has no loss that Liger's could replace."""
+def _liger_of_layers(reader: Reader) -> None:
+    """``RewardTrainer``'s model has no loss that Liger's could replace, and ``SFTTrainer`` turns that off."""
     if (node := reader.settings.on("use_liger_kernel")) is not None:
         reader.building.put("loss.kind", Node("plain", node.origin), "use_liger_kernel")
+
+
+def _negative_likelihood(reader: Reader) -> None:
+    node = reader.settings.node("loss_type")
+    if node is not None and node.value not in ("nll", "chunked_nll"):
+        raise PlanError(
+            "loss_type", node.plain(), "must be nll: other losses of SFT are not modelled", origin=node.origin
+        )
 
 
 def _saved_head(reader: Reader) -> None:
@@ -124,9 +132,8 @@ _OF_ALL: Mapping[str, bool | int] = {"gradient_checkpointing": True, "bf16": Tru
 TRAINER = Loop("transformers", rows=EVALUATION, own_loss=False)
 """transformers' own."""
 
-_SFT = Loop(
+_BEFORE_TILES = Loop(
     "transformers",
-    scripts=("sft",),
     without_effect=frozenset(
         (
             _DATA
@@ -139,10 +146,18 @@ _SFT = Loop(
     defaults={**_OF_ALL, "max_length": 1024},
     rows=EVALUATION,
     own_loss=False,
-    note=(
-        "sft-logits",
-        "trl 1.15 and later compute SFT's loss in tiles of 4,096 tokens and 32,768 words; this estimate holds whole "
-        "logits, as transformers' own loss does, which is more for all but short batches",
+)
+"""SFTTrainer before trl 1.15, which has the loss of transformers."""
+
+_SFT = Loop(
+    "sft",
+    scripts=("sft",),
+    without_effect=_BEFORE_TILES.without_effect,
+    defaults=_BEFORE_TILES.defaults,
+    rows=(
+        Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
+        Row("loss_type", "", read=_negative_likelihood),
+        *EVALUATION_OF_LOSS,
     ),
 )
 
@@ -214,7 +229,7 @@ _REWARD = Loop(
     ),
     defaults={**_OF_ALL, "max_length": 1024},
     rows=(
-        Row("use_liger_kernel", "loss.kind", read=_liger_of_scores),
+        Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
         Row("lora_task_type", "lora.modules_to_save", read=_saved_head),
         Row("eval_strategy", "", read=no_evaluation),
     ),
@@ -232,12 +247,21 @@ OF_SEVERAL = ("beta", "num_generations", "max_completion_length", "use_vllm", "v
 """Keys that several of trl's trainers have, and transformers' has not."""
 
 
+def _before_tiles(asked: Asked) -> bool:
+    """A release of trl is named whose SFTTrainer makes logits."""
+    words = str(asked.flags.get("versions", "")).split(",")
+    named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "trl"]
+    return any(re.fullmatch(r"[0-9]+(\.[0-9]+)+", one) and parsed(one) < TRL_TILES for one in named)
+
+
 def loop_of(script: str, written: Node, asked: Asked) -> Loop:
     """The loop that ``script`` starts with the arguments ``written``."""
     named = asked.flags.get("trainer")
     if isinstance(named, str):
         return next((one for one in LOOPS if one.own_loss and one.name == named), TRAINER)
     found = next((one for one in LOOPS if script in one.scripts), None)
+    if found is _SFT and _before_tiles(asked):
+        return _BEFORE_TILES
     if found is not None or script.startswith("sft"):
         return found or TRAINER
     if (found := next((one for one in LOOPS if written.mapping.keys() & {*one.alone}), None)) is not None:

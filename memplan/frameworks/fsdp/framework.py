@@ -34,7 +34,7 @@ class Fsdp(Framework):
     name = "fsdp"
     configuration = "torchtitan"
     supports = Supports(
-        loops=("transformers", "dpo", "grpo", "reward"),
+        loops=("transformers", "sft", "dpo", "grpo", "reward"),
         sizes=frozenset({"tp", "pp", "dp", "vpp"}),
         shards_as_zero={3: "fsdp shards so without a stage of ZeRO (beside tp or pp with --fsdp-code torchtitan)"},
         sequence_parallel=True,

@@ -55,7 +55,7 @@ def check(plan: ResolvedPlan) -> None:
     if plan.loss.logits_to_keep is not None:
         problem = f"must be left out with trainer.loop {loop}, whose loss takes all tokens"
         raise PlanError("loss.logits_to_keep", plan.loss.logits_to_keep, problem)
-    for field in ("evaluation_batches", "evaluation_mbs"):
+    for field in ("evaluation_batches", *(() if plan.trainer.kind.evaluates else ("evaluation_mbs",))):
         if (value := getattr(plan.trainer, field)) is not None:
             problem = f"must be left out with trainer.loop {loop}, which is modelled in training"
             raise PlanError(f"trainer.{field}", value, problem)

@@ -265,6 +265,7 @@ def head_loss(plan: ResolvedPlan) -> HeadLoss:
     return HeadLoss(
         kind=plan.trainer.kind.loss_of if plan.trainer.kind.own_loss else loss.kind,
         outputs=plan.trainer.kind.beside,
+        reduced=plan.trainer.kind.reduced,
         chunks=loss.chunks,
         fp32_accumulators=loss.fp32_accumulators,
         liger=liger_version(loss),

@@ -279,6 +279,25 @@ def test_scores_of_trls_reward_trainer(tmp_path: Path) -> None:
     assert (made.kernels.norm, made.loss.kind) == ("liger", "plain")
 
 
+def test_sft_makes_no_logits_since_trl_1_15(tmp_path: Path) -> None:
+    """Liger's layers are left then, but not its loss; of an earlier release the loss is the model's."""
+    command = "trl sft --model_name_or_path gpt2 --max_length 512"
+    (tmp_path / "train.sh").write_text(f"{command} --eval_strategy steps --loss_type chunked_nll\n")
+
+    def made(**flags: str) -> Plan:
+        given = {"model": "gpt2", **flags}
+        return resolve(build_plan(read(str(tmp_path / "train.sh"), Asked(flags=given)).source, given).plan)
+
+    newest, earlier = made(), made(versions="trl=1.9.0")
+    assert (newest.trainer.loop, newest.trainer.evaluation_mbs) == ("sft", 8)
+    assert (earlier.trainer.loop, earlier.batch.seq) == ("transformers", 512)
+    (tmp_path / "train.sh").write_text(f"{command} --use_liger_kernel true\n")
+    assert made(model="llama-3-8b").loss.kind == "plain"
+    (tmp_path / "train.sh").write_text(f"{command} --loss_type dft\n")
+    with pytest.raises(PlanError, match="must be nll"):
+        made()
+
+
 def test_a_frozen_head_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text("trl reward --model_name_or_path gpt2 --use_peft --max_length 512\n")
     assert "head-frozen" in [note.code for note in read(str(tmp_path / "train.sh"), Asked()).notes]
@@ -311,7 +330,7 @@ def test_groups_of_trls_grpo(tmp_path: Path) -> None:
         ("trl dpo", "dpo"),
         ("accelerate launch -m trl dpo", "dpo"),
         ("trl reward", "reward"),
-        ("python scripts/sft.py", "transformers"),
+        ("python scripts/sft.py", "sft"),
     ],
 )
 def test_trls_commands(command: str, says: str, tmp_path: Path) -> None:
@@ -341,7 +360,6 @@ def test_the_launchers_flags_behind_a_command_of_trl(command: str, framework: st
     (tmp_path / "train.sh").write_text(f"{command} --model_name_or_path gpt2 --max_length 512\n")
     found = read(str(tmp_path / "train.sh"), Asked())
     assert [note.code for note in found.notes if "unknown" in note.code] == []
-    assert any(note.code == "sft-logits" for note in found.notes) == ("sft" in command)
     made = resolve(build_plan(found.source, {"model": "gpt2"}).plan)
     assert (made.framework, made.hardware.gpus) == (framework, gpus)
     with pytest.raises(PlanError, match="none of trl's configurations: single_gpu"):
