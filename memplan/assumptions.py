@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from .frameworks import framework
+from .plan.lora import saved
 from .plan.releases import release
 from .plan.resolved import ResolvedPlan
 from .plan.traced_spec import TracedSpec
@@ -63,7 +66,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     result += (*of_tuning(plan), *of_kernels(plan))
     result += _of_autocast(plan)
     result += (*TRAINER, _loaded(plan)) if plan.trainer.loop != "none" else ()
-    result += _of_pairs(plan) + _of_groups(plan)
+    result += _OF_LOOP.get(plan.trainer.loop, _nothing)(plan)
     result += own.optimizer_assumptions(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))
@@ -119,8 +122,6 @@ FUSED_LOSSES = {
 
 def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's DPOTrainer."""
-    if not plan.trainer.pairs:
-        return ()
     reference = "is the model itself, with its adapters off"
     if plan.lora.rank is None:
         reference = f"is a second model in {plan.precision.stored}, {framework(plan.framework).reference(plan)}"
@@ -135,11 +136,18 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
     )
 
 
+def _of_tokens(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of trl's SFTTrainer."""
+    return (
+        "SFTTrainer of trl 1.16, loss_type nll: its fused head computes log-probabilities of labels in tiles of 4,096 "
+        "tokens and 32,768 words, and never logits (before trl 1.15 it held them: --trainer transformers --versions "
+        "trl=1.9.0); every token but the first has a label; no MoE auxiliary loss",
+    )
+
+
 def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's GRPOTrainer."""
     trainer = plan.trainer
-    if not trainer.groups:
-        return ()
     reference = "no reference model (beta 0)"
     if trainer.keeps_reference:
         reference = "the reference is the model itself, with its adapters off"
@@ -153,6 +161,35 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
         f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); what "
         "it takes while it runs is not estimated, and predicted times are of training alone",
     )
+
+
+def _of_scores(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of trl's RewardTrainer."""
+    head = "is trained"
+    if plan.lora.rank is not None:
+        head = "is frozen (--modules-to-save score trains a copy, as peft does for task type SEQ_CLS)"
+        if saved(plan):
+            head = "has a copy that is trained"
+    return (
+        f"RewardTrainer of trl 1.16: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} tokens "
+        "without padding, run in one batch; dropout is off where a module does it; metrics of a number each are not "
+        "counted",
+        f"the model is transformers' for sequence classification with one label, whose head of {plan.model.hidden:,} "
+        f"numbers takes the place of the vocabulary's and {head}",
+    )
+
+
+def _nothing(plan: ResolvedPlan) -> tuple[str, ...]:
+    return ()
+
+
+_OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {
+    "sft": _of_tokens,
+    "dpo": _of_pairs,
+    "grpo": _of_groups,
+    "reward": _of_scores,
+}
+"""By ``trainer.loop``."""
 
 
 TRAINER = (

@@ -178,6 +178,11 @@ class Family:
     leaves more than its output behind, which is not modelled."""
     kernels: tuple[str, ...] = ()
     """Whose kernels its layers can have."""
+    classifies: bool = True
+    """transformers has a class of it for sequence classification: one linear layer, and the last token's scores."""
+    dropout_functions: tuple[str, ...] = ("attention_dropout",)
+    """Dropouts that no ``nn.Dropout`` does, so that trl's trainers do not turn them off (``trainer/utils.py``,
+    ``disable_dropout_in_model``)."""
     loss_alone: tuple[str, ...] = ()
     """Sets of kernels that change nothing but its loss."""
     conv1d: bool = False

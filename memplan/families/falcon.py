@@ -112,6 +112,7 @@ def falcon_embedding(r: Recorder, shape: LayerShape) -> Embedded:
 
 FALCON = Family(
     "falcon",
+    dropout_functions=("hidden_dropout",),
     config=Config(
         keys={
             "layers": key("num_hidden_layers", "n_layer"),

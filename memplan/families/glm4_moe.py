@@ -31,6 +31,7 @@ def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, T
 GLM4_MOE = replace(
     LLAMA_FAMILY,
     name="glm4_moe",
+    classifies=False,
     config=Config(
         keys={
             **KEYS_BUT_BIASES,

@@ -143,6 +143,7 @@ def gpt2_embedding_2020(r: Recorder, shape: LayerShape) -> Embedded:
 
 GPT2_FAMILY = Family(
     "gpt2",
+    dropout_functions=(),
     config=Config(
         keys={
             "layers": key("n_layer", "num_hidden_layers"),

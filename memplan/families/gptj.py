@@ -121,6 +121,7 @@ def gptj_embedding(r: Recorder, shape: LayerShape) -> Embedded:
 
 GPTJ = Family(
     "gptj",
+    dropout_functions=(),
     config=Config(
         keys={
             "layers": key("n_layer", "num_hidden_layers"),

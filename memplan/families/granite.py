@@ -16,6 +16,7 @@ NO_MEGATRON_CORE = "Megatron-Core multiplies no block's output by a number (resi
 GRANITE = replace(
     LLAMA_FAMILY,
     name="granite",
+    classifies=False,
     config=Config(
         keys={**KEYS, "attention_output_bias": KEYS["attention_bias"]},
         constants={**CONSTANTS, **SCALES},

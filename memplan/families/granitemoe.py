@@ -33,6 +33,7 @@ def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:
 GRANITE_MOE = replace(
     MIXTRAL,
     name="granitemoe",
+    classifies=False,
     config=Config(
         keys={
             **{name: key for name, key in KEYS.items() if name != "mlp_bias"},

@@ -11,6 +11,7 @@ from .llama import CONSTANTS, KEYS, SILU
 
 LLAMA4_TEXT = Family(
     "llama4_text",
+    classifies=False,
     config=Config(
         keys={
             **{name: key for name, key in KEYS.items() if name != "mlp_bias"},

@@ -15,6 +15,7 @@ from .qwen3_moe import QWEN3_MOE
 OLMOE = replace(
     QWEN3_MOE,
     name="olmoe",
+    classifies=False,
     config=Config(
         keys={
             **{name: key for name, key in KEYS.items() if name != "mlp_bias"},

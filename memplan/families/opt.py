@@ -71,6 +71,7 @@ def counted_positions(r: Recorder, b: int, s: int) -> Tensor:
 
 OPT = Family(
     "opt",
+    dropout_functions=("attention_dropout", "hidden_dropout"),
     config=Config(
         keys={
             "layers": key("num_hidden_layers"),

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from ..families import family
 from ..tape.events import Category
 from ..values import dataclass
-from . import ends, ops
+from . import ends, ops, scores
 from .autograd import ITEMSIZE, Gradients, Recorder, Tensor, Unsummed, size_of
 from .huggingface import LayerShape
 from .kernels import CROSS_ENTROPIES
-from .log_probabilities import clipped, of_labels, summed
+from .log_probabilities import averaged, clipped, of_labels, summed
 from .work import Kernel, Operator, Stream, linear
 
 LOGITS, GRADIENTS, TEMPORARIES = Category.LOGITS, Category.GRADIENTS, Category.TEMPORARIES
@@ -56,6 +57,8 @@ class HeadLoss:
     completions."""
     outputs: tuple[str, ...] = ()
     """Of labels' log-probabilities: what is computed beside them (``log_probabilities.OUTPUTS``)."""
+    reduced: Literal["rows", "clipped", "tokens"] = "rows"
+    """Of labels' log-probabilities: what becomes of them (``TrainingLoop.reduced``)."""
     accumulates: bool = False
     """Chunked: several micro-batches before a step. The gradient of the head's weight, which is born in the
     forward pass of the first one, is there already in all others."""
@@ -69,7 +72,10 @@ class HeadLoss:
 PLAIN = HeadLoss()
 
 LOG_PROBABILITIES = "log-probabilities"
-"""The kind of trl's loss of labels' log-probabilities."""
+"""The kind of trl's loss of labels' log-probabilities,"""
+
+SCORES = "scores"
+"""and of scores of whole sequences."""
 
 JOINED = ("input_ids", "attention_mask", "labels")
 """What GRPOTrainer makes of prompts and completions, until its loss is computed."""
@@ -81,9 +87,19 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
         weight, kept = head_weight(r, shape), loss.logits_to_keep
         joined = [r.empty((shape.b, shape.s), "int64", name) for name in JOINED] if kept else []
         computed, others = of_labels(r, hidden, weight, loss.outputs, kept)
-        given = (summed(r, computed), [computed, *others]) if kept is None else (clipped(r, computed, kept), [])
+        returned = [computed, *others]
+        if loss.reduced == "clipped" and kept:
+            reduced, returned = clipped(r, computed, kept), []
+        elif loss.reduced == "tokens":
+            reduced, of_tokens = averaged(r, computed)
+            returned.insert(1, of_tokens)
+        else:
+            reduced = summed(r, computed)
         del joined
-        return given
+        return reduced, returned
+    if loss.kind == SCORES:
+        computed, given = scores.head(r, hidden, shape)
+        return computed, [given]
     if loss.kind == "chunked":
         return chunked_head(r, hidden, shape, loss), []
     if loss.kind == "cut":

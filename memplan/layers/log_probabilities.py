@@ -140,6 +140,17 @@ def summed(r: Recorder, log_probabilities: Tensor) -> Tensor:
     return loss.by(r.node((sums,), (), lambda r, gradients: [r.empty(rows, "fp32", "grad_rows")]))
 
 
+def averaged(r: Recorder, log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """SFT's loss, ``(-log_probabilities).sum() / n`` (``SFTTrainer.compute_loss``), and that of tokens, which is in a
+    variable."""
+    whole = log_probabilities.shape
+    of_tokens = ops.elementwise(r, "loss_of_tokens", (log_probabilities,))
+    total = r.empty((), "fp32", "loss_summed").by(
+        r.node((of_tokens,), (), lambda r, gradients: [incoming(gradients).view(*whole)])
+    )
+    return ops.elementwise(r, "loss", (total,)), of_tokens
+
+
 def clipped(r: Recorder, log_probabilities: Tensor, kept: int) -> Tensor:
     """GRPO's loss of the last ``kept`` tokens (``GRPOTrainer._compute_loss``: dapo, grpo, bnpo or dr_grpo, ratios of
     tokens, no KL term), (b, kept) each: what its variables hold, and what backward needs."""

@@ -17,6 +17,7 @@ from .releases import LIBRARIES, TRL_SCORES, needed, parsed, shown
 from .resolved import ResolvedPlan
 from .section import MOST_CHUNKS, FrameworkSection
 from .spec import ModelSpec
+from .training_loops import TRAINING_LOOPS
 
 SIZES = {
     "tp": "tensor parallelism",
@@ -283,7 +284,7 @@ def _check_autocast(plan: ResolvedPlan) -> None:
         problem = f"must be false with loss {plan.loss.kind}: only loss plain is modelled under autocast"
         raise PlanError(field, True, problem)
     in_fp32 = precision.stored == "fp32" and plan.fsdp.version != "1"
-    if plan.loss.kind == "liger" and not plan.trainer.scores and (in_fp32 or plan.quantisation.prepared):
+    if plan.loss.kind == "liger" and not plan.trainer.kind.own_loss and (in_fp32 or plan.quantisation.prepared):
         problem = "must be false with loss liger and fp32 weights, which its products are not modelled with; "
         raise PlanError(field, True, f"{problem}--autocast-parameters {precision.dtype} is")
     if plan.loss.logits_to_keep is not None:
@@ -327,11 +328,11 @@ def check_versions(plan: Plan) -> None:
             raise PlanError(f"versions.{name}", version, problem)
         library = LIBRARIES[name]
         oldest, newest = library.oldest, library.newest
-        if name == "trl" and plan.trainer.scores:
+        if name == "trl" and plan.trainer.kind.own_loss:
             oldest = newest = TRL_SCORES
         if not oldest <= parsed(version)[:2] <= newest:
             span = shown(newest) if oldest == newest else f"{shown(oldest)} to {shown(newest)}"
-            by = f" of trl's {plan.trainer.loop}" if name == "trl" and plan.trainer.scores else ""
+            by = f" of trl's {plan.trainer.loop}" if name == "trl" and plan.trainer.kind.own_loss else ""
             problem = f"must be {span}: the releases that are followed{by}"
             raise PlanError(f"versions.{name}", version, problem)
     if plan.torch is not None and plan.versions.get("torch") not in (None, plan.torch):
@@ -426,9 +427,7 @@ def check_sections(plan: ResolvedPlan) -> None:
 def check_trainer(plan: ResolvedPlan) -> None:
     """The Trainer's loop is today's, and its evaluation belongs to it."""
     trainer = plan.trainer
-    if trainer.precompute_ref_log_probs and not trainer.pairs:
-        raise PlanError("trainer.precompute_ref_log_probs", True, "needs trainer.loop dpo (--trainer dpo)")
-    _check_groups(plan)
+    _check_loop(plan)
     if trainer.loop == "none":
         for name, value in trainer.changed_here():
             raise PlanError(f"trainer.{name}", value, "needs trainer.loop transformers (--trainer transformers)")
@@ -440,22 +439,21 @@ def check_trainer(plan: ResolvedPlan) -> None:
         raise PlanError("trainer.evaluation_batches", trainer.evaluation_batches, problem)
 
 
-def _check_groups(plan: ResolvedPlan) -> None:
-    """What trl's GRPOTrainer has to be told, and no other takes."""
+def _check_loop(plan: ResolvedPlan) -> None:
+    """What a loop has to be told, and what belongs to another one."""
     trainer = plan.trainer
-    if not trainer.groups:
-        for name in ("completion_length", "generation_memory", "keeps_reference"):
+    for other in TRAINING_LOOPS.values():
+        for name in other.fields if other != trainer.kind else ():
             if value := getattr(trainer, name):
-                raise PlanError(f"trainer.{name}", value, "needs trainer.loop grpo (--trainer grpo)")
-        return
-    unsaid = {"completion_length": "tokens of the longest completion", "generation_memory": "vLLM's share; 0 elsewhere"}
+                raise PlanError(f"trainer.{name}", value, f"needs trainer.loop {other.name} (--trainer {other.name})")
     missing = [
-        f"--{name.replace('_', '-')} ({what})" for name, what in unsaid.items() if getattr(trainer, name) is None
+        f"--{name.replace('_', '-')} ({what})"
+        for name, what in trainer.kind.needed.items()
+        if getattr(trainer, name) is None
     ]
     if missing:
         raise PlanError("trainer.loop", trainer.loop, f"needs {' and '.join(missing)}")
-    assert trainer.completion_length is not None
-    if trainer.completion_length >= plan.batch.seq:
+    if trainer.completion_length is not None and trainer.completion_length >= plan.batch.seq:
         problem = f"must be less than the sequence length {plan.batch.seq} (--seq), which counts the prompt, too"
         raise PlanError("trainer.completion_length", trainer.completion_length, problem)
 

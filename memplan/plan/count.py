@@ -114,8 +114,10 @@ def norm(spec: ModelSpec) -> int:
 
 def head(spec: ModelSpec) -> int:
     """The output projection ``v h`` unless tied, and its bias; BERT's adds a dense layer, a norm and the decoder's
-    bias."""
+    bias. A head of scores has a row for each and no bias."""
     h, v = spec.hidden, spec.vocab
+    if spec.labels:
+        return spec.labels * h
     projection = 0 if spec.tied_embeddings else v * h
     transform = h * h + h + norm(spec) + v if spec.mlm_head else 0
     return projection + transform + (v if spec.head_bias else 0)

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from .section import Count, Degree, Dtype, Elements, FrameworkSection, Terse
+from .training_loops import TRAINING_LOOPS, TrainingLoop
 
 TRANSFORMER_ENGINE = "2.18"
 """The newest release of Transformer Engine whose source the recipes follow."""
@@ -447,10 +448,12 @@ class Trainer(FrameworkSection, Terse):
     )
     everywhere: ClassVar[frozenset[str]] = frozenset({"evaluation_mbs"})
 
-    loop: Literal["none", "transformers", "dpo", "grpo"] = Field(
+    loop: Literal["none", "transformers", "sft", "dpo", "grpo", "reward"] = Field(
         "none",
-        description="training loop: a plain loop (none), transformers' Trainer, or trl's DPOTrainer (dpo), of whose "
-        "batches mbs and gbs count pairs, or GRPOTrainer (grpo), of whose they count completions",
+        description="training loop: a plain loop (none), transformers' Trainer, or trl's SFTTrainer (sft), DPOTrainer "
+        "(dpo), of whose "
+        "batches mbs and gbs count pairs, GRPOTrainer (grpo), of whose they count completions, or RewardTrainer "
+        "(reward), of whose they count pairs",
         json_schema_extra={"flag": "--trainer"},
     )
     precompute_ref_log_probs: bool = Field(
@@ -488,16 +491,16 @@ class Trainer(FrameworkSection, Terse):
     )
 
     @property
-    def pairs(self) -> bool:
-        """A sample is a chosen and a rejected sequence."""
-        return self.loop == "dpo"
+    def kind(self) -> TrainingLoop:
+        """What is known of the loop."""
+        return TRAINING_LOOPS[self.loop]
 
     @property
-    def groups(self) -> bool:
-        """A sample is a prompt with one of its group of completions."""
-        return self.loop == "grpo"
+    def runs_reference(self) -> bool:
+        """A reference's forward pass is part of a step."""
+        return self.kind.reference == "in-step" and not self.precompute_ref_log_probs
 
     @property
-    def scores(self) -> bool:
-        """The loss is of labels' log-probabilities."""
-        return self.pairs or self.groups
+    def has_reference(self) -> bool:
+        """There is a reference, which adapters make the model itself without them."""
+        return self.runs_reference or self.keeps_reference

@@ -9,6 +9,9 @@ from .errors import PlanError
 from .plan import Plan
 from .spec import ModelSpec
 
+SCORE = "score"
+"""The head of a model for sequence classification (``GenericForSequenceClassification``)."""
+
 ALL_LINEAR = "all-linear"
 """Every linear layer but the head (peft ``tuners_utils.py``, ``_maybe_include_all_linear_layers``)."""
 
@@ -75,11 +78,12 @@ def saved(plan: Plan) -> frozenset[str]:
     """Tables of embedding and head that ``lora.modules_to_save`` names, as the recipes call them (peft
     ``utils/other.py``, ``ModulesToSaveWrapper``)."""
     names = family(plan.model.family).modules
-    known = {names.embedding[0]: "word.weight", names.head[-1]: "head.weight"} if names is not None else {}
+    head = SCORE if plan.model.labels else names.head[-1] if names is not None else ""
+    known = {names.embedding[0]: "word.weight", head: "head.weight"} if names is not None else {}
     found = set()
     for module in plan.lora.modules_to_save or ():
         matched = {table for name, table in known.items() if f".{name}".endswith(f".{module}")}
-        if not matched or plan.model.mlm_head or plan.model.head_bias:
+        if not matched or plan.model.mlm_head or (plan.model.head_bias and not plan.model.labels):
             last = [name.rpartition(".")[2] for name in known]
             problem = f"is not modelled of {plan.model.name}; {' and '.join(last)} are, of heads without a bias"
             raise PlanError("lora.modules_to_save", module, problem)
@@ -92,7 +96,8 @@ def saved(plan: Plan) -> frozenset[str]:
 
 def saved_parameters(plan: Plan) -> int:
     """Elements of the copies that are trained whole."""
-    return len(saved(plan)) * plan.model.vocab * plan.model.hidden
+    spec, rows = plan.model, {"head.weight": plan.model.labels or plan.model.vocab}
+    return sum(rows.get(table, spec.vocab) * spec.hidden for table in saved(plan))
 
 
 def _check_experts(targets: Sequence[str], spec: ModelSpec) -> None:

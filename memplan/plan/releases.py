@@ -122,8 +122,11 @@ TRL_16_BIT_ADAPTERS: Version = (0, 26)
 before, they are prepared, and with bf16 head and embeddings are cast back (``trainer/utils.py``,
 ``peft_module_casting_to_bf16``)."""
 
+TRL_TILES: Version = (1, 15)
+"""SFTTrainer and DPOTrainer make no logits (``trainer/utils.py``, ``add_fused_lm_head``)."""
+
 TRL_SCORES: Version = (1, 16)
-"""The release whose DPOTrainer and GRPOTrainer are followed."""
+"""The release whose SFTTrainer, DPOTrainer, GRPOTrainer and RewardTrainer are followed."""
 
 # -- bitsandbytes
 
@@ -144,7 +147,7 @@ def release(plan: Plan, library: str) -> Version:
 
 def has_trl(plan: Plan) -> bool:
     """One of trl's trainers runs the model."""
-    return "trl" in plan.versions or plan.trainer.scores
+    return "trl" in plan.versions or plan.trainer.kind.own_loss
 
 
 def reentrant(plan: Plan) -> bool:

@@ -45,6 +45,8 @@ from .plan import (
 from .releases import TRL_16_BIT_ADAPTERS, has_trl, reentrant, release
 from .resolved import ResolvedPlan
 from .sizes import headroom_bytes
+from .spec import ModelSpec
+from .traced_spec import TracedSpec
 from .tuning_checks import check_tuning
 from .tuning_sections import Lora, Quantisation
 
@@ -81,6 +83,7 @@ def resolve(plan: Plan) -> ResolvedPlan:
     """``plan`` with every default filled in, or a ``PlanError`` that names the field that cannot be."""
     check_model(plan.model)
     check_versions(plan)
+    plan = plan.model_copy(update={"model": _model(plan)})
     own = framework(plan.framework)
     precision = _precision(plan)
     plan = plan.model_copy(update={"precision": precision})
@@ -118,6 +121,19 @@ def _with(plan: Plan, changed: dict[str, Any]) -> ResolvedPlan:
     resolved = ResolvedPlan.__new__(ResolvedPlan)
     resolved.__setstate__(plan.model_copy(update=changed).__getstate__())
     return resolved
+
+
+def _model(plan: Plan) -> ModelSpec:
+    """With a head of one score where the loop's loss is of scores (``RewardTrainer.__init__``: ``num_labels``)."""
+    spec, loop = plan.model, plan.trainer.kind
+    if loop.loss_of != "scores":
+        if spec.labels:
+            raise PlanError("model.labels", spec.labels, "needs trainer.loop reward (--trainer reward)")
+        return spec
+    if isinstance(spec, TracedSpec) or not spec.causal or not family(spec.family).classifies:
+        problem = f"must be another one: no class for sequence classification of family {spec.family} is modelled"
+        raise PlanError("trainer.loop", loop.name, problem)
+    return spec.model_copy(update={"labels": 1, "tied_embeddings": False})
 
 
 def _ranks(hardware: Hardware, layout: Layout, gpus: int | None) -> tuple[int, int]:

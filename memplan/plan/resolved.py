@@ -54,12 +54,12 @@ class ResolvedPlan(Plan, defer_build=True):
     @property
     def sequences(self) -> int:
         """Sequences in one micro-batch of a rank: two of each sample that is a pair."""
-        return self.samples * (2 if self.trainer.pairs else 1)
+        return self.samples * self.trainer.kind.sequences
 
     @property
     def tokens_of_step(self) -> int:
         """Tokens in one step of all ranks, those of both sequences of a pair."""
-        return self.batch.gbs * (2 if self.trainer.pairs else 1) * self.batch.seq
+        return self.batch.gbs * self.trainer.kind.sequences * self.batch.seq
 
     @property
     def tokens(self) -> int:

@@ -46,7 +46,7 @@ class ModelSpec(Terse):
             "router_z_loss", "latent_q_rank", "latent_kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim",
             "mtp_layers", "attention_sinks", "attention_chunk", "nope_interval", "qk_norm_over", "activation_clamp",
             "attention_gate", "residual_scale", "logit_scale", "router_weighs_inputs", "layer_pattern", "mtp_pattern",
-            "mtp_shared", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim",
+            "mtp_shared", "labels", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim",
         )
     )  # fmt: skip
 
@@ -123,6 +123,11 @@ class ModelSpec(Terse):
     logit_softcap: float | None = Field(None, gt=0.0, description="cap c of logits: a logit x becomes c tanh(x / c)")
     residual_scale: bool = Field(False, description="multiply each block's output by a number (Granite)")
     logit_scale: bool = Field(False, description="divide logits by a number (Granite)")
+    labels: Rows = Field(
+        0,
+        description="scores of a sequence, from a head in the place of the vocabulary's (num_labels); 0: words",
+        json_schema_extra={"flag": ""},
+    )
     token_types: Rows = Field(0, description="rows of the token-type table (BERT); 0 where there is none")
     mlm_head: bool = Field(
         False, description="BERT's head: dense, activation and norm before a decoder that has a bias"

@@ -51,7 +51,7 @@ _ELSEWHERE: Mapping[str, Mapping[str, str | None]] = {
 }
 """By path of a field; ``None`` stands for the field left out."""
 
-_OF_TRL = "is not modelled of trl's trainers: {}; what SFTTrainer runs is --trainer transformers --versions trl=1.9.0"
+_OF_TRL = "is not modelled of trl's trainers: {}; what SFTTrainer runs is --trainer sft"
 _TWO_MODELS = _OF_TRL.format("a reference model, pairs of sequences in one batch, log-probabilities of their tokens")
 
 _SERVING = "is a kernel of inference servers, which training does not run; training takes {}"
@@ -97,9 +97,8 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "trainer.loop": {
-        "sft": "is trl's SFTTrainer: --trainer transformers --versions trl=1.9.0",
         **dict.fromkeys(("kto", "orpo", "cpo", "simpo", "bco"), _TWO_MODELS),
-        **dict.fromkeys(("reward", "prm"), _OF_TRL.format("a head with one score, pairs of sequences in one batch")),
+        **dict.fromkeys(("prm",), _OF_TRL.format("a head with scores of steps")),
         **dict.fromkeys(
             ("ppo", "rloo", "onlinedpo", "gkd"),
             _OF_TRL.format("generation between steps, and log-probabilities of what was generated"),

@@ -289,9 +289,9 @@ def _too_fast(stated: Suggestion) -> Iterator[Notice]:
 def _untimed(stated: Suggestion) -> Iterator[Notice]:
     """What trl's loops run beside the model's own passes."""
     trainer = stated.plan.trainer
-    if stated.step is None or not (trainer.groups or (trainer.pairs and not trainer.precompute_ref_log_probs)):
+    left_out = trainer.kind.untimed
+    if stated.step is None or not left_out or trainer.precompute_ref_log_probs:
         return
-    left_out = "generation and any forward pass of a reference" if trainer.groups else "the reference's forward pass"
     yield Notice("not-timed", f"the step's time leaves out {left_out}: expect a slower step")
 
 

@@ -391,7 +391,7 @@ def _check_code(plan: ResolvedPlan) -> None:
         raise PlanError(f"kernels.{name}", value, "must be left out: Triton's kernels need a GPU")
     if plan.quantisation.kind == "gptq":
         raise PlanError("quantisation.kind", "gptq", "must be nf4 or fp4 in a trace: GPTQ's kernels need a GPU")
-    if plan.trainer.pairs or plan.trainer.groups:
+    if plan.trainer.kind.own_loss:
         raise PlanError("trainer.loop", plan.trainer.loop, "must be none or transformers in a trace, which runs no trl")
     if plan.recompute.reentrant:
         raise PlanError("recompute.reentrant", True, "must be false: a trace recomputes without reentrance")

@@ -89,7 +89,7 @@ def test_arguments_beside_accelerates_sharding(folder: Path, capsys: pytest.Capt
     "words",
     [
         "accelerate launch --config_file sharded.yaml train.py args.json",
-        "accelerate launch --config_file=sharded.yaml sft.py --config args.json",
+        "accelerate launch --config_file=sharded.yaml run_sft.py --config args.json",
         "torchrun --nproc_per_node 4 train.py args.json --fsdp full_shard --fsdp_config fsdp.json",
         "torchrun --nproc_per_node 4 train.py --fsdp_config fsdp.json --fsdp 'full_shard auto_wrap' --config args.json",
     ],

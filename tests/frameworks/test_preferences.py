@@ -11,8 +11,12 @@ import pytest
 import transformers
 
 from memplan.estimate import estimate, programs_of
+from memplan.frameworks.plain.programs import layer_shape
+from memplan.frameworks.plain.trainer import SCALARS
 from memplan.layers.module import Options
+from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
+from memplan.plan.framework_sections import Trainer
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.tape.events import Category, Drop, Hold
@@ -22,6 +26,10 @@ from ..oracle.trl_step import COMPLETION, LENGTH, MODEL, PAIRS, RANK, SAMPLES
 
 STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_dpo_steps.json").read_text())
 GROUPED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_grpo_steps.json").read_text())
+
+
+AVERAGED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_sft_steps.json").read_text())
+SCORED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_reward_steps.json").read_text())
 
 
 GROUPED: dict[str, object] = {"trainer": "grpo", "completion_length": 256, "generation_memory": 0}
@@ -75,6 +83,79 @@ def test_step_of_trls_grpo_trainer(step: dict[str, Any], tmp_path: Path) -> None
     (program,) = programs_of(plan(**flags), Options())
     forward, backward = peaks(program)
     assert (forward, backward) == (step["forward"], pytest.approx(step["backward"], rel=2e-4))
+
+
+@pytest.mark.parametrize(
+    "step",
+    SCORED_STEPS,
+    ids=lambda one: "-".join(k for k in (one["config"]["model_type"], *one) if one.get(k, True) is True),
+)
+def test_step_of_trls_reward_trainer(step: dict[str, Any], tmp_path: Path) -> None:
+    """Forward to the byte, and what is held before; backward but for two numbers: the loss and its gradient."""
+    transformers.AutoConfig.for_model(**step["config"]).to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": tmp_path, "mbs": PAIRS, "seq": LENGTH, "attention": "eager"}
+    flags |= {"trainer": "reward", "dtype": {"float32": "fp32", "bfloat16": "bf16"}[step["dtype"]]}
+    adapted = {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "modules_to_save": "score"}
+    flags |= adapted if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    (program,) = programs_of(plan(**flags), Options())
+    forward, backward = peaks(program)
+    mask = (
+        4 * 2 * PAIRS * LENGTH if step["config"]["model_type"] == "opt" else 0
+    )  # OPT makes one where it is given none
+    assert (forward - mask, backward) == (step["forward"], pytest.approx(step["backward"], abs=1024))
+    kept = sum(one.bytes(one.dtype or str(flags["dtype"])) for one in program.parameter_tensors())
+    numbers = {one.name for one in SCALARS}
+    assert kept + sum(one.bytes for one in program.extra if one.name not in numbers) == step["before"]
+
+
+@pytest.mark.parametrize(
+    ("model", "dropouts"), [("gpt2", (0.0, 0.0, 0.0)), ("opt-6.7b", (0.0, 0.0, 0.1)), ("llama-3-8b", (0.0, 0.0, 0.0))]
+)
+def test_dropout_is_off_where_it_is_a_module(model: str, dropouts: tuple[float, ...]) -> None:
+    """OPT's is a function (``modeling_opt.py``), which ``disable_dropout_in_model`` does not find."""
+    spec = layer_shape(plan(model=model, trainer="reward")).spec
+    assert (spec.embedding_dropout, spec.attention_dropout, spec.hidden_dropout) == dropouts
+
+
+def test_a_head_of_one_score() -> None:
+    """Llama 3 8B without its head of 128,256 rows and with one row of 4,096."""
+    resolved = plan(trainer="reward")
+    assert parameters(resolved.model) == 8_030_261_248 - 128_255 * 4096
+    (program,) = programs_of(resolved, Options())
+    assert sum(one.elements for one in program.parameter_tensors()) == parameters(resolved.model)
+    assert resolve(resolved) == resolved
+    with pytest.raises(PlanError, match=r"needs trainer\.loop reward"):
+        resolve(resolved.model_copy(update={"trainer": Trainer(loop="dpo")}))
+
+
+@pytest.mark.parametrize(
+    "step", AVERAGED_STEPS, ids=lambda one: "-".join(k for k, value in one.items() if value is True)
+)
+def test_step_of_trls_sft_trainer(step: dict[str, Any], tmp_path: Path) -> None:
+    """Forward to the byte, and what is held before; backward but for a few numbers."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": tmp_path, "mbs": SAMPLES, "seq": LENGTH, "attention": "eager"}
+    flags |= {"trainer": "sft"}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    (program,) = programs_of(plan(**flags), Options())
+    forward, backward = peaks(program)
+    assert (forward, backward) == (step["forward"], pytest.approx(step["backward"], rel=2e-4))
+    kept = sum(one.bytes(one.dtype or "bf16") for one in program.parameter_tensors())
+    numbers = {one.name for one in SCALARS}
+    assert kept + sum(one.bytes for one in program.extra if one.name not in numbers) == step["before"]
+
+
+def test_evaluation_of_sft_makes_no_logits() -> None:
+    """64 sequences of 512 tokens would have 64 x 512 x 128,256 fp32 logits, 15.7 GiB; a tile of 4,096 x 32,768 has
+    256 MiB, and one hidden state of all tokens 256 MiB."""
+    trained, evaluated = (
+        estimate(plan(trainer="sft", **given)).stages[0].moments["evaluation"] for given in ({}, {"eval_mbs": 64})
+    )
+    assert trained is not None
+    assert evaluated is not None
+    assert 0 < evaluated - trained < 8 << 30
 
 
 def test_generation_and_a_reference_are_kept_beside() -> None:
@@ -149,7 +230,10 @@ def test_batches_are_of_pairs() -> None:
             {"framework": "fsdp", "gpus": 2, "fsdp_version": 1, "lora_rank": 8},
             "needs --precompute-ref-log-probs",
         ),
-        ({"framework": "deepspeed", "gpus": 2, "zero": 1, "trainer": "transformers"}, "none, dpo or grpo with"),
+        (
+            {"framework": "deepspeed", "gpus": 2, "zero": 1, "trainer": "transformers"},
+            "none, sft, dpo, grpo or reward with",
+        ),
         ({"trainer": "transformers", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo"),
         ({"trainer": "kto"}, "not modelled of trl's trainers"),
         ({"trainer": "grpo"}, r"needs --completion-length \(tokens .* and --generation-memory"),

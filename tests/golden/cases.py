@@ -146,6 +146,16 @@ def tuned() -> Iterator[str]:
         yield f"--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --gpu a100-80gb --mbs 2 --trainer {loop}"
         yield f"--model llama-3-8b --layers 3 --seq 512 --framework deepspeed --zero 3 --gpus 8 --trainer {loop}"
     yield "--model llama-3-8b --layers 3 --framework deepspeed --zero 3 --gpus 8 --trainer dpo --lora-rank 8 --recompute full"
+    sft = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --mbs 2 --trainer sft"
+    yield f"{sft} --gpu a100-80gb --eval-mbs 8"
+    yield f"{sft} --autocast --recompute full --lora-rank 8"
+    for sharded in ("deepspeed --zero 2", "deepspeed --zero 3", "fsdp", "fsdp --fsdp-version 1", "ddp"):
+        yield f"{sft} --gpus 8 --framework {sharded} --recompute full"
+    reward = "--model qwen2.5-1.5b --layers 3 --seq 512 --dtype bf16 --mbs 2 --trainer reward"
+    yield f"{reward} --gpu a100-80gb"
+    yield f"{reward} --autocast --recompute full --lora-rank 8 --modules-to-save score"
+    for sharded in ("deepspeed --zero 2", "deepspeed --zero 3", "fsdp", "fsdp --fsdp-version 1", "ddp"):
+        yield f"{reward} --gpus 8 --framework {sharded} --recompute full"
     job = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --lora-rank 8"
     yield f"{job} --lora-targets q_proj,v_proj --lora-dtype bf16"
     yield f"{job} --quantisation fp4 --compute-dtype fp32 --kbit-preparation"

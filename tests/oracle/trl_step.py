@@ -1,5 +1,5 @@
-"""What trl's fused head, DPOTrainer and GRPOTrainer hold, on real tensors of the CPU: written to JSON, since trl
-is no dependency.
+"""What trl's fused head, DPOTrainer, GRPOTrainer and RewardTrainer hold, on real tensors of the CPU: written to JSON,
+since trl is no dependency.
 
 Run with trl 1.16 (and datasets) importable: ``python -m tests.oracle.trl_step``. Triton's kernels, which allocate
 nothing, take the place of the code for devices without them, and sums of products in fp32 that of copies (CUDA's
@@ -25,6 +25,8 @@ from .tracer import Follow, Trace
 
 HEADS = Path(__file__).parents[1] / "layers" / "trl_head_steps.json"
 STEPS = Path(__file__).parents[1] / "frameworks" / "trl_dpo_steps.json"
+AVERAGED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_sft_steps.json"
+SCORED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_reward_steps.json"
 GROUPED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_grpo_steps.json"
 
 OUTPUTS = ["log_probs", "entropy", "mean_logits", "is_top1"]
@@ -41,6 +43,31 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 PAIRS, LENGTH, RANK = 2, 96, 8
 SAMPLES, COMPLETION = 4, 72
+LLAMA: dict[str, Any] = {"model_type": "llama", **MODEL}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 4_000,
+}  # fmt: skip
+SCORERS: list[dict[str, Any]] = [
+    {**LLAMA, "tie_word_embeddings": True},
+    {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 4_000, "n_positions": 128},
+    {
+        "model_type": "opt",
+        **SIZES,
+        "ffn_dim": 256,
+        "word_embed_proj_dim": 64,
+        "max_position_embeddings": 128,
+        "dropout": 0.0,
+    },
+    {"model_type": "gpt_neox", **SIZES},
+    {"model_type": "gptj", "n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "vocab_size": 4_000},
+    {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2},
+    {"model_type": "qwen3", **SIZES, "num_key_value_heads": 2, "head_dim": 16},
+    {"model_type": "mistral", **SIZES, "num_key_value_heads": 2, "head_dim": 16},
+    {"model_type": "phi3", **SIZES, "num_key_value_heads": 2},
+    {"model_type": "gemma2", **SIZES, "num_key_value_heads": 2, "head_dim": 16},
+    {"model_type": "falcon", **SIZES, "new_decoder_architecture": False},
+]
+"""Families with a class for sequence classification; a tied table has no head to share."""
 
 
 def as_on_cuda() -> tuple[Any, Any]:
@@ -206,6 +233,77 @@ def grouped(model: Any, samples: int, length: int, completion: int) -> tuple[Cal
     return lambda outer, inputs: trainer.GRPOTrainer._compute_loss(own, outer, inputs), inputs
 
 
+def averaged_step(*, adapters: bool, recompute: bool) -> dict[str, Any]:
+    """The same of ``SFTTrainer.compute_loss`` with its defaults: every token but the first has a label."""
+    utils, _ = as_on_cuda()
+    model, base = policy(adapters=adapters, recompute=recompute)
+    utils.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    loss, inputs = averaged(model, SAMPLES, LENGTH)
+    how = {"adapters": adapters, "recompute": recompute}
+    return how | peaks([model], inputs, lambda: loss(model, inputs))
+
+
+def averaged(model: Any, samples: int, length: int) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:
+    """``SFTTrainer.compute_loss`` of a model, which an engine may be around, and a batch for it."""
+    import trl.trainer.sft_trainer as trainer
+
+    same: Any = lambda x: x  # noqa: E731
+    own = SimpleNamespace(
+        model=model, aux_loss_enabled=False, compute_loss_func=None, label_smoother=None, get_tp_size=lambda: 1,
+        accelerator=SimpleNamespace(gather_for_metrics=same, parallelism_config=None, num_processes=1),
+        args=SimpleNamespace(loss_type="nll", average_tokens_across_devices=True), _total_train_tokens=0, _tp_size=1,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )  # fmt: skip
+    ids = torch.randint(0, model.config.vocab_size, (samples, length))
+    inputs = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    count = torch.tensor(samples * (length - 1))
+    return lambda outer, inputs: trainer.SFTTrainer.compute_loss(
+        own, outer, dict(inputs), num_items_in_batch=count
+    ), inputs
+
+
+def scored_step(*, adapters: bool, recompute: bool, config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The same of ``RewardTrainer.compute_loss`` with its defaults."""
+    model = scorer(config, dtype, adapters=adapters, recompute=recompute)
+    loss, inputs = scored(model, PAIRS, LENGTH)
+    how = {"adapters": adapters, "recompute": recompute, "config": config, "dtype": dtype}
+    return how | peaks([model], inputs, lambda: loss(model, inputs))
+
+
+def scorer(config: dict[str, Any], dtype: str, *, adapters: bool, recompute: bool) -> Any:
+    """A model with one score for a sequence; with adapters, peft trains a copy of the head."""
+    import peft
+    from trl.trainer.utils import disable_dropout_in_model
+
+    named = transformers.AutoConfig.for_model(**config, num_labels=1, pad_token_id=0)
+    named._attn_implementation = "eager"
+    model: Any = transformers.AutoModelForSequenceClassification.from_config(named, dtype=getattr(torch, dtype)).train()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    if adapters:
+        own = peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS")
+        model = peft.get_peft_model(model, own).train()
+        if recompute:
+            model.enable_input_require_grads()
+    disable_dropout_in_model(model)
+    return model
+
+
+def scored(model: Any, pairs: int, length: int) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:
+    """``RewardTrainer.compute_loss`` of a model, which an engine may be around, and a batch for it."""
+    import trl.trainer.reward_trainer as trainer
+
+    same: Any = lambda x: x  # noqa: E731
+    own = SimpleNamespace(
+        model=model, accelerator=SimpleNamespace(gather_for_metrics=same, gather=same),
+        args=SimpleNamespace(center_rewards_coefficient=None), _total_train_tokens=0, _tp_size=1,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )  # fmt: skip
+    ids = torch.randint(1, model.config.vocab_size, (2 * pairs, length))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return lambda outer, inputs: trainer.RewardTrainer.compute_loss(own, outer, dict(inputs)), inputs
+
+
 def main() -> None:
     HEADS.write_text(json.dumps([head(case) for case in CASES]) + "\n")
     both = (False, True)
@@ -213,6 +311,11 @@ def main() -> None:
     STEPS.write_text(json.dumps(steps, indent=1) + "\n")
     steps = [grouped_step(adapters=a, recompute=r) for a in both for r in both]
     GROUPED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+    steps = [averaged_step(adapters=a, recompute=r) for a in both for r in both]
+    AVERAGED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+    steps = [scored_step(adapters=a, recompute=r, config=LLAMA, dtype="bfloat16") for a in both for r in both]
+    steps += [scored_step(adapters=False, recompute=False, config=one, dtype="float32") for one in SCORERS]
+    SCORED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def test_every_model_has_its_repository() -> None:
         ("optimizer", "galore_adamw_8bit", "projected to a low rank"),
         ("optimizer", "adamw_torch_4bit", "torchao"),
         ("trainer", "KTO", "reference model"),
-        ("trainer", "sft", "--versions trl="),
+        ("trainer", "prm", "scores of steps"),
         ("trainer", "ppo", "generation"),
         ("quantisation", "int8", "8-bit weights"),
         ("quantisation", "awq", "nf4, fp4 and gptq"),

@@ -69,8 +69,6 @@ def launched(found: Started, asked: Asked) -> Launch:
         building.put("hardware.gpus", found.gpus)
     if loop.own_loss:
         building.put("trainer.loop", loop.name)
-    if loop.note is not None:
-        building.note(*loop.note)
     engine = _engine(found, reader.settings, asked)
     read_rows(ROWS, reader)
     sections = framework(engine).supports.sections if engine in FRAMEWORKS else ()

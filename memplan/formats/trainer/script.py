@@ -41,6 +41,7 @@ READ = frozenset(
         "max_completion_length",
         "max_prompt_length",
         "beta",
+        "loss_type",
         "use_vllm",
         "vllm_mode",
         "vllm_enable_sleep_mode",
@@ -75,6 +76,7 @@ READ = frozenset(
         "use_rslora",
         "lora_target_modules",
         "lora_modules_to_save",
+        "lora_task_type",
         "load_in_4bit",
         "bnb_4bit_quant_type",
         "use_bnb_nested_quant",
@@ -136,7 +138,7 @@ WITHOUT_EFFECT = frozenset(
     train_file validation_file max_train_samples max_eval_samples preprocessing_num_workers config_name tokenizer_name
     cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache validation_split_percentage
     keep_linebreaks streaming use_cpu_amp fp16_backend half_precision_backend fp16_opt_level torchdynamo mp_parameters
-    eval_packing lora_task_type
+    eval_packing
     dataset_num_proc dataset_mixer dataset_splits chat_template
     past_index ray_scope no_cuda use_mps_device jit_mode_eval auto_find_batch_size_ratio chat_template_path
     """.split()  # noqa: SIM905 - a list this long would be a hundred lines

@@ -2,19 +2,23 @@
 default, which of its keys change memory, and which change none.
 
 trl 1.16: ``scripts/`` (``trl dpo``, ``dpo.py``), ``trainer/base_config.py``, ``trainer/sft_config.py`` (``SFTConfig``),
-``trainer/dpo_config.py`` (``DPOConfig``), ``trainer/grpo_config.py`` (``GRPOConfig``).
+``trainer/dpo_config.py`` (``DPOConfig``), ``trainer/grpo_config.py`` (``GRPOConfig``),
+``trainer/reward_config.py`` (``RewardConfig``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import field
 
 from ...plan.errors import Node, PlanError
+from ...plan.lora import SCORE
+from ...plan.releases import TRL_TILES, parsed
 from ...values import dataclass
 from ..launch import Asked
 from ..rows import Reader, Row
-from .arguments import EVALUATION, Arguments, no_evaluation
+from .arguments import EVALUATION, EVALUATION_OF_LOSS, Arguments, no_evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +38,6 @@ class Loop:
     rows: tuple[Row, ...] = ()
     own_loss: bool = True
     """The loss is not the model's, so that engines have to know the loop, too."""
-    note: tuple[str, str] | None = None
-    """What an estimate of it leaves out: code and sentence."""
 
     def with_defaults(self, written: Node) -> Node:
         """The arguments ``written`` with the defaults that they do not say, and without what changes no memory."""
@@ -84,6 +86,41 @@ def _no_liger(reader: Reader) -> None:
         raise PlanError("use_liger_kernel", True, problem, origin=node.origin)
 
 
+def _liger_of_layers(reader: Reader) -> None:
+    """``RewardTrainer``'s model has no loss that Liger's could replace, and ``SFTTrainer`` turns that off."""
+    if (node := reader.settings.on("use_liger_kernel")) is not None:
+        reader.building.put("loss.kind", Node("plain", node.origin), "use_liger_kernel")
+
+
+def _negative_likelihood(reader: Reader) -> None:
+    node = reader.settings.node("loss_type")
+    if node is not None and node.value not in ("nll", "chunked_nll"):
+        raise PlanError(
+            "loss_type", node.plain(), "must be nll: other losses of SFT are not modelled", origin=node.origin
+        )
+
+
+def _saved_head(reader: Reader) -> None:
+    """For sequence classification peft trains a copy of the head (``PeftModelForSequenceClassification``); for any
+    other task, as ``ModelConfig`` has it by default, the head is frozen as it was made."""
+    arguments: Arguments = reader.settings
+    task, given = arguments.node("lora_task_type"), arguments.node("lora_modules_to_save")
+    if arguments.on("use_peft") is None or "modules-to-save" in reader.context:
+        return
+    if task is not None and str(task.value).rpartition(".")[2] == "SEQ_CLS":
+        modules = [] if given is None else given.value if isinstance(given.value, list) else [given]
+        if SCORE not in [one.value for one in modules]:
+            both = [*modules, Node(SCORE, task.origin)]
+            reader.building.put("lora.modules_to_save", Node(both, task.origin), "lora_task_type")
+    elif given is None:
+        reader.building.note("head-frozen", HEAD_FROZEN)
+
+
+HEAD_FROZEN = (
+    "without lora_task_type SEQ_CLS (or lora_modules_to_save score) peft freezes the head, which no checkpoint has: "
+    "scores stay random products"
+)
+
 _NO_LIGER = Row("use_liger_kernel", "", read=_no_liger)
 
 # -- the loops -------------------------------------------------------------------------------------------
@@ -95,9 +132,8 @@ _OF_ALL: Mapping[str, bool | int] = {"gradient_checkpointing": True, "bf16": Tru
 TRAINER = Loop("transformers", rows=EVALUATION, own_loss=False)
 """transformers' own."""
 
-_SFT = Loop(
+_BEFORE_TILES = Loop(
     "transformers",
-    scripts=("sft",),
     without_effect=frozenset(
         (
             _DATA
@@ -110,10 +146,18 @@ _SFT = Loop(
     defaults={**_OF_ALL, "max_length": 1024},
     rows=EVALUATION,
     own_loss=False,
-    note=(
-        "sft-logits",
-        "trl 1.15 and later compute SFT's loss in tiles of 4,096 tokens and 32,768 words; this estimate holds whole "
-        "logits, as transformers' own loss does, which is more for all but short batches",
+)
+"""SFTTrainer before trl 1.15, which has the loss of transformers."""
+
+_SFT = Loop(
+    "sft",
+    scripts=("sft",),
+    without_effect=_BEFORE_TILES.without_effect,
+    defaults=_BEFORE_TILES.defaults,
+    rows=(
+        Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
+        Row("loss_type", "", read=_negative_likelihood),
+        *EVALUATION_OF_LOSS,
     ),
 )
 
@@ -176,17 +220,38 @@ _GRPO = Loop(
 )
 """RLOO's configuration shares a few of its keys, and is told by its script."""
 
+_REWARD = Loop(
+    "reward",
+    scripts=("reward", "reward_modeling"),
+    alone=("center_rewards_coefficient",),
+    without_effect=frozenset(
+        (_DATA + "pad_token pad_to_multiple_of center_rewards_coefficient disable_dropout").split()
+    ),
+    defaults={**_OF_ALL, "max_length": 1024},
+    rows=(
+        Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
+        Row("lora_task_type", "lora.modules_to_save", read=_saved_head),
+        Row("eval_strategy", "", read=no_evaluation),
+    ),
+)
+
 _NOT_MODELLED = {
-    "reward_modeling": "reward",
     "dpo_online": "online-dpo",
-    **{name: name for name in ("kto", "orpo", "cpo", "reward", "prm", "rloo", "ppo", "gkd")},
+    **{name: name for name in ("kto", "orpo", "cpo", "prm", "rloo", "ppo", "gkd")},
 }
 """trl's other trainers by their commands and scripts; a plan refuses them by name."""
 
-LOOPS = (_SFT, _DPO, _GRPO, *(Loop(name, scripts=(script,)) for script, name in _NOT_MODELLED.items()))
+LOOPS = (_SFT, _DPO, _GRPO, _REWARD, *(Loop(name, scripts=(script,)) for script, name in _NOT_MODELLED.items()))
 
 OF_SEVERAL = ("beta", "num_generations", "max_completion_length", "use_vllm", "vllm_mode", "sync_ref_model")
 """Keys that several of trl's trainers have, and transformers' has not."""
+
+
+def _before_tiles(asked: Asked) -> bool:
+    """A release of trl is named whose SFTTrainer makes logits."""
+    words = str(asked.flags.get("versions", "")).split(",")
+    named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "trl"]
+    return any(re.fullmatch(r"[0-9]+(\.[0-9]+)+", one) and parsed(one) < TRL_TILES for one in named)
 
 
 def loop_of(script: str, written: Node, asked: Asked) -> Loop:
@@ -195,12 +260,14 @@ def loop_of(script: str, written: Node, asked: Asked) -> Loop:
     if isinstance(named, str):
         return next((one for one in LOOPS if one.own_loss and one.name == named), TRAINER)
     found = next((one for one in LOOPS if script in one.scripts), None)
+    if found is _SFT and _before_tiles(asked):
+        return _BEFORE_TILES
     if found is not None or script.startswith("sft"):
         return found or TRAINER
     if (found := next((one for one in LOOPS if written.mapping.keys() & {*one.alone}), None)) is not None:
         return found
     for key in OF_SEVERAL:
         if (node := written.mapping.get(key)) is not None:
-            problem = "belongs to several of trl's trainers: say which one (--trainer dpo or grpo)"
+            problem = "belongs to several of trl's trainers: say which one (--trainer dpo, grpo or reward)"
             raise PlanError(key, node.plain(), problem, origin=node.origin)
     return TRAINER

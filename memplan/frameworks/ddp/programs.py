@@ -87,7 +87,7 @@ def _replicated(plan: ResolvedPlan, options: Options) -> Program:
         found = ddp.buckets(given, shape, plan.model.layers, recompute)
     extra = (*made.extra, *found, *ddp.used_map(given, len(tensors)))
     broadcast = tuple(ddp.broadcast_buffers(buffers(plan, 0))) if given.broadcast_buffers else ()
-    logits = plan.loss.kind == "plain" and not plan.trainer.pairs
+    logits = plan.loss.kind == "plain" and plan.trainer.kind.sequences == 1
     copies = given.find_unused_parameters and not given.static_graph and logits
     gradients, last = Gradients.VIEWS if given.gradient_as_bucket_view else Gradients.LEFT, made.last
     if given.gradient_as_bucket_view and not given.gradient_sync and made.microbatches > 1:

@@ -85,7 +85,7 @@ def setting_of(plan: ResolvedPlan, zero: Zero) -> Setting:
     """That of a resolved plan."""
     recompute = plan.recompute.mode == "full"
     how = (plan.optimizer, recompute, plan.microbatches, cast_tuning(plan), head_loss(plan))
-    if preferences.runs_reference(plan) and not preferences.has_model(plan):
+    if plan.trainer.runs_reference and not preferences.has_model(plan):
         zero = untraced(zero)
     return Setting(zero, plan.layout.dp, layer_shape(plan).dtype, *how)
 
@@ -144,7 +144,7 @@ def _of_candidates(plan: ResolvedPlan, options: Options, zero: Zero, rank: int |
     shape, setting = layer_shape(plan), setting_of(plan, zero)
     options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.fused)
     options = replace(options, tuning=setting.tuning)
-    given = [*inputs(shape, 0), *(preferences.batch((shape.b, shape.s)) if preferences.pairs(plan) else ())]
+    given = [*inputs(shape, 0, plan.trainer.kind.inputs), *preferences.batch(plan, (shape.b, shape.s))]
     beside = (
         *given * (plan.microbatches if trainer.runs(plan) else 1),
         *buffers(plan, 0),
@@ -175,7 +175,7 @@ def reference_of(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> Pla
 def _reference(setting: Setting, shape: LayerShape, plan: ResolvedPlan, options: Options) -> tuple[Span, ...]:
     """Its modules, or the model's own without adapters, with the hooks of a pass without a graph: layers that are
     nowhere gathered count once."""
-    if not preferences.runs_reference(plan):
+    if not plan.trainer.runs_reference:
         return ()
     zero, tuning, loss = setting.zero, setting.tuning, HeadLoss(kind=setting.loss.kind)
     layers = plan.model.layers if zero.stage == 3 else min(plan.model.layers, preferences.MOST)

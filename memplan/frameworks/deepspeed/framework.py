@@ -32,7 +32,7 @@ class Deepspeed(Framework):
     configuration = "deepspeed"
     measured_code = "deepspeed"
     supports = Supports(
-        loops=("dpo", "grpo"),
+        loops=("sft", "dpo", "grpo", "reward"),
         mixtures=("experts", "latent_kv_rank"),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),

@@ -359,7 +359,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         if one.trained and (is_adapter(one.name) or one.name in dict(flats))
     )
     shape = plain.layer_shape(plan)
-    extra = [*inputs(shape, 0), *buffers(plan, 0), *preferences.beside(plan, (shape.b, shape.s))]
+    made = inputs(shape, 0, plan.trainer.kind.inputs)
+    extra = [*made, *buffers(plan, 0), *preferences.beside(plan, (shape.b, shape.s))]
     if is_tuned(plan):
         extra += shared_table(plan)
     if trainer.runs(plan):

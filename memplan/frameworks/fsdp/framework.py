@@ -34,7 +34,7 @@ class Fsdp(Framework):
     name = "fsdp"
     configuration = "torchtitan"
     supports = Supports(
-        loops=("transformers", "dpo", "grpo"),
+        loops=("transformers", "sft", "dpo", "grpo", "reward"),
         sizes=frozenset({"tp", "pp", "dp", "vpp"}),
         shards_as_zero={3: "fsdp shards so without a stage of ZeRO (beside tp or pp with --fsdp-code torchtitan)"},
         sequence_parallel=True,
@@ -104,7 +104,7 @@ class Fsdp(Framework):
         if plan.lora.dora and plan.quantisation.kind != "none":
             problem = "must be false with sharded 4-bit weights, which FSDP hands to peft as they are packed"
             raise PlanError("lora.dora", True, problem)
-        if plan.trainer.scores:
+        if plan.trainer.kind.own_loss:
             _check_loss_of_trl(plan)
         elif plan.fsdp.version == "2":
             for field, value in plan.trainer.changed_here():
@@ -188,7 +188,7 @@ def _check_loss_of_trl(plan: ResolvedPlan) -> None:
     trainer, loop = plan.trainer, plan.trainer.loop
     if plan.fsdp.code == "torchtitan":
         raise PlanError("trainer.loop", loop, "must be none with fsdp.code torchtitan, which has a loop of its own")
-    if trainer.pairs and not trainer.precompute_ref_log_probs:
+    if trainer.runs_reference:
         problem = "needs --precompute-ref-log-probs with framework fsdp, where the reference's pass is not modelled "
         raise PlanError("trainer.loop", loop, f"{problem}(it is under deepspeed)")
     if trainer.keeps_reference and plan.lora.rank is None:

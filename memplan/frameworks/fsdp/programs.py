@@ -209,7 +209,8 @@ def _program(
     ranks = sharding.shards * sharding.replicas
     shape = plain.layer_shape(plan)
     tensors = tuple(one for span in spans for _ in span.names for one in span.module.parameters)
-    extra = [*inputs(shape, 0), *model.buffers, *(shared_table(plan) if sharding.adapters else ())]
+    given = inputs(shape, 0, plan.trainer.kind.inputs)
+    extra = [*given, *model.buffers, *(shared_table(plan) if sharding.adapters else ())]
     extra += preferences.beside(plan, (shape.b, shape.s))
     return Program(
         stage=0,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...families import family
 from ...layers.huggingface import LayerShape
 from ...layers.module import hold_bytes
 from ...plan.releases import release
 from ...plan.resolved import ResolvedPlan
+from ...plan.training_loops import NONE
 from ...tape.events import Category, Hold, rounded
 
 
-def inputs(shape: LayerShape, stage: int) -> list[Hold]:
+def inputs(shape: LayerShape, stage: int, names: Sequence[str] = NONE.inputs) -> list[Hold]:
     """Token ids and labels, (b, s) int64 each, on the first device."""
     if stage:
         return []
     size = hold_bytes((shape.b, shape.s), "int64")
-    return [Hold(0, size, Category.INPUTS, name, (shape.b, shape.s), "int64") for name in ("input_ids", "labels")]
+    return [Hold(0, size, Category.INPUTS, name, (shape.b, shape.s), "int64") for name in names]
 
 
 def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:

@@ -1,4 +1,4 @@
-"""trl's DPOTrainer and GRPOTrainer, whose losses are of labels' log-probabilities.
+"""trl's DPOTrainer and GRPOTrainer, whose losses are of labels' log-probabilities, and RewardTrainer, of scores.
 
 trl 1.16, ``trainer/dpo_trainer.py`` (``_compute_loss``): the policy runs on the chosen and the rejected sequences of a
 batch together; then, without a graph and without recompute, the reference does, while the policy's activations wait
@@ -8,6 +8,9 @@ computed before training there is none.
 ``trainer/grpo_trainer.py`` (``_compute_loss``): completions were generated and, for a KL term, scored by the reference
 between steps; in a step the policy alone runs, and a reference that is a second model waits beside it, as does what
 generation keeps of the GPU.
+
+``trainer/reward_trainer.py`` (``compute_loss``): the model scores the chosen and the rejected sequences of a batch
+together; there is no reference.
 """
 
 from __future__ import annotations
@@ -16,43 +19,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from ...layers.log_probabilities import OUTPUTS
+from ...families import family
 from ...layers.module import Module, Parameter, Tapes, hold_bytes
 from ...plan.errors import PlanError
 from ...plan.kernels import LOSSES
 from ...plan.resolved import ResolvedPlan
+from ...plan.spec import ModelSpec
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, rounded
 from ...tape.program import Span
 
-NO_DROPOUT = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-"""``disable_dropout_in_model``, of adapters too."""
+DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 
 MOST = 2
 """Layers of the reference that run here: the first, whose input the model's frame may keep, and one of all others,
 which take the same one after the other."""
 
 
-def pairs(plan: ResolvedPlan) -> bool:
-    """Whether DPOTrainer runs the model."""
-    return plan.trainer.pairs
-
-
-def scores(plan: ResolvedPlan) -> bool:
-    """Whether the loss is of labels' log-probabilities."""
-    return plan.trainer.scores
-
-
-def outputs(plan: ResolvedPlan) -> tuple[str, ...]:
-    """What trl's head computes beside log-probabilities."""
-    return OUTPUTS if plan.trainer.pairs else OUTPUTS[:1] if plan.trainer.groups else ()
-
-
 def check(plan: ResolvedPlan) -> None:
-    """Refuses what is not modelled with a loss of log-probabilities."""
-    if not scores(plan):
+    """Refuses what is not modelled with a loss of log-probabilities or of scores."""
+    if not plan.trainer.kind.own_loss:
         return
     model, loop = plan.model, plan.trainer.loop
-    if not model.causal or model.mlm_head or model.head_bias:
+    if not model.labels and (not model.causal or model.mlm_head or model.head_bias):
         problem = f"must be none or transformers: {model.name} has no head for causal language modelling without a bias"
         raise PlanError("trainer.loop", loop, problem)
     if model.experts:
@@ -60,44 +48,45 @@ def check(plan: ResolvedPlan) -> None:
     if plan.lora.dora:
         raise PlanError("lora.dora", True, f"must be false with trainer.loop {loop}: both together are not modelled")
     if plan.loss.kind != "plain":
-        problem = f"must be plain with trainer.loop {loop}, which has a loss of its own (trl's fused head)"
+        problem = f"must be plain with trainer.loop {loop}, which has a loss of its own"
         if LOSSES.get(plan.kernels.set) == plan.loss.kind:
             problem += f"; kernels {plan.kernels.set} brings {plan.loss.kind}: add --loss plain"
         raise PlanError("loss.kind", plan.loss.kind, problem)
     if plan.loss.logits_to_keep is not None:
         problem = f"must be left out with trainer.loop {loop}, whose loss takes all tokens"
         raise PlanError("loss.logits_to_keep", plan.loss.logits_to_keep, problem)
-    for field in ("evaluation_batches", "evaluation_mbs"):
+    for field in ("evaluation_batches", *(() if plan.trainer.kind.evaluates else ("evaluation_mbs",))):
         if (value := getattr(plan.trainer, field)) is not None:
             problem = f"must be left out with trainer.loop {loop}, which is modelled in training"
             raise PlanError(f"trainer.{field}", value, problem)
 
 
-def batch(shape: tuple[int, int]) -> list[Hold]:
+def without_dropout(spec: ModelSpec) -> ModelSpec:
+    """``disable_dropout_in_model``, which turns off modules."""
+    kept = family(spec.family).dropout_functions
+    return spec.model_copy(update={name: 0.0 for name in DROPOUTS if name not in kept})
+
+
+def batch(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
     """What the collator makes beside token ids and labels."""
     size = hold_bytes(shape, "int64")
-    return [Hold(0, size, Category.INPUTS, name, shape, "int64") for name in ("attention_mask", "completion_mask")]
+    return [Hold(0, size, Category.INPUTS, name, shape, "int64") for name in plan.trainer.kind.masks]
 
 
 def beside(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
     """What is held besides, but for a second model."""
-    return [*(batch(shape) * plan.microbatches if pairs(plan) else ()), *generation(plan)]
+    return [*batch(plan, shape) * plan.microbatches, *generation(plan)]
 
 
 def has_model(plan: ResolvedPlan) -> bool:
     """The reference is a model of its own."""
-    kept = plan.trainer.keeps_reference if plan.trainer.groups else runs_reference(plan)
-    return kept and plan.lora.rank is None
+    return plan.trainer.has_reference and plan.lora.rank is None
 
 
 def generation(plan: ResolvedPlan) -> list[Hold]:
     """What its engine holds while the model trains."""
     size = plan.trainer.generation_memory or 0
     return [Hold(0, rounded(size), Category.BUFFERS, "generation", (), "")] if size else []
-
-
-def runs_reference(plan: ResolvedPlan) -> bool:
-    return pairs(plan) and not plan.trainer.precompute_ref_log_probs
 
 
 def reference_parameters(parameters: Sequence[Parameter], buffers: Sequence[Hold], dtype: str) -> list[Hold]:

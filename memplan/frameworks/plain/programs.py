@@ -235,8 +235,8 @@ def _everything(embedding: Module) -> frozenset[int]:
 def layer_shape(plan: ResolvedPlan) -> LayerShape:
     """Sizes of one micro-batch."""
     spec = of_any_depth(plan.model)
-    if preferences.pairs(plan):
-        spec = spec.model_copy(update=preferences.NO_DROPOUT)
+    if not plan.trainer.kind.drops_out:
+        spec = preferences.without_dropout(spec)
     in_fp32 = plan.quantisation.prepared and not casts_back(plan)
     dtype = "fp32" if in_fp32 else plan.precision.stored
     stored = plan.fsdp.parameters if plan.framework == "fsdp" and plan.fsdp.parameters != dtype else ""
@@ -263,8 +263,9 @@ def head_loss(plan: ResolvedPlan) -> HeadLoss:
     gpu = GPUS.get(plan.hardware.gpu or "")
     capability = gpu.compute_capability if gpu is not None else None
     return HeadLoss(
-        kind=fused_losses.LOG_PROBABILITIES if preferences.scores(plan) else loss.kind,
-        outputs=preferences.outputs(plan),
+        kind=plan.trainer.kind.loss_of if plan.trainer.kind.own_loss else loss.kind,
+        outputs=plan.trainer.kind.beside,
+        reduced=plan.trainer.kind.reduced,
         chunks=loss.chunks,
         fp32_accumulators=loss.fp32_accumulators,
         liger=liger_version(loss),
@@ -412,7 +413,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     if plan.framework != "device-map":
         middle = layers(row, layer_names(plan.model.layers))
         whole: tuple[Span, ...] = (*first, *middle, *normed, *last)
-        if preferences.runs_reference(plan):
+        if plan.trainer.runs_reference:
             whole = preferences.with_reference(whole, reference(plan, shape, options, later), keeps_embedded(shape))
         return (_program(plan, shape, 0, whole, options),)
     assert plan.device_map is not None
@@ -469,9 +470,9 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
     )
     groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
     at_once = plan.microbatches if trainer.runs(plan) else 1
-    extra = [*inputs(shape, stage) * at_once, *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
-    if preferences.pairs(plan):
-        extra += preferences.batch((shape.b, shape.s)) * at_once
+    given = inputs(shape, stage, plan.trainer.kind.inputs)
+    extra = [*given * at_once, *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
+    extra += preferences.batch(plan, (shape.b, shape.s)) * at_once
     if preferences.has_model(plan):
         tensors = [one for span in spans for _ in span.names for one in span.module.parameters]
         extra += preferences.reference_parameters(tensors, buffers(plan, stage), dtype)

@@ -38,7 +38,7 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
     adapters = None
     if lora.rank is not None:
         assert lora.dtype is not None
-        dropout = 0.0 if plan.trainer.pairs else lora.dropout
+        dropout = lora.dropout if plan.trainer.kind.drops_out else 0.0
         adapters = Adapters(lora.rank, adapted(plan), dropout, lora.dtype, lora.dora)
     four_bit: Packed | None = None
     if quantisation.kind == "gptq":

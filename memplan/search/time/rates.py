@@ -38,11 +38,11 @@ ERROR_OF_ADAPTERS = 0.053
 
 def published_error(plan: ResolvedPlan) -> float:
     """Median relative error of a step's time on the plan's GPU; the largest published one where no step on it was
-    compared, or none of the plan's loop (trl's DPO and GRPO)."""
+    compared, or none of the plan's loop (one of trl's)."""
     if plan.model.experts or plan.model.layer_pattern:
         return ERROR_OF_EXPERTS
     largest = max(PUBLISHED_ERRORS.values())
-    if plan.trainer.pairs or plan.trainer.groups:
+    if plan.trainer.kind.own_loss:
         return largest
     dense = PUBLISHED_ERRORS.get(plan.hardware.gpu or "", largest)
     return dense if plan.lora.rank is None else max(dense, ERROR_OF_ADAPTERS)

@@ -222,7 +222,7 @@ def model_flops(plan: ResolvedPlan) -> float:
     many). A layer that predicts further tokens has a projection of two hidden states and a head of its own. A weight
     that adapters leave frozen has no gradient, so 4; the adapters' own products, below 1 %, are left out."""
     spec, seq = plan.model, plan.batch.seq
-    head, further = spec.vocab * spec.hidden, spec.mtp_layers
+    head, further = (spec.labels or spec.vocab) * spec.hidden, spec.mtp_layers
     if spec.layer_pattern:
         blocks = spec.layer_pattern + spec.mtp_pattern * further
         own = sum(_block_flops(spec, kind, seq) for kind in blocks)

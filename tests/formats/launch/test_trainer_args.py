@@ -262,6 +262,47 @@ def test_pairs_of_trls_dpo(tmp_path: Path) -> None:
         plan(tmp_path, {**DPO, "eval_strategy": "steps"}, trainer="dpo")
 
 
+REWARD = {"model_name_or_path": "Qwen/Qwen2.5-7B", "per_device_train_batch_size": 2, "use_peft": True}
+
+
+def test_scores_of_trls_reward_trainer(tmp_path: Path) -> None:
+    """With the defaults of ``RewardConfig``: bf16, gradient checkpointing, 1,024 tokens; peft trains a copy of the head
+    for sequence classification alone."""
+    made = plan(tmp_path, {**REWARD, "center_rewards_coefficient": 0.01, "lora_task_type": "SEQ_CLS"})
+    assert (made.trainer.loop, made.batch.seq, made.sequences) == ("reward", 1024, 4)
+    assert (made.recompute.mode, made.precision.autocast, made.model.labels) == ("full", True, 1)
+    assert made.lora.modules_to_save == ("score",)
+    given = {**REWARD, "lora_task_type": "SEQ_CLS", "lora_modules_to_save": ["wte"]}
+    assert plan(tmp_path, given, trainer="reward").lora.modules_to_save == ("wte", "score")
+    assert plan(tmp_path, REWARD, trainer="reward").lora.modules_to_save is None
+    made = plan(tmp_path, {**REWARD, "use_liger_kernel": True}, trainer="reward", model="llama-3-8b")
+    assert (made.kernels.norm, made.loss.kind) == ("liger", "plain")
+
+
+def test_sft_makes_no_logits_since_trl_1_15(tmp_path: Path) -> None:
+    """Liger's layers are left then, but not its loss; of an earlier release the loss is the model's."""
+    command = "trl sft --model_name_or_path gpt2 --max_length 512"
+    (tmp_path / "train.sh").write_text(f"{command} --eval_strategy steps --loss_type chunked_nll\n")
+
+    def made(**flags: str) -> Plan:
+        given = {"model": "gpt2", **flags}
+        return resolve(build_plan(read(str(tmp_path / "train.sh"), Asked(flags=given)).source, given).plan)
+
+    newest, earlier = made(), made(versions="trl=1.9.0")
+    assert (newest.trainer.loop, newest.trainer.evaluation_mbs) == ("sft", 8)
+    assert (earlier.trainer.loop, earlier.batch.seq) == ("transformers", 512)
+    (tmp_path / "train.sh").write_text(f"{command} --use_liger_kernel true\n")
+    assert made(model="llama-3-8b").loss.kind == "plain"
+    (tmp_path / "train.sh").write_text(f"{command} --loss_type dft\n")
+    with pytest.raises(PlanError, match="must be nll"):
+        made()
+
+
+def test_a_frozen_head_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text("trl reward --model_name_or_path gpt2 --use_peft --max_length 512\n")
+    assert "head-frozen" in [note.code for note in read(str(tmp_path / "train.sh"), Asked()).notes]
+
+
 GRPO = {"model_name_or_path": "Qwen/Qwen2.5-7B", "per_device_train_batch_size": 8, "num_generations": 8}
 
 
@@ -285,7 +326,12 @@ def test_groups_of_trls_grpo(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("command", "says"),
-    [("trl dpo", "dpo"), ("accelerate launch -m trl dpo", "dpo"), ("python scripts/sft.py", "transformers")],
+    [
+        ("trl dpo", "dpo"),
+        ("accelerate launch -m trl dpo", "dpo"),
+        ("trl reward", "reward"),
+        ("python scripts/sft.py", "sft"),
+    ],
 )
 def test_trls_commands(command: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(f"{command} --model_name_or_path gpt2 --bf16 --max_length 512\n")
@@ -314,7 +360,6 @@ def test_the_launchers_flags_behind_a_command_of_trl(command: str, framework: st
     (tmp_path / "train.sh").write_text(f"{command} --model_name_or_path gpt2 --max_length 512\n")
     found = read(str(tmp_path / "train.sh"), Asked())
     assert [note.code for note in found.notes if "unknown" in note.code] == []
-    assert any(note.code == "sft-logits" for note in found.notes) == ("sft" in command)
     made = resolve(build_plan(found.source, {"model": "gpt2"}).plan)
     assert (made.framework, made.hardware.gpus) == (framework, gpus)
     with pytest.raises(PlanError, match="none of trl's configurations: single_gpu"):

@@ -1,0 +1,71 @@
+"""A head that gives each sequence scores, and trl's loss of those of pairs.
+
+transformers 5.23, ``modeling_layers.py`` (``GenericForSequenceClassification.forward``; families with a class of their
+own have the same code): one linear layer without a bias gives every token its scores, of which those of the last token
+that is no padding are taken. trl 1.16, ``trainer/reward_trainer.py`` (``RewardTrainer.compute_loss``): the mean of
+``-logsigmoid(chosen - rejected)``, whose CUDA kernel has no buffer (``log_sigmoid_forward_cuda``). What the sort behind
+``index_put`` takes inside is not counted, nor metrics of a number each, which end with the loss. Shapes: b sequences,
+b / 2 pairs, s tokens, n labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..tape.events import Category
+from . import ops
+from .autograd import Gradients, Recorder, Tensor
+from .huggingface import LayerShape
+
+
+def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor]:
+    """Loss, and the scores (b, n) that the model returns."""
+    spec, b, s = shape.spec, shape.b, shape.s
+    weight = r.parameter("head.weight", (spec.labels, spec.hidden), shape.dtype)
+    logits = ops.linear(r, hidden, weight, None, name="scores_of_tokens", category=Category.LOGITS)
+    last, mask, indices = last_tokens(r, b, s)
+    scores = taken(r, logits, last)
+    del logits, last, mask, indices
+    if r.autocast is not None:
+        scores = ops.cast(r, scores, "fp32", "scores_fp32")
+    return loss_of_pairs(r, scores), scores
+
+
+def last_tokens(r: Recorder, b: int, s: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each sequence the last one that is no padding, and variables of ``forward``."""
+    differs = r.empty((b, s), "bool", "differs_from_padding")
+    mask = r.empty((b, s), "int32", "non_pad_mask")
+    del differs
+    indices = r.empty((s,), "int32", "token_indices")
+    product = r.empty((b, s), "int32", "indices_of_tokens")
+    last = r.empty((b,), "int64", "last_non_pad_token")
+    del product
+    return last, mask, indices
+
+
+def taken(r: Recorder, logits: Tensor, last: Tensor) -> Tensor:
+    """``logits[arange(b), last]``, (b, n); the gradient is laid into zeros."""
+    whole, dtype = logits.shape, logits.dtype
+    rows = r.empty(whole[:1], "int64", "rows")
+    out = r.empty((whole[0], whole[2]), dtype, "scores")
+    node = r.node((logits,), (rows, last), lambda r, gradients: [r.empty(whole, dtype, "grad_scores_of_tokens")])
+    return out.by(node)
+
+
+def loss_of_pairs(r: Recorder, scores: Tensor) -> Tensor:
+    """The first half of the rows was chosen, the second rejected."""
+    whole, pairs, dtype = scores.shape, (scores.shape[0] // 2,), scores.dtype
+
+    def halves(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        rejected = r.empty(pairs, dtype, "grad_rejected")
+        both = r.empty(whole, dtype, "grad_scores")
+        del rejected
+        return [both]
+
+    difference = r.empty(pairs, dtype, "difference").by(r.node((scores,), (), halves))
+    logarithm = ops.elementwise(r, "log_sigmoid", (difference,), (difference,))
+    mean = r.empty((), dtype, "mean").by(
+        r.node((logarithm,), (), lambda r, gradients: [r.empty(pairs, dtype, "grad_log_sigmoid_mean")])
+    )
+    del logarithm
+    return ops.elementwise(r, "loss", (mean,))

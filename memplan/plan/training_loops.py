@@ -1,0 +1,98 @@
+"""Training loops of transformers and trl, an object each: what a sample is, what the loss is of, when a reference runs,
+and which fields of a plan belong to it alone.
+
+trl 1.16: ``trainer/sft_trainer.py``, ``trainer/dpo_trainer.py``, ``trainer/grpo_trainer.py``,
+``trainer/reward_trainer.py``. ``formats/trainer/trl.py`` reads their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from types import MappingProxyType
+from typing import Literal
+
+from ..values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLoop:
+    """A loop that runs the model."""
+
+    name: str
+    """``trainer.loop`` of a plan."""
+    loss_of: Literal["model", "log-probabilities", "scores"] = "model"
+    """The model's own loss of logits, or one that the loop takes of labels' log-probabilities or of scores."""
+    beside: tuple[str, ...] = ()
+    """What trl's head computes beside these, of ``layers.log_probabilities.OUTPUTS``."""
+    reduced: Literal["rows", "clipped", "tokens"] = "rows"
+    """What becomes of log-probabilities: sums of rows, GRPO's clipped ratios, or the mean of tokens."""
+    sequences: int = 1
+    """Of a sample: both of a pair run in one batch."""
+    drops_out: bool = True
+    """Dropout is on, as in the model's configuration."""
+    inputs: tuple[str, ...] = ("input_ids", "labels")
+    """Tensors (b, s) int64 of each micro-batch on the device,"""
+    masks: tuple[str, ...] = ()
+    """and further ones of the collator's."""
+    reference: Literal["never", "in-step", "between-steps"] = "never"
+    """When a reference scores the batch: behind the policy's forward pass, or before its step."""
+    fields: tuple[str, ...] = ()
+    """Of ``trainer``, which no other loop has."""
+    needed: Mapping[str, str] = field(default_factory=dict)
+    """Those that have to be said, and what they are."""
+    evaluates: bool = False
+    """Evaluation of a batch size of its own is modelled."""
+    untimed: str = ""
+    """What it runs that no step's time counts."""
+
+    @property
+    def own_loss(self) -> bool:
+        """The loss is not the model's: one of trl's trainers runs it."""
+        return self.loss_of != "model"
+
+
+NONE = TrainingLoop("none")
+TRANSFORMERS = TrainingLoop("transformers", evaluates=True)
+SFT = TrainingLoop(
+    "sft",
+    loss_of="log-probabilities",
+    beside=("entropy", "is_top1"),
+    reduced="tokens",
+    masks=("attention_mask",),
+    evaluates=True,
+)
+DPO = TrainingLoop(
+    "dpo",
+    loss_of="log-probabilities",
+    beside=("entropy", "mean_logits", "is_top1"),
+    sequences=2,
+    drops_out=False,
+    masks=("attention_mask", "completion_mask"),
+    reference="in-step",
+    fields=("precompute_ref_log_probs",),
+    untimed="the reference's forward pass",
+)
+GRPO = TrainingLoop(
+    "grpo",
+    loss_of="log-probabilities",
+    beside=("entropy",),
+    reduced="clipped",
+    reference="between-steps",
+    fields=("completion_length", "generation_memory", "keeps_reference"),
+    needed={"completion_length": "tokens of the longest completion", "generation_memory": "vLLM's share; 0 elsewhere"},
+    untimed="generation and any forward pass of a reference",
+)
+REWARD = TrainingLoop(
+    "reward",
+    loss_of="scores",
+    sequences=2,
+    drops_out=False,
+    inputs=("input_ids",),
+    masks=("attention_mask",),
+)
+
+TRAINING_LOOPS: Mapping[str, TrainingLoop] = MappingProxyType(
+    {one.name: one for one in (NONE, TRANSFORMERS, SFT, DPO, GRPO, REWARD)}
+)
+"""By ``trainer.loop``."""
