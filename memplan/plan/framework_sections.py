@@ -45,6 +45,10 @@ class Megatron(FrameworkSection, Terse):
             "largest_logit",
             "gather_in_step",
             "mlp_chunks",
+            "te_activation",
+            "clips_queries",
+            "norm_takes_residual",
+            "joint_latent_down",
         }
     )
 
@@ -99,6 +103,27 @@ class Megatron(FrameworkSection, Terse):
         le=2**20,
         description="parts of the sequence that an MLP takes one after the other",
         json_schema_extra={"flag": "--mlp-chunks"},
+    )
+    te_activation: bool = Field(
+        False,
+        description="activation functions are modules of Transformer Engine",
+        json_schema_extra={"flag": "--use-te-activation-func"},
+    )
+    clips_queries: bool = Field(
+        False,
+        description="each head's largest score is returned, and weights of queries and keys are made smaller where it "
+        "is too large (Muon's clip)",
+        json_schema_extra={"flag": "--qk-clip"},
+    )
+    norm_takes_residual: bool = Field(
+        False,
+        description="an RMSNorm that stands apart adds the residual's gradient to its own in one kernel",
+        json_schema_extra={"flag": "--fused-residual-rmsnorm"},
+    )
+    joint_latent_down: bool = Field(
+        False,
+        description="latent attention: both projections to a lower rank are one, with the norm before them in it",
+        json_schema_extra={"flag": "--mla-down-proj-fusion"},
     )
     per_token_loss: bool = Field(False, description="sum the loss over tokens and divide at the end")
     attention_mask_in_dataloader: bool = Field(True, description="the data loader creates an attention mask")

@@ -99,6 +99,9 @@ SWITCHES = (
     "log_num_zeros_in_grad",
     "log_params_norm",
     "check_for_nan",
+    "te_activation",
+    "clips_queries",
+    "norm_takes_residual",
 )
 
 STATES = st.sampled_from(["fp32", "bf16", "fp16", "fp8"])

@@ -255,6 +255,11 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.transformer_impl": [{"transformer_impl": "local"}],
     "megatron.buckets": [{"num_buckets": 9, "overlap_grad_reduce": "true", "zero": 1, "dp": 2}],
     "megatron.largest_logit": [{"log_max_attention_logit": "true"}],
+    "megatron.te_activation": [{"use_te_activation_func": "true", "bias_swiglu_fusion": "false"}],
+    "megatron.clips_queries": [{"qk_clip": "true"}],
+    "megatron.norm_takes_residual": [
+        {"fused_residual_rmsnorm": "true", "experts": 4, "expert_ffn": 64, "expert_top_k": 2}
+    ],
     "megatron.logits_dtype": [{"logits_dtype": "fp32"}],
     "megatron.mlp_chunks": [{"mlp_chunks": 2}],
     "megatron.clone_scattered_embedding": [
@@ -274,8 +279,11 @@ def footprint(**flags: object) -> list[object]:
     return [folded.static, folded.peak_by, kept.step, kept.construction, kept.workspaces, tapes]
 
 
-OTHER_PLANS = ("fp32_residual", "gather_in_step", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap")
-"""Refused, or only with several stages, or of an evaluation."""
+OTHER_PLANS = (
+    "fp32_residual", "gather_in_step", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap",
+    "joint_latent_down",
+)  # fmt: skip
+"""Refused, or only with several stages, latent attention, or of an evaluation."""
 
 
 @pytest.mark.parametrize(("low", "bytes_each"), [({}, 12 * 2), ({"fp8": "tensorwise"}, 8 * 1 + 4 * 2)])

@@ -148,6 +148,9 @@ LAYERS = (
     switch("--fp32-residual-connection", "megatron.fp32_residual", "LAYERS"),
     switch("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", "LAYERS", OFF),
     switch("--log-max-attention-logit", "megatron.largest_logit", "LAYERS"),
+    switch("--use-te-activation-func", "megatron.te_activation", "LAYERS"),
+    switch("--qk-clip", "megatron.clips_queries", "LAYERS"),
+    switch("--fused-residual-rmsnorm", "megatron.norm_takes_residual", "LAYERS"),
     Row(
         "--output-logit-dtype",
         "megatron.logits_dtype",

@@ -34,6 +34,7 @@ from ...schedules.megatron_schedule import Schedule, schedule
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
 from ...values import dataclass
+from . import clipping
 from .fsdp import Sharding, buckets_of
 from .fsdp import keep as keep_sharded
 from .fsdp_hooks import ahead, persistent, with_hooks
@@ -102,7 +103,10 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         clones_embedding=megatron.clone_scattered_embedding,
         per_token_loss=megatron.per_token_loss,
         logits=megatron.logits_dtype,
-        largest_logit=megatron.largest_logit,
+        largest_logit=megatron.largest_logit or megatron.clips_queries,
+        te_activation=megatron.te_activation,
+        norm_takes_residual=megatron.norm_takes_residual,
+        joint_latent_down=megatron.joint_latent_down,
         mlp_chunks=megatron.mlp_chunks,
         decoder=plan.batch.decoder_seq or 0,
     )
@@ -127,7 +131,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         dropout=spec.attention_dropout,
         deterministic=shape.deterministic_attention,
         sinks=spec.attention_sinks,
-        flash_installed=not megatron.largest_logit,
+        flash_installed=not shape.largest_logit,
     )
     return replace(shape, attention=attention, multiprocessors=MULTIPROCESSORS.get(plan.hardware.gpu or "", 132))
 
@@ -211,6 +215,7 @@ def rules(plan: ResolvedPlan) -> Rules:
         sharded=megatron.fsdp != "none",
         alignment=WIDE_ALIGNMENT if megatron.pad_buckets else BUCKET_ALIGNMENT,
         offload=megatron.optimizer_offload,
+        clips=megatron.clips_queries,
     )
 
 
@@ -442,7 +447,8 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
     layers = replace(shape, cross_entropy="unfused", per_token_loss=False, logits=None, defers=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
-    return layers, replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
+    ends_shape = replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
+    return layers, replace(ends_shape, te_activation=False, norm_takes_residual=False, joint_latent_down=False)
 
 
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
@@ -683,6 +689,8 @@ def _parameters(chunk: Chunk) -> KeptChunk:
 def _kept(stage: _Stage, states: Rules, tied: bool, libraries: _Libraries) -> Kept:
     chunks = tuple(_parameters(chunk) for chunk in stage.chunks)
     workspaces = _workspaces(stage.job.shape, stage.names, len(stage.chunks), libraries, copies_of(chunks))
+    layers = sum(name.startswith("layer.") for name in stage.names)
+    workspaces += clipping.factors(stage.job.shape, layers, states)
     return _with_static(keep(chunks, states, tied), workspaces, stage)
 
 

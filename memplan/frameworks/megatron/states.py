@@ -21,6 +21,7 @@ from ...layers.module import Parameter
 from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
 from ...values import dataclass
+from . import clipping
 
 ALIGNMENT = 64
 """Elements to which the start of a parameter is aligned in the distributed optimizer's buffers."""
@@ -72,6 +73,8 @@ class Rules:
     """Elements to a multiple of which buckets are padded, beside that of ``shards`` (``bucket_end_divisor``)."""
     buckets: int | None = None
     """How many buckets gradients are cut into, in place of ``bucket``."""
+    clips: bool = False
+    """Weights of queries and keys are clipped behind the step (``clipping``)."""
     offload: float = 0.0
     """Fraction of the optimizer's states that the host keeps."""
 
@@ -204,6 +207,7 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
     states = [event for part in parts for event in part.states]
     copies = [event for part in parts for event in part.carried]
     step = [*copies, *(event for part in parts for event in part.step)]
+    step += _passing(ids, clipping.largest((one for chunk in tensors for one in chunk), rules), "weight_clipped")
     host = sum(part.host for part in parts)
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch(), host)
 

@@ -138,6 +138,12 @@ class CoreShape:
     per_token_loss: bool = False
     largest_logit: bool = False
     """Attention returns each head's largest score, too (``log_max_attention_logit``)."""
+    te_activation: bool = False
+    """Activation functions are Transformer Engine's modules (``use_te_activation_func``)."""
+    norm_takes_residual: bool = False
+    """RMSNorms apart return the residual, too (``fused_residual_rmsnorm``)."""
+    joint_latent_down: bool = False
+    """Latent attention's projections to a lower rank are one, with the norm in it (``mla_down_proj_fusion``)."""
     logits: str | None = None
     """Dtype of logits, where it is not that of the hidden state (``logit_dtype``)."""
     mlp_chunks: int = 1

@@ -75,6 +75,12 @@ def frees_gathered_norm_shard(te: Version) -> bool:
     return te >= (2, 8)
 
 
+OLDEST_NORM_WITH_RESIDUAL = (2, 8)
+"""Before it the norm and the sum of gradients are two operators in backward (``ops/fused/backward_add_rmsnorm.py``)."""
+
+OLDEST_LARGEST_SCORE = (2, 9)
+"""``return_max_logit`` of ``DotProductAttention``."""
+
 OLDEST_LOW_PRECISION = (2, 14)
 """Before it fp8 and fp4 have other copies and gathers, which no recipe covers."""
 
