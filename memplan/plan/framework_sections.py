@@ -49,6 +49,8 @@ class Megatron(FrameworkSection, Terse):
             "clips_queries",
             "norm_takes_residual",
             "joint_latent_down",
+            "sums_in_fp32",
+            "fp32_gradients_of",
         }
     )
 
@@ -205,6 +207,20 @@ class Megatron(FrameworkSection, Terse):
         max_length=6,
         description="parts of layers that CUDA graphs run; default: whole layers",
         json_schema_extra={"flag": "--cuda-graph-modules"},
+    )
+    sums_in_fp32: bool = Field(
+        False,
+        description="the distributed optimizer sums gradients in 16 bits in fp32: every rank receives its shard of all "
+        "others",
+        json_schema_extra={"flag": "--ddp-reduce-scatter-with-fp32-accumulation"},
+    )
+    fp32_gradients_of: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        max_length=100,
+        description="patterns of names of parameters that accumulate gradients in fp32 beside the 16-bit buffer; all: "
+        "every one",
+        json_schema_extra={"flag": "--fp32-gradients-of"},
     )
     pad_buckets: bool = Field(
         False,

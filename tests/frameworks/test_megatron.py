@@ -260,6 +260,10 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.norm_takes_residual": [
         {"fused_residual_rmsnorm": "true", "experts": 4, "expert_ffn": 64, "expert_top_k": 2}
     ],
+    "megatron.sums_in_fp32": [
+        {"ddp_reduce_scatter_with_fp32_accumulation": "true", "gradients": "bf16", "zero": 1, "dp": 4}
+    ],
+    "megatron.fp32_gradients_of": [{"fp32_gradients_of": "*linear_fc1.weight", "gradients": "bf16"}],
     "megatron.logits_dtype": [{"logits_dtype": "fp32"}],
     "megatron.mlp_chunks": [{"mlp_chunks": 2}],
     "megatron.clone_scattered_embedding": [

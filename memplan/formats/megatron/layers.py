@@ -76,6 +76,13 @@ def _check_for_nan(reader: Reader) -> None:
     reader.building.put("megatron.check_for_nan", checks, name)
 
 
+def _wide_gradients(reader: Reader) -> None:
+    name = "--ddp-param-name-patterns-for-fp32-local-accumulation"
+    patterns = reader.settings.words(name)
+    if patterns:
+        reader.building.put("megatron.fp32_gradients_of", Node(patterns, reader.settings.where(name)), name)
+
+
 def _is_bert(plan: Plan) -> bool:
     return plan.model.family == "bert"
 
@@ -170,6 +177,15 @@ LAYERS = (
         "--cross-entropy-loss-fusion", "megatron.cross_entropy_fusion", "LAYERS", read=_fused_loss, value=_fuses_loss
     ),
     Row("--cross-entropy-fusion-impl", "megatron.cross_entropy_fusion", "LAYERS", read=elsewhere, when=_fuses_loss),
+    switch("--ddp-reduce-scatter-with-fp32-accumulation", "megatron.sums_in_fp32", "REDUCTION"),
+    Row(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        "megatron.fp32_gradients_of",
+        "REDUCTION",
+        read=_wide_gradients,
+        value=lambda plan: plan.megatron.fp32_gradients_of or (),
+        when=lambda plan: plan.megatron.fp32_gradients_of is not None,
+    ),
     switch("--ddp-pad-buckets-for-high-nccl-busbw", "megatron.pad_buckets", "REDUCTION"),
     switch(
         "--tp-comm-overlap",

@@ -38,6 +38,7 @@ from . import clipping
 from .fsdp import Sharding, buckets_of
 from .fsdp import keep as keep_sharded
 from .fsdp_hooks import ahead, persistent, with_hooks
+from .gradients import received, with_fp32
 from .states import BUCKET_ALIGNMENT, WIDE_ALIGNMENT, Rules, bucket_size, keep, saved
 from .states import Chunk as KeptChunk
 
@@ -216,6 +217,8 @@ def rules(plan: ResolvedPlan) -> Rules:
         alignment=WIDE_ALIGNMENT if megatron.pad_buckets else BUCKET_ALIGNMENT,
         offload=megatron.optimizer_offload,
         clips=megatron.clips_queries,
+        sums_in_fp32=megatron.sums_in_fp32 and plan.precision.gradients != "fp32",
+        wide_gradients=megatron.fp32_gradients_of or (),
     )
 
 
@@ -509,6 +512,8 @@ class Stages:
     libraries: _Libraries
     sharding: Sharding | None = None
     deferral_limit: int = 0
+    overlaps: bool = False
+    """Gradients are reduced beside the last micro-batch's passes."""
 
     @cached_property
     def _rules_behind(self) -> Rules:
@@ -534,9 +539,17 @@ class Stages:
         if self.sharding is not None:
             return _sharded(held, order, per_stage, own, self.sharding, self.libraries)
         made = _program(held, order, per_stage, own, tied, self.libraries)
+        if self.overlaps:
+            made = self._receiving(made, received(tuple(map(_parameters, held.chunks)), own, tied).early)
         if self.job.shape.defers and order.last:
             made = self._deferring(made)
         return self._with_graphs(made, order, entries) if self.job.shape.graphs is not None else made
+
+    def _receiving(self, program: Program, size: int) -> Program:
+        """With a bucket of gradients that arrives beside the passes: beside all of them, which is a bound."""
+        order = program.order
+        assert isinstance(order, MegatronOrder)
+        return replace(program, order=replace(order, received=size)) if size else program
 
     def _deferring(self, program: Program) -> Program:
         """With gradients of logits, and inputs of the head, that wait for ``drain_embedding_wgrad_compute``."""
@@ -579,6 +592,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         _Libraries(capability, cublas_workspaces(plan)),
         sharding_of(plan),
         plan.megatron.wgrad_deferral_limit,
+        plan.megatron.overlap_grad_reduce,
     )
 
 
@@ -691,7 +705,8 @@ def _kept(stage: _Stage, states: Rules, tied: bool, libraries: _Libraries) -> Ke
     workspaces = _workspaces(stage.job.shape, stage.names, len(stage.chunks), libraries, copies_of(chunks))
     layers = sum(name.startswith("layer.") for name in stage.names)
     workspaces += clipping.factors(stage.job.shape, layers, states)
-    return _with_static(keep(chunks, states, tied), workspaces, stage)
+    kept = with_fp32(keep(chunks, states, tied), chunks, states, tied)
+    return _with_static(kept, workspaces, stage)
 
 
 def _with_static(kept: Kept, holds: Sequence[Hold], stage: _Stage) -> Kept:

@@ -126,6 +126,8 @@ def test_bert() -> None:
         ("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", False),
         ("--log-max-attention-logit", "megatron.largest_logit", True),
         ("--qk-clip", "megatron.clips_queries", True),
+        ("--ddp-reduce-scatter-with-fp32-accumulation", "megatron.sums_in_fp32", True),
+        ("--ddp-param-name-patterns-for-fp32-local-accumulation all *router*", "megatron.fp32_gradients_of", ("all", "*router*")),
         ("--use-te-activation-func", "megatron.te_activation", True),
         ("--fused-residual-rmsnorm", "megatron.norm_takes_residual", True),
         ("--multi-latent-attention --q-lora-rank 8 --mla-down-proj-fusion", "megatron.joint_latent_down", True),
