@@ -51,6 +51,8 @@ class Megatron(FrameworkSection, Terse):
             "joint_latent_down",
             "sums_in_fp32",
             "fp32_gradients_of",
+            "registers_buffers",
+            "nccl_blocks",
         }
     )
 
@@ -221,6 +223,19 @@ class Megatron(FrameworkSection, Terse):
         description="patterns of names of parameters that accumulate gradients in fp32 beside the 16-bit buffer; all: "
         "every one",
         json_schema_extra={"flag": "--fp32-gradients-of"},
+    )
+    registers_buffers: bool = Field(
+        False,
+        description="buffers of parameters and gradients come from NCCL (ncclMemAlloc), in memory pools of their own",
+        json_schema_extra={"flag": "--use-nccl-ub"},
+    )
+    nccl_blocks: str | None = Field(
+        None,
+        max_length=1000,
+        pattern=r"^[a-z_]{1,30}=\d{0,3}-\d{0,3}(,[a-z_]{1,30}=\d{0,3}-\d{0,3}){0,30}$",
+        description="fewest and most channels of NCCL's communicators, by Megatron-Core's names of groups, such as "
+        "tp=-8,dp_cp=2-16",
+        json_schema_extra={"flag": "--nccl-blocks"},
     )
     pad_buckets: bool = Field(
         False,

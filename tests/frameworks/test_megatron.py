@@ -260,6 +260,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.norm_takes_residual": [
         {"fused_residual_rmsnorm": "true", "experts": 4, "expert_ffn": 64, "expert_top_k": 2}
     ],
+    "megatron.registers_buffers": [{"use_nccl_ub": "true"}],
     "megatron.sums_in_fp32": [
         {"ddp_reduce_scatter_with_fp32_accumulation": "true", "gradients": "bf16", "zero": 1, "dp": 4}
     ],
@@ -285,7 +286,7 @@ def footprint(**flags: object) -> list[object]:
 
 OTHER_PLANS = (
     "fp32_residual", "gather_in_step", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap",
-    "joint_latent_down",
+    "joint_latent_down", "nccl_blocks",
 )  # fmt: skip
 """Refused, or only with several stages, latent attention, or of an evaluation."""
 

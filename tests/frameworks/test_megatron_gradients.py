@@ -95,3 +95,20 @@ def test_parameters_that_accumulate_in_fp32() -> None:
 )
 def test_refused(flags: dict[str, object], said: str) -> None:
     assert said in refusal(gpu="h100-80gb", **flags)
+
+
+def test_buffers_of_nccl_lie_in_pools_of_their_own() -> None:
+    """What modules leave when their parameters move into the buffer serves no buffer of NCCL's."""
+    flags = {"zero": 1, "dp": 2}
+    holds = [one for one in kept(**flags, use_nccl_ub="true").construction if isinstance(one, Hold)]
+    assert {(one.name, one.stream) for one in holds if one.stream} == {("param_data", 16), ("grad_data", 16)}
+    given, without = (
+        estimate(plan(gpu="h100-80gb", **flags, **more)).stages[0] for more in ({"use_nccl_ub": "true"}, {})
+    )
+    assert given.requested == without.requested
+    assert given.reserved is not None
+    assert without.reserved is not None
+    assert given.reserved >= without.reserved
+    assert "Megatron-FSDP" in refusal(use_nccl_ub="true", megatron_fsdp="optim", dp=2, gpu="h100-80gb")
+    segments = {"env": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "torch": "2.10"}
+    assert "before PyTorch 2.11" in refusal(use_nccl_ub="true", gpu="h100-80gb", **segments)

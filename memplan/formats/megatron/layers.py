@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ..rows import OFF, Reader, Row, elsewhere, switch
-from . import hybrid
+from . import channels, hybrid
 
 
 def _implementation(reader: Reader) -> None:
@@ -177,6 +177,8 @@ LAYERS = (
         "--cross-entropy-loss-fusion", "megatron.cross_entropy_fusion", "LAYERS", read=_fused_loss, value=_fuses_loss
     ),
     Row("--cross-entropy-fusion-impl", "megatron.cross_entropy_fusion", "LAYERS", read=elsewhere, when=_fuses_loss),
+    switch("--use-nccl-ub", "megatron.registers_buffers", "REDUCTION"),
+    Row("--nccl-communicator-config-path", "megatron.nccl_blocks", read=channels.read),
     switch("--ddp-reduce-scatter-with-fp32-accumulation", "megatron.sums_in_fp32", "REDUCTION"),
     Row(
         "--ddp-param-name-patterns-for-fp32-local-accumulation",

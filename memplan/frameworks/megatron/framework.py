@@ -487,6 +487,7 @@ def check_buckets(plan: ResolvedPlan) -> None:
         problem = "needs virtual stages, the distributed optimizer and overlap_param_gather"
         raise PlanError("megatron.gather_in_step", True, problem)
     _check_fp32_sums(plan)
+    _check_registration(plan)
     if megatron.buckets is None:
         return
     if megatron.bucket_size is not None:
@@ -512,6 +513,18 @@ def _check_fp32_sums(plan: ResolvedPlan) -> None:
     if megatron.overlap_grad_reduce and plan.layout.vpp > 1 and plan.precision.gradients != "fp32":
         problem = "must be false with overlap_grad_reduce and virtual stages, with which it is not modelled yet"
         raise PlanError("megatron.sums_in_fp32", True, problem)
+
+
+def _check_registration(plan: ResolvedPlan) -> None:
+    """``DistributedDataParallelConfig.__post_init__``; ``nccl_allocator.py``."""
+    field, megatron = "megatron.registers_buffers", plan.megatron
+    if not megatron.registers_buffers:
+        return
+    segments = "expandable_segments:True" in plan.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if segments and tuple(int(part) for part in plan.torch.split(".")[:2]) < (2, 11):
+        raise PlanError(field, True, "must be false with expandable segments before PyTorch 2.11, as in Megatron-Core")
+    if megatron.fsdp != "none":
+        raise PlanError(field, True, "must be false with Megatron-FSDP, whose buffers from NCCL are not modelled yet")
 
 
 def check_graphs(plan: ResolvedPlan) -> None:

@@ -217,6 +217,7 @@ def rules(plan: ResolvedPlan) -> Rules:
         alignment=WIDE_ALIGNMENT if megatron.pad_buckets else BUCKET_ALIGNMENT,
         offload=megatron.optimizer_offload,
         clips=megatron.clips_queries,
+        registers=megatron.registers_buffers,
         sums_in_fp32=megatron.sums_in_fp32 and plan.precision.gradients != "fp32",
         wide_gradients=megatron.fp32_gradients_of or (),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from math import lcm, prod
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
 from ...values import dataclass
 from . import clipping
+
+REGISTERED = 16
+"""Stream of the first pool of NCCL's: what lies in it is not used by others."""
 
 ALIGNMENT = 64
 """Elements to which the start of a parameter is aligned in the distributed optimizer's buffers."""
@@ -75,6 +79,9 @@ class Rules:
     """How many buckets gradients are cut into, in place of ``bucket``."""
     clips: bool = False
     """Weights of queries and keys are clipped behind the step (``clipping``)."""
+    registers: bool = False
+    """Buffers of parameters and gradients lie in memory pools of NCCL's (``nccl_allocator``), one for those of a
+    dtype."""
     sums_in_fp32: bool = False
     """Gradients in 16 bits are received by every rank, and summed in fp32 (``gradients``)."""
     wide_gradients: tuple[str, ...] = ()
@@ -180,16 +187,18 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Kept:
         construction += [hold for hold, _ in made]
     optimizers = _optimizers(tensors, rules)
     bucket = _largest_bucket(tensors, rules)
+    pools = count(REGISTERED)
     pieces: list[list[Piece]] = [[] for _ in optimizers]
     for at, chunk in enumerate(tensors):
         for which, shared, members, buckets in _buffers(chunk, bucket if at == 0 else None, rules, optimizers, tied):
             elements = sum(bucket.end for bucket in buckets)
             dtype, size = _stored(members[0], elements, rules)
+            pool = next(pools) if rules.registers else 0
             if rules.in_buffers and size:
                 category = Category.PARAMETERS
-                construction.append(Hold(next(ids), rounded(size), category, "param_data", (elements,), dtype))
+                construction.append(Hold(next(ids), rounded(size), category, "param_data", (elements,), dtype, pool))
             size = rounded(elements * ITEMSIZE[rules.gradients])
-            held = Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients)
+            held = Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients, pool)
             construction.append(held)
             pieces[which] += [] if rules.dealt else _pieces(buckets, members, shared)
         if rules.in_buffers:
