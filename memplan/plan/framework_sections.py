@@ -53,6 +53,8 @@ class Megatron(FrameworkSection, Terse):
             "fp32_gradients_of",
             "registers_buffers",
             "nccl_blocks",
+            "detaches_heads",
+            "mixes_states",
         }
     )
 
@@ -128,6 +130,16 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="latent attention: both projections to a lower rank are one, with the norm before them in it",
         json_schema_extra={"flag": "--mla-down-proj-fusion"},
+    )
+    detaches_heads: bool = Field(
+        False,
+        description="multi-token prediction trains its own layers alone: neither the model, nor embedding and head",
+        json_schema_extra={"flag": "--mtp-detach-heads"},
+    )
+    mixes_states: bool = Field(
+        False,
+        description="multi-token prediction: tokens take hidden states of all depths before as a depth's input",
+        json_schema_extra={"flag": "--mtp-hsm"},
     )
     per_token_loss: bool = Field(False, description="sum the loss over tokens and divide at the end")
     attention_mask_in_dataloader: bool = Field(True, description="the data loader creates an attention mask")

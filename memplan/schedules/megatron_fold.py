@@ -21,11 +21,12 @@ from ..values import dataclass
 from .megatron_interleaved import table
 from .megatron_schedule import KINDS, Kind, Schedule, trace
 
-DEFERRED, RECEIVED = "deferred_gradient", "gradients_received"
+DEFERRED, RECEIVED, DETACHED = "deferred_gradient", "gradients_received", "detached_hidden"
 
 CATEGORIES: dict[str, Category] = {
     DEFERRED: Category.LOGITS,
     RECEIVED: Category.COMMUNICATION_BUFFERS,
+    DETACHED: Category.ACTIVATIONS,
     "input": Category.ACTIVATIONS,
     "output": Category.ACTIVATIONS,
     "stub": Category.ACTIVATIONS,
@@ -367,6 +368,8 @@ class MegatronOrder:
     and bytes of both."""
     received: int = 0
     """Bytes of a bucket of gradients that arrives, to be summed, while passes run."""
+    detached: int = 0
+    """Bytes of a hidden state, and of its gradient, that the graph of the micro-batch before holds."""
     exchanged = EXCHANGED
 
     @property
@@ -394,7 +397,7 @@ class MegatronOrder:
     @property
     def _throughout(self) -> list[tuple[str, int]]:
         """Kinds and numbers of tensors that are held while passes run."""
-        found = [(DEFERRED, self.deferred[0]), (RECEIVED, int(self.received > 0))]
+        found = [(DEFERRED, self.deferred[0]), (RECEIVED, int(self.received > 0)), (DETACHED, int(self.detached > 0))]
         return [(kind, count) for kind, count in found if count]
 
     @property
@@ -437,7 +440,7 @@ class MegatronOrder:
         return "first" if self.first_differs and not microbatch else "steady"
 
     def begun(self, chunk: int, tensor: str) -> Hold:
-        known = {DEFERRED: self.deferred[1], RECEIVED: self.received}
+        known = {DEFERRED: self.deferred[1], RECEIVED: self.received, DETACHED: self.detached}
         size = known[tensor] if tensor in known else self.sizes.of(tensor)
         return Hold(0, size, CATEGORIES[tensor])
 

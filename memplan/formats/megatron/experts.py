@@ -206,6 +206,13 @@ def _shared(plan: Plan) -> bool:
     return plan.model.shared_expert_ffn > 0
 
 
+def _without_further(reader: Reader, least: int) -> str:
+    """``validate_args`` turns the mixing of fewer than two depths off."""
+    depths = reader.building.items.get("model.mtp_layers")
+    enough = depths is not None and isinstance(depths.value, int) and depths.value >= least
+    return "" if enough else f"no effect with fewer than {least} layers of multi-token prediction"
+
+
 def _predicts(plan: Plan) -> bool:
     return plan.model.mtp_layers > 0
 
@@ -271,4 +278,12 @@ ROWS: Sequence[Row] = (
     Row(LATENT, "model.head_dim", "", "switch", read=_head_dim),
     Row(hybrid.FURTHER, "model.mtp_layers", "LATENT", read=hybrid.further_layers, when=_predicts),
     switch("--mtp-use-repeated-layer", "model.mtp_shared", "LATENT", when=_predicts),
+    switch(
+        "--mtp-detach-heads", "megatron.detaches_heads", "LATENT",
+        without_effect=lambda reader: _without_further(reader, 1), when=_predicts,
+    ),
+    switch(
+        "--mtp-hsm", "megatron.mixes_states", "LATENT",
+        without_effect=lambda reader: _without_further(reader, 2), when=_predicts,
+    ),
 )  # fmt: skip

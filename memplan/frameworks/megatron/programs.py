@@ -105,6 +105,8 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         per_token_loss=megatron.per_token_loss,
         logits=megatron.logits_dtype,
         largest_logit=megatron.largest_logit or megatron.clips_queries,
+        detaches_heads=megatron.detaches_heads and spec.mtp_layers > 0,
+        mixes_states=megatron.mixes_states and spec.mtp_layers > 0,
         te_activation=megatron.te_activation,
         norm_takes_residual=megatron.norm_takes_residual,
         joint_latent_down=megatron.joint_latent_down,
@@ -450,6 +452,7 @@ def kept_first(shape: CoreShape, chunks: Sequence[Sequence[str]]) -> tuple[Keepi
 def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
     layers = replace(shape, cross_entropy="unfused", per_token_loss=False, logits=None, defers=False)
+    layers = replace(layers, detaches_heads=False, mixes_states=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
     ends_shape = replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
     return layers, replace(ends_shape, te_activation=False, norm_takes_residual=False, joint_latent_down=False)
@@ -542,6 +545,10 @@ class Stages:
         made = _program(held, order, per_stage, own, tied, self.libraries)
         if self.overlaps:
             made = self._receiving(made, received(tuple(map(_parameters, held.chunks)), own, tied).early)
+        if self.job.shape.detaches_heads and "mtp" in held.names:
+            size = mtp.DETACHED * hold_bytes(self.job.shape.hidden, self.job.shape.dtype)
+            assert isinstance(made.order, MegatronOrder)
+            made = replace(made, order=replace(made.order, detached=size))
         if self.job.shape.defers and order.last:
             made = self._deferring(made)
         return self._with_graphs(made, order, entries) if self.job.shape.graphs is not None else made

@@ -144,6 +144,10 @@ class CoreShape:
     """RMSNorms apart return the residual, too (``fused_residual_rmsnorm``)."""
     joint_latent_down: bool = False
     """Latent attention's projections to a lower rank are one, with the norm in it (``mla_down_proj_fusion``)."""
+    detaches_heads: bool = False
+    """Multi-token prediction trains its own layers alone (``mtp_detach_heads``)."""
+    mixes_states: bool = False
+    """Its depths take hidden states of all depths before (``mtp_hsm``)."""
     logits: str | None = None
     """Dtype of logits, where it is not that of the hidden state (``logit_dtype``)."""
     mlp_chunks: int = 1
