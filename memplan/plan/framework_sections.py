@@ -55,6 +55,7 @@ class Megatron(FrameworkSection, Terse):
             "nccl_blocks",
             "detaches_heads",
             "mixes_states",
+            "packed",
         }
     )
 
@@ -130,6 +131,12 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="latent attention: both projections to a lower rank are one, with the norm before them in it",
         json_schema_extra={"flag": "--mla-down-proj-fusion"},
+    )
+    packed: bool = Field(
+        False,
+        description="documents or conversations are packed: all sequences of a micro-batch are one, and none of their "
+        "documents attends to another",
+        json_schema_extra={"flag": "--packed-sequences"},
     )
     detaches_heads: bool = Field(
         False,

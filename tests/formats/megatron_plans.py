@@ -100,6 +100,7 @@ SWITCHES = (
     "log_params_norm",
     "check_for_nan",
     "sums_in_fp32",
+    "packed",
     "registers_buffers",
     "te_activation",
     "clips_queries",

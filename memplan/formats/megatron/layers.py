@@ -83,6 +83,24 @@ def _wide_gradients(reader: Reader) -> None:
         reader.building.put("megatron.fp32_gradients_of", Node(patterns, reader.settings.where(name)), name)
 
 
+def _packing(reader: Reader) -> None:
+    """``pretrain_gpt.py``: conversations, or documents of a text; the former want no attention mask of the data loader
+    (``SFTDataset``)."""
+    settings, names = reader.settings, ("--sft", "--dataloader-inter-document-masking")
+    if not any(map(settings.has, names)):
+        return
+    if reader.context.family not in ("gpt", "hybrid"):
+        for name in names:
+            reader.building.because(name, "not read by this model's script")
+        return
+    without = "--no-create-attention-mask-in-dataloader"
+    if settings.has(names[0]) and not any(map(settings.has, (without, names[1]))):
+        problem = f"needs {without}: Megatron stops with a mask of packed conversations"
+        raise PlanError(names[0], ABSENT, problem, origin=settings.where(names[0]))
+    given = next(filter(settings.has, names))
+    reader.building.put("megatron.packed", Node(True, settings.where(given)), *filter(settings.has, names))
+
+
 def _is_bert(plan: Plan) -> bool:
     return plan.model.family == "bert"
 
@@ -155,6 +173,8 @@ LAYERS = (
     switch("--fp32-residual-connection", "megatron.fp32_residual", "LAYERS"),
     switch("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", "LAYERS", OFF),
     switch("--log-max-attention-logit", "megatron.largest_logit", "LAYERS"),
+    switch("--sft", "megatron.packed", read=_packing),
+    switch("--dataloader-inter-document-masking", "megatron.packed", "LAYERS", read=elsewhere),
     switch("--use-te-activation-func", "megatron.te_activation", "LAYERS"),
     switch("--qk-clip", "megatron.clips_queries", "LAYERS"),
     switch("--fused-residual-rmsnorm", "megatron.norm_takes_residual", "LAYERS"),

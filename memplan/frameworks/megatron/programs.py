@@ -69,8 +69,9 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
     recompute = plan.recompute
     shape = CoreShape(
         spec=of_any_depth(spec),
-        b=plan.batch.mbs,
-        s=plan.batch.seq // layout.cp,
+        b=1 if megatron.packed else plan.batch.mbs,
+        s=plan.batch.seq // layout.cp * (plan.batch.mbs if megatron.packed else 1),
+        packed=plan.batch.mbs if megatron.packed else 0,
         t=layout.tp,
         dtype=plan.precision.dtype,
         vocab=padded_vocab(plan),
@@ -100,7 +101,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         offload_least=megatron.offload_least,
         graphs=(megatron.cuda_graph_modules or ()) if megatron.cuda_graphs == "transformer_engine" else None,
         defers=megatron.defer_embedding_wgrad,
-        attention_mask=megatron.attention_mask_in_dataloader,
+        attention_mask=megatron.attention_mask_in_dataloader and not megatron.packed,
         clones_embedding=megatron.clone_scattered_embedding,
         per_token_loss=megatron.per_token_loss,
         logits=megatron.logits_dtype,

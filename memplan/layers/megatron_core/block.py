@@ -65,6 +65,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     if spec.nope_interval and (spec.positions != "rotary" or spec.latent_kv_rank):
         yield "layers without positions where the others have no rotary ones of whole heads"
     yield from _uncovered_fusions(shape)
+    yield from _uncovered_packing(shape)
     yield from _uncovered_attention(shape)
     yield from latent.uncovered(shape)
     yield from moe.uncovered(shape)
@@ -75,6 +76,25 @@ def _uncovered_hybrid(shape: CoreShape) -> Iterator[str]:
         yield "hybrids in local layers; those of Transformer Engine are covered"
     if shape.spec.latent_kv_rank:
         yield "latent attention in hybrids"
+
+
+def _uncovered_packing(shape: CoreShape) -> Iterator[str]:
+    if not shape.packed:
+        return
+    spec = shape.spec
+    others = {
+        "context parallelism": shape.cp > 1,
+        "local layers": shape.implementation == "local",
+        "unfused attention": shape.attention == "unfused",
+        "hybrids": bool(spec.layer_pattern),
+        "latent attention": spec.latent_kv_rank > 0,
+        "multi-token prediction": spec.mtp_layers > 0,
+        "CUDA graphs of layers": shape.graphs is not None,
+        "rotary positions without their fused kernel": spec.positions == "rotary" and not shape.rope_fusion,
+        "experts and several sequences in a micro-batch": shape.experts is not None and shape.packed > 1,
+        "attention sinks": spec.attention_sinks,
+    }
+    yield from (f"packed sequences with {name}" for name, applies in others.items() if applies)
 
 
 def _uncovered_fusions(shape: CoreShape) -> Iterator[str]:

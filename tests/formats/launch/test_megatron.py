@@ -126,6 +126,8 @@ def test_bert() -> None:
         ("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", False),
         ("--log-max-attention-logit", "megatron.largest_logit", True),
         ("--qk-clip", "megatron.clips_queries", True),
+        ("--dataloader-inter-document-masking", "megatron.packed", True),
+        ("--sft --no-create-attention-mask-in-dataloader", "megatron.packed", True),
         ("--mtp-num-layers 2 --position-embedding-type rope --mtp-hsm", "megatron.mixes_states", True),
         ("--mtp-num-layers 1 --position-embedding-type rope --mtp-hsm", "megatron.mixes_states", False),
         ("--mtp-num-layers 1 --position-embedding-type rope --mtp-detach-heads", "megatron.detaches_heads", True),
