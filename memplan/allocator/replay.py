@@ -314,10 +314,10 @@ class Run:
         return twin
 
     def keep(self, tape: Iterable[Event]) -> None:
-        """Static tensors begin and end; those called ``SLOT`` lie in slots."""
+        """Static tensors begin and end, those of another stream never; those called ``SLOT`` lie in slots."""
         for event in tape:
             if isinstance(event, Hold):
-                block = self.static[event.tensor] = self.rank.hold(event.bytes, event.category)
+                block = self.static[event.tensor] = self.rank.hold(event.bytes, event.category, event.stream)
                 if event.name == SLOT:
                     self.chunks[0].slots.append(block)
             elif isinstance(event, Drop):
@@ -335,7 +335,8 @@ class Run:
             self.iterate(actions)
         self.step()
         static, peak = rank.allocated << UNIT_BITS, rank.peak << UNIT_BITS
-        return Replayed(peak, rank.reserved, rank.breakdown(), static, first_iteration)
+        aside = self.program.set_aside
+        return Replayed(peak, rank.reserved + aside, rank.breakdown(), static, first_iteration + aside)
 
     @property
     def second_differs(self) -> bool:

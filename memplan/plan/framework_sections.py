@@ -56,6 +56,7 @@ class Megatron(FrameworkSection, Terse):
             "detaches_heads",
             "mixes_states",
             "packed",
+            "cuda_graph_warmup",
         }
     )
 
@@ -255,6 +256,13 @@ class Megatron(FrameworkSection, Terse):
         description="fewest and most channels of NCCL's communicators, by Megatron-Core's names of groups, such as "
         "tp=-8,dp_cp=2-16",
         json_schema_extra={"flag": "--nccl-blocks"},
+    )
+    cuda_graph_warmup: int = Field(
+        3,
+        ge=0,
+        le=2**31,
+        description="iterations before CUDA graphs of layers are captured; 0: nothing else is in memory then",
+        json_schema_extra={"flag": "--cuda-graph-warmup-steps"},
     )
     pad_buckets: bool = Field(
         False,

@@ -238,6 +238,9 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.offload_least": [{"min_offloaded_tensor_size": 1, "offload_modules": "qkv_linear"}],
     "megatron.cuda_graphs": [{"cuda_graph_impl": "transformer_engine"}, {"cuda_graph_impl": "full_iteration"}],
     "megatron.cuda_graph_modules": [{"cuda_graph_modules": "mlp", "cuda_graph_impl": "transformer_engine"}],
+    "megatron.cuda_graph_warmup": [
+        {"cuda_graph_warmup_steps": 0, "cuda_graph_modules": "attn", "cuda_graph_impl": "transformer_engine"}
+    ],
     "megatron.pad_buckets": [{"pad_buckets": "true", "zero": 1, "dp": 4}],
     "megatron.fsdp": [
         {"megatron_fsdp": strategy, "dp": 4} for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -34,7 +34,7 @@ from ...schedules.megatron_schedule import Schedule, schedule
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
 from ...values import dataclass
-from . import clipping
+from . import captures, clipping
 from .fsdp import Sharding, buckets_of
 from .fsdp import keep as keep_sharded
 from .fsdp_hooks import ahead, persistent, with_hooks
@@ -517,6 +517,8 @@ class Stages:
     libraries: _Libraries
     sharding: Sharding | None = None
     deferral_limit: int = 0
+    captures_first: bool = False
+    """CUDA graphs of layers are captured before the first iteration."""
     overlaps: bool = False
     """Gradients are reduced beside the last micro-batch's passes."""
 
@@ -552,7 +554,11 @@ class Stages:
             made = replace(made, order=replace(made.order, detached=size))
         if self.job.shape.defers and order.last:
             made = self._deferring(made)
-        return self._with_graphs(made, order, entries) if self.job.shape.graphs is not None else made
+        if self.job.shape.graphs is None:
+            return made
+        made = self._with_graphs(made, order, entries)
+        first = self.captures_first and captures.separable(self.job.shape)
+        return captures.captured_first(made, self.job.shape) if first else made
 
     def _receiving(self, program: Program, size: int) -> Program:
         """With a bucket of gradients that arrives beside the passes: beside all of them, which is a bound."""
@@ -601,6 +607,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         _Libraries(capability, cublas_workspaces(plan)),
         sharding_of(plan),
         plan.megatron.wgrad_deferral_limit,
+        plan.megatron.cuda_graph_warmup == 0,
         plan.megatron.overlap_grad_reduce,
     )
 
