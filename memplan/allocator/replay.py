@@ -22,7 +22,7 @@ from functools import cached_property
 
 from ..layers.module import Parameter
 from ..optimizers.base import State
-from ..tape.events import Bytes, Category, Drop, Event, Hold
+from ..tape.events import OWN_POOL, Bytes, Category, Drop, Event, Hold
 from ..tape.program import SLOT, Action, Chunk, Exchanged, Program, Role, What, drop_all
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
@@ -314,10 +314,12 @@ class Run:
         return twin
 
     def keep(self, tape: Iterable[Event]) -> None:
-        """Static tensors begin and end, those of another stream never; those called ``SLOT`` lie in slots."""
+        """Static tensors begin and end, those in pools of their own never; those called ``SLOT`` lie in slots."""
         for event in tape:
             if isinstance(event, Hold):
-                block = self.static[event.tensor] = self.rank.hold(event.bytes, event.category, event.stream)
+                block = self.static[event.tensor] = self.rank.hold(
+                    event.bytes, event.category, event.stream if event.stream >= OWN_POOL else 0
+                )
                 if event.name == SLOT:
                     self.chunks[0].slots.append(block)
             elif isinstance(event, Drop):

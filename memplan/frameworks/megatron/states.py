@@ -19,12 +19,12 @@ from typing import NamedTuple
 from ...layers.autograd import ITEMSIZE, Shape, size_of
 from ...layers.megatron_core.precision import Low
 from ...layers.module import Parameter
-from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
+from ...tape.events import OWN_POOL, Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
 from ...values import dataclass
 from . import clipping
 
-REGISTERED = 16
+REGISTERED = OWN_POOL
 """Stream of the first pool of NCCL's: what lies in it is not used by others."""
 
 ALIGNMENT = 64
