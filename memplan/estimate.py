@@ -80,14 +80,15 @@ def judge(
     least, most = room - outside[1], room - outside[0]
 
     def within(limit: int) -> Judged:
+        left = limit - program.set_aside
         summed = (
             _initialisation(program, limit),
-            _evaluation(evaluated, limit),
-            _checkpoint(program, replayed.static, limit),
+            _evaluation(evaluated, left),
+            _checkpoint(program, replayed.static, left),
         )
         failures = [one for one in summed if one is not None]
-        memory = DeviceMemory(max(limit, 0), capacity)
-        short = replayed.reserved > _most(memory, settings)
+        memory = DeviceMemory(max(left, 0), capacity)
+        short = replayed.reserved - program.set_aside > _most(memory, settings)
         found = replay_within(program, settings, workspaces, memory) if short else SUFFICES
         if found.failure is not None:
             failures.append(found.failure)

@@ -337,7 +337,8 @@ class Run:
             self.iterate(actions)
         self.step()
         static, peak = rank.allocated << UNIT_BITS, rank.peak << UNIT_BITS
-        return Replayed(peak, rank.reserved, rank.breakdown(), static, first_iteration)
+        aside = self.program.set_aside
+        return Replayed(peak, rank.reserved + aside, rank.breakdown(), static, first_iteration + aside)
 
     @property
     def second_differs(self) -> bool:

@@ -35,6 +35,8 @@ _PAGE = 2 * _MIB
 MOST_CHANNELS = 64
 """``MAXCHANNELS``; 32 before 2.26, which no machine of ``_FABRICS`` exceeds."""
 _LEAST, _MOST = ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS"), ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
+_BLOCKS = ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS")
+"""Variables that stand over what a communicator is configured with (``envConfigOverride``)."""
 MOST_HEADS = 32
 """``NCCL_MAX_NVLS_ARITY``."""
 _SHARED_STEPS = 16
@@ -145,8 +147,9 @@ class Nccl(NamedTuple):
         local = one.on_node(self.gpus_per_node)
         if local < one.ranks and self.fabric.nvlink:
             least, most = 2 * min(local, 3), min(32 if most > 24 else 16, 4 * local)
-        at_most = min(MOST_CHANNELS, *(self._number(key, MOST_CHANNELS) or 1 for key in _MOST))
-        at_least = min(MOST_CHANNELS, max(self._number(key, 0) for key in _LEAST))
+        own = tuple(0 if key in self.environment else each for key, each in zip(_BLOCKS, one.blocks, strict=True))
+        at_most = min(MOST_CHANNELS, own[1] or MOST_CHANNELS, *(self._number(key, MOST_CHANNELS) or 1 for key in _MOST))
+        at_least = min(MOST_CHANNELS, max(own[0], *(self._number(key, 0) for key in _LEAST)))
         return max(min(least, at_most), at_least), max(min(most, at_most), at_least)
 
     def _exchanging(self, channels: int) -> int:

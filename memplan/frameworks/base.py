@@ -54,6 +54,8 @@ class Communicator(NamedTuple):
     """Every run makes it; otherwise some do, and it counts in what is needed at most."""
     times: int = 1
     """So many alike."""
+    blocks: tuple[int, int] = (0, 0)
+    """Fewest and most channels that it is configured with (``min_ctas``, ``max_ctas``); 0: NCCL's own limits."""
 
     def on_node(self, gpus_per_node: int) -> int:
         """How many of its ranks share a node."""

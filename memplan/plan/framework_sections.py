@@ -46,6 +46,18 @@ class Megatron(FrameworkSection, Terse):
             "largest_logit",
             "gather_in_step",
             "mlp_chunks",
+            "te_activation",
+            "clips_queries",
+            "norm_takes_residual",
+            "joint_latent_down",
+            "sums_in_fp32",
+            "fp32_gradients_of",
+            "registers_buffers",
+            "nccl_blocks",
+            "detaches_heads",
+            "mixes_states",
+            "packed",
+            "cuda_graph_warmup",
         }
     )
 
@@ -100,6 +112,43 @@ class Megatron(FrameworkSection, Terse):
         le=2**20,
         description="parts of the sequence that an MLP takes one after the other",
         json_schema_extra={"flag": "--mlp-chunks"},
+    )
+    te_activation: bool = Field(
+        False,
+        description="activation functions are modules of Transformer Engine",
+        json_schema_extra={"flag": "--use-te-activation-func"},
+    )
+    clips_queries: bool = Field(
+        False,
+        description="each head's largest score is returned, and weights of queries and keys are made smaller where it "
+        "is too large (Muon's clip)",
+        json_schema_extra={"flag": "--qk-clip"},
+    )
+    norm_takes_residual: bool = Field(
+        False,
+        description="an RMSNorm that stands apart adds the residual's gradient to its own in one kernel",
+        json_schema_extra={"flag": "--fused-residual-rmsnorm"},
+    )
+    joint_latent_down: bool = Field(
+        False,
+        description="latent attention: both projections to a lower rank are one, with the norm before them in it",
+        json_schema_extra={"flag": "--mla-down-proj-fusion"},
+    )
+    packed: bool = Field(
+        False,
+        description="documents or conversations are packed: all sequences of a micro-batch are one, and none of their "
+        "documents attends to another",
+        json_schema_extra={"flag": "--packed-sequences"},
+    )
+    detaches_heads: bool = Field(
+        False,
+        description="multi-token prediction trains its own layers alone: neither the model, nor embedding and head",
+        json_schema_extra={"flag": "--mtp-detach-heads"},
+    )
+    mixes_states: bool = Field(
+        False,
+        description="multi-token prediction: tokens take hidden states of all depths before as a depth's input",
+        json_schema_extra={"flag": "--mtp-hsm"},
     )
     per_token_loss: bool = Field(False, description="sum the loss over tokens and divide at the end")
     attention_mask_in_dataloader: bool = Field(True, description="the data loader creates an attention mask")
@@ -181,6 +230,40 @@ class Megatron(FrameworkSection, Terse):
         max_length=6,
         description="parts of layers that CUDA graphs run; default: whole layers",
         json_schema_extra={"flag": "--cuda-graph-modules"},
+    )
+    sums_in_fp32: bool = Field(
+        False,
+        description="the distributed optimizer sums gradients in 16 bits in fp32: every rank receives its shard of all "
+        "others",
+        json_schema_extra={"flag": "--ddp-reduce-scatter-with-fp32-accumulation"},
+    )
+    fp32_gradients_of: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        max_length=100,
+        description="patterns of names of parameters that accumulate gradients in fp32 beside the 16-bit buffer; all: "
+        "every one",
+        json_schema_extra={"flag": "--fp32-gradients-of"},
+    )
+    registers_buffers: bool = Field(
+        False,
+        description="buffers of parameters and gradients come from NCCL (ncclMemAlloc), in memory pools of their own",
+        json_schema_extra={"flag": "--use-nccl-ub"},
+    )
+    nccl_blocks: str | None = Field(
+        None,
+        max_length=1000,
+        pattern=r"^[a-z_]{1,30}=\d{0,3}-\d{0,3}(,[a-z_]{1,30}=\d{0,3}-\d{0,3}){0,30}$",
+        description="fewest and most channels of NCCL's communicators, by Megatron-Core's names of groups, such as "
+        "tp=-8,dp_cp=2-16",
+        json_schema_extra={"flag": "--nccl-blocks"},
+    )
+    cuda_graph_warmup: int = Field(
+        3,
+        ge=0,
+        le=2**31,
+        description="iterations before CUDA graphs of layers are captured; 0: nothing else is in memory then",
+        json_schema_extra={"flag": "--cuda-graph-warmup-steps"},
     )
     pad_buckets: bool = Field(
         False,

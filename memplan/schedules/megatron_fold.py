@@ -21,10 +21,12 @@ from ..values import dataclass
 from .megatron_interleaved import table
 from .megatron_schedule import KINDS, Kind, Schedule, trace
 
-DEFERRED = "deferred_gradient"
+DEFERRED, RECEIVED, DETACHED = "deferred_gradient", "gradients_received", "detached_hidden"
 
 CATEGORIES: dict[str, Category] = {
     DEFERRED: Category.LOGITS,
+    RECEIVED: Category.COMMUNICATION_BUFFERS,
+    DETACHED: Category.ACTIVATIONS,
     "input": Category.ACTIVATIONS,
     "output": Category.ACTIVATIONS,
     "stub": Category.ACTIVATIONS,
@@ -364,6 +366,10 @@ class MegatronOrder:
     deferred: tuple[int, int] = (0, 0)
     """Micro-batches whose gradients of logits wait for their products with the head's input, beside the one at hand,
     and bytes of both."""
+    received: int = 0
+    """Bytes of a bucket of gradients that arrives, to be summed, while passes run."""
+    detached: int = 0
+    """Bytes of a hidden state, and of its gradient, that the graph of the micro-batch before holds."""
     exchanged = EXCHANGED
 
     @property
@@ -382,11 +388,17 @@ class MegatronOrder:
     @cached_property
     def whole(self) -> Excursion:
         """Up to the return of the schedule: the reports of losses end with the step."""
-        count, size = self.deferred
-        if not count:
-            return self._passes
-        kept = change(count * size, CATEGORIES[DEFERRED])
-        return kept.then(self._passes).then(change(-count * size, CATEGORIES[DEFERRED]))
+        whole = self._passes
+        for kind, count in self._throughout:
+            size = count * self.begun(0, kind).bytes
+            whole = change(size, CATEGORIES[kind]).then(whole).then(change(-size, CATEGORIES[kind]))
+        return whole
+
+    @property
+    def _throughout(self) -> list[tuple[str, int]]:
+        """Kinds and numbers of tensors that are held while passes run."""
+        found = [(DEFERRED, self.deferred[0]), (RECEIVED, int(self.received > 0)), (DETACHED, int(self.detached > 0))]
+        return [(kind, count) for kind, count in found if count]
 
     @property
     def _passes(self) -> Excursion:
@@ -420,16 +432,16 @@ class MegatronOrder:
         short = reduced(plan, ENDING if plan.chunks == 1 else 1)
         reports = plan.microbatches - short.microbatches if plan.last else 0
         run = [action for action in trace(short) if action.what != "reduce"]
-        if self.deferred[0]:
-            run = [Action("begin_all", 0, self.deferred[0], DEFERRED), *run]
-            run.append(Action("end_all", 0, self.deferred[0], DEFERRED))
+        for kind, count in self._throughout:
+            run = [Action("begin_all", 0, count, kind), *run, Action("end_all", 0, count, kind)]
         return [Action("begin_all", 0, reports, "report"), *run] if reports else run
 
     def role(self, microbatch: int) -> Role:
         return "first" if self.first_differs and not microbatch else "steady"
 
     def begun(self, chunk: int, tensor: str) -> Hold:
-        size = self.deferred[1] if tensor == DEFERRED else self.sizes.of(tensor)
+        known = {DEFERRED: self.deferred[1], RECEIVED: self.received, DETACHED: self.detached}
+        size = known[tensor] if tensor in known else self.sizes.of(tensor)
         return Hold(0, size, CATEGORIES[tensor])
 
 

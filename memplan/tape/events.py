@@ -112,6 +112,10 @@ class Hold(NamedTuple):
     stream: int = 0
 
 
+OWN_POOL = 16
+"""Streams from here on are memory pools of their own, whose static tensors stay for good."""
+
+
 class Drop(NamedTuple):
     """A tensor's last reader is done with it. Repeats size and category, so that any stretch folds alone."""
 

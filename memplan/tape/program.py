@@ -381,6 +381,8 @@ class Program:
     """Bytes on NVMe that one rank takes."""
     saving: int = 0
     """Bytes that saving a checkpoint, or loading one, takes at most beside what is held between iterations."""
+    set_aside: int = 0
+    """Bytes of segments that the allocator keeps for what counts as allocated no more: the pool of captured graphs."""
     evaluated: tuple[int, int] = (0, 0)
     """Bytes of what evaluation has gathered: during its last forward pass, and when that has been appended."""
 

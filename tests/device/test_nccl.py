@@ -112,6 +112,13 @@ def test_variables_of_channels() -> None:
     assert pinned.of(Communicator("", 2, 2, 2, peers=1)).most == (4 * 12 + 2) * MIB
 
 
+def test_channels_of_one_communicator_are_configured() -> None:
+    """As variables do it for all, which stand over it (``envConfigOverride``)."""
+    pair = Communicator("", 2, 2, 2, gathers=True, blocks=(4, 4))
+    assert nccl(AMPERE, LAZY, NCCL_CUMEM_ENABLE="0").of(pair).most == (4 * 12 + 2) * MIB
+    assert nccl(AMPERE, LAZY, NCCL_CUMEM_ENABLE="0", NCCL_MAX_CTAS="8").of(pair).most == (8 * 12 + 2) * MIB
+
+
 def test_more_channels_than_nccl_has_are_its_most() -> None:
     most = nccl(AMPERE, LAZY, NCCL_MIN_NCHANNELS="1000000", NCCL_MIN_P2P_NCHANNELS="1000000").of(world(8)).most
     assert most == nccl(AMPERE, LAZY, NCCL_MIN_NCHANNELS="64").of(world(8)).most

@@ -99,6 +99,12 @@ SWITCHES = (
     "log_num_zeros_in_grad",
     "log_params_norm",
     "check_for_nan",
+    "sums_in_fp32",
+    "packed",
+    "registers_buffers",
+    "te_activation",
+    "clips_queries",
+    "norm_takes_residual",
 )
 
 STATES = st.sampled_from(["fp32", "bf16", "fp16", "fp8"])
@@ -140,6 +146,7 @@ def plans(draw: st.DrawFn) -> Plan:
                 "distributed_optimizer_instances": st.sampled_from([1, 2]),
                 "bucket_size": st.sampled_from([1, 12345, 40_000_000]),
                 "clip_grad": st.sampled_from([0.0, 1.0, 0.3]),
+                "fp32_gradients_of": st.sampled_from([("all",), ("*.bias", "it's"), ("*[1]*",)]),
                 "cp_communication": st.sampled_from(["p2p", "a2a"]),
             }
         )

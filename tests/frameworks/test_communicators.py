@@ -111,3 +111,16 @@ def test_groups_of_bigsciences_fork() -> None:
         "pipeline": (3, 1),
     }
     assert found["neighbouring stages"].times == 2
+
+
+def test_channels_that_a_group_is_configured_with() -> None:
+    """``min_ctas`` and ``max_ctas`` by the names of groups; with several optimizers' instances replicas have two."""
+    sizes = {"model": "llama-3-8b", "framework": "megatron", "gpus": 16, "tp": 2, "zero": 1}
+    found = of(**sizes, nccl_blocks="tp=-8,dp_cp=2-16,intra_dp_cp=1-4")
+    assert {name: one.blocks for name, one in found.items() if any(one.blocks)} == {
+        "tensor parallel": (0, 8),
+        "data parallel": (2, 16),
+    }
+    halves = of(**sizes, nccl_blocks="tp=-8,dp_cp=2-16,intra_dp_cp=1-4", distributed_optimizer_instances=2)
+    assert halves["data parallel"].blocks == (1, 4)
+    assert not any(any(one.blocks) for one in of(**sizes).values())

@@ -238,6 +238,9 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.offload_least": [{"min_offloaded_tensor_size": 1, "offload_modules": "qkv_linear"}],
     "megatron.cuda_graphs": [{"cuda_graph_impl": "transformer_engine"}, {"cuda_graph_impl": "full_iteration"}],
     "megatron.cuda_graph_modules": [{"cuda_graph_modules": "mlp", "cuda_graph_impl": "transformer_engine"}],
+    "megatron.cuda_graph_warmup": [
+        {"cuda_graph_warmup_steps": 0, "cuda_graph_modules": "attn", "cuda_graph_impl": "transformer_engine"}
+    ],
     "megatron.pad_buckets": [{"pad_buckets": "true", "zero": 1, "dp": 4}],
     "megatron.fsdp": [
         {"megatron_fsdp": strategy, "dp": 4} for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -255,6 +258,17 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.transformer_impl": [{"transformer_impl": "local"}],
     "megatron.buckets": [{"num_buckets": 9, "overlap_grad_reduce": "true", "zero": 1, "dp": 2}],
     "megatron.largest_logit": [{"log_max_attention_logit": "true"}],
+    "megatron.packed": [{"packed_sequences": "true"}],
+    "megatron.te_activation": [{"use_te_activation_func": "true", "bias_swiglu_fusion": "false"}],
+    "megatron.clips_queries": [{"qk_clip": "true"}],
+    "megatron.norm_takes_residual": [
+        {"fused_residual_rmsnorm": "true", "experts": 4, "expert_ffn": 64, "expert_top_k": 2}
+    ],
+    "megatron.registers_buffers": [{"use_nccl_ub": "true"}],
+    "megatron.sums_in_fp32": [
+        {"ddp_reduce_scatter_with_fp32_accumulation": "true", "gradients": "bf16", "zero": 1, "dp": 4}
+    ],
+    "megatron.fp32_gradients_of": [{"fp32_gradients_of": "*linear_fc1.weight", "gradients": "bf16"}],
     "megatron.logits_dtype": [{"logits_dtype": "fp32"}],
     "megatron.mlp_chunks": [{"mlp_chunks": 2}],
     "megatron.clone_scattered_embedding": [
@@ -274,8 +288,11 @@ def footprint(**flags: object) -> list[object]:
     return [folded.static, folded.peak_by, kept.step, kept.construction, kept.workspaces, tapes]
 
 
-OTHER_PLANS = ("fp32_residual", "gather_in_step", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap")
-"""Refused, or only with several stages, or of an evaluation."""
+OTHER_PLANS = (
+    "fp32_residual", "gather_in_step", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap",
+    "joint_latent_down", "nccl_blocks", "detaches_heads", "mixes_states",
+)  # fmt: skip
+"""Refused, or only with several stages, latent attention, or of an evaluation."""
 
 
 @pytest.mark.parametrize(("low", "bytes_each"), [({}, 12 * 2), ({"fp8": "tensorwise"}, 8 * 1 + 4 * 2)])

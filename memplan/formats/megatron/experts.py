@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from ...plan.errors import Node, PlanError
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
 from ..rows import LEFT, Reader, Row, elsewhere, switch
@@ -173,6 +173,16 @@ def _head_dim(reader: Reader) -> None:
         items["model.head_dim"] = Node(both, items["model.nope_head_dim"].origin)
 
 
+def _joint_down(reader: Reader) -> None:
+    name = "--mla-down-proj-fusion"
+    if not reader.settings.has(name):
+        return
+    if not reader.settings.has(LATENT):
+        problem = f"needs {LATENT}: Megatron stops without"
+        raise PlanError(name, ABSENT, problem, origin=reader.settings.where(name))
+    reader.building.put("megatron.joint_latent_down", Node(True, reader.settings.where(name)), name)
+
+
 def _flex(plan: Plan) -> bool:
     return mixed(plan) and plan.experts.dispatcher == "flex"
 
@@ -194,6 +204,13 @@ def _projected(plan: Plan) -> bool:
 
 def _shared(plan: Plan) -> bool:
     return plan.model.shared_expert_ffn > 0
+
+
+def _without_further(reader: Reader, least: int) -> str:
+    """``validate_args`` turns the mixing of fewer than two depths off."""
+    depths = reader.building.items.get("model.mtp_layers")
+    enough = depths is not None and isinstance(depths.value, int) and depths.value >= least
+    return "" if enough else f"no effect with fewer than {least} layers of multi-token prediction"
 
 
 def _predicts(plan: Plan) -> bool:
@@ -254,7 +271,19 @@ ROWS: Sequence[Row] = (
     of_latent("--qk-head-dim", "model.nope_head_dim", 128, least=1),
     of_latent("--qk-pos-emb-head-dim", "model.rope_head_dim", 64, least=1),
     of_latent("--v-head-dim", "model.value_head_dim", 128, least=1),
+    switch(
+        "--mla-down-proj-fusion", "megatron.joint_latent_down", "LATENT", read=_joint_down,
+        value=lambda plan: plan.megatron.joint_latent_down,
+    ),
     Row(LATENT, "model.head_dim", "", "switch", read=_head_dim),
     Row(hybrid.FURTHER, "model.mtp_layers", "LATENT", read=hybrid.further_layers, when=_predicts),
     switch("--mtp-use-repeated-layer", "model.mtp_shared", "LATENT", when=_predicts),
+    switch(
+        "--mtp-detach-heads", "megatron.detaches_heads", "LATENT",
+        without_effect=lambda reader: _without_further(reader, 1), when=_predicts,
+    ),
+    switch(
+        "--mtp-hsm", "megatron.mixes_states", "LATENT",
+        without_effect=lambda reader: _without_further(reader, 2), when=_predicts,
+    ),
 )  # fmt: skip

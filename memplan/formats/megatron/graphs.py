@@ -12,6 +12,7 @@ from ...plan.plan import Plan
 from ..rows import Reader, Row, elsewhere
 
 IMPLEMENTATION, MODULES = "--cuda-graph-impl", "--cuda-graph-modules"
+WARMUP = "--cuda-graph-warmup-steps"
 OLDER = {"--enable-cuda-graph": "local", "--external-cuda-graph": "transformer_engine"}
 """Switches, and the implementation that they are today."""
 KNOWN = get_args(GraphModule)
@@ -24,7 +25,7 @@ def _graphs(reader: Reader) -> None:
     names = (MODULES, "--cuda-graph-scope")
     modules = [one for name in names for one in _each(settings.words(name) or [])]
     if node.value == "none":
-        for name in (*names, "--cuda-graph-warmup-steps"):
+        for name in (*names, WARMUP):
             reader.building.because(name, f"no effect without {IMPLEMENTATION}")
         return
     if any(one.value == "full_iteration" for one in modules):
@@ -43,6 +44,9 @@ def _graphs(reader: Reader) -> None:
     parts = {one.value: one for one in modules if one.value != "full"}
     if parts:
         put("megatron.cuda_graph_modules", Node(list(parts.values()), settings.where(*names)), *names)
+    warmup = settings.integer(WARMUP)
+    if warmup is not None:
+        put("megatron.cuda_graph_warmup", warmup, WARMUP)
 
 
 def _each(words: list[Node]) -> Iterator[Node]:
@@ -64,5 +68,12 @@ ROWS = (
         read=elsewhere,
         when=lambda plan: _graphed(plan) and bool(plan.megatron.cuda_graph_modules),
         value=lambda plan: plan.megatron.cuda_graph_modules or (),
+    ),
+    Row(
+        WARMUP,
+        "megatron.cuda_graph_warmup",
+        "LAYERS",
+        read=elsewhere,
+        when=lambda plan: _graphed(plan) and plan.megatron.cuda_graph_warmup != 3,
     ),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ..rows import OFF, Reader, Row, elsewhere, switch
-from . import hybrid
+from . import channels, hybrid
 
 
 def _implementation(reader: Reader) -> None:
@@ -74,6 +74,31 @@ def _check_for_nan(reader: Reader) -> None:
     dynamic = settings.has("--fp16") and not (scale is not None and scale.value)
     checks = Node(not (settings.has(name) or dynamic), settings.where(name, "--fp16"))
     reader.building.put("megatron.check_for_nan", checks, name)
+
+
+def _wide_gradients(reader: Reader) -> None:
+    name = "--ddp-param-name-patterns-for-fp32-local-accumulation"
+    patterns = reader.settings.words(name)
+    if patterns:
+        reader.building.put("megatron.fp32_gradients_of", Node(patterns, reader.settings.where(name)), name)
+
+
+def _packing(reader: Reader) -> None:
+    """``pretrain_gpt.py``: conversations, or documents of a text; the former want no attention mask of the data loader
+    (``SFTDataset``)."""
+    settings, names = reader.settings, ("--sft", "--dataloader-inter-document-masking")
+    if not any(map(settings.has, names)):
+        return
+    if reader.context.family not in ("gpt", "hybrid"):
+        for name in names:
+            reader.building.because(name, "not read by this model's script")
+        return
+    without = "--no-create-attention-mask-in-dataloader"
+    if settings.has(names[0]) and not any(map(settings.has, (without, names[1]))):
+        problem = f"needs {without}: Megatron stops with a mask of packed conversations"
+        raise PlanError(names[0], ABSENT, problem, origin=settings.where(names[0]))
+    given = next(filter(settings.has, names))
+    reader.building.put("megatron.packed", Node(True, settings.where(given)), *filter(settings.has, names))
 
 
 def _is_bert(plan: Plan) -> bool:
@@ -148,6 +173,11 @@ LAYERS = (
     switch("--fp32-residual-connection", "megatron.fp32_residual", "LAYERS"),
     switch("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", "LAYERS", OFF),
     switch("--log-max-attention-logit", "megatron.largest_logit", "LAYERS"),
+    switch("--sft", "megatron.packed", read=_packing),
+    switch("--dataloader-inter-document-masking", "megatron.packed", "LAYERS", read=elsewhere),
+    switch("--use-te-activation-func", "megatron.te_activation", "LAYERS"),
+    switch("--qk-clip", "megatron.clips_queries", "LAYERS"),
+    switch("--fused-residual-rmsnorm", "megatron.norm_takes_residual", "LAYERS"),
     Row(
         "--output-logit-dtype",
         "megatron.logits_dtype",
@@ -167,6 +197,17 @@ LAYERS = (
         "--cross-entropy-loss-fusion", "megatron.cross_entropy_fusion", "LAYERS", read=_fused_loss, value=_fuses_loss
     ),
     Row("--cross-entropy-fusion-impl", "megatron.cross_entropy_fusion", "LAYERS", read=elsewhere, when=_fuses_loss),
+    switch("--use-nccl-ub", "megatron.registers_buffers", "REDUCTION"),
+    Row("--nccl-communicator-config-path", "megatron.nccl_blocks", read=channels.read),
+    switch("--ddp-reduce-scatter-with-fp32-accumulation", "megatron.sums_in_fp32", "REDUCTION"),
+    Row(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        "megatron.fp32_gradients_of",
+        "REDUCTION",
+        read=_wide_gradients,
+        value=lambda plan: plan.megatron.fp32_gradients_of or (),
+        when=lambda plan: plan.megatron.fp32_gradients_of is not None,
+    ),
     switch("--ddp-pad-buckets-for-high-nccl-busbw", "megatron.pad_buckets", "REDUCTION"),
     switch(
         "--tp-comm-overlap",

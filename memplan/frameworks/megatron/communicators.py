@@ -14,7 +14,39 @@ from ..base import Communicator, world
 
 def communicators(plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
     """On a rank of ``stage``."""
-    return tuple(_communicators(plan, stage)) if plan.hardware.gpus > 1 else ()
+    if plan.hardware.gpus == 1:
+        return ()
+    blocks = configured(plan.megatron.nccl_blocks)
+    instances = plan.megatron.distributed_optimizer_instances > 1
+    names = GROUPS | ({"data parallel": "intra_dp_cp", "replicas of experts": "intra_ep_dp"} if instances else {})
+    found = _communicators(plan, stage)
+    return tuple(one._replace(blocks=blocks.get(names.get(one.name, ""), (0, 0))) for one in found)
+
+
+GROUPS = {
+    "gradient statistics": "intra_dist_opt_instance",
+    "model parallel": "mp",
+    "tensor parallel": "tp",
+    "data parallel": "dp_cp",
+    "context parallel": "cp",
+    "experts and their tensors": "tp_ep_mp",
+    "experts": "ep",
+    "replicas of experts": "ep_dp",
+    "neighbouring stages": "pp",
+    "pipeline": "pp",
+    "embeddings": "embd",
+}
+"""What options of groups are called (``get_nccl_options``); all ranks' group has none."""
+
+
+def configured(text: str | None) -> dict[str, tuple[int, int]]:
+    """Fewest and most channels of each group that ``nccl_blocks`` names; 0 where one is left out."""
+    found: dict[str, tuple[int, int]] = {}
+    for one in text.split(",") if text else ():
+        name, _, limits = one.partition("=")
+        least, _, most = limits.partition("-")
+        found[name] = int(least or 0), int(most or 0)
+    return found
 
 
 def _communicators(plan: ResolvedPlan, stage: int) -> Iterator[Communicator]:

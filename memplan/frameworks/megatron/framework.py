@@ -486,12 +486,45 @@ def check_buckets(plan: ResolvedPlan) -> None:
     if megatron.gather_in_step and not (plan.layout.vpp > 1 and plan.layout.zero and megatron.overlap_param_gather):
         problem = "needs virtual stages, the distributed optimizer and overlap_param_gather"
         raise PlanError("megatron.gather_in_step", True, problem)
+    _check_fp32_sums(plan)
+    _check_registration(plan)
     if megatron.buckets is None:
         return
     if megatron.bucket_size is not None:
         raise PlanError("megatron.buckets", megatron.buckets, "must be left out with megatron.bucket_size")
     if megatron.fsdp != "none":
         raise PlanError("megatron.buckets", megatron.buckets, "must be left out with Megatron-FSDP (megatron.fsdp)")
+
+
+def _check_fp32_sums(plan: ResolvedPlan) -> None:
+    """``_ParamAndGradBucketGroup.__init__``, ``DistributedDataParallelConfig.__post_init__``."""
+    megatron = plan.megatron
+    if megatron.fp32_gradients_of is not None and plan.precision.gradients == "fp32":
+        problem = "must be left out with gradients in fp32, as in Megatron-Core"
+        raise PlanError("megatron.fp32_gradients_of", list(megatron.fp32_gradients_of), problem)
+    field = "megatron.fp32_gradients_of" if megatron.fp32_gradients_of is not None else "megatron.sums_in_fp32"
+    if (megatron.sums_in_fp32 or megatron.fp32_gradients_of is not None) and megatron.fsdp != "none":
+        raise PlanError(field, True, "must be left out with Megatron-FSDP, which sums gradients itself")
+    if not megatron.sums_in_fp32:
+        return
+    if megatron.distributed_optimizer_instances > 1:
+        problem = "must be false with several distributed_optimizer_instances, as in Megatron-Core"
+        raise PlanError("megatron.sums_in_fp32", True, problem)
+    if megatron.overlap_grad_reduce and plan.layout.vpp > 1 and plan.precision.gradients != "fp32":
+        problem = "must be false with overlap_grad_reduce and virtual stages, with which it is not modelled yet"
+        raise PlanError("megatron.sums_in_fp32", True, problem)
+
+
+def _check_registration(plan: ResolvedPlan) -> None:
+    """``DistributedDataParallelConfig.__post_init__``; ``nccl_allocator.py``."""
+    field, megatron = "megatron.registers_buffers", plan.megatron
+    if not megatron.registers_buffers:
+        return
+    segments = "expandable_segments:True" in plan.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if segments and tuple(int(part) for part in plan.torch.split(".")[:2]) < (2, 11):
+        raise PlanError(field, True, "must be false with expandable segments before PyTorch 2.11, as in Megatron-Core")
+    if megatron.fsdp != "none":
+        raise PlanError(field, True, "must be false with Megatron-FSDP, whose buffers from NCCL are not modelled yet")
 
 
 def check_graphs(plan: ResolvedPlan) -> None:

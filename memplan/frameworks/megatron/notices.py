@@ -12,6 +12,7 @@ from ...report.names import size
 from ...result import Notice
 from ...tape.events import Hold
 from ...tape.program import Program, fold_program
+from . import captures
 from .programs import core_shape
 from .programs import programs as programs_of
 
@@ -52,12 +53,20 @@ GRAPHED = (
 )
 
 
+GRAPHED_FIRST = (
+    "CUDA graphs of attention are captured before the first iteration, which is part of the initialisation: what their "
+    "kernels allocate stays reserved, and iterations allocate the rest"
+)
+
+
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     given = plan.megatron
+    first = given.cuda_graph_warmup == 0 and captures.separable(core_shape(plan))
     further = {
         SHARDED: given.fsdp != "none",
         OFFLOADED: given.offload_modules is not None,
-        GRAPHED: given.cuda_graphs != "none",
+        GRAPHED_FIRST: first,
+        GRAPHED: given.cuda_graphs != "none" and not first,
     }
     return (*_code(plan), *(said for said, applies in further.items() if applies))
 

@@ -34,9 +34,11 @@ from ...schedules.megatron_schedule import Schedule, schedule
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
 from ...values import dataclass
+from . import captures, clipping
 from .fsdp import Sharding, buckets_of
 from .fsdp import keep as keep_sharded
 from .fsdp_hooks import ahead, persistent, with_hooks
+from .gradients import received, with_fp32
 from .states import BUCKET_ALIGNMENT, WIDE_ALIGNMENT, Rules, bucket_size, keep, saved
 from .states import Chunk as KeptChunk
 
@@ -67,8 +69,9 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
     recompute = plan.recompute
     shape = CoreShape(
         spec=of_any_depth(spec),
-        b=plan.batch.mbs,
-        s=plan.batch.seq // layout.cp,
+        b=1 if megatron.packed else plan.batch.mbs,
+        s=plan.batch.seq // layout.cp * (plan.batch.mbs if megatron.packed else 1),
+        packed=plan.batch.mbs if megatron.packed else 0,
         t=layout.tp,
         dtype=plan.precision.dtype,
         vocab=padded_vocab(plan),
@@ -98,11 +101,16 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         offload_least=megatron.offload_least,
         graphs=(megatron.cuda_graph_modules or ()) if megatron.cuda_graphs == "transformer_engine" else None,
         defers=megatron.defer_embedding_wgrad,
-        attention_mask=megatron.attention_mask_in_dataloader,
+        attention_mask=megatron.attention_mask_in_dataloader and not megatron.packed,
         clones_embedding=megatron.clone_scattered_embedding,
         per_token_loss=megatron.per_token_loss,
         logits=megatron.logits_dtype,
-        largest_logit=megatron.largest_logit,
+        largest_logit=megatron.largest_logit or megatron.clips_queries,
+        detaches_heads=megatron.detaches_heads and spec.mtp_layers > 0,
+        mixes_states=megatron.mixes_states and spec.mtp_layers > 0,
+        te_activation=megatron.te_activation,
+        norm_takes_residual=megatron.norm_takes_residual,
+        joint_latent_down=megatron.joint_latent_down,
         mlp_chunks=megatron.mlp_chunks,
         decoder=plan.batch.decoder_seq or 0,
         experts=expert_shape(plan),
@@ -129,7 +137,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         dropout=spec.attention_dropout,
         deterministic=shape.deterministic_attention,
         sinks=spec.attention_sinks,
-        flash_installed=not megatron.largest_logit,
+        flash_installed=not shape.largest_logit,
     )
     return replace(shape, attention=attention, multiprocessors=MULTIPROCESSORS.get(plan.hardware.gpu or "", 132))
 
@@ -213,6 +221,10 @@ def rules(plan: ResolvedPlan) -> Rules:
         sharded=megatron.fsdp != "none",
         alignment=WIDE_ALIGNMENT if megatron.pad_buckets else BUCKET_ALIGNMENT,
         offload=megatron.optimizer_offload,
+        clips=megatron.clips_queries,
+        registers=megatron.registers_buffers,
+        sums_in_fp32=megatron.sums_in_fp32 and plan.precision.gradients != "fp32",
+        wide_gradients=megatron.fp32_gradients_of or (),
     )
 
 
@@ -444,8 +456,10 @@ def kept_first(shape: CoreShape, chunks: Sequence[Sequence[str]]) -> tuple[Keepi
 def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
     layers = replace(shape, cross_entropy="unfused", per_token_loss=False, logits=None, defers=False)
+    layers = replace(layers, detaches_heads=False, mixes_states=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
-    return layers, replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
+    ends_shape = replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
+    return layers, replace(ends_shape, te_activation=False, norm_takes_residual=False, joint_latent_down=False)
 
 
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
@@ -516,6 +530,10 @@ class Stages:
     libraries: _Libraries
     sharding: Sharding | None = None
     deferral_limit: int = 0
+    captures_first: bool = False
+    """CUDA graphs of layers are captured before the first iteration."""
+    overlaps: bool = False
+    """Gradients are reduced beside the last micro-batch's passes."""
 
     @cached_property
     def _rules_behind(self) -> Rules:
@@ -541,9 +559,25 @@ class Stages:
         if self.sharding is not None:
             return _sharded(held, order, per_stage, own, self.sharding, self.libraries)
         made = _program(held, order, per_stage, own, tied, self.libraries)
+        if self.overlaps:
+            made = self._receiving(made, received(tuple(map(_parameters, held.chunks)), own, tied).early)
+        if self.job.shape.detaches_heads and "mtp" in held.names:
+            size = mtp.DETACHED * hold_bytes(self.job.shape.hidden, self.job.shape.dtype)
+            assert isinstance(made.order, MegatronOrder)
+            made = replace(made, order=replace(made.order, detached=size))
         if self.job.shape.defers and order.last:
             made = self._deferring(made)
-        return self._with_graphs(made, order, entries) if self.job.shape.graphs is not None else made
+        if self.job.shape.graphs is None:
+            return made
+        made = self._with_graphs(made, order, entries)
+        first = self.captures_first and captures.separable(self.job.shape)
+        return captures.captured_first(made, self.job.shape) if first else made
+
+    def _receiving(self, program: Program, size: int) -> Program:
+        """With a bucket of gradients that arrives beside the passes: beside all of them, which is a bound."""
+        order = program.order
+        assert isinstance(order, MegatronOrder)
+        return replace(program, order=replace(order, received=size)) if size else program
 
     def _deferring(self, program: Program) -> Program:
         """With gradients of logits, and inputs of the head, that wait for ``drain_embedding_wgrad_compute``."""
@@ -586,6 +620,8 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         _Libraries(capability, cublas_workspaces(plan)),
         sharding_of(plan),
         plan.megatron.wgrad_deferral_limit,
+        plan.megatron.cuda_graph_warmup == 0,
+        plan.megatron.overlap_grad_reduce,
     )
 
 
@@ -696,7 +732,10 @@ def _parameters(chunk: Chunk) -> KeptChunk:
 def _kept(stage: _Stage, states: Rules, tied: bool, libraries: _Libraries) -> Kept:
     chunks = tuple(_parameters(chunk) for chunk in stage.chunks)
     workspaces = _workspaces(stage.job.shape, stage.names, len(stage.chunks), libraries, copies_of(chunks))
-    return _with_static(keep(chunks, states, tied), workspaces, stage)
+    layers = sum(name.startswith("layer.") for name in stage.names)
+    workspaces += clipping.factors(stage.job.shape, layers, states)
+    kept = with_fp32(keep(chunks, states, tied), chunks, states, tied)
+    return _with_static(kept, workspaces, stage)
 
 
 def _with_static(kept: Kept, holds: Sequence[Hold], stage: _Stage) -> Kept:

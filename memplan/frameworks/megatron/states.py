@@ -12,15 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from math import lcm, prod
 from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE, Shape, size_of
 from ...layers.megatron_core.precision import Low
 from ...layers.module import Parameter
-from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
+from ...tape.events import OWN_POOL, Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
 from ...values import dataclass
+from . import clipping
+
+REGISTERED = OWN_POOL
+"""Stream of the first pool of NCCL's: what lies in it is not used by others."""
 
 ALIGNMENT = 64
 """Elements to which the start of a parameter is aligned in the distributed optimizer's buffers."""
@@ -72,6 +77,15 @@ class Rules:
     """Elements to a multiple of which buckets are padded, beside that of ``shards`` (``bucket_end_divisor``)."""
     buckets: int | None = None
     """How many buckets gradients are cut into, in place of ``bucket``."""
+    clips: bool = False
+    """Weights of queries and keys are clipped behind the step (``clipping``)."""
+    registers: bool = False
+    """Buffers of parameters and gradients lie in memory pools of NCCL's (``nccl_allocator``), one for those of a
+    dtype."""
+    sums_in_fp32: bool = False
+    """Gradients in 16 bits are received by every rank, and summed in fp32 (``gradients``)."""
+    wide_gradients: tuple[str, ...] = ()
+    """Patterns of names of parameters that accumulate in fp32 tensors of their own."""
     offload: float = 0.0
     """Fraction of the optimizer's states that the host keeps."""
 
@@ -157,11 +171,11 @@ def bucket_size(ranks: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> Kept:
+def keep(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Kept:
     """All that one rank keeps for ``chunks``.
 
     Of the distributed optimizer's shards the one that is largest, each tensor rounded, is taken.
-    ``tied_across_stages``: the word table is a copy that the first and the last stage hold.
+    ``tied``: the word table is a copy that the first and the last stage hold.
     """
     tensors = [[p for own, n in chunk for _ in range(n) for p in own] for chunk in chunks]
     ids = iter(range(1, 1 << 40))
@@ -172,23 +186,21 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
         originals.append([hold for hold, kept in made if not kept])
         construction += [hold for hold, _ in made]
     optimizers = _optimizers(tensors, rules)
-    bucket = rules.bucket
-    if rules.buckets is not None:  # ``resolve_ddp_bucket_size``
-        bucket = sum(parameter.elements for chunk in tensors for parameter in chunk) // rules.buckets
+    bucket = _largest_bucket(tensors, rules)
+    pools = count(REGISTERED)
     pieces: list[list[Piece]] = [[] for _ in optimizers]
     for at, chunk in enumerate(tensors):
-        for own, (experts, shared) in zip(pieces, optimizers, strict=True):
-            for members in _alike([parameter for parameter in chunk if parameter.expert is experts]):
-                buckets = _buckets(members, bucket if at == 0 else None, shared, tied_across_stages)
-                elements = sum(bucket.end for bucket in buckets)
-                dtype, size = _stored(members[0], elements, rules)
-                if rules.in_buffers and size:
-                    category = Category.PARAMETERS
-                    construction.append(Hold(next(ids), rounded(size), category, "param_data", (elements,), dtype))
-                size = rounded(elements * ITEMSIZE[rules.gradients])
-                held = Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients)
-                construction.append(held)
-                own += [] if rules.dealt else _pieces(buckets, members, shared)
+        for which, shared, members, buckets in _buffers(chunk, bucket if at == 0 else None, rules, optimizers, tied):
+            elements = sum(bucket.end for bucket in buckets)
+            dtype, size = _stored(members[0], elements, rules)
+            pool = next(pools) if rules.registers else 0
+            if rules.in_buffers and size:
+                category = Category.PARAMETERS
+                construction.append(Hold(next(ids), rounded(size), category, "param_data", (elements,), dtype, pool))
+            size = rounded(elements * ITEMSIZE[rules.gradients])
+            held = Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients, pool)
+            construction.append(held)
+            pieces[which] += [] if rules.dealt else _pieces(buckets, members, shared)
         if rules.in_buffers:
             construction += [Drop(hold.tensor, hold.bytes, hold.category) for hold in originals[at]]
     if rules.dealt:
@@ -204,6 +216,7 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied_across_stages: bool) -> K
     states = [event for part in parts for event in part.states]
     copies = [event for part in parts for event in part.carried]
     step = [*copies, *(event for part in parts for event in part.step)]
+    step += _passing(ids, clipping.largest((one for chunk in tensors for one in chunk), rules), "weight_clipped")
     host = sum(part.host for part in parts)
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch(), host)
 
@@ -388,9 +401,39 @@ def _numbers(rules: Rules) -> tuple[str, ...]:
 
 # -- buffers ----------------------------------------------------------------------------------------
 
+Buffer = tuple[int, Rules, Sequence[Parameter], "Sequence[Bucket]"]
+"""The number of its optimizer, the rules, parameters, and buckets of a buffer."""
+
+
+def buffers_of(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Iterator[Buffer]:
+    """Every buffer of gradients of ``chunks``."""
+    tensors = [[p for own, n in chunk for _ in range(n) for p in own] for chunk in chunks]
+    optimizers, size = _optimizers(tensors, rules), _largest_bucket(tensors, rules)
+    for at, chunk in enumerate(tensors):
+        yield from _buffers(chunk, size if at == 0 else None, rules, optimizers, tied)
+
+
+def _buffers(
+    chunk: Sequence[Parameter],
+    size: int | None,
+    rules: Rules,
+    optimizers: Sequence[tuple[bool, Rules]],
+    tied: bool,
+) -> Iterator[Buffer]:
+    for which, (experts, shared) in enumerate(optimizers):
+        for members in _alike([parameter for parameter in chunk if parameter.expert is experts]):
+            yield which, shared, members, _buckets(members, size, shared, tied)
+
+
+def _largest_bucket(tensors: Sequence[Sequence[Parameter]], rules: Rules) -> int | None:
+    """Elements with which a bucket is full (``resolve_ddp_bucket_size``)."""
+    if rules.buckets is None:
+        return rules.bucket
+    return sum(parameter.elements for chunk in tensors for parameter in chunk) // rules.buckets
+
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
+class Bucket:
     """A stretch of a buffer. ``end`` is its padded size in elements, ``starts`` where its parameters lie in it."""
 
     parameters: tuple[Parameter, ...]
@@ -398,12 +441,12 @@ class _Bucket:
     end: int
 
 
-def _buckets(parameters: Sequence[Parameter], size: int | None, rules: Rules, tied: bool) -> list[_Bucket]:
+def _buckets(parameters: Sequence[Parameter], size: int | None, rules: Rules, tied: bool) -> list[Bucket]:
     """Parameters from last to first (the order of backward), cut where a bucket is full.
 
     Without the distributed optimizer nothing is padded, and where a bucket ends does not matter.
     """
-    found: list[_Bucket] = []
+    found: list[Bucket] = []
     members: list[Parameter] = []
     starts: list[int] = []
     at = 0
@@ -411,7 +454,7 @@ def _buckets(parameters: Sequence[Parameter], size: int | None, rules: Rules, ti
     def close() -> None:
         nonlocal at
         end = _padded(at, lcm(rules.shards, rules.alignment)) if rules.in_buffers else at
-        found.append(_Bucket(tuple(members), tuple(starts), end))
+        found.append(Bucket(tuple(members), tuple(starts), end))
         members.clear()
         starts.clear()
         at = 0
@@ -435,7 +478,7 @@ def _padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _pieces(buckets: Sequence[_Bucket], parameters: Sequence[Parameter], rules: Rules) -> list[Piece]:
+def _pieces(buckets: Sequence[Bucket], parameters: Sequence[Parameter], rules: Rules) -> list[Piece]:
     """What the rank keeps states for of each parameter."""
     if not rules.distributed:
         return [_whole(parameter, rules) for parameter in parameters]
@@ -461,7 +504,7 @@ def _pieces(buckets: Sequence[_Bucket], parameters: Sequence[Parameter], rules: 
     ]
 
 
-def _held(bucket: _Bucket, shards: int, rank: int) -> Iterator[tuple[Parameter, int]]:
+def _held(bucket: Bucket, shards: int, rank: int) -> Iterator[tuple[Parameter, int]]:
     """How many elements of which parameter ``rank`` holds: every rank has an equal stretch of the bucket."""
     share = bucket.end // shards
     low, high = rank * share, (rank + 1) * share

@@ -17,7 +17,7 @@ from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
-from . import graphs, latent, local, mamba, moe, offload, t5, te, te_attention
+from . import graphs, latent, local, mamba, moe, offload, t5, te, te_attention, te_facts
 from .ends import keep_mask
 from .grouped import Discard, without_output
 from .shape import CoreShape
@@ -36,6 +36,8 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "MLPs in chunks with experts, or in local layers"
     if shape.mlp_chunks > 1 and ("mlp" in shape.recompute_modules or shape.spec.layer_pattern):
         yield "MLPs in chunks with recompute of MLPs, or in hybrids"
+    if shape.largest_logit and shape.te < te_facts.OLDEST_LARGEST_SCORE:
+        yield "the largest score of each head before Transformer Engine 2.9"
     if shape.largest_logit and (shape.attention != "fused" or shape.cp > 1 or shape.low is not None):
         yield "the largest score of each head without cuDNN's attention, with context parallelism or low precision"
     if spec.kv_heads < shape.t and not spec.latent_kv_rank and (shape.implementation == "local" or spec.qk_norm):
@@ -62,6 +64,8 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "norms of queries and keys but of each head's, or layers without positions, in local layers"
     if spec.nope_interval and (spec.positions != "rotary" or spec.latent_kv_rank):
         yield "layers without positions where the others have no rotary ones of whole heads"
+    yield from _uncovered_fusions(shape)
+    yield from _uncovered_packing(shape)
     yield from _uncovered_attention(shape)
     yield from latent.uncovered(shape)
     yield from moe.uncovered(shape)
@@ -72,6 +76,44 @@ def _uncovered_hybrid(shape: CoreShape) -> Iterator[str]:
         yield "hybrids in local layers; those of Transformer Engine are covered"
     if shape.spec.latent_kv_rank:
         yield "latent attention in hybrids"
+
+
+def _uncovered_packing(shape: CoreShape) -> Iterator[str]:
+    if not shape.packed:
+        return
+    spec = shape.spec
+    others = {
+        "context parallelism": shape.cp > 1,
+        "local layers": shape.implementation == "local",
+        "unfused attention": shape.attention == "unfused",
+        "hybrids": bool(spec.layer_pattern),
+        "latent attention": spec.latent_kv_rank > 0,
+        "multi-token prediction": spec.mtp_layers > 0,
+        "CUDA graphs of layers": shape.graphs is not None,
+        "rotary positions without their fused kernel": spec.positions == "rotary" and not shape.rope_fusion,
+        "experts and several sequences in a micro-batch": shape.experts is not None and shape.packed > 1,
+        "attention sinks": spec.attention_sinks,
+    }
+    yield from (f"packed sequences with {name}" for name, applies in others.items() if applies)
+
+
+def _uncovered_fusions(shape: CoreShape) -> Iterator[str]:
+    spec = shape.spec
+    if shape.te_activation and (shape.implementation == "local" or spec.layer_pattern):
+        yield "Transformer Engine's activation functions in local layers or hybrids, which are given none"
+    if shape.te_activation and shape.bias_activation_fusion:
+        yield "Transformer Engine's activation functions beside a fused bias, which Megatron-Core refuses"
+    if shape.te_activation and (spec.activation not in ("swiglu", "gelu") or spec.activation_clamp is not None):
+        yield f"Transformer Engine's activation functions in place of {spec.activation}, which Megatron-Core refuses"
+    if not shape.norm_takes_residual:
+        return
+    if spec.norm != "rmsnorm":
+        yield "residuals in a LayerNorm, which Megatron-Core refuses"
+    if shape.te < te_facts.OLDEST_NORM_WITH_RESIDUAL:
+        yield "residuals in an RMSNorm before Transformer Engine 2.8"
+    away = {"attn_norm", "mlp_norm"} & {*shape.offload}
+    if "layernorm" in shape.recompute_modules or away or shape.graphs is not None:
+        yield "residuals in an RMSNorm that is recomputed, sent to the host or in a CUDA graph"
 
 
 def _uncovered_attention(shape: CoreShape) -> Iterator[str]:
@@ -131,13 +173,14 @@ def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``_forward_attention``: its variables hold the norm's and the attention's output until it returns."""
     with offload.group(r, hidden, "attn_norm", shape) as (hidden, commit):
-        normed, discard = _norm(r, hidden, INPUT_NORM, shape, apart=bool(shape.spec.latent_kv_rank))
+        apart = bool(shape.spec.latent_kv_rank) and not shape.joint_latent_down
+        normed, residual, discard = _norm(r, hidden, INPUT_NORM, shape, apart=apart)
     if shape.spec.latent_kv_rank:
         attended, bias = latent.attention(r, normed, shape)
     else:
         attended, bias = attention(r, normed, shape, "" if shape.implementation == "local" else f"{QKV}.layer_norm")
     discard(r, attended)
-    summed = local.bias_dropout_add(r, attended, bias, hidden, PROJECTION, shape)
+    summed = local.bias_dropout_add(r, attended, bias, residual, PROJECTION, shape)
     commit([hidden])
     if not shape.keys:
         return summed
@@ -149,7 +192,7 @@ def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 def _cross_attention(r: Recorder, hidden: Tensor, held: list[Tensor], shape: CoreShape) -> Tensor:
     """``_run_cross_attention``: to the output of an encoder. What ``held`` of the attention before has the variable in
     which its own output comes (since 0.20 one more, until it returns)."""
-    normed, discard = _norm(r, hidden, CROSS_NORM, shape, apart=True)
+    normed, _, discard = _norm(r, hidden, CROSS_NORM, shape, apart=True)
     t5.parameters_first(r, shape)
     q, k, v = t5.query_key_value(r, normed, shape)
     context = _core_attention(r, q, k, v, t5.crossing(shape))
@@ -169,7 +212,7 @@ def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
         graphs.captured(r, shape, "moe_router") if routed else nullcontext(),
         offload.group(r, hidden, "mlp_norm", shape) as (hidden, commit),
     ):
-        normed, discard = _norm(r, hidden, MLP_NORM, shape, apart=shape.experts is not None)
+        normed, residual, discard = _norm(r, hidden, MLP_NORM, shape, apart=shape.experts is not None)
     norm_name = "" if shape.implementation == "local" else f"{FC1}.layer_norm"
     bias: Tensor | None = None
     if shape.experts is not None:
@@ -181,7 +224,7 @@ def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     else:
         fed, bias = mlp(r, normed, shape, norm_name)
     discard(r, fed)
-    out = local.bias_dropout_add(r, fed, bias, hidden, FC2, shape)
+    out = local.bias_dropout_add(r, fed, bias, residual, FC2, shape)
     commit([hidden])
     return out
 
@@ -199,16 +242,19 @@ def _in_chunks(r: Recorder, x: Tensor, shape: CoreShape, norm_name: str) -> tupl
     return r.empty((s, *shapes[0][1:]), x.dtype, "mlp_chunks_joined").by(node), outputs[0][1]
 
 
-def _norm(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, apart: bool) -> tuple[Tensor, Discard]:
-    """The norm before a block, and what ends its output behind it; Transformer Engine's is in the projection, unless
-    it stands ``apart``."""
+def _norm(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, apart: bool) -> tuple[Tensor, Tensor, Discard]:
+    """The norm before a block, what the residual connection takes, and what ends the norm's output behind the block;
+    Transformer Engine's norm is in the projection, unless it stands ``apart``. Of the latter GPT's specifications of
+    layers alone let some return the residual (``has_residual``)."""
     if shape.implementation != "local" and not apart:
-        return x, lambda r, x: None
+        return x, x, lambda r, x: None
+    if shape.norm_takes_residual and shape.implementation != "local" and not shape.kind and name != CROSS_NORM:
+        return *te.norm_and_residual(r, x, name, shape), lambda r, x: None
     norm = local.norm if shape.implementation == "local" else te.norm
     if "layernorm" in shape.recompute_modules:
         (out,), discard = without_output(r, (x,), lambda r, x: (norm(r, x, name, shape),))
-        return out, discard
-    return norm(r, x, name, shape), lambda r, x: None
+        return out, x, discard
+    return norm(r, x, name, shape), x, lambda r, x: None
 
 
 def column_linear(
@@ -455,7 +501,9 @@ def mlp(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = "") -> t
     f = shape.spec.ffn // shape.t * (2 if shape.spec.gated else 1)
     x, bias = column_linear(r, hidden, FC1, norm_name, f, shape, bias=has_bias, skip_bias=True)
     gated = shape.spec.gated
-    if shape.bias_activation_fusion and gated:
+    if shape.te_activation:
+        x = te.activation(r, x if bias is None else ops.add(r, x, bias, f"{FC1}_bias"), FC1, shape)
+    elif shape.bias_activation_fusion and gated:
         x = local.bias_swiglu(r, x, bias, FC1)
     elif shape.bias_activation_fusion and bias is not None:
         x = local.bias_gelu(r, x, bias, FC1)

@@ -31,6 +31,12 @@ TOKENS, POSITION_IDS, LABELS, LOSS_MASK, ATTENTION_MASK = SHARED, SHARED - 1, SH
 DECODER_MASK, CROSS_MASK = SHARED - 7, SHARED - 8
 """Those of an encoder-decoder's masks that are the decoder's."""
 
+DOCUMENTS = SHARED - 9
+"""Where documents of packed sequences begin (``cu_seqlens``)."""
+
+TABLES = 32
+"""Tables of angles that ``RotaryEmbedding.forward`` keeps (``lru_cache``), one for each longest document's length."""
+
 TIED_GRADIENT = SHARED - 5
 """Id of the tied weight's gradient between the head's backward and the embedding's, on one stage."""
 
@@ -49,7 +55,9 @@ def batch(shape: CoreShape, role: Role) -> Module:
 
     A first stage has tokens and position ids, a last one labels and the loss mask, both the attention mask
     (b, 1, s, s) where the data loader makes one; those in between have nothing. Tensors for other stages
-    arrive, too, and are dropped (``get_batch_on_this_tp_rank``). With context parallelism tensors arrive
+    arrive, too, and are dropped (``get_batch_on_this_tp_rank``). Of packed sequences every stage has the documents'
+    beginnings: a view of what arrives, or of several sequences one tensor of them all
+    (``flatten_batch_for_packed_sequences``). With context parallelism tensors arrive
     whole and are cut one after the other (``get_batch_on_this_cp_rank``).
     """
     kept = tuple(_input(shape, id) for id in _inputs(shape, role))
@@ -62,7 +70,7 @@ def batch(shape: CoreShape, role: Role) -> Module:
         cut = tuple(event for hold in kept for event in (hold, *_drops([arrived[hold.tensor]])))
         forward: Tape = whole + cut
     else:
-        forward = kept + whole
+        forward = kept + whole + _merged(shape)
     tapes = Tapes(forward, (), 0, 0)
     return Module("batch", tapes, tapes, forward, (), shares=kept)
 
@@ -84,13 +92,23 @@ def batch_released(batch: Module, saved: frozenset[int]) -> Module:
     return Module("batch_released", tapes, tapes, (), ())
 
 
-def _inputs(shape: CoreShape, role: Role) -> tuple[int, ...]:
-    if role == "middle":
+def _merged(shape: CoreShape) -> Tape:
+    """Beginnings of documents of each sequence, which end when they are one tensor."""
+    if shape.packed < 2:
         return ()
+    size = (shape.packed, shape.s // shape.packed + 1)
+    arrived = Hold(1 << 20, hold_bytes(size, "int32"), INPUTS, "documents_of_each", size, "int32")
+    return (arrived, *_drops([arrived]))
+
+
+def _inputs(shape: CoreShape, role: Role) -> tuple[int, ...]:
+    documents = (DOCUMENTS,) if shape.packed else ()
+    if role == "middle":
+        return documents
     mask = (ATTENTION_MASK,) if shape.attention_mask else ()
     last = (LABELS, LOSS_MASK) if role in ("only", "last") else ()
     first = (POSITION_IDS, TOKENS) if role in ("only", "first") else ()
-    return (*mask, *last, *first)
+    return (*mask, *last, *first, *documents)
 
 
 NAMES = {
@@ -99,6 +117,7 @@ NAMES = {
     LABELS: "labels",
     LOSS_MASK: "loss_mask",
     ATTENTION_MASK: "attention_mask",
+    DOCUMENTS: "documents",
 }
 
 
@@ -108,17 +127,20 @@ def _input(shape: CoreShape, id: int) -> Hold:
 
 
 def input_shape(shape: CoreShape, id: int) -> Shape:
-    """Of an input on this rank. Context parallelism cuts the mask's rows and not its columns."""
+    """Of an input on this rank. Context parallelism cuts the mask's rows and not its columns. Of packed sequences there
+    are as many beginnings as documents, of one sequence room for one more than tokens."""
+    if id == DOCUMENTS:
+        return (shape.s + 1,) if shape.packed == 1 else (shape.packed + 1,)
     return (shape.b, 1, shape.s, shape.s * shape.cp) if id == ATTENTION_MASK else (shape.b, shape.s)
 
 
 def input_dtype(id: int) -> str:
-    return {LOSS_MASK: "fp32", ATTENTION_MASK: "bool"}.get(id, "int64")
+    return {LOSS_MASK: "fp32", ATTENTION_MASK: "bool", DOCUMENTS: "int32"}.get(id, "int64")
 
 
 def _arriving(shape: CoreShape, role: Role) -> dict[int, Hold]:
     """All tensors of the whole sequence, by id, each under an id of its own."""
-    if role == "middle":
+    if role == "middle" and not shape.packed:
         return {}
     whole = replace(shape, s=shape.s * shape.cp, cp=1)
     every = (_input(whole, id) for id in _inputs(shape, "only"))
@@ -146,6 +168,8 @@ def keep_mask(r: Recorder, shape: CoreShape) -> None:
     ``CheckpointFunction``)."""
     if shape.attention_mask:
         r.saved_outside.add(mask_id(shape))
+    if shape.packed:
+        r.saved_outside.add(DOCUMENTS)
 
 
 # -- embedding ---------------------------------------------------------------------------------------
@@ -414,10 +438,10 @@ def rotary_table(shape: CoreShape) -> tuple[Hold, ...]:
     """``RotaryEmbedding``: inverse frequencies, and the angles (s, 1, 1, d) that ``lru_cache`` keeps, both fp32, of the
     d features of a head that turn.
 
-    Every stage's model has its own, made by its first forward pass (``rotary_pos_embedding.py``).
+    Every stage's model has its own, made by its first forward pass (``rotary_pos_embedding.py``). Of packed sequences
+    it has as many rows as the longest document, at most those of a sequence, and many tables are kept.
     """
     d = shape.spec.rotary_features
-    sizes: dict[str, Shape] = {"rotary_inverse_frequencies": (d // 2,), "rotary_angles": (shape.s, 1, 1, d)}
-    return tuple(
-        Hold(0, hold_bytes(size, "fp32"), Category.BUFFERS, name, size, "fp32") for name, size in sizes.items()
-    )
+    sizes: list[tuple[str, Shape]] = [("rotary_inverse_frequencies", (d // 2,))]
+    sizes += [("rotary_angles", (shape.attended[1], 1, 1, d))] * (TABLES if shape.packed else 1)
+    return tuple(Hold(0, hold_bytes(size, "fp32"), Category.BUFFERS, name, size, "fp32") for name, size in sizes)

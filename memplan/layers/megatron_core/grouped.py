@@ -170,13 +170,17 @@ def _with_rows(r: Recorder, x: Tensor, rows: int, name: str) -> Tensor:
 def activated(r: Recorder, x: Tensor, scale: Tensor, shape: CoreShape) -> Tensor:
     """``bias_act_func``: rows (…, f) times their probabilities (…, 1), in the dtype of ``x``. Fused SwiGLU
     (``weighted_bias_swiglu_impl``, ``weighted_bias_quick_geglu_impl``) and ReLU² (``weighted_squared_relu_impl``) save
-    both inputs; else the product is in the wider dtype, and cast back."""
+    both inputs; else, and behind Transformer Engine's own activations, the product is in the wider dtype, and cast
+    back."""
     clamped = shape.spec.activation_clamp is not None
     if shape.spec.gated and shape.bias_activation_fusion:
         return _weighted(r, _clamped(r, x) if clamped else x, scale, x.shape[-1] // 2)
     if shape.spec.activation == "relu2" and shape.weighted_fusion:
         return _weighted(r, x, scale, x.shape[-1])
-    made = local.swiglu(r, x, FC1, clamped=clamped) if shape.spec.gated else local.ungated(r, x, FC1, shape)
+    if shape.te_activation:
+        made = te.activation(r, x, FC1, shape)
+    else:
+        made = local.swiglu(r, x, FC1, clamped=clamped) if shape.spec.gated else local.ungated(r, x, FC1, shape)
     wide = ops.multiply(r, made, scale, "expert_weighted")
     del made
     return ops.cast(r, wide, x.dtype, "expert_weighted_cast")

@@ -15,13 +15,15 @@ from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..module import hold_bytes
 from ..recompute import recomputed_reentrant
-from ..work import exchanged
+from ..work import Exchange, Operator, Stream, exchanged
 from . import offload, te, te_attention
 from .ends import keep_mask
 from .grouped import without_output
 from .shape import CoreShape
 
 NAME = "self_attention"
+DOWN = f"{NAME}.linear_qkv_down_proj"
+"""Of ``FusedMLASelfAttention``, for queries, keys and values together."""
 Q, Q_DOWN, Q_UP = f"{NAME}.linear_q_proj", f"{NAME}.linear_q_down_proj", f"{NAME}.linear_q_up_proj"
 KV_DOWN, KV_UP = f"{NAME}.linear_kv_down_proj", f"{NAME}.linear_kv_up_proj"
 PROJECTION = f"{NAME}.linear_proj"
@@ -40,6 +42,8 @@ layer's norm (``mla_qk_norm_config.py``, ``_resolve_mla_qk_layernorm``, since co
 def uncovered(shape: CoreShape) -> Iterator[str]:
     """What this recipe does not cover of ``shape``."""
     if not shape.spec.latent_kv_rank:
+        if shape.joint_latent_down:
+            yield "one projection to the ranks of latent attention without it"
         return
     if shape.implementation == "local":
         yield "latent attention in local layers; that of Transformer Engine is covered"
@@ -47,6 +51,11 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "latent attention with other positions than rotary ones"
     if shape.spec.attention_bias:
         yield "biases of latent attention's queries, keys and values"
+    if shape.joint_latent_down and not shape.spec.latent_q_rank:
+        yield "one projection of queries, keys and values that have no rank of their own, which Megatron-Core refuses"
+    ranks = shape.spec.latent_q_rank, shape.spec.latent_kv_rank + shape.spec.rope_head_dim
+    if shape.joint_latent_down and any(rank % shape.t for rank in ranks):
+        yield "one projection of queries, keys and values whose ranks tensor-parallel ranks do not divide"
     if shape.t > 1 and not shape.sequence_parallel:
         yield "latent attention with tensor parallelism but no sequence parallelism (--sequence-parallel)"
 
@@ -56,6 +65,9 @@ def weights(shape: CoreShape) -> dict[str, Shape]:
     spec, t = shape.spec, shape.t
     h, a, n, p, v = spec.hidden, spec.heads // t, spec.nope_head_dim, spec.rope_head_dim, spec.value_head_dim
     q, kv = spec.latent_q_rank, spec.latent_kv_rank
+    if shape.joint_latent_down:
+        ups = {Q_UP: (a * (n + p), q), KV_UP: (a * (n + v), kv)}
+        return {PROJECTION: (h, a * v), DOWN: ((q + kv + p) // t, h), **ups}
     queries = {Q_DOWN: (q, h), Q_UP: (a * (n + p), q)} if q else {Q: (a * (n + p), h)}
     return {PROJECTION: (h, a * v), **queries, KV_DOWN: (kv + p, h), KV_UP: (a * (n + v), kv)}
 
@@ -86,11 +98,13 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Te
         r.parameter(f"{name}.weight", size, shape.dtype, low=shape.low)
     discard = None
     with offload.group(r, hidden, "qkv_linear", shape) as (hidden, commit):
-        compressed = _down(r, hidden, shape)
+        compressed = (_down_together if shape.joint_latent_down else _down)(r, hidden, shape)
         if "mla_up_proj" in shape.recompute_modules:
             (q, k, v), discard = without_output(r, compressed, lambda r, x, y, z: _up(r, x, y, z, shape))
         else:
             q, k, v = _up(r, *compressed, shape)
+    held = compressed[:2] if shape.joint_latent_down else compressed  # ``get_query_key_value_tensors`` returns it
+    del compressed
     commit([hidden])
     if "core_attn" in shape.recompute_modules:
         context = recomputed_reentrant(r, lambda r, q, k, v: te_attention.core_attention(r, q, k, v, shape), (q, k, v))
@@ -101,7 +115,7 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Te
         commit([q, k, v])
     if discard is not None:
         discard(r, context)
-    del compressed
+    del held
     original, bias = shape.saves_original, shape.spec.attention_output_bias
     with offload.group(r, context, "attn_proj", shape) as (context, commit):
         out = te.row_linear(r, context, PROJECTION, shape, bias=bias, original=original)
@@ -123,6 +137,62 @@ def _down(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
     return queries, keys, _gathered(r, rotated, shape) if shape.sequence_parallel else rotated
 
 
+def _down_together(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:
+    """``FusedMLASelfAttention._qkv_down_projection``, of the hidden state before its norm. Each tensor-parallel rank
+    has a part of all features of the whole sequence: parts are put together, and of those that are projected further a
+    rank takes its tokens, queries as a view, keys and values as a copy."""
+    spec, t = shape.spec, shape.t
+    q, kv, p = spec.latent_q_rank, spec.latent_kv_rank, spec.rope_head_dim
+    n = (q + kv + p) // t
+    joint, _ = te.norm_column_linear(r, hidden, DOWN, f"{DOWN}.layer_norm", n, shape, bias=False, skip_bias=False)
+    lead = joint.shape[:-1]
+    queries, both = ops.split(r, joint, [(*lead, q // t), (*lead, (kv + p) // t)], "latent_compressed")
+    del joint
+    if t == 1:
+        keys, rotated = ops.split(r, both, [(*lead, kv), (*lead, p)], "kv_compressed")
+        return queries, keys, rotated
+    queries = _own_tokens(r, _together(r, queries, "q_compressed", shape), "q_compressed", shape, copies=False)
+    both = _together(r, both, "kv_compressed", shape)
+    lead = both.shape[:-1]
+    keys, rotated = ops.split(r, both, [(*lead, kv), (*lead, p)], "kv_compressed")
+    return queries, _own_tokens(r, keys, "kv_compressed", shape, copies=True), rotated
+
+
+def _together(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """``gather_from_tensor_model_parallel_region`` of a slice, which is copied first: parts are received one behind the
+    other, then put side by side; of the gradient a rank copies its part."""
+    like, dtype, whole = x.shape, x.dtype, (*x.shape[:-1], shape.t * x.shape[-1])
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, f"grad_{name}_part")]
+
+    received = r.empty((shape.t * like[0], *like[1:]), dtype, f"{name}_received", Category.COMMUNICATION_BUFFERS)
+    copy = r.empty(like, dtype, f"{name}_sent", Category.COMMUNICATION_BUFFERS)
+    del copy
+    joined = r.empty(whole, dtype, f"{name}_together")
+    del received
+    work = Operator(
+        (Exchange("all-gather", size_of(whole, dtype)), Stream(2 * size_of(whole, dtype))),
+        (Stream(2 * size_of(like, dtype)),),
+    )
+    return joined.by(r.node((x,), (), backward, work=work))
+
+
+def _own_tokens(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, copies: bool) -> Tensor:
+    """``scatter_to_sequence_parallel_region``: tokens of this rank, with copies where ``x`` is a slice of features;
+    their gradients are gathered."""
+    like, dtype, part = x.shape, x.dtype, (x.shape[0] // shape.t, *x.shape[1:])
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, f"grad_{name}_gathered", Category.COMMUNICATION_BUFFERS)]
+
+    done = (Stream(2 * size_of(part, dtype)),) if copies else ()
+    node = r.node((x,), (), backward, work=Operator(done, (Exchange("all-gather", size_of(like, dtype)),)))
+    if copies:
+        return r.empty(part, dtype, f"{name}_own").by(node)
+    return Tensor(x.storage, part, dtype, node)
+
+
 def _gathered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     like, dtype, full = x.shape, x.dtype, (shape.s, *x.shape[1:])
     return r.output(
@@ -138,8 +208,11 @@ def _up(r: Recorder, queries: Tensor, keys: Tensor, rotated: Tensor, shape: Core
     a, n, p, v = spec.heads // shape.t, spec.nope_head_dim, spec.rope_head_dim, spec.value_head_dim
     q_name = Q_UP if spec.latent_q_rank else Q
     q_normed = spec.qk_norm and (bool(spec.latent_q_rank) or shape.core >= NORMED_QUERIES_SINCE)
+    if shape.joint_latent_down and shape.t == 1:  # ``prepare_forward``: linear layers copy a slice of features
+        queries = ops.contiguous(r, queries, queries.shape, "q_compressed_contiguous")
     q = _projected(r, queries, q_name, sizes[q_name][0], shape, normed=q_normed)
-    contiguous = ops.contiguous(r, keys, keys.shape, "kv_compressed_contiguous")
+    copied = shape.joint_latent_down and shape.t > 1
+    contiguous = keys if copied else ops.contiguous(r, keys, keys.shape, "kv_compressed_contiguous")
     kv = _projected(r, contiguous, KV_UP, sizes[KV_UP][0], shape, normed=spec.qk_norm)
     del contiguous
     q, kv, rotated = q.view(s, b, a, n + p), kv.view(s, b, a, n + v), rotated.view(s, b, 1, p)

@@ -174,7 +174,9 @@ def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
         original=shape.saves_original,
     )
     x = hidden
-    if shape.spec.gated and shape.bias_activation_fusion:
+    if shape.te_activation:
+        inner = te.activation(r, inner, f"{SHARED}.linear_fc1", shape)
+    elif shape.spec.gated and shape.bias_activation_fusion:
         inner = local.bias_swiglu(r, inner, None, f"{SHARED}.linear_fc1")
     else:
         name = f"{SHARED}.linear_fc1"

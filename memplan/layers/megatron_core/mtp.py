@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ...tape.events import Category
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
-from ..work import exchanged
+from ..work import Exchange, Operator, Product, exchanged
 from . import ends, te
 from .losses import language_model_loss
 from .shape import CoreShape
@@ -32,6 +32,10 @@ def uncovered(shape: CoreShape, *, recomputes_layers: bool) -> Iterator[str]:
         yield "multi-token prediction with a head that is tied to the embedding"
     if recomputes_layers:
         yield "multi-token prediction with full recompute"
+    if shape.mixes_states and shape.cp > 1:
+        yield "hidden states that are mixed across depths with context parallelism"
+    if shape.mixes_states and shape.spec.mtp_layers < 2:
+        yield "hidden states that are mixed across fewer than two depths, which Megatron-Core refuses"
 
 
 def projection(shape: CoreShape) -> Shape:
@@ -48,22 +52,124 @@ def hidden_of_all(shape: CoreShape) -> Shape:
 def block(r: Recorder, hidden: Tensor, shape: CoreShape, layer_shape: CoreShape, layer: Layer) -> Tensor:
     """``MultiTokenPredictionBlock.forward``: ``shape`` is that of ends, ``layer_shape`` of the layer within."""
     states = [hidden]
+    history = History([detached(r, hidden) if shape.detaches_heads else hidden])
     for depth in range(shape.spec.mtp_layers):
+        below = (
+            history.mixed(r, shape.t if shape.sequence_parallel else 1) if shape.mixes_states else history.states[-1]
+        )
         rolled = [_rolled(r, "int64", name, shape) for name in ("tokens_rolled", "position_ids_rolled")]
         embedded = ends.embedding(r, shape, *rolled)
+        if shape.detaches_heads:
+            embedded = Tensor(embedded.storage, embedded.shape, embedded.dtype)
         rolled.clear()
         r.prefix = f"mtp.{0 if shape.spec.mtp_shared else depth}."
-        x = _projected(r, embedded, states[-1], shape)
+        x = _projected(r, embedded, below, shape)
         x = layer(r, x, layer_shape)
         x = te.norm(r, x, "final_layernorm", shape)
         r.prefix = ""
         states.append(x)
+        history.states.append(x)
         del x, embedded
     shapes = [state.shape for state in states]
     like = shapes[0][0]
     out = r.empty((like * len(states), *shapes[0][1:]), hidden.dtype, "hidden_of_all")
     node = r.node(states, (), lambda r, gradients: [incoming(gradients).view(*one) for one in shapes])
     return out.by(node)
+
+
+def detached(r: Recorder, hidden: Tensor) -> Tensor:
+    """``hidden`` as the start of a graph of its own. It requires a gradient (``requires_grad_``), and both stay as long
+    as the graph: until the next micro-batch's forward is done, which the schedule counts (``DETACHED``)."""
+    return Tensor(hidden.storage, hidden.shape, hidden.dtype, r.node((hidden,), (), lambda r, gradients: [None]))
+
+
+DETACHED = 2
+"""Hidden states that a detached one and its gradient are, which the graph of a micro-batch holds."""
+
+
+class History:
+    """``mtp_hsm``: hidden states of all depths so far, of which each token takes one as the input of the next
+    (``_mix_hidden_state_history``). Variables of the loop live until they are assigned again."""
+
+    def __init__(self, states: list[Tensor]) -> None:
+        self.states = states
+        self.stacked: Tensor | None = None
+        self.flattened: Tensor | None = None
+
+    def mixed(self, r: Recorder, owners: int) -> Tensor:
+        """The input of the next depth. Older states are moved by one token; ``owners`` ranks share the sequence, and
+        draw for all of it."""
+        if len(self.states) == 1:
+            return self.states[0]
+        *older, newest = self.states
+        moved = self._moved(r, older)
+        made = _drawn(r, moved, newest, owners)
+        like, dtype, count = newest.shape, newest.dtype, len(older)
+
+        def unbound(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+            return [r.empty((count, *like), dtype, "grad_history")]
+
+        node = r.node((moved,), (), unbound, outputs=count)
+        self.states = [Tensor(moved.storage, like, dtype, node, at) for at in range(count)] + [newest]
+        return made
+
+    def _moved(self, r: Recorder, older: Sequence[Tensor]) -> Tensor:
+        """(n, s, b, h): stacked, the sequence last (of several states a copy), rolled, and zeros behind the end; the
+        latter's gradient is a copy (``CopySlices``), of several states behind one that is contiguous."""
+        count, like, dtype = len(older), older[0].shape, older[0].dtype
+        size = (count, *like)
+
+        def unstacked(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+            whole = incoming(gradients)
+            return [Tensor(whole.storage, like, dtype) for _ in range(count)]
+
+        def rolled(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+            contiguous = [r.empty(size, dtype, "grad_history_contiguous")] if count > 1 else []
+            if count > 1:
+                gradients.clear()
+            copied = [r.empty(size, dtype, "grad_history_copied")]
+            ends = [r.empty((count * like[1], like[2]), dtype, f"grad_history_end_{part}") for part in ("", "zeros")]
+            ends.clear()
+            contiguous.clear()
+            gradients.clear()
+            out = r.empty(size, dtype, "grad_history_rolled")
+            copied.clear()
+            return [out]
+
+        stacked = r.empty(size, dtype, "history").by(r.node(older, (), unstacked))
+        self.stacked = stacked
+        self.flattened = r.empty(size, dtype, "history_sequence_last") if count > 1 else stacked
+        node = r.node((stacked,), (), rolled)
+        return r.empty(size, dtype, "history_moved").by(node)
+
+
+def _drawn(r: Recorder, moved: Tensor, newest: Tensor, owners: int) -> Tensor:
+    """Of each token a number is drawn; it takes the newest state where another's token is 0 in all features."""
+    (s, b, h), dtype, count = newest.shape, newest.dtype, moved.shape[0]
+    drawn = [r.empty((owners * s, b), "int64", "depths_drawn"), r.empty((s, b), "bool", "depth_is_newest")]
+    index = r.empty((s, b), "int64", "depths")
+    zero = [r.empty((count, s, b, h), "bool", "history_is_zero")]
+    drawn.append(r.empty((count, s, b), "bool", "history_ended"))
+    zero.clear()
+    drawn.append(r.empty((s, b), "bool", "depth_has_ended"))
+    chosen = r.empty((s, b), "bool", "newest_chosen")
+    like = newest.shape
+
+    def gathered(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty((count, *like), dtype, "grad_history")]
+
+    def parted(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        made: list[Tensor | None] = []
+        for name in ("older", "newest"):
+            zero = r.empty((), dtype, "zero")
+            made.append(r.empty(like, dtype, f"grad_{name}"))
+            del zero
+        return made[::-1]
+
+    older = r.empty(like, dtype, "history_gathered").by(r.node((moved,), (moved, index), gathered))
+    out = r.empty(like, dtype, "depths_mixed").by(r.node((newest, older), (chosen,), parted))
+    drawn.clear()
+    return out
 
 
 def _rolled(r: Recorder, dtype: str, name: str, shape: CoreShape) -> Tensor:
@@ -108,7 +214,7 @@ def head(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     size = (shape.b, shape.s)
     logits = None
     for state in others:
-        logits = ends.output_layer(r, state, shape)
+        logits = (_frozen_output if shape.detaches_heads else ends.output_layer)(r, state, shape)
         labels, mask = _rolled(r, "int64", "labels_rolled", shape), _rolled(r, "fp32", "loss_mask_rolled", shape)
         loss = language_model_loss(r, logits, shape)
         loss = ops.multiply(r, loss.view(*size), mask, "mtp_loss_masked")
@@ -116,6 +222,32 @@ def head(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
         del labels, mask, loss
     del logits, state, others
     return ends.gpt_head(r, first, shape)
+
+
+def _frozen_output(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
+    """``linear_with_frozen_weight``: of a head whose weight is detached nothing but the weight is saved; under sequence
+    parallelism the input is gathered into a tensor of its own, as is the whole input's gradient before it is
+    scattered."""
+    s, b, v, h, dtype = shape.s, shape.b, shape.vocab // shape.t, shape.spec.hidden, hidden.dtype
+    r.parameter("head.weight", (v, h), shape.dtype)
+    whole = [r.empty((s, b, h), dtype, "head_input_gathered", Category.COMMUNICATION_BUFFERS)]
+    if not shape.sequence_parallel:
+        whole.clear()
+    wide, scattered, shard = shape.logits or dtype, shape.sequence_parallel, hidden.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        cast = [r.empty((s, b, v), dtype, "grad_logits_cast", Category.LOGITS)] if wide != dtype else []
+        gradient = r.empty((s, b, h), dtype, "grad_head_input")
+        cast.clear()
+        return [r.empty(shard, dtype, "grad_head_input_scattered") if scattered else gradient]
+
+    done, size = shape.ranks.column(s * b, v, h, dtype), size_of((s, b, h), dtype)
+    assert done.backward is not None
+    of_input = next(one for one in done.backward if isinstance(one, Product))
+    summed = [Exchange("reduce-scatter" if scattered else "all-reduce", size)] if shape.t > 1 else []
+    work = Operator(done.forward, (of_input, *summed))
+    node = r.node((hidden,), (), backward, work=work)
+    return r.empty((s, b, v), wide, "logits", Category.LOGITS).by(node)
 
 
 def _with_loss(r: Recorder, x: Tensor, loss: Tensor) -> Tensor:

@@ -138,6 +138,19 @@ class CoreShape(HashedOnce):
     per_token_loss: bool = False
     largest_logit: bool = False
     """Attention returns each head's largest score, too (``log_max_attention_logit``)."""
+    te_activation: bool = False
+    """Activation functions are Transformer Engine's modules (``use_te_activation_func``)."""
+    norm_takes_residual: bool = False
+    """RMSNorms apart return the residual, too (``fused_residual_rmsnorm``)."""
+    joint_latent_down: bool = False
+    """Latent attention's projections to a lower rank are one, with the norm in it (``mla_down_proj_fusion``)."""
+    packed: int = 0
+    """Sequences that are one behind the other in the one of a micro-batch, each of documents that do not attend to one
+    another; 0: none are."""
+    detaches_heads: bool = False
+    """Multi-token prediction trains its own layers alone (``mtp_detach_heads``)."""
+    mixes_states: bool = False
+    """Its depths take hidden states of all depths before (``mtp_hsm``)."""
     logits: str | None = None
     """Dtype of logits, where it is not that of the hidden state (``logit_dtype``)."""
     mlp_chunks: int = 1
@@ -184,6 +197,11 @@ class CoreShape(HashedOnce):
         """Linear layers whose input another operator saves anyway save that, not a quantised copy
         (``set_save_original_input``)."""
         return self.low is not None and self.low.recipe != "delayed"
+
+    @property
+    def attended(self) -> tuple[int, int]:
+        """Sequences, and tokens of each, within which queries see keys."""
+        return (self.packed, self.s // self.packed) if self.packed else (self.b, self.s)
 
     @property
     def local_experts(self) -> int:

@@ -46,6 +46,31 @@ def norm(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     return out
 
 
+def norm_and_residual(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``TEFusedResidualRMSNorm``: the norm, and ``x`` once more for the residual connection, whose gradient waits for
+    the norm's and is added to it in the same kernel (``ops/fused/backward_add_rmsnorm.py``)."""
+    (weight,) = _norm_parameters(r, x, name, shape)
+    statistics, out = _statistics(r, x, name, shape), r.empty(x.shape, x.dtype, name)
+    like, dtype, size = x.shape, x.dtype, size_of(x.shape, x.dtype)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, f"grad_{name}_input"), r.empty(like[-1:], dtype, f"grad_{name}_parameter")]
+
+    work = Operator((Stream(2 * size),), (Stream(4 * size, 2),))
+    node = r.node((x, weight), (x, *statistics), backward, outputs=2, work=work)
+    return out.by(node), Tensor(x.storage, x.shape, x.dtype, node, 1)
+
+
+def activation(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """``TEActivationOp``: ``SwiGLU`` or ``GELU`` (``ops/basic``), which save their input."""
+    like, dtype, width = x.shape, x.dtype, x.shape[-1] // (2 if shape.spec.gated else 1)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, f"grad_{name}_activation")]
+
+    return r.output((x,), (x,), backward, (*like[:-1], width), dtype, f"{name}_activation")
+
+
 def column_linear(
     r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, bias: bool, skip_bias: bool, original: bool = False
 ) -> Biased:

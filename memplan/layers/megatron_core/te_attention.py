@@ -20,6 +20,7 @@ from ...tape.events import Category
 from .. import ops, work
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from . import te_context, te_facts
+from .ends import DOCUMENTS
 from .shape import CoreAttention, CoreShape, Version
 
 WORKSPACES = Category.WORKSPACES
@@ -31,6 +32,8 @@ Three = tuple[Tensor, Tensor, Tensor]
 def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
     """The context (s, b, a d) by the back end that ``shape.attention`` names."""
     q, k, v = arranged(r, q, k, v)
+    if shape.packed:
+        r.saved_outside.add(DOCUMENTS)
     if shape.cp > 1 and shape.attention != "unfused":
         return _context_parallel(r, q, k, v, shape)
     tokens = (q.shape[0], k.shape[0])
@@ -146,7 +149,10 @@ def sequence_lengths(r: Recorder, b: int, s: int) -> Tensor:
 def flash(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
     """``FlashAttention.forward``: takes (b, s, a, d), so that with b > 1 inputs and output are copied."""
     s, b, a, d = q.shape
-    q, k, v = batch_first(r, q, k, v)
+    if shape.packed:  # tokens, heads, features: as they come
+        q, k, v = (x.view(x.shape[1], x.shape[0], *x.shape[2:]) for x in (q, k, v))
+    else:
+        q, k, v = batch_first(r, q, k, v)
     out = flash_function(r, q, k, v, shape)
     if b == 1:
         return out.view(s, b, a * d)
@@ -197,15 +203,26 @@ def flash_function(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made = [r.empty(like, dtype, f"grad_{part}") for part, like in zip("qkv", likes, strict=True)]
-        inside = [r.empty((b, a, -(-s // 128) * 128), "fp32", "softmax_d")]
+        inside = [r.empty((b, a, te_facts.flash_rows(s, shape)), "fp32", "softmax_d")]
         if r.kernel_workspaces:
             inside += [r.empty(size, kind, name, WORKSPACES) for name, size, kind in workspaces]
         inside.clear()
         return made
 
-    done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal, values=v.shape[-1])
+    done = _work(shape, q, k, v)
     out.node = r.node((q, k, v), (q, k, v, out, logsumexp, rng_state), backward, work=done)
     return out
+
+
+def _work(shape: CoreShape, q: Tensor, k: Tensor, v: Tensor) -> work.Operator:
+    """Of packed sequences the longest documents are taken, whole sequences."""
+    a, d = q.shape[-2:]
+    b, s = (
+        (shape.packed, shape.attended[1])
+        if shape.packed
+        else (shape.b, q.shape[0 if shape.attention == "fused" else 1])
+    )
+    return work.attention((b, s, a, d), k.shape[2], s, q.dtype, causal=shape.spec.causal, values=v.shape[-1])
 
 
 # -- cuDNN ------------------------------------------------------------------------------------------
@@ -239,7 +256,7 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
             inside.clear()
         return [*made, *(r.empty((1, a, 1, 1), "fp32", "grad_sinks") for _ in range(has_sinks))]
 
-    done = work.attention((b, s, a, d), k.shape[2], s, dtype, causal=shape.spec.causal, values=v.shape[-1])
+    done = _work(shape, q, k, v)
     saved = (q, k, v, out, *lengths, statistics, rng_state, *sinks)
     out.node = r.node((q, k, v, *sinks), saved, backward, work=done)
     largest.clear()  # of which a number of each head stays until the step, 512 B that are not counted

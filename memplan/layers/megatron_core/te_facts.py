@@ -75,6 +75,12 @@ def frees_gathered_norm_shard(te: Version) -> bool:
     return te >= (2, 8)
 
 
+OLDEST_NORM_WITH_RESIDUAL = (2, 8)
+"""Before it the norm and the sum of gradients are two operators in backward (``ops/fused/backward_add_rmsnorm.py``)."""
+
+OLDEST_LARGEST_SCORE = (2, 9)
+"""``return_max_logit`` of ``DotProductAttention``."""
+
 OLDEST_LOW_PRECISION = (2, 14)
 """Before it fp8 and fp4 have other copies and gathers, which no recipe covers."""
 
@@ -123,10 +129,16 @@ def backward_workspaces(
     """
     if shape.attention == "fused":
         return [("cudnn_workspace", (b, a, s, 1 if shape.deterministic_attention else 1 + d), "fp32")]
-    rows, columns = -(-s // 128) * 128, -(-d // 32) * 32 if d <= 192 else 256
+    rows, columns = flash_rows(s, shape), -(-d // 32) * 32 if d <= 192 else 256
     splits = -(-shape.multiprocessors // (b * a)) if shape.deterministic_attention else 1
     expanded = [(name, (b, s, a, d), shape.dtype) for name in ("dk_expanded", "dv_expanded")]
     return [("dq_accum", (splits, b, rows, a, columns), "fp32"), *(expanded if grouped else [])]
+
+
+def flash_rows(s: int, shape: CoreShape) -> int:
+    """Rows of flash-attn 2's sums of s queries: a multiple of 128; of packed sequences 128 more for each document
+    (``mha_varlen_bwd``), of which there is at least one in a sequence."""
+    return s + 128 * shape.packed if shape.packed else -(-s // 128) * 128
 
 
 # -- what stays between iterations ------------------------------------------------------------------
@@ -143,7 +155,7 @@ def kept(shape: CoreShape, compute_capability: int, weights: Iterable[Shape]) ->
     if shape.experts is not None and shape.experts.grouped:
         each = tensors["te_cublas_workspace"]
         tensors |= {f"te_grouped_{stream}_cublas_workspace": each for stream in range(GROUPED_STREAMS)}
-    if shape.spec.causal:  # get_full_cu_seqlens: b + 1 int32, the same for queries and keys
+    if shape.spec.causal and not shape.packed:  # get_full_cu_seqlens: b + 1 int32, the same for queries and keys
         tensors["te_cu_seqlens"] = rounded(4 * (shape.b + 1))
     if shape.gradient_fusion and dummy_weight_gradient(shape.te) == "kept":
         for weight in dict.fromkeys(weights):

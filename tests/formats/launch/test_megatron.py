@@ -125,6 +125,20 @@ def test_bert() -> None:
         ("--ddp-num-buckets 8", "megatron.buckets", 8),
         ("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", False),
         ("--log-max-attention-logit", "megatron.largest_logit", True),
+        ("--qk-clip", "megatron.clips_queries", True),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn --cuda-graph-warmup-steps 0", "megatron.cuda_graph_warmup", 0),
+        ("--dataloader-inter-document-masking", "megatron.packed", True),
+        ("--sft --no-create-attention-mask-in-dataloader", "megatron.packed", True),
+        ("--mtp-num-layers 2 --position-embedding-type rope --mtp-hsm", "megatron.mixes_states", True),
+        ("--mtp-num-layers 1 --position-embedding-type rope --mtp-hsm", "megatron.mixes_states", False),
+        ("--mtp-num-layers 1 --position-embedding-type rope --mtp-detach-heads", "megatron.detaches_heads", True),
+        ("--mtp-detach-heads", "megatron.detaches_heads", False),
+        ("--use-nccl-ub", "megatron.registers_buffers", True),
+        ("--ddp-reduce-scatter-with-fp32-accumulation", "megatron.sums_in_fp32", True),
+        ("--ddp-param-name-patterns-for-fp32-local-accumulation all *router*", "megatron.fp32_gradients_of", ("all", "*router*")),
+        ("--use-te-activation-func", "megatron.te_activation", True),
+        ("--fused-residual-rmsnorm", "megatron.norm_takes_residual", True),
+        ("--multi-latent-attention --q-lora-rank 8 --mla-down-proj-fusion", "megatron.joint_latent_down", True),
         ("--attention-output-gate", "model.attention_gate", True),
         ("--output-logit-dtype fp32", "megatron.logits_dtype", "fp32"),
         ("--mlp-chunks-for-training 4", "megatron.mlp_chunks", 4),
@@ -365,3 +379,16 @@ def test_arguments_of_a_checkpoint_are_said_not_to_be_read() -> None:
     """``load_args_from_checkpoint``: some of the checkpoint's replace those of the script."""
     (note,) = launch(small("--use-checkpoint-args --load ckpt")).notes
     assert (note.code, "is not read" in note.message) == ("checkpoint-args", True)
+
+
+def test_channels_of_groups_are_read_from_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "nccl.yaml"
+    file.write_text("tp:\n  max_ctas: 8\ndp_cp:\n  min_ctas: 2\n  max_ctas: 16\nmp:\n  cga_cluster_size: 2\n")
+    assert plan(small(f"--nccl-communicator-config-path {file}")).megatron.nccl_blocks == "tp=-8,dp_cp=2-16"
+    missing = launch(small("--nccl-communicator-config-path nowhere.yaml"))
+    assert [note.code for note in missing.notes] == ["nccl-configuration-missing"]
+    file.write_text("tp:\n  max_ctas: 8M\n")
+    line = error_of(lambda: plan(small(f"--nccl-communicator-config-path {file}")))
+    assert line.endswith("must be a whole number of channels from 1 to 999")
+    file.write_text("tp:\n  net_name: socket\n")
+    assert "NCCL_NET=Socket" in error_of(lambda: plan(small(f"--nccl-communicator-config-path {file}")))

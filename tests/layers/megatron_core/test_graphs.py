@@ -7,14 +7,14 @@ from memplan.allocator.passes import passes
 from memplan.estimate import estimate
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.megatron_core.graphs import POOL
-from memplan.layers.module import Options
+from memplan.layers.module import Module, Options
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.schedules.megatron_fold import layers_in_flight
 from memplan.schedules.megatron_schedule import schedule
-from memplan.tape.events import Hold
+from memplan.tape.events import Drop, Hold, Tape
 from memplan.tape.program import static
 
 S, B, H = 128, 2, 256
@@ -137,3 +137,43 @@ def test_an_output_from_the_pool_goes_back_into_it() -> None:
 def test_refused(flags: dict[str, str], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         estimate(plan(**flags))
+
+
+def test_captures_before_the_first_iteration() -> None:
+    """Attention of two micro-batches of 4 layers is captured beside parameters, gradients and main parameters; then no
+    iteration allocates what lies in the graphs' pool, which stays reserved."""
+    flags = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "attn", "gpu": "h100-80gb"}
+    first, later = (estimate(plan(cuda_graph_warmup_steps=steps, **flags)).stages[0] for steps in (0, 3))
+    assert first.static == later.static
+    assert first.allocated is not None
+    assert later.allocated is not None
+    assert first.allocated < later.allocated
+    begun, usual = first.moments["initialisation"], later.moments["initialisation"]
+    assert begun is not None
+    assert usual is not None
+    assert begun > usual
+    program, without = (programs(plan(cuda_graph_warmup_steps=steps, **flags), Options())[0] for steps in (0, 3))
+    pooled = [pool_of(span.module.first.forward) for span in without.spans if span.names[0].startswith("layer.")]
+    assert all(pooled)
+    assert not any(pool_of(span.module.first.forward) for span in program.spans)
+    assert program.kept is not None
+    there = sum(one.bytes for one in program.kept.workspaces if isinstance(one, Hold) and one.name.startswith("graph_"))
+    in_flight = 8 * saved_in_pool(next(span.module for span in without.spans if span.names[0].startswith("layer.")))
+    assert program.initialisation is not None
+    left = program.initialisation - program.kept.construction.excursion.net - there
+    assert in_flight <= left <= in_flight + 20 * 2 * S * B * H + 2**26
+    assert program.set_aside % 2**21 == 0
+    assert program.set_aside >= in_flight
+    (whole,) = (programs(plan(cuda_graph_impl="transformer_engine", cuda_graph_warmup_steps=0), Options())[:1],)
+    assert whole[0].set_aside == 0, "graphs of whole layers: an iteration before captures is estimated"
+
+
+def pool_of(tape: Tape) -> list[int]:
+    return [one.bytes for one in tape if isinstance(one, Hold) and one.stream == POOL]
+
+
+def saved_in_pool(module: Module) -> int:
+    """Bytes that one layer's attention keeps from forward to backward."""
+    ended = {event.tensor for event in module.steady.forward if isinstance(event, Drop)}
+    holds = [one for one in module.steady.forward if isinstance(one, Hold) and one.stream == POOL]
+    return sum(one.bytes for one in holds if one.tensor not in ended)
