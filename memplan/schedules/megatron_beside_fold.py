@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ..layers.megatron_core.overlapped import COMBINE, DISPATCH, FRONT, MLP, MLP_DW, PRE, PRE_DW, TAIL
-from ..tape.events import ZERO, Excursion, change
+from ..tape.events import ZERO, Category, Excursion, Hold, change
 from ..tape.program import WHOLE, Action, Piece, Whole
 from ..values import dataclass
 from .megatron_fold import CATEGORIES, ENDING, MADE, NAMES, MegatronOrder, reduced
@@ -28,6 +28,11 @@ TURNS: tuple[tuple[Turn, str], ...] = (
 
 EARLY: tuple[tuple[Turn, str], ...] = (*TURNS[:6], TURNS[8], *TURNS[6:8], TURNS[9])
 """With attention's backward before the other micro-batch's experts (``ep_overlap_early_attn_memory_release``)."""
+
+
+EMBEDDED = "embedded_tokens"
+"""The embedding's output, which the state of a chunk keeps until the step of both passes has ended
+(``ModelChunkState.decoder_input``), longer than the first layer does."""
 
 
 class _Parts(NamedTuple):
@@ -93,6 +98,9 @@ class BesideOrder(MegatronOrder):
         while at < len(actions):
             first = actions[at]
             at += 1
+            if first.what == "backward" and not self.schedule.receives(first.chunk):
+                yield from self._alone(first.chunk, first.microbatch)
+                continue
             if first.what != "forward_piece":
                 yield first
                 continue
@@ -100,10 +108,15 @@ class BesideOrder(MegatronOrder):
             at += 1
             ahead, back = self._counted[first.chunk][0], self._counted[pair["backward"].chunk][1]
             if through:  # the rest of both
-                rest = back.layers[-1][PRE_DW] if back.layers else 0
-                yield from [pair["backward"]] * rest
+                chunk, number = pair["backward"].chunk, pair["backward"].microbatch
+                embeds = not self.schedule.receives(chunk)
+                if embeds:
+                    yield Action("begin", chunk, number, EMBEDDED)
+                yield from [pair["backward"]] * (back.layers[-1][PRE_DW] if back.layers else 0)
                 yield from [pair["forward"]] * ahead.behind
                 yield from [pair["backward"]] * back.behind
+                if embeds:
+                    yield Action("end", chunk, number, EMBEDDED)
             else:
                 made: dict[Turn, Action] = {}
                 while at < len(actions) and actions[at].what == "begin" and actions[at].tensor in MADE:
@@ -117,6 +130,15 @@ class BesideOrder(MegatronOrder):
                         yield made[turn]  # type: ignore[index]
             through = not through
 
+    def _alone(self, chunk: int, number: int) -> Iterator[Action]:
+        """A backward pass to the embedding with no other beside it."""
+        pieces, behind = len(self.chunks[chunk].pieces["backward"]), self._counted[chunk][1].behind
+        piece = Action("backward_piece", chunk, number)
+        yield from [piece] * (pieces - behind)
+        yield Action("begin", chunk, number, EMBEDDED)
+        yield from [piece] * behind
+        yield Action("end", chunk, number, EMBEDDED)
+
     @property
     def _passes(self) -> Excursion:
         short = reduced(self.schedule)
@@ -128,9 +150,10 @@ class BesideOrder(MegatronOrder):
         under_way: dict[tuple[Whole, int, int], Iterator[Piece]] = {}
         for what, chunk, number, tensor in actions:
             if tensor is not None:
-                size = self.sizes.of(tensor) if what == "begin" else -self.sizes.of(tensor)
-                if not (inside and tensor in MADE):
-                    total = total.then(change(size, CATEGORIES[tensor], f"{at}/pipeline/{NAMES.get(tensor, '')}"))
+                hold = self.begun(chunk, tensor)
+                size = hold.bytes if what == "begin" else -hold.bytes
+                if not (inside and what == "begin" and tensor in MADE):
+                    total = total.then(change(size, hold.category, f"{at}/pipeline/{NAMES.get(tensor, tensor)}"))
                 inside = False
                 continue
             if what in WHOLE:
@@ -146,6 +169,9 @@ class BesideOrder(MegatronOrder):
             total = total.then(done.within(str(number)))
             at, inside = f"{number}/{whole}", True
         return total
+
+    def begun(self, chunk: int, tensor: str) -> Hold:
+        return Hold(0, self.hidden, Category.ACTIVATIONS) if tensor == EMBEDDED else super().begun(chunk, tensor)
 
     @property
     def shortened(self) -> list[Action]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import field
 from functools import lru_cache
 from typing import Literal
 
@@ -42,7 +43,7 @@ class Schedule:
     """``overlap_p2p_comm``: only with interleaving."""
     overlap_warmup: bool
     """``overlap_p2p_comm_warmup_flush``."""
-    beside: bool = False
+    beside: bool = field(default=False, repr=False)
     """Forward passes take turns with backward passes of other micro-batches, layer by layer
     (``overlap_moe_expert_parallel_comm``): one more forward pass comes first, so that the two do not depend on one
     another."""

@@ -52,12 +52,20 @@ GRAPHED = (
 )
 
 
+BESIDE = (
+    "exchanges of tokens beside another micro-batch: blocks that two streams use are free once their tensors have "
+    "ended, as allocated bytes have it; the allocator hands them out again a little later, when both streams are done; "
+    "a step's time hides exchanges in all passes, though nothing runs beside the first and the last ones"
+)
+
+
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     given = plan.megatron
     further = {
         SHARDED: given.fsdp != "none",
         OFFLOADED: given.offload_modules is not None,
         GRAPHED: given.cuda_graphs != "none",
+        BESIDE: plan.experts.overlap_exchange,
     }
     return (*_code(plan), *(said for said, applies in further.items() if applies))
 

@@ -16,13 +16,13 @@ gradients of weights, ``front`` is what comes before the first layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 
 from ...tape.events import Hook
 from ...values import dataclass
 from .. import ops
-from ..autograd import Delayed, Gradients, Leaf, Recorder, Tensor
+from ..autograd import Delayed, Gradients, Leaf, Node, Recorder, Tensor
 from ..work import NOTHING
 from . import block, dispatch, grouped, local, moe, router
 from .grouped import Discard, joined
@@ -59,7 +59,7 @@ def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 
 @dataclass(eq=False, frozen=True)
-class _Part:
+class Part:
     """``TransformerLayerNode``."""
 
     pool: int
@@ -70,7 +70,9 @@ class _Part:
     detached: list[tuple[Tensor, Leaf]] = field(default_factory=list)
     """For later parts,"""
     before: list[Tensor] = field(default_factory=list)
-    """and what they were."""
+    """and what they were,"""
+    reached: Gradients = field(default_factory=list)
+    """whose graphs end in leaves: inputs, with their gradients."""
     later: list[Delayed] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     """Recomputed for products that are delayed."""
@@ -106,6 +108,10 @@ class _Part:
         r.backward(root, [r.outside((), "fp32")])
         r.delayed = outer
         made = [leaf.take() for _, leaf in self.inputs]
+        reached = _leaves(self.before)
+        for (one, leaf), gradient in zip(self.inputs, made, strict=True):
+            if leaf.node in reached:
+                self.reached.extend((one, gradient))
         self.inputs.clear()
         self.outputs.clear()
         given.clear()
@@ -129,6 +135,19 @@ class _Part:
             leaf.take()
         self.detached.clear()
         self.before.clear()
+        self.reached.clear()
+
+
+def _leaves(tensors: Sequence[Tensor]) -> set[Node]:
+    """Where the graphs of ``tensors`` begin, which hold those leaves for as long as they are there themselves."""
+    todo = [one.node for one in tensors if one.node is not None]
+    seen = set(todo)
+    while todo:
+        for edge in todo.pop().inputs:
+            if edge is not None and edge[0] not in seen:
+                seen.add(edge[0])
+                todo.append(edge[0])
+    return seen
 
 
 def _arrive(r: Recorder, made: list[tuple[Tensor, Gradients]]) -> None:
@@ -162,8 +181,8 @@ class _Layer:
 
     def __init__(self, shape: CoreShape, overlap: Overlap) -> None:
         self.shape, self.overlap = shape, overlap
-        self.pre, self.mlp = (_Part(0, overlap.delays) for _ in range(2))
-        self.dispatch, self.combine = (_Part(STREAM, overlap.delays) for _ in range(2))
+        self.pre, self.mlp = (Part(0, overlap.delays) for _ in range(2))
+        self.dispatch, self.combine = (Part(STREAM, overlap.delays) for _ in range(2))
 
     def forward(self, r: Recorder, hidden: Tensor) -> Tensor:
         r.seam(PRE, Hook.PIECE)
