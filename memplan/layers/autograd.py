@@ -273,7 +273,7 @@ class Recorder:
     """how many they are,"""
     of_loss: bool = False
     """and whether some of them are logits."""
-    delayed: list[Delayed] | None = None
+    later_products: list[Delayed] | None = None
     """Products for gradients of weights that are computed behind the backward pass, where they are,"""
     delayed_experts: list[Delayed] | None = None
     """those of experts alone, while their forward pass runs,"""

@@ -231,7 +231,7 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
             else:
                 made.append(r.empty(weight, dtype, f"grad_experts_{name}_weight_dummy") if fresh else None)
         fed.again(r)
-        if waiting is not None or r.delayed is not None:
+        if waiting is not None or r.later_products is not None:
             held: list[Any] = [*gradients, *r.unpacked] if shape.low is None else []
             return [grad, *later(r, held, made), *[None] * (count * biased)]
         fed.clear()
@@ -249,7 +249,7 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
             fed.clear()
             return [(parameter, [one]) for parameter, one in zip(taken, every, strict=True)]
 
-        queue = waiting if waiting is not None else r.delayed
+        queue = waiting if waiting is not None else r.later_products
         assert queue is not None
         queue.append(products)
         return made

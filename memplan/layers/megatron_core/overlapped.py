@@ -101,12 +101,12 @@ class Part:
         """Gradients of the inputs; those ``given`` for the outputs live until it has ended."""
         gradients: Gradients = [*given, *(leaf.gradient for _, leaf in self.detached)]
         outputs = [*self.outputs, *self.before]
-        outer, r.delayed = r.delayed, self.later if self.delays else None
+        outer, r.later_products = r.later_products, self.later if self.delays else None
         root = [joined(r, outputs, [one and one.alias() for one in gradients])]
         gradients.clear()
         outputs.clear()
         r.backward(root, [r.outside((), "fp32")])
-        r.delayed = outer
+        r.later_products = outer
         made = [leaf.take() for _, leaf in self.inputs]
         reached = _leaves(self.before)
         for (one, leaf), gradient in zip(self.inputs, made, strict=True):

@@ -108,7 +108,7 @@ def _column_backward(
     layer = fed.layer
     grad = r.empty(layer.like, layer.dtype, f"grad_{layer.name}_scattered") if layer.gathers else whole
     fed.turned(r, total)
-    if r.delayed is not None:
+    if r.later_products is not None:
         held: list[Any] = [*total, *_operands_held(fed, gradients), *([] if fed.apart else r.unpacked)]
         total.clear()
         return [grad, *_later(r, fed, shape, held, parameters)]
@@ -159,7 +159,7 @@ def norm_column_linear(
         whole = fed.product_back(r)
         grad = r.empty(like, dtype, f"grad_{name}_scattered") if gathers else whole
         fed.turned(r, total)
-        delays = r.delayed is not None
+        delays = r.later_products is not None
         if delays:
             held: list[Any] = [*total, *_operands_held(fed, gradients), *([] if fed.apart else cleared)]
             made = _later(r, fed, shape, held, (weight, *added))
@@ -280,8 +280,8 @@ def _later(
         whole = [one.gradient if isinstance(one, Unsummed) else one for one in made]
         return [(parameter, [one]) for parameter, one in zip(parameters, whole, strict=True)]
 
-    assert r.delayed is not None
-    r.delayed.append(product)
+    assert r.later_products is not None
+    r.later_products.append(product)
     return [_dummy(r, layer, shape), *[None] * (len(parameters) - 1)]
 
 
