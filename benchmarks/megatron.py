@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from json import dumps
@@ -71,9 +71,8 @@ EXPERTS = "experts"
 
 """Groups of rows that share what is special about them, by their ids."""
 
-NOT_MODELLED = (
+NOT_MODELLED: tuple[tuple[str, Callable[[Row], bool]], ...] = (
     ("fp8 over fp32", lambda row: "--fp8-format" in row["arguments"] and "--bf16" not in row["arguments"]),
-    ("experts' exchange beside computation", lambda row: "--overlap-moe-expert-parallel-comm" in row["arguments"]),
     ("elastic hybrids", lambda row: "--flextron" in row["arguments"]),
 )
 """Why a row is not estimated, first match."""

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from ..result import Failure
 from ..tape.events import Category, Event, Hold
-from ..tape.program import Action, Program, What
+from ..tape.program import WHOLE, Action, Program, What, forward_passes
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, SegmentPool
 from .caching import AllocatorSettings
@@ -155,14 +155,16 @@ class _LimitedRun(Run):
             self._fails(error, phase, "optimizer" if phase else "", name, None)
 
     def run(self, what: What, number: int, microbatch: int) -> None:
+        chunk, role = self.chunks[number], self.program.order.role(microbatch)
+        whole = WHOLE.get(what, what)
+        start = chunk.next_piece(WHOLE[what], microbatch, role)[0] if what in WHOLE else 0
         try:
             super().run(what, number, microbatch)
         except OutOfMemoryError as error:
-            chunk, role = self.chunks[number], self.program.order.role(microbatch)
-            place, tensor = chunk.passes.name(what, role, self.rank.failed_at)
+            place, tensor = chunk.passes.name(whole, role, start + self.rank.failed_at)
             spans = chunk.chunk.unrolled or (*chunk.chunk.spans, *chunk.chunk.losses)
             module = [name for span in spans for name in span.names][place]
-            self._fails(error, "forward" if what in ("forward", "loss") else "backward", module, tensor, microbatch)
+            self._fails(error, "forward" if whole in ("forward", "loss") else "backward", module, tensor, microbatch)
 
     def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
         try:
@@ -202,8 +204,7 @@ def replay_within(
     rank = LimitedRank(settings, device)
     memory = rank.memory
     actions = list(program.order.shortened)
-    forward = sum(action.what == "forward" for action in actions)
-    partial = forward < program.order.microbatches * len(program.order.chunks)
+    partial = len(forward_passes(actions)) < program.order.microbatches * len(program.order.chunks)
     retries: list[int] = []
     try:
         run = _LimitedRun(program, rank, workspaces_of(program, workspaces))

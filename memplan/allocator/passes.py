@@ -14,8 +14,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ..layers.module import SHARED, STALE, Module, Tapes
-from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, Bytes, Category, Drop, Hold, Tape
-from ..tape.program import Chunk, Hooked, Role, Span, What
+from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, Bytes, Category, Drop, Hold, Hook, Seam, Tape
+from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, Step, Stretch
 from .caching import AllocatorSettings
@@ -131,6 +131,7 @@ class Passes:
         self.staying = [at + module.slot for at, module in zip(self.offsets, modules, strict=True) if module.slot]
         """Slots of tensors that forward leaves behind for a later micro-batch to end."""
         self._made: dict[tuple[What, Role], Pass] = {}
+        self._pieces: dict[tuple[Whole, Role], tuple[tuple[int, Pass], ...]] = {}
         self._left: dict[int, Operation] = {}
         """What any pass so far leaves, by slot."""
 
@@ -141,6 +142,22 @@ class Passes:
             own = self._forward_role(role) if what == "forward" else role
             found = self._make(what, role) if own == role else self.of(what, own)
             self._made[what, role] = found
+        return found
+
+    def pieces(self, whole: Whole, role: Role) -> tuple[tuple[int, Pass], ...]:
+        """The pieces of a pass (``Hook.PIECE``), each with the place of its first operation."""
+        found = self._pieces.get((whole, role))
+        if found is None:
+            every, starts, at = self.of(whole, role).operations, [0], 0
+            for _, tape in self._tapes_in_order(whole, role):
+                for event in tape:
+                    if isinstance(event, Seam):
+                        starts += [at] if event.hook is Hook.PIECE else []
+                    else:
+                        at += event.bytes > 0
+            ends = [*starts[1:], len(every)]
+            found = tuple((start, _part(every[start:end])) for start, end in zip(starts, ends, strict=True))
+            self._pieces[whole, role] = found
         return found
 
     def operation(self, place: int, hold: Hold) -> Operation:

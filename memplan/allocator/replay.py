@@ -23,7 +23,7 @@ from functools import cached_property
 from ..layers.module import Parameter
 from ..optimizers.base import State
 from ..tape.events import Bytes, Category, Drop, Event, Hold
-from ..tape.program import SLOT, Action, Chunk, Exchanged, Program, Role, What, drop_all
+from ..tape.program import SLOT, WHOLE, Action, Chunk, Exchanged, Program, Role, What, Whole, drop_all
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
@@ -177,6 +177,8 @@ class _Chunk:
         """What micro-batches leave until all have ended, with the frames of its blocks."""
         self.gradients: dict[int, Operation] = {}
         """What they leave until the step, by slot in ``base``, in the order of the parameters."""
+        self.under_way: dict[tuple[Whole, int], tuple[list[int], int]] = {}
+        """Frames of passes of which pieces are left to run, and the place of the next one."""
         self.slots: deque[int] = deque()
         """Blocks of tensors that a later micro-batch displaces."""
         self._left: dict[Pass, tuple[list[Operation], list[Operation]]] = {}
@@ -194,9 +196,34 @@ class _Chunk:
         self.base = [NO_BLOCK] * self.passes.slots
 
     def run(self, rank: Rank, what: What, microbatch: int, role: Role) -> tuple[Pass, list[int]]:
-        """A pass, or what hooks do besides, which is the first micro-batch's."""
+        """A pass, its next piece, or what hooks do besides, which is the first micro-batch's."""
+        if what in WHOLE:
+            return self._run_piece(rank, WHOLE[what], microbatch, role)
+        events = self.passes.of(what, role)
+        frame = self._opened(what, microbatch, events)
+        rank.run(events, frame)
+        self._closed(what, events, frame)
+        return events, frame
+
+    def _run_piece(self, rank: Rank, whole: Whole, microbatch: int, role: Role) -> tuple[Pass, list[int]]:
+        events, pieces = self.passes.of(whole, role), self.passes.pieces(whole, role)
+        known = self.under_way.pop((whole, microbatch)) if (whole, microbatch) in self.under_way else None
+        frame, at = known or (self._opened(whole, microbatch, events), 0)
+        rank.run(pieces[at][1], frame)
+        if at + 1 < len(pieces):
+            self.under_way[whole, microbatch] = frame, at + 1
+        else:
+            self._closed(whole, events, frame)
+        return events, frame
+
+    def next_piece(self, whole: Whole, microbatch: int, role: Role) -> tuple[int, int]:
+        """The places of the first and the last operation, the latter excluded, of the piece that runs next."""
+        _, at = self.under_way.get((whole, microbatch), (None, 0))
+        start, piece = self.passes.pieces(whole, role)[at]
+        return start, start + len(piece.operations)
+
+    def _opened(self, what: What, microbatch: int, events: Pass) -> list[int]:
         passes, base = self.passes, self.base
-        events = passes.of(what, role)
         if what == "forward":
             frame = self.frames[microbatch] = [NO_BLOCK] * passes.slots if microbatch else base
             if passes.stale:
@@ -209,7 +236,10 @@ class _Chunk:
         for slot in events.inherited:
             base[slot], frame[slot] = NO_BLOCK, base[slot]
             self.gradients.pop(slot, None)
-        rank.run(events, frame)
+        return frame
+
+    def _closed(self, what: What, events: Pass, frame: list[int]) -> None:
+        passes, base = self.passes, self.base
         if frame is base:
             for slot in events.spent:
                 base[slot] = NO_BLOCK
@@ -222,7 +252,6 @@ class _Chunk:
                 self.gradients[operation.slot] = operation
                 base[operation.slot] = frame[operation.slot]
             self.left += [(frame, operation) for operation in others]
-        return events, frame
 
     def _told_apart(self, what: What, events: Pass) -> tuple[list[Operation], list[Operation]]:
         """What a pass leaves: gradients, and what ends when all micro-batches have."""

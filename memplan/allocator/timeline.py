@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from ..tape.events import Bytes, Category, Event, Hold
-from ..tape.program import Action, Chunk, Program, Role, What
+from ..tape.program import WHOLE, Action, Chunk, Program, Role, What, forward_passes
 from ..values import dataclass
 from .blocks import ADDRESS, LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
@@ -97,7 +97,7 @@ def timeline(program: Program, settings: AllocatorSettings, workspaces: Sequence
     rank.flush()
     run.step()
     rank.flush()
-    shown = sum(action.what == "forward" and not action.chunk for action in actions)
+    shown = sum(not chunk for chunk, _ in forward_passes(actions))
     return Timeline(program.stage, tuple(rank.points), rank.event, rank.found, shown, program.microbatches)
 
 
@@ -138,7 +138,11 @@ class NamedRun(Run):
         rank = self.rank
         chunk, role = self.chunks[number], self.program.order.role(microbatch)
         rank.phase, rank.microbatch = "backward" if what in BACKWARD else "forward", microbatch
-        rank.names = _names(chunk.chunk, chunk.passes, what, role, rank.phase)
+        if what in WHOLE:
+            start, end = chunk.next_piece(WHOLE[what], microbatch, role)
+            rank.names = _names(chunk.chunk, chunk.passes, WHOLE[what], role, rank.phase)[start:end]
+        else:
+            rank.names = _names(chunk.chunk, chunk.passes, what, role, rank.phase)
         super().run(what, number, microbatch)
 
     def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
@@ -248,7 +252,7 @@ class _Recording(NamedRun):
         role, step = self.program.order.role, (*self.program.step, *self.program.late_step)
         passes = (
             len(self.chunks[one.chunk].passes.of(one.what, role(one.microbatch)).operations)
-            if one.tensor is None
+            if one.tensor is None and one.what not in WHOLE
             else 1
             for one in actions
         )
@@ -266,7 +270,7 @@ class _Recording(NamedRun):
             self.rank.drop(*found)
 
 
-BACKWARD = ("backward", "reduce")
+BACKWARD = ("backward", "reduce", "backward_piece")
 
 
 @lru_cache(maxsize=256)

@@ -110,6 +110,8 @@ BESIDE = frozenset({Category.WORKSPACES, Category.COMMUNICATION_BUFFERS})
 """Categories of tensors that kernels fill beside their results, or that arrive."""
 
 Gradients = list["Tensor | None"]
+Delayed = Callable[["Recorder"], list[tuple["Tensor", Gradients]]]
+"""A product for gradients of weights, run later than the rest of its layer's backward: parameters and gradients."""
 Backward = Callable[["Recorder", Gradients], Sequence["Tensor | Unsummed | None"]]
 
 
@@ -177,8 +179,8 @@ class Leaf:
     """A tensor that gradients arrive at: a parameter, or a layer's input."""
 
     __slots__ = (
-        "dtype", "expert", "four_bit", "gradient", "has_gradient", "is_parameter", "low", "name", "node", "shape",
-        "trained",
+        "copies", "dtype", "expert", "four_bit", "gradient", "has_gradient", "is_parameter", "low", "name", "node",
+        "shape", "trained",
     )  # fmt: skip
 
     def __init__(self, name: str, shape: Shape, dtype: str, is_parameter: bool, has_gradient: bool) -> None:
@@ -196,6 +198,8 @@ class Leaf:
         """How a quantised parameter is stored."""
         self.low: Low | None = None
         """In what its products read it, where that is not the parameter itself."""
+        self.copies = False
+        """A gradient that others have, too, is copied (``accumulate_grad.h``, ``accumulateGrad``)."""
         self.gradient: Tensor | None = None
         self.node = Accumulate(self)
 
@@ -269,6 +273,12 @@ class Recorder:
     """how many they are,"""
     of_loss: bool = False
     """and whether some of them are logits."""
+    later_products: list[Delayed] | None = None
+    """Products for gradients of weights that are computed behind the backward pass, where they are,"""
+    delayed_experts: list[Delayed] | None = None
+    """those of experts alone, while their forward pass runs,"""
+    until_delayed: list[Tensor] | None = None
+    """and what was recomputed for them, of the part of a layer that is run."""
     required: list[Leaf] = field(default_factory=list)
     """Leaves made by ``requires_grad_``, whose tensor and gradient live as long as the graph."""
 
@@ -577,11 +587,17 @@ class Recorder:
         if leaf.is_parameter and self.seams:
             self.seam(leaf.name, Hook.GRADIENT, gradient.storage.id)
         if not leaf.is_parameter:
-            leaf.gradient = gradient
+            shared = leaf.copies and getrefcount(gradient.storage) > 2
+            leaf.gradient = self.empty(gradient.shape, gradient.dtype, "gradient_copied") if shared else gradient
         elif not leaf.has_gradient and not self.consumes_gradients:
             self.recategorise(gradient.storage, Category.GRADIENTS)
             leaf.gradient = gradient
             leaf.has_gradient = True
+
+    def arrives(self, parameter: Tensor, gradients: Gradients) -> None:
+        """The gradient of ``parameter`` is there, outside of a backward pass. ``gradients`` is emptied."""
+        assert isinstance(parameter.node, Accumulate)
+        self._accumulate(parameter.node.leaf, gradients)
 
     # -- result -----------------------------------------------------------------------------------
 

@@ -161,7 +161,8 @@ def grown(two: Passes, four: Passes, b: int) -> Passes | None:
         if isinstance(x, str):
             return x
         if isinstance(x, tuple):
-            return type(x)(*[one if one == other else field(one, other) for one, other in zip(x, y, strict=True)])
+            parts = [one if one == other else field(one, other) for one, other in zip(x, y, strict=True)]
+            return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
         return x + (y - x) * steps
 
     def of(first: Counted, second: Counted) -> Counted:

@@ -86,6 +86,12 @@ class Scan(NamedTuple):
         return 1 if isinstance(self.kernel, Product) else self.kernel.launches
 
 
+class Together(NamedTuple):
+    """Kernels that run while one collective does, each so often."""
+
+    kernels: tuple[tuple[Stream | Product | Attention | Scan, int], ...]
+
+
 Alone = Stream | Product | Attention | Scan
 """What a GPU does by itself."""
 
@@ -102,7 +108,7 @@ class Exchange(NamedTuple):
     bytes: float
     """Of the whole tensor: what an all-gather gives and a reduce-scatter takes."""
     axis: Axis = "tp"
-    beside: Alone | None = None
+    beside: Alone | Together | None = None
     """What runs meanwhile."""
     times: int = 1
     """How often."""

@@ -300,7 +300,17 @@ class Experts(FrameworkSection, Terse):
     """How a model with experts is trained; Megatron-Core's arguments are called ``--moe-…``."""
 
     unsaid: ClassVar[frozenset[str]] = frozenset(
-        {"router_padding", "flex_backend", "squared_relu_fusion", "input_jitter", "router_fusion"}
+        {
+            "router_padding",
+            "flex_backend",
+            "squared_relu_fusion",
+            "input_jitter",
+            "router_fusion",
+            "overlap_exchange",
+            "delay_wgrad",
+            "early_attention_release",
+            "wgrad_beside_dispatch",
+        }
     )
 
     imbalance: str = Field(
@@ -337,6 +347,29 @@ class Experts(FrameworkSection, Terse):
         False,
         description="pad the input of every expert to its capacity",
         json_schema_extra={"flag": "--moe-pad-to-capacity"},
+    )
+    overlap_exchange: bool = Field(
+        False,
+        description="tokens are exchanged beside another micro-batch's computation: its layers' forward passes take "
+        "turns with this one's backward passes",
+        json_schema_extra={"flag": "--moe-overlap-exchange"},
+    )
+    delay_wgrad: bool = Field(
+        False,
+        description="with overlap_exchange: products for gradients of weights come behind the rest of a layer's "
+        "backward",
+        json_schema_extra={"flag": "--moe-delay-wgrad"},
+    )
+    early_attention_release: bool = Field(
+        False,
+        description="with overlap_exchange: attention's backward comes before the other micro-batch's experts",
+        json_schema_extra={"flag": "--moe-early-attention-release"},
+    )
+    wgrad_beside_dispatch: bool = Field(
+        False,
+        description="gradients of experts' weights are computed beside the exchange of tokens in backward, of the "
+        "same micro-batch",
+        json_schema_extra={"flag": "--moe-wgrad-beside-dispatch"},
     )
     grouped_gemm: bool = Field(
         True,

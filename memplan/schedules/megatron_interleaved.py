@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import field
 from functools import lru_cache
 from typing import Literal
 
@@ -17,7 +18,7 @@ KINDS: tuple[Kind, ...] = ("input", "output", "stub", "output_grad", "input_grad
 
 
 @lru_cache(maxsize=1 << 16)
-def _action(what: What, chunk: int, number: int, tensor: Kind | None = None) -> Action:
+def action(what: What, chunk: int, number: int, tensor: Kind | None = None) -> Action:
     """The schedules of all stages name the same passes and tensors: one object for equal ones. Tensors between stages
     are numbered by kind, in order of appearance."""
     return Action(what, chunk, number, tensor)
@@ -42,6 +43,10 @@ class Schedule:
     """``overlap_p2p_comm``: only with interleaving."""
     overlap_warmup: bool
     """``overlap_p2p_comm_warmup_flush``."""
+    beside: bool = field(default=False, repr=False)
+    """Forward passes take turns with backward passes of other micro-batches, layer by layer
+    (``overlap_moe_expert_parallel_comm``): one more forward pass comes first, so that the two do not depend on one
+    another."""
 
     @property
     def first(self) -> bool:
@@ -56,6 +61,7 @@ class Schedule:
         """Forward passes before the first backward's own; ``get_pp_rank_microbatches``."""
         behind = self.stages - self.stage - 1
         wanted = behind if self.chunks == 1 else 2 * behind + (self.chunks - 1) * self.group
+        wanted += self.beside
         return min(wanted, self.microbatches * self.chunks)
 
     def receives(self, chunk: int) -> bool:
@@ -90,7 +96,7 @@ class Rank:
     def forward(self, chunk: int, microbatch: int, input: Input | None) -> Output:
         """A pass, and its output or loss."""
         self.inputs[chunk] = input
-        self.events.append(_action("forward", chunk, microbatch))
+        self.events.append(action("forward", chunk, microbatch))
         if self.plan.sends(chunk):
             return Output(input, Tensor(self, "output"))
         self.reports.append(Tensor(self, "report"))
@@ -98,7 +104,7 @@ class Rank:
 
     def backward(self, chunk: int, microbatch: int, input: Input | None) -> Tensor | None:
         """A pass; the gradient of its input, which the input holds, too (``retain_grad``)."""
-        self.events.append(_action("backward", chunk, microbatch))
+        self.events.append(action("backward", chunk, microbatch))
         if input is None:
             return None
         input.grad = Tensor(self, "input_grad")
@@ -115,11 +121,11 @@ class Tensor:
         self.kind = kind
         self.number = number = rank.numbers[kind]
         rank.numbers[kind] = number + 1
-        rank.events.append(_action("begin", 0, number, kind))
+        rank.events.append(action("begin", 0, number, kind))
 
     def __del__(self) -> None:
         if not self.rank.closed:
-            self.rank.events.append(_action("end", 0, self.number, self.kind))
+            self.rank.events.append(action("end", 0, self.number, self.kind))
 
 
 class Input(Tensor):

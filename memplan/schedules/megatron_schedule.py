@@ -20,6 +20,9 @@ variables of the same scope, and CPython ends them at the same point. What they 
 The request of an uncoalesced send or receive holds its tensor as long as it exists itself
 (``ProcessGroupNCCL.cpp``, ``pointToPoint``: ``work->outputs_``).
 
+Where passes take turns (``megatron_beside``), two pieces in a row, of a forward and a backward pass, are all that these
+two do up to the exchange between stages, and the next two the rest.
+
 ``trace(schedule)`` gives the actions: behind a pass comes the ``output`` or ``input_grad`` that it leaves.
 ``megatron_fold.reduced`` shortens a schedule to what does not repeat. The interleaved schedule itself is in
 ``megatron_interleaved``.
@@ -32,6 +35,7 @@ from functools import lru_cache
 
 from ..plan.errors import PlanError
 from ..tape.program import Action
+from .megatron_beside import Beside, one_stage_beside
 from .megatron_interleaved import FINALIZE, KINDS, Input, Interleaved, Kind, Output, Rank, Schedule, Tensor, deallocate
 
 __all__ = ["KINDS", "Kind", "Schedule", "schedule", "trace"]
@@ -46,6 +50,7 @@ def schedule(
     group: int | None = None,
     overlap: bool = True,
     overlap_warmup: bool = False,
+    beside: bool = False,
 ) -> Schedule:
     """The schedule of one rank; ``PlanError`` where Megatron-Core itself would stop.
 
@@ -55,7 +60,9 @@ def schedule(
     if chunks == 1:
         if overlap_warmup:
             raise PlanError("pipeline.overlap_p2p_warmup", True, "needs the interleaved schedule: layout.vpp above 1")
-        return Schedule(stage, stages, 1, microbatches, stages, False, False)
+        if beside and stages > 1:
+            raise PlanError("layout.vpp", 1, "must be above 1 with experts.overlap_exchange and pipeline stages")
+        return Schedule(stage, stages, 1, microbatches, stages, False, False, beside)
     if stages < 2 or (stages == 2 and not overlap):
         least = "2" if overlap else "3 without overlapped p2p communication"
         raise PlanError("layout.vpp", chunks, f"the interleaved schedule needs layout.pp of at least {least}")
@@ -74,7 +81,7 @@ def schedule(
             f"{microbatches} micro-batches in groups of {size} leave {microbatches % size}: "
             f"must leave none, or at least {stages} (layout.pp)",
         )
-    return Schedule(stage, stages, chunks, microbatches, size, overlap, overlap_warmup)
+    return Schedule(stage, stages, chunks, microbatches, size, overlap, overlap_warmup, beside)
 
 
 @lru_cache(maxsize=32)
@@ -90,8 +97,10 @@ def trace(plan: Schedule) -> tuple[Action, ...]:
             left.grad = Tensor(rank, "input_grad")
             del left
     rank.events.clear()
-    run = _one_chunk if plan.chunks == 1 else Interleaved(rank).run
-    run(rank)
+    if plan.chunks == 1:
+        (one_stage_beside if plan.beside else _one_chunk)(rank)
+    else:
+        (Beside if plan.beside else Interleaved)(rank).run(rank)
     events = tuple(rank.events)
     rank.closed = True
     return events

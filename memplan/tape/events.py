@@ -132,6 +132,7 @@ class Hook(Enum):
     BEFORE_BACKWARD = "before a module's backward"
     AFTER_BACKWARD = "behind a module's backward"
     GRADIENT = "a parameter's gradient has arrived, and is not yet added to another"
+    PIECE = "a piece of a pass begins, beside which another micro-batch's may run"
 
 
 class Seam(NamedTuple):
@@ -252,8 +253,8 @@ def cut(tape: Tape) -> tuple[Run, ...]:
 def _runs(tape: Tape) -> tuple[Run, ...]:
     places = [at for at, event in enumerate(tape) if _is_hook(event)]
     starts = [0, *(at + 1 for at in places)]
-    runs = [(tuple(tape[start:at]), tape[at]) for start, at in zip(starts, places, strict=False)]
-    return (*runs, (tuple(tape[starts[-1] :]), None))  # type: ignore[arg-type]
+    runs = [(Stretch(tape[start:at]), tape[at]) for start, at in zip(starts, places, strict=False)]
+    return (*runs, (Stretch(tape[starts[-1] :]), None))  # type: ignore[arg-type]
 
 
 def insert(tape: Tape, at: Callable[[Seam], Iterable[Event]], taken: Container[int] = ()) -> Tape:

@@ -23,10 +23,12 @@ from .events import (
     Drop,
     Excursion,
     Hold,
+    Hook,
     Stretch,
     Tape,
     change,
     compose,
+    cut,
     fold,
     fold_once,
 )
@@ -113,9 +115,10 @@ class Kept:
 
 What = Literal[
     "forward", "loss", "backward", "unshard", "wait", "reshard", "reduce", "merge",
-    "begin", "end", "begin_all", "end_all",
+    "begin", "end", "begin_all", "end_all", "forward_piece", "backward_piece",
 ]  # fmt: skip
-"""What a rank does. ``unshard`` to ``reduce`` are done by hooks outside of passes; a tensor between passes may
+"""What a rank does. ``forward_piece`` and ``backward_piece``: the next piece of a pass that takes turns with another
+(``Hook.PIECE``). ``unshard`` to ``reduce`` are done by hooks outside of passes; a tensor between passes may
 ``begin`` and ``end`` where the schedule says. ``begin_all`` and ``end_all``: as many tensors, those that micro-batches
 left out would leave, as the action's number of a micro-batch says."""
 
@@ -163,6 +166,23 @@ class Passes:
 
     forward: Excursion
     backward: Excursion
+
+
+Whole = Literal["forward", "backward"]
+WHOLE: Mapping[What, Whole] = MappingProxyType({"forward_piece": "forward", "backward_piece": "backward"})
+"""The pass that a piece is of."""
+
+
+def forward_passes(actions: Iterable[Action]) -> set[tuple[int, int]]:
+    """Chunks and micro-batches of the forward passes among ``actions``, whole or in pieces."""
+    return {(one.chunk, one.microbatch) for one in actions if WHOLE.get(one.what, one.what) == "forward"}
+
+
+class Piece(NamedTuple):
+    """Of a pass: from one seam of ``Hook.PIECE`` to the next. The first piece has no label."""
+
+    label: str
+    excursion: Excursion
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,6 +243,16 @@ class Chunk:
         return next((Lasting(place, hold) for hold in found), None)
 
     @cached_property
+    def pieces(self) -> Mapping[Whole, tuple[Piece, ...]]:
+        """Of the passes of a micro-batch that adds to gradients, in the order in which they run without another one."""
+        modules = [(span.module, name) for span in self.spans for name in span.names]
+        back = [(module.steady.backward, f"backward/{name}") for module, name in reversed(modules)]
+        return {
+            "forward": _pieces([(module.steady.forward, f"forward/{name}") for module, name in modules]),
+            "backward": _pieces(back),
+        }
+
+    @cached_property
     def ends(self) -> dict[str, Excursion]:
         """Of each tensor that outlives its pass."""
         found = {tensor: self.lasting(tensor, True) for tensor in LASTING}
@@ -244,6 +274,17 @@ class Chunk:
             return [_within(tapes_of(span.module, first).backward_fold, "backward", span) for span in spans]
         phase = "backward" if what == "reduce" else "forward"
         return [fold(one.events).within(f"{phase}/{one.name}") for one in self.hooks.get(what, ())]
+
+
+def _pieces(tapes: Sequence[tuple[Tape, str]]) -> tuple[Piece, ...]:
+    found, label, parts = list[Piece](), "", list[Excursion]()
+    for tape, name in tapes:
+        for events, seam in cut(tape):
+            parts.append(fold_once(events).within(name))
+            if seam is not None and seam.hook is Hook.PIECE:
+                found.append(Piece(label, compose(parts)))
+                label, parts = seam.name, []
+    return (*found, Piece(label, compose(parts)))
 
 
 LASTING = ("output", "input_gradient", "loss", "loss_gradient")

@@ -400,6 +400,17 @@ def experts() -> Iterator[str]:
         yield f"{job} --mtp-layers 1 --cp 2 --tp 2"
         yield f"{job} --recompute selective --recompute-modules mla_up_proj,layernorm,shared_experts --no-rope-fusion"
     yield f"{job} --mtp-layers 1 --pp 4 --gpus 32 --pipeline-layout 'Et|tt|tm|L'"
+    for model in ("qwen3-30b-a3b", "deepseek-v3"):
+        job = (
+            f"--model {model} --layers 4 --seq 2048 --framework megatron --gpu h200 --gpus 16 --ep 8 --zero 1 --gbs 64"
+        )
+        for more in (
+            "", "--pp 2 --vpp 2", "--moe-delay-wgrad", "--pp 2 --vpp 2 --moe-delay-wgrad --mtp-layers 1",
+            "--pp 2 --vpp 2 --moe-early-attention-release --recompute selective --recompute-modules layernorm,moe_act",
+            "--tp 2 --cp 2 --moe-delay-wgrad", "--fp8 blockwise --moe-delay-wgrad", "--pp 2",
+        ):  # fmt: skip
+            yield f"{job} --moe-overlap-exchange {more}"
+        yield f"{job} --moe-wgrad-beside-dispatch"
     for model in ("llama-4-scout", "llama-4-maverick", "olmoe-1b-7b", "granite-3.0-1b-a400m"):
         yield f"--model {model} --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --gpus 8 --ep 8 --zero 1"
     for framework in ("fsdp", "deepspeed", "single"):

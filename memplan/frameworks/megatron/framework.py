@@ -619,6 +619,84 @@ def check_experts(plan: ResolvedPlan) -> None:
     check_imbalance(plan)
 
 
+def check_overlap(plan: ResolvedPlan) -> None:
+    """The exchange of tokens beside another micro-batch's computation (``transformer_config.py``, ``arguments.py``,
+    ``mcore_fsdp_adapter.py``), as far as it is modelled."""
+    given, megatron, recompute = plan.experts, plan.megatron, plan.recompute
+    _check_delays(plan, _version(megatron.transformer_engine))
+    if not given.overlap_exchange:
+        for name in ("delay_wgrad", "early_attention_release"):
+            if getattr(given, name):
+                raise PlanError(f"experts.{name}", True, "must be false without experts.overlap_exchange")
+        return
+    field, whole = "experts.overlap_exchange", megatron.fsdp == "optim_grads_params"
+    modules = recompute.modules or () if recompute.mode == "selective" else ()
+    reasons = {
+        "must be false without expert parallelism (ep > 1)": plan.layout.ep == 1,
+        "must be false without interleaved stages (vpp > 1) where there is a pipeline": plan.layout.pp > 1
+        and plan.layout.vpp == 1,
+        "must be false with the allgather dispatcher": given.dispatcher == "allgather",
+        "must be false with the flex dispatcher, beside which it is not modelled yet": given.dispatcher == "flex",
+        "must be false with full recompute": recompute.mode == "full",
+        "must be false while experts are recomputed (recompute.modules moe)": "moe" in modules,
+        "must be false with experts.shared_expert_overlap": given.shared_expert_overlap,
+        "must be false with fp32: bf16 and fp16 have it": plan.precision.dtype == "fp32",
+        "must be false with more than one layer of multi-token prediction": plan.model.mtp_layers > 1,
+        "must be false before PyTorch 2.6, with which it hangs": _version(plan.torch) < (2, 6),
+        "must be false with CUDA graphs, beside which it is not modelled yet": megatron.cuda_graphs != "none",
+        "must be false with activations on the host, beside which it is not modelled yet": megatron.offload_modules
+        is not None,
+        "must be false for hybrids, of which it is not modelled yet": bool(plan.model.layer_pattern),
+        "must be false with deferred weight gradients of the head, beside which it is not modelled yet": (
+            megatron.defer_embedding_wgrad
+        ),
+        "must be false with norms that return the residual (megatron.norm_takes_residual), beside which it is not "
+        "modelled yet": megatron.norm_takes_residual,
+        "must be false with Megatron-FSDP's double buffers": megatron.fsdp_double_buffer,
+        "must be false with sharded parameters (megatron.fsdp) and several micro-batches: gathers for two at once are "
+        "not modelled yet": whole and plan.microbatches > 1,
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError(field, True, problem)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def _check_delays(plan: ResolvedPlan, te: tuple[int, ...]) -> None:
+    """Products for gradients of weights that run later, and the Transformer Engine that they need."""
+    given, megatron = plan.experts, plan.megatron
+    if given.delay_wgrad and given.wgrad_beside_dispatch:
+        problem = "must be false with experts.delay_wgrad: Megatron-Core has one or the other"
+        raise PlanError("experts.wgrad_beside_dispatch", True, problem)
+    beside, fused = given.wgrad_beside_dispatch, megatron.gradient_accumulation_fusion or megatron.fsdp != "none"
+    if beside and (given.overlap_exchange or given.dispatcher != "alltoall" or not given.grouped_gemm or not fused):
+        problem = (
+            "must be false with experts.overlap_exchange, a dispatcher other than alltoall or without "
+            "experts.grouped_gemm, and, but for Megatron-FSDP, without gradient_accumulation_fusion"
+        )
+        raise PlanError("experts.wgrad_beside_dispatch", True, problem)
+    for name in ("delay_wgrad", "wgrad_beside_dispatch"):
+        if not getattr(given, name):
+            continue
+        if megatron.transformer_impl == "local":
+            raise PlanError(f"experts.{name}", True, "must be false with local layers: Transformer Engine's have it")
+        reasons = {
+            (2, 8): "with overlap_grad_reduce" if megatron.overlap_grad_reduce and name == "delay_wgrad" else "",
+            (2, 7): "" if megatron.gradient_accumulation_fusion else "without gradient_accumulation_fusion",
+            (2, 3): "at all",
+        }
+        for least, why in reasons.items():
+            if why and te < least:
+                wanted = ".".join(map(str, least))
+                problem = (
+                    f"must be false before Transformer Engine {wanted} {why}: this plan has {'.'.join(map(str, te))}"
+                )
+                raise PlanError(f"experts.{name}", True, problem)
+
+
 def check_imbalance(plan: ResolvedPlan) -> None:
     """One factor is of the most loaded rank; several are of each layer that has experts."""
     given, model = plan.experts, plan.model
@@ -705,6 +783,7 @@ def _check_multiples(plan: ResolvedPlan, field: str, recipe: str) -> None:
 RULES = (
     check_low_precision,
     check_experts,
+    check_overlap,
     check_optimizer,
     check_offloading,
     check_deferral,

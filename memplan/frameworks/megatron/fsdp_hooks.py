@@ -261,6 +261,8 @@ class _Around(NamedTuple):
                     return self.before
                 case Hook.GRADIENT:
                     return begun.get(seam.name, ())
+                case Hook.PIECE:
+                    return (seam,)
             return self.after
 
         return insert(tape, at)

@@ -57,6 +57,11 @@ GRAPHED_FIRST = (
     "CUDA graphs of attention are captured before the first iteration, which is part of the initialisation: what their "
     "kernels allocate stays reserved, and iterations allocate the rest"
 )
+BESIDE = (
+    "exchanges of tokens beside another micro-batch: blocks that two streams use are free once their tensors have "
+    "ended, as allocated bytes have it; the allocator hands them out again a little later, when both streams are done; "
+    "a step's time hides exchanges in all passes, though nothing runs beside the first and the last ones"
+)
 
 
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
@@ -67,6 +72,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
         OFFLOADED: given.offload_modules is not None,
         GRAPHED_FIRST: first,
         GRAPHED: given.cuda_graphs != "none" and not first,
+        BESIDE: plan.experts.overlap_exchange,
     }
     return (*_code(plan), *(said for said, applies in further.items() if applies))
 

@@ -17,10 +17,23 @@ from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...device.measured import cublas_workspaces
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.coverage import MEGATRON_CORE, check_covered
-from ...layers.megatron_core import bert, block, dispatch, ends, graphs, latent, local, mtp, offload, t5, te_facts
+from ...layers.megatron_core import (
+    bert,
+    block,
+    dispatch,
+    ends,
+    graphs,
+    latent,
+    local,
+    mtp,
+    offload,
+    overlapped,
+    t5,
+    te_facts,
+)
 from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.precision import Low, Recipe
-from ...layers.megatron_core.shape import CoreShape, ExpertShape, Version
+from ...layers.megatron_core.shape import CoreShape, ExpertShape, Overlap, Version
 from ...layers.megatron_core.te_attention import backend
 from ...layers.module import Interface, Module, Options, Parameter, Run, build, hold_bytes
 from ...layers.recompute import recomputed_reentrant
@@ -29,9 +42,10 @@ from ...plan.errors import PlanError
 from ...plan.plan import Pipeline, Recompute
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
+from ...schedules.megatron_beside_fold import BesideOrder
 from ...schedules.megatron_fold import MegatronOrder, layers_in_flight
 from ...schedules.megatron_schedule import Schedule, schedule
-from ...tape.events import Category, Hold, Stretch
+from ...tape.events import Category, Hold, Hook, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
 from ...values import dataclass
 from . import captures, clipping
@@ -117,6 +131,10 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         core=_version(plan.experts.megatron_core),
         low=low_of(plan, te),
     )
+    if plan.experts.overlap_exchange:
+        given = plan.experts
+        together = megatron.fsdp != "none"
+        shape = replace(shape, overlap=Overlap(given.delay_wgrad, given.early_attention_release, together))
     if plan.precision.first_16bit_layers or plan.precision.last_16bit_layers:
         ends_16bit = plan.precision.first_16bit_layers, plan.precision.last_16bit_layers
         shape = replace(shape, sixteen_bit=ends_16bit, layers=spec.layers)
@@ -179,6 +197,7 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
         router_pads=given.router_padding,
         jitters=given.input_jitter,
         router_fusion=given.router_fusion,
+        wgrad_beside=given.wgrad_beside_dispatch,
     )
 
 
@@ -312,7 +331,7 @@ def layers_module(shapes: tuple[CoreShape, ...], options: Options, *, recomputed
 def _layers(r: Recorder, hidden: Tensor, shapes: Sequence[CoreShape]) -> Tensor:
     for i, shape in enumerate(shapes):
         r.prefix = f"{i}." if len(shapes) > 1 else ""
-        hidden = block.layer(r, hidden, shape)
+        hidden = overlapped.layer(r, hidden, shape)
     r.prefix = ""
     return hidden
 
@@ -331,6 +350,8 @@ def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -
         if name == "embedding":
             return Run(known.embedding(r, shape, tied_here=tied_here))
         assert x is not None
+        if name == "head" and shape.overlap is not None:
+            r.seam(overlapped.TAIL, Hook.PIECE)
         if name in known.others:
             return Run(known.others[name](r, x, shape))
         if name == "final_norm":
@@ -358,7 +379,7 @@ def mtp_module(shape: CoreShape, layer_shape: CoreShape, embedded_here: bool, op
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        return Run(mtp.block(r, x, shape, layer_shape, block.layer))
+        return Run(mtp.block(r, x, shape, layer_shape, overlapped.layer))
 
     present = frozenset({ends.WORD, "position.weight"}) if embedded_here else frozenset()
     return build("mtp", recipe, Interface(shape.hidden, _hidden_dtype(shape)), options, present)
@@ -550,6 +571,7 @@ class Stages:
             pipeline.group,
             pipeline.overlap_p2p,
             pipeline.overlap_p2p_warmup,
+            self.job.shape.overlap is not None,
         )
         # buckets are the first stage's (``DistributedDataParallel.__init__``)
         own = self.rules if stage == 0 else self._rules_behind
@@ -607,7 +629,11 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
     layout = plan.layout
     shape = core_shape(plan)
     full = plan.recompute.mode == "full"
-    for reason in (*block.uncovered(shape), *mtp.uncovered(shape, recomputes_layers=full)):
+    for reason in (
+        *block.uncovered(shape),
+        *mtp.uncovered(shape, recomputes_layers=full),
+        *overlapped.uncovered(shape),
+    ):
         raise PlanError("framework", plan.framework, f"has no recipe for {reason}")
     capability = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     pool = graphs.POOL if plan.megatron.cuda_graphs == "full_iteration" else 0
@@ -788,12 +814,19 @@ def _made(
         stage=order.stage,
         ranks=tuple(range(order.stage * per_stage, (order.stage + 1) * per_stage)),
         entries=stage.names,
-        order=MegatronOrder(order, chunks, stage.received, stage.sent),
+        order=_order(stage, chunks, order),
         initialisation=kept.construction.excursion.peak,
         kept=kept,
         saving=saved(kept, states),
         host=kept.host,
     )
+
+
+def _order(stage: _Stage, chunks: tuple[Chunk, ...], order: Schedule) -> MegatronOrder:
+    beside = stage.job.shape.overlap
+    if beside is None:
+        return MegatronOrder(order, chunks, stage.received, stage.sent)
+    return BesideOrder(order, chunks, stage.received, stage.sent, early=beside.early)
 
 
 def _role(entries: Sequence[str]) -> Role:

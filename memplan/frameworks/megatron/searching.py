@@ -102,8 +102,10 @@ class MegatronSearch(FrameworkSearch):
         """Of models with experts or latent attention, modules whose recompute costs least for what it saves come first.
         Layers that predict further tokens are not recomputed whole."""
         modules = tuple(module_sets(plan.model)) or ((),)
-        full = () if plan.model.mtp_layers else (Recomputing("full"),)
-        return NO_RECOMPUTE, *(Recomputing("selective", modules=one) for one in modules), *full
+        beside = plan.experts.overlap_exchange
+        full = () if plan.model.mtp_layers or beside else (Recomputing("full"),)
+        allowed = [one for one in modules if not (beside and "moe" in one)]
+        return NO_RECOMPUTE, *(Recomputing("selective", modules=one) for one in allowed), *full
 
     def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
         groups, optimizer = list[tuple[Extra, ...]](), plan.optimizer
@@ -152,6 +154,9 @@ class MegatronSearch(FrameworkSearch):
         return base.model_copy(update={"layout": updated(base.layout, {"zero": 1})})
 
     def unrunnable(self, space: Space, tp: int, cp: int, pp: int, vpp: int, microbatches: int) -> str:
+        given = space.base.experts
+        if given.overlap_exchange and pp > 1 and vpp == 1:
+            return "the exchange of tokens beside another micro-batch needs interleaved stages"
         if vpp > 1 and microbatches % pp:
             return "interleaving needs micro-batches in multiples of pp"
         if cp > 1 and space.seq % (2 * cp):
@@ -396,6 +401,9 @@ def between(program: Program) -> Range:
     order, kept = program.order, program.kept
     assert isinstance(order, MegatronOrder)
     assert kept is not None
+    if order.schedule.beside:  # folded at once: of pieces of passes there are no bounds
+        peak = fold_program(program).peak
+        return Range(peak, peak)
     moving = megatron_flight.between(order.schedule, [chunk.passes for chunk in order.chunks], order.sizes)
     if moving is None:
         return Range(0, UNBOUNDED)

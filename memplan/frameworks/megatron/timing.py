@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
-from ...layers.module import NO_PASSES, Options, Passes, joined, regrouped, run_again
+from ...layers.module import NO_PASSES, Counted, Options, Passes, joined, regrouped, run_again
+from ...layers.work import Exchange, Kernel, Together
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, named
-from ...search.time.updates import Exchange, Replicas, beside
+from ...search.time.updates import Exchange as Exchanged
+from ...search.time.updates import Replicas, beside
 from .programs import core_shape, end_module, layers_module, module_shapes, mtp_module, stage_entries
 from .states import bucket_size
 
@@ -25,11 +28,39 @@ NOT_OVERLAPPED = (1, 11)
 yet beside its weight gradient, and the latter was added to the buffer by a kernel of its own."""
 
 
+def beside_another(layer: Passes, attention: Passes) -> Passes:
+    """``layer`` with every exchange between expert-parallel ranks beside what another micro-batch computes meanwhile:
+    that of tokens to experts beside experts, that back beside ``attention``, each of the other direction
+    (``TransformerLayerSchedulePlan.run``). Passes before the first such pair and behind the last are timed alike."""
+
+    def of(counted: Counted, experts: Together, others: Together) -> Counted:
+        made: list[tuple[Kernel, int]] = []
+        for kernel, times in counted:
+            if isinstance(kernel, Exchange) and kernel.axis == "ep":
+                back = times // 2
+                made.append((kernel._replace(beside=experts), times - back))
+                made += [(kernel._replace(beside=others), back)] if back else []
+            else:
+                made.append((kernel, times))
+        return tuple(made)
+
+    forward, backward = (
+        (_alone(Counter(dict(whole)) - Counter(dict(part))), _alone(Counter(dict(part))))
+        for whole, part in ((layer.forward, attention.forward), (layer.backward, attention.backward))
+    )
+    return replace(layer, forward=of(layer.forward, *backward), backward=of(layer.backward, *forward))
+
+
+def _alone(kernels: Counter[Kernel]) -> Together:
+    return Together(tuple((kernel, times) for kernel, times in kernels.items() if not isinstance(kernel, Exchange)))
+
+
 @lru_cache(maxsize=4096)
 def _entries(whole: CoreShape, gradients: str | None, recent: bool, full: bool, apart: bool) -> Entries:
     """Of all plans whose layers are of one shape and are recomputed in ``full`` or not; ``apart``: what predicts
     further tokens is not where the head is."""
-    whole = replace(whole, asynchronous=recent, gradient_fusion=whole.gradient_fusion and recent)
+    beside = whole.overlap is not None
+    whole = replace(whole, asynchronous=recent, gradient_fusion=whole.gradient_fusion and recent, overlap=None)
     options = Options(counts="later", consumes_gradients=True, summed=gradients)
     (shape, ends), spec = module_shapes(whole), whole.spec
     front = replace(shape, recompute_modules=())  # also of the ends before the head
@@ -38,7 +69,13 @@ def _entries(whole: CoreShape, gradients: str | None, recent: bool, full: bool, 
         few, times = shape.fewest_experts
         plain = layers_module((replace(few, recompute_modules=()),), options).work
         again = run_again(plain) if full else layers_module((few,), options).work
-        return regrouped(plain, times), regrouped(again, times)
+        both = regrouped(plain, times), regrouped(again, times)
+        if not beside or shape.experts is None:
+            return both
+        attention = replace(few, kind="*", experts=None)
+        return beside_another(both[0], layers_module((replace(attention, recompute_modules=()),), options).work), (
+            beside_another(both[1], layers_module((attention,), options).work)
+        )
 
     embedding, norm = (
         end_module(name, replace(front, experts=None), False, options).work for name in ("embedding", "final_norm")
@@ -100,7 +137,7 @@ class MegatronTime(FrameworkTime):
             return 1
         return max(1, replicas.across_experts.ranks // plan.megatron.distributed_optimizer_instances)
 
-    def exposed(self, replicas: Replicas, rank: Exchange) -> float:
+    def exposed(self, replicas: Replicas, rank: Exchanged) -> float:
         """Experts' gradients have buckets of their own, on the same links."""
         given = replicas.plan.megatron
         reduced, gathered = replicas.exchanged(rank.trained - rank.experts)

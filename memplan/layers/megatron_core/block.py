@@ -163,14 +163,14 @@ def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
             return mamba.layer(r, hidden, shape)
     if shape.kind not in ("-", "E"):
         with graphs.captured(r, shape, "attn"):
-            hidden = _attention(r, hidden, shape)
+            hidden = attention_block(r, hidden, shape)
     if shape.kind == "*":
         return hidden
     with graphs.captured(r, shape, "mlp" if shape.experts is None else "moe"):
-        return _mlp(r, hidden, shape)
+        return mlp_block(r, hidden, shape)
 
 
-def _attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
+def attention_block(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``_forward_attention``: its variables hold the norm's and the attention's output until it returns."""
     with offload.group(r, hidden, "attn_norm", shape) as (hidden, commit):
         apart = bool(shape.spec.latent_kv_rank) and not shape.joint_latent_down
@@ -205,7 +205,7 @@ def _cross_attention(r: Recorder, hidden: Tensor, held: list[Tensor], shape: Cor
     return local.bias_dropout_add(r, attended, bias, hidden, t5.PROJECTION, shape)
 
 
-def _mlp(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
+def mlp_block(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``_forward_mlp``: likewise."""
     routed = shape.experts is not None
     with (
@@ -240,6 +240,12 @@ def _in_chunks(r: Recorder, x: Tensor, shape: CoreShape, norm_name: str) -> tupl
         [out for out, _ in outputs], (), lambda r, gradients: [incoming(gradients).view(*one) for one in shapes]
     )
     return r.empty((s, *shapes[0][1:]), x.dtype, "mlp_chunks_joined").by(node), outputs[0][1]
+
+
+def norm_of_mlp(r: Recorder, x: Tensor, shape: CoreShape) -> tuple[Tensor, Discard]:
+    """``pre_mlp_layernorm`` in front of experts, and what ends its output."""
+    normed, _, discard = _norm(r, x, MLP_NORM, shape, apart=True)
+    return normed, discard
 
 
 def _norm(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, apart: bool) -> tuple[Tensor, Tensor, Discard]:

@@ -11,9 +11,9 @@ from math import prod
 
 from ...tape.events import Category, Hold
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..autograd import Delayed, Gradients, Recorder, Shape, Tensor, size_of
 from ..module import hold_bytes
-from ..work import Exchange, Operator, exchanged
+from ..work import NOTHING, Exchange, Operator, exchanged
 from .shape import CoreShape
 
 COMMUNICATION = Category.COMMUNICATION_BUFFERS
@@ -49,14 +49,51 @@ def _all_to_all(
     flat = hidden.view(rows.own, own[-1])
     _count_rows(r, shape)
     sent, weights, order = _permuted(r, flat, probabilities, chosen, shape)
+    waiting: list[Delayed] | None = [] if shape.experts is not None and shape.experts.wgrad_beside else None
+    if waiting is not None:
+        sent = _with_products(r, sent, waiting)
     received, arrived = _exchanged(r, sent, rows.received, shape), _exchanged(r, weights, rows.received, shape)
+    r.delayed_experts = waiting
     out = _local(r, received, arrived, experts, shape)
+    r.delayed_experts = None
     back = _exchanged(r, out, rows.sent, shape)
     held = [sent, weights, received, arrived]
     if shape.core < KEPT_UNTIL:
         held.append(out)
     del out
     return unpermuted(r, back, order, rows.own, shape).view(*own), held
+
+
+def _with_products(r: Recorder, x: Tensor, waiting: list[Delayed]) -> Tensor:
+    """``_RegisterDelayedWgradForExperts``: ``x`` itself; behind the exchange in backward come the products that wait,
+    whose gradients hooks take once all are there."""
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        made = [pair for product in waiting for pair in product(r)]
+        waiting.clear()
+        while made:
+            r.arrives(*made.pop(0))
+        return gradients
+
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x,), (), backward, work=NOTHING))
+
+
+def preprocessed(
+    r: Recorder, hidden: Tensor, probabilities: Tensor, chosen: Tensor, shape: CoreShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch_preprocess``: sorted rows, their probabilities, and what restores the order."""
+    _count_rows(r, shape)
+    return _permuted(r, hidden.view(shape.routed.own, hidden.shape[-1]), probabilities, chosen, shape)
+
+
+def exchanged_rows(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
+    """``token_dispatch`` of one tensor, or ``token_combine``."""
+    return _exchanged(r, x, count, shape)
+
+
+def through_experts(r: Recorder, received: Tensor, arrived: Tensor, experts: Experts, shape: CoreShape) -> Tensor:
+    """``routed_experts_compute``: rows of all ranks by local expert, the experts, and rows as they came."""
+    return _local(r, received, arrived, experts, shape)
 
 
 def remembered(shape: CoreShape) -> tuple[list[Hold], list[Hold]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from .. import ops
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
@@ -36,6 +37,7 @@ def without_output(r: Recorder, inputs: Sequence[Tensor], region: Region) -> tup
     r.grad_enabled = enabled
     parts = [(x.shape, x.dtype) for x in inputs]
     held: list[tuple[list[Tensor], list[Leaf]]] = []
+    until_delayed = r.until_delayed
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         again, leaves = held.pop()
@@ -43,7 +45,7 @@ def without_output(r: Recorder, inputs: Sequence[Tensor], region: Region) -> tup
         if len(again) == 1 and given[0] is not None:
             r.backward([again.pop()], [given.pop()])  # type: ignore[list-item]
         else:
-            r.backward([_joined(r, again, given)], [r.outside((), "fp32")])
+            r.backward([joined(r, again, given)], [r.outside((), "fp32")])
         again.clear()
         return [leaf.take() for leaf in leaves]
 
@@ -57,6 +59,8 @@ def without_output(r: Recorder, inputs: Sequence[Tensor], region: Region) -> tup
         assert node is not None
         again = [r.leaf(Tensor(saved, *part)) for saved, part in zip(r.saved_by(node), parts, strict=True)]
         held.append((list(region(r, *(x for x, _ in again))), [leaf for _, leaf in again]))
+        if until_delayed is not None:
+            until_delayed.extend(one.alias() for one in held[-1][0])
         r.settle(start)
         return gradients
 
@@ -68,7 +72,7 @@ def without_output(r: Recorder, inputs: Sequence[Tensor], region: Region) -> tup
     return outputs, discard
 
 
-def _joined(r: Recorder, outputs: Sequence[Tensor], gradients: Gradients) -> Tensor:
+def joined(r: Recorder, outputs: Sequence[Tensor], gradients: Gradients) -> Tensor:
     """A root above several ``outputs``, whose backward hands each its gradient (``torch.autograd.backward``)."""
     given = [*gradients]
 
@@ -217,20 +221,42 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
     (n, k), like = weight, x.shape
     fed = members(shape, f"experts_{name}", like, (like[0], n), original=original)
 
+    waiting = r.delayed_experts
+
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         fed.gradient(r)
         grad = r.empty(like, dtype, f"grad_experts_{name}_input")
         fed.scratch(r, weight, columns=True)
         fresh = te_facts.dummy_weight_gradient(shape.te) == "each backward"
-        made: list[Tensor | None] = []
+        made: Gradients = []
         for _ in range(count):
             if not shape.gradient_fusion:
                 made.append(r.empty(weight, dtype, f"grad_experts_{name}_weight"))
             else:
                 made.append(r.empty(weight, dtype, f"grad_experts_{name}_weight_dummy") if fresh else None)
         fed.again(r)
+        if waiting is not None or r.later_products is not None:
+            held: list[Any] = [*gradients, *r.unpacked] if shape.low is None else []
+            return [grad, *later(r, held, made), *[None] * (count * biased)]
         fed.clear()
         return [grad, *made, *(r.empty((n,), dtype, f"grad_experts_{name}_bias") for _ in range(count * biased))]
+
+    def later(r: Recorder, held: list[Any], made: Gradients) -> Gradients:
+        """Products wait for ``backward_dw``, with their operands and what they are to fill."""
+        fills = [None] * count if shape.gradient_fusion else [*made]
+        made = made if shape.gradient_fusion else [None] * count
+
+        def products(r: Recorder) -> list[tuple[Tensor, Gradients]]:
+            every: Gradients = [*fills, *(r.empty((n,), dtype, f"grad_experts_{name}_bias") for _ in taken[count:])]
+            fills.clear()
+            held.clear()
+            fed.clear()
+            return [(parameter, [one]) for parameter, one in zip(taken, every, strict=True)]
+
+        queue = waiting if waiting is not None else r.later_products
+        assert queue is not None
+        queue.append(products)
+        return made
 
     saved = fed.fed(r, x)
     done = fed.work(r, _products(like[0], n, k, dtype, shape, r))

@@ -102,18 +102,18 @@ def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 def _forward(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``custom_forward``, whose variables hold what the router gave until it returns."""
     with graphs.captured(r, shape, "moe_router"):
-        shared = _shared(r, hidden, shape) if shape.spec.shared_expert_ffn else None
+        alone = shared(r, hidden, shape) if shape.spec.shared_expert_ffn else None
         probabilities, chosen = router.route(r, hidden, shape)
     with graphs.captured(r, shape, "moe_preprocess"):
-        sent = _projected(r, hidden, DOWN, shape)
+        sent = projected(r, hidden, DOWN, shape)
     assert shape.experts is not None
     way = flex if shape.experts.flex else dispatch
     out, held = way.dispatched(
         r, sent, probabilities, chosen, lambda r, x, weights: grouped.experts(r, x, weights, shape), shape
     )
     del sent
-    out = _projected(r, out, UP, shape)
-    out = out if shared is None else ops.add(r, out, shared, "experts_and_shared")
+    out = projected(r, out, UP, shape)
+    out = out if alone is None else ops.add(r, out, alone, "experts_and_shared")
     held.clear()
     return out
 
@@ -124,7 +124,7 @@ def latent_sizes(shape: CoreShape) -> dict[str, Shape]:
     return {DOWN: (latent, h), UP: (h, latent)} if latent else {}
 
 
-def _projected(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+def projected(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """``fc1_latent_proj`` (``MoELayer.preprocess``) or ``fc2_latent_proj`` (``postprocess``): Transformer Engine's
     linear layer without collectives (``parallel_mode="duplicated"``)."""
     sizes = latent_sizes(shape)
@@ -135,7 +135,7 @@ def _projected(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     return out
 
 
-def _shared(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
+def shared(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     if "shared_experts" in shape.recompute_modules:
         return recomputed_reentrant(r, lambda r, x: shared_experts(r, x, shape), (hidden,))
     return shared_experts(r, hidden, shape)

@@ -48,6 +48,11 @@ class Operands:
     def __init__(self, shape: CoreShape, layer: Linear) -> None:
         self.shape, self.layer = shape, layer
 
+    @property
+    def apart(self) -> bool:
+        """The product for the weight's gradient takes another tensor than the input that was saved."""
+        return self.layer.gathers or self.shape.low is not None
+
     def fed(self, r: Recorder, x: Tensor) -> tuple[Tensor, ...]:
         """The input arrives; what the layer saves of it."""
         return (x,)

@@ -56,9 +56,26 @@ class ExpertShape:
     """The router's input is multiplied by noise (``moe_input_jitter_eps``)."""
     router_fusion: bool = False
     """Scores and the choice of experts in one kernel of Transformer Engine (``moe_router_fusion``)."""
+    wgrad_beside: bool = False
+    """Gradients of experts' weights are computed beside the exchange of tokens in backward
+    (``overlap_dispatch_backward_with_experts_wgrad``)."""
     router_pads: bool = False
     """The router sends every expert a multiple of the rows that quantised products want
     (``moe_router_padding_for_quantization``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How layers run in parts beside those of another micro-batch (``overlap_moe_expert_parallel_comm``)."""
+
+    delays: bool = False
+    """Products for gradients of weights follow parts of backward (``delay_wgrad_compute``)."""
+    early: bool = False
+    """Attention's backward comes before the forward pass of experts
+    (``ep_overlap_early_attn_memory_release``)."""
+    together: bool = False
+    """Delayed gradients are summed once all of a part are there (Megatron-FSDP's ``post_wgrad_grad_acc_hook``), not
+    one by one (``register_wgrad_accumulation_and_reduce_hooks``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +189,8 @@ class CoreShape(HashedOnce):
     core: Version = (0, 20)
     """Version of Megatron-Core, as far as layers with experts differ."""
 
+    overlap: Overlap | None = None
+    """Layers run in parts, beside which those of another micro-batch run."""
     low: Low | None = None
     """Precision of linear layers' products, if that is not ``dtype``,"""
     sixteen_bit: tuple[int, int] = (0, 0)

@@ -1,10 +1,9 @@
 """Transformer Engine's modules as Megatron-Core uses them (``megatron/core/extensions/transformer_engine.py``).
 
 What Python makes is read from ``transformer_engine/pytorch/module/linear.py``, ``layernorm_linear.py``,
-``ops/basic/layer_norm.py`` and ``rmsnorm.py``, what C++ makes from ``csrc/extensions``. Without user buffers or a
-delayed weight gradient. What becomes of the operands of products is in ``operands``: ``precision`` decides it. Under
-gradient accumulation fusion the GEMM adds the weight's gradient to ``main_grad`` (fp32) and returns a dummy, which
-``te_facts`` says the life of.
+``ops/basic/layer_norm.py`` and ``rmsnorm.py``, what C++ makes from ``csrc/extensions``. Without user buffers. What
+becomes of the operands of products is in ``operands``: ``precision`` decides it. Under gradient accumulation fusion the
+GEMM adds the weight's gradient to ``main_grad`` (fp32) and returns a dummy, which ``te_facts`` says the life of.
 
 Shapes: s sequence, b micro-batch, h hidden, a heads, d head size, t tensor-parallel size, v vocabulary.
 """
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 from ...tape.events import Category
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, size_of
@@ -87,7 +87,7 @@ def column_linear(
     fed = operands(shape, layer)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        return _column_backward(r, fed, shape)
+        return _column_backward(r, fed, shape, gradients, (weight, *added))
 
     saved = fed.fed(r, x)
     node = r.node((x, weight, *added), (*saved, weight), backward, work=fed.work(r, _column(r, layer, shape)))
@@ -104,7 +104,7 @@ def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: boo
     fed = operands(shape, layer)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        return _column_backward(r, fed, shape)
+        return _column_backward(r, fed, shape, gradients, (weight,))
 
     low = shape.low.element if shape.low is not None else None
     done = shape.ranks.row(prod(full[:-1]), h, k, dtype, shape.added(r.summed), low)
@@ -124,13 +124,19 @@ def _multiplied(r: Recorder, fed: Operands) -> Tensor:
     return out
 
 
-def _column_backward(r: Recorder, fed: Operands, shape: CoreShape) -> list[Tensor | Unsummed | None]:
-    """Gradients of the input, or of this rank's shard, of the weight, and of a bias."""
+def _column_backward(
+    r: Recorder, fed: Operands, shape: CoreShape, gradients: Gradients, parameters: Sequence[Tensor]
+) -> list[Tensor | Unsummed | None]:
+    """Gradients of the input, or of this rank's shard, and of ``parameters``: the weight, and a bias."""
     total = [*fed.gradient(r), *fed.again(r)]
     whole = fed.product_back(r)
     layer = fed.layer
     grad = r.empty(layer.like, layer.dtype, f"grad_{layer.name}_scattered") if layer.gathers else whole
     fed.turned(r, total)
+    if r.later_products is not None:
+        held: list[Any] = [*total, *_operands_held(fed, gradients), *([] if fed.apart else r.unpacked)]
+        total.clear()
+        return [grad, *_later(r, fed, shape, held, parameters)]
     made = _weight_gradients(r, fed, shape)
     total.clear()
     fed.clear()
@@ -178,15 +184,22 @@ def norm_column_linear(
         whole = fed.product_back(r)
         grad = r.empty(like, dtype, f"grad_{name}_scattered") if gathers else whole
         fed.turned(r, total)
-        made = _weight_gradients(r, fed, shape)
+        delays = r.later_products is not None
+        if delays:
+            held: list[Any] = [*total, *_operands_held(fed, gradients), *([] if fed.apart else cleared)]
+            made = _later(r, fed, shape, held, (weight, *added))
+        else:
+            made = _weight_gradients(r, fed, shape)
         cleared.clear()
         total.clear()
-        fed.clear()
+        if not delays:
+            fed.clear()
         grad_x = r.empty(like, dtype, f"grad_{norm_name}_input")
         grad_scales = [r.empty(one, dtype, f"grad_{norm_name}_parameter") for one in scale_shapes]
         del grad
         statistics.clear()
-        fed.ended()
+        if not delays:
+            fed.ended()
         return [grad_x, *grad_scales, *made]
 
     column, size = fed.work(r, _column(r, layer, shape)), size_of(like, dtype)
@@ -272,8 +285,41 @@ def _statistics(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> list[Ten
     return [r.empty((prod(x.shape[:-1]),), "fp32", f"{name}_{part}") for part in parts]
 
 
-def _weight_gradients(r: Recorder, fed: Operands, shape: CoreShape) -> list[Tensor | Unsummed | None]:
-    """The wgrad GEMM's outputs: of the weight, and of the bias."""
+def _operands_held(fed: Operands, gradients: Gradients) -> Gradients:
+    """The output's gradient, where the product for the weight's takes it as it came."""
+    layer, low = fed.layer, fed.shape.low is not None
+    return [] if low or layer.scatters or layer.strided else [gradients[0]]
+
+
+def _later(
+    r: Recorder, fed: Operands, shape: CoreShape, held: list[Any], parameters: Sequence[Tensor]
+) -> list[Tensor | Unsummed | None]:
+    """The product for the weight's gradient waits for ``backward_dw``, with its operands (``WeightGradStore``)."""
+    layer = fed.layer
+
+    def product(r: Recorder) -> list[tuple[Tensor, Gradients]]:
+        made = _weight_gradients(r, fed, shape, dummy=False)
+        held.clear()
+        fed.clear()
+        fed.ended()
+        whole = [one.gradient if isinstance(one, Unsummed) else one for one in made]
+        return [(parameter, [one]) for parameter, one in zip(parameters, whole, strict=True)]
+
+    assert r.later_products is not None
+    r.later_products.append(product)
+    return [_dummy(r, layer, shape), *[None] * (len(parameters) - 1)]
+
+
+def _dummy(r: Recorder, layer: Linear, shape: CoreShape) -> Tensor | None:
+    """What autograd is given in place of a weight's gradient that the product adds to ``main_grad``."""
+    fresh = shape.gradient_fusion and te_facts.dummy_weight_gradient(shape.te) == "each backward"
+    return r.empty(layer.weight, layer.dtype, f"grad_{layer.name}_weight_dummy") if fresh else None
+
+
+def _weight_gradients(
+    r: Recorder, fed: Operands, shape: CoreShape, *, dummy: bool = True
+) -> list[Tensor | Unsummed | None]:
+    """The wgrad GEMM's outputs: of the weight, and of the bias. ``dummy``: autograd waits for the first."""
     layer = fed.layer
     if not shape.gradient_fusion:
         grad_w: Tensor | None = r.empty(layer.weight, layer.dtype, f"grad_{layer.name}_weight")
@@ -281,5 +327,4 @@ def _weight_gradients(r: Recorder, fed: Operands, shape: CoreShape) -> list[Tens
         return [grad_w, *([fed.bias_gradient(r)] if layer.bias else [])]
     made = [fed.bias_gradient(r)] if layer.bias else []
     fed.product_of_weight(r)
-    fresh = te_facts.dummy_weight_gradient(shape.te) == "each backward"
-    return [r.empty(layer.weight, layer.dtype, f"grad_{layer.name}_weight_dummy") if fresh else None, *made]
+    return [_dummy(r, layer, shape) if dummy else None, *made]

@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from ...layers.work import Alone, Attention, Axis, Exchange, Kernel, Product, Scan
+from ...layers.work import Alone, Attention, Axis, Exchange, Kernel, Product, Scan, Together
 from . import attention
 from .collectives import Group, collective, group, send
 from .rates import Rates
@@ -158,7 +158,8 @@ def exchanged(one: Exchange, rates: Rates, ranks: Ranks) -> float:
         spent = collective(rates, one.kind, one.bytes, across(one.axis, ranks, rates.node), one.choices)
     if one.beside is None:
         return spent
-    return overlapped(rates, spent, alone(one.beside, rates))
+    meanwhile = one.beside.kernels if isinstance(one.beside, Together) else ((one.beside, 1),)
+    return overlapped(rates, spent, sum(times * alone(kernel, rates) for kernel, times in meanwhile))
 
 
 def across(axis: Axis, ranks: Ranks, node: int) -> Group:

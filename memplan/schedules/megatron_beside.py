@@ -1,0 +1,64 @@
+"""Forward passes of Megatron-Core beside backward passes of other micro-batches, layer by layer.
+
+``megatron/core/pipeline_parallel/combined_1f1b.py``, in the place of both passes of the steady phase; passes of the
+ramps run alone. ``TransformerModelChunkSchedulePlan.run`` exchanges between stages once both passes are through their
+layers (``post_forward``, ``post_backward``), before the loss of one and the embedding of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .megatron_interleaved import FINALIZE, Input, Interleaved, Output, Rank, Tensor, action
+
+
+class Beside(Interleaved):
+    """Interleaved stages (``combined_1f1b_schedule_for_interleaved_pipelining``)."""
+
+    def _pair(
+        self, forward_k: int, backward_k: int, before: Callable[[], None], between: Callable[[int], None]
+    ) -> tuple[Output | None, Tensor | None]:
+        rank, plan = self.rank, self.plan
+        before()
+        microbatch, chunk = self.table[forward_k]
+        inputs, outputs = self.input_tensors[chunk], self.output_tensors[chunk]
+        if not plan.receives(chunk) and len(inputs) == len(outputs):
+            inputs.append(None)
+        given = inputs[len(outputs)]
+        back = self._chunk(backward_k, False)
+        received: Input | None = self.input_tensors[back].pop(0)
+        output_back = self.output_tensors[back].popleft()  # noqa: F841  (held until both passes have ended)
+        grads = self.output_tensor_grads[back]
+        output_grad = grads.popleft() if grads else None  # noqa: F841
+        number = self.backwards[back]
+        self.backwards[back] += 1
+        rank.inputs[chunk] = given
+        pair = action("forward_piece", chunk, microbatch), action("backward_piece", back, number)
+        rank.events += pair
+        output: Output | None = Output(given, Tensor(rank, "output") if plan.sends(chunk) else None)
+        assert output is not None
+        outputs.append(output)
+        grad: Tensor | None = None
+        if received is not None:
+            grad = received.grad = Tensor(rank, "input_grad")
+        between(forward_k)
+        if plan.overlap:
+            slot = backward_k % len(self.bwd_recv_buffer)
+            self._return_overlapped(backward_k, slot, grad, self._expects(backward_k, False))
+        rank.events += pair
+        if not plan.sends(chunk):
+            rank.reports.append(Tensor(rank, "report"))
+        if plan.overlap and not self._is_sent(forward_k):
+            output = None
+        return output, grad
+
+
+def one_stage_beside(rank: Rank) -> None:
+    """Without a pipeline (``combined_1f1b_schedule_for_no_pipelining``)."""
+    rank.forward(0, 0, None)
+    for microbatch in range(1, rank.plan.microbatches):
+        pair = action("forward_piece", 0, microbatch), action("backward_piece", 0, microbatch - 1)
+        rank.events += (*pair, *pair)
+        rank.reports.append(Tensor(rank, "report"))
+    rank.backward(0, rank.plan.microbatches - 1, None)
+    rank.events.append(FINALIZE)
