@@ -1,9 +1,9 @@
 """torchtitan's mixture of experts: router, reordering of tokens, grouped experts, shared experts.
 
 ``torchtitan/models/moe/moe.py`` (``TokenChoiceTopKRouter``, ``TokenReorderer``, ``GroupedExperts``, ``MoE``),
-``utils.py`` (``_permute``, ``_unpermute``, ``indices_padding_wrapper``) and ``kernels.py``
-(``generate_permute_indices``) of release 0.2.2. Shapes: n = b s tokens of a micro-batch, k experts of a token, N = n k rows, E experts of all ranks, e of this
-one, h hidden, f an expert's inner width, L rows with padding.
+``utils.py`` (``_permute``, ``_unpermute``, ``indices_padding_wrapper``), ``kernels.py``
+(``generate_permute_indices``) of release 0.2.2. Shapes: n = b s tokens of a micro-batch, k experts of a token,
+N = n k rows, E experts of all ranks, e of this one, h hidden, f an expert's inner width, L rows with padding.
 """
 
 from __future__ import annotations
