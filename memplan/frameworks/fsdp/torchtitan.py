@@ -124,8 +124,8 @@ def _cast_first(block: Module) -> Module:
 
     def turned(tape: Tape) -> Tape:
         events = list(tape)
-        at = next(i for i, event in enumerate(events) if isinstance(event, Hold))
-        return Stretch([events[at], *events[:at], *events[at + 1 :]])
+        at = next((i for i, event in enumerate(events) if isinstance(event, Hold)), 0)
+        return tape if not events else Stretch([events[at], *events[:at], *events[at + 1 :]])
 
     def tapes(own: Tapes) -> Tapes:
         return replace(own, forward=turned(own.forward))
