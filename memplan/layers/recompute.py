@@ -24,10 +24,12 @@ class Frame:
     leads nowhere).
     """
 
-    __slots__ = ("again", "nodes", "region")
+    __slots__ = ("again", "early_stop", "nodes", "region")
 
-    def __init__(self, region: Callable[[], Tensor]) -> None:
+    def __init__(self, region: Callable[[], Tensor], *, early_stop: bool = True) -> None:
         self.region = region
+        self.early_stop = early_stop
+        """``set_checkpoint_early_stop``: not a kernel more than needed; else it runs to its end."""
         self.nodes: list[ref[Node]] = []
         """Nodes that saved something, in forward order."""
         self.again: list[tuple[Storage, ...]] | None = None
@@ -44,7 +46,7 @@ class Frame:
         if self.nodes[len(self.again)]() is None:
             node.saved, storages = storages[::-1], ()
         self.again.append(storages)
-        if len(self.again) == len(self.nodes):
+        if self.early_stop and len(self.again) == len(self.nodes):
             raise _StopRecompute
         return node
 

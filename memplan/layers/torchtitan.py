@@ -72,7 +72,7 @@ class Policy:
         return out
 
 
-def checkpointed(r: Recorder, region: Callable[[Policy], Tensor], *, keeps: bool) -> Tensor:
+def checkpointed(r: Recorder, region: Callable[[Policy], Tensor], *, keeps: bool, early_stop: bool = True) -> Tensor:
     """``region`` under ``checkpoint(use_reentrant=False)``; ``keeps``: per operator."""
     policy = Policy(keeps and r.grad_enabled)
 
@@ -80,7 +80,7 @@ def checkpointed(r: Recorder, region: Callable[[Policy], Tensor], *, keeps: bool
         policy.products, policy.again = 0, True
         return region(policy)
 
-    outer, r.frame = r.frame, Frame(again)
+    outer, r.frame = r.frame, Frame(again, early_stop=early_stop)
     out = region(policy)
     r.frame = outer
     return out

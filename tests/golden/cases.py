@@ -301,6 +301,10 @@ def torchtitan() -> Iterator[str]:
         "--pp 2 --gpus 8 --gbs 8 --reshard-after-forward --reshard-to 2", "--pp 2 --tp 2 --vpp 4 --gpus 4 --gbs 12",
     ):  # fmt: skip
         yield f"{job} {flags}"
+    for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):
+        job = f"--model {model} --layers 6 --seq 2048 --framework torchtitan --gpu h200 --gpus 8"
+        yield from (job, f"{job} --recompute full", f"{job} --recompute selective --recompute-per-operator --gbs 16")
+    yield "--model deepseek-v2-lite --layers 4 --seq 2048 --framework torchtitan --gpu a100-80gb --gpus 8"
 
 
 def megatron() -> Iterator[str]:

@@ -26,6 +26,9 @@ from .settings import VERSION
 from .stages import FLAVOURS
 from .table import DTYPES, ROWS, titan_edges
 
+LLAMA = "llama-3-8b"
+"""A model of the family that a job can name without a flavour."""
+
 Sections = dict[str, dict[str, Any]]
 
 
@@ -34,6 +37,9 @@ def write(plan: ResolvedPlan) -> Draft:
     _refuse(plan)
     release = _release(plan)
     flavour = _flavour(plan)
+    if flavour is None and plan.model.family != load_spec(LLAMA).family:
+        problem = "is no flavour of torchtitan's: its sizes cannot be written into a job"
+        raise PlanError("model", plan.model.name, problem)
     name, flavor = flavour or ("llama3", plan.model.name)
     sections: Sections = {"model": {"name": name, "flavor": flavor}}
     for row in ROWS:

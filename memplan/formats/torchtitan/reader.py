@@ -29,7 +29,7 @@ from ..rows import Building, Table
 from ..settings import needed, taken_apart
 from .keys import NO_TOML, Key, era_of, key_of, nearest_key, read_configuration
 from .settings import Settings, assigned, flat
-from .stages import stages
+from .stages import FLEX, stages
 from .table import (
     ALL_TOKENS,
     BATCH,
@@ -42,6 +42,7 @@ from .table import (
     SEQUENCE,
     SHARD,
     TOKENS,
+    check_experts,
     torchtitan_plan,
 )
 
@@ -97,6 +98,13 @@ DIFFERENCES = (
 )
 """Changes of torchtitan's code after the layers' recipes, which are of December 2024, each from its day."""
 
+SINCE_0_2_2 = (
+    ("2026-03-04", "a router in fp32 (more)"),
+    ("2026-04-06", "rows of experts summed by scatter_add (either way)"),
+    ("2026-06-24", "queries, keys and values by one product (either way)"),
+)
+"""The same of Qwen 3 and DeepSeek V3, whose recipes are of release 0.2.2."""
+
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan in the configuration at ``place``, or in the one that a script there starts torchtitan with."""
@@ -149,6 +157,7 @@ class _Finish:
         plan = read.plan
         if framework(plan.framework).configuration != TORCHTITAN:
             return read
+        check_experts(self.settings, plan)
         origins = dict(read.origins)
         sections: dict[str, dict[str, object]] = {}
 
@@ -341,9 +350,18 @@ def _problem(name: str, settings: Settings, guesses: Guesses) -> str | None:
 
 
 def _differences(settings: Settings) -> Iterator[Note]:
-    later = [what for day, what in DIFFERENCES if day <= settings.era.day]
+    name = str(settings.word("model_spec.name", "model.name", default="llama3").value)
+    differences, since = (DIFFERENCES, "December 2024") if name.startswith("llama") else (SINCE_0_2_2, "release 0.2.2")
+    flavour = str(settings.word("model_spec.flavor", "model.flavor", default="debugmodel").value)
+    if name == FLEX and not flavour.startswith("debugmodel"):
+        problem = (
+            "the flavour asks for FlexAttention, which torchtitan compiles; estimated is scaled_dot_product_attention, "
+            "whose tensors have the same sizes (not counted: block mask, and what Inductor allocates; more)"
+        )
+        yield Note("attention-other", problem)
+    later = [what for day, what in differences if day <= settings.era.day]
     if later:
-        problem = f"layers are estimated as torchtitan had them in December 2024; {settings.era.label} has"
+        problem = f"layers are estimated as torchtitan had them in {since}; {settings.era.label} has"
         yield Note("recipes-older", f"{problem} {'; '.join(later)}")
 
 

@@ -32,6 +32,17 @@ FLAVOURS = MappingProxyType(
         ("llama3", "405B"): "llama-3-405b",
         ("llama2", "7B"): "llama-2-7b",
         ("llama2", "70B"): "llama-2-70b",
+        ("deepseek_v3", "16B"): "deepseek-v2-lite",
+        ("deepseek_v3", "236B"): "deepseek-v2",
+        ("deepseek_v3", "671B"): "deepseek-v3",
+        ("qwen3", "0.6B"): "qwen3-0.6b",
+        ("qwen3", "1.7B"): "qwen3-1.7b",
+        ("qwen3", "4B"): "qwen3-4b",
+        ("qwen3", "8B"): "qwen3-8b",
+        ("qwen3", "14B"): "qwen3-14b",
+        ("qwen3", "32B"): "qwen3-32b",
+        ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
+        ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
     }
 )
 """Specs by ``model.name`` and ``model.flavor``."""
@@ -46,6 +57,36 @@ def debug_model(day: str) -> dict[str, int]:
     sizes = {"layers": 8 if day < "2025-04-15" else 6, **_DEBUG_SIZES}
     return {**sizes, "vocab": 2000 if day < "2025-09-22" else 2048} if day >= SIZED else sizes
 
+
+_DEBUG_EXPERTS: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
+    ("deepseek_v3", "debugmodel"): (
+        "deepseek-v2-lite",
+        {
+            **{"layers": 6, "hidden": 256, "heads": 16, "kv_heads": 16, "ffn": 1024, "vocab": 2048},
+            **{"experts": 8, "expert_top_k": 3, "expert_ffn": 256, "shared_expert_ffn": 512},
+        },
+    ),
+    ("qwen3", "debugmodel_moe"): (
+        "qwen3-30b-a3b",
+        {
+            **{"layers": 8, "hidden": 256, "heads": 16, "kv_heads": 8, "ffn": 3072, "vocab": 2048},
+            **{"experts": 64, "expert_top_k": 8, "expert_ffn": 768},
+        },
+    ),
+}
+
+
+def flavour_of(family: str, flavour: str, day: str) -> tuple[str, dict[str, int]] | None:
+    """The spec of a model of torchtitan's by its name and flavour, and sizes of a model to debug with that are not the
+    spec's."""
+    if (family, flavour) == ("llama3", "debugmodel"):
+        return "llama-3-8b", debug_model(day)
+    known = FLAVOURS.get((family, flavour))
+    return (known, {}) if known is not None else _DEBUG_EXPERTS.get((family, flavour))
+
+
+FLEX = "deepseek_v3"
+"""The model whose flavours, but for the one to debug with, ask for FlexAttention by themselves (``attn_type``)."""
 
 SCHEDULES = {"1f1b": ("1f1b", False), "gpipe": ("gpipe", False), "interleaved1f1b": ("1f1b", True)}
 """A plan's schedule, and whether a rank has several stages, by torchtitan's name in small letters."""

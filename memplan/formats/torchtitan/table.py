@@ -16,7 +16,7 @@ from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
 from .keys import NO_FSDP2
 from .settings import Settings
-from .stages import FLAVOURS, OTHER_ATTENTION, SIZED, debug_model, parts, split_points, torchtitans_own
+from .stages import FLAVOURS, OTHER_ATTENTION, SIZED, flavour_of, parts, split_points, torchtitans_own
 
 ENDS_APART = "2025-07-28"
 """The day from which embedding, and norm with head, are units of their own (``apply_fsdp``)."""
@@ -41,6 +41,8 @@ CP = tuple(f"{section}.context_parallel_degree" for section in ("parallelism", "
 RESHARD = tuple(f"{section}.fsdp_reshard_after_forward" for section in ("parallelism", "training"))
 SEQUENCE = "parallelism.enable_sequence_parallel"
 LOSS_WHOLE = tuple(f"{section}.disable_loss_parallel" for section in ("parallelism", "training"))
+
+EP = "parallelism.expert_parallel_degree"
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -81,16 +83,16 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
         problem = "has another attention than the recipe's; name a flavour without"
         raise PlanError(key, plain, problem, origin=flavour.origin)
     family = str(name.value)
-    debug = family == "llama3" and plain == "debugmodel"
-    spec = "llama-3-8b" if debug else FLAVOURS.get((family, plain))
-    if spec is None:
+    found = flavour_of(family, plain, settings.era.day)
+    if found is None:
         known = ", ".join(f"{one} {size}" for one, size in FLAVOURS)
         problem = f"of model {family} has no sizes here ({known}, llama3 debugmodel): name a model with --model"
         raise PlanError(key, plain, problem, origin=flavour.origin)
+    spec, sizes = found
+    debug = plain.startswith("debugmodel")
     building.put("model.base", Node(spec, flavour.origin))
     for one in (*names, *flavours):
         building.because(one, f"model = {'torchtitan-debugmodel' if debug else spec}")
-    sizes = debug_model(settings.era.day) if debug else {}
     if debug:
         building.put("model.name", Node("torchtitan-debugmodel", flavour.origin))
         for field, size in sizes.items():
@@ -102,6 +104,16 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
     if unknown and "model.vocab" not in building.items and "vocab" not in flags:
         problem = "says the vocabulary, and is not read: give its number of tokens as --vocab-size N"
         raise PlanError(path, tokenizer.value or ABSENT, problem, origin=tokenizer.origin)
+
+
+def check_experts(settings: Settings, plan: Plan) -> None:
+    """Refuses ranks that share the experts of a model that has some."""
+    if not plan.model.experts or not settings.has(EP):
+        return
+    degree = settings.integer(EP, default=1)
+    if degree.value != 1:
+        problem = "must be 1: torchtitan's expert parallelism is not modelled yet (megatron's is: --framework megatron)"
+        raise PlanError(EP, degree.plain(), problem, origin=degree.origin)
 
 
 def _saved_sizes(building: Building, settings: Settings, spec: str, sizes: dict[str, int]) -> None:

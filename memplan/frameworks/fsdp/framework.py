@@ -74,7 +74,7 @@ class Fsdp(Framework):
         return "vocab-parallel" if plan.layout.tp > 1 else "plain"
 
     def default_attention(self, plan: Plan) -> AttentionImplementation | None:
-        """torchtitan's Llama has fused kernels alone."""
+        """torchtitan's models have fused kernels alone."""
         return "flash" if plan.fsdp.code == "torchtitan" else None
 
     def default_recompute(self, plan: Plan) -> Recompute:
@@ -93,9 +93,15 @@ class Fsdp(Framework):
             return {"fsdp": plan.fsdp.model_copy(update=update)}
         if plan.lora.rank is not None and "parameters" not in plan.fsdp.model_fields_set:
             return {"fsdp": plan.fsdp.model_copy(update={"parameters": plan.precision.dtype})}
-        if layout.pp == 1 or "reshard_after_forward" in plan.fsdp.model_fields_set:
-            return {}
-        return {"fsdp": plan.fsdp.model_copy(update={"reshard_after_forward": False})}
+        from .titan import MODELS
+
+        given, changed = plan.fsdp.model_fields_set, dict[str, bool]()
+        if layout.pp > 1 and "reshard_after_forward" not in given:
+            changed["reshard_after_forward"] = False
+        titan = MODELS.get(plan.model.family) if plan.fsdp.code == "torchtitan" else None
+        if titan is not None and titan.ends_apart and "ends_apart" not in given:
+            changed["ends_apart"] = True
+        return {"fsdp": plan.fsdp.model_copy(update=changed)} if changed else {}
 
     def runs_transformers(self, plan: Plan) -> bool:
         return plan.fsdp.code == "transformers"

@@ -26,11 +26,16 @@ from ..plain.tuned import shared_table
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
 from .stages import check_no_pipeline, stage_programs
 from .torchtitan import ActivationCheckpointing, torchtitan_model
+from .torchtitan import check as check_titan
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 
 
 def check(plan: ResolvedPlan, given: Fsdp) -> None:
     """Refuses what contradicts itself or is not covered."""
+    if given.code == "torchtitan":
+        check_titan(plan)
+        check_settings(plan, given)
+        return
     check_covered(plan.model, TRANSFORMERS, plan.framework)
     if not family(plan.model.family).shards:
         known = [name for name in covered(TRANSFORMERS) if family(name).shards]

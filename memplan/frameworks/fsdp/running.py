@@ -19,6 +19,7 @@ from .learned import assumptions_of, lacks, program_of
 from .notices import FSDP
 from .programs import recompute_of
 from .stages import check_no_pipeline, partition
+from .titan import titan_of
 
 LOSSES = ("plain", "vocab-parallel")
 NO_OFFLOAD = "must be false: torchtitan's code runs without offload here"
@@ -145,6 +146,9 @@ def _stages(plan: ResolvedPlan, stage: int) -> Stages | None:
 
 
 def _check_torchtitan(plan: ResolvedPlan) -> None:
+    if not titan_of(plan.model).parallel:
+        problem = "must be llama: memplan has no module of torchtitan's other models that runs here"
+        raise PlanError("model.family", plan.model.family, problem)
     if plan.loss.kind not in LOSSES or plan.loss.logits_to_keep is not None:
         raise PlanError(
             "loss.kind",

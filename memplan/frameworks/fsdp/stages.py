@@ -31,7 +31,7 @@ from ...values import dataclass
 from ..plain import programs as plain
 from .hooks import Gradient, Hooks, Role, pass_through
 from .modules import compact_ids, hooked, owned, with_parameters, with_seams
-from .torchtitan import REGISTERED, ActivationCheckpointing, Checkpointing, Recipes, check, recipes
+from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, recipes
 from .units import Sharding, Unit, shard, sharded_states, sharded_step
 
 
@@ -201,7 +201,7 @@ def _part(
             _, norm, *_ = made.ends(received)
         spans += [Span(norm, ("final_norm",)), Span(head, ("head",))]
     units = stage_units(names, first=cut.first, last=cut.last, ends_apart=ends_apart)
-    return part_of(tuple(spans), loss, with_parameters(spans, units, REGISTERED), sharding, ahead)
+    return part_of(tuple(spans), loss, with_parameters(spans, units, made.titan.registered), sharding, ahead)
 
 
 def _kept(made: Recipes, cuts: Sequence[Cut], count: int) -> list[Hold]:

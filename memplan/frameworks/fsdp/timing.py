@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ...layers.module import Options, joined
+from ...layers.module import Options, Passes, joined
 from ...plan.resolved import ResolvedPlan
 from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, recomputed
@@ -36,8 +36,14 @@ class FsdpTime(PlainTime):
         modes: dict[str, Checkpointing] = {"none": "none", "full": "full"}
         mode = modes.get(plan.recompute.mode, "op")
         embedding, norm, head, loss = made.ends(options)
-        layer, again = made.block("none", options), made.block(mode, options)
-        return Entries(embedding.work, layer.work, again.work, norm.work, joined(head.work, loss.work))
+        spec = plan.model
+
+        def both(number: int) -> tuple[Passes, Passes]:
+            return made.block("none", options, number).work, made.block(mode, options, number).work
+
+        dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
+        most = next((at for at in range(spec.layers) if spec.has_experts(at)), 0)
+        return Entries(embedding.work, *both(most), norm.work, joined(head.work, loss.work), *dense)
 
     def stages(self, plan: ResolvedPlan) -> Work:
         if plan.layout.pp == 1:

@@ -15,25 +15,21 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
+from ...device.gpus import GPUS
 from ...layers import torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.huggingface import LayerShape
-from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
+from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build
 from ...plan.errors import PlanError
 from ...plan.releases import FP32_HEAD_MULTIPLE
 from ...plan.resolved import ResolvedPlan
-from ...tape.events import Category, Drop, Hold, Tape, ahead, behind
+from ...tape.events import Drop, Hold, Stretch, Tape, ahead, behind
 from ...tape.program import Span
 from ...values import dataclass
 from ..plain import programs as plain
 from .modules import MODEL, Model, with_parameters, with_seams
+from .titan import Titan, titan_of
 from .units import Unit
-
-REGISTERED = (
-    *("query", "key", "value", "attention_output", "query_norm", "key_norm"),
-    *("gate", "down", "up", "attention_norm", "mlp_norm"),
-)
-"""Modules of torchtitan's layer in the order in which they register their parameters."""
 
 Checkpointing = Literal["none", "full", "op"]
 
@@ -61,9 +57,9 @@ class Recipes:
     parallel_loss: bool = False
     """Logits stay in parts."""
 
-    def block(self, mode: Checkpointing, options: Options) -> Module:
-        """Its input and output are (b, s / t, h)."""
-        return _block(self, mode, options)
+    def block(self, mode: Checkpointing, options: Options, layer: int = 0) -> Module:
+        """That numbered ``layer``, from 0; its input and output are (b, s / t, h)."""
+        return _block(replace(self, shape=self.shape.of_layer(layer)), mode, options)
 
     def ends(self, options: Options) -> tuple[Module, Module, Module, Module]:
         """Embedding, final norm, head, and the loss outside of the model."""
@@ -74,6 +70,11 @@ class Recipes:
         if self.tensor == 1:
             return [embedding, *blocks]
         return [embedding, _first(blocks[0], embedding), *blocks[1:]] if blocks else [_sent(embedding)]
+
+    @property
+    def titan(self) -> Titan:
+        """The model's code."""
+        return titan_of(self.shape.spec)
 
     @property
     def hidden(self) -> Shape:
@@ -97,19 +98,39 @@ def recipes(plan: ResolvedPlan) -> Recipes:
 
 @lru_cache(maxsize=1024)
 def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
-    shape, t = of.shape, of.tensor
+    shape, t, titan = of.shape, of.tensor, of.titan
 
-    def run(r: Recorder, x: Tensor, policy: torchtitan.Policy) -> Tensor:
-        return torchtitan.block(r, x, shape, policy) if t == 1 else torchtitan_tp.block(r, x, shape, t, policy)
+    def run(r: Recorder, x: Tensor, table: Tensor | None, policy: torchtitan.Policy) -> Tensor:
+        return titan.block(r, x, shape, policy, table) if t == 1 else torchtitan_tp.block(r, x, shape, t, policy)
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        hidden = x
+        hidden, table = x, titan.table and titan.table(r, shape)
         if mode == "none":
-            return Run(run(r, hidden, torchtitan.Policy(False)))
-        return Run(torchtitan.checkpointed(r, lambda policy: run(r, hidden, policy), keeps=mode == "op"))
+            return Run(run(r, hidden, table, torchtitan.Policy(False)))
 
-    return build("layer", recipe, of.interface, options)
+        def region(policy: torchtitan.Policy) -> Tensor:
+            return run(r, hidden, table, policy)
+
+        return Run(torchtitan.checkpointed(r, region, keeps=mode == "op", early_stop=titan.early_stop))
+
+    made = build("layer", recipe, of.interface, options)
+    return _cast_first(made) if titan.table is not None else made
+
+
+def _cast_first(block: Module) -> Module:
+    """``block`` whose inputs are cast before its parameters are gathered (``FSDPState._pre_forward``): what its tapes
+    hold first, behind the hook's place, comes in front of it."""
+
+    def turned(tape: Tape) -> Tape:
+        events = list(tape)
+        at = next((i for i, event in enumerate(events) if isinstance(event, Hold)), 0)
+        return tape if not events else Stretch([events[at], *events[:at], *events[at + 1 :]])
+
+    def tapes(own: Tapes) -> Tapes:
+        return replace(own, forward=turned(own.forward))
+
+    return replace(block, first=tapes(block.first), steady=tapes(block.steady), evaluation=turned(block.evaluation))
 
 
 @lru_cache(maxsize=1024)
@@ -121,7 +142,7 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
 
     def norm(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        return Run((torchtitan if t == 1 else torchtitan_tp).rms_norm(r, x, "final_norm"))
+        return Run((of.titan.norm if t == 1 else torchtitan_tp.rms_norm)(r, x, "final_norm"))
 
     def head(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
@@ -176,17 +197,66 @@ def _waited(embedding: Module) -> Tape:
 
 def check(plan: ResolvedPlan) -> None:
     """Refuses what these recipes do not cover."""
-    spec = plan.model
-    if spec.family != "llama" or spec.attention_bias or spec.mlp_bias or spec.tied_embeddings:
-        problem = "must be an untied Llama without biases: torchtitan's other models have no recipe"
-        raise PlanError("model", spec.name, problem)
+    spec, layout = plan.model, plan.layout
+    titan = titan_of(spec)
     if plan.attention != "flash":
-        raise PlanError("attention", plan.attention, "must be flash: torchtitan's Llama always runs a fused kernel")
+        problem = f"must be flash: torchtitan's {titan.name} always runs a fused kernel"
+        raise PlanError("attention", plan.attention, problem)
+    for name in ("tp", "pp"):
+        if getattr(layout, name) > 1 and not titan.parallel:
+            problem = (
+                f"must be 1 with torchtitan's {titan.name}, which is modelled without tensor and pipeline parallelism"
+            )
+            raise PlanError(f"layout.{name}", getattr(layout, name), problem)
+    if titan.parallel:
+        _check_kernel(plan)
+        return
+    if plan.precision.dtype != "bf16":
+        problem = f"must be bf16 with torchtitan's {titan.name}: other dtypes have no fused kernel, or experts are cast"
+        raise PlanError("precision.dtype", plan.precision.dtype, problem)
+    if not plan.fsdp.ends_apart:
+        problem = f"must be true with torchtitan's {titan.name}, whose release shards the ends as units of their own"
+        raise PlanError("fsdp.ends_apart", False, problem)
+    _check_gpu(plan, titan)
+
+
+def _check_kernel(plan: ResolvedPlan) -> None:
+    """What ``scaled_dot_product_attention`` takes."""
+    spec = plan.model
     if plan.precision.dtype != "fp32":
         plain.check_flash(plan)
     elif spec.head_dim % FP32_HEAD_MULTIPLE:
         problem = f"must be a multiple of {FP32_HEAD_MULTIPLE} in fp32: PyTorch's fused kernels run no other head size"
         raise PlanError("model.head_dim", spec.head_dim, problem)
+
+
+GROUPED_MM = (9, 0)
+"""GPUs with ``torch._grouped_mm`` in torchtitan (``has_cuda_capability(9, 0)``)."""
+
+
+def _check_gpu(plan: ResolvedPlan, titan: Titan) -> None:
+    """Kernels of Hopper and later."""
+    spec, gpu = plan.model, GPUS.get(plan.hardware.gpu or "")
+    capability = gpu.compute_capability if gpu is not None else None
+    if capability is None:
+        return
+    if spec.experts and capability < GROUPED_MM:
+        problem = (
+            "must be of Hopper or later: on others torchtitan runs one expert after the other, which is not modelled"
+        )
+        raise PlanError("hardware.gpu", plan.hardware.gpu, problem)
+    if titan.kernel_of is not None and capability < titan.kernel_of:
+        problem = (
+            f"must be of Hopper or later: on others attention of torchtitan's {titan.name} runs operator by operator, "
+            "which is not modelled"
+        )
+        raise PlanError("hardware.gpu", plan.hardware.gpu, problem)
+    if spec.head_dim > FLASH_HEADS:
+        problem = f"must be at most {FLASH_HEADS}: PyTorch's fused kernels run no larger heads"
+        raise PlanError("model.head_dim", spec.head_dim, problem)
+
+
+FLASH_HEADS = 256
 
 
 def torchtitan_model(
@@ -207,7 +277,7 @@ def torchtitan_model(
     made, options = recipes(plan), with_seams(options)
     names = plain.layer_names(plan.model.layers)
     embedding, norm, head, loss = made.ends(options)
-    blocks = [made.block(recompute.of(at), options) for at in range(len(names))]
+    blocks = [made.block(recompute.of(at), options, at) for at in range(len(names))]
     embedding, *blocks = made.behind(embedding, blocks)
     layers = [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     after = [Span(norm, ("final_norm",)), Span(head, ("head",)), Span(loss, ("loss",))]
@@ -220,6 +290,5 @@ def torchtitan_model(
         units = [Unit("embedding", (), 0, 0, reshard, False), *units, apart]
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
-    table = (made.shape.s, plan.model.head_dim // 2)
-    freqs = Hold(0, hold_bytes((*table, 2), "fp32"), Category.BUFFERS, "freqs_cis", table, "complex64")
-    return Model(spans, with_parameters(spans, units, REGISTERED), "head", (freqs,))
+    buffers = made.titan.buffers(plan.model, made.shape.s)
+    return Model(spans, with_parameters(spans, units, made.titan.registered), "head", buffers)

@@ -1,0 +1,192 @@
+"""The models of torchtitan that have a recipe, by the family that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ...layers import titan_models, titan_moe, torchtitan
+from ...layers.autograd import Recorder, Tensor
+from ...layers.coverage import LLAMA, Allowed, reads
+from ...layers.huggingface import LayerShape
+from ...layers.module import hold_bytes
+from ...plan.errors import PlanError
+from ...plan.spec import ModelSpec
+from ...tape.events import Category, Hold
+from ...values import dataclass
+
+Block = Callable[[Recorder, Tensor, LayerShape, torchtitan.Policy, "Tensor | None"], Tensor]
+"""With the layer's table of rotary positions, if it is a tensor of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Titan:
+    """One model of torchtitan."""
+
+    name: str
+    title: str
+    """Its name, for people."""
+    release: str
+    """The code that its recipe follows, for people."""
+    block: Block
+    norm: Callable[[Recorder, Tensor, str], Tensor]
+    registered: tuple[str, ...]
+    """Modules of a layer in the order in which they register their parameters."""
+    covers: Allowed
+    buffers: Callable[[ModelSpec, int], tuple[Hold, ...]]
+    """With so many tokens a sequence."""
+    table: Callable[[Recorder, LayerShape], Tensor] | None = None
+    """What ``fully_shard`` makes of the table of rotary positions for every layer that it is given to."""
+    early_stop: bool = False
+    """Recompute ends with the last saved tensor (``ActivationCheckpoint.early_stop``)."""
+    parallel: bool = False
+    """It has a recipe under tensor and pipeline parallelism."""
+    ends_apart: bool = True
+    """Its code has the embedding, and norm with head, as units of their own."""
+    kernel_of: tuple[int, int] | None = None
+    """The first GPUs that have a fused kernel for its attention, by their compute capability."""
+
+
+def _llama_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, _: Tensor | None) -> Tensor:
+    return torchtitan.block(r, x, shape, policy)
+
+
+def _qwen3_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, table: Tensor | None) -> Tensor:
+    return titan_models.block(r, x, shape, policy, titan_models.qwen3_attention, table)
+
+
+def _latent_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, table: Tensor | None) -> Tensor:
+    return titan_models.block(r, x, shape, policy, titan_models.latent_attention, table)
+
+
+def _table(name: str, shape: tuple[int, ...], dtype: str, counted: tuple[int, ...]) -> Hold:
+    """``counted``: its shape as numbers of the dtype ``fp32``."""
+    return Hold(0, hold_bytes(counted, "fp32"), Category.BUFFERS, name, shape, dtype)
+
+
+def _complex_table(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+    pairs = (seq, (spec.rope_head_dim or spec.rotary_features) // 2)
+    return (_table("freqs_cis", pairs, "complex64", (*pairs, 2)),)
+
+
+def _cosines(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+    table = (seq, 2 * spec.head_dim)
+    return (_table("rope_cache", table, "fp32", table),)
+
+
+Buffers = Callable[[ModelSpec, int], tuple[Hold, ...]]
+
+
+def _with_experts(tables: Buffers) -> Buffers:
+    """And what every mixture has (``MoE.__init__``): a bias of each expert, and how many rows it got since the last
+    step."""
+
+    def buffers(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+        every = (spec.experts,)
+        of_layer = tuple(_table(name, every, "fp32", every) for name in ("expert_bias", "tokens_per_expert"))
+        return (*tables(spec, seq), *of_layer * sum(map(spec.has_experts, range(spec.layers))))
+
+    return buffers
+
+
+DENSE = {"attention_bias": (False,), "attention_output_bias": (False,), "mlp_bias": (False,), "sliding_window": (None,)}
+UNTIED = {"tied_embeddings": (False,), "final_norm": (True,), "attention_dropout": (0.0,), **DENSE}
+ROUTED = {"router_dtype": (None,), "router_z_loss": (0.0,), "shared_expert_gate": (False,), "router_scaling": (None,)}
+ATTENTION = ("query", "key", "value", "attention_output")
+LATENT = ("query", "query_down", "query_down_norm", "query_up", "key_value_down", "key_value_norm", "key_value_up")
+MIXTURE = (
+    *(titan_moe.EXPERTS, "router"),
+    *("shared_gate", "shared_down", "shared_up"),
+)
+NORMS = ("attention_norm", "mlp_norm")
+OF_0_2_2 = "release 0.2.2"
+
+LLAMA_3 = Titan(
+    "llama3",
+    "Llama",
+    "December 2024",
+    block=_llama_block,
+    norm=torchtitan.rms_norm,
+    registered=(*ATTENTION, "query_norm", "key_norm", "gate", "down", "up", *NORMS),
+    covers={**LLAMA, **UNTIED, "qk_norm": (False,)},
+    buffers=_complex_table,
+    early_stop=True,
+    parallel=True,
+    ends_apart=False,
+)
+
+QWEN_3 = Titan(
+    "qwen3",
+    "Qwen 3",
+    OF_0_2_2,
+    block=_qwen3_block,
+    norm=titan_moe.fused_rms_norm,
+    registered=("query_norm", "key_norm", *ATTENTION, *MIXTURE, "gate", "down", "up", *NORMS),
+    covers={**reads(LLAMA, "experts", "router_weighs_inputs"), **UNTIED, **ROUTED, "qk_norm": (True,)},
+    buffers=_cosines,
+    table=titan_models.rope_cache,
+)
+
+QWEN_3_MOE = Titan(
+    "qwen3",
+    "Qwen 3",
+    OF_0_2_2,
+    block=_qwen3_block,
+    norm=titan_moe.fused_rms_norm,
+    registered=QWEN_3.registered,
+    covers=QWEN_3.covers,
+    buffers=_with_experts(_cosines),
+    table=titan_models.rope_cache,
+)
+
+DEEPSEEK_V3 = Titan(
+    "deepseek_v3",
+    "DeepSeek V3",
+    OF_0_2_2,
+    block=_latent_block,
+    norm=titan_moe.fused_rms_norm,
+    registered=(*LATENT, "attention_output", *NORMS, *MIXTURE, "gate", "down", "up"),
+    covers=reads(
+        {**reads(LLAMA, "experts", "latent_kv_rank", "router_weighs_inputs"), **UNTIED, **ROUTED, "qk_norm": (True,)},
+        "router_scaling",
+    ),
+    buffers=_with_experts(_complex_table),
+    kernel_of=(9, 0),
+)
+
+MODELS: Mapping[str, Titan] = {
+    "llama": LLAMA_3,
+    "qwen3": QWEN_3,
+    "qwen3_moe": QWEN_3_MOE,
+    "deepseek_v2": DEEPSEEK_V3,
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,
+}
+
+
+def titan_of(spec: ModelSpec) -> Titan:
+    """torchtitan's code of a model; ``PlanError`` where there is none, or none that has a recipe."""
+    found = MODELS.get(spec.family)
+    if found is None:
+        problem = f"has no recipe in torchtitan's code; families with one: {', '.join(MODELS)}"
+        raise PlanError("model.family", spec.family, problem)
+    for field, values in found.covers.items():
+        value = getattr(spec, field)
+        if value not in values:
+            shown = " or ".join("left out" if one is None else str(one).lower() for one in values)
+            raise PlanError(f"model.{field}", value, f"must be {shown} in torchtitan's {found.name}")
+    _check_sizes(spec, found)
+    return found
+
+
+def _check_sizes(spec: ModelSpec, titan: Titan) -> None:
+    turned = spec.rope_head_dim or spec.rotary_features
+    if turned % 2 or not turned:
+        problem = f"must make an even number of a head's {spec.head_dim} features turn, not {turned}"
+        raise PlanError("model.rotary_fraction", spec.rotary_fraction, problem)
+    if spec.latent_kv_rank and spec.kv_heads != spec.heads:
+        problem = f"must equal the {spec.heads} attention heads in torchtitan's {titan.name}"
+        raise PlanError("model.kv_heads", spec.kv_heads, problem)
+    groups = spec.router_groups
+    if groups and (spec.experts % groups or spec.experts // groups < 2):
+        problem = f"must divide the {spec.experts} experts into groups of 2 or more in torchtitan's {titan.name}"
+        raise PlanError("model.router_groups", groups, problem)

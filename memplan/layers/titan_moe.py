@@ -1,0 +1,287 @@
+"""torchtitan's mixture of experts: router, reordering of tokens, grouped experts, shared experts.
+
+``torchtitan/models/moe/moe.py`` (``TokenChoiceTopKRouter``, ``TokenReorderer``, ``GroupedExperts``, ``MoE``),
+``utils.py`` (``_permute``, ``_unpermute``, ``indices_padding_wrapper``), ``kernels.py``
+(``generate_permute_indices``) of release 0.2.2. Shapes: n = b s tokens of a micro-batch, k experts of a token,
+N = n k rows, E experts of all ranks, e of this one, h hidden, f an expert's inner width, L rows with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan.spec import ModelSpec
+from ..tape.events import Category
+from . import experts, ops, selecting
+from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming
+from .huggingface import LayerShape, linear, silu
+from .torchtitan import Policy
+
+ALIGNED = 8
+"""Rows of which an expert gets a multiple in bf16 (``TOKEN_GROUP_ALIGN_SIZE_M``)."""
+
+EXPERTS = "experts"
+"""The module of grouped experts, whose parameters ``fully_shard`` may have in a unit of their own."""
+
+GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
+
+
+def fused_rms_norm(r: Recorder, x: Tensor, name: str, *, strided: bool = False) -> Tensor:
+    """``nn.RMSNorm`` as one kernel (``aten/src/ATen/native/cuda/layer_norm_kernel.cu``, ``_fused_rms_norm``): saves
+    input, weight, and the reciprocal deviation in fp32. ``strided``: a view of part of a tensor, which the kernel's
+    caller copies (``expect_contiguous``) in both directions."""
+    weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
+    shape, dtype = x.shape, x.dtype
+
+    def inside(r: Recorder) -> None:
+        if strided and r.kernel_workspaces:
+            copied = r.empty(shape, dtype, f"{name}_input_contiguous", Category.WORKSPACES)
+            del copied
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        inside(r)
+        grad_x = r.empty(shape, dtype, f"grad_{name}")
+        return [grad_x, r.empty(shape[-1:], dtype, f"grad_{name}_weight")]
+
+    inside(r)
+    out = r.empty(shape, dtype, name)
+    deviation = r.empty((*shape[:-1], 1), "fp32", f"{name}_rstd")
+    return out.by(r.node((x, weight), (x, weight, deviation), backward))
+
+
+# -- router -----------------------------------------------------------------------------------------
+
+
+def router(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
+    """``TokenChoiceTopKRouter.forward`` of (n, h): scores (n, k) in fp32, experts (n, k), and how many rows each of
+    them gets (E,). The bias that balances them (``load_balance_coeff``) is there in every model of torchtitan."""
+    scores = policy.product(r, lambda r: linear(r, x, "router", spec.experts, False))
+    scores = scored(r, ops.cast(r, scores, "fp32", "router_logits_fp32"), spec)
+    choice = ops.add_constant(r, scores, "scores_for_choice")
+    if spec.router_groups:
+        choice = of_best_groups(r, choice, spec)
+    _values, chosen = selecting.top_k(r, choice, spec.expert_top_k, "chosen")
+    top = selecting.gathered(r, scores, chosen, "top_scores")
+    if normalises(spec):
+        total = ops.add_constant(r, selecting.sum_last(r, top, "top_scores_sum"), "top_scores_denominator")
+        top = divided(r, top, total, "top_scores_normed")
+    top = ops.scale(r, top, "top_scores_scaled")
+    return top, chosen, counted(r, spec)
+
+
+def normalises(spec: ModelSpec) -> bool:
+    """``route_norm``: scores of the chosen are divided by their sum."""
+    return not spec.router_score_first
+
+
+def scored(r: Recorder, logits: Tensor, spec: ModelSpec) -> Tensor:
+    """Softmax or sigmoid, in fp32."""
+    if spec.router_score == "softmax":
+        return ops.softmax(r, logits, "router_scores")
+    return ops.elementwise(r, "router_scores", (logits,), saves_output=True)
+
+
+def of_best_groups(r: Recorder, scores: Tensor, spec: ModelSpec) -> Tensor:
+    """``_get_node_limited_routing_scores``: −∞ for experts outside the groups whose two best are the best."""
+    n, every = scores.shape
+    groups, size = spec.router_groups, every // spec.router_groups
+    grouped = scores.view(n, groups, size)
+    two, _of_two = selecting.top_k(r, grouped, 2, "best_of_group")
+    best = selecting.sum_last(r, two, "group_scores").view(n, groups)
+    _best, chosen = selecting.top_k(r, best, spec.router_group_top_k, "chosen_groups")
+    _of_two = chosen
+    mask = r.empty((n, groups), "bool", "group_mask")
+    masked = ops.elementwise(r, "scores_in_groups", (grouped,), (mask,))
+    return masked.view(n, every)
+
+
+def divided(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """``x / y`` with y broadcast: saves both; the gradient of y takes four tensors."""
+    shape, small, dtype = x.shape, y.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        quotient = r.empty(shape, dtype, f"{name}_quotient")
+        again = r.empty(shape, dtype, f"{name}_quotient_again")
+        negated = r.empty(shape, dtype, f"{name}_negated")
+        whole = r.empty(shape, dtype, f"grad_{name}_other")
+        del negated, again, quotient
+        return [r.empty(shape, dtype, f"grad_{name}_self"), Unsummed(whole, small, f"grad_{name}_other_sum")]
+
+    return r.output((x, y), (y, x), backward, shape, dtype, name)
+
+
+def counted(r: Recorder, spec: ModelSpec) -> Tensor:
+    """``torch.histc`` of int64: (E,) of the same."""
+    return r.empty((spec.experts,), "int64", "rows_of_expert")
+
+
+def reordered(r: Recorder, top: Tensor, chosen: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """``TokenReorderer.forward``: scores (N,) and rows' places (N,) by expert, and how many rows each expert gets."""
+    rows = chosen.shape[0] * chosen.shape[1]
+    counts = counted(r, spec)
+    values = r.empty((rows,), "int64", "experts_sorted")
+    order = r.empty((rows,), "int64", "row_order")
+    del values
+    return selecting.gathered(r, top.view(rows), order, "row_scores"), order, counts
+
+
+# -- experts ----------------------------------------------------------------------------------------
+
+
+def permute_indices(r: Recorder, ranks: int, e: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``generate_permute_indices``: for each of L places the row that goes there, each expert's rows, a multiple of 8,
+    and where they end; from ``ranks`` ranks whose experts are e here."""
+    summed = r.empty((ranks * e,), "int64", "rows_summed")
+    starts = r.empty((ranks * e,), "int64", "row_starts")
+    del summed
+    total = r.empty((e,), "int64", "rows_of_local_expert")
+    total = r.empty((e,), "int64", "rows_at_least")
+    sizes = rounded_up(r, e)
+    ends = r.empty((e,), "int64", "row_ends")
+    begins = r.empty((e,), "int64", "row_begins")
+    places = r.empty((length,), "int32", "permuted_indices")
+    in_words = r.empty((e,), "int32", "row_ends_int32")
+    del begins, ends, total, starts
+    return places, sizes, in_words
+
+
+def rounded_up(r: Recorder, e: int) -> Tensor:
+    """``((total + alignment - 1) // alignment * alignment).to(int32)``: each result ends with the next operator."""
+    _made = r.empty((e,), "int64", "rows_plus")
+    for step in ("rows_plus_less_one", "rows_divided", "rows_multiplied"):
+        _made = r.empty((e,), "int64", step)
+    return r.empty((e,), "int32", "padded_rows_of_expert")
+
+
+def padded_length(rows: int, e: int) -> int:
+    """``_permute``: room for each expert's padding, in multiples of 8."""
+    return -(-(rows + e * ALIGNED) // ALIGNED) * ALIGNED
+
+
+def permuted(r: Recorder, x: Tensor, ranks: int, e: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``_permute`` of N rows: (L, h) by expert, with padding from a row of zeros; the places; rows of each."""
+    rows, h = x.shape
+    places, sizes, _ends = permute_indices(r, ranks, e, padded_length(rows, e))
+    x = with_zeros(r, x)
+    x = picked_rows(r, x, places, (places.shape[0], h), "rows_padded")
+    return x, places, sizes
+
+
+def with_zeros(r: Recorder, x: Tensor) -> Tensor:
+    """``vstack`` of x and a row of zeros; the gradient of x is a view."""
+    rows, h = x.shape
+    zeros = r.empty((h,), x.dtype, "row_of_zeros")
+    made = r.empty((rows + 1, h), x.dtype, "rows_and_zeros")
+    made = made.by(r.node((x,), (), lambda r, gradients: [incoming(gradients).view(rows, h)]))
+    del zeros
+    return made
+
+
+def picked_rows(r: Recorder, x: Tensor, places: Tensor, shape: tuple[int, int], name: str) -> Tensor:
+    """``x[places]`` with int32 places, which the kernel takes in int64 (``make_info`` of
+    ``TensorAdvancedIndexing.cpp``)."""
+    if r.kernel_workspaces:
+        wide = r.empty(places.shape, "int64", f"{name}_places_int64", Category.WORKSPACES)
+        del wide
+    return selecting.picked(r, x, places, shape, name)
+
+
+def unpermuted(r: Recorder, out: Tensor, places: Tensor, rows: int) -> Tensor:
+    """``_unpermute``: rows where they were, without the row of zeros."""
+    h = out.shape[-1]
+    whole = r.empty((rows + 1, h), out.dtype, "rows_unpermuted")
+    whole = put(r, whole, places, out, "rows_unpermuted")
+    dtype = whole.dtype
+    node = r.node((whole,), (), lambda r, gradients: [r.empty((rows + 1, h), dtype, "grad_rows_unpermuted_slice")])
+    return Tensor(whole.storage, (rows, h), dtype, node)
+
+
+def put(r: Recorder, x: Tensor, places: Tensor, values: Tensor, name: str) -> Tensor:
+    """``x[places] = values`` of a tensor without a gradient: saves the places; the gradient is what stands there."""
+    like, dtype = values.shape, values.dtype
+    node = r.node((x, values), (places,), lambda r, gradients: [None, r.empty(like, dtype, f"grad_{name}_values")])
+    return Tensor(x.storage, x.shape, x.dtype, node)
+
+
+def weights_of(r: Recorder, spec: ModelSpec, e: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``w1`` (e, f, h), ``w2`` (e, h, f) and ``w3`` (e, f, h)."""
+    f, h = spec.expert_ffn, spec.hidden
+    shapes = {GATE: (e, f, h), DOWN: (e, h, f), UP: (e, f, h)}
+    gate, down, up = (r.parameter(name, shape, dtype, expert=True) for name, shape in shapes.items())
+    return gate, down, up
+
+
+def grouped(r: Recorder, x: Tensor, sizes: Tensor, spec: ModelSpec) -> Tensor:
+    """``_run_experts_grouped_mm`` of (L, h)."""
+    e = sizes.shape[0]
+    gate, down, up = weights_of(r, spec, e, x.dtype)
+    offsets = r.empty((e,), "int32", "expert_offsets")
+    h = silu(r, product(r, x, gate, offsets, "experts_gate"))
+    h = ops.multiply(r, h, product(r, x, up, offsets, "experts_up"), "experts_gated")
+    return ops.cast(r, product(r, h, down, offsets, "experts_down"), x.dtype, "experts_output")
+
+
+def product(r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:
+    """``_grouped_mm`` of ``x.bfloat16()`` with ``weight.bfloat16()``."""
+    weight = ops.cast(r, weight, "bf16", f"{name}_weight_bf16")
+    return experts.grouped_product(r, x, weight, offsets, name)
+
+
+def padded_experts(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
+    """``indices_padding_wrapper``: all experts are here."""
+    made, places, sizes = permuted(r, x, 1, spec.experts)
+    out = grouped(r, made, sizes, spec)
+    return unpermuted(r, out, places, x.shape[0])
+
+
+# -- the module -------------------------------------------------------------------------------------
+
+
+def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    """``MoE.forward`` of (b, s, h)."""
+    spec, whole, dtype = shape.spec, x.shape, x.dtype
+    n, k = shape.b * shape.s, spec.expert_top_k
+    x = x.view(n, spec.hidden)
+    top, chosen, _counts = router(r, x, spec, policy)
+    scores, order, _counts = reordered(r, top, chosen, spec)
+    tokens = r.empty((n * k,), "int64", "token_of_row")
+    routed = selecting.gathered(r, x, tokens, "rows")
+    del tokens
+    if spec.router_weighs_inputs:
+        routed = weighed(r, routed, scores)
+    out = padded_experts(r, routed, spec)
+    shared = shared_experts(r, x, spec, policy) if spec.shared_expert_ffn else None
+    unsorted = r.empty((n * k, spec.hidden), dtype, "rows_unsorted")
+    unsorted = put(r, unsorted, order, out, "rows_unsorted")
+    if spec.router_weighs_inputs:
+        summed = selecting.sum_of_rows(r, unsorted, k, "experts_sum")
+    else:
+        summed = weighed_sum(r, top, unsorted, k)
+    if shared is not None:
+        return ops.add(r, shared, summed, "experts_and_shared").view(*whole)
+    return summed.view(*whole)
+
+
+def weighed(r: Recorder, rows: Tensor, scores: Tensor) -> Tensor:
+    """``score_before_experts``: what experts get times the scores, in fp32."""
+    wide = ops.cast(r, rows, "fp32", "rows_fp32")
+    made = ops.multiply(r, wide, scores.view(rows.shape[0], 1), "rows_weighed")
+    del wide
+    return ops.cast(r, made, rows.dtype, "rows_weighed_cast")
+
+
+def weighed_sum(r: Recorder, top: Tensor, rows: Tensor, k: int) -> Tensor:
+    """``bmm`` of scores (n, 1, k) and rows (n, k, h) in fp32."""
+    n, h = rows.shape[0] // k, rows.shape[1]
+    made = ops.matmul(
+        r, top.view(n, 1, k), ops.cast(r, rows.view(n, k, h), "fp32", "rows_fp32"), (n, 1, h), "experts_sum"
+    )
+    return ops.cast(r, made, rows.dtype, "experts_sum_cast").view(n, h)
+
+
+def shared_experts(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> Tensor:
+    """``FeedForward.forward`` of every token."""
+    width = spec.shared_expert_ffn
+    gate = silu(r, policy.product(r, lambda r: linear(r, x, "shared_gate", width, False)))
+    gate = ops.multiply(r, gate, policy.product(r, lambda r: linear(r, x, "shared_up", width, False)), "shared_gated")
+    return policy.product(r, lambda r: linear(r, gate, "shared_down", spec.hidden, False))

@@ -1,0 +1,95 @@
+"""Jobs of torchtitan's Qwen 3 and DeepSeek V3: flavours, experts, and what is told of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memplan.frameworks.fsdp.torchtitan import check
+from memplan.plan.errors import PlanError
+from memplan.plan.resolve import resolve
+
+from .torchtitan_jobs import Read, codes, reader, refusal
+
+DEEPSEEK = """
+[model]
+name = "deepseek_v3"
+flavor = "16B"
+hf_assets_path = "./assets/hf/deepseek-moe-16b-base"
+
+[training]
+local_batch_size = 4
+seq_len = 4096
+
+[parallelism]
+data_parallel_shard_degree = -1
+expert_parallel_degree = 1
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+"""
+"""As the preset of release 0.2.2, without expert parallelism and torch.compile."""
+QWEN = DEEPSEEK.replace("deepseek_v3", "qwen3").replace("16B", "30B-A3B")
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
+    return reader(tmp_path, monkeypatch)
+
+
+def test_deepseek_v3(read: Read) -> None:
+    found = read(DEEPSEEK, gpu="h200")
+    plan = resolve(found.plan)
+    assert (plan.model.name, plan.batch.mbs, plan.layout.dp) == ("deepseek-v2-lite", 4, 8)
+    assert plan.fsdp.ends_apart
+    assert plan.fsdp.per_operator
+    assert codes(found) == ["attention-other"]
+
+
+def test_qwen3(read: Read) -> None:
+    found = read(QWEN, gpu="h200")
+    assert resolve(found.plan).model.name == "qwen3-30b-a3b"
+    assert found.warnings == ()
+
+
+def test_a_model_to_debug_with(read: Read) -> None:
+    spec = resolve(read(DEEPSEEK, "model.flavor=debugmodel").plan).model
+    sizes = (spec.layers, spec.hidden, spec.heads, spec.ffn, spec.vocab, spec.latent_kv_rank, spec.head_dim)
+    assert sizes == (6, 256, 16, 1024, 2048, 512, 192)
+    assert (spec.experts, spec.expert_top_k, spec.expert_ffn, spec.shared_expert_ffn) == (8, 3, 256, 512)
+    spec = resolve(read(QWEN, "model.flavor=debugmodel_moe").plan).model
+    assert (spec.experts, spec.expert_ffn, spec.head_dim, spec.kv_heads) == (64, 768, 128, 8)
+
+
+@pytest.mark.parametrize(
+    ("over", "says"),
+    [
+        ("parallelism.expert_parallel_degree=8", "expert parallelism is not modelled yet"),
+        ("model.flavor=7B", "of model deepseek_v3 has no sizes here"),
+    ],
+)
+def test_what_is_refused(read: Read, over: str, says: str) -> None:
+    assert says in refusal(read, DEEPSEEK, over, gpu="h200")
+
+
+@pytest.mark.parametrize(
+    ("job", "over", "says"),
+    [
+        (DEEPSEEK, "parallelism.tensor_parallel_degree=2", "layout.tp = 2: must be 1 with torchtitan's deepseek_v3"),
+        (DEEPSEEK, "parallelism.pipeline_parallel_degree=2", "layout.pp = 2: must be 1 with torchtitan's deepseek_v3"),
+        (QWEN, "model.flavor=4B", "tied_embeddings = true: must be false in torchtitan's qwen3"),
+        (QWEN, "training.mixed_precision_param=float32", "precision.dtype = fp32: must be bf16"),
+    ],
+)
+def test_what_has_no_recipe(read: Read, job: str, over: str, says: str) -> None:
+    plan = resolve(read(job, over, gpu="h200").plan)
+    with pytest.raises(PlanError, match=says):
+        check(plan)
+
+
+def test_experts_of_others_are_refused(read: Read) -> None:
+    assert "parallelism.expert_parallel_degree = 8" in refusal(
+        read, QWEN, "parallelism.expert_parallel_degree=8", model="qwen3-30b-a3b"
+    )

@@ -1,0 +1,106 @@
+"""torchtitan's Qwen 3 and DeepSeek V3 under ``fully_shard``, against the same operators run on fake tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
+from memplan.frameworks.fsdp.units import Sharding
+from memplan.layers.module import Options
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+from memplan.tape.events import ROUND
+from memplan.tape.program import fold_program
+
+from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
+from ..oracle import fsdp as oracle
+from ..oracle.titan_models import Sizes, builder
+
+QWEN_3 = Sizes(hidden=192, heads=6, kv_heads=2, head_dim=64, ffn=448, vocab=1003, layers=3, b=2, s=64)
+MULTI_HEAD = Sizes(hidden=128, heads=4, kv_heads=4, head_dim=32, ffn=320, vocab=515, layers=2, b=3, s=40)
+QWEN_3_MOE = replace(QWEN_3, experts=24, top_k=4, expert_ffn=96)
+MANY = replace(MULTI_HEAD, experts=160, top_k=6, expert_ffn=64, score_first=True, dense=1)
+LATENT = Sizes(
+    hidden=256, heads=4, ffn=640, vocab=1003, layers=3, b=2, s=64, kv_rank=96, plain=48, turned=32, width=40,
+    experts=16, top_k=3, expert_ffn=128, shared=256, dense=1, normed=False,
+)  # fmt: skip
+V3 = replace(LATENT, q_rank=64, experts=96, top_k=8, groups=8, group_top_k=4, score="sigmoid", normed=True, b=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    recompute: str
+    sizes: Sizes
+    shards: int = 8
+
+
+CASES = {
+    "qwen3": Case("none", QWEN_3),
+    "qwen3-op": Case("op", QWEN_3),
+    "qwen3-full": Case("full", MULTI_HEAD, 3),
+    "qwen3-moe": Case("none", QWEN_3_MOE),
+    "qwen3-moe-op": Case("op", QWEN_3_MOE),
+    "qwen3-moe-full": Case("full", QWEN_3_MOE, 2),
+    "score-first": Case("none", MANY, 3),
+    "score-first-full": Case("full", MANY, 3),
+    "deepseek-v2": Case("none", LATENT),
+    "deepseek-v2-op": Case("op", LATENT),
+    "deepseek-v3": Case("none", V3, 4),
+    "deepseek-v3-op": Case("op", V3, 4),
+    "deepseek-v3-full": Case("full", V3, 4),
+}
+
+
+def plan_of(given: Sizes, **flags: str) -> ResolvedPlan:
+    """A plan for ``given``, as a cut of a model of its family."""
+    model = ("deepseek-v3" if given.score == "sigmoid" else "deepseek-v2-lite") if given.latent else "qwen3-30b-a3b"
+    model = model if given.experts or given.latent else "qwen3-8b"
+    base = {"model": model, "framework": "single", "dtype": "bf16", "mbs": str(given.b), "seq": str(given.s)}
+    base |= {"layers": str(given.layers), "attention": "flash", "optimizer": "adamw", "gpu": "h100-80gb"}
+    plan = resolve(read_plan(None, {**base, **flags}).plan)
+    changed: dict[str, object] = {"hidden": given.hidden, "heads": given.heads, "ffn": given.ffn, "vocab": given.vocab}
+    changed |= {"kv_heads": given.kv_heads or given.heads, "head_dim": given.head_dim or given.plain + given.turned}
+    if given.latent:
+        changed |= {"latent_q_rank": given.q_rank, "latent_kv_rank": given.kv_rank, "nope_head_dim": given.plain}
+        changed |= {"rope_head_dim": given.turned, "value_head_dim": given.width}
+    changed |= {"experts": given.experts, "expert_top_k": given.top_k, "expert_ffn": given.expert_ffn}
+    changed |= {"shared_expert_ffn": given.shared, "dense_layers": tuple(range(given.dense))}
+    changed |= {"router_groups": given.groups, "router_group_top_k": given.group_top_k}
+    changed |= {"router_score_first": not given.normed, "router_weighs_inputs": given.score_first}
+    fsdp = plan.fsdp.model_copy(update={"ends_apart": True})
+    return plan.model_copy(update={"fsdp": fsdp, "model": plan.model.model_copy(update=changed)})
+
+
+@pytest.fixture(params=CASES.values(), ids=list(CASES), scope="module")
+def case(request: pytest.FixtureRequest) -> Case:
+    assert isinstance(request.param, Case)
+    return request.param
+
+
+def test_every_event(case: Case) -> None:
+    plan = plan_of(case.sizes)
+    batch = plan.batch.model_copy(update={"gbs": case.sizes.b * case.shards})
+    layout = plan.layout.model_copy(update={"dp": case.shards})
+    plan = plan.model_copy(update={"batch": batch, "layout": layout})
+    recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
+    model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
+    program = fsdp.program(plan, model, Sharding(case.shards))
+    sharding = oracle.Sharding(case.shards)
+    steps = oracle.traced(builder(case.sizes, sharding, [case.recompute] * case.sizes.layers), sharding)
+
+    modules = [span.module for span in program.spans for _ in span.names]
+    forward = [event for module in modules for event in named(module, module.steady.forward)]
+    backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
+    traced_forward, traced_backward, _ = steps.stretches
+    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(traced_forward))
+    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(without_grad_loss(traced_backward)))
+
+    folded = fold_program(program)
+    assert folded.static == steps.before
+    assert folded.after_forward == steps.levels()[0]
+    assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND
+    assert folded.step_peak == steps.peaks()[2]
