@@ -54,9 +54,13 @@ def causal_mask(r: Recorder, shape: LayerShape, *, window: bool = True, packed: 
         look_for_packed_rows(r, b, s)
     if shape.flash:
         return None
-    allowed = allowed_pairs(r, shape, window=window)
+    return additive_mask(r, shape, allowed_pairs(r, shape, window=window))
+
+
+def additive_mask(r: Recorder, shape: LayerShape, allowed: Tensor) -> Tensor:
+    """``eager_mask``: zeros where ``allowed``, the lowest number elsewhere, (b, 1, s, s)."""
     zero, lowest = r.empty((), shape.dtype, "zero"), r.empty((), shape.dtype, "lowest")
-    mask = r.empty((b, 1, s, s), shape.dtype, "causal_mask")
+    mask = r.empty((shape.b, 1, shape.s, shape.s), shape.dtype, "causal_mask")
     del lowest, zero, allowed
     return mask
 
