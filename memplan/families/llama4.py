@@ -26,7 +26,7 @@ from ..plan.spec import ModelSpec
 from .base import Config, Family, key
 from .deepseek import complex_product
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, head_by_head, projection
-from .mixtral import SHARED_REGISTERED
+from .mixtral import NO_LEAF_SHARED, SHARED_REGISTERED
 
 
 def without_weight(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -40,6 +40,12 @@ def without_weight(r: Recorder, x: Tensor, name: str) -> Tensor:
         return ops.add_constant(r, variance, f"{name}_eps")
 
     return ops.cast(r, normed(ops.cast(r, x, "fp32", f"{name}_fp32")), x.dtype, f"{name}_cast")
+
+
+def normed(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """By ``qk_norm``, which is a module."""
+    (x,) = r.entered(name, x)
+    return r.left(name, without_weight(r, x, name))
 
 
 def norm(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -96,8 +102,8 @@ def llama4_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSh
         assert shared.cos is not None
         q, k = rotary(r, q, k, shared.cos, shape)
     if shape.turns and spec.qk_norm:
-        q = without_weight(r, q, "query_norm")
-        k = without_weight(r, k, "key_norm")
+        q = normed(r, q, "query_norm")
+        k = normed(r, k, "key_norm")
     if not shape.turns:
         scales, numbers = temperatures(r, shape)
         q = ops.cast(r, ops.multiply(r, q, scales, "query_scaled_fp32"), q.dtype, "query_temperature")
@@ -248,6 +254,14 @@ FEED_FORWARD = {
 }
 """Of dense layers, and of the expert that takes every token."""
 
+SUBMODULES = {
+    **NO_LEAF_SHARED,
+    "layer": replace(
+        NO_LEAF_SHARED["layer"], parts=(*NO_LEAF_SHARED["layer"].parts, "query_norm", "key_norm"), leaf=""
+    ),
+}
+"""The norms of queries and keys, too, though they have no weights."""
+
 LLAMA4_TEXT = replace(
     LLAMA_FAMILY,
     name="llama4_text",
@@ -302,7 +316,8 @@ LLAMA4_TEXT = replace(
     lora_targets=None,
     registered=(*ATTENTION, *SHARED_REGISTERED),
     since=SORTED_ONCE,
-    submodules=None,
+    submodules=SUBMODULES,
+    no_zero3="which parameters it gathers ahead of the experts, and when, does not agree with DeepSpeed's engine yet",
     megatron_core=CORE_GPT,
 )
 
