@@ -138,6 +138,8 @@ class Family:
     """Layer and embedding of October 2020 (``code: 2020``)."""
     mixture: Callable[[Recorder, Tensor, LayerShape], Mixed] | None = None
     """What a layer with experts has in place of an MLP."""
+    experts_in: str = "mlp"
+    """What a layer calls the module that has router and experts."""
     norm: Callable[[Recorder, Tensor, str], Tensor] | None = None
     """Where it is not plain LayerNorm or RMSNorm."""
     projecting: Projecting | None = None

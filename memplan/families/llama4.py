@@ -21,6 +21,7 @@ from ..layers.ends import (
     word_embeddings,
 )
 from ..layers.huggingface import Heads, LayerShape, Shared, activation, attention, linear
+from ..layers.tuning import folded
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from .base import Config, Family, key
@@ -139,10 +140,14 @@ def every_expert(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     n = x.shape[0] // e
     gate_up = r.parameter(experts.GATE_UP, (e, h, 2 * f), dtype)
     down = r.parameter(experts.DOWN, (e, f, h), dtype)
+    adapters = experts.wrapped(r, {experts.GATE_UP: gate_up, experts.DOWN: down})
     rows = x.view(e, n, h)
+    gate_up = folded(r, gate_up, adapters.get(experts.GATE_UP), experts.GATE_UP)
     both = ops.matmul(r, rows, gate_up, (e, n, 2 * f), "experts_gate_up")
     gate, up = ops.split(r, both, [(e, n, f), (e, n, f)], "gate_up")
-    out = ops.matmul(r, gated(r, gate, up, spec), down, (e, n, h), "experts_down")
+    made = gated(r, gate, up, spec)
+    down = folded(r, down, adapters.get(experts.DOWN), experts.DOWN)
+    out = ops.matmul(r, made, down, (e, n, h), "experts_down")
     return r.left(experts.EXPERTS, out.view(e * n, h))
 
 
@@ -307,6 +312,8 @@ LLAMA4_TEXT = replace(
     needs=("attention_chunk", "experts"),
     layer=layer,
     embedding=embedding,
+    mixture=mixture,
+    experts_in="feed_forward",
     norm=norm,
     tables="complex",
     softmax_in_dtype=True,

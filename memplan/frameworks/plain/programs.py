@@ -127,6 +127,7 @@ def _passes_embeddings_on(shape: LayerShape) -> bool:
 def leaves_embedding(tuning: Tuning | None, shape: LayerShape) -> bool:
     """Whether the embedding's output requires a gradient without having a node."""
     asked = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
+    asked = asked and tuning is not None and not tuning.adapts("word")
     scaled = shape.spec.embedding_scale and not family(shape.spec.family).scale_in_embedding
     return asked and _passes_embeddings_on(shape) and not scaled
 
