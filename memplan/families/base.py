@@ -132,10 +132,14 @@ class Family:
     """Values of a spec's fields that the recipe is written for; ``None`` where there is no recipe."""
     layer: Layer | None = None
     embedding: Embedding | None = None
+    needs: tuple[str, ...] = ()
+    """Fields of a spec that the recipe cannot do without."""
     older: tuple[Layer, Embedding] | None = None
     """Layer and embedding of October 2020 (``code: 2020``)."""
     mixture: Callable[[Recorder, Tensor, LayerShape], Mixed] | None = None
     """What a layer with experts has in place of an MLP."""
+    experts_in: str = "mlp"
+    """What a layer calls the module that has router and experts."""
     norm: Callable[[Recorder, Tensor, str], Tensor] | None = None
     """Where it is not plain LayerNorm or RMSNorm."""
     projecting: Projecting | None = None
@@ -193,6 +197,8 @@ class Family:
     """Releases of transformers, from the first up to the second, whose layers nobody has compared with the recipe's."""
     no_flash: str = ""
     """Why its attention does not run in PyTorch's flash kernel."""
+    no_package: str = ""
+    """Why transformers refuses a package's flash attention for it."""
     no_4bit: str = ""
     """Why bitsandbytes' 4-bit weights are not modelled for it."""
     no_zero3: str = ""

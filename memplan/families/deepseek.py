@@ -94,15 +94,7 @@ def complex_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared, *, copied:
     assert table is not None
 
     def turned(x: Tensor, name: str, dtype: str) -> Tensor:
-        shape, angles = x.shape, table.shape
-
-        def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-            conjugate = r.empty(angles, "fp32", "rotary_conjugate")
-            made = r.empty(shape, "fp32", f"grad_{name}_turned")
-            del conjugate
-            return [made]
-
-        whole = r.output((x,), (table,), backward, shape, "fp32", f"{name}_turned")
+        whole = complex_product(r, x, table, name)
         whole = ops.copied_gradient(r, whole, f"{name}_turned") if copied and name == "query" else whole
         return ops.cast(r, whole, dtype, f"{name}_rotary")
 
@@ -111,6 +103,19 @@ def complex_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared, *, copied:
     q_out = turned(q_wide, "query", q.dtype)
     k_out = turned(k_wide, "key", k.dtype)
     return q_out, k_out
+
+
+def complex_product(r: Recorder, x: Tensor, table: Tensor, name: str) -> Tensor:
+    """fp32 ``x``, pairs of neighbours seen as complex numbers, times the numbers of ``table``, as fp32."""
+    shape, angles = x.shape, table.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        conjugate = r.empty(angles, "fp32", "rotary_conjugate")
+        made = r.empty(shape, "fp32", f"grad_{name}_turned")
+        del conjugate
+        return [made]
+
+    return r.output((x,), (table,), backward, shape, "fp32", f"{name}_turned")
 
 
 def v2_mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:

@@ -242,6 +242,9 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
             shown = " or ".join(_shown(known) for known in values)
             problem = f"must be {shown} for family {spec.family} in framework {framework}"
             raise PlanError(f"model.{field}", value, problem)
+    for field in known.needs if recipes is TRANSFORMERS else ():
+        if not getattr(spec, field):
+            raise PlanError(f"model.{field}", getattr(spec, field), f"must be set for family {spec.family}")
     if spec.family == "bert" and spec.token_types == 0:
         raise PlanError("model.token_types", 0, "must be at least 1 for family bert")
     if spec.positions == "rotary" and (spec.rotary_features % 2 or not spec.rotary_features):

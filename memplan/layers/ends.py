@@ -13,6 +13,7 @@ from . import ops
 from .autograd import Recorder, Tensor
 from .huggingface import LayerShape, Shared, activation, layer_norm, linear, norm
 from .kernels import CrossEntropy
+from .tuning import Layer, adapted_embedding, lora
 
 
 @dataclass(slots=True)
@@ -54,9 +55,13 @@ def causal_mask(r: Recorder, shape: LayerShape, *, window: bool = True, packed: 
         look_for_packed_rows(r, b, s)
     if shape.flash:
         return None
-    allowed = allowed_pairs(r, shape, window=window)
+    return additive_mask(r, shape, allowed_pairs(r, shape, window=window))
+
+
+def additive_mask(r: Recorder, shape: LayerShape, allowed: Tensor) -> Tensor:
+    """``eager_mask``: zeros where ``allowed``, the lowest number elsewhere, (b, 1, s, s)."""
     zero, lowest = r.empty((), shape.dtype, "zero"), r.empty((), shape.dtype, "lowest")
-    mask = r.empty((b, 1, s, s), shape.dtype, "causal_mask")
+    mask = r.empty((shape.b, 1, shape.s, shape.s), shape.dtype, "causal_mask")
     del lowest, zero, allowed
     return mask
 
@@ -134,7 +139,10 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor | None
 def word_embeddings(r: Recorder, shape: LayerShape) -> Tensor:
     """Rows of the table of words, (b, s, h)."""
     word = r.parameter("word.weight", (shape.spec.vocab, shape.spec.hidden), shape.dtype)
-    return ops.embedding(r, word, token_ids(r, shape), "word_embeddings")
+    ids = token_ids(r, shape)
+    if r.tuning is None or not r.tuning.adapts("word"):
+        return ops.embedding(r, word, ids, "word_embeddings")
+    return adapted_embedding(r, ids, r.embedded(ops.embedding(r, word, ids, "word_embeddings")), shape.spec.vocab)
 
 
 def final_norm(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
@@ -160,10 +168,15 @@ def head(
     ``of_kernel``: in the place of PyTorch's cross entropy, of logits that are shifted in all releases if ``shifts``.
     """
     spec, b, s, dtype = shape.spec, shape.b, shape.s, shape.dtype
-    weight = r.parameter("word.weight" if spec.tied_embeddings else "head.weight", (spec.vocab, spec.hidden), dtype)
+    table = "word.weight" if spec.tied_embeddings else "head.weight"
+    weight = r.parameter(table, (spec.vocab, spec.hidden), dtype)
     transformed = mlm_transform(r, hidden, shape) if spec.mlm_head else hidden
     bias = r.parameter("head.bias", (spec.vocab,), dtype) if spec.mlm_head or spec.head_bias else None
-    logits = ops.linear(r, transformed, weight, bias, name="logits", category=Category.LOGITS)
+    if r.tuning is not None and r.tuning.adapters is not None and r.tuning.adapts("head"):
+        of_head = Layer("head", spec.vocab, False, False, weight=table, category=Category.LOGITS)
+        logits = lora(r, transformed, of_head, r.tuning.adapters)
+    else:
+        logits = ops.linear(r, transformed, weight, bias, name="logits", category=Category.LOGITS)
     del transformed
     if spec.logit_softcap is not None:
         logits = ops.elementwise(r, "logits_divided", (logits,), category=Category.LOGITS)

@@ -7,13 +7,14 @@ token, N = n k rows, E experts, h hidden, f an expert's inner width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..plan.spec import ModelSpec
 from . import ops, selecting, work
 from .autograd import Gradients, Recorder, Tensor
 from .huggingface import LayerShape, activation, linear, softmax_fp32
 from .shapes import ITEMSIZE, Shape
+from .tuning import Factors, factors, folded, matrices, registered_once
 
 MODULE = "mixture"
 """Router and experts."""
@@ -263,6 +264,7 @@ def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, sh
     f, h = spec.expert_ffn, spec.hidden
     gate_up, gate_up_bias = parameters(r, spec, GATE_UP, (2 * f, h), hidden.dtype)
     down, down_bias = parameters(r, spec, DOWN, (h, f), hidden.dtype)
+    adapters = wrapped(r, {GATE_UP: gate_up, DOWN: down})
     scales = weights.view(*rows)
     sorted_ids = r.empty(rows, "int64", "expert_ids_sorted")
     order = r.empty(rows, "int64", "row_order")
@@ -272,9 +274,11 @@ def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, sh
     counts = r.empty(experts, "int32", "tokens_of_expert")
     offsets = r.empty(experts, "int32", "expert_offsets")
     biases = gate_up_bias and selecting.gathered(r, gate_up_bias, sorted_ids, "gate_up_biases")
+    gate_up = folded(r, gate_up, adapters.get(GATE_UP), GATE_UP)
     out = biased(r, grouped_product(r, selected, gate_up, offsets, "experts_gate_up"), biases)
     out = gate(r, out, spec)
     biases = down_bias and selecting.gathered(r, down_bias, sorted_ids, "down_biases")
+    down = folded(r, down, adapters.get(DOWN), DOWN)
     out = biased(r, grouped_product(r, out, down, offsets, "experts_down"), biases)
     weighted = ops.multiply(r, out, sorted_scales.view(*rows, 1), "rows_weighted")
     inverse = r.empty(rows, "int64", "row_order_inverse")
@@ -285,6 +289,18 @@ def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, sh
     result = ops.cast(r, final, hidden.dtype, "experts_output")
     del sorted_ids, order, selected, sorted_scales, ids, counts
     return result
+
+
+def wrapped(r: Recorder, weights: Mapping[str, Tensor]) -> dict[str, Factors]:
+    """What peft's wrappers around the experts make before these run, for each of ``weights`` that has an adapter: the
+    outermost, that of the last weight, first."""
+    targets = r.tuning.adapters.experts if r.tuning is not None and r.tuning.adapters is not None else frozenset()
+    of = {name: matrices(r, name, weight.shape, weight.dtype) for name, weight in weights.items() if name in targets}
+    made = {}
+    for name, both in reversed(of.items()):
+        made[name] = factors(r, name, both, weights[name].dtype)
+        registered_once(r, name, weights[name].shape, weights[name].dtype)
+    return made
 
 
 def biased(r: Recorder, x: Tensor, biases: Tensor | None) -> Tensor:

@@ -104,7 +104,7 @@ def efficient_attention(
     b, a, s, d = q.shape
     dtype = q.dtype
     out = r.empty(v.shape, dtype, name)
-    rows = -(-s // ROWS) * ROWS if r.grad_enabled else 0
+    rows = -(-s // ROWS) * ROWS if any(one.node is not None for one in (q, k, v)) else 0
     logsumexp = r.empty((b, a, rows), "fp32", f"{name}_logsumexp")
     seed, offset = (r.empty((), "int64", f"{name}_rng_{part}") for part in ("seed", "offset"))
     shapes, whole, width = (q.shape, k.shape, v.shape), q.shape, v.shape[-1]

@@ -48,6 +48,8 @@ class LayerShape:
     """The package is flash-attn 3."""
     mixture: bool = False
     """The layer has experts in place of an MLP."""
+    turns: bool = True
+    """Queries and keys have positions, in a model some of whose layers' have none."""
     torch: Version = CLAMPED_SLICES
     """The PyTorch that runs it."""
     kernel: str = "flash"
@@ -60,10 +62,12 @@ class LayerShape:
 
     def of_layer(self, number: int) -> LayerShape:
         """Of the layer ``number``, from 0."""
-        return self.with_mixture(self.spec.has_experts(number))
+        return self.of_kind(self.spec.has_experts(number), self.spec.has_positions(number))
 
-    def with_mixture(self, mixture: bool) -> LayerShape:
-        return self if mixture == self.mixture else replace(self, mixture=mixture)
+    def of_kind(self, mixture: bool, turns: bool) -> LayerShape:
+        """Of a layer with or without experts, with or without positions."""
+        same = (mixture, turns) == (self.mixture, self.turns)
+        return self if same else replace(self, mixture=mixture, turns=turns)
 
     @property
     def table(self) -> int:

@@ -51,6 +51,20 @@ def gathered(r: Recorder, x: Tensor, indices: Tensor, name: str) -> Tensor:
     return r.output((x,), (indices,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")], chosen, dtype, name)
 
 
+def scattered(r: Recorder, values: Tensor, indices: Tensor, shape: Shape, name: str) -> Tensor:
+    """``torch.full(shape, c).scatter_(-1, indices, values)``: saves the indices, by which the gradient is gathered."""
+    like, dtype = values.shape, values.dtype
+    out = r.empty(shape, dtype, name)
+    return out.by(r.node((values,), (indices,), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}_values")]))
+
+
+def repeated_rows(r: Recorder, x: Tensor, times: int, name: str) -> Tensor:
+    """``x.repeat(times, 1)`` of (n, h): the gradient is summed."""
+    like, dtype = x.shape, x.dtype
+    shape = (times * like[0], *like[1:])
+    return r.output((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}_sum")], shape, dtype, name)
+
+
 def picked(r: Recorder, x: Tensor, indices: Tensor, shape: Shape, name: str) -> Tensor:
     """``x[i, j]`` to ``shape``, with indices that are views of one tensor, which is saved."""
     like, dtype = x.shape, x.dtype

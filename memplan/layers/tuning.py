@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from ..tape.events import rounded
+from ..tape.events import Category, rounded
 from ..values import dataclass
 from . import ops, work
 from .autograd import ITEMSIZE, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
@@ -102,7 +102,10 @@ BLOCK = 64
 NESTED_BLOCK = 256
 """Scales under one scale of their own, with double quantisation (``quantize_4bit``)."""
 
-ADAPTERS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight")
+ADAPTERS = (
+    *(".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight"),
+    *(".lora_embedding_A", ".lora_embedding_B"),
+)
 """What the names of adapters' parameters end with."""
 
 CODE, NESTED_CODE = 16, 256
@@ -205,6 +208,10 @@ class Adapters:
     dtype: str
     dora: bool = False
     """Weights are decomposed into magnitude and direction (``use_dora``)."""
+    experts: frozenset[str] = frozenset()
+    """Weights of stacked experts with adapters, as the recipes name them (``target_parameters``)."""
+    scaled: bool = True
+    """What they add is scaled by a number other than 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +269,10 @@ class Layer:
     """The gradient arrives in a layout that matrix products have to copy."""
     conv1d: bool = False
     """A ``Conv1D``, which calls ``addmm`` itself."""
+    weight: str = ""
+    """Name of its weight, if not its own."""
+    category: Category = Category.TEMPORARIES
+    """Of its output."""
 
 
 def tuned_linear(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
@@ -296,9 +307,9 @@ def base_layer(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
 def plain_linear(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
     """The layer as it is."""
     name, n = layer.name, layer.n
-    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype)
+    weight = r.parameter(layer.weight or f"{name}.weight", (n, x.shape[-1]), x.dtype)
     bias = r.parameter(f"{name}.bias", (n,), x.dtype) if layer.bias else None
-    out = ops.linear(r, x, weight, bias, name=name, conv1d=layer.conv1d)
+    out = ops.linear(r, x, weight, bias, name=name, conv1d=layer.conv1d, category=layer.category)
     return ops.copied_gradient(r, out, name) if layer.strided else out
 
 
@@ -307,11 +318,114 @@ def plain_linear(r: Recorder, x: Tensor, layer: Layer) -> Tensor:
 
 def lora(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
     """``lora.Linear.forward``: the sum is in the wider dtype, and cast back."""
-    result = base_layer(r, x, layer)
+    result = base_layer(r, x, layer) if not layer.weight else plain_linear(r, x, layer)
     dtype = result.dtype
     x = ops.cast(r, x, adapters.dtype, f"{layer.name}_lora_input")
     result = promoted_sum(r, result, added(r, x, result, layer, adapters), f"{layer.name}_with_lora")
     return ops.cast(r, result, dtype, f"{layer.name}_lora_cast")
+
+
+def adapted_embedding(r: Recorder, indices: Tensor, result: Tensor, vocab: int) -> Tensor:
+    """``lora.Embedding.forward`` behind the base layer's ``result`` (b, s, h): rows of one matrix, seen the other way
+    round, times the other."""
+    assert r.tuning is not None
+    adapters = r.tuning.adapters
+    assert adapters is not None
+    dtype, h = result.dtype, result.shape[-1]
+    table = transposed(r, r.parameter("word.lora_embedding_A", (adapters.rank, vocab), dtype), "word.lora_embedding_A")
+    up = r.parameter("word.lora_embedding_B", (h, adapters.rank), dtype)
+    rows = ops.embedding(r, table, indices, "word_lora_a")
+    output = ops.scale(r, ops.linear(r, rows, up, name="word_lora_b"), "word_lora_scaled")
+    result = sum_with_leaf(r, result, output) if result.node is not None else promoted_sum(r, result, output, WITH_LORA)
+    return ops.cast(r, result, dtype, "word_lora_cast")
+
+
+WITH_LORA = "word_with_lora"
+
+
+def sum_with_leaf(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
+    """``x + y`` where ``x`` is a leaf that requires a gradient: it keeps one of its own, cast or copied (torch's
+    ``accumulate_grad.h``), for another reads the one that arrives."""
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, f"grad_{WITH_LORA}_kept"), incoming(gradients)]
+
+    return r.empty(shape, y.dtype, WITH_LORA).by(r.node((x, y), (), backward))
+
+
+def transposed(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``x.T`` of a parameter (n, k): its first gradient is copied into the parameter's own layout (torch's
+    ``accumulate_grad.h``, ``clone_obey_contract``); a later one is added as it lies."""
+    shape, dtype, leaf = x.shape, x.dtype, r.parameters[r.prefix + name]
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        if leaf.has_gradient:
+            return [incoming(gradients).view(*shape)]
+        return [r.empty(shape, dtype, f"grad_{name}_laid_out")]
+
+    return Tensor(x.storage, (shape[1], shape[0]), dtype, r.node((x,), (), backward))
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """``lhs @ rhs`` is what an adapter adds to the weight of each expert: (E, m, r) and (E, r, n)."""
+
+    lhs: Tensor
+    rhs: Tensor
+
+
+def matrices(r: Recorder, name: str, shape: Shape, dtype: str) -> Factors:
+    """The adapter's two parameters beside the weight ``name`` (E, m, n): (m, r E) and (r E, n)."""
+    assert r.tuning is not None
+    adapters = r.tuning.adapters
+    assert adapters is not None
+    e, m, n = shape
+    down = r.parameter(f"{name}.lora_A.weight", (adapters.rank * e, n), dtype)
+    return Factors(r.parameter(f"{name}.lora_B.weight", (m, adapters.rank * e), dtype), down)
+
+
+def factors(r: Recorder, name: str, both: Factors, dtype: str) -> Factors:
+    """``ParamWrapper.get_delta_factors``: views by expert, cast to the weight's dtype; the gradient of the first is
+    laid out anew."""
+    assert r.tuning is not None
+    assert r.tuning.adapters is not None
+    rank = r.tuning.adapters.rank
+    (m, columns), n = both.lhs.shape, both.rhs.shape[-1]
+    e = columns // rank
+    up = ops.copied_gradient(r, both.lhs, f"{name}.lora_B").view(e, m, rank)
+    lhs = ops.cast(r, up, dtype, f"{name}_lora_b_cast")
+    return Factors(lhs, ops.cast(r, both.rhs.view(e, rank, n), dtype, f"{name}_lora_a_cast"))
+
+
+def registered_once(r: Recorder, name: str, shape: Shape, dtype: str) -> None:
+    """The whole weight, made without a graph where the adapter is registered as its parametrization
+    (``torch/nn/utils/parametrize.py``, ``ParametrizationList``)."""
+    whole = r.empty(shape, dtype, f"{name}_registered")
+    del whole
+
+
+def folded(r: Recorder, weight: Tensor, made: Factors | None, name: str) -> Tensor:
+    """``torch.baddbmm(W, lhs, rhs, alpha=scaling)`` (``_LoraFactorsProxy.forward``): saves both factors."""
+    if made is None:
+        return weight
+    assert r.tuning is not None
+    assert r.tuning.adapters is not None
+    scales = r.tuning.adapters.scaled
+    lhs, rhs = made.lhs, made.rhs
+    shapes, dtype = (lhs.shape, rhs.shape), weight.dtype
+    e, m, n = weight.shape
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grads = []
+        for shape, of in zip(shapes, ("lora_b", "lora_a"), strict=True):
+            grad = r.empty(shape, dtype, f"grad_{name}_{of}_unscaled")
+            grads.append(r.empty(shape, dtype, f"grad_{name}_{of}") if scales else grad)
+            del grad
+        return [None, *grads]
+
+    done = work.batched((e, m, n), lhs.shape[-1], dtype, needs_x=True, needs_y=True)
+    return r.output((weight, lhs, rhs), (lhs, rhs), backward, weight.shape, dtype, f"{name}_with_lora", work=done)
 
 
 def lora_four_bit(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:

@@ -179,6 +179,10 @@ def _refuse_other_positions(config: Node, family: Config) -> None:
     """Layers without positions come at the interval that the configuration says, and see all tokens."""
     interval = _value(config, "nope_interval", family.keys["nope_interval"]).value
     assert isinstance(interval, int)
+    tuned = config.mapping.get("attn_temperature_tuning")
+    if tuned is not None and not tuned.value:
+        problem = "is not modelled; only layers without positions whose queries are scaled by positions are"
+        raise PlanError("attn_temperature_tuning", tuned.plain(), problem, origin=tuned.origin)
     for name, kinds in (("no_rope_layers", (0, 1)), ("layer_types", ("full_attention", "chunked_attention"))):
         node = config.mapping.get(name)
         given = [one.value for one in node.value] if node is not None and isinstance(node.value, list) else []

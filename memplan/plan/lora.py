@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..families import family
 from .errors import PlanError
 from .plan import Plan
+from .releases import STACKED_EXPERTS, release
 from .spec import ModelSpec
 
 SCORE = "score"
@@ -16,7 +17,10 @@ ALL_LINEAR = "all-linear"
 """Every linear layer but the head (peft ``tuners_utils.py``, ``_maybe_include_all_linear_layers``)."""
 
 NOT_ADAPTED = ("lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out", "word_embeddings", "decoder")
-"""What targets may name in peft and is not modelled: embeddings and heads."""
+"""What targets may name in peft beside layers of blocks: embeddings and heads."""
+
+WORD, HEAD = "word", "head"
+"""The embedding's table and the head, as the recipes call them."""
 
 
 OF_EXPERTS = ("gate", "up", "gate_up", "down", "shared_gate", "shared_up", "shared_down")
@@ -50,16 +54,96 @@ def adapted(plan: Plan) -> frozenset[str]:
         raise PlanError("lora.targets", list(targets), f"must be {ALL_LINEAR} alone, or names of linear layers")
     if plan.model.experts:
         _check_experts(targets, plan.model)
+    ends = tables(plan.model)
     for target in targets:
         matched = {part for part, name in names.items() if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
+        matched |= {part for name, part in ends.items() if f".{name}".endswith(f".{target}")}
         found |= matched
         if target in NOT_ADAPTED and not matched:
-            problem = f"must be a linear layer of a block: embedding and head are not modelled; {_named(plan)}"
+            problem = f"is not modelled as a target in {plan.model.name}; {_named(plan)}"
             raise PlanError("lora.targets", target, problem)
+    if found & {WORD, HEAD}:
+        _check_tables(plan, found & {WORD, HEAD})
     if targets and not found:
         wrong, problem = ", ".join(targets), f"matches nothing in {plan.model.name}; {_named(plan)}"
         raise PlanError("lora.targets", wrong, problem, known=(*last_names(plan.model), ALL_LINEAR))
     return frozenset(found)
+
+
+def tables(spec: ModelSpec) -> dict[str, str]:
+    """Names of embedding and head, and what the recipes call them, where adapters on them are modelled: embeddings of
+    words alone, and heads that are linear layers."""
+    known = family(spec.family)
+    if known.modules is None or known.scale_in_embedding or spec.mlm_head or spec.head_bias:
+        return {}
+    return {known.modules.embedding[0]: WORD, **({} if spec.tied_embeddings else {known.modules.head[-1]: HEAD})}
+
+
+def _check_tables(plan: Plan, found: set[str]) -> None:
+    """Adapters on embedding or head: with which settings they are modelled."""
+    given = list(plan.lora.targets or ())
+    if plan.lora.dora:
+        raise PlanError("lora.dora", True, "must be false with adapters on embedding or head: both are not modelled")
+    if plan.loss.kind != "plain" and HEAD in found:
+        problem = f"must not name the head with loss.kind {plan.loss.kind}: its loss reads the head's own weight"
+        raise PlanError("lora.targets", given, problem)
+    if plan.trainer.kind.own_loss:
+        problem = f"must not name embedding or head with trainer.loop {plan.trainer.loop}: both are not modelled"
+        raise PlanError("lora.targets", given, problem)
+    if plan.quantisation.prepared:
+        problem = "must be false with adapters on embedding or head: both together are not modelled"
+        raise PlanError("quantisation.prepared", True, problem)
+    if plan.precision.autocast:
+        problem = "must be false with adapters on embedding or head: both together are not modelled"
+        raise PlanError("precision.autocast", True, problem)
+
+
+STACKED = {"experts.gate_up": "experts.gate_up_proj", "experts.down": "experts.down_proj"}
+"""Weights of stacked experts as the recipes call them, and the ends of their names."""
+
+
+def of_experts(plan: Plan) -> frozenset[str]:
+    """Weights of stacked experts that ``lora.target_parameters`` names, as the recipes call them. A name is the end of
+    a parameter's (peft ``tuners_utils.py``, ``_inject_parameters``)."""
+    given = plan.lora.target_parameters
+    if not given:
+        return frozenset()
+    spec, lora = plan.model, plan.lora
+    if not spec.experts or family(spec.family).mixture is None or spec.mlp_bias:
+        problem = f"is not modelled of {spec.name}: stacks of experts without biases are"
+        raise PlanError("lora.target_parameters", list(given), problem)
+    found = set()
+    for one in given:
+        matched = {
+            part for part, name in STACKED.items() if f".{family(spec.family).experts_in}.{name}".endswith(f".{one}")
+        }
+        if not matched:
+            problem = f"matches no weight of experts; {' and '.join(STACKED.values())} are these"
+            raise PlanError("lora.target_parameters", one, problem, known=tuple(STACKED.values()))
+        found |= matched
+    for name, wrong in (("dropout", lora.dropout != 0.0), ("dora", lora.dora)):
+        if wrong:
+            problem = "must be left out with lora.target_parameters: peft's ParamWrapper refuses it"
+            raise PlanError(f"lora.{name}", getattr(lora, name), problem)
+    if release(plan, "transformers") < STACKED_EXPERTS:
+        problem = f"must be left out with transformers before {STACKED_EXPERTS[0]}, whose experts are modules"
+        raise PlanError("lora.target_parameters", list(given), problem)
+    if plan.precision.autocast or plan.trainer.kind.own_loss:
+        problem = "must be left out with autocast and with trl's losses of its own: these together are not modelled"
+        raise PlanError("lora.target_parameters", list(given), problem)
+    return frozenset(found)
+
+
+def refuse_apart(plan: Plan, where: str) -> None:
+    """``PlanError`` for adapters on embedding, head or stacked experts, which are not modelled ``where``."""
+    if plan.lora.rank is None:
+        return
+    if plan.lora.target_parameters:
+        problem = f"must be left out {where}: adapters on stacks of experts are modelled in single, ddp and device-map"
+        raise PlanError("lora.target_parameters", list(plan.lora.target_parameters), problem)
+    if adapted(plan) & {WORD, HEAD}:
+        problem = f"must not name embedding or head {where}: adapters on them are modelled in single, ddp and "
+        raise PlanError("lora.targets", list(plan.lora.targets or ()), f"{problem}device-map")
 
 
 def _named(plan: Plan) -> str:
@@ -69,7 +153,7 @@ def _named(plan: Plan) -> str:
 
 def left_out(plan: Plan) -> list[str]:
     """Targets beside others that match nothing, which peft leaves out (``tuners_utils.py``, ``inject_adapter``)."""
-    names = linear_layers(plan.model).values()
+    names = (*linear_layers(plan.model).values(), *tables(plan.model))
     targets = plan.lora.targets or () if plan.lora.rank is not None else ()
     return [one for one in targets if one != ALL_LINEAR and not any(f".{name}".endswith(f".{one}") for name in names)]
 
@@ -123,6 +207,8 @@ def linear_sizes(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
         "gate_up": (h, 2 * f),
         "down": (f, h),
         "transform": (h, h),
+        WORD: (spec.vocab, h),
+        HEAD: (h, spec.vocab),
     }
     if q := spec.latent_q_rank:
         sizes |= {"query_down": (h, q), "query_up": (q, a * d)}
@@ -135,6 +221,16 @@ def linear_sizes(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
 
 def adapter_parameters(plan: Plan) -> int:
     """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs; of DoRA n more."""
-    spec, rank = plan.model, plan.lora.rank or 0
+    spec, rank, h = plan.model, plan.lora.rank or 0, plan.model.hidden
     counts = {name: rank * (k + n) + n * plan.lora.dora for name, (k, n) in linear_sizes(spec).items()}
-    return sum(counts[name] * (1 if name == "transform" else spec.layers) for name in adapted(plan))
+    once = ("transform", WORD, HEAD)
+    dense = sum(not spec.has_experts(number) for number in range(spec.layers)) if spec.experts else spec.layers
+
+    def layers(name: str) -> int:
+        shared = name.startswith("shared_")
+        return dense if name in OF_EXPERTS and not shared else spec.layers - (dense if shared else 0)
+
+    of_layers = sum(counts[name] * (1 if name in once else layers(name)) for name in adapted(plan))
+    sizes = {"experts.gate_up": (h, 2 * spec.expert_ffn), "experts.down": (spec.expert_ffn, h)}
+    stacks = sum(rank * spec.experts * sum(sizes[name]) for name in of_experts(plan))
+    return of_layers + stacks * (spec.layers - dense)

@@ -236,6 +236,10 @@ class ModelSpec(Terse):
             return self.kind_of(layer) == "E"
         return self.experts > 0 and layer not in self.dense_layers
 
+    def has_positions(self, layer: int) -> bool:
+        """Whether attention in ``layer``, numbered from 0, turns queries and keys, where some layers' does not."""
+        return not self.nope_interval or (layer + 1) % self.nope_interval != 0
+
     def kind_of(self, layer: int) -> str:
         """Its letter in ``layer_pattern``; empty where every layer has attention and an MLP or experts."""
         return self.layer_pattern[layer : layer + 1]

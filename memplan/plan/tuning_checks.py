@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..families import family
 from .errors import ABSENT, PlanError
-from .lora import adapted, last_names, saved
+from .lora import adapted, last_names, of_experts, saved
 from .plan import Plan
 from .resolved import ResolvedPlan
 from .traced_spec import TracedSpec
@@ -75,6 +75,7 @@ def _check_lora(plan: ResolvedPlan) -> None:
         raise PlanError("lora.dtype", lora.dtype, problem)
     adapted(plan)
     saved(plan)
+    of_experts(plan)
 
 
 def _check_quantisation(plan: ResolvedPlan) -> None:

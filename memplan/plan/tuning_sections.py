@@ -12,7 +12,7 @@ class Lora(FrameworkSection, Terse):
     """Low-rank adapters as peft makes them: the model is frozen, and two small matrices beside a layer are trained."""
 
     shorthand = "rank"
-    unsaid: ClassVar[frozenset[str]] = frozenset({"dora", "alpha", "rslora", "modules_to_save"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"dora", "alpha", "rslora", "modules_to_save", "target_parameters"})
 
     rank: int | None = Field(
         None,
@@ -25,7 +25,7 @@ class Lora(FrameworkSection, Terse):
         None,
         max_length=64,
         description="linear layers with an adapter, by their names in transformers (q_proj, c_attn, query_key_value), "
-        "or all-linear; default: peft's for the family",
+        "or all-linear; embed_tokens and lm_head, too; default: peft's for the family",
         json_schema_extra={"flag": "--lora-targets"},
     )
     dropout: float = Field(
@@ -52,6 +52,13 @@ class Lora(FrameworkSection, Terse):
         description="modules that are trained whole, in a copy beside the frozen one: the embedding and the head, by "
         "their names in transformers (embed_tokens, lm_head)",
         json_schema_extra={"flag": "--modules-to-save"},
+    )
+    target_parameters: tuple[str, ...] | None = Field(
+        None,
+        max_length=64,
+        description="weights of stacked experts with an adapter (target_parameters), by their names in transformers 5 "
+        "(experts.gate_up_proj, experts.down_proj)",
+        json_schema_extra={"flag": "--lora-target-parameters"},
     )
     alpha: float | None = Field(
         None,

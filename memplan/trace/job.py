@@ -215,6 +215,10 @@ class Tuned:
     dora: bool
     saved: list[str]
     """Modules that are trained whole."""
+    parameters: list[str]
+    """Weights of stacked experts that have an adapter."""
+    alpha: float
+    rslora: bool
     embedding: bool
     """The embedding's tables and norm are frozen."""
     layers: int
@@ -244,6 +248,9 @@ def tuned_of(plan: ResolvedPlan) -> Tuned | None:
         adapters=lora.dtype or "fp32",
         dora=lora.dora,
         saved=list(lora.modules_to_save or ()),
+        parameters=list(lora.target_parameters or ()),
+        alpha=8.0 if lora.alpha is None else lora.alpha,
+        rslora=lora.rslora,
         embedding=frozen.embedding,
         layers=frozen.layers,
         four_bit=_four_bit(plan),

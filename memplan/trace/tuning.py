@@ -210,6 +210,9 @@ def with_adapters(given: Tuned, model: Any) -> Any:
         lora_dropout=given.dropout,
         use_dora=given.dora,
         modules_to_save=given.saved or None,
+        target_parameters=given.parameters or None,
+        lora_alpha=given.alpha,  # type: ignore[arg-type]  # any number
+        use_rslora=given.rslora,
         fan_in_fan_out=model.config.model_type == "gpt2",
     )
     with modules_of_fakes(), catch_warnings():

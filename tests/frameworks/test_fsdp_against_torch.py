@@ -112,6 +112,9 @@ OTHERS = (
     Case("deepseek_v2-lite", oracle.Sharding(shards=3, original="bf16", synced=TWICE)),
     Case("glm4_moe", oracle.Sharding(shards=6, original="bf16", synced=TWICE)),
     Case("deepseek_v3", oracle.Sharding(shards=6), recompute="full"),
+    Case("llama4_text", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
+    Case("llama4_text-dense-unnormed-dropout", oracle.Sharding(shards=5, original="bf16"), attention="eager"),
+    Case("llama4_text-biased", oracle.Sharding(shards=6), recompute="full", attention="eager"),
 )
 FAMILIES = tuple(name for name, (family, _) in MODELS.items() if name == family and family != "bert")
 PRECISIONS = (

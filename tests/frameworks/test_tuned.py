@@ -108,7 +108,7 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
     [
         ({"model": "llama-3-8b", "lora_rank": 0}, "at least 1"),
         ({"model": "llama-3-8b", "lora_rank": 8, "lora_targets": "c_attn"}, "q_proj, k_proj, v_proj, o_proj"),
-        ({"model": "gpt2", "lora_rank": 8, "lora_targets": "wte"}, "embedding and head are not modelled"),
+        ({"model": "gpt2", "lora_rank": 8, "lora_targets": "wpe"}, "is not modelled as a target in gpt2"),
         ({"model": "phi-3-mini", "lora_rank": 8}, "qkv_proj"),
         ({"model": "llama-3-8b", "lora_rank": 8, "lora_targets": "all-linear,q_proj"}, "all-linear alone"),
         ({"model": "llama-3-8b", "lora_targets": "q_proj"}, "--lora-rank"),

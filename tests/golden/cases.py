@@ -419,6 +419,11 @@ def experts() -> Iterator[str]:
         yield f"--model {model} --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --gpus 8 --ep 8 --zero 1"
     for framework in ("fsdp", "deepspeed", "single"):
         yield f"--model mixtral-8x7b --framework {framework}"
+    yield "--model llama-4-maverick --layers 4 --seq 1024 --gpu h200 --recompute full"
+    for more in ("fsdp", "fsdp --fsdp-version 1", "deepspeed --zero 2", "deepspeed --zero 3", "ddp", "device-map"):
+        yield f"--model llama-4-scout --layers 4 --seq 1024 --gpu h200 --gpus 4 --framework {more}"
+    yield "--model llama-4-scout --layers 4 --seq 8192 --gpu h200"
+    yield "--model llama-4-scout --layers 4 --seq 8192 --gpu h200 --attention eager"
     for more in ("--ep 3", "--ep 16", "--moe-dispatcher flex", "--moe-pad-to-capacity", "--expert-top-k 9", "--etp 3"):
         yield f"--model mixtral-8x7b --framework megatron --gpus 8 {more}"
 

@@ -68,6 +68,8 @@ GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 56, "topk_method": "grou
 GLM4_MOE: dict[str, Any] = {**LLAMA, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3}
 GLM4_MOE |= {"moe_intermediate_size": 80, "n_shared_experts": 2, "first_k_dense_replace": 1, "use_qk_norm": True}
 GPT_OSS = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 40}
+LLAMA4: dict[str, Any] = {**LLAMA, "intermediate_size": 80, "intermediate_size_mlp": 448, "num_local_experts": 4}
+LLAMA4 |= {"num_experts_per_tok": 1, "no_rope_layer_interval": 2, "attention_chunk_size": 160}
 FALCON = {**BERT, "ffn_hidden_size": 320, "bos_token_id": 0, "eos_token_id": 0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,6 +124,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-air-groups": (
         "glm4_moe",
         GLM4_MOE | {"use_qk_norm": False, "attention_bias": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
+    ),
+    "llama4_text": ("llama4_text", LLAMA4),
+    "llama4_text-dense-unnormed-dropout": (
+        "llama4_text",
+        LLAMA4
+        | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_dropout": 0.1, "head_dim": 32}
+        | {"no_rope_layer_interval": 3, "num_key_value_heads": 6, **TIED},
+    ),
+    "llama4_text-biased": (
+        "llama4_text",
+        LLAMA4 | {"moe_layers": [0], "attention_bias": True, "num_experts_per_tok": 2, "num_key_value_heads": 1},
     ),
     "deepseek_v3-moonlight-dropout": ("deepseek_v3", DEEPSEEK | {"attention_dropout": 0.1}),
 }
@@ -346,14 +359,15 @@ def test_middle_layer_of_real_model(case: Compared) -> None:
     assert sizes(backward[at]) == sizes(without_scalars(case.events(True))[at])
 
 
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "uint64": "int64"}
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "uint64": "int64", "complex64": "fp32"}
+"""A complex number is two of fp32."""
 
 
 def left(changes: Sequence[Change]) -> Counter[tuple[int, str]]:
     """Elements and dtype of what is held at the end and was not at the start."""
     ended = {change.storage for change in changes if change.sign < 0}
     return Counter(
-        (prod(change.shape), DTYPES.get(change.dtype, change.dtype))
+        (prod(change.shape) * (1 + (change.dtype == "complex64")), DTYPES.get(change.dtype, change.dtype))
         for change in changes
         if change.sign > 0 and change.storage not in ended
     )

@@ -20,6 +20,8 @@ with warnings.catch_warnings():
     pytest.importorskip("peft", reason="peft is not installed (the extra dev has it)")
 
 RANK = 8
+DOWN = "mlp.experts.down_proj"
+BOTH = "experts.gate_up_proj,experts.down_proj"
 SHAPES = ((2, 64), (1, 128), (3, 37))
 """Sequences and tokens, which cases take in turn."""
 Shape = tuple[int, int]
@@ -49,9 +51,11 @@ class Adapted(Case):
     adapters: str = "fp32"
     dora: bool = False
     saved: str = ""
+    parameters: str = ""
+    alpha: float = 8
 
     def __str__(self) -> str:
-        adapters = f"{self.targets}-{self.adapters}{'-dora' * self.dora}{self.saved}"
+        adapters = f"{self.targets}-{self.adapters}{'-dora' * self.dora}{self.saved}{self.parameters}"
         return f"{self.model}-{self.dtype}-{self.attention}-recompute-{self.recompute}-{adapters}"
 
 
@@ -85,6 +89,24 @@ ADAPTED = (
     Adapted("gpt2", "bf16", "eager", "none", "c_attn,c_proj", 0.0, "bf16", dora=True),
     Adapted("llama", "bf16", "flash", "full", "q_proj,v_proj", 0.0, saved="embed_tokens,lm_head"),
     Adapted("phi3", "bf16", "eager", "none", "qkv_proj", 0.1, saved="lm_head"),
+    Adapted("llama", "bf16", "flash", "none", "embed_tokens,lm_head,q_proj"),
+    Adapted("llama", "bf16", "eager", "full", "embed_tokens,v_proj", 0.0, "bf16"),
+    Adapted("qwen2", "bf16", "flash", "full", "all-linear", 0.1, saved="embed_tokens"),
+    Adapted("qwen3", "bf16", "flash", "full", "lm_head", 0.0),
+    Adapted("llama-tied-dropout", "fp32", "eager", "none", "embed_tokens", 0.0),
+    Adapted("llama", "bf16", "flash", "full", "embed_tokens", 0.1),
+    Adapted("gpt2", "bf16", "flash", "none", "wte,c_attn", 0.1),
+    Adapted("gpt_neox", "bf16", "eager", "full", "embed_in", 0.0, "bf16"),
+    Adapted("phi3", "fp32", "eager", "none", "embed_tokens,lm_head", 0.1),
+    Adapted("mixtral", "bf16", "flash", "none", "q_proj", 0.0, parameters=BOTH),
+    Adapted("mixtral", "bf16", "flash", "full", "q_proj,v_proj", 0.0, parameters="experts.gate_up_proj", alpha=16),
+    Adapted("qwen3_moe", "bf16", "eager", "none", "q_proj,o_proj", 0.0, "bf16", parameters=BOTH),
+    Adapted(
+        "qwen3_moe-unnormed-tied-dense", "fp32", "eager", "full", "v_proj", 0.0, parameters="mlp.experts.down_proj"
+    ),
+    Adapted("deepseek_v3", "bf16", "flash", "none", "q_b_proj,o_proj", 0.0, parameters=BOTH, alpha=32),
+    Adapted("llama4_text", "bf16", "flash", "none", "q_proj", 0.0, parameters=BOTH),
+    Adapted("llama4_text-dense-unnormed-dropout", "bf16", "eager", "full", "q_proj,o_proj", 0.1),
 )
 PARTLY = (
     Partly("llama", "bf16", "flash", "none", True, 2),
@@ -104,9 +126,12 @@ def test_step_with_adapters(case: Adapted, shape: Shape, tmp_path: Path) -> None
         lora_dropout=str(case.dropout),
         lora_dtype=case.adapters,
         use_dora=str(case.dora).lower(),
+        lora_alpha=str(case.alpha),
         **({"modules_to_save": case.saved} if case.saved else {}),
+        **({"lora_target_parameters": case.parameters} if case.parameters else {}),
     )
     more = {"use_dora": case.dora, "modules_to_save": case.saved.split(",") if case.saved else None}
+    more |= {"lora_alpha": case.alpha, "target_parameters": case.parameters.split(",") if case.parameters else None}
     tune = lora(RANK, tuple(case.targets.split(",")), case.dropout, case.adapters, **more)
     compare(case, shape, flags, tune, tmp_path)
 

@@ -30,6 +30,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "loss.liger": ("0.8.2", "0.8.2"),
     "lora.targets": ("q_proj,fc1", ("q_proj", "fc1")),
     "lora.modules_to_save": ("lm_head", ("lm_head",)),
+    "lora.target_parameters": ("experts.down_proj", ("experts.down_proj",)),
     "pipeline.partition": ("0,3,7", (0, 3, 7)),
     "pipeline.layout": ("Ettt|tttL", "Ettt|tttL"),
     "recompute.modules": ("core_attn,mlp", ("core_attn", "mlp")),

@@ -390,7 +390,12 @@ def _packed(reader: Reader) -> None:
     )
 
 
-LORA_FIELDS = {"lora_target_modules": "targets", "lora_modules_to_save": "modules_to_save", "lora_alpha": "alpha"}
+LORA_FIELDS = {
+    "lora_target_modules": "targets",
+    "lora_target_parameters": "target_parameters",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_alpha": "alpha",
+}
 
 
 def _adapters(reader: Reader) -> None:

@@ -77,6 +77,7 @@ READ = frozenset(
         "lora_target_modules",
         "lora_modules_to_save",
         "lora_task_type",
+        "lora_target_parameters",
         "load_in_4bit",
         "bnb_4bit_quant_type",
         "use_bnb_nested_quant",
@@ -95,7 +96,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "use_cpu": ((None, False), "there is no device then"),
         "load_in_8bit": ((None, False), "bitsandbytes' 8-bit weights are not modelled"),
         "lora_bias": ((None, "none"), "biases that are trained beside adapters are not modelled"),
-        "lora_target_parameters": ((None,), "adapters on parameters of experts are not modelled"),
     }
 )
 """Keys that change the estimate: values that do nothing, and why another value is refused."""

@@ -12,6 +12,7 @@ from ...families import families, family
 from ...layers.coverage import TRANSFORMERS, check_covered, check_recompute
 from ...plan.errors import PlanError
 from ...plan.framework_sections import Deepspeed
+from ...plan.lora import refuse_apart
 from ...plan.plan import Optimizer
 from ...plan.resolved import ResolvedPlan
 from ..plain import preferences
@@ -57,6 +58,7 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     if zero.stage == 3 and plan.loss.kind != "plain":
         problem = "must be plain at stage 3: a fused loss reads the head's weight outside its module, and how ZeRO-3 "
         raise PlanError("loss.kind", plan.loss.kind, problem + "gathers such a parameter is not modelled")
+    refuse_apart(plan, "under deepspeed")
     if zero.stage == 3 and plan.lora.modules_to_save:
         problem = "must be left out at stage 3, whose hooks at peft's wrapper of whole modules are not modelled"
         raise PlanError("lora.modules_to_save", list(plan.lora.modules_to_save), problem)

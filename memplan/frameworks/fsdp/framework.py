@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...plan.errors import PlanError
+from ...plan.lora import refuse_apart
 from ..base import SHARDED, Framework, Supports
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class Fsdp(Framework):
         return plan.fsdp.code == "transformers"
 
     def check(self, plan: ResolvedPlan) -> None:
+        refuse_apart(plan, "under fsdp")
         if plan.lora.dora and plan.quantisation.kind != "none":
             problem = "must be false with sharded 4-bit weights, which FSDP hands to peft as they are packed"
             raise PlanError("lora.dora", True, problem)

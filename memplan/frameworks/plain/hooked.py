@@ -547,7 +547,9 @@ def _instances(
 
     made = frozenset(hold.tensor for hold in embedding.module.shares)
     kept = made if recompute else layer(0).module.saved_shared
-    foremost = layer(0, kept - {FULL_MASK})
+    first_full = _first_full(shape, layers)
+    kept = kept - {MASK if first_full == 0 else FULL_MASK if first_full is None else 0}
+    foremost = layer(0, kept - {FULL_MASK} if first_full else kept)
     if keeps_embedded(shape):
         saved = not any(getattr(event, "tensor", 0) == INPUT for event in foremost.module.first.forward)
         leaf = leaves_embedding(options.tuning, shape)
@@ -557,9 +559,8 @@ def _instances(
             begun, first = with_leaf(embedding.module, foremost.module, EMBEDDED)
             embedding, foremost = replace(embedding, module=begun), replace(foremost, module=first)
     begin = [foremost]
-    if FULL_MASK in kept:
-        kept = kept if layers > 1 else kept - {FULL_MASK}
-        begin.append(layer(1, frozenset({FULL_MASK})))
+    if first_full and FULL_MASK in kept:
+        begin += [*map(layer, range(1, first_full)), layer(first_full, frozenset({FULL_MASK}))]
     begin += map(layer, range(len(begin), layers))
     closing = HookedModule(returns(embedding.module, kept), {}, frozenset(), ())
     return (
@@ -569,6 +570,13 @@ def _instances(
         Instance("return", closing),
         Instance("head", head),
     )
+
+
+def _first_full(shape: LayerShape, layers: int) -> int | None:
+    """The first of ``layers`` that has the second of two masks: without positions, or else the second of all."""
+    if not shape.spec.nope_interval:
+        return 1 if layers > 1 else None
+    return next((number for number in range(layers) if not shape.spec.has_positions(number)), None)
 
 
 REGISTERED = {

@@ -57,7 +57,7 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
     spec, s = shape.spec, shape.s
     rotary = spec.positions == "rotary"
     dtype, table = shape.dtype, (1, s, shape.table)
-    mask = FULL_MASK if FULL_MASK in ended else MASK
+    mask = FULL_MASK if FULL_MASK in ended or not shape.turns else MASK
     known = family(spec.family)
     tables = rotary and not known.tables_in_layers and not shape.older
 
@@ -127,6 +127,7 @@ def _passes_embeddings_on(shape: LayerShape) -> bool:
 def leaves_embedding(tuning: Tuning | None, shape: LayerShape) -> bool:
     """Whether the embedding's output requires a gradient without having a node."""
     asked = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
+    asked = asked and tuning is not None and not tuning.adapts("word")
     scaled = shape.spec.embedding_scale and not family(shape.spec.family).scale_in_embedding
     return asked and _passes_embeddings_on(shape) and not scaled
 
@@ -360,17 +361,23 @@ def check_flash(plan: ResolvedPlan) -> None:
         problem = f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}"
         raise PlanError("attention", named, problem)
     if named != "flash":
+        if why := family(spec.family).no_package:
+            raise PlanError("attention", named, f"must be flash (sdpa) or eager for family {spec.family}: {why}")
         return
     if plan.quantisation.prepared and not plan.precision.autocast:
         problem = "must be eager or flash_attention_2 with quantisation.prepared and without autocast: hidden states "
         raise PlanError("attention", named, problem + "are fp32, and what sdpa runs of them is not modelled")
-    if spec.sliding_window is not None and seq >= spec.sliding_window:
-        problem = (
-            f"must be flash_attention_2 or eager for sequences of {seq}: from the sliding window of "
-            f"{spec.sliding_window} on transformers passes a mask, and PyTorch leaves its flash kernel; "
-            f"--seq {spec.sliding_window - 1} needs none"
-        )
-        raise PlanError("attention", "flash", problem)
+    for what, size, instead in (
+        ("sliding window", spec.sliding_window, "flash_attention_2 or eager"),
+        ("chunk", spec.attention_chunk, "eager"),
+    ):
+        if size is not None and seq >= size:
+            problem = (
+                f"must be {instead} for sequences of {seq}: from the {what} of "
+                f"{size} on transformers passes a mask, and PyTorch leaves its flash kernel; "
+                f"--seq {size - 1} needs none"
+            )
+            raise PlanError("attention", "flash", problem)
 
 
 @lru_cache(maxsize=128)
@@ -396,11 +403,11 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         embedding, head = with_waiting_gradient(embedding, head)
 
     def make(kind: LayerKind, ended: frozenset[int]) -> Module:
-        own = shape.with_mixture(kind.mixture)
+        own = shape.of_kind(kind.mixture, kind.turns)
         return layer_module(own, recompute, plan.code, kind.options, ended, kind.requires_grad, kind.dtype)
 
     def kinds(numbers: Iterable[int]) -> Kinds:
-        return kinds_of(plan, options, bool(embedding.first.backward), numbers, later)
+        return kinds_of(plan, options, bool(embedding.first.backward), numbers, (MASK, FULL_MASK), later)
 
     everything = _everything(embedding) - {EMBEDDED}
     numbers = range(plan.model.layers) if plan.device_map is None else plan.device_map[min(plan.device_map)]

@@ -25,6 +25,10 @@ class LayerKind(NamedTuple):
     """Of their input, if not as the embedding gives it."""
     mixture: bool = False
     """They have experts."""
+    turns: bool = True
+    """They have positions."""
+    mask: int = 0
+    """Id of the mask of layers of another kind, which they do not see."""
 
 
 Kinds = list[tuple[LayerKind, int]]
@@ -37,8 +41,15 @@ Make = Callable[[LayerKind, frozenset[int]], Module]
 """A layer of a kind, and the shared tensors that it ends."""
 
 
-def kinds_of(plan: ResolvedPlan, options: Options, from_start: bool, numbers: Iterable[int], later: str = "") -> Kinds:
-    """Those of the layers ``numbers``.
+def kinds_of(
+    plan: ResolvedPlan,
+    options: Options,
+    from_start: bool,
+    numbers: Iterable[int],
+    masks: tuple[int, int],
+    later: str = "",
+) -> Kinds:
+    """Those of the layers ``numbers``, of whose two ``masks`` layers without positions have the second.
 
     Nothing before the first layer that is trained requires a gradient, unless the embedding's output does:
     ``from_start``. ``later``: dtype of what a layer leaves to the next one, if not as the embedding gives it.
@@ -51,7 +62,9 @@ def kinds_of(plan: ResolvedPlan, options: Options, from_start: bool, numbers: It
     def kind(i: int) -> LayerKind:
         requires_grad = tuning is None or from_start or i > first_trained
         own = frozen if i < ahead else options
-        return LayerKind(own, requires_grad, later if i else "", plan.model.has_experts(i))
+        turns = plan.model.has_positions(i)
+        unseen = masks[turns] if plan.model.nope_interval else 0
+        return LayerKind(own, requires_grad, later if i else "", plan.model.has_experts(i), turns, unseen)
 
     return [(same, len(tuple(equal))) for same, equal in groupby(map(kind, numbers))]
 
@@ -62,13 +75,14 @@ def layer_row(
     """Modules of layers of these ``kinds``, and those of the shared tensors ``everything`` that they keep.
 
     Each is ended by the first layer that keeps it; with ``recompute`` a layer that has a backward keeps all. Of two
-    ``masks``, a layer has one: the first layer ends the one, the second the other.
+    ``masks``, a layer has one: the first layer ends the one, the second the other, unless kinds of layers say whose.
     """
     row: Row = []
     ended: frozenset[int] = frozenset()
     for kind, count in kinds:
         inner = make(kind, frozenset())
         keeps = everything if recompute and inner.first.backward else everything & inner.saved_shared
+        keeps = keeps - {kind.mask}
         while count and keeps - ended:
             fresh = keeps - ended
             fresh = fresh - {masks[1]} if masks[0] in fresh else fresh

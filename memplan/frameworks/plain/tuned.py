@@ -16,7 +16,7 @@ from ...layers.module import Parameter, hold_bytes
 from ...layers.tuning import NESTED_CODE, Adapters, FourBit, Packed, Tuning
 from ...optimizers.base import EMBEDDINGS, State, optimizer_states
 from ...plan.errors import PlanError
-from ...plan.lora import adapted, saved
+from ...plan.lora import HEAD, WORD, adapted, of_experts, saved
 from ...plan.plan import Optimizer
 from ...plan.releases import CODE_COPIED, GPTQ_CASTS, casts_back, release
 from ...plan.resolved import ResolvedPlan
@@ -39,7 +39,9 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
     if lora.rank is not None:
         assert lora.dtype is not None
         dropout = lora.dropout if plan.trainer.kind.drops_out else 0.0
-        adapters = Adapters(lora.rank, adapted(plan), dropout, lora.dtype, lora.dora)
+        scaling = (8.0 if lora.alpha is None else lora.alpha) / (lora.rank**0.5 if lora.rslora else lora.rank)
+        experts = of_experts(plan)
+        adapters = Adapters(lora.rank, adapted(plan), dropout, lora.dtype, lora.dora, experts, scaling != 1)
     four_bit: Packed | None = None
     if quantisation.kind == "gptq":
         four_bit = Gptq("fp16", quantisation.group, release(plan, "peft") >= GPTQ_CASTS)
@@ -73,7 +75,7 @@ def trains_layers(plan: ResolvedPlan, tuning: Tuning | None) -> bool:
     """Whether some layer has parameters that are trained."""
     if tuning is None or tuning.adapters is None:
         return plan.frozen.layers < plan.model.layers
-    return tuning.adapters.targets != {"transform"}
+    return bool(tuning.adapters.targets - {"transform", WORD, HEAD} or tuning.adapters.experts)
 
 
 def check_tuned(plan: ResolvedPlan) -> None:
