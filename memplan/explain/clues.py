@@ -358,5 +358,7 @@ def _matrices(tried: Size, specs: tuple[_Spec, ...]) -> Iterator[Guess]:
             for half_bytes, text in ((8, "4 bytes"), (4, "2 bytes"), (1, "half a byte")):
                 if (side, spec.hidden, half_bytes) in told or not _fits(tried, side * spec.hidden * half_bytes // 2):
                     continue
+                if half_bytes == 1 and side == spec.vocab:
+                    continue  # embedding and head stay in 16 bits
                 told.add((side, spec.hidden, half_bytes))
                 yield Guess("weights", f"{side:,} × {spec.hidden:,} × {text}", f"{what} of {spec.name}")

@@ -30,8 +30,8 @@ _MARKS = (
     b"oom-kill", b"oom_kill", b"out-of-memory h",
 )  # fmt: skip
 _CODES = (b" -9", b" 137")
-_BEFORE_A_CODE = (b"ode", b"ode:", b"ode =", b"tus", b"tus:")
-"""Exit codes, and what stands before them and their blanks."""
+_BEFORE_A_CODE = (b"code", b"Code", b"status", b"Status")
+"""Exit codes, and what stands before them and their blanks, colon or equals sign."""
 _LONGEST_MARK = max(map(len, _MARKS))
 
 
@@ -110,7 +110,7 @@ def _codes(data: bytes, start: int, end: int) -> Iterator[int]:
         at, rare = find(data, code, start, end), True
         while at >= 0 and not (
             data[at + len(code) : at + len(code) + 1] not in _OF_A_NUMBER
-            and data[max(at - 12, 0) : at].rstrip().endswith(_BEFORE_A_CODE)
+            and data[max(at - 12, 0) : at].rstrip(b" :=").endswith(_BEFORE_A_CODE)
         ):
             before, at = at, (find if rare else bytes.find)(data, code, at + 1, end)
             rare = at - before > _OFTEN
@@ -233,12 +233,29 @@ def _whole(first: str, following: list[str]) -> str:
         parts.append(text)
     joined = parts[0]
     for before, text in pairwise(parts):
-        cut = before[-1:].isdigit() and text[:1] in _OF_NUMBERS
+        cut = (before[-1:].isdigit() and text[:1] in _OF_NUMBERS) or _is_word_cut(before, text)
         joined += text if cut else f" {text}"
     return " ".join(joined.split())
 
 
 _OF_NUMBERS = frozenset("0123456789.")
+_WORDS = frozenset(
+    """
+    cuda out of memory tried to allocate gpu has a total capacity capacty which is free including non pytorch process
+    in use the allocated by with private pools reserved but unallocated already cached gib mib kib bytes
+    """.split()  # noqa: SIM905
+)
+"""Words of PyTorch's message."""
+
+
+def _is_word_cut(before: str, text: str) -> bool:
+    """Whether a terminal broke a word of PyTorch's message between two lines."""
+    head, tail = re.search(r"[A-Za-z]+$", before), re.match(r"[A-Za-z]+", text)
+    if head is None or tail is None or {head[0].lower(), tail[0].lower()} <= _WORDS:
+        return False
+    return (head[0] + tail[0]).lower() in _WORDS
+
+
 _PYTHON = re.compile(r"\s{0,40}(?:return |[A-Za-z_][\w.,\[\] ]{0,60} = )?[A-Za-z_][\w.]{0,80}\(")
 """A call, as a line of code."""
 MIXED = 12
