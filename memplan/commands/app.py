@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..plan.errors import ABSENT, Origin, PlanError, together
 from .plan_flags import with_plan_flags
-from .words import expanded, spelled, with_file_of_csv, wrong_flags
+from .words import expanded, spelled, with_file_of_csv, wrong_flags, wrong_values
 
 COMMANDS = {
     "estimate": "estimate",
@@ -103,7 +103,7 @@ def _run(words: list[str], flags: set[str] | None) -> int:
                 print(f"memplan: {flag} changes no memory and is left out", file=sys.stderr)
             return _run(known, None)
         if wrong:
-            raise together(wrong)
+            raise together([*wrong, *wrong_values(words[1:])])
     if asked != "estimate":
         gc.enable()
     try:

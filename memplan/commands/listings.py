@@ -17,6 +17,8 @@ _CALLED = {
     "hidden": ("hidden_size", "d_model", "dim"),
     "heads": ("num_attention_heads", "num_heads", "n_heads", "encoder_attention_heads"),
     "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim", "d_kv"),
+    "ffn": ("intermediate_size", "d_ff", "hidden_dim", "encoder_ffn_dim"),
     "vocab": ("vocab_size",),
 }
 """What configurations of Hugging Face call them."""
@@ -27,14 +29,22 @@ Part = Annotated[str, typer.Argument(metavar="NAME", help="Only those whose name
 def models(part: Part = "", json: Json = False, no_color: NoColor = False) -> int:
     """Models that are built in, with their sizes."""
     from ..plan.count import parameters
-    from ..plan.library import learned_models, model_specs
+    from ..plan.library import hub_ids, learned_models, model_specs
     from ..plan.models import load_spec
 
     found = _holding(part, [*model_specs(), *learned_models()])
     specs = [load_spec(name) for name in found if name in model_specs()]
     learned = [learned_models()[name] for name in found if name in learned_models()]
     if json:
-        known = [{**spec.model_dump(mode="json"), "parameters": parameters(spec), "learned": False} for spec in specs]
+        known = [
+            {
+                **spec.model_dump(mode="json"),
+                "parameters": parameters(spec),
+                "learned": False,
+                "hub": hub_ids()[spec.name],
+            }
+            for spec in specs
+        ]
         print_json([*known, *map(_learned, learned)])
         return 0
     from ..report.names import elements
@@ -64,9 +74,10 @@ def models(part: Part = "", json: Json = False, no_color: NoColor = False) -> in
 
 
 def _learned(model: LearnedModel) -> dict[str, Any]:
-    """A model without a recipe, as JSON: of what others say the sizes that its configuration names."""
+    """A model without a recipe, as JSON: of what others say the sizes, null where its configuration names none."""
     config = model.configuration()
-    known = {"name": model.name, "family": config["model_type"], **_sizes(model)}
+    known = {"name": model.name, "family": config["model_type"], **dict.fromkeys((*_CALLED, "positions_max"))}
+    known |= _sizes(model)
     published = {"published_parameters": model.parameters, "source": model.source, "parameters": model.parameters}
     return {**known, **published, "learned": True, "hub": model.hub, "config": config}
 
@@ -122,12 +133,12 @@ def schema() -> int:
 
 def _holding(part: str, names: Iterable[str]) -> list[str]:
     """Those of ``names`` in which ``part`` is; to refuse what is in none."""
-    from ..plan.errors import Origin, PlanError
+    from ..plan.errors import ABSENT, Origin, PlanError, one_line
     from ..plan.spellings import plain
 
     found = [name for name in names if plain(part) in plain(name)]
     if not found:
-        raise PlanError("name", part, "is in no name of this list", origin=Origin("NAME"))
+        raise PlanError("", ABSENT, f"no name of this list holds {one_line(part)}", origin=Origin("NAME"))
     return found
 
 

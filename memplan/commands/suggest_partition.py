@@ -61,6 +61,12 @@ if TYPE_CHECKING:
 _SEARCH = "Search"
 
 OBJECTIVES = ("time", "memory", "gpus")
+_ALSO_CALLED = {
+    **dict.fromkeys(("speed", "fast", "fastest", "throughput", "latency", "mfu", "tokens"), "time"),
+    **dict.fromkeys(("mem", "vram", "smallest", "peak"), "memory"),
+    **dict.fromkeys(("gpu", "fewest", "fewest-gpus", "num-gpus"), "gpus"),
+}
+"""Other words for them."""
 MOST = 50
 """Layouts that a list can hold."""
 NOTHING_FITS = 1
@@ -145,6 +151,7 @@ def suggest_partition(
     """
     if json and csv == PRINTED:
         raise typer.BadParameter("--json and --csv exclude each other")
+    objective = _ALSO_CALLED.get(objective.lower().replace("_", "-"), objective.lower())
     check_search(top, objective)
     files = _Files(write, file_of(csv), plot, html, force)
     files.check()

@@ -149,6 +149,28 @@ def wrong_flags(words: Sequence[str], parameters: Iterable[Any], path: str) -> l
     return list(_wrong(iter(words[: words.index("--")] if "--" in words else words), takes, path))
 
 
+def _is_value(rest: Sequence[str]) -> bool:
+    return bool(rest) and not rest[0].startswith("--")
+
+
+def wrong_values(words: Sequence[str]) -> Iterator[PlanError]:
+    """What is wrong with values of flags of fields, of a command line that is refused for others already."""
+    from ..plan.fields import by_flag
+    from ..plan.read import read_plan
+    from ..plan.spellings import with_said_at_once
+
+    flags: dict[str, str | tuple[str, ...]] = {}
+    rest = list(words[: words.index("--")] if "--" in words else words)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if flag.startswith("--") and flag[2:] in by_flag() and not _is_switch(flag) and (equals or _is_value(rest)):
+            flags[flag[2:]] = value if equals else rest.pop(0)
+    try:
+        read_plan(None, with_said_at_once(flags))
+    except PlanError as error:
+        yield from (one for one in error.errors if one.value is not ABSENT and str(one.origin).startswith("--"))
+
+
 def _wrong(words: Iterator[str], takes: Mapping[str, bool], path: str) -> Iterator[PlanError]:
     guesses = Guesses(lambda flag: likely(flag, takes))
     word = next(words, None)

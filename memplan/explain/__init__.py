@@ -72,7 +72,7 @@ def _with_plan(made: Explanation, plan: Plan, known: Measured) -> Explanation:
         plan=resolved,
         candidates=tuple(best),
         nearest=tuple(near),
-        guesses=() if best else guesses(made.reported.message, made.clues),
+        guesses=() if best else guesses(made.reported.message, made.clues, resolved.model),
         estimate=estimated,
         wanted=_wanted(made.reported, planned=True),
     )

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from ..plan.library import model_specs
+from ..plan.spec import ModelSpec
 from ..values import dataclass
 from .log import Frame
 from .message import OutOfMemory, Size
@@ -256,9 +257,9 @@ def _specs() -> tuple[_Spec, ...]:
     return tuple(found)
 
 
-def guesses(message: OutOfMemory, clues: Clues) -> tuple[Guess, ...]:
-    """What may have been asked for, the likeliest first; nothing where the frames are of something else, or many things
-    have this size as well."""
+def guesses(message: OutOfMemory, clues: Clues, model: ModelSpec | None = None) -> tuple[Guess, ...]:
+    """What may have been asked for, the likeliest first, by the run's ``model`` where that is known; nothing where the
+    frames are of something else, or many things have this size as well."""
     tried = message.tried
     if tried is None or tried.most < LEAST:
         return ()
@@ -266,6 +267,9 @@ def guesses(message: OutOfMemory, clues: Clues) -> tuple[Guess, ...]:
     allowed = (message.allocated or 1 << 60) / BYTES_A_PARAMETER
     named = _named(clues)
     specs = named or tuple(one for one in _specs() if one.parameters <= allowed)
+    if model is not None and model.has_sizes:
+        specs = (_Spec(model.name, model.vocab, model.hidden, model.ffn, model.heads, model.layers),)
+        named = specs if about == "the logits" else ()
     if about == "the logits" or (not about and clues.phase in ("", "forward", "backward")):
         found = _logits(tried, specs, clues, named=bool(named))
     elif about == "attention":
@@ -354,5 +358,7 @@ def _matrices(tried: Size, specs: tuple[_Spec, ...]) -> Iterator[Guess]:
             for half_bytes, text in ((8, "4 bytes"), (4, "2 bytes"), (1, "half a byte")):
                 if (side, spec.hidden, half_bytes) in told or not _fits(tried, side * spec.hidden * half_bytes // 2):
                     continue
+                if half_bytes == 1 and side == spec.vocab:
+                    continue  # embedding and head stay in 16 bits
                 told.add((side, spec.hidden, half_bytes))
                 yield Guess("weights", f"{side:,} × {spec.hidden:,} × {text}", f"{what} of {spec.name}")

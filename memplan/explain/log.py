@@ -8,7 +8,8 @@ progress bar on one line.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import pairwise, takewhile
 
 from ..plan.errors import one_line
@@ -28,8 +29,9 @@ _MARKS = (
     b"llocation failed for", b"cudaErrorMemoryAllocation", b"DefaultCPUAllocator", b"Killed", b"SIGKILL",
     b"oom-kill", b"oom_kill", b"out-of-memory h",
 )  # fmt: skip
-_CODES = {b" -9": (b"ode", b"ode =", b":"), b" 137": (b"ode", b"ode:", b"tus")}
-"""Exit codes, and what stands before them: each is searched for once, which takes most of the time of a large log."""
+_CODES = (b" -9", b" 137")
+_BEFORE_A_CODE = (b"code", b"Code", b"status", b"Status")
+"""Exit codes, and what stands before them and their blanks, colon or equals sign."""
 _LONGEST_MARK = max(map(len, _MARKS))
 
 
@@ -96,18 +98,52 @@ def windows(pieces: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 
 def _next_mark(data: bytes, start: int, end: int | None = None) -> int:
     end = end if end is not None else len(data)
-    found = [at for at in (data.find(mark, start, end) for mark in _MARKS) if at >= 0]
+    find = _finder()
+    found = [at for at in (find(data, mark, start, end) for mark in _MARKS) if at >= 0]
     return min([*found, *_codes(data, start, min(found, default=end))], default=-1)
 
 
 def _codes(data: bytes, start: int, end: int) -> Iterator[int]:
-    """Where the first of each exit code stands."""
-    for code, before in _CODES.items():
-        at = data.find(code, start, end)
-        while at >= 0 and not data.endswith(before, 0, at):
-            at = data.find(code, at + 1, end)
+    """Where the first of each exit code stands: no number that begins so."""
+    find = _finder()
+    for code in _CODES:
+        at, rare = find(data, code, start, end), True
+        while at >= 0 and not (
+            data[at + len(code) : at + len(code) + 1] not in _OF_A_NUMBER
+            and data[max(at - 12, 0) : at].rstrip(b" :=").endswith(_BEFORE_A_CODE)
+        ):
+            before, at = at, (find if rare else bytes.find)(data, code, at + 1, end)
+            rare = at - before > _OFTEN
         if at >= 0:
             yield at
+
+
+_OFTEN = 4096
+"""Bytes apart within which what begins as an exit code comes often: then a call costs more than what it searches."""
+_OF_A_NUMBER = tuple(b"%c" % character for character in b"0123456789.")
+
+
+@cache
+def _finder() -> Callable[[bytes, bytes, int, int], int]:
+    """``bytes.find``, by the C library's ``memmem`` where it has one: that is four times as fast (0.07 s beside 0.3 s
+    for a GB and a mark of twelve bytes), and a large log is searched for each mark."""
+    import ctypes
+
+    try:
+        memmem = ctypes.CDLL(None).memmem
+    except (OSError, AttributeError, TypeError):
+        return bytes.find
+    memmem.restype = ctypes.c_void_p
+    memmem.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
+
+    def find(data: bytes, mark: bytes, start: int, end: int) -> int:
+        address, end = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0, min(end, len(data))
+        if not 0 <= start < end:
+            return -1
+        found: int | None = memmem(address + start, end - start, mark, len(mark))
+        return -1 if found is None else found - address
+
+    return find
 
 
 def reports(pieces: Iterable[bytes]) -> tuple[Reported, ...]:
@@ -197,12 +233,29 @@ def _whole(first: str, following: list[str]) -> str:
         parts.append(text)
     joined = parts[0]
     for before, text in pairwise(parts):
-        cut = before[-1:].isdigit() and text[:1] in _OF_NUMBERS
+        cut = (before[-1:].isdigit() and text[:1] in _OF_NUMBERS) or _is_word_cut(before, text)
         joined += text if cut else f" {text}"
     return " ".join(joined.split())
 
 
 _OF_NUMBERS = frozenset("0123456789.")
+_WORDS = frozenset(
+    """
+    cuda out of memory tried to allocate gpu has a total capacity capacty which is free including non pytorch process
+    in use the allocated by with private pools reserved but unallocated already cached gib mib kib bytes
+    """.split()  # noqa: SIM905
+)
+"""Words of PyTorch's message."""
+
+
+def _is_word_cut(before: str, text: str) -> bool:
+    """Whether a terminal broke a word of PyTorch's message between two lines."""
+    head, tail = re.search(r"[A-Za-z]+$", before), re.match(r"[A-Za-z]+", text)
+    if head is None or tail is None or {head[0].lower(), tail[0].lower()} <= _WORDS:
+        return False
+    return (head[0] + tail[0]).lower() in _WORDS
+
+
 _PYTHON = re.compile(r"\s{0,40}(?:return |[A-Za-z_][\w.,\[\] ]{0,60} = )?[A-Za-z_][\w.]{0,80}\(")
 """A call, as a line of code."""
 MIXED = 12

@@ -178,7 +178,7 @@ def _own(processes: list[Process], reserved: int) -> int | None:
 
 
 _KILLED = (
-    r"SIGKILL|\bKilled\b|(?i:exit(?:ed with|s with)?[ _]?(?:return[ _])?(?:code|status)|return code)\W{1,4}(?:-9|137)\b"
+    r"SIGKILL|\bKilled\b|(?i:exit(?:ed with|s with)?[ _]?(?:return[ _])?(?:code|status)|return code)\W{1,9}(?:-9|137)\b"
 )
 """How shells, launchers and containers say that a process got signal 9: torchrun's ``exitcode: -9``, DeepSpeed's
 ``return code = -9``, Docker's ``exit code 137`` (128 + 9)."""

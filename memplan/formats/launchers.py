@@ -96,9 +96,11 @@ def is_trainer(holds_arguments: IsMark) -> IsMark:
     return lambda word: word.partition("=")[0] in _TRAINER_MARKS or holds_arguments(word)
 
 
-def started_by(content: str, source: str, given: Mapping[str, str], folder: Path, holds_arguments: IsMark) -> str:
+def started_by(
+    content: str, source: str, given: Mapping[str, str], folder: Path, holds_arguments: IsMark, says_itself: IsMark
+) -> str:
     """The format of the arguments with which the script ``content`` starts a training: Megatron's where nothing
-    speaks for another."""
+    speaks for another. ``says_itself`` a Python file in which the Trainer's arguments stand."""
     try:
         reading = read_script(content.replace("\r\n", "\n"), source, given, beside(folder))
     except ScriptError as error:
@@ -111,6 +113,8 @@ def started_by(content: str, source: str, given: Mapping[str, str], folder: Path
             return "megatron-deepspeed" if names & {*_DEEPSPEED_MARKS} else "megatron"
         if _script_of(started.words, is_trainer(holds_arguments)) is not None:
             return "trainer"
+    if any(_script_of(started.words, says_itself) is not None for started in reading.started):
+        return "trainer"
     return "megatron"
 
 
@@ -206,11 +210,11 @@ RUNNERS = ("-m", "trl", "llamafactory-cli")
 
 
 def _script_of(words: Sequence[Value], is_mark: IsMark) -> int | None:
-    """Position of the training script: the last Python file or module before the first word that ``is_mark``."""
+    """Position of the training script: the last Python file or module up to the first word that ``is_mark``."""
     first = next((n for n, word in enumerate(words) if is_mark(text(word))), None)
     if first is None:
         return None
-    files = [n for n, word in enumerate(words[:first]) if _SCRIPT.fullmatch(text(word))]
+    files = [n for n, word in enumerate(words[: first + 1]) if _SCRIPT.fullmatch(text(word))]
     modules = [n + 1 for n, word in enumerate(words[: first - 1]) if text(word) in RUNNERS]
     return next(iter(files[-1:] or modules[-1:]), None)
 

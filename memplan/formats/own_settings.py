@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..plan.fields import Kind, plan_fields
 from .rows import Row, Table, arguments_of
-from .trainer.script import REFUSED, WITHOUT_EFFECT
+from .trainer.keys import REFUSED, WITHOUT_EFFECT
 
 _TABLES = {
     "Megatron-LM": (".megatron.table", "megatron"),

@@ -22,6 +22,11 @@ def is_script(content: str, source: str) -> bool:
     return source.endswith(_SCRIPTS) or (first.startswith("#!") and first.rstrip().endswith("sh"))
 
 
+def is_python(source: str) -> bool:
+    """Whether the file called ``source`` is Python."""
+    return source.endswith(".py")
+
+
 def recognised(place: str, assignments: Sequence[str]) -> str | None:
     """The format of the file at ``place``; nothing where it is a plan, or nobody's. ``assignments`` are those
     of ``--set``."""
@@ -30,11 +35,20 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
     if place.endswith(".toml"):
         return "torchtitan"
     text, name = text_at(place)
+    if is_python(name):
+        from .trainer.python import INSTEAD
+        from .trainer.python import holds_arguments as stand_in
+
+        if stand_in(text):
+            return "trainer"
+        raise PlanError("", ABSENT, f"is Python, which is not run; {INSTEAD}", origin=Origin(name))
     if is_script(text, name):
         from .launch import Asked
+        from .trainer.python import python_in
 
         folder = Path() if place == "-" else folder_of(path_of(place))
-        return started_by(text, name, Asked(assignments=assignments).variables(), folder, holds_arguments(folder))
+        given = Asked(assignments=assignments).variables()
+        return started_by(text, name, given, folder, holds_arguments(folder), python_in(folder))
     if text.lstrip().startswith("--"):
         return "megatron"
     known = [*(one.marks for one in FORMATS.values()), *(tool.marks for tool in ELSEWHERE)]

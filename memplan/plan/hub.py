@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from .errors import ABSENT, Node, Origin, PlanError, one_line
+from .errors import ABSENT, Node, Origin, PlanError, is_slip, one_line
 from .library import hub_ids
 from .spellings import meant
 from .text import is_there, path_of, read_text
@@ -49,9 +49,12 @@ def twin(name: str, node: Node) -> str | None:
 
 
 def namesakes(name: str) -> tuple[str, ...]:
-    """Built-in models of the family that ``name`` begins with, and of its version where it says one."""
+    """Built-in models of the family that ``name`` begins with, and of its version where it says one; where there is no
+    such family, those that ``name`` is a slip of."""
     own = name.rpartition("/")[2]
     alike = [model for model in hub_ids() if _word(model) == _word(own)]
+    if not alike:
+        return tuple(model for model in hub_ids() if is_slip(own, model))
     version = _version(own)
     if version is None or any(f"-{version}b" in model for model in alike):  # of a size whose letter is missing
         return tuple(alike)

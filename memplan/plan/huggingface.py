@@ -14,7 +14,7 @@ from ..families import family as family_of
 from ..families.base import REQUIRED, Config, Key
 from .errors import ABSENT, Node, PlanError, one_line, shown
 from .hub import config_name
-from .notes import Note
+from .notes import Note, text_part
 from .spec import MOST_LAYERS
 
 LARGEST = 2**31
@@ -68,8 +68,7 @@ def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
     notes = []
     _, family = _family(config)
     if family.text_part:
-        message = f"{path} reads images, too: its text part alone is planned, without the vision tower and projector"
-        notes.append(Note("text-part", one_line(message)))
+        notes.append(text_part(str(path)))
     if (method := _quantised(config)) is not None and method in family.published_in:
         message = f"{path} names weights that are published in {method}: training in 16 bits casts them back"
         notes.append(Note("published-quantised", one_line(message)))
@@ -101,6 +100,9 @@ def _family(config: Node) -> tuple[str, Config]:
     found = family_of(node.value).config if node is not None and isinstance(node.value, str) else None
     if node is not None and found is not None:
         return str(node.value), found
+    part = _setting(config, "text_config.model_type")
+    if node is not None and part is not None and str(part.value) in known_types():
+        return str(node.value), Config(keys={}, constants={}, text_part=str(part.value))
     known = f"known are {', '.join(known_types())}"
     if node is None:
         raise PlanError("model_type", ABSENT, f"is missing; {known}", origin=config.origin)

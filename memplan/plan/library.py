@@ -23,6 +23,10 @@ class LearnedModel(NamedTuple):
     parameters: int
     """As published."""
     source: str
+    unsaid: frozenset[str] = frozenset()
+    """Keys of its configuration that a published one may leave out: transformers' defaults are their values."""
+    is_text_part: bool = False
+    """The Hub's model reads images, too; this is its part that reads text."""
 
     @property
     def config(self) -> Path:
@@ -50,8 +54,19 @@ def learned_models() -> Mapping[str, LearnedModel]:
     import json
 
     listed = json.loads((LEARNED / "models.json").read_text("utf-8"))
+    unsaid = json.loads((LEARNED / "unsaid.json").read_text("utf-8"))
     return MappingProxyType(
-        {name: LearnedModel(name, tuple(one["hub"]), one["parameters"], one["source"]) for name, one in listed.items()}
+        {
+            name: LearnedModel(
+                name,
+                tuple(one["hub"]),
+                one["parameters"],
+                one["source"],
+                frozenset(unsaid.get(name, "").split()),
+                one.get("is_text_part", False),
+            )
+            for name, one in listed.items()
+        }
     )
 
 

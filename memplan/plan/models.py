@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from .errors import ABSENT, Node, Origin, PlanError, one_line
 from .hub import cached_config, check_no_address, is_repository, namesakes, refused, twin, without_address
-from .library import learned_models, model_specs
+from .library import hub_ids, learned_models, model_specs
 from .normalise import section_fields
 from .notes import Note
 from .spec import ModelSpec
+from .spellings import plain
 from .text import is_folder, is_there, path_of, read_text
 from .yaml_events import parse_yaml
 
@@ -106,9 +107,10 @@ def _base(base: Node, folder: Path) -> Found:
         raise (
             refused(name, base) if is_repository(name) else PlanError("model", name, "no such file", origin=base.origin)
         )
+    like = f", `memplan models {name}` those like it" if any(plain(name) in plain(one) for one in hub_ids()) else ""
     problem = (
-        "is neither a built-in model (`memplan models` lists them) nor a path; of another one give its config.json, or "
-        "its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
+        f"is neither a built-in model (`memplan models` lists them{like}) nor a path; of another one give its "
+        "config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
     )
     raise PlanError("model", name, problem, origin=base.origin, known=namesakes(name))
 

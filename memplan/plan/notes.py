@@ -33,6 +33,12 @@ def notes_of(plan: Plan) -> tuple[Note, ...]:
     return limited([*_environment(plan), *_sequence(plan)])
 
 
+def text_part(name: str) -> Note:
+    """What is told of a model that reads images, too."""
+    message = f"{name} reads images, too: its text part alone is planned, without the vision tower and projector"
+    return Note("text-part", one_line(message))
+
+
 def limited(notes: Iterable[Note]) -> tuple[Note, ...]:
     """``notes``, of each code the first ones; the last says how many more there would be."""
     kept: list[Note] = []

@@ -17,7 +17,7 @@ from .implied import has_recipe, with_implied
 from .library import examples, learned_models, model_specs
 from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model
 from .normalise import field_value, normalised
-from .notes import FRAMEWORK_CHOSEN, Note, notes_of
+from .notes import FRAMEWORK_CHOSEN, Note, notes_of, text_part
 from .plan import Plan
 from .routing import with_routing
 from .spellings import with_optimizer
@@ -64,23 +64,28 @@ class ReadPlan:
         error = error.located(self.origins)
         if self.chosen_framework is None or error.field == "model.family":  # which says where there is a recipe
             return error
+        if _is_possible(self.plan):  # and lacks something else, such as a speed of its GPU
+            return error
         others = self._others()
         hint = f"; {listed(others)} takes it with --framework" if others else ""
         return error.but(problem=f"{error.problem} ({self.chosen_framework}{hint})")
 
     def _others(self) -> list[str]:
         """Frameworks that would not refuse the plan."""
-        from .resolve import resolve
+        others = [name for name in ROOMS if name != self.plan.framework and has_recipe(self.plan.model.family, name)]
+        return [name for name in others if _is_possible(self.plan.model_copy(update={"framework": name}))]
 
-        found: list[str] = []
-        for name in ROOMS:
-            if name != self.plan.framework and has_recipe(self.plan.model.family, name):
-                with suppress(PlanError):
-                    plan = resolve(self.plan.model_copy(update={"framework": name}))
-                    if isinstance(plan.model, TracedSpec):
-                        framework(name).running.check_learnt(plan)
-                    found.append(name)
-        return found
+
+def _is_possible(plan: Plan) -> bool:
+    """Whether nothing is wrong with ``plan`` by itself."""
+    from .resolve import resolve
+
+    with suppress(PlanError):
+        resolved = resolve(plan)
+        if isinstance(resolved.model, TracedSpec):
+            framework(resolved.framework).running.check_learnt(resolved)
+        return True
+    return False
 
 
 def read_plan(source: str | None, flags: Flags | None = None, *, traced: bool = False) -> ReadPlan:
@@ -172,7 +177,8 @@ def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
         problem = "is missing, and the model's configuration names no maximum sequence length"
         raise PlanError("batch.seq", ABSENT, problem, origin=Origin(spec.source))
     plan = plan.model_copy(update={"model": spec})
-    return ReadPlan(plan, dict(node.origins()), (*chosen, *notes_of(plan)))
+    told = (text_part(spec.name),) if spec.is_text_part else ()
+    return ReadPlan(plan, dict(node.origins()), (*chosen, *told, *notes_of(plan)))
 
 
 def _of_model(source: str) -> Source:

@@ -23,7 +23,19 @@ BEHIND_PADDING = frozenset(
 )
 """Whose positions begin behind the padding token's (transformers, ``create_position_ids_from_input_ids``): of 514
 embeddings, 512 are of tokens."""
+TOWERS = ("vision_config", "audio_config", "vision_tower", "thinker_config")
+"""What a configuration calls what reads images and sound."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+CHANGES_NOTHING = frozenset(
+    """
+    _name_or_path architectures transformers_version torch_dtype dtype use_cache cache_implementation
+    initializer_range initializer_factor rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon
+    rope_theta rope_scaling rope_parameters rope_local_base_freq rotary_base query_pre_attn_scalar
+    bos_token_id eos_token_id sep_token_id cls_token_id decoder_start_token_id pretraining_tp max_window_layers
+    id2label label2id task_specific_params output_attentions output_hidden_states return_dict
+    """.split()  # noqa: SIM905
+)
+"""Keys of a configuration on whose values no tensor's size depends."""
 NO_LENGTH = 2**31
 """Longest sequence where the configuration names none, and the longest that it can name."""
 
@@ -59,6 +71,8 @@ class TracedSpec(ModelSpec):
     """Why there is no recipe."""
     digest: str
     """Of the configuration."""
+    is_text_part: bool = False
+    """The configuration is of a model that reads images, too, and this is its part that reads text."""
 
     @model_serializer
     def _as_it_is(self) -> dict[str, Any]:
@@ -95,6 +109,14 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
     if path is None or base is None or error.origin is None or error.origin.source != str(path):
         raise error
     config = _config(path, error)
+    is_text_part = _reads_text(config)
+    config = config["text_config"] if is_text_part else config
+    if not is_text_part and (tower := next((key for key in TOWERS if isinstance(config.get(key), dict)), None)):
+        problem = f"is of a model with {tower}, which is not modelled, and has no text_config to plan alone; "
+        raise PlanError("model_type", config["model_type"], f"{problem}models of text are", origin=error.origin)
+    known = built_in_like(config)
+    name_there = name_of_built_in(path) or known
+    config = learned_models()[known].configuration() if known else config
     if "auto_map" in config and not any(type(config.get(key)) is int for key in LENGTHS):
         raise error  # code of its own that is never run, and nothing that a model of transformers would name
     name = layers_name(config)
@@ -113,12 +135,57 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
         layers=layers if layers is not None and name is not None else 1,
         positions_max=_positions(config, path),
         source=name_of_built_in(path) or one_line(str(path)),
+        is_text_part=is_text_part or (bool(name_there) and learned_models()[name_there].is_text_part),
         config=config,
         counted=name is not None,
         changed="layers" in items,
         reason=str(PlanError(error.field, error.value, error.problem)),
         digest=sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
     )
+
+
+def _reads_text(config: dict[str, Any]) -> bool:
+    """Whether ``config`` is of a model with a part that reads text, which its ``text_config`` describes."""
+    part = config.get("text_config")
+    return isinstance(part, dict) and isinstance(part.get("model_type"), str)
+
+
+def built_in_like(config: dict[str, Any]) -> str:
+    """The learned model of the same sizes as ``config``, of which any key but those that change nothing is compared,
+    and those that transformers would fill in may be missing; empty where there is none."""
+    for name, one in learned_models().items():
+        own = one.configuration()
+        if own["model_type"] == config.get("model_type"):
+            given, its = _that_counts(config, own), _that_counts(own, own)
+            missing = {key for key in its if key not in given}
+            if missing <= one.unsaid and all(its.get(key) == value for key, value in given.items()):
+                return name
+    return ""
+
+
+def _that_counts(config: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """What of ``config`` changes a tensor, without lists of layers that say what other keys do, which may be those of
+    ``like``."""
+    derived: dict[str, Any] = {}
+    whole = {**like, **config}
+    layers = size if type(size := whole.get("num_hidden_layers")) is int and 0 < size <= MOST_LAYERS else 0
+    window, every = whole.get("sliding_window"), whole.get("sliding_window_pattern")
+    if type(every) is int and window:
+        kinds = ("sliding_attention", "full_attention")
+        derived["layer_types"] = [kinds[(at + 1) % every == 0] for at in range(layers)]
+    elif not window or whole.get("use_sliding_window") is False:
+        derived["layer_types"] = ["full_attention"] * layers
+    if type(interval := whole.get("no_rope_layer_interval")) is int and interval > 0:
+        derived["no_rope_layers"] = [int((at + 1) % interval != 0) for at in range(layers)]
+    padded = () if config.get("model_type") in BEHIND_PADDING else ("pad_token_id",)
+    return {
+        key: value
+        for key, value in config.items()
+        if value is not None
+        and key not in CHANGES_NOTHING
+        and key not in padded
+        and not (key in derived and value == derived[key])
+    }
 
 
 def _positions(config: dict[str, Any], path: Path) -> int:

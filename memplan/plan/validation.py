@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ..frameworks import HINTS
-from .errors import ABSENT, Node, PlanError, together
+from .errors import ABSENT, Node, PlanError, nearest, together
 from .fields import Kind, PlanField, plan_fields, sections
 from .plan import Plan
 from .sizes import ALLOWED
@@ -19,6 +19,8 @@ from .spellings import plain
 Model = TypeVar("Model", bound=BaseModel)
 
 _MOST_DIGITS = 300
+MOST_LISTED = 32
+"""Fields of a section that an error names."""
 _WORDS_FOR_LIMITS = {
     "greater_than_equal": ("ge", "at least"),
     "greater_than": ("gt", "more than"),
@@ -127,7 +129,9 @@ def _unknown(path: str) -> PlanError:
     elsewhere = [other for other in plan_fields() if other.rpartition(".")[2] == name]
     if elsewhere:
         return PlanError(path, ABSENT, f"is not a field here; write {' or '.join(elsewhere)}")
-    return PlanError(path, ABSENT, f"is not a field; the fields are {', '.join(known)}", known=known)
+    listed = f"; the fields are {', '.join(known)}" if len(known) <= MOST_LISTED else ""
+    others = "" if listed or nearest(name, known) else "; `memplan schema` has them all"
+    return PlanError(path, ABSENT, f"is not a field{listed}{others}", known=known)
 
 
 def _wrong_type(kind: str, value: object, field: PlanField | None, message: str) -> str:

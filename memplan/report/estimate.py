@@ -62,7 +62,7 @@ def verdict(estimate: Estimate) -> Text:
                 ("May fit, with retries", f"bold {CAUTION}"), f": {told_of} {needs}{retries}; {_unknown(told)}"
             )
         return Text.assemble(
-            (f"Fits if what else is there takes at most {size(free)}", f"bold {CAUTION}"),
+            (f"Fits if CUDA and NCCL take at most {size(free)}", f"bold {CAUTION}"),
             f": {told_of} needs {need} of {_limit(estimate)}; {_unknown(told)}",
         )
     if judged.verdict is Verdict.RETRIES:

@@ -154,3 +154,26 @@ def test_phases_of_frames_without_a_pass_of_their_own() -> None:
         ("llamafactory/model/loader.py", "load_model", "loading"),
     ):
         assert clues([Frame(f"/opt/{file}", 1, function)]).phase == phase
+
+
+def test_words_that_a_terminal_broke() -> None:
+    """As in https://github.com/modelscope/ms-swift/issues/3848 and axolotl's issue 1813: the process that it lists is
+    the one that asked, in a container."""
+    text = (
+        "[rank4]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.42 GiB. GPU 4 has a to\n"
+        "tal capacity of 39.56 GiB of which 1.05 GiB is free. Process 3679748 has 38.51 GiB memory in use. Of the\n"
+        "allocated memory 36.33 GiB is allocated by PyTorc\n"
+        "h, and 354.65 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large\n"
+    )
+    (one,) = read(text)
+    message = one.message
+    assert (message.allocated or 0) >> 20 == int(36.33 * 1024)
+    assert (message.capacity or 0) >> 20 == int(39.56 * 1024)
+    assert message.others == ()
+    assert message.in_process is not None
+
+
+def test_a_negative_number_is_no_exit_code() -> None:
+    assert read("reward: -9.31\n" * 1000 + "step 3 code: 137.5\n") == ()
+    assert [one.message.who for one in read("exitcode  : -9 (pid: 12)\n")] == ["killed"]
+    assert [one.message.who for one in read("    Exit Code:    137\n")] == ["killed"]

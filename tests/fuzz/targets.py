@@ -19,7 +19,7 @@ from memplan.formats.deepspeed.config import ROWS as DEEPSPEED_ROWS
 from memplan.formats.launch import Asked, launched_plan
 from memplan.formats.megatron_bridge.table import RENAMED, TURNED_OFF
 from memplan.formats.torchtitan.keys import keys
-from memplan.formats.trainer.script import NOTED, READ, REFUSED
+from memplan.formats.trainer.keys import NOTED, READ, REFUSED
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import by_flag, plan_fields
 from memplan.plan.library import examples, model_specs

@@ -169,7 +169,7 @@ def test_standard_input_is_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model: gpt2-xll\n", "plan.yaml:1: model = gpt2-xll: is neither a built-in model"),
         ("model: [gpt2]\n", "plan.yaml:1: model = [gpt2]: must be the name of a model spec"),
         ("model: nowhere/config.json\n", "plan.yaml:1: model = nowhere/config.json: no such file"),
-        ("model: {base: gpt2, hiden: 1}\n", "plan.yaml:1: model.hiden: is not a field; the fields are base, name"),
+        ("model: {base: gpt2, hiden: 1}\n", "plan.yaml:1: model.hiden: is not a field; did you mean hidden?"),
         ("model: {name: x}\n", "plan.yaml:1: model.family: is missing: code of the model: "),
         ("model: gpt2\nlayuot: {tp: 1}\n", "plan.yaml:2: layuot: is not a field"),
         ("model: gpt2\nbf16: true\n", "plan.yaml:2: bf16 = true: is not a field; write precision: {dtype: bf16}"),

@@ -25,12 +25,14 @@ from ...plan.yaml_events import parse_yaml
 from ..accelerate import ds_file, file_named, shard, sharding_keys, with_precision
 from ..deepspeed.reader import ds_config_in
 from ..launch import Asked, Launch, guessed, left_out
-from ..recognised import is_script
+from ..recognised import is_python, is_script
 from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
 from . import axolotl, llama_factory
 from .arguments import EVALUATION_OF_LOSS, Arguments
-from .script import NOTED, READ, REFUSED, WITHOUT_EFFECT, Started, started, with_launcher
+from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .python import script_in
+from .script import Started, started, with_launcher
 from .trl import loop_of
 
 
@@ -45,6 +47,9 @@ def started_at(place: str, asked: Asked) -> Started:
     folder = Path() if place == "-" else folder_of(path_of(place))
     if is_script(text, name):
         return started(text, name, folder, asked)
+    if is_python(name):
+        said = script_in(text, name, asked.names)
+        return with_launcher(Started(said.arguments, folder, script=said.script), by_trl=False)
     return with_launcher(Started(parse_yaml(text.expandtabs(2), name), folder))
 
 
@@ -420,6 +425,8 @@ def _adapters(reader: Reader) -> None:
         put("quantisation.double", double, "use_bnb_nested_quant")
     if (storage := arguments.node("bnb_4bit_quant_storage")) is not None:
         put("quantisation.storage", storage, "bnb_4bit_quant_storage")
+    if (computed := arguments.node("bnb_4bit_compute_dtype")) is not None and str(computed.value) in _DTYPES:
+        put("quantisation.compute", _DTYPES[str(computed.value)], "bnb_4bit_compute_dtype")
 
 
 ROWS = (

@@ -589,6 +589,16 @@ def check_state_dtypes(plan: ResolvedPlan) -> None:
             raise PlanError(f"optimizer.{name}", "bf16", "must be fp32, fp16 or fp8 before Transformer Engine 2.3")
 
 
+def _possible(plan: ResolvedPlan, ranks: int, etp: int) -> str:
+    """What to write in place of an ``ep`` that ``ranks`` cannot be divided into, ``etp`` ranks for each expert."""
+    ep, tp, experts = plan.layout.ep, plan.layout.tp, plan.model.experts
+    works = [size for size in range(1, ranks // etp + 1) if ranks % (size * etp) == 0 and experts % size == 0]
+    narrow = "; --etp 1 allows this one (etp is tp where none is given)" if etp == tp > 1 and ranks % ep == 0 else ""
+    return (
+        f": ep {', '.join(map(str, works[-4:]))} {'works' if len(works) == 1 else 'work'}{narrow}" if works else narrow
+    )
+
+
 def check_experts(plan: ResolvedPlan) -> None:
     """How experts are divided over ranks (``parallel_state.py``), and what depends on there being any."""
     model, layout, given = plan.model, plan.layout, plan.experts
@@ -604,7 +614,7 @@ def check_experts(plan: ResolvedPlan) -> None:
         raise PlanError("layout.ep", layout.ep, f"must divide the {model.experts} experts of {model.name}")
     if ranks % (layout.ep * etp):
         problem = f"times etp {etp} must divide tp x cp x dp = {ranks}, the ranks of a pipeline stage"
-        raise PlanError("layout.ep", layout.ep, problem)
+        raise PlanError("layout.ep", layout.ep, f"{problem}{_possible(plan, ranks, etp)}")
     if model.expert_ffn % etp:
         raise PlanError("layout.etp", etp, f"must divide the {model.expert_ffn} features of an expert (expert_ffn)")
     if model.shared_expert_ffn % layout.tp:

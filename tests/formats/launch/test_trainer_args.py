@@ -14,8 +14,9 @@ from memplan.formats.accelerate_flags import OF_TRL
 from memplan.formats.launch import Asked, Launch, launched_plan
 from memplan.formats.rows import LEFT
 from memplan.formats.trainer.arguments import EVALUATION
+from memplan.formats.trainer.keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
 from memplan.formats.trainer.reader import OPTIMIZER, PRECISION, ROWS, launched, read
-from memplan.formats.trainer.script import NOTED, READ, REFUSED, WITHOUT_EFFECT, Started
+from memplan.formats.trainer.script import Started
 from memplan.optimizers import trainer_names
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan

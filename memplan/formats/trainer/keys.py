@@ -1,0 +1,125 @@
+"""Every key of ``TrainingArguments`` (``training_args.py`` of transformers 5.23) and of the example scripts' model and
+data arguments: which are read, refused, told, or without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+READ = frozenset(
+    {
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "weight_decay",
+        "max_length",
+        "max_seq_length",
+        "model_max_length",
+        "block_size",
+        "max_completion_length",
+        "max_prompt_length",
+        "beta",
+        "loss_type",
+        "use_vllm",
+        "vllm_mode",
+        "vllm_enable_sleep_mode",
+        "optim",
+        "bf16",
+        "fp16",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "attn_implementation",
+        "use_flash_attention_2",
+        "torch_dtype",
+        "dtype",
+        "eval_accumulation_steps",
+        "prediction_loss_only",
+        "model_name_or_path",
+        "deepspeed",
+        "fsdp",
+        "fsdp_config",
+        "use_liger_kernel",
+        "liger_kernel_config",
+        "packing",
+        "packing_strategy",
+        "padding_free",
+        "use_peft",
+        "lora_r",
+        "lora_dropout",
+        "lora_alpha",
+        "precompute_ref_log_probs",
+        "use_dora",
+        "use_rslora",
+        "lora_target_modules",
+        "lora_modules_to_save",
+        "lora_task_type",
+        "lora_target_parameters",
+        "load_in_4bit",
+        "bnb_4bit_quant_type",
+        "use_bnb_nested_quant",
+        "bnb_4bit_quant_storage",
+        "bnb_4bit_compute_dtype",
+    }
+)
+"""Keys whose values are looked at."""
+
+REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+    {
+        "torch_compile": ((None, False), "compiled code saves other tensors, and is not modelled"),
+        "label_smoothing_factor": ((None, 0, 0.0), "the Trainer's own loss is not modelled; the model's is"),
+        "neftune_noise_alpha": ((None,), "noise on the embeddings is not modelled"),
+        "parallelism_config": ((None,), "Accelerate's parallelism is not modelled around the Trainer"),
+        "optim_target_modules": ((None,), "optimizers of some modules (GaLore, APOLLO) are not modelled"),
+        "use_cpu": ((None, False), "there is no device then"),
+        "load_in_8bit": ((None, False), "bitsandbytes' 8-bit weights are not modelled"),
+        "lora_bias": ((None, "none"), "biases that are trained beside adapters are not modelled"),
+    }
+)
+"""Keys that change the estimate: values that do nothing, and why another value is refused."""
+
+NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+    {
+        "auto_find_batch_size": ((None, False), "the batch size is found at run time; per_device_train_batch_size is"),
+        "torch_empty_cache_steps": ((None,), "the cache is emptied behind forward: less is reserved than estimated"),
+        "ddp_bucket_cap_mb": ((None, 25), "buckets are taken to be 25 MiB"),
+        "ddp_static_graph": ((None, False), "DDP is taken to have no static graph"),
+        "bf16_full_eval": ((None, False), "evaluation outside of training casts the model, and is not modelled"),
+        "fp16_full_eval": ((None, False), "evaluation outside of training casts the model, and is not modelled"),
+        **dict.fromkeys(
+            ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
+            ((None, False), "Axolotl may run adapters by kernels of its own, which save less; peft's layers are taken"),
+        ),
+        "batch_eval_metrics": ((None, False), "logits are not kept then; leave out --eval-batches"),
+        "eval_do_concat_batches": ((None, True), "logits are taken to be concatenated, batch by batch"),
+    }
+)
+"""Keys that are not modelled and change a detail: values that do nothing, and the assumption."""
+
+WITHOUT_EFFECT = frozenset(
+    """
+    output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
+    warmup_steps warmup_ratio optim_args adam_beta1 adam_beta2 adam_epsilon max_grad_norm average_tokens_across_devices
+    tf32 torch_compile_backend torch_compile_mode use_cache logging_strategy logging_steps
+    logging_first_step logging_dir log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
+    log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+    trackio_static_space_id eval_strategy evaluation_strategy eval_steps eval_delay eval_on_start
+    eval_use_gather_object include_for_metrics include_tokens_per_second save_only_model save_strategy save_steps
+    save_safetensors save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo
+    hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model
+    greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed data_seed
+    accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
+    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
+    remove_unused_columns label_names train_sampling_strategy group_by_length length_column_name
+    ddp_find_unused_parameters ddp_broadcast_buffers ddp_backend ddp_timeout debug skip_memory_metrics
+    do_train do_eval do_predict resume_from_checkpoint local_rank dataset_name dataset_config dataset_config_name
+    train_file validation_file max_train_samples max_eval_samples preprocessing_num_workers config_name tokenizer_name
+    cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache validation_split_percentage
+    keep_linebreaks streaming use_cpu_amp fp16_backend half_precision_backend fp16_opt_level torchdynamo mp_parameters
+    eval_packing
+    dataset_num_proc dataset_mixer dataset_splits chat_template
+    past_index ray_scope no_cuda use_mps_device jit_mode_eval auto_find_batch_size_ratio chat_template_path
+    """.split()  # noqa: SIM905 - a list this long would be a hundred lines
+)
+"""Keys without effect on the memory of a training step; ``max_grad_norm`` is one, for the norm is always taken."""

@@ -1,0 +1,319 @@
+"""The Trainer's arguments in a training script that says them itself: ``TrainingArguments(…)`` or a configuration of
+trl's, ``from_pretrained``, ``LoraConfig`` and ``BitsAndBytesConfig``.
+
+The script is parsed, never run. Values are literals, and names that the file gives one literal alone; what else a
+keyword has that is read is asked for by the flag that says it here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together
+from ...plan.text import is_there, read_text
+from ...values import dataclass
+from ..launchers import IsMark
+from ..recognised import found_from
+from .keys import READ
+
+_OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")
+_CONFIGS = {
+    **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), ""),
+    **{f"{name}Config": name.lower() for name in _OF_TRL},
+}
+"""Classes whose keywords are the Trainer's arguments, and the script of trl's that has them."""
+_TRAINERS = {f"{name}Trainer": name.lower() for name in _OF_TRL}
+_MODELS = re.compile(r"AutoModelFor(?:CausalLM|MaskedLM|Seq2SeqLM)|\w+(?:ForCausalLM|LMHeadModel|ForMaskedLM)")
+_OTHER_HEADS = re.compile(r"(?:Auto)?Model\w*For(?:Sequence|Token|Question|Image|Speech|Vision)\w+")
+_LORA = {
+    "r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save", "bias": "lora_bias", "use_dora": "use_dora", "use_rslora": "use_rslora",
+}  # fmt: skip
+_QUANTISED = {
+    "load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit", "bnb_4bit_quant_type": "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant": "use_bnb_nested_quant", "bnb_4bit_quant_storage": "bnb_4bit_quant_storage",
+    "bnb_4bit_compute_dtype": "bnb_4bit_compute_dtype",
+}  # fmt: skip
+_LOADED = {
+    name: name
+    for name in (
+        *("torch_dtype", "dtype", "attn_implementation", "use_flash_attention_2"),
+        *("load_in_4bit", "load_in_8bit"),
+    )
+}
+_BESIDE = {name: name for name in ("max_seq_length", "packing")}
+"""What trl's trainers took themselves before their configurations did."""
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "LoraConfig": {"lora_r": 8, "lora_dropout": 0.0, "use_peft": True},
+    "BitsAndBytesConfig": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "float32"},
+}
+"""What their own keywords are where a script does not say (peft's ``tuners/lora/config.py``, transformers'
+``utils/quantization_config.py``), which differs from what trl's scripts do."""
+_FLAGS = {
+    "per_device_train_batch_size": "mbs", "gradient_accumulation_steps": "accumulation", "optim": "optimizer",
+    "model_name_or_path": "model", "bf16": "dtype bf16 --autocast",
+    "fp16": "dtype fp16 --autocast", "max_length": "seq", "max_seq_length": "seq",
+    "gradient_checkpointing": "recompute", "attn_implementation": "attention", "lora_r": "lora-rank",
+    "torch_dtype": "autocast-parameters", "dtype": "autocast-parameters", "load_in_4bit": "quantisation",
+    "lora_target_modules": "lora-targets", "max_completion_length": "completion-length",
+}  # fmt: skip
+"""Flags that say what a keyword does."""
+_OWN_CODE = {"unsloth": "Unsloth's layers and offloaded checkpoints are code of its own, which is not modelled"}
+INSTEAD = (
+    "give what TrainingArguments.to_json_string() writes, or the job in flags, as --model llama-3-8b --mbs 1 --seq 4096"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a training script says of its job."""
+
+    arguments: Node
+    """A mapping, as ``TrainingArguments`` and scripts of trl take it."""
+    script: str
+    """The script of trl's that has these arguments; empty where transformers' own Trainer has."""
+
+
+def holds_arguments(text: str) -> bool:
+    """Whether ``text`` may be of a Python file in which the Trainer's arguments stand."""
+    return any(f"{name}(" in text for name in _CONFIGS)
+
+
+def python_in(folder: Path) -> IsMark:
+    """Whether a word of a command in ``folder`` is a Python file in which the Trainer's arguments stand."""
+
+    def holds(word: str) -> bool:
+        path = found_from(word, folder)
+        return word.endswith(".py") and is_there(path) and holds_arguments(read_text(path))
+
+    return holds
+
+
+def script_in(text: str, source: str, asked: Collection[str]) -> Script:
+    """What the Python file ``text`` says; ``asked`` are the flags that are given besides, by name."""
+    return _Reading(_parsed(text, source), source, frozenset(asked)).script()
+
+
+def _parsed(text: str, source: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None)
+        raise PlanError("", ABSENT, f"is no Python that can be read; {INSTEAD}", origin=Origin(source, line)) from None
+
+
+class _Reading:
+    def __init__(self, module: ast.Module, source: str, asked: frozenset[str]) -> None:
+        self.source, self.asked = source, asked
+        self.calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+        self.names = _constants(module)
+        self.imported = {name.partition(".")[0] for name in _imports(module)}
+        self.found: dict[str, Node] = {}
+        self.wrong: list[PlanError] = []
+
+    def script(self) -> Script:
+        for package, why in _OWN_CODE.items():
+            if package in self.imported:
+                raise self.refused(f"is of {package}: {why}; {INSTEAD}", None)
+        configs = self.of(*_CONFIGS)
+        if len(configs) != 1:
+            if not configs:
+                raise self.refused(f"is Python, in which no TrainingArguments stand; {INSTEAD}", None)
+            lines = " and ".join(str(call.lineno) for call in configs[:3])
+            raise self.refused(f"makes the Trainer's arguments in lines {lines}; {INSTEAD}", configs[1])
+        config = configs[0]
+        self.model()
+        for name, keys in (("BitsAndBytesConfig", _QUANTISED), ("LoraConfig", _LORA)):
+            for call in self.of(name):
+                for key, value in _DEFAULTS[name].items():
+                    self.found.setdefault(key, _node(value, self.source, call.lineno))
+                self.take(call, keys)
+        trainers = self.of(*_TRAINERS)
+        for call in (*trainers, *self.of("Trainer", "Seq2SeqTrainer")):
+            self.take(call, _BESIDE)
+            self.optimizer_of(call)
+        self.take(config, None)
+        if self.methods("gradient_checkpointing_enable") and "gradient_checkpointing" not in self.found:
+            self.found["gradient_checkpointing"] = Node(True, Origin(self.source, config.lineno))
+        script = _CONFIGS[_name(config)]
+        if not script and trainers:  # which makes trl's arguments of them, every value as it stands
+            script = _TRAINERS[_name(trainers[0])]
+            for key in ("gradient_checkpointing", "bf16"):
+                self.found.setdefault(key, Node(False, Origin(self.source, config.lineno)))
+        if self.wrong:
+            raise together(self.wrong)
+        return Script(Node(self.found, Origin(self.source, config.lineno)), script)
+
+    def model(self) -> None:
+        """The model that is loaded, or that a trainer of trl's is given by name."""
+        loaded = self.methods("from_pretrained")
+        models = [call for call in loaded if _MODELS.fullmatch(_owner(call))]
+        other = next((call for call in loaded if _OTHER_HEADS.fullmatch(_owner(call))), None)
+        if other is not None and not models:
+            problem = f"trains a {_owner(other)}: heads and losses of language models alone are modelled"
+            raise self.refused(problem, other)
+        for call in models[:1]:
+            named = call.args[0] if call.args else _keyword(call, "pretrained_model_name_or_path")
+            if named is not None:
+                self.put("model_name_or_path", named)
+            self.take(call, _LOADED)
+        for call in self.of(*_TRAINERS) if not models else ():
+            given = _keyword(call, "model")
+            if given is not None and isinstance(self.value(given), str):
+                self.put("model_name_or_path", given)
+
+    def optimizer_of(self, call: ast.Call) -> None:
+        """An optimizer that the script makes itself is none that the arguments name."""
+        given = _keyword(call, "optimizers")
+        if given is not None and "optimizer" not in self.asked:
+            problem = "is an optimizer that the script makes itself: say which (--optimizer adamw)"
+            self.wrong.append(PlanError("optimizers", ABSENT, problem, origin=Origin(self.source, given.lineno)))
+
+    def take(self, call: ast.Call, keys: Mapping[str, str] | None) -> None:
+        """Keywords of ``call``, those of ``keys`` under their names there, or all of them under their own."""
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                self.take_mapping(keyword.value, keys)
+            elif keys is None or keyword.arg in keys:
+                self.put(keys[keyword.arg] if keys is not None else keyword.arg, keyword.value)
+            if keyword.arg == "model_init_kwargs":
+                self.take_mapping(keyword.value, _LOADED)
+
+    def take_mapping(self, given: ast.expr, keys: Mapping[str, str] | None) -> None:
+        value = self.value(given)
+        if not isinstance(value, dict):
+            problem = f"takes what the script computes (**{one_line(ast.unparse(given))[:60]}); {INSTEAD}"
+            self.wrong.append(PlanError("", ABSENT, problem, origin=Origin(self.source, given.lineno)))
+            return
+        for key, item in value.items():
+            if keys is None or key in keys:
+                self.found[keys[key] if keys is not None else str(key)] = _node(item, self.source, given.lineno)
+
+    def put(self, key: str, given: ast.expr) -> None:
+        """``key`` with the value that ``given`` has; what is computed is asked for if it matters, and left out else."""
+        value = self.value(given)
+        if value is not _UNKNOWN:
+            self.found[key] = _node(value, self.source, given.lineno)
+        elif key in READ and _FLAGS.get(key, key).partition(" ")[0] not in self.asked:
+            flag = f"say it with --{_FLAGS[key]}" if key in _FLAGS else INSTEAD
+            problem = f"is {one_line(ast.unparse(given))[:60]}, which only the running script knows: {flag}"
+            self.wrong.append(PlanError(key, ABSENT, problem, origin=Origin(self.source, given.lineno)))
+
+    def value(self, given: ast.expr) -> object:
+        """What ``given`` is without running anything: a literal, or a name for one."""
+        return _literal(given, self.names)
+
+    def of(self, *names: str) -> list[ast.Call]:
+        """Calls of what is named so, in whatever module."""
+        return sorted((call for call in self.calls if _name(call) in names), key=lambda call: call.lineno)
+
+    def methods(self, name: str) -> list[ast.Call]:
+        found = [call for call in self.calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+        return sorted(found, key=lambda call: call.lineno)
+
+    def refused(self, problem: str, where: ast.Call | None) -> PlanError:
+        return PlanError("", ABSENT, problem, origin=Origin(self.source, where.lineno if where is not None else None))
+
+
+class _Unknown:
+    pass
+
+
+_UNKNOWN = _Unknown()
+_DTYPES = frozenset({"bfloat16", "float16", "float32", "half", "float", "uint8"})
+
+
+def _literal(given: ast.expr, names: Mapping[str, object]) -> object:
+    if isinstance(given, ast.Name):
+        return names.get(given.id, _UNKNOWN)
+    if isinstance(given, ast.Attribute):  # torch.bfloat16
+        return given.attr if given.attr in _DTYPES else _UNKNOWN
+    if isinstance(given, (ast.List, ast.Tuple, ast.Set)):
+        items = [_literal(item, names) for item in given.elts]
+        return _UNKNOWN if any(item is _UNKNOWN for item in items) else items
+    if isinstance(given, ast.Dict):
+        pairs = [
+            (_literal(key, names) if key is not None else _UNKNOWN, _literal(value, names))
+            for key, value in zip(given.keys, given.values, strict=True)
+        ]
+        return _UNKNOWN if any(_UNKNOWN in pair for pair in pairs) else {str(key): value for key, value in pairs}
+    if isinstance(given, ast.Call) and _name(given) == "dict" and not given.args:
+        values = {keyword.arg: _literal(keyword.value, names) for keyword in given.keywords}
+        return _UNKNOWN if None in values or _UNKNOWN in values.values() else values
+    if isinstance(given, ast.BinOp) and isinstance(given.op, ast.Mult):
+        left, right = _literal(given.left, names), _literal(given.right, names)
+        both = isinstance(left, int) and isinstance(right, int) and abs(left) < 1 << 31 and abs(right) < 1 << 31
+        return left * right if both else _UNKNOWN  # type: ignore[operator]
+    try:
+        value: object = ast.literal_eval(given)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return _UNKNOWN
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
+
+
+def _constants(module: ast.Module) -> dict[str, object]:
+    """Names to which the file gives one literal, and nothing else anywhere."""
+    given: dict[str, list[ast.expr | None]] = {}
+    for node in ast.walk(module):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        simple = [target.id for target in targets if isinstance(target, ast.Name)]
+        for name in simple:
+            given.setdefault(name, []).append(node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None)
+        for name in _bound_otherwise(node, simple):
+            given.setdefault(name, []).append(None)
+    found: dict[str, object] = {}
+    for _ in range(2):  # a name for a name
+        for name, values in given.items():
+            only = values[0]
+            if len(values) == 1 and only is not None and (value := _literal(only, found)) is not _UNKNOWN:
+                found[name] = value
+    return found
+
+
+def _bound_otherwise(node: ast.AST, simple: Collection[str]) -> Iterator[str]:
+    """Names that ``node`` binds as no assignment of one value does."""
+    if isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
+    elif isinstance(node, (ast.For, ast.comprehension, ast.NamedExpr)) or (isinstance(node, ast.Assign) and not simple):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            yield from (one.id for one in ast.walk(target) if isinstance(one, ast.Name))
+
+
+def _imports(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _owner(call: ast.Call) -> str:
+    """``AutoModelForCausalLM`` of ``AutoModelForCausalLM.from_pretrained``."""
+    value = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
+
+
+def _keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((one.value for one in call.keywords if one.arg == name), None)
+
+
+def _node(value: object, source: str, line: int) -> Node:
+    origin = Origin(source, line)
+    if isinstance(value, dict):
+        return Node({str(key): _node(item, source, line) for key, item in value.items()}, origin)
+    if isinstance(value, list):
+        return Node([_node(item, source, line) for item in value], origin)
+    assert value is None or isinstance(value, (bool, int, float, str))
+    return Node(value, origin)

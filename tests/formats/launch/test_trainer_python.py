@@ -1,0 +1,122 @@
+"""A training script in Python is parsed: what it says is what the same arguments in JSON say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memplan.commands.launched import flags_of_launch, read_given
+from memplan.formats.trainer.python import _DEFAULTS, holds_arguments, script_in
+from memplan.plan.errors import PlanError
+
+TRAIN = """
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+NAME, STEPS = "meta-llama/Llama-3.2-3B", 4
+PER_GPU = 2 * 2
+common = dict(learning_rate=2e-5, optim="adamw_torch")
+model = AutoModelForCausalLM.from_pretrained(NAME_, torch_dtype=torch.bfloat16, attn_implementation="sdpa")
+args = TrainingArguments("out", per_device_train_batch_size=PER_GPU, gradient_accumulation_steps=8, bf16=True, **common)
+Trainer(model=model, args=args, train_dataset=make(rows=3)).train()
+""".replace("NAME, STEPS", "NAME_").replace('"meta-llama/Llama-3.2-3B", 4', '"meta-llama/Llama-3.2-3B"')
+SAME = {
+    "model_name_or_path": "meta-llama/Llama-3.2-3B", "torch_dtype": "bfloat16", "attn_implementation": "sdpa",
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "bf16": True, "optim": "adamw_torch",
+}  # fmt: skip
+QLORA = """
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+bnb = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")
+model = AutoModelForCausalLM.from_pretrained("mistralai/Mistral-7B-v0.3", quantization_config=bnb)
+lora = LoraConfig(r=64, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+config = SFTConfig(max_length=2048, per_device_train_batch_size=2, optim="paged_adamw_8bit")
+SFTTrainer(model=model, args=config, peft_config=lora)
+"""
+
+
+def plan_of(folder: Path, name: str, text: str, **flags: str) -> object:
+    place = folder / name
+    place.write_text(text, encoding="utf-8")
+    return read_given(str(place), flags_of_launch(str(place), None), flags).plan
+
+
+def refusal(text: str, *asked: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        script_in(text, "train.py", asked)
+    return str(caught.value)
+
+
+def test_a_script_is_its_arguments(tmp_path: Path) -> None:
+    assert plan_of(tmp_path, "train.py", TRAIN) == plan_of(tmp_path, "train.json", json.dumps(SAME))
+
+
+def test_adapters_and_weights_in_four_bits(tmp_path: Path) -> None:
+    same = {
+        "model_name_or_path": "mistralai/Mistral-7B-v0.3", "use_peft": True, "lora_r": 64, "lora_dropout": 0.1,
+        "lora_target_modules": ["q_proj", "v_proj"], "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_compute_dtype": "bfloat16", "max_length": 2048, "per_device_train_batch_size": 2,
+        "optim": "paged_adamw_8bit", "gradient_checkpointing": True, "bf16": True,
+    }  # fmt: skip
+    assert plan_of(tmp_path, "sft.py", QLORA) == plan_of(tmp_path, "sft.json", json.dumps(same))
+
+
+def test_defaults_of_peft_and_transformers() -> None:
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    lora, weights = LoraConfig(), BitsAndBytesConfig(load_in_4bit=True)  # type: ignore[no-untyped-call]
+    assert _DEFAULTS["LoraConfig"] == {"lora_r": lora.r, "lora_dropout": lora.lora_dropout, "use_peft": True}
+    assert _DEFAULTS["BitsAndBytesConfig"] == {
+        "bnb_4bit_quant_type": weights.bnb_4bit_quant_type,
+        "bnb_4bit_compute_dtype": str(weights.bnb_4bit_compute_dtype).removeprefix("torch."),
+    }
+
+
+def test_a_launcher_in_front_of_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    alone = plan_of(tmp_path, "train.py", TRAIN, gpus="4", framework="ddp")
+    assert plan_of(tmp_path, "run.sh", "torchrun --nproc_per_node 4 train.py\n") == alone
+
+
+def test_what_only_the_running_script_knows_is_asked_for_at_once() -> None:
+    text = "args = TrainingArguments(per_device_train_batch_size=a.b, bf16=can(), learning_rate=a.lr)"
+    found = refusal(text)
+    assert found.startswith("2 errors: (1) train.py:1: per_device_train_batch_size: is a.b, which only the running")
+    assert "(2) train.py:1: bf16: is can(), which only the running script knows: say it with --dtype bf16" in found
+    assert script_in(text, "train.py", ("mbs", "dtype")).arguments.value == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("print(1)", "is Python, in which no TrainingArguments stand"),
+        ("TrainingArguments(", "train.py:1: is no Python that can be read"),
+        (
+            "a = TrainingArguments('x')\nb = SFTConfig('y')",
+            "train.py:2: makes the Trainer's arguments in lines 1 and 2",
+        ),
+        ("TrainingArguments(**vars(args))", "train.py:1: takes what the script computes (**vars(args))"),
+        ("from unsloth import FastLanguageModel\nSFTConfig()", "is of unsloth: Unsloth's layers"),
+        ("TrainingArguments()\nTrainer(optimizers=(o, s))", "train.py:2: optimizers: is an optimizer that the script"),
+        (
+            "TrainingArguments()\nAutoModelForSequenceClassification.from_pretrained('bert')",
+            "train.py:2: trains a AutoModelForSequenceClassification",
+        ),
+        ("SFTConfig(bf16=x)\nfor x in (True, False): pass", "bf16: is x, which only the running script knows"),
+        ("x = True\nx = False\nSFTConfig(bf16=x)", "bf16: is x, which only the running script knows"),
+        ("def f(x=True):\n    SFTConfig(bf16=x)", "bf16: is x, which only the running script knows"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(text: str, part: str) -> None:
+    assert part in refusal(text)
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    text = f"open({str(mark)!r}, 'w')\nTrainingArguments(output_dir=open({str(mark)!r}, 'w'))"
+    assert holds_arguments(text)
+    assert script_in(text, "train.py", ()).arguments.value == {}
+    assert not mark.exists()

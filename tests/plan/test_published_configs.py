@@ -1,0 +1,81 @@
+"""A published ``config.json`` of a model that is known from traces is that model, however many keys it has; models of
+images and text are planned by their text part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memplan.cli import main
+from memplan.plan.library import learned_models
+from memplan.plan.traced_spec import CHANGES_NOTHING, built_in_like
+
+SMOLLM3: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None,
+    "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+    "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
+    "no_rope_layers": [int((at + 1) % 4 != 0) for at in range(36)], "num_attention_heads": 16,
+    "num_hidden_layers": 36, "num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None,
+    "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False, "use_sliding_window": False,
+    "vocab_size": 128256,
+}  # fmt: skip
+"""As https://huggingface.co/HuggingFaceTB/SmolLM3-3B has it, without ``tie_word_embeddings``."""
+MISTRAL_SMALL: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "torch_dtype": "bfloat16",
+    "text_config": {
+        "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+        "intermediate_size": 32768, "max_position_embeddings": 131072, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0, "sliding_window": None, "use_cache": True, "vocab_size": 131072,
+    },
+    "vision_config": {"hidden_size": 1024, "model_type": "pixtral", "num_hidden_layers": 24},
+}  # fmt: skip
+"""Of https://huggingface.co/mistralai/Mistral-Small-3.1-24B-Instruct-2503."""
+
+
+def test_a_published_configuration_is_the_built_in_model() -> None:
+    assert built_in_like(SMOLLM3) == "smollm3-3b"
+    for name, value in (("hidden_size", 2304), ("no_rope_layers", [1] * 36), ("embedding_dropout", 0.1)):
+        assert built_in_like({**SMOLLM3, name: value}) == ""
+    assert built_in_like({key: value for key, value in SMOLLM3.items() if key != "max_position_embeddings"}) == ""
+
+
+@pytest.mark.parametrize("name", learned_models())
+def test_what_a_configuration_may_leave_out_is_what_transformers_fills_in(name: str) -> None:
+    from transformers import AutoConfig
+
+    config = learned_models()[name].configuration()
+    whole = AutoConfig.for_model(**config).to_dict()
+    left = {key: value for key, value in config.items() if key not in learned_models()[name].unsaid}
+    filled = AutoConfig.for_model(**left).to_dict()
+    compared = whole.keys() - CHANGES_NOTHING - {"sliding_window_pattern"}
+    assert {key: filled.get(key) for key in compared} == {key: whole[key] for key in compared}
+    assert built_in_like(left) == name
+
+
+def estimated(folder: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code = main(["estimate", "--model", str(folder), "--gpu", "h200", "--seq", "2048", "--json"])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_text_part_of_a_model_that_reads_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = estimated(tmp_path / "both", MISTRAL_SMALL, capsys)
+    alone, plain, _ = estimated(tmp_path / "text", {**MISTRAL_SMALL["text_config"]}, capsys)
+    assert code == alone
+    assert json.loads(out)["peak_bytes"] == json.loads(plain)["peak_bytes"]
+    assert "text-part" in {one["code"] for one in json.loads(out)["warnings"]}
+
+
+def test_a_tower_without_a_text_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "qwen2_5_vl", "hidden_size": 3584, "num_hidden_layers": 28, "vision_config": {"depth": 32}}
+    code, _, told = estimated(tmp_path / "vl", {**config, "max_position_embeddings": 128000}, capsys)
+    assert (code, told.count("\n")) == (2, 1)
+    assert "with vision_config, which is not modelled, and has no text_config to plan alone" in told
