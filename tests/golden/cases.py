@@ -302,9 +302,9 @@ def torchtitan() -> Iterator[str]:
     ):  # fmt: skip
         yield f"{job} {flags}"
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):
-        job = f"--model {model} --layers 6 --seq 2048 --framework torchtitan --gpu h200 --gpus 8"
+        job = f"--model {model} --layers 6 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --gpus 8"
         yield from (job, f"{job} --recompute full", f"{job} --recompute selective --recompute-per-operator --gbs 16")
-    yield "--model deepseek-v2-lite --layers 4 --seq 2048 --framework torchtitan --gpu a100-80gb --gpus 8"
+    yield "--model deepseek-v2-lite --layers 4 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu a100-80gb --gpus 8"
 
 
 def megatron() -> Iterator[str]:
