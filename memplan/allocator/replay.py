@@ -312,8 +312,12 @@ class Run:
         self.program = program
         self.exchanged = program.order.exchanged
         self.chunks = [_Chunk(chunk, rank.settings, self.exchanged) for chunk in program.order.chunks]
-        self.static: dict[int, int] = {}
-        """Blocks of static tensors, by the ids of their tapes."""
+        self.static: dict[int, tuple[int, int]] = {}
+        """Blocks of static tensors and their streams, by the ids of their tapes."""
+        self.pool = 0
+        """The stream of static tensors that begin now."""
+        self.stepped = False
+        """A step has been applied."""
         self.between: dict[Key, Block] = {}
         """Tensors between passes."""
         self.begun: dict[tuple[int, str], tuple[int, int, int]] = {}
@@ -346,11 +350,13 @@ class Run:
         """Static tensors begin and end; those called ``SLOT`` lie in slots."""
         for event in tape:
             if isinstance(event, Hold):
-                block = self.static[event.tensor] = self.rank.hold(event.bytes, event.category)
+                block = self.rank.hold(event.bytes, event.category, self.pool)
+                self.static[event.tensor] = block, self.pool
                 if event.name == SLOT:
                     self.chunks[0].slots.append(block)
             elif isinstance(event, Drop):
-                self.rank.drop(self.static.pop(event.tensor), event.bytes, event.category)
+                block, stream = self.static.pop(event.tensor)
+                self.rank.drop(block, event.bytes, event.category, stream)
 
     def result(self, actions: Sequence[Action], done: int) -> Replayed:
         """``actions`` of an iteration; so many of the first one's have been ``done``."""
@@ -473,7 +479,10 @@ class Run:
     def step(self) -> None:
         """The optimizer's step, with which gradients end."""
         program = self.program
+        if program.kept is not None and self.stepped:
+            self.pool = program.kept.pool
         self.keep(program.step if program.kept is None else program.kept.step)
+        self.pool, self.stepped = 0, True
         self.end_gradients(program.gradients_kept)
         self.keep(program.late_step)
         self.end_gradients()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +31,7 @@ from ...layers.megatron_core import (
     t5,
     te_facts,
 )
+from ...layers.megatron_core.distributed import distributed
 from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.precision import Low, Recipe
 from ...layers.megatron_core.shape import CoreShape, ExpertShape, Overlap, Version
@@ -118,6 +119,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         logits=megatron.logits_dtype,
         largest_logit=megatron.largest_logit,
         mlp_chunks=megatron.mlp_chunks,
+        distributes=megatron.distribute_saved,
         decoder=plan.batch.decoder_seq or 0,
     )
     if plan.experts.overlap_exchange:
@@ -307,7 +309,8 @@ def layers_module(shapes: tuple[CoreShape, ...], options: Options, *, recomputed
         assert x is not None
         if not recomputed:
             return Run(_layers(r, x, shapes))
-        out = recomputed_reentrant(r, lambda r, hidden: _layers(r, hidden, shapes), (x,))
+        run = partial(distributed, shapes[0].t) if shapes[0].distributes else recomputed_reentrant
+        out = run(r, lambda r, hidden: _layers(r, hidden, shapes), (x,))
         ends.keep_mask(r, shapes[0])
         return Run(out)
 
@@ -463,7 +466,9 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     """Of layers, which have no loss, and of ends, which are not recomputed: equal ones are recorded once."""
     layers = replace(shape, cross_entropy="unfused", per_token_loss=False, logits=None, defers=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
-    return layers, replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
+    return layers, replace(
+        ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False, distributes=False
+    )
 
 
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
@@ -524,6 +529,8 @@ class Stages:
     libraries: _Libraries
     sharding: Sharding | None = None
     deferral_limit: int = 0
+    step_pool: int = 0
+    """The stream of a captured step's memory."""
 
     @cached_property
     def _rules_behind(self) -> Rules:
@@ -550,6 +557,9 @@ class Stages:
         if self.sharding is not None:
             return _sharded(held, order, per_stage, own, self.sharding, self.libraries)
         made = _program(held, order, per_stage, own, tied, self.libraries)
+        if self.step_pool:
+            assert made.kept is not None
+            made = replace(made, kept=replace(made.kept, pool=self.step_pool))
         if self.job.shape.defers and order.last:
             made = self._deferring(made)
         return self._with_graphs(made, order, entries) if self.job.shape.graphs is not None else made
@@ -599,6 +609,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         _Libraries(capability, cublas_workspaces(plan)),
         sharding_of(plan),
         plan.megatron.wgrad_deferral_limit,
+        graphs.STEP_POOL if plan.megatron.optimizer_graph else 0,
     )
 
 
