@@ -313,7 +313,11 @@ class Run:
         self.exchanged = program.order.exchanged
         self.chunks = [_Chunk(chunk, rank.settings, self.exchanged) for chunk in program.order.chunks]
         self.static: dict[int, tuple[int, int]] = {}
-        """Blocks and streams of static tensors, by the ids of their tapes."""
+        """Blocks of static tensors and their streams, by the ids of their tapes."""
+        self.pool = 0
+        """The stream of static tensors that begin now."""
+        self.stepped = False
+        """A step has been applied."""
         self.between: dict[Key, Block] = {}
         """Tensors between passes."""
         self.begun: dict[tuple[int, str], tuple[int, int, int]] = {}
@@ -346,8 +350,9 @@ class Run:
         """Static tensors begin and end; those called ``SLOT`` lie in slots."""
         for event in tape:
             if isinstance(event, Hold):
-                block = self.rank.hold(event.bytes, event.category, event.stream)
-                self.static[event.tensor] = block, event.stream
+                stream = event.stream or self.pool
+                block = self.rank.hold(event.bytes, event.category, stream)
+                self.static[event.tensor] = block, stream
                 if event.name == SLOT:
                     self.chunks[0].slots.append(block)
             elif isinstance(event, Drop):
@@ -476,7 +481,10 @@ class Run:
     def step(self) -> None:
         """The optimizer's step, with which gradients end."""
         program = self.program
+        if program.kept is not None and self.stepped:
+            self.pool = program.kept.pool
         self.keep(program.step if program.kept is None else program.kept.step)
+        self.pool, self.stepped = 0, True
         self.end_gradients(program.gradients_kept)
         self.keep(program.late_step)
         self.end_gradients()

@@ -37,6 +37,8 @@ class Megatron(FrameworkSection, Terse):
             "cuda_graphs",
             "cuda_graph_modules",
             "defer_embedding_wgrad",
+            "optimizer_graph",
+            "distribute_saved",
             "wgrad_deferral_limit",
             "tp_comm_overlap",
             "pad_buckets",
@@ -274,6 +276,16 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="tensor-parallel ranks exchange beside products, through user buffers outside of PyTorch",
         json_schema_extra={"flag": "--tp-comm-overlap"},
+    )
+    optimizer_graph: bool = Field(
+        False,
+        description="the optimizer's step is a CUDA graph, whose memory lies in a pool of its own",
+        json_schema_extra={"flag": "--optimizer-cuda-graph"},
+    )
+    distribute_saved: bool = Field(
+        False,
+        description="full recompute: each tensor-parallel rank keeps its part of a layer's input",
+        json_schema_extra={"flag": "--distribute-saved-activations"},
     )
     defer_embedding_wgrad: bool = Field(
         False,

@@ -92,6 +92,8 @@ class Kept:
     """What libraries take in the first iteration, for good."""
     host: int = 0
     """Bytes of host memory."""
+    pool: int = 0
+    """The stream whose memory steps but the first take: that of a graph which they have been captured in."""
 
     @cached_property
     def between(self) -> Excursion:

@@ -316,6 +316,8 @@ def megatron() -> Iterator[str]:
         yield f"{job} --tp 4 --dp 2 --zero 1 --sequence-parallel"
         yield f"{job} --tp 2 --pp 2 --dp 2 --zero 1 --gbs 16 --recompute full"
         yield f"{job} --tp 2 --recompute selective --transformer-impl local"
+    yield f"{job} --tp 2 --dp 4 --zero 1 --optimizer-cuda-graph --te-version 2.12 --precision-aware-optimizer --exp-avg-dtype bf16"
+    yield f"{job} --tp 4 --dp 2 --no-sequence-parallel --recompute full --distribute-saved-activations"
     job = "--model llama-3-8b --layers 4 --seq 2048 --dtype bf16 --framework megatron --tp 2 --dp 4 --zero 1"
     for flags in (
         "--transformer-impl local", "--transformer-impl local --attention eager", "--attention-backend unfused",

@@ -215,6 +215,8 @@ LAYERS = (
         "REDUCTION",
         without_effect=_without_ranks,
     ),
+    switch("--optimizer-cuda-graph", "megatron.optimizer_graph", "REDUCTION"),
+    switch("--distribute-saved-activations", "megatron.distribute_saved", "LAYERS"),
     switch("--defer-embedding-wgrad-compute", "megatron.defer_embedding_wgrad", "REDUCTION"),
     Row(
         "--wgrad-deferral-limit",

@@ -558,6 +558,40 @@ def check_graphs(plan: ResolvedPlan) -> None:
             raise PlanError(field, megatron.cuda_graphs, problem)
 
 
+def check_step_graph(plan: ResolvedPlan) -> None:
+    """The step as a CUDA graph (``optimizer_cuda_graph.py``: "for ADAM optimizer")."""
+    megatron, optimizer, field = plan.megatron, plan.optimizer, "megatron.optimizer_graph"
+    reasons = {
+        "must be false with another optimizer than adam and adamw": optimizer.name not in ("adam", "adamw"),
+        "must be false with fp16: the host waits for what the step finds of overflows, which no graph can have": (
+            plan.precision.dtype == "fp16"
+        ),
+        "must be false with states on the host, which steps copy": megatron.optimizer_offload > 0,
+        "must be false with Megatron-FSDP, beside which it is not modelled yet": megatron.fsdp != "none",
+    }
+    for problem, applies in reasons.items():
+        if megatron.optimizer_graph and applies:
+            raise PlanError(field, True, problem)
+
+
+def check_saved(plan: ResolvedPlan) -> None:
+    """Inputs of layers on all tensor-parallel ranks (``arguments.py``, ``transformer_config.py``)."""
+    if not plan.megatron.distribute_saved:
+        return
+    layout, low = plan.layout, plan.precision.low
+    reasons = {
+        "must be false without tensor parallelism (tp > 1)": layout.tp == 1,
+        "must be false without full recompute": plan.recompute.mode != "full",
+        "must be false with sequence parallelism, which divides inputs anyway": layout.sequence_parallel,
+        "must be false with pipeline stages, beside which it is not modelled yet": layout.pp > 1,
+        "must be false with fp8 and fp4, whose recompute is Transformer Engine's own": low is not None,
+        "must be false with family t5, of which it is not modelled yet": plan.model.family == "t5",
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError("megatron.distribute_saved", True, problem)
+
+
 def check_deferral(plan: ResolvedPlan) -> None:
     """What ``model_parallel_config.py`` asks of deferred weight gradients of the head."""
     megatron, field = plan.megatron, "megatron.defer_embedding_wgrad"
@@ -797,6 +831,8 @@ RULES = (
     check_optimizer,
     check_offloading,
     check_deferral,
+    check_step_graph,
+    check_saved,
     check_groups,
     check_buckets,
     check_graphs,

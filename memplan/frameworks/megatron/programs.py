@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +31,7 @@ from ...layers.megatron_core import (
     t5,
     te_facts,
 )
+from ...layers.megatron_core.distributed import distributed
 from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.precision import Low, Recipe
 from ...layers.megatron_core.shape import CoreShape, ExpertShape, Overlap, Version
@@ -126,6 +127,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         norm_takes_residual=megatron.norm_takes_residual,
         joint_latent_down=megatron.joint_latent_down,
         mlp_chunks=megatron.mlp_chunks,
+        distributes=megatron.distribute_saved,
         decoder=plan.batch.decoder_seq or 0,
         experts=expert_shape(plan),
         core=_version(plan.experts.megatron_core),
@@ -321,7 +323,8 @@ def layers_module(shapes: tuple[CoreShape, ...], options: Options, *, recomputed
         assert x is not None
         if not recomputed:
             return Run(_layers(r, x, shapes))
-        out = recomputed_reentrant(r, lambda r, hidden: _layers(r, hidden, shapes), (x,))
+        run = partial(distributed, shapes[0].t) if shapes[0].distributes else recomputed_reentrant
+        out = run(r, lambda r, hidden: _layers(r, hidden, shapes), (x,))
         ends.keep_mask(r, shapes[0])
         return Run(out)
 
@@ -480,6 +483,7 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     layers = replace(layers, detaches_heads=False, mixes_states=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
     ends_shape = replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
+    ends_shape = replace(ends_shape, distributes=False)
     return layers, replace(ends_shape, te_activation=False, norm_takes_residual=False, joint_latent_down=False)
 
 
@@ -555,6 +559,8 @@ class Stages:
     """CUDA graphs of layers are captured before the first iteration."""
     overlaps: bool = False
     """Gradients are reduced beside the last micro-batch's passes."""
+    step_pool: int = 0
+    """The stream of a captured step's memory."""
 
     @cached_property
     def _rules_behind(self) -> Rules:
@@ -587,6 +593,9 @@ class Stages:
             size = mtp.DETACHED * hold_bytes(self.job.shape.hidden, self.job.shape.dtype)
             assert isinstance(made.order, MegatronOrder)
             made = replace(made, order=replace(made.order, detached=size))
+        if self.step_pool:
+            assert made.kept is not None
+            made = replace(made, kept=replace(made.kept, pool=self.step_pool))
         if self.job.shape.defers and order.last:
             made = self._deferring(made)
         if self.job.shape.graphs is None:
@@ -648,6 +657,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         plan.megatron.wgrad_deferral_limit,
         plan.megatron.cuda_graph_warmup == 0,
         plan.megatron.overlap_grad_reduce,
+        graphs.STEP_POOL if plan.megatron.optimizer_graph else 0,
     )
 
 

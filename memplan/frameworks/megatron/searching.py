@@ -137,6 +137,10 @@ class MegatronSearch(FrameworkSearch):
             problem = "must be false: layouts that defer weight gradients are not searched yet; estimate --vary "
             problem += "compares some"
             raise PlanError("megatron.defer_embedding_wgrad", True, problem)
+        for name in ("distribute_saved", "optimizer_graph"):
+            if getattr(base.megatron, name):
+                problem = "must be false: layouts with it are not searched yet; estimate --vary compares some"
+                raise PlanError(f"megatron.{name}", True, problem)
         if base.megatron.cuda_graphs != "none":
             problem = "must be none: layouts with CUDA graphs are not searched yet; estimate --vary compares some"
             raise PlanError("megatron.cuda_graphs", base.megatron.cuda_graphs, problem)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import NO_PASSES, Counted, Options, Passes, joined, regrouped, run_again
+from ...layers.shapes import size_of
 from ...layers.work import Exchange, Kernel, Together
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
@@ -69,6 +70,9 @@ def _entries(whole: CoreShape, gradients: str | None, recent: bool, full: bool, 
         few, times = shape.fewest_experts
         plain = layers_module((replace(few, recompute_modules=()),), options).work
         again = run_again(plain) if full else layers_module((few,), options).work
+        if shape.distributes:  # inputs are gathered again
+            size = float(size_of(shape.hidden, shape.dtype))
+            again = replace(again, backward=(*again.backward, (Exchange("all-gather", size), 1)))
         both = regrouped(plain, times), regrouped(again, times)
         if not beside or shape.experts is None:
             return both

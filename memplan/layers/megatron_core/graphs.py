@@ -29,6 +29,9 @@ from .shape import CoreShape
 POOL = 8
 """Stream of what lies in the graphs' pool."""
 
+STEP_POOL = 9
+"""The same of the optimizer's step (``full_cuda_graph.py``, ``get_graph_pool``: a pool for each capture)."""
+
 STREAMS = 2
 """On which captures and trial runs before them are."""
 

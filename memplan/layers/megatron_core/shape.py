@@ -172,6 +172,9 @@ class CoreShape(HashedOnce):
     """Dtype of logits, where it is not that of the hidden state (``logit_dtype``)."""
     mlp_chunks: int = 1
     """Parts of the sequence that an MLP takes one after the other (``mlp_chunks_for_training``)."""
+    distributes: bool = False
+    """Layers that are recomputed whole keep a part of their input on each tensor-parallel rank
+    (``distribute_saved_activations``)."""
     multiprocessors: int = 132
     """Of the GPU (H100 132, B200 148, GB200 152): flash attention's deterministic backward splits by it."""
     experts: ExpertShape | None = None
