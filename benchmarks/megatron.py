@@ -72,7 +72,6 @@ EXPERTS = "experts"
 """Groups of rows that share what is special about them, by their ids."""
 
 NOT_MODELLED = (
-    ("fp8 over fp32", lambda row: "--fp8-format" in row["arguments"] and "--bf16" not in row["arguments"]),
     ("experts' exchange beside computation", lambda row: "--overlap-moe-expert-parallel-comm" in row["arguments"]),
     ("elastic hybrids", lambda row: "--flextron" in row["arguments"]),
 )

@@ -186,7 +186,6 @@ def test_estimates_are_deterministic() -> None:
         ({"te_version": "1.2"}, "megatron.transformer_engine"),
         ({"ep": 2}, "layout.ep = 2: must be 1: llama-3-8b has no experts"),
         ({"heads": 12, "kv_heads": 3, "tp": 2}, "layout.tp = 2: must divide the 3 key/value heads"),
-        ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16 or fp16 with Transformer Engine"),
         ({"fp32_residual": "true"}, "has no recipe for fp32 residual connections"),
         (
             {"optimizer": "sgd", "zero": 1},

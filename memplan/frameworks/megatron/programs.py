@@ -120,8 +120,8 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         shape = replace(shape, sixteen_bit=ends_16bit, layers=spec.layers)
     if megatron.transformer_impl == "local":
         return shape
-    if shape.dtype == "fp32":
-        problem = "must be bf16 or fp16 with Transformer Engine: its fp32 attention has no recipe, unlike local layers'"
+    if shape.dtype == "fp32" and not spec.causal:
+        problem = "must be bf16 or fp16 with Transformer Engine's attention of padded tokens, whose fp32 has no recipe"
         raise PlanError("precision.dtype", "fp32", problem)
     assert megatron.attention_backend != "local"
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
