@@ -57,6 +57,7 @@ class Megatron(FrameworkSection, Terse):
             "mixes_states",
             "packed",
             "cuda_graph_warmup",
+            "fuses_operations",
         }
     )
 
@@ -132,6 +133,11 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="latent attention: both projections to a lower rank are one, with the norm before them in it",
         json_schema_extra={"flag": "--mla-down-proj-fusion"},
+    )
+    fuses_operations: bool = Field(
+        False,
+        description="a dense MLP, with the norm before it, is one chain of Transformer Engine's operations",
+        json_schema_extra={"flag": "--use-transformer-engine-op-fuser"},
     )
     packed: bool = Field(
         False,

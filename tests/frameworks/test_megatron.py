@@ -258,6 +258,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.buckets": [{"num_buckets": 9, "overlap_grad_reduce": "true", "zero": 1, "dp": 2}],
     "megatron.largest_logit": [{"log_max_attention_logit": "true"}],
     "megatron.packed": [{"packed_sequences": "true"}],
+    "megatron.fuses_operations": [{"use_transformer_engine_op_fuser": "true"}],
     "megatron.te_activation": [{"use_te_activation_func": "true", "bias_swiglu_fusion": "false"}],
     "megatron.clips_queries": [{"qk_clip": "true"}],
     "megatron.norm_takes_residual": [

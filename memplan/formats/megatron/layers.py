@@ -176,6 +176,7 @@ LAYERS = (
     switch("--sft", "megatron.packed", read=_packing),
     switch("--dataloader-inter-document-masking", "megatron.packed", "LAYERS", read=elsewhere),
     switch("--use-te-activation-func", "megatron.te_activation", "LAYERS"),
+    switch("--use-transformer-engine-op-fuser", "megatron.fuses_operations", "LAYERS"),
     switch("--qk-clip", "megatron.clips_queries", "LAYERS"),
     switch("--fused-residual-rmsnorm", "megatron.norm_takes_residual", "LAYERS"),
     Row(

@@ -109,6 +109,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         detaches_heads=megatron.detaches_heads and spec.mtp_layers > 0,
         mixes_states=megatron.mixes_states and spec.mtp_layers > 0,
         te_activation=megatron.te_activation,
+        fuses_operations=megatron.fuses_operations,
         norm_takes_residual=megatron.norm_takes_residual,
         joint_latent_down=megatron.joint_latent_down,
         mlp_chunks=megatron.mlp_chunks,
@@ -456,6 +457,7 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     layers = replace(layers, detaches_heads=False, mixes_states=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
     ends_shape = replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
+    ends_shape = replace(ends_shape, fuses_operations=False)
     return layers, replace(ends_shape, te_activation=False, norm_takes_residual=False, joint_latent_down=False)
 
 
