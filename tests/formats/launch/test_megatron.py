@@ -382,6 +382,12 @@ def test_arguments_of_a_checkpoint_are_said_not_to_be_read() -> None:
     assert (note.code, "is not read" in note.message) == ("checkpoint-args", True)
 
 
+def test_the_fuser_of_operations_with_experts_is_told() -> None:
+    (note,) = launch(small("--num-experts 4 --moe-grouped-gemm --use-transformer-engine-op-fuser")).notes
+    assert note.code == "argument-not-modelled"
+    assert "not modelled yet with experts" in note.message
+
+
 def test_channels_of_groups_are_read_from_their_file(tmp_path: Path) -> None:
     file = tmp_path / "nccl.yaml"
     file.write_text("tp:\n  max_ctas: 8\ndp_cp:\n  min_ctas: 2\n  max_ctas: 16\nmp:\n  cga_cluster_size: 2\n")
