@@ -58,6 +58,7 @@ class Megatron(FrameworkSection, Terse):
             "packed",
             "cuda_graph_warmup",
             "fuses_operations",
+            "sharp",
         }
     )
 
@@ -254,6 +255,11 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="buffers of parameters and gradients come from NCCL (ncclMemAlloc), in memory pools of their own",
         json_schema_extra={"flag": "--use-nccl-ub"},
+    )
+    sharp: bool = Field(
+        False,
+        description="switches may sum gradients of data-parallel ranks (SHARP)",
+        json_schema_extra={"flag": "--use-sharp"},
     )
     nccl_blocks: str | None = Field(
         None,

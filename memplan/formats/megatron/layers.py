@@ -114,6 +114,16 @@ def _fuser(reader: Reader) -> None:
     reader.building.put("megatron.fuses_operations", Node(True, settings.where(name)), name)
 
 
+def _sharp(reader: Reader) -> None:
+    settings, name, which = reader.settings, "--use-sharp", "--sharp-enabled-group"
+    if not settings.has(name):
+        return
+    group = settings.word(which)
+    if group is not None and group.value == "dp_replica":
+        raise PlanError(which, group.value, "is not modelled yet; dp is", origin=group.origin)
+    reader.building.put("megatron.sharp", Node(True, settings.where(name)), name)
+
+
 def _is_bert(plan: Plan) -> bool:
     return plan.model.family == "bert"
 
@@ -212,6 +222,7 @@ LAYERS = (
     ),
     Row("--cross-entropy-fusion-impl", "megatron.cross_entropy_fusion", "LAYERS", read=elsewhere, when=_fuses_loss),
     switch("--use-nccl-ub", "megatron.registers_buffers", "REDUCTION"),
+    switch("--use-sharp", "megatron.sharp", "REDUCTION", read=_sharp),
     Row("--nccl-communicator-config-path", "megatron.nccl_blocks", read=channels.read),
     switch("--ddp-reduce-scatter-with-fp32-accumulation", "megatron.sums_in_fp32", "REDUCTION"),
     Row(

@@ -126,6 +126,7 @@ def test_bert() -> None:
         ("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", False),
         ("--log-max-attention-logit", "megatron.largest_logit", True),
         ("--qk-clip", "megatron.clips_queries", True),
+        ("--use-sharp --sharp-enabled-group dp", "megatron.sharp", True),
         ("--use-transformer-engine-op-fuser", "megatron.fuses_operations", True),
         ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn --cuda-graph-warmup-steps 0", "megatron.cuda_graph_warmup", 0),
         ("--dataloader-inter-document-masking", "megatron.packed", True),
