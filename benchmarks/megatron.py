@@ -72,7 +72,6 @@ EXPERTS = "experts"
 """Groups of rows that share what is special about them, by their ids."""
 
 NOT_MODELLED: tuple[tuple[str, Callable[[Row], bool]], ...] = (
-    ("fp8 over fp32", lambda row: "--fp8-format" in row["arguments"] and "--bf16" not in row["arguments"]),
     ("elastic hybrids", lambda row: "--flextron" in row["arguments"]),
 )
 """Why a row is not estimated, first match."""

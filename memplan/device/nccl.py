@@ -17,7 +17,7 @@ from .facts import NO_ENVIRONMENT, Version
 
 SOURCE = (
     "NVIDIA/nccl src/init.cc (computeBuffSizes, initTransportsRank), src/channel.cc, src/transport/p2p.cc, net.cc, "
-    "nvls.cc, src/graph/connect.cc, paths.cc; releases 2.7 to 2.30"
+    "coll_net.cc, nvls.cc, src/graph/connect.cc, paths.cc; releases 2.7 to 2.30"
 )
 _KIB, _MIB = 1 << 10, 1 << 20
 _STEPS = 8
@@ -37,6 +37,8 @@ MOST_CHANNELS = 64
 _LEAST, _MOST = ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS"), ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
 _BLOCKS = ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS")
 """Variables that stand over what a communicator is configured with (``envConfigOverride``)."""
+MOST_COLLNET_HEADS = 8
+"""``NCCL_MAX_DIRECT_ARITY`` others, and the rank itself."""
 MOST_HEADS = 32
 """``NCCL_MAX_NVLS_ARITY``."""
 _SHARED_STEPS = 16
@@ -168,6 +170,7 @@ class Nccl(NamedTuple):
         tree = self._tree(one, local, channels, most) if at_once or (one.reduces and most) else 0
         nvls = self._nvls(one, local) if most and (at_once or (collective and not one.few_bytes)) else 0
         size = max(ring, tree) if one.few_bytes and not at_once else ring + tree + nvls
+        size += self._switched(one, local, channels) if most else 0
         if one.peers:
             size += self._peers(one, local, channels, most)
         if at_once and self.version >= _SHARED_AT_INIT:
@@ -209,6 +212,15 @@ class Nccl(NamedTuple):
         chunk = self._number("NCCL_NVLS_CHUNKSIZE", 128 * _KIB)
         buffer = _STEPS * chunk if self.version >= _SMALL_NVLS else self._number(*_SIMPLE)
         return _pages(channels * 2 * buffer * min(local, MOST_HEADS)) + channels * _PAGE
+
+    def _switched(self, one: Communicator, local: int, channels: int) -> int:
+        """CollNet (``coll_net.cc``): on a head two halves of Simple's buffer for each channel, which sends and receives
+        share (``sharedBuffersInit``), and on a node a chain, and connections between up to eight heads, each way."""
+        if not one.in_network or local == one.ranks or not self._direct:
+            return 0
+        shared = _pages(2 * channels * self._number(*_SIMPLE))
+        heads = min(local, MOST_COLLNET_HEADS)
+        return shared + channels * self._neighbour(1) * ((local > 1) + 2 * (heads - 1))
 
     def _peers(self, one: Communicator, local: int, channels: int, most: int) -> int:
         """Sends and receives have connections of their own: on a node, buffers for each peer and channel; over the

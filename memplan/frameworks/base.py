@@ -54,6 +54,8 @@ class Communicator(NamedTuple):
     """Every run makes it; otherwise some do, and it counts in what is needed at most."""
     times: int = 1
     """So many alike."""
+    in_network: bool = False
+    """Switches may reduce for it (SHARP: NCCL's CollNet)."""
     blocks: tuple[int, int] = (0, 0)
     """Fewest and most channels that it is configured with (``min_ctas``, ``max_ctas``); 0: NCCL's own limits."""
 

@@ -60,6 +60,8 @@ class Megatron(FrameworkSection, Terse):
             "mixes_states",
             "packed",
             "cuda_graph_warmup",
+            "fuses_operations",
+            "sharp",
         }
     )
 
@@ -135,6 +137,11 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="latent attention: both projections to a lower rank are one, with the norm before them in it",
         json_schema_extra={"flag": "--mla-down-proj-fusion"},
+    )
+    fuses_operations: bool = Field(
+        False,
+        description="a dense MLP, with the norm before it, is one chain of Transformer Engine's operations",
+        json_schema_extra={"flag": "--use-transformer-engine-op-fuser"},
     )
     packed: bool = Field(
         False,
@@ -251,6 +258,11 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="buffers of parameters and gradients come from NCCL (ncclMemAlloc), in memory pools of their own",
         json_schema_extra={"flag": "--use-nccl-ub"},
+    )
+    sharp: bool = Field(
+        False,
+        description="switches may sum gradients of data-parallel ranks (SHARP)",
+        json_schema_extra={"flag": "--use-sharp"},
     )
     nccl_blocks: str | None = Field(
         None,

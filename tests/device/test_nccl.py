@@ -119,6 +119,18 @@ def test_channels_of_one_communicator_are_configured() -> None:
     assert nccl(AMPERE, LAZY, NCCL_CUMEM_ENABLE="0", NCCL_MAX_CTAS="8").of(pair).most == (8 * 12 + 2) * MIB
 
 
+def test_switches_that_reduce_add_to_the_most() -> None:
+    """On two nodes of 8 GPUs: two halves of 4 MiB for each channel, a chain, and connections with 7 other heads, twice;
+    on one node there is no switch between them."""
+    across = Communicator("", 16, 16, 16, reduces=True)
+    given, without = (nccl(AMPERE, LAZY).of(across._replace(in_network=one)) for one in (True, False))
+    assert given.least == without.least
+    channels = 16
+    assert given.most - without.most == channels * (2 * 4 + 12 * (1 + 2 * 7)) * MIB
+    near = Communicator("", 8, 8, 8, reduces=True)
+    assert nccl(AMPERE, LAZY).of(near._replace(in_network=True)) == nccl(AMPERE, LAZY).of(near)
+
+
 def test_more_channels_than_nccl_has_are_its_most() -> None:
     most = nccl(AMPERE, LAZY, NCCL_MIN_NCHANNELS="1000000", NCCL_MIN_P2P_NCHANNELS="1000000").of(world(8)).most
     assert most == nccl(AMPERE, LAZY, NCCL_MIN_NCHANNELS="64").of(world(8)).most

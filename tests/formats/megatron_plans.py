@@ -103,6 +103,8 @@ SWITCHES = (
     "packed",
     "registers_buffers",
     "te_activation",
+    "sharp",
+    "fuses_operations",
     "clips_queries",
     "norm_takes_residual",
 )

@@ -124,3 +124,9 @@ def test_channels_that_a_group_is_configured_with() -> None:
     halves = of(**sizes, nccl_blocks="tp=-8,dp_cp=2-16,intra_dp_cp=1-4", distributed_optimizer_instances=2)
     assert halves["data parallel"].blocks == (1, 4)
     assert not any(any(one.blocks) for one in of(**sizes).values())
+
+
+def test_switches_reduce_for_data_parallel_ranks() -> None:
+    sizes = {"model": "llama-3-8b", "framework": "megatron", "gpus": 16, "tp": 2, "zero": 1}
+    found = of(**sizes, use_sharp="true")
+    assert [name for name, one in found.items() if one.in_network] == ["data parallel"]

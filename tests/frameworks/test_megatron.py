@@ -186,7 +186,6 @@ def test_estimates_are_deterministic() -> None:
         ({"te_version": "1.2"}, "megatron.transformer_engine"),
         ({"ep": 2}, "layout.ep = 2: must be 1: llama-3-8b has no experts"),
         ({"heads": 12, "kv_heads": 3, "tp": 2}, "layout.tp = 2: must divide the 3 key/value heads"),
-        ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16 or fp16 with Transformer Engine"),
         ({"fp32_residual": "true"}, "has no recipe for fp32 residual connections"),
         (
             {"optimizer": "sgd", "zero": 1},
@@ -263,6 +262,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.buckets": [{"num_buckets": 9, "overlap_grad_reduce": "true", "zero": 1, "dp": 2}],
     "megatron.largest_logit": [{"log_max_attention_logit": "true"}],
     "megatron.packed": [{"packed_sequences": "true"}],
+    "megatron.fuses_operations": [{"use_transformer_engine_op_fuser": "true"}],
     "megatron.te_activation": [{"use_te_activation_func": "true", "bias_swiglu_fusion": "false"}],
     "megatron.clips_queries": [{"qk_clip": "true"}],
     "megatron.norm_takes_residual": [
@@ -294,7 +294,7 @@ def footprint(**flags: object) -> list[object]:
 
 OTHER_PLANS = (
     "fp32_residual", "gather_in_step", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap",
-    "joint_latent_down", "nccl_blocks", "detaches_heads", "mixes_states",
+    "joint_latent_down", "nccl_blocks", "sharp", "detaches_heads", "mixes_states",
 )  # fmt: skip
 """Refused, or only with several stages, latent attention, or of an evaluation."""
 

@@ -178,6 +178,19 @@ def test_each_heads_largest_score_is_returned_by_cudnn() -> None:
     assert "without cuDNN" in refusal(log_max_attention_logit="true", attention_backend="unfused", gpu="h100-80gb")
 
 
+def test_attention_of_transformer_engine_in_fp32() -> None:
+    """No kernel of flash-attention or cuDNN takes it: of a b s s scores, 4 bytes each, masked in place, the softmax is
+    kept; in backward the gradient is copied whole, as are the slice of it and its filled copy for a moment."""
+    scores = 4 * plan().model.heads * S * S
+    module = of_layers(dtype="fp32", gpu="h100-80gb")
+    assert dict(kept(module.first.forward))["probabilities"] == scores
+    made = [one for one in module.first.backward if isinstance(one, Hold)]
+    copies = {one.name: one.bytes for one in made if one.name.startswith("grad_scores")}
+    assert copies == dict.fromkeys(("grad_scores_copied", "grad_scores_slice", "grad_scores_masked"), scores)
+    assert "unfused" in str(estimate(plan(dtype="fp32", gpu="h100-80gb")).assumptions)
+    assert "megatron.attention_backend = flash" in refusal(dtype="fp32", attention_backend="flash", gpu="h100-80gb")
+
+
 def of_layers(**flags: object) -> Module:
     return layers_module((layer_shape_of(module_shapes(core_shape(plan(**flags)))[0], 0),), Options())
 

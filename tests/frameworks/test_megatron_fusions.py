@@ -134,3 +134,45 @@ def test_a_clip_copies_the_largest_weight_and_keeps_factors() -> None:
     assert net == 8 * (512 + 1024)
     holds = [one for one in clipped.workspaces if isinstance(one, Hold)]
     assert [one.bytes for one in holds if one.name == "clip_factors"] == [512, 1024] * 8
+
+
+def test_an_mlp_in_one_chain_of_operations() -> None:
+    """It saves what the layers' own modules save, and in backward the activation's output ends before the gradient of
+    its input is there, so that at most input, gradient and both weights' gradients are held."""
+    flags = {"gpu": "h100-80gb"}
+    fused, usual = of_layer(use_transformer_engine_op_fuser="true", **flags), of_layer(**flags)
+    assert [(one.name, one.shape) for one in fused.parameters] == [(one.name, one.shape) for one in usual.parameters]
+    assert sorted(size for _, size in kept(fused.first.forward)) == sorted(
+        size for _, size in kept(usual.first.forward)
+    )
+    events = [(type(one).__name__, one.bytes) for one in fused.first.backward][:6]
+    f, wide, h = 2 * S * F, 2 * S * 2 * F, 2 * S * H
+    assert events[0] == ("Hold", f)
+    assert events[1] == ("Drop", f), "the activation's output"
+    assert events[2] == ("Hold", wide)
+    assert events[3:5] == [("Drop", wide), ("Drop", f)], "its input, and the gradient of its output"
+    assert events[5] == ("Hold", h)
+
+
+def test_a_chain_of_operations_gathers_and_scatters() -> None:
+    """On two ranks (s, b, h) of the whole for the first product, and of the gradient for the second."""
+    flags = {"gpu": "h100-80gb", "tp": 2, "sequence_parallel": "true", "dp": 1}
+    module = of_layer(use_transformer_engine_op_fuser="true", **flags)
+    forward, backward = made(module.first.forward), made(module.first.backward)
+    assert forward["mlp.linear_fc1_input_gathered"] == 2 * S * H
+    assert forward["mlp.linear_fc2_scattered"] == 2 * S // 2 * H
+    assert backward["grad_mlp.linear_fc2_gathered"] == backward["mlp.linear_fc1_input_gathered"] == 2 * S * H
+    assert dict(kept(module.first.forward))["mlp.linear_fc1.layer_norm"] == 2 * S // 2 * H
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"mlp_bias": "true", "activation": "gelu"}, "biases"),
+        ({"fp8": "tensorwise"}, "8 or 4 bits"),
+        ({"te_version": "2.7"}, "before 2.8"),
+        ({**MIXTURE, "dp": 2, "ep": 2}, "experts"),
+    ],
+)
+def test_chains_that_are_not_covered(flags: dict[str, object], said: str) -> None:
+    assert said in refusal(use_transformer_engine_op_fuser="true", gpu="h100-80gb", **flags)

@@ -356,6 +356,22 @@ def megatron() -> Iterator[str]:
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 4 --zero 1"
     yield f"{job} --precision-aware-optimizer --optimizer-offload-fraction 0.5"
     yield f"{job} --cp 2 --cp-communication all_gather"
+    job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4 --sequence-parallel"
+    for flags in (
+        "--use-te-activation-func --no-bias-swiglu-fusion", "--qk-clip", "--qk-clip --zero 1", "--packed-sequences --mbs 2",
+        "--use-transformer-engine-op-fuser", "--gradients bf16 --fp32-gradients-of all", "--dtype fp32 --mbs 1",
+        "--zero 1 --gradients bf16 --ddp-reduce-scatter-with-fp32-accumulation",
+        "--zero 1 --gradients bf16 --ddp-reduce-scatter-with-fp32-accumulation --overlap-grad-reduce",
+        "--zero 1 --use-nccl-ub", "--zero 1 --dp 8 --use-sharp --nccl-blocks dp_cp=2-16,tp=-8",
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn --cuda-graph-warmup-steps 0",
+    ):  # fmt: skip
+        yield f"{job} {flags}"
+    job = "--model deepseek-v2 --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 8 --ep 8 --zero 1"
+    for flags in (
+        "--fused-residual-rmsnorm", "--mla-down-proj-fusion", "--mtp-layers 2 --mtp-detach-heads",
+        "--mtp-layers 2 --mtp-hsm",
+    ):  # fmt: skip
+        yield f"{job} {flags}"
     job = "--model gpt2-large --layers 4 --seq 1024 --dtype fp16 --framework megatron --tp 2 --transformer-impl local"
     for flags in ("--attention eager --no-masked-softmax-fusion", "--attention eager --attention-softmax-in-fp32",
                   "--attention eager --query-key-layer-scaling", "--no-bias-gelu-fusion", "--dtype fp32"):  # fmt: skip

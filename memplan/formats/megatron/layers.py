@@ -101,6 +101,29 @@ def _packing(reader: Reader) -> None:
     reader.building.put("megatron.packed", Node(True, settings.where(given)), *filter(settings.has, names))
 
 
+def _fuser(reader: Reader) -> None:
+    """Of a model with experts its dense MLPs are as without it (``get_gpt_decoder_layer_specs``)."""
+    settings, name = reader.settings, "--use-transformer-engine-op-fuser"
+    if not settings.has(name):
+        return
+    if reader.building.items["model.experts"].value:
+        said = f"{name} is not modelled yet with experts, and may push memory either way: their products and activation"
+        reader.building.note("argument-not-modelled", f"{said} are one kernel on some GPUs, with padded rows")
+        reader.building.because(name, "not modelled yet with experts, which are estimated as without it")
+        return
+    reader.building.put("megatron.fuses_operations", Node(True, settings.where(name)), name)
+
+
+def _sharp(reader: Reader) -> None:
+    settings, name, which = reader.settings, "--use-sharp", "--sharp-enabled-group"
+    if not settings.has(name):
+        return
+    group = settings.word(which)
+    if group is not None and group.value == "dp_replica":
+        raise PlanError(which, group.value, "is not modelled yet; dp is", origin=group.origin)
+    reader.building.put("megatron.sharp", Node(True, settings.where(name)), name)
+
+
 def _is_bert(plan: Plan) -> bool:
     return plan.model.family == "bert"
 
@@ -176,6 +199,7 @@ LAYERS = (
     switch("--sft", "megatron.packed", read=_packing),
     switch("--dataloader-inter-document-masking", "megatron.packed", "LAYERS", read=elsewhere),
     switch("--use-te-activation-func", "megatron.te_activation", "LAYERS"),
+    switch("--use-transformer-engine-op-fuser", "megatron.fuses_operations", "LAYERS", read=_fuser),
     switch("--qk-clip", "megatron.clips_queries", "LAYERS"),
     switch("--fused-residual-rmsnorm", "megatron.norm_takes_residual", "LAYERS"),
     Row(
@@ -198,6 +222,7 @@ LAYERS = (
     ),
     Row("--cross-entropy-fusion-impl", "megatron.cross_entropy_fusion", "LAYERS", read=elsewhere, when=_fuses_loss),
     switch("--use-nccl-ub", "megatron.registers_buffers", "REDUCTION"),
+    switch("--use-sharp", "megatron.sharp", "REDUCTION", read=_sharp),
     Row("--nccl-communicator-config-path", "megatron.nccl_blocks", read=channels.read),
     switch("--ddp-reduce-scatter-with-fp32-accumulation", "megatron.sums_in_fp32", "REDUCTION"),
     Row(

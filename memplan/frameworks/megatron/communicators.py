@@ -20,7 +20,9 @@ def communicators(plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
     instances = plan.megatron.distributed_optimizer_instances > 1
     names = GROUPS | ({"data parallel": "intra_dp_cp", "replicas of experts": "intra_ep_dp"} if instances else {})
     found = _communicators(plan, stage)
-    return tuple(one._replace(blocks=blocks.get(names.get(one.name, ""), (0, 0))) for one in found)
+    found = (one._replace(blocks=blocks.get(names.get(one.name, ""), (0, 0))) for one in found)
+    sharp = plan.megatron.sharp
+    return tuple(one._replace(in_network=sharp and one.name == "data parallel") for one in found)
 
 
 GROUPS = {

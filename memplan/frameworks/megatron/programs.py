@@ -124,6 +124,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         detaches_heads=megatron.detaches_heads and spec.mtp_layers > 0,
         mixes_states=megatron.mixes_states and spec.mtp_layers > 0,
         te_activation=megatron.te_activation,
+        fuses_operations=megatron.fuses_operations,
         norm_takes_residual=megatron.norm_takes_residual,
         joint_latent_down=megatron.joint_latent_down,
         mlp_chunks=megatron.mlp_chunks,
@@ -142,8 +143,8 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         shape = replace(shape, sixteen_bit=ends_16bit, layers=spec.layers)
     if megatron.transformer_impl == "local":
         return shape
-    if shape.dtype == "fp32":
-        problem = "must be bf16 or fp16 with Transformer Engine: its fp32 attention has no recipe, unlike local layers'"
+    if shape.dtype == "fp32" and not spec.causal:
+        problem = "must be bf16 or fp16 with Transformer Engine's attention of padded tokens, whose fp32 has no recipe"
         raise PlanError("precision.dtype", "fp32", problem)
     assert megatron.attention_backend != "local"
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
@@ -483,7 +484,7 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     layers = replace(layers, detaches_heads=False, mixes_states=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
     ends_shape = replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
-    ends_shape = replace(ends_shape, distributes=False)
+    ends_shape = replace(ends_shape, distributes=False, fuses_operations=False)
     return layers, replace(ends_shape, te_activation=False, norm_takes_residual=False, joint_latent_down=False)
 
 

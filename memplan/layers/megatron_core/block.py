@@ -17,7 +17,7 @@ from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
-from . import graphs, latent, local, mamba, moe, offload, t5, te, te_attention, te_facts
+from . import fused_mlp, graphs, latent, local, mamba, moe, offload, t5, te, te_attention, te_facts
 from .ends import keep_mask
 from .grouped import Discard, without_output
 from .shape import CoreShape
@@ -66,6 +66,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "layers without positions where the others have no rotary ones of whole heads"
     yield from _uncovered_fusions(shape)
     yield from _uncovered_packing(shape)
+    yield from fused_mlp.uncovered(shape)
     yield from _uncovered_attention(shape)
     yield from latent.uncovered(shape)
     yield from moe.uncovered(shape)
@@ -503,6 +504,8 @@ def _table(r: Recorder, name: str, shape: CoreShape) -> Tensor:
 def mlp(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = "") -> tuple[Tensor, Tensor | None]:
     """(s, b, h) to (s, b, h) and the bias that is not added yet. With ``norm_name`` the first
     projection has the norm in it."""
+    if fused_mlp.runs(shape):
+        return fused_mlp.mlp(r, hidden, shape), None
     has_bias = shape.spec.mlp_bias
     f = shape.spec.ffn // shape.t * (2 if shape.spec.gated else 1)
     x, bias = column_linear(r, hidden, FC1, norm_name, f, shape, bias=has_bias, skip_bias=True)

@@ -161,6 +161,8 @@ class CoreShape(HashedOnce):
     """RMSNorms apart return the residual, too (``fused_residual_rmsnorm``)."""
     joint_latent_down: bool = False
     """Latent attention's projections to a lower rank are one, with the norm in it (``mla_down_proj_fusion``)."""
+    fuses_operations: bool = False
+    """A dense MLP is one chain of Transformer Engine's operations (``use_transformer_engine_op_fuser``)."""
     packed: int = 0
     """Sequences that are one behind the other in the one of a micro-batch, each of documents that do not attend to one
     another; 0: none are."""

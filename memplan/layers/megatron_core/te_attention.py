@@ -274,7 +274,8 @@ def _sinks(r: Recorder, a: int, dtype: str) -> Tensor:
 def unfused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
     """(s, b, a d) from q, k, v (s, b, a, d). The mask and the scores live until the module returns."""
     (s, b, a, _), keys, d_v = q.shape, k.shape[0], v.shape[-1]
-    if not softmax_is_fused(s, b * a, q.dtype, keys):
+    wide = q.dtype == "fp32"
+    if not wide and not softmax_is_fused(s, b * a, q.dtype, keys):
         problem = "unfused attention of Transformer Engine outside its softmax kernel's sizes is not covered"
         raise PlanError("batch.seq", s, problem)
     mask = causal_mask(r, s, shape.te) if shape.spec.causal else padding_mask(r, b, s, keys, shape.te)
@@ -285,7 +286,10 @@ def unfused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> T
     scratch = [r.empty(size, q.dtype, "matmul_result")]
     scores = _scaled_product(r, q, k, size)
     scratch.clear()
-    probabilities = _softmax(r, scores, in_place=te_facts.softmax_backward_in_place(shape.te))
+    if wide:
+        probabilities = ops.softmax(r, _filled(r, scores, mask[0]), "probabilities")
+    else:
+        probabilities = _softmax(r, scores, in_place=te_facts.softmax_backward_in_place(shape.te))
     if not shape.spec.causal:
         probabilities = _masked(r, probabilities, mask[0])
     probabilities = ops.dropout(r, probabilities, shape.spec.attention_dropout, "attention_dropout")
@@ -326,6 +330,22 @@ def _softmax(r: Recorder, scores: Tensor, *, in_place: bool) -> Tensor:
         return gradients if in_place else [r.empty(like, dtype, "grad_scores")]
 
     return out.by(r.node((scores,), (out,), backward, work=work.in_place(like, dtype, 3)))
+
+
+def _filled(r: Recorder, scores: Tensor, mask: Tensor) -> Tensor:
+    """``attention_mask_func`` before PyTorch's softmax, which fp32 takes (``forward_torch_softmax``): scores, a view of
+    their product, are filled in place, so that autograd copies the gradient whole, and its slice (``CopySlices``)."""
+    like, dtype = scores.shape, scores.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        whole = r.empty(like, dtype, "grad_scores_copied")
+        part = r.empty(like, dtype, "grad_scores_slice")
+        filled = r.empty(like, dtype, "grad_scores_masked")
+        del part, filled
+        return [whole]
+
+    done = work.Operator((work.Stream(2 * size_of(like, dtype)),))
+    return Tensor(scores.storage, like, dtype, r.node((scores,), (mask,), backward, work=done))
 
 
 def _masked(r: Recorder, x: Tensor, mask: Tensor) -> Tensor:

@@ -126,6 +126,8 @@ def test_bert() -> None:
         ("--no-clone-scatter-output-in-embedding", "megatron.clone_scattered_embedding", False),
         ("--log-max-attention-logit", "megatron.largest_logit", True),
         ("--qk-clip", "megatron.clips_queries", True),
+        ("--use-sharp --sharp-enabled-group dp", "megatron.sharp", True),
+        ("--use-transformer-engine-op-fuser", "megatron.fuses_operations", True),
         ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn --cuda-graph-warmup-steps 0", "megatron.cuda_graph_warmup", 0),
         ("--dataloader-inter-document-masking", "megatron.packed", True),
         ("--sft --no-create-attention-mask-in-dataloader", "megatron.packed", True),
@@ -379,6 +381,12 @@ def test_arguments_of_a_checkpoint_are_said_not_to_be_read() -> None:
     """``load_args_from_checkpoint``: some of the checkpoint's replace those of the script."""
     (note,) = launch(small("--use-checkpoint-args --load ckpt")).notes
     assert (note.code, "is not read" in note.message) == ("checkpoint-args", True)
+
+
+def test_the_fuser_of_operations_with_experts_is_told() -> None:
+    (note,) = launch(small("--num-experts 4 --moe-grouped-gemm --use-transformer-engine-op-fuser")).notes
+    assert note.code == "argument-not-modelled"
+    assert "not modelled yet with experts" in note.message
 
 
 def test_channels_of_groups_are_read_from_their_file(tmp_path: Path) -> None:
