@@ -102,6 +102,8 @@ class Flat:
     reshard: bool = True
     holder: str = ""
     """Its first parameter, which stands for the flat one where each parameter's states are counted."""
+    inner: bool = False
+    """It is in the middle of its module: none is."""
     kept: tuple[int, int] = (0, 0)
     """Bytes of input and of the output's gradient, which a frozen unit's hook keeps."""
 
