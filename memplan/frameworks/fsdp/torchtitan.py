@@ -272,7 +272,7 @@ def cut_of_experts(plan: ResolvedPlan) -> Cut:
     """Ranks that hold the same experts, which ``fully_shard`` cuts along dimension 1 if there are more ranks than
     experts (``apply_fsdp``, ``_experts_shard_placement_fn``)."""
     shards = plan.layout.dp // plan.fsdp.replicas
-    return Cut(shards // plan.layout.ep, int(shards > plan.model.experts))
+    return Cut(max(1, shards // plan.layout.ep), int(shards > plan.model.experts))
 
 
 def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
