@@ -54,6 +54,8 @@ class LayerShape:
     """The PyTorch that runs it."""
     kernel: str = "flash"
     """What sdpa runs (``releases.sdpa_kernel``)."""
+    expert_ranks: int = 1
+    """Ranks that share a layer's experts, where torchtitan's layers run."""
 
     @property
     def slices_whole(self) -> bool:

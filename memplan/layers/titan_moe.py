@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..plan.spec import ModelSpec
-from ..tape.events import Category
+from ..tape.events import Category, Hook
 from . import experts, ops, selecting
-from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming
+from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming, size_of
 from .huggingface import LayerShape, linear, silu
-from .torchtitan import Policy
+from .torchtitan import Operator, Policy
+from .work import NOTHING, exchanged
 
 ALIGNED = 8
 """Rows of which an expert gets a multiple in bf16 (``TOKEN_GROUP_ALIGN_SIZE_M``)."""
@@ -234,6 +235,84 @@ def padded_experts(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     return unpermuted(r, out, places, x.shape[0])
 
 
+# -- expert parallelism -----------------------------------------------------------------------------
+
+AGAIN = f"{EXPERTS}/again"
+"""The seam of the experts' forward when it is recomputed."""
+
+
+def exchanged_experts(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> tuple[Tensor, Tensor | None]:
+    """``GroupedExperts`` under ``ExpertParallel`` (``torchtitan/distributed/expert_parallel.py``), of N rows: those of
+    its own experts come from all ranks, as many as go, and their outputs go back. Also what the last all-to-all sends,
+    which is held until its output has been waited for.
+
+    ``fully_shard``'s hooks run around exchange and experts (``torch/distributed/fsdp/_fully_shard/_fsdp_state.py``).
+    """
+    spec, ranks, rows = shape.spec, shape.expert_ranks, x.shape[0]
+    e = spec.experts // ranks
+    again = r.frame is not None and r.frame.again is not None
+    seam(r, AGAIN if again else EXPERTS, Hook.BEFORE_FORWARD)
+    x = hooked(r, x, Hook.AFTER_BACKWARD)
+    counts = sent(policy, r, lambda r: r.empty((spec.experts,), "int64", "rows_of_rank"))
+    splits = [r.empty((ranks,), "int64", name) for name in ("rows_to_ranks", "rows_from_ranks")]
+    splits.clear()
+    received = sent(policy, r, lambda r: all_to_all(r, x, "rows_exchanged"))
+    kept = r.outside((padded_length(rows, e),), "int32")
+    padded, sizes = exchanged_rows(r, received, kept, ranks, e)
+    del received, counts
+    made = grouped(r, padded, sizes, spec)
+    whole = unpermuted(r, made, kept, rows)
+    out = sent(policy, r, lambda r: all_to_all(r, whole, "experts_exchanged"))
+    del made, padded, sizes
+    out = hooked(r, out, Hook.BEFORE_BACKWARD)
+    seam(r, AGAIN if again else EXPERTS, Hook.AFTER_FORWARD)
+    if policy.again and policy.keeps and policy.keeps_exchanged:
+        return out, None  # nothing is sent again
+    return out, Tensor(whole.storage, whole.shape, whole.dtype)
+
+
+def sent(policy: Policy, r: Recorder, operator: Operator) -> Tensor:
+    """An all-to-all, whose output selective recompute keeps where its list has it."""
+    return policy.run(r, operator) if policy.keeps_exchanged else operator(r)
+
+
+def exchanged_rows(r: Recorder, x: Tensor, kept: Tensor, ranks: int, e: int) -> tuple[Tensor, Tensor]:
+    """``_permute``; the places take the place of those that the module has from the pass before (``kept``)."""
+    h = x.shape[-1]
+    places, sizes, _ends = permute_indices(r, ranks, e, kept.shape[0])
+    x = with_zeros(r, x)
+    x = picked_rows(r, x, kept, (kept.shape[0], h), "rows_padded")
+    del places
+    return x, sizes
+
+
+def all_to_all(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``all_to_all_single_autograd``: one tensor in either direction."""
+    shape, dtype = x.shape, x.dtype
+    node = r.node(
+        (x,),
+        (),
+        lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")],
+        work=exchanged("all-to-all", size_of(shape, dtype), "all-to-all", "ep"),
+    )
+    return r.empty(shape, dtype, name).by(node)
+
+
+def seam(r: Recorder, name: str, hook: Hook) -> None:
+    if r.seams:
+        r.seam(name, hook)
+
+
+def hooked(r: Recorder, x: Tensor, hook: Hook) -> Tensor:
+    """``x`` itself, with a hook that runs when its gradient comes."""
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        seam(r, EXPERTS, hook)
+        return gradients
+
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x,), (), backward, work=NOTHING))
+
+
 # -- the module -------------------------------------------------------------------------------------
 
 
@@ -249,9 +328,14 @@ def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor
     del tokens
     if spec.router_weighs_inputs:
         routed = weighed(r, routed, scores)
-    out = padded_experts(r, routed, spec)
+    stashed: Tensor | None = None
+    if shape.expert_ranks > 1:
+        out, stashed = exchanged_experts(r, routed, shape, policy)
+    else:
+        out = padded_experts(r, routed, spec)
     shared = shared_experts(r, x, spec, policy) if spec.shared_expert_ffn else None
     unsorted = r.empty((n * k, spec.hidden), dtype, "rows_unsorted")
+    del stashed
     unsorted = put(r, unsorted, order, out, "rows_unsorted")
     if spec.router_weighs_inputs:
         summed = selecting.sum_of_rows(r, unsorted, k, "experts_sum")

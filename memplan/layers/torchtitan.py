@@ -51,8 +51,10 @@ class Policy:
     """Which operators' outputs a region keeps: fused attention's, and every second matrix product's, the first
     one among them (``_get_custom_policy``). Without ``keeps``, none."""
 
-    def __init__(self, keeps: bool) -> None:
+    def __init__(self, keeps: bool, *, keeps_exchanged: bool = False) -> None:
         self.keeps = keeps
+        self.keeps_exchanged = keeps_exchanged
+        """Also what an all-to-all gives (``_op_sac_save_list`` of some models)."""
         self.outputs: list[Storage] = []
         """``create_selective_checkpoint_contexts``: taken out one by one as the region runs again."""
         self.products = 0
@@ -72,9 +74,16 @@ class Policy:
         return out
 
 
-def checkpointed(r: Recorder, region: Callable[[Policy], Tensor], *, keeps: bool, early_stop: bool = True) -> Tensor:
+def checkpointed(
+    r: Recorder,
+    region: Callable[[Policy], Tensor],
+    *,
+    keeps: bool,
+    early_stop: bool = True,
+    keeps_exchanged: bool = False,
+) -> Tensor:
     """``region`` under ``checkpoint(use_reentrant=False)``; ``keeps``: per operator."""
-    policy = Policy(keeps and r.grad_enabled)
+    policy = Policy(keeps and r.grad_enabled, keeps_exchanged=keeps_exchanged)
 
     def again() -> Tensor:
         policy.products, policy.again = 0, True

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
 
+from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
-from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, cut_of_experts, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
@@ -18,6 +21,7 @@ from memplan.tape.program import fold_program
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
 from ..oracle import fsdp as oracle
+from ..oracle import titan_experts
 from ..oracle.titan_models import Sizes, builder
 
 QWEN_3 = Sizes(hidden=192, heads=6, kv_heads=2, head_dim=64, ffn=448, vocab=1003, layers=3, b=2, s=64)
@@ -29,6 +33,7 @@ LATENT = Sizes(
     experts=16, top_k=3, expert_ffn=128, shared=256, dense=1, normed=False,
 )  # fmt: skip
 V3 = replace(LATENT, q_rank=64, experts=96, top_k=8, groups=8, group_top_k=4, score="sigmoid", normed=True, b=1)
+MIXED = replace(QWEN_3_MOE, experts=96)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class Case:
     recompute: str
     sizes: Sizes
     shards: int = 8
+    ranks: int = 1
+    """That share experts."""
 
 
 CASES = {
@@ -52,6 +59,13 @@ CASES = {
     "deepseek-v3": Case("none", V3, 4),
     "deepseek-v3-op": Case("op", V3, 4),
     "deepseek-v3-full": Case("full", V3, 4),
+    "experts-shared": Case("none", MIXED, 8, 4),
+    "experts-shared-full": Case("full", MIXED, 8, 4),
+    "experts-shared-op": Case("op", MIXED, 8, 4),
+    "experts-shared-latent-op": Case("op", replace(LATENT, experts=96), 8, 4),
+    "experts-shared-v3-full": Case("full", V3, 8, 4),
+    "experts-whole": Case("none", MIXED, 4, 4),
+    "experts-along-the-second": Case("none", replace(QWEN_3_MOE, experts=48, top_k=2, b=1, layers=2), 96, 2),
 }
 
 
@@ -84,13 +98,17 @@ def case(request: pytest.FixtureRequest) -> Case:
 def test_every_event(case: Case) -> None:
     plan = plan_of(case.sizes)
     batch = plan.batch.model_copy(update={"gbs": case.sizes.b * case.shards})
-    layout = plan.layout.model_copy(update={"dp": case.shards})
+    layout = plan.layout.model_copy(update={"dp": case.shards, "ep": case.ranks})
     plan = plan.model_copy(update={"batch": batch, "layout": layout})
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
-    program = fsdp.program(plan, model, Sharding(case.shards))
-    sharding = oracle.Sharding(case.shards)
-    steps = oracle.traced(builder(case.sizes, sharding, [case.recompute] * case.sizes.layers), sharding)
+    cut = cut_of_experts(plan) if case.ranks > 1 else None
+    program = fsdp.program(plan, model, Sharding(case.shards, divides=case.ranks > 1, experts=cut))
+    sharding, modes = oracle.Sharding(case.shards), [case.recompute] * case.sizes.layers
+    if case.ranks > 1:
+        steps = titan_experts.traced(case.sizes, sharding, case.ranks, modes)
+    else:
+        steps = oracle.traced(builder(case.sizes, sharding, modes), sharding)
 
     modules = [span.module for span in program.spans for _ in span.names]
     forward = [event for module in modules for event in named(module, module.steady.forward)]
@@ -102,5 +120,49 @@ def test_every_event(case: Case) -> None:
     folded = fold_program(program)
     assert folded.static == steps.before
     assert folded.after_forward == steps.levels()[0]
-    assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND
+    assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND  # scalars of the loss
     assert folded.step_peak == steps.peaks()[2]
+
+
+MIXTURE = {"model": "qwen3-30b-a3b", "framework": "fsdp", "fsdp-code": "torchtitan", "gpu": "h200", "gpus": "64"}
+MIXTURE |= {"seq": "4096", "mbs": "1", "layers": "2"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"ep": "5"}, "layout.ep = 5: must divide the 128 experts"),
+        ({"ep": "128"}, "layout.ep = 128: must divide the 64 shards"),
+        ({"ep": "16", "fsdp-replicas": "8"}, "layout.ep = 16: must divide the 8 shards"),
+        ({"ep": "2", "etp": "2"}, "layout.etp = 2: must be 1"),
+        ({"ep": "2", "fsdp-offload": "true"}, "fsdp.offload = true: must be false with ep 2"),
+        ({"ep": "2", "reshard-after-forward": "false"}, "fsdp.reshard_after_forward = false: must be true with ep 2"),
+        ({"ep": "2", "model": "llama-3-8b"}, "layout.ep = 2: must be 1: llama-3-8b has no experts"),
+        ({"ep": "2", "fsdp-code": "transformers"}, "layout.ep = 2: must be 1 with transformers' code"),
+        ({"ep": "16", "expert-ffn": "760", "experts": "16"}, ""),
+        ({"ep": "2", "experts": "32", "expert-ffn": "100"}, "model.expert_ffn = 100: must be a multiple of 32"),
+        ({"gpu": "a100-80gb"}, "hardware.gpu = a100-80gb: must be of Hopper or later"),
+        ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16"),
+        ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's qwen3"),
+        ({"ends-apart": "false"}, "fsdp.ends_apart = false: must be true"),
+    ],
+)
+def test_what_is_refused(flags: dict[str, str], says: str) -> None:
+    plan = resolve(read_plan(None, {**MIXTURE, **flags}).plan)
+    if not says:
+        assert len(programs_of(plan, Options())) == 1
+        return
+    with pytest.raises(PlanError, match=re.escape(says)) as caught:
+        programs_of(plan, Options())
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_with_the_same_experts_hold_fewer_of_them() -> None:
+    """8 ranks share 128 experts: each has 16, cut across 8 ranks that have the same, as 64 ranks cut all of them."""
+    found = {ep: programs_of(resolve(read_plan(None, {**MIXTURE, "ep": ep}).plan), Options())[0] for ep in ("1", "8")}
+    experts = {
+        ep: {one.name: one.shape for one in program.parameter_tensors() if one.expert} for ep, program in found.items()
+    }
+    assert experts["1"]["experts.w1"] == (128, 768, 2048)
+    assert experts["8"]["experts.w1"] == (16, 768, 2048)
+    assert found["1"].elements == found["8"].elements

@@ -26,6 +26,10 @@ GPT2 = {**TINY, "model": "gpt2", "seq": "130"}
 QWEN = {**TINY, "model": "qwen2.5-7b", "dtype": "bf16"}
 VIEWS = {"framework": "ddp", "gpus": "4", "gbs": "48", "gradient-as-bucket-view": "true"}
 TITAN = {**LLAMA, "framework": "fsdp", "fsdp-code": "torchtitan"}
+EXPERTS = {
+    **TINY, "model": "qwen3-30b-a3b", "dtype": "bf16", "framework": "fsdp", "fsdp-code": "torchtitan", "gpu": "h200",
+    "experts": "8", "expert-top-k": "2", "expert-ffn": "320", "seq": "256",
+}  # fmt: skip
 DEEPSPEED = {"framework": "deepspeed", "gpus": "4", "gbs": "24"}
 SPACES: dict[str, tuple[dict[str, str], float]] = {
     "single": ({**LLAMA, "framework": "single", "gbs": "24"}, 0.97),
@@ -61,6 +65,7 @@ SPACES: dict[str, tuple[dict[str, str], float]] = {
     "torchtitan": ({**TITAN, "gpus": "8", "gbs": "96"}, 0.7),
     "torchtitan, every second": ({**TITAN, "gpus": "8", "gbs": "96", "recompute-every": "2"}, 0.7),
     "torchtitan, ends apart": ({**TITAN, "gpus": "8", "gbs": "96", "ends-apart": "true"}, 0.7),
+    "torchtitan, experts": ({**EXPERTS, "gpus": "8", "gbs": "96"}, 0.5),
     "torchtitan, GPipe": ({**TITAN, "gpus": "8", "gbs": "96", "schedule": "gpipe"}, 0.6),
 }  # fmt: skip
 

@@ -46,6 +46,8 @@ def write(plan: ResolvedPlan) -> Draft:
         value = row.written(plan)
         if value is not None:
             sections.setdefault(row.group, {})[row.name.removeprefix(f"{row.group}.")] = value
+    if plan.layout.ep > 1:
+        sections.setdefault("parallelism", {})["expert_parallel_degree"] = plan.layout.ep
     lines = [*_head(plan, release, known=flavour is not None)]
     for name, keys in sections.items():
         lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in keys.items())]

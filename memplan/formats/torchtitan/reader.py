@@ -42,7 +42,7 @@ from .table import (
     SEQUENCE,
     SHARD,
     TOKENS,
-    check_experts,
+    expert_ranks,
     torchtitan_plan,
 )
 
@@ -157,7 +157,6 @@ class _Finish:
         plan = read.plan
         if framework(plan.framework).configuration != TORCHTITAN:
             return read
-        check_experts(self.settings, plan)
         origins = dict(read.origins)
         sections: dict[str, dict[str, object]] = {}
 
@@ -170,6 +169,7 @@ class _Finish:
 
         layout, gpus = plan.layout, plan.hardware.gpus or 1
         replica = layout.tp * layout.pp * layout.cp
+        put("layout.ep", expert_ranks(self.settings, plan))
         if layout.dp is None and gpus % replica:
             return read  # the plan's own checks say so
         dp = data_parallel(read)

@@ -43,6 +43,7 @@ SEQUENCE = "parallelism.enable_sequence_parallel"
 LOSS_WHOLE = tuple(f"{section}.disable_loss_parallel" for section in ("parallelism", "training"))
 
 EP = "parallelism.expert_parallel_degree"
+EXCHANGE = "parallelism.expert_parallel_comm_backend"
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -106,14 +107,15 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
         raise PlanError(path, tokenizer.value or ABSENT, problem, origin=tokenizer.origin)
 
 
-def check_experts(settings: Settings, plan: Plan) -> None:
-    """Refuses ranks that share the experts of a model that has some."""
+def expert_ranks(settings: Settings, plan: Plan) -> Node | None:
+    """Ranks that share the experts of a model that has some, by all-to-all of NCCL."""
     if not plan.model.experts or not settings.has(EP):
-        return
-    degree = settings.integer(EP, default=1)
-    if degree.value != 1:
-        problem = "must be 1: torchtitan's expert parallelism is not modelled yet (megatron's is: --framework megatron)"
-        raise PlanError(EP, degree.plain(), problem, origin=degree.origin)
+        return None
+    degree, backend = settings.integer(EP, default=1), settings.word(EXCHANGE, default="standard")
+    if degree.value != 1 and backend.value != "standard":
+        problem = "must be standard: what other libraries allocate for the exchange of rows is not modelled"
+        raise PlanError(EXCHANGE, backend.plain(), problem, origin=backend.origin)
+    return degree
 
 
 def _saved_sizes(building: Building, settings: Settings, spec: str, sizes: dict[str, int]) -> None:

@@ -22,12 +22,17 @@ def communicators(plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
 
 def _axes(plan: ResolvedPlan, stage: int) -> Iterator[Communicator]:
     t, p, replicas = plan.layout.tp, plan.layout.pp, plan.fsdp.replicas
-    d = plan.layout.dp
+    d, ep = plan.layout.dp, plan.layout.ep
     shards = d // replicas
     if t > 1:
         yield Communicator("tensor parallel", t, t, t, reduces=True, gathers=True)
     if shards > 1:
         yield Communicator("shards", shards, 1, t, reduces=True, gathers=True)
+    if ep > 1:
+        # Rows of experts go to and fro in the innermost axis; those with the same experts shard them.
+        yield Communicator("expert parallel", ep, ep, ep, peers=ep - 1)
+        if shards > ep:
+            yield Communicator("shards of experts", shards // ep, 1, ep, reduces=True, gathers=True)
     if replicas > 1:
         yield Communicator("replicas", replicas, 1, t * shards, reduces=True)
         # Losses and norms are reduced over both at once (the mesh "loss" of torchtitan's ParallelDims).

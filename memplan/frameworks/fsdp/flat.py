@@ -103,6 +103,8 @@ class Flat:
     reshard: bool = True
     holder: str = ""
     """Its first parameter, which stands for the flat one where each parameter's states are counted."""
+    inner: bool = False
+    """It is in the middle of its module: none is."""
     parts: tuple[int, ...] = ()
     """Bytes of each parameter."""
     kept: tuple[int, int] = (0, 0)

@@ -36,7 +36,7 @@ class Fsdp(Framework):
     configuration = "torchtitan"
     supports = Supports(
         loops=("transformers", "sft", "dpo", "grpo", "reward"),
-        sizes=frozenset({"tp", "pp", "dp", "vpp"}),
+        sizes=frozenset({"tp", "pp", "dp", "vpp", "ep"}),
         shards_as_zero={3: "fsdp shards so without a stage of ZeRO (beside tp or pp with --fsdp-code torchtitan)"},
         sequence_parallel=True,
         tp_divides=("heads", "kv_heads", "ffn", "vocab"),

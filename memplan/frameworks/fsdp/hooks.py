@@ -17,12 +17,15 @@ Gathering runs on a stream of its own, and so does the output of the reduce-scat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import field
 from enum import Enum
+from functools import cached_property
 from itertools import compress
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+from ...layers.titan_moe import AGAIN, EXPERTS
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape
 from ...values import dataclass
 from .units import Sharding, Unit, size
@@ -30,11 +33,13 @@ from .units import Sharding, Unit, size
 GATHERING, REDUCING = 1, 2
 """Streams besides the default one."""
 
-OUTPUT, CAST, INPUT, REDUCED, SHARDED, DIVIDED, UNITS = 0, 2, 4, 6, 7, 8, 20
+OUTPUT, CAST, INPUT, REDUCED, SHARDED, DIVIDED, INNER, PIECES, UNITS = 0, 2, 4, 6, 7, 8, 10, 14, 20
 """Numbers of buffers among the hooks' (``Scope.HOOKS``). Of the first three there are two, which take turns; from the
-last one on are those that a unit of several modules has for itself."""
+last one on are those that a unit of several modules has for itself. Units in the middle of a module have outputs and
+inputs of their own (``INNER``), and copies of what is cut along another dimension than the first (``PIECES``)."""
 
 WHOLE, RESHARDED, GRADIENT, FROM_HOST = (kind << 16 for kind in range(4))
+WITHIN = 1 << 15
 """Numbers from which on are tensors of a unit that one module holds (``Scope.MODULE``): for each parameter one."""
 
 BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS
@@ -82,9 +87,22 @@ class Around(NamedTuple):
     after_forward: Tape
     before_backward: Tape
     after_backward: Tape
+    before_inner: Tape = ()
+    """Of a unit in the middle of the module,"""
+    after_inner: Tape = ()
+    again_inner: Tape = ()
+    """of its forward when it is recomputed, behind which nothing is resharded (``is_bw``), but what was gathered ends:
+    the unit is that pass's root (``iter_forward_root``),"""
+    over_inner: Tape = ()
+    before_inner_backward: Tape = ()
+    after_inner_backward: Tape = ()
 
     def at(self, seam: Seam) -> Tape:
         """Events of the hook at ``seam``."""
+        if seam.name == AGAIN:
+            return self.again_inner if seam.hook is Hook.BEFORE_FORWARD else self.over_inner
+        if seam.name == EXPERTS:
+            return self._inner(seam)
         match seam.hook:
             case Hook.BEFORE_FORWARD:
                 return self.before_forward
@@ -95,6 +113,16 @@ class Around(NamedTuple):
             case Hook.AFTER_BACKWARD:
                 return self.after_backward
         return ()
+
+    def _inner(self, seam: Seam) -> Tape:
+        match seam.hook:
+            case Hook.BEFORE_FORWARD:
+                return self.before_inner
+            case Hook.AFTER_FORWARD:
+                return self.after_inner
+            case Hook.BEFORE_BACKWARD:
+                return self.before_inner_backward
+        return self.after_inner_backward
 
 
 @dataclass(slots=True)
@@ -133,6 +161,12 @@ class Hooks:
         """Outputs that all-reduces across replicas hold on to."""
         self.events: list[Event] = []
         self.ids: dict[tuple[str, int, int], int] = {}
+        counts: Counter[bool] = Counter()
+        self.turns: list[int] = []
+        """Of each unit, which of its kind's two buffers is its own."""
+        for unit in units:
+            self.turns.append(counts[unit.inner] % 2 + (INNER if unit.inner else 0))
+            counts[unit.inner] += 1
 
     # -- tensors ----------------------------------------------------------------------------------
 
@@ -148,7 +182,7 @@ class Hooks:
         """Of a tensor that only this unit's hooks know, if one module holds the unit; else one for the whole model."""
         first = {"whole": WHOLE, "resharded": RESHARDED, "gradient": GRADIENT}.get(kind)
         if first is not None and self.units[unit].alone:
-            return Scope.MODULE.id(first + index)
+            return Scope.MODULE.id(first + index + (WITHIN if self.units[unit].inner else 0))
         return self.ids.setdefault((kind, unit, index), Scope.HOOKS.id(UNITS + len(self.ids)))
 
     def take(self) -> Tape:
@@ -162,7 +196,7 @@ class Hooks:
     def unshard(self, at: int) -> None:
         """``foreach_all_gather``: the flat output; before it, the shards in the dtype of compute."""
         unit, state, sharding = self.units[at], self.states[at], self.sharding
-        if state.gathered is not None or state.whole or self.sharding.shards == 1:
+        if state.gathered is not None or state.whole or self.shards(at) == 1:
             return
         ranks = self._ranks(at)
         pieces = [self._padded(at, one) // ranks for one in range(len(unit.parameters))]
@@ -174,7 +208,7 @@ class Hooks:
             cast = [
                 self.hold(Scope.HOOKS.id(CAST), converted, sharding.compute, BUFFERS, "all_gather_input", GATHERING)
             ]
-        output = Scope.HOOKS.id(OUTPUT + at % 2)
+        output = Scope.HOOKS.id(OUTPUT + self.turns[at])
         state.gathered = self.hold(output, flat * ranks, sharding.compute, BUFFERS, "all_gather_output", GATHERING)
         for one in cast:
             self.drop(one)
@@ -199,11 +233,15 @@ class Hooks:
     def _ranks(self, at: int) -> int:
         """Ranks that a unit's pieces are gathered from."""
         width = self.sharding.width(self.units[at].reshard)
-        return width if self.states[at].resharded and width is not None else self.sharding.shards
+        return width if self.states[at].resharded and width is not None else self.shards(at)
+
+    def shards(self, at: int) -> int:
+        """Ranks that share a unit's parameters."""
+        return self.units[at].ranks(self.sharding.shards)
 
     def _padded(self, at: int, index: int) -> int:
         """Elements of an unsharded parameter, with the padding of its shards."""
-        return self.units[at].shard_elements(self.sharding.shards)[index] * self.sharding.shards
+        return self.units[at].shard_elements(self.sharding.shards)[index] * self.shards(at)
 
     def wait_for_unshard(self, at: int, *, forward: bool) -> None:
         """Copied out: one tensor for each parameter. Forward leaves the output to the next unit's turn."""
@@ -211,18 +249,24 @@ class Hooks:
         if state.whole:
             return
         cast: Hold | None = None
+        beside: list[Hold] = []
         for index, parameter in enumerate(unit.parameters):
             elements, id = self._padded(at, index), self.id("whole", at, index)
             before, cast = cast, None
-            if sharding.shards == 1 and sharding.casts(parameter):
+            if self.shards(at) == 1 and sharding.casts(parameter):
                 cast = self.hold(
                     Scope.HOOKS.id(CAST + index % 2), elements, sharding.compute, BUFFERS, "cast_parameter"
                 )
             if before is not None:
                 self.drop(before)
             state.whole.append(self.hold(id, elements, sharding.compute, GATHERED, parameter.name))
+            if unit.crosswise:  # ``foreach_all_gather_copy_out``
+                number = Scope.HOOKS.id(PIECES + index)
+                beside.append(self.hold(number, elements, sharding.compute, BUFFERS, "pieces_by_rank"))
         if cast is not None:
             self.drop(cast)
+        for one in beside:
+            self.drop(one)
         for piece in state.resharded:
             self.drop(piece)
         state.resharded.clear()
@@ -268,6 +312,8 @@ class Hooks:
     def pre_forward(self, at: int) -> None:
         self.unshard(at)
         self.wait_for_unshard(at, forward=True)
+        for name in self.units[at].next_forward:
+            self.unshard(self.named[name])
 
     def post_forward(self, at: int) -> None:
         self.reshard(at, forward=True)
@@ -276,9 +322,18 @@ class Hooks:
     def pre_backward(self, at: int) -> None:
         self.unshard(at)
         self.wait_for_unshard(at, forward=False)
+        if ahead := self.units[at].next_backward:
+            for name in ahead:
+                self.unshard(self.named[name])
+            return
         before = self.order.index(at) - 1
         if before >= 0:
             self.unshard(self.order[before])
+
+    @cached_property
+    def named(self) -> dict[str, int]:
+        """Units by their names."""
+        return {unit.name: at for at, unit in enumerate(self.units)}
 
     def post_backward(self, at: int) -> None:
         """``post_backward`` and ``foreach_reduce``."""
@@ -304,14 +359,29 @@ class Hooks:
         if not ends:
             return
         elements = self.units[at].reduced(sharding.shards)
-        whole = elements * sharding.shards
-        self.reducing = self.hold(
-            Scope.HOOKS.id(INPUT + at % 2), whole, sharding.reduce, BUFFERS, "reduce_scatter_input"
-        )
-        last = ends[-1:] if sharding.shards > 1 else []  # a loop's variable keeps it
+        whole = elements * self.shards(at)
+        turn = self.turns[at] + (2 if self.units[at].inner else INPUT)
+        last = ends[-1:] if self.shards(at) > 1 else []  # a loop's variable keeps it
+        copies: list[Hold] = []
+        if self.units[at].crosswise:
+            copies, ends = self._by_rank(at, ends, last), last
+        self.reducing = self.hold(Scope.HOOKS.id(turn), whole, sharding.reduce, BUFFERS, "reduce_scatter_input")
+        for copy in copies:
+            self.drop(copy)
         self.events += ends[: len(ends) - len(last)]
         self._reduced(at, elements)
         self.events += last
+
+    def _by_rank(self, at: int, ends: Sequence[Drop], last: Sequence[Drop]) -> list[Hold]:
+        """Gradients that are cut along another dimension than the first, copied one by one to lie rank after rank
+        (``foreach_reduce``); each ends behind the copy of the next but one before the last, which a loop keeps."""
+        copies: list[Hold] = []
+        for index, parameter in enumerate(self.units[at].parameters):
+            number, elements = Scope.HOOKS.id(PIECES + index), parameter.elements
+            copies.append(self.hold(number, elements, self.sharding.compute, BUFFERS, "gradient_by_rank"))
+            if index == len(ends) - 2:
+                self.events += ends[: len(ends) - len(last)]
+        return copies
 
     def _placed(self, one: Gradient, end: Drop) -> Drop:
         """The end of a gradient in its parameter's placement; ``end`` is that of one as autograd left it."""
@@ -339,7 +409,7 @@ class Hooks:
         if replicated and not (keeps and not cast):
             own = self.id("all_reduced", at)
         output = self.hold(own, elements, sharding.reduce, category, "reduce_scatter_output", REDUCING)
-        if sharding.divides and sharding.shards == 1:
+        if sharding.divides and self.shards(at) == 1:
             self.drop(
                 self.hold(Scope.HOOKS.id(DIVIDED), elements, sharding.reduce, BUFFERS, "divided_gradients", REDUCING)
             )
@@ -369,6 +439,11 @@ class Hooks:
         self.reduced, self.reducing = [], None
 
 
+def recomputes(backward: Tape) -> bool:
+    """Whether a module's experts run again in its backward."""
+    return any(isinstance(event, Seam) and event.name == AGAIN for event in backward)
+
+
 class Spanning(Protocol):
     """A unit, by the modules that it spans."""
 
@@ -378,6 +453,8 @@ class Spanning(Protocol):
     def last(self) -> int: ...
     @property
     def with_gradient(self) -> bool: ...
+    @property
+    def inner(self) -> bool: ...
 
 
 class Running(Protocol):
@@ -394,16 +471,24 @@ class Running(Protocol):
     def take(self) -> Tape: ...
 
 
-def pass_through(hooks: Running, modules: int, end: int, lowest: int = 0) -> list[Around]:
+def pass_through(hooks: Running, modules: int, end: int, lowest: int = 0, again: Container[int] = ()) -> list[Around]:
     """What ``hooks`` do while a micro-batch passes ``modules`` modules; the model's own end with number ``end``, and
-    those below ``lowest`` have no backward."""
+    those below ``lowest`` have no backward. Units in the middle of modules ``again`` are run anew in backward."""
     units = hooks.units
-    forward, backward = [], []
-    begins, ends = _by_place([unit.first for unit in units]), _by_place([unit.last for unit in units])
+    forward: list[tuple[Tape, Tape]] = []
+    backward: list[tuple[Tape, Tape]] = []
+    within: dict[int, tuple[Tape, ...]] = {}
+    inner = {unit.first: at for at, unit in enumerate(units) if unit.inner}
+    begins, ends = _by_place(units, "first"), _by_place(units, "last")
     for place in range(modules):
         for at in begins.get(place, ()):
             hooks.pre_forward(at)
         before = hooks.take()
+        if place in inner:
+            hooks.pre_forward(inner[place])
+            begun = hooks.take()
+            hooks.post_forward(inner[place])
+            within[place] = (begun, hooks.take())
         for at in reversed(ends.get(place, ())):
             hooks.post_forward(at)
         if place == end:
@@ -413,6 +498,8 @@ def pass_through(hooks: Running, modules: int, end: int, lowest: int = 0) -> lis
         for at in ends.get(place, ()):
             hooks.pre_backward(at)
         before = hooks.take()
+        if place in inner:
+            within[place] += _inner_backward(hooks, inner[place], again=place in again)
         for at in reversed(begins.get(place, ())):
             if units[at].with_gradient:
                 hooks.post_backward(at)
@@ -420,12 +507,27 @@ def pass_through(hooks: Running, modules: int, end: int, lowest: int = 0) -> lis
             hooks.finalise()
         backward.append((before, hooks.take()))
     backward += [((), ())] * lowest
-    return [Around(*one, *other) for one, other in zip(forward, reversed(backward), strict=True)]
+    both = enumerate(zip(forward, reversed(backward), strict=True))
+    return [Around(*one, *other, *within.get(place, ())) for place, (one, other) in both]
 
 
-def _by_place(places: Sequence[int]) -> dict[int, list[int]]:
+def _inner_backward(hooks: Running, at: int, *, again: bool) -> tuple[Tape, ...]:
+    if again:
+        hooks.pre_forward(at)
+    begun = hooks.take()
+    if again:
+        hooks.flush()
+    over = hooks.take()
+    hooks.pre_backward(at)
+    before = hooks.take()
+    hooks.post_backward(at)
+    return begun, over, before, hooks.take()
+
+
+def _by_place(units: Sequence[Spanning], end: Literal["first", "last"]) -> dict[int, list[int]]:
     """Units by the module where they begin or end, the outer ones first."""
     result: dict[int, list[int]] = {}
-    for at, place in enumerate(places):
-        result.setdefault(place, []).append(at)
+    for at, unit in enumerate(units):
+        if not unit.inner:
+            result.setdefault(getattr(unit, end), []).append(at)
     return result

@@ -14,8 +14,11 @@ from ...tape.events import Category, Drop, Event, Hold, Scope, Seam, Tape, inser
 from ...tape.program import Span
 from ...values import dataclass
 from ..plain.tuned import packed
-from .hooks import Around, Gradient, Hooks, Role, pass_through
+from .hooks import WITHIN, Around, Gradient, Hooks, Role, pass_through, recomputes
 from .units import Sharding, Unit
+
+EXPERT_DIMENSIONS = 3
+"""Of a parameter of all a rank's experts, and of its gradient: no other has as many."""
 
 MODEL = "model"
 """The root unit's name."""
@@ -118,14 +121,17 @@ def owned(spans: Sequence[Span], units: Sequence[Unit], sharding: Sharding) -> O
     known: list[Ids] = [() for _ in modules]
     gradients = []
     shared = 0
+    apart = {unit.first for unit in units if unit.inner}
     for unit, places in zip(units, managed(units, len(modules)), strict=True):
         own: list[Gradient] = []
         for place in places:
             holds = left_gradients(modules[place][0])
+            if place in apart:
+                holds = tuple(one for one in holds if (len(one.shape) == EXPERT_DIMENSIONS) == unit.inner)
             found = list(zip(holds, _ids(unit, len(holds), shared), strict=True))
             if not unit.alone:
                 shared += len(holds)
-            known[place] = tuple((hold.tensor, ids[0]) for hold, ids in found)
+            known[place] = (*known[place], *((hold.tensor, ids[0]) for hold, ids in found))
             own += [_gradient(hold, ids, sharding) for hold, ids in found]
         gradients.append(_in_order(own, unit.parameters))
     return Owned(tuple(modules), tuple(known), tuple(gradients))
@@ -146,7 +152,9 @@ GradientIds = tuple[int, int, int]
 def _ids(unit: Unit, count: int, shared: int) -> list[GradientIds]:
     """Of ``count`` gradients, before which ``shared`` of other modules wait."""
     if unit.alone:
-        return [(Scope.KEPT.id(at), Scope.KEPT.id(COPIES + at), Scope.KEPT.id(PLACED + at)) for at in range(count)]
+        first = WITHIN if unit.inner else 0
+        numbers = range(first, first + count)
+        return [(Scope.KEPT.id(at), Scope.KEPT.id(COPIES + at), Scope.KEPT.id(PLACED + at)) for at in numbers]
     return [(Scope.GRADIENTS.id(at), Scope.COPIES.id(at), Scope.PLACED.id(at)) for at in range(shared, shared + count)]
 
 
@@ -157,7 +165,10 @@ def _with_hooks(
     own = owned(spans, units, sharding)
     modules, gradients, last = own.modules, own.gradients, own.place(end)
     lowest = lowest_of(modules)
-    passes = [pass_through(Hooks(units, sharding, gradients, role), len(modules), last, lowest) for role in roles]
+    again = frozenset(place for place, (module, _) in enumerate(modules) if recomputes(module.first.backward))
+    passes = [
+        pass_through(Hooks(units, sharding, gradients, role), len(modules), last, lowest, again) for role in roles
+    ]
     cast = sharding.reduce != sharding.compute
     adds = roles[0].adds and not cast, roles[1].adds and not cast
     return tuple(
@@ -191,18 +202,27 @@ def managed(units: Sequence[Unit], modules: int) -> list[list[int]]:
     """The modules whose parameters each unit manages: those that no unit inside it does, last first."""
     result: list[list[int]] = [[] for _ in units]
     for place in reversed(range(modules)):
-        around = [at for at, unit in enumerate(units) if unit.first <= place <= unit.last]
+        around = [at for at, unit in enumerate(units) if unit.first <= place <= unit.last and not unit.inner]
         if around:
             result[around[-1]].append(place)
+    for at, unit in enumerate(units):
+        if unit.inner:
+            result[at].append(unit.first)
     return result
 
 
 def managed_parameters(spans: Sequence[Span], units: Sequence[Unit]) -> list[tuple[Parameter, ...]]:
     """Parameters of each unit, in the order of the model's modules."""
     modules = [span.module for span in spans for _ in span.names]
+    apart = {unit.first for unit in units if unit.inner}
     return [
-        tuple(one for place in reversed(places) for one in modules[place].parameters)
-        for places in managed(units, len(modules))
+        tuple(
+            one
+            for place in reversed(places)
+            for one in modules[place].parameters
+            if place not in apart or one.expert == unit.inner
+        )
+        for unit, places in zip(units, managed(units, len(modules)), strict=True)
     ]
 
 

@@ -56,6 +56,16 @@ EXPERTS = (
     "(TOKEN_GROUP_ALIGN_SIZE_M, bf16); torch._grouped_mm, not the loop over experts"
 )
 
+EXPERT_PARALLEL = (
+    "experts of a layer are a unit of their own within it, of the ranks with the same experts; every rank sends as "
+    "many rows to any other, by all-to-all of NCCL; the indices of the last pass stay with each layer"
+)
+
+NOT_GATHERED_AHEAD = (
+    "recompute per operator as PyTorch before 2.13 runs it, which raises an error where fully_shard gathers experts "
+    "within a recomputed layer"
+)
+
 
 FSDP_1 = (
     "FSDP1 as Accelerate wraps a model: FULL_SHARD (SHARD_GRAD_OP without reshard_after_forward), a unit for each "
@@ -107,6 +117,10 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
         yield KERNELS
     if plan.model.experts:
         yield EXPERTS
+    if plan.layout.ep > 1:
+        yield EXPERT_PARALLEL
+        if plan.fsdp.per_operator:
+            yield NOT_GATHERED_AHEAD
     yield from TORCHTITAN
 
 

@@ -25,7 +25,7 @@ from ..plain.buffers import buffers, inputs
 from ..plain.tuned import shared_table
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
 from .stages import check_no_pipeline, stage_programs
-from .torchtitan import ActivationCheckpointing, torchtitan_model
+from .torchtitan import ActivationCheckpointing, check_expert_ranks, cut_of_experts, torchtitan_model
 from .torchtitan import check as check_titan
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 
@@ -50,14 +50,14 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
     if layout.tp > 1 and not given.gradient_sync:
         problem = "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch"
         raise PlanError("fsdp.gradient_sync", False, problem)
-    for name in ("cp", "ep"):
-        value = getattr(layout, name)
-        if value != 1:
-            problem = "must be 1: fsdp is modelled with data, tensor and pipeline parallelism only"
-            raise PlanError(f"layout.{name}", value, problem)
+    if layout.cp != 1:
+        problem = "must be 1: fsdp is modelled with data, tensor and pipeline parallelism only"
+        raise PlanError("layout.cp", layout.cp, problem)
     if dp % given.replicas:
         raise PlanError("fsdp.replicas", given.replicas, f"must divide dp, which is {dp}")
     shards, to = dp // given.replicas, given.reshard_to
+    if layout.ep > 1:
+        check_expert_ranks(plan, given, shards)
     if to is not None and not given.reshard_after_forward:
         raise PlanError("fsdp.reshard_to", to, "must be left out where fsdp.reshard_after_forward is false")
     if to is not None and shards % to:
@@ -109,9 +109,10 @@ def sharding_of(plan: ResolvedPlan, given: Fsdp) -> Sharding:
         given.reduce,
         given.offload,
         plan.layout.tp,
-        divides=given.code == "torchtitan" and shards == 1,  # with more shards NCCL divides, if anything
+        divides=given.code == "torchtitan",  # over one rank; with more NCCL divides, if anything
         adapters=plan.lora.dtype or "",
         whole_4bit=leaves_4bit(plan),
+        experts=cut_of_experts(plan) if plan.layout.ep > 1 else None,
     )
 
 
@@ -242,5 +243,5 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     if not given.gradient_sync and made.microbatches > 1:
         made = unsynced_program(plan, model, sharding)
     tensors = made.parameter_tensors()
-    elements = sum(shard(one, sharding.shards).elements for one in tensors)
+    elements = sum(shard(one, *sharding.cut(one)).elements for one in tensors)
     return (replace(made, elements=elements, host=host_bytes(tensors, plan.optimizer, sharding)),)

@@ -11,6 +11,7 @@ from ...search.framework import FrameworkSearch, divisors
 from ...search.lower_bounds import LowerBounds
 from ...search.point import NO_RECOMPUTE, Extra, Point, Recomputing
 from ...search.space import Space
+from .titan import titan_of
 
 
 class FsdpSearch(FrameworkSearch):
@@ -18,7 +19,9 @@ class FsdpSearch(FrameworkSearch):
         """Only torchtitan has more than data parallelism. Bounds are of ``fully_shard``."""
         if plan.fsdp.version == "1":
             raise PlanError("fsdp.version", "1", "must be 2 in a search: FSDP1 is modelled in estimates alone")
-        return super().sizes(plan) if plan.fsdp.code == "torchtitan" else frozenset()
+        if plan.fsdp.code != "torchtitan":
+            return frozenset()
+        return super().sizes(plan) - (frozenset() if titan_of(plan.model).parallel else {"tp", "pp", "vpp"})
 
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
         selective = (Recomputing("selective"),) if plan.fsdp.code == "torchtitan" else ()
@@ -34,9 +37,12 @@ class FsdpSearch(FrameworkSearch):
 
     def fields(self, space: Space, point: Point) -> Mapping[str, Any]:
         """torchtitan's selective recompute is that per operator, unless the plan says otherwise."""
-        if space.base.fsdp.code != "torchtitan" or not space.per_operator:
+        if space.base.fsdp.code != "torchtitan":
             return {}
-        return {"fsdp.per_operator": point.recompute.mode == "selective", "fsdp.recompute_every": 1}
+        shared = {"layout.ep": point.ep} if space.base.model.experts else {}
+        if not space.per_operator:
+            return shared
+        return {**shared, "fsdp.per_operator": point.recompute.mode == "selective", "fsdp.recompute_every": 1}
 
     def lower_bounds(self, space: Space) -> LowerBounds:
         from .bounds import FsdpBounds

@@ -64,6 +64,9 @@ class FsdpTime(PlainTime):
     def owners(self, replicas: Replicas) -> int:
         return (replicas.plan.layout.dp or 1) // replicas.plan.fsdp.replicas
 
+    def expert_owners(self, replicas: Replicas) -> int:
+        return max(1, self.owners(replicas) // replicas.plan.layout.ep)
+
     def exposed(self, replicas: Replicas, rank: Exchange) -> float:
         given = replicas.plan.fsdp
         return sharded(

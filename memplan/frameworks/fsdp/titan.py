@@ -38,6 +38,8 @@ class Titan:
     """What ``fully_shard`` makes of the table of rotary positions for every layer that it is given to."""
     early_stop: bool = False
     """Recompute ends with the last saved tensor (``ActivationCheckpoint.early_stop``)."""
+    keeps_exchanged: bool = False
+    """Selective recompute keeps what an all-to-all gives."""
     parallel: bool = False
     """It has a recipe under tensor and pipeline parallelism."""
     ends_apart: bool = True
@@ -150,6 +152,7 @@ DEEPSEEK_V3 = Titan(
         "router_scaling",
     ),
     buffers=_with_experts(_complex_table),
+    keeps_exchanged=True,
     kernel_of=(9, 0),
 )
 

@@ -16,20 +16,21 @@ from functools import lru_cache
 from typing import Literal
 
 from ...device.gpus import GPUS
-from ...layers import torchtitan, torchtitan_tp
+from ...layers import titan_moe, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.huggingface import LayerShape
-from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build
+from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
 from ...plan.errors import PlanError
+from ...plan.framework_sections import Fsdp
 from ...plan.releases import FP32_HEAD_MULTIPLE
 from ...plan.resolved import ResolvedPlan
-from ...tape.events import Drop, Hold, Stretch, Tape, ahead, behind
+from ...tape.events import Category, Drop, Hold, Stretch, Tape, ahead, behind
 from ...tape.program import Span
 from ...values import dataclass
 from ..plain import programs as plain
 from .modules import MODEL, Model, with_parameters, with_seams
 from .titan import Titan, titan_of
-from .units import Unit
+from .units import Cut, Unit
 
 Checkpointing = Literal["none", "full", "op"]
 
@@ -93,7 +94,11 @@ class Recipes:
 
 
 def recipes(plan: ResolvedPlan) -> Recipes:
-    return Recipes(plain.layer_shape(plan), plan.layout.tp, plan.loss.kind == "vocab-parallel")
+    return Recipes(
+        replace(plain.layer_shape(plan), expert_ranks=plan.layout.ep),
+        plan.layout.tp,
+        plan.loss.kind == "vocab-parallel",
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -112,7 +117,11 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
         def region(policy: torchtitan.Policy) -> Tensor:
             return run(r, hidden, table, policy)
 
-        return Run(torchtitan.checkpointed(r, region, keeps=mode == "op", early_stop=titan.early_stop))
+        return Run(
+            torchtitan.checkpointed(
+                r, region, keeps=mode == "op", early_stop=titan.early_stop, keeps_exchanged=titan.keeps_exchanged
+            )
+        )
 
     made = build("layer", recipe, of.interface, options)
     return _cast_first(made) if titan.table is not None else made
@@ -259,6 +268,69 @@ def _check_gpu(plan: ResolvedPlan, titan: Titan) -> None:
 FLASH_HEADS = 256
 
 
+def cut_of_experts(plan: ResolvedPlan) -> Cut:
+    """Ranks that hold the same experts, which ``fully_shard`` cuts along dimension 1 if there are more ranks than
+    experts (``apply_fsdp``, ``_experts_shard_placement_fn``)."""
+    shards = plan.layout.dp // plan.fsdp.replicas
+    return Cut(max(1, shards // plan.layout.ep), int(shards > plan.model.experts))
+
+
+def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
+    """Refuses ranks that cannot share experts."""
+    spec, ep = plan.model, plan.layout.ep
+    if given.code != "torchtitan":
+        raise PlanError("layout.ep", ep, "must be 1 with transformers' code; torchtitan's has expert parallelism")
+    if not spec.experts:
+        raise PlanError("layout.ep", ep, f"must be 1: {spec.name} has no experts")
+    if spec.experts % ep:
+        raise PlanError("layout.ep", ep, f"must divide the {spec.experts} experts")
+    if shards % ep:
+        raise PlanError("layout.ep", ep, f"must divide the {shards} shards (dp / fsdp.replicas)")
+    if plan.layout.etp not in (None, 1):
+        raise PlanError("layout.etp", plan.layout.etp, "must be 1: without tensor parallelism experts are whole")
+    for field, value, kept in (
+        ("fsdp.offload", given.offload, False),
+        ("fsdp.gradient_sync", given.gradient_sync, True),
+        ("fsdp.reshard_after_forward", given.reshard_after_forward, True),
+    ):
+        if value is not kept:
+            raise PlanError(field, value, f"must be {str(kept).lower()} with ep {ep}: otherwise it is not modelled")
+    pieces, dim = cut_of_experts(plan)
+    sizes = {"expert_ffn": spec.expert_ffn, "hidden": spec.hidden}
+    for name, size in sizes.items():
+        if dim and size % pieces:
+            problem = f"must be a multiple of {pieces}: with more shards than experts they are cut along it"
+            raise PlanError(f"model.{name}", size, problem)
+    rows = plan.batch.mbs * plan.batch.seq * spec.expert_top_k
+    if rows % ep:
+        raise PlanError("batch.mbs", plan.batch.mbs, f"must give rows of experts that ep {ep} divides, not {rows}")
+
+
+def with_experts(blocks: Sequence[Unit], plan: ResolvedPlan) -> list[Unit]:
+    """Units of blocks, each followed by that of its experts, and what they gather ahead (``apply_fsdp``)."""
+    mixed = [plan.model.has_experts(at) for at in range(len(blocks))]
+    both = [(one.name, f"{one.name}.experts") if has else (one.name,) for one, has in zip(blocks, mixed, strict=True)]
+    cut = cut_of_experts(plan)
+    result: list[Unit] = []
+    for at, (block, has) in enumerate(zip(blocks, mixed, strict=True)):
+        after = both[at + 1] if at + 1 < len(both) else ("ends",)
+        before = both[at - 1] if at else ("embedding",)
+        result.append(replace(block, next_forward=after, next_backward=before))
+        if has:
+            result.append(Unit(both[at][-1], (), block.first, block.last, block.reshard, cut=cut, inner=True))
+    return result
+
+
+def places(shape: LayerShape, plan: ResolvedPlan) -> tuple[Hold, ...]:
+    """What ``ExpertParallel`` keeps of the last pass (``permuted_indices``), of every layer with experts."""
+    spec, ranks = plan.model, plan.layout.ep
+    if ranks == 1:
+        return ()
+    rows = titan_moe.padded_length(shape.b * shape.s * spec.expert_top_k, spec.experts // ranks)
+    one = Hold(0, hold_bytes((rows,), "int32"), Category.BUFFERS, "permuted_indices", (rows,), "int32")
+    return (one,) * sum(map(spec.has_experts, range(spec.layers)))
+
+
 def torchtitan_model(
     plan: ResolvedPlan,
     options: Options,
@@ -285,10 +357,14 @@ def torchtitan_model(
     last = len(names)
     kept = 0 if ends_apart else last
     units = [Unit(name, (), at, at, reshard and at != kept) for at, name in enumerate(names, 1)]
+    if plan.layout.ep > 1:
+        units = with_experts(units, plan)
     if ends_apart:
-        apart = Unit("ends", (), last + 1, last + 2, False)
-        units = [Unit("embedding", (), 0, 0, reshard, False), *units, apart]
+        ahead_of = plan.layout.ep > 1
+        apart = Unit("ends", (), last + 1, last + 2, False, next_backward=names[-1:] if ahead_of else ())
+        first = Unit("embedding", (), 0, 0, reshard, with_gradient=False, next_forward=names[:1] if ahead_of else ())
+        units = [first, *units, apart]
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
-    buffers = made.titan.buffers(plan.model, made.shape.s)
+    buffers = (*made.titan.buffers(plan.model, made.shape.s), *places(made.shape, plan))
     return Model(spans, with_parameters(spans, units, made.titan.registered), "head", buffers)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import compress
+from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
@@ -22,6 +23,13 @@ from ...tape.events import Category, Stretch, rounded
 from ...tape.program import drop_all
 from ...values import dataclass
 from ..plain import tuned
+
+
+class Cut(NamedTuple):
+    """Into how many pieces a parameter is cut, along which dimension (``shard_placement_fn``)."""
+
+    shards: int
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,11 @@ class Sharding:
     """Dtype of the shards that are trained, where all others are frozen."""
     whole_4bit: bool = False
     """4-bit weights are not sharded (``ignored_params``)."""
+    experts: Cut | None = None
+    """How an expert's parameters are cut, where ranks share experts."""
+
+    def cut(self, parameter: Parameter) -> Cut:
+        return self.experts if self.experts is not None and parameter.expert else Cut(self.shards)
 
     @property
     def trained(self) -> str:
@@ -79,6 +92,14 @@ class Unit:
     """``reshard_after_forward``."""
     with_gradient: bool = True
     """Its inputs have gradients, which tell when its backward has ended; otherwise the end of backward does."""
+    cut: Cut | None = None
+    """Where its parameters are cut otherwise than the other units'."""
+    inner: bool = False
+    """It is in the middle of its module: of experts that ranks share."""
+    next_forward: tuple[str, ...] = ()
+    """Units that are gathered ahead in forward (``set_modules_to_forward_prefetch``),"""
+    next_backward: tuple[str, ...] = ()
+    """and in backward, in the place of the one that ran before (``set_modules_to_backward_prefetch``)."""
 
     @property
     def alone(self) -> bool:
@@ -98,7 +119,8 @@ class Unit:
         """Elements of rank 0's piece of each parameter, with padding."""
         found = self.tables.get(shards)
         if found is None:
-            found = self.tables[shards] = tuple(shard(one, shards).elements for one in self.parameters)
+            cut = self.cut or Cut(shards)
+            found = self.tables[shards] = tuple(shard(one, *cut).elements for one in self.parameters)
         return found
 
     def flat(self, shards: int) -> int:
@@ -109,18 +131,29 @@ class Unit:
         """Elements of one rank's part of the reduce-scatter: one piece of every parameter that is trained."""
         return sum(compress(self.shard_elements(shards), self.trained))
 
+    @property
+    def crosswise(self) -> bool:
+        """Its pieces are of another dimension than the first."""
+        return self.cut is not None and self.cut.dim > 0 and self.cut.shards > 1
 
-def shard(parameter: Parameter, shards: int) -> Parameter:
-    """Rank 0's piece: ceil(d₀ / shards) rows (``_init_sharded_param``, ``padded_sharded_param_size``)."""
-    rows, *rest = parameter.shape
-    return replace(parameter, shape=(-(-rows // shards), *rest))
+    def ranks(self, shards: int) -> int:
+        """That share a parameter of it, where ``shards`` share another unit's."""
+        return self.cut.shards if self.cut is not None else shards
+
+
+def shard(parameter: Parameter, shards: int, dim: int = 0) -> Parameter:
+    """Rank 0's piece: ceil(d / shards) rows of dimension ``dim`` (``_init_sharded_param``,
+    ``padded_sharded_param_size``)."""
+    shape = list(parameter.shape)
+    shape[dim] = -(-shape[dim] // shards)
+    return replace(parameter, shape=tuple(shape))
 
 
 def shard_of(sharding: Sharding, parameter: Parameter) -> Parameter:
     """The same of one that may have four bits."""
     if parameter.four_bit is not None and sharding.whole_4bit:
         return parameter
-    return shard(tuned.packed(parameter, sharding.compute), sharding.shards)
+    return shard(tuned.packed(parameter, sharding.compute), *sharding.cut(parameter))
 
 
 def size(elements: int, dtype: str) -> int:
@@ -140,17 +173,17 @@ def sharded_states(optimizer: Optimizer, sharding: Sharding) -> tuple[State, ...
         full("parameter", Category.PARAMETERS, sharding.parameters),
         *optimizer_states(optimizer, sharding.parameters, embeddings_32bit=optimizer.embeddings_32bit),
     )
-    return tuple(_of_shard(state, sharding.shards) for state in whole)
+    return tuple(_of_shard(state, sharding) for state in whole)
 
 
-def _of_shard(state: State, shards: int) -> State:
-    return State(state.name, state.category, lambda parameter: state.size(shard(parameter, shards)))
+def _of_shard(state: State, sharding: Sharding) -> State:
+    return State(state.name, state.category, lambda parameter: state.size(shard(parameter, *sharding.cut(parameter))))
 
 
 @lru_cache(maxsize=256)
 def sharded_step(tensors: tuple[Parameter, ...], optimizer: Optimizer, sharding: Sharding) -> Stretch:
     """The optimizer's step on shards: foreach lists are of local tensors (``DTensor`` dispatches each)."""
-    pieces = [shard(one, sharding.shards) for one in tensors if one.trained]
+    pieces = [shard(one, *sharding.cut(one)) for one in tensors if one.trained]
     return Stretch(drop_all(step_temporaries(optimizer, pieces, sharding.trained), 1))
 
 
@@ -160,5 +193,5 @@ def host_bytes(tensors: Sequence[Parameter], optimizer: Optimizer, sharding: Sha
     if not sharding.offload:
         return 0
     states = sharded_states(optimizer, sharding)
-    gradients = sum(shard(one, sharding.shards).bytes(sharding.trained) for one in tensors if one.trained)
+    gradients = sum(shard(one, *sharding.cut(one)).bytes(sharding.trained) for one in tensors if one.trained)
     return gradients + sum(state.size(one) for state in states for one in tensors)

@@ -5,6 +5,7 @@ Communication that a framework runs beside backward or forward counts only as fa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...frameworks import framework
@@ -175,7 +176,8 @@ def sharded(
     owners, trained = replicas.own.owners(replicas), rank.trained / rank.held
     shards = group(owners, plan.layout.tp, rates.node)
     layers = rank.layers or 1
-    layer = elements(shape.entries, (StageWork(1),))[0]
+    layer, _, inner = elements(shape.entries, (StageWork(1),))
+    same = group(replicas.own.expert_owners(replicas), shape.ranks.ep * shape.ranks.etp, rates.node)
     ends = max(0.0, rank.held - layers * layer)
     element, gradient = shape.element, replicas.gradient
     copied = 0 if flat else 2 * element
@@ -183,15 +185,19 @@ def sharded(
     if flat:
         brought = 2 * element + 2 * gradient + (element + gradient if gradient != element else 0)
 
-    def gathered(count: float) -> float:
-        return collective(rates, "all-gather", count * element, shards)
+    def gathered(count: float, across: Group = shards) -> float:
+        return collective(rates, "all-gather", count * element, across)
 
-    def scattered(count: float) -> float:
+    def scattered(count: float, across: Group = shards) -> float:
         size = count * trained * gradient
         between = group(groups, plan.layout.tp * owners, rates.node)
-        return collective(rates, "reduce-scatter", size, shards) + collective(
-            rates, "all-reduce", size / owners, between
+        return collective(rates, "reduce-scatter", size, across) + collective(
+            rates, "all-reduce", size / across.ranks, between
         )
+
+    def of_layer(of: Callable[[float, Group], float]) -> float:
+        """Of a layer's own parameters, and of its experts', which fewer ranks share."""
+        return of(layer, shards) if shape.ranks.ep == 1 else of(layer - inner, shards) + of(inner, same)
 
     def unflattened(count: float) -> float:
         return streamed(rates, count * copied)
@@ -199,11 +205,11 @@ def sharded(
     def flattened(count: float) -> float:
         return streamed(rates, count * trained * brought)
 
-    again = gathered(layer) if regathers else 0.0
+    again = of_layer(gathered) if regathers else 0.0
     recomputed = times.layer.recompute * min(1.0, rank.recomputed / layers)
-    aside = overlapped(rates, gathered(layer), times.layer.forward)
+    aside = overlapped(rates, of_layer(gathered), times.layer.forward)
     forward = layers * (aside + unflattened(layer)) + gathered(ends) + unflattened(ends)
-    aside = overlapped(rates, (again if ahead else 0.0) + scattered(layer), times.layer.backward + recomputed)
+    aside = overlapped(rates, (again if ahead else 0.0) + of_layer(scattered), times.layer.backward + recomputed)
     aside += 0.0 if ahead else again
     backward = layers * (aside + flattened(layer) + (unflattened(layer) if regathers else 0.0))
     backward += scattered(ends) + flattened(ends)

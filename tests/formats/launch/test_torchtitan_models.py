@@ -63,15 +63,16 @@ def test_a_model_to_debug_with(read: Read) -> None:
     assert (spec.experts, spec.expert_ffn, spec.head_dim, spec.kv_heads) == (64, 768, 128, 8)
 
 
-@pytest.mark.parametrize(
-    ("over", "says"),
-    [
-        ("parallelism.expert_parallel_degree=8", "expert parallelism is not modelled yet"),
-        ("model.flavor=7B", "of model deepseek_v3 has no sizes here"),
-    ],
-)
-def test_what_is_refused(read: Read, over: str, says: str) -> None:
-    assert says in refusal(read, DEEPSEEK, over, gpu="h200")
+def test_ranks_that_share_experts(read: Read) -> None:
+    ranks = "parallelism.expert_parallel_degree=8"
+    assert resolve(read(DEEPSEEK, ranks, gpu="h200").plan).layout.ep == 8
+    assert resolve(read(QWEN, ranks, model="llama-3-8b").plan).layout.ep == 1
+    other = "parallelism.expert_parallel_comm_backend=deepep"
+    assert "must be standard" in refusal(read, DEEPSEEK, ranks, other, gpu="h200")
+
+
+def test_an_unknown_flavour(read: Read) -> None:
+    assert "of model deepseek_v3 has no sizes here" in refusal(read, DEEPSEEK, "model.flavor=7B", gpu="h200")
 
 
 @pytest.mark.parametrize(
@@ -87,9 +88,3 @@ def test_what_has_no_recipe(read: Read, job: str, over: str, says: str) -> None:
     plan = resolve(read(job, over, gpu="h200").plan)
     with pytest.raises(PlanError, match=says):
         check(plan)
-
-
-def test_experts_of_others_are_refused(read: Read) -> None:
-    assert "parallelism.expert_parallel_degree = 8" in refusal(
-        read, QWEN, "parallelism.expert_parallel_degree=8", model="qwen3-30b-a3b"
-    )
