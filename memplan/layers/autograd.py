@@ -269,6 +269,8 @@ class Recorder:
     """how many they are,"""
     of_loss: bool = False
     """and whether some of them are logits."""
+    contexts: list[Tensor] = field(default_factory=list)
+    """Tensors that end with the graph alone."""
     required: list[Leaf] = field(default_factory=list)
     """Leaves made by ``requires_grad_``, whose tensor and gradient live as long as the graph."""
 
@@ -372,6 +374,13 @@ class Recorder:
         leaf.node.saved = (tensor.storage,)
         self.required.append(leaf)
         return tensor
+
+    def keeps_in_context(self, x: Tensor) -> None:
+        """The function that is made next has ``x`` in its context, if it has a backward: until the graph ends, but for
+        one of a region that runs again, whose graph ends with it."""
+        again = self.frame is not None and self.frame.again is not None
+        if x.node is not None and self.grad_enabled and not again:
+            self.contexts.append(x)
 
     def end_required(self) -> None:
         """The graph has ended."""
