@@ -49,6 +49,14 @@ def _of_quantisation(plan: ResolvedPlan) -> tuple[str, ...]:
     quantisation = plan.quantisation
     if quantisation.kind == "none":
         return ()
+    if quantisation.kind == "int8":
+        return (
+            "8-bit weights by bitsandbytes 0.50 (LLM.int8); embedding, norms and head are not quantised",
+            "no column of a layer's inputs reaches the threshold (6.0): which do is for data to say, and each of them "
+            "adds itself in 16 bits and its weights for as long as a product runs",
+            "inputs of 8-bit layers are kept until backward, recomputed or not: bitsandbytes has them in its "
+            "function's context, which checkpoints leave alone",
+        )
     if quantisation.kind == "gptq":
         return (
             f"4-bit weights by auto_gptq's QuantLinear (Triton, version 2) in groups of {quantisation.group}, without "

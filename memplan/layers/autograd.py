@@ -279,6 +279,8 @@ class Recorder:
     """those of experts alone, while their forward pass runs,"""
     until_delayed: list[Tensor] | None = None
     """and what was recomputed for them, of the part of a layer that is run."""
+    contexts: list[Tensor] = field(default_factory=list)
+    """Tensors that end with the graph alone."""
     required: list[Leaf] = field(default_factory=list)
     """Leaves made by ``requires_grad_``, whose tensor and gradient live as long as the graph."""
 
@@ -382,6 +384,13 @@ class Recorder:
         leaf.node.saved = (tensor.storage,)
         self.required.append(leaf)
         return tensor
+
+    def keeps_in_context(self, x: Tensor) -> None:
+        """The function that is made next has ``x`` in its context, if it has a backward: until the graph ends, but for
+        one of a region that runs again, whose graph ends with it."""
+        again = self.frame is not None and self.frame.again is not None
+        if x.node is not None and self.grad_enabled and not again:
+            self.contexts.append(x)
 
     def end_required(self) -> None:
         """The graph has ended."""

@@ -81,6 +81,8 @@ class Tapes:
     """When the whole model's forward has ended: what autocast's cache alone still held is dropped."""
     output_dtype: str = ""
     """Of the output."""
+    contexts: tuple[int, ...] = ()
+    """Ids of tensors that end with the graph (``Recorder.keeps_in_context``), and not within the module."""
 
     @cached_property
     def forward_fold(self) -> Excursion:
@@ -422,7 +424,10 @@ def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, 
     hook(Hook.AFTER_BACKWARD)
     recorder.close()
     forward = renamed(recorder.tape(0, ended), ids.known())
-    return Tapes(forward, recorder.tape(middle), output, grad_input, recorder.tape(ended, middle), dtype), ids
+    contexts = tuple(dict.fromkeys(one.storage.id for one in recorder.contexts))
+    recorder.contexts.clear()
+    backward, end = recorder.tape(middle), recorder.tape(ended, middle)
+    return Tapes(forward, backward, output, grad_input, end, dtype, contexts), ids
 
 
 def _convert(recorder: Recorder, run: Run) -> None:

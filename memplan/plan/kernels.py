@@ -65,6 +65,8 @@ def _check_functions(plan: ResolvedPlan) -> None:
     adapted_layers, given = adapted(plan), plan.quantisation
     if not plan.precision.autocast:
         refuse("without autocast, which fms-acceleration asks for beside 4-bit weights")
+    if given.kind == "int8":
+        refuse("with int8 weights: the functions dequantise 4-bit ones")
     if given.kind == "fp4" or (given.kind == "nf4" and not given.double):
         refuse(f"with {given.kind} weights: the functions dequantise nf4 with double quantisation")
     if given.prepared:

@@ -149,7 +149,7 @@ NOT_MODELLED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("--load-in-8bit", "--8bit", "--int8"),
-        "bitsandbytes' 8-bit weights (LLM.int8) are not modelled; 4-bit ones are --quantisation nf4",
+        "bitsandbytes' 8-bit weights (LLM.int8) are --quantisation int8, under adapters (--lora-rank 16)",
     ),
     **dict.fromkeys(
         ("--lora-bias", "--bias"), "biases that are trained beside adapters are not modelled; peft's default is none"

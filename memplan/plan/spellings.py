@@ -41,7 +41,10 @@ _FRAMEWORKS = {
     "distributed-data-parallel": "ddp",
 }
 
-_QUANTISED = dict.fromkeys(("4bit", "int4", "bnb4bit", "bnb", "bitsandbytes", "qlora"), "nf4")
+_QUANTISED = {
+    **dict.fromkeys(("4bit", "int4", "bnb4bit", "bnb", "bitsandbytes", "qlora"), "nf4"),
+    **dict.fromkeys(("8bit", "llmint8", "bnb8bit"), "int8"),
+}
 """``load_in_4bit``, with the type that everybody takes."""
 
 _ELSEWHERE: Mapping[str, Mapping[str, str | None]] = {
@@ -71,8 +74,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("fp4", "nvfp4", "mxfp4"), "is of products of linear layers: --dtype bf16 --fp4 nvfp4"),
         **dict.fromkeys(
             ("int8", "8bit", "int4", "4bit", "nf4"),
-            "is of frozen weights under adapters: --quantisation nf4 --lora-rank 16 has them in 4 bits; 8 are not "
-            "modelled",
+            "is of frozen weights under adapters: --quantisation nf4 --lora-rank 16 has them in 4 bits, int8 in 8",
         ),
         "auto": "must be one of fp32, fp16, bf16: in what dtype the model is loaded",
     },
@@ -105,10 +107,9 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "quantisation.kind": {
-        **dict.fromkeys(("int8", "8bit", "llmint8"), "is not modelled: bitsandbytes' 8-bit weights; nf4 and fp4 are"),
         **dict.fromkeys(
             ("awq", "hqq", "aqlm", "eetq", "quanto", "torchao", "fp8", "mxfp4"),
-            "is not modelled: of quantised weights under adapters nf4, fp4 and gptq are",
+            "is not modelled: of quantised weights under adapters nf4, fp4, gptq and int8 are",
         ),
     },
 }

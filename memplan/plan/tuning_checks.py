@@ -6,6 +6,7 @@ from ..families import family
 from .errors import ABSENT, PlanError
 from .lora import adapted, last_names, of_experts, saved
 from .plan import Plan
+from .releases import LIBRARIES, parsed, shown
 from .resolved import ResolvedPlan
 from .traced_spec import TracedSpec
 from .tuning_sections import Frozen, Lora, Quantisation
@@ -89,11 +90,28 @@ def _check_quantisation(plan: ResolvedPlan) -> None:
         raise PlanError("quantisation.kind", quantisation.kind, problem)
     if quantisation.kind == "gptq":
         _check_gptq(plan)
+    elif quantisation.kind == "int8":
+        _check_int8(plan)
     elif quantisation.group != _NOT_QUANTISED.group:
         raise PlanError("quantisation.group", quantisation.group, "needs quantisation.kind gptq")
     if why := family(plan.model.family).no_4bit:
         problem = f"must be none for family {plan.model.family}: {why}"
         raise PlanError("quantisation.kind", quantisation.kind, problem)
+
+
+def _check_int8(plan: ResolvedPlan) -> None:
+    """``Linear8bitLt``: what belongs to 4-bit weights alone, and releases whose kernels kept other tensors."""
+    given, named = plan.quantisation, plan.versions.get("bitsandbytes")
+    for name, default in (("double", False), ("group", _NOT_QUANTISED.group), ("compute", plan.precision.dtype)):
+        if getattr(given, name) != default:
+            problem = "must be left out with quantisation.kind int8, which has no such setting"
+            raise PlanError(f"quantisation.{name}", getattr(given, name), problem)
+    if plan.lora.dora:
+        problem = "must be false with quantisation.kind int8: DoRA is modelled on nf4, fp4 and plain weights"
+        raise PlanError("lora.dora", True, problem)
+    if named is not None and parsed(named) < LIBRARIES["bitsandbytes"].newest:
+        problem = f"must be {shown(LIBRARIES['bitsandbytes'].newest)} or later with quantisation.kind int8: earlier "
+        raise PlanError("versions.bitsandbytes", named, problem + "products keep other tensors")
 
 
 def _check_gptq(plan: ResolvedPlan) -> None:

@@ -75,15 +75,16 @@ class Lora(FrameworkSection, Terse):
 
 
 class Quantisation(FrameworkSection, Terse):
-    """4-bit weights of the linear layers, but for the head: bitsandbytes' (QLoRA), or GPTQ's."""
+    """4-bit weights of the linear layers, but for the head: bitsandbytes' (QLoRA), or GPTQ's; or bitsandbytes' 8-bit
+    ones."""
 
     shorthand = "kind"
     unsaid: ClassVar[frozenset[str]] = frozenset({"group"})
 
-    kind: Literal["none", "nf4", "fp4", "gptq"] = Field(
+    kind: Literal["none", "nf4", "fp4", "gptq", "int8"] = Field(
         "none",
         description="4-bit type of the frozen linear layers (load_in_4bit, bnb_4bit_quant_type), or gptq: a model that "
-        "auto_gptq has quantised, on its Triton kernel",
+        "auto_gptq has quantised, on its Triton kernel, or int8: bitsandbytes' 8-bit weights (load_in_8bit)",
         json_schema_extra={"flag": "--quantisation"},
     )
     group: Count = Field(

@@ -89,6 +89,8 @@ class Scope(IntEnum):
     """What hooks hold within one module: they get ids behind the module's own."""
     KEPT = 9
     """As ``MODULE``, of tensors that outlive a micro-batch."""
+    CONTEXTS = 10
+    """Tensors in contexts of functions, which end with the graph."""
 
     def id(self, at: int = 0) -> int:
         """Of tensor number ``at`` < 2**24 of this scope."""

@@ -396,8 +396,9 @@ def _check_code(plan: ResolvedPlan) -> None:
         raise PlanError("attention", plan.attention, problem)
     for name, value in plan.kernels.changed():
         raise PlanError(f"kernels.{name}", value, "must be left out: Triton's kernels need a GPU")
-    if plan.quantisation.kind == "gptq":
-        raise PlanError("quantisation.kind", "gptq", "must be nf4 or fp4 in a trace: GPTQ's kernels need a GPU")
+    if plan.quantisation.kind not in ("none", "nf4", "fp4"):
+        problem = "must be nf4 or fp4 in a trace: the kernels of other weights need a GPU"
+        raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
     if plan.trainer.kind.own_loss:
         raise PlanError("trainer.loop", plan.trainer.loop, "must be none or transformers in a trace, which runs no trl")
     if plan.recompute.reentrant:

@@ -119,7 +119,6 @@ def test_a_sharded_model(folder: Path) -> None:
         (QLORA.replace("gradient_checkpointing: true", "gradient_checkpointing: offload"), "must be true or false"),
         (FULL.replace("flash_attention: true", "sdp_attention: true"), "keeps norms, embeddings and head in fp32"),
         (FULL.replace("liger_rope: true", "cut_cross_entropy: true"), "cut cross entropy is not modelled"),
-        (QLORA.replace("load_in_4bit", "load_in_8bit"), "8-bit weights are not modelled"),
     ],
 )
 def test_what_is_not_modelled_is_refused(

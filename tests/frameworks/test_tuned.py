@@ -103,6 +103,9 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
     assert [stage.of(Category.GRADIENTS) > 0 for stage in estimate(last).stages] == [True, False, True]
 
 
+MIXTRAL = {"model": "mixtral-8x7b", "lora_rank": 8, "lora_target_parameters": "experts.down_proj"}
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -140,7 +143,15 @@ def test_nothing_is_kept_of_layers_before_the_first_that_is_trained() -> None:
         ),
         ({"model": "llama-3-8b", "lora_rank": 8, "modules_to_save": "norm"}, "embed_tokens and lm_head are"),
         ({"model": "gpt2", "lora_rank": 8, "modules_to_save": "lm_head"}, "share one table"),
-        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8"}, "nf4 and fp4 are"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "awq"}, "nf4, fp4, gptq and int8 are"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8", "use_dora": True}, "must be false"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8", "double_quantisation": True}, "no such"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8", "framework": "fsdp", "gpus": 2}, "single and"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "lora_targets": "lm_head", "loss": "liger"}, "head's own weight"),
+        ({"model": "mixtral-8x7b", "lora_rank": 8, "lora_target_parameters": "w1"}, "matches no weight of experts"),
+        ({**MIXTRAL, "lora_dropout": 0.1}, "ParamWrapper refuses it"),
+        ({**MIXTRAL, "framework": "deepspeed", "gpus": 2}, "modelled in single"),
+        ({**MIXTRAL, "versions": "transformers=4.57.1"}, "experts are modules"),
         ({"model": "llama-3-8b", "lora_rank": 8, "double_quantisation": "true"}, "quantisation.kind is none"),
         ({"model": "falcon-7b", "lora_rank": 8, "quantisation": "nf4"}, "class of their own"),
         (

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,7 @@ def test_step_with_adapters(case: Adapted, shape: Shape, tmp_path: Path) -> None
         **({"modules_to_save": case.saved} if case.saved else {}),
         **({"lora_target_parameters": case.parameters} if case.parameters else {}),
     )
-    more = {"use_dora": case.dora, "modules_to_save": case.saved.split(",") if case.saved else None}
+    more: dict[str, Any] = {"use_dora": case.dora, "modules_to_save": case.saved.split(",") if case.saved else None}
     more |= {"lora_alpha": case.alpha, "target_parameters": case.parameters.split(",") if case.parameters else None}
     tune = lora(RANK, tuple(case.targets.split(",")), case.dropout, case.adapters, **more)
     compare(case, shape, flags, tune, tmp_path)

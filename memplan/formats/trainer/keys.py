@@ -57,6 +57,7 @@ READ = frozenset(
         "lora_task_type",
         "lora_target_parameters",
         "load_in_4bit",
+        "load_in_8bit",
         "bnb_4bit_quant_type",
         "use_bnb_nested_quant",
         "bnb_4bit_quant_storage",
@@ -73,7 +74,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "parallelism_config": ((None,), "Accelerate's parallelism is not modelled around the Trainer"),
         "optim_target_modules": ((None,), "optimizers of some modules (GaLore, APOLLO) are not modelled"),
         "use_cpu": ((None, False), "there is no device then"),
-        "load_in_8bit": ((None, False), "bitsandbytes' 8-bit weights are not modelled"),
         "lora_bias": ((None, "none"), "biases that are trained beside adapters are not modelled"),
     }
 )

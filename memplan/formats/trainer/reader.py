@@ -417,7 +417,12 @@ def _adapters(reader: Reader) -> None:
         for name in ("dora", "rslora"):
             if (chosen := arguments.on(f"use_{name}")) is not None:
                 put(f"lora.{name}", chosen, f"use_{name}")
+    if (eight := arguments.on("load_in_8bit")) is not None:
+        put("quantisation.kind", Node("int8", eight.origin), "load_in_8bit")
     quantised = arguments.on("load_in_4bit")
+    if eight is not None and quantised is not None:
+        problem = "must be left out with load_in_4bit: weights are loaded in 4 bits or in 8"
+        raise PlanError("load_in_8bit", True, problem, origin=eight.origin)
     if quantised is None:
         return
     put("quantisation.kind", arguments.node("bnb_4bit_quant_type") or Node("nf4", quantised.origin), "load_in_4bit")

@@ -154,7 +154,7 @@ def units_of(spans: Sequence[Span], dtype: str, reshard: bool, keeps: bool, igno
 def _unit(name: str, first: int, last: int, parameters: Sequence[Parameter], dtype: str, reshard: bool) -> Flat:
     parts = tuple([packed_bytes(one, dtype) for one in parameters])
     trained = sum(one.elements for one in parameters if one.trained)
-    return Flat(name, first, last, sum(parts), trained, reshard, parameters[0].name, parts)
+    return Flat(name, first, last, sum(parts), trained, reshard, parameters[0].name, parts=parts)
 
 
 def _kept(module: Module) -> tuple[int, int]:

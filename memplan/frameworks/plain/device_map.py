@@ -44,6 +44,9 @@ class DeviceMap(Framework):
 
     def check(self, plan: ResolvedPlan) -> None:
         check_map(plan)
+        if plan.quantisation.kind == "int8":
+            problem = "must be none, nf4, fp4 or gptq on a device map: 8-bit weights are modelled in single and ddp"
+            raise PlanError("quantisation.kind", "int8", problem)
 
     def layout_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         placed = "embedding and head are on the first device, final norm on the last"

@@ -38,6 +38,7 @@ from ...tape.events import INPUT, Category, Drop, Event, Hold, Stretch, Tape
 from ...tape.program import Program, Span
 from . import preferences, trainer
 from .buffers import buffers, inputs
+from .contexts import outlived
 from .rows import Kinds, LayerKind, Row, kinds_of, layer_row, layers, with_leaf
 from .step import FOUND_INF, SCALER, optimizer_step, registered, trainer_step
 from .tuned import check_tuned, frozen_layer, shared_table, trained_only, trains_layers, tuned_states, tuning_of
@@ -422,6 +423,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         whole: tuple[Span, ...] = (*first, *middle, *normed, *last)
         if plan.trainer.runs_reference:
             whole = preferences.with_reference(whole, reference(plan, shape, options, later), keeps_embedded(shape))
+        whole = outlived(whole)
         return (_program(plan, shape, 0, whole, options),)
     assert plan.device_map is not None
     hidden = (shape.b, shape.s, shape.spec.hidden)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from ...families import family
 from ...layers.autograd import ITEMSIZE
 from ...layers.gptq import Gptq
+from ...layers.int8 import Int8
 from ...layers.module import Parameter, hold_bytes
 from ...layers.tuning import NESTED_CODE, Adapters, FourBit, Packed, Tuning
 from ...optimizers.base import EMBEDDINGS, State, optimizer_states
@@ -45,6 +46,8 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
     four_bit: Packed | None = None
     if quantisation.kind == "gptq":
         four_bit = Gptq("fp16", quantisation.group, release(plan, "peft") >= GPTQ_CASTS)
+    elif quantisation.kind == "int8":
+        four_bit = Int8(plan.precision.dtype)
     elif quantisation.kind != "none":
         copies = release(plan, "bitsandbytes") >= CODE_COPIED
         four_bit = FourBit(plan.precision.dtype, quantisation.double, copies)

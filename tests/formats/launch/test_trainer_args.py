@@ -382,6 +382,10 @@ def test_every_launcher_configuration_of_trl_is_one_that_is_read(tmp_path: Path)
         assert made.layout.zero == (int(name[-1]) if name.startswith("zero") else 0)
 
 
-def test_what_of_peft_is_not_modelled(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="not modelled"):
-        plan(tmp_path, {**PEFT, "load_in_8bit": True})
+def test_8_bit_weights_and_experts_weights_are_read(tmp_path: Path) -> None:
+    eight = {**PEFT, "load_in_4bit": False, "load_in_8bit": True}
+    assert plan(tmp_path, eight).quantisation.kind == "int8"
+    with pytest.raises(PlanError, match="load_in_4bit"):
+        plan(tmp_path, {**eight, "load_in_4bit": True})
+    with pytest.raises(PlanError, match="stacks of experts"):
+        plan(tmp_path, {**PEFT, "lora_target_parameters": ["experts.down_proj"]})

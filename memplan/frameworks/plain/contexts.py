@@ -1,0 +1,59 @@
+"""Tensors in attributes of functions' contexts, which end with the graph: when the loss does, behind all of backward.
+
+Autograd lets go of what a function saved by ``save_for_backward`` once its backward has run; its context, and what else
+is in it, lives as long as a node that follows it, and the loss is held until ``backward`` has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...layers.module import Module, Tapes
+from ...tape.events import Drop, Hold, Scope, Tape, behind, renamed
+from ...tape.program import Span
+
+
+def outlived(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """``spans`` of which each module's tensors in contexts have ids of their own, and end behind the backward of the
+    first module."""
+    if not any(span.module.first.contexts for span in spans):
+        return spans
+    foremost, *rest = [one for span in spans for one in _apart(span)]
+    made: list[Span] = []
+    ended: list[Drop] = []
+    for span in rest:
+        module, drops = _named(span.module, len(ended))
+        made.append(replace(span, module=module))
+        ended += drops
+    first = foremost.module
+    closing = tuple(ended)
+    module = replace(first, first=_ended(first.first, closing), steady=_ended(first.steady, closing))
+    return (replace(foremost, module=module), *made)
+
+
+def _apart(span: Span) -> Iterator[Span]:
+    """One by one, where they have such tensors."""
+    names = [(name,) for name in span.names] if span.module.first.contexts else [span.names]
+    return (replace(span, names=own) for own in names)
+
+
+def _named(module: Module, count: int) -> tuple[Module, list[Drop]]:
+    """``module`` with ids from ``count`` on for what is in its contexts, and the ends of these."""
+    first, steady = module.first, module.steady
+    if not first.contexts:
+        return module, []
+    holds = {event.tensor: event for event in first.forward if isinstance(event, Hold)}
+    ids = [Scope.CONTEXTS.id(count + at) for at in range(len(first.contexts))]
+    drops = [Drop(id, holds[own].bytes, holds[own].category) for own, id in zip(first.contexts, ids, strict=True)]
+    made = replace(module, first=_renamed(first, ids), steady=_renamed(steady, ids))
+    return made, drops
+
+
+def _renamed(tapes: Tapes, ids: list[int]) -> Tapes:
+    own = dict(zip(tapes.contexts, ids, strict=True))
+    return replace(tapes, forward=renamed(tapes.forward, own), backward=renamed(tapes.backward, own))
+
+
+def _ended(tapes: Tapes, drops: Tape) -> Tapes:
+    return replace(tapes, backward=behind(tapes.backward, drops))

@@ -1,0 +1,109 @@
+"""LLM.int8: a training step on bitsandbytes' 8-bit weights, against recorded ones of the real libraries.
+
+``python -m tests.layers.test_int8`` records them anew, with what ``VERSIONS`` names.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from memplan.layers.int8 import Int8
+from memplan.tape.events import rounded
+
+from .test_against_transformers import sizes
+from .tuned_comparison import Witness, assert_equal, config_of, program_of, traced_backward, word_shape
+
+VERSIONS = "bitsandbytes 0.50.0, peft 0.21.2, accelerate 1.15.0, transformers 5.23.0, torch 2.13.0"
+RECORDED = Path(__file__).with_name("int8_steps.json")
+B, S, RANK = 2, 64, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one setting; eager attention."""
+
+    model: str
+    recompute: str
+    targets: str
+    prepared: bool = False
+    dtype: str = "bf16"
+    dropout: float = 0.1
+
+    def __str__(self) -> str:
+        return "-".join([self.model, self.dtype, self.recompute, self.targets, *["prepared"] * self.prepared])
+
+    def flags(self) -> dict[str, str]:
+        return {
+            "dtype": self.dtype,
+            "attention": "eager",
+            "recompute": self.recompute,
+            "mbs": str(B),
+            "seq": str(S),
+            "lora-rank": str(RANK),
+            "lora-targets": self.targets,
+            "lora-dropout": str(self.dropout),
+            "quantisation": "int8",
+            "kbit-preparation": str(self.prepared).lower(),
+        }
+
+
+CASES = (
+    Case("llama", "none", "q_proj,v_proj", dropout=0.0),
+    Case("llama", "full", "all-linear"),
+    Case("llama-mha-biased", "none", "all-linear"),
+    Case("llama-mha-biased", "full", "all-linear", prepared=True),
+    Case("phi3", "none", "all-linear", prepared=True),
+    Case("qwen2-tied-dropout", "none", "all-linear", dtype="fp32"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_step_with_int8_weights(case: Case, tmp_path: Path) -> None:
+    witness = Witness(**json.loads(RECORDED.read_text(encoding="utf-8"))["steps"][str(case)])
+    assert_equal(program_of(case.model, tmp_path, case.flags()), witness, rounded(8 * B * S))
+
+
+def test_a_byte_for_each_weight_and_a_scale_for_each_row() -> None:
+    assert Int8("bf16").packed_bytes((4096, 11008)) == 4096 * 11008
+    assert Int8("bf16").beside((4096, 11008)) == {"scales": 4 * 4096}
+
+
+def record() -> None:
+    """Writes ``RECORDED``."""
+    import tempfile
+
+    import peft
+
+    from ..oracle.int8_step import traced_int8_step
+
+    steps = {}
+    for case in CASES:
+        named = case.targets if case.targets == "all-linear" else case.targets.split(",")
+        step = traced_int8_step(
+            config_of(case.model),
+            B,
+            S,
+            case.dtype,
+            peft.LoraConfig(r=RANK, target_modules=named, lora_dropout=case.dropout),
+            prepared=case.prepared,
+            recompute=case.recompute == "full",
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            word = word_shape(program_of(case.model, Path(folder), case.flags()))
+        steps[str(case)] = {
+            "parameters": step.parameters,
+            "before": step.before,
+            "forward": sizes(step.forward),
+            "backward": traced_backward(step.backward, word),
+            "optimizer": sizes(step.optimizer),
+        }
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(step, separators=(',', ':'))}" for name, step in steps.items())
+    RECORDED.write_text(f'{{"versions": {json.dumps(VERSIONS)}, "steps": {{\n{lines}\n}}}}\n', encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record()
